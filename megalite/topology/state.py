@@ -1,0 +1,39 @@
+"""What the checkpoint needs from an optimizer, whoever implements it."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from megalite.topology.parameters import Parameter
+
+
+@dataclass(frozen=True)
+class StateShard:
+    """A run of one registered parameter's optimizer state on this rank.
+
+    parameter: the registered parameter (its spec says which canonical tensors it is made of).
+    key: "exp_avg", "exp_avg_sq", "master" (fp32 weights kept beside weights of another type), ...
+    start: first element of the run in the *flattened local shard* of the registered parameter.
+    values: one-dimensional tensor of the run's elements; a view where possible, so that load can write into it.
+    """
+
+    parameter: Parameter
+    key: str
+    start: int
+    values: Any
+
+
+class OptimizerState(Protocol):
+    """The optimizer's state as named runs of elements, each element owned by exactly one data-parallel rank."""
+
+    def shards(self) -> Iterator[StateShard]:
+        """The runs that this rank owns; loading copies into `values` of the same runs."""
+        ...
+
+    def scalars(self) -> Mapping[str, Any]:
+        """JSON values that are equal on every rank: step counts, loss scale."""
+        ...
+
+    def load(self, scalars: Mapping[str, Any]) -> None:
+        """Take over what was copied into `shards()` and these scalars; must be called on every rank."""
+        ...
