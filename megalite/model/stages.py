@@ -1,0 +1,49 @@
+"""Builds one pipeline stage and gives every parameter its initial value by name."""
+
+from collections.abc import Sequence
+
+import torch
+
+from megalite.model.transformer import Stage
+from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.random import normal_box
+from megalite.topology.parameters import ModelShape, Parameter, stage_parameters
+
+
+def build_stage(
+    shape: ModelShape,
+    mesh: ParallelMesh,
+    stage_layers: Sequence[range],
+    *,
+    dtype: torch.dtype = torch.float32,
+    seed: int | None,
+) -> Stage:
+    """This rank's stage, on the mesh's device.
+
+    stage_layers: the global layer indices of every stage (topology.layout.layers_of_stages).
+    seed: initial weights are a function of it and of the parameter's name, equal in every layout; None leaves
+    them unset, to be loaded.
+    """
+    stage = mesh.at.pp
+    ends = (stage == 0, stage == len(stage_layers) - 1)
+    built = Stage(shape, stage_layers[stage], mesh, ends=ends, dtype=dtype)
+    if seed is not None:
+        initialise(built, list(stage_parameters(shape, stage_layers, stage)), mesh, seed)
+    return built.to(mesh.device)
+
+
+@torch.no_grad()
+def initialise(stage: Stage, parameters: Sequence[Parameter], mesh: ParallelMesh, seed: int) -> None:
+    """Fill every parameter: norms with ones, weights with normal values drawn for the region this rank holds."""
+    tensors = dict(stage.named_parameters())
+    if set(tensors) != {parameter.name for parameter in parameters}:
+        raise AssertionError(f"stage and topology disagree: {set(tensors) ^ {p.name for p in parameters}}")
+    for parameter in parameters:
+        if parameter.std is None:
+            tensors[parameter.name].fill_(1.0)
+            continue
+        row = 0
+        for part, box in parameter.spec.boxes(mesh.tp.rank, mesh.tp.size):
+            rows = tensors[parameter.name][row : row + box.shape[0]]
+            rows.copy_(normal_box(seed, part.name, box, parameter.std))
+            row += box.shape[0]

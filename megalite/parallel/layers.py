@@ -1,0 +1,67 @@
+"""Linears and embeddings split over the tensor-parallel axis (Shoeybi et al., "Megatron-LM", 2019, section 3).
+
+Weights are allocated, not filled: model/stages.py fills them by name, so that every layout starts alike.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megalite.parallel.collectives import copy_to, reduce_from
+from megalite.parallel.mesh import Axis
+from megalite.topology.layout import balanced_split
+
+
+class ColumnParallelLinear(nn.Module):
+    """Y = X W^T with the output features split over `tp`.
+
+    weight: [this rank's output features, in_features]; fused outputs (query-key-value, gate-up) are split part
+    by part. X must be equal on every rank of `tp`; Y stays split, for a RowParallelLinear to consume.
+    """
+
+    def __init__(self, in_features: int, local_out_features: int, *, tp: Axis, dtype: torch.dtype):
+        super().__init__()
+        self.tp = tp
+        self.weight = nn.Parameter(torch.empty(local_out_features, in_features, dtype=dtype))
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """[..., in] -> [..., out / tp]."""
+        return F.linear(copy_to(hidden_states, self.tp), self.weight)
+
+
+class RowParallelLinear(nn.Module):
+    """Y = X W^T with the input features split over `tp`; the partial products are summed, Y is equal everywhere.
+
+    weight: [out_features, this rank's input features].
+    """
+
+    def __init__(self, local_in_features: int, out_features: int, *, tp: Axis, dtype: torch.dtype):
+        super().__init__()
+        self.tp = tp
+        self.weight = nn.Parameter(torch.empty(out_features, local_in_features, dtype=dtype))
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """[..., in / tp] -> [..., out]."""
+        return reduce_from(F.linear(hidden_states, self.weight), self.tp)
+
+
+class VocabParallelEmbedding(nn.Module):
+    """An embedding table with its rows (the vocabulary) split over `tp`, unevenly where it does not divide.
+
+    weight: [this rank's rows, hidden_size]. Rows of other ranks count as zero, and the sum over tp restores them.
+    """
+
+    def __init__(self, vocab_size: int, hidden_size: int, *, tp: Axis, dtype: torch.dtype):
+        super().__init__()
+        self.tp = tp
+        self.rows = balanced_split(vocab_size, tp.size)[tp.rank]
+        self.weight = nn.Parameter(torch.empty(len(self.rows), hidden_size, dtype=dtype))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """[B, S] -> [B, S, hidden_size]."""
+        if self.tp.size == 1:
+            return F.embedding(input_ids, self.weight)
+        elsewhere = (input_ids < self.rows.start) | (input_ids >= self.rows.stop)
+        local_ids = (input_ids - self.rows.start).masked_fill(elsewhere, 0)
+        embedded = F.embedding(local_ids, self.weight).masked_fill(elsewhere.unsqueeze(-1), 0)
+        return reduce_from(embedded, self.tp)

@@ -1,0 +1,137 @@
+"""The mesh of ranks and the process group of each of its axes. The only creator of process groups."""
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megalite.topology.layout import Coordinates, Layout
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The ranks that this rank shares an axis with. `group` is None where it is alone: nothing to communicate."""
+
+    ranks: tuple[int, ...]
+    rank: int
+    group: dist.ProcessGroup | None = None
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+ALONE = Axis(ranks=(0,), rank=0)
+
+
+@dataclass(frozen=True)
+class ParallelMesh:
+    """This rank's place on the mesh and its peers on every axis.
+
+    tp, dp, pp: the axes. replica: the tp x pp ranks that hold one copy of the model together.
+    ends: the first and the last stage with the same dp and tp, for tied embeddings; alone on the stages between.
+    """
+
+    layout: Layout
+    rank: int
+    device: torch.device
+    tp: Axis = ALONE
+    dp: Axis = ALONE
+    pp: Axis = ALONE
+    replica: Axis = ALONE
+    ends: Axis = ALONE
+
+    @classmethod
+    def single(cls, device: torch.device | str = "cpu") -> "ParallelMesh":
+        """One process as the mesh (1, 1, 1); needs no process group."""
+        return cls(Layout(), 0, torch.device(device))
+
+    @classmethod
+    def over_world(cls, layout: Layout, device: torch.device | str = "cpu") -> "ParallelMesh":
+        """Lay the axes over the ranks of the default process group; collective over the world.
+
+        Raises ValueError when the layout's size is not the world's.
+        """
+        if layout.world_size == 1:
+            return cls.single(device)
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        if world_size != layout.world_size:
+            raise ValueError(f"layout {layout} needs {layout.world_size} ranks, the world has {world_size}")
+        pp_ranks = layout.peers(rank, "pp")
+        pp = _join(pp_ranks, rank)
+        ends_ranks = (pp_ranks[0], pp_ranks[-1])
+        ends = pp if len(pp_ranks) <= 2 else _join(ends_ranks if rank in ends_ranks else (rank,), rank)
+        return cls(
+            layout,
+            rank,
+            torch.device(device),
+            tp=_join(layout.peers(rank, "tp"), rank),
+            dp=_join(layout.peers(rank, "dp"), rank),
+            pp=pp,
+            replica=_join(layout.peers(rank, "tp", "pp"), rank),
+            ends=ends,
+        )
+
+    @property
+    def at(self) -> Coordinates:
+        return self.layout.coordinates(self.rank)
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.at.pp == self.layout.pipeline - 1
+
+    def local(self, size: int) -> int:
+        """This rank's part of a size that tensor parallelism divides: heads, intermediate features."""
+        part, rest = divmod(size, self.tp.size)
+        if rest:
+            raise ValueError(f"{size} is not divisible by {self.tp.size} tensor parallel ranks")
+        return part
+
+    def barrier(self) -> None:
+        if self.layout.world_size > 1:
+            dist.barrier()
+
+    def gather_objects(self, value: Any) -> list[Any] | None:
+        """Every rank's (picklable) value, in rank order, on rank 0; None elsewhere."""
+        if self.layout.world_size == 1:
+            return [value]
+        gathered: list[Any] | None = [None] * self.layout.world_size if self.rank == 0 else None
+        dist.gather_object(value, gathered)
+        return gathered
+
+    def broadcast_object(self, value: Any) -> Any:
+        """Rank 0's value, on every rank."""
+        if self.layout.world_size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box)
+        return box[0]
+
+    def sum_over_world(self, values: list[float]) -> list[float]:
+        """Elementwise float64 sums over all ranks."""
+        total = torch.tensor(values, dtype=torch.float64, device=self.device)
+        if self.layout.world_size > 1:
+            dist.all_reduce(total)
+        return total.tolist()
+
+
+def connect(rank: int, world_size: int, *, device: torch.device, timeout_seconds: float = 1800) -> None:
+    """Join the default process group through MASTER_ADDR and MASTER_PORT; gloo on CPUs, NCCL on GPUs."""
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(
+        backend, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_seconds)
+    )
+
+
+def disconnect() -> None:
+    """Leave the default process group and every group made from it."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _join(ranks: tuple[int, ...], rank: int) -> Axis:
+    # Only the members take part: group creation does not grow with the world.
+    group = dist.new_group(list(ranks), use_local_synchronization=True) if len(ranks) > 1 else None
+    return Axis(ranks, ranks.index(rank), group)

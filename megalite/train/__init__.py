@@ -1,0 +1,1 @@
+"""One trainer for everything: the loop, the optimizers behind one protocol, local ranks."""
