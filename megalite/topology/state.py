@@ -15,19 +15,21 @@ class StateShard:
     key: "exp_avg", "exp_avg_sq", "master" (fp32 weights kept beside weights of another type), ...
     start: first element of the run in the *flattened local shard* of the registered parameter.
     values: one-dimensional tensor of the run's elements; a view where possible, so that load can write into it.
+    owned: False where another data-parallel rank holds the same run and writes it; loading fills every run.
     """
 
     parameter: Parameter
     key: str
     start: int
     values: Any
+    owned: bool = True
 
 
 class OptimizerState(Protocol):
     """The optimizer's state as named runs of elements, each element owned by exactly one data-parallel rank."""
 
     def shards(self) -> Iterator[StateShard]:
-        """The runs that this rank owns; loading copies into `values` of the same runs."""
+        """The runs that this rank holds; saving writes the owned ones, loading copies into `values` of all."""
         ...
 
     def scalars(self) -> Mapping[str, Any]:
