@@ -12,7 +12,7 @@ from megalite.topology.layout import Coordinates, Layout
 
 @dataclass(frozen=True)
 class Axis:
-    """The ranks that this rank shares an axis with. `group` is None where it is alone: nothing to communicate."""
+    """The ranks that this rank shares an axis with. `group` is None without a world; a size of 1 communicates nothing."""
 
     ranks: tuple[int, ...]
     rank: int
@@ -54,8 +54,6 @@ class ParallelMesh:
 
         Raises ValueError when the layout's size is not the world's.
         """
-        if layout.world_size == 1:
-            return cls.single(device)
         rank, world_size = dist.get_rank(), dist.get_world_size()
         if world_size != layout.world_size:
             raise ValueError(f"layout {layout} needs {layout.world_size} ranks, the world has {world_size}")
@@ -133,5 +131,4 @@ def disconnect() -> None:
 
 def _join(ranks: tuple[int, ...], rank: int) -> Axis:
     # Only the members take part: group creation does not grow with the world.
-    group = dist.new_group(list(ranks), use_local_synchronization=True) if len(ranks) > 1 else None
-    return Axis(ranks, ranks.index(rank), group)
+    return Axis(ranks, ranks.index(rank), dist.new_group(list(ranks), use_local_synchronization=True))

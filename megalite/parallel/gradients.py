@@ -1,0 +1,83 @@
+"""Gradients after the pipeline: tied sums, the mean over data-parallel ranks, the global norm and its clipping."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megalite.parallel.collectives import all_reduce
+from megalite.parallel.mesh import ParallelMesh
+from megalite.topology.parameters import Parameter
+
+# Large enough to hide the latency of a collective, small enough not to double the gradients' memory.
+_BUCKET_BYTES = 64 << 20
+
+
+def sum_tied_gradients(
+    parameters: Sequence[Parameter], tensors: Mapping[str, Tensor], mesh: ParallelMesh
+) -> None:
+    """Give every copy of a tied weight the sum of the copies' gradients. Collective over the end stages."""
+    for parameter in parameters:
+        if len(parameter.spec.stages) > 1:
+            all_reduce(_gradient(tensors[parameter.name]), mesh.ends)
+
+
+def average_over_data(gradients: Sequence[Tensor], mesh: ParallelMesh) -> None:
+    """Replace each gradient by its mean over dp, in place, a bucket a collective."""
+    if mesh.dp.size == 1:
+        return
+    for bucket in _buckets(gradients):
+        flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+        dist.all_reduce(flat, group=mesh.dp.group)
+        flat.div_(mesh.dp.size)
+        for gradient, mean in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+            gradient.copy_(mean.view_as(gradient))
+
+
+def counted_here(parameter: Parameter, mesh: ParallelMesh) -> bool:
+    """Whether this rank's copy is the one that counts: replicas on tp rank 0, tied weights on their first stage."""
+    spec = parameter.spec
+    if spec.dim is None and mesh.tp.rank != 0:
+        return False
+    return len(spec.stages) < 2 or mesh.at.pp == spec.stages[0]
+
+
+def global_norm(parameters: Sequence[Parameter], tensors: Mapping[str, Tensor], mesh: ParallelMesh) -> float:
+    """L2 norm of the whole model's gradient, every element counted once; equal on all ranks of a replica.
+
+    Accumulated in float64 over parameters. Collective over tp x pp.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    for parameter in parameters:
+        gradient = tensors[parameter.name].grad
+        if gradient is not None and counted_here(parameter, mesh):
+            wide = gradient if gradient.element_size() >= 4 else gradient.float()
+            total += torch.linalg.vector_norm(wide).double().square()
+    return float(all_reduce(total, mesh.replica).sqrt())
+
+
+def clip_gradients(gradients: Sequence[Tensor], *, norm: float, max_norm: float) -> None:
+    """Scale all gradients in place so that their global norm, now `norm`, is at most `max_norm`."""
+    factor = max_norm / (norm + 1e-6)  # the same epsilon as torch's and DeepSpeed's clipping
+    if factor < 1.0:
+        torch._foreach_mul_(list(gradients), factor)
+
+
+def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    bucket: list[Tensor] = []
+    size = 0
+    for gradient in gradients:
+        if bucket and (size >= _BUCKET_BYTES or gradient.dtype != bucket[0].dtype):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(gradient)
+        size += gradient.numel() * gradient.element_size()
+    if bucket:
+        yield bucket
+
+
+def _gradient(tensor: Tensor) -> Tensor:
+    if tensor.grad is None:
+        raise AssertionError("a tied weight has no gradient: the stage that holds it did not use it")
+    return tensor.grad

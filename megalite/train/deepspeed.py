@@ -1,0 +1,170 @@
+"""DeepSpeed's engine behind the trainer's optimizer protocol: ZeRO shards the optimizer, the pipeline is ours.
+
+One engine a rank owns the rank's stage module; gradients are reduced once a step, after the pipeline and the tied
+sums, through the public `coalesce_grad_reduction`.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megalite.errors import ConfigError, Problem
+from megalite.parallel.gradients import sum_tied_gradients
+from megalite.parallel.mesh import ParallelMesh
+from megalite.topology.parameters import Parameter
+from megalite.topology.state import OptimizerState, StateShard
+from megalite.train.optimizer import (
+    OptimizerSettings,
+    ensure_state,
+    require_finite,
+    set_learning_rate,
+    set_step_count,
+    step_count,
+    torch_optimizer,
+)
+
+
+class DeepSpeedOptimizer:
+    """ZeRO stage 1 or 2 over the data-parallel ranks, its master weights in float32."""
+
+    def __init__(
+        self,
+        stage: nn.Module,
+        parameters: Sequence[Parameter],
+        mesh: ParallelMesh,
+        settings: OptimizerSettings,
+        config: Mapping[str, Any],
+    ):
+        """`config`: DeepSpeed's own JSON, with the micro batches of a step counted as one (config/deepspeed.py).
+
+        Raises ConfigError for what this engine cannot run: parameters sharded by ZeRO-3.
+        """
+        zero_stage = int(config["zero_optimization"]["stage"])
+        if zero_stage not in (1, 2):
+            problem = Problem(
+                "deepspeed.zero_optimization.stage",
+                f"{zero_stage} is not run by this version of the trainer",
+                "use stage 1 or 2, or leave [deepspeed] out",
+            )
+            raise ConfigError([problem])
+        _quieten()
+        self._parameters, self._mesh = parameters, mesh
+        self._tensors = dict(stage.named_parameters())
+        _mark(parameters, self._tensors, mesh)
+        self._engine, self._zero, *_ = deepspeed.initialize(
+            model=stage,
+            optimizer=torch_optimizer(settings, parameters, self._tensors),
+            mpu=_ModelParallelUnit(mesh),
+            config=dict(config),
+        )
+        self.state: OptimizerState = _ZeroState(self._zero, parameters, self._tensors)
+
+    def forward(self, input_ids: Tensor, **arguments: Tensor) -> Tensor:
+        losses: Tensor = self._engine(input_ids, **arguments)
+        return losses
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        with self._engine.coalesce_grad_reduction():
+            yield
+            # Before the reduction: ZeRO partitions the gradients, and a tied weight's two copies differ in place.
+            sum_tied_gradients(self._parameters, self._tensors, self._mesh)
+
+    def step(self, learning_rate: float) -> float:
+        set_learning_rate(self._zero.optimizer, learning_rate)
+        self._engine.step()
+        norm = float(self._engine.get_global_grad_norm())
+        # On an overflow DeepSpeed has skipped the update, so the weights are still those of the step before.
+        require_finite(norm)
+        return norm
+
+
+class _ModelParallelUnit:
+    """The `mpu` that DeepSpeed asks for groups; to it, "model parallel" is one whole replica (tp x pp)."""
+
+    def __init__(self, mesh: ParallelMesh):
+        self._mesh = mesh
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup | None:
+        return self._mesh.dp.group
+
+    def get_data_parallel_world_size(self) -> int:
+        return self._mesh.dp.size
+
+    def get_data_parallel_rank(self) -> int:
+        return self._mesh.dp.rank
+
+    def get_data_parallel_group_ranks(self) -> list[int]:
+        return list(self._mesh.dp.ranks)
+
+    def get_model_parallel_group(self) -> dist.ProcessGroup | None:
+        return self._mesh.replica.group
+
+    def get_model_parallel_world_size(self) -> int:
+        return self._mesh.replica.size
+
+    def get_model_parallel_rank(self) -> int:
+        return self._mesh.replica.rank
+
+    def get_tensor_model_parallel_group(self) -> dist.ProcessGroup | None:
+        return self._mesh.tp.group
+
+    def get_tensor_model_parallel_world_size(self) -> int:
+        return self._mesh.tp.size
+
+    def get_tensor_model_parallel_rank(self) -> int:
+        return self._mesh.tp.rank
+
+    def get_pipeline_model_parallel_world_size(self) -> int:
+        return self._mesh.pp.size
+
+
+def _mark(parameters: Sequence[Parameter], tensors: Mapping[str, nn.Parameter], mesh: ParallelMesh) -> None:
+    """Tell DeepSpeed's norm what counts: shards on every rank, replicas on tp rank 0, tied weights once."""
+    for parameter in parameters:
+        tensor = tensors[parameter.name]
+        if parameter.spec.dim is not None:
+            tensor.tensor_model_parallel = True  # type: ignore[attr-defined]
+        if len(parameter.spec.stages) > 1 and mesh.at.pp != parameter.spec.stages[0]:
+            tensor.ds_pipe_replicated = True  # type: ignore[attr-defined]
+
+
+def _quieten() -> None:
+    """Leave out what costs minutes or hides our own lines: the shared-memory operator's build, INFO messages."""
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+
+
+class _ZeroState:
+    """The state of ZeRO 1 and 2 for the checkpoint: this rank's partition, cut where parameters begin and end."""
+
+    def __init__(self, zero: Any, parameters: Sequence[Parameter], tensors: Mapping[str, nn.Parameter]):
+        self._zero, self._parameters, self._tensors = zero, parameters, tensors
+
+    def shards(self) -> Iterator[StateShard]:
+        ensure_state(self._zero.optimizer)
+        for parameter in self._parameters:
+            fragment = self._tensors[parameter.name]._hp_mapping  # type: ignore[attr-defined]
+            if fragment is None:
+                continue
+            partition = self._zero.single_partition_of_fp32_groups[fragment.param_group_index]
+            address = fragment.hp_fragment_address
+            for key, values in self._zero.optimizer.state[partition].items():
+                if key != "step":
+                    run = values.view(-1).narrow(0, address.start, address.numel)
+                    yield StateShard(parameter, key, fragment.lp_fragment_address.start, run)
+
+    def scalars(self) -> dict[str, Any]:
+        return {"step": step_count(self._zero.optimizer)}
+
+    def load(self, scalars: Mapping[str, Any]) -> None:
+        ensure_state(self._zero.optimizer)
+        set_step_count(self._zero.optimizer, float(scalars["step"]))
+        # The master weights follow the module's, which the checkpoint has just filled.
+        self._zero.refresh_fp32_params()
