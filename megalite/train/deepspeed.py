@@ -75,6 +75,9 @@ class DeepSpeedOptimizer:
             yield
             # Before the reduction: ZeRO partitions the gradients, and a tied weight's two copies differ in place.
             sum_tied_gradients(self._parameters, self._tensors, self._mesh)
+            if self._zero.use_grad_accum_attribute:
+                # The pipeline ran the raw module, so no engine hook has moved the gradients to their fp32 sums.
+                self._zero.fill_grad_accum_attribute()
 
     def step(self, learning_rate: float) -> float:
         set_learning_rate(self._zero.optimizer, learning_rate)
