@@ -26,9 +26,11 @@ class _RMSNorm(torch.autograd.Function):
         wide = flat.float() if flat.element_size() < 4 else flat
         grad = grad.reshape(flat.shape).to(wide.dtype)
         normalised = wide * inverse_rms
-        weight_grad = torch.einsum("tf,tf->f", grad, normalised)
+        products = grad * normalised
+        weight_grad = products.sum(dim=0)
+        # The part of the gradient along the input itself, which normalisation removes.
+        projection = torch.mv(products, weight.to(wide.dtype)).div_(flat.shape[-1])
         scaled_grad = grad * weight
-        projection = torch.einsum("tf,tf->t", scaled_grad, normalised).div_(flat.shape[-1])
         scaled_grad.addcmul_(normalised, projection.unsqueeze(-1), value=-1).mul_(inverse_rms)
         return scaled_grad.to(flat.dtype).view_as(hidden_states), weight_grad.to(weight.dtype), None
 

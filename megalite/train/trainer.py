@@ -1,0 +1,144 @@
+"""The training loop: one trainer for every layout and every optimizer."""
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from megalite.checkpoint.load import load_checkpoint
+from megalite.checkpoint.save import save_checkpoint
+from megalite.config.schema import RunConfig
+from megalite.data.loader import StepLoader
+from megalite.model.stages import build_stage
+from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.pipeline import PipelineShapes, pipeline_runner
+from megalite.topology.layout import layers_of_stages
+from megalite.topology.parameters import ModelShape, stage_parameters
+from megalite.train.learning_rate import LearningRate
+from megalite.train.optimizer import Optimizer, OptimizerSettings, TorchOptimizer
+from megalite.train.precision import training_dtype
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """Where a run stands. The data position is `samples`, one global counter."""
+
+    step: int = 0
+    samples: int = 0
+    tokens: int = 0
+
+    def advanced(self, *, samples: int, tokens: int) -> "TrainerState":
+        return TrainerState(self.step + 1, self.samples + samples, self.tokens + tokens)
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one step gave: the loss before its update, the gradient norm before clipping, and its time."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    tokens: int
+    step_seconds: float
+
+
+class Trainer:
+    """Trains the model of `config` on this rank; every rank of the mesh makes one and calls it alike."""
+
+    def __init__(self, config: RunConfig, mesh: ParallelMesh, shape: ModelShape, loader: StepLoader):
+        self.config, self.mesh, self.shape, self.loader = config, mesh, shape, loader
+        self.state = TrainerState()
+        self.dtype = training_dtype(config.training.precision)
+        self.stage_layers = layers_of_stages(
+            shape.num_hidden_layers, mesh.layout.pipeline, config.parallel.layers_per_stage
+        )
+        self.stage = build_stage(shape, mesh, self.stage_layers, dtype=self.dtype, seed=config.run.seed)
+        self.optimizer = self._build_optimizer()
+        self.pipeline = pipeline_runner(
+            self.stage,
+            mesh,
+            PipelineShapes(
+                micro_batches=config.batch.micro_batches,
+                micro_batch_size=config.batch.micro_batch_size,
+                sequence_length=config.training.sequence_length,
+                hidden_size=shape.hidden_size,
+                dtype=self.dtype,
+            ),
+            schedule=config.parallel.schedule,
+            forward=self.optimizer.forward,
+        )
+        self.learning_rate = LearningRate(
+            config.optimizer.learning_rate,
+            config.optimizer.schedule,
+            config.optimizer.warmup_steps,
+            config.optimizer.decay_steps or self.total_steps,
+            config.optimizer.minimum_ratio,
+        )
+
+    @property
+    def total_steps(self) -> int:
+        training = self.config.training
+        return training.steps or self.loader.steps_for_epochs(training.epochs or 1.0)
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.config.batch.global_batch_size * self.config.training.sequence_length
+
+    def train_step(self) -> StepReport:
+        """One global batch: forward and backward of all micro batches, then one update."""
+        started = time.perf_counter()
+        batch = self.loader.step_batch(self.state.samples, dtype=self.dtype)
+        with self.optimizer.accumulating():
+            loss = self.pipeline.forward_backward(batch)
+        learning_rate = self.learning_rate(self.state.step)
+        grad_norm = self.optimizer.step(learning_rate)
+        self.state = self.state.advanced(
+            samples=self.config.batch.global_batch_size, tokens=self.tokens_per_step
+        )
+        seconds = time.perf_counter() - started
+        return StepReport(self.state.step, loss, grad_norm, learning_rate, self.state.tokens, seconds)
+
+    def save(self, folder: Path) -> Path:
+        """Write `folder`/step-NNNNNN as one checkpoint of the whole job; collective."""
+        return save_checkpoint(
+            folder,
+            mesh=self.mesh,
+            shape=self.shape,
+            stage_layers=self.stage_layers,
+            stage=self.stage,
+            optimizer=self.optimizer.state,
+            trainer_state=asdict(self.state),
+            config=self.config.model_dump(mode="json"),
+        )
+
+    def resume(self, checkpoint: Path) -> None:
+        """Go on from a checkpoint: weights, optimizer state, and the position in data and schedule."""
+        loaded = load_checkpoint(
+            checkpoint,
+            mesh=self.mesh,
+            shape=self.shape,
+            stage_layers=self.stage_layers,
+            stage=self.stage,
+            optimizer=self.optimizer.state,
+        )
+        self.state = TrainerState(**loaded.trainer_state)
+
+    def _build_optimizer(self) -> Optimizer:
+        config = self.config
+        parameters = list(stage_parameters(self.shape, self.stage_layers, self.mesh.at.pp))
+        settings = OptimizerSettings(
+            name=config.optimizer.name,
+            betas=config.optimizer.betas,
+            eps=config.optimizer.eps,
+            weight_decay=config.optimizer.weight_decay,
+            momentum=config.optimizer.momentum,
+            gradient_clipping=config.optimizer.gradient_clipping,
+        )
+        if config.zero_stage == 0:
+            return TorchOptimizer(self.stage, parameters, self.mesh, settings)
+        # DeepSpeed costs seconds to import: only a run that uses it pays.
+        from megalite.train.deepspeed import DeepSpeedOptimizer
+
+        return DeepSpeedOptimizer(self.stage, parameters, self.mesh, settings, config.deepspeed_json())
