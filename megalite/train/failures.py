@@ -21,9 +21,13 @@ _PEER_MESSAGES = (
     "connection reset by peer",
     "connection refused",
     "connectfullmesh failed",
+    "connection timed out",
+    "no route to host",
+    "pair closure",
     "socket closed",
     "broken pipe",
     "timed out waiting",
+    "timeout waiting for key",
     "wait timeout",
     "socket timeout",
     "collective operation timeout",
@@ -141,8 +145,8 @@ class FailureFolder:
     def failure(self, reports: Sequence[FailureReport]) -> RankFailure:
         """The error that shows the first cause among all reports of a job, once."""
         first = first_cause(reports)
-        alike = {report.cause for report in reports if not report.secondary} == {first.cause}
-        if first.expected and alike and len(reports) == self._layout.world_size:
+        alike = sum(report.cause == first.cause for report in reports)
+        if first.expected and alike == self._layout.world_size:
             return RankFailure(first.message, first.exit_code)
         return RankFailure(self._block(first), first.exit_code)
 

@@ -55,7 +55,7 @@ def run_local_ranks(
 
     0: all ranks returned 0. 75: all returned, at least one with 75. 143: this process was sent SIGTERM, and passed
     it on. `preload` names the modules to import before the fork; none may start CUDA or compute on import.
-    `failures` gets one file a failed rank. Needs the main thread, for signals. One rank needs no fork: `run_rank`.
+    `failures` gets one file a failed rank. Needs the main thread, for signals. A single rank runs in this process.
     Raises RankFailure, within 5 seconds of the first failure, and KeyboardInterrupt after Ctrl-C; either way and
     also when this process is killed, no rank, and here no process of a rank, goes on running.
     """
@@ -98,8 +98,9 @@ def run_rank(
         folder.write(report)
         if layout.world_size == 1 and isinstance(error, MegaliteError):
             raise
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(_EXIT_SECONDS)
+        if layout.world_size > 1:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(_EXIT_SECONDS)
         raise folder.own_failure(report, started) from error
 
 
@@ -151,7 +152,7 @@ class _LocalJob:
         self._pids: dict[int, int] = {}
         self._codes: dict[int, int] = {}
         self._ended: dict[int, float] = {}
-        self._told_to_end: set[int] = set()
+        self._sent: dict[int, set[int]] = {info.rank: set() for info in infos}
         self._escalation: list[tuple[float, signal.Signals]] = []
         self._interrupts = 0
         self._terminations = 0
@@ -212,7 +213,8 @@ class _LocalJob:
     def _reports(self) -> list[FailureReport]:
         reports = {report.rank: report for report in self._folder.read(self._started)}
         for rank, code in self._codes.items():
-            if code not in _IN_GOOD_ORDER and rank not in reports and rank not in self._told_to_end:
+            as_told = -code in self._sent[rank] or code - 128 in self._sent[rank]
+            if code not in _IN_GOOD_ORDER and rank not in reports and not as_told:
                 reports[rank] = self._folder.of_exit(
                     self._infos[rank], self._pids[rank], code, self._ended[rank]
                 )
@@ -247,7 +249,7 @@ class _LocalJob:
 
     def _send(self, number: signal.Signals) -> None:
         for rank, process in self._running.items():
-            self._told_to_end.add(rank)
+            self._sent[rank].add(number)
             with suppress(ProcessLookupError):
                 os.kill(process.pid or 0, number)
 

@@ -1,0 +1,1 @@
+"""Who started this process and what it may use of the machine; no torch."""
