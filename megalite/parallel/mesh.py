@@ -115,11 +115,24 @@ class ParallelMesh:
         return total.tolist()
 
 
-def connect(rank: int, world_size: int, *, device: torch.device, timeout_seconds: float = 1800) -> None:
-    """Join the default process group through MASTER_ADDR and MASTER_PORT; gloo on CPUs, NCCL on GPUs."""
-    backend = "nccl" if device.type == "cuda" else "gloo"
+def connect(
+    rank: int,
+    world_size: int,
+    *,
+    device: torch.device,
+    rendezvous: str = "env://",
+    timeout_seconds: float = 1800,
+) -> None:
+    """Join the default process group; gloo on CPUs, NCCL on GPUs.
+
+    rendezvous: where ranks meet, in torch's words: MASTER_ADDR and MASTER_PORT, or file:///a/path on one node.
+    """
     dist.init_process_group(
-        backend, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_seconds)
+        "nccl" if device.type == "cuda" else "gloo",
+        init_method=rendezvous,
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_seconds),
     )
 
 
