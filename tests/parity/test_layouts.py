@@ -1,0 +1,132 @@
+"""Any layout trains to the same numbers as one process: loss, norm, every full gradient, and the weights after."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+from megalite.topology.layout import Layout
+from megalite.topology.parameters import ModelShape
+from megalite.train.optimizer import OptimizerSettings
+from tests.support.mutations import FAULTS
+from tests.support.parity import LAYOUT_RTOL, ZERO_RTOL, assert_close, assert_same_tensors
+from tests.support.training import Job, RankResult, full_gradients, full_tensors, train_on_rank
+
+# An odd vocabulary (uneven shards), grouped key-value heads, and four layers for up to four stages.
+UNTIED = ModelShape(
+    vocab_size=101,
+    hidden_size=32,
+    intermediate_size=56,
+    num_hidden_layers=4,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=4,
+    max_position_embeddings=16,
+)
+TIED = replace(UNTIED, tie_word_embeddings=True)
+SIZES = (1, 2, 4, 8)
+LAYOUTS = [
+    Layout(pipeline, data, tensor)
+    for pipeline in SIZES[:3]
+    for data in SIZES
+    for tensor in SIZES[:3]
+    if 1 < pipeline * data * tensor <= 8
+]
+ADAMW = OptimizerSettings("adamw", (0.9, 0.95), 1e-8, 0.1, 0.0, 1.0)
+
+
+def _id(layout: Layout) -> str:
+    return f"tp{layout.tensor}-pp{layout.pipeline}-dp{layout.data}"
+
+
+@pytest.fixture(scope="module")
+def reference(ranks):
+    """The same job in one process, on the torch optimizer path, computed once for each job."""
+
+    @cache
+    def run(job: Job) -> RankResult:
+        alone = replace(job, layout=Layout(), layers_per_stage=None, zero_stage=0, fault=None)
+        [result] = ranks.run(train_on_rank, world_size=1, job=alone)
+        return result
+
+    return run
+
+
+def _assert_equal_to_one_process(job: Job, results: list[RankResult], alone: RankResult, rtol: float) -> None:
+    for result in results:
+        assert_close(result.losses, alone.losses, rtol=rtol, what="losses")
+        assert_close(result.norms, alone.norms, rtol=max(rtol, ZERO_RTOL if job.zero_stage else 0), what="norms")
+    single = replace(job, layout=Layout())
+    assert_same_tensors(
+        full_tensors(job.shape, [shard for result in results for shard in result.initial], add=False),
+        full_tensors(job.shape, alone.initial, add=False),
+        rtol=0,
+    )
+    assert_same_tensors(full_gradients(job, results), full_gradients(single, [alone]), rtol=rtol)
+    assert_same_tensors(
+        full_tensors(job.shape, [shard for result in results for shard in result.final], add=False),
+        full_tensors(job.shape, alone.final, add=False),
+        rtol=rtol,
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=_id)
+@pytest.mark.parametrize("shape", [TIED, UNTIED], ids=["tied", "untied"])
+def test_torch_path_equals_one_process_in_float64(ranks, reference, layout, shape):
+    job = Job(shape, layout, steps=2)
+    results = ranks.run(train_on_rank, world_size=layout.world_size, job=job)
+    _assert_equal_to_one_process(job, results, reference(replace(job, layout=Layout())), LAYOUT_RTOL)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=_id)
+def test_zero_1_equals_one_process(ranks, reference, layout):
+    shape = TIED if layout.world_size % 4 else UNTIED
+    for shape in (TIED,) if layout.pipeline > 1 else (UNTIED,):
+        job = Job(shape, layout, zero_stage=1, steps=5)
+        results = ranks.run(train_on_rank, world_size=layout.world_size, job=job)
+        alone = reference(replace(job, layout=Layout(), zero_stage=0))
+        _assert_equal_to_one_process(job, results, alone, ZERO_RTOL)
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes"),
+    [
+        (Layout(pipeline=2), {"layers_per_stage": (3, 1)}),
+        (Layout(pipeline=2, data=2), {"layers_per_stage": (1, 3), "micro_batch_size": 2}),
+        (Layout(pipeline=2, tensor=2), {"schedule": "gpipe"}),
+        (Layout(pipeline=4), {"schedule": "gpipe", "micro_batch_size": 4}),
+        (Layout(data=2, tensor=2), {"micro_batch_size": 4}),
+        (Layout(tensor=2), {"micro_batch_size": 8}),
+    ],
+    ids=["uneven stages 3+1", "uneven stages 1+3", "gpipe", "fewer micro batches than stages", "larger micro batches", "no accumulation"],
+)
+def test_any_split_of_the_batch_and_the_layers_gives_the_same_gradient(ranks, reference, layout, changes):
+    job = replace(Job(TIED, layout, steps=2), **changes)
+    results = ranks.run(train_on_rank, world_size=layout.world_size, job=job)
+    alone = reference(Job(TIED, steps=2))
+    _assert_equal_to_one_process(job, results, alone, LAYOUT_RTOL)
+
+
+@pytest.mark.parametrize("layout", [Layout(2, 2, 2), Layout(1, 2, 4), Layout(4, 2, 1)], ids=_id)
+@pytest.mark.parametrize("zero_stage", [0, 1])
+def test_twenty_adamw_steps_in_float32_follow_one_process(ranks, reference, layout, zero_stage):
+    job = Job(
+        TIED, layout, optimizer=ADAMW, learning_rate=1e-3, dtype=torch.float32, steps=20, zero_stage=zero_stage
+    )
+    alone = reference(replace(job, layout=Layout(), zero_stage=0))
+    assert sum(norm > ADAMW.gradient_clipping for norm in alone.norms) >= 10, "clipping must be active"
+    for result in ranks.run(train_on_rank, world_size=layout.world_size, job=job):
+        assert_close(result.losses, alone.losses, rtol=1e-5, what="losses")
+        assert_close(result.norms, alone.norms, rtol=1e-5, what="norms")
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_departs_from_one_process(ranks, reference, fault):
+    job = Job(TIED, Layout(pipeline=2, data=2, tensor=2), steps=2, fault=fault)
+    if fault == "only the last micro batch kept":  # the pipeline splits its batch itself
+        job = replace(job, layout=Layout(data=2, tensor=2))
+    results = ranks.run(train_on_rank, world_size=job.layout.world_size, job=job)
+    alone = reference(replace(job, layout=Layout(), fault=None))
+    with pytest.raises(AssertionError):
+        _assert_equal_to_one_process(job, results, alone, LAYOUT_RTOL)

@@ -1,0 +1,198 @@
+"""A few training steps of a tiny model on one rank of any layout, reported as full canonical tensors."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from megalite.model.stages import build_stage
+from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.pipeline import PipelineShapes, StepBatch, pipeline_runner
+from megalite.topology.layout import Layout, layers_of_stages
+from megalite.topology.parameters import ModelShape, Parameter, canonical_tensors, stage_parameters
+from megalite.topology.sharding import Box
+from megalite.train.optimizer import Optimizer, OptimizerSettings, TorchOptimizer
+from tests.support.mutations import planted_fault
+
+SEQUENCES, SEQUENCE_LENGTH = 8, 12
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to train: the shape, the global batch's split, the optimizer, the number type."""
+
+    shape: ModelShape
+    layout: Layout = Layout()
+    layers_per_stage: Sequence[int] | None = None
+    micro_batch_size: int = 1
+    schedule: str = "1f1b"
+    optimizer: OptimizerSettings = OptimizerSettings("sgd", (0.9, 0.95), 1e-8, 0.1, 0.0, 0.5)
+    learning_rate: float = 0.1
+    zero_stage: int = 0
+    dtype: torch.dtype = torch.float64
+    steps: int = 1
+    seed: int = 7
+    fault: str | None = None
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A region of a canonical tensor as one rank holds it."""
+
+    name: str
+    box: Box
+    values: Tensor
+
+
+@dataclass
+class RankResult:
+    """What one rank saw. gradients: of the first step, before clipping and before ZeRO's reduction over dp."""
+
+    dp_rank: int
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: list[Shard] = field(default_factory=list)
+    initial: list[Shard] = field(default_factory=list)
+    final: list[Shard] = field(default_factory=list)
+
+
+def train_on_rank(job: Job) -> RankResult:
+    """Run the job's steps on this rank of the current process group."""
+    with planted_fault(job.fault):
+        return _train(job)
+
+
+def _train(job: Job) -> RankResult:
+    mesh = ParallelMesh.over_world(job.layout)
+    stage_layers = layers_of_stages(job.shape.num_hidden_layers, job.layout.pipeline, job.layers_per_stage)
+    stage = build_stage(job.shape, mesh, stage_layers, dtype=job.dtype, seed=job.seed)
+    parameters = list(stage_parameters(job.shape, stage_layers, mesh.at.pp))
+    tensors = dict(stage.named_parameters())
+    micro_batches = SEQUENCES // job.layout.data // job.micro_batch_size
+    optimizer = _optimizer(job, stage, parameters, mesh, micro_batches)
+    pipeline = pipeline_runner(
+        stage,
+        mesh,
+        PipelineShapes(
+            micro_batches, job.micro_batch_size, SEQUENCE_LENGTH, job.shape.hidden_size, job.dtype
+        ),
+        schedule=job.schedule,
+        forward=optimizer.forward,
+    )
+    result = RankResult(mesh.dp.rank, initial=shards_of(parameters, tensors, mesh))
+    for step in range(job.steps):
+        batch = local_batch(job, mesh, step)
+        with optimizer.accumulating():
+            result.losses.append(pipeline.forward_backward(batch))
+            if step == 0:
+                gradients = {name: _gradient(tensor) for name, tensor in tensors.items()}
+                result.gradients = shards_of(parameters, gradients, mesh)
+        result.norms.append(optimizer.step(job.learning_rate))
+    result.final = shards_of(parameters, tensors, mesh)
+    return result
+
+
+def _optimizer(
+    job: Job, stage: torch.nn.Module, parameters: list[Parameter], mesh: ParallelMesh, micro_batches: int
+) -> Optimizer:
+    if job.zero_stage == 0:
+        return TorchOptimizer(stage, parameters, mesh, job.optimizer)
+    from megalite.train.deepspeed import DeepSpeedOptimizer
+
+    config = {
+        "train_micro_batch_size_per_gpu": job.micro_batch_size * micro_batches,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": job.optimizer.gradient_clipping,
+        "zero_optimization": {"stage": job.zero_stage},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 1_000_000,
+    }
+    return DeepSpeedOptimizer(stage, parameters, mesh, job.optimizer, config)
+
+
+def global_batch(job: Job, step: int) -> StepBatch:
+    """The same SEQUENCES sequences for every layout, with loss masks of very unequal weight."""
+    generator = torch.Generator().manual_seed(1000 * job.seed + step)
+    tokens = torch.randint(
+        0, job.shape.vocab_size, (SEQUENCES, SEQUENCE_LENGTH + 1), generator=generator
+    )
+    keep = torch.linspace(0.1, 0.95, SEQUENCES).unsqueeze(1)
+    mask = (torch.rand(SEQUENCES, SEQUENCE_LENGTH, generator=generator) < keep).to(job.dtype)
+    labels = tokens[:, 1:].clone()
+    labels[::3, -2:] = -100
+    positions = torch.arange(SEQUENCE_LENGTH).expand(SEQUENCES, -1)
+    return StepBatch(tokens[:, :-1].contiguous(), positions.contiguous(), labels, mask)
+
+
+def local_batch(job: Job, mesh: ParallelMesh, step: int) -> StepBatch:
+    whole = global_batch(job, step)
+    mine = slice(mesh.dp.rank * SEQUENCES // mesh.dp.size, (mesh.dp.rank + 1) * SEQUENCES // mesh.dp.size)
+    return StepBatch(*(tensor[mine] for tensor in (whole.input_ids, whole.position_ids, whole.labels, whole.loss_mask)))
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    # DeepSpeed keeps fp32 sums beside the parameter when its type differs from the model's.
+    gradient = parameter.grad if parameter.grad is not None else parameter.grad_accum
+    assert gradient is not None
+    return gradient.double()
+
+
+def shards_of(parameters: Sequence[Parameter], tensors: dict[str, Tensor], mesh: ParallelMesh) -> list[Shard]:
+    shards = []
+    for parameter in parameters:
+        row = 0
+        for part, box in parameter.spec.boxes(mesh.tp.rank, mesh.tp.size):
+            values = tensors[parameter.name].detach()[row : row + box.shape[0]].clone()
+            shards.append(Shard(part.name, box, values))
+            row += box.shape[0]
+    return shards
+
+
+def full_tensors(shape: ModelShape, shards: Sequence[Shard], *, add: bool) -> dict[str, Tensor]:
+    """Assemble shards by name; overlapping ones are added (partial gradients) or must be equal (replicas)."""
+    whole = {name: torch.zeros(size, dtype=torch.float64) for name, size in canonical_tensors(shape).items()}
+    filled = {name: torch.zeros(size, dtype=torch.bool) for name, size in canonical_tensors(shape).items()}
+    for shard in shards:
+        region = tuple(
+            slice(offset, offset + length)
+            for offset, length in zip(shard.box.offsets, shard.box.shape, strict=True)
+        )
+        if add:
+            whole[shard.name][region] += shard.values
+        else:
+            seen = filled[shard.name][region]
+            assert torch.equal(whole[shard.name][region][seen], shard.values.double()[seen]), shard.name
+            whole[shard.name][region] = shard.values.double()
+        filled[shard.name][region] = True
+    missing = [name for name, mask in filled.items() if not mask.all()]
+    assert not missing, f"no rank holds all of {missing}"
+    return whole
+
+
+def full_gradients(job: Job, results: Sequence[RankResult]) -> dict[str, Tensor]:
+    """The gradient of the global mean loss from every rank's own: mean over dp, tied copies added."""
+    whole: dict[str, Tensor] = {}
+    for dp_rank in range(job.layout.data):
+        replica = [result for result in results if result.dp_rank == dp_rank]
+        once = _without_tensor_replicas(job, replica)
+        for name, gradient in full_tensors(job.shape, once, add=True).items():
+            whole[name] = whole.get(name, 0) + gradient / job.layout.data
+    return whole
+
+
+def _without_tensor_replicas(job: Job, replica: Sequence[RankResult]) -> list[Shard]:
+    """Every shard of a replica once a stage: tensor-parallel copies must be equal and only one is kept."""
+    kept: list[Shard] = []
+    for stage in range(job.layout.pipeline):
+        ranks = replica[stage * job.layout.tensor : (stage + 1) * job.layout.tensor]
+        seen: dict[tuple[str, Box], Tensor] = {}
+        for shard in (shard for rank in ranks for shard in rank.gradients):
+            key = (shard.name, shard.box)
+            if key in seen:
+                assert torch.allclose(seen[key], shard.values, rtol=1e-9, atol=1e-14), f"copies of {shard.name} differ"
+                continue
+            seen[key] = shard.values
+            kept.append(shard)
+    return kept
