@@ -1,7 +1,6 @@
 """Who started this process, read from the environment, and what torch and DeepSpeed read from it in turn.
 
-The only reader and writer of os.environ. Every function takes the variables as an argument for that, os.environ by
-default. Which launcher sets which variable: launch/README in the documentation of each; all were run, see tests/launch.
+The only reader and writer of os.environ; its functions take the variables as an argument, those by default.
 """
 
 import os
@@ -36,7 +35,7 @@ _ACCELERATORS = (
 
 @dataclass(frozen=True)
 class RankInfo:
-    """One rank's place among all, and where ranks meet. `launcher` says who started it, "megalite" for our own."""
+    """One rank's place among all, and where ranks meet; `launcher` is "megalite" for ranks of our own."""
 
     rank: int
     world_size: int
@@ -47,7 +46,7 @@ class RankInfo:
     launcher: str
     node: str
     rendezvous: str = "env://"
-    """torch's init_method: the master's address and port, or a file for ranks that megalite started itself."""
+    """torch's init_method: the master's address and port, or a file for ranks of our own."""
 
     @property
     def on_one_node(self) -> bool:
@@ -82,10 +81,10 @@ _SLURM = _Names("slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"
 def rank_info(environ: Mapping[str, str] | None = None) -> RankInfo | None:
     """The rank that a launcher started this process as, or None when nobody did.
 
-    A step of one SLURM task counts as nobody: it is a shell to start local ranks in. MPI comes before SLURM, since
-    mpirun starts its daemons with srun, and torchrun and deepspeed come before both, since either may start them.
-    Raises LaunchError, naming the variable, for a partial or contradictory set, and in the shell of a SLURM batch
-    job that asked for several tasks.
+    A step of one SLURM task counts as nobody: it is a shell to start local ranks in. MPI comes before SLURM,
+    since mpirun starts its daemons with srun, and torchrun and deepspeed come before both, since either may
+    start them. Raises LaunchError, naming the variable, for a partial or contradictory set, and in the shell
+    of a SLURM batch job that asked for several tasks.
     """
     environ = os.environ if environ is None else environ
     if "TORCHELASTIC_RUN_ID" in environ:
@@ -109,8 +108,8 @@ def rank_info(environ: Mapping[str, str] | None = None) -> RankInfo | None:
 def local_rank_infos(world_size: int, rendezvous: Path) -> tuple[RankInfo, ...]:
     """The ranks of a job that stays on this machine, which meet over a file that does not exist yet.
 
-    A file, since torch's TCP store listens on every interface. The address and the port are what DeepSpeed insists
-    on being told; nothing listens there.
+    A file, since torch's TCP store listens on every interface. The address and the port are what DeepSpeed
+    insists on being told; nothing listens there.
     """
     return tuple(
         RankInfo(
@@ -151,9 +150,9 @@ def prepare_process(
 ) -> int:
     """Ready this process, and those forked from it, for torch; return the threads a rank computes with.
 
-    Call it before anything imports torch, which reads these variables once. `info` is what `rank_info` found;
-    without it this process starts `local_ranks` ranks of its own. What the user has set stays, but for the thread
-    counts where `threads` is a number.
+    Call it before anything imports torch, which reads these variables once. `info` is what `rank_info`
+    found; without it this process starts `local_ranks` ranks of its own. What the user has set stays, but
+    for the thread counts where `threads` is a number.
     """
     environ = os.environ if environ is None else environ
     local_ranks = info.local_world_size if info else local_ranks
@@ -180,7 +179,7 @@ def prepare_process(
 def threads_per_rank(
     local_ranks: int, info: RankInfo | None = None, environ: Mapping[str, str] | None = None
 ) -> int:
-    """OMP_NUM_THREADS if somebody chose it, else this node's cores shared evenly among its ranks, at least 1."""
+    """OMP_NUM_THREADS if somebody chose it, else this node's cores shared among its ranks, at least 1."""
     environ = os.environ if environ is None else environ
     chosen = environ.get("OMP_NUM_THREADS", "")
     # torchrun sets 1 for lack of anything better; whoever means it sets training.threads.
@@ -211,18 +210,19 @@ def _from_launcher(environ: Mapping[str, str], names: _Names) -> RankInfo:
 
 
 def _from_explicit(environ: Mapping[str, str]) -> RankInfo:
-    """RANK and its companions set by hand or by a launcher without a sign of its own: all of them, or an error."""
+    """RANK and its companions, set by hand or by a launcher without a sign of its own: all or an error."""
     names = _EXPLICIT
     if names.local_world_size not in environ and "LOCAL_SIZE" in environ:
         names = _Names(names.launcher, names.rank, names.world_size, names.local_rank, "LOCAL_SIZE")
     info = _from_launcher(environ, names)
     for other in (_OPENMPI, _MPICH, _SLURM):
-        # Another world size is a launcher started below another; another rank in the same world is a stale variable.
+        # Another world size is a launcher started below another; another rank in the same world is a stale
+        # variable.
         same_world = environ.get(other.world_size) == str(info.world_size)
         if same_world and other.rank in environ and environ[other.rank] != str(info.rank):
             raise LaunchError(
-                f"RANK is {info.rank} but {other.rank} is {environ[other.rank]}, in a world of {info.world_size}; "
-                f"unset RANK, WORLD_SIZE and LOCAL_RANK to go by {other.launcher}"
+                f"RANK is {info.rank} but {other.rank} is {environ[other.rank]}, in a world of "
+                f"{info.world_size}; unset RANK, WORLD_SIZE and LOCAL_RANK to go by {other.launcher}"
             )
     return info
 
@@ -233,9 +233,9 @@ def _from_mpi(environ: Mapping[str, str], names: _Names) -> RankInfo:
     local_world_size = _integer(environ, names.local_world_size, names)
     if "MASTER_ADDR" not in environ and local_world_size != world_size:
         raise LaunchError(
-            f"MASTER_ADDR is not set, and mpirun ({names.launcher}) started {local_world_size} of {world_size} ranks "
-            "on this node; only on a single node can it be left out: export MASTER_ADDR, the address of rank 0's "
-            "node, to every rank (Open MPI: -x MASTER_ADDR, MPICH: -genv MASTER_ADDR ...)"
+            f"MASTER_ADDR is not set, and mpirun ({names.launcher}) started only {local_world_size} of "
+            f"{world_size} ranks on this node; it can be left out on a single node only: export the address "
+            "of rank 0's node to every rank (Open MPI: -x MASTER_ADDR, MPICH: -genv MASTER_ADDR ...)"
         )
     return _checked(
         names,
@@ -275,8 +275,8 @@ def _refuse_batch_shell(environ: Mapping[str, str]) -> None:
     nodes = environ.get("SLURM_JOB_NUM_NODES", "1")
     if "SLURM_JOB_ID" in environ and "SLURM_STEP_ID" not in environ and (tasks, nodes) != ("1", "1"):
         raise LaunchError(
-            f"this is the shell of a SLURM job with SLURM_NTASKS = {tasks} on SLURM_JOB_NUM_NODES = {nodes}, and "
-            "no task of it; start the ranks with srun, as launch/slurm.sbatch does"
+            f"this is the shell of a SLURM job with SLURM_NTASKS = {tasks} on SLURM_JOB_NUM_NODES = {nodes}, "
+            "and no task of it; start the ranks with srun, as launch/slurm.sbatch does"
         )
 
 
@@ -320,8 +320,8 @@ def _text(environ: Mapping[str, str], name: str, names: _Names) -> str:
     given = [known for known in (names.rank, names.world_size, names.local_rank) if environ.get(known)]
     beside = f" beside {', '.join(given)}" if given else ""
     raise LaunchError(
-        f"{name} is not set{beside}; {names.launcher} sets all of them, and a set that is partly there is not "
-        "guessed at: set it, or unset the others to have megalite start local ranks"
+        f"{name} is not set{beside}; {names.launcher} sets all of them, and a set that is partly there is "
+        "not guessed at: set it, or unset the others to have megalite start local ranks"
     )
 
 

@@ -1,4 +1,4 @@
-"""What this process may use and owes the system: cores, the allocator, its parent and its orphans. Linux; quiet elsewhere."""
+"""What this process asks of the system: cores, the allocator, its parent's end, orphans. No-ops off Linux."""
 
 import ctypes
 import os
@@ -14,7 +14,7 @@ _MIB = 2**20
 
 
 def keep_freed_memory() -> bool:
-    """Have glibc keep freed buffers for reuse, as MALLOC_{MMAP_THRESHOLD,TRIM_THRESHOLD,TOP_PAD}_ do at start-up.
+    """Have glibc keep freed buffers for reuse, as its MALLOC_..._ variables would from the start.
 
     Without it every activation of a step is handed back to the kernel and faulted in again. Forked processes
     inherit it. False where the C library has no mallopt (musl, macOS): then nothing changes.
@@ -30,7 +30,8 @@ def keep_freed_memory() -> bool:
 def die_with_parent(parent: int) -> None:
     """Have the kernel kill this process as soon as `parent`, the process that forked it, is gone.
 
-    Call it first thing after the fork: a parent that died before the call is noticed too. Not inherited by forks.
+    Call it first thing after the fork: a parent that died before the call is noticed too. Not inherited by
+    forks.
     """
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -38,7 +39,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def adopt_orphans(adopt: bool) -> None:
-    """Whether processes that lose their parent below this one become its children, where `children` sees them."""
+    """Whether processes below this one that lose their parent become its own children."""
     _prctl(_PR_SET_CHILD_SUBREAPER, int(adopt))
 
 
@@ -58,7 +59,7 @@ def children() -> set[int]:
 
 
 def available_cores() -> int:
-    """The cores this process may use at once: its affinity mask, capped by the quotas of its control groups."""
+    """The cores this process may use at once: its affinity mask, capped by its control groups' quotas."""
     affinity = getattr(os, "sched_getaffinity", None)
     cores = float(len(affinity(0)) if affinity else os.cpu_count() or 1)
     for folder in _control_groups(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")):
@@ -80,7 +81,8 @@ def _control_groups(membership: Path, root: Path) -> list[Path]:
         if controllers and "cpu" not in controllers.split(","):
             continue
         mount = root / controllers if controllers else root
-        # In a container the path is often that of the host, which is not mounted here: the mount itself still counts.
+        # In a container the path is often that of the host, which is not mounted here: the mount itself
+        # still counts.
         own = mount / group.strip("/")
         folders += [own, *(parent for parent in own.parents if parent.is_relative_to(mount))]
     return folders

@@ -1,4 +1,4 @@
-"""Why ranks failed: each writes its own report, and the first cause is told from the failures that followed."""
+"""Why ranks failed: each writes a report, and the first cause is told from the failures that followed."""
 
 import json
 import os
@@ -46,7 +46,11 @@ _USUAL_SENDERS = {
 
 @dataclass(frozen=True)
 class FailureReport:
-    """Why one rank failed. `secondary`: only because another rank was gone. `exception` is empty for a killed rank."""
+    """Why one rank failed; `exception` is empty for a rank that was killed or just ended.
+
+    secondary: only because another rank was gone. expected: raised on purpose with a message for the user, so
+    that its type and place add nothing.
+    """
 
     rank: int
     coordinates: Mapping[str, int]
@@ -57,7 +61,6 @@ class FailureReport:
     message: str
     exit_code: int = 1
     secondary: bool = False
-    # Raised on purpose with a message for the user, so that its type and place add nothing.
     expected: bool = False
     frames: Sequence[str] = field(default_factory=tuple)
     traceback: str = ""
@@ -83,7 +86,7 @@ class FailureFolder:
         return self.path / f"rank-{rank:05d}.json"
 
     def clear(self, ranks: Iterable[int] | None = None) -> None:
-        """Forget what the ranks, by default all, reported in an earlier run. Raises LaunchError if it cannot."""
+        """Forget what the ranks, by default all, reported in an earlier run, or raise LaunchError."""
         try:
             for path in self.path.glob("rank-*.json") if ranks is None else map(self.file_of, ranks):
                 path.unlink(missing_ok=True)
@@ -131,7 +134,7 @@ class FailureFolder:
         )
 
     def of_exit(self, info: RankInfo, pid: int, exit_code: int, ended: float) -> FailureReport:
-        """What to report of a rank that ended without a word: `exit_code` as of subprocess, negative for a signal."""
+        """What to report of a rank that ended without a word; `exit_code` is negative for a signal."""
         return FailureReport(
             rank=info.rank,
             coordinates=asdict(self._layout.coordinates(info.rank)),
@@ -162,8 +165,8 @@ class FailureFolder:
     def own_failure(self, own: FailureReport, since: float) -> RankFailure:
         """The error with which one of several failing ranks ends, when no parent collects their reports.
 
-        The whole block if it is the first cause as far as the other ranks' reports in this folder tell (ranks on
-        other nodes may write elsewhere), one line otherwise.
+        The whole block if it is the first cause as far as the other ranks' reports in this folder tell
+        (ranks on other nodes may write elsewhere), one line otherwise.
         """
         who = f"{self._layout.describe(own.rank)} on {own.node}"
         if own.secondary:
@@ -185,8 +188,8 @@ def first_cause(reports: Sequence[FailureReport]) -> FailureReport:
 def _cause_of(error: BaseException) -> tuple[BaseException, bool]:
     """The exception that tells why, and whether it only says that a peer was gone.
 
-    `raise ... from`: the pipeline wraps what a peer's loss raises, so the innermost decides. An exception raised
-    while another was handled (a collective in a `finally`) does not hide that other one.
+    `raise ... from`: the pipeline wraps what a peer's loss raises, so the innermost decides. An exception
+    raised while another was handled (a collective in a `finally`) does not hide that other one.
     """
     innermost = error
     while innermost.__cause__ is not None:
@@ -218,9 +221,8 @@ def _describe_exit(exit_code: int) -> str:
         return "was interrupted (SIGINT)"
     if exit_code >= 0:
         return f"ended with exit code {exit_code} and left no report"
-    try:
-        name = signal.Signals(-exit_code).name
-    except ValueError:
-        name = "unknown"
-    sender = _USUAL_SENDERS.get(-exit_code)
-    return f"was killed by signal {-exit_code} ({name})" + (f": {sender}" if sender else "")
+    named = {int(number): number for number in signal.Signals}.get(-exit_code)
+    if named is None:
+        return f"was killed by signal {-exit_code}"
+    sender = _USUAL_SENDERS.get(named)
+    return f"was killed by signal {-exit_code} ({named.name})" + (f": {sender}" if sender else "")

@@ -1,7 +1,7 @@
-"""Runs the ranks of a job: forks those of this machine, or is one that a launcher started; no rank outlives a failure.
+"""Runs the ranks of a job: forks those of this machine, or is one that a launcher started.
 
-The ranks are forked from a parent that has imported torch once and computed nothing with it: no CUDA context and no
-thread pool crosses the fork, and eight ranks start in the time of one.
+The ranks are forked from a parent that has imported torch once and computed nothing with it: no CUDA context
+and no thread pool crosses the fork, and eight ranks start in the time of one.
 """
 
 import importlib
@@ -34,7 +34,7 @@ INTERRUPTED = 128 + signal.SIGINT
 TERMINATED = 128 + signal.SIGTERM
 _IN_GOOD_ORDER = (0, STOPPED)
 
-# After the first failure the others may report their own cause, then are told, then made, to end: 5 seconds in all.
+# After the first failure the others may report their own cause, then are told to end, then are made to.
 _GRACE_SECONDS = 2.0
 _TERMINATION_SECONDS = 1.5
 _INTERRUPTION_SECONDS = 1.0
@@ -51,30 +51,32 @@ def run_local_ranks(
     arguments: Sequence[Any] = (),
     preload: Sequence[str] = ("torch",),
 ) -> int:
-    """Start every rank of `layout` on this machine as `worker(info, *arguments)`, wait, and return the exit code.
+    """Run every rank of `layout` on this machine as `worker(info, *arguments)` and return the exit code.
 
-    0: all ranks returned 0. 75: all returned, at least one with 75. 143: this process was sent SIGTERM, and passed
-    it on. `preload` names the modules to import before the fork; none may start CUDA or compute on import.
-    `failures` gets one file a failed rank. Needs the main thread, for signals. A single rank runs in this process.
-    Raises RankFailure, within 5 seconds of the first failure, and KeyboardInterrupt after Ctrl-C; either way and
-    also when this process is killed, no rank, and here no process of a rank, goes on running.
+    0: all ranks returned 0. 75: all returned, at least one with 75. 143: this process was sent SIGTERM, and
+    passed it on. `preload` names the modules to import before the fork; none may start CUDA or compute on
+    import. `failures` gets one file a failed rank. Needs the main thread, for signals.
+
+    Raises RankFailure, within 5 seconds of the first failure, and KeyboardInterrupt after Ctrl-C. Either way
+    no rank goes on running, nor what a rank started; nor does a rank when this process is killed.
+    A single rank runs in this process, as in `run_rank`.
     """
-    for module in preload:
-        importlib.import_module(module)
     folder = FailureFolder(failures, layout)
     folder.clear()
-    with (
-        tempfile.TemporaryDirectory(prefix="megalite-ranks-") as scratch,
-        _orphans_killed(),
-        _Signals() as signals,
-    ):
-        job = _LocalJob(local_rank_infos(layout.world_size, Path(scratch) / "rendezvous"), folder, signals)
-        try:
-            job.start(worker, arguments)
-            job.watch()
-        finally:
-            job.kill()
-    return job.outcome()
+    with tempfile.TemporaryDirectory(prefix="megalite-ranks-") as scratch:
+        infos = local_rank_infos(layout.world_size, Path(scratch) / "rendezvous")
+        if layout.world_size == 1:
+            return run_rank(worker, infos[0], layout, failures, arguments=arguments)
+        for module in preload:
+            importlib.import_module(module)
+        with _orphans_killed(), _Signals() as signals:
+            job = _LocalJob(infos, folder, signals)
+            try:
+                job.start(worker, arguments)
+                job.watch()
+            finally:
+                job.kill()
+        return job.outcome()
 
 
 def run_rank(
@@ -82,10 +84,10 @@ def run_rank(
 ) -> int:
     """Be the rank `info` that a launcher started, or the only one: `worker(info, *arguments)`, its exit code.
 
-    Raises RankFailure for an exception: the whole block from the rank that failed first, one line from those that
-    only lost a peer. For the caller to show before it exits, which it has a few seconds to do: whatever hangs then,
-    such as the end of a broken communicator, must not keep the launcher from seeing this rank fail.
-    A MegaliteError of the only rank is raised as it is.
+    Raises RankFailure for an exception: the whole block from the rank that failed first, one line from those
+    that only lost a peer. For the caller to show before it exits, which it has a few seconds to do: whatever
+    hangs then, such as the end of a broken communicator, must not keep the launcher from seeing this rank
+    fail. A MegaliteError of the only rank is raised as it is.
     """
     folder = FailureFolder(failures, layout)
     folder.clear([info.rank])
@@ -105,7 +107,7 @@ def run_rank(
 
 
 class _Signals:
-    """SIGINT, SIGTERM and the end of a child as counts to look at, while entered; handlers as before after that."""
+    """While entered, counts SIGINT and SIGTERM, and wakes `wait` for them and for the end of a child."""
 
     def __init__(self) -> None:
         self.interrupts = 0
@@ -174,14 +176,14 @@ class _LocalJob:
                     process.start()
             except OSError as error:
                 raise LaunchError(
-                    f"rank {info.rank} of {len(self._infos)} cannot be started: {error.strerror}; use fewer ranks "
-                    "on this machine, or raise its limits on processes (ulimit -u) and memory"
+                    f"rank {info.rank} of {len(self._infos)} cannot be started: {error.strerror}; use fewer "
+                    "ranks on this machine, or raise its limits on processes (ulimit -u) and memory"
                 ) from error
             self._running[info.rank] = process
             self._pids[info.rank] = process.pid or 0
 
     def watch(self) -> None:
-        """Return when every rank has ended, of its own accord or made to."""
+        """Return when every rank has ended, by itself or made to."""
         while self._running:
             self._heed_signals()
             self._reap()
@@ -189,7 +191,7 @@ class _LocalJob:
             while self._escalation and self._escalation[0][0] <= now:
                 self._send(self._escalation.pop(0)[1])
             if self._running:
-                # Wakes at once for a signal; the limit is for a signal handled between the look and the wait.
+                # Wakes for a signal; the limit is for a signal handled between the look and the wait.
                 self._signals.wait(min(0.5, self._escalation[0][0] - now) if self._escalation else 0.5)
 
     def kill(self) -> None:
@@ -200,7 +202,7 @@ class _LocalJob:
                 process.join()
 
     def outcome(self) -> int:
-        """The exit code of the whole job. Raises RankFailure with the first cause, KeyboardInterrupt after Ctrl-C."""
+        """The job's exit code. Raises RankFailure with the first cause, KeyboardInterrupt after Ctrl-C."""
         if self._signals.interrupts:
             raise KeyboardInterrupt
         if all(code in _IN_GOOD_ORDER for code in self._codes.values()):
@@ -229,7 +231,8 @@ class _LocalJob:
                 _INTERRUPTION_SECONDS if first else 0.0, 0.0 if not first else _TERMINATION_SECONDS
             )
         if self._signals.terminations > self._terminations:
-            # However long a checkpoint takes: whoever sent it knows when to kill. SLURM sends it more than once.
+            # However long a checkpoint takes: whoever sent it knows when to kill. SLURM sends it more than
+            # once.
             self._terminations = self._signals.terminations
             self._send(signal.SIGTERM)
 
@@ -292,7 +295,7 @@ def _end_now(code: int) -> NoReturn:
 
 @contextmanager
 def _signals_held() -> Iterator[None]:
-    """Signals wait until the block is left, by this process; one forked within must let them through itself."""
+    """Signals wait until this process leaves the block; one forked within it must let them in itself."""
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
     try:
         yield
