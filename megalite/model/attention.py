@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from megalite.model.kv_cache import KeyValueCache
 from megalite.model.rope import Rotation
 from megalite.ops.attention import causal_attention
+from megalite.ops.rotary import split_and_rotate
 from megalite.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.parameters import ModelShape
@@ -29,9 +30,7 @@ class SelfAttention(nn.Module):
         """[B, S, H] -> [B, S, H]; with a cache, the S tokens follow those it holds."""
         batch, sequence, _ = hidden_states.shape
         qkv = self.qkv_proj(hidden_states).view(batch, sequence, -1, self.head_dim)
-        rotated = rotation(qkv[:, :, : self.heads + self.key_value_heads])
-        query, key = rotated.split([self.heads, self.key_value_heads], dim=2)
-        value = qkv[:, :, self.heads + self.key_value_heads :]
+        query, key, value = split_and_rotate(qkv, self.heads, self.key_value_heads, *rotation)
         if cache is not None:
             key, value = cache.extend(self.layer, key, value)
         return self.o_proj(causal_attention(query, key, value).flatten(2))

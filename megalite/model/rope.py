@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megalite.ops.rotary import apply_rotary, rotary_table
+from megalite.ops.rotary import rotary_table
 
 
 class Rotation(NamedTuple):
@@ -13,10 +13,6 @@ class Rotation(NamedTuple):
 
     cosines: Tensor
     sines: Tensor
-
-    def __call__(self, heads: Tensor) -> Tensor:
-        """Rotate [B, S, heads, head_dim]."""
-        return apply_rotary(heads, self.cosines, self.sines)
 
 
 class RotaryEmbedding(nn.Module):

@@ -30,9 +30,9 @@ class DecoderLayer(nn.Module):
 
     def forward(self, hidden_states: Tensor, rotation: Rotation, cache: KeyValueCache | None = None) -> Tensor:
         """[B, S, H] -> [B, S, H]."""
-        attended = self.self_attn(self.input_layernorm(hidden_states), rotation, cache)
-        hidden_states = hidden_states + attended
-        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+        # In place on the projections' outputs, which no backward needs.
+        attended = self.self_attn(self.input_layernorm(hidden_states), rotation, cache).add_(hidden_states)
+        return self.mlp(self.post_attention_layernorm(attended)).add_(attended)
 
 
 class Decoder(nn.Module):

@@ -1,5 +1,7 @@
 """Rotary position embedding (Su et al., "RoFormer", 2021), in the half-split form of Llama."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -11,11 +13,52 @@ def rotary_table(positions: int, head_dim: int, theta: float, dtype: torch.dtype
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-def apply_rotary(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Rotate each head by its position's angles.
+class _SplitAndRotate(torch.autograd.Function):
+    """One node for query, key and value: their gradients are written straight into the packed one."""
 
-    heads: [B, S, heads, head_dim]; cosines, sines: [B or 1, S, 1, head_dim / 2] in the same dtype.
-    Dimension i is paired with i + head_dim / 2.
+    @staticmethod
+    def forward(
+        ctx: Any, qkv: Tensor, heads: int, key_value_heads: int, cosines: Tensor, sines: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(cosines, sines)
+        ctx.heads = (heads, key_value_heads, key_value_heads)
+        rotated = torch.empty_like(qkv)
+        query, key, value = rotated.split(ctx.heads, dim=2)
+        turning = heads + key_value_heads
+        _rotate(qkv[:, :, :turning], cosines, sines, out=rotated[:, :, :turning])
+        value.copy_(qkv[:, :, turning:])
+        return query, key, value
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        cosines, sines = ctx.saved_tensors
+        batch, sequence, _, head_dim = grads[0].shape
+        packed = grads[0].new_empty(batch, sequence, sum(ctx.heads), head_dim)
+        query_grad, key_grad, value_grad = packed.split(ctx.heads, dim=2)
+        # A rotation's transpose is the rotation by the opposite angle.
+        _rotate(grads[0], cosines, -sines, out=query_grad)
+        _rotate(grads[1], cosines, -sines, out=key_grad)
+        value_grad.copy_(grads[2])
+        return packed, None, None, None, None
+
+
+def split_and_rotate(
+    qkv: Tensor, heads: int, key_value_heads: int, cosines: Tensor, sines: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value from their packed projection, query and key rotated by their positions' angles.
+
+    qkv: [B, S, heads + 2 key_value_heads, head_dim]; cosines, sines: [B or 1, S, 1, head_dim / 2], same dtype.
+    Dimension i of a head is paired with i + head_dim / 2. Returns [B, S, heads, head_dim] and twice
+    [B, S, key_value_heads, head_dim].
     """
+    query, key, value = _SplitAndRotate.apply(qkv, heads, key_value_heads, cosines, sines)  # type: ignore[no-untyped-call]
+    return query, key, value
+
+
+def _rotate(heads: Tensor, cosines: Tensor, sines: Tensor, *, out: Tensor) -> None:
     first, second = heads.chunk(2, dim=-1)
-    return torch.cat([first * cosines - second * sines, second * cosines + first * sines], dim=-1)
+    out_first, out_second = out.chunk(2, dim=-1)
+    torch.mul(first, cosines, out=out_first)
+    out_first.addcmul_(second, sines, value=-1)
+    torch.mul(second, cosines, out=out_second)
+    out_second.addcmul_(first, sines)
