@@ -1,0 +1,49 @@
+"""Fixtures and reporting for all tests."""
+
+import random
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.ranks import RankPool
+
+SELECTED_BY_MARKER = ("gpu", "slow")
+not_selected: Counter[str] = Counter()
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPool]:
+    """The pool of worker processes: `ranks.run(function, world_size=4, **arguments)`."""
+    pool = RankPool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The real corpora and models beside the repository; a test that asks for them skips where they are absent."""
+    folder = Path(__file__).parents[2] / "shared" / "data"
+    if not folder.is_dir():
+        pytest.skip("no ../shared/data beside the repository")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def one_seed() -> None:
+    """Every test starts from the same random streams."""
+    random.seed(0)
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
+
+
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    for item in items:
+        not_selected.update(marker for marker in SELECTED_BY_MARKER if item.get_closest_marker(marker))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for marker, count in sorted(not_selected.items()):
+        terminalreporter.write_line(f"not run: {count} marked {marker} (run them with: pytest -m {marker})")

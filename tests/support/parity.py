@@ -1,0 +1,74 @@
+"""The comparisons and their tolerances; a test brings none of its own.
+
+A relative error is the largest difference over the largest magnitude of the reference tensor: elements that are small
+by cancellation carry the rounding errors of the large ones.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Layouts against one process, in float64: the order of the sums is all that differs.
+LAYOUT_RTOL = 1e-10
+# ZeRO's master weights are float32 whatever the model's type.
+ZERO_RTOL = 1e-6
+# Training in float32: twenty AdamW steps of another layout, or another implementation with the same weights.
+FLOAT32_RTOL = 1e-5
+
+
+def relative_error(actual: Any, expected: Any) -> float:
+    """The largest difference over the largest magnitude of `expected`; inf where either is not finite.
+
+    Takes tensors, numbers and sequences of numbers, of one shape; compares in float64.
+    """
+    actual, expected = (torch.as_tensor(values).detach().double() for values in (actual, expected))
+    assert actual.shape == expected.shape, f"shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
+    if not expected.numel():
+        return 0.0
+    difference = (actual - expected).abs().max().item()
+    if difference == 0:
+        return 0.0
+    magnitude = expected.abs().max().item()
+    # A comparison with nan is false, so nan counts as not finite too.
+    return difference / magnitude if magnitude > 0 and difference < float("inf") else float("inf")
+
+
+def assert_close(actual: Any, expected: Any, *, rtol: float = LAYOUT_RTOL, what: str = "values") -> None:
+    """The relative error is at most `rtol`; 0 asks for equality."""
+    error = relative_error(actual, expected)
+    assert error <= rtol, f"{what}: relative error {error:.2e}, allowed {rtol:.0e}"
+
+
+def assert_same_tensors(
+    actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, rtol: float = LAYOUT_RTOL
+) -> None:
+    """The same names, and each tensor within `rtol`; the message names the worst."""
+    assert actual.keys() == expected.keys(), f"names differ: {sorted(actual.keys() ^ expected.keys())}"
+    errors = {name: relative_error(actual[name], expected[name]) for name in expected}
+    wrong = {name: error for name, error in errors.items() if not error <= rtol}
+    if wrong:
+        worst = max(wrong, key=wrong.__getitem__)
+        raise AssertionError(
+            f"{len(wrong)} of {len(errors)} tensors differ, {worst} the most: "
+            f"relative error {wrong[worst]:.2e}, allowed {rtol:.0e}"
+        )
+
+
+def assert_same_curve(values: Sequence[float], golden: Sequence[float], *, rtol: float = 0.0) -> None:
+    """The same number for every step, to the bit unless `rtol` is given; the message names the first that differs."""
+    assert len(values) == len(golden), f"{len(values)} steps, expected {len(golden)}"
+    for step, (value, expected) in enumerate(zip(values, golden, strict=True), start=1):
+        error = relative_error(value, expected)
+        assert error <= rtol, f"step {step}: {value!r}, expected {expected!r} (relative error {error:.2e})"
+
+
+def assert_as_accurate_as(fused: Tensor, naive: Tensor, reference: Tensor, *, what: str = "values") -> None:
+    """`fused` errs at most twice as much as the plain implementation `naive` in the same type.
+
+    reference: the same computed in a higher precision (the rule of flash-attention's tests).
+    """
+    assert fused.dtype == naive.dtype, f"{what}: {fused.dtype} is not compared with {naive.dtype}"
+    error, allowed = relative_error(fused, reference), 2 * relative_error(naive, reference)
+    assert error <= allowed, f"{what}: relative error {error:.2e}, allowed {allowed:.2e}"

@@ -1,0 +1,337 @@
+"""One pool of worker processes for the whole test run; every call gets a gloo group of its own.
+
+Workers are forked from one server that has imported torch and DeepSpeed once. A call sends a module-level function
+to the first `world_size` workers, which run it as ranks of a fresh process group and return what it returned; the
+test asserts in the parent, over all ranks. Processes are reused, groups never.
+"""
+
+import faulthandler
+import gc
+import itertools
+import multiprocessing
+import os
+import pickle
+import queue
+import random
+import shutil
+import signal
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+ROOT = Path(__file__).parents[2]
+PRELOADED = ["pytest", "torch", "torch.distributed.pipelining", "deepspeed"]
+START_SECONDS = 120
+# How long the other ranks may still take once one has failed; a closed connection is noticed within half a second.
+GRACE_SECONDS = 5.0
+RELEASE = pickle.dumps("release")
+READY = b"ready"
+
+
+class RankFailed(AssertionError):
+    """A rank raised or died; the message begins with the first one to do so."""
+
+
+class RanksHung(AssertionError):
+    """Ranks did not end in time; the message names them and shows where each one stood."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one rank is asked to do."""
+
+    function: Callable[..., Any]
+    arguments: dict[str, Any]
+    world_size: int
+    store: str
+    timeout: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one rank made of a task. `at` orders failures: all processes read the same monotonic clock."""
+
+    value: Any = None
+    summary: str = ""
+    traceback: str = ""
+    died: bool = False
+    at: float = field(default_factory=time.monotonic)
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.summary)
+
+    @classmethod
+    def of_error(cls, error: BaseException) -> "Outcome":
+        summary = "".join(traceback.format_exception_only(error)).strip()
+        return cls(summary=summary, traceback="".join(traceback.format_exception(error)).rstrip())
+
+
+@dataclass(frozen=True)
+class Worker:
+    """The parent's end of one worker: its pipe, and the file that its stack is dumped to."""
+
+    process: Any
+    connection: Connection
+    stack: Path
+
+
+class RankPool:
+    """The workers, started when first needed, replaced together when one of them hangs or dies."""
+
+    def __init__(self) -> None:
+        self._workers: list[Worker] = []
+        self._calls = itertools.count()
+        self._folder = Path(tempfile.mkdtemp(prefix="megalite-ranks-"))
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        world_size: int = 1,
+        *,
+        timeout: float = 60.0,
+        **arguments: Any,
+    ) -> list[Any]:
+        """Call `function(**arguments)` on each of `world_size` ranks; what they returned, in rank order.
+
+        The function stands at a module's top level, so that it can be sent by name; what it returns must pickle.
+        Raises RankFailed with the first rank's traceback first, and RanksHung after `timeout` seconds.
+        """
+        __tracebackhide__ = True
+        store = self._folder / f"store-{next(self._calls)}"
+        task = Task(function, arguments, world_size, str(store), timeout)
+        try:
+            workers = self._first_workers(world_size)
+            outcomes = _outcomes(workers, pickle.dumps(task), timeout)
+        except BaseException:  # Ctrl-C too: whatever they are doing, it is not ours to wait for
+            self._kill()
+            raise
+        problem = _problem(workers, outcomes, timeout)
+        if len(outcomes) < world_size or any(outcome.died for outcome in outcomes.values()):
+            self._kill()
+        else:
+            self._release(workers)
+        store.unlink(missing_ok=True)
+        if problem is not None:
+            raise problem
+        return [outcomes[rank].value for rank in range(world_size)]
+
+    def close(self) -> None:
+        self._kill()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def process_ids(self) -> list[int]:
+        """The workers that are running now, by rank."""
+        return [worker.process.pid for worker in self._workers]
+
+    def _first_workers(self, count: int) -> list[Worker]:
+        new = [_start(rank, self._folder) for rank in range(len(self._workers), count)]
+        self._workers += new
+        _expect_ready(new, START_SECONDS)
+        return self._workers[:count]
+
+    def _release(self, workers: list[Worker]) -> None:
+        """Let the ranks leave their group together: one that leaves early closes its connections to the others."""
+        for worker in workers:
+            worker.connection.send_bytes(RELEASE)
+        try:
+            _expect_ready(workers, GRACE_SECONDS * 2)
+        except RanksHung:
+            self._kill()
+            raise
+
+    def _kill(self) -> None:
+        for worker in self._workers:
+            worker.process.kill()
+        for worker in self._workers:
+            worker.process.join()
+            worker.connection.close()
+        self._workers = []
+
+
+def _start(rank: int, folder: Path) -> Worker:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    ours, theirs = context.Pipe()
+    stack = folder / f"stack-{rank}"
+    arguments = (theirs, rank, str(stack))
+    process = context.Process(target=_serve, args=arguments, name=f"rank {rank}", daemon=True)
+    # Read by the server when it starts, and by all who are forked from it.
+    settings = {
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
+        "DS_ACCELERATOR": "cpu",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }
+    with patch.dict(os.environ, settings):
+        process.start()
+    theirs.close()
+    return Worker(process, ours, stack)
+
+
+def _expect_ready(workers: Iterable[Worker], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    late = []
+    for worker in workers:
+        try:
+            if not worker.connection.poll(max(0.0, deadline - time.monotonic())):
+                late.append(worker.process.name)
+                continue
+            message = worker.connection.recv_bytes()
+            assert message == READY, f"{worker.process.name} sent {message[:80]!r} between two tasks"
+        except EOFError:
+            late.append(f"{worker.process.name} (dead)")
+    if late:
+        raise RanksHung(f"not ready for a task within {seconds:g} s: {', '.join(late)}")
+
+
+def _outcomes(workers: list[Worker], task: bytes, timeout: float) -> dict[int, Outcome]:
+    """Send the task and collect; ranks that do not answer in time are missing from the result."""
+    for worker in workers:
+        worker.connection.send_bytes(task)
+    waiting = {worker.connection: rank for rank, worker in enumerate(workers)}
+    outcomes: dict[int, Outcome] = {}
+    deadline = time.monotonic() + timeout
+    while waiting and (remaining := deadline - time.monotonic()) > 0:
+        for connection in wait(list(waiting), remaining):
+            rank = waiting.pop(connection)
+            outcomes[rank] = _receive_outcome(workers[rank])
+            if outcomes[rank].failed:
+                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+    return outcomes
+
+
+def _receive_outcome(worker: Worker) -> Outcome:
+    try:
+        return pickle.loads(worker.connection.recv_bytes())
+    except (EOFError, ConnectionError):
+        worker.process.join(GRACE_SECONDS)
+        code = worker.process.exitcode
+        how = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
+        return Outcome(summary=f"the process died: {how}", traceback=worker.stack.read_text(), died=True)
+
+
+def _problem(workers: list[Worker], outcomes: dict[int, Outcome], timeout: float) -> Exception | None:
+    """What the test is told: the first failure, then in a line each what followed from it."""
+    world = len(workers)
+    hung = [rank for rank in range(world) if rank not in outcomes]
+    failed = sorted(
+        (rank for rank in outcomes if outcomes[rank].failed),
+        key=lambda rank: (not outcomes[rank].died, outcomes[rank].at),
+    )
+    if not failed and not hung:
+        return None
+    if failed:
+        first = outcomes[failed[0]]
+        lines = [f"rank {failed[0]} of {world} failed first: {first.summary}", first.traceback]
+        lines += [f"then rank {rank}: {outcomes[rank].summary.splitlines()[0]}" for rank in failed[1:]]
+        lines += [f"then rank {rank}: was still waiting, and was killed" for rank in hung]
+        return RankFailed("\n".join(lines))
+    lines = [f"{_ranks(hung)} of {world} did not end within {timeout:g} s"]
+    lines += [f"{_ranks(sorted(outcomes))} returned"] if outcomes else []
+    lines += [f"rank {rank} stood here:\n{_stack(workers[rank])}" for rank in hung]
+    return RanksHung("\n".join(lines))
+
+
+def _ranks(ranks: list[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+
+
+def _stack(worker: Worker) -> str:
+    """Where a hung worker's main thread is, without the pool's own frames."""
+    os.kill(worker.process.pid, signal.SIGUSR1)
+    deadline = time.monotonic() + 1.0
+    while "_serve" not in (text := worker.stack.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    frames = [line for line in text.splitlines() if line.startswith("  File ")]
+    return "\n".join(itertools.takewhile(lambda line: str(Path(__file__)) not in line, frames)) or text
+
+
+# What follows runs in the workers.
+
+
+def _serve(connection: Connection, rank: int, stack: str) -> None:
+    """Run tasks until the parent's end of the pipe closes, be it by `kill -9`."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    stack_file = Path(stack).open("w")  # noqa: SIM115 (faulthandler writes to it as long as the process lives)
+    faulthandler.enable(stack_file, all_threads=False)
+    faulthandler.register(signal.SIGUSR1, stack_file, all_threads=False)
+    messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_receive, args=(connection, messages), daemon=True).start()
+    gc.freeze()  # what torch made is never garbage: a collection after each task costs nothing
+    connection.send_bytes(READY)
+    while True:
+        connection.send_bytes(_perform(messages.get(), rank))
+        assert messages.get() == RELEASE
+        _leave_group()
+        gc.collect()
+        connection.send_bytes(READY)
+
+
+def _receive(connection: Connection, messages: "queue.SimpleQueue[bytes]") -> None:
+    # A thread of its own, so that a parent that was killed is noticed while the rank hangs in a collective.
+    while True:
+        try:
+            messages.put(connection.recv_bytes())
+        except (EOFError, OSError):
+            os._exit(1)
+
+
+def _perform(message: bytes, rank: int) -> bytes:
+    try:
+        task: Task = pickle.loads(message)
+        _reset(rank, task)
+        _join_group(rank, task)
+        return pickle.dumps(Outcome(task.function(**task.arguments)))
+    except BaseException as error:
+        # Timed before the group goes, since that is what the other ranks will fail by.
+        outcome = pickle.dumps(Outcome.of_error(error))
+    _leave_group()
+    return outcome
+
+
+def _reset(rank: int, task: Task) -> None:
+    """The same random streams and torch settings for every test, whatever ran here before."""
+    import numpy
+    import torch
+
+    # DeepSpeed looks for a launcher's variables even where the group exists.
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(task.world_size))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    os.chdir(ROOT)
+    random.seed(0)
+    numpy.random.seed(0)
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)
+
+
+def _join_group(rank: int, task: Task) -> None:
+    import torch.distributed as dist
+
+    # The pool's own limit comes first: it knows which ranks hang.
+    limit = timedelta(seconds=task.timeout + 2 * GRACE_SECONDS)
+    store = dist.FileStore(task.store, task.world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=task.world_size, timeout=limit)
+
+
+def _leave_group() -> None:
+    import deepspeed.comm.comm as deepspeed_comm
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return
+    if deepspeed_comm.cdb is None:
+        dist.destroy_process_group()
+    else:
+        deepspeed_comm.destroy_process_group()  # and the groups that DeepSpeed keeps in its modules
+        deepspeed_comm.cdb = None
