@@ -1,0 +1,184 @@
+"""Folders of checkpoints: names, the `latest` file, what a killed save leaves behind. No torch.
+
+A save is written to `.step-000100.partial-<token>` and renamed to `step-000100` when it is whole; then
+`latest` is made to name it.
+"""
+
+import logging
+import os
+import re
+import shutil
+from pathlib import Path
+
+from megalite.checkpoint.format import MANIFEST, Manifest, from_json
+from megalite.errors import CheckpointError
+
+LATEST = "latest"
+_STEP = re.compile(r"step-(\d{6,})")
+_PARTIAL = re.compile(r"\.(step-\d{6,})\.partial-\w+")
+
+logger = logging.getLogger(__name__)
+
+
+def published_name(step: int) -> str:
+    return f"step-{step:06d}"
+
+
+def partial_name(step: int, token: str) -> str:
+    return f".{published_name(step)}.partial-{token}"
+
+
+def read_manifest(checkpoint: Path) -> Manifest:
+    """The manifest of one checkpoint folder; raises CheckpointError when it is missing or damaged."""
+    path = checkpoint / MANIFEST
+    try:
+        return from_json(path.read_text(encoding="utf-8"), path)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} does not exist: {checkpoint} is not a checkpoint") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error})") from error
+
+
+def require_whole(checkpoint: Path) -> Manifest:
+    """The manifest, once every file it names is found with its size; raises CheckpointError otherwise."""
+    manifest = read_manifest(checkpoint)
+    check_files(manifest, checkpoint)
+    return manifest
+
+
+def check_files(manifest: Manifest, checkpoint: Path) -> None:
+    """Raise CheckpointError unless every file is there with the size the manifest gives."""
+    for name, size_bytes in manifest.files.items():
+        path = checkpoint / name
+        if not path.is_file():
+            raise CheckpointError(f"{path} is missing; every rank must write to (and keep) one shared folder")
+        found_bytes = path.stat().st_size
+        if found_bytes != size_bytes:
+            raise CheckpointError(f"{path} has {found_bytes} bytes instead of {size_bytes}: it was cut short")
+
+
+def find_latest(folder: Path) -> Path | None:
+    """The checkpoint to resume from in a `checkpoints` folder; None where there is none.
+
+    It is the one that `latest` names; when that file is missing or names a broken checkpoint, a warning is
+    logged and the whole checkpoint with the highest step is taken. Sizes are checked here, hashes on loading.
+    Raises CheckpointError when there are checkpoints but none is whole.
+    """
+    named = _named_by_latest(folder)
+    problem = f"{folder / LATEST} is missing"
+    if named is not None:
+        try:
+            require_whole(named)
+            return named
+        except CheckpointError as error:
+            problem = f"{folder / LATEST} names a broken checkpoint: {error}"
+    candidates = {
+        int(match[1]): path for path in folder.glob("step-*") if (match := _STEP.fullmatch(path.name))
+    }
+    for _, path in sorted(candidates.items(), reverse=True):
+        try:
+            require_whole(path)
+        except CheckpointError as error:
+            logger.warning("skipping a broken checkpoint: %s", error)
+            continue
+        logger.warning("%s; using %s, the newest whole one", problem, path)
+        return path
+    if named is not None or candidates:
+        raise CheckpointError(f"{folder} holds no whole checkpoint: {problem}; remove it to start anew")
+    return None
+
+
+def find_checkpoint(path: Path) -> Path:
+    """The checkpoint that `path` means: one itself, a folder of them, or a run's folder.
+
+    Raises CheckpointError when there is none.
+    """
+    if (path / MANIFEST).is_file():
+        return path
+    for folder in (path / "checkpoints", path):
+        found = find_latest(folder)
+        if found is not None:
+            return found
+    raise CheckpointError(
+        f"{path} is neither a checkpoint nor a run's folder with one; no {MANIFEST} is there"
+    )
+
+
+def remove_stale(folder: Path) -> None:
+    """Remove what killed saves left behind; never what `latest` names."""
+    named = _named_by_latest(folder)
+    for path in folder.glob(".step-*.partial-*"):
+        if _PARTIAL.fullmatch(path.name) and path != named:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def publish(partial: Path, published: Path) -> None:
+    """Give a whole checkpoint its name and make `latest` name it, last.
+
+    At every moment `latest` leads to a whole checkpoint: an older one, the one replaced, or the new one. When
+    `published` exists (a run was killed between the two steps, or resumed from an earlier step) and holds the
+    same numbers it is kept; otherwise the new one takes its place.
+    """
+    folder = published.parent
+    if published.exists() and _same_numbers(partial, published):
+        shutil.rmtree(partial)
+    elif published.exists():
+        if _named_by_latest(folder) == published:
+            # Until it has its final name the new one is found under the present one.
+            write_latest(folder, partial.name)
+        replaced = partial.with_name(f"{partial.name}_replaced")
+        published.rename(replaced)
+        partial.rename(published)
+    else:
+        partial.rename(published)
+    sync_folder(folder)
+    write_latest(folder, published.name)
+    remove_stale(folder)
+
+
+def write_latest(folder: Path, name: str) -> None:
+    """Make `latest` name a checkpoint, atomically."""
+    temporary = folder / f".{LATEST}.new"
+    write_durably(temporary, f"{name}\n")
+    temporary.replace(folder / LATEST)
+    sync_folder(folder)
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Write a text file and wait until it is on the disk."""
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the folder's names are on the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _named_by_latest(folder: Path) -> Path | None:
+    try:
+        name = (folder / LATEST).read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{folder / LATEST} cannot be read ({error})") from error
+    partial = _PARTIAL.fullmatch(name)
+    if partial and not (folder / name).exists():
+        # Killed in `publish` between the final rename and the last write of `latest`.
+        return folder / partial[1]
+    return folder / Path(name).name
+
+
+def _same_numbers(one: Path, other: Path) -> bool:
+    try:
+        first, second = require_whole(one), require_whole(other)
+    except CheckpointError:
+        return False
+    names = ("trainer_state", "model", "optimizer", "tensors", "files")
+    return all(getattr(first, name) == getattr(second, name) for name in names)

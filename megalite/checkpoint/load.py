@@ -1,0 +1,92 @@
+"""Loading a checkpoint into any layout: every rank looks up its regions by name."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from megalite.checkpoint.format import WEIGHT, Manifest, check_coverage
+from megalite.checkpoint.regions import split_run
+from megalite.checkpoint.save import all_or_none
+from megalite.checkpoint.tensor_file import CheckpointReader
+from megalite.errors import CheckpointError
+from megalite.parallel.mesh import ParallelMesh
+from megalite.topology.parameters import ModelShape, Parameter, stage_parameters
+from megalite.topology.state import OptimizerState, StateShard
+
+# These may differ between a checkpoint and the model it is loaded into.
+_FREE_FIELDS = ("max_position_embeddings", "initializer_range")
+
+
+def load_checkpoint(
+    checkpoint: Path,
+    *,
+    mesh: ParallelMesh,
+    shape: ModelShape,
+    stage_layers: Sequence[range],
+    stage: nn.Module,
+    optimizer: OptimizerState | None = None,
+    verify_hashes: bool = True,
+) -> Manifest:
+    """Fill this rank's stage, and its optimizer's state unless None, from a checkpoint of any layout.
+
+    Collective over the world. Returns the manifest, whose `trainer_state` says where the run stood. One tensor
+    is in memory at a time beside the model. Raises CheckpointError, on every rank alike, when the checkpoint does
+    not fit or is damaged; then the stage may be filled in part.
+    """
+
+    def load() -> Manifest:
+        with CheckpointReader(checkpoint, verify_hashes=verify_hashes) as reader:
+            check_fits(reader.manifest, shape, checkpoint)
+            check_coverage(reader.manifest, checkpoint)
+            tensors = dict(stage.named_parameters())
+            for parameter in stage_parameters(shape, stage_layers, mesh.at.pp):
+                load_parameter(reader, parameter, tensors[parameter.name], mesh)
+            if optimizer is not None:
+                _load_optimizer(reader, list(optimizer.shards()), mesh)
+            return reader.manifest
+
+    manifest = all_or_none(mesh, "load", checkpoint, load)
+    if optimizer is not None:
+        optimizer.load(manifest.optimizer)
+    return manifest
+
+
+@torch.no_grad()
+def load_parameter(
+    reader: CheckpointReader, parameter: Parameter, tensor: Tensor, mesh: ParallelMesh
+) -> None:
+    """Fill one registered parameter of this rank, part by part."""
+    row = 0
+    for part, box in parameter.spec.boxes(mesh.tp.rank, mesh.tp.size):
+        if box.numel:
+            tensor[row : row + box.shape[0]].copy_(reader.read(WEIGHT, part.name, box))
+        row += box.shape[0]
+
+
+def check_fits(manifest: Manifest, shape: ModelShape, checkpoint: Path) -> None:
+    """Raise CheckpointError unless the checkpoint is one of this model, naming every setting that differs."""
+    written, wanted = asdict(manifest.model), asdict(shape)
+    differing = [name for name in wanted if wanted[name] != written[name] and name not in _FREE_FIELDS]
+    if differing:
+        lines = [
+            f"model.{name}: {wanted[name]} here, {written[name]} in the checkpoint" for name in differing
+        ]
+        raise CheckpointError("\n  ".join([f"{checkpoint} is of another model; use its settings", *lines]))
+
+
+def _load_optimizer(reader: CheckpointReader, shards: Sequence[StateShard], mesh: ParallelMesh) -> None:
+    wanted, held = {shard.key for shard in shards}, reader.manifest.optimizer_kinds
+    # A rank whose partition is empty wants nothing; the others speak for it.
+    if shards and wanted != held:
+        raise CheckpointError(
+            f"the checkpoint's optimizer state is {sorted(held) or 'empty'}, this optimizer's is"
+            f" {sorted(wanted)}; set optimizer.name and its settings to those of the checkpoint"
+        )
+    for shard in shards:
+        boxes = shard.parameter.spec.boxes(mesh.tp.rank, mesh.tp.size)
+        for run in split_run(boxes, shard.start, shard.values.numel()):
+            values = reader.read(shard.key, run.part.name, run.box, (run.start, run.stop))
+            shard.values[run.offset : run.offset + run.numel].copy_(values)

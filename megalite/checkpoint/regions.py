@@ -1,0 +1,64 @@
+"""Arithmetic of regions: boxes of a full tensor and runs of a flattened box. No torch."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from megalite.topology.sharding import Box, Part
+
+
+@dataclass(frozen=True)
+class PartRun:
+    """A run of one part's box: elements `start` to `stop` of the flattened (row-major) box.
+
+    offset: where these elements stand in the run of the registered parameter that was split.
+    """
+
+    part: Part
+    box: Box
+    start: int
+    stop: int
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+def split_run(boxes: Iterable[tuple[Part, Box]], start: int, numel: int) -> Iterator[PartRun]:
+    """Split a run of a flattened local parameter by its parts; parts it does not touch are left out.
+
+    boxes: as ShardSpec.boxes gives them. They are stacked along dim 0, so the flattened parameter is the
+    flattened boxes one after the other.
+    """
+    stop, first = start + numel, 0
+    for part, box in boxes:
+        low, high = max(start, first), min(stop, first + box.numel)
+        if low < high:
+            yield PartRun(part, box, low - first, high - first, low - start)
+        first += box.numel
+
+
+def intersection(one: Box, other: Box) -> Box | None:
+    """The region that both boxes hold; None where they have no element in common."""
+    offsets, shape = [], []
+    for a, a_size, b, b_size in zip(one.offsets, one.shape, other.offsets, other.shape, strict=True):
+        low, high = max(a, b), min(a + a_size, b + b_size)
+        if low >= high:
+            return None
+        offsets.append(low)
+        shape.append(high - low)
+    return Box(tuple(offsets), tuple(shape))
+
+
+def slices(inner: Box, outer: Box) -> tuple[slice, ...]:
+    """Where `inner`, a region of `outer`, lies in a tensor that holds `outer`."""
+    starts = [low - base for low, base in zip(inner.offsets, outer.offsets, strict=True)]
+    return tuple(slice(start, start + size) for start, size in zip(starts, inner.shape, strict=True))
+
+
+def contains(full_shape: tuple[int, ...], box: Box) -> bool:
+    """Whether the box has the tensor's number of dims and lies within it."""
+    if not len(full_shape) == len(box.shape) == len(box.offsets):
+        return False
+    spans = zip(box.offsets, box.shape, full_shape, strict=True)
+    return all(low >= 0 and low + size <= full for low, size, full in spans)

@@ -1,0 +1,174 @@
+"""Safetensors files: a streaming writer that hashes what it writes, a reader that checks what it reads."""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megalite.checkpoint.folder import read_manifest
+from megalite.checkpoint.format import Manifest, Shard, TensorEntry
+from megalite.checkpoint.regions import intersection, slices
+from megalite.errors import CheckpointError
+from megalite.topology.sharding import Box
+
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+_CODES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+# The library puts types with the strictest alignment first, then goes by name.
+_ORDER = list(_CODES.values())
+_CHUNK_BYTES = 16 << 20
+_REMEDY = "resume from another checkpoint with checkpoint.resume = PATH"
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Type and shape of one entry of a file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """ "float32" for torch.float32; raises CheckpointError for a type that the format does not hold."""
+    for name, known in DTYPES.items():
+        if known == dtype:
+            return name
+    raise CheckpointError(f"a checkpoint cannot hold {dtype}; it holds {', '.join(DTYPES)}")
+
+
+def write_tensor_file(
+    path: Path, infos: Mapping[str, TensorInfo], read: Callable[[str], Tensor]
+) -> tuple[dict[str, str], int]:
+    """Write one safetensors file, with one tensor in memory at a time, and wait until it is on the disk.
+
+    read: gives the tensor of a key, asked once a key in the file's order. The bytes are those of
+    safetensors.torch.save_file with metadata {"format": "pt"}. Returns each key's sha256 and the file's size.
+    """
+    ordered = sorted(infos, key=lambda key: (_ORDER.index(_CODES[infos[key].dtype]), key))
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for key in ordered:
+        info = infos[key]
+        span = [offset, offset + info.size_bytes]
+        header[key] = {"dtype": _CODES[info.dtype], "shape": list(info.shape), "data_offsets": span}
+        offset = span[1]
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    hashes = {}
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for key in ordered:
+            tensor = read(key)
+            found = TensorInfo(tensor.dtype, tuple(tensor.shape))
+            if found != infos[key]:
+                raise AssertionError(f"{key} was announced as {infos[key]}, not {found}")
+            digest, data = hashlib.sha256(), tensor_bytes(tensor)
+            for start in range(0, len(data), _CHUNK_BYTES):
+                chunk = data[start : start + _CHUNK_BYTES]
+                digest.update(chunk)
+                file.write(chunk)
+            hashes[key] = digest.hexdigest()
+        file.flush()
+        os.fsync(file.fileno())
+    return hashes, 8 + len(text) + offset
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """The tensor's elements, row-major, as bytes; no copy for a contiguous tensor on the CPU."""
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    return memoryview(flat.view(torch.uint8).numpy())
+
+
+class CheckpointReader:
+    """Reads any region of any tensor of a checkpoint of any layout; opens only the files it needs.
+
+    Reading raises CheckpointError, naming file and tensor, when a file is missing, cut short or altered.
+    """
+
+    def __init__(self, checkpoint: Path, *, verify_hashes: bool = True):
+        self.checkpoint, self.verify_hashes = checkpoint, verify_hashes
+        self.manifest: Manifest = read_manifest(checkpoint)
+        self._files: dict[str, safe_open] = {}
+
+    def __enter__(self) -> "CheckpointReader":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # safe_open has no close: the mapping goes with its last reference.
+        self._files.clear()
+
+    def read(self, kind: str, name: str, box: Box, run: tuple[int, int] | None = None) -> Tensor:
+        """The region `box` of a tensor, in its shape; with `run`, those elements of it flattened."""
+        entry = self.manifest.tensors[kind][name]
+        start, stop = run or (0, box.numel)
+        exact = [shard for shard in entry.shards if shard.box == box]
+        if exact:
+            values = self._runs(name, entry, exact, start, stop)
+        else:
+            values = self._assemble(name, entry, box).view(-1)[start:stop]
+        return values if run else values.view(box.shape)
+
+    def _runs(self, name: str, entry: TensorEntry, shards: list[Shard], start: int, stop: int) -> Tensor:
+        """Elements start to stop of a box, from the runs of that same box."""
+        values = torch.empty(stop - start, dtype=DTYPES[entry.dtype])
+        for shard in shards:
+            low, high = max(start, shard.run[0]), min(stop, shard.run[1])
+            if low < high:
+                values[low - start : high - start] = self._shard(name, entry, shard)[
+                    low - shard.run[0] : high - shard.run[0]
+                ]
+        return values
+
+    def _assemble(self, name: str, entry: TensorEntry, box: Box) -> Tensor:
+        """The region `box`, from every box that overlaps it."""
+        values = torch.empty(box.shape, dtype=DTYPES[entry.dtype])
+        for source, shards in entry.by_box().items():
+            overlap = intersection(source, box)
+            if overlap is not None:
+                held = self._runs(name, entry, shards, 0, source.numel).view(source.shape)
+                values[slices(overlap, box)] = held[slices(overlap, source)]
+        return values
+
+    def _shard(self, name: str, entry: TensorEntry, shard: Shard) -> Tensor:
+        path = self.checkpoint / shard.file
+        try:
+            values = self._open(path, shard.file).get_tensor(shard.key)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{path}: {name} cannot be read ({error}); {_REMEDY}") from error
+        elements = shard.run[1] - shard.run[0]
+        if values.dtype != DTYPES[entry.dtype] or values.numel() != elements:
+            raise CheckpointError(
+                f"{path}: {name} has {values.numel()} elements of {values.dtype}, the manifest says"
+                f" {elements} of {entry.dtype}; {_REMEDY}"
+            )
+        if self.verify_hashes and hashlib.sha256(tensor_bytes(values)).hexdigest() != shard.sha256:
+            raise CheckpointError(
+                f"{path}: the bytes of {name} are not those that were written (sha256 differs); {_REMEDY}"
+            )
+        return values.view(-1)
+
+    def _open(self, path: Path, file: str) -> safe_open:
+        if file not in self._files:
+            expected_bytes = self.manifest.files.get(file)
+            if path.is_file() and path.stat().st_size != expected_bytes:
+                raise OSError(f"the file has {path.stat().st_size} bytes instead of {expected_bytes}")
+            self._files[file] = safe_open(path, framework="pt")
+        return self._files[file]
