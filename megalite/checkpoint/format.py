@@ -113,8 +113,8 @@ def from_json(text: str, source: Path) -> Manifest:
         raise CheckpointError(f"{source}: not a whole manifest ({error}); use another checkpoint") from error
     if version != FORMAT_VERSION:
         raise CheckpointError(
-            f"{source}: format {version} is not {FORMAT_VERSION}, the one this megalite reads; use the megalite"
-            " that wrote it"
+            f"{source}: format {version} is not {FORMAT_VERSION}, the one this version of megalite reads;"
+            " use the version that wrote it"
         )
     if _digest(content) != digest:
         raise CheckpointError(f"{source}: its content does not match its own hash; use another checkpoint")
@@ -138,16 +138,17 @@ def from_json(text: str, source: Path) -> Manifest:
 
 def shard_from_json(content: Mapping[str, Any]) -> Shard:
     """A shard from its fields, whose lists become tuples."""
-    return Shard(
-        **{key: tuple(value) if isinstance(value, list) else value for key, value in content.items()}
-    )
+    fields: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in content.items()
+    }
+    return Shard(**fields)
 
 
 def check_coverage(manifest: Manifest, source: Path) -> None:
     """Raise CheckpointError unless every element of every tensor of the model is there exactly once.
 
-    This holds for each kind: the weights and each kind of optimizer state. Each box must be covered by its runs
-    without gap or overlap, and the boxes must tile the tensor.
+    This holds for each kind: the weights and each kind of optimizer state. Each box must be covered by its
+    runs without gap or overlap, and the boxes must tile the tensor.
     """
     expected = canonical_tensors(manifest.model)
     for kind, entries in {WEIGHT: {}, **manifest.tensors}.items():

@@ -32,9 +32,9 @@ def load_checkpoint(
 ) -> Manifest:
     """Fill this rank's stage, and its optimizer's state unless None, from a checkpoint of any layout.
 
-    Collective over the world. Returns the manifest, whose `trainer_state` says where the run stood. One tensor
-    is in memory at a time beside the model. Raises CheckpointError, on every rank alike, when the checkpoint does
-    not fit or is damaged; then the stage may be filled in part.
+    Collective over the world. Returns the manifest, whose `trainer_state` says where the run stood. One
+    tensor is in memory at a time beside the model. Raises CheckpointError, on every rank alike, when the
+    checkpoint does not fit or is damaged; then the stage may be filled in part.
     """
 
     def load() -> Manifest:

@@ -77,12 +77,12 @@ def save_checkpoint(
     trainer_state: Mapping[str, int],
     config: Mapping[str, Any],
 ) -> Path:
-    """Write `folder`/step-NNNNNN and make `latest` name it; collective over the world, which shares the folder.
+    """Write `folder`/step-NNNNNN and make `latest` name it; collective over the world, which shares it.
 
     trainer_state: at least step, samples and tokens. Each element is written by exactly one rank: weights by
-    the data-parallel ranks in turn, optimizer state by its owner, replicated tensors by tp rank 0, tied ones by
-    their first stage. Raises CheckpointError, on every rank alike, when any rank fails; older checkpoints stay
-    as they were.
+    the data-parallel ranks in turn, optimizer state by its owner, replicated tensors by tp rank 0, tied ones
+    by their first stage. Raises CheckpointError, on every rank alike, when any rank fails; older checkpoints
+    stay as they were.
     """
     step = trainer_state["step"]
     partial = folder / mesh.broadcast_object(partial_name(step, secrets.token_hex(4)))

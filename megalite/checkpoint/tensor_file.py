@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -92,7 +93,8 @@ def write_tensor_file(
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """The tensor's elements, row-major, as bytes; no copy for a contiguous tensor on the CPU."""
     flat = tensor.detach().cpu().contiguous().view(-1)
-    return memoryview(flat.view(torch.uint8).numpy())
+    data: Any = flat.view(torch.uint8).numpy()
+    return memoryview(data)
 
 
 class CheckpointReader:
@@ -104,7 +106,7 @@ class CheckpointReader:
     def __init__(self, checkpoint: Path, *, verify_hashes: bool = True):
         self.checkpoint, self.verify_hashes = checkpoint, verify_hashes
         self.manifest: Manifest = read_manifest(checkpoint)
-        self._files: dict[str, safe_open] = {}
+        self._files: dict[str, Any] = {}
 
     def __enter__(self) -> "CheckpointReader":
         return self
@@ -150,7 +152,7 @@ class CheckpointReader:
     def _shard(self, name: str, entry: TensorEntry, shard: Shard) -> Tensor:
         path = self.checkpoint / shard.file
         try:
-            values = self._open(path, shard.file).get_tensor(shard.key)
+            values: Tensor = self._open(path, shard.file).get_tensor(shard.key)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{path}: {name} cannot be read ({error}); {_REMEDY}") from error
         elements = shard.run[1] - shard.run[0]
@@ -165,7 +167,7 @@ class CheckpointReader:
             )
         return values.view(-1)
 
-    def _open(self, path: Path, file: str) -> safe_open:
+    def _open(self, path: Path, file: str) -> Any:
         if file not in self._files:
             expected_bytes = self.manifest.files.get(file)
             if path.is_file() and path.stat().st_size != expected_bytes:
