@@ -1,0 +1,48 @@
+#!/usr/bin/env bash
+# Makes .venv at the repository's root with the versions in constraints.txt. Where that is done, does nothing.
+# PYTHON names the interpreter to start from (3.11 or newer; default: python3).
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+venv=.venv
+stamp=$venv/set-up-done
+
+say() { echo "set-up: $*"; }
+# The folder is part of it: a virtual environment that was moved no longer works. So is a Python that went away.
+state() { "$venv/bin/python" -V 2>/dev/null && pwd && sha256sum setup.py pyproject.toml constraints.txt; }
+is_done() { [ -f "$stamp" ] && [ "$(state)" = "$(cat "$stamp")" ]; }
+
+is_done && exit
+exec 9<constraints.txt
+if ! flock --nonblock 9; then
+    say "another set-up is running in this folder; waiting for it"
+    flock 9
+    is_done && exit
+fi
+
+if [ -f "$stamp" ] && "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
+    say "bringing $venv up to date"
+else # none, or one whose set-up was cut short
+    python=${PYTHON:-python3}
+    if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+        say "error: megalite needs Python 3.11 or newer, and '$python' is $("$python" -V 2>&1 || echo 'not found');" \
+            "name another: PYTHON=python3.12 $0" >&2
+        exit 2
+    fi
+    say "installing into $venv, once (minutes)"
+    if ! "$python" -m venv --clear "$venv"; then
+        say "error: '$python -m venv' failed; on Debian and Ubuntu it needs the package python3-venv" >&2
+        exit 2
+    fi
+fi
+rm -f "$stamp"
+quiet=()
+[ -t 1 ] || quiet=(--quiet)
+install() {
+    "$venv/bin/python" -m pip install "${quiet[@]}" --disable-pip-version-check --constraint constraints.txt "$@"
+}
+install setuptools
+install torch
+# DeepSpeed comes as source, and its build looks at the torch that it will run with.
+install --no-build-isolation --editable '.[test]'
+state >"$stamp"
+say "done in $SECONDS s"
