@@ -26,7 +26,9 @@ class SelfAttention(nn.Module):
             self.heads * shape.head_dim, shape.hidden_size, tp=mesh.tp, dtype=dtype
         )
 
-    def forward(self, hidden_states: Tensor, rotation: Rotation, cache: KeyValueCache | None = None) -> Tensor:
+    def forward(
+        self, hidden_states: Tensor, rotation: Rotation, cache: KeyValueCache | None = None
+    ) -> Tensor:
         """[B, S, H] -> [B, S, H]; with a cache, the S tokens follow those it holds."""
         batch, sequence, _ = hidden_states.shape
         qkv = self.qkv_proj(hidden_states).view(batch, sequence, -1, self.head_dim)

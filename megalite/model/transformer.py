@@ -21,14 +21,18 @@ from megalite.topology.parameters import ModelShape
 class DecoderLayer(nn.Module):
     """Pre-norm attention and feed-forward with residual connections (Touvron et al., "LLaMA", 2023)."""
 
-    def __init__(self, shape: ModelShape, layer: int, mesh: ParallelMesh, *, dtype: torch.dtype = torch.float32):
+    def __init__(
+        self, shape: ModelShape, layer: int, mesh: ParallelMesh, *, dtype: torch.dtype = torch.float32
+    ):
         super().__init__()
         self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps, dtype=dtype)
         self.self_attn = SelfAttention(shape, layer, mesh, dtype=dtype)
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps, dtype=dtype)
         self.mlp = GatedMLP(shape, mesh, dtype=dtype)
 
-    def forward(self, hidden_states: Tensor, rotation: Rotation, cache: KeyValueCache | None = None) -> Tensor:
+    def forward(
+        self, hidden_states: Tensor, rotation: Rotation, cache: KeyValueCache | None = None
+    ) -> Tensor:
         """[B, S, H] -> [B, S, H]."""
         # In place on the projections' outputs, which no backward needs.
         attended = self.self_attn(self.input_layernorm(hidden_states), rotation, cache).add_(hidden_states)
@@ -39,14 +43,24 @@ class Decoder(nn.Module):
     """What stands under `model.` in every parameter's name: embedding, layers and final norm, as far as held."""
 
     def __init__(
-        self, shape: ModelShape, layers: Sequence[int], mesh: ParallelMesh, *, ends: tuple[bool, bool], dtype: torch.dtype
+        self,
+        shape: ModelShape,
+        layers: Sequence[int],
+        mesh: ParallelMesh,
+        *,
+        ends: tuple[bool, bool],
+        dtype: torch.dtype,
     ):
         super().__init__()
         first, last = ends
         if first or (last and shape.tie_word_embeddings):
-            self.embed_tokens = VocabParallelEmbedding(shape.vocab_size, shape.hidden_size, tp=mesh.tp, dtype=dtype)
+            self.embed_tokens = VocabParallelEmbedding(
+                shape.vocab_size, shape.hidden_size, tp=mesh.tp, dtype=dtype
+            )
         # Keyed by the global index, so that a parameter has one name whatever stage holds it.
-        self.layers = nn.ModuleDict({str(layer): DecoderLayer(shape, layer, mesh, dtype=dtype) for layer in layers})
+        self.layers = nn.ModuleDict(
+            {str(layer): DecoderLayer(shape, layer, mesh, dtype=dtype) for layer in layers}
+        )
         if last:
             self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps, dtype=dtype)
 
@@ -67,7 +81,13 @@ class Stage(nn.Module):
     """
 
     def __init__(
-        self, shape: ModelShape, layers: Sequence[int], mesh: ParallelMesh, *, ends: tuple[bool, bool], dtype: torch.dtype
+        self,
+        shape: ModelShape,
+        layers: Sequence[int],
+        mesh: ParallelMesh,
+        *,
+        ends: tuple[bool, bool],
+        dtype: torch.dtype,
     ):
         super().__init__()
         self.shape, self.tp = shape, mesh.tp
@@ -76,7 +96,9 @@ class Stage(nn.Module):
         self.model = Decoder(shape, layers, mesh, ends=ends, dtype=dtype)
         if self.is_last and not shape.tie_word_embeddings:
             self.lm_head = Head(len(self.rows), shape.hidden_size, dtype=dtype)
-        self.rotary = RotaryEmbedding(shape.max_position_embeddings, shape.head_dim, shape.rope_theta, dtype=dtype)
+        self.rotary = RotaryEmbedding(
+            shape.max_position_embeddings, shape.head_dim, shape.rope_theta, dtype=dtype
+        )
 
     @property
     def head_weight(self) -> Tensor:
@@ -89,7 +111,9 @@ class Stage(nn.Module):
         hidden_states = self.decode(inputs, position_ids)
         if not self.is_last:
             return hidden_states
-        losses = vocab_parallel_cross_entropy(self.local_logits(hidden_states), labels, loss_mask, self.rows, self.tp)
+        losses = vocab_parallel_cross_entropy(
+            self.local_logits(hidden_states), labels, loss_mask, self.rows, self.tp
+        )
         return losses.sum(dim=-1)
 
     def decode(self, inputs: Tensor, position_ids: Tensor, cache: KeyValueCache | None = None) -> Tensor:

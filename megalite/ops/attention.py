@@ -19,6 +19,10 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     if 1 < new < total:
         mask = query.new_ones(new, total).tril(total - new).bool()
     attended = F.scaled_dot_product_attention(
-        query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), attn_mask=mask, is_causal=new == total
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        attn_mask=mask,
+        is_causal=new == total,
     )
     return attended.transpose(1, 2)

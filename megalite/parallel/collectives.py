@@ -22,7 +22,9 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        grad = grad.clone(memory_format=torch.contiguous_format)  # autograd may still need the caller's tensor
+        grad = grad.clone(
+            memory_format=torch.contiguous_format
+        )  # autograd may still need the caller's tensor
         dist.all_reduce(grad, group=ctx.axis.group)
         return grad, None
 

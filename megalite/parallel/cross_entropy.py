@@ -44,7 +44,9 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         return logits_grad.view(ctx.shape), None, None, None, None
 
 
-def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, loss_mask: Tensor, rows: range, tp: Axis) -> Tensor:
+def vocab_parallel_cross_entropy(
+    logits: Tensor, labels: Tensor, loss_mask: Tensor, rows: range, tp: Axis
+) -> Tensor:
     """Token losses, weighted by `loss_mask`: [B, S], equal on every rank of `tp`.
 
     logits: [B, S, rows held here], CONSUMED: its memory holds the gradient afterwards; so backward runs once.

@@ -1,4 +1,4 @@
-"""Gradients after the pipeline: tied sums, the mean over data-parallel ranks, the global norm and its clipping."""
+"""Gradients after the pipeline: tied sums, the mean over data-parallel ranks, the norm and its clipping."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -23,6 +23,20 @@ def sum_tied_gradients(
             all_reduce(_gradient(tensors[parameter.name]), mesh.ends)
 
 
+def copy_tied_weights(
+    parameters: Sequence[Parameter], tensors: Mapping[str, Tensor], mesh: ParallelMesh
+) -> None:
+    """Overwrite the other copies of a tied weight with the first stage's. Collective over the end stages.
+
+    The copies see the same gradient, but reductions round by an element's place in a buffer, which differs
+    between stages: without this they would drift apart by a last digit a step.
+    """
+    if mesh.ends.size > 1:
+        for parameter in parameters:
+            if len(parameter.spec.stages) > 1:
+                dist.broadcast(tensors[parameter.name].data, src=mesh.ends.ranks[0], group=mesh.ends.group)
+
+
 def average_over_data(gradients: Sequence[Tensor], mesh: ParallelMesh) -> None:
     """Replace each gradient by its mean over dp, in place, a bucket a collective."""
     if mesh.dp.size == 1:
@@ -36,7 +50,7 @@ def average_over_data(gradients: Sequence[Tensor], mesh: ParallelMesh) -> None:
 
 
 def counted_here(parameter: Parameter, mesh: ParallelMesh) -> bool:
-    """Whether this rank's copy is the one that counts: replicas on tp rank 0, tied weights on their first stage."""
+    """Whether this rank's copy counts: replicas do on tp rank 0, tied weights on their first stage."""
     spec = parameter.spec
     if spec.dim is None and mesh.tp.rank != 0:
         return False

@@ -25,7 +25,9 @@ class StepBatch:
     loss_mask: Tensor
 
     def micro_batches(self, count: int) -> list["StepBatch"]:
-        pieces = (tensor.chunk(count) for tensor in (self.input_ids, self.position_ids, self.labels, self.loss_mask))
+        pieces = (
+            tensor.chunk(count) for tensor in (self.input_ids, self.position_ids, self.labels, self.loss_mask)
+        )
         return [StepBatch(*piece) for piece in zip(*pieces, strict=True)]
 
 

@@ -10,12 +10,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import deepspeed
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from megalite.errors import ConfigError, Problem
-from megalite.parallel.gradients import sum_tied_gradients
+from megalite.parallel.gradients import copy_tied_weights, sum_tied_gradients
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.parameters import Parameter
 from megalite.topology.state import OptimizerState, StateShard
@@ -85,6 +84,7 @@ class DeepSpeedOptimizer:
         norm = float(self._engine.get_global_grad_norm())
         # On an overflow DeepSpeed has skipped the update, so the weights are still those of the step before.
         require_finite(norm)
+        copy_tied_weights(self._parameters, self._tensors, self._mesh)
         return norm
 
 

@@ -48,14 +48,15 @@ _USUAL_SENDERS = {
 class FailureReport:
     """Why one rank failed; `exception` is empty for a rank that was killed or just ended.
 
-    secondary: only because another rank was gone. expected: raised on purpose with a message for the user, so
-    that its type and place add nothing.
+    job: the same for the ranks that one process started. secondary: only because another rank was gone.
+    expected: raised on purpose with a message for the user, so that its type and place add nothing.
     """
 
     rank: int
     coordinates: Mapping[str, int]
     node: str
     pid: int
+    job: str
     time: float
     exception: str
     message: str
@@ -79,8 +80,8 @@ class FailureReport:
 class FailureFolder:
     """`failures/` of a run: one file a failed rank, written whole or not at all."""
 
-    def __init__(self, path: Path, layout: Layout):
-        self.path, self._layout = path, layout
+    def __init__(self, path: Path, layout: Layout, job: str):
+        self.path, self._layout, self._job = path, layout, job
 
     def file_of(self, rank: int) -> Path:
         return self.path / f"rank-{rank:05d}.json"
@@ -104,15 +105,15 @@ class FailureFolder:
         except OSError:
             return
 
-    def read(self, since: float) -> list[FailureReport]:
-        """The reports made at or after `since`, in seconds of the epoch; damaged files are passed over."""
+    def read(self) -> list[FailureReport]:
+        """The reports of this job; damaged files and those of other jobs are passed over."""
         reports = []
         for path in sorted(self.path.glob("rank-*.json")):
             try:
                 reports.append(FailureReport(**json.loads(path.read_text())))
             except (OSError, ValueError, TypeError):
                 continue
-        return [report for report in reports if report.time >= since]
+        return [report for report in reports if report.job == self._job]
 
     def of_exception(self, info: RankInfo, error: BaseException) -> FailureReport:
         """What to report of an exception that ended this rank."""
@@ -123,6 +124,7 @@ class FailureFolder:
             coordinates=asdict(self._layout.coordinates(info.rank)),
             node=info.node,
             pid=os.getpid(),
+            job=self._job,
             time=time.time(),
             exception=type(cause).__name__,
             message=str(cause),
@@ -140,6 +142,7 @@ class FailureFolder:
             coordinates=asdict(self._layout.coordinates(info.rank)),
             node=info.node,
             pid=pid,
+            job=self._job,
             time=ended,
             exception="",
             message=_describe_exit(exit_code),
@@ -162,16 +165,16 @@ class FailureFolder:
         lines.append(f"full report: {self.file_of(report.rank)}")
         return "\n  ".join(lines)
 
-    def own_failure(self, own: FailureReport, since: float) -> RankFailure:
+    def own_failure(self, own: FailureReport) -> RankFailure:
         """The error with which one of several failing ranks ends, when no parent collects their reports.
 
-        The whole block if it is the first cause as far as the other ranks' reports in this folder tell
-        (ranks on other nodes may write elsewhere), one line otherwise.
+        The whole block if it is the first cause as far as the reports of this node's other ranks tell, one
+        line otherwise.
         """
         who = f"{self._layout.describe(own.rank)} on {own.node}"
         if own.secondary:
             return RankFailure(f"{who} stopped because another rank did ({own.headline})", own.exit_code)
-        others = [report for report in self.read(since) if report.rank != own.rank]
+        others = [report for report in self.read() if report.rank != own.rank]
         first = first_cause([own, *others])
         if first is own:
             return RankFailure(self._block(own), own.exit_code)

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 from megalite.errors import LaunchError, MegaliteError
 from megalite.launcher.environment import RankInfo, export_rank, local_rank_infos
-from megalite.launcher.process import adopt_orphans, children, die_with_parent
+from megalite.launcher.process import adopt_orphans, children, die_with_parent, identity
 from megalite.topology.layout import Layout
 from megalite.train.failures import FailureFolder, FailureReport
 
@@ -61,7 +61,7 @@ def run_local_ranks(
     no rank goes on running, nor what a rank started; nor does a rank when this process is killed.
     A single rank runs in this process, as in `run_rank`.
     """
-    folder = FailureFolder(failures, layout)
+    folder = FailureFolder(failures, layout, job=identity(os.getpid()))
     folder.clear()
     with tempfile.TemporaryDirectory(prefix="megalite-ranks-") as scratch:
         infos = local_rank_infos(layout.world_size, Path(scratch) / "rendezvous")
@@ -89,9 +89,8 @@ def run_rank(
     hangs then, such as the end of a broken communicator, must not keep the launcher from seeing this rank
     fail. A MegaliteError of the only rank is raised as it is.
     """
-    folder = FailureFolder(failures, layout)
+    folder = FailureFolder(failures, layout, job=f"{info.node} {identity(os.getppid())}")
     folder.clear([info.rank])
-    started = time.time()
     export_rank(info)
     try:
         return worker(info, *arguments)
@@ -103,7 +102,7 @@ def run_rank(
         if layout.world_size > 1:
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(_EXIT_SECONDS)
-        raise folder.own_failure(report, started) from error
+        raise folder.own_failure(report) from error
 
 
 class _Signals:
@@ -149,7 +148,6 @@ class _LocalJob:
 
     def __init__(self, infos: Sequence[RankInfo], folder: FailureFolder, signals: _Signals):
         self._infos, self._folder, self._signals = infos, folder, signals
-        self._started = time.time()
         self._running: dict[int, BaseProcess] = {}
         self._pids: dict[int, int] = {}
         self._codes: dict[int, int] = {}
@@ -213,7 +211,7 @@ class _LocalJob:
         raise self._folder.failure(reports)
 
     def _reports(self) -> list[FailureReport]:
-        reports = {report.rank: report for report in self._folder.read(self._started)}
+        reports = {report.rank: report for report in self._folder.read()}
         for rank, code in self._codes.items():
             as_told = -code in self._sent[rank] or code - 128 in self._sent[rank]
             if code not in _IN_GOOD_ORDER and rank not in reports and not as_told:

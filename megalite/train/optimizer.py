@@ -9,7 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from megalite.errors import TrainingError
-from megalite.parallel.gradients import average_over_data, clip_gradients, global_norm, sum_tied_gradients
+from megalite.parallel.gradients import (
+    average_over_data,
+    clip_gradients,
+    copy_tied_weights,
+    global_norm,
+    sum_tied_gradients,
+)
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.parameters import Parameter
 from megalite.topology.state import OptimizerState, StateShard
@@ -109,6 +115,7 @@ class TorchOptimizer:
         set_learning_rate(self._optimizer, learning_rate)
         self._optimizer.step()
         self._optimizer.zero_grad()
+        copy_tied_weights(self._parameters, self._tensors, self._mesh)
         return norm
 
     def _gradients(self) -> list[Tensor]:

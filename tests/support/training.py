@@ -14,8 +14,12 @@ from megalite.topology.parameters import ModelShape, Parameter, canonical_tensor
 from megalite.topology.sharding import Box
 from megalite.train.optimizer import Optimizer, OptimizerSettings, TorchOptimizer
 from tests.support.mutations import planted_fault
+from tests.support.tiny import SEQUENCE_LENGTH, tiny_batch
 
-SEQUENCES, SEQUENCE_LENGTH = 8, 12
+SEQUENCES = 8
+ALONE = Layout()
+# SGD, since Adam forgives a wrong constant factor; the norms are above 0.5, so clipping is active.
+SGD = OptimizerSettings("sgd", (0.9, 0.95), 1e-8, 0.1, 0.0, 0.5)
 
 
 @dataclass(frozen=True)
@@ -23,11 +27,11 @@ class Job:
     """What to train: the shape, the global batch's split, the optimizer, the number type."""
 
     shape: ModelShape
-    layout: Layout = Layout()
+    layout: Layout = ALONE
     layers_per_stage: Sequence[int] | None = None
     micro_batch_size: int = 1
     schedule: str = "1f1b"
-    optimizer: OptimizerSettings = OptimizerSettings("sgd", (0.9, 0.95), 1e-8, 0.1, 0.0, 0.5)
+    optimizer: OptimizerSettings = SGD
     learning_rate: float = 0.1
     zero_stage: int = 0
     dtype: torch.dtype = torch.float64
@@ -114,22 +118,16 @@ def _optimizer(
 
 def global_batch(job: Job, step: int) -> StepBatch:
     """The same SEQUENCES sequences for every layout, with loss masks of very unequal weight."""
-    generator = torch.Generator().manual_seed(1000 * job.seed + step)
-    tokens = torch.randint(
-        0, job.shape.vocab_size, (SEQUENCES, SEQUENCE_LENGTH + 1), generator=generator
-    )
-    keep = torch.linspace(0.1, 0.95, SEQUENCES).unsqueeze(1)
-    mask = (torch.rand(SEQUENCES, SEQUENCE_LENGTH, generator=generator) < keep).to(job.dtype)
-    labels = tokens[:, 1:].clone()
-    labels[::3, -2:] = -100
-    positions = torch.arange(SEQUENCE_LENGTH).expand(SEQUENCES, -1)
-    return StepBatch(tokens[:, :-1].contiguous(), positions.contiguous(), labels, mask)
+    batch = tiny_batch(job.shape, SEQUENCES, step=step)
+    return StepBatch(batch.input_ids, batch.position_ids, batch.labels, batch.loss_mask.to(job.dtype))
 
 
 def local_batch(job: Job, mesh: ParallelMesh, step: int) -> StepBatch:
     whole = global_batch(job, step)
     mine = slice(mesh.dp.rank * SEQUENCES // mesh.dp.size, (mesh.dp.rank + 1) * SEQUENCES // mesh.dp.size)
-    return StepBatch(*(tensor[mine] for tensor in (whole.input_ids, whole.position_ids, whole.labels, whole.loss_mask)))
+    return StepBatch(
+        *(tensor[mine] for tensor in (whole.input_ids, whole.position_ids, whole.labels, whole.loss_mask))
+    )
 
 
 def _gradient(parameter: Tensor) -> Tensor:
@@ -191,7 +189,9 @@ def _without_tensor_replicas(job: Job, replica: Sequence[RankResult]) -> list[Sh
         for shard in (shard for rank in ranks for shard in rank.gradients):
             key = (shard.name, shard.box)
             if key in seen:
-                assert torch.allclose(seen[key], shard.values, rtol=1e-9, atol=1e-14), f"copies of {shard.name} differ"
+                assert torch.allclose(seen[key], shard.values, rtol=1e-9, atol=1e-14), (
+                    f"copies of {shard.name} differ"
+                )
                 continue
             seen[key] = shard.values
             kept.append(shard)
