@@ -24,7 +24,7 @@ def ranks() -> Iterator[RankPool]:
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """The real corpora and models beside the repository; a test that asks for them skips where they are absent."""
+    """The real corpora and models beside the repository; tests that ask for them skip without."""
     folder = Path(__file__).parents[2] / "shared" / "data"
     if not folder.is_dir():
         pytest.skip("no ../shared/data beside the repository")

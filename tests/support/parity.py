@@ -1,7 +1,7 @@
 """The comparisons and their tolerances; a test brings none of its own.
 
-A relative error is the largest difference over the largest magnitude of the reference tensor: elements that are small
-by cancellation carry the rounding errors of the large ones.
+A relative error is the largest difference over the largest magnitude of the reference tensor: elements that
+are small by cancellation carry the rounding errors of the large ones.
 """
 
 from collections.abc import Mapping, Sequence
@@ -57,7 +57,7 @@ def assert_same_tensors(
 
 
 def assert_same_curve(values: Sequence[float], golden: Sequence[float], *, rtol: float = 0.0) -> None:
-    """The same number for every step, to the bit unless `rtol` is given; the message names the first that differs."""
+    """The same number for every step, to the bit unless `rtol` is given; names the first that differs."""
     assert len(values) == len(golden), f"{len(values)} steps, expected {len(golden)}"
     for step, (value, expected) in enumerate(zip(values, golden, strict=True), start=1):
         error = relative_error(value, expected)

@@ -1,8 +1,8 @@
 """One pool of worker processes for the whole test run; every call gets a gloo group of its own.
 
-Workers are forked from one server that has imported torch and DeepSpeed once. A call sends a module-level function
-to the first `world_size` workers, which run it as ranks of a fresh process group and return what it returned; the
-test asserts in the parent, over all ranks. Processes are reused, groups never.
+Workers are forked from one server that has imported torch and DeepSpeed once. A call sends a module-level
+function to the first `world_size` workers, which run it as ranks of a fresh process group and return what it
+returned; the test asserts in the parent, over all ranks. Processes are reused, groups never.
 """
 
 import faulthandler
@@ -30,7 +30,7 @@ from unittest.mock import patch
 ROOT = Path(__file__).parents[2]
 PRELOADED = ["pytest", "torch", "torch.distributed.pipelining", "deepspeed"]
 START_SECONDS = 120
-# How long the other ranks may still take once one has failed; a closed connection is noticed within half a second.
+# How long the others may still take once one rank has failed; most notice within half a second.
 GRACE_SECONDS = 5.0
 RELEASE = pickle.dumps("release")
 READY = b"ready"
@@ -102,7 +102,7 @@ class RankPool:
     ) -> list[Any]:
         """Call `function(**arguments)` on each of `world_size` ranks; what they returned, in rank order.
 
-        The function stands at a module's top level, so that it can be sent by name; what it returns must pickle.
+        The function stands at a module's top level, to be sent by name; what it returns must pickle.
         Raises RankFailed with the first rank's traceback first, and RanksHung after `timeout` seconds.
         """
         __tracebackhide__ = True
@@ -139,7 +139,7 @@ class RankPool:
         return self._workers[:count]
 
     def _release(self, workers: list[Worker]) -> None:
-        """Let the ranks leave their group together: one that leaves early closes its connections to the others."""
+        """Let the ranks leave their group together: leaving closes a rank's connections to the others."""
         for worker in workers:
             worker.connection.send_bytes(RELEASE)
         try:

@@ -1,13 +1,12 @@
-"""The smallest model, tokens, text and tokenizer on which everything can go wrong that goes wrong on large ones."""
+"""A model, tokens, text and a tokenizer as small as they can be while every mistake still shows."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megalite.topology.parameters import ModelShape
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from megalite.parallel.pipeline import StepBatch
 
 SEQUENCE_LENGTH = 12
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -31,22 +30,17 @@ def tiny_shape(*, tied: bool = False, layers: int = 4) -> ModelShape:
     )
 
 
-@dataclass(frozen=True)
-class TinyBatch:
-    """Sequences of one global batch, [B, S] each; every sequence counts a different number of tokens."""
-
-    input_ids: "Tensor"
-    position_ids: "Tensor"
-    labels: "Tensor"
-    loss_mask: "Tensor"
-
-
 def tiny_batch(
     shape: ModelShape, sequences: int, *, sequence_length: int = SEQUENCE_LENGTH, step: int = 0
-) -> TinyBatch:
-    """A pure function of its arguments. Row r has about (r + 1) / sequences of its tokens counted, at least one,
-    and every third row ends in two ignored labels (-100)."""
+) -> StepBatch:
+    """The sequences of one global batch, a pure function of the arguments.
+
+    The loss mask counts one token of the first row and all of the last, as a float32 weight; every third row
+    ends in two ignored labels.
+    """
     import torch
+
+    from megalite.parallel.pipeline import StepBatch
 
     generator = torch.Generator().manual_seed(step)
     ids = torch.randint(shape.vocab_size, (sequences, sequence_length + 1), generator=generator)
@@ -55,20 +49,21 @@ def tiny_batch(
     labels = ids[:, 1:].clone()
     labels[::3, -2:] = -100
     positions = torch.arange(sequence_length).repeat(sequences, 1)
-    return TinyBatch(ids[:, :-1].contiguous(), positions, labels, (order < counted).float())
+    return StepBatch(ids[:, :-1].contiguous(), positions, labels, (order < counted).float())
 
 
 def tiny_corpus(documents: int = 40) -> list[str]:
-    """Short texts with words that recur, so that a model learns within twenty steps, and bytes beyond ASCII."""
+    """Short texts of recurring words, which a model learns within twenty steps, and of bytes beyond ASCII."""
     subjects = ("the tensor", "a pipeline", "the gradient", "one rank", "das Maß", "每个阶段")
     verbs = ("waits for", "sends", "divides", "sums")
     objects = ("the weights", "a micro batch", "its peers", "nothing at all")
+
+    def sentence(document: int, line: int) -> str:
+        subject, verb = subjects[(document + line) % 6], verbs[(document * line) % 4]
+        return f"{subject} {verb} {objects[(document + 3 * line) % 4]}."
+
     return [
-        " ".join(
-            f"{subjects[(document + line) % 6]} {verbs[(document * line) % 4]} {objects[(document + 3 * line) % 4]}."
-            for line in range(3 + document % 5)
-        )
-        + "\n"
+        " ".join(sentence(document, line) for line in range(3 + document % 5)) + "\n"
         for document in range(documents)
     ]
 
