@@ -23,9 +23,10 @@ if [ -f "$stamp" ] && "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
     say "bringing $venv up to date"
 else # none, or one whose set-up was cut short
     python=${PYTHON:-python3}
-    if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
-        say "error: megalite needs Python 3.11 or newer, and '$python' is $("$python" -V 2>&1 || echo 'not found');" \
-            "name another: PYTHON=python3.12 $0" >&2
+    if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+        found=$("$python" -V 2>/dev/null || echo "no such command")
+        say "error: megalite needs Python 3.11 or newer; '$python' is: $found." \
+            "Name another interpreter: PYTHON=python3.12 bash examples/setup.sh" >&2
         exit 2
     fi
     say "installing into $venv, once (minutes)"

@@ -32,7 +32,7 @@ def tiny_shape(*, tied: bool = False, layers: int = 4) -> ModelShape:
 
 def tiny_batch(
     shape: ModelShape, sequences: int, *, sequence_length: int = SEQUENCE_LENGTH, step: int = 0
-) -> StepBatch:
+) -> "StepBatch":
     """The sequences of one global batch, a pure function of the arguments.
 
     The loss mask counts one token of the first row and all of the last, as a float32 weight; every third row
