@@ -45,17 +45,24 @@ def adopt_orphans(adopt: bool) -> None:
 
 def children() -> set[int]:
     """The ids of this process's children, ended ones that nobody waited for included; empty without /proc."""
-    own = os.getpid()
-    found = set()
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            # "pid (name) state ppid ...": the name may hold spaces and parentheses.
-            fields = (entry / "stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[1]) == own:
-            found.add(int(entry.name))
-    return found
+    own = str(os.getpid())
+    processes = [int(entry.name) for entry in Path("/proc").glob("[0-9]*")]
+    return {process for process in processes if _status(process)[1:2] == [own]}
+
+
+def identity(process: int) -> str:
+    """A name for a running process that no later one on this machine shares, as ids alone may."""
+    started = _status(process)[19:20]
+    return ".".join([str(process), *started])
+
+
+def _status(process: int) -> list[str]:
+    """State, parent's id and what follows in proc(5)'s `stat`; empty if there is no such process."""
+    try:
+        # "pid (name) state ppid ...": the name may hold spaces and parentheses.
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
 
 
 def available_cores() -> int:

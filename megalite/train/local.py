@@ -35,8 +35,8 @@ TERMINATED = 128 + signal.SIGTERM
 _IN_GOOD_ORDER = (0, STOPPED)
 
 # After the first failure the others may report their own cause, then are told to end, then are made to.
-_GRACE_SECONDS = 2.0
-_TERMINATION_SECONDS = 1.5
+_GRACE_SECONDS = 1.5
+_TERMINATION_SECONDS = 1.0
 _INTERRUPTION_SECONDS = 1.0
 _EXIT_SECONDS = 3
 

@@ -1,0 +1,124 @@
+"""A job of toy ranks, started as `python -m tests.support.local_job BEHAVIOUR FOLDER [WORLD_SIZE]`; no torch.
+
+Stands where `megalite train` will: shows an error as the command line does and exits with its code.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from megalite.errors import DataError, MegaliteError
+from megalite.launcher.environment import RankInfo, rank_info
+from megalite.topology.layout import Layout
+from megalite.train.local import run_local_ranks, run_rank
+
+FAILING = 3
+PEER_GONE = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:22406"
+
+
+def succeed(info: RankInfo, folder: Path) -> int:
+    seen = {
+        name: os.environ.get(name)
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "LOCAL_SIZE")
+    }
+    (folder / f"seen-{info.rank}").write_text(repr(seen))
+    return 0
+
+
+def one_raises(info: RankInfo, folder: Path) -> int:
+    if info.rank == FAILING:
+        raise ValueError("the moon is in the wrong place")
+    return _wait(folder, info)
+
+
+def one_exits(info: RankInfo, folder: Path) -> int:
+    if info.rank == FAILING:
+        os._exit(7)
+    return _wait(folder, info)
+
+
+def one_is_killed_and_the_others_notice(info: RankInfo, folder: Path) -> int:
+    if info.rank == FAILING:
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise RuntimeError(PEER_GONE)
+
+
+def one_raises_late_and_the_others_notice_first(info: RankInfo, folder: Path) -> int:
+    if info.rank == FAILING:
+        time.sleep(0.5)
+        raise ValueError("the moon is in the wrong place")
+    raise RuntimeError(PEER_GONE)
+
+
+def one_raises_and_the_others_are_deaf(info: RankInfo, folder: Path) -> int:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    return one_raises(info, folder)
+
+
+def one_is_killed_with_helpers(info: RankInfo, folder: Path) -> int:
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    if info.rank == FAILING:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return _wait(folder, info)
+
+
+def all_raise_alike(info: RankInfo, folder: Path) -> int:
+    raise DataError("data.source: /nowhere: no such file")
+
+
+def some_stop_in_good_order(info: RankInfo, folder: Path) -> int:
+    return 75 if info.rank else 0
+
+
+def wait(info: RankInfo, folder: Path) -> int:
+    return _wait(folder, info)
+
+
+def wait_deaf_to_interrupts(info: RankInfo, folder: Path) -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return _wait(folder, info)
+
+
+def stop_when_told(info: RankInfo, folder: Path) -> int:
+    told = []
+    signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
+    (folder / f"ready-{info.rank}").touch()
+    while not told:
+        time.sleep(0.02)
+    time.sleep(0.3)  # a checkpoint
+    return 75
+
+
+def one_raises_and_cannot_exit(info: RankInfo, folder: Path) -> int:
+    threading.Thread(target=time.sleep, args=(60,)).start()
+    raise ValueError("the moon is in the wrong place")
+
+
+def _wait(folder: Path, info: RankInfo) -> int:
+    (folder / f"ready-{info.rank}").touch()
+    time.sleep(60)
+    return 0
+
+
+def main(behaviour: str, folder: Path, world_size: int = 8) -> int:
+    worker: Callable[[RankInfo, Path], int] = globals()[behaviour]
+    layout = Layout(2, 2, 2) if world_size == 8 else Layout(tensor=world_size)
+    info = rank_info()
+    try:
+        if info is None:
+            return run_local_ranks(worker, layout, folder / "failures", arguments=(folder,), preload=())
+        return run_rank(worker, info, layout, folder / "failures", arguments=(folder,))
+    except KeyboardInterrupt:
+        return 130
+    except MegaliteError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], Path(sys.argv[2]), *map(int, sys.argv[3:])))
