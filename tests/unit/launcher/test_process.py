@@ -1,0 +1,94 @@
+"""What is asked of the system, where the answer can be seen from outside."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megalite.launcher import process
+
+
+def test_cores_follow_the_affinity_mask():
+    script = """
+import os
+from megalite.launcher.process import available_cores
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+print(available_cores())
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30)
+    assert (run.stdout, run.stderr) == ("1\n", "")
+
+
+def test_quotas_are_read_from_both_versions_of_control_groups(tmp_path):
+    for name, files in {
+        "v2": {"cpu.max": "150000 100000\n"},
+        "v2-free": {"cpu.max": "max 100000\n"},
+        "v1": {"cpu.cfs_quota_us": "400000\n", "cpu.cfs_period_us": "100000\n"},
+        "v1-free": {"cpu.cfs_quota_us": "-1\n", "cpu.cfs_period_us": "100000\n"},
+        "none": {},
+    }.items():
+        (tmp_path / name).mkdir()
+        for file, text in files.items():
+            (tmp_path / name / file).write_text(text)
+    quotas = [process._quota(tmp_path / name) for name in ("v2", "v2-free", "v1", "v1-free", "none")]
+    assert quotas == [1.5, None, 4.0, None, None]
+
+
+def test_the_quota_of_every_enclosing_group_counts(tmp_path):
+    membership = tmp_path / "cgroup"
+    membership.write_text("5:memory:/elsewhere\n2:cpu,cpuacct:/jobs/17\n0::/user.slice/session\n")
+    root = Path("/sys/fs/cgroup")
+    folders = process._control_groups(membership, root)
+    assert [str(folder.relative_to(root)) for folder in folders] == [
+        "cpu,cpuacct/jobs/17",
+        "cpu,cpuacct/jobs",
+        "cpu,cpuacct",
+        "user.slice/session",
+        "user.slice",
+        ".",
+    ]
+    assert process._control_groups(tmp_path / "absent", root) == []
+
+
+def test_a_process_is_told_from_a_later_one_with_its_id():
+    own = process.identity(os.getpid())
+    assert own.startswith(f"{os.getpid()}.") and own == process.identity(os.getpid())
+    assert own.split(".")[1] != process.identity(1).split(".")[1]
+
+
+def test_children_are_seen_until_they_are_waited_for():
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    assert child.pid in process.children()
+    child.wait(timeout=30)
+    assert child.pid not in process.children()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc")
+def test_freed_memory_stays_with_the_process():
+    """A large buffer allocated again costs no page faults once `keep_freed_memory` ran, and thousands before."""
+    script = """
+import ctypes, resource, sys
+from megalite.launcher.process import keep_freed_memory
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.free.argtypes, libc.memset.argtypes = ctypes.c_void_p, [ctypes.c_void_p], [
+    ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
+libc.malloc.argtypes = [ctypes.c_size_t]
+kept = keep_freed_memory() if sys.argv[1] == "keep" else True
+def use():
+    buffer = libc.malloc(64 << 20)
+    libc.memset(buffer, 1, 64 << 20)
+    libc.free(buffer)
+use()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+use()
+print(kept, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+    faults = {}
+    for mode in ("keep", "return"):
+        run = subprocess.run([sys.executable, "-c", script, mode], capture_output=True, text=True, timeout=30)
+        kept, count = run.stdout.split()
+        assert kept == "True", run.stderr
+        faults[mode] = int(count)
+    assert faults["keep"] < 100 < 10_000 < faults["return"]
