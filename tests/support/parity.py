@@ -23,7 +23,10 @@ def relative_error(actual: Any, expected: Any) -> float:
 
     Takes tensors, numbers and sequences of numbers, of one shape; compares in float64.
     """
-    actual, expected = (torch.as_tensor(values).detach().double() for values in (actual, expected))
+    # Python's numbers are float64; as_tensor alone would round them to float32.
+    actual, expected = (
+        torch.as_tensor(values, dtype=torch.float64).detach() for values in (actual, expected)
+    )
     assert actual.shape == expected.shape, f"shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
     if not expected.numel():
         return 0.0
