@@ -12,7 +12,7 @@ from megalite.topology.layout import Coordinates, Layout
 
 @dataclass(frozen=True)
 class Axis:
-    """The ranks that this rank shares an axis with. `group` is None without a world; a size of 1 communicates nothing."""
+    """The ranks that this rank shares an axis with; a size of 1 communicates nothing, and needs no group."""
 
     ranks: tuple[int, ...]
     rank: int

