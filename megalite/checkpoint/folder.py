@@ -64,8 +64,7 @@ def find_latest(folder: Path) -> Path | None:
     logged and the whole checkpoint with the highest step is taken. Sizes are checked here, hashes on loading.
     Raises CheckpointError when there are checkpoints but none is whole.
     """
-    named = _named_by_latest(folder)
-    problem = f"{folder / LATEST} is missing"
+    named, problem = _named_by_latest(folder), f"{folder / LATEST} is missing or names no checkpoint"
     if named is not None:
         try:
             require_whole(named)
@@ -83,7 +82,7 @@ def find_latest(folder: Path) -> Path | None:
             continue
         logger.warning("%s; using %s, the newest whole one", problem, path)
         return path
-    if named is not None or candidates:
+    if candidates or (folder / LATEST).exists():
         raise CheckpointError(f"{folder} holds no whole checkpoint: {problem}; remove it to start anew")
     return None
 
@@ -162,17 +161,16 @@ def sync_folder(folder: Path) -> None:
 
 
 def _named_by_latest(folder: Path) -> Path | None:
+    """None where `latest` is missing, cannot be read or holds something else than a checkpoint's name."""
     try:
         name = (folder / LATEST).read_text(encoding="utf-8").strip()
-    except FileNotFoundError:
+    except (OSError, UnicodeDecodeError):
         return None
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{folder / LATEST} cannot be read ({error})") from error
     partial = _PARTIAL.fullmatch(name)
     if partial and not (folder / name).exists():
         # Killed in `publish` between the final rename and the last write of `latest`.
         return folder / partial[1]
-    return folder / Path(name).name
+    return folder / name if partial or _STEP.fullmatch(name) else None
 
 
 def _same_numbers(one: Path, other: Path) -> bool:

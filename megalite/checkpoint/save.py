@@ -3,7 +3,6 @@
 import errno
 import json
 import secrets
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,7 +110,8 @@ def save_checkpoint(
 
         all_or_none(mesh, "publish", partial, lambda: complete() if mesh.rank == 0 else None)
     except CheckpointError:
-        shutil.rmtree(partial, ignore_errors=True)
+        if mesh.rank == 0:
+            remove_stale(folder)
         raise
     return folder / published_name(step)
 

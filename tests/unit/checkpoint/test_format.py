@@ -1,0 +1,155 @@
+"""The manifest: what it refuses, by name."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megalite.checkpoint.folder import read_manifest
+from megalite.checkpoint.format import Manifest, Shard, TensorEntry, check_coverage, from_json, to_json
+from megalite.errors import CheckpointError
+from megalite.topology.layout import Layout, balanced_split
+from megalite.topology.parameters import canonical_tensors
+from tests.support.tiny import tiny_shape
+
+SHAPE = tiny_shape(layers=1)
+NAME = "model.layers.0.self_attn.q_proj.weight"
+SOURCE = Path("checkpoint")
+
+
+def shard(offsets: tuple[int, ...], shape: tuple[int, ...], flat: tuple[int, int] | None = None) -> Shard:
+    return Shard("rank-00000.safetensors", "key", offsets, shape, flat, "0" * 64)
+
+
+def whole(shape: tuple[int, ...]) -> TensorEntry:
+    return TensorEntry(shape, "float32", (shard((0,) * len(shape), shape),))
+
+
+def manifest(kinds: tuple[str, ...] = ("weight", "exp_avg"), **changed: TensorEntry | None) -> Manifest:
+    """A manifest of the tiny model; `changed` replaces the entry of NAME for a kind, None removes it."""
+    tensors = {
+        kind: {name: whole(shape) for name, shape in canonical_tensors(SHAPE).items()} for kind in kinds
+    }
+    for kind, entry in changed.items():
+        if entry is None:
+            del tensors[kind][NAME]
+        else:
+            tensors[kind][NAME] = entry
+    return Manifest(
+        megalite="0",
+        torch="2",
+        trainer_state={"step": 3, "samples": 24, "tokens": 288},
+        layout=Layout(2, 1, 2),
+        stage_layers=((0,), (1, 2)),
+        model=SHAPE,
+        config={"optimizer": {"eps": 1e-8, "betas": [0.9, 0.95]}},
+        optimizer={"step": 3.0},
+        tensors=tensors,
+        files={"rank-00000.safetensors": 12},
+    )
+
+
+def test_a_manifest_survives_its_text() -> None:
+    written = manifest(exp_avg=TensorEntry((48, 48), "float32", (shard((0, 0), (24, 48), (3, 70)),)))
+    assert from_json(to_json(written), SOURCE) == written
+    assert written.step == 3 and written.optimizer_kinds == {"exp_avg"}
+
+
+def test_a_whole_manifest_is_covered() -> None:
+    check_coverage(manifest(), SOURCE)
+
+
+def entry(*shards: Shard, shape: tuple[int, ...] = (48, 48)) -> TensorEntry:
+    return TensorEntry(shape, "float32", shards)
+
+
+FAULTS = {
+    "a tensor without a kind": ({"exp_avg": None}, f"exp_avg of {NAME} is missing"),
+    "a weight that is missing": ({"weight": None}, f"weight of {NAME} is missing"),
+    "half a tensor": ({"weight": entry(shard((0, 0), (24, 48)))}, f"{NAME}: 1152 of 2304 elements are missing"),
+    "a box twice": (
+        {"weight": entry(shard((0, 0), (48, 48)), shard((0, 0), (48, 48)))},
+        "elements 0 to 2304 of region [0:48, 0:48] are covered twice",
+    ),
+    "overlapping boxes": (
+        {"weight": entry(shard((0, 0), (30, 48)), shard((24, 0), (24, 48)))},
+        "regions [0:30, 0:48] and [24:48, 0:48] overlap",
+    ),
+    "a gap between runs": (
+        {"exp_avg": entry(shard((0, 0), (48, 48), (0, 100)), shard((0, 0), (48, 48), (101, 2304)))},
+        "elements 100 to 101 of region [0:48, 0:48] are missing",
+    ),
+    "overlapping runs": (
+        {"exp_avg": entry(shard((0, 0), (48, 48), (0, 100)), shard((0, 0), (48, 48), (99, 2304)))},
+        "elements 99 to 100 of region [0:48, 0:48] are covered twice",
+    ),
+    "a run cut short": ({"exp_avg": entry(shard((0, 0), (48, 48), (0, 100)))}, "elements 100 to 2304 of region"),
+    "a box outside": ({"weight": entry(shard((24, 0), (48, 48)))}, "region [24:72, 0:48] lies outside [48, 48]"),
+    "a padded size": ({"weight": entry(shard((0, 0), (64, 48)), shape=(64, 48))}, "its shape is [64, 48], the model's"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_is_not_there_exactly_once_is_named(fault: str) -> None:
+    changed, message = FAULTS[fault]
+    with pytest.raises(CheckpointError) as caught:
+        check_coverage(manifest(**changed), SOURCE)
+    assert message in str(caught.value)
+
+
+def test_a_tensor_that_the_model_does_not_have_is_named() -> None:
+    plain = manifest()
+    plain.tensors["weight"]["model.layers.7.bias"] = whole((3,))  # type: ignore[index]
+    with pytest.raises(CheckpointError, match=r"weight of model\.layers\.7\.bias belongs to no tensor"):
+        check_coverage(plain, SOURCE)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.integers(1, 5), st.sampled_from([0, 1]))
+def test_a_tensor_is_covered_exactly_when_no_shard_is_lost(data: st.DataObject, tp: int, dim: int) -> None:
+    shards = []
+    for part in balanced_split(48, tp):
+        box_shape = (len(part), 48) if dim == 0 else (48, len(part))
+        offsets = (part.start, 0) if dim == 0 else (0, part.start)
+        total = len(part) * 48
+        cuts = sorted(data.draw(st.sets(st.integers(1, total - 1), max_size=3)))
+        bounds = [0, *cuts, total]
+        runs = list(pairwise(bounds))
+        shards += [shard(offsets, box_shape, run if len(runs) > 1 else None) for run in runs]
+    shuffled = data.draw(st.permutations(shards))
+    check_coverage(manifest(exp_avg=entry(*shuffled)), SOURCE)
+    with pytest.raises(CheckpointError, match=NAME):
+        check_coverage(manifest(exp_avg=entry(*shuffled[1:])), SOURCE)
+    with pytest.raises(CheckpointError, match=NAME):
+        check_coverage(manifest(exp_avg=entry(*shuffled, shuffled[0])), SOURCE)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda text: text[: len(text) // 2], "not a whole manifest"),
+        (lambda text: text.replace('"step":3,', '"step":4,'), "does not match its own hash"),
+        (lambda text: text.replace('"format":1', '"format":9'), "format 9 is not 1"),
+        (lambda text: "[]", "not a whole manifest"),
+    ],
+)
+def test_a_damaged_manifest_is_refused(damage: Callable[[str], str], message: str, tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text(damage(to_json(manifest())))
+    with pytest.raises(CheckpointError, match=message):
+        read_manifest(tmp_path)
+
+
+def test_an_unknown_field_is_refused() -> None:
+    content = json.loads(to_json(manifest()))["manifest"]
+    text = to_json(replace(manifest(), optimizer={"step": 3.0}))
+    assert from_json(text, SOURCE).optimizer == {"step": 3.0}
+    content["model"]["mystery"] = 1
+    from megalite.checkpoint.format import _digest
+
+    with pytest.raises(CheckpointError, match="mystery"):
+        from_json(json.dumps({"manifest": content, "sha256": _digest(content)}), SOURCE)

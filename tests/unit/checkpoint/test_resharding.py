@@ -1,0 +1,125 @@
+"""Saved in one layout, loaded in another: weights and optimizer state, bit for bit."""
+
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megalite.checkpoint.folder import find_latest, read_manifest
+from megalite.checkpoint.format import check_coverage
+from megalite.errors import CheckpointError
+from megalite.topology.layout import Layout
+from megalite.topology.parameters import canonical_tensors
+from tests.support.tiny import tiny_shape
+from tests.unit.checkpoint.worlds import World
+
+LEGAL = [
+    Layout(pipeline=pipeline, data=data, tensor=tensor)
+    for pipeline in (1, 2, 4)
+    for data in (1, 2, 3, 4)
+    for tensor in (1, 2, 3, 4)
+    if pipeline * data * tensor <= 8
+]
+partitions = st.none() | st.lists(st.floats(0, 1), min_size=3, max_size=3).map(tuple)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.booleans(), st.sampled_from(LEGAL), partitions, st.sampled_from(LEGAL), partitions)
+def test_any_layout_loads_what_any_layout_saved(
+    tied: bool,
+    written_by: Layout,
+    written_cuts: tuple[float, ...] | None,
+    read_by: Layout,
+    read_cuts: tuple[float, ...] | None,
+) -> None:
+    shape = tiny_shape(tied=tied)
+    with tempfile.TemporaryDirectory() as folder:
+        paths = World(shape, written_by, cuts=written_cuts).save(Path(folder))
+        assert paths == [Path(folder) / "step-000100"] * written_by.world_size
+        reader = World(shape, read_by, cuts=read_cuts)
+        reader.assert_loaded(reader.load(paths[0]))
+
+
+def test_uneven_stages_load_into_even_ones(tmp_path: Path) -> None:
+    shape = tiny_shape()
+    [path, *_] = World(shape, Layout(pipeline=2, tensor=2), given=(1, 3)).save(tmp_path)
+    reader = World(shape, Layout(pipeline=4))
+    reader.assert_loaded(reader.load(path))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_each_element_is_written_once_whatever_the_layout(tmp_path: Path, tied: bool) -> None:
+    shape = tiny_shape(tied=tied)
+    elements = sum(a * (b[0] if b else 1) for a, *b in canonical_tensors(shape).values())
+    for index, layout in enumerate((Layout(), Layout(2, 2, 2), Layout(1, 4, 2))):
+        [path, *_] = World(shape, layout, cuts=(0.3, 0.31, 0.9)).save(tmp_path / str(index))
+        manifest = read_manifest(path)
+        check_coverage(manifest, path)
+        data_bytes = sum(manifest.files.values())
+        headers = sum(8 + int.from_bytes((path / name).read_bytes()[:8], "little") for name in manifest.files)
+        assert data_bytes - headers == 3 * 4 * elements
+
+
+def test_weights_load_without_the_optimizer(tmp_path: Path) -> None:
+    world = World(tiny_shape(), Layout(data=2))
+    [path, *_] = world.save(tmp_path)
+    for _, _, state, manifest in world.load(path, with_optimizer=False):
+        assert state.loaded == {}
+        assert manifest.trainer_state == {"step": 100, "samples": 800, "tokens": 9600}
+        assert manifest.layout == Layout(data=2)
+        assert manifest.config == {"run": {"seed": 1}}
+
+
+def test_another_model_is_refused_on_all_ranks_with_the_setting_named(tmp_path: Path) -> None:
+    shape = tiny_shape()
+    [path, *_] = World(shape, Layout()).save(tmp_path)
+    others = {
+        "vocab_size": replace(shape, vocab_size=100),
+        "num_key_value_heads": replace(shape, num_key_value_heads=8),
+        "tie_word_embeddings": replace(shape, tie_word_embeddings=True),
+        "rope_theta": replace(shape, rope_theta=5e5),
+    }
+    for setting, other in others.items():
+        for outcome in World(other, Layout(tensor=2)).load(path):
+            assert isinstance(outcome, CheckpointError)
+            assert f"model.{setting}: {getattr(other, setting)} here" in str(outcome)
+    longer = World(replace(shape, max_position_embeddings=128), Layout())
+    longer.assert_loaded(longer.load(path))
+
+
+def test_another_optimizers_state_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(tiny_shape(), Layout(data=2))
+    [path, *_] = world.save(tmp_path)
+    monkeypatch.setattr("tests.unit.checkpoint.worlds.KINDS", ("momentum_buffer",))
+    for outcome in world.load(path):
+        assert isinstance(outcome, CheckpointError)
+        assert "['exp_avg', 'exp_avg_sq'], this optimizer's is ['momentum_buffer']" in str(outcome)
+
+
+def test_only_the_files_that_hold_a_rank_s_part_are_opened(tmp_path: Path) -> None:
+    shape = tiny_shape()
+    [path, *_] = World(shape, Layout(pipeline=4)).save(tmp_path)
+    # Stage 0 of two needs the files of the first two stages of four: the others may be gone.
+    for name in ("rank-00002.safetensors", "rank-00003.safetensors"):
+        (path / name).unlink()
+    first, second = World(shape, Layout(pipeline=2)).load(path)
+    assert isinstance(first, CheckpointError) and isinstance(second, CheckpointError)
+    assert "rank 1 (pp 1, dp 0, tp 0) could not load" in str(first)
+    assert "rank-00002.safetensors" in str(first)
+
+
+def test_latest_is_the_last_one_saved(tmp_path: Path) -> None:
+    world = World(tiny_shape(), Layout(data=2))
+    assert find_latest(tmp_path) is None
+    for step in (50, 100, 150):
+        world.save(tmp_path, step=step)
+        assert find_latest(tmp_path) == tmp_path / f"step-{step:06d}"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "latest",
+        "step-000050",
+        "step-000100",
+        "step-000150",
+    ]

@@ -1,0 +1,229 @@
+"""Every rank of a layout as a thread of this process, with tensors whose every element is known."""
+
+import threading
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from megalite.checkpoint.load import load_checkpoint
+from megalite.checkpoint.regions import slices
+from megalite.checkpoint.save import save_checkpoint
+from megalite.parallel.mesh import Axis
+from megalite.topology.layout import Coordinates, Layout, layers_of_stages
+from megalite.topology.parameters import ModelShape, Parameter, canonical_tensors, stage_parameters
+from megalite.topology.sharding import Box
+from megalite.topology.state import StateShard
+
+T = TypeVar("T")
+KINDS = ("exp_avg", "exp_avg_sq")
+
+
+class ThreadMesh:
+    """What checkpoints use of a ParallelMesh, for one rank of a world of threads."""
+
+    def __init__(self, layout: Layout, rank: int, exchange: "Exchange"):
+        self.layout, self.rank, self._exchange = layout, rank, exchange
+        self.at: Coordinates = layout.coordinates(rank)
+        self.tp = Axis(layout.peers(rank, "tp"), self.at.tp)
+        self.dp = Axis(layout.peers(rank, "dp"), self.at.dp)
+
+    def gather_objects(self, value: Any) -> list[Any] | None:
+        gathered = self._exchange.all(self.rank, value)
+        return gathered if self.rank == 0 else None
+
+    def broadcast_object(self, value: Any) -> Any:
+        return self._exchange.all(self.rank, value)[0]
+
+
+class Exchange:
+    """A place where all threads leave a value and take everyone's."""
+
+    def __init__(self, size: int):
+        self._values: list[Any] = [None] * size
+        self._barrier = threading.Barrier(size, timeout=20)
+
+    def all(self, rank: int, value: Any) -> list[Any]:
+        self._values[rank] = value
+        self._barrier.wait()
+        values = list(self._values)
+        self._barrier.wait()
+        return values
+
+    def abort(self) -> None:
+        self._barrier.abort()
+
+
+def on_all_ranks(layout: Layout, action: Callable[[ThreadMesh], T]) -> list[T | Exception]:
+    """What `action` returned or raised on each rank of the layout."""
+    exchange = Exchange(layout.world_size)
+    outcomes: list[Any] = [None] * layout.world_size
+
+    def work(rank: int) -> None:
+        try:
+            outcomes[rank] = action(ThreadMesh(layout, rank, exchange))
+        except Exception as error:
+            outcomes[rank] = error
+            if (
+                not isinstance(error, threading.BrokenBarrierError)
+                and type(error).__name__ != "CheckpointError"
+            ):
+                exchange.abort()
+
+    threads = [
+        threading.Thread(target=work, args=(rank,), name=f"rank {rank}") for rank in range(layout.world_size)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return outcomes
+
+
+@cache
+def truth(shape: ModelShape, kind: str, name: str, *, version: int = 0) -> Tensor:
+    """The full tensor of that kind and canonical name: different for each of them."""
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{version}/{kind}/{name}".encode()))
+    return torch.randn(canonical_tensors(shape)[name], generator=generator)
+
+
+def local_truth(shape: ModelShape, kind: str, parameter: Parameter, mesh: ThreadMesh, version: int) -> Tensor:
+    """What this rank holds of a registered parameter, cut from the full tensors."""
+    pieces = [
+        truth(shape, kind, part.name, version=version)[slices(box, Box((0,) * len(part.shape), part.shape))]
+        for part, box in parameter.spec.boxes(mesh.tp.rank, mesh.tp.size)
+    ]
+    return torch.cat(pieces)
+
+
+@dataclass
+class HeldStage:
+    """The parameters of one rank's stage."""
+
+    tensors: dict[str, Tensor]
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self.tensors.items()
+
+
+@dataclass
+class HeldState:
+    """Optimizer state of one rank: `cuts` None holds everything, as the torch optimizer; otherwise the run of the
+    stage's flattened parameters between this rank's cuts, as ZeRO."""
+
+    parameters: Sequence[Parameter]
+    locals: Mapping[tuple[str, str], Tensor]
+    mesh: ThreadMesh
+    cuts: Sequence[float] | None
+    loaded: dict[str, Any] = field(default_factory=dict)
+
+    def shards(self) -> Iterator[StateShard]:
+        sizes = [self.locals[KINDS[0], parameter.name].numel() for parameter in self.parameters]
+        low, high = self._partition(sum(sizes))
+        first = 0
+        for index, (parameter, size) in enumerate(zip(self.parameters, sizes, strict=True)):
+            start, stop = max(low, first) - first, min(high, first + size) - first
+            owned = self.cuts is not None or index % self.mesh.dp.size == self.mesh.dp.rank
+            if start < stop:
+                for kind in KINDS:
+                    values = self.locals[kind, parameter.name].view(-1)[start:stop]
+                    yield StateShard(parameter, kind, start, values, owned)
+            first += size
+
+    def scalars(self) -> dict[str, Any]:
+        return {"step": 7.0}
+
+    def load(self, scalars: Mapping[str, Any]) -> None:
+        self.loaded = dict(scalars)
+
+    def _partition(self, total: int) -> tuple[int, int]:
+        if self.cuts is None:
+            return 0, total
+        bounds = [0, *(round(cut * total) for cut in sorted(self.cuts)[: self.mesh.dp.size - 1]), total]
+        return bounds[self.mesh.dp.rank], bounds[self.mesh.dp.rank + 1]
+
+
+@dataclass(frozen=True)
+class World:
+    """A layout with its stages and the way it partitions optimizer state."""
+
+    shape: ModelShape
+    layout: Layout
+    given: tuple[int, ...] | None = None
+    cuts: tuple[float, ...] | None = None
+
+    @property
+    def stage_layers(self) -> tuple[range, ...]:
+        return layers_of_stages(self.shape.num_hidden_layers, self.layout.pipeline, self.given)
+
+    def parameters(self, mesh: ThreadMesh) -> list[Parameter]:
+        return list(stage_parameters(self.shape, self.stage_layers, mesh.at.pp))
+
+    def held(self, mesh: ThreadMesh, *, version: int | None) -> tuple[HeldStage, HeldState]:
+        """This rank's stage and state with the true values; version None: filled with nan, to be loaded."""
+        parameters = self.parameters(mesh)
+
+        def local(kind: str, parameter: Parameter) -> Tensor:
+            if version is None:
+                local_shape = parameter.spec.local_shape(mesh.tp.rank, mesh.tp.size)
+                return torch.full(local_shape, torch.nan)
+            return local_truth(self.shape, kind, parameter, mesh, version)
+
+        stage = HeldStage({parameter.name: local("weight", parameter) for parameter in parameters})
+        states = {(kind, p.name): local(kind, p) for kind in KINDS for p in parameters}
+        return stage, HeldState(parameters, states, mesh, self.cuts)
+
+    def save(self, folder: Path, *, step: int = 100, version: int = 0) -> list[Any]:
+        """Save on all ranks; the path or the exception of each."""
+
+        def action(mesh: ThreadMesh) -> Path:
+            stage, state = self.held(mesh, version=version)
+            return save_checkpoint(
+                folder,
+                mesh=mesh,  # type: ignore[arg-type]
+                shape=self.shape,
+                stage_layers=self.stage_layers,
+                stage=stage,  # type: ignore[arg-type]
+                optimizer=state,
+                trainer_state={"step": step, "samples": 8 * step, "tokens": 96 * step},
+                config={"run": {"seed": 1}},
+            )
+
+        return on_all_ranks(self.layout, action)
+
+    def load(self, checkpoint: Path, *, with_optimizer: bool = True) -> list[Any]:
+        """Load on all ranks; (mesh, stage, state, manifest) or the exception of each."""
+
+        def action(mesh: ThreadMesh) -> Any:
+            stage, state = self.held(mesh, version=None)
+            manifest = load_checkpoint(
+                checkpoint,
+                mesh=mesh,  # type: ignore[arg-type]
+                shape=self.shape,
+                stage_layers=self.stage_layers,
+                stage=stage,  # type: ignore[arg-type]
+                optimizer=state if with_optimizer else None,
+            )
+            return mesh, stage, state, manifest
+
+        return on_all_ranks(self.layout, action)
+
+    def assert_loaded(self, outcomes: Sequence[Any], *, version: int = 0) -> None:
+        """Every element of every rank is bit for bit the true one."""
+        for outcome in outcomes:
+            if isinstance(outcome, Exception):
+                raise outcome
+            mesh, stage, state, _ = outcome
+            for parameter in self.parameters(mesh):
+                expected = local_truth(self.shape, "weight", parameter, mesh, version)
+                assert torch.equal(stage.tensors[parameter.name], expected), parameter.name
+            for shard in state.shards():
+                whole = local_truth(self.shape, shard.key, shard.parameter, mesh, version).view(-1)
+                expected = whole[shard.start : shard.start + shard.values.numel()]
+                assert torch.equal(shard.values, expected), (shard.key, shard.parameter.name)
+            assert state.loaded == {"step": 7.0}
