@@ -1,0 +1,320 @@
+"""The rules of ARCHITECTURE.md that a parser can see: who imports whom, who owns what, how long files are.
+
+Each rule is a function from a module to complaints; one test holds them against the package, another against a
+line that breaks them.
+"""
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "megalite"
+
+# A module imports only from a lower row, or from its own package.
+ROWS = {
+    "errors": 0,
+    "topology": 1,
+    "config": 2,
+    "ops": 2,
+    "launcher": 2,
+    "parallel": 3,
+    "monitor": 3,
+    "model": 4,
+    "data": 4,
+    "planner": 4,
+    "checkpoint": 5,
+    "generate": 6,
+    "evaluate": 7,
+    "train": 8,
+    "cli": 9,
+    "__main__": 10,
+}
+# They take numbers, tensors and groups, so that they can be used without a run's configuration.
+WITHOUT_CONFIG = ("parallel", "ops")
+TORCH_FREE = ("__init__", "errors", "topology", "config", "launcher", "planner")
+# What is imported -> where. The longest name that fits decides.
+OWNERS = {
+    "torch.distributed": ("parallel/",),
+    "torch.distributed.checkpoint": ("checkpoint/",),
+    "deepspeed": ("train/deepspeed.py",),
+    "pickle": (),
+    "marshal": (),
+    "shelve": (),
+    "dill": (),
+}
+PRINTERS = ("cli/", "__main__.py", "monitor/console.py")
+ENVIRONMENT = ("launcher/environment.py",)
+VAGUE_NAMES = re.compile(r"(utils?|helpers?|misc|common|.*_(part\d*|helpers?|utils?))\.py")
+FILE_LINES, FUNCTION_LINES, TEST_LINES, CSRC_LINES = 400, 60, 600, 800
+
+
+@dataclass(frozen=True)
+class Module:
+    """A Python file: its path under megalite/ and its text."""
+
+    path: str
+    text: str
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text)
+
+    @property
+    def package(self) -> str:
+        """The first name after megalite in the module's own."""
+        return self.path.split("/")[0].removesuffix(".py")
+
+    def under(self, places: Iterable[str]) -> bool:
+        return any(self.path.startswith(place) for place in places)
+
+
+Rule = Callable[[Module], Iterator[str]]
+
+
+def imports(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and full name of all that is imported anywhere in a module; `from a import b` is a.b."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = "." * node.level + (node.module or "")
+            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+
+
+def import_rows(module: Module) -> Iterator[str]:
+    importer = module.package
+    for line, name in imports(module.tree):
+        if name.startswith("."):
+            yield f"{line}: relative import of {name}; name the module from megalite on"
+        if not name.startswith("megalite.") or name == "megalite.__version__":
+            continue
+        imported = name.split(".")[1]
+        if imported not in ROWS:
+            yield f"{line}: {name} is of no known package"
+        elif imported != importer and ROWS[imported] >= ROWS.get(importer, -1):
+            yield f"{line}: {importer} (row {ROWS.get(importer)}) imports {name} (row {ROWS[imported]})"
+        elif imported == "config" and importer in WITHOUT_CONFIG:
+            yield f"{line}: {importer} imports {name}"
+
+
+def sole_owners(module: Module) -> Iterator[str]:
+    for line, name in imports(module.tree):
+        fitting = [owned for owned in OWNERS if f"{name}.".startswith(f"{owned}.")]
+        if fitting and not module.under(OWNERS[max(fitting, key=len)]):
+            yield f"{line}: imports {name}"
+    for node in ast.walk(module.tree):
+        used = isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed"
+        if used and not module.under(("parallel/", "checkpoint/")):
+            yield f"{node.lineno}: uses torch.distributed"
+
+
+def environment(module: Module) -> Iterator[str]:
+    names = {f"os.{name}" for name in ("environ", "environb", "getenv", "putenv", "unsetenv")}
+    used = [
+        (node.lineno, ast.unparse(node)) for node in ast.walk(module.tree) if isinstance(node, ast.Attribute)
+    ]
+    for line, name in [*used, *imports(module.tree)]:
+        if name in names and not module.under(ENVIRONMENT):
+            yield f"{line}: {name}"
+
+
+def calls(module: Module) -> Iterator[str]:
+    for node in ast.walk(module.tree):
+        if not isinstance(node, ast.Call):
+            continue
+        name = ast.unparse(node.func)
+        keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+        if name == "print" and not module.under(PRINTERS):
+            yield f"{node.lineno}: print"
+        if name in ("eval", "exec"):
+            yield f"{node.lineno}: {name}"
+        if name == "torch.load" and keywords.get("weights_only") != "True":
+            yield f"{node.lineno}: torch.load without weights_only=True"
+        if keywords.get("trust_remote_code", "False") != "False":
+            yield f"{node.lineno}: trust_remote_code"
+
+
+def torch_free(module: Module) -> Iterator[str]:
+    if module.package in TORCH_FREE or module.path == "cli/__init__.py":
+        for line, name in imports(module.tree):
+            if name.split(".")[0] in ("torch", "transformers", "deepspeed"):
+                yield f"{line}: imports {name}"
+
+
+def annotated(module: Module) -> Iterator[str]:
+    for node in ast.walk(module.tree):
+        if not isinstance(node, ast.FunctionDef) or (node.name.startswith("_") and node.name != "__init__"):
+            continue
+        arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+        bare = [each.arg for each in arguments if each.annotation is None and each.arg not in ("self", "cls")]
+        if node.returns is None and node.name != "__init__":
+            bare.append("return")
+        if bare:
+            yield f"{node.lineno}: {node.name} has no type for {', '.join(bare)}"
+
+
+def sizes(module: Module) -> Iterator[str]:
+    counted = code_lines(module)
+    if len(counted) > FILE_LINES:
+        yield f"{len(counted)} lines, of at most {FILE_LINES}"
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = len(counted.intersection(range(node.lineno, (node.end_lineno or 0) + 1)))
+            if length > FUNCTION_LINES:
+                yield f"{node.lineno}: {node.name} has {length} lines, of at most {FUNCTION_LINES}"
+
+
+def code_lines(module: Module) -> set[int]:
+    """The lines that count: no blank ones, docstrings nor tables of data."""
+    lines = {line for line, text in enumerate(module.text.splitlines(), start=1) if text.strip()}
+    docstrings = [
+        node
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    ]
+    tables = [
+        node
+        for node in module.tree.body
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None and is_literal(node.value)
+    ]
+    for node in docstrings + tables:
+        lines.difference_update(range(node.lineno, (node.end_lineno or 0) + 1))
+    return lines
+
+
+def is_literal(value: ast.expr) -> bool:
+    try:
+        ast.literal_eval(value)
+    except ValueError:
+        return False
+    return True
+
+
+RULES: list[Rule] = [import_rows, sole_owners, environment, calls, torch_free, annotated, sizes]
+
+
+def modules(folder: Path = PACKAGE) -> list[Module]:
+    files = sorted(folder.rglob("*.py"))
+    return [Module(file.relative_to(folder).as_posix(), file.read_text(encoding="utf-8")) for file in files]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_every_module_keeps(rule: Rule) -> None:
+    complaints = [f"megalite/{module.path}:{each}" for module in modules() for each in rule(module)]
+    assert not complaints, "\n" + "\n".join(complaints)
+
+
+BROKEN = [
+    (import_rows, "data/loader.py", "from megalite.train.trainer import Trainer"),
+    (import_rows, "monitor/jsonl.py", "import megalite.parallel.mesh"),
+    (import_rows, "parallel/mesh.py", "from megalite.config import schema"),
+    (import_rows, "ops/norms.py", "def late():\n    from megalite.config.schema import RunConfig"),
+    (import_rows, "errors.py", "from megalite.topology.layout import Layout"),
+    (import_rows, "model/mlp.py", "from .norms import RMSNorm"),
+    (import_rows, "model/mlp.py", "from megalite.extras import x"),
+    (sole_owners, "train/trainer.py", "import torch.distributed as dist"),
+    (sole_owners, "train/trainer.py", "from torch import distributed"),
+    (sole_owners, "train/trainer.py", "import torch\nworld = torch.distributed.get_world_size()"),
+    (sole_owners, "parallel/mesh.py", "import torch.distributed.checkpoint"),
+    (sole_owners, "train/optimizer.py", "from deepspeed.ops import adam"),
+    (sole_owners, "checkpoint/format.py", "import pickle"),
+    (environment, "cli/train.py", "import os\nrank = os.environ['RANK']"),
+    (environment, "launcher/commands.py", "from os import getenv"),
+    (calls, "train/trainer.py", "print('loss')"),
+    (calls, "config/load.py", "eval('1')"),
+    (calls, "checkpoint/load.py", "torch.load(path)"),
+    (calls, "checkpoint/load.py", "torch.load(path, weights_only=False)"),
+    (calls, "checkpoint/huggingface.py", "AutoModel.from_pretrained(path, trust_remote_code=True)"),
+    (torch_free, "config/check.py", "def late():\n    import torch"),
+    (torch_free, "cli/__init__.py", "from transformers import AutoConfig"),
+    (annotated, "data/loader.py", "def load(path) -> None: ..."),
+    (annotated, "data/loader.py", "def load(path: str): ..."),
+    (sizes, "data/loader.py", "\n".join(f"call({line})" for line in range(FILE_LINES + 1))),
+    (sizes, "data/loader.py", "def long():\n" + "    call()\n" * FUNCTION_LINES),
+]
+
+
+@pytest.mark.parametrize(("rule", "path", "source"), BROKEN)
+def test_a_broken_rule_is_seen(rule: Rule, path: str, source: str) -> None:
+    assert list(rule(Module(path, source)))
+
+
+KEPT = [
+    (import_rows, "checkpoint/save.py", "from megalite.topology.layout import Layout\nimport megalite"),
+    (import_rows, "cli/__init__.py", "from megalite import __version__"),
+    (sole_owners, "checkpoint/save.py", "import torch.distributed.checkpoint as dcp"),
+    (calls, "model/stages.py", "stage.eval()"),
+    (sizes, "config/tables.py", "KEYS = [\n" + '    "key",\n' * (FILE_LINES + 1) + "]"),
+    (
+        sizes,
+        "data/loader.py",
+        'def short():\n    """' + "words\n\n" * FUNCTION_LINES + '    """\n    call()\n',
+    ),
+]
+
+
+@pytest.mark.parametrize(("rule", "path", "source"), KEPT)
+def test_what_is_allowed_passes(rule: Rule, path: str, source: str) -> None:
+    assert not list(rule(Module(path, source)))
+
+
+def test_the_other_files_are_short_too() -> None:
+    long = [
+        f"{folder}/{module.path}"
+        for folder in ("tests", "benchmarks")
+        for module in modules(ROOT / folder)
+        if len(code_lines(module)) > TEST_LINES
+    ]
+    for file in (PACKAGE / "csrc").rglob("*.*"):
+        if file.suffix in (".cpp", ".cu", ".cuh", ".h") and len(file.read_text().splitlines()) > CSRC_LINES:
+            long.append(str(file))
+    assert not long
+
+
+def test_files_are_named_for_what_they_hold() -> None:
+    assert VAGUE_NAMES.fullmatch("utils.py") and VAGUE_NAMES.fullmatch("trainer_part2.py")
+    assert not [module.path for module in modules() if VAGUE_NAMES.fullmatch(Path(module.path).name)]
+
+
+def test_every_package_has_its_row() -> None:
+    found = {module.package for module in modules()} - {"__init__"}
+    assert found <= ROWS.keys(), f"without a row: {sorted(found - ROWS.keys())}"
+
+
+def test_command_line_config_topology_and_launcher_load_no_torch() -> None:
+    torch_free = [module.path for module in modules() if module.package in TORCH_FREE] + ["cli/__init__.py"]
+    names = [
+        f"megalite/{path}".removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        for path in torch_free
+    ]
+    code = "import importlib, sys\nfor name in sys.argv[1:]: importlib.import_module(name)\n"
+    code += "print(*sorted({'torch', 'transformers', 'deepspeed', 'tokenizers'} & set(sys.modules)))"
+    loaded = subprocess.run(
+        [sys.executable, "-c", code, *names], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert loaded.returncode == 0, loaded.stderr
+    assert loaded.stdout.strip() == ""
+
+
+def test_no_tracked_file_names_a_folder_of_this_machine() -> None:
+    listing = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=False)
+    if listing.returncode != 0:
+        pytest.skip("not a git checkout")
+    folders = {ROOT, ROOT.parent, Path.home()} - {Path("/"), Path("/tmp"), Path("/home")}
+    pattern = re.compile("|".join([*(re.escape(f"{folder}/") for folder in folders), r"/(home|Users)/\w+/"]))
+    found = []
+    for name in filter(None, listing.stdout.decode().split("\0")):
+        file = ROOT / name
+        if not file.is_file() or file == Path(__file__):
+            continue
+        text = file.read_text(encoding="utf-8", errors="replace")
+        found += [f"{name}: {match.group()}" for match in pattern.finditer(text)]
+    assert not found
