@@ -1,0 +1,145 @@
+"""megalite data: turn text into a Megatron token file (X.bin, X.idx), and look into one."""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megalite.cli.tokenizer import add_source_options
+
+if TYPE_CHECKING:
+    from megalite.data.prepare import PreparedFacts, Progress
+    from megalite.data.token_file import TokenFile
+
+_SHOWN_CHARACTERS = 200
+
+
+def run(arguments: Sequence[str]) -> int:
+    """`megalite data prepare` and `inspect`; returns the exit code, raises DataError."""
+    options = _parser().parse_args(arguments)
+    command: Callable[[argparse.Namespace], int] = options.command
+    return command(options)
+
+
+@contextmanager
+def preparation_progress() -> Iterator["Callable[[Progress], None]"]:
+    """A bar on stderr to hand to `prepare` or `ensure_data`; nothing is drawn unless stderr is a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    console = Console(file=sys.stderr)
+    columns = (
+        TextColumn("preparing"),
+        BarColumn(),
+        DownloadColumn(),
+        TextColumn("{task.fields[tokens]:,} tokens"),
+    )
+    with Bar(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=None, tokens=0)
+
+        def show(progress: "Progress") -> None:
+            bar.update(
+                task, completed=progress.bytes_read, total=progress.bytes_total, tokens=progress.tokens
+            )
+
+        yield show
+
+
+def _prepare(options: argparse.Namespace) -> int:
+    # Imported late, so that --help is instant.
+    from megalite.data.corpus import Corpus
+    from megalite.data.prepare import prepare, prepared_facts, prepared_fingerprint
+    from megalite.data.tokenizer import load_tokenizer
+    from megalite.launcher.process import available_cores
+
+    started = time.perf_counter()
+    corpus = Corpus.open(options.source, text_column=options.text_column, pattern=options.pattern)
+    tokenizer = load_tokenizer(options.tokenizer, end_of_document=options.end_of_document)
+    standing = prepared_facts(options.output)
+    if standing is not None and standing.fingerprint == prepared_fingerprint(corpus, tokenizer):
+        print(f"{options.output}: up to date, {_counts(standing)}")
+        return 0
+    workers = available_cores() if options.workers is None else options.workers
+    with preparation_progress() as progress:
+        facts = prepare(corpus, tokenizer, options.output, workers=workers, progress=progress)
+    seconds = time.perf_counter() - started
+    print(f"{options.output}: {_counts(facts)}, in {seconds:.1f} s ({facts.tokens / seconds:,.0f} tokens/s)")
+    return 0
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    from megalite.data.prepare import prepared_facts
+    from megalite.data.token_file import TokenFile
+
+    file = TokenFile.open(options.prefix)
+    file.check_index()
+    counts = f"{file.num_documents:,} documents, {file.num_sequences:,} sequences, {file.num_tokens:,} tokens"
+    print(f"{counts} of {file.dtype}")
+    if file.num_sequences:
+        lengths = file.sequence_lengths
+        print(
+            f"tokens a sequence: {lengths.min():,} to {lengths.max():,}, mean {file.num_tokens / len(lengths):,.1f}"
+        )
+    facts = prepared_facts(options.prefix)
+    if facts is not None:
+        print(f"from {', '.join(facts.sources)} ({facts.files:,} files)")
+        print(f"tokenizer {facts.tokenizer} ({facts.vocab_size:,} ids)")
+    _show_documents(file, facts, min(options.documents, file.num_documents))
+    return 0
+
+
+def _show_documents(file: "TokenFile", facts: "PreparedFacts | None", count: int) -> None:
+    """Print the start of the first documents: as text where the tokenizer is still what it was, else as ids."""
+    decode: Callable[[list[int]], str] = str
+    if facts is not None and Path(facts.tokenizer).is_file():
+        from megalite.data.tokenizer import load_tokenizer
+
+        tokenizer = load_tokenizer(facts.tokenizer, end_of_document=facts.end_of_document)
+        if tokenizer.sha256 == facts.tokenizer_sha256:
+            decode = tokenizer.decode
+    for index in range(count):
+        ids = file.document(index)
+        # A token is hardly ever less than a character, so no document is decoded whole.
+        text = decode(ids[:_SHOWN_CHARACTERS].tolist())
+        shown = text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "..."
+        print(f"--- document {index}, {len(ids):,} tokens\n{shown}")
+
+
+def _counts(facts: "PreparedFacts") -> str:
+    return f"{facts.documents:,} documents, {facts.tokens:,} tokens of {facts.dtype}"
+
+
+def _workers(text: str) -> int:
+    workers = int(text)
+    if workers < 0:
+        raise ValueError
+    return workers
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="megalite data", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    prepare = commands.add_parser("prepare", help="encode text into X.bin and X.idx")
+    add_source_options(prepare)
+    prepare.add_argument(
+        "--tokenizer", type=Path, required=True, metavar="FOLDER", help="Hugging Face tokenizer"
+    )
+    prepare.add_argument(
+        "--output", type=Path, required=True, metavar="X", help="prefix of the files to write"
+    )
+    prepare.add_argument(
+        "--workers",
+        type=_workers,
+        metavar="N",
+        help="encoding processes (default: one a core; 0: in this process)",
+    )
+    prepare.set_defaults(command=_prepare)
+    inspect = commands.add_parser("inspect", help="counts, and the first documents")
+    inspect.add_argument("prefix", type=Path, metavar="X", help="prefix of the files, without .bin or .idx")
+    inspect.add_argument("--documents", type=int, default=3, metavar="N", help="how many to show")
+    inspect.set_defaults(command=_inspect)
+    return parser

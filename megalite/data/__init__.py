@@ -1,0 +1,1 @@
+"""From text to the token batches of a step; only loader.py imports torch."""

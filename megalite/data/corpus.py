@@ -1,0 +1,268 @@
+"""Documents from text files, folders, .jsonl, .gz of these, and the standard library; never a whole file in memory."""
+
+import codecs
+import gzip
+import hashlib
+import json
+import sysconfig
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Literal
+
+from megalite.errors import DataError
+
+STANDARD_LIBRARY = "stdlib"
+
+# Characters of one piece: the unit of work, of memory, and of the cuts in a long document.
+PIECE_CHARACTERS = 1 << 18
+_BLOCK_BYTES = 1 << 20
+_INSTALLED_PACKAGES = {"site-packages", "dist-packages"}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of one document's text; a document longer than PIECE_CHARACTERS comes in several."""
+
+    text: str
+    ends_document: bool
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """One file of a corpus: "text" is one document, "jsonl" one a line, "optional" one, left out if not UTF-8."""
+
+    path: Path
+    kind: Literal["text", "jsonl", "optional"]
+    size_bytes: int
+    modified_ns: int
+
+    @property
+    def compressed(self) -> bool:
+        return self.path.suffix == ".gz"
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The files behind one or more sources, in reading order, which is the same on every machine."""
+
+    sources: tuple[str, ...]
+    files: tuple[SourceFile, ...]
+    text_column: str
+
+    @classmethod
+    def open(cls, sources: Sequence[str], *, text_column: str = "text", pattern: str = "*") -> "Corpus":
+        """Find the files of every source; `pattern` chooses among a folder's files, at any depth.
+
+        Raises DataError for a source that does not exist, is a prepared token file, or has no file.
+        """
+        files = tuple(file for source in sources for file in _files(source, pattern))
+        if not files:
+            raise DataError("no source given; name a text file, a folder, a .jsonl or stdlib")
+        return cls(tuple(sources), files, text_column)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes on disk, compressed ones as they are."""
+        return sum(file.size_bytes for file in self.files)
+
+    def fingerprint(self) -> str:
+        """Changes whenever a file is added, removed, resized or modified, or other text would be taken from it."""
+        files = [(str(file.path), file.kind, file.size_bytes, file.modified_ns) for file in self.files]
+        return hashlib.blake2b(json.dumps([files, self.text_column]).encode(), digest_size=16).hexdigest()
+
+    def pieces(self) -> Iterator[tuple[Piece, int]]:
+        """The text of every document in order, each piece with the bytes of the corpus read so far.
+
+        Documents without a character are left out. Raises DataError with file, line and remedy.
+        """
+        before = 0
+        for file in self.files:
+            for piece, position in _read(file, self.text_column):
+                yield piece, before + min(position, file.size_bytes)
+            before += file.size_bytes
+
+
+def cut_point(text: str, limit: int) -> int:
+    """Where to cut `text`, at most `limit` characters in, so that both sides give the tokens of the whole.
+
+    Pre-tokenizers in use (GPT-2's, Llama 3's) never join a line's newline, or a space, with what stands on the other
+    side of such a cut: behind a single newline, else before a single space. Text without either is cut at `limit`.
+    """
+    at = text.rfind("\n", 1, limit)
+    while at > limit // 2:
+        if not text[at - 1].isspace() and not text[at + 1].isspace():
+            return at + 1
+        at = text.rfind("\n", 1, at)
+    at = text.rfind(" ", 1, limit)
+    while at > limit // 2:
+        if not text[at - 1].isspace() and text[at + 1].isalpha():
+            return at
+        at = text.rfind(" ", 1, at)
+    return limit
+
+
+def cut_document(blocks: Iterable[str], limit: int = PIECE_CHARACTERS) -> Iterator[Piece]:
+    """One document from its text in blocks; the pieces do not depend on how it is cut into blocks."""
+    text, found = "", False
+    for block in blocks:
+        text += block
+        while len(text) > limit:
+            at = cut_point(text, limit)
+            yield Piece(text[:at], ends_document=False)
+            text, found = text[at:], True
+    if text or found:
+        yield Piece(text, ends_document=True)
+
+
+def _files(source: str, pattern: str) -> Iterator[SourceFile]:
+    if source == STANDARD_LIBRARY:
+        yield from _standard_library_files()
+        return
+    path = Path(source).expanduser()
+    try:
+        if path.is_dir():
+            yield from _folder_files(path, pattern)
+        elif path.exists():
+            yield _source_file(path)
+        elif path.with_name(path.name + ".idx").exists():
+            raise DataError(f"{source} is a prepared token file, not text; name the text it was made from")
+        else:
+            raise DataError(
+                f"{source} does not exist; name a text file, a folder, a .jsonl, a .gz of these or {STANDARD_LIBRARY!r}"
+            )
+    except OSError as error:
+        raise _cannot_read(Path(error.filename or source), error) from error
+
+
+def _folder_files(folder: Path, pattern: str) -> Iterator[SourceFile]:
+    visible = (
+        path for path in folder.rglob(pattern) if not _hidden(path.relative_to(folder)) and path.is_file()
+    )
+    found = sorted(visible, key=lambda path: path.relative_to(folder).as_posix())
+    if not found:
+        raise DataError(
+            f"{folder} has no file that matches {pattern!r}; set data.pattern (--pattern), for example '*.txt'"
+        )
+    yield from map(_source_file, found)
+
+
+def _standard_library_files() -> Iterator[SourceFile]:
+    root = Path(sysconfig.get_path("stdlib"))
+    sources = (
+        path for path in root.rglob("*.py") if _INSTALLED_PACKAGES.isdisjoint(path.relative_to(root).parts)
+    )
+    found = sorted(sources, key=lambda path: path.relative_to(root).as_posix())
+    if not found:
+        raise DataError(
+            f"this Python has no library sources in {root}; name a folder with text instead of stdlib"
+        )
+    for path in found:
+        # Its own test suite has files that are wrongly encoded on purpose.
+        yield _source_file(path, "optional")
+
+
+def _source_file(path: Path, kind: Literal["optional"] | None = None) -> SourceFile:
+    path = path.resolve()
+    facts = path.stat()
+    name = path.stem if path.suffix == ".gz" else path.name
+    by_name: Literal["text", "jsonl"] = "jsonl" if name.endswith(".jsonl") else "text"
+    return SourceFile(path, kind or by_name, facts.st_size, facts.st_mtime_ns)
+
+
+def _hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+def _read(file: SourceFile, text_column: str) -> Iterator[tuple[Piece, int]]:
+    """The pieces of one file, each with the position in the file on disk."""
+    try:
+        with file.path.open("rb") as raw:
+            stream = gzip.GzipFile(fileobj=raw) if file.compressed else raw
+            if file.kind == "jsonl":
+                documents = _json_lines(file.path, stream, text_column)
+            elif file.kind == "optional":
+                documents = iter([_whole_text(stream)])
+            else:
+                documents = iter([_text_blocks(file.path, stream)])
+            for blocks in documents:
+                for piece in cut_document(blocks):
+                    yield piece, raw.tell()
+    except (gzip.BadGzipFile, zlib.error, EOFError) as error:
+        raise DataError(
+            f"{file.path} is not a whole gzip file ({error}); copy or download it again"
+        ) from error
+    except OSError as error:
+        raise _cannot_read(file.path, error) from error
+
+
+def _text_blocks(path: Path, stream: IO[bytes]) -> Iterator[str]:
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
+    line = 1
+    while True:
+        block = stream.read(_BLOCK_BYTES)
+        try:
+            text = decoder.decode(block, final=not block)
+        except UnicodeDecodeError as error:
+            raise _not_utf8(path, line + error.object.count(b"\n", 0, error.start), error) from error
+        line += text.count("\n")
+        yield text
+        if not block:
+            return
+
+
+def _whole_text(stream: IO[bytes]) -> Iterator[str]:
+    try:
+        yield stream.read().decode("utf-8-sig")
+    except UnicodeDecodeError:
+        return
+
+
+def _json_lines(path: Path, stream: IO[bytes], text_column: str) -> Iterator[tuple[str]]:
+    for number, line in enumerate(stream, start=1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        try:
+            row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+        except UnicodeDecodeError as error:
+            raise _not_utf8(path, number, error) from error
+        except json.JSONDecodeError as error:
+            raise DataError(
+                f"{where}: not JSON ({error.msg} at column {error.colno}); mend or remove the line"
+            ) from error
+        if not isinstance(row, dict) or text_column not in row:
+            columns = sorted(row) if isinstance(row, dict) else "none: it is not an object"
+            raise DataError(
+                f"{where}: no column {text_column!r} (columns: {columns}); set data.text_column (--text-column)"
+            )
+        if not isinstance(row[text_column], str):
+            kind = type(row[text_column]).__name__
+            raise DataError(
+                f"{where}: column {text_column!r} holds {kind}, not text; choose another or mend the line"
+            )
+        yield (_without_surrogates(row[text_column], where),)
+
+
+def _without_surrogates(text: str, where: str) -> str:
+    # JSON can spell half of a surrogate pair, which is not a character and has no UTF-8.
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{where}: half a surrogate pair at character {error.start}; mend or remove the line"
+        ) from error
+    return text
+
+
+def _not_utf8(path: Path, line: int, error: UnicodeDecodeError) -> DataError:
+    byte = error.object[error.start]
+    return DataError(
+        f"{path}, line {line}: not UTF-8 (byte 0x{byte:02x}); convert the file (iconv -f latin1 -t utf-8)"
+        " or leave it out (data.pattern, --pattern)"
+    )
+
+
+def _cannot_read(path: Path, error: OSError) -> DataError:
+    return DataError(f"{path} cannot be read ({error.strerror or error}); check its permissions and the disk")

@@ -1,0 +1,163 @@
+"""The tokenizer and the token file of a run, made when they are missing. Call it before ranks start, on one process.
+
+All heavy work happens in worker processes: this one starts no thread, so that ranks can be forked from it.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megalite.config.schema import RunConfig
+from megalite.data.corpus import Corpus
+from megalite.data.prepare import Progress, prepare, prepared_facts, prepared_fingerprint
+from megalite.data.token_file import TokenFile, idx_path
+from megalite.data.tokenizer import load_tokenizer, save_tokenizer, tokenizer_file, train_tokenizer
+from megalite.data.workers import ordered_map
+from megalite.errors import DataError
+
+_RECORD = "trained_from.json"
+
+
+def ensure_tokenizer(config: RunConfig, run_folder: Path) -> Path:
+    """The Hugging Face folder of the run's tokenizer: the given one, that of the prepared data, or one trained here.
+
+    Trained once into run_folder/tokenizer, and again only when the text or the settings changed.
+    Raises DataError, also when they changed under a run that already has checkpoints.
+    """
+    if config.tokenizer.path is not None:
+        return _folder_of(tokenizer_file(Path(config.tokenizer.path)), config.tokenizer.end_of_document)
+    prefix = _prepared_prefix(_sources(config))
+    if prefix is not None:
+        return _tokenizer_of(prefix)
+    if config.tokenizer.vocab_size is None:
+        raise DataError("there is no tokenizer; set tokenizer.path, or tokenizer.vocab_size to train one")
+    job = _Training(
+        _corpus(config),
+        config.tokenizer.vocab_size,
+        config.tokenizer.end_of_document,
+        run_folder / "tokenizer",
+    )
+    if job.is_done():
+        return job.folder
+    _refuse_change(run_folder, job.folder if (job.folder / "tokenizer.json").exists() else None)
+    [folder] = ordered_map(_train, [job], workers=1)
+    return folder
+
+
+def ensure_data(
+    config: RunConfig, run_folder: Path, *, progress: Callable[[Progress], None] | None = None
+) -> Path:
+    """The prefix of the run's token file: the given one, or run_folder/data/train, prepared when out of date.
+
+    Raises DataError, also when a given token file was made with another tokenizer than the run's, and when the
+    text changed under a run that already has checkpoints.
+    """
+    tokenizer = load_tokenizer(
+        ensure_tokenizer(config, run_folder), end_of_document=config.tokenizer.end_of_document
+    )
+    prefix = _prepared_prefix(_sources(config))
+    if prefix is not None:
+        TokenFile.open(prefix)
+        facts = prepared_facts(prefix)
+        if facts is not None and facts.tokenizer_sha256 != tokenizer.sha256:
+            raise DataError(
+                f"{prefix} was prepared with {facts.tokenizer}, and the run's tokenizer is {tokenizer.file}; "
+                "set tokenizer.path to the former, or prepare the text again with the latter"
+            )
+        return prefix
+    prefix = run_folder / "data" / "train"
+    corpus = _corpus(config)
+    facts = prepared_facts(prefix)
+    if facts is not None and facts.fingerprint != prepared_fingerprint(corpus, tokenizer):
+        _refuse_change(run_folder, prefix)
+    prepare(corpus, tokenizer, prefix, workers=max(1, config.data.workers), progress=progress)
+    return prefix
+
+
+@dataclass(frozen=True)
+class _Training:
+    """A tokenizer to train, and where it goes."""
+
+    corpus: Corpus
+    vocab_size: int
+    end_of_document: str
+    folder: Path
+
+    def record(self) -> dict[str, str | int]:
+        return {
+            "corpus": self.corpus.fingerprint(),
+            "vocab_size": self.vocab_size,
+            "end_of_document": self.end_of_document,
+        }
+
+    def is_done(self) -> bool:
+        try:
+            found = json.loads((self.folder / _RECORD).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return False
+        return bool(found == self.record()) and (self.folder / "tokenizer.json").is_file()
+
+
+def _train(job: _Training) -> Path:
+    record = job.folder / _RECORD
+    record.unlink(missing_ok=True)
+    pieces = (piece for piece, _ in job.corpus.pieces())
+    backend = train_tokenizer(pieces, job.vocab_size, end_of_document=job.end_of_document)
+    save_tokenizer(backend, job.folder, job.end_of_document)
+    record.write_text(json.dumps(job.record()) + "\n", encoding="utf-8")
+    return job.folder
+
+
+def _refuse_change(run_folder: Path, made: Path | None) -> None:
+    """DataError when `made`, about to be made anew, already carries a run: its curve would silently change."""
+    if made is not None and (run_folder / "checkpoints" / "latest").exists():
+        raise DataError(
+            f"the text or the tokenizer settings changed since {made} was made, and {run_folder} has checkpoints that "
+            "rest on it; set run.folder to a new folder, or go on with the old text: data.source = "
+            f"'{run_folder / 'data' / 'train'}'"
+        )
+
+
+def _sources(config: RunConfig) -> Sequence[str]:
+    return [config.data.source] if isinstance(config.data.source, str) else config.data.source
+
+
+def _corpus(config: RunConfig) -> Corpus:
+    return Corpus.open(_sources(config), text_column=config.data.text_column, pattern=config.data.pattern)
+
+
+def _prepared_prefix(sources: Sequence[str]) -> Path | None:
+    """X where the source is X, X.bin or X.idx of a prepared pair; None where it is text."""
+    for source in sources:
+        path = Path(source).expanduser()
+        prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
+        if path.is_dir() or (path == prefix and path.exists()) or not idx_path(prefix).exists():
+            continue
+        if len(sources) > 1:
+            raise DataError(
+                f"{source} is a prepared token file and cannot be one of several sources; name it alone"
+            )
+        return prefix
+    return None
+
+
+def _tokenizer_of(prefix: Path) -> Path:
+    facts = prepared_facts(prefix)
+    if facts is None:
+        raise DataError(f"{prefix} does not say which tokenizer it was made with; set tokenizer.path")
+    file = Path(facts.tokenizer)
+    if not file.is_file():
+        raise DataError(
+            f"{prefix} was made with {file}, which is gone; set tokenizer.path to where it is now"
+        )
+    return _folder_of(file, facts.end_of_document)
+
+
+def _folder_of(file: Path, end_of_document: str) -> Path:
+    if file.name != "tokenizer.json":
+        raise DataError(
+            f"{file} is not called tokenizer.json; put it under that name into a folder of its own"
+        )
+    load_tokenizer(file, end_of_document=end_of_document)
+    return file.parent

@@ -1,0 +1,239 @@
+"""Megatron-LM's token files: X.bin holds the ids of all documents end to end, X.idx where each of them lies.
+
+X.idx, little-endian: b"MMIDIDX\\0\\0", uint64 version 1, uint8 dtype code, uint64 sequences, uint64 documents + 1;
+then int32 length of each sequence in tokens, int64 offset of each in X.bin in bytes, int64 first sequence of each
+document and, last, the number of sequences. As megatron-core's IndexedDataset writes and reads it.
+"""
+
+import os
+import struct
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalite.errors import DataError
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_VERSION = 1
+_HEADER = struct.Struct("<9sQBQQ")
+_DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
+_CODES = {np.dtype(dtype): code for code, dtype in _DTYPES.items()}
+_ROWS = 1 << 20  # index rows worked on at once
+LONGEST_SEQUENCE = 2**31 - 1
+
+# Megatron-LM's own threshold (DType.optimal_dtype).
+_SMALL_VOCABULARY = 65500
+
+
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    """uint16 for vocabularies below 65500, else int32, as Megatron-LM chooses."""
+    return np.dtype(np.uint16 if vocab_size < _SMALL_VOCABULARY else np.int32)
+
+
+def bin_path(prefix: Path) -> Path:
+    return prefix.with_name(prefix.name + ".bin")
+
+
+def idx_path(prefix: Path) -> Path:
+    return prefix.with_name(prefix.name + ".idx")
+
+
+class TokenWriter:
+    """Writes one .bin and one .idx through files opened by the caller; memory does not grow with the corpus.
+
+    A document of more than `longest_sequence` tokens (a length is an int32) becomes several sequences.
+    """
+
+    def __init__(
+        self,
+        bin_file: IO[bytes],
+        idx_file: IO[bytes],
+        dtype: np.dtype[Any],
+        longest_sequence: int = LONGEST_SEQUENCE,
+    ):
+        self.documents = 0
+        self.tokens = 0
+        self._bin, self._idx, self._dtype = bin_file, idx_file, dtype
+        self._longest = longest_sequence
+        self._open_tokens = 0  # of the sequence being written
+        self._sign = 1
+        # int32 a sequence; negative where it goes on with the document before it. Unnamed: nothing to clean up.
+        self._lengths = tempfile.TemporaryFile(dir=Path(idx_file.name).parent)  # noqa: SIM115 - closed by close()
+
+    def add(self, tokens: NDArray[Any]) -> None:
+        """Append tokens to the open document."""
+        while self._open_tokens + len(tokens) > self._longest:
+            fitting = self._longest - self._open_tokens
+            self._write(tokens[:fitting])
+            self._end_sequence()
+            self._sign = -1
+            tokens = tokens[fitting:]
+        self._write(tokens)
+
+    def end_document(self) -> None:
+        self._end_sequence()
+        self._sign = 1
+        self.documents += 1
+
+    def finish(self) -> None:
+        """Write the index and flush both files to the disk."""
+        sequences = self._lengths.tell() // 4
+        self._idx.write(_HEADER.pack(_MAGIC, _VERSION, _CODES[self._dtype], sequences, self.documents + 1))
+        for lengths in self._read_lengths():
+            self._idx.write(np.abs(lengths).astype("<i4").tobytes())
+        offset = 0
+        for lengths in self._read_lengths():
+            sizes = np.abs(lengths.astype(np.int64)) * self._dtype.itemsize
+            ends = np.cumsum(sizes) + offset
+            self._idx.write((ends - sizes).astype("<i8").tobytes())
+            offset = int(ends[-1])
+        first = 0
+        for lengths in self._read_lengths():
+            self._idx.write((np.flatnonzero(lengths >= 0) + first).astype("<i8").tobytes())
+            first += len(lengths)
+        self._idx.write(struct.pack("<q", sequences))
+        for file in (self._bin, self._idx):
+            file.flush()
+            os.fsync(file.fileno())
+
+    def close(self) -> None:
+        self._lengths.close()
+
+    def _write(self, tokens: NDArray[Any]) -> None:
+        self._bin.write(np.ascontiguousarray(tokens, dtype=self._dtype.newbyteorder("<")).data)
+        self._open_tokens += len(tokens)
+        self.tokens += len(tokens)
+
+    def _end_sequence(self) -> None:
+        self._lengths.write(struct.pack("<i", self._sign * self._open_tokens))
+        self._open_tokens = 0
+
+    def _read_lengths(self) -> Iterator[NDArray[np.int32]]:
+        self._lengths.seek(0)
+        while block := self._lengths.read(4 * _ROWS):
+            yield np.frombuffer(block, dtype=np.int32)
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """A prepared corpus, memory-mapped: opening reads the header only.
+
+    tokens: every id end to end. sequence_lengths, sequence_offsets (bytes): one row a sequence.
+    document_indices: the first sequence of each document, and at the end the number of sequences.
+    """
+
+    prefix: Path
+    tokens: NDArray[Any]
+    sequence_lengths: NDArray[np.int32]
+    sequence_offsets: NDArray[np.int64]
+    document_indices: NDArray[np.int64]
+
+    @classmethod
+    def open(cls, prefix: Path | str) -> "TokenFile":
+        """Map X.bin and X.idx; DataError when one is missing, is no token file, or its size is not what it says."""
+        prefix = Path(prefix)
+        idx, data = idx_path(prefix), bin_path(prefix)
+        for path in (idx, data):
+            if not path.is_file():
+                raise DataError(f"{path} does not exist; prepare the corpus first (megalite data prepare)")
+        try:
+            dtype, sequences, documents = _read_header(idx)
+            lengths = _mapped(idx, "<i4", _HEADER.size, sequences)
+            offsets = _mapped(idx, "<i8", _HEADER.size + 4 * sequences, sequences)
+            starts = _mapped(idx, "<i8", _HEADER.size + 12 * sequences, documents + 1)
+            size = data.stat().st_size
+            expected = int(offsets[-1]) + int(lengths[-1]) * dtype.itemsize if sequences else 0
+            if size != expected:
+                raise DataError(f"{data} has {size} bytes where {idx} says {expected}; {_PREPARE_AGAIN}")
+            tokens = _mapped(data, dtype.newbyteorder("<"), 0, size // dtype.itemsize)
+        except OSError as error:
+            raise DataError(
+                f"{error.filename or prefix} cannot be read ({error.strerror}); check its permissions"
+            ) from error
+        return cls(prefix, tokens, lengths, offsets, starts)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self.tokens.dtype
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.sequence_lengths)
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.document_indices) - 1
+
+    def document(self, index: int) -> NDArray[Any]:
+        """The ids of one document, its end-of-document id included; a view of the mapped file."""
+        first, end = int(self.document_indices[index]), int(self.document_indices[index + 1])
+        if first == end:
+            return self.tokens[:0]
+        start = int(self.sequence_offsets[first]) // self.dtype.itemsize
+        stop = int(self.sequence_offsets[end - 1]) // self.dtype.itemsize + int(
+            self.sequence_lengths[end - 1]
+        )
+        return self.tokens[start:stop]
+
+    def check_index(self) -> None:
+        """Read the whole index: sequences must lie end to end and documents must cover them in order.
+
+        Raises DataError. Not part of `open`: on a large corpus it reads gigabytes.
+        """
+        expected = 0
+        for start in range(0, self.num_sequences, _ROWS):
+            sizes = self.sequence_lengths[start : start + _ROWS].astype(np.int64) * self.dtype.itemsize
+            ends = np.cumsum(sizes) + expected
+            if (sizes < 0).any() or not np.array_equal(
+                self.sequence_offsets[start : start + _ROWS], ends - sizes
+            ):
+                raise DataError(f"{idx_path(self.prefix)}: sequences do not lie end to end; {_PREPARE_AGAIN}")
+            expected = int(ends[-1])
+        first, last = int(self.document_indices[0]), int(self.document_indices[-1])
+        # Overlapping by one row, so that the step between two blocks is seen too.
+        ascending = all(
+            (np.diff(self.document_indices[start : start + _ROWS + 1]) >= 0).all()
+            for start in range(0, self.num_documents, _ROWS)
+        )
+        if first != 0 or last != self.num_sequences or not ascending:
+            raise DataError(
+                f"{idx_path(self.prefix)}: documents do not cover the sequences; {_PREPARE_AGAIN}"
+            )
+
+
+_PREPARE_AGAIN = "the pair is damaged or half copied: prepare or copy both files again"
+
+
+def _read_header(idx: Path) -> tuple[np.dtype[Any], int, int]:
+    """Dtype, number of sequences, number of documents; DataError unless the file has exactly their size."""
+    with idx.open("rb") as file:
+        header = file.read(_HEADER.size)
+    if len(header) < _HEADER.size or not header.startswith(_MAGIC):
+        raise DataError(
+            f"{idx} is not a Megatron index (it starts with {header[:9]!r}); name the prefix of a .bin/.idx pair"
+        )
+    _, version, code, sequences, rows = _HEADER.unpack(header)
+    if version != _VERSION:
+        raise DataError(f"{idx} has version {version}; only version {_VERSION} is known")
+    if code not in _DTYPES:
+        raise DataError(f"{idx} has dtype code {code}, which holds no token ids; known are {sorted(_DTYPES)}")
+    expected = _HEADER.size + 12 * sequences + 8 * rows
+    size = idx.stat().st_size
+    if rows < 1 or size != expected:
+        raise DataError(f"{idx} has {size} bytes where its header says {expected}; {_PREPARE_AGAIN}")
+    return np.dtype(_DTYPES[code]), sequences, rows - 1
+
+
+def _mapped(path: Path, dtype: str | np.dtype[Any], offset: int, count: int) -> NDArray[Any]:
+    if count == 0:  # nothing to map, which mmap refuses
+        return np.empty(0, dtype=dtype)
+    return np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=(count,))
