@@ -7,7 +7,7 @@ import os
 import re
 import socket
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Literal
@@ -47,6 +47,8 @@ class RankInfo:
     node: str
     rendezvous: str = "env://"
     """torch's init_method: the master's address and port, or a file for ranks of our own."""
+    job: str = ""
+    """The same on all ranks of this start of the job, and on no others; empty where only the parent process tells."""
 
     @property
     def on_one_node(self) -> bool:
@@ -259,14 +261,16 @@ def _from_slurm(environ: Mapping[str, str]) -> RankInfo | None:
             f"{node_rank} and {_SLURM.world_size} = {world_size}"
         )
     nodes = "SLURM_STEP_NODELIST" if "SLURM_STEP_NODELIST" in environ else "SLURM_JOB_NODELIST"
+    job = [environ.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")]
     first = LOOPBACK if len(tasks) == 1 else node_names(_text(environ, nodes, _SLURM), nodes)[0]
-    return _checked(
+    info = _checked(
         _SLURM,
         environ,
         local_world_size=tasks[node_rank],
         master_addr=environ.get("MASTER_ADDR", first),
         master_port=_port_of_job(environ, _SLURM),
     )
+    return replace(info, job=".".join(job))
 
 
 def _refuse_batch_shell(environ: Mapping[str, str]) -> None:

@@ -89,7 +89,7 @@ def run_rank(
     hangs then, such as the end of a broken communicator, must not keep the launcher from seeing this rank
     fail. A MegaliteError of the only rank is raised as it is.
     """
-    folder = FailureFolder(failures, layout, job=f"{info.node} {identity(os.getppid())}")
+    folder = FailureFolder(failures, layout, job=info.job or f"{info.node} {identity(os.getppid())}")
     folder.clear([info.rank])
     export_rank(info)
     try:

@@ -81,7 +81,17 @@ FIVE = RankInfo(5, 8, 1, 4, "node-a", 29500, "", socket.gethostname())
         (EXPLICIT, replace(FIVE, launcher="the environment", master_port=29400)),
         (OPENMPI, replace(FIVE, launcher="openmpi")),
         (MPICH, replace(FIVE, launcher="mpich")),
-        (SLURM, replace(FIVE, launcher="slurm", master_addr="node07", master_port=24567, node="node08")),
+        (
+            SLURM,
+            replace(
+                FIVE,
+                launcher="slurm",
+                master_addr="node07",
+                master_port=24567,
+                node="node08",
+                job="1234567.0.0",
+            ),
+        ),
     ],
 )
 def test_each_launcher_is_known_by_its_variables(variables, expected):
