@@ -1,0 +1,59 @@
+"""The mesh's axes hold the ranks that the topology says, and its collectives reach them."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megalite.parallel.mesh import ParallelMesh
+from megalite.topology.layout import Layout
+
+
+def axes_on_rank(layout: Layout) -> dict[str, tuple]:
+    mesh = ParallelMesh.over_world(layout)
+    seen = {}
+    for name in ("tp", "dp", "pp", "replica", "ends"):
+        axis = getattr(mesh, name)
+        ranks = torch.zeros(layout.world_size)
+        ranks[mesh.rank] = 1
+        dist.all_reduce(ranks, group=axis.group)
+        seen[name] = (axis.ranks, axis.rank, tuple(ranks.nonzero().flatten().tolist()))
+    seen["gathered"] = mesh.gather_objects(str(mesh.at))
+    seen["broadcast"] = mesh.broadcast_object(mesh.rank + 100)
+    return seen
+
+
+@pytest.mark.parametrize("layout", [Layout(2, 2, 2), Layout(4, 1, 2), Layout(1, 3, 1)], ids=str)
+def test_axes_join_the_ranks_of_the_topology(ranks, layout):
+    results = ranks.run(axes_on_rank, world_size=layout.world_size, layout=layout)
+    for rank, seen in enumerate(results):
+        expected = {
+            "tp": layout.peers(rank, "tp"),
+            "dp": layout.peers(rank, "dp"),
+            "pp": layout.peers(rank, "pp"),
+            "replica": layout.peers(rank, "tp", "pp"),
+        }
+        stages = expected["pp"]
+        expected["ends"] = (
+            stages
+            if len(stages) < 3
+            else (stages[0], stages[-1])
+            if rank in (stages[0], stages[-1])
+            else (rank,)
+        )
+        for name, members in expected.items():
+            assert seen[name] == (members, members.index(rank), members), name
+        assert seen["broadcast"] == 100
+    assert results[0]["gathered"] == [str(layout.coordinates(rank)) for rank in range(layout.world_size)]
+
+
+def wrong_world_on_rank() -> str:
+    try:
+        ParallelMesh.over_world(Layout(tensor=4))
+    except ValueError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_a_layout_of_another_size_is_refused(ranks):
+    for message in ranks.run(wrong_world_on_rank, world_size=2):
+        assert "needs 4 ranks, the world has 2" in message

@@ -1,0 +1,27 @@
+"""Schedules by their values at the turning points."""
+
+import pytest
+
+from megalite.train.learning_rate import LearningRate
+
+
+def test_warm_up_is_linear_and_reaches_the_peak():
+    rate = LearningRate(1.0, "cosine", 4, 20, 0.1)
+    assert [rate(step) for step in range(5)] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
+
+
+def test_cosine_is_half_way_in_the_middle_and_stays_at_the_minimum():
+    rate = LearningRate(2.0, "cosine", 0, 10, 0.1)
+    assert rate(5) == pytest.approx(2.0 * 0.55)
+    assert rate(10) == pytest.approx(0.2)
+    assert rate(1000) == pytest.approx(0.2)
+
+
+def test_linear_falls_evenly():
+    rate = LearningRate(1.0, "linear", 2, 12, 0.0)
+    assert [rate(step) for step in (2, 7, 12)] == pytest.approx([1.0, 0.5, 0.0])
+
+
+def test_constant_stays():
+    rate = LearningRate(3e-4, "constant", 1, 10, 0.1)
+    assert rate(0) == rate(5) == rate(50) == 3e-4
