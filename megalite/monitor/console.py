@@ -1,0 +1,123 @@
+"""What a person sees of a run: a progress bar on a terminal, single lines anywhere else. Only rank 0 has one."""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, TextIO
+
+from megalite.monitor.metrics import StepMetrics
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """What the last lines say. `places`: what lies where, in the order in which it is shown."""
+
+    steps: int
+    tokens: int
+    seconds: float
+    first_loss: float
+    last_loss: float
+    places: Mapping[str, Path]
+
+
+class Console:
+    """Shows the steps of a run, and what else there is to say, on one stream.
+
+    every: steps between two lines, or between two refreshes of the bar; the last step is always shown.
+    peak: what `mfu` is a share of, as it is shown ("sgemm", "989 TFLOP/s").
+    """
+
+    def __init__(self, *, total_steps: int, every: int = 1, peak: str = "peak", stream: TextIO | None = None):
+        self._total_steps, self._every, self._peak = total_steps, every, peak
+        self._stream = stream or sys.stdout
+        self._bar = _progress(self._stream) if self._stream.isatty() else None
+        self._task = None if self._bar is None else self._bar.add_task("", total=total_steps, numbers="")
+
+    def __enter__(self) -> "Console":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Show a step, if it is one of those to be shown."""
+        if metrics.step % self._every and metrics.step != self._total_steps:
+            return
+        numbers = "  ".join(self._numbers(metrics))
+        if self._bar is None or self._task is None:
+            width = len(str(self._total_steps))
+            self.say(f"step {metrics.step:>{width}}/{self._total_steps}  {numbers}")
+            return
+        self._bar.start()
+        self._bar.console.show_cursor(True)  # a run that is killed must not leave a terminal without one
+        self._bar.update(self._task, completed=metrics.step, numbers=numbers, refresh=True)
+
+    def say(self, text: str) -> None:
+        """A line of its own, above the bar."""
+        if self._bar is None:
+            print(text, file=self._stream, flush=True)
+        else:
+            self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def warn(self, text: str) -> None:
+        self.say(f"warning: {text}")
+
+    def summary(self, summary: RunSummary) -> None:
+        """The last lines of a run: what it did, whether it learned, where things lie."""
+        self.close()
+        rate = summary.tokens / summary.seconds if summary.seconds else 0.0
+        self.say(
+            f"done: {summary.steps:,} steps, {summary.tokens:,} tokens in {duration(summary.seconds)} "
+            f"({rate:,.0f} tokens/s)"
+        )
+        self.say(f"loss: {summary.first_loss:.4f} before, {summary.last_loss:.4f} after")
+        width = max((len(name) for name in summary.places), default=0)
+        for name, path in summary.places.items():
+            self.say(f"  {name:<{width}}  {path}")
+
+    def close(self) -> None:
+        """Leave the bar as it stands; lines can still be said."""
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _numbers(self, metrics: StepMetrics) -> list[str]:
+        seconds_a_step = metrics.tokens / metrics.step / metrics.tokens_per_second
+        shares = [] if metrics.mfu is None else [f"{metrics.mfu:.0%} of {self._peak}"]
+        return [
+            f"loss {metrics.loss:.4f}",
+            f"grad norm {metrics.grad_norm:.3f}",
+            f"{metrics.tokens_per_second:,.0f} tokens/s",
+            *shares,
+            f"{metrics.memory_bytes / 2**30:.2f} GiB",
+            f"{duration((self._total_steps - metrics.step) * seconds_a_step)} left",
+        ]
+
+
+def duration(seconds: float) -> str:
+    """Hours, minutes and seconds as 1:02:03, or 2:03 below an hour."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _progress(stream: TextIO) -> "Progress | None":
+    """A bar that is drawn when it is told to: a thread of its own would take time from the training threads."""
+    from rich.console import Console as RichConsole
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    console = RichConsole(file=stream)
+    if console.is_dumb_terminal:
+        return None
+    columns = (
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[numbers]}", markup=False),
+    )
+    return Progress(*columns, console=console, auto_refresh=False)

@@ -1,0 +1,24 @@
+"""The numbers of one step, as every reader of a run sees them."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One step of a run; the field names are the keys of metrics.jsonl.
+
+    step: counted from 1. loss: mean over the counted tokens of the global batch, before the step's update.
+    grad_norm: global L2 norm before clipping. tokens: seen since the run began, all ranks together.
+    tokens_per_second: of all ranks, over the last steps. mfu: share of the peak FLOP/s; None where the peak is unknown.
+    memory_bytes: the most that any rank holds. step_seconds: the wall time of this step.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    tokens: int
+    tokens_per_second: float
+    mfu: float | None
+    memory_bytes: int
+    step_seconds: float

@@ -1,0 +1,77 @@
+"""Tokens a second, and what share of the machine's arithmetic they are."""
+
+import time
+from collections import deque
+from dataclasses import dataclass
+
+from megalite.topology.parameters import EMBEDDING, ModelShape, model_parameters
+
+# Dense bfloat16, from NVIDIA's data sheets of both (SXM).
+_HOPPER_FLOPS = 989e12
+_PRODUCT_SIZE, _PRODUCTS = 2048, 5
+
+
+def flops_per_token(shape: ModelShape, sequence_length: int) -> int:
+    """Floating point operations of one token's forward and backward.
+
+    6 for each parameter that is multiplied with (the head, but not the look-up of the embedding), and causal
+    attention's 6 x layers x attention width x sequence length: half of what full attention computes.
+    Source: Kaplan et al., "Scaling laws for neural language models", 2020, section 2.1; Chowdhery et al., "PaLM",
+    2022, appendix B.
+    """
+    matrices = sum(
+        parameter.numel
+        for parameter in model_parameters(shape)
+        if len(parameter.spec.full_shape) > 1 and (parameter.name != EMBEDDING or shape.tie_word_embeddings)
+    )
+    attention = shape.num_hidden_layers * shape.num_attention_heads * shape.head_dim * sequence_length
+    return 6 * matrices + 6 * attention
+
+
+def sgemm_flops_per_second() -> float:
+    """What this process's torch threads reach here and now: the best of 5 float32 products of 2048^3.
+
+    Takes 5 x 17 GFLOP. Processes that share cores must not measure at the same time.
+    """
+    import torch
+
+    left, right = torch.rand(2, _PRODUCT_SIZE, _PRODUCT_SIZE)
+    out = torch.empty_like(left)
+    best = float("inf")
+    for _ in range(_PRODUCTS):
+        started = time.perf_counter()
+        torch.mm(left, right, out=out)
+        best = min(best, time.perf_counter() - started)
+    return 2 * _PRODUCT_SIZE**3 / best
+
+
+def gpu_flops_per_second(device_name: str) -> float | None:
+    """The peak that MFU is a share of (dense bf16), by the name CUDA gives; None for a device not listed."""
+    return _HOPPER_FLOPS if "H100" in device_name or "H200" in device_name else None
+
+
+@dataclass(frozen=True)
+class Speed:
+    """tokens_per_second, and the share of the peak FLOP/s; None where the peak is unknown."""
+
+    tokens_per_second: float
+    mfu: float | None
+
+
+class Throughput:
+    """The speed over the last `window` steps; the first step of a process warms up and is not counted after it."""
+
+    def __init__(self, *, flops_per_token: int, peak_flops_per_second: float | None, window: int = 20):
+        """`peak_flops_per_second`: of all processes of the run together."""
+        self._flops_per_token, self._peak = flops_per_token, peak_flops_per_second
+        self._steps: deque[tuple[int, float]] = deque(maxlen=window)
+        self._warm = False
+
+    def update(self, tokens: int, seconds: float) -> Speed:
+        """Count a step of so many tokens, all ranks together, that took so long."""
+        if len(self._steps) == 1 and not self._warm:
+            self._steps.clear()
+            self._warm = True
+        self._steps.append((tokens, seconds))
+        rate = sum(tokens for tokens, _ in self._steps) / sum(seconds for _, seconds in self._steps)
+        return Speed(rate, rate * self._flops_per_token / self._peak if self._peak else None)

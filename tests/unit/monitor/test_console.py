@@ -1,0 +1,104 @@
+"""Single lines where there is no terminal, a bar where there is one, and a summary in both."""
+
+import io
+import re
+from pathlib import Path
+
+import pytest
+
+from megalite.monitor.console import Console, RunSummary, duration
+from megalite.monitor.metrics import StepMetrics
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is one."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def metrics(step: int, mfu: float | None = 0.64) -> StepMetrics:
+    return StepMetrics(
+        step=step,
+        loss=3.0 / step,
+        grad_norm=0.5,
+        learning_rate=1e-3,
+        tokens=1000 * step,
+        tokens_per_second=2000.0,
+        mfu=mfu,
+        memory_bytes=3 * 2**29,
+        step_seconds=0.5,
+    )
+
+
+SUMMARY = RunSummary(
+    steps=10,
+    tokens=10_000,
+    seconds=5.0,
+    first_loss=3.0,
+    last_loss=0.3,
+    places={"checkpoint": Path("runs/a/checkpoints/step-000010"), "export": Path("runs/a/export")},
+)
+
+
+def test_one_line_every_few_steps_and_for_the_last() -> None:
+    stream = io.StringIO()
+    with Console(total_steps=10, every=4, peak="sgemm", stream=stream) as console:
+        for step in range(1, 11):
+            console.step(metrics(step))
+    lines = stream.getvalue().splitlines()
+    assert [line.split()[1] for line in lines] == ["4/10", "8/10", "10/10"]
+    assert lines[0] == (
+        "step  4/10  loss 0.7500  grad norm 0.500  2,000 tokens/s  64% of sgemm  1.50 GiB  0:03 left"
+    )
+    assert lines[-1].endswith("0:00 left")
+
+
+def test_an_unknown_peak_is_left_out() -> None:
+    stream = io.StringIO()
+    Console(total_steps=1, stream=stream).step(metrics(1, mfu=None))
+    assert "%" not in stream.getvalue()
+
+
+def test_a_terminal_has_a_bar_and_messages_stand_above_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    stream = Terminal()
+    console = Console(total_steps=2, stream=stream)
+    console.say("tokenizer: trained [4096]")
+    console.step(metrics(1))
+    console.warn("slow disk")
+    console.step(metrics(2))
+    console.summary(SUMMARY)
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue())
+    assert "tokenizer: trained [4096]\n" in text
+    assert "warning: slow disk\n" in text
+    assert "1/2" in text and "loss 3.0000" in text and "2/2" in text
+    assert stream.getvalue().rindex("\x1b[?25h") > stream.getvalue().rindex("\x1b[?25l"), (
+        "the cursor is hidden"
+    )
+
+
+def test_a_terminal_that_cannot_move_its_cursor_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    stream = Terminal()
+    Console(total_steps=2, stream=stream).step(metrics(1))
+    assert stream.getvalue().startswith("step 1/2  loss 3.0000")
+
+
+def test_the_summary_says_what_was_learned_and_where_things_lie() -> None:
+    stream = io.StringIO()
+    Console(total_steps=10, stream=stream).summary(SUMMARY)
+    assert stream.getvalue().splitlines() == [
+        "done: 10 steps, 10,000 tokens in 0:05 (2,000 tokens/s)",
+        "loss: 3.0000 before, 0.3000 after",
+        "  checkpoint  runs/a/checkpoints/step-000010",
+        "  export      runs/a/export",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.4, "0:00"), (59.6, "1:00"), (125, "2:05"), (3723, "1:02:03")]
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text

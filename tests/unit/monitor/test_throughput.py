@@ -1,0 +1,52 @@
+"""Speeds and shares of the peak follow from numbers alone; memory from the process."""
+
+import pytest
+
+from megalite.monitor import throughput
+from megalite.monitor.memory import process_memory
+from megalite.monitor.throughput import Throughput, flops_per_token, gpu_flops_per_second
+from tests.support.tiny import tiny_shape
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_flops_count_every_product_of_a_token(tied: bool) -> None:
+    # A layer: query 48x48, key and value 48x24 each, output 48x48; gate, up and down 48x76 each. The head: 101x48.
+    matrices = 4 * (2 * 48 * 48 + 2 * 48 * 24 + 3 * 48 * 76) + 101 * 48
+    attention = 4 * 48 * 12
+    assert flops_per_token(tiny_shape(tied=tied), 12) == 6 * (matrices + attention)
+
+
+def test_the_speed_is_that_of_the_last_steps_without_the_first() -> None:
+    speed = Throughput(flops_per_token=10, peak_flops_per_second=4000.0, window=2)
+    assert speed.update(100, 10.0).tokens_per_second == 10
+    assert speed.update(100, 1.0).tokens_per_second == 100
+    assert speed.update(100, 3.0).tokens_per_second == 50
+    last = speed.update(100, 1.0)
+    assert last.tokens_per_second == 50
+    assert last.mfu == pytest.approx(50 * 10 / 4000)
+
+
+def test_without_a_known_peak_there_is_no_share() -> None:
+    assert Throughput(flops_per_token=10, peak_flops_per_second=None).update(1, 1.0).mfu is None
+
+
+def test_the_peak_of_a_gpu_is_known_by_its_name() -> None:
+    assert gpu_flops_per_second("NVIDIA H200") == gpu_flops_per_second("NVIDIA H100 80GB HBM3") == 989e12
+    assert gpu_flops_per_second("NVIDIA A100-SXM4-80GB") is None
+
+
+def test_the_best_of_five_products_is_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = iter([0, 9, 10, 12, 20, 21, 30, 39, 40, 49])
+    monkeypatch.setattr(throughput, "_PRODUCT_SIZE", 8)
+    monkeypatch.setattr(throughput.time, "perf_counter", lambda: next(ticks))
+    assert throughput.sgemm_flops_per_second() == 2 * 8**3
+
+
+def test_memory_grows_with_what_is_held() -> None:
+    before = process_memory()
+    held = bytearray(b"\1") * (64 << 20)
+    assert process_memory().now_bytes - before.now_bytes > 48 << 20
+    del held
+    after = process_memory()
+    assert after.now_bytes - before.now_bytes < 16 << 20
+    assert after.peak_bytes - before.now_bytes > 48 << 20
