@@ -90,6 +90,11 @@ def write_tensor_file(
     return hashes, 8 + len(text) + offset
 
 
+def full_box(shape: tuple[int, ...]) -> Box:
+    """The region that is the whole tensor."""
+    return Box((0,) * len(shape), shape)
+
+
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """The tensor's elements, row-major, as bytes; no copy for a contiguous tensor on the CPU."""
     flat = tensor.detach().cpu().contiguous().view(-1)

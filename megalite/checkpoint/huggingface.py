@@ -1,0 +1,231 @@
+"""Export to a Hugging Face folder: streamed, checked against transformers, published whole or not at all."""
+
+import json
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite.checkpoint.folder import sync_folder, write_durably
+from megalite.checkpoint.format import WEIGHT, Manifest, check_coverage
+from megalite.checkpoint.model_card import is_our_card, model_card
+from megalite.checkpoint.parity import Comparison, compare_with_transformers
+from megalite.checkpoint.tensor_file import (
+    CheckpointReader,
+    TensorInfo,
+    dtype_name,
+    full_box,
+    write_tensor_file,
+)
+from megalite.data.tokenizer import Tokenizer, load_tokenizer, save_tokenizer
+from megalite.errors import CheckpointError
+from megalite.topology.parameters import ModelShape, canonical_tensors
+
+CARD = "README.md"
+INDEX = "model.safetensors.index.json"
+SHARD_SIZE_BYTES = 5_000_000_000
+# What a tokenizer may consist of, in the names that transformers looks for.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+)
+
+
+@dataclass(frozen=True)
+class Export:
+    """A published export: its folder, its weight files, and how it compared with our own forward."""
+
+    folder: Path
+    files: tuple[str, ...]
+    comparisons: tuple[Comparison, ...]
+
+
+def export(
+    checkpoint: Path,
+    destination: Path,
+    tokenizer_folder: Path | None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    shard_size_bytes: int = SHARD_SIZE_BYTES,
+) -> Export:
+    """Write a checkpoint of any layout as a folder that transformers loads; one process, one tensor in memory.
+
+    The folder appears only after transformers' own modules, run from its files, agreed with our forward; an
+    earlier export there is then replaced. Raises CheckpointError, leaving nothing behind, when they disagree, when
+    the checkpoint is damaged or when `destination` holds something else; DataError for the tokenizer.
+    """
+    _require_free(destination)
+    partial = destination.with_name(f".{destination.name}.partial-{secrets.token_hex(4)}")
+    try:
+        with CheckpointReader(checkpoint) as reader:
+            manifest = reader.manifest
+            check_coverage(manifest, checkpoint)
+            partial.mkdir(parents=True)
+            files = _write_weights(reader, partial, dtype, shard_size_bytes)
+            token_ids = _write_tokenizer(manifest, tokenizer_folder, partial) if tokenizer_folder else {}
+            for name, content in (
+                ("config.json", llama_config(manifest.model, dtype, token_ids)),
+                ("generation_config.json", {"do_sample": False, **token_ids}),
+            ):
+                write_durably(partial / name, json.dumps(content, indent=2) + "\n")
+            comparisons = compare_with_transformers(reader, partial, dtype)
+        write_durably(partial / CARD, model_card(manifest, dtype_name(dtype), comparisons))
+        _publish(partial, destination)
+    except OSError as error:
+        raise CheckpointError(
+            f"{destination} cannot be written ({error}); free space or choose another folder"
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return Export(destination, tuple(files), tuple(comparisons))
+
+
+def llama_config(shape: ModelShape, dtype: torch.dtype, token_ids: Mapping[str, int]) -> dict[str, Any]:
+    """config.json of a LlamaForCausalLM, for transformers 5 and, by the older names beside, for 4."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": shape.vocab_size,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.num_hidden_layers,
+        "num_attention_heads": shape.num_attention_heads,
+        "num_key_value_heads": shape.num_key_value_heads,
+        "head_dim": shape.head_dim,
+        "max_position_embeddings": shape.max_position_embeddings,
+        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
+        "rope_theta": shape.rope_theta,
+        "rms_norm_eps": shape.rms_norm_eps,
+        "tie_word_embeddings": shape.tie_word_embeddings,
+        "initializer_range": shape.initializer_range,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "mlp_bias": False,
+        # Without these keys transformers takes 1 and 2.
+        "bos_token_id": None,
+        "eos_token_id": None,
+        **token_ids,
+        "dtype": dtype_name(dtype),
+        "torch_dtype": dtype_name(dtype),
+        "use_cache": True,
+    }
+
+
+def plan_files(sizes_bytes: Mapping[str, int], shard_size_bytes: int) -> dict[str, list[str]]:
+    """File name -> tensors in it, in order: a new file wherever the next tensor would exceed the size."""
+    groups: list[list[str]] = []
+    filled = 0
+    for name, size_bytes in sizes_bytes.items():
+        if not groups or filled + size_bytes > shard_size_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(name)
+        filled += size_bytes
+    if len(groups) == 1:
+        return {"model.safetensors": groups[0]}
+    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, 1)}
+
+
+def _write_weights(
+    reader: CheckpointReader, folder: Path, dtype: torch.dtype, shard_size_bytes: int
+) -> list[str]:
+    infos = {
+        name: TensorInfo(dtype, shape) for name, shape in canonical_tensors(reader.manifest.model).items()
+    }
+    files = plan_files({name: info.size_bytes for name, info in infos.items()}, shard_size_bytes)
+
+    def read(name: str) -> Tensor:
+        return reader.read(WEIGHT, name, full_box(infos[name].shape)).to(dtype)
+
+    for file, names in files.items():
+        write_tensor_file(folder / file, {name: infos[name] for name in names}, read)
+    if len(files) > 1:
+        total = sum(info.size_bytes for info in infos.values())
+        index = {"metadata": {"total_size": total}, "weight_map": dict(_weight_map(files))}
+        write_durably(folder / INDEX, json.dumps(index, indent=2) + "\n")
+    return list(files)
+
+
+def _weight_map(files: Mapping[str, list[str]]) -> Iterator[tuple[str, str]]:
+    for file, names in files.items():
+        yield from ((name, file) for name in names)
+
+
+def _write_tokenizer(manifest: Manifest, source: Path, folder: Path) -> dict[str, int]:
+    """Copy the tokenizer; returns the ids of its special tokens in config.json's words."""
+    config = _tokenizer_config(source)
+    trained_with = (manifest.config.get("tokenizer") or {}).get("end_of_document")
+    end = trained_with or config.get("eos_token")
+    tokenizer = load_tokenizer(source, end_of_document=end) if end else load_tokenizer(source)
+    if tokenizer.vocab_size > manifest.model.vocab_size:
+        raise CheckpointError(
+            f"{source} has {tokenizer.vocab_size} tokens, the model only {manifest.model.vocab_size}; give the"
+            " tokenizer that the model was trained with"
+        )
+    if source.is_dir() and config:
+        for name in TOKENIZER_FILES:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, folder / name)
+    else:
+        # A bare tokenizer.json: without a configuration transformers would guess Llama's own way to split text.
+        save_tokenizer(tokenizer.backend, folder, tokenizer.end_of_document)
+        config = _tokenizer_config(folder)
+    return _token_ids(tokenizer, config)
+
+
+def _tokenizer_config(folder: Path) -> dict[str, Any]:
+    """tokenizer_config.json, with special tokens as plain text; empty where there is none."""
+    path = folder / "tokenizer_config.json"
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return {key: _plain(value) for key, value in content.items()}
+    except (ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"{path} is not a tokenizer's configuration ({error}); save it again"
+        ) from error
+
+
+def _plain(token: Any) -> Any:
+    """A special token may be written with its flags beside it."""
+    return token.get("content", token) if isinstance(token, dict) else token
+
+
+def _token_ids(tokenizer: Tokenizer, config: Mapping[str, Any]) -> dict[str, int]:
+    ids = {"eos_token_id": tokenizer.end_of_document_id}
+    bos = config.get("bos_token")
+    bos_id = tokenizer.backend.token_to_id(bos) if isinstance(bos, str) else None
+    return ids if bos_id is None else {"bos_token_id": bos_id, **ids}
+
+
+def _require_free(destination: Path) -> None:
+    if destination.is_dir():
+        if not any(destination.iterdir()) or is_our_card(destination / CARD):
+            return
+        raise CheckpointError(f"{destination} holds files that are no export of ours; choose another folder")
+    if destination.exists():
+        raise CheckpointError(f"{destination} is a file; choose another name for the folder")
+
+
+def _publish(partial: Path, destination: Path) -> None:
+    """Give the export its name; an earlier one makes way in one step and is then removed."""
+    sync_folder(partial)
+    replaced = partial.with_name(f"{partial.name}-replaced")
+    if destination.exists():
+        destination.rename(replaced)
+    partial.rename(destination)
+    sync_folder(destination.parent)
+    shutil.rmtree(replaced, ignore_errors=True)

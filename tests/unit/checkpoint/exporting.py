@@ -1,0 +1,60 @@
+"""A small trained-looking model in a checkpoint, to be exported and generated from."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megalite.checkpoint.save import save_checkpoint
+from megalite.model.stages import build_stage
+from megalite.model.transformer import Stage
+from megalite.parallel.mesh import ParallelMesh
+from megalite.topology.parameters import ModelShape
+from megalite.topology.state import StateShard
+
+
+class NoState:
+    """The state of an optimizer that keeps none, as SGD without momentum."""
+
+    def shards(self) -> Iterator[StateShard]:
+        yield from ()
+
+    def scalars(self) -> dict[str, Any]:
+        return {}
+
+    def load(self, scalars: Mapping[str, Any]) -> None:
+        pass
+
+
+def lively_stage(shape: ModelShape, *, scale: float = 5.0) -> Stage:
+    """Initial weights made larger, so that attention is far from uniform, and norms that are not all alike."""
+    stage = build_stage(shape, ParallelMesh.single(), (range(shape.num_hidden_layers),), seed=3)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, tensor in stage.named_parameters():
+            if "norm" in name:
+                tensor.copy_(torch.rand(tensor.shape, generator=generator) + 0.5)
+            else:
+                tensor.mul_(scale)
+    return stage
+
+
+def save_stage(run: Path, shape: ModelShape, stage: Stage, config: Mapping[str, Any] | None = None) -> Path:
+    """One checkpoint in a run's folder."""
+    return save_checkpoint(
+        run / "checkpoints",
+        mesh=ParallelMesh.single(),
+        shape=shape,
+        stage_layers=(range(shape.num_hidden_layers),),
+        stage=stage,
+        optimizer=NoState(),
+        trainer_state={"step": 20, "samples": 160, "tokens": 1920},
+        config=config or {"optimizer": {"learning_rate": 1e-3}, "data": {"source": "stdlib"}},
+    )
+
+
+def our_logits(stage: Stage, input_ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        positions = torch.arange(input_ids.shape[1]).unsqueeze(0)
+        return stage.logits(stage.decode(input_ids, positions))
