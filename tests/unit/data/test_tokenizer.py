@@ -1,0 +1,151 @@
+"""Training, saving and loading, and that transformers reads the same ids out of what we write."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megalite.data.corpus import Piece
+from megalite.data.tokenizer import (
+    Tokenizer,
+    evenly_spaced,
+    load_tokenizer,
+    save_tokenizer,
+    tokenizer_file,
+    train_tokenizer,
+)
+from megalite.errors import DataError
+from tests.support.tiny import tiny_corpus
+
+HARD_TEXTS = [
+    " starts with a space",
+    "def f(x):\n\treturn x  # 7 \r\n\n\n    ",
+    "das Maß 每个阶段 🙂 \x00\x7f",
+    "<|endoftext|>",
+    "two<|endoftext|> <|endoftext|>documents",
+    "",
+]
+
+
+def pieces(texts: list[str]) -> list[Piece]:
+    return [Piece(text, ends_document=True) for text in texts]
+
+
+def trained(folder: Path, vocab_size: int = 300, **options: str) -> Tokenizer:
+    end_of_document = options.get("end_of_document", "<|endoftext|>")
+    save_tokenizer(train_tokenizer(pieces(tiny_corpus()), vocab_size, **options), folder, end_of_document)
+    return load_tokenizer(folder, end_of_document=end_of_document)
+
+
+def test_the_vocabulary_is_exact_and_the_end_of_a_document_is_in_it(tmp_path: Path) -> None:
+    tokenizer = trained(tmp_path, 311, end_of_document="</s>")
+    assert (tokenizer.vocab_size, tokenizer.end_of_document_id) == (311, 0)
+    assert tokenizer.encode("</s>") == [0]
+    assert trained(tmp_path / "bytes", 257).vocab_size == 257
+
+
+@given(st.text(max_size=200))
+def test_every_text_comes_back(tokenizer: Tokenizer, text: str) -> None:
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@pytest.mark.parametrize("model_type", [None, "llama"])
+def test_transformers_gives_the_same_ids(tmp_path: Path, model_type: str | None) -> None:
+    transformers = pytest.importorskip("transformers")
+    tokenizer = trained(tmp_path)
+    if model_type:  # beside a model's config.json, AutoTokenizer may choose that model's own class
+        transformers.LlamaConfig(vocab_size=300).save_pretrained(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    for text in [*HARD_TEXTS, *tiny_corpus()]:
+        assert theirs(text)["input_ids"] == tokenizer.encode(text), text
+        assert theirs.decode(tokenizer.encode(text)) == tokenizer.decode(tokenizer.encode(text)) == text
+    assert theirs.eos_token_id == tokenizer.end_of_document_id
+    assert len(theirs) == tokenizer.vocab_size
+
+
+def test_what_transformers_saves_is_loaded(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    tokenizer = trained(tmp_path / "ours")
+    transformers.AutoTokenizer.from_pretrained(tmp_path / "ours").save_pretrained(tmp_path / "theirs")
+    again = load_tokenizer(tmp_path / "theirs")
+    assert [again.encode(text) for text in HARD_TEXTS] == [tokenizer.encode(text) for text in HARD_TEXTS]
+
+
+def test_a_real_llama_tokenizer_is_loaded(shared_data: Path) -> None:
+    tokenizer = load_tokenizer(shared_data / "stories260K", end_of_document="</s>")
+    assert (tokenizer.vocab_size, tokenizer.end_of_document_id) == (512, 2)
+    assert tokenizer.decode(tokenizer.encode("Once upon a time")) == "Once upon a time"
+
+
+def test_training_is_the_same_in_another_process(tmp_path: Path) -> None:
+    script = """if True:
+        import sys
+        from tests.unit.data.test_tokenizer import pieces, tiny_corpus, train_tokenizer
+        sys.stdout.write(train_tokenizer(pieces(tiny_corpus()), 320).to_str())
+    """
+    runs = [subprocess.run([sys.executable, "-c", script], capture_output=True, text=True) for _ in range(2)]
+    assert runs[0].returncode == 0, runs[0].stderr
+    assert runs[0].stdout == runs[1].stdout == train_tokenizer(pieces(tiny_corpus()), 320).to_str()
+
+
+def test_a_vocabulary_that_cannot_be_reached_is_refused() -> None:
+    with pytest.raises(DataError, match=r"of \d+ only, not 5000; set tokenizer\.vocab_size"):
+        train_tokenizer(pieces(["abc abc"]), 5000)
+    with pytest.raises(DataError, match="200 has no room for 256 bytes.*at least 257"):
+        train_tokenizer(pieces(["abc"]), 200)
+    with pytest.raises(DataError, match="has no text"):
+        train_tokenizer([], 300)
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=60), st.integers(1, 300))
+def test_the_sample_is_every_nth_piece_and_fits(lengths: list[int], limit: int) -> None:
+    texts = [chr(65 + index) * length for index, length in enumerate(lengths)]
+    kept = evenly_spaced(pieces(texts), limit)
+    stride = next(2**power for power in range(8) if texts[:: 2**power] == kept)
+    assert sum(map(len, kept)) <= limit or len(kept) == 1
+    if stride > 1:  # no denser one would have fitted
+        assert sum(map(len, texts[:: stride // 2])) > limit
+
+
+def test_truncation_and_padding_of_the_file_do_not_apply(tmp_path: Path) -> None:
+    backend = train_tokenizer(pieces(tiny_corpus()), 300)
+    backend.enable_truncation(max_length=4)
+    backend.enable_padding(length=16)
+    save_tokenizer(backend, tmp_path)
+    ids = load_tokenizer(tmp_path).encode("a pipeline sends the weights")
+    assert len(ids) > 4 and 0 not in ids
+
+
+@pytest.mark.parametrize(
+    ("files", "complaint"),
+    [
+        ({}, "does not exist; name a Hugging Face folder, or train one"),
+        ({"tokenizer.model": "x"}, r"no tokenizer\.json \(it has \['tokenizer.model'\]\); .*save_pretrained"),
+        ({"tokenizer.json": "{"}, r"tokenizer\.json is not a tokenizer"),
+        ({"tokenizer.json": json.dumps({"model": 3})}, r"tokenizer\.json is not a tokenizer"),
+    ],
+)
+def test_bad_tokenizers_are_named(tmp_path: Path, files: dict[str, str], complaint: str) -> None:
+    folder = tmp_path / "tok"
+    for name, text in files.items():
+        folder.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    with pytest.raises(DataError, match=complaint):
+        load_tokenizer(folder)
+
+
+def test_an_unknown_end_of_document_lists_the_special_tokens(tmp_path: Path) -> None:
+    trained(tmp_path, end_of_document="</s>")
+    with pytest.raises(DataError, match=r"no token '<\|endoftext\|>'; set tokenizer\.end_of_document.*\['</s>'\]"):
+        load_tokenizer(tmp_path)
+    assert tokenizer_file(tmp_path) == tokenizer_file(tmp_path / "tokenizer.json") == tmp_path / "tokenizer.json"
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="cannot be written .*choose another folder"):
+        save_tokenizer(train_tokenizer(pieces(tiny_corpus()), 300), tmp_path / "file" / "folder")
