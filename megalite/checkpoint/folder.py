@@ -1,4 +1,4 @@
-"""Folders of checkpoints: names, the `latest` file, what a killed save leaves behind. No torch.
+"""Folders of checkpoints: names, the `latest` file, what a killed save leaves behind; what lies beside. No torch.
 
 A save is written to `.step-000100.partial-<token>` and renamed to `step-000100` when it is whole; then
 `latest` is made to name it.
@@ -101,6 +101,16 @@ def find_checkpoint(path: Path) -> Path:
     raise CheckpointError(
         f"{path} is neither a checkpoint nor a run's folder with one; no {MANIFEST} is there"
     )
+
+
+def find_tokenizer(checkpoint: Path, manifest: Manifest) -> Path | None:
+    """The tokenizer of the run that wrote a checkpoint: in the run's folder, or where its configuration says."""
+    beside = checkpoint.resolve().parent.parent / "tokenizer"
+    named = (manifest.config.get("tokenizer") or {}).get("path")
+    for path in (beside, *([Path(named)] if named else [])):
+        if path.exists():
+            return path
+    return None
 
 
 def remove_stale(folder: Path) -> None:

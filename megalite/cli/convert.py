@@ -1,0 +1,115 @@
+"""megalite convert: write a checkpoint as a Hugging Face folder, and look into one."""
+
+import argparse
+import re
+from collections.abc import Callable, Sequence
+from math import prod
+from pathlib import Path
+
+from megalite.checkpoint.folder import find_checkpoint, find_tokenizer, require_whole
+from megalite.checkpoint.format import WEIGHT, Manifest, check_coverage
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def run(arguments: Sequence[str]) -> int:
+    """`megalite convert export` and `inspect`; returns the exit code, raises CheckpointError and DataError."""
+    options = _parser().parse_args(arguments)
+    command: Callable[[argparse.Namespace], int] = options.command
+    return command(options)
+
+
+def _export(options: argparse.Namespace) -> int:
+    checkpoint = find_checkpoint(options.checkpoint)
+    tokenizer = options.tokenizer or find_tokenizer(checkpoint, require_whole(checkpoint))
+    # Imported late, so that --help and a wrong path are answered at once.
+    from megalite.checkpoint.huggingface import export
+    from megalite.checkpoint.tensor_file import DTYPES
+
+    result = export(
+        checkpoint,
+        options.output,
+        tokenizer,
+        dtype=DTYPES[options.dtype],
+        shard_size_bytes=options.shard_size,
+    )
+    print(f"{result.folder}: from {checkpoint}, {len(result.files)} weight file(s) of {options.dtype}")
+    if tokenizer is None:
+        print("no tokenizer was found beside the checkpoint, so none was written; name one with --tokenizer")
+    print("compared with transformers (largest differences, absolute and relative):")
+    for check in result.comparisons:
+        print(f"  {check.what:<32} {check.absolute:9.1e} {check.relative:9.1e}")
+    return 0
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    checkpoint = find_checkpoint(options.checkpoint)
+    manifest = require_whole(checkpoint)
+    check_coverage(manifest, checkpoint)
+    print(f"{checkpoint}: whole, every element of every tensor once")
+    for line in _facts(manifest):
+        print(f"  {line}")
+    for kind, entries in manifest.tensors.items():
+        print(f"{kind}: {sum(prod(entry.shape) for entry in entries.values()):,} elements")
+        if kind == WEIGHT or options.all:
+            width = max(map(len, entries))
+            for name, entry in entries.items():
+                shards = len(entry.shards)
+                size = " x ".join(map(str, entry.shape))
+                print(f"  {name:<{width}}  {size:>16}  {entry.dtype}  {shards} shard{'s' * (shards > 1)}")
+    return 0
+
+
+def _facts(manifest: Manifest) -> list[str]:
+    state, layout = manifest.trainer_state, manifest.layout
+    total = sum(manifest.files.values())
+    stages = ", ".join(f"{layers[0]}-{layers[-1]}" for layers in manifest.stage_layers)
+    model = ", ".join(f"{name} {value}" for name, value in vars(manifest.model).items())
+    return [
+        f"step {state['step']:,}, {state['samples']:,} sequences, {state['tokens']:,} tokens",
+        f"written by tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data}, layers {stages}",
+        f"{total:,} bytes in {len(manifest.files)} files",
+        f"megalite {manifest.megalite}, torch {manifest.torch}",
+        f"model: {model}",
+        f"optimizer: {dict(manifest.optimizer)}",
+    ]
+
+
+def _size_bytes(text: str) -> int:
+    match = re.fullmatch(r"(\d+) *([KMG]?B)?", text.strip(), re.IGNORECASE)
+    if match is None or int(match[1]) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write for example 500MB or 5GB")
+    unit = (match[2] or "").upper()
+    return int(match[1]) * _UNITS["" if unit == "B" else unit]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="megalite convert", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    export = commands.add_parser("export", help="write a Hugging Face folder, checked against transformers")
+    _add_checkpoint(export)
+    export.add_argument(
+        "output", type=Path, metavar="OUTPUT", help="folder to write; an earlier export is replaced"
+    )
+    export.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    export.add_argument(
+        "--shard-size", type=_size_bytes, default="5GB", metavar="SIZE", help="largest weight file (5GB)"
+    )
+    export.add_argument(
+        "--tokenizer", type=Path, metavar="FOLDER", help="tokenizer to add (default: that of the run)"
+    )
+    export.set_defaults(command=_export)
+    inspect = commands.add_parser("inspect", help="names, shapes, layout, step and sizes of a checkpoint")
+    _add_checkpoint(inspect)
+    inspect.add_argument("--all", action="store_true", help="list the optimizer's tensors too")
+    inspect.set_defaults(command=_inspect)
+    return parser
+
+
+def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "checkpoint",
+        type=Path,
+        metavar="CHECKPOINT",
+        help="a checkpoint's folder, or a run's: its latest one",
+    )
