@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, TextIO
 from megalite.monitor.metrics import StepMetrics
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
+    from rich.console import RenderableType
+    from rich.live import Live
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,7 @@ class Console:
     def __init__(self, *, total_steps: int, every: int = 1, peak: str = "peak", stream: TextIO | None = None):
         self._total_steps, self._every, self._peak = total_steps, every, peak
         self._stream = stream or sys.stdout
-        self._bar = _progress(self._stream) if self._stream.isatty() else None
-        self._task = None if self._bar is None else self._bar.add_task("", total=total_steps, numbers="")
+        self._bar = _live(self._stream) if self._stream.isatty() else None
 
     def __enter__(self) -> "Console":
         return self
@@ -50,14 +50,14 @@ class Console:
         """Show a step, if it is one of those to be shown."""
         if metrics.step % self._every and metrics.step != self._total_steps:
             return
-        numbers = "  ".join(self._numbers(metrics))
-        if self._bar is None or self._task is None:
-            width = len(str(self._total_steps))
-            self.say(f"step {metrics.step:>{width}}/{self._total_steps}  {numbers}")
+        if self._bar is not None:
+            self._bar.start()
+            self._bar.console.show_cursor(True)  # a run that is killed must not leave a terminal without one
+            self._bar.update(self._picture(metrics), refresh=True)
             return
-        self._bar.start()
-        self._bar.console.show_cursor(True)  # a run that is killed must not leave a terminal without one
-        self._bar.update(self._task, completed=metrics.step, numbers=numbers, refresh=True)
+        width = len(str(self._total_steps))
+        numbers = [*self._numbers(metrics), self._time_left(metrics)]
+        self.say(f"step {metrics.step:>{width}}/{self._total_steps}  " + "  ".join(numbers))
 
     def say(self, text: str) -> None:
         """A line of its own, above the bar."""
@@ -87,8 +87,19 @@ class Console:
         if self._bar is not None:
             self._bar.stop()
 
+    def _picture(self, metrics: StepMetrics) -> "RenderableType":
+        """The bar, and below it the numbers: side by side they would not fit into 80 columns."""
+        from rich.console import Group
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        row = Table.grid(padding=(0, 2))
+        bar = ProgressBar(total=self._total_steps, completed=metrics.step, width=40)
+        row.add_row(bar, f"{metrics.step}/{self._total_steps}", self._time_left(metrics))
+        return Group(row, Text("  ".join(self._numbers(metrics)), no_wrap=True, overflow="ellipsis"))
+
     def _numbers(self, metrics: StepMetrics) -> list[str]:
-        seconds_a_step = metrics.tokens / metrics.step / metrics.tokens_per_second
         shares = [] if metrics.mfu is None else [f"{metrics.mfu:.0%} of {self._peak}"]
         return [
             f"loss {metrics.loss:.4f}",
@@ -96,8 +107,12 @@ class Console:
             f"{metrics.tokens_per_second:,.0f} tokens/s",
             *shares,
             f"{metrics.memory_bytes / 2**30:.2f} GiB",
-            f"{duration((self._total_steps - metrics.step) * seconds_a_step)} left",
         ]
+
+    def _time_left(self, metrics: StepMetrics) -> str:
+        tokens_a_step = metrics.tokens / metrics.step
+        steps_left = self._total_steps - metrics.step
+        return f"{duration(steps_left * tokens_a_step / metrics.tokens_per_second)} left"
 
 
 def duration(seconds: float) -> str:
@@ -107,17 +122,10 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def _progress(stream: TextIO) -> "Progress | None":
-    """A bar that is drawn when it is told to: a thread of its own would take time from the training threads."""
+def _live(stream: TextIO) -> "Live | None":
+    """A picture that is drawn when it is told to: a thread of its own would take time from the training threads."""
     from rich.console import Console as RichConsole
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.live import Live
 
     console = RichConsole(file=stream)
-    if console.is_dumb_terminal:
-        return None
-    columns = (
-        BarColumn(bar_width=20),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[numbers]}", markup=False),
-    )
-    return Progress(*columns, console=console, auto_refresh=False)
+    return None if console.is_dumb_terminal else Live(console=console, auto_refresh=False)

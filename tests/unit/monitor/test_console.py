@@ -62,7 +62,7 @@ def test_an_unknown_peak_is_left_out() -> None:
 
 def test_a_terminal_has_a_bar_and_messages_stand_above_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("COLUMNS", "80")
     stream = Terminal()
     console = Console(total_steps=2, stream=stream)
     console.say("tokenizer: trained [4096]")
@@ -73,7 +73,8 @@ def test_a_terminal_has_a_bar_and_messages_stand_above_it(monkeypatch: pytest.Mo
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue())
     assert "tokenizer: trained [4096]\n" in text
     assert "warning: slow disk\n" in text
-    assert "1/2" in text and "loss 3.0000" in text and "2/2" in text
+    for shown in ("1/2", "0:00 left", "loss 3.0000", "1.50 GiB", "2/2", "loss 1.5000"):
+        assert shown in text
     assert stream.getvalue().rindex("\x1b[?25h") > stream.getvalue().rindex("\x1b[?25l"), (
         "the cursor is hidden"
     )
