@@ -114,6 +114,13 @@ class ParallelMesh:
             dist.all_reduce(total)
         return total.tolist()
 
+    def max_over_world(self, value: float) -> float:
+        """The largest of all ranks' values, on every rank."""
+        largest = torch.tensor(value, dtype=torch.float64, device=self.device)
+        if self.layout.world_size > 1:
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        return float(largest)
+
 
 def connect(
     rank: int,

@@ -5,6 +5,7 @@ sums, through the public `coalesce_grad_reduction`.
 """
 
 import logging
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -141,6 +142,8 @@ def _mark(parameters: Sequence[Parameter], tensors: Mapping[str, nn.Parameter], 
 def _quieten() -> None:
     """Leave out what costs minutes or hides our own lines: the shared-memory operator's build, INFO messages."""
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # DeepSpeed 0.19 calls a collective by the name it had before torch 2.13, at every step of every rank.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed.c10d_logger")
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
 
 

@@ -1,0 +1,33 @@
+"""`megalite train`: the job, on ranks of its own or as a rank that a launcher started."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from megalite.config.load import load_config
+from megalite.launcher.environment import prepare_process, rank_info
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Check the configuration, start the ranks or be one, train; the exit code of the job."""
+    parser = argparse.ArgumentParser(prog="megalite train", description=__doc__)
+    parser.add_argument("run_file", type=Path, metavar="RUN.toml")
+    options, overrides = parser.parse_known_args(arguments)
+    info = rank_info()
+    config = load_config(options.run_file, overrides, world_size=info.world_size if info else None)
+    threads = prepare_process(config.training.threads, local_ranks=config.layout.world_size, info=info)
+
+    # From here on torch may be imported: everything a user can get wrong in the file is known to be right.
+    from megalite.train.job import RunFolder, prepare_inputs, train_rank
+    from megalite.train.local import run_local_ranks, run_rank
+
+    folder = RunFolder(Path(config.run.folder))
+    if info is not None:
+        return run_rank(train_rank, info, config.layout, folder.failures, arguments=(config, threads))
+    prepare_inputs(config, folder)
+    preload = ["torch", "megalite.train.job", "torch.distributed.pipelining"]
+    if config.zero_stage:
+        preload.append("megalite.train.deepspeed")
+    return run_local_ranks(
+        train_rank, config.layout, folder.failures, arguments=(config, threads), preload=preload
+    )

@@ -1,0 +1,144 @@
+"""The whole life of one rank: meet the others, find the inputs, resume, train, save, export."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megalite.checkpoint.folder import find_checkpoint, find_latest
+from megalite.checkpoint.huggingface import export
+from megalite.config.load import write_resolved
+from megalite.config.schema import RunConfig
+from megalite.data.ensure import ensure_data, ensure_tokenizer
+from megalite.data.loader import StepLoader
+from megalite.data.token_file import TokenFile
+from megalite.data.tokenizer import load_tokenizer
+from megalite.errors import ConfigError, Problem
+from megalite.launcher.environment import RankInfo
+from megalite.parallel.mesh import ParallelMesh, connect, disconnect
+from megalite.train.report import RunReporter
+from megalite.train.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Where a run keeps what."""
+
+    root: Path
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def export(self) -> Path:
+        return self.root / "export"
+
+    @property
+    def failures(self) -> Path:
+        return self.root / "failures"
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+
+@dataclass(frozen=True)
+class RunInputs:
+    """What a run reads, made once and shared by all ranks."""
+
+    tokenizer_folder: Path
+    data_prefix: Path
+
+
+def prepare_inputs(config: RunConfig, folder: RunFolder) -> RunInputs:
+    """Train the tokenizer and prepare the token file if that was not done before; on one process, starts no torch."""
+    tokenizer_folder = ensure_tokenizer(config, folder.root)
+    return RunInputs(tokenizer_folder, ensure_data(config, folder.root))
+
+
+def train_rank(info: RankInfo, config: RunConfig, threads: int) -> int:
+    """Be one rank of the job that `config` describes, until its last step is saved; 0 when all is done."""
+    torch.set_num_threads(threads)
+    folder = RunFolder(Path(config.run.folder))
+    device = _device(info)
+    connect(info.rank, info.world_size, device=device, rendezvous=info.rendezvous)
+    try:
+        mesh = ParallelMesh.over_world(config.layout, device)
+        inputs = mesh.broadcast_object(prepare_inputs(config, folder) if mesh.rank == 0 else None)
+        trainer = _trainer(config, mesh, inputs)
+        resumed_from = _checkpoint_to_resume(config, mesh, folder)
+        if resumed_from is not None:
+            trainer.resume(resumed_from)
+        elif mesh.rank == 0:
+            write_resolved(config, folder.root / "run.toml")
+        reporter = RunReporter(trainer, info, folder.metrics)
+        if resumed_from is not None:
+            reporter.say(f"resumed after step {trainer.state.step} from {resumed_from}")
+        checkpoint = _train(trainer, reporter, folder) or resumed_from
+    finally:
+        disconnect()
+    # Only now: the others need not wait while one rank writes and checks the export.
+    if info.rank == 0 and checkpoint is not None:
+        places = {"checkpoint": checkpoint, "metrics": folder.metrics}
+        if config.checkpoint.export:
+            export(checkpoint, folder.export, inputs.tokenizer_folder)
+            places["export"] = folder.export
+        reporter.summary(places)
+    return 0
+
+
+def _train(trainer: Trainer, reporter: RunReporter, folder: RunFolder) -> Path | None:
+    """Train to the end; the last checkpoint written, None if there was no step left to do."""
+    saved = None
+    every = trainer.config.checkpoint.every
+    while trainer.state.step < trainer.total_steps:
+        reporter.step(trainer.train_step())
+        step = trainer.state.step
+        if step == trainer.total_steps or (every is not None and step % every == 0):
+            saved = trainer.save(folder.checkpoints)
+    return saved
+
+
+def _trainer(config: RunConfig, mesh: ParallelMesh, inputs: RunInputs) -> Trainer:
+    tokenizer = load_tokenizer(inputs.tokenizer_folder, end_of_document=config.tokenizer.end_of_document)
+    shape = config.model.shape(tokenizer.vocab_size)
+    loader = StepLoader(
+        TokenFile.open(inputs.data_prefix),
+        sequence_length=config.training.sequence_length,
+        micro_batch_size=config.batch.micro_batch_size,
+        micro_batches=config.batch.micro_batches,
+        dp_rank=mesh.dp.rank,
+        dp_size=mesh.dp.size,
+        seed=config.run.seed,
+        shuffle=config.data.shuffle,
+        pad_id=tokenizer.end_of_document_id,
+        vocab_size=shape.vocab_size,
+    )
+    return Trainer(config, mesh, shape, loader)
+
+
+def _checkpoint_to_resume(config: RunConfig, mesh: ParallelMesh, folder: RunFolder) -> Path | None:
+    """What `checkpoint.resume` means here; found by rank 0, so that all ranks go on from the same one."""
+    found = None
+    if mesh.rank == 0 and config.checkpoint.resume != "never":
+        auto = config.checkpoint.resume == "auto"
+        found = find_latest(folder.checkpoints) if auto else find_checkpoint(Path(config.checkpoint.resume))
+    resumed: Path | None = mesh.broadcast_object(found)
+    return resumed
+
+
+def _device(info: RankInfo) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if info.local_rank >= count:
+        problem = Problem(
+            "parallel",
+            f"this node starts {info.local_world_size} ranks and has {count} GPUs",
+            "start one rank a GPU, or hide the GPUs with CUDA_VISIBLE_DEVICES= to train on the CPU",
+        )
+        raise ConfigError([problem])
+    device = torch.device("cuda", info.local_rank)
+    torch.cuda.set_device(device)
+    return device
