@@ -3,13 +3,14 @@
 import codecs
 import gzip
 import hashlib
+import io
 import json
 import sysconfig
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Literal
+from typing import Literal
 
 from megalite.errors import DataError
 
@@ -179,7 +180,8 @@ def _read(file: SourceFile, text_column: str) -> Iterator[tuple[Piece, int]]:
     """The pieces of one file, each with the position in the file on disk."""
     try:
         with file.path.open("rb") as raw:
-            stream = gzip.GzipFile(fileobj=raw) if file.compressed else raw
+            stream: io.BufferedIOBase = gzip.GzipFile(fileobj=raw) if file.compressed else raw
+            documents: Iterator[Iterable[str]]
             if file.kind == "jsonl":
                 documents = _json_lines(file.path, stream, text_column)
             elif file.kind == "optional":
@@ -197,7 +199,7 @@ def _read(file: SourceFile, text_column: str) -> Iterator[tuple[Piece, int]]:
         raise _cannot_read(file.path, error) from error
 
 
-def _text_blocks(path: Path, stream: IO[bytes]) -> Iterator[str]:
+def _text_blocks(path: Path, stream: io.BufferedIOBase) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     line = 1
     while True:
@@ -212,14 +214,14 @@ def _text_blocks(path: Path, stream: IO[bytes]) -> Iterator[str]:
             return
 
 
-def _whole_text(stream: IO[bytes]) -> Iterator[str]:
+def _whole_text(stream: io.BufferedIOBase) -> Iterator[str]:
     try:
         yield stream.read().decode("utf-8-sig")
     except UnicodeDecodeError:
         return
 
 
-def _json_lines(path: Path, stream: IO[bytes], text_column: str) -> Iterator[tuple[str]]:
+def _json_lines(path: Path, stream: io.BufferedIOBase, text_column: str) -> Iterator[tuple[str]]:
     for number, line in enumerate(stream, start=1):
         if not line.strip():
             continue

@@ -7,6 +7,7 @@ import re
 import sysconfig
 import tracemalloc
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,9 @@ def documents(corpus: Corpus) -> Iterator[str]:
 
 
 def read(*sources: Path | str, text_column: str = "text", pattern: str = "*") -> list[str]:
-    return list(documents(Corpus.open([str(each) for each in sources], text_column=text_column, pattern=pattern)))
+    return list(
+        documents(Corpus.open([str(each) for each in sources], text_column=text_column, pattern=pattern))
+    )
 
 
 def test_a_text_file_is_one_document_byte_for_byte(tmp_path: Path) -> None:
@@ -71,7 +74,10 @@ def test_a_jsonl_is_one_document_a_line(tmp_path: Path) -> None:
 def test_gzip_changes_nothing(tmp_path: Path) -> None:
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"packed text"))
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"body": "packed line"}\n'))
-    assert read(tmp_path / "a.txt.gz", tmp_path / "a.jsonl.gz", text_column="body") == ["packed text", "packed line"]
+    assert read(tmp_path / "a.txt.gz", tmp_path / "a.jsonl.gz", text_column="body") == [
+        "packed text",
+        "packed line",
+    ]
 
 
 def test_the_standard_library_is_its_sources_without_installed_packages() -> None:
@@ -84,7 +90,9 @@ def test_the_standard_library_is_its_sources_without_installed_packages() -> Non
     assert corpus.size_bytes > 5_000_000
 
 
-def test_library_files_that_are_not_utf8_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_library_files_that_are_not_utf8_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "good.py").write_text("pass\n")
     (tmp_path / "latin.py").write_bytes(b"# -*- coding: latin-1 -*-\n# \xe9\n")
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
@@ -96,17 +104,27 @@ def test_library_files_that_are_not_utf8_are_left_out(tmp_path: Path, monkeypatc
     [
         ("a.txt", b"good\nb\xffad\n", r"a\.txt, line 2: not UTF-8 \(byte 0xff\); convert"),
         ("a.txt", b"cut off: \xc3", r"a\.txt, line 1: not UTF-8"),
-        ("a.jsonl", b'{"text": "a"}\n{"txt": "b"}\n', r"line 2: no column 'text' \(columns: \['txt'\]\); set data\.text"),
+        (
+            "a.jsonl",
+            b'{"text": "a"}\n{"txt": "b"}\n',
+            r"line 2: no column 'text' \(columns: \['txt'\]\); set data\.text",
+        ),
         ("a.jsonl", b'{"text": "a"}\n\n[1]\n', r"line 3: no column 'text' .*not an object"),
         ("a.jsonl", b'{"text": 5}\n', r"line 1: column 'text' holds int, not text"),
         ("a.jsonl", b'{"text": "a"}\n{"text"\n', r"line 2: not JSON .*mend"),
         ("a.jsonl", b'{"text": "\xff"}\n', r"a\.jsonl, line 1: not UTF-8"),
         ("a.jsonl", b'{"text": "a\\ud800"}\n', r"line 1: half a surrogate pair"),
         ("a.txt.gz", b"not gzip at all", r"a\.txt\.gz is not a whole gzip file"),
-        ("a.txt.gz", gzip.compress(os.urandom(1000).hex().encode())[:-200], r"a\.txt\.gz is not a whole gzip file"),
+        (
+            "a.txt.gz",
+            gzip.compress(os.urandom(1000).hex().encode())[:-200],
+            r"a\.txt\.gz is not a whole gzip file",
+        ),
     ],
 )
-def test_bad_files_are_named_with_line_and_remedy(tmp_path: Path, name: str, content: bytes, complaint: str) -> None:
+def test_bad_files_are_named_with_line_and_remedy(
+    tmp_path: Path, name: str, content: bytes, complaint: str
+) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=complaint):
         read(tmp_path / name)
@@ -165,7 +183,7 @@ def test_the_fingerprint_sees_every_change(tmp_path: Path) -> None:
 @given(TEXT, st.lists(st.integers(0, 80), max_size=5), st.integers(2, 30))
 def test_pieces_are_the_document_however_it_was_read(text: str, cuts: list[int], limit: int) -> None:
     edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
-    blocks = [text[start:stop] for start, stop in zip(edges, edges[1:], strict=False)]
+    blocks = [text[start:stop] for start, stop in pairwise(edges)]
     pieces = list(cut_document(blocks, limit))
     assert pieces == list(cut_document([text], limit))
     assert "".join(piece.text for piece in pieces) == text

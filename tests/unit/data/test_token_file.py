@@ -66,7 +66,7 @@ def test_documents_come_back_however_their_sequences_are_cut(
     file = TokenFile.open(prefix)
     file.check_index()
     assert [file.document(index).tolist() for index in range(file.num_documents)] == documents
-    assert file.tokens.tolist() == sum(documents, [])
+    assert file.tokens.tolist() == [token for document in documents for token in document]
     assert all(length <= longest for length in file.sequence_lengths)
 
 
@@ -76,7 +76,9 @@ def test_a_document_longer_than_a_sequence_can_be_is_several(tmp_path: Path) -> 
     assert TokenFile.open(prefix).document(1).tolist() == [1, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize(("code", "dtype"), [(1, "u1"), (2, "i1"), (3, "<i2"), (4, "<i4"), (5, "<i8"), (8, "<u2")])
+@pytest.mark.parametrize(
+    ("code", "dtype"), [(1, "u1"), (2, "i1"), (3, "<i2"), (4, "<i4"), (5, "<i8"), (8, "<u2")]
+)
 def test_every_integer_type_of_megatron_is_read(tmp_path: Path, code: int, dtype: str) -> None:
     tokens = np.array([7, 1, 2, 0], dtype=dtype)
     (tmp_path / "x.bin").write_bytes(tokens.tobytes())
@@ -85,7 +87,9 @@ def test_every_integer_type_of_megatron_is_read(tmp_path: Path, code: int, dtype
 
 
 def test_megatron_core_reads_ours(tmp_path: Path) -> None:
-    indexed = pytest.importorskip("megatron.core.datasets.indexed_dataset", reason="megatron-core is not installed")
+    indexed = pytest.importorskip(
+        "megatron.core.datasets.indexed_dataset", reason="megatron-core is not installed"
+    )
     dataset = indexed.IndexedDataset(str(write(tmp_path / "x", [[1, 2, 3], [4]])))
     assert [dataset[index].tolist() for index in range(len(dataset))] == [[1, 2, 3], [4]]
 

@@ -95,7 +95,7 @@ def test_training_is_the_same_in_another_process(tmp_path: Path) -> None:
 def test_a_vocabulary_that_cannot_be_reached_is_refused() -> None:
     with pytest.raises(DataError, match=r"of \d+ only, not 5000; set tokenizer\.vocab_size"):
         train_tokenizer(pieces(["abc abc"]), 5000)
-    with pytest.raises(DataError, match="200 has no room for 256 bytes.*at least 257"):
+    with pytest.raises(DataError, match=r"200 has no room for 256 bytes.*at least 257"):
         train_tokenizer(pieces(["abc"]), 200)
     with pytest.raises(DataError, match="has no text"):
         train_tokenizer([], 300)
@@ -140,12 +140,16 @@ def test_bad_tokenizers_are_named(tmp_path: Path, files: dict[str, str], complai
 
 def test_an_unknown_end_of_document_lists_the_special_tokens(tmp_path: Path) -> None:
     trained(tmp_path, end_of_document="</s>")
-    with pytest.raises(DataError, match=r"no token '<\|endoftext\|>'; set tokenizer\.end_of_document.*\['</s>'\]"):
+    with pytest.raises(
+        DataError, match=r"no token '<\|endoftext\|>'; set tokenizer\.end_of_document.*\['</s>'\]"
+    ):
         load_tokenizer(tmp_path)
-    assert tokenizer_file(tmp_path) == tokenizer_file(tmp_path / "tokenizer.json") == tmp_path / "tokenizer.json"
+    assert (
+        tokenizer_file(tmp_path) == tokenizer_file(tmp_path / "tokenizer.json") == tmp_path / "tokenizer.json"
+    )
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match="cannot be written .*choose another folder"):
+    with pytest.raises(DataError, match=r"cannot be written .*choose another folder"):
         save_tokenizer(train_tokenizer(pieces(tiny_corpus()), 300), tmp_path / "file" / "folder")
