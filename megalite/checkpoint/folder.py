@@ -104,13 +104,13 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def find_tokenizer(checkpoint: Path, manifest: Manifest) -> Path | None:
-    """The tokenizer of the run that wrote a checkpoint: in the run's folder, or where its configuration says."""
-    beside = checkpoint.resolve().parent.parent / "tokenizer"
+    """The tokenizer of the run that wrote a checkpoint: where its configuration says, or in the run's folder."""
+    run = checkpoint.resolve().parent.parent
     named = (manifest.config.get("tokenizer") or {}).get("path")
-    for path in (beside, *([Path(named)] if named else [])):
-        if path.exists():
-            return path
-    return None
+    if named and Path(named).exists():
+        return Path(named)
+    folders = (run / "tokenizer", run / "export")
+    return next((folder for folder in folders if (folder / "tokenizer.json").is_file()), None)
 
 
 def remove_stale(folder: Path) -> None:

@@ -148,8 +148,18 @@ class _Parity:
     def whole_model(self, logits: Tensor) -> Comparison:
         """The folder as a user loads it, from ids to logits."""
         from transformers import AutoModelForCausalLM
+        from transformers.utils.logging import (
+            disable_progress_bar,
+            enable_progress_bar,
+            is_progress_bar_enabled,
+        )
 
+        shown = is_progress_bar_enabled()
+        # A second bar would be drawn into the job's own.
+        disable_progress_bar()
         model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32).eval()
+        if shown:
+            enable_progress_bar()
         theirs = model(input_ids=self.input_ids).logits
         return _accepted(_compare("whole model, logits", ((logits, theirs),)))
 

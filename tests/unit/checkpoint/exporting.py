@@ -28,14 +28,17 @@ class NoState:
 
 
 def lively_stage(shape: ModelShape, *, scale: float = 5.0) -> Stage:
-    """Initial weights made larger, so that attention is far from uniform, and norms that are not all alike."""
+    """Initial weights made larger, so that attention is far from uniform, and norms that are not all alike.
+
+    A tied embedding stays small: the layers decide what comes next, not the last token itself.
+    """
     stage = build_stage(shape, ParallelMesh.single(), (range(shape.num_hidden_layers),), seed=3)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, tensor in stage.named_parameters():
             if "norm" in name:
                 tensor.copy_(torch.rand(tensor.shape, generator=generator) + 0.5)
-            else:
+            elif not (shape.tie_word_embeddings and "embed_tokens" in name):
                 tensor.mul_(scale)
     return stage
 
