@@ -40,7 +40,8 @@ def ensure_tokenizer(config: RunConfig, run_folder: Path) -> Path:
     )
     if job.is_done():
         return job.folder
-    _refuse_change(run_folder, job.folder if (job.folder / "tokenizer.json").exists() else None)
+    if (job.folder / "tokenizer.json").exists():
+        _refuse_change(config, run_folder, job.folder)
     [folder] = ordered_map(_train, [job], workers=1)
     return folder
 
@@ -70,7 +71,7 @@ def ensure_data(
     corpus = _corpus(config)
     facts = prepared_facts(prefix)
     if facts is not None and facts.fingerprint != prepared_fingerprint(corpus, tokenizer):
-        _refuse_change(run_folder, prefix)
+        _refuse_change(config, run_folder, prefix)
     prepare(corpus, tokenizer, prefix, workers=max(1, config.data.workers), progress=progress)
     return prefix
 
@@ -109,13 +110,13 @@ def _train(job: _Training) -> Path:
     return job.folder
 
 
-def _refuse_change(run_folder: Path, made: Path | None) -> None:
-    """DataError when `made`, about to be made anew, already carries a run: its curve would silently change."""
-    if made is not None and (run_folder / "checkpoints" / "latest").exists():
+def _refuse_change(config: RunConfig, run_folder: Path, made: Path) -> None:
+    """DataError when `made`, about to be made anew, carries a run that goes on: its curve would silently change."""
+    if config.checkpoint.resume != "never" and (run_folder / "checkpoints" / "latest").exists():
         raise DataError(
-            f"the text or the tokenizer settings changed since {made} was made, and {run_folder} has checkpoints that "
-            "rest on it; set run.folder to a new folder, or go on with the old text: data.source = "
-            f"'{run_folder / 'data' / 'train'}'"
+            f"the text or the tokenizer settings changed since {made} was made, and the checkpoints in {run_folder} "
+            "rest on it; set run.folder to a new folder, or checkpoint.resume = 'never' to start over, "
+            f"or data.source = '{run_folder / 'data' / 'train'}' to go on with the old text"
         )
 
 

@@ -1,0 +1,109 @@
+"""megalite tokenizer and megalite data, as commands."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megalite.cli import data, tokenizer
+from megalite.data.token_file import TokenFile
+from megalite.data.tokenizer import load_tokenizer
+from megalite.errors import DataError
+from tests.support.tiny import tiny_corpus
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for index, each in enumerate(tiny_corpus()):
+        (folder / f"{index:03}.txt").write_text(each)
+    return folder
+
+
+def test_from_text_to_a_token_file(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tok, out = str(tmp_path / "tok"), str(tmp_path / "corpus" / "tiny")
+    source = ["--source", str(text), "--pattern", "*.txt", "--end-of-document", "</s>"]
+    assert tokenizer.run(["train", *source, "--vocab-size", "320", "--output", tok]) == 0
+    assert "320 ids from 40 files" in capsys.readouterr().out
+
+    prepare = ["prepare", *source, "--tokenizer", tok, "--output", out, "--workers", "1"]
+    assert data.run(prepare) == 0
+    file = TokenFile.open(out)
+    printed = capsys.readouterr()
+    assert f"40 documents, {file.num_tokens:,} tokens of uint16, in " in printed.out
+    assert printed.err == ""  # a progress bar is for terminals
+
+    assert data.run(prepare) == 0
+    assert "up to date, 40 documents" in capsys.readouterr().out
+
+    assert data.run(["inspect", out, "--documents", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert f"40 documents, 40 sequences, {file.num_tokens:,} tokens of uint16" in shown
+    assert "tok/tokenizer.json (320 ids)" in shown
+    assert f"--- document 1, {len(file.document(1))} tokens" in shown
+    assert tiny_corpus()[1][:60] in shown and "--- document 2" not in shown
+
+
+def test_a_token_file_without_its_tokenizer_is_shown_as_ids(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tok, out = tmp_path / "tok", str(tmp_path / "x")
+    tokenizer.run(["train", "--source", str(text), "--vocab-size", "300", "--output", str(tok)])
+    data.run(["prepare", "--source", str(text), "--tokenizer", str(tok), "--output", out, "--workers", "0"])
+    (tok / "tokenizer.json").unlink()
+    assert data.run(["inspect", out]) == 0
+    assert str(TokenFile.open(out).document(0)[:5].tolist())[:-1] in capsys.readouterr().out
+
+
+def test_several_sources_in_the_order_given(text: Path, tmp_path: Path) -> None:
+    tok, out = str(tmp_path / "tok"), str(tmp_path / "x")
+    sources = ["--source", str(text / "007.txt"), "--source", str(text / "002.txt")]
+    tokenizer.run(["train", "--source", str(text), "--vocab-size", "300", "--output", tok])
+    data.run(["prepare", *sources, "--tokenizer", tok, "--output", out, "--workers", "0"])
+    file, loaded = TokenFile.open(out), load_tokenizer(tok)
+    shown = [loaded.decode(file.document(index)[:-1].tolist()) for index in range(2)]
+    assert shown == [tiny_corpus()[7], tiny_corpus()[2]]
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments"),
+    [
+        (tokenizer, []),
+        (tokenizer, ["train", "--source", "stdlib"]),
+        (data, ["prepare", "--source", "x", "--tokenizer", "t", "--output", "o", "--workers", "-1"]),
+        (data, ["inspect"]),
+    ],
+)
+def test_wrong_options_end_with_exit_code_2(command, arguments: list[str], capsys) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(SystemExit) as stopped:
+        command.run(arguments)
+    assert stopped.value.code == 2
+    assert "usage: megalite" in capsys.readouterr().err
+
+
+def test_errors_are_data_errors(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="does not exist; prepare the corpus first"):
+        data.run(["inspect", str(tmp_path / "x")])
+    with pytest.raises(DataError, match="nowhere does not exist"):
+        tokenizer.run(
+            ["train", "--source", str(tmp_path / "nowhere"), "--vocab-size", "300", "--output", "o"]
+        )
+
+
+@pytest.mark.parametrize("name", ["data", "tokenizer"])
+def test_help_loads_nothing_heavy(name: str) -> None:
+    script = f"""if True:
+        import sys
+        from megalite.cli import {name}
+        try:
+            {name}.run(["--help"])
+        except SystemExit:
+            heavy = {{"torch", "numpy", "tokenizers", "rich"}} & set(sys.modules)
+            sys.exit(f"loaded {{heavy}}" if heavy else 0)
+    """
+    root = Path(__file__).parents[2]
+    run = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert f"usage: megalite {name}" in run.stdout

@@ -1,0 +1,204 @@
+"""The tokenizer and token file of a run: made once, made again when they must be, never changed under a run."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalite.config.schema import RunConfig
+from megalite.data.corpus import Corpus
+from megalite.data.ensure import ensure_data, ensure_tokenizer
+from megalite.data.prepare import prepare, prepared_facts
+from megalite.data.token_file import TokenFile
+from megalite.data.tokenizer import Tokenizer, load_tokenizer
+from megalite.errors import DataError
+from tests.support.tiny import tiny_corpus
+
+ROOT = Path(__file__).parents[3]
+SHAPE = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 64,
+}
+
+
+def config(source: Path | str | list[str], **sections: dict[str, Any]) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "model": SHAPE,
+            "training": {"steps": 1, "sequence_length": 16, "micro_batch_size": 1, "global_batch_size": 1},
+            "tokenizer": sections.get("tokenizer", {"vocab_size": 300}),
+            "data": {
+                "source": source if isinstance(source, list) else str(source),
+                **sections.get("data", {}),
+            },
+            "checkpoint": sections.get("checkpoint", {}),
+        }
+    )
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": each}) + "\n" for each in tiny_corpus()))
+    return tmp_path / "text.jsonl"
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
+def with_checkpoint(run_folder: Path) -> None:
+    (run_folder / "checkpoints").mkdir()
+    (run_folder / "checkpoints" / "latest").write_text("step-000001")
+
+
+def times(folder: Path) -> dict[str, int]:
+    return {str(path): path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_run_gets_its_tokenizer_and_its_token_file_once(text: Path, run_folder: Path) -> None:
+    folder = ensure_tokenizer(config(text), run_folder)
+    prefix = ensure_data(config(text), run_folder)
+    assert (folder, prefix) == (run_folder / "tokenizer", run_folder / "data" / "train")
+    assert load_tokenizer(folder).vocab_size == 300
+    assert TokenFile.open(prefix).num_documents == len(tiny_corpus())
+    made = times(run_folder)
+    assert (ensure_tokenizer(config(text), run_folder), ensure_data(config(text), run_folder)) == (
+        folder,
+        prefix,
+    )
+    assert times(run_folder) == made
+
+
+def test_other_text_or_settings_make_them_again(text: Path, run_folder: Path) -> None:
+    ensure_data(config(text), run_folder)
+    assert (
+        load_tokenizer(ensure_tokenizer(config(text, tokenizer={"vocab_size": 310}), run_folder)).vocab_size
+        == 310
+    )
+    text.write_text(text.read_text() * 2)
+    facts = prepared_facts(ensure_data(config(text), run_folder))
+    assert facts is not None and (facts.documents, facts.vocab_size) == (2 * len(tiny_corpus()), 300)
+
+
+def test_nothing_changes_under_a_run_with_checkpoints(text: Path, run_folder: Path) -> None:
+    prefix = ensure_data(config(text), run_folder)
+    with_checkpoint(run_folder)
+    before = times(run_folder)
+    ensure_data(config(text), run_folder)
+    text.write_text(text.read_text() * 2)
+    with pytest.raises(DataError, match=r"checkpoints in .*run rest on it; set run\.folder to a new folder"):
+        ensure_data(config(text), run_folder)
+    assert times(run_folder) == before
+    # The two ways out that the message names.
+    assert ensure_data(config(prefix), run_folder) == prefix
+    assert times(run_folder) == before
+    facts = prepared_facts(ensure_data(config(text, checkpoint={"resume": "never"}), run_folder))
+    assert facts is not None and facts.documents == 2 * len(tiny_corpus())
+
+
+def test_the_token_file_alone_is_protected_too(text: Path, run_folder: Path, tokenizer: Tokenizer) -> None:
+    given = {"path": str(tokenizer.file.parent)}
+    ensure_data(config(text, tokenizer=given), run_folder)
+    with_checkpoint(run_folder)
+    text.write_text(text.read_text() * 2)
+    with pytest.raises(DataError, match=r"since .*data/train was made"):
+        ensure_data(config(text, tokenizer=given), run_folder)
+
+
+def test_a_given_tokenizer_is_used_where_it_lies(text: Path, run_folder: Path, tokenizer: Tokenizer) -> None:
+    for given in (tokenizer.file.parent, tokenizer.file):
+        settings = config(text, tokenizer={"path": str(given)})
+        assert ensure_tokenizer(settings, run_folder) == tokenizer.file.parent
+    prefix = ensure_data(settings, run_folder)
+    assert TokenFile.open(prefix).document(0)[:-1].tolist() == tokenizer.encode(tiny_corpus()[0])
+    assert not (run_folder / "tokenizer").exists()
+
+
+@pytest.mark.parametrize("suffix", ["", ".bin", ".idx"])
+def test_prepared_files_bring_their_tokenizer(
+    text: Path, tmp_path: Path, run_folder: Path, tokenizer: Tokenizer, suffix: str
+) -> None:
+    prepare(Corpus.open([str(text)]), tokenizer, tmp_path / "corpus.v1")
+    settings = config(f"{tmp_path}/corpus.v1{suffix}", tokenizer={})
+    assert ensure_data(settings, run_folder) == tmp_path / "corpus.v1"
+    assert ensure_tokenizer(settings, run_folder) == tokenizer.file.parent
+    assert not run_folder.exists()
+
+
+def test_prepared_files_and_the_tokenizer_must_belong_together(
+    text: Path, tmp_path: Path, run_folder: Path, tokenizer: Tokenizer
+) -> None:
+    prefix = tmp_path / "x"
+    prepare(Corpus.open([str(text)]), tokenizer, prefix)
+    other = ensure_tokenizer(config(text), run_folder)
+    with pytest.raises(
+        DataError, match=r"x was prepared with .*, and the run's tokenizer is .*; set tokenizer\.path"
+    ):
+        ensure_data(config(prefix, tokenizer={"path": str(other)}), run_folder)
+    with pytest.raises(DataError, match="cannot be one of several sources"):
+        ensure_data(config([str(text), str(prefix)]), run_folder)
+    (tmp_path / "x.json").unlink()
+    with pytest.raises(
+        DataError, match=r"does not say which tokenizer it was made with; set tokenizer\.path"
+    ):
+        ensure_data(config(prefix), run_folder)
+    # Files of another program say nothing of a tokenizer, and are believed.
+    assert ensure_data(config(prefix, tokenizer={"path": str(other)}), run_folder) == prefix
+
+
+def test_a_vanished_tokenizer_of_prepared_files_is_named(
+    text: Path, tmp_path: Path, run_folder: Path
+) -> None:
+    folder = ensure_tokenizer(config(text), run_folder)
+    prepare(Corpus.open([str(text)]), load_tokenizer(folder), tmp_path / "x")
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(DataError, match=r"tokenizer\.json, which is gone; set tokenizer\.path"):
+        ensure_data(config(tmp_path / "x"), run_folder)
+
+
+def test_without_a_tokenizer_there_is_an_error(text: Path, run_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no tokenizer; set tokenizer\.path, or tokenizer\.vocab_size"):
+        ensure_tokenizer(config(text, tokenizer={}), run_folder)
+    (tmp_path / "tok.json").write_text("{}")
+    with pytest.raises(DataError, match=r"not called tokenizer\.json"):
+        ensure_tokenizer(config(text, tokenizer={"path": str(tmp_path / "tok.json")}), run_folder)
+
+
+def test_errors_of_the_training_process_arrive(text: Path, run_folder: Path) -> None:
+    with pytest.raises(DataError, match=r"vocabulary of \d+ only, not 60000"):
+        ensure_tokenizer(config(text, tokenizer={"vocab_size": 60000}), run_folder)
+
+
+def test_the_process_can_be_forked_afterwards(text: Path, run_folder: Path) -> None:
+    script = f"""if True:
+        import os, re
+        from pathlib import Path
+        from tests.unit.data.test_ensure import config, ensure_data, ensure_tokenizer, load_tokenizer
+
+        def threads():
+            return int(re.search(r"Threads:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+
+        before = threads()
+        settings, folder = config({str(text)!r}), Path({str(run_folder)!r})
+        ensure_data(settings, folder)
+        tokenizer = load_tokenizer(ensure_tokenizer(settings, folder))
+        assert threads() == before, (threads(), before)
+        if os.fork():
+            assert os.wait()[1] == 0
+        else:
+            tokenizer.backend.encode_batch(["a pipeline", "one rank"])
+            os._exit(0)
+    """
+    run = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=100
+    )
+    # tokenizers would complain on stderr of a fork after a parallel region.
+    assert (run.returncode, run.stderr) == (0, "")
