@@ -10,13 +10,13 @@ python=.venv/bin/python
 failed=()
 check() {
     printf '\n== %s\n' "$*"
-    "$python" -m "$@" || failed+=("$1")
+    "$python" -m "$@" || failed+=("$*")
 }
 check ruff check .
 check ruff format --check .
 check mypy
 check pytest -q
 if [ ${#failed[@]} -gt 0 ]; then
-    printf '\nfailed: %s\n' "${failed[*]}" >&2
+    printf '\nfailed:%s\n' "$(printf ' [%s]' "${failed[@]}")" >&2
     exit 1
 fi
