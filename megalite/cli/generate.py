@@ -38,10 +38,9 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _tokens(text: str) -> int:
-    count = int(text)
-    if count < 1:
-        raise ValueError
-    return count
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens; use 1 or more")
+    return int(text)
 
 
 def _parser() -> argparse.ArgumentParser:

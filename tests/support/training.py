@@ -74,7 +74,7 @@ def _train(job: Job) -> RankResult:
     parameters = list(stage_parameters(job.shape, stage_layers, mesh.at.pp))
     tensors = dict(stage.named_parameters())
     micro_batches = SEQUENCES // job.layout.data // job.micro_batch_size
-    optimizer = _optimizer(job, stage, parameters, mesh, micro_batches)
+    optimizer = job_optimizer(job, stage, parameters, mesh, micro_batches)
     pipeline = pipeline_runner(
         stage,
         mesh,
@@ -97,7 +97,7 @@ def _train(job: Job) -> RankResult:
     return result
 
 
-def _optimizer(
+def job_optimizer(
     job: Job, stage: torch.nn.Module, parameters: list[Parameter], mesh: ParallelMesh, micro_batches: int
 ) -> Optimizer:
     if job.zero_stage == 0:

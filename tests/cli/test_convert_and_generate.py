@@ -1,0 +1,92 @@
+"""megalite convert and megalite generate, as a user calls them."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megalite.cli import convert, generate
+from megalite.errors import CheckpointError
+from tests.support.tiny import tiny_shape, tiny_tokenizer
+from tests.unit.checkpoint.exporting import lively_stage, save_stage
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run's folder with one checkpoint and its tokenizer."""
+    run = tmp_path_factory.mktemp("run")
+    (run / "tokenizer").mkdir()
+    tiny_tokenizer(run / "tokenizer")
+    shape = replace(tiny_shape(layers=2), vocab_size=384)
+    save_stage(run, shape, lively_stage(shape))
+    return run
+
+
+def test_inspect_tells_what_is_there_without_torch(run_folder: Path) -> None:
+    code = (
+        "import sys; from megalite.cli.convert import run; run(['inspect', sys.argv[1]]);"
+        " assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code, str(run_folder)], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 0, result.stderr
+    for fact in (
+        "step-000020: whole, every element of every tensor once",
+        "step 20, 160 sequences, 1,920 tokens",
+        "written by tensor 1 x pipeline 1 x data 1, layers 0-1",
+        "model.layers.1.self_attn.k_proj.weight 24 x 48 float32 1 shard",
+    ):
+        assert fact in " ".join(result.stdout.split())
+
+
+def test_inspect_refuses_what_is_broken(run_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="neither a checkpoint nor a run's folder"):
+        convert.run(["inspect", str(tmp_path)])
+
+
+def test_export_then_generate_from_either(
+    run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    output = tmp_path / "export"
+    assert convert.run(["export", str(run_folder), str(output), "--shard-size", "100KB"]) == 0
+    said = capsys.readouterr().out
+    assert "step-000020" in said and "whole model, logits" in said and "weight file(s) of float32" in said
+    assert len(list(output.glob("model-*.safetensors"))) > 2
+    prompt = "the tensor waits"
+    arguments = [str(run_folder / "checkpoints" / "step-000020"), "--prompt", prompt, "--tokens", "20"]
+    assert generate.run([*arguments, "--tokenizer", str(output)]) == 0
+    text = capsys.readouterr().out
+    tokenizer, model = (kind.from_pretrained(output) for kind in (AutoTokenizer, AutoModelForCausalLM))
+    ids = model.generate(**tokenizer(prompt, return_tensors="pt"), max_new_tokens=20, do_sample=False)[0]
+    assert text == tokenizer.decode(ids, skip_special_tokens=True) + "\n"
+
+
+def test_generate_finds_the_tokenizer_of_the_run(run_folder: Path, capsys: pytest.CaptureFixture) -> None:
+    assert generate.run([str(run_folder), "--prompt", "one rank", "--tokens", "3"]) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith("one rank") and "3 tokens in" in said.err
+
+
+def test_a_checkpoint_without_a_tokenizer_says_so(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    shape = tiny_shape(layers=1)
+    checkpoint = save_stage(tmp_path, shape, lively_stage(shape))
+    with pytest.raises(CheckpointError, match=r"no tokenizer was found beside .*--tokenizer"):
+        generate.run([str(checkpoint), "--prompt", "x"])
+    assert convert.run(["export", str(checkpoint), str(tmp_path / "out"), "--dtype", "bfloat16"]) == 0
+    assert "no tokenizer was found" in capsys.readouterr().out
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("size", ["5XB", "-1", "0", ""])
+def test_a_wrong_size_is_refused(size: str, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as caught:
+        convert.run(["export", "a", "b", "--shard-size", size])
+    assert caught.value.code == 2
+    assert "is not a size" in capsys.readouterr().err or size == "-1"

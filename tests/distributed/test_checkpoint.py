@@ -1,0 +1,159 @@
+"""Train, save, go on elsewhere: the same layout bit for bit, another one within rounding."""
+
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from megalite.checkpoint.folder import find_latest, read_manifest
+from megalite.checkpoint.format import check_coverage
+from megalite.checkpoint.load import load_checkpoint
+from megalite.checkpoint.save import save_checkpoint
+from megalite.errors import CheckpointError
+from megalite.model.stages import build_stage
+from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.pipeline import PipelineShapes, pipeline_runner
+from megalite.topology.layout import Layout, layers_of_stages
+from megalite.topology.parameters import stage_parameters
+from megalite.train.optimizer import OptimizerSettings
+from tests.support.parity import assert_close
+from tests.support.ranks import RankPool
+from tests.support.tiny import SEQUENCE_LENGTH, tiny_shape
+from tests.support.training import (
+    SEQUENCES,
+    Job,
+    RankResult,
+    full_tensors,
+    job_optimizer,
+    local_batch,
+    shards_of,
+)
+
+ADAMW = OptimizerSettings("adamw", (0.9, 0.95), 1e-8, 0.1, 0.0, 0.5)
+
+
+def train_and_save(job: Job, folder: str) -> RankResult:
+    """Go on from the folder's latest checkpoint, if any, up to step `job.steps`, then save.
+
+    The seed is another one after a resume: nothing may depend on it.
+    """
+    mesh = ParallelMesh.over_world(job.layout)
+    stage_layers = layers_of_stages(job.shape.num_hidden_layers, job.layout.pipeline, job.layers_per_stage)
+    latest = find_latest(Path(folder))
+    stage = build_stage(job.shape, mesh, stage_layers, dtype=job.dtype, seed=99 if latest else job.seed)
+    parameters = list(stage_parameters(job.shape, stage_layers, mesh.at.pp))
+    micro_batches = SEQUENCES // job.layout.data // job.micro_batch_size
+    optimizer = job_optimizer(job, stage, parameters, mesh, micro_batches)
+    sizes = PipelineShapes(
+        micro_batches, job.micro_batch_size, SEQUENCE_LENGTH, job.shape.hidden_size, job.dtype
+    )
+    pipeline = pipeline_runner(stage, mesh, sizes, schedule=job.schedule, forward=optimizer.forward)
+    common = {"mesh": mesh, "shape": job.shape, "stage_layers": stage_layers, "stage": stage}
+    first = load_checkpoint(latest, **common, optimizer=optimizer.state).step if latest else 0
+    result = RankResult(mesh.dp.rank)
+    for step in range(first, job.steps):
+        with optimizer.accumulating():
+            result.losses.append(pipeline.forward_backward(local_batch(job, mesh, step)))
+        result.norms.append(optimizer.step(job.learning_rate))
+    counters = {"step": job.steps, "samples": 8 * job.steps, "tokens": 96 * job.steps}
+    save_checkpoint(Path(folder), **common, optimizer=optimizer.state, trainer_state=counters, config={})
+    result.final = shards_of(parameters, dict(stage.named_parameters()), mesh)
+    return result
+
+
+def run(ranks: RankPool, job: Job, folder: Path) -> list[RankResult]:
+    return ranks.run(train_and_save, world_size=job.layout.world_size, job=job, folder=str(folder))
+
+
+def job_of(layout: Layout, zero_stage: int, *, tied: bool = False, steps: int = 4) -> Job:
+    """ZeRO's master weights are float32, so what uses it is float32 too."""
+    return Job(
+        tiny_shape(tied=tied),
+        layout,
+        optimizer=ADAMW,
+        learning_rate=1e-2,
+        zero_stage=zero_stage,
+        dtype=torch.float32 if zero_stage else torch.float64,
+        steps=steps,
+    )
+
+
+@pytest.mark.parametrize(
+    ("layout", "zero_stage", "tied"),
+    [
+        (Layout(), 0, True),
+        (Layout(pipeline=2, data=2), 0, True),
+        (Layout(pipeline=2, data=2, tensor=2), 1, False),
+        (Layout(data=3), 2, False),
+        (Layout(pipeline=2, data=2), 1, True),
+    ],
+)
+def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(
+    ranks: RankPool, tmp_path: Path, layout: Layout, zero_stage: int, tied: bool
+) -> None:
+    job = job_of(layout, zero_stage, tied=tied)
+    whole = run(ranks, job, tmp_path / "whole")
+    run(ranks, replace(job, steps=2), tmp_path / "parts")
+    resumed = run(ranks, job, tmp_path / "parts")
+    for one, other in zip(whole, resumed, strict=True):
+        assert one.losses[2:] == other.losses and one.norms[2:] == other.norms
+        assert all(torch.equal(a.values, b.values) for a, b in zip(one.final, other.final, strict=True))
+    first, second = (read_manifest(tmp_path / name / "step-000004") for name in ("whole", "parts"))
+    assert (first.tensors, first.optimizer, first.files) == (second.tensors, second.optimizer, second.files)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "tied"),
+    [
+        (job_of(Layout(2, 2, 2), 1), job_of(Layout(), 1), False),
+        (job_of(Layout(2, 2, 2), 1), replace(job_of(Layout(1, 2, 2), 0), dtype=torch.float32), False),
+        (job_of(Layout(2, 1, 4), 0), job_of(Layout(1, 4, 1), 0), True),
+        (job_of(Layout(), 0), replace(job_of(Layout(4, 1, 2), 0), layers_per_stage=(1, 1, 1, 1)), True),
+        (replace(job_of(Layout(data=2), 0), dtype=torch.float32), job_of(Layout(2, 2, 1), 1), True),
+    ],
+)
+def test_a_run_goes_on_in_another_layout(
+    ranks: RankPool, tmp_path: Path, before: Job, after: Job, tied: bool
+) -> None:
+    before, after = (replace(job, shape=tiny_shape(tied=tied)) for job in (before, after))
+    whole = run(ranks, before, tmp_path / "whole")
+    run(ranks, replace(before, steps=2), tmp_path / "parts")
+    resumed = run(ranks, after, tmp_path / "parts")
+    rtol = 1e-10 if before.dtype == torch.float64 else 1e-5
+    assert_close(resumed[0].losses, whole[0].losses[2:], rtol=rtol)
+    assert_close(resumed[0].norms, whole[0].norms[2:], rtol=rtol)
+    ours, theirs = (
+        full_tensors(before.shape, [shard for rank in results for shard in rank.final], add=False)
+        for results in (resumed, whole)
+    )
+    for name in theirs:
+        # Adam's update is rounding where the gradient is: compared on the scale of the tensor.
+        assert_close(ours[name], theirs[name], rtol=100 * rtol, what=name)
+    manifest = read_manifest(tmp_path / "parts" / "step-000004")
+    check_coverage(manifest, tmp_path)
+    assert manifest.layout == after.layout and manifest.optimizer["step"] == 4
+
+
+def save_unwritably(job: Job, folder: str, rank: int) -> str:
+    """As train_and_save, with a folder in which `rank` may not write; the error's message."""
+    mesh = ParallelMesh.over_world(job.layout)
+    refusal = PermissionError(13, "Permission denied")
+    faulty = patch("megalite.checkpoint.save.write_tensor_file", side_effect=refusal)
+    with faulty if mesh.rank == rank else nullcontext(), pytest.raises(CheckpointError) as caught:
+        train_and_save(job, folder)
+    return str(caught.value)
+
+
+def test_a_rank_that_cannot_write_is_named_on_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    job = job_of(Layout(pipeline=2, data=2), 0, steps=1)
+    run(ranks, job, tmp_path)
+    messages = ranks.run(
+        save_unwritably, world_size=4, job=replace(job, steps=2), folder=str(tmp_path), rank=2
+    )
+    [message] = set(messages)
+    assert message.startswith("rank 2 (pp 1, dp 0, tp 0) could not write ")
+    assert "rank-00002.safetensors" in message and "Permission denied" in message
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-000001"]
