@@ -5,6 +5,7 @@ import gzip
 import hashlib
 import io
 import json
+import os
 import sysconfig
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,7 +20,7 @@ STANDARD_LIBRARY = "stdlib"
 # Characters of one piece: the unit of work, of memory, and of the cuts in a long document.
 PIECE_CHARACTERS = 1 << 18
 _BLOCK_BYTES = 1 << 20
-_INSTALLED_PACKAGES = {"site-packages", "dist-packages"}
+_NOT_THE_LIBRARY = {"site-packages", "dist-packages", "__pycache__"}
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ def _files(source: str, pattern: str) -> Iterator[SourceFile]:
         if path.is_dir():
             yield from _folder_files(path, pattern)
         elif path.exists():
-            yield _source_file(path)
+            yield _source_file(path.resolve())
         elif path.with_name(path.name + ".idx").exists():
             raise DataError(f"{source} is a prepared token file, not text; name the text it was made from")
         else:
@@ -138,10 +139,11 @@ def _files(source: str, pattern: str) -> Iterator[SourceFile]:
 
 
 def _folder_files(folder: Path, pattern: str) -> Iterator[SourceFile]:
+    folder = folder.resolve()
     visible = (
         path for path in folder.rglob(pattern) if not _hidden(path.relative_to(folder)) and path.is_file()
     )
-    found = sorted(visible, key=lambda path: path.relative_to(folder).as_posix())
+    found = sorted(visible, key=Path.as_posix)
     if not found:
         raise DataError(
             f"{folder} has no file that matches {pattern!r}; set data.pattern (--pattern), for example '*.txt'"
@@ -150,22 +152,22 @@ def _folder_files(folder: Path, pattern: str) -> Iterator[SourceFile]:
 
 
 def _standard_library_files() -> Iterator[SourceFile]:
-    root = Path(sysconfig.get_path("stdlib"))
-    sources = (
-        path for path in root.rglob("*.py") if _INSTALLED_PACKAGES.isdisjoint(path.relative_to(root).parts)
-    )
-    found = sorted(sources, key=lambda path: path.relative_to(root).as_posix())
+    root = Path(sysconfig.get_path("stdlib")).resolve()
+    found = []
+    for folder, below, names in os.walk(root):
+        # Changed in place, so that installed packages, often larger by far, are not even walked.
+        below[:] = [name for name in below if name not in _NOT_THE_LIBRARY]
+        found += [Path(folder, name) for name in names if name.endswith(".py")]
     if not found:
         raise DataError(
             f"this Python has no library sources in {root}; name a folder with text instead of stdlib"
         )
-    for path in found:
+    for path in sorted(found, key=Path.as_posix):
         # Its own test suite has files that are wrongly encoded on purpose.
         yield _source_file(path, "optional")
 
 
 def _source_file(path: Path, kind: Literal["optional"] | None = None) -> SourceFile:
-    path = path.resolve()
     facts = path.stat()
     name = path.stem if path.suffix == ".gz" else path.name
     by_name: Literal["text", "jsonl"] = "jsonl" if name.endswith(".jsonl") else "text"

@@ -25,25 +25,7 @@ def ensure_tokenizer(config: RunConfig, run_folder: Path) -> Path:
     Trained once into run_folder/tokenizer, and again only when the text or the settings changed.
     Raises DataError, also when they changed under a run that already has checkpoints.
     """
-    if config.tokenizer.path is not None:
-        return _folder_of(tokenizer_file(Path(config.tokenizer.path)), config.tokenizer.end_of_document)
-    prefix = _prepared_prefix(_sources(config))
-    if prefix is not None:
-        return _tokenizer_of(prefix)
-    if config.tokenizer.vocab_size is None:
-        raise DataError("there is no tokenizer; set tokenizer.path, or tokenizer.vocab_size to train one")
-    job = _Training(
-        _corpus(config),
-        config.tokenizer.vocab_size,
-        config.tokenizer.end_of_document,
-        run_folder / "tokenizer",
-    )
-    if job.is_done():
-        return job.folder
-    if (job.folder / "tokenizer.json").exists():
-        _refuse_change(config, run_folder, job.folder)
-    [folder] = ordered_map(_train, [job], workers=1)
-    return folder
+    return _tokenizer_folder(config, run_folder, _text_or_prefix(config))
 
 
 def ensure_data(
@@ -54,26 +36,41 @@ def ensure_data(
     Raises DataError, also when a given token file was made with another tokenizer than the run's, and when the
     text changed under a run that already has checkpoints.
     """
-    tokenizer = load_tokenizer(
-        ensure_tokenizer(config, run_folder), end_of_document=config.tokenizer.end_of_document
-    )
-    prefix = _prepared_prefix(_sources(config))
-    if prefix is not None:
-        TokenFile.open(prefix)
-        facts = prepared_facts(prefix)
+    source = _text_or_prefix(config)
+    folder = _tokenizer_folder(config, run_folder, source)
+    tokenizer = load_tokenizer(folder, end_of_document=config.tokenizer.end_of_document)
+    if isinstance(source, Path):
+        TokenFile.open(source)
+        facts = prepared_facts(source)
         if facts is not None and facts.tokenizer_sha256 != tokenizer.sha256:
             raise DataError(
-                f"{prefix} was prepared with {facts.tokenizer}, and the run's tokenizer is {tokenizer.file}; "
+                f"{source} was prepared with {facts.tokenizer}, and the run's tokenizer is {tokenizer.file}; "
                 "set tokenizer.path to the former, or prepare the text again with the latter"
             )
-        return prefix
+        return source
     prefix = run_folder / "data" / "train"
-    corpus = _corpus(config)
     facts = prepared_facts(prefix)
-    if facts is not None and facts.fingerprint != prepared_fingerprint(corpus, tokenizer):
+    if facts is not None and facts.fingerprint != prepared_fingerprint(source, tokenizer):
         _refuse_change(config, run_folder, prefix)
-    prepare(corpus, tokenizer, prefix, workers=max(1, config.data.workers), progress=progress)
+    prepare(source, tokenizer, prefix, workers=max(1, config.data.workers), progress=progress)
     return prefix
+
+
+def _tokenizer_folder(config: RunConfig, run_folder: Path, source: Corpus | Path) -> Path:
+    settings = config.tokenizer
+    if settings.path is not None:
+        return _folder_of(tokenizer_file(Path(settings.path)), settings.end_of_document)
+    if isinstance(source, Path):
+        return _tokenizer_of(source)
+    if settings.vocab_size is None:
+        raise DataError("there is no tokenizer; set tokenizer.path, or tokenizer.vocab_size to train one")
+    job = _Training(source, settings.vocab_size, settings.end_of_document, run_folder / "tokenizer")
+    if job.is_done():
+        return job.folder
+    if (job.folder / "tokenizer.json").exists():
+        _refuse_change(config, run_folder, job.folder)
+    [folder] = ordered_map(_train, [job], workers=1)
+    return folder
 
 
 @dataclass(frozen=True)
@@ -120,12 +117,13 @@ def _refuse_change(config: RunConfig, run_folder: Path, made: Path) -> None:
         )
 
 
-def _sources(config: RunConfig) -> Sequence[str]:
-    return [config.data.source] if isinstance(config.data.source, str) else config.data.source
-
-
-def _corpus(config: RunConfig) -> Corpus:
-    return Corpus.open(_sources(config), text_column=config.data.text_column, pattern=config.data.pattern)
+def _text_or_prefix(config: RunConfig) -> Corpus | Path:
+    """The text to train on, or the prefix of a token file that was given in its place."""
+    data = config.data
+    sources = [data.source] if isinstance(data.source, str) else data.source
+    return _prepared_prefix(sources) or Corpus.open(
+        sources, text_column=data.text_column, pattern=data.pattern
+    )
 
 
 def _prepared_prefix(sources: Sequence[str]) -> Path | None:
