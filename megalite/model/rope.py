@@ -20,6 +20,8 @@ class RotaryEmbedding(nn.Module):
 
     def __init__(self, positions: int, head_dim: int, theta: float, *, dtype: torch.dtype):
         super().__init__()
+        self.cosines: Tensor
+        self.sines: Tensor
         cosines, sines = rotary_table(positions, head_dim, theta, dtype)
         self.register_buffer("cosines", cosines, persistent=False)
         self.register_buffer("sines", sines, persistent=False)

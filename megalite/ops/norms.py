@@ -37,5 +37,5 @@ class _RMSNorm(torch.autograd.Function):
 
 def rms_norm(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
     """weight * x / sqrt(mean(x^2) + eps) over the last dim: [..., H], weight [H] -> [..., H]."""
-    normalised: Tensor = _RMSNorm.apply(hidden_states, weight, eps)  # type: ignore[no-untyped-call]
+    normalised: Tensor = _RMSNorm.apply(hidden_states, weight, eps)
     return normalised

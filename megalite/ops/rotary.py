@@ -51,7 +51,7 @@ def split_and_rotate(
     Dimension i of a head is paired with i + head_dim / 2. Returns [B, S, heads, head_dim] and twice
     [B, S, key_value_heads, head_dim].
     """
-    query, key, value = _SplitAndRotate.apply(qkv, heads, key_value_heads, cosines, sines)  # type: ignore[no-untyped-call]
+    query, key, value = _SplitAndRotate.apply(qkv, heads, key_value_heads, cosines, sines)
     return query, key, value
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup as ProcessGroup
 
 from megalite.topology.layout import Coordinates, Layout
 
@@ -16,7 +17,7 @@ class Axis:
 
     ranks: tuple[int, ...]
     rank: int
-    group: dist.ProcessGroup | None = None
+    group: ProcessGroup | None = None
 
     @property
     def size(self) -> int:

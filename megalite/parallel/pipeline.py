@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -76,7 +76,7 @@ class _LoopRunner:
         for micro_batch in batch.micro_batches(self._shapes.micro_batches):
             losses = self._forward(micro_batch.input_ids, **_stage_arguments(micro_batch))
             loss = losses.sum() * scale
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             total += loss.item()
         return _mean_over_replicas(total, self._mesh)
 
@@ -123,7 +123,7 @@ def _pipeline_stage(stage: nn.Module, mesh: ParallelMesh, shapes: PipelineShapes
     )
 
 
-def _stage_arguments(batch: StepBatch) -> dict[str, Tensor]:
+def _stage_arguments(batch: StepBatch) -> dict[str, Any]:
     return {"position_ids": batch.position_ids, "labels": batch.labels, "loss_mask": batch.loss_mask}
 
 

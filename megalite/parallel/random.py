@@ -60,7 +60,7 @@ def normal_box(seed: int, name: str, box: Box, std: float, *, step: int = 0) -> 
     for start in range(0, rows, rows_a_block):
         row = torch.arange(first_row + start, first_row + min(start + rows_a_block, rows)).unsqueeze(1)
         counter = torch.broadcast_tensors(quads, row & _MASK, row >> 32, torch.tensor(step))
-        drawn = torch.stack(_box_muller(*philox(counter, key)), dim=-1).flatten(1)  # type: ignore[arg-type]
+        drawn = torch.stack(_box_muller(*philox(counter, key)), dim=-1).flatten(1)
         values[start : start + len(row)] = drawn[:, skip : skip + columns]
     return values.mul_(std).view(box.shape)
 

@@ -11,12 +11,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import deepspeed
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from megalite.errors import ConfigError, Problem
 from megalite.parallel.gradients import copy_tied_weights, sum_tied_gradients
-from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.mesh import ParallelMesh, ProcessGroup
 from megalite.topology.parameters import Parameter
 from megalite.topology.state import OptimizerState, StateShard
 from megalite.train.optimizer import (
@@ -95,7 +94,7 @@ class _ModelParallelUnit:
     def __init__(self, mesh: ParallelMesh):
         self._mesh = mesh
 
-    def get_data_parallel_group(self) -> dist.ProcessGroup | None:
+    def get_data_parallel_group(self) -> ProcessGroup | None:
         return self._mesh.dp.group
 
     def get_data_parallel_world_size(self) -> int:
@@ -107,7 +106,7 @@ class _ModelParallelUnit:
     def get_data_parallel_group_ranks(self) -> list[int]:
         return list(self._mesh.dp.ranks)
 
-    def get_model_parallel_group(self) -> dist.ProcessGroup | None:
+    def get_model_parallel_group(self) -> ProcessGroup | None:
         return self._mesh.replica.group
 
     def get_model_parallel_world_size(self) -> int:
@@ -116,7 +115,7 @@ class _ModelParallelUnit:
     def get_model_parallel_rank(self) -> int:
         return self._mesh.replica.rank
 
-    def get_tensor_model_parallel_group(self) -> dist.ProcessGroup | None:
+    def get_tensor_model_parallel_group(self) -> ProcessGroup | None:
         return self._mesh.tp.group
 
     def get_tensor_model_parallel_world_size(self) -> int:
