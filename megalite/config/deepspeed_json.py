@@ -1,0 +1,137 @@
+"""DeepSpeed's settings as they are written: in a JSON file, or as tables of RUN.toml."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megalite.config.draft import Draft
+from megalite.errors import Problem
+
+AUTO = "auto"
+"""In DeepSpeed's JSON: what the trainer says."""
+
+
+@dataclass
+class Block:
+    """DeepSpeed's settings, and how to name one of them in an error and as an origin."""
+
+    values: dict[str, Any]
+    file: str | None
+
+    def key(self, path: str) -> str:
+        return f"{self.file}: {path}" if self.file else f"deepspeed.{path}"
+
+    def origin(self, path: str) -> str:
+        return f"{path} in {self.file}" if self.file else f"deepspeed.{path}"
+
+    def take(self, draft: Draft, path: str, section: str, key: str, value: Any) -> None:
+        """Set `section.key` to what stands at `path`; a different value that is there already is a problem."""
+        if value is None or value == AUTO:
+            return
+        if not draft.has(section, key):
+            draft.set(section, key, value, self.origin(path))
+        elif draft.values[section][key] != value:
+            ours = draft.values[section][key]
+            draft.problem(
+                f"{section}.{key}",
+                f"{ours!r} ({draft.origin(f'{section}.{key}')}) differs from {value!r} ({self.origin(path)})",
+                f'make them equal, or write "{AUTO}" in the JSON',
+            )
+
+
+def read_block(draft: Draft, section: dict[str, Any], run_folder: Path) -> Block:
+    """The file that deepspeed.config names with flags laid over it, or the tables written in its place."""
+    inline = {key: value for key, value in section.items() if key != "config"}
+    given = section.get("config")
+    if given is None:
+        return _checked(draft, Block(inline, None))
+    if not isinstance(given, str):
+        draft.problem("deepspeed.config", f"{given!r} is not a path")
+        return _checked(draft, Block(inline, None))
+    beside = sorted(key for key in inline if not draft.origin(f"deepspeed.{key}").startswith("--"))
+    if beside:
+        draft.problem(
+            "deepspeed.config",
+            f"stands beside deepspeed.{beside[0]}",
+            f"move {', '.join(beside)} into {given}",
+        )
+    path = Path(given).expanduser()
+    if not path.exists() and (run_folder / path).exists():
+        path = run_folder / path
+    found = _read_json(draft, path)
+    draft.incomplete |= {"training"} if found is None else set()
+    return _checked(draft, Block(_merged(found or {}, inline), path.name))
+
+
+def _checked(draft: Draft, block: Block) -> Block:
+    draft.problems += _value_problems(block, block.values, "")
+    return Block(_without_nulls(block.values), block.file)
+
+
+def _read_json(draft: Draft, path: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads(
+            path.read_text(encoding="utf-8-sig"),
+            object_pairs_hook=_without_duplicates,
+            parse_constant=_no_constant,
+        )
+    except json.JSONDecodeError as error:
+        draft.problem(f"{path.name}: line {error.lineno}, column {error.colno}", error.msg, "it must be JSON")
+    except OSError as error:
+        remedy = "name a file, from here or from the folder of RUN.toml"
+        draft.problem("deepspeed.config", f"{path} cannot be read: {error.strerror or error}", remedy)
+    except (ValueError, RecursionError) as error:
+        draft.problem("deepspeed.config", f"{path} cannot be read: {error}")
+    else:
+        if isinstance(found, dict):
+            return found
+        draft.problem("deepspeed.config", f"{path} holds no JSON object")
+    return None
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands there twice")
+    return found
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _merged(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(below)
+    for key, value in above.items():
+        inner = merged.get(key)
+        both = isinstance(inner, dict) and isinstance(value, Mapping)
+        merged[key] = _merged(inner, value) if both and isinstance(inner, dict) else value
+    return merged
+
+
+def _without_nulls(value: Any) -> Any:
+    """null stands for "not set", for which TOML has no word, so that it is left out."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return value
+
+
+def _value_problems(block: Block, value: Any, path: str) -> Iterator[Problem]:
+    """What JSON cannot hold: TOML's dates and infinities, and nulls in lists, which a TOML file could not repeat."""
+    if isinstance(value, dict):
+        for key, each in value.items():
+            yield from _value_problems(block, each, f"{path}.{key}" if path else key)
+    elif isinstance(value, list):
+        for each in value:
+            if each is None:
+                yield Problem(block.key(path), "has a null in a list", "take it out")
+            else:
+                yield from _value_problems(block, each, path)
+    elif isinstance(value, float) and not math.isfinite(value):
+        yield Problem(block.key(path), f"{value} is not a finite number")
+    elif value is not None and not isinstance(value, str | int | float):
+        yield Problem(block.key(path), f"{value} is of a kind that JSON has not", "write it as text")

@@ -1,0 +1,79 @@
+"""The settings as text for `--help`: each key with its type, default and meaning, as the schema has them."""
+
+import textwrap
+from collections.abc import Iterator
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from megalite.config.schema import DeepSpeedSection, RunConfig, Section
+from megalite.config.toml import format_value
+
+_NAMES = {int: "INT", float: "NUMBER", str: "TEXT", bool: "true | false"}
+_INDENT = 30
+
+
+def section_models() -> dict[str, type[Section]]:
+    """Section name -> its model, in the order of RUN.toml."""
+    found = {}
+    for name, info in RunConfig.model_fields.items():
+        [model] = [kind for kind in _members(info.annotation) if kind is not NoneType]
+        found[name] = model
+    return found
+
+
+def type_names(annotation: Any) -> list[str]:
+    """What a setting takes: INT, NUMBER, TEXT, LIST, true | false, or the words it is one of."""
+    names = []
+    for kind in _members(annotation):
+        if get_origin(kind) is Literal:
+            names += get_args(kind)
+        elif get_origin(kind) is tuple:
+            names.append("LIST")
+        elif kind is not NoneType:
+            names.append(_NAMES[kind])
+    return names
+
+
+def describe_keys(width: int = 110) -> str:
+    """Every section and key with type, default and description, wrapped to `width` columns."""
+    lines: list[str] = []
+    for section, model in section_models().items():
+        title = (model.__doc__ or "").strip().splitlines()[0]
+        lines += ["", *textwrap.wrap(f"[{section}] {title}", width)]
+        for key, info in model.model_fields.items():
+            lines += _wrapped(f"  --{section}.{key}", _meaning(info), width)
+        if model is DeepSpeedSection:
+            lines += _wrapped("  --deepspeed.KEY.KEY", "any key of DeepSpeed's JSON", width)
+    return "\n".join(lines[1:])
+
+
+def _meaning(info: FieldInfo) -> str:
+    if info.is_required():
+        default = "required"
+    elif info.default is None:
+        default = ""
+    else:
+        default = f"default {format_value(info.default)}"
+    facts = ", ".join(filter(None, (" | ".join(type_names(info.annotation)), default)))
+    return f"{info.description} ({facts})"
+
+
+def _wrapped(name: str, text: str, width: int) -> Iterator[str]:
+    room = textwrap.wrap(text, max(20, width - _INDENT))
+    first = f"{name:<{_INDENT - 1}} "
+    if len(first) > _INDENT:
+        yield name
+        first = " " * _INDENT
+    yield first + room[0]
+    yield from (" " * _INDENT + line for line in room[1:])
+
+
+def _members(annotation: Any) -> tuple[Any, ...]:
+    """The kinds of a union, without what only limits their values."""
+    if get_origin(annotation) is Annotated:
+        return _members(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        return tuple(member for each in get_args(annotation) for member in _members(each))
+    return (annotation,)

@@ -1,0 +1,57 @@
+"""What was read of a run before it is checked: values, where each came from, and what was wrong on the way."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any
+
+from megalite.errors import Problem
+
+DEFAULT = "default"
+DERIVED = "derived"
+
+
+@dataclass
+class Draft:
+    """Sections of keys; a key's origin is a file, a flag, a preset, a key of DeepSpeed's JSON, "default" or "derived"."""
+
+    source: str
+    """The run file as the user named it."""
+    values: dict[str, Any] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """What the user did not ask for and should know."""
+    incomplete: set[str] = field(default_factory=set)
+    """Sections of which a part could not be read, so that what is missing there is no problem of its own."""
+
+    def section(self, name: str) -> dict[str, Any]:
+        """The section, made if it is missing; an empty one of no consequence where a value stands in its place."""
+        section = self.values.setdefault(name, {})
+        return section if isinstance(section, dict) else {}
+
+    def set(self, section: str, key: str, value: Any, origin: str) -> None:
+        self.section(section)[key] = value
+        self.origins[f"{section}.{key}"] = origin
+
+    def has(self, section: str, key: str) -> bool:
+        return isinstance(self.values.get(section), dict) and key in self.values[section]
+
+    def origin(self, key: str) -> str:
+        """Where the value of `section.key` came from."""
+        return self.origins.get(key, DEFAULT)
+
+    def problem(self, key: str, message: str, remedy: str = "") -> None:
+        self.problems.append(Problem(key, message, remedy))
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """A remedy that names the likeliest of `known`; empty when none is near."""
+    by_last = {name.rsplit(".", 1)[-1]: name for name in known}
+    close = get_close_matches(word, by_last, n=1, cutoff=0.6)
+    return f"did you mean {by_last[close[0]]}?" if close else ""
+
+
+def one_of(known: Iterable[str]) -> str:
+    """A remedy that lists all of `known`."""
+    return f"use one of {', '.join(known)}"

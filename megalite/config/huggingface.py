@@ -1,0 +1,77 @@
+"""A Hugging Face config.json as the model's shape."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from megalite.config.draft import Draft
+from megalite.errors import Problem
+
+_COPIED = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "tie_word_embeddings",
+    "initializer_range",
+)
+# Parts of the Llama family that are not built here, with the only value that leaves them out.
+_REQUIRED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "attention_dropout": 0.0}
+
+
+def apply_hf_config(draft: Draft) -> None:
+    """Put the shape of model.hf_config behind the keys that [model] has; the path itself goes."""
+    model = draft.section("model")
+    given = model.pop("hf_config", None)
+    if given is None:
+        return
+    path = Path(given).expanduser() if isinstance(given, str) else Path()
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(found, dict):
+            raise ValueError("holds no JSON object")
+    except (OSError, ValueError, RecursionError) as error:
+        reason = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+        draft.problem(
+            "model.hf_config", f"{given!r} cannot be read: {reason}", "name a config.json or its folder"
+        )
+        draft.incomplete.add("model")
+        return
+    problems = list(_unsupported(found, path))
+    draft.problems += problems
+    if found.get("model_type") != "llama":
+        draft.incomplete.add("model")
+        return
+    shape = {key: found[key] for key in _COPIED if found.get(key) is not None}
+    theta = _rope(found).get("rope_theta", found.get("rope_theta"))
+    if theta is not None:
+        shape["rope_theta"] = theta
+    for key, value in {"family": "llama", **shape}.items():
+        if key not in model:
+            draft.set("model", key, value, str(path))
+
+
+def _unsupported(found: Mapping[str, Any], path: Path) -> Iterator[Problem]:
+    key = "model.hf_config"
+    if found.get("model_type") != "llama":
+        yield Problem(key, f"{path} is of model_type {found.get('model_type')!r}", 'only "llama" is built')
+        return
+    for name, needed in _REQUIRED.items():
+        if found.get(name, needed) != needed:
+            yield Problem(key, f"{path} has {name} = {found[name]!r}", f"only {needed!r} is built")
+    kind = _rope(found).get("rope_type", _rope(found).get("type", "default"))
+    if kind != "default":
+        yield Problem(key, f"{path} scales its rotary frequencies ({kind!r})", 'only "default" is built')
+
+
+def _rope(found: Mapping[str, Any]) -> Mapping[str, Any]:
+    """rope_parameters of transformers 5, or rope_scaling of 4."""
+    rope = found.get("rope_parameters") or found.get("rope_scaling") or {}
+    return rope if isinstance(rope, Mapping) else {}

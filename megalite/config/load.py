@@ -1,0 +1,110 @@
+"""From RUN.toml and flags to a resolved RunConfig, or to one ConfigError with everything that is wrong."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megalite.config.batch import plan_batch
+from megalite.config.check import problems_of
+from megalite.config.deepspeed import apply_deepspeed
+from megalite.config.draft import DEFAULT, DERIVED, Draft
+from megalite.config.flags import apply_overrides
+from megalite.config.huggingface import apply_hf_config
+from megalite.config.presets import apply_preset
+from megalite.config.schema import RunConfig
+from megalite.config.toml import format_table, read_toml
+from megalite.config.validate import Facts, validate
+from megalite.errors import ConfigError
+
+COMMAND_LINE = "the command line"
+
+
+@dataclass(frozen=True)
+class LoadedRun:
+    """A resolved run, with the origin of every `section.key` that is not a default, and what the user should know."""
+
+    config: RunConfig
+    origins: Mapping[str, str]
+    notes: tuple[str, ...]
+
+    def origin(self, key: str) -> str:
+        """A file, a flag, a preset, a key of DeepSpeed's JSON, "default" or "derived"."""
+        return self.origins.get(key, DEFAULT)
+
+
+def load_config(
+    path: Path | str | None, overrides: Sequence[str] = (), world_size: int | None = None
+) -> RunConfig:
+    """The resolved run of `load_run`."""
+    return load_run(path, overrides, world_size).config
+
+
+def load_run(
+    path: Path | str | None, overrides: Sequence[str] = (), world_size: int | None = None
+) -> LoadedRun:
+    """Read RUN.toml, lay `["--section.key", "value", ...]` over it, fill in what follows, check all of it.
+
+    world_size: the ranks that a launcher started; None when megalite starts its own, as many as the layout has.
+    Nothing is left open but what the tokenizer (model.vocab_size), the data (steps of training.epochs) and the
+    machine (training.threads) will say. Raises ConfigError with every problem, those of the schema and those
+    that span settings.
+    """
+    draft = Draft(COMMAND_LINE if path is None else str(path))
+    if path is not None:
+        _read_file(draft, Path(path))
+    apply_overrides(draft, overrides)
+    apply_hf_config(draft)
+    apply_preset(draft)
+    apply_deepspeed(draft, Path() if path is None else Path(path).parent)
+    facts = validate(draft, world_size)
+    problems = dict.fromkeys([*draft.problems, *problems_of(facts)])
+    if problems:
+        raise ConfigError(list(problems), draft.source)
+    resolved = _resolved(facts)
+    for key, value in resolved.items():
+        section, name = key.split(".")
+        if value != getattr(getattr(facts, section), name):
+            draft.set(section, name, value, DERIVED)
+    return LoadedRun(RunConfig.model_validate(draft.values), draft.origins, tuple(draft.notes))
+
+
+def write_resolved(config: RunConfig, path: Path) -> None:
+    """Write a resolved run as RUN.toml: loading it gives an equal RunConfig, under the same number of ranks."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(resolved_lines(config)) + "\n", encoding="utf-8")
+
+
+def resolved_lines(config: RunConfig) -> list[str]:
+    lines: list[str] = []
+    for name, section in config.model_dump().items():
+        if section is None:
+            continue
+        if name == "training":
+            # It follows from the other two, so that either of these can be changed by a flag.
+            section.pop("micro_batches")
+        lines += [*format_table(name, section), ""]
+    return lines[:-1]
+
+
+def _read_file(draft: Draft, path: Path) -> None:
+    draft.values = read_toml(path)
+    for section, table in draft.values.items():
+        for key in table if isinstance(table, dict) else ():
+            draft.origins[f"{section}.{key}"] = draft.source
+
+
+def _resolved(facts: Facts) -> dict[str, Any]:
+    """What follows from the settings of a run without problems."""
+    plan, model = plan_batch(facts), facts.model
+    heads = model.num_attention_heads
+    precision = facts.training.precision
+    return {
+        "parallel.data": plan.data,
+        "training.micro_batch_size": plan.micro_batch_size,
+        "training.micro_batches": plan.micro_batches,
+        "training.global_batch_size": plan.global_batch_size,
+        "training.precision": "fp32" if precision == "auto" else precision,
+        "model.num_key_value_heads": model.num_key_value_heads or heads,
+        "model.head_dim": model.head_dim or model.hidden_size // heads,
+    }

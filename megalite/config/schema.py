@@ -1,0 +1,245 @@
+"""Every setting of a run: its name, type, limits, default and the sentence that `--help` prints."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from megalite.topology.layout import Layout
+from megalite.topology.parameters import ModelShape
+
+# Above any size in use, and small enough that every rule can list the neighbours of a value at once.
+Count = Annotated[int, Field(ge=1, lt=2**31)]
+Text = Annotated[str, Field(min_length=1)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+# A TOML array is a list, and frozen models hold tuples.
+Lenient = Field(strict=False)
+
+
+class Section(BaseModel):
+    """A section of RUN.toml; unknown keys and values of another type are refused, since TOML has types."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True
+    )
+
+
+class RunSection(Section):
+    """Where the run writes, and what its randomness starts from."""
+
+    folder: Text = Field("runs/default", description="all that the run writes")
+    seed: int = Field(1234, ge=0, lt=2**63, description="of initial weights and data order")
+
+
+class ModelConfig(Section):
+    """The model's shape, in the words of Hugging Face's config.json."""
+
+    preset: Text | None = Field(None, description="a shape by name; keys beside it take precedence")
+    hf_config: Text | None = Field(
+        None, description="a Hugging Face config.json (or its folder) to take the shape from, likewise"
+    )
+    family: Literal["llama"] = Field("llama", description="architecture")
+    vocab_size: Count | Literal["auto"] = Field(
+        "auto", description='rows of the embedding; "auto": the tokenizer\'s'
+    )
+    hidden_size: Count = Field(description="width of the residual stream")
+    intermediate_size: Count = Field(description="width of the gated MLP")
+    num_hidden_layers: Count = Field(description="decoder layers")
+    num_attention_heads: Count = Field(description="query heads")
+    num_key_value_heads: Count | None = Field(
+        None, description="key and value heads; default: num_attention_heads"
+    )
+    head_dim: Count | None = Field(None, description="default: hidden_size / num_attention_heads")
+    max_position_embeddings: Count = Field(2048, description="longest sequence the model is meant for")
+    rope_theta: float = Field(10000.0, gt=0, description="base of the rotary frequencies")
+    rms_norm_eps: float = Field(1e-5, gt=0, description="added to the mean square in every norm")
+    tie_word_embeddings: bool = Field(False, description="the head is the embedding")
+    initializer_range: float = Field(0.02, gt=0, description="standard deviation of the initial weights")
+
+    def shape(self, vocab_size: int) -> ModelShape:
+        """The shape; `vocab_size` (the tokenizer's) counts where the setting is "auto"."""
+        heads = self.num_attention_heads
+        return ModelShape(
+            vocab_size=vocab_size if self.vocab_size == "auto" else self.vocab_size,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_hidden_layers=self.num_hidden_layers,
+            num_attention_heads=heads,
+            num_key_value_heads=self.num_key_value_heads or heads,
+            head_dim=self.head_dim or self.hidden_size // heads,
+            max_position_embeddings=self.max_position_embeddings,
+            rope_theta=self.rope_theta,
+            rms_norm_eps=self.rms_norm_eps,
+            tie_word_embeddings=self.tie_word_embeddings,
+            initializer_range=self.initializer_range,
+            family=self.family,
+        )
+
+
+class ParallelConfig(Section):
+    """How the model and the batch are cut up; every size is a number of ranks."""
+
+    tensor: Count = Field(1, description="ranks that share each layer")
+    pipeline: Count = Field(1, description="stages that the layers are spread over")
+    data: Count | Literal["auto"] = Field(
+        "auto", description='replicas; "auto": what the launcher started, else 1'
+    )
+    schedule: Literal["1f1b", "gpipe"] = Field(
+        "1f1b", description="order of forwards and backwards in the pipeline"
+    )
+    layers_per_stage: Annotated[tuple[Count, ...], Lenient] | None = Field(
+        None, description="layers of each stage, [3, 5]; default: balanced"
+    )
+
+
+class TrainingConfig(Section):
+    """How much is trained. Two of the three batch numbers give the third: global = micro size * micro batches * data."""
+
+    steps: Count | None = Field(None, description="updates; or name epochs")
+    epochs: float | None = Field(None, gt=0, description="passes over the data; or name steps")
+    sequence_length: Count = Field(description="tokens a sequence")
+    micro_batch_size: Count | None = Field(None, description="sequences that a rank computes at once")
+    micro_batches: Count | None = Field(None, description="micro batches a step of each replica")
+    global_batch_size: Count | None = Field(None, description="sequences a step, over all replicas")
+    precision: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = Field(
+        "auto", description='number type; "auto": what DeepSpeed\'s JSON enables, else fp32'
+    )
+    threads: Count | Literal["auto"] = Field(
+        "auto", description='a rank; "auto": the machine\'s cores shared'
+    )
+
+
+class OptimizerConfig(Section):
+    """The update rule and the learning rate over time."""
+
+    name: Literal["adamw", "sgd"] = Field("adamw", description="update rule")
+    learning_rate: float = Field(3e-4, gt=0, description="at its peak")
+    betas: Annotated[tuple[Fraction, Fraction], Lenient] = Field((0.9, 0.95), description="adamw's averages")
+    eps: float = Field(1e-8, gt=0, description="adamw's denominator")
+    weight_decay: float = Field(0.1, ge=0, description="decoupled for adamw; not on norms and biases")
+    gradient_clipping: float = Field(1.0, ge=0, description="largest global norm of the gradient; 0: off")
+    schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="decay after the warm-up")
+    warmup_steps: int = Field(0, ge=0, lt=2**31, description="steps of linear warm-up")
+    minimum_ratio: float = Field(0.1, ge=0, le=1, description="the decay ends at this share of the peak")
+    decay_steps: Count | None = Field(None, description="step at which the decay ends; default: the last")
+    momentum: float = Field(0.0, ge=0, lt=1, description="sgd's")
+
+
+class DeepSpeedSection(Section):
+    """DeepSpeed's own JSON: a file, or its words as keys and tables here ([deepspeed.zero_optimization])."""
+
+    model_config = ConfigDict(extra="allow")
+
+    config: Text | None = Field(None, description="the JSON file, from here or from the folder of RUN.toml")
+
+    @property
+    def passed_on(self) -> Mapping[str, Any]:
+        """What DeepSpeed is given as it stands."""
+        return self.model_extra or {}
+
+
+class TokenizerConfig(Section):
+    """An existing tokenizer, or one to train on [data]."""
+
+    path: Text | None = Field(None, description="Hugging Face tokenizer: folder or tokenizer.json")
+    vocab_size: Count | None = Field(None, description="train one with so many ids")
+    kind: Literal["bpe"] = Field("bpe", description="what is trained: byte-level BPE")
+    end_of_document: Text = Field("<|endoftext|>", description="token between documents")
+
+
+class DataConfig(Section):
+    """The text."""
+
+    source: Text | Annotated[tuple[Text, ...], Lenient] = Field(
+        description='text file, folder, .jsonl, .gz, a list of these; "stdlib": the Python library\'s sources; '
+        "or X of prepared X.bin and X.idx",
+    )
+    text_column: Text = Field("text", description="field of a .jsonl line")
+    pattern: Text = Field("*", description="files of a folder to read")
+    shuffle: bool = Field(True, description="order of sequences anew in every epoch")
+    workers: int = Field(2, ge=0, lt=1024, description="processes that encode text")
+
+
+class CheckpointConfig(Section):
+    """When the run is saved and where it goes on; the last step is always saved."""
+
+    every: Count | None = Field(None, description="steps between checkpoints; default: only the last")
+    resume: Text = Field("auto", description='"auto": the latest of run.folder; "never"; or a checkpoint')
+    export: bool = Field(True, description="write run.folder/export for Hugging Face at the end")
+
+
+class MonitorConfig(Section):
+    """What is reported while training; metrics.jsonl has every step."""
+
+    every: Count = Field(1, description="steps between console lines")
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """global_batch_size = micro_batch_size * micro_batches * data, in sequences."""
+
+    micro_batch_size: int
+    micro_batches: int
+    global_batch_size: int
+    data: int
+
+
+class RunConfig(Section):
+    """A whole run, as RUN.toml describes it. From `load_config` it is resolved: what follows is filled in."""
+
+    run: RunSection = RunSection()
+    model: ModelConfig
+    parallel: ParallelConfig = ParallelConfig()
+    training: TrainingConfig
+    optimizer: OptimizerConfig = OptimizerConfig()
+    deepspeed: DeepSpeedSection | None = None
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    data: DataConfig
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    monitor: MonitorConfig = MonitorConfig()
+
+    @property
+    def layout(self) -> Layout:
+        """The mesh of a resolved run."""
+        return Layout(self.parallel.pipeline, self._data, self.parallel.tensor)
+
+    @property
+    def batch(self) -> BatchPlan:
+        """The batch of a resolved run."""
+        training = self.training
+        assert training.micro_batch_size and training.micro_batches and training.global_batch_size, (
+            "not resolved"
+        )
+        return BatchPlan(
+            training.micro_batch_size, training.micro_batches, training.global_batch_size, self._data
+        )
+
+    @property
+    def zero_stage(self) -> int:
+        """0 where DeepSpeed is not used."""
+        if self.deepspeed is None:
+            return 0
+        return int(self.deepspeed.passed_on.get("zero_optimization", {}).get("stage", 0))
+
+    def deepspeed_json(self) -> dict[str, Any]:
+        """What DeepSpeed is handed: to it a step is one micro batch, and optimizer and learning rate are ours."""
+        passed_on = dict(self.deepspeed.passed_on) if self.deepspeed is not None else {}
+        for block, precision in (("fp16", "fp16"), ("bf16", "bf16")):
+            if block in passed_on or self.training.precision == precision:
+                enabled = self.training.precision == precision
+                passed_on[block] = {**passed_on.get(block, {}), "enabled": enabled}
+        return {
+            **passed_on,
+            "train_micro_batch_size_per_gpu": self.batch.micro_batch_size * self.batch.micro_batches,
+            "gradient_accumulation_steps": 1,
+            "gradient_clipping": self.optimizer.gradient_clipping,
+            # The optimizer is torch's, given by us: DeepSpeed would compile its own for minutes.
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+        }
+
+    @property
+    def _data(self) -> int:
+        assert self.parallel.data != "auto", "not resolved"
+        return self.parallel.data

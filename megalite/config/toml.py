@@ -1,0 +1,86 @@
+"""RUN.toml, read with its place in every error, and written so that reading gives the same values."""
+
+import json
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from megalite.errors import ConfigError, Problem
+
+_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+_PLACE = re.compile(r" \(at (?:line (\d+), column (\d+)|end of document)\)$")
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file. Raises ConfigError, with line and column where there is one."""
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+        return tomllib.loads(text)
+    except FileNotFoundError:
+        raise ConfigError([Problem(str(path), "no such file", _files_here(path))], str(path)) from None
+    except OSError as error:
+        raise ConfigError([Problem(str(path), error.strerror or str(error))], str(path)) from error
+    except UnicodeDecodeError as error:
+        problem = Problem(f"byte {error.start}", "is not UTF-8", "save the file as UTF-8")
+        raise ConfigError([problem], str(path)) from error
+    except tomllib.TOMLDecodeError as error:
+        message = str(error)
+        place = _PLACE.search(message)
+        at = f"line {place[1]}, column {place[2]}" if place and place[1] else "end of file"
+        remedy = 'TOML has key = value, with text in "quotes"'
+        raise ConfigError([Problem(at, _PLACE.sub("", message), remedy)], str(path)) from error
+    except RecursionError:
+        raise ConfigError([Problem(str(path), "is nested too deeply")], str(path)) from None
+
+
+def parse_value(text: str) -> Any:
+    """The TOML value that `text` spells, else the text itself."""
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except (tomllib.TOMLDecodeError, RecursionError):
+        return text
+    return parsed["value"] if len(parsed) == 1 else text
+
+
+def format_value(value: Any) -> str:
+    """One value as TOML. Raises TypeError for what TOML has not, such as None."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        # JSON escapes what TOML wants escaped, but for the character DEL.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(format_value, value))}]"
+    if isinstance(value, Mapping):
+        return (
+            "{" + ", ".join(f"{format_key(key)} = {format_value(each)}" for key, each in value.items()) + "}"
+        )
+    raise TypeError(f"TOML has no {type(value).__name__}")
+
+
+def format_key(key: str) -> str:
+    return key if _BARE_KEY.fullmatch(key) else format_value(key)
+
+
+def format_table(name: str, table: Mapping[str, Any]) -> Iterator[str]:
+    """The lines of a table and of those in it; None values are left out."""
+    yield f"[{name}]"
+    for key, value in table.items():
+        if value is not None and not isinstance(value, Mapping):
+            yield f"{format_key(key)} = {format_value(value)}"
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield ""
+            yield from format_table(f"{name}.{format_key(key)}", value)
+
+
+def _files_here(path: Path) -> str:
+    """A remedy that names the TOML files beside a path that does not exist."""
+    if not path.parent.is_dir():
+        return f"the folder {path.parent} does not exist either"
+    names = sorted(str(path.parent / file.name) for file in path.parent.glob("*.toml"))[:5]
+    return f"there is {', '.join(names)}" if names else "name a RUN.toml"

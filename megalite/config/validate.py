@@ -1,0 +1,173 @@
+"""The draft against the schema: every wrong value as a Problem, and what is right as facts for the rules."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, cast
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from megalite.config.describe import section_models
+from megalite.config.draft import DERIVED, Draft, did_you_mean
+from megalite.config.schema import (
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    Section,
+    TokenizerConfig,
+    TrainingConfig,
+)
+from megalite.errors import Problem
+
+
+class Unknown(Exception):
+    """A setting that is wrong or missing, which is reported already; a rule that needs it says nothing."""
+
+
+class _Known:
+    """Stands for a section of which only some values are right: reading another one raises Unknown."""
+
+    def __init__(self, values: Mapping[str, Any]):
+        self._values = values
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self._values[name]
+        except KeyError:
+            raise Unknown(name) from None
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of a run, for the rules that span settings. Reading a wrong value raises Unknown."""
+
+    model: ModelConfig
+    parallel: ParallelConfig
+    training: TrainingConfig
+    optimizer: OptimizerConfig
+    tokenizer: TokenizerConfig
+    data: DataConfig
+    deepspeed: Mapping[str, Any]
+    """What is passed on to DeepSpeed; empty without [deepspeed]."""
+    world_size: int | None
+    """Ranks that a launcher started; None when megalite starts its own."""
+    origins: Mapping[str, str]
+
+    def source(self, key: str) -> str:
+        """`(where section.key came from)`, for a message."""
+        return f"({self.origins.get(key, 'default')})"
+
+    @property
+    def zero_stage(self) -> int:
+        zero = self.deepspeed.get("zero_optimization", {})
+        stage = zero.get("stage", 0) if isinstance(zero, Mapping) else None
+        if isinstance(stage, bool) or not isinstance(stage, int):
+            raise Unknown("deepspeed.zero_optimization.stage")
+        return stage
+
+
+def validate(draft: Draft, world_size: int | None) -> Facts:
+    """Check every section on its own, adding problems to the draft; return what can be relied on."""
+    models = section_models()
+    for name in draft.values.keys() - models.keys():
+        draft.problems.append(_unknown_section(name, draft.values[name], models))
+    sections = {name: _known_values(draft, name, model) for name, model in models.items()}
+    deepspeed = draft.values.get("deepspeed")
+    return Facts(
+        model=cast(ModelConfig, _Known(sections["model"])),
+        parallel=cast(ParallelConfig, _Known(sections["parallel"])),
+        training=cast(TrainingConfig, _Known(sections["training"])),
+        optimizer=cast(OptimizerConfig, _Known(sections["optimizer"])),
+        tokenizer=cast(TokenizerConfig, _Known(sections["tokenizer"])),
+        data=cast(DataConfig, _Known(sections["data"])),
+        deepspeed=deepspeed if isinstance(deepspeed, Mapping) else {},
+        world_size=world_size,
+        origins=draft.origins,
+    )
+
+
+def _known_values(draft: Draft, name: str, model: type[Section]) -> dict[str, Any]:
+    """The section's values that are right, defaults included; problems for the others."""
+    raw = draft.values.get(name, {})
+    if not isinstance(raw, dict):
+        draft.problem(name, f"{raw!r} stands where a section should", f"write [{name}] and keys below it")
+        return {}
+    try:
+        return dict(model.model_validate(raw))
+    except ValidationError as error:
+        wrong: dict[str, list[ErrorDetails]] = {}
+        for each in error.errors(include_url=False, include_context=False):
+            wrong.setdefault(str(each["loc"][0]), []).append(each)
+    for key, errors in wrong.items():
+        missing = errors[0]["type"] == "missing"
+        if not (missing and name in draft.incomplete):
+            draft.problems.append(_problem(draft, name, key, model, errors))
+    right = {}
+    for key, info in model.model_fields.items():
+        if key not in wrong:
+            right[key] = _converted(info, raw[key]) if key in raw else info.default
+    return right
+
+
+def _converted(info: FieldInfo, value: Any) -> Any:
+    """A value that is right, as its model holds it: lists as tuples, whole numbers as floats."""
+    return TypeAdapter(Annotated[info.annotation, info]).validate_python(value, strict=None)
+
+
+def _problem(
+    draft: Draft, section: str, key: str, model: type[Section], errors: list[ErrorDetails]
+) -> Problem:
+    full, kind = f"{section}.{key}", errors[0]["type"]
+    if kind == "missing":
+        return Problem(full, "is required", model.model_fields[key].description or "")
+    if kind == "extra_forbidden":
+        return Problem(full, "unknown key", _nearest_key(section, key))
+    value = draft.values[section][key]
+    origin = draft.origin(full)
+    where = "" if origin in (draft.source, DERIVED) else f" ({origin})"
+    rules = " or ".join(dict.fromkeys(_rule(each) for each in errors))
+    words = [word for each in errors for word in _words(each)]
+    remedy = did_you_mean(value, words) if isinstance(value, str) else ""
+    return Problem(full, f"{_shown(value)}{where} should be {rules}", remedy)
+
+
+def _rule(error: ErrorDetails) -> str:
+    """What pydantic asks for, without "Input should be"; for an item of a list, with its place."""
+    rule = error["msg"].removeprefix("Input should be ").removeprefix("a valid ")
+    rule = {"tuple": "a list", "integer": "a whole number", "string": "text"}.get(rule, rule)
+    rule = {"String should have at least 1 character": "text that is not empty"}.get(rule, rule)
+    place = [each for each in error["loc"] if isinstance(each, int)]
+    return f"a list whose item {place[-1] + 1} is {rule}" if place else rule
+
+
+def _words(error: ErrorDetails) -> Iterator[str]:
+    """The words of a Literal, from the message that quotes them."""
+    if error["type"] == "literal_error":
+        yield from error["msg"].split("'")[1::2]
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _nearest_key(section: str, key: str) -> str:
+    models = section_models()
+    elsewhere = [name for name, model in models.items() if key in model.model_fields]
+    if elsewhere:
+        return f"did you mean {elsewhere[0]}.{key}?"
+    return did_you_mean(key, [f"{section}.{name}" for name in models[section].model_fields])
+
+
+def _unknown_section(name: str, value: Any, models: Mapping[str, type[Section]]) -> Problem:
+    if isinstance(value, Mapping):
+        return Problem(
+            name, "unknown section", did_you_mean(name, models) or f"there are {', '.join(models)}"
+        )
+    homes = [f"{section}.{name}" for section, model in models.items() if name in model.model_fields]
+    if homes:
+        return Problem(name, "stands outside of a section", f"did you mean {homes[0]}?")
+    every = [f"{section}.{key}" for section, model in models.items() for key in model.model_fields]
+    return Problem(name, "unknown key", did_you_mean(name, every))
