@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from megalite.checkpoint import tensor_file
-from megalite.checkpoint.folder import find_checkpoint, find_latest, write_latest
+from megalite.checkpoint.folder import find_checkpoint, find_latest, remove_stale, write_latest
 from megalite.errors import CheckpointError
 from megalite.topology.layout import Layout
 from tests.support.tiny import tiny_shape
@@ -118,6 +118,19 @@ def test_the_newest_whole_checkpoint_is_found_when_latest_is_not(
     shutil.rmtree(folder / "step-000100")
     with pytest.raises(CheckpointError, match="holds no whole checkpoint"):
         find_latest(folder)
+
+
+def test_leftovers_go_but_never_what_latest_names(folder: Path) -> None:
+    left, named = folder / ".step-000150.partial-0a1b", folder / ".step-000100.partial-2c3d"
+    left.mkdir()
+    # A save that was to replace step 100 and was killed before the new one had its name.
+    (folder / "step-000100").rename(named)
+    write_latest(folder, named.name)
+    assert find_latest(folder) == named
+    remove_stale(folder)
+    assert find_latest(folder) == named and not left.exists()
+    named.rename(folder / "step-000100")
+    assert find_latest(folder) == folder / "step-000100"
 
 
 def test_a_run_s_folder_leads_to_its_checkpoint(folder: Path) -> None:

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalite.checkpoint.folder import find_latest, read_manifest
-from megalite.checkpoint.format import check_coverage
+from megalite.checkpoint.format import check_coverage, to_json
 from megalite.errors import CheckpointError
 from megalite.topology.layout import Layout
 from megalite.topology.parameters import canonical_tensors
 from tests.support.tiny import tiny_shape
-from tests.unit.checkpoint.worlds import World
+from tests.unit.checkpoint.worlds import HeldState, World
 
 LEGAL = [
     Layout(pipeline=pipeline, data=data, tensor=tensor)
@@ -123,3 +123,33 @@ def test_latest_is_the_last_one_saved(tmp_path: Path) -> None:
         "step-000100",
         "step-000150",
     ]
+
+
+def test_state_that_no_rank_owns_is_found_before_publishing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(tiny_shape(), Layout(data=2), cuts=(0.5,))
+    world.save(tmp_path, step=50)
+    complete = HeldState.shards
+    monkeypatch.setattr(HeldState, "shards", lambda self: list(complete(self))[:-1])
+    [message] = {str(outcome) for outcome in world.save(tmp_path)}
+    assert "rank 0 (pp 0, dp 0, tp 0) could not publish" in message
+    assert "exp_avg_sq of lm_head.weight is missing" in message
+    assert {path.name for path in tmp_path.iterdir()} == {"latest", "step-000050"}
+
+
+def test_a_checkpoint_with_a_hole_is_not_loaded(tmp_path: Path) -> None:
+    world = World(tiny_shape(), Layout())
+    [path, *_] = world.save(tmp_path)
+    manifest = read_manifest(path)
+    name = "model.layers.2.mlp.up_proj.weight"
+    weights = {**manifest.tensors["weight"]}
+    for entry, fault in (
+        (replace(weights[name], shards=()), f"weight of {name}: 3648 of 3648 elements are missing"),
+        (None, f"weight of {name} is missing"),
+    ):
+        changed = {**weights, name: entry} if entry else {key: weights[key] for key in weights if key != name}
+        holed = replace(manifest, tensors={**manifest.tensors, "weight": changed})
+        (path / "manifest.json").write_text(to_json(holed))
+        [outcome] = world.load(path)
+        assert fault in str(outcome)
