@@ -90,7 +90,7 @@ def cut_point(text: str, limit: int) -> int:
     """Where to cut `text`, at most `limit` characters in, so that both sides give the tokens of the whole.
 
     Pre-tokenizers in use (GPT-2's, Llama 3's) never join a line's newline, or a space, with what stands on the other
-    side of such a cut: behind a single newline, else before a single space. Text without either is cut at `limit`.
+    side of such a cut: behind a single newline, else before the first space. Text without either is cut at `limit`.
     """
     at = text.rfind("\n", 1, limit)
     while at > limit // 2:
@@ -99,7 +99,7 @@ def cut_point(text: str, limit: int) -> int:
         at = text.rfind("\n", 1, at)
     at = text.rfind(" ", 1, limit)
     while at > limit // 2:
-        if not text[at - 1].isspace() and text[at + 1].isalpha():
+        if not text[at - 1].isspace():
             return at
         at = text.rfind(" ", 1, at)
     return limit

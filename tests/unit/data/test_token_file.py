@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megalite.data import token_file
 from megalite.data.token_file import TokenFile, TokenWriter, bin_path, idx_path, token_dtype
 from megalite.errors import DataError
 
@@ -68,6 +69,17 @@ def test_documents_come_back_however_their_sequences_are_cut(
     assert [file.document(index).tolist() for index in range(file.num_documents)] == documents
     assert file.tokens.tolist() == [token for document in documents for token in document]
     assert all(length <= longest for length in file.sequence_lengths)
+
+
+def test_a_long_index_is_written_and_checked_in_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    documents = [[1], [2, 3], [], [4, 5, 6, 7, 8], [9]]
+    whole = idx_path(write(tmp_path / "whole", documents, longest=3)).read_bytes()
+    monkeypatch.setattr(token_file, "_ROWS", 2)
+    prefix = write(tmp_path / "blocks", documents, longest=3)
+    assert idx_path(prefix).read_bytes() == whole
+    TokenFile.open(prefix).check_index()
 
 
 def test_a_document_longer_than_a_sequence_can_be_is_several(tmp_path: Path) -> None:

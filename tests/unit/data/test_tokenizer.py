@@ -114,7 +114,7 @@ def test_the_sample_is_every_nth_piece_and_fits(lengths: list[int], limit: int) 
 def test_truncation_and_padding_of_the_file_do_not_apply(tmp_path: Path) -> None:
     backend = train_tokenizer(pieces(tiny_corpus()), 300)
     backend.enable_truncation(max_length=4)
-    backend.enable_padding(length=16)
+    backend.enable_padding(length=64)
     save_tokenizer(backend, tmp_path)
     ids = load_tokenizer(tmp_path).encode("a pipeline sends the weights")
     assert len(ids) > 4 and 0 not in ids
