@@ -1,6 +1,18 @@
 #!/usr/bin/env bash
-# Sets up .venv and runs the whole job of run.toml beside it; arguments are passed on (--training.steps 50).
+# Sets up .venv, runs the whole job of run.toml beside it and lets the model continue two lines of Python.
+# Arguments are passed to the training (--training.steps 50 --run.folder runs/short).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 bash examples/setup.sh
-exec .venv/bin/megalite train examples/quickstart/run.toml "$@"
+.venv/bin/megalite train examples/quickstart/run.toml "$@"
+
+run_folder=runs/quickstart
+previous=
+for argument in "$@"; do
+    [[ $previous != --run.folder ]] || run_folder=$argument
+    previous=$argument
+done
+for prompt in "import " "    def __init__(self, "; do
+    printf '\n-- greedy, after %q:\n' "$prompt"
+    .venv/bin/megalite generate "$run_folder" --prompt "$prompt" --tokens 40
+done
