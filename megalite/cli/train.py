@@ -4,15 +4,16 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from megalite.config.describe import describe_keys
+from megalite.config.flags import split_overrides
 from megalite.config.load import load_config
 from megalite.launcher.environment import prepare_process, rank_info
 
 
 def run(arguments: Sequence[str]) -> int:
     """Check the configuration, start the ranks or be one, train; the exit code of the job."""
-    parser = argparse.ArgumentParser(prog="megalite train", description=__doc__)
-    parser.add_argument("run_file", type=Path, metavar="RUN.toml")
-    options, overrides = parser.parse_known_args(arguments)
+    own, overrides = split_overrides(arguments)
+    options = _parser(with_settings=bool({"-h", "--help"} & set(own))).parse_args(own)
     info = rank_info()
     config = load_config(options.run_file, overrides, world_size=info.world_size if info else None)
     threads = prepare_process(config.training.threads, local_ranks=config.layout.world_size, info=info)
@@ -31,3 +32,16 @@ def run(arguments: Sequence[str]) -> int:
     return run_local_ranks(
         train_rank, config.layout, folder.failures, arguments=(config, threads), preload=preload
     )
+
+
+def _parser(*, with_settings: bool) -> argparse.ArgumentParser:
+    settings = describe_keys() if with_settings else ""
+    parser = argparse.ArgumentParser(
+        prog="megalite train",
+        usage="megalite train [-h] RUN.toml [--section.key value ...]",
+        description="Train the model that RUN.toml describes, on ranks of its own or as a rank of a launcher.",
+        epilog=f"settings, in RUN.toml as [section] and key = value, or here as flags:\n\n{settings}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run_file", type=Path, metavar="RUN.toml")
+    return parser

@@ -42,6 +42,8 @@ def plan_batch(facts: Facts) -> BatchPlan:
             return BatchPlan(size, count, size * count * data, data)
         raise BatchProblem(_contradiction(facts, total, size, count, data))
     if total is None or (size is None and count is None):
+        if "deepspeed" in facts.incomplete:
+            raise Unknown("the batch numbers of a JSON that cannot be read")
         raise BatchProblem(_too_few(facts))
     known_name, known = (_SIZE, size) if size is not None else (_COUNT, count)
     assert known is not None
@@ -53,7 +55,7 @@ def plan_batch(facts: Facts) -> BatchPlan:
 
 def _contradiction(facts: Facts, total: int, size: int, count: int, data: int) -> Problem:
     message = (
-        f"global_batch_size {total} {facts.source(_GLOBAL)} is not micro_batch_size {size} {facts.source(_SIZE)} "
+        f"{total} {facts.source(_GLOBAL)} is not micro_batch_size {size} {facts.source(_SIZE)} "
         f"* micro_batches {count} {facts.source(_COUNT)} * {_data(facts, data)} = {size * count * data}"
     )
     fitting = [f"global_batch_size {size * count * data}"]

@@ -26,17 +26,21 @@ def tensor_divides_attention_heads(facts: Facts) -> Iterator[Problem]:
     tensor, heads = facts.parallel.tensor, facts.model.num_attention_heads
     if heads % tensor:
         message = f"{tensor} does not divide model.num_attention_heads = {heads}"
-        yield Problem("parallel.tensor", message, f"use one of {divisors(heads)}")
+        yield Problem("parallel.tensor", message, f"use one of {_sizes_for_heads(facts)}")
 
 
 def tensor_divides_key_value_heads(facts: Facts) -> Iterator[Problem]:
     tensor, heads = facts.parallel.tensor, facts.model.num_key_value_heads
-    if heads is None or heads % tensor == 0:
-        return
-    reason = "a key and value head cannot be shared by ranks yet" if tensor > heads else ""
-    message = f"{tensor} does not divide model.num_key_value_heads = {heads}" + f": {reason}" * bool(reason)
-    both = [size for size in divisors(heads) if facts.model.num_attention_heads % size == 0]
-    yield Problem("parallel.tensor", message, f"use one of {both}")
+    if heads is not None and heads % tensor:
+        message = f"{tensor} does not divide model.num_key_value_heads = {heads}"
+        if tensor > heads:
+            message += ", and ranks cannot share such a head yet"
+        yield Problem("parallel.tensor", message, f"use one of {_sizes_for_heads(facts)}")
+
+
+def _sizes_for_heads(facts: Facts) -> list[int]:
+    query = facts.model.num_attention_heads
+    return [size for size in divisors(facts.model.num_key_value_heads or query) if query % size == 0]
 
 
 def tensor_fits_intermediate_size(facts: Facts) -> Iterator[Problem]:
@@ -150,8 +154,11 @@ def schedule_has_micro_batches(facts: Facts) -> Iterator[Problem]:
 def zero_fits_the_pipeline(facts: Facts) -> Iterator[Problem]:
     stage, stages = facts.zero_stage, facts.parallel.pipeline
     if stage >= 2 and stages > 1:
-        reason = "reduces gradients" if stage == 2 else "gathers weights"
-        message = f"{stage} {reason} for every micro batch, and parallel.pipeline = {stages} interleaves them"
+        source = facts.source("deepspeed.zero_optimization")
+        does = "reduces gradients" if stage == 2 else "gathers weights"
+        message = (
+            f"{stage} {source} {does} in every micro batch, and parallel.pipeline = {stages} interleaves them"
+        )
         yield Problem("deepspeed.zero_optimization.stage", message, "use stage 1, or parallel.pipeline 1")
 
 

@@ -1,6 +1,5 @@
 """DeepSpeed's JSON: every key checked, what says the same as our sections read into them, the rest passed on."""
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from megalite.config.deepspeed_json import AUTO, Block, read_block
 from megalite.config.deepspeed_keys import KEYS, REMOVED, VERSION
 from megalite.config.deepspeed_optimizer import read_optimizer, read_scheduler
 from megalite.config.draft import Draft, did_you_mean
+from megalite.config.toml import shown
 from megalite.errors import Problem
 
 _BATCH = {
@@ -78,7 +78,7 @@ def _key_problems(block: Block, table: Mapping[str, Any], path: str) -> Iterator
                 yield from _key_problems(block, value, full) if full in KEYS else ()
             elif full in KEYS and not (full == "zero_optimization" and isinstance(value, bool)):
                 yield Problem(
-                    block.key(full), f"{value!r} should be an object", f"it has {', '.join(KEYS[full])}"
+                    block.key(full), f"{shown(value)} should be an object", f"it has {', '.join(KEYS[full])}"
                 )
         else:
             known = [f"{path}.{name}" if path else name for name in KEYS[path]]
@@ -108,7 +108,9 @@ def _zero_problems(block: Block) -> Iterator[Problem]:
     elif isinstance(zero, dict):
         stage = zero.get("stage", 0)
         if isinstance(stage, bool) or not isinstance(stage, int) or not 0 <= stage <= 3:
-            yield Problem(block.key("zero_optimization.stage"), f"{stage!r} is no stage", "use 0, 1, 2 or 3")
+            yield Problem(
+                block.key("zero_optimization.stage"), f"{shown(stage)} is no stage", "use 0, 1, 2 or 3"
+            )
 
 
 def _read_batch(draft: Draft, block: Block, passed_on: dict[str, Any]) -> None:
@@ -126,15 +128,15 @@ def _read_precision(draft: Draft, block: Block, passed_on: dict[str, Any]) -> No
             continue
         switch = table.get("enabled", AUTO)
         if switch is not AUTO and switch != AUTO and not isinstance(switch, bool):
-            draft.problem(block.key(f"{name}.enabled"), f"{switch!r} should be true or false")
+            draft.problem(block.key(f"{name}.enabled"), f"{shown(switch)} should be true or false")
         elif switch is True:
             enabled.append(f"{name}.enabled")
             if given in (AUTO, precision):
                 draft.set("training", "precision", precision, block.origin(f"{name}.enabled"))
         differs = given != precision if switch is True else given == precision and switch is False
         if differs and given != AUTO:
-            message = f"{given!r} ({draft.origin('training.precision')}) differs from "
-            message += f"{json.dumps(switch)} ({block.origin(f'{name}.enabled')})"
+            message = f"{shown(given)} ({draft.origin('training.precision')}) differs from "
+            message += f"{shown(switch)} ({block.origin(f'{name}.enabled')})"
             draft.problem("training.precision", message, f'make them agree, or write "{AUTO}" in one of them')
         rest = {key: value for key, value in table.items() if key != "enabled"}
         if rest:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.config.draft import Draft
+from megalite.config.toml import shown
 from megalite.errors import Problem
 
 AUTO = "auto"
@@ -37,7 +38,7 @@ class Block:
             ours = draft.values[section][key]
             draft.problem(
                 f"{section}.{key}",
-                f"{ours!r} ({draft.origin(f'{section}.{key}')}) differs from {value!r} ({self.origin(path)})",
+                f"{shown(ours)} ({draft.origin(f'{section}.{key}')}) differs from {shown(value)} ({self.origin(path)})",
                 f'make them equal, or write "{AUTO}" in the JSON',
             )
 
@@ -49,9 +50,9 @@ def read_block(draft: Draft, section: dict[str, Any], run_folder: Path) -> Block
     if given is None:
         return _checked(draft, Block(inline, None))
     if not isinstance(given, str):
-        draft.problem("deepspeed.config", f"{given!r} is not a path")
+        draft.problem("deepspeed.config", f"{shown(given)} is not a path")
         return _checked(draft, Block(inline, None))
-    beside = sorted(key for key in inline if not draft.origin(f"deepspeed.{key}").startswith("--"))
+    beside = sorted(key for key in inline if not draft.given_by_flag(f"deepspeed.{key}"))
     if beside:
         draft.problem(
             "deepspeed.config",
@@ -62,7 +63,7 @@ def read_block(draft: Draft, section: dict[str, Any], run_folder: Path) -> Block
     if not path.exists() and (run_folder / path).exists():
         path = run_folder / path
     found = _read_json(draft, path)
-    draft.incomplete |= {"training"} if found is None else set()
+    draft.incomplete |= {"deepspeed"} if found is None else set()
     return _checked(draft, Block(_merged(found or {}, inline), path.name))
 
 
@@ -134,4 +135,4 @@ def _value_problems(block: Block, value: Any, path: str) -> Iterator[Problem]:
     elif isinstance(value, float) and not math.isfinite(value):
         yield Problem(block.key(path), f"{value} is not a finite number")
     elif value is not None and not isinstance(value, str | int | float):
-        yield Problem(block.key(path), f"{value} is of a kind that JSON has not", "write it as text")
+        yield Problem(block.key(path), f"{shown(value)} is of a kind that JSON has not", "write it as text")

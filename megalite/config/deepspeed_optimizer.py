@@ -4,6 +4,7 @@ from typing import Any
 
 from megalite.config.deepspeed_json import AUTO, Block
 from megalite.config.draft import Draft, did_you_mean
+from megalite.config.toml import shown
 
 # DeepSpeed takes "Adam" for AdamW unless adam_w_mode is false.
 _OPTIMIZERS = {"adamw": "adamw", "adam": "adamw", "sgd": "sgd"}
@@ -27,7 +28,7 @@ def read_optimizer(draft: Draft, block: Block, table: Any) -> None:
     name = _OPTIMIZERS.get(str(kind).lower())
     if kind != AUTO and name is None:
         remedy = did_you_mean(str(kind), ("AdamW", "Adam", "SGD")) or "use AdamW or SGD"
-        draft.problem(block.key("optimizer.type"), f"{kind!r} is not run by megalite", remedy)
+        draft.problem(block.key("optimizer.type"), f"{shown(kind)} is not run by megalite", remedy)
     block.take(draft, "optimizer.type", "optimizer", "name", name)
     params = table.get("params")
     if not isinstance(params, dict):
@@ -37,7 +38,9 @@ def read_optimizer(draft: Draft, block: Block, table: Any) -> None:
     for theirs, only in _FIXED_PARAMS.items():
         if params.get(theirs, AUTO) not in (AUTO, only):
             draft.problem(
-                block.key(f"optimizer.params.{theirs}"), f"{params[theirs]!r} is not run", f"use {only!r}"
+                block.key(f"optimizer.params.{theirs}"),
+                f"{shown(params[theirs])} is not run",
+                f"use {shown(only)}",
             )
     if "max_grad_norm" in params:
         key = block.key("optimizer.params.max_grad_norm")
@@ -58,7 +61,7 @@ def read_scheduler(draft: Draft, block: Block, table: Any) -> None:
     schedule = _SCHEDULES.get(kind) if isinstance(kind, str) else None
     if kind != AUTO and schedule is None:
         remedy = did_you_mean(str(kind), _SCHEDULES) or f"use one of {', '.join(_SCHEDULES)}"
-        draft.problem(block.key("scheduler.type"), f"{kind!r} is not run by megalite", remedy)
+        draft.problem(block.key("scheduler.type"), f"{shown(kind)} is not run by megalite", remedy)
         return
     block.take(draft, "scheduler.type", "optimizer", "schedule", schedule)
     params = table.get("params")
@@ -78,11 +81,13 @@ def read_scheduler(draft: Draft, block: Block, table: Any) -> None:
         block.take(draft, "scheduler.type", "optimizer", "minimum_ratio", 0.0)
     for theirs in ("warmup_min_lr", "warmup_min_ratio"):
         if params.get(theirs, AUTO) not in (AUTO, 0):
-            draft.problem(block.key(f"scheduler.params.{theirs}"), f"{params[theirs]!r} is not run", "use 0")
+            draft.problem(
+                block.key(f"scheduler.params.{theirs}"), f"{shown(params[theirs])} is not run", "use 0"
+            )
     warmup_type = params.get("warmup_type")
     if warmup_type not in (None, AUTO, "linear"):
         draft.problem(
-            block.key("scheduler.params.warmup_type"), f"{warmup_type!r} is not run", 'use "linear"'
+            block.key("scheduler.params.warmup_type"), f"{shown(warmup_type)} is not run", 'use "linear"'
         )
     elif warmup_type is None and schedule is not None:
         key = block.key("scheduler.params.warmup_type")

@@ -25,7 +25,7 @@ def section_models() -> dict[str, type[Section]]:
 
 def type_names(annotation: Any) -> list[str]:
     """What a setting takes: INT, NUMBER, TEXT, LIST, true | false, or the words it is one of."""
-    names = []
+    names: list[str] = []
     for kind in _members(annotation):
         if get_origin(kind) is Literal:
             names += get_args(kind)

@@ -1,6 +1,6 @@
 """What was read of a run before it is checked: values, where each came from, and what was wrong on the way."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
@@ -13,7 +13,7 @@ DERIVED = "derived"
 
 @dataclass
 class Draft:
-    """Sections of keys; a key's origin is a file, a flag, a preset, a key of DeepSpeed's JSON, "default" or "derived"."""
+    """Sections of keys; the origin of a key is a file, a flag, a preset, a key of DeepSpeed's JSON or "derived"."""
 
     source: str
     """The run file as the user named it."""
@@ -33,6 +33,21 @@ class Draft:
     def set(self, section: str, key: str, value: Any, origin: str) -> None:
         self.section(section)[key] = value
         self.origins[f"{section}.{key}"] = origin
+
+    def take_out(self, section: str, key: str) -> Any:
+        """Remove a key that only says where others come from; its value, None where it is not set."""
+        return self.section(section).pop(key, None)
+
+    def given_by_flag(self, key: str) -> bool:
+        return self.origin(key).startswith("--")
+
+    def set_behind(self, section: str, values: Mapping[str, Any], origin: str, *, named_by: str) -> None:
+        """Set what the section has not; where `named_by` is a flag, also what the file has, but no other flag."""
+        before_file = self.given_by_flag(named_by)
+        for key, value in values.items():
+            full = f"{section}.{key}"
+            if not self.has(section, key) or (before_file and not self.given_by_flag(full)):
+                self.set(section, key, value, origin)
 
     def has(self, section: str, key: str) -> bool:
         return isinstance(self.values.get(section), dict) and key in self.values[section]

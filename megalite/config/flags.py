@@ -7,23 +7,37 @@ from typing import Any
 from megalite.config.describe import section_models, type_names
 from megalite.config.draft import Draft, did_you_mean
 from megalite.config.toml import parse_value
+from megalite.errors import ConfigError, Problem
 
 _FLAG = re.compile(r"--(?P<name>\w+(?:\.[\w-]+)+)(?:=(?P<value>.*))?", re.DOTALL)
 UNSET = "none"
+COMMAND_LINE = "the command line"
 
 
 def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """A command's own arguments, and the `--section.key value` pairs among them; each keeps its order."""
+    """A command's own arguments, and the `--section.key value` pairs among them; each keeps its order.
+
+    Raises ConfigError for a setting without its section.
+    """
     own: list[str] = []
     overrides: list[str] = []
     rest = list(arguments)
     while rest:
         argument = rest.pop(0)
+        _refuse_bare_key(argument)
         flag = _FLAG.fullmatch(argument)
         (overrides if flag else own).append(argument)
         if flag and flag["value"] is None and rest and not rest[0].startswith("--"):
             overrides.append(rest.pop(0))
     return own, overrides
+
+
+def _refuse_bare_key(argument: str) -> None:
+    name = argument.split("=")[0].removeprefix("--").replace("-", "_")
+    homes = [section for section, model in section_models().items() if name in model.model_fields]
+    if argument.startswith("--") and homes:
+        remedy = f"did you mean --{homes[0]}.{name}?"
+        raise ConfigError([Problem(argument, "has no section", remedy)], COMMAND_LINE)
 
 
 def apply_overrides(draft: Draft, overrides: Sequence[str]) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.config.draft import Draft
+from megalite.config.toml import shown
 from megalite.errors import Problem
 
 _COPIED = (
@@ -27,8 +28,7 @@ _REQUIRED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "
 
 def apply_hf_config(draft: Draft) -> None:
     """Put the shape of model.hf_config behind the keys that [model] has; the path itself goes."""
-    model = draft.section("model")
-    given = model.pop("hf_config", None)
+    given = draft.take_out("model", "hf_config")
     if given is None:
         return
     path = Path(given).expanduser() if isinstance(given, str) else Path()
@@ -40,7 +40,7 @@ def apply_hf_config(draft: Draft) -> None:
     except (OSError, ValueError, RecursionError) as error:
         reason = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
         draft.problem(
-            "model.hf_config", f"{given!r} cannot be read: {reason}", "name a config.json or its folder"
+            "model.hf_config", f"{shown(given)} cannot be read: {reason}", "name a config.json or its folder"
         )
         draft.incomplete.add("model")
         return
@@ -53,22 +53,22 @@ def apply_hf_config(draft: Draft) -> None:
     theta = _rope(found).get("rope_theta", found.get("rope_theta"))
     if theta is not None:
         shape["rope_theta"] = theta
-    for key, value in {"family": "llama", **shape}.items():
-        if key not in model:
-            draft.set("model", key, value, str(path))
+    draft.set_behind("model", {"family": "llama", **shape}, str(path), named_by="model.hf_config")
 
 
 def _unsupported(found: Mapping[str, Any], path: Path) -> Iterator[Problem]:
     key = "model.hf_config"
     if found.get("model_type") != "llama":
-        yield Problem(key, f"{path} is of model_type {found.get('model_type')!r}", 'only "llama" is built')
+        yield Problem(
+            key, f"{path} is of model_type {shown(found.get('model_type'))}", 'only "llama" is built'
+        )
         return
     for name, needed in _REQUIRED.items():
         if found.get(name, needed) != needed:
-            yield Problem(key, f"{path} has {name} = {found[name]!r}", f"only {needed!r} is built")
+            yield Problem(key, f"{path} has {name} = {shown(found[name])}", f"only {shown(needed)} is built")
     kind = _rope(found).get("rope_type", _rope(found).get("type", "default"))
     if kind != "default":
-        yield Problem(key, f"{path} scales its rotary frequencies ({kind!r})", 'only "default" is built')
+        yield Problem(key, f"{path} scales its rotary frequencies ({shown(kind)})", 'only "default" is built')
 
 
 def _rope(found: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -9,15 +9,13 @@ from megalite.config.batch import plan_batch
 from megalite.config.check import problems_of
 from megalite.config.deepspeed import apply_deepspeed
 from megalite.config.draft import DEFAULT, DERIVED, Draft
-from megalite.config.flags import apply_overrides
+from megalite.config.flags import COMMAND_LINE, apply_overrides
 from megalite.config.huggingface import apply_hf_config
-from megalite.config.presets import apply_preset
+from megalite.config.presets import apply_preset, require_shape
 from megalite.config.schema import RunConfig
 from megalite.config.toml import format_table, read_toml
 from megalite.config.validate import Facts, validate
 from megalite.errors import ConfigError
-
-COMMAND_LINE = "the command line"
 
 
 @dataclass(frozen=True)
@@ -54,8 +52,9 @@ def load_run(
     if path is not None:
         _read_file(draft, Path(path))
     apply_overrides(draft, overrides)
-    apply_hf_config(draft)
     apply_preset(draft)
+    apply_hf_config(draft)
+    require_shape(draft)
     apply_deepspeed(draft, Path() if path is None else Path(path).parent)
     facts = validate(draft, world_size)
     problems = dict.fromkeys([*draft.problems, *problems_of(facts)])

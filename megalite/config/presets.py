@@ -3,6 +3,7 @@
 from typing import Any
 
 from megalite.config.draft import Draft, did_you_mean, one_of
+from megalite.config.toml import shown
 
 # Sizes by Hugging Face's names, in this order; what follows them is optional.
 _SIZES = (
@@ -45,17 +46,23 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 def apply_preset(draft: Draft) -> None:
     """Put the shape of model.preset behind the keys that [model] has; the name itself goes, as it has done its work."""
-    model = draft.section("model")
-    name = model.pop("preset", None)
+    name = draft.take_out("model", "preset")
     if name is None:
         return
     if name not in (PRESETS if isinstance(name, str) else ()):
         remedy = did_you_mean(str(name), PRESETS) or one_of(PRESETS)
-        draft.problem("model.preset", f"there is no preset {name!r}", remedy)
+        draft.problem("model.preset", f"there is no preset {shown(name)}", remedy)
         draft.incomplete.add("model")
         return
-    if "hf_config" in model:
+    if draft.has("model", "hf_config"):
         draft.problem("model.preset", "stands beside model.hf_config", "name one of the two")
-    for key, value in PRESETS[name].items():
-        if key not in model:
-            draft.set("model", key, value, f"preset {name}")
+    draft.set_behind("model", PRESETS[name], f"preset {name}", named_by="model.preset")
+
+
+def require_shape(draft: Draft) -> None:
+    """One problem instead of one a key where [model] has nothing of a shape."""
+    if isinstance(draft.values.get("model", {}), dict) and not any(draft.has("model", key) for key in _SIZES):
+        if "model" not in draft.incomplete:
+            remedy = f"set model.preset ({', '.join(PRESETS)}), model.hf_config, or model.hidden_size and the others"
+            draft.problem("model", "has no shape", remedy)
+        draft.incomplete.add("model")

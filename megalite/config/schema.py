@@ -13,6 +13,9 @@ from megalite.topology.parameters import ModelShape
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 Text = Annotated[str, Field(min_length=1)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+# They only say where other values come from, and are gone from a resolved run.
+STARTING_POINTS = {"model": ("preset", "hf_config"), "deepspeed": ("config",)}
+
 # A TOML array is a list, and frozen models hold tuples.
 Lenient = Field(strict=False)
 
@@ -35,7 +38,10 @@ class RunSection(Section):
 class ModelConfig(Section):
     """The model's shape, in the words of Hugging Face's config.json."""
 
-    preset: Text | None = Field(None, description="a shape by name; keys beside it take precedence")
+    preset: Text | None = Field(
+        None,
+        description="a shape by name; keys beside it take precedence, but a flag's preset over a file's keys",
+    )
     hf_config: Text | None = Field(
         None, description="a Hugging Face config.json (or its folder) to take the shape from, likewise"
     )
@@ -94,7 +100,10 @@ class ParallelConfig(Section):
 
 
 class TrainingConfig(Section):
-    """How much is trained. Two of the three batch numbers give the third: global = micro size * micro batches * data."""
+    """How much is trained, and in which portions.
+
+    global_batch_size = micro_batch_size * micro_batches * parallel.data; two of the first three give the third.
+    """
 
     steps: Count | None = Field(None, description="updates; or name epochs")
     epochs: float | None = Field(None, gt=0, description="passes over the data; or name steps")

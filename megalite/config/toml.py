@@ -62,6 +62,15 @@ def format_value(value: Any) -> str:
     raise TypeError(f"TOML has no {type(value).__name__}")
 
 
+def shown(value: Any) -> str:
+    """A value as an error message quotes it: as TOML where it has the word, and short."""
+    try:
+        text = format_value(value)
+    except TypeError:
+        text = str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
 def format_key(key: str) -> str:
     return key if _BARE_KEY.fullmatch(key) else format_value(key)
 
@@ -82,5 +91,6 @@ def _files_here(path: Path) -> str:
     """A remedy that names the TOML files beside a path that does not exist."""
     if not path.parent.is_dir():
         return f"the folder {path.parent} does not exist either"
-    names = sorted(str(path.parent / file.name) for file in path.parent.glob("*.toml"))[:5]
+    files = [file.name for file in path.parent.glob("*.toml") if file.name != "pyproject.toml"]
+    names = [str(path.parent / name) for name in sorted(files)[:5]]
     return f"there is {', '.join(names)}" if names else "name a RUN.toml"

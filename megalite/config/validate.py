@@ -1,6 +1,6 @@
 """The draft against the schema: every wrong value as a Problem, and what is right as facts for the rules."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, cast
 
@@ -19,7 +19,18 @@ from megalite.config.schema import (
     TokenizerConfig,
     TrainingConfig,
 )
+from megalite.config.toml import shown
 from megalite.errors import Problem
+
+# pydantic's words -> plain ones.
+_WORDS = {
+    "tuple": "a list",
+    "integer": "a whole number",
+    "string": "text",
+    "boolean": "true or false",
+    "number": "a number",
+    "String should have at least 1 character": "text that is not empty",
+}
 
 
 class Unknown(Exception):
@@ -54,6 +65,8 @@ class Facts:
     world_size: int | None
     """Ranks that a launcher started; None when megalite starts its own."""
     origins: Mapping[str, str]
+    incomplete: Collection[str]
+    """Sections of which a part could not be read."""
 
     def source(self, key: str) -> str:
         """`(where section.key came from)`, for a message."""
@@ -85,6 +98,7 @@ def validate(draft: Draft, world_size: int | None) -> Facts:
         deepspeed=deepspeed if isinstance(deepspeed, Mapping) else {},
         world_size=world_size,
         origins=draft.origins,
+        incomplete=draft.incomplete,
     )
 
 
@@ -92,13 +106,15 @@ def _known_values(draft: Draft, name: str, model: type[Section]) -> dict[str, An
     """The section's values that are right, defaults included; problems for the others."""
     raw = draft.values.get(name, {})
     if not isinstance(raw, dict):
-        draft.problem(name, f"{raw!r} stands where a section should", f"write [{name}] and keys below it")
+        draft.problem(
+            name, f"{shown(raw)} stands where a section should", f"write [{name}] and keys below it"
+        )
         return {}
     try:
         return dict(model.model_validate(raw))
     except ValidationError as error:
         wrong: dict[str, list[ErrorDetails]] = {}
-        for each in error.errors(include_url=False, include_context=False):
+        for each in error.errors(include_url=False):
             wrong.setdefault(str(each["loc"][0]), []).append(each)
     for key, errors in wrong.items():
         missing = errors[0]["type"] == "missing"
@@ -113,7 +129,8 @@ def _known_values(draft: Draft, name: str, model: type[Section]) -> dict[str, An
 
 def _converted(info: FieldInfo, value: Any) -> Any:
     """A value that is right, as its model holds it: lists as tuples, whole numbers as floats."""
-    return TypeAdapter(Annotated[info.annotation, info]).validate_python(value, strict=None)
+    annotated: Any = Annotated[info.annotation, info]
+    return TypeAdapter(annotated).validate_python(value)
 
 
 def _problem(
@@ -121,36 +138,37 @@ def _problem(
 ) -> Problem:
     full, kind = f"{section}.{key}", errors[0]["type"]
     if kind == "missing":
-        return Problem(full, "is required", model.model_fields[key].description or "")
+        return Problem(full, f"is required ({model.model_fields[key].description})")
     if kind == "extra_forbidden":
         return Problem(full, "unknown key", _nearest_key(section, key))
     value = draft.values[section][key]
     origin = draft.origin(full)
     where = "" if origin in (draft.source, DERIVED) else f" ({origin})"
-    rules = " or ".join(dict.fromkeys(_rule(each) for each in errors))
+    rules = " or ".join(dict.fromkeys(_rules(errors)))
     words = [word for each in errors for word in _words(each)]
     remedy = did_you_mean(value, words) if isinstance(value, str) else ""
-    return Problem(full, f"{_shown(value)}{where} should be {rules}", remedy)
+    return Problem(full, f"{shown(value)}{where} should be {rules}", remedy)
 
 
-def _rule(error: ErrorDetails) -> str:
-    """What pydantic asks for, without "Input should be"; for an item of a list, with its place."""
-    rule = error["msg"].removeprefix("Input should be ").removeprefix("a valid ")
-    rule = {"tuple": "a list", "integer": "a whole number", "string": "text"}.get(rule, rule)
-    rule = {"String should have at least 1 character": "text that is not empty"}.get(rule, rule)
-    place = [each for each in error["loc"] if isinstance(each, int)]
-    return f"a list whose item {place[-1] + 1} is {rule}" if place else rule
+def _rules(errors: list[ErrorDetails]) -> Iterator[str]:
+    """What pydantic asks for, of a value each way it could be right, of a list's items only the first."""
+    in_list = [each for each in errors if any(isinstance(place, int) for place in each["loc"])]
+    for error in [each for each in errors if each not in in_list] + in_list[:1]:
+        rule = error["msg"].removeprefix("Input should be ").removeprefix("a valid ")
+        rule = _WORDS.get(rule, rule)
+        place = [each + 1 for each in error["loc"] if isinstance(each, int)]
+        if error["type"] == "too_long":
+            yield f"a list of {error['ctx']['max_length']}"
+        elif place and error["type"] == "missing":
+            yield f"a list with an item {place[0]}"
+        else:
+            yield f"a list whose item {place[0]} is {rule}" if place else rule
 
 
 def _words(error: ErrorDetails) -> Iterator[str]:
     """The words of a Literal, from the message that quotes them."""
     if error["type"] == "literal_error":
         yield from error["msg"].split("'")[1::2]
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _nearest_key(section: str, key: str) -> str:
