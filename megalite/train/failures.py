@@ -50,6 +50,7 @@ class FailureReport:
 
     job: the same for the ranks that one process started. secondary: only because another rank was gone.
     expected: raised on purpose with a message for the user, so that its type and place add nothing.
+    origin: what the exception was raised from. frames: where that was raised, the innermost first.
     """
 
     rank: int
@@ -63,6 +64,7 @@ class FailureReport:
     exit_code: int = 1
     secondary: bool = False
     expected: bool = False
+    origin: str = ""
     frames: Sequence[str] = field(default_factory=tuple)
     traceback: str = ""
 
@@ -72,9 +74,10 @@ class FailureReport:
 
     @property
     def headline(self) -> str:
-        """What happened, without who."""
-        plain = self.expected or not self.exception
-        return self.message if plain else f"{self.exception}: {self.message}".rstrip(": ")
+        """What happened, without who; one line unless it was written for the user."""
+        if self.expected or not self.exception:
+            return self.message
+        return _one_line(self.exception, self.message)
 
 
 class FailureFolder:
@@ -118,7 +121,8 @@ class FailureFolder:
     def of_exception(self, info: RankInfo, error: BaseException) -> FailureReport:
         """What to report of an exception that ended this rank."""
         cause, secondary = _cause_of(error)
-        frames = traceback.extract_tb(cause.__traceback__)[-3:]
+        origin = _innermost(cause)
+        frames = traceback.extract_tb(origin.__traceback__)[-3:]
         return FailureReport(
             rank=info.rank,
             coordinates=asdict(self._layout.coordinates(info.rank)),
@@ -131,6 +135,7 @@ class FailureFolder:
             exit_code=cause.exit_code if isinstance(cause, MegaliteError) else 1,
             secondary=secondary,
             expected=isinstance(cause, MegaliteError),
+            origin=_one_line(type(origin).__name__, str(origin)) if origin is not cause else "",
             frames=[f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in reversed(frames)],
             traceback="".join(traceback.format_exception(error)),
         )
@@ -161,6 +166,7 @@ class FailureFolder:
         if report.secondary:
             lines.append("no rank reported another cause: look at the network, and at nodes that are gone")
         if not report.expected:
+            lines += [f"caused by {report.origin}"] if report.origin else []
             lines += [f"at {frame}" for frame in report.frames]
         lines.append(f"full report: {self.file_of(report.rank)}")
         return "\n  ".join(lines)
@@ -191,20 +197,32 @@ def first_cause(reports: Sequence[FailureReport]) -> FailureReport:
 def _cause_of(error: BaseException) -> tuple[BaseException, bool]:
     """The exception that tells why, and whether it only says that a peer was gone.
 
-    `raise ... from`: the pipeline wraps what a peer's loss raises, so the innermost decides. An exception
-    raised while another was handled (a collective in a `finally`) does not hide that other one.
+    `raise ... from`: the pipeline wraps whatever a stage raises, so the innermost decides, and an error written
+    for the user is not wrapped. An exception raised while another was handled (a collective in a `finally`) does
+    not hide that other one.
     """
-    innermost = error
-    while innermost.__cause__ is not None:
-        innermost = innermost.__cause__
-    if not _is_loss_of_peer(innermost):
-        return error, False
-    earlier = innermost.__context__
-    while earlier is not None:
-        if not _is_loss_of_peer(earlier):
-            return earlier, False
-        earlier = earlier.__context__
-    return error, True
+    innermost = _innermost(error)
+    if _is_loss_of_peer(innermost):
+        earlier = innermost.__context__
+        while earlier is not None and _is_loss_of_peer(earlier):
+            earlier = earlier.__context__
+        return (innermost, True) if earlier is None else (earlier, False)
+    wrapped: BaseException | None = error
+    while wrapped is not None and not isinstance(wrapped, MegaliteError):
+        wrapped = wrapped.__cause__
+    return wrapped or error, False
+
+
+def _innermost(error: BaseException) -> BaseException:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _one_line(exception: str, message: str) -> str:
+    """As at the end of a traceback, but only the first line that says something."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    return f"{exception}: {lines[0]}" if lines else exception
 
 
 def _is_loss_of_peer(error: BaseException) -> bool:

@@ -40,6 +40,10 @@ _TERMINATION_SECONDS = 1.0
 _INTERRUPTION_SECONDS = 1.0
 _EXIT_SECONDS = 3
 
+# These start ranks from their main thread and leave them behind when killed. (For the daemons of MPI and SLURM neither
+# holds, and the kernel takes the end of the thread that started a process for the end of its parent.)
+_DIRECT_PARENTS = ("torchrun", "deepspeed")
+
 _WATCHED = (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)
 
 
@@ -91,6 +95,8 @@ def run_rank(
     """
     folder = FailureFolder(failures, layout, job=info.job or f"{info.node} {identity(os.getppid())}")
     folder.clear([info.rank])
+    if info.launcher in _DIRECT_PARENTS:
+        die_with_parent(os.getppid())
     export_rank(info)
     try:
         return worker(info, *arguments)

@@ -100,7 +100,7 @@ def one_raises_and_cannot_exit(info: RankInfo, folder: Path) -> int:
 
 
 def _wait(folder: Path, info: RankInfo) -> int:
-    (folder / f"ready-{info.rank}").touch()
+    (folder / f"ready-{info.rank}").write_text(f"{os.getppid()} {os.getpid()}")
     time.sleep(60)
     return 0
 

@@ -73,14 +73,23 @@ def test_everything_else_is_a_cause(folder, info, error):
 def test_the_wrapping_of_a_lost_peer_is_secondary(folder, info):
     wrapped = RuntimeError("[Stage 1] failed to run forward")
     wrapped.__cause__ = RuntimeError(CLOSED)
-    assert report_of(folder, info, wrapped).secondary
+    report = report_of(folder, info, wrapped)
+    assert report.secondary and "\n" not in str(folder.own_failure(report))
+
+
+def test_an_error_for_the_user_is_not_hidden_by_its_wrapping(folder, info):
+    wrapped = RuntimeError("[Stage 1] failed to run forward")
+    wrapped.__cause__ = DataError("shard-3.bin: truncated")
+    report = report_of(folder, info, wrapped)
+    assert report.expected and (report.headline, report.exit_code) == ("shard-3.bin: truncated", 2)
 
 
 def test_the_wrapping_of_a_cause_is_shown_as_raised(folder, info):
-    wrapped = RuntimeError("[Stage 1] failed to run forward: boom")
+    wrapped = RuntimeError("\n    [Stage 1] failed to run forward:\n    args: many")
     wrapped.__cause__ = ValueError("boom")
     report = report_of(folder, info, wrapped)
-    assert not report.secondary and report.headline == "RuntimeError: [Stage 1] failed to run forward: boom"
+    assert not report.secondary and report.headline == "RuntimeError: [Stage 1] failed to run forward:"
+    assert str(folder.failure([report])).splitlines()[1] == "  caused by ValueError: boom"
 
 
 def test_a_cause_is_not_hidden_by_a_collective_in_a_finally(folder, info):
