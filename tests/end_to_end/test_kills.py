@@ -1,0 +1,98 @@
+"""A job that is killed, wherever it stands, goes on from its last checkpoint as if nothing had happened."""
+
+import os
+import random
+import re
+import signal
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.support.jobs import Job, curve, descendants, running, tensor_hashes
+
+# The longest that a job may take to end after one of its ranks died.
+TEARDOWN_SECONDS = 5.0
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory) -> Job:
+    return Job.write(tmp_path_factory.mktemp("job"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(job, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+    job.run(folder)
+    assert len(curve(folder)) == 12
+    return folder
+
+
+def _wait_for(condition, seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.005)
+
+
+def _recorded_steps(folder: Path) -> int:
+    path = folder / "metrics.jsonl"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def _ranks(process) -> list[int]:
+    """The ranks of a local job: its direct children, once all four are there."""
+    return [pid for pid in descendants(process.pid) if "megalite" in Path(f"/proc/{pid}/cmdline").read_text()]
+
+
+def test_one_rank_killed_ends_the_job_in_time_and_names_the_rank(job, undisturbed, tmp_path):
+    folder = tmp_path / "run"
+    process = job.start(folder)
+    _wait_for(lambda: _recorded_steps(folder) >= 4)
+    ranks = _ranks(process)
+    assert len(ranks) == 4
+    os.kill(ranks[2], signal.SIGKILL)
+    killed_at = time.monotonic()
+    output, _ = process.communicate(timeout=60)
+    assert time.monotonic() - killed_at < TEARDOWN_SECONDS
+    assert process.returncode == 1
+    last = output[output.rindex("error:") :]
+    assert re.search(r"rank 2 \(pp 1, dp 0, tp 0\).*killed by signal 9", last), output
+    assert not running(ranks)
+
+    job.run(folder)
+    assert curve(folder) == curve(undisturbed)
+    assert tensor_hashes(folder) == tensor_hashes(undisturbed)
+
+
+def test_everything_killed_at_random_moments_and_during_saves(job, undisturbed, tmp_path):
+    folder = tmp_path / "run"
+    chance = random.Random(os.environ.get("MEGALITE_TEST_SEED", "kills"))
+
+    def a_save_is_under_way(started) -> bool:
+        return any((folder / "checkpoints").glob(".step-*.partial-*")) or started.poll() is not None
+
+    def some_steps_more(started) -> bool:
+        return _recorded_steps(folder) >= steps or started.poll() is not None
+
+    for ready in (a_save_is_under_way, some_steps_more):
+        steps = _recorded_steps(folder) + chance.randint(1, 4)
+        process = job.start(folder)
+        _wait_for(partial(ready, process))
+        time.sleep(chance.uniform(0, 0.05))
+        ranks = descendants(process.pid)
+        process.kill()
+        process.communicate()
+        # Nobody is left to end the ranks: they notice by themselves.
+        _wait_for(lambda ranks=ranks: not running(ranks), seconds=TEARDOWN_SECONDS)
+    job.run(folder)
+    assert curve(folder) == curve(undisturbed)
+    assert tensor_hashes(folder) == tensor_hashes(undisturbed)
+
+
+def test_the_same_command_again_has_nothing_left_to_do(job, undisturbed):
+    before = curve(undisturbed)
+    output = job.run(undisturbed)
+    assert "resumed after step 12" in output
+    assert curve(undisturbed) == before

@@ -1,0 +1,53 @@
+"""The quickstart's files, with fewer steps: train on 8 ranks, export, load with transformers, generate."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.support.jobs import ROOT, curve
+
+RUN_FILE = ROOT / "examples" / "quickstart" / "run.toml"
+
+
+def _megalite(*arguments: str) -> str:
+    result = subprocess.run(
+        [sys.executable, "-m", "megalite", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=400
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> tuple[Path, str]:
+    folder = tmp_path_factory.mktemp("quickstart") / "run"
+    # Two small packages of the standard library instead of all of it.
+    library = Path(subprocess.__file__).parent
+    sources = f'["{library / "json"}", "{library / "email"}"]'
+    flags = ["--run.folder", str(folder), "--training.steps", "20", "--data.source", sources]
+    flags += ["--data.pattern", "*.py", "--tokenizer.vocab_size", "1024", "--checkpoint.every", "10"]
+    return folder, _megalite("train", str(RUN_FILE), *flags)
+
+
+def test_it_learns_and_says_where_things_lie(finished):
+    folder, output = finished
+    losses = [record[1] for record in curve(folder)]
+    assert len(losses) == 20
+    assert sum(losses[-5:]) / 5 < losses[0] - 1
+    for name in ("checkpoint", "metrics", "export"):
+        assert name in output.splitlines()[-1] or f"  {name}" in output
+    assert "before" in output and "after" in output and "tokens/s" in output
+
+
+def test_transformers_loads_the_export_and_writes_what_megalite_writes(finished):
+    folder, _ = finished
+    model = AutoModelForCausalLM.from_pretrained(folder / "export", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "export")
+    prompt = "def encode(self, "
+    ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids
+    theirs = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
+    ours = _megalite("generate", str(folder), "--prompt", prompt, "--tokens", "12")
+    assert ours.rstrip("\n") == tokenizer.decode(theirs[0], skip_special_tokens=True).rstrip("\n")

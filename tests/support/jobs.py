@@ -1,0 +1,149 @@
+"""Real jobs of the command line: a tiny run file and corpus, the processes of a job, and what they recorded."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megalite.checkpoint.folder import find_latest, read_manifest
+from tests.support.tiny import tiny_corpus
+
+ROOT = Path(__file__).parents[2]
+RUN_FILE = """
+[model]
+vocab_size = "auto"
+hidden_size = 32
+intermediate_size = 56
+num_hidden_layers = 3
+num_attention_heads = 4
+num_key_value_heads = 2
+max_position_embeddings = 32
+tie_word_embeddings = true
+
+[parallel]
+tensor = {tensor}
+pipeline = {pipeline}
+data = {data}
+
+[training]
+steps = 12
+sequence_length = 32
+micro_batch_size = 1
+global_batch_size = 8
+threads = 1
+
+[optimizer]
+learning_rate = 5e-3
+warmup_steps = 2
+
+[deepspeed.zero_optimization]
+stage = 1
+
+[tokenizer]
+vocab_size = 300
+
+[data]
+source = "{corpus}"
+
+[checkpoint]
+every = 3
+export = false
+"""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run file, and the command that trains it into a folder of its own."""
+
+    run_file: Path
+
+    @classmethod
+    def write(cls, folder: Path, *, tensor: int = 2, pipeline: int = 2, data: int = 1) -> "Job":
+        corpus = folder / "corpus.jsonl"
+        corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in tiny_corpus(200)))
+        run_file = folder / "run.toml"
+        run_file.write_text(RUN_FILE.format(tensor=tensor, pipeline=pipeline, data=data, corpus=corpus))
+        return cls(run_file)
+
+    def command(self, run_folder: Path, *flags: str) -> list[str]:
+        return [sys.executable, "-m", "megalite", *self.arguments(run_folder, *flags)]
+
+    def arguments(self, run_folder: Path, *flags: str) -> list[str]:
+        return ["train", str(self.run_file), "--run.folder", str(run_folder), *flags]
+
+    def start(self, run_folder: Path, *flags: str) -> "subprocess.Popen[str]":
+        return subprocess.Popen(
+            self.command(run_folder, *flags),
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def run(self, run_folder: Path, *flags: str, timeout: float = 240) -> str:
+        """Train to the end; what the job printed. Fails with that where the job fails."""
+        process = self.start(run_folder, *flags)
+        try:
+            output, _ = process.communicate(timeout=timeout)
+        finally:
+            process.kill()
+        assert process.returncode == 0, output
+        return output
+
+
+def descendants(process: int) -> list[int]:
+    """The ids of all processes below `process`, nearest first."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if fields[0] != "Z":
+            parents[int(entry.name)] = int(fields[1])
+    below, found = [process], []
+    while below:
+        above = below.pop(0)
+        children = [child for child, parent in parents.items() if parent == above]
+        found += children
+        below += children
+    return found
+
+
+def running(processes: list[int]) -> list[int]:
+    """Those of the processes that still run; an ended one that nobody waited for does not."""
+    alive = []
+    for process in processes:
+        try:
+            os.kill(process, 0)
+            state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        if state != "Z":
+            alive.append(process)
+    return alive
+
+
+def curve(run_folder: Path) -> list[tuple[Any, ...]]:
+    """What must not depend on kills or launchers: step, loss, norm, rate and tokens of every step."""
+    records = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
+    return [
+        tuple(record[key] for key in ("step", "loss", "grad_norm", "learning_rate", "tokens"))
+        for record in records
+    ]
+
+
+def tensor_hashes(run_folder: Path) -> dict[tuple[str, ...], str]:
+    """The hash of every shard of a run's latest checkpoint: equal means equal to the bit."""
+    checkpoint = find_latest(run_folder / "checkpoints")
+    assert checkpoint is not None
+    return {
+        (checkpoint.name, kind, name, str(shard.offsets), str(shard.flat)): shard.sha256
+        for kind, tensors in read_manifest(checkpoint).tensors.items()
+        for name, entry in tensors.items()
+        for shard in entry.shards
+    }
