@@ -16,7 +16,7 @@ _SIZES = (
 )
 
 _SHAPES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
-    # With a vocabulary of 16k they have about 3, 17, 99 and 328 million parameters.
+    # With a vocabulary of 16k they have about 3, 17, 98 and 300 million parameters.
     "tiny": ((128, 352, 4, 4, 2, 2048), {"tie_word_embeddings": True}),
     "small": ((384, 1024, 6, 6, 6, 2048), {"tie_word_embeddings": True}),
     "medium": ((768, 2048, 12, 12, 12, 4096), {"tie_word_embeddings": True}),

@@ -117,8 +117,7 @@ def _known_values(draft: Draft, name: str, model: type[Section]) -> dict[str, An
         for each in error.errors(include_url=False):
             wrong.setdefault(str(each["loc"][0]), []).append(each)
     for key, errors in wrong.items():
-        missing = errors[0]["type"] == "missing"
-        if not (missing and name in draft.incomplete):
+        if not (_is_missing(errors) and name in draft.incomplete):
             draft.problems.append(_problem(draft, name, key, model, errors))
     right = {}
     for key, info in model.model_fields.items():
@@ -136,10 +135,10 @@ def _converted(info: FieldInfo, value: Any) -> Any:
 def _problem(
     draft: Draft, section: str, key: str, model: type[Section], errors: list[ErrorDetails]
 ) -> Problem:
-    full, kind = f"{section}.{key}", errors[0]["type"]
-    if kind == "missing":
+    full = f"{section}.{key}"
+    if _is_missing(errors):
         return Problem(full, f"is required ({model.model_fields[key].description})")
-    if kind == "extra_forbidden":
+    if key not in model.model_fields:
         return Problem(full, "unknown key", _nearest_key(section, key))
     value = draft.values[section][key]
     origin = draft.origin(full)
@@ -150,12 +149,17 @@ def _problem(
     return Problem(full, f"{shown(value)}{where} should be {rules}", remedy)
 
 
+def _is_missing(errors: list[ErrorDetails]) -> bool:
+    """Whether it is the key itself that is missing, and not an item of its list."""
+    return errors[0]["type"] == "missing" and len(errors[0]["loc"]) == 1
+
+
 def _rules(errors: list[ErrorDetails]) -> Iterator[str]:
     """What pydantic asks for, of a value each way it could be right, of a list's items only the first."""
     in_list = [each for each in errors if any(isinstance(place, int) for place in each["loc"])]
     for error in [each for each in errors if each not in in_list] + in_list[:1]:
         rule = error["msg"].removeprefix("Input should be ").removeprefix("a valid ")
-        rule = _WORDS.get(rule, rule)
+        rule = _WORDS.get(rule, rule) if error["type"] != "literal_error" else rule.replace("'", '"')
         place = [each + 1 for each in error["loc"] if isinstance(each, int)]
         if error["type"] == "too_long":
             yield f"a list of {error['ctx']['max_length']}"

@@ -1,0 +1,384 @@
+"""Reading a run: files, flags, presets and Hugging Face shapes; what is filled in, and every wrong value at once."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalite.config.load import load_config, load_run, write_resolved
+from megalite.config.presets import PRESETS
+from megalite.errors import ConfigError
+from megalite.topology.layout import Layout
+from megalite.topology.parameters import parameter_count
+from tests.unit.config.runs import REMOVED, changed, load, problems, write_run
+
+ROOT = Path(__file__).parents[3]
+
+WRONG = [
+    (
+        {"training.micro_batchsize": 4},
+        "training.micro_batchsize: unknown key; did you mean training.micro_batch_size?",
+    ),
+    (
+        {"training.learning_rate": 4},
+        "training.learning_rate: unknown key; did you mean optimizer.learning_rate?",
+    ),
+    ({"training.qwertz": 4}, "training.qwertz: unknown key"),
+    ({"modle.hidden_size": 4}, "modle: unknown section; did you mean model?"),
+    ({"model.hidden_size": REMOVED}, "model.hidden_size: is required (width of the residual stream)"),
+    ({"data.source": REMOVED, "data.shuffle": True}, "data.source: is required (text file, folder"),
+    ({"model.hidden_size": "48"}, 'model.hidden_size: "48" should be a whole number'),
+    ({"model.hidden_size": 48.0}, "model.hidden_size: 48.0 should be a whole number"),
+    ({"model.hidden_size": True}, "model.hidden_size: true should be a whole number"),
+    ({"model.hidden_size": 0}, "model.hidden_size: 0 should be greater than or equal to 1"),
+    ({"model.hidden_size": 2**31}, "model.hidden_size: 2147483648 should be less than 2147483648"),
+    (
+        {"model.vocab_size": "atuo"},
+        'model.vocab_size: "atuo" should be a whole number or "auto"; did you mean auto?',
+    ),
+    (
+        {"parallel.schedule": "1f1bb"},
+        'parallel.schedule: "1f1bb" should be "1f1b" or "gpipe"; did you mean 1f1b?',
+    ),
+    ({"parallel.schedule": "zbv"}, 'parallel.schedule: "zbv" should be "1f1b" or "gpipe"'),
+    ({"training.precision": "fp8"}, 'should be "auto", "fp32", "bf16", "fp16" or "fp64"'),
+    ({"optimizer.learning_rate": float("nan")}, "optimizer.learning_rate: nan should be a finite number"),
+    ({"optimizer.betas": [0.9]}, "optimizer.betas: [0.9] should be a list with an item 2"),
+    (
+        {"optimizer.betas": [0.9, 1.0]},
+        "optimizer.betas: [0.9, 1.0] should be a list whose item 2 is less than 1",
+    ),
+    ({"optimizer.betas": [0.9, 0.9, 0.9]}, "optimizer.betas: [0.9, 0.9, 0.9] should be a list of 2"),
+    ({"optimizer.betas": 0.9}, "optimizer.betas: 0.9 should be a list"),
+    ({"data.source": ["a", 3]}, 'data.source: ["a", 3] should be text or a list whose item 2 is text'),
+    ({"data.source": ""}, 'data.source: "" should be text that is not empty'),
+    ({"run.folder": ""}, 'run.folder: "" should be text that is not empty'),
+    ({"data.shuffle": 1}, "data.shuffle: 1 should be true or false"),
+    ({"model.preset": "smal"}, 'model.preset: there is no preset "smal"; did you mean small?'),
+    ({"model.preset": "qwertz"}, 'model.preset: there is no preset "qwertz"; use one of tiny, small'),
+    ({"model.preset": 3}, "model.preset: there is no preset 3; use one of tiny"),
+    ({"model.hf_config": "nowhere.json"}, 'model.hf_config: "nowhere.json" cannot be read: No such file'),
+    ({"deepspeed.config": 3}, "deepspeed.config: 3 is not a path"),
+]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"), WRONG, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_a_wrong_value_is_one_problem_with_a_remedy(
+    tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    [found] = problems(tmp_path, changes)
+    assert said in str(found)
+
+
+def test_what_stands_outside_of_a_section(tmp_path: Path) -> None:
+    path = write_run(tmp_path, changed({}))
+    path.write_text('steps = 3\nmodell = 1\noptimizer = "adamw"\n' + path.read_text())
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert set(map(str, caught.value.problems)) == {
+        "steps: stands outside of a section; did you mean training.steps?",
+        "modell: unknown key",
+        'optimizer: "adamw" stands where a section should; write [optimizer] and keys below it',
+    }
+
+
+def test_all_problems_come_at_once_and_each_once(tmp_path: Path) -> None:
+    """Unknown keys, wrong types, rules across sections and DeepSpeed's JSON in one block, as the user reads it."""
+    changes = {
+        "training.micro_batchsize": 1,
+        "parallel.tensor": 8,
+        "optimizer.warmup_steps": 99,
+        "data.workers": "two",
+    }
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, changes, ds_json={"zero_optimisation": {"stage": 1}}, flags=["--run.seed", "x"])
+    assert str(caught.value).splitlines() == [
+        "run.toml has 6 problems",
+        "  ds.json: zero_optimisation: unknown to DeepSpeed 0.19.8; did you mean zero_optimization?",
+        '  run.seed: "x" (--run.seed) should be a whole number',
+        "  training.micro_batchsize: unknown key; did you mean training.micro_batch_size?",
+        '  data.workers: "two" should be a whole number',
+        "  parallel.tensor: 8 does not divide model.num_key_value_heads = 4, and ranks cannot share such a head yet; "
+        "use one of [1, 2, 4]",
+        "  optimizer.warmup_steps: 99 is not less than training.steps = 10; use 9 or fewer",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"[run]\nfolder = runs\n", "line 2, column 10: Invalid value"),
+        (b"[run]\nseed = 1\nseed = 2\n", "line 3, column 9: Cannot overwrite a value"),
+        (b"[run", "end of file: Expected ']'"),
+        (b"[run]\nfolder = '\xff'\n", "byte 16: is not UTF-8; save the file as UTF-8"),
+        (b"a = " + b"[" * 5000, "is nested too deeply"),
+        (b"", "model: has no shape; set model.preset (tiny, small, "),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_said_with_its_place(tmp_path: Path, content: bytes, said: str) -> None:
+    path = tmp_path / "run.toml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"run.toml has \d problem") as caught:
+        load_config(path)
+    assert said in str(caught.value)
+
+
+def test_a_missing_file_names_its_neighbours(tmp_path: Path) -> None:
+    (tmp_path / "other.toml").touch()
+    with pytest.raises(ConfigError, match=r"no such file; there is .*other.toml"):
+        load_config(tmp_path / "run.toml")
+    with pytest.raises(ConfigError, match="does not exist either"):
+        load_config(tmp_path / "nowhere" / "run.toml")
+    with pytest.raises(ConfigError, match="Is a directory"):
+        load_config(tmp_path)
+
+
+def test_a_byte_order_mark_is_passed_over(tmp_path: Path) -> None:
+    path = write_run(tmp_path, changed({}))
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert load_config(path).model.hidden_size == 48
+
+
+def test_flags_lie_over_the_file_and_are_typed_as_toml(tmp_path: Path) -> None:
+    flags = ["--optimizer.betas", "[0.8, 0.9]", "--run.folder=12", "--data.shuffle", "false"]
+    flags += ["--data.source", '["a", "b"]', "--data.pattern", "[ab]*", "--run.seed", "1", "--run.seed", "2"]
+    flags += ["--training.steps", "none", "--training.epochs", "2", "--model.preset", "none"]
+    loaded = load(tmp_path, {"optimizer.betas": [0.1, 0.2]}, flags=flags)
+    config = loaded.config
+    assert config.optimizer.betas == (0.8, 0.9)
+    assert (config.run.folder, config.run.seed) == ("12", 2)
+    assert (config.data.source, config.data.pattern, config.data.shuffle) == (("a", "b"), "[ab]*", False)
+    assert (config.training.steps, config.training.epochs) == (None, 2.0)
+    assert loaded.origin("optimizer.betas") == "--optimizer.betas"
+    assert loaded.origin("training.sequence_length") == "run.toml"
+    assert loaded.origin("training.micro_batches") == "derived"
+    assert loaded.origin("monitor.every") == "default"
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--traning.steps", "3"], "--traning.steps: there is no section traning; did you mean training?"),
+        (["--training.steps"], "--training.steps: has no value; write --training.steps VALUE"),
+        (["--training.steps", "--run.seed", "3"], "--training.steps: has no value"),
+        (["steps"], "steps: is not a setting; write --section.key value"),
+        (["--training.step", "3"], "training.step: unknown key; did you mean training.steps?"),
+        (["--training.steps", "many"], 'training.steps: "many" (--training.steps) should be a whole number'),
+    ],
+)
+def test_a_wrong_flag_is_said_by_its_name(tmp_path: Path, flags: list[str], said: str) -> None:
+    [found] = problems(tmp_path, flags=flags)
+    assert said in str(found)
+
+
+def test_a_run_needs_no_file() -> None:
+    flags = [
+        "--model.preset=tiny",
+        "--training.steps=1",
+        "--training.sequence_length=8",
+        "--data.source=text",
+    ]
+    config = load_config(None, [*flags, "--training.micro_batch_size=1", "--training.micro_batches=1"])
+    assert config.batch.global_batch_size == 1
+    with pytest.raises(ConfigError, match="the command line has 1 problem"):
+        load_config(None, [*flags, "--training.micro_batch_size=1"])
+
+
+def test_data_follows_from_the_ranks_that_a_launcher_started(tmp_path: Path) -> None:
+    layout = {"parallel.tensor": 2, "parallel.pipeline": 2}
+    assert load(tmp_path, layout).config.layout == Layout(pipeline=2, data=1, tensor=2)
+    assert load(tmp_path, layout, world_size=8).config.layout == Layout(pipeline=2, data=2, tensor=2)
+    assert load(tmp_path, layout | {"parallel.data": 2}).config.layout.world_size == 8
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"training.global_batch_size": REMOVED, "training.micro_batches": 4},
+        {"training.micro_batch_size": REMOVED, "training.micro_batches": 4},
+        {"training.micro_batches": 4},
+    ],
+)
+def test_any_two_batch_numbers_give_the_third(tmp_path: Path, changes: dict[str, Any]) -> None:
+    batch = load(tmp_path, changes).config.batch
+    assert (batch.micro_batch_size, batch.micro_batches, batch.global_batch_size, batch.data) == (2, 4, 8, 1)
+
+
+def test_what_is_left_out_of_a_shape_follows_hugging_face(tmp_path: Path) -> None:
+    config = load(tmp_path, {"model.num_key_value_heads": REMOVED}).config
+    assert (config.model.num_key_value_heads, config.model.head_dim) == (8, 6)
+    assert config.model.shape(101).vocab_size == 101
+    assert load(tmp_path, {"model.vocab_size": 512}).config.model.shape(101).vocab_size == 512
+
+
+PARAMETERS = {
+    # As published with the weights.
+    "llama-2-7b": 6_738_415_616,
+    "llama-2-13b": 13_015_864_320,
+    "llama-2-70b": 68_976_648_192,
+    "llama-3-8b": 8_030_261_248,
+    "llama-3-70b": 70_553_706_496,
+    "tinyllama-1.1b": 1_100_048_384,
+    "smollm2-135m": 134_515_008,
+    # With a vocabulary of 16384.
+    "tiny": 2_835_584,
+    "small": 16_913_280,
+    "medium": 97_536_768,
+    "large": 299_942_912,
+}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_has_the_parameters_that_are_known_of_it(preset: str, tmp_path: Path) -> None:
+    everything = dict.fromkeys(("hidden_size", "intermediate_size", "num_hidden_layers"), REMOVED)
+    everything |= dict.fromkeys(("num_attention_heads", "num_key_value_heads"), REMOVED)
+    changes = {f"model.{key}": value for key, value in everything.items()} | {"model.preset": preset}
+    loaded = load(tmp_path, changes)
+    assert parameter_count(loaded.config.model.shape(16384)) == PARAMETERS[preset]
+    assert loaded.origin("model.hidden_size") == f"preset {preset}"
+
+
+def test_keys_beside_a_preset_count_but_a_flag_counts_more(tmp_path: Path) -> None:
+    beside = load(tmp_path, {"model.preset": "small"}).config.model
+    assert (beside.hidden_size, beside.tie_word_embeddings) == (48, True)
+    by_flag = load(tmp_path, flags=["--model.preset", "small", "--model.num_hidden_layers", "2"]).config.model
+    assert (by_flag.hidden_size, by_flag.num_hidden_layers) == (384, 2)
+    said = problems(tmp_path, {"model.preset": "small", "model.hf_config": "config.json"})
+    assert "model.preset: stands beside model.hf_config; name one of the two" in map(str, said)
+
+
+HF_CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 172,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": None,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+}
+SHAPE_KEYS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
+WITHOUT_SHAPE = {f"model.{key}": REMOVED for key in SHAPE_KEYS}
+
+
+@pytest.mark.parametrize(
+    ("rope", "theta"),
+    [
+        ({}, 10000.0),
+        ({"rope_theta": 5e5, "rope_scaling": None}, 5e5),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, 5e5),
+    ],
+)
+def test_a_hugging_face_config_is_a_shape(tmp_path: Path, rope: dict[str, Any], theta: float) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(HF_CONFIG | rope))
+    loaded = load(tmp_path, WITHOUT_SHAPE | {"model.hf_config": ".", "model.num_hidden_layers": 2})
+    model = loaded.config.model
+    assert (model.hidden_size, model.num_hidden_layers, model.head_dim, model.vocab_size) == (64, 2, 8, 512)
+    assert model.rope_theta == theta
+    assert loaded.origin("model.hidden_size") == "config.json"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model_type": "gpt2"}, 'config.json is of model_type "gpt2"; only "llama" is built'),
+        ({"hidden_act": "gelu"}, 'config.json has hidden_act = "gelu"; only "silu" is built'),
+        ({"attention_bias": True}, "config.json has attention_bias = true; only false is built"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2}},
+            'rotary frequencies ("linear"); only "default" is built',
+        ),
+        ({"hidden_size": "64"}, 'model.hidden_size: "64" (config.json) should be a whole number'),
+    ],
+)
+def test_a_shape_that_is_not_built_is_said(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(HF_CONFIG | changes))
+    [found] = problems(tmp_path, WITHOUT_SHAPE | {"model.hf_config": "config.json"})
+    assert said in str(found)
+
+
+def test_the_shape_of_real_weights(tmp_path: Path, shared_data: Path) -> None:
+    config = load(tmp_path, WITHOUT_SHAPE | {"model.hf_config": str(shared_data / "stories260K")}).config
+    assert parameter_count(config.model.shape(0)) == 260_032
+
+
+RESOLVED = [
+    {},
+    {"training.steps": REMOVED, "training.epochs": 0.5, "model.vocab_size": 999},
+    {
+        "parallel.pipeline": 2,
+        "parallel.layers_per_stage": [1, 3],
+        "data.source": ["a\tb", 'c"d\\', "Straße\x7f"],
+    },
+    {"deepspeed.zero_optimization.stage": 1, "deepspeed.fp16.enabled": True, "deepspeed.fp16.loss_scale": 0},
+    {
+        "deepspeed.train_batch_size": 8,
+        "deepspeed.comms_logger.prof_ops": ["a", "b"],
+        "deepspeed.zero_optimization": {},
+    },
+    {"deepspeed": {}, "optimizer.learning_rate": 1e-30, "run.seed": 2**63 - 1, "training.precision": "fp64"},
+]
+
+
+@pytest.mark.parametrize("changes", RESOLVED)
+@pytest.mark.parametrize("world_size", [None, 2])
+def test_a_resolved_run_loads_as_itself(
+    tmp_path: Path, changes: dict[str, Any], world_size: int | None
+) -> None:
+    config = load(tmp_path, changes, world_size=world_size).config
+    written = tmp_path / "runs" / "run.toml"
+    write_resolved(config, written)
+    again = load_run(written, world_size=world_size)
+    assert again.config == config
+    assert load_config(written) == config, "a resolved run knows its layout without a launcher"
+    assert not again.notes
+    if not config.zero_stage:
+        return
+    assert again.config.deepspeed_json() == config.deepspeed_json()
+
+
+def test_a_resolved_run_takes_flags(tmp_path: Path) -> None:
+    written = tmp_path / "resolved.toml"
+    write_resolved(load(tmp_path).config, written)
+    assert load_config(written, ["--training.global_batch_size", "16"]).batch.micro_batches == 8
+
+
+def test_the_description_of_a_run_is_json_that_makes_the_same_run(tmp_path: Path) -> None:
+    config = load(tmp_path, {"deepspeed.zero_optimization.stage": 1, "optimizer.betas": [0.1, 0.2]}).config
+    described = config.model_dump(mode="json")
+    assert type(config).model_validate(json.loads(json.dumps(described))) == config
+
+
+def test_a_bad_run_is_answered_within_half_a_second_of_cpu_time_without_torch(tmp_path: Path) -> None:
+    path = write_run(tmp_path, changed({"parallel.tensor": 3, "training.step": 1}))
+    code = (
+        "import resource, sys\n"
+        "from megalite.cli import main\n"
+        "code = main(sys.argv[1:])\n"
+        "used = resource.getrusage(resource.RUSAGE_SELF)\n"
+        "print(code, used.ru_utime + used.ru_stime, *({'torch', 'rich', 'deepspeed'} & set(sys.modules)))"
+    )
+    command = [sys.executable, "-c", code, "train", str(path)]
+    seconds = []
+    for _ in range(3):  # of which the least counts: others may be using the caches
+        run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        exit_code, used, *imported = run.stdout.split()
+        assert (exit_code, imported) == ("2", [])
+        assert "has 3 problems" in run.stderr
+        seconds.append(float(used))
+    assert min(seconds) < 0.5
