@@ -29,6 +29,7 @@ def finished(tmp_path_factory) -> tuple[Path, str]:
     sources = f'["{library / "json"}", "{library / "email"}"]'
     flags = ["--run.folder", str(folder), "--training.steps", "20", "--data.source", sources]
     flags += ["--data.pattern", "*.py", "--tokenizer.vocab_size", "1024", "--checkpoint.every", "10"]
+    flags += ["--optimizer.warmup_steps", "4"]
     return folder, _megalite("train", str(RUN_FILE), *flags)
 
 
