@@ -59,7 +59,7 @@ def read_block(draft: Draft, section: dict[str, Any], run_folder: Path) -> Block
             f"stands beside deepspeed.{beside[0]}",
             f"move {', '.join(beside)} into {given}",
         )
-    path = Path(given).expanduser()
+    path = Path(given)
     if not path.exists() and (run_folder / path).exists():
         path = run_folder / path
     found = _read_json(draft, path)
@@ -75,7 +75,7 @@ def _checked(draft: Draft, block: Block) -> Block:
 def _read_json(draft: Draft, path: Path) -> dict[str, Any] | None:
     try:
         found = json.loads(
-            path.read_text(encoding="utf-8-sig"),
+            path.expanduser().read_text(encoding="utf-8-sig"),
             object_pairs_hook=_without_duplicates,
             parse_constant=_no_constant,
         )
@@ -84,7 +84,7 @@ def _read_json(draft: Draft, path: Path) -> dict[str, Any] | None:
     except OSError as error:
         remedy = "name a file, from here or from the folder of RUN.toml"
         draft.problem("deepspeed.config", f"{path} cannot be read: {error.strerror or error}", remedy)
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RuntimeError) as error:
         draft.problem("deepspeed.config", f"{path} cannot be read: {error}")
     else:
         if isinstance(found, dict):

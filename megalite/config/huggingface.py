@@ -31,13 +31,14 @@ def apply_hf_config(draft: Draft) -> None:
     given = draft.take_out("model", "hf_config")
     if given is None:
         return
-    path = Path(given).expanduser() if isinstance(given, str) else Path()
-    path = path / "config.json" if path.is_dir() else path
+    path = Path(str(given))
     try:
+        path = path.expanduser()
+        path = path / "config.json" if path.is_dir() else path
         found = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(found, dict):
             raise ValueError("holds no JSON object")
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         reason = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
         draft.problem(
             "model.hf_config", f"{shown(given)} cannot be read: {reason}", "name a config.json or its folder"

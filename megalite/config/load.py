@@ -71,7 +71,9 @@ def load_run(
 def write_resolved(config: RunConfig, path: Path) -> None:
     """Write a resolved run as RUN.toml: loading it gives an equal RunConfig, under the same number of ranks."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(resolved_lines(config)) + "\n", encoding="utf-8")
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text("\n".join(resolved_lines(config)) + "\n", encoding="utf-8")
+    partial.replace(path)
 
 
 def resolved_lines(config: RunConfig) -> list[str]:

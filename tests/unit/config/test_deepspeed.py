@@ -1,0 +1,475 @@
+"""DeepSpeed's JSON: what is read into our sections, what is refused, what DeepSpeed is handed in the end."""
+
+import ast
+import importlib.metadata
+import importlib.util
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalite.config.deepspeed_keys import KEYS, REMOVED, VERSION
+from tests.unit.config.runs import REMOVED as NOT_SET
+from tests.unit.config.runs import load, problems
+
+# As a common guide to a trainer has it, for 4 GPUs.
+GUIDE: dict[str, Any] = {
+    "train_batch_size": 64,
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": 4,
+    "steps_per_print": 2000,
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": 3e-5, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7},
+    },
+    "scheduler": {
+        "type": "WarmupLR",
+        "params": {"warmup_min_lr": 0, "warmup_max_lr": 3e-5, "warmup_num_steps": 5},
+    },
+    "gradient_clipping": 0.5,
+    "wall_clock_breakdown": False,
+    "fp16": {
+        "enabled": True,
+        "loss_scale": 0,
+        "loss_scale_window": 1000,
+        "hysteresis": 2,
+        "min_loss_scale": 1,
+    },
+    "zero_optimization": {
+        "stage": 2,
+        "allgather_partitions": True,
+        "allgather_bucket_size": 2e8,
+        "overlap_comm": True,
+        "reduce_scatter": True,
+        "reduce_bucket_size": "auto",
+        "contiguous_gradients": True,
+        "offload_optimizer": {"device": "cpu", "nvme_path": None},
+    },
+}
+NO_BATCH = {"training.micro_batch_size": NOT_SET, "training.global_batch_size": NOT_SET}
+ZERO_1 = {"zero_optimization": {"stage": 1}}
+
+
+def test_the_json_of_a_common_trainer_guide(tmp_path: Path) -> None:
+    """Accepted on 4 ranks; on 2, one error shows the equation and where each number came from."""
+    loaded = load(tmp_path, NO_BATCH, ds_json=GUIDE, world_size=4)
+    config = loaded.config
+    assert (config.batch.micro_batch_size, config.batch.micro_batches) == (4, 4)
+    assert (config.batch.global_batch_size, config.batch.data) == (64, 4)
+    assert (config.zero_stage, config.training.precision) == (2, "fp16")
+    assert (config.optimizer.name, config.optimizer.schedule) == ("adamw", "constant")
+    assert (config.optimizer.learning_rate, config.optimizer.betas) == (3e-5, (0.8, 0.999))
+    assert (config.optimizer.warmup_steps, config.optimizer.gradient_clipping) == (5, 0.5)
+    assert loaded.origin("optimizer.learning_rate") == "optimizer.params.lr in ds.json"
+
+    [found] = problems(tmp_path, NO_BATCH, ds_json=GUIDE, world_size=2)
+    assert str(found) == (
+        "training.global_batch_size: 64 (train_batch_size in ds.json) is not "
+        "micro_batch_size 4 (train_micro_batch_size_per_gpu in ds.json) * "
+        "micro_batches 4 (gradient_accumulation_steps in ds.json) * data 2 (2 ranks) = 32; "
+        "use global_batch_size 32 or micro_batches 8 or micro_batch_size 8 or data 4 (4 ranks)"
+    )
+
+
+def test_deepspeed_is_handed_one_micro_batch_a_step_and_no_optimizer(tmp_path: Path) -> None:
+    config = load(tmp_path, NO_BATCH, ds_json=GUIDE, world_size=4).config
+    zero = {key: value for key, value in GUIDE["zero_optimization"].items() if key != "offload_optimizer"}
+    assert config.deepspeed_json() == {
+        "train_micro_batch_size_per_gpu": 16,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.5,
+        "steps_per_print": 2000,
+        "wall_clock_breakdown": False,
+        "fp16": GUIDE["fp16"],
+        "zero_optimization": {**zero, "offload_optimizer": {"device": "cpu"}},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+
+
+def test_auto_and_null_say_nothing(tmp_path: Path) -> None:
+    auto = {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": None,
+        "gradient_clipping": "auto",
+        "fp16": {"enabled": "auto"},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "weight_decay": "auto"}},
+        "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto", "warmup_type": "auto"}},
+        "communication_data_type": "auto",
+        **ZERO_1,
+    }
+    changes = {"optimizer.learning_rate": 0.5, "training.precision": "bf16"}
+    loaded = load(tmp_path, changes, ds_json=auto)
+    optimizer = loaded.config.optimizer
+    assert (optimizer.learning_rate, optimizer.schedule, optimizer.minimum_ratio) == (0.5, "linear", 0.0)
+    assert loaded.config.deepspeed_json() == {
+        "bf16": {"enabled": True},
+        "train_micro_batch_size_per_gpu": 8,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 1.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        **ZERO_1,
+    }
+
+
+def test_tables_of_the_run_file_are_the_json_too_and_flags_change_it(tmp_path: Path) -> None:
+    inline = load(tmp_path, {"deepspeed.zero_optimization.stage": 1, "deepspeed.train_batch_size": 8})
+    assert inline.config.zero_stage == 1
+    [found] = problems(tmp_path, {"deepspeed.train_batch_size": 9})
+    assert str(found).startswith(
+        "training.global_batch_size: 8 (run.toml) differs from 9 (deepspeed.train_batch_size)"
+    )
+    by_flag = load(
+        tmp_path, NO_BATCH, ds_json=GUIDE, world_size=4, flags=["--deepspeed.zero_optimization.stage", "1"]
+    )
+    assert by_flag.config.deepspeed_json()["zero_optimization"] | {"stage": 2} == {
+        **GUIDE["zero_optimization"],
+        "offload_optimizer": {"device": "cpu"},
+    }
+    only_flags = load(tmp_path, flags=["--deepspeed.zero_optimization.stage=3"])
+    assert only_flags.config.zero_stage == 3
+
+
+def test_without_zero_deepspeed_is_not_used(tmp_path: Path) -> None:
+    assert load(tmp_path).config.zero_stage == 0
+    assert load(tmp_path, ds_json={"zero_optimization": {"stage": 0}}).config.zero_stage == 0
+    assert load(tmp_path, ds_json={}).config.zero_stage == 0
+
+
+WRONG = [
+    (
+        {"zero_optimisation": {}},
+        "ds.json: zero_optimisation: unknown to DeepSpeed 0.19.8; did you mean zero_opt",
+    ),
+    ({"zero_optimization": {"stagee": 1}}, "ds.json: zero_optimization.stagee: unknown"),
+    ({"stage": 1}, "ds.json: stage: unknown to DeepSpeed 0.19.8; did you mean zero_optimization.stage?"),
+    (
+        {"fp16": {"enable": True}},
+        "ds.json: fp16.enable: unknown to DeepSpeed 0.19.8; did you mean fp16.enabled?",
+    ),
+    (
+        {"zero_optimization": {"stage": 1, "offload_optimizer": {"devise": "cpu"}}},
+        "did you mean zero_optimization.offload_optimizer.device?",
+    ),
+    (
+        {"activation_checkpointing": {"partitioned_activations": True}},
+        "activation_checkpointing.partition_activations",
+    ),
+    (
+        {"optimizer": {"type": "AdamW", "params": {"learning_rate": 1}}},
+        "optimizer.params.learning_rate: unknown",
+    ),
+    (
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 1}}},
+        "did you mean scheduler.params.warmup_num",
+    ),
+    ({"fp16": True}, "ds.json: fp16: true should be an object; it has auto_cast"),
+    ({"amp": {"enabled": True}}, "ds.json: amp: was removed from DeepSpeed 0.19.8; use fp16, bf16"),
+    ({"zero_optimization": {"mics_shard_size": 2}}, "zero_optimization.mics_shard_size: was removed"),
+    ({"zero_optimization": True}, 'true and false are an old form; write {"stage": 1}'),
+    ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage: 4 is no stage; use 0, 1, 2 or 3"),
+    ({"zero_optimization": {"stage": "1"}}, 'zero_optimization.stage: "1" is no stage'),
+    ({"zero_optimization": {"stage": True}}, "zero_optimization.stage: true is no stage"),
+    (
+        {"train_batch_size": 16},
+        "training.global_batch_size: 8 (run.toml) differs from 16 (train_batch_size in ds.json)",
+    ),
+    (
+        {"gradient_accumulation_steps": "many"},
+        'training.micro_batches: "many" (gradient_accumulation_steps in ds.json)',
+    ),
+    (
+        {"gradient_clipping": -1},
+        "optimizer.gradient_clipping: -1 (gradient_clipping in ds.json) should be greater",
+    ),
+    (
+        {"optimizer": {"type": "Lamb"}},
+        'ds.json: optimizer.type: "Lamb" is not run by megalite; use AdamW or SGD',
+    ),
+    ({"optimizer": {"type": "AdamWW"}}, "did you mean AdamW?"),
+    ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, "use AdamW, or weight_decay 0"),
+    ({"optimizer": {"params": {"amsgrad": True}}}, "optimizer.params.amsgrad: true is not run; use false"),
+    (
+        {"optimizer": {"params": {"max_grad_norm": 1}}},
+        "max_grad_norm: is refused by DeepSpeed; use gradient_clipping",
+    ),
+    (
+        {"optimizer": {"params": {"lr": 0}}},
+        "optimizer.learning_rate: 0 (optimizer.params.lr in ds.json) should be",
+    ),
+    ({"scheduler": {"type": "OneCycle"}}, '"OneCycle" is not run by megalite; use one of WarmupLR'),
+    ({"scheduler": {"type": "WarmupCosinLR"}}, "did you mean WarmupCosineLR?"),
+    (
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-6}}},
+        "warmup_min_lr: 1e-06 is not run; use 0",
+    ),
+    ({"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "log"}}}, '"log" is not run; use "linear"'),
+    ({"fp16": {"enabled": "yes"}}, 'ds.json: fp16.enabled: "yes" should be true or false'),
+    (
+        {"fp16": {"enabled": True}, "bf16": {"enabled": True}},
+        "ds.json: fp16.enabled: is true beside bf16.enabled",
+    ),
+    (
+        {"tensor_parallel": {"autotp_size": 2}},
+        "tensor_parallel.autotp_size: is not run by megalite; set parallel.tensor",
+    ),
+    ({"gradient_allreduce_op": "sum"}, 'gradient_allreduce_op: is not run by megalite; use "mean"'),
+    (
+        {"zero_optimization": {"stage": 1, "compute_grad_norm": False}},
+        "compute_grad_norm: is not run by megalite",
+    ),
+    (
+        {"torch_autocast": {"enabled": True}},
+        "torch_autocast.enabled: is not run by megalite; set training.precision",
+    ),
+    (
+        {"comms_logger": {"prof_ops": [None]}},
+        "ds.json: comms_logger.prof_ops: has a null in a list; take it out",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("ds_json", "said"), WRONG, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_a_wrong_key_or_value_is_one_problem(tmp_path: Path, ds_json: dict[str, Any], said: str) -> None:
+    [found] = problems(tmp_path, ds_json=ds_json)
+    assert said in str(found)
+
+
+@pytest.mark.parametrize(
+    ("changes", "ds_json", "said"),
+    [
+        (
+            {"optimizer.learning_rate": 1.0},
+            {"optimizer": {"params": {"lr": 2.0}}},
+            "optimizer.learning_rate: 1.0",
+        ),
+        (
+            {"optimizer.schedule": "cosine"},
+            {"scheduler": {"type": "WarmupLR"}},
+            'optimizer.schedule: "cosine"',
+        ),
+        (
+            {"optimizer.betas": [0.9, 0.95]},
+            {"optimizer": {"params": {"betas": [0.9, 0.99]}}},
+            "optimizer.betas: [0.9,",
+        ),
+        (
+            {"optimizer.gradient_clipping": 0.0},
+            {"gradient_clipping": 1.0},
+            "optimizer.gradient_clipping: 0.0",
+        ),
+        (
+            {"training.precision": "fp32"},
+            {"bf16": {"enabled": True}},
+            'training.precision: "fp32" (run.toml) differs',
+        ),
+        (
+            {"training.precision": "bf16"},
+            {"bf16": {"enabled": False}},
+            'training.precision: "bf16" (run.toml) differs',
+        ),
+        (
+            {"training.precision": "bf16"},
+            {"fp16": {"enabled": True}},
+            'training.precision: "bf16" (run.toml) differs',
+        ),
+        (
+            {"deepspeed.bf16.enabled": True},
+            ZERO_1,
+            "deepspeed.config: stands beside deepspeed.bf16; move bf16 into",
+        ),
+        ({"deepspeed.zero_optimization.a": float("inf")}, None, "inf is not a finite number"),
+    ],
+)
+def test_a_different_value_in_both_places_is_a_problem(
+    tmp_path: Path, changes: dict[str, Any], ds_json: dict[str, Any] | None, said: str
+) -> None:
+    found = problems(tmp_path, changes, ds_json=ds_json)
+    assert any(said in str(problem) for problem in found)
+    assert {problem.key for problem in found if said not in str(problem)} <= {"deepspeed.zero_optimization.a"}
+
+
+def test_equal_values_in_both_places_are_none(tmp_path: Path) -> None:
+    changes = {"optimizer.learning_rate": 1.0, "optimizer.betas": [0.9, 0.95], "training.precision": "bf16"}
+    ds_json = {
+        "optimizer": {"type": "adam", "params": {"lr": 1, "betas": [0.9, 0.95], "torch_adam": True}},
+        "bf16": {"enabled": True},
+    }
+    assert not problems(tmp_path, changes, ds_json=ds_json)
+    assert not problems(tmp_path, {"training.precision": "bf16"}, ds_json={"bfloat16": {"enabled": True}})
+
+
+@pytest.mark.parametrize(
+    ("block", "expected"),
+    [
+        (
+            {
+                "type": "WarmupDecayLR",
+                "params": {"total_num_steps": 8, "warmup_num_steps": 2, "warmup_type": "linear"},
+            },
+            {"schedule": "linear", "decay_steps": 8, "warmup_steps": 2, "minimum_ratio": 0.0},
+        ),
+        (
+            {
+                "type": "WarmupCosineLR",
+                "params": {"total_num_steps": 9, "cos_min_ratio": 0.01, "warmup_min_ratio": 0},
+            },
+            {"schedule": "cosine", "decay_steps": 9, "minimum_ratio": 0.01},
+        ),
+        (
+            {"type": "WarmupLR", "params": {"warmup_max_lr": 0.5}},
+            {"schedule": "constant", "learning_rate": 0.5},
+        ),
+    ],
+)
+def test_schedulers_are_read(tmp_path: Path, block: dict[str, Any], expected: dict[str, Any]) -> None:
+    optimizer = load(tmp_path, ds_json={"scheduler": block}).config.optimizer
+    assert {key: getattr(optimizer, key) for key in expected} == expected
+
+
+def test_sgd_is_read(tmp_path: Path) -> None:
+    optimizer = load(
+        tmp_path, ds_json={"optimizer": {"type": "SGD", "params": {"momentum": 0.9}}}
+    ).config.optimizer
+    assert (optimizer.name, optimizer.momentum) == ("sgd", 0.9)
+
+
+def test_what_has_no_effect_is_noted(tmp_path: Path) -> None:
+    ds_json = {"activation_checkpointing": {"cpu_checkpointing": True}, "scheduler": {"type": "WarmupLR"}}
+    notes = load(tmp_path, ds_json=ds_json).notes
+    assert any("activation_checkpointing has no effect" in note for note in notes)
+    assert any("the warm-up is linear here" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ('{"fp16": }', "ds.json: line 1, column 10: Expecting value; it must be JSON"),
+        ("[]", "holds no JSON object"),
+        ('{"fp16": {}, "fp16": {}}', "the key 'fp16' stands there twice"),
+        ('{"gradient_clipping": NaN}', "NaN is not JSON"),
+        ("[" * 100_000, "cannot be read"),
+    ],
+)
+def test_a_json_that_cannot_be_read_is_the_only_problem(tmp_path: Path, content: str, said: str) -> None:
+    (tmp_path / "ds.json").write_text(content)
+    [found] = problems(tmp_path, NO_BATCH | {"deepspeed.config": "ds.json"})
+    assert said in str(found)
+
+
+def test_a_missing_json_is_named(tmp_path: Path) -> None:
+    [found] = problems(tmp_path, {"deepspeed.config": "nowhere.json"})
+    assert "nowhere.json cannot be read: No such file or directory" in str(found)
+
+
+# Which class or constants of DeepSpeed each block is checked against.
+MODELS = {
+    "bf16": ("runtime/precision_config.py", "DeepSpeedBF16Config"),
+    "bfloat16": ("runtime/precision_config.py", "DeepSpeedBF16Config"),
+    "comet": ("monitor/config.py", "CometConfig"),
+    "comms_logger": ("comm/config.py", "CommsLoggerConfig"),
+    "compile": ("compile/config.py", "CompileConfig"),
+    "csv_monitor": ("monitor/config.py", "CSVConfig"),
+    "fp16": ("runtime/precision_config.py", "DeepSpeedFP16Config"),
+    "hybrid_engine": ("runtime/config.py", "HybridEngineConfig"),
+    "tensorboard": ("monitor/config.py", "TensorBoardConfig"),
+    "timers.throughput": ("utils/config.py", "DeepSpeedThroughputTimerConfig"),
+    "wandb": ("monitor/config.py", "WandbConfig"),
+    "zero_optimization": ("runtime/zero/config.py", "DeepSpeedZeroConfig"),
+    "zero_optimization.leaf_module": ("runtime/zero/leaf_module_config.py", "DeepSpeedZeroLeafModuleConfig"),
+    "zero_optimization.offload_optimizer": (
+        "runtime/zero/offload_config.py",
+        "DeepSpeedZeroOffloadOptimizerConfig",
+    ),
+    "zero_optimization.offload_param": ("runtime/zero/offload_config.py", "DeepSpeedZeroOffloadParamConfig"),
+    "zero_optimization.zenflow": ("runtime/zenflow/zenflow_config.py", "ZenFlowConfig"),
+}
+# Initialised while it runs, "and should not be set by users".
+INTERNAL = {"zero_optimization.zenflow": {"steps_per_epoch"}}
+
+
+@pytest.fixture(scope="module")
+def sources() -> Path:
+    """DeepSpeed's sources, found without importing them."""
+    spec = importlib.util.find_spec("deepspeed")
+    if spec is None or spec.origin is None or importlib.metadata.version("deepspeed") != VERSION:
+        pytest.skip(f"DeepSpeed {VERSION} is not installed")
+    return Path(spec.origin).parent
+
+
+@pytest.mark.parametrize("block", MODELS)
+def test_the_keys_of_a_block_are_those_of_the_installed_deepspeed(block: str, sources: Path) -> None:
+    file, name = MODELS[block]
+    tree = ast.parse((sources / file).read_text(encoding="utf-8"))
+    [found] = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == name]
+    assert set(_field_names(found)) - INTERNAL.get(block, set()) == set(KEYS[block])
+
+
+def test_the_top_level_keys_are_read_by_the_installed_deepspeed(sources: Path) -> None:
+    """Each of ours stands in DeepSpeed's sources as text; each key it looks up on the whole JSON is one of ours."""
+    text = "\n".join(
+        file.read_text(encoding="utf-8") for file in sources.rglob("*.py") if "inference" not in file.parts
+    )
+    assert not [key for key in KEYS[""] if f'"{key}"' not in text and f"'{key}'" not in text]
+    names = _constants(sources / "runtime/constants.py")
+    looked_up = set()
+    for node in ast.walk(ast.parse((sources / "runtime/config.py").read_text(encoding="utf-8"))):
+        call = isinstance(node, ast.Call) and ast.unparse(node.func) in ("get_scalar_param", "param_dict.get")
+        if call and isinstance(node, ast.Call):
+            on_whole = ast.unparse(node.func) == "param_dict.get" or ast.unparse(node.args[0]) == "param_dict"
+            key = node.args[0 if ast.unparse(node.func) == "param_dict.get" else 1]
+            if on_whole and isinstance(key, ast.Name) and key.id in names:
+                looked_up.add(names[key.id])
+            elif on_whole and isinstance(key, ast.Constant):
+                looked_up.add(key.value)
+    removed = {name for name in REMOVED if "." not in name}
+    assert len(looked_up) > 20
+    assert looked_up - removed <= set(KEYS[""])
+
+
+def test_the_removed_keys_are_those_that_the_installed_deepspeed_refuses(sources: Path) -> None:
+    tree = ast.parse((sources / "runtime/config.py").read_text(encoding="utf-8"))
+    tables = {
+        node.targets[0].id: [key.value for key in node.value.keys if isinstance(key, ast.Constant)]
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Name)
+        and isinstance(node.value, ast.Dict)
+    }
+    removed = set(tables["_REMOVED_TOP_LEVEL_CONFIG_KEYS"])
+    removed |= {f"zero_optimization.{key}" for key in tables["_REMOVED_ZERO_CONFIG_KEYS"]}
+    assert set(REMOVED) == removed
+
+
+def _field_names(model: ast.ClassDef) -> Iterator[str]:
+    """Names and aliases of a pydantic model's fields."""
+    for node in model.body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            yield node.target.id
+            keywords = node.value.keywords if isinstance(node.value, ast.Call) else []
+            yield from (each.value.value for each in keywords if each.arg == "alias")  # type: ignore[attr-defined]
+
+
+def _constants(file: Path) -> Mapping[str, str]:
+    return {
+        node.targets[0].id: node.value.value
+        for node in ast.parse(file.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Name)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    }
+
+
+def test_every_table_of_keys_is_reachable_and_sorted() -> None:
+    for block, keys in KEYS.items():
+        assert list(keys) == sorted(set(keys)), block
+        parent, _, name = block.rpartition(".")
+        assert not block or name in KEYS[parent], block
+    assert json.dumps(sorted(KEYS)) == json.dumps(list(KEYS))

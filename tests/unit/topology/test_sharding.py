@@ -1,0 +1,164 @@
+"""Cuts and parameters: the boxes of all ranks tile every canonical tensor exactly once, in every layout."""
+
+from collections import Counter
+from itertools import product
+from math import prod, sqrt
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megalite.topology.layout import layers_of_stages
+from megalite.topology.parameters import (
+    EMBEDDING,
+    FINAL_NORM,
+    HEAD,
+    ModelShape,
+    canonical_tensors,
+    model_parameters,
+    parameter_count,
+    stage_parameters,
+)
+from megalite.topology.sharding import Box, Part, ShardSpec
+
+
+def shape_of(
+    *, heads: int, shared: int, head_dim: int, layers: int, vocab: int, inner: int, tied: bool
+) -> ModelShape:
+    return ModelShape(
+        vocab_size=vocab,
+        hidden_size=heads * head_dim + 2,  # head_dim need not be hidden / heads
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=shared,
+        head_dim=head_dim,
+        tie_word_embeddings=tied,
+    )
+
+
+@st.composite
+def models(draw: st.DrawFn) -> tuple[ModelShape, int, int]:
+    """A shape with a tensor and a pipeline size that it fits."""
+    tp = draw(st.integers(1, 4))
+    shared = tp * draw(st.integers(1, 2))
+    shape = shape_of(
+        heads=shared * draw(st.integers(1, 3)),
+        shared=shared,
+        head_dim=2 * draw(st.integers(1, 3)),
+        layers=draw(st.integers(1, 5)),
+        vocab=draw(st.integers(tp, 30)),
+        inner=draw(st.integers(tp, 20)),
+        tied=draw(st.booleans()),
+    )
+    return shape, tp, draw(st.integers(1, shape.num_hidden_layers))
+
+
+def cells(box: Box) -> product:  # type: ignore[type-arg]
+    return product(
+        *(range(start, start + length) for start, length in zip(box.offsets, box.shape, strict=True))
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(models())
+def test_the_ranks_of_a_replica_hold_every_element(found: tuple[ModelShape, int, int]) -> None:
+    """Once over tp and pp, but for what every tensor-parallel rank has whole and for tied copies on two stages."""
+    shape, tp, stages = found
+    stage_layers = layers_of_stages(shape.num_hidden_layers, stages)
+    counted: dict[str, Counter[tuple[int, ...]]] = {name: Counter() for name in canonical_tensors(shape)}
+    copies = {}
+    for stage in range(stages):
+        for parameter in stage_parameters(shape, stage_layers, stage):
+            spec = parameter.spec
+            for rank in range(tp):
+                for part, box in spec.boxes(rank, tp):
+                    counted[part.name].update(cells(box))
+                    copies[part.name] = (1 if spec.dim is not None else tp) * max(1, len(spec.stages))
+    for name, full in canonical_tensors(shape).items():
+        assert counted[name] == Counter(dict.fromkeys(product(*map(range, full)), copies[name])), name
+
+
+@settings(max_examples=40, deadline=None)
+@given(models())
+def test_a_local_shape_holds_its_boxes_one_below_the_other(found: tuple[ModelShape, int, int]) -> None:
+    shape, tp, _ = found
+    for parameter in model_parameters(shape):
+        spec = parameter.spec
+        assert spec.local_shape(0, 1) == spec.full_shape
+        total = 0
+        for rank in range(tp):
+            local, boxes = spec.local_shape(rank, tp), [box for _, box in spec.boxes(rank, tp)]
+            assert prod(local) == sum(box.numel for box in boxes)
+            assert local[0] == sum(box.shape[0] for box in boxes)
+            assert all(box.shape[1:] == local[1:] for box in boxes)
+            total += prod(local)
+        assert total == parameter.numel * (1 if spec.dim is not None else tp)
+
+
+def test_an_uneven_cut_gives_the_first_ranks_more_and_pads_nothing() -> None:
+    spec = ShardSpec((Part("a", (7, 3)), Part("b", (4, 3))), dim=0)
+    assert [spec.local_shape(rank, 3) for rank in range(3)] == [(5, 3), (3, 3), (3, 3)]
+    assert [box.offsets[0] for _, box in spec.boxes(1, 3)] == [3, 2]
+    columns = ShardSpec((Part("c", (3, 7)),), dim=1)
+    assert [columns.local_shape(rank, 2) for rank in range(2)] == [(3, 4), (3, 3)]
+    assert ShardSpec((Part("n", (5,)),)).local_shape(1, 2) == (5,)
+
+
+def test_a_replica_of_a_cut_keeps_whole_heads_together() -> None:
+    """Rank r's query rows are its heads' rows, and its key and value rows those of the heads that they share."""
+    shape = shape_of(heads=8, shared=4, head_dim=6, layers=1, vocab=11, inner=9, tied=False)
+    [qkv] = [each for each in model_parameters(shape) if each.name.endswith("qkv_proj.weight")]
+    for rank in range(4):
+        query, key, value = (box for _, box in qkv.spec.boxes(rank, 4))
+        assert (query.offsets[0], query.shape[0]) == (rank * 12, 12)
+        assert (key.offsets[0], key.shape[0]) == (value.offsets[0], value.shape[0]) == (rank * 6, 6)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_stages_hold_the_model_and_tied_weights_twice(tied: bool, stages: int) -> None:
+    shape = shape_of(heads=4, shared=2, head_dim=4, layers=4, vocab=11, inner=9, tied=tied)
+    stage_layers = layers_of_stages(4, stages)
+    held = [[each.name for each in stage_parameters(shape, stage_layers, stage)] for stage in range(stages)]
+    whole = [each.name for each in model_parameters(shape)]
+    everything = Counter(name for names in held for name in names)
+    assert set(everything) == set(whole)
+    twice = {name for name, count in everything.items() if count > 1}
+    assert twice == ({EMBEDDING} if tied and stages > 1 else set())
+    assert held[0][0] == EMBEDDING
+    assert held[-1][-1] == (HEAD if not tied else EMBEDDING if stages > 1 else FINAL_NORM)
+    for stage in (0, stages - 1):
+        [embedding] = [
+            each for each in stage_parameters(shape, stage_layers, stage) if each.name == EMBEDDING
+        ] or [None]
+        if embedding is not None:
+            assert embedding.spec.stages == ((0, stages - 1) if tied and stages > 1 else (0,))
+
+
+def test_canonical_names_are_those_of_hugging_face() -> None:
+    shape = shape_of(heads=4, shared=2, head_dim=4, layers=2, vocab=11, inner=9, tied=False)
+    layer = [
+        "input_layernorm",
+        "mlp.down_proj",
+        "mlp.gate_proj",
+        "mlp.up_proj",
+        "post_attention_layernorm",
+        "self_attn.k_proj",
+        "self_attn.o_proj",
+        "self_attn.q_proj",
+        "self_attn.v_proj",
+    ]
+    expected = [f"model.layers.{index}.{name}.weight" for index in range(2) for name in layer]
+    assert sorted(canonical_tensors(shape)) == sorted([*expected, EMBEDDING, FINAL_NORM, HEAD])
+    assert canonical_tensors(shape)["model.layers.1.self_attn.k_proj.weight"] == (8, 18)
+    assert parameter_count(shape) == sum(map(prod, canonical_tensors(shape).values()))
+
+
+def test_norms_do_not_decay_and_residual_projections_start_smaller() -> None:
+    shape = shape_of(heads=4, shared=2, head_dim=4, layers=8, vocab=11, inner=9, tied=False)
+    for parameter in model_parameters(shape):
+        norm = "norm" in parameter.name
+        assert parameter.decay is not norm
+        residual = parameter.name.endswith(("o_proj.weight", "down_proj.weight"))
+        assert parameter.std == (None if norm else 0.02 / sqrt(16) if residual else 0.02)
