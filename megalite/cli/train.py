@@ -7,7 +7,9 @@ from pathlib import Path
 from megalite.config.describe import describe_keys
 from megalite.config.flags import split_overrides
 from megalite.config.load import load_config
+from megalite.errors import ConfigError
 from megalite.launcher.environment import prepare_process, rank_info
+from megalite.train.supported import require_supported
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -15,7 +17,13 @@ def run(arguments: Sequence[str]) -> int:
     own, overrides = split_overrides(arguments)
     options = _parser(with_settings=bool({"-h", "--help"} & set(own))).parse_args(own)
     info = rank_info()
-    config = load_config(options.run_file, overrides, world_size=info.world_size if info else None)
+    try:
+        config = load_config(options.run_file, overrides, world_size=info.world_size if info else None)
+        require_supported(config)
+    except ConfigError as error:
+        if info is not None and info.rank > 0:
+            return error.exit_code  # rank 0 says it for all
+        raise
     threads = prepare_process(config.training.threads, local_ranks=config.layout.world_size, info=info)
 
     # From here on torch may be imported: everything a user can get wrong in the file is known to be right.

@@ -13,7 +13,6 @@ from typing import Any
 import deepspeed
 from torch import Tensor, nn
 
-from megalite.errors import ConfigError, Problem
 from megalite.parallel.gradients import copy_tied_weights, sum_tied_gradients
 from megalite.parallel.mesh import ParallelMesh, ProcessGroup
 from megalite.topology.parameters import Parameter
@@ -40,18 +39,7 @@ class DeepSpeedOptimizer:
         settings: OptimizerSettings,
         config: Mapping[str, Any],
     ):
-        """`config`: DeepSpeed's own JSON, with the micro batches of a step counted as one (config/deepspeed.py).
-
-        Raises ConfigError for what this engine cannot run: parameters sharded by ZeRO-3.
-        """
-        zero_stage = int(config["zero_optimization"]["stage"])
-        if zero_stage not in (1, 2):
-            problem = Problem(
-                "deepspeed.zero_optimization.stage",
-                f"{zero_stage} is not run by this version of the trainer",
-                "use stage 1 or 2, or leave [deepspeed] out",
-            )
-            raise ConfigError([problem])
+        """`config`: DeepSpeed's own JSON, with the micro batches of a step counted as one (config/deepspeed.py)."""
         _quieten()
         self._parameters, self._mesh = parameters, mesh
         self._tensors = dict(stage.named_parameters())

@@ -63,21 +63,20 @@ def train_rank(info: RankInfo, config: RunConfig, threads: int) -> int:
     folder = RunFolder(Path(config.run.folder))
     device = _device(info)
     connect(info.rank, info.world_size, device=device, rendezvous=info.rendezvous)
-    try:
-        mesh = ParallelMesh.over_world(config.layout, device)
-        inputs = mesh.broadcast_object(prepare_inputs(config, folder) if mesh.rank == 0 else None)
-        trainer = _trainer(config, mesh, inputs)
-        resumed_from = _checkpoint_to_resume(config, mesh, folder)
-        if resumed_from is not None:
-            trainer.resume(resumed_from)
-        elif mesh.rank == 0:
-            write_resolved(config, folder.root / "run.toml")
-        reporter = RunReporter(trainer, info, folder.metrics)
-        if resumed_from is not None:
-            reporter.say(f"resumed after step {trainer.state.step} from {resumed_from}")
-        checkpoint = _train(trainer, reporter, folder) or resumed_from
-    finally:
-        disconnect()
+    mesh = ParallelMesh.over_world(config.layout, device)
+    inputs = mesh.broadcast_object(prepare_inputs(config, folder) if mesh.rank == 0 else None)
+    trainer = _trainer(config, mesh, inputs)
+    resumed_from = _checkpoint_to_resume(config, mesh, folder)
+    if resumed_from is not None:
+        trainer.resume(resumed_from)
+    elif mesh.rank == 0:
+        write_resolved(config, folder.root / "run.toml")
+    reporter = RunReporter(trainer, info, folder.metrics)
+    if resumed_from is not None:
+        reporter.say(f"resumed after step {trainer.state.step} from {resumed_from}")
+    checkpoint = _train(trainer, reporter, folder) or resumed_from
+    # Not when something failed: leaving a broken group can hang, and the failure is still to be told.
+    disconnect()
     # Only now: the others need not wait while one rank writes and checks the export.
     if info.rank == 0 and checkpoint is not None:
         places = {"checkpoint": checkpoint, "metrics": folder.metrics}

@@ -15,7 +15,7 @@ from megalite.topology.layout import layers_of_stages
 from megalite.topology.parameters import ModelShape, stage_parameters
 from megalite.train.learning_rate import LearningRate
 from megalite.train.optimizer import Optimizer, OptimizerSettings, TorchOptimizer
-from megalite.train.precision import training_dtype
+from megalite.train.precision import DTYPES
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Trainer:
     def __init__(self, config: RunConfig, mesh: ParallelMesh, shape: ModelShape, loader: StepLoader):
         self.config, self.mesh, self.shape, self.loader = config, mesh, shape, loader
         self.state = TrainerState()
-        self.dtype = training_dtype(config.training.precision)
+        self.dtype = DTYPES[config.training.precision]
         self.stage_layers = layers_of_stages(
             shape.num_hidden_layers, mesh.layout.pipeline, config.parallel.layers_per_stage
         )

@@ -1,0 +1,39 @@
+"""What the configuration allows and this version of the trainer does not run yet; torch-free, asked before all else."""
+
+from collections.abc import Iterator
+
+from megalite.config.schema import RunConfig
+from megalite.errors import ConfigError, Problem
+
+_PRECISIONS = ("fp32", "fp64")
+_ZERO_STAGES = (0, 1, 2)
+
+
+def require_supported(config: RunConfig) -> None:
+    """Raises ConfigError with everything that a later version will run."""
+    problems = list(_unsupported(config))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _unsupported(config: RunConfig) -> Iterator[Problem]:
+    if config.training.precision not in _PRECISIONS:
+        yield Problem(
+            "training.precision",
+            f'"{config.training.precision}" is not run by this version of the trainer',
+            'use "auto" or "fp32"',
+        )
+    if config.zero_stage not in _ZERO_STAGES:
+        yield Problem(
+            "deepspeed.zero_optimization.stage",
+            f"{config.zero_stage} is not run by this version of the trainer",
+            "use stage 1 or 2, or leave [deepspeed] out",
+        )
+    zero = config.deepspeed_json().get("zero_optimization", {}) if config.zero_stage else {}
+    for key in ("offload_optimizer", "offload_param"):
+        if zero.get(key, {}).get("device", "none") != "none":
+            yield Problem(
+                f"deepspeed.zero_optimization.{key}",
+                "offload is not run by this version of the trainer",
+                "leave it out",
+            )

@@ -1,0 +1,35 @@
+"""What the configuration accepts and the trainer does not run yet is refused before anything starts."""
+
+import pytest
+
+from megalite.config.load import load_config
+from megalite.errors import ConfigError
+from megalite.train.supported import require_supported
+from tests.support.jobs import ROOT
+
+RUN_FILE = ROOT / "examples" / "quickstart" / "run.toml"
+ONE_STAGE = ("--parallel.pipeline", "1")
+
+
+@pytest.mark.parametrize(
+    ("flags", "key"),
+    [
+        (("--training.precision", "bf16"), "training.precision"),
+        (("--training.precision", "fp16"), "training.precision"),
+        ((*ONE_STAGE, "--deepspeed.zero_optimization.stage", "3"), "deepspeed.zero_optimization.stage"),
+        (
+            (*ONE_STAGE, "--deepspeed.zero_optimization.offload_optimizer.device", "cpu"),
+            "deepspeed.zero_optimization.offload_optimizer",
+        ),
+    ],
+)
+def test_what_is_not_run_yet_is_named(flags, key):
+    config = load_config(RUN_FILE, flags)
+    with pytest.raises(ConfigError) as caught:
+        require_supported(config)
+    assert [problem.key for problem in caught.value.problems] == [key]
+    assert caught.value.problems[0].remedy
+
+
+def test_the_quickstart_is_supported():
+    require_supported(load_config(RUN_FILE, ()))
