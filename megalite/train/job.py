@@ -69,7 +69,7 @@ def train_rank(info: RankInfo, config: RunConfig, threads: int) -> int:
     resumed_from = _checkpoint_to_resume(config, mesh, folder)
     if resumed_from is not None:
         trainer.resume(resumed_from)
-    elif mesh.rank == 0:
+    if mesh.rank == 0:
         write_resolved(config, folder.root / "run.toml")
     reporter = RunReporter(trainer, info, folder.metrics)
     if resumed_from is not None:
