@@ -32,6 +32,8 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "torch_autocast.enabled": ((False,), "set training.precision"),
     "weight_quantization": (({},), "take it out"),
     "zero_optimization.compute_grad_norm": ((True,), "take it out: the norm is reported at every step"),
+    "zero_optimization.cpu_offload": ((False,), 'the name is now offload_optimizer: {"device": "cpu"}'),
+    "zero_optimization.cpu_offload_param": ((False,), 'the name is now offload_param: {"device": "cpu"}'),
     "zero_optimization.zenflow": ((), "take it out"),
 }
 # What does no harm and no good here: key -> why.

@@ -62,8 +62,14 @@ WRONG = [
     ({"model.preset": 3}, "model.preset: there is no preset 3; use one of tiny"),
     ({"model.hf_config": "nowhere.json"}, 'model.hf_config: "nowhere.json" cannot be read: No such file'),
     ({"deepspeed.config": 3}, "deepspeed.config: 3 is not a path"),
-    ({"deepspeed.config": "~nobody-here/a"}, "deepspeed.config: ~nobody-here/a cannot be read: Could not determine"),
-    ({"model.hf_config": "~nobody-here/a"}, 'model.hf_config: "~nobody-here/a" cannot be read: Could not determine'),
+    (
+        {"deepspeed.config": "~nobody-here/a"},
+        "deepspeed.config: ~nobody-here/a cannot be read: Could not determine",
+    ),
+    (
+        {"model.hf_config": "~nobody-here/a"},
+        'model.hf_config: "~nobody-here/a" cannot be read: Could not determine',
+    ),
 ]
 
 
