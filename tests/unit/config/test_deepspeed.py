@@ -217,6 +217,7 @@ WRONG = [
         {"tensor_parallel": {"autotp_size": 2}},
         "tensor_parallel.autotp_size: is not run by megalite; set parallel.tensor",
     ),
+    ({"zero_optimization": {"stage": 1, "cpu_offload": True}}, "the name is now offload_optimizer"),
     ({"gradient_allreduce_op": "sum"}, 'gradient_allreduce_op: is not run by megalite; use "mean"'),
     (
         {"zero_optimization": {"stage": 1, "compute_grad_norm": False}},
