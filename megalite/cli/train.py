@@ -19,7 +19,7 @@ def run(arguments: Sequence[str]) -> int:
     info = rank_info()
     try:
         config = load_config(options.run_file, overrides, world_size=info.world_size if info else None)
-        require_supported(config)
+        require_supported(config, str(options.run_file))
     except ConfigError as error:
         if info is not None and info.rank > 0:
             return error.exit_code  # rank 0 says it for all

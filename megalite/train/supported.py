@@ -9,11 +9,11 @@ _PRECISIONS = ("fp32", "fp64")
 _ZERO_STAGES = (0, 1, 2)
 
 
-def require_supported(config: RunConfig) -> None:
-    """Raises ConfigError with everything that a later version will run."""
+def require_supported(config: RunConfig, source: str) -> None:
+    """Raises ConfigError with everything that a later version will run; `source` names where the user wrote it."""
     problems = list(_unsupported(config))
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(problems, source)
 
 
 def _unsupported(config: RunConfig) -> Iterator[Problem]:

@@ -26,10 +26,10 @@ ONE_STAGE = ("--parallel.pipeline", "1")
 def test_what_is_not_run_yet_is_named(flags, key):
     config = load_config(RUN_FILE, flags)
     with pytest.raises(ConfigError) as caught:
-        require_supported(config)
+        require_supported(config, "run.toml")
     assert [problem.key for problem in caught.value.problems] == [key]
     assert caught.value.problems[0].remedy
 
 
 def test_the_quickstart_is_supported():
-    require_supported(load_config(RUN_FILE, ()))
+    require_supported(load_config(RUN_FILE, ()), "run.toml")

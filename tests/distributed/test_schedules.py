@@ -1,0 +1,49 @@
+"""What the executor really does on each stage is what the schedule says as data."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalite.model.stages import build_stage
+from megalite.parallel import pipeline
+from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.pipeline import PipelineShapes, StepBatch, pipeline_runner
+from megalite.topology.layout import Layout, layers_of_stages
+from megalite.topology.schedules import SCHEDULES, Action
+from tests.support.tiny import SEQUENCE_LENGTH, tiny_batch, tiny_shape
+
+SHAPE = tiny_shape(tied=True)
+
+
+def actions_on_rank(schedule: str, stages: int, micro_batches: int) -> list[Action]:
+    mesh = ParallelMesh.over_world(Layout(pipeline=stages))
+    stage = build_stage(SHAPE, mesh, layers_of_stages(SHAPE.num_hidden_layers, stages), seed=0)
+    actions: list[Action] = []
+
+    def record(module: torch.nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        micro_batch = sum(action.kind == "F" for action in actions)
+        actions.append(Action("F", micro_batch))
+        output.register_hook(lambda grad: actions.append(Action("B", micro_batch)))
+
+    stage.register_forward_hook(record)
+    shapes = PipelineShapes(micro_batches, 1, SEQUENCE_LENGTH, SHAPE.hidden_size, torch.float32)
+    batch = tiny_batch(SHAPE, micro_batches)
+    runner = pipeline_runner(stage, mesh, shapes, schedule=schedule)
+    runner.forward_backward(StepBatch(batch.input_ids, batch.position_ids, batch.labels, batch.loss_mask))
+    return actions
+
+
+@pytest.mark.parametrize(("stages", "micro_batches"), [(1, 3), (2, 2), (2, 5), (4, 4), (4, 6)])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_executed_actions_are_those_of_the_schedule(ranks, schedule, stages, micro_batches):
+    if stages == 1:
+        schedule = "1f1b"  # gradient accumulation is its one-stage case, whatever the name
+    results = ranks.run(
+        actions_on_rank, world_size=stages, schedule=schedule, stages=stages, micro_batches=micro_batches
+    )
+    for stage, actions in enumerate(results):
+        assert tuple(actions) == SCHEDULES[schedule].order(stage, stages, micro_batches)
+
+
+def test_every_schedule_has_an_executor():
+    assert set(pipeline._EXECUTORS) == set(SCHEDULES)
