@@ -52,7 +52,8 @@ class Layout:
         at = self.coordinates(rank)
         fixed = {"pp": at.pp, "dp": at.dp, "tp": at.tp}
         ranges = [
-            range(size) if axis in axes else (fixed[axis],) for axis, size in zip(AXES, self.sizes, strict=True)
+            range(size) if axis in axes else (fixed[axis],)
+            for axis, size in zip(AXES, self.sizes, strict=True)
         ]
         return tuple(self.rank(Coordinates(*place)) for place in product(*ranges))
 
@@ -71,7 +72,9 @@ def balanced_split(total: int, parts: int) -> tuple[range, ...]:
     return tuple(range(start, stop) for start, stop in zip(starts, starts[1:], strict=False))
 
 
-def layers_of_stages(num_hidden_layers: int, stages: int, given: Sequence[int] | None = None) -> tuple[range, ...]:
+def layers_of_stages(
+    num_hidden_layers: int, stages: int, given: Sequence[int] | None = None
+) -> tuple[range, ...]:
     """The global layer indices of each stage; every layer stands on exactly one stage.
 
     Without `given` (layers a stage) the split is balanced; the extra layers go to the middle stages,
@@ -85,7 +88,9 @@ def layers_of_stages(num_hidden_layers: int, stages: int, given: Sequence[int] |
         first = (stages - extra + 1) // 2
         given = [size + (first <= stage < first + extra) for stage in range(stages)]
     if len(given) != stages or sum(given) != num_hidden_layers or min(given) < 1:
-        raise ValueError(f"layers {list(given)} are not a split of {num_hidden_layers} layers over {stages} stages")
+        raise ValueError(
+            f"layers {list(given)} are not a split of {num_hidden_layers} layers over {stages} stages"
+        )
     return tuple(_consecutive(given))
 
 

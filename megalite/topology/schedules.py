@@ -86,7 +86,9 @@ def ideal_timeline(
                 position[stage] += 1
                 moved = True
         if not moved:
-            raise ValueError(f"schedule {name} deadlocks with {stages} stages and {micro_batches} micro batches")
+            raise ValueError(
+                f"schedule {name} deadlocks with {stages} stages and {micro_batches} micro batches"
+            )
     return starts
 
 
