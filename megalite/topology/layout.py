@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 
 # Outermost first: ranks of one tensor-parallel group are neighbours, as their traffic is the heaviest.
 AXES = ("pp", "dp", "tp")
@@ -69,7 +69,7 @@ def balanced_split(total: int, parts: int) -> tuple[range, ...]:
     """`total` items in `parts` contiguous runs whose sizes differ by at most one, the larger ones first."""
     size, extra = divmod(total, parts)
     starts = [part * size + min(part, extra) for part in range(parts + 1)]
-    return tuple(range(start, stop) for start, stop in zip(starts, starts[1:], strict=False))
+    return tuple(range(start, stop) for start, stop in pairwise(starts))
 
 
 def layers_of_stages(
