@@ -1,7 +1,9 @@
 """The whole life of one rank: meet the others, find the inputs, resume, train, save, export."""
 
+import fcntl
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import torch
 
@@ -42,6 +44,32 @@ class RunFolder:
     def metrics(self) -> Path:
         return self.root / "metrics.jsonl"
 
+    def occupy(self) -> IO[bytes]:
+        """Claim the folder for this process, for as long as the returned file is open.
+
+        Raises ConfigError when another job is at work in it, or when it cannot be written.
+        """
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            claim = (self.root / ".in-use").open("wb")
+        except OSError as error:
+            problem = Problem(
+                "run.folder", f"{self.root} cannot be written ({error.strerror})", "name another folder"
+            )
+            raise ConfigError([problem]) from error
+        try:
+            fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            problem = Problem(
+                "run.folder",
+                f"another job is at work in {self.root}",
+                "wait for it, end it, or name another folder",
+            )
+            raise ConfigError([problem]) from error
+        except OSError:
+            pass  # a file system without locks: then nobody can be kept out
+        return claim
+
 
 @dataclass(frozen=True)
 class RunInputs:
@@ -61,6 +89,7 @@ def train_rank(info: RankInfo, config: RunConfig, threads: int) -> int:
     """Be one rank of the job that `config` describes, until its last step is saved; 0 when all is done."""
     torch.set_num_threads(threads)
     folder = RunFolder(Path(config.run.folder))
+    claim = folder.occupy() if info.rank == 0 else None
     device = _device(info)
     connect(info.rank, info.world_size, device=device, rendezvous=info.rendezvous)
     mesh = ParallelMesh.over_world(config.layout, device)
@@ -84,6 +113,8 @@ def train_rank(info: RankInfo, config: RunConfig, threads: int) -> int:
             export(checkpoint, folder.export, inputs.tokenizer_folder)
             places["export"] = folder.export
         reporter.summary(places)
+    if claim is not None:
+        claim.close()
     return 0
 
 
