@@ -33,6 +33,7 @@ def run(arguments: Sequence[str]) -> int:
     folder = RunFolder(Path(config.run.folder))
     if info is not None:
         return run_rank(train_rank, info, config.layout, folder.failures, arguments=(config, threads))
+    folder.occupy().close()  # a folder that rank 0 could not use is better known before the text is prepared
     prepare_inputs(config, folder)
     preload = ["torch", "megalite.train.job", "torch.distributed.pipelining"]
     if config.zero_stage:
