@@ -13,6 +13,6 @@ for argument in "$@"; do
     previous=$argument
 done
 for prompt in "import " "    def __init__(self, "; do
-    printf '\n-- greedy, after %q:\n' "$prompt"
+    printf '\n-- greedy, after "%s":\n' "$prompt"
     .venv/bin/megalite generate "$run_folder" --prompt "$prompt" --tokens 40
 done

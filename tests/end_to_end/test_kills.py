@@ -95,4 +95,5 @@ def test_the_same_command_again_has_nothing_left_to_do(job, undisturbed):
     before = curve(undisturbed)
     output = job.run(undisturbed)
     assert "resumed after step 12" in output
+    assert "nothing left to train: this run has 12 steps" in output
     assert curve(undisturbed) == before
