@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from megalite.parallel.collectives import all_reduce
+from megalite.parallel.cross_entropy import IGNORE_INDEX
 from megalite.parallel.mesh import ParallelMesh
 
 _EXECUTORS = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
@@ -130,7 +131,7 @@ def _stage_arguments(batch: StepBatch) -> dict[str, Any]:
 def _loss_scale(batch: StepBatch, mesh: ParallelMesh) -> float:
     """dp size over the weight of all tokens of the global batch: with gradients averaged over dp, any split of
     the batch gives the gradient of the same mean."""
-    weight = batch.loss_mask.double().masked_fill(batch.labels < 0, 0).sum()
+    weight = batch.loss_mask.double().masked_fill(batch.labels == IGNORE_INDEX, 0).sum()
     total = all_reduce(weight, mesh.dp, dist.ReduceOp.SUM).item()
     return mesh.dp.size / total if total > 0 else 0.0
 
