@@ -8,7 +8,7 @@ import torch
 from megalite.model.stages import build_stage
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.pipeline import PipelineShapes, StepBatch, pipeline_runner
-from megalite.topology.layout import layers_of_stages
+from megalite.topology.layout import pipeline_split
 from megalite.topology.parameters import ModelShape, stage_parameters
 from megalite.train.optimizer import OptimizerSettings, TorchOptimizer
 
@@ -37,14 +37,14 @@ def token_ids() -> torch.Tensor:
 
 def megalite_step(mesh: ParallelMesh, *, micro_batches: int = 1) -> Callable[[], float]:
     """One training step of this rank's share of the batch on the torch optimizer path; returns the loss."""
-    stage_layers = layers_of_stages(SHAPE.num_hidden_layers, mesh.layout.pipeline)
-    stage = build_stage(SHAPE, mesh, stage_layers, seed=0)
-    optimizer = TorchOptimizer(stage, list(stage_parameters(SHAPE, stage_layers, mesh.at.pp)), mesh, SETTINGS)
+    split = pipeline_split(SHAPE.num_hidden_layers, mesh.layout.pipeline)
+    stage = build_stage(SHAPE, mesh, split, seed=0)
+    optimizer = TorchOptimizer(stage, list(stage_parameters(SHAPE, split, mesh.at.pp)), mesh, SETTINGS)
     mine = SEQUENCES // mesh.dp.size
     shapes = PipelineShapes(
-        micro_batches, mine // micro_batches, SEQUENCE_LENGTH, SHAPE.hidden_size, torch.float32
+        micro_batches, mine // micro_batches, SEQUENCE_LENGTH, SHAPE.hidden_size, torch.float32, torch.float32
     )
-    runner = pipeline_runner(stage, mesh, shapes, schedule="1f1b", forward=optimizer.forward)
+    runner = pipeline_runner(stage.chunks, mesh, shapes, schedule="1f1b", forward=optimizer.forward)
     input_ids = token_ids()[mesh.dp.rank * mine : (mesh.dp.rank + 1) * mine]
     positions = torch.arange(SEQUENCE_LENGTH).repeat(mine, 1)
     batch = StepBatch(input_ids, positions, input_ids.roll(-1, dims=1), torch.ones(input_ids.shape))

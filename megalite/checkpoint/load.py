@@ -13,6 +13,7 @@ from megalite.checkpoint.save import all_or_none
 from megalite.checkpoint.tensor_file import CheckpointReader
 from megalite.errors import CheckpointError
 from megalite.parallel.mesh import ParallelMesh
+from megalite.topology.layout import PipelineSplit
 from megalite.topology.parameters import ModelShape, Parameter, stage_parameters
 from megalite.topology.state import OptimizerState, StateShard
 
@@ -25,7 +26,7 @@ def load_checkpoint(
     *,
     mesh: ParallelMesh,
     shape: ModelShape,
-    stage_layers: Sequence[range],
+    split: PipelineSplit,
     stage: nn.Module,
     optimizer: OptimizerState | None = None,
     verify_hashes: bool = True,
@@ -42,7 +43,7 @@ def load_checkpoint(
             check_fits(reader.manifest, shape, checkpoint)
             check_coverage(reader.manifest, checkpoint)
             tensors = dict(stage.named_parameters())
-            for parameter in stage_parameters(shape, stage_layers, mesh.at.pp):
+            for parameter in stage_parameters(shape, split, mesh.at.pp):
                 load_parameter(reader, parameter, tensors[parameter.name], mesh)
             if optimizer is not None:
                 _load_optimizer(reader, list(optimizer.shards()), mesh)

@@ -34,6 +34,7 @@ from megalite.checkpoint.regions import PartRun, split_run
 from megalite.checkpoint.tensor_file import TensorInfo, dtype_name, write_tensor_file
 from megalite.errors import CheckpointError
 from megalite.parallel.mesh import ParallelMesh
+from megalite.topology.layout import PipelineSplit
 from megalite.topology.parameters import ModelShape, Parameter, stage_parameters
 from megalite.topology.state import OptimizerState
 
@@ -70,7 +71,7 @@ def save_checkpoint(
     *,
     mesh: ParallelMesh,
     shape: ModelShape,
-    stage_layers: Sequence[range],
+    split: PipelineSplit,
     stage: nn.Module,
     optimizer: OptimizerState,
     trainer_state: Mapping[str, int],
@@ -87,7 +88,7 @@ def save_checkpoint(
     partial = folder / mesh.broadcast_object(partial_name(step, secrets.token_hex(4)))
     try:
         all_or_none(mesh, "prepare", folder, lambda: _prepare(folder, partial) if mesh.rank == 0 else None)
-        parameters = list(stage_parameters(shape, stage_layers, mesh.at.pp))
+        parameters = list(stage_parameters(shape, split, mesh.at.pp))
         path = partial / f"rank-{mesh.rank:05d}.safetensors"
         table = all_or_none(
             mesh, "write", path, lambda: _write(path, list(_pieces(mesh, parameters, stage, optimizer)))
@@ -100,7 +101,7 @@ def save_checkpoint(
                 torch=torch.__version__,
                 trainer_state=dict(trainer_state),
                 layout=mesh.layout,
-                stage_layers=tuple(tuple(layers) for layers in stage_layers),
+                stage_layers=tuple(split.layers_of(stage) for stage in range(split.stages)),
                 model=shape,
                 config=config,
                 optimizer=dict(optimizer.scalars()),

@@ -63,7 +63,7 @@ def _inspect(options: argparse.Namespace) -> int:
 def _facts(manifest: Manifest) -> list[str]:
     state, layout = manifest.trainer_state, manifest.layout
     total = sum(manifest.files.values())
-    stages = ", ".join(f"{layers[0]}-{layers[-1]}" for layers in manifest.stage_layers)
+    stages = ", ".join(_runs(layers) for layers in manifest.stage_layers)
     model = ", ".join(f"{name} {value}" for name, value in vars(manifest.model).items())
     return [
         f"step {state['step']:,}, {state['samples']:,} sequences, {state['tokens']:,} tokens",
@@ -73,6 +73,13 @@ def _facts(manifest: Manifest) -> list[str]:
         f"model: {model}",
         f"optimizer: {dict(manifest.optimizer)}",
     ]
+
+
+def _runs(layers: Sequence[int]) -> str:
+    """0-1+4-5: the runs of consecutive layers that a stage holds."""
+    starts = [layer for layer in layers if layer - 1 not in layers]
+    ends = [layer for layer in layers if layer + 1 not in layers]
+    return "+".join(f"{start}-{end}" for start, end in zip(starts, ends, strict=True))
 
 
 def _size_bytes(text: str) -> int:

@@ -12,14 +12,15 @@ from megalite.model.kv_cache import KeyValueCache
 from megalite.model.stages import build_stage
 from megalite.model.transformer import Stage
 from megalite.parallel.mesh import ParallelMesh
+from megalite.topology.layout import pipeline_split
 
 
 def load_model(checkpoint: Path) -> Stage:
     """The whole model of a checkpoint in float32, on the CPU; raises CheckpointError for a damaged one."""
     shape, mesh = read_manifest(checkpoint).model, ParallelMesh.single()
-    stage_layers = (range(shape.num_hidden_layers),)
-    stage = build_stage(shape, mesh, stage_layers, seed=None)
-    load_checkpoint(checkpoint, mesh=mesh, shape=shape, stage_layers=stage_layers, stage=stage)
+    split = pipeline_split(shape.num_hidden_layers)
+    stage = build_stage(shape, mesh, split, seed=None)
+    load_checkpoint(checkpoint, mesh=mesh, shape=shape, split=split, stage=stage)
     return stage.eval()
 
 
@@ -52,10 +53,10 @@ def _generate(
     for _ in range(new_tokens):
         input_ids = torch.tensor([ids])
         position_ids = torch.arange(cache.length, cache.length + len(ids)).unsqueeze(0)
-        hidden_states = stage.decode(input_ids, position_ids, cache)
+        hidden_states = stage.whole.decode(input_ids, position_ids, cache)
         cache.advance(len(ids))
         # Only the last position predicts something new.
-        chosen = int(stage.logits(hidden_states[:, -1:])[0, -1].argmax())
+        chosen = int(stage.whole.logits(hidden_states[:, -1:])[0, -1].argmax())
         yield chosen
         if chosen in stop_ids:
             return

@@ -4,31 +4,30 @@ from collections.abc import Sequence
 
 import torch
 
+from megalite.model.options import PLAIN, ModelOptions
 from megalite.model.transformer import Stage
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.random import normal_box
+from megalite.topology.layout import PipelineSplit
 from megalite.topology.parameters import ModelShape, Parameter, stage_parameters
 
 
 def build_stage(
     shape: ModelShape,
     mesh: ParallelMesh,
-    stage_layers: Sequence[range],
+    split: PipelineSplit,
+    options: ModelOptions = PLAIN,
     *,
-    dtype: torch.dtype = torch.float32,
     seed: int | None,
 ) -> Stage:
     """This rank's stage, on the mesh's device.
 
-    stage_layers: the global layer indices of every stage (topology.layout.layers_of_stages).
     seed: initial weights are a function of it and of the parameter's name, equal in every layout; None leaves
     them unset, to be loaded.
     """
-    stage = mesh.at.pp
-    ends = (stage == 0, stage == len(stage_layers) - 1)
-    built = Stage(shape, stage_layers[stage], mesh, ends=ends, dtype=dtype)
+    built = Stage(shape, split, mesh, options)
     if seed is not None:
-        initialise(built, list(stage_parameters(shape, stage_layers, stage)), mesh, seed)
+        initialise(built, list(stage_parameters(shape, split, mesh.at.pp)), mesh, seed)
     return built.to(mesh.device)
 
 

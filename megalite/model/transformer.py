@@ -1,6 +1,8 @@
-"""The decoder-only Transformer, from the embedding to the token losses; a stage holds some or all of it."""
+"""The decoder-only Transformer, from the embedding to the token losses.
 
-from collections.abc import Sequence
+A Stage registers every parameter of its pipeline rank by its canonical name; the Chunks it consists of are what a
+schedule runs. One stage of one chunk is the whole model.
+"""
 
 import torch
 from torch import Tensor, nn
@@ -9,22 +11,22 @@ from megalite.model.attention import SelfAttention
 from megalite.model.kv_cache import KeyValueCache
 from megalite.model.mlp import GatedMLP
 from megalite.model.norms import RMSNorm
+from megalite.model.options import PLAIN, ModelOptions
 from megalite.model.rope import RotaryEmbedding, Rotation
 from megalite.parallel.collectives import copy_to, gather_last_dim
 from megalite.parallel.cross_entropy import vocab_parallel_cross_entropy
 from megalite.parallel.layers import VocabParallelEmbedding
 from megalite.parallel.mesh import ParallelMesh
-from megalite.topology.layout import balanced_split
+from megalite.topology.layout import PipelineSplit, balanced_split
 from megalite.topology.parameters import ModelShape
 
 
 class DecoderLayer(nn.Module):
     """Pre-norm attention and feed-forward with residual connections (Touvron et al., "LLaMA", 2023)."""
 
-    def __init__(
-        self, shape: ModelShape, layer: int, mesh: ParallelMesh, *, dtype: torch.dtype = torch.float32
-    ):
+    def __init__(self, shape: ModelShape, layer: int, mesh: ParallelMesh, options: ModelOptions = PLAIN):
         super().__init__()
+        dtype = options.dtype
         self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps, dtype=dtype)
         self.self_attn = SelfAttention(shape, layer, mesh, dtype=dtype)
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps, dtype=dtype)
@@ -40,29 +42,22 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """What stands under `model.` in every parameter's name: embedding, layers and final norm, as far as held."""
+    """What stands under `model.` in every parameter's name, as far as this stage holds it."""
 
-    def __init__(
-        self,
-        shape: ModelShape,
-        layers: Sequence[int],
-        mesh: ParallelMesh,
-        *,
-        ends: tuple[bool, bool],
-        dtype: torch.dtype,
-    ):
+    def __init__(self, shape: ModelShape, split: PipelineSplit, mesh: ParallelMesh, options: ModelOptions):
         super().__init__()
-        first, last = ends
+        stage, chunks = mesh.at.pp, split.chunks_of(mesh.at.pp)
+        first, last = 0 in chunks, len(split.layers) - 1 in chunks
         if first or (last and shape.tie_word_embeddings):
             self.embed_tokens = VocabParallelEmbedding(
-                shape.vocab_size, shape.hidden_size, tp=mesh.tp, dtype=dtype
+                shape.vocab_size, shape.hidden_size, tp=mesh.tp, dtype=options.dtype
             )
         # Keyed by the global index, so that a parameter has one name whatever stage holds it.
         self.layers = nn.ModuleDict(
-            {str(layer): DecoderLayer(shape, layer, mesh, dtype=dtype) for layer in layers}
+            {str(layer): DecoderLayer(shape, layer, mesh, options) for layer in split.layers_of(stage)}
         )
         if last:
-            self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps, dtype=dtype)
+            self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps, dtype=options.dtype)
 
 
 class Head(nn.Module):
@@ -73,38 +68,25 @@ class Head(nn.Module):
         self.weight = nn.Parameter(torch.empty(rows, hidden_size, dtype=dtype))
 
 
-class Stage(nn.Module):
-    """A pipeline stage: the whole model where there is one stage.
+class Chunk(nn.Module):
+    """A run of consecutive layers of a stage, with the embedding before the first and the head after the last.
 
-    The first stage takes input_ids [B, S], the others hidden_states [B, S, H]; the last one returns each
-    sequence's loss sum [B], the others hidden_states.
+    The first chunk takes input_ids [B, S], the others hidden_states [B, S, H]; the last one returns each
+    sequence's loss sum [B], the others hidden_states. Its modules are the stage's own.
     """
 
-    def __init__(
-        self,
-        shape: ModelShape,
-        layers: Sequence[int],
-        mesh: ParallelMesh,
-        *,
-        ends: tuple[bool, bool],
-        dtype: torch.dtype,
-    ):
+    def __init__(self, stage: "Stage", split: PipelineSplit, index: int, mesh: ParallelMesh):
         super().__init__()
-        self.shape, self.tp = shape, mesh.tp
-        self.is_first, self.is_last = ends
-        self.rows = balanced_split(shape.vocab_size, mesh.tp.size)[mesh.tp.rank]
-        self.model = Decoder(shape, layers, mesh, ends=ends, dtype=dtype)
-        if self.is_last and not shape.tie_word_embeddings:
-            self.lm_head = Head(len(self.rows), shape.hidden_size, dtype=dtype)
-        self.rotary = RotaryEmbedding(
-            shape.max_position_embeddings, shape.head_dim, shape.rope_theta, dtype=dtype
-        )
-
-    @property
-    def head_weight(self) -> Tensor:
-        """The output projection on the last stage: [rows of this rank, H]."""
-        tied = self.shape.tie_word_embeddings
-        return self.model.embed_tokens.weight if tied else self.lm_head.weight
+        self.index, self.tp = index, mesh.tp
+        self.is_first, self.is_last = index == 0, index == len(split.layers) - 1
+        self.vocabulary = balanced_split(stage.shape.vocab_size, mesh.tp.size)
+        self.layers = nn.ModuleList(stage.model.layers[str(layer)] for layer in split.layers[index])
+        self.rotary = stage.rotary
+        if self.is_first:
+            self.embed_tokens = stage.model.embed_tokens
+        if self.is_last:
+            self.norm = stage.model.norm
+            self.head = stage.model.embed_tokens if stage.shape.tie_word_embeddings else stage.lm_head
 
     def forward(self, inputs: Tensor, *, position_ids: Tensor, labels: Tensor, loss_mask: Tensor) -> Tensor:
         """One micro batch; position_ids, labels and loss_mask are [B, S] on every stage."""
@@ -112,23 +94,53 @@ class Stage(nn.Module):
         if not self.is_last:
             return hidden_states
         losses = vocab_parallel_cross_entropy(
-            self.local_logits(hidden_states), labels, loss_mask, self.rows, self.tp
+            self.local_logits(hidden_states), labels, loss_mask, self.vocabulary[self.tp.rank], self.tp
         )
         return losses.sum(dim=-1)
 
     def decode(self, inputs: Tensor, position_ids: Tensor, cache: KeyValueCache | None = None) -> Tensor:
-        """input_ids [B, S] on the first stage, else hidden states [B, S, H] -> hidden states [B, S, H]."""
-        hidden_states = self.model.embed_tokens(inputs) if self.is_first else inputs
+        """input_ids [B, S] for the first chunk, else hidden states [B, S, H] -> hidden states [B, S, H]."""
+        hidden_states = self.embed_tokens(inputs) if self.is_first else inputs
         rotation = self.rotary(position_ids)
-        for layer in self.model.layers.values():
+        for layer in self.layers:
             hidden_states = layer(hidden_states, rotation, cache)
         return hidden_states
 
     def local_logits(self, hidden_states: Tensor) -> Tensor:
-        """Last stage: [B, S, H] -> logits over this rank's rows of the vocabulary [B, S, V / tp]."""
-        return torch.nn.functional.linear(copy_to(self.model.norm(hidden_states), self.tp), self.head_weight)
+        """Last chunk: [B, S, H] -> logits over this rank's rows of the vocabulary [B, S, V / tp], >= float32."""
+        logits = torch.nn.functional.linear(copy_to(self.norm(hidden_states), self.tp), self.head.weight)
+        return logits.float() if logits.element_size() < 4 else logits
 
     def logits(self, hidden_states: Tensor) -> Tensor:
-        """Last stage: [B, S, H] -> full logits [B, S, V] on every tensor parallel rank; outside autograd."""
-        sizes = tuple(len(rows) for rows in balanced_split(self.shape.vocab_size, self.tp.size))
+        """Last chunk: [B, S, H] -> full logits [B, S, V] on every tensor parallel rank; outside autograd."""
+        sizes = tuple(len(rows) for rows in self.vocabulary)
         return gather_last_dim(self.local_logits(hidden_states), sizes, self.tp)
+
+
+class Stage(nn.Module):
+    """All that one pipeline rank holds. Callable, as its only chunk is, where there is one stage of one chunk."""
+
+    def __init__(self, shape: ModelShape, split: PipelineSplit, mesh: ParallelMesh, options: ModelOptions):
+        super().__init__()
+        self.shape = shape
+        chunks = split.chunks_of(mesh.at.pp)
+        self.model = Decoder(shape, split, mesh, options)
+        if len(split.layers) - 1 in chunks and not shape.tie_word_embeddings:
+            rows = len(balanced_split(shape.vocab_size, mesh.tp.size)[mesh.tp.rank])
+            self.lm_head = Head(rows, shape.hidden_size, dtype=options.dtype)
+        self.rotary = RotaryEmbedding(
+            shape.max_position_embeddings, shape.head_dim, shape.rope_theta, dtype=options.dtype
+        )
+        # A tuple, which torch does not register: a parameter has one name, the stage's.
+        self.chunks = tuple(Chunk(self, split, index, mesh) for index in chunks)
+
+    @property
+    def whole(self) -> Chunk:
+        """The only chunk: the whole model."""
+        (chunk,) = self.chunks
+        return chunk
+
+    def forward(self, inputs: Tensor, **arguments: Tensor) -> Tensor:
+        """Each sequence's loss sum [B] from input_ids [B, S]; arguments as for Chunk.forward."""
+        losses: Tensor = self.whole(inputs, **arguments)
+        return losses

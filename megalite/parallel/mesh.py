@@ -77,10 +77,6 @@ class ParallelMesh:
     def at(self) -> Coordinates:
         return self.layout.coordinates(self.rank)
 
-    @property
-    def is_last_stage(self) -> bool:
-        return self.at.pp == self.layout.pipeline - 1
-
     def local(self, size: int) -> int:
         """This rank's part of a size that tensor parallelism divides: heads, intermediate features."""
         part, rest = divmod(size, self.tp.size)

@@ -1,19 +1,37 @@
 """Runs the micro batches of one step through the stages: torch.distributed.pipelining, or the plain loop at pp = 1."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+)
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from megalite.parallel.collectives import all_reduce
 from megalite.parallel.cross_entropy import IGNORE_INDEX
 from megalite.parallel.mesh import ParallelMesh
 
-_EXECUTORS = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+# One chunk a rank, and several.
+_SINGLE: dict[str, type[PipelineScheduleSingle]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+_MULTI: dict[str, type[PipelineScheduleMulti]] = {
+    "interleaved_1f1b": ScheduleInterleaved1F1B,
+    "looped_bfs": ScheduleLoopedBFS,
+    "interleaved_zero_bubble": ScheduleInterleavedZeroBubble,
+    "zbv": ScheduleZBVZeroBubble,
+    "dualpipev": ScheduleDualPipeV,
+}
 
 
 @dataclass(frozen=True)
@@ -34,13 +52,14 @@ class StepBatch:
 
 @dataclass(frozen=True)
 class PipelineShapes:
-    """The static shapes of a runner: M micro batches of [b, S], and hidden states [b, S, H] between stages."""
+    """The static shapes of a runner: M micro batches of [b, S], hidden states [b, S, H] between chunks, losses [b]."""
 
     micro_batches: int
     micro_batch_size: int
     sequence_length: int
     hidden_size: int
     dtype: torch.dtype
+    loss_dtype: torch.dtype
 
 
 class PipelineRunner(Protocol):
@@ -52,17 +71,22 @@ class PipelineRunner(Protocol):
 
 
 def pipeline_runner(
-    stage: nn.Module,
+    chunks: Sequence[nn.Module],
     mesh: ParallelMesh,
     shapes: PipelineShapes,
     *,
     schedule: str,
     forward: Callable[..., Tensor] | None = None,
 ) -> PipelineRunner:
-    """The runner for this mesh. `forward` stands for the module's call at pp = 1 (an engine's forward)."""
+    """The runner for this mesh.
+
+    chunks: the pieces of the model that this rank holds, ascending; each has its place in model order as `index`.
+    forward: stands for the only chunk's call at pp = 1 (an engine's forward).
+    """
     if mesh.pp.size == 1:
-        return _LoopRunner(forward or stage, mesh, shapes)
-    return _ScheduleRunner(stage, mesh, shapes, schedule)
+        (only,) = chunks
+        return _LoopRunner(forward or only, mesh, shapes)
+    return _ScheduleRunner(chunks, mesh, shapes, schedule)
 
 
 class _LoopRunner:
@@ -83,23 +107,33 @@ class _LoopRunner:
 
 
 class _ScheduleRunner:
-    """One stage of several, driven by a schedule of torch.distributed.pipelining."""
+    """The chunks of one stage of several, driven by a schedule of torch.distributed.pipelining."""
 
-    def __init__(self, stage: nn.Module, mesh: ParallelMesh, shapes: PipelineShapes, schedule: str):
+    def __init__(
+        self, chunks: Sequence[nn.Module], mesh: ParallelMesh, shapes: PipelineShapes, schedule: str
+    ):
         self._mesh = mesh
         self._scale = 0.0
-        self._schedule = _EXECUTORS[schedule](
-            _pipeline_stage(stage, mesh, shapes),
-            n_microbatches=shapes.micro_batches,
-            loss_fn=lambda losses, _labels: losses.sum() * self._scale,
+        stages = [_pipeline_stage(chunk, len(chunks) * mesh.pp.size, mesh, shapes) for chunk in chunks]
+        self._has_first = any(stage.is_first for stage in stages)
+        self._has_last = any(stage.is_last for stage in stages)
+        arguments: dict[str, Any] = {
+            "n_microbatches": shapes.micro_batches,
+            "loss_fn": lambda losses, _labels: losses.sum() * self._scale,
             # The loss is scaled once, by the global count of tokens; torch must not divide again.
-            scale_grads=False,
-        )
+            "scale_grads": False,
+        }
+        self._schedule: PipelineScheduleSingle | PipelineScheduleMulti
+        if schedule in _SINGLE:
+            (only,) = stages
+            self._schedule = _SINGLE[schedule](only, **arguments)
+        else:
+            self._schedule = _MULTI[schedule](list(stages), **arguments)
 
     def forward_backward(self, batch: StepBatch) -> float:
         self._scale = _loss_scale(batch, self._mesh)
-        inputs = (batch.input_ids,) if self._mesh.at.pp == 0 else ()
-        target = batch.labels if self._mesh.is_last_stage else None
+        inputs = (batch.input_ids,) if self._has_first else ()
+        target = batch.labels if self._has_last else None
         losses: list[Tensor] = []
         self._schedule.step(
             *inputs, target=target, losses=losses, return_outputs=False, **_stage_arguments(batch)
@@ -107,19 +141,22 @@ class _ScheduleRunner:
         return _mean_over_replicas(sum(loss.item() for loss in losses), self._mesh)
 
 
-def _pipeline_stage(stage: nn.Module, mesh: ParallelMesh, shapes: PipelineShapes) -> PipelineStage:
+def _pipeline_stage(
+    chunk: nn.Module, chunks: int, mesh: ParallelMesh, shapes: PipelineShapes
+) -> PipelineStage:
+    index: int = chunk.index  # type: ignore[assignment]
     # With both shapes given, torch runs no extra forward and backward to find them out.
     tokens = (shapes.micro_batch_size, shapes.sequence_length)
     hidden = torch.empty(*tokens, shapes.hidden_size, dtype=shapes.dtype, device="meta", requires_grad=True)
     ids = torch.empty(tokens, dtype=torch.int64, device="meta")
-    losses = torch.empty(shapes.micro_batch_size, dtype=shapes.dtype, device="meta", requires_grad=True)
+    losses = torch.empty(shapes.micro_batch_size, dtype=shapes.loss_dtype, device="meta", requires_grad=True)
     return PipelineStage(
-        stage,
-        mesh.at.pp,
-        mesh.pp.size,
+        chunk,
+        index,
+        chunks,
         mesh.device,
-        input_args=ids if mesh.at.pp == 0 else hidden,
-        output_args=losses if mesh.is_last_stage else hidden,
+        input_args=ids if index == 0 else hidden,
+        output_args=losses if index == chunks - 1 else hidden,
         group=mesh.pp.group,
     )
 
@@ -137,6 +174,6 @@ def _loss_scale(batch: StepBatch, mesh: ParallelMesh) -> float:
 
 
 def _mean_over_replicas(loss: float, mesh: ParallelMesh) -> float:
-    """From each rank's scaled loss (zero off the last stage) to the one loss of the step."""
-    counted = loss if mesh.is_last_stage and mesh.tp.rank == 0 else 0.0
+    """From each rank's scaled loss (zero where the last chunk is not) to the one loss of the step."""
+    counted = loss if mesh.tp.rank == 0 else 0.0
     return mesh.sum_over_world([counted])[0] / mesh.dp.size

@@ -1,9 +1,10 @@
 """The shape of a model and, from it, every parameter: name, shape, cut, stage, initial values."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod, sqrt
 
+from megalite.topology.layout import PipelineSplit, pipeline_split
 from megalite.topology.sharding import Part, ShardSpec
 
 
@@ -78,31 +79,35 @@ def layer_parameters(shape: ModelShape, layer: int) -> Iterator[Parameter]:
     yield weight("mlp.down_proj", {"mlp.down_proj": hidden}, shape.intermediate_size, 1, residual_std)
 
 
-def stage_parameters(shape: ModelShape, stage_layers: Sequence[range], stage: int) -> Iterator[Parameter]:
-    """The parameters of one pipeline stage, in forward order; a tied weight stands on both end stages."""
-    last = len(stage_layers) - 1
+def stage_parameters(shape: ModelShape, split: PipelineSplit, stage: int) -> Iterator[Parameter]:
+    """The parameters of one pipeline stage, in forward order.
+
+    A tied weight stands on the stages of the first and the last chunk: once, where one stage holds both.
+    """
+    chunks, last = split.chunks_of(stage), len(split.layers) - 1
     std = shape.initializer_range
     tied = shape.tie_word_embeddings
-    embedding_stages = (0, last) if tied and last > 0 else (0,)
+    ends = (split.stage_of(0), split.stage_of(last))
+    embedding_stages = ends if tied and ends[0] != ends[1] else ends[:1]
     table = (shape.vocab_size, shape.hidden_size)
     embedding = Parameter(
         EMBEDDING, ShardSpec((Part(EMBEDDING, table),), 0, stages=embedding_stages), None, std, True
     )
-    if stage == 0:
+    if 0 in chunks:
         yield embedding
-    for layer in stage_layers[stage]:
+    for layer in split.layers_of(stage):
         yield from layer_parameters(shape, layer)
-    if stage == last:
+    if last in chunks:
         yield Parameter(FINAL_NORM, ShardSpec((Part(FINAL_NORM, (shape.hidden_size,)),)), None, None, False)
         if not tied:
             yield Parameter(HEAD, ShardSpec((Part(HEAD, table),), 0), None, std, True)
-        elif last > 0:
+        elif 0 not in chunks:
             yield embedding
 
 
 def model_parameters(shape: ModelShape) -> tuple[Parameter, ...]:
     """Every parameter of the model once, as one process registers them."""
-    return tuple(stage_parameters(shape, (range(shape.num_hidden_layers),), 0))
+    return tuple(stage_parameters(shape, pipeline_split(shape.num_hidden_layers), 0))
 
 
 def canonical_tensors(shape: ModelShape) -> dict[str, tuple[int, ...]]:

@@ -8,10 +8,11 @@ from megalite.checkpoint.load import load_checkpoint
 from megalite.checkpoint.save import save_checkpoint
 from megalite.config.schema import RunConfig
 from megalite.data.loader import StepLoader
+from megalite.model.options import ModelOptions
 from megalite.model.stages import build_stage
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.pipeline import PipelineShapes, pipeline_runner
-from megalite.topology.layout import layers_of_stages
+from megalite.topology.layout import pipeline_split
 from megalite.topology.parameters import ModelShape, stage_parameters
 from megalite.train.learning_rate import LearningRate
 from megalite.train.optimizer import Optimizer, OptimizerSettings, TorchOptimizer
@@ -42,6 +43,11 @@ class StepReport:
     step_seconds: float
 
 
+def model_options(config: RunConfig) -> ModelOptions:
+    """All that the configuration has to say to the model beyond its shape."""
+    return ModelOptions(dtype=DTYPES[config.training.precision])
+
+
 class Trainer:
     """Trains the model of `config` on this rank; every rank of the mesh makes one and calls it alike."""
 
@@ -49,13 +55,14 @@ class Trainer:
         self.config, self.mesh, self.shape, self.loader = config, mesh, shape, loader
         self.state = TrainerState()
         self.dtype = DTYPES[config.training.precision]
-        self.stage_layers = layers_of_stages(
-            shape.num_hidden_layers, mesh.layout.pipeline, config.parallel.layers_per_stage
+        self.split = pipeline_split(
+            shape.num_hidden_layers, mesh.layout.pipeline, given=config.parallel.layers_per_stage
         )
-        self.stage = build_stage(shape, mesh, self.stage_layers, dtype=self.dtype, seed=config.run.seed)
+        options = model_options(config)
+        self.stage = build_stage(shape, mesh, self.split, options, seed=config.run.seed)
         self.optimizer = self._build_optimizer()
         self.pipeline = pipeline_runner(
-            self.stage,
+            self.stage.chunks,
             mesh,
             PipelineShapes(
                 micro_batches=config.batch.micro_batches,
@@ -63,6 +70,7 @@ class Trainer:
                 sequence_length=config.training.sequence_length,
                 hidden_size=shape.hidden_size,
                 dtype=self.dtype,
+                loss_dtype=options.loss_dtype,
             ),
             schedule=config.parallel.schedule,
             forward=self.optimizer.forward,
@@ -104,7 +112,7 @@ class Trainer:
             folder,
             mesh=self.mesh,
             shape=self.shape,
-            stage_layers=self.stage_layers,
+            split=self.split,
             stage=self.stage,
             optimizer=self.optimizer.state,
             trainer_state=asdict(self.state),
@@ -117,7 +125,7 @@ class Trainer:
             checkpoint,
             mesh=self.mesh,
             shape=self.shape,
-            stage_layers=self.stage_layers,
+            split=self.split,
             stage=self.stage,
             optimizer=self.optimizer.state,
         )
@@ -125,7 +133,7 @@ class Trainer:
 
     def _build_optimizer(self) -> Optimizer:
         config = self.config
-        parameters = list(stage_parameters(self.shape, self.stage_layers, self.mesh.at.pp))
+        parameters = list(stage_parameters(self.shape, self.split, self.mesh.at.pp))
         settings = OptimizerSettings(
             name=config.optimizer.name,
             betas=config.optimizer.betas,

@@ -13,10 +13,11 @@ from megalite.checkpoint.format import check_coverage
 from megalite.checkpoint.load import load_checkpoint
 from megalite.checkpoint.save import save_checkpoint
 from megalite.errors import CheckpointError
+from megalite.model.options import ModelOptions
 from megalite.model.stages import build_stage
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.pipeline import PipelineShapes, pipeline_runner
-from megalite.topology.layout import Layout, layers_of_stages
+from megalite.topology.layout import Layout, pipeline_split
 from megalite.topology.parameters import stage_parameters
 from megalite.train.optimizer import OptimizerSettings
 from tests.support.parity import assert_close
@@ -41,17 +42,19 @@ def train_and_save(job: Job, folder: str) -> RankResult:
     The seed is another one after a resume: nothing may depend on it.
     """
     mesh = ParallelMesh.over_world(job.layout)
-    stage_layers = layers_of_stages(job.shape.num_hidden_layers, job.layout.pipeline, job.layers_per_stage)
+    split = pipeline_split(job.shape.num_hidden_layers, job.layout.pipeline, given=job.layers_per_stage)
     latest = find_latest(Path(folder))
-    stage = build_stage(job.shape, mesh, stage_layers, dtype=job.dtype, seed=99 if latest else job.seed)
-    parameters = list(stage_parameters(job.shape, stage_layers, mesh.at.pp))
+    stage = build_stage(
+        job.shape, mesh, split, ModelOptions(dtype=job.dtype), seed=99 if latest else job.seed
+    )
+    parameters = list(stage_parameters(job.shape, split, mesh.at.pp))
     micro_batches = SEQUENCES // job.layout.data // job.micro_batch_size
     optimizer = job_optimizer(job, stage, parameters, mesh, micro_batches)
     sizes = PipelineShapes(
         micro_batches, job.micro_batch_size, SEQUENCE_LENGTH, job.shape.hidden_size, job.dtype
     )
     pipeline = pipeline_runner(stage, mesh, sizes, schedule=job.schedule, forward=optimizer.forward)
-    common = {"mesh": mesh, "shape": job.shape, "stage_layers": stage_layers, "stage": stage}
+    common = {"mesh": mesh, "shape": job.shape, "split": split, "stage": stage}
     first = load_checkpoint(latest, **common, optimizer=optimizer.state).step if latest else 0
     result = RankResult(mesh.dp.rank)
     for step in range(first, job.steps):

@@ -35,7 +35,15 @@ def reference(ranks):
 
     @cache
     def run(job: Job) -> RankResult:
-        alone = replace(job, layout=Layout(), layers_per_stage=None, zero_stage=0, fault=None)
+        alone = replace(
+            job,
+            layout=Layout(),
+            layers_per_stage=None,
+            schedule="1f1b",
+            chunks_a_stage=1,
+            zero_stage=0,
+            fault=None,
+        )
         [result] = ranks.run(train_on_rank, world_size=1, job=alone)
         return result
 
@@ -102,6 +110,35 @@ def test_any_split_of_the_batch_and_the_layers_gives_the_same_gradient(ranks, re
     results = ranks.run(train_on_rank, world_size=layout.world_size, job=job)
     alone = reference(Job(TIED, steps=2))
     _assert_equal_to_one_process(job, results, alone, LAYOUT_RTOL)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages", "chunks", "micro_batch_size"),
+    [
+        ("interleaved_1f1b", 2, 2, 1),
+        ("interleaved_1f1b", 4, 2, 1),
+        ("interleaved_1f1b", 2, 3, 2),
+        ("looped_bfs", 2, 2, 4),
+        ("looped_bfs", 4, 2, 1),
+        ("interleaved_zero_bubble", 2, 2, 1),
+        ("interleaved_zero_bubble", 4, 2, 1),
+        ("zbv", 2, 2, 2),
+        ("zbv", 4, 2, 1),
+        ("dualpipev", 2, 2, 1),
+        ("dualpipev", 4, 2, 1),
+    ],
+)
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_every_schedule_equals_one_process(
+    ranks, reference, schedule, stages, chunks, micro_batch_size, tied
+):
+    shape = tiny_shape(tied=tied, layers=9)
+    layout = Layout(pipeline=stages)
+    job = Job(
+        shape, layout, schedule=schedule, chunks_a_stage=chunks, micro_batch_size=micro_batch_size, steps=2
+    )
+    results = ranks.run(train_on_rank, world_size=stages, job=job)
+    _assert_equal_to_one_process(job, results, reference(Job(shape, steps=2)), LAYOUT_RTOL)
 
 
 @pytest.mark.parametrize("layout", [Layout(2, 2, 2), Layout(1, 2, 4), Layout(4, 2, 1)], ids=_id)

@@ -9,6 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from megalite.model.stages import build_stage
 from megalite.model.transformer import Stage
 from megalite.parallel.mesh import ParallelMesh
+from megalite.topology.layout import pipeline_split
 from megalite.topology.parameters import ModelShape, model_parameters
 from tests.support.parity import FLOAT32_RTOL, assert_close, assert_same_tensors
 from tests.support.tiny import tiny_batch, tiny_shape
@@ -47,7 +48,7 @@ def _canonical(stage: Stage, shape: ModelShape, tensors: dict[str, torch.Tensor]
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_logits_and_gradients_equal_transformers(shape):
-    stage = build_stage(shape, ParallelMesh.single(), (range(shape.num_hidden_layers),), seed=11)
+    stage = build_stage(shape, ParallelMesh.single(), pipeline_split(shape.num_hidden_layers), seed=11)
     # Larger than the initial norms of 1 and weights of 0.02, so that no term hides behind another.
     with torch.no_grad():
         for tensor in stage.parameters():
@@ -62,7 +63,7 @@ def test_logits_and_gradients_equal_transformers(shape):
     batch = tiny_batch(shape, 5)
     expected = model(input_ids=batch.input_ids).logits
     with torch.no_grad():
-        logits = stage.logits(stage.decode(batch.input_ids, batch.position_ids))
+        logits = stage.whole.logits(stage.whole.decode(batch.input_ids, batch.position_ids))
     assert_close(logits, expected, rtol=FLOAT32_RTOL, what="logits")
 
     token_losses = torch.nn.functional.cross_entropy(

@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from megalite.model.options import ModelOptions
 from megalite.model.stages import build_stage
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.pipeline import PipelineShapes, StepBatch, pipeline_runner
-from megalite.topology.layout import Layout, layers_of_stages
+from megalite.topology.layout import Layout, pipeline_split
 from megalite.topology.parameters import ModelShape, Parameter, canonical_tensors, stage_parameters
 from megalite.topology.sharding import Box
 from megalite.train.optimizer import Optimizer, OptimizerSettings, TorchOptimizer
@@ -31,6 +32,7 @@ class Job:
     layers_per_stage: Sequence[int] | None = None
     micro_batch_size: int = 1
     schedule: str = "1f1b"
+    chunks_a_stage: int = 1
     optimizer: OptimizerSettings = SGD
     learning_rate: float = 0.1
     zero_stage: int = 0
@@ -69,17 +71,29 @@ def train_on_rank(job: Job) -> RankResult:
 
 def _train(job: Job) -> RankResult:
     mesh = ParallelMesh.over_world(job.layout)
-    stage_layers = layers_of_stages(job.shape.num_hidden_layers, job.layout.pipeline, job.layers_per_stage)
-    stage = build_stage(job.shape, mesh, stage_layers, dtype=job.dtype, seed=job.seed)
-    parameters = list(stage_parameters(job.shape, stage_layers, mesh.at.pp))
+    options = ModelOptions(dtype=job.dtype)
+    split = pipeline_split(
+        job.shape.num_hidden_layers,
+        job.layout.pipeline,
+        chunks_a_stage=job.chunks_a_stage,
+        v_shaped=job.schedule in ("zbv", "dualpipev"),
+        given=job.layers_per_stage,
+    )
+    stage = build_stage(job.shape, mesh, split, options, seed=job.seed)
+    parameters = list(stage_parameters(job.shape, split, mesh.at.pp))
     tensors = dict(stage.named_parameters())
     micro_batches = SEQUENCES // job.layout.data // job.micro_batch_size
     optimizer = job_optimizer(job, stage, parameters, mesh, micro_batches)
     pipeline = pipeline_runner(
-        stage,
+        stage.chunks,
         mesh,
         PipelineShapes(
-            micro_batches, job.micro_batch_size, SEQUENCE_LENGTH, job.shape.hidden_size, job.dtype
+            micro_batches,
+            job.micro_batch_size,
+            SEQUENCE_LENGTH,
+            job.shape.hidden_size,
+            job.dtype,
+            options.loss_dtype,
         ),
         schedule=job.schedule,
         forward=optimizer.forward,

@@ -10,6 +10,7 @@ from megalite.checkpoint.save import save_checkpoint
 from megalite.model.stages import build_stage
 from megalite.model.transformer import Stage
 from megalite.parallel.mesh import ParallelMesh
+from megalite.topology.layout import pipeline_split
 from megalite.topology.parameters import ModelShape
 from megalite.topology.state import StateShard
 
@@ -32,7 +33,7 @@ def lively_stage(shape: ModelShape, *, scale: float = 5.0) -> Stage:
 
     A tied embedding stays small: the layers decide what comes next, not the last token itself.
     """
-    stage = build_stage(shape, ParallelMesh.single(), (range(shape.num_hidden_layers),), seed=3)
+    stage = build_stage(shape, ParallelMesh.single(), pipeline_split(shape.num_hidden_layers), seed=3)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, tensor in stage.named_parameters():
@@ -49,7 +50,7 @@ def save_stage(run: Path, shape: ModelShape, stage: Stage, config: Mapping[str, 
         run / "checkpoints",
         mesh=ParallelMesh.single(),
         shape=shape,
-        stage_layers=(range(shape.num_hidden_layers),),
+        split=pipeline_split(shape.num_hidden_layers),
         stage=stage,
         optimizer=NoState(),
         trainer_state={"step": 20, "samples": 160, "tokens": 1920},
@@ -60,4 +61,4 @@ def save_stage(run: Path, shape: ModelShape, stage: Stage, config: Mapping[str, 
 def our_logits(stage: Stage, input_ids: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         positions = torch.arange(input_ids.shape[1]).unsqueeze(0)
-        return stage.logits(stage.decode(input_ids, positions))
+        return stage.whole.logits(stage.whole.decode(input_ids, positions))

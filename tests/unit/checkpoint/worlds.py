@@ -15,7 +15,7 @@ from megalite.checkpoint.load import load_checkpoint
 from megalite.checkpoint.regions import slices
 from megalite.checkpoint.save import save_checkpoint
 from megalite.parallel.mesh import Axis
-from megalite.topology.layout import Coordinates, Layout, layers_of_stages
+from megalite.topology.layout import Coordinates, Layout, PipelineSplit, pipeline_split
 from megalite.topology.parameters import ModelShape, Parameter, canonical_tensors, stage_parameters
 from megalite.topology.sharding import Box
 from megalite.topology.state import StateShard
@@ -158,11 +158,11 @@ class World:
     cuts: tuple[float, ...] | None = None
 
     @property
-    def stage_layers(self) -> tuple[range, ...]:
-        return layers_of_stages(self.shape.num_hidden_layers, self.layout.pipeline, self.given)
+    def split(self) -> PipelineSplit:
+        return pipeline_split(self.shape.num_hidden_layers, self.layout.pipeline, given=self.given)
 
     def parameters(self, mesh: ThreadMesh) -> list[Parameter]:
-        return list(stage_parameters(self.shape, self.stage_layers, mesh.at.pp))
+        return list(stage_parameters(self.shape, self.split, mesh.at.pp))
 
     def held(self, mesh: ThreadMesh, *, version: int | None) -> tuple[HeldStage, HeldState]:
         """This rank's stage and state with the true values; version None: filled with nan, to be loaded."""
@@ -187,7 +187,7 @@ class World:
                 folder,
                 mesh=mesh,  # type: ignore[arg-type]
                 shape=self.shape,
-                stage_layers=self.stage_layers,
+                split=self.split,
                 stage=stage,  # type: ignore[arg-type]
                 optimizer=state,
                 trainer_state={"step": step, "samples": 8 * step, "tokens": 96 * step},
@@ -205,7 +205,7 @@ class World:
                 checkpoint,
                 mesh=mesh,  # type: ignore[arg-type]
                 shape=self.shape,
-                stage_layers=self.stage_layers,
+                split=self.split,
                 stage=stage,  # type: ignore[arg-type]
                 optimizer=state if with_optimizer else None,
             )

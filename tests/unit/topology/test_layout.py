@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.topology.layout import AXES, Coordinates, Layout, balanced_split, layers_of_stages
+from megalite.topology.layout import AXES, Coordinates, Layout, balanced_split, pipeline_split
 
 LAYOUTS = [Layout(*sizes) for sizes in product(range(1, 5), repeat=3)]
 SUBSETS = [axes for count in range(len(AXES) + 1) for axes in combinations(AXES, count)]
@@ -59,18 +59,18 @@ def test_a_balanced_split_covers_all_with_sizes_that_differ_by_one(total: int, p
 @given(st.integers(1, 130), st.data())
 def test_every_layer_stands_on_exactly_one_stage(layers: int, data: st.DataObject) -> None:
     stages = data.draw(st.integers(1, layers))
-    runs = layers_of_stages(layers, stages)
+    runs = pipeline_split(layers, stages).layers
     assert [layer for run in runs for layer in run] == list(range(layers))
     sizes = [len(run) for run in runs]
     assert len(sizes) == stages
     assert min(sizes) >= 1
     assert max(sizes) - min(sizes) <= 1
-    assert layers_of_stages(layers, stages, sizes) == runs
+    assert pipeline_split(layers, stages, given=sizes).layers == runs
 
 
 def test_the_extra_layers_go_to_the_middle() -> None:
-    assert [len(run) for run in layers_of_stages(6, 4)] == [1, 2, 2, 1]
-    assert [len(run) for run in layers_of_stages(7, 3)] == [2, 3, 2]
+    assert [len(run) for run in pipeline_split(6, 4).layers] == [1, 2, 2, 1]
+    assert [len(run) for run in pipeline_split(7, 3).layers] == [2, 3, 2]
 
 
 @pytest.mark.parametrize(
@@ -81,8 +81,8 @@ def test_a_split_that_drops_or_repeats_a_layer_is_refused(
     layers: int, stages: int, given_split: list[int] | None
 ) -> None:
     with pytest.raises(ValueError, match=r"not a split|cannot each have one"):
-        layers_of_stages(layers, stages, given_split)
+        pipeline_split(layers, stages, given=given_split)
 
 
 def test_a_given_split_is_taken() -> None:
-    assert layers_of_stages(6, 3, [1, 3, 2]) == (range(0, 1), range(1, 4), range(4, 6))
+    assert pipeline_split(6, 3, given=[1, 3, 2]).layers == (range(0, 1), range(1, 4), range(4, 6))

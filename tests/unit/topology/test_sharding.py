@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.topology.layout import layers_of_stages
+from megalite.topology.layout import pipeline_split
 from megalite.topology.parameters import (
     EMBEDDING,
     FINAL_NORM,
@@ -65,11 +65,11 @@ def cells(box: Box) -> product:  # type: ignore[type-arg]
 def test_the_ranks_of_a_replica_hold_every_element(found: tuple[ModelShape, int, int]) -> None:
     """Once over tp and pp, but for what every tensor-parallel rank has whole and for tied copies on two stages."""
     shape, tp, stages = found
-    stage_layers = layers_of_stages(shape.num_hidden_layers, stages)
+    split = pipeline_split(shape.num_hidden_layers, stages)
     counted: dict[str, Counter[tuple[int, ...]]] = {name: Counter() for name in canonical_tensors(shape)}
     copies = {}
     for stage in range(stages):
-        for parameter in stage_parameters(shape, stage_layers, stage):
+        for parameter in stage_parameters(shape, split, stage):
             spec = parameter.spec
             for rank in range(tp):
                 for part, box in spec.boxes(rank, tp):
@@ -119,8 +119,8 @@ def test_a_replica_of_a_cut_keeps_whole_heads_together() -> None:
 @pytest.mark.parametrize("stages", [1, 2, 3])
 def test_stages_hold_the_model_and_tied_weights_twice(tied: bool, stages: int) -> None:
     shape = shape_of(heads=4, shared=2, head_dim=4, layers=4, vocab=11, inner=9, tied=tied)
-    stage_layers = layers_of_stages(4, stages)
-    held = [[each.name for each in stage_parameters(shape, stage_layers, stage)] for stage in range(stages)]
+    split = pipeline_split(4, stages)
+    held = [[each.name for each in stage_parameters(shape, split, stage)] for stage in range(stages)]
     whole = [each.name for each in model_parameters(shape)]
     everything = Counter(name for names in held for name in names)
     assert set(everything) == set(whole)
@@ -129,9 +129,9 @@ def test_stages_hold_the_model_and_tied_weights_twice(tied: bool, stages: int) -
     assert held[0][0] == EMBEDDING
     assert held[-1][-1] == (HEAD if not tied else EMBEDDING if stages > 1 else FINAL_NORM)
     for stage in (0, stages - 1):
-        [embedding] = [
-            each for each in stage_parameters(shape, stage_layers, stage) if each.name == EMBEDDING
-        ] or [None]
+        [embedding] = [each for each in stage_parameters(shape, split, stage) if each.name == EMBEDDING] or [
+            None
+        ]
         if embedding is not None:
             assert embedding.spec.stages == ((0, stages - 1) if tied and stages > 1 else (0,))
 
