@@ -13,22 +13,17 @@ from megalite.checkpoint.format import check_coverage
 from megalite.checkpoint.load import load_checkpoint
 from megalite.checkpoint.save import save_checkpoint
 from megalite.errors import CheckpointError
-from megalite.model.options import ModelOptions
-from megalite.model.stages import build_stage
 from megalite.parallel.mesh import ParallelMesh
-from megalite.parallel.pipeline import PipelineShapes, pipeline_runner
-from megalite.topology.layout import Layout, pipeline_split
-from megalite.topology.parameters import stage_parameters
+from megalite.topology.layout import Layout
 from megalite.train.optimizer import OptimizerSettings
 from tests.support.parity import assert_close
 from tests.support.ranks import RankPool
-from tests.support.tiny import SEQUENCE_LENGTH, tiny_shape
+from tests.support.tiny import tiny_shape
 from tests.support.training import (
-    SEQUENCES,
     Job,
     RankResult,
+    build,
     full_tensors,
-    job_optimizer,
     local_batch,
     shards_of,
 )
@@ -41,29 +36,19 @@ def train_and_save(job: Job, folder: str) -> RankResult:
 
     The seed is another one after a resume: nothing may depend on it.
     """
-    mesh = ParallelMesh.over_world(job.layout)
-    split = pipeline_split(job.shape.num_hidden_layers, job.layout.pipeline, given=job.layers_per_stage)
     latest = find_latest(Path(folder))
-    stage = build_stage(
-        job.shape, mesh, split, ModelOptions(dtype=job.dtype), seed=99 if latest else job.seed
-    )
-    parameters = list(stage_parameters(job.shape, split, mesh.at.pp))
-    micro_batches = SEQUENCES // job.layout.data // job.micro_batch_size
-    optimizer = job_optimizer(job, stage, parameters, mesh, micro_batches)
-    sizes = PipelineShapes(
-        micro_batches, job.micro_batch_size, SEQUENCE_LENGTH, job.shape.hidden_size, job.dtype
-    )
-    pipeline = pipeline_runner(stage, mesh, sizes, schedule=job.schedule, forward=optimizer.forward)
-    common = {"mesh": mesh, "shape": job.shape, "split": split, "stage": stage}
+    parts = build(replace(job, seed=99) if latest else job)
+    mesh, optimizer = parts.mesh, parts.optimizer
+    common = {"mesh": mesh, "shape": job.shape, "split": parts.split, "stage": parts.stage}
     first = load_checkpoint(latest, **common, optimizer=optimizer.state).step if latest else 0
     result = RankResult(mesh.dp.rank)
     for step in range(first, job.steps):
         with optimizer.accumulating():
-            result.losses.append(pipeline.forward_backward(local_batch(job, mesh, step)))
+            result.losses.append(parts.pipeline.forward_backward(local_batch(job, mesh, step)))
         result.norms.append(optimizer.step(job.learning_rate))
     counters = {"step": job.steps, "samples": 8 * job.steps, "tokens": 96 * job.steps}
     save_checkpoint(Path(folder), **common, optimizer=optimizer.state, trainer_state=counters, config={})
-    result.final = shards_of(parameters, dict(stage.named_parameters()), mesh)
+    result.final = shards_of(parts.parameters, dict(parts.stage.named_parameters()), mesh)
     return result
 
 

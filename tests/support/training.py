@@ -8,9 +8,10 @@ from torch import Tensor
 
 from megalite.model.options import ModelOptions
 from megalite.model.stages import build_stage
+from megalite.model.transformer import Stage
 from megalite.parallel.mesh import ParallelMesh
-from megalite.parallel.pipeline import PipelineShapes, StepBatch, pipeline_runner
-from megalite.topology.layout import Layout, pipeline_split
+from megalite.parallel.pipeline import PipelineRunner, PipelineShapes, StepBatch, pipeline_runner
+from megalite.topology.layout import Layout, PipelineSplit, pipeline_split
 from megalite.topology.parameters import ModelShape, Parameter, canonical_tensors, stage_parameters
 from megalite.topology.sharding import Box
 from megalite.train.optimizer import Optimizer, OptimizerSettings, TorchOptimizer
@@ -69,7 +70,20 @@ def train_on_rank(job: Job) -> RankResult:
         return _train(job)
 
 
-def _train(job: Job) -> RankResult:
+@dataclass(frozen=True)
+class Parts:
+    """What a job consists of on one rank."""
+
+    mesh: ParallelMesh
+    split: PipelineSplit
+    stage: Stage
+    parameters: list[Parameter]
+    optimizer: Optimizer
+    pipeline: PipelineRunner
+
+
+def build(job: Job) -> Parts:
+    """Everything of the job on this rank of the current process group, with its initial weights."""
     mesh = ParallelMesh.over_world(job.layout)
     options = ModelOptions(dtype=job.dtype)
     split = pipeline_split(
@@ -81,28 +95,29 @@ def _train(job: Job) -> RankResult:
     )
     stage = build_stage(job.shape, mesh, split, options, seed=job.seed)
     parameters = list(stage_parameters(job.shape, split, mesh.at.pp))
-    tensors = dict(stage.named_parameters())
     micro_batches = SEQUENCES // job.layout.data // job.micro_batch_size
     optimizer = job_optimizer(job, stage, parameters, mesh, micro_batches)
-    pipeline = pipeline_runner(
-        stage.chunks,
-        mesh,
-        PipelineShapes(
-            micro_batches,
-            job.micro_batch_size,
-            SEQUENCE_LENGTH,
-            job.shape.hidden_size,
-            job.dtype,
-            options.loss_dtype,
-        ),
-        schedule=job.schedule,
-        forward=optimizer.forward,
+    shapes = PipelineShapes(
+        micro_batches,
+        job.micro_batch_size,
+        SEQUENCE_LENGTH,
+        job.shape.hidden_size,
+        job.dtype,
+        options.loss_dtype,
     )
+    pipeline = pipeline_runner(stage.chunks, mesh, shapes, schedule=job.schedule, forward=optimizer.forward)
+    return Parts(mesh, split, stage, parameters, optimizer, pipeline)
+
+
+def _train(job: Job) -> RankResult:
+    parts = build(job)
+    mesh, parameters, optimizer = parts.mesh, parts.parameters, parts.optimizer
+    tensors = dict(parts.stage.named_parameters())
     result = RankResult(mesh.dp.rank, initial=shards_of(parameters, tensors, mesh))
     for step in range(job.steps):
         batch = local_batch(job, mesh, step)
         with optimizer.accumulating():
-            result.losses.append(pipeline.forward_backward(batch))
+            result.losses.append(parts.pipeline.forward_backward(batch))
             if step == 0:
                 gradients = {name: _gradient(tensor) for name, tensor in tensors.items()}
                 result.gradients = shards_of(parameters, gradients, mesh)
