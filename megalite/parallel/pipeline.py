@@ -52,11 +52,12 @@ class StepBatch:
 
 @dataclass(frozen=True)
 class PipelineShapes:
-    """The static shapes of a runner: M micro batches of [b, S], hidden states [b, S, H] between chunks, losses [b]."""
+    """What is fixed for a runner: M micro batches, hidden states [b, S, H] between chunks, losses [b].
+
+    b and S follow from the batch. Each pair that occurs costs a schedule and its buffers: pad lengths to few.
+    """
 
     micro_batches: int
-    micro_batch_size: int
-    sequence_length: int
     hidden_size: int
     dtype: torch.dtype
     loss_dtype: torch.dtype
@@ -80,7 +81,8 @@ def pipeline_runner(
 ) -> PipelineRunner:
     """The runner for this mesh.
 
-    chunks: the pieces of the model that this rank holds, ascending; each has its place in model order as `index`.
+    chunks: the pieces of the model that this rank holds, ascending; each has its place in model order as `index`,
+    and `is_first`, `is_last`.
     forward: stands for the only chunk's call at pp = 1 (an engine's forward).
     """
     if mesh.pp.size == 1:
@@ -112,53 +114,60 @@ class _ScheduleRunner:
     def __init__(
         self, chunks: Sequence[nn.Module], mesh: ParallelMesh, shapes: PipelineShapes, schedule: str
     ):
-        self._mesh = mesh
+        self._chunks, self._mesh, self._shapes, self._schedule = chunks, mesh, shapes, schedule
         self._scale = 0.0
-        stages = [_pipeline_stage(chunk, len(chunks) * mesh.pp.size, mesh, shapes) for chunk in chunks]
-        self._has_first = any(stage.is_first for stage in stages)
-        self._has_last = any(stage.is_last for stage in stages)
+        self._executors: dict[torch.Size, PipelineScheduleSingle | PipelineScheduleMulti] = {}
+
+    def forward_backward(self, batch: StepBatch) -> float:
+        self._scale = _loss_scale(batch, self._mesh)
+        # A schedule's buffers have one shape for ever: every shape gets its own, on first use.
+        size = batch.input_ids.shape
+        if size not in self._executors:
+            self._executors[size] = self._executor(size)
+        first, last = (any(getattr(chunk, end) for chunk in self._chunks) for end in ("is_first", "is_last"))
+        losses: list[Tensor] = []
+        self._executors[size].step(
+            *((batch.input_ids,) if first else ()),
+            target=batch.labels if last else None,
+            losses=losses,
+            return_outputs=False,
+            **_stage_arguments(batch),
+        )
+        return _mean_over_replicas(sum(loss.item() for loss in losses), self._mesh)
+
+    def _executor(self, size: torch.Size) -> PipelineScheduleSingle | PipelineScheduleMulti:
+        rows, length = size
+        tokens = (rows // self._shapes.micro_batches, length)
+        stages = [self._stage(chunk, tokens) for chunk in self._chunks]
         arguments: dict[str, Any] = {
-            "n_microbatches": shapes.micro_batches,
+            "n_microbatches": self._shapes.micro_batches,
             "loss_fn": lambda losses, _labels: losses.sum() * self._scale,
             # The loss is scaled once, by the global count of tokens; torch must not divide again.
             "scale_grads": False,
         }
-        self._schedule: PipelineScheduleSingle | PipelineScheduleMulti
-        if schedule in _SINGLE:
+        if self._schedule in _SINGLE:
             (only,) = stages
-            self._schedule = _SINGLE[schedule](only, **arguments)
-        else:
-            self._schedule = _MULTI[schedule](list(stages), **arguments)
+            return _SINGLE[self._schedule](only, **arguments)
+        return _MULTI[self._schedule](list(stages), **arguments)
 
-    def forward_backward(self, batch: StepBatch) -> float:
-        self._scale = _loss_scale(batch, self._mesh)
-        inputs = (batch.input_ids,) if self._has_first else ()
-        target = batch.labels if self._has_last else None
-        losses: list[Tensor] = []
-        self._schedule.step(
-            *inputs, target=target, losses=losses, return_outputs=False, **_stage_arguments(batch)
+    def _stage(self, chunk: nn.Module, tokens: tuple[int, int]) -> PipelineStage:
+        # With both shapes given, torch runs no extra forward and backward to find them out.
+        ids = torch.empty(tokens, dtype=torch.int64, device="meta")
+        hidden = self._placeholder((*tokens, self._shapes.hidden_size), self._shapes.dtype)
+        losses = self._placeholder(tokens[:1], self._shapes.loss_dtype)
+        return PipelineStage(
+            chunk,
+            chunk.index,  # type: ignore[arg-type]
+            len(self._chunks) * self._mesh.pp.size,
+            self._mesh.device,
+            input_args=ids if chunk.is_first else hidden,
+            output_args=losses if chunk.is_last else hidden,
+            group=self._mesh.pp.group,
         )
-        return _mean_over_replicas(sum(loss.item() for loss in losses), self._mesh)
 
-
-def _pipeline_stage(
-    chunk: nn.Module, chunks: int, mesh: ParallelMesh, shapes: PipelineShapes
-) -> PipelineStage:
-    index: int = chunk.index  # type: ignore[assignment]
-    # With both shapes given, torch runs no extra forward and backward to find them out.
-    tokens = (shapes.micro_batch_size, shapes.sequence_length)
-    hidden = torch.empty(*tokens, shapes.hidden_size, dtype=shapes.dtype, device="meta", requires_grad=True)
-    ids = torch.empty(tokens, dtype=torch.int64, device="meta")
-    losses = torch.empty(shapes.micro_batch_size, dtype=shapes.loss_dtype, device="meta", requires_grad=True)
-    return PipelineStage(
-        chunk,
-        index,
-        chunks,
-        mesh.device,
-        input_args=ids if index == 0 else hidden,
-        output_args=losses if index == chunks - 1 else hidden,
-        group=mesh.pp.group,
-    )
+    @staticmethod
+    def _placeholder(size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(size, dtype=dtype, device="meta", requires_grad=True)
 
 
 def _stage_arguments(batch: StepBatch) -> dict[str, Any]:

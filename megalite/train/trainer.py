@@ -66,8 +66,6 @@ class Trainer:
             mesh,
             PipelineShapes(
                 micro_batches=config.batch.micro_batches,
-                micro_batch_size=config.batch.micro_batch_size,
-                sequence_length=config.training.sequence_length,
                 hidden_size=shape.hidden_size,
                 dtype=self.dtype,
                 loss_dtype=options.loss_dtype,

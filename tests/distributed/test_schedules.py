@@ -10,7 +10,7 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.pipeline import PipelineShapes, StepBatch, pipeline_runner
 from megalite.topology.layout import Layout, pipeline_split
 from megalite.topology.schedules import SCHEDULES, Action
-from tests.support.tiny import SEQUENCE_LENGTH, tiny_batch, tiny_shape
+from tests.support.tiny import tiny_batch, tiny_shape
 
 SHAPE = tiny_shape(tied=True)
 
@@ -26,9 +26,7 @@ def actions_on_rank(schedule: str, stages: int, micro_batches: int) -> list[Acti
         output.register_hook(lambda grad: actions.append(Action("B", micro_batch)))
 
     stage.whole.register_forward_hook(record)
-    shapes = PipelineShapes(
-        micro_batches, 1, SEQUENCE_LENGTH, SHAPE.hidden_size, torch.float32, torch.float32
-    )
+    shapes = PipelineShapes(micro_batches, SHAPE.hidden_size, torch.float32, torch.float32)
     batch = tiny_batch(SHAPE, micro_batches)
     runner = pipeline_runner(stage.chunks, mesh, shapes, schedule=schedule)
     runner.forward_backward(StepBatch(batch.input_ids, batch.position_ids, batch.labels, batch.loss_mask))

@@ -16,7 +16,7 @@ from megalite.topology.parameters import ModelShape, Parameter, canonical_tensor
 from megalite.topology.sharding import Box
 from megalite.train.optimizer import Optimizer, OptimizerSettings, TorchOptimizer
 from tests.support.mutations import planted_fault
-from tests.support.tiny import SEQUENCE_LENGTH, tiny_batch
+from tests.support.tiny import tiny_batch
 
 SEQUENCES = 8
 ALONE = Layout()
@@ -97,14 +97,7 @@ def build(job: Job) -> Parts:
     parameters = list(stage_parameters(job.shape, split, mesh.at.pp))
     micro_batches = SEQUENCES // job.layout.data // job.micro_batch_size
     optimizer = job_optimizer(job, stage, parameters, mesh, micro_batches)
-    shapes = PipelineShapes(
-        micro_batches,
-        job.micro_batch_size,
-        SEQUENCE_LENGTH,
-        job.shape.hidden_size,
-        job.dtype,
-        options.loss_dtype,
-    )
+    shapes = PipelineShapes(micro_batches, job.shape.hidden_size, job.dtype, options.loss_dtype)
     pipeline = pipeline_runner(stage.chunks, mesh, shapes, schedule=job.schedule, forward=optimizer.forward)
     return Parts(mesh, split, stage, parameters, optimizer, pipeline)
 
