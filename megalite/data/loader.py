@@ -17,7 +17,7 @@ from megalite.parallel.pipeline import StepBatch
 
 @dataclass(frozen=True)
 class LoadedBatch(StepBatch):
-    """A StepBatch with the global sample behind each of its rows, [M * b] int64."""
+    """A StepBatch with the data set's sample behind each of its rows, [M * b] int64, the same in every epoch."""
 
     sample_ids: Tensor
 
@@ -70,7 +70,8 @@ class StepLoader:
 
     def step_batch(self, samples_consumed: int, *, dtype: torch.dtype = torch.float32) -> LoadedBatch:
         """What this rank works on after `samples_consumed` samples; the loss mask is of `dtype`."""
-        sample_ids = self._sampler.sample_ids(samples_consumed + self._offsets)
+        places = samples_consumed + self._offsets
+        sample_ids = self._sampler.sample_ids(places)
         input_ids, labels = self._samples.read(sample_ids, self._pad_id)
         self._check_ids(input_ids, labels, sample_ids)
         return LoadedBatch(
@@ -78,6 +79,7 @@ class StepLoader:
             position_ids=self._position_ids,
             labels=torch.from_numpy(labels),
             loss_mask=torch.from_numpy(labels != IGNORE_INDEX).to(dtype),
+            samples=torch.from_numpy(places),
             sample_ids=torch.from_numpy(sample_ids),
         )
 
