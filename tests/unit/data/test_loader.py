@@ -161,3 +161,21 @@ def test_an_id_outside_the_models_vocabulary_is_refused(file: TokenFile) -> None
         DataError, match=r"x\.bin, sample 71: id 500 is outside the model's vocabulary of 500; prepare"
     ):
         loader(file, b=72, m=1, vocab_size=500).step_batch(0)
+
+
+@pytest.mark.parametrize("epochs", [1.0, 1.5])
+def test_epochs_end_where_they_end_whatever_the_batch(file: TokenFile, epochs: float) -> None:
+    """No sample is counted once more because the last global batch has room for it."""
+    counted: Counter[int] = Counter()
+    size = 2
+    for rank in range(size):
+        each = loader(file, m=5, rank=rank, size=size, epochs=epochs)
+        assert each.samples_per_epoch % each.global_batch_size, "the last batch must be short for this test"
+        for step in range(each.steps_for_epochs(epochs)):
+            batch = each.step_batch(step * each.global_batch_size)
+            seen = (batch.labels != IGNORE_INDEX).any(dim=1)
+            assert torch.equal(batch.loss_mask.bool(), batch.labels != IGNORE_INDEX)
+            counted.update(batch.sample_ids[seen].tolist())
+    whole, rest = divmod(round(epochs * each.samples_per_epoch), each.samples_per_epoch)
+    expected = Counter({whole: each.samples_per_epoch - rest, whole + 1: rest})
+    assert Counter(counted.values()) == +expected
