@@ -53,7 +53,7 @@ def _generate(
     for _ in range(new_tokens):
         input_ids = torch.tensor([ids])
         position_ids = torch.arange(cache.length, cache.length + len(ids)).unsqueeze(0)
-        hidden_states = stage.whole.decode(input_ids, position_ids, cache)
+        hidden_states = stage.whole.decode(input_ids, position_ids, cache=cache)
         cache.advance(len(ids))
         # Only the last position predicts something new.
         chosen = int(stage.whole.logits(hidden_states[:, -1:])[0, -1].argmax())

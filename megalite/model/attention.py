@@ -1,5 +1,7 @@
 """Causal self-attention with grouped key-value heads."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -27,12 +29,19 @@ class SelfAttention(nn.Module):
         )
 
     def forward(
-        self, hidden_states: Tensor, rotation: Rotation, cache: KeyValueCache | None = None
+        self,
+        hidden_states: Tensor,
+        rotation: Rotation,
+        cache: KeyValueCache | None = None,
+        attend: Callable[[Tensor, Tensor, Tensor], Tensor] = causal_attention,
     ) -> Tensor:
-        """[B, S, H] -> [B, S, H]; with a cache, the S tokens follow those it holds."""
+        """[B, S, H] -> [B, S, H]; with a cache, the S tokens follow those it holds.
+
+        attend: from query, key and value to [B, S, heads, head_dim].
+        """
         batch, sequence, _ = hidden_states.shape
         qkv = self.qkv_proj(hidden_states).view(batch, sequence, -1, self.head_dim)
         query, key, value = split_and_rotate(qkv, self.heads, self.key_value_heads, *rotation)
         if cache is not None:
             key, value = cache.extend(self.layer, key, value)
-        return self.o_proj(causal_attention(query, key, value).flatten(2))
+        return self.o_proj(attend(query, key, value).flatten(2))

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from megalite.ops.activations import swiglu
+from megalite.ops.dropout import Mask, dropout
 from megalite.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.parameters import ModelShape
@@ -18,6 +19,6 @@ class GatedMLP(nn.Module):
         self.gate_up_proj = ColumnParallelLinear(shape.hidden_size, 2 * features, tp=mesh.tp, dtype=dtype)
         self.down_proj = RowParallelLinear(features, shape.hidden_size, tp=mesh.tp, dtype=dtype)
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """[B, S, H] -> [B, S, H]."""
-        return self.down_proj(swiglu(self.gate_up_proj(hidden_states)))
+    def forward(self, hidden_states: Tensor, mask: Mask | None = None) -> Tensor:
+        """[B, S, H] -> [B, S, H]; the mask is of the activations [B, S, intermediate / tp]."""
+        return self.down_proj(dropout(swiglu(self.gate_up_proj(hidden_states)), mask))

@@ -4,15 +4,21 @@ A Stage registers every parameter of its pipeline rank by its canonical name; th
 schedule runs. One stage of one chunk is the whole model.
 """
 
+from functools import partial
+from typing import Self
+
 import torch
 from torch import Tensor, nn
 
 from megalite.model.attention import SelfAttention
+from megalite.model.dropout import DropoutSites, LayerMasks, Places
 from megalite.model.kv_cache import KeyValueCache
 from megalite.model.mlp import GatedMLP
 from megalite.model.norms import RMSNorm
 from megalite.model.options import PLAIN, ModelOptions
 from megalite.model.rope import RotaryEmbedding, Rotation
+from megalite.ops.attention import causal_attention, causal_attention_with_dropout
+from megalite.ops.dropout import dropout
 from megalite.parallel.collectives import copy_to, gather_last_dim
 from megalite.parallel.cross_entropy import vocab_parallel_cross_entropy
 from megalite.parallel.layers import VocabParallelEmbedding
@@ -31,14 +37,28 @@ class DecoderLayer(nn.Module):
         self.self_attn = SelfAttention(shape, layer, mesh, dtype=dtype)
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps, dtype=dtype)
         self.mlp = GatedMLP(shape, mesh, dtype=dtype)
+        self.sites = DropoutSites(shape, f"layers.{layer}", mesh, options)
 
     def forward(
-        self, hidden_states: Tensor, rotation: Rotation, cache: KeyValueCache | None = None
+        self,
+        hidden_states: Tensor,
+        rotation: Rotation,
+        places: Places | None = None,
+        cache: KeyValueCache | None = None,
     ) -> Tensor:
-        """[B, S, H] -> [B, S, H]."""
+        """[B, S, H] -> [B, S, H]; drops values where `places` are given."""
+        masks = LayerMasks() if places is None else self.sites.layer_masks(places)
+        attend = partial(self._attend, places=places)
         # In place on the projections' outputs, which no backward needs.
-        attended = self.self_attn(self.input_layernorm(hidden_states), rotation, cache).add_(hidden_states)
-        return self.mlp(self.post_attention_layernorm(attended)).add_(attended)
+        attended = self.self_attn(self.input_layernorm(hidden_states), rotation, cache, attend)
+        attended = dropout(attended, masks.attention_residual).add_(hidden_states)
+        fed_forward = self.mlp(self.post_attention_layernorm(attended), masks.mlp)
+        return dropout(fed_forward, masks.mlp_residual).add_(attended)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, *, places: Places | None) -> Tensor:
+        if places is None or not self.sites.drops_attention:
+            return causal_attention(query, key, value)
+        return causal_attention_with_dropout(query, key, value, self.sites.attention_mask(places))
 
 
 class Decoder(nn.Module):
@@ -75,7 +95,9 @@ class Chunk(nn.Module):
     sequence's loss sum [B], the others hidden_states. Its modules are the stage's own.
     """
 
-    def __init__(self, stage: "Stage", split: PipelineSplit, index: int, mesh: ParallelMesh):
+    def __init__(
+        self, stage: "Stage", split: PipelineSplit, index: int, mesh: ParallelMesh, options: ModelOptions
+    ):
         super().__init__()
         self.index, self.tp = index, mesh.tp
         self.is_first, self.is_last = index == 0, index == len(split.layers) - 1
@@ -84,6 +106,7 @@ class Chunk(nn.Module):
         self.rotary = stage.rotary
         if self.is_first:
             self.embed_tokens = stage.model.embed_tokens
+            self.sites = DropoutSites(stage.shape, "embedding", mesh, options)
         if self.is_last:
             self.norm = stage.model.norm
             self.head = stage.model.embed_tokens if stage.shape.tie_word_embeddings else stage.lm_head
@@ -92,7 +115,8 @@ class Chunk(nn.Module):
         self, inputs: Tensor, *, position_ids: Tensor, labels: Tensor, loss_mask: Tensor, samples: Tensor
     ) -> Tensor:
         """One micro batch; position_ids, labels and loss_mask are [B, S] on every stage, samples [B]."""
-        hidden_states = self.decode(inputs, position_ids)
+        places = Places(samples, position_ids.shape[1]) if self.training else None
+        hidden_states = self.decode(inputs, position_ids, places)
         if not self.is_last:
             return hidden_states
         losses = vocab_parallel_cross_entropy(
@@ -100,12 +124,25 @@ class Chunk(nn.Module):
         )
         return losses.sum(dim=-1)
 
-    def decode(self, inputs: Tensor, position_ids: Tensor, cache: KeyValueCache | None = None) -> Tensor:
-        """input_ids [B, S] for the first chunk, else hidden states [B, S, H] -> hidden states [B, S, H]."""
-        hidden_states = self.embed_tokens(inputs) if self.is_first else inputs
+    def decode(
+        self,
+        inputs: Tensor,
+        position_ids: Tensor,
+        places: Places | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
+        """input_ids [B, S] for the first chunk, else hidden states [B, S, H] -> hidden states [B, S, H].
+
+        places: given, values are dropped as the options say.
+        """
+        hidden_states = inputs
+        if self.is_first:
+            hidden_states = self.embed_tokens(inputs)
+            if places is not None:
+                hidden_states = dropout(hidden_states, self.sites.embedding_mask(places))
         rotation = self.rotary(position_ids)
         for layer in self.layers:
-            hidden_states = layer(hidden_states, rotation, cache)
+            hidden_states = layer(hidden_states, rotation, places, cache)
         return hidden_states
 
     def local_logits(self, hidden_states: Tensor) -> Tensor:
@@ -134,7 +171,12 @@ class Stage(nn.Module):
             shape.max_position_embeddings, shape.head_dim, shape.rope_theta, dtype=options.dtype
         )
         # A tuple, which torch does not register: a parameter has one name, the stage's.
-        self.chunks = tuple(Chunk(self, split, index, mesh) for index in chunks)
+        self.chunks = tuple(Chunk(self, split, index, mesh, options) for index in chunks)
+
+    def train(self, mode: bool = True) -> Self:
+        for chunk in self.chunks:
+            chunk.training = mode
+        return super().train(mode)
 
     @property
     def whole(self) -> Chunk:

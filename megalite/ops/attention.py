@@ -1,7 +1,10 @@
 """Scaled dot-product attention with grouped key-value heads (Ainslie et al., "GQA", 2023)."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from megalite.ops.dropout import Mask, dropout
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -10,9 +13,7 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     query: [B, S, heads, D]; key, value: [B, T, kv heads, D] with T >= S (T > S while decoding from a cache);
     heads is a multiple of kv heads. Returns [B, S, heads, D].
     """
-    grouped = query.shape[2] // key.shape[2]
-    if grouped > 1:
-        key, value = key.repeat_interleave(grouped, dim=2), value.repeat_interleave(grouped, dim=2)
+    key, value = _one_a_query_head(query, key, value)
     new, total = query.shape[1], key.shape[1]
     # One new token sees everything; a longer piece after a cache needs the mask aligned at the end.
     mask = None
@@ -26,3 +27,25 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         is_causal=new == total,
     )
     return attended.transpose(1, 2)
+
+
+def causal_attention_with_dropout(query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
+    """softmax(Q K^T / sqrt(D)) with values dropped, V; written out, since no fused kernel takes a given mask.
+
+    query: [B, S, heads, D]; key, value: [B, S, kv heads, D]; mask: [B, heads, S, S]. Returns [B, S, heads, D].
+    It keeps two matrices [B, heads, S, S] for the backward, where causal_attention keeps none.
+    """
+    key, value = _one_a_query_head(query, key, value)
+    scores = torch.matmul(query.transpose(1, 2) * query.shape[-1] ** -0.5, key.permute(0, 2, 3, 1))
+    future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1)
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    probabilities = scores.masked_fill(future, float("-inf")).softmax(dim=-1, dtype=wide).to(scores.dtype)
+    return torch.matmul(dropout(probabilities, mask), value.transpose(1, 2)).transpose(1, 2)
+
+
+def _one_a_query_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values repeated for the query heads that share them."""
+    grouped = query.shape[2] // key.shape[2]
+    if grouped == 1:
+        return key, value
+    return key.repeat_interleave(grouped, dim=2), value.repeat_interleave(grouped, dim=2)
