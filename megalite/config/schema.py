@@ -33,7 +33,7 @@ class RunSection(Section):
     """Where the run writes, and what its randomness starts from."""
 
     folder: Text = Field("runs/default", description="all that the run writes")
-    seed: int = Field(1234, ge=0, lt=2**63, description="of initial weights and data order")
+    seed: int = Field(1234, ge=0, lt=2**63, description="of initial weights, data order and dropout")
 
 
 class ModelConfig(Section):
@@ -63,6 +63,16 @@ class ModelConfig(Section):
     rms_norm_eps: float = Field(1e-5, gt=0, description="added to the mean square in every norm")
     tie_word_embeddings: bool = Field(False, description="the head is the embedding")
     initializer_range: float = Field(0.02, gt=0, description="standard deviation of the initial weights")
+    embedding_dropout: Fraction = Field(
+        0.0, description="share of the embedding's output dropped in training"
+    )
+    residual_dropout: Fraction = Field(
+        0.0, description="of what attention and MLP add to the residual stream"
+    )
+    mlp_dropout: Fraction = Field(0.0, description="of the MLP's activations")
+    attention_dropout: Fraction = Field(
+        0.0, description="of attention's probabilities; no fused attention then"
+    )
 
     def shape(self, vocab_size: int) -> ModelShape:
         """The shape; `vocab_size` (the tokenizer's) counts where the setting is "auto"."""

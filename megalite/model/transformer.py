@@ -15,7 +15,8 @@ from megalite.model.dropout import DropoutSites, LayerMasks, Places
 from megalite.model.kv_cache import KeyValueCache
 from megalite.model.mlp import GatedMLP
 from megalite.model.norms import RMSNorm
-from megalite.model.options import PLAIN, ModelOptions
+from megalite.model.options import PLAIN, ModelOptions, RecomputeMode
+from megalite.model.recompute import recomputed
 from megalite.model.rope import RotaryEmbedding, Rotation
 from megalite.ops.attention import causal_attention, causal_attention_with_dropout
 from megalite.ops.dropout import dropout
@@ -30,8 +31,17 @@ from megalite.topology.parameters import ModelShape
 class DecoderLayer(nn.Module):
     """Pre-norm attention and feed-forward with residual connections (Touvron et al., "LLaMA", 2023)."""
 
-    def __init__(self, shape: ModelShape, layer: int, mesh: ParallelMesh, options: ModelOptions = PLAIN):
+    def __init__(
+        self,
+        shape: ModelShape,
+        layer: int,
+        mesh: ParallelMesh,
+        options: ModelOptions = PLAIN,
+        *,
+        recompute: RecomputeMode = "none",
+    ):
         super().__init__()
+        self.recompute = recompute
         dtype = options.dtype
         self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps, dtype=dtype)
         self.self_attn = SelfAttention(shape, layer, mesh, dtype=dtype)
@@ -47,6 +57,17 @@ class DecoderLayer(nn.Module):
         cache: KeyValueCache | None = None,
     ) -> Tensor:
         """[B, S, H] -> [B, S, H]; drops values where `places` are given."""
+        compute = partial(self._compute, rotation=rotation, places=places, cache=cache)
+        return recomputed(compute, hidden_states) if self.recompute == "full" else compute(hidden_states)
+
+    def _compute(
+        self,
+        hidden_states: Tensor,
+        *,
+        rotation: Rotation,
+        places: Places | None,
+        cache: KeyValueCache | None,
+    ) -> Tensor:
         masks = LayerMasks() if places is None else self.sites.layer_masks(places)
         attend = partial(self._attend, places=places)
         # In place on the projections' outputs, which no backward needs.
@@ -56,8 +77,16 @@ class DecoderLayer(nn.Module):
         return dropout(fed_forward, masks.mlp_residual).add_(attended)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, *, places: Places | None) -> Tensor:
-        if places is None or not self.sites.drops_attention:
-            return causal_attention(query, key, value)
+        attend = causal_attention
+        if places is not None and self.sites.drops_attention:
+            attend = partial(self._attend_and_drop, places)
+        return (
+            recomputed(attend, query, key, value)
+            if self.recompute == "selective"
+            else attend(query, key, value)
+        )
+
+    def _attend_and_drop(self, places: Places, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return causal_attention_with_dropout(query, key, value, self.sites.attention_mask(places))
 
 
@@ -66,16 +95,18 @@ class Decoder(nn.Module):
 
     def __init__(self, shape: ModelShape, split: PipelineSplit, mesh: ParallelMesh, options: ModelOptions):
         super().__init__()
-        stage, chunks = mesh.at.pp, split.chunks_of(mesh.at.pp)
+        chunks = split.chunks_of(mesh.at.pp)
         first, last = 0 in chunks, len(split.layers) - 1 in chunks
         if first or (last and shape.tie_word_embeddings):
             self.embed_tokens = VocabParallelEmbedding(
                 shape.vocab_size, shape.hidden_size, tp=mesh.tp, dtype=options.dtype
             )
         # Keyed by the global index, so that a parameter has one name whatever stage holds it.
-        self.layers = nn.ModuleDict(
-            {str(layer): DecoderLayer(shape, layer, mesh, options) for layer in split.layers_of(stage)}
-        )
+        self.layers = nn.ModuleDict()
+        for layers in (split.layers[chunk] for chunk in chunks):
+            for place, layer in enumerate(layers):
+                recompute = options.recompute.of_layer(place, len(layers))
+                self.layers[str(layer)] = DecoderLayer(shape, layer, mesh, options, recompute=recompute)
         if last:
             self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps, dtype=options.dtype)
 

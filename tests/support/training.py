@@ -6,13 +6,14 @@ from dataclasses import dataclass, field, fields, replace
 import torch
 from torch import Tensor
 
-from megalite.model.options import PLAIN, Dropout, ModelOptions
+from megalite.model.options import PLAIN, Dropout, ModelOptions, Recompute
 from megalite.model.stages import build_stage
 from megalite.model.transformer import Stage
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.pipeline import PipelineRunner, PipelineShapes, StepBatch, pipeline_runner
 from megalite.topology.layout import Layout, PipelineSplit, pipeline_split
 from megalite.topology.parameters import ModelShape, Parameter, canonical_tensors, stage_parameters
+from megalite.topology.schedules import SCHEDULES
 from megalite.topology.sharding import Box
 from megalite.train.optimizer import Optimizer, OptimizerSettings, TorchOptimizer
 from tests.support.mutations import planted_fault
@@ -41,6 +42,7 @@ class Job:
     steps: int = 1
     seed: int = 7
     dropout: Dropout = PLAIN.dropout
+    recompute: Recompute = PLAIN.recompute
     fault: str | None = None
 
 
@@ -86,12 +88,12 @@ class Parts:
 def build(job: Job) -> Parts:
     """Everything of the job on this rank of the current process group, with its initial weights."""
     mesh = ParallelMesh.over_world(job.layout)
-    options = ModelOptions(dtype=job.dtype, dropout=job.dropout, dropout_seed=job.seed)
+    options = ModelOptions(dtype=job.dtype, dropout=job.dropout, dropout_seed=13, recompute=job.recompute)
     split = pipeline_split(
         job.shape.num_hidden_layers,
         job.layout.pipeline,
         chunks_a_stage=job.chunks_a_stage,
-        v_shaped=job.schedule in ("zbv", "dualpipev"),
+        v_shaped=SCHEDULES[job.schedule].v_shaped,
         given=job.layers_per_stage,
     )
     stage = build_stage(job.shape, mesh, split, options, seed=job.seed)
