@@ -104,14 +104,14 @@ class Trainer:
         started = time.perf_counter()
         batch = self.loader.step_batch(self.state.samples, dtype=self.dtype)
         with self.optimizer.accumulating():
-            loss = self.pipeline.forward_backward(batch)
+            loss = self.pipeline.forward_backward(batch, self.optimizer.loss_scale)
         learning_rate = self.learning_rate(self.state.step)
-        grad_norm = self.optimizer.step(learning_rate)
+        update = self.optimizer.step(learning_rate)
         self.state = self.state.advanced(
             samples=self.config.batch.global_batch_size, tokens=self.tokens_per_step
         )
         seconds = time.perf_counter() - started
-        return StepReport(self.state.step, loss, grad_norm, learning_rate, self.state.tokens, seconds)
+        return StepReport(self.state.step, loss, update.grad_norm, learning_rate, self.state.tokens, seconds)
 
     def save(self, folder: Path) -> Path:
         """Write `folder`/step-NNNNNN as one checkpoint of the whole job; collective."""
