@@ -304,12 +304,16 @@ def test_a_hugging_face_config_is_a_shape(tmp_path: Path, rope: dict[str, Any], 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"model_type": "gpt2"}, 'config.json is of model_type "gpt2"; only "llama" is built'),
+        ({"model_type": "bloom"}, 'config.json is of model_type "bloom"; llama, mistral,'),
         ({"hidden_act": "gelu"}, 'config.json has hidden_act = "gelu"; only "silu" is built'),
-        ({"attention_bias": True}, "config.json has attention_bias = true; only false is built"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2}}, 'rotary frequencies ("yarn"); "default", "linear",'),
         (
-            {"rope_scaling": {"type": "linear", "factor": 2}},
-            'rotary frequencies ("linear"); only "default" is built',
+            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+            "rotates a part of each head",
+        ),
+        (
+            {"model_type": "qwen2", "layer_types": ["sliding_attention", *["full_attention"] * 3]},
+            "mixes layer_types",
         ),
         ({"hidden_size": "64"}, 'model.hidden_size: "64" (config.json) should be a whole number'),
     ],
