@@ -50,7 +50,9 @@ class HuggingFaceReader:
         self._tensors = {part: tensor for tensor in family_tensors(shape) for part in tensor.parts}
         self._files = _open_files(folder)
         self._names = {
-            name: file for file, opened in self._files.items() for name in opened.keys()  # noqa: SIM118
+            name: file
+            for file, opened in self._files.items()
+            for name in opened.keys()  # noqa: SIM118
         }
         if shape.family == "gpt2" and not any(name.startswith(_GPT2_PREFIX) for name in self._names):
             self._prefix = _GPT2_PREFIX  # files of the bare model, as the first ones published were
@@ -80,7 +82,9 @@ class HuggingFaceReader:
         if missing or extra:
             parts = [f"lacks {_listed(missing)}"] if missing else []
             parts += [f"has {_listed(extra)}, which the model has not"] if extra else []
-            raise CheckpointError(f"{self._folder} {' and '.join(parts)}; is its config.json that of these weights?")
+            raise CheckpointError(
+                f"{self._folder} {' and '.join(parts)}; is its config.json that of these weights?"
+            )
         for name, tensor in expected.items():
             found = tuple(self._files[self._names[name]].get_slice(name).get_shape())
             if found != tensor.shape:

@@ -72,7 +72,11 @@ def _unsupported(family: Family, found: Mapping[str, Any], path: Path) -> Iterat
 
 def _biases(family: Family, found: Mapping[str, Any]) -> dict[str, Any]:
     """Their one attention_bias is of all four projections."""
-    read = {"attention_bias": "attention_bias", "attention_output_bias": "attention_bias", "mlp_bias": "mlp_bias"}
+    read = {
+        "attention_bias": "attention_bias",
+        "attention_output_bias": "attention_bias",
+        "mlp_bias": "mlp_bias",
+    }
     return {ours: found[key] for ours, key in read.items() if ours in family.free and key in found}
 
 

@@ -106,9 +106,7 @@ def test_files_are_planned_by_size_in_order() -> None:
 
 def test_the_configuration_says_all_of_the_shape(tmp_path: Path) -> None:
     shape = replace(shape_for(101, tied=True), head_dim=10, max_position_embeddings=77)
-    (tmp_path / "config.json").write_text(
-        json.dumps(hf_config(shape, torch.bfloat16, {"eos_token_id": 3}))
-    )
+    (tmp_path / "config.json").write_text(json.dumps(hf_config(shape, torch.bfloat16, {"eos_token_id": 3})))
     config = AutoConfig.from_pretrained(tmp_path)
     for name in ModelShape.__dataclass_fields__:
         if name not in ("rope_theta", "family"):

@@ -306,7 +306,10 @@ def test_a_hugging_face_config_is_a_shape(tmp_path: Path, rope: dict[str, Any], 
     [
         ({"model_type": "bloom"}, 'config.json is of model_type "bloom"; llama, mistral,'),
         ({"hidden_act": "gelu"}, 'config.json has hidden_act = "gelu"; only "silu" is built'),
-        ({"rope_scaling": {"type": "yarn", "factor": 2}}, 'rotary frequencies ("yarn"); "default", "linear",'),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2}},
+            'rotary frequencies ("yarn"); "default", "linear",',
+        ),
         (
             {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
             "rotates a part of each head",
