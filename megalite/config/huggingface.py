@@ -85,7 +85,7 @@ def _rope(family: Family, found: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     rope = _rope_of(found)
     kind = rope.get("rope_type", rope.get("type", "default"))
-    read: dict[str, Any] = {"rope_type": kind} if kind != "default" else {}
+    read: dict[str, Any] = {"rope_type": kind} if kind in _ROPE_TYPES and kind != "default" else {}
     read |= {_ROPE[key]: rope[key] for key in _ROPE_TYPES.get(kind, ()) if key in rope}
     theta = rope.get("rope_theta", found.get("rope_theta"))
     return read if theta is None else {**read, "rope_theta": theta}
