@@ -45,7 +45,10 @@ def megalite_step(mesh: ParallelMesh, *, micro_batches: int = 1) -> Callable[[],
     runner = pipeline_runner(stage.chunks, mesh, shapes, schedule="1f1b", forward=optimizer.forward)
     input_ids = token_ids()[mesh.dp.rank * mine : (mesh.dp.rank + 1) * mine]
     positions = torch.arange(SEQUENCE_LENGTH).repeat(mine, 1)
-    batch = StepBatch(input_ids, positions, input_ids.roll(-1, dims=1), torch.ones(input_ids.shape))
+    labels, mask = input_ids.roll(-1, dims=1), torch.ones(input_ids.shape)
+    batch = StepBatch(
+        input_ids, positions, labels, mask, torch.arange(SEQUENCES)[mesh.dp.rank * mine :][:mine]
+    )
 
     def step() -> float:
         with optimizer.accumulating():

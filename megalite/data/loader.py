@@ -17,7 +17,7 @@ from megalite.parallel.pipeline import StepBatch
 
 @dataclass(frozen=True)
 class LoadedBatch(StepBatch):
-    """A StepBatch with the global sample behind each of its rows, [M * b] int64."""
+    """A StepBatch with the data set's sample behind each of its rows, [M * b] int64, the same in every epoch."""
 
     sample_ids: Tensor
 
@@ -33,6 +33,7 @@ class StepLoader:
     The global batch after c consumed samples is positions c .. c + G - 1 of the sampler's order. Micro batch m of
     rank d takes b of them from m * dp_size * b + d * b, so every split of the same G covers the same samples.
     `vocab_size`, where given, is the model's: a larger id in the file is a DataError instead of a silent zero.
+    `epochs`, where given, ends the data: rows of the last global batch that lie beyond have no labels.
     """
 
     def __init__(
@@ -48,10 +49,12 @@ class StepLoader:
         shuffle: bool = True,
         pad_id: int = 0,
         vocab_size: int | None = None,
+        epochs: float | None = None,
     ):
         self._samples = PackedSamples(token_file, sequence_length)
         self._sampler = Sampler(len(self._samples), seed, shuffle)
         self._pad_id, self._vocab_size = pad_id, vocab_size
+        self._end = None if epochs is None else ceil(epochs * len(self._samples))
         self.global_batch_size = micro_batches * dp_size * micro_batch_size
         micro_batch_starts = (
             np.arange(micro_batches) * (dp_size * micro_batch_size) + dp_rank * micro_batch_size
@@ -65,19 +68,23 @@ class StepLoader:
         return len(self._samples)
 
     def steps_for_epochs(self, epochs: float) -> int:
-        """Steps until every sample was seen `epochs` times; the last one runs on into the epoch after it."""
+        """Steps until every sample was seen `epochs` times."""
         return max(1, ceil(epochs * self.samples_per_epoch / self.global_batch_size))
 
     def step_batch(self, samples_consumed: int, *, dtype: torch.dtype = torch.float32) -> LoadedBatch:
         """What this rank works on after `samples_consumed` samples; the loss mask is of `dtype`."""
-        sample_ids = self._sampler.sample_ids(samples_consumed + self._offsets)
+        places = samples_consumed + self._offsets
+        sample_ids = self._sampler.sample_ids(places)
         input_ids, labels = self._samples.read(sample_ids, self._pad_id)
         self._check_ids(input_ids, labels, sample_ids)
+        if self._end is not None:
+            labels[places >= self._end] = IGNORE_INDEX
         return LoadedBatch(
             input_ids=torch.from_numpy(input_ids),
             position_ids=self._position_ids,
             labels=torch.from_numpy(labels),
             loss_mask=torch.from_numpy(labels != IGNORE_INDEX).to(dtype),
+            samples=torch.from_numpy(places),
             sample_ids=torch.from_numpy(sample_ids),
         )
 

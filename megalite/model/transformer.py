@@ -88,8 +88,10 @@ class Chunk(nn.Module):
             self.norm = stage.model.norm
             self.head = stage.model.embed_tokens if stage.shape.tie_word_embeddings else stage.lm_head
 
-    def forward(self, inputs: Tensor, *, position_ids: Tensor, labels: Tensor, loss_mask: Tensor) -> Tensor:
-        """One micro batch; position_ids, labels and loss_mask are [B, S] on every stage."""
+    def forward(
+        self, inputs: Tensor, *, position_ids: Tensor, labels: Tensor, loss_mask: Tensor, samples: Tensor
+    ) -> Tensor:
+        """One micro batch; position_ids, labels and loss_mask are [B, S] on every stage, samples [B]."""
         hidden_states = self.decode(inputs, position_ids)
         if not self.is_last:
             return hidden_states

@@ -36,18 +36,22 @@ _MULTI: dict[str, type[PipelineScheduleMulti]] = {
 
 @dataclass(frozen=True)
 class StepBatch:
-    """What one data-parallel rank works on in one step: M micro batches of b sequences, stacked, [M * b, S] each."""
+    """What one data-parallel rank works on in one step: M micro batches of b sequences, stacked, [M * b, S] each.
+
+    samples: [M * b] int64, each row's place in the run's order of samples: equal in every layout, never repeated.
+    """
 
     input_ids: Tensor
     position_ids: Tensor
     labels: Tensor
     loss_mask: Tensor
+    samples: Tensor
 
     def micro_batches(self, count: int) -> list["StepBatch"]:
-        pieces = (
-            tensor.chunk(count) for tensor in (self.input_ids, self.position_ids, self.labels, self.loss_mask)
-        )
-        return [StepBatch(*piece) for piece in zip(*pieces, strict=True)]
+        tensors = (self.input_ids, self.position_ids, self.labels, self.loss_mask, self.samples)
+        return [
+            StepBatch(*pieces) for pieces in zip(*(tensor.chunk(count) for tensor in tensors), strict=True)
+        ]
 
 
 @dataclass(frozen=True)
@@ -171,7 +175,12 @@ class _ScheduleRunner:
 
 
 def _stage_arguments(batch: StepBatch) -> dict[str, Any]:
-    return {"position_ids": batch.position_ids, "labels": batch.labels, "loss_mask": batch.loss_mask}
+    return {
+        "position_ids": batch.position_ids,
+        "labels": batch.labels,
+        "loss_mask": batch.loss_mask,
+        "samples": batch.samples,
+    }
 
 
 def _loss_scale(batch: StepBatch, mesh: ParallelMesh) -> float:

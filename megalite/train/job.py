@@ -146,6 +146,7 @@ def _trainer(config: RunConfig, mesh: ParallelMesh, inputs: RunInputs) -> Traine
         shuffle=config.data.shuffle,
         pad_id=tokenizer.end_of_document_id,
         vocab_size=shape.vocab_size,
+        epochs=None if config.training.steps else config.training.epochs,
     )
     return Trainer(config, mesh, shape, loader)
 

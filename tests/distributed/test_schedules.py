@@ -7,7 +7,7 @@ from torch import Tensor
 from megalite.model.stages import build_stage
 from megalite.parallel import pipeline
 from megalite.parallel.mesh import ParallelMesh
-from megalite.parallel.pipeline import PipelineShapes, StepBatch, pipeline_runner
+from megalite.parallel.pipeline import PipelineShapes, pipeline_runner
 from megalite.topology.layout import Layout, pipeline_split
 from megalite.topology.schedules import SCHEDULES, Action
 from tests.support.tiny import tiny_batch, tiny_shape
@@ -29,7 +29,7 @@ def actions_on_rank(schedule: str, stages: int, micro_batches: int) -> list[Acti
     shapes = PipelineShapes(micro_batches, SHAPE.hidden_size, torch.float32, torch.float32)
     batch = tiny_batch(SHAPE, micro_batches)
     runner = pipeline_runner(stage.chunks, mesh, shapes, schedule=schedule)
-    runner.forward_backward(StepBatch(batch.input_ids, batch.position_ids, batch.labels, batch.loss_mask))
+    runner.forward_backward(batch)
     return actions
 
 

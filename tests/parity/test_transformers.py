@@ -71,7 +71,11 @@ def test_logits_and_gradients_equal_transformers(shape):
     )
     (token_losses * batch.loss_mask.flatten()).sum().backward()
     losses = stage(
-        batch.input_ids, position_ids=batch.position_ids, labels=batch.labels, loss_mask=batch.loss_mask
+        batch.input_ids,
+        position_ids=batch.position_ids,
+        labels=batch.labels,
+        loss_mask=batch.loss_mask,
+        samples=batch.samples,
     )
     losses.sum().backward()
     assert_close(

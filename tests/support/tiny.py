@@ -71,7 +71,8 @@ def tiny_batch(
     labels = ids[:, 1:].clone()
     labels[::3, -2:] = -100
     positions = torch.arange(sequence_length).repeat(sequences, 1)
-    return StepBatch(ids[:, :-1].contiguous(), positions, labels, (order < counted).float())
+    samples = torch.arange(sequences) + step * sequences
+    return StepBatch(ids[:, :-1].contiguous(), positions, labels, (order < counted).float(), samples)
 
 
 def tiny_corpus(documents: int = 40) -> list[str]:

@@ -1,7 +1,7 @@
 """A few training steps of a tiny model on one rank of any layout, reported as full canonical tensors."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 from torch import Tensor
@@ -141,15 +141,13 @@ def job_optimizer(
 def global_batch(job: Job, step: int) -> StepBatch:
     """The same SEQUENCES sequences for every layout, with loss masks of very unequal weight."""
     batch = tiny_batch(job.shape, SEQUENCES, step=step)
-    return StepBatch(batch.input_ids, batch.position_ids, batch.labels, batch.loss_mask.to(job.dtype))
+    return replace(batch, loss_mask=batch.loss_mask.to(job.dtype))
 
 
 def local_batch(job: Job, mesh: ParallelMesh, step: int) -> StepBatch:
     whole = global_batch(job, step)
     mine = slice(mesh.dp.rank * SEQUENCES // mesh.dp.size, (mesh.dp.rank + 1) * SEQUENCES // mesh.dp.size)
-    return StepBatch(
-        *(tensor[mine] for tensor in (whole.input_ids, whole.position_ids, whole.labels, whole.loss_mask))
-    )
+    return StepBatch(*(getattr(whole, each.name)[mine] for each in fields(whole)))
 
 
 def _gradient(parameter: Tensor) -> Tensor:

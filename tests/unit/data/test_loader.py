@@ -47,7 +47,9 @@ def loader(
 def rows(batch: LoadedBatch) -> list[tuple[int, ...]]:
     """One tuple a row, of everything that belongs to it."""
     tensors = (batch.input_ids, batch.labels, batch.loss_mask, batch.position_ids)
-    table = torch.cat([batch.sample_ids[:, None], *(tensor.long() for tensor in tensors)], dim=1)
+    table = torch.cat(
+        [batch.samples[:, None], batch.sample_ids[:, None], *(tensor.long() for tensor in tensors)], dim=1
+    )
     return [tuple(row) for row in table.tolist()]
 
 
@@ -82,7 +84,8 @@ def test_the_batch_is_what_the_pipeline_takes(file: TokenFile) -> None:
         assert (tensor.shape, tensor.dtype) == ((6, LENGTH), torch.int64)
     assert (batch.loss_mask.shape, batch.loss_mask.dtype) == ((6, LENGTH), torch.float64)
     assert loader(file).step_batch(0).loss_mask.dtype == torch.float32
-    assert (batch.sample_ids.shape, batch.sample_ids.dtype) == ((6,), torch.int64)
+    for tensor in (batch.samples, batch.sample_ids):
+        assert (tensor.shape, tensor.dtype) == ((6,), torch.int64)
     assert batch.position_ids.tolist() == [list(range(LENGTH))] * 6
     assert batch.input_ids[:, 0].tolist() == [1 + LENGTH * sample for sample in batch.sample_ids.tolist()]
     assert [piece.input_ids.tolist() for piece in batch.micro_batches(3)] == [
@@ -123,6 +126,12 @@ def test_an_epoch_covers_every_sample_and_the_next_begins_within_the_step(file: 
     assert set(seen.values()) == {5} and len(seen) == 72
 
 
+def test_the_place_of_a_row_is_never_repeated_though_its_sample_is(file: TokenFile) -> None:
+    each = loader(file, b=2, m=5)
+    places = torch.cat([each.step_batch(step * 10).samples for step in range(36)])
+    assert places.tolist() == list(range(360))
+
+
 def test_the_counter_is_the_whole_state(file: TokenFile) -> None:
     undisturbed = [rows(loader(file).step_batch(step * 6)) for step in range(30)]
     resumed = loader(file)
@@ -152,3 +161,21 @@ def test_an_id_outside_the_models_vocabulary_is_refused(file: TokenFile) -> None
         DataError, match=r"x\.bin, sample 71: id 500 is outside the model's vocabulary of 500; prepare"
     ):
         loader(file, b=72, m=1, vocab_size=500).step_batch(0)
+
+
+@pytest.mark.parametrize("epochs", [1.0, 1.5])
+def test_epochs_end_where_they_end_whatever_the_batch(file: TokenFile, epochs: float) -> None:
+    """No sample is counted once more because the last global batch has room for it."""
+    counted: Counter[int] = Counter()
+    size = 2
+    for rank in range(size):
+        each = loader(file, m=5, rank=rank, size=size, epochs=epochs)
+        assert each.samples_per_epoch % each.global_batch_size, "the last batch must be short for this test"
+        for step in range(each.steps_for_epochs(epochs)):
+            batch = each.step_batch(step * each.global_batch_size)
+            seen = (batch.labels != IGNORE_INDEX).any(dim=1)
+            assert torch.equal(batch.loss_mask.bool(), batch.labels != IGNORE_INDEX)
+            counted.update(batch.sample_ids[seen].tolist())
+    whole, rest = divmod(round(epochs * each.samples_per_epoch), each.samples_per_epoch)
+    expected = Counter({whole: each.samples_per_epoch - rest, whole + 1: rest})
+    assert Counter(counted.values()) == +expected
