@@ -50,7 +50,7 @@ def _gpt2(shape: ModelShape, canonical: dict[str, tuple[int, ...]]) -> Iterator[
         layer, module, kind = _within_layer(name)
         if module not in _GPT2_INSIDE:
             continue  # key and value stand in the tensor of query
-        parts = (name,)
+        parts: tuple[str, ...] = (name,)
         if module == "self_attn.q_proj":
             parts = tuple(name.replace("q_proj", part) for part in ("q_proj", "k_proj", "v_proj"))
         rows = sum(canonical[part][0] for part in parts)

@@ -109,7 +109,9 @@ class _Parity:
 
         What is compared is what a layer adds to its input, which would else hide a fault in a deep model.
         """
-        rotation = rotary_embedding(self.shape)(self.position_ids)
+        rotation = None
+        if self.shape.position_embedding == "rope":
+            rotation = rotary_embedding(self.shape)(self.position_ids)
         worst = Comparison("decoder layers", 0.0, 0.0)
         for layer in range(self.shape.num_hidden_layers):
             ours = self._our_layer(layer)(hidden_states, rotation)

@@ -1,6 +1,7 @@
 """The feed-forward block."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.ops.activations import swiglu
@@ -15,9 +16,38 @@ class GatedMLP(nn.Module):
     def __init__(self, shape: ModelShape, mesh: ParallelMesh, *, dtype: torch.dtype):
         super().__init__()
         features = mesh.local(shape.intermediate_size)
-        self.gate_up_proj = ColumnParallelLinear(shape.hidden_size, 2 * features, tp=mesh.tp, dtype=dtype)
-        self.down_proj = RowParallelLinear(features, shape.hidden_size, tp=mesh.tp, dtype=dtype)
+        self.gate_up_proj = ColumnParallelLinear(
+            shape.hidden_size, 2 * features, tp=mesh.tp, dtype=dtype, bias=shape.mlp_bias
+        )
+        self.down_proj = RowParallelLinear(
+            features, shape.hidden_size, tp=mesh.tp, dtype=dtype, bias=shape.mlp_bias
+        )
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """[B, S, H] -> [B, S, H]."""
         return self.down_proj(swiglu(self.gate_up_proj(hidden_states)))
+
+
+class PlainMLP(nn.Module):
+    """down(gelu(up(x)))."""
+
+    def __init__(self, shape: ModelShape, mesh: ParallelMesh, *, dtype: torch.dtype):
+        super().__init__()
+        features = mesh.local(shape.intermediate_size)
+        self.approximate = "tanh" if shape.hidden_act == "gelu_pytorch_tanh" else "none"
+        self.up_proj = ColumnParallelLinear(
+            shape.hidden_size, features, tp=mesh.tp, dtype=dtype, bias=shape.mlp_bias
+        )
+        self.down_proj = RowParallelLinear(
+            features, shape.hidden_size, tp=mesh.tp, dtype=dtype, bias=shape.mlp_bias
+        )
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """[B, S, H] -> [B, S, H]."""
+        return self.down_proj(F.gelu(self.up_proj(hidden_states), approximate=self.approximate))
+
+
+def build_mlp(shape: ModelShape, mesh: ParallelMesh, *, dtype: torch.dtype) -> nn.Module:
+    """The feed-forward block of this shape."""
+    kind = GatedMLP if shape.gated_mlp else PlainMLP
+    return kind(shape, mesh, dtype=dtype)

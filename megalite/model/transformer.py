@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from megalite.model.attention import SelfAttention
 from megalite.model.kv_cache import KeyValueCache
-from megalite.model.mlp import GatedMLP
-from megalite.model.norms import RMSNorm
+from megalite.model.mlp import build_mlp
+from megalite.model.norms import build_norm
 from megalite.model.options import PLAIN, ModelOptions
-from megalite.model.rope import RotaryEmbedding, Rotation
+from megalite.model.rope import Rotation, rotary_embedding
 from megalite.parallel.collectives import copy_to, gather_last_dim
 from megalite.parallel.cross_entropy import vocab_parallel_cross_entropy
 from megalite.parallel.layers import VocabParallelEmbedding
@@ -27,18 +27,26 @@ class DecoderLayer(nn.Module):
     def __init__(self, shape: ModelShape, layer: int, mesh: ParallelMesh, options: ModelOptions = PLAIN):
         super().__init__()
         dtype = options.dtype
-        self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps, dtype=dtype)
+        self.post_norm = shape.norm_placement == "post"
+        self.input_layernorm = build_norm(shape, dtype)
         self.self_attn = SelfAttention(shape, layer, mesh, dtype=dtype)
-        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps, dtype=dtype)
-        self.mlp = GatedMLP(shape, mesh, dtype=dtype)
+        self.post_attention_layernorm = build_norm(shape, dtype)
+        self.mlp = build_mlp(shape, mesh, dtype=dtype)
 
     def forward(
-        self, hidden_states: Tensor, rotation: Rotation, cache: KeyValueCache | None = None
+        self, hidden_states: Tensor, rotation: Rotation | None, cache: KeyValueCache | None = None
     ) -> Tensor:
         """[B, S, H] -> [B, S, H]."""
+        if self.post_norm:
+            attended = self.input_layernorm(
+                self.self_attn(hidden_states, rotation, cache).add_(hidden_states)
+            )
+            normed: Tensor = self.post_attention_layernorm(self.mlp(attended).add_(attended))
+            return normed
         # In place on the projections' outputs, which no backward needs.
         attended = self.self_attn(self.input_layernorm(hidden_states), rotation, cache).add_(hidden_states)
-        return self.mlp(self.post_attention_layernorm(attended)).add_(attended)
+        output: Tensor = self.mlp(self.post_attention_layernorm(attended)).add_(attended)
+        return output
 
 
 class Decoder(nn.Module):
@@ -52,12 +60,16 @@ class Decoder(nn.Module):
             self.embed_tokens = VocabParallelEmbedding(
                 shape.vocab_size, shape.hidden_size, tp=mesh.tp, dtype=options.dtype
             )
+        if first and shape.position_embedding == "learned":
+            self.embed_positions = nn.Embedding(
+                shape.max_position_embeddings, shape.hidden_size, dtype=options.dtype
+            )
         # Keyed by the global index, so that a parameter has one name whatever stage holds it.
         self.layers = nn.ModuleDict(
             {str(layer): DecoderLayer(shape, layer, mesh, options) for layer in split.layers_of(stage)}
         )
         if last:
-            self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps, dtype=options.dtype)
+            self.norm = build_norm(shape, options.dtype)
 
 
 class Head(nn.Module):
@@ -81,9 +93,13 @@ class Chunk(nn.Module):
         self.is_first, self.is_last = index == 0, index == len(split.layers) - 1
         self.vocabulary = balanced_split(stage.shape.vocab_size, mesh.tp.size)
         self.layers = nn.ModuleList(stage.model.layers[str(layer)] for layer in split.layers[index])
-        self.rotary = stage.rotary
+        self.learned_positions = stage.shape.position_embedding == "learned"
+        if not self.learned_positions:
+            self.rotary = stage.rotary
         if self.is_first:
             self.embed_tokens = stage.model.embed_tokens
+            if self.learned_positions:
+                self.embed_positions = stage.model.embed_positions
         if self.is_last:
             self.norm = stage.model.norm
             self.head = stage.model.embed_tokens if stage.shape.tie_word_embeddings else stage.lm_head
@@ -102,11 +118,15 @@ class Chunk(nn.Module):
 
     def decode(self, inputs: Tensor, position_ids: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         """input_ids [B, S] for the first chunk, else hidden states [B, S, H] -> hidden states [B, S, H]."""
-        hidden_states = self.embed_tokens(inputs) if self.is_first else inputs
-        rotation = self.rotary(position_ids)
+        hidden_states = self._embed(inputs, position_ids) if self.is_first else inputs
+        rotation = None if self.learned_positions else self.rotary(position_ids)
         for layer in self.layers:
             hidden_states = layer(hidden_states, rotation, cache)
         return hidden_states
+
+    def _embed(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        embedded: Tensor = self.embed_tokens(input_ids)
+        return embedded.add_(self.embed_positions(position_ids)) if self.learned_positions else embedded
 
     def local_logits(self, hidden_states: Tensor) -> Tensor:
         """Last chunk: [B, S, H] -> logits over this rank's rows of the vocabulary [B, S, V / tp], >= float32."""
@@ -124,15 +144,14 @@ class Stage(nn.Module):
 
     def __init__(self, shape: ModelShape, split: PipelineSplit, mesh: ParallelMesh, options: ModelOptions):
         super().__init__()
-        self.shape = shape
+        self.shape, self.dtype = shape, options.dtype
         chunks = split.chunks_of(mesh.at.pp)
         self.model = Decoder(shape, split, mesh, options)
         if len(split.layers) - 1 in chunks and not shape.tie_word_embeddings:
             rows = len(balanced_split(shape.vocab_size, mesh.tp.size)[mesh.tp.rank])
             self.lm_head = Head(rows, shape.hidden_size, dtype=options.dtype)
-        self.rotary = RotaryEmbedding(
-            shape.max_position_embeddings, shape.head_dim, shape.rope_theta, dtype=options.dtype
-        )
+        if shape.position_embedding == "rope":
+            self.rotary = rotary_embedding(shape, options.dtype)
         # A tuple, which torch does not register: a parameter has one name, the stage's.
         self.chunks = tuple(Chunk(self, split, index, mesh) for index in chunks)
 

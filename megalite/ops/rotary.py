@@ -74,6 +74,28 @@ def split_and_rotate(
     return query, key, value
 
 
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+        ctx.save_for_backward(cosines, sines)
+        rotated = torch.empty_like(heads)
+        _rotate(heads, cosines, sines, out=rotated)
+        return rotated
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cosines, sines = ctx.saved_tensors
+        turned_back = torch.empty_like(grad)
+        _rotate(grad, cosines, -sines, out=turned_back)
+        return turned_back, None, None
+
+
+def rotate(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """[B, S, heads, head_dim] -> the same, rotated; for heads that something happens to before the rotation."""
+    rotated: Tensor = _Rotate.apply(heads, cosines, sines)
+    return rotated
+
+
 def _rotate(heads: Tensor, cosines: Tensor, sines: Tensor, *, out: Tensor) -> None:
     first, second = heads.chunk(2, dim=-1)
     out_first, out_second = out.chunk(2, dim=-1)

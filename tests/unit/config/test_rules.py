@@ -57,7 +57,12 @@ CASES = [
             "model.rope_factor": 2.0,
         },
         'model.rope_type: "linear" has no meaning for gpt2; use "default"',
-        {"model.family": "gpt2", "model.num_key_value_heads": 8, "model.rope_type": "default", "model.rope_factor": 1.0},
+        {
+            "model.family": "gpt2",
+            "model.num_key_value_heads": 8,
+            "model.rope_type": "default",
+            "model.rope_factor": 1.0,
+        },
     ),
     Case(
         "rope_settings_belong_to_their_type",
