@@ -63,6 +63,7 @@ class Trainer:
         self.optimizer = self._build_optimizer()
         self.pipeline = pipeline_runner(
             self.stage.chunks,
+            self.split,
             mesh,
             PipelineShapes(
                 micro_batches=config.batch.micro_batches,

@@ -17,7 +17,8 @@ SHAPE = tiny_shape(tied=True)
 
 def actions_on_rank(schedule: str, stages: int, micro_batches: int) -> list[Action]:
     mesh = ParallelMesh.over_world(Layout(pipeline=stages))
-    stage = build_stage(SHAPE, mesh, pipeline_split(SHAPE.num_hidden_layers, stages), seed=0)
+    split = pipeline_split(SHAPE.num_hidden_layers, stages)
+    stage = build_stage(SHAPE, mesh, split, seed=0)
     actions: list[Action] = []
 
     def record(module: torch.nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -28,7 +29,7 @@ def actions_on_rank(schedule: str, stages: int, micro_batches: int) -> list[Acti
     stage.whole.register_forward_hook(record)
     shapes = PipelineShapes(micro_batches, SHAPE.hidden_size, torch.float32, torch.float32)
     batch = tiny_batch(SHAPE, micro_batches)
-    runner = pipeline_runner(stage.chunks, mesh, shapes, schedule=schedule)
+    runner = pipeline_runner(stage.chunks, split, mesh, shapes, schedule=schedule)
     runner.forward_backward(batch)
     return actions
 
