@@ -106,7 +106,7 @@ def _last_logits(model: LoadedModel, ids: list[int], cache: KeyValueCache) -> Te
 
     def run(chunk: nn.Module, hidden_states: Tensor | None) -> Tensor:
         inputs = input_ids if hidden_states is None else hidden_states
-        return cast(Chunk, chunk).decode(inputs, position_ids, cache)
+        return cast(Chunk, chunk).decode(inputs, position_ids, cache=cache)
 
     between = torch.empty(1, len(ids), shape.hidden_size, dtype=model.stage.dtype, device=mesh.device)
     hidden_states = along_chunks(model.stage.chunks, model.split, mesh, run, between)

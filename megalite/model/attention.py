@@ -1,5 +1,7 @@
 """Causal self-attention with grouped key-value heads."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -18,7 +20,7 @@ class SelfAttention(nn.Module):
 
     def __init__(self, shape: ModelShape, layer: int, mesh: ParallelMesh, *, dtype: torch.dtype):
         super().__init__()
-        self.layer, self.head_dim, self.window = layer, shape.head_dim, shape.window_of(layer)
+        self.layer, self.head_dim = layer, shape.head_dim
         self.heads = mesh.local(shape.num_attention_heads)
         self.key_value_heads = mesh.local(shape.num_key_value_heads)
         rows = (self.heads + 2 * self.key_value_heads) * shape.head_dim
@@ -38,15 +40,22 @@ class SelfAttention(nn.Module):
             self.k_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps, dtype=dtype)
 
     def forward(
-        self, hidden_states: Tensor, rotation: Rotation | None, cache: KeyValueCache | None = None
+        self,
+        hidden_states: Tensor,
+        rotation: Rotation | None,
+        cache: KeyValueCache | None = None,
+        attend: Callable[[Tensor, Tensor, Tensor], Tensor] = causal_attention,
     ) -> Tensor:
-        """[B, S, H] -> [B, S, H]; with a cache, the S tokens follow those it holds."""
+        """[B, S, H] -> [B, S, H]; with a cache, the S tokens follow those it holds.
+
+        attend: from query, key and value to [B, S, heads, head_dim].
+        """
         batch, sequence, _ = hidden_states.shape
         qkv = self.qkv_proj(hidden_states).view(batch, sequence, -1, self.head_dim)
         query, key, value = self._heads(qkv, rotation)
         if cache is not None:
             key, value = cache.extend(self.layer, key, value)
-        return self.o_proj(causal_attention(query, key, value, self.window).flatten(2))
+        return self.o_proj(attend(query, key, value).flatten(2))
 
     def _heads(self, qkv: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
         if rotation is not None and not self.qk_norm:

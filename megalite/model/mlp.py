@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.ops.activations import swiglu
+from megalite.ops.dropout import Mask, dropout
 from megalite.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.parameters import ModelShape
@@ -23,9 +24,9 @@ class GatedMLP(nn.Module):
             features, shape.hidden_size, tp=mesh.tp, dtype=dtype, bias=shape.mlp_bias
         )
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """[B, S, H] -> [B, S, H]."""
-        return self.down_proj(swiglu(self.gate_up_proj(hidden_states)))
+    def forward(self, hidden_states: Tensor, mask: Mask | None = None) -> Tensor:
+        """[B, S, H] -> [B, S, H]; the mask is of the activations [B, S, intermediate / tp]."""
+        return self.down_proj(dropout(swiglu(self.gate_up_proj(hidden_states)), mask))
 
 
 class PlainMLP(nn.Module):
@@ -42,12 +43,13 @@ class PlainMLP(nn.Module):
             features, shape.hidden_size, tp=mesh.tp, dtype=dtype, bias=shape.mlp_bias
         )
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """[B, S, H] -> [B, S, H]."""
-        return self.down_proj(F.gelu(self.up_proj(hidden_states), approximate=self.approximate))
+    def forward(self, hidden_states: Tensor, mask: Mask | None = None) -> Tensor:
+        """[B, S, H] -> [B, S, H]; the mask is of the activations [B, S, intermediate / tp]."""
+        activated = F.gelu(self.up_proj(hidden_states), approximate=self.approximate)
+        return self.down_proj(dropout(activated, mask))
 
 
-def build_mlp(shape: ModelShape, mesh: ParallelMesh, *, dtype: torch.dtype) -> nn.Module:
+def build_mlp(shape: ModelShape, mesh: ParallelMesh, *, dtype: torch.dtype) -> GatedMLP | PlainMLP:
     """The feed-forward block of this shape."""
     kind = GatedMLP if shape.gated_mlp else PlainMLP
     return kind(shape, mesh, dtype=dtype)

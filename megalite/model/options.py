@@ -6,6 +6,17 @@ import torch
 
 
 @dataclass(frozen=True)
+class Dropout:
+    """The share of values dropped in training: of the embedding's output, of what attention and MLP add to the
+    residual stream, of the MLP's activations, of the attention probabilities."""
+
+    embedding: float = 0.0
+    residual: float = 0.0
+    mlp: float = 0.0
+    attention: float = 0.0
+
+
+@dataclass(frozen=True)
 class ModelOptions:
     """dtype: of weights and activations; logits and losses of 16-bit models are float32.
 
@@ -15,6 +26,8 @@ class ModelOptions:
 
     dtype: torch.dtype = torch.float32
     split_backward: bool = False
+    dropout: Dropout = Dropout()
+    dropout_seed: int = 0
 
     @property
     def loss_dtype(self) -> torch.dtype:

@@ -4,15 +4,21 @@ A Stage registers every parameter of its pipeline rank by its canonical name; th
 schedule runs. One stage of one chunk is the whole model.
 """
 
+from functools import partial
+from typing import Self
+
 import torch
 from torch import Tensor, nn
 
 from megalite.model.attention import SelfAttention
+from megalite.model.dropout import DropoutSites, LayerMasks, Places
 from megalite.model.kv_cache import KeyValueCache
 from megalite.model.mlp import build_mlp
 from megalite.model.norms import build_norm
 from megalite.model.options import PLAIN, ModelOptions
 from megalite.model.rope import Rotation, rotary_embedding
+from megalite.ops.attention import causal_attention, causal_attention_with_dropout
+from megalite.ops.dropout import dropout
 from megalite.parallel.collectives import copy_to, gather_last_dim
 from megalite.parallel.cross_entropy import vocab_parallel_cross_entropy
 from megalite.parallel.layers import VocabParallelEmbedding
@@ -32,21 +38,34 @@ class DecoderLayer(nn.Module):
         self.self_attn = SelfAttention(shape, layer, mesh, dtype=dtype)
         self.post_attention_layernorm = build_norm(shape, dtype)
         self.mlp = build_mlp(shape, mesh, dtype=dtype)
+        self.window = shape.window_of(layer)
+        self.sites = DropoutSites(shape, f"layers.{layer}", mesh, options)
 
     def forward(
-        self, hidden_states: Tensor, rotation: Rotation | None, cache: KeyValueCache | None = None
+        self,
+        hidden_states: Tensor,
+        rotation: Rotation | None,
+        places: Places | None = None,
+        cache: KeyValueCache | None = None,
     ) -> Tensor:
-        """[B, S, H] -> [B, S, H]."""
-        if self.post_norm:
-            attended = self.input_layernorm(
-                self.self_attn(hidden_states, rotation, cache).add_(hidden_states)
-            )
-            normed: Tensor = self.post_attention_layernorm(self.mlp(attended).add_(attended))
-            return normed
+        """[B, S, H] -> [B, S, H]; drops values where `places` are given."""
+        masks = LayerMasks() if places is None else self.sites.layer_masks(places)
+        attend = partial(self._attend, places=places)
         # In place on the projections' outputs, which no backward needs.
-        attended = self.self_attn(self.input_layernorm(hidden_states), rotation, cache).add_(hidden_states)
-        output: Tensor = self.mlp(self.post_attention_layernorm(attended)).add_(attended)
-        return output
+        normed = hidden_states if self.post_norm else self.input_layernorm(hidden_states)
+        attended = self.self_attn(normed, rotation, cache, attend)
+        attended = dropout(attended, masks.attention_residual).add_(hidden_states)
+        if self.post_norm:
+            attended = self.input_layernorm(attended)
+        normed = attended if self.post_norm else self.post_attention_layernorm(attended)
+        output: Tensor = dropout(self.mlp(normed, masks.mlp), masks.mlp_residual).add_(attended)
+        return self.post_attention_layernorm(output) if self.post_norm else output
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, *, places: Places | None) -> Tensor:
+        if places is None or not self.sites.drops_attention:
+            return causal_attention(query, key, value, self.window)
+        mask = self.sites.attention_mask(places)
+        return causal_attention_with_dropout(query, key, value, mask, self.window)
 
 
 class Decoder(nn.Module):
@@ -87,7 +106,9 @@ class Chunk(nn.Module):
     sequence's loss sum [B], the others hidden_states. Its modules are the stage's own.
     """
 
-    def __init__(self, stage: "Stage", split: PipelineSplit, index: int, mesh: ParallelMesh):
+    def __init__(
+        self, stage: "Stage", split: PipelineSplit, index: int, mesh: ParallelMesh, options: ModelOptions
+    ):
         super().__init__()
         self.index, self.tp = index, mesh.tp
         self.is_first, self.is_last = index == 0, index == len(split.layers) - 1
@@ -100,6 +121,7 @@ class Chunk(nn.Module):
             self.embed_tokens = stage.model.embed_tokens
             if self.learned_positions:
                 self.embed_positions = stage.model.embed_positions
+            self.sites = DropoutSites(stage.shape, "embedding", mesh, options)
         if self.is_last:
             self.norm = stage.model.norm
             self.head = stage.model.embed_tokens if stage.shape.tie_word_embeddings else stage.lm_head
@@ -108,7 +130,8 @@ class Chunk(nn.Module):
         self, inputs: Tensor, *, position_ids: Tensor, labels: Tensor, loss_mask: Tensor, samples: Tensor
     ) -> Tensor:
         """One micro batch; position_ids, labels and loss_mask are [B, S] on every stage, samples [B]."""
-        hidden_states = self.decode(inputs, position_ids)
+        places = Places(samples, position_ids.shape[1]) if self.training else None
+        hidden_states = self.decode(inputs, position_ids, places)
         if not self.is_last:
             return hidden_states
         losses = vocab_parallel_cross_entropy(
@@ -116,12 +139,25 @@ class Chunk(nn.Module):
         )
         return losses.sum(dim=-1)
 
-    def decode(self, inputs: Tensor, position_ids: Tensor, cache: KeyValueCache | None = None) -> Tensor:
-        """input_ids [B, S] for the first chunk, else hidden states [B, S, H] -> hidden states [B, S, H]."""
-        hidden_states = self._embed(inputs, position_ids) if self.is_first else inputs
+    def decode(
+        self,
+        inputs: Tensor,
+        position_ids: Tensor,
+        places: Places | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
+        """input_ids [B, S] for the first chunk, else hidden states [B, S, H] -> hidden states [B, S, H].
+
+        places: given, values are dropped as the options say.
+        """
+        hidden_states = inputs
+        if self.is_first:
+            hidden_states = self._embed(inputs, position_ids)
+            if places is not None:
+                hidden_states = dropout(hidden_states, self.sites.embedding_mask(places))
         rotation = None if self.learned_positions else self.rotary(position_ids)
         for layer in self.layers:
-            hidden_states = layer(hidden_states, rotation, cache)
+            hidden_states = layer(hidden_states, rotation, places, cache)
         return hidden_states
 
     def _embed(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
@@ -153,7 +189,12 @@ class Stage(nn.Module):
         if shape.position_embedding == "rope":
             self.rotary = rotary_embedding(shape, options.dtype)
         # A tuple, which torch does not register: a parameter has one name, the stage's.
-        self.chunks = tuple(Chunk(self, split, index, mesh) for index in chunks)
+        self.chunks = tuple(Chunk(self, split, index, mesh, options) for index in chunks)
+
+    def train(self, mode: bool = True) -> Self:
+        for chunk in self.chunks:
+            chunk.training = mode
+        return super().train(mode)
 
     @property
     def whole(self) -> Chunk:

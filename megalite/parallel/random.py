@@ -18,6 +18,9 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 # Counters worked on at once: small enough for a cache, large enough that torch's overhead does not count.
 _BLOCK = 1 << 16
+# A mask's values are 16-bit, so that one counter gives eight of them.
+MASK_LEVELS = 1 << 16
+_OCTET = 8
 
 
 def key_of(seed: int, name: str) -> tuple[int, int]:
@@ -27,20 +30,29 @@ def key_of(seed: int, name: str) -> tuple[int, int]:
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]) -> tuple[Tensor, ...]:
-    """Four int64 tensors of 32-bit words from four counter words of the same (broadcastable) shape."""
+    """Four int64 tensors of 32-bit words from four counter words of broadcastable shapes.
+
+    The words are best given unbroadcast: each round mixes two of them, so the first ones are then almost free.
+    """
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
         # int64 products wrap, but their bits are those of the unsigned product.
         low, high = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
         c0, c1, c2, c3 = (
-            ((high >> 32) & _MASK) ^ c1 ^ k0,
-            high & _MASK,
-            ((low >> 32) & _MASK) ^ c3 ^ k1,
-            low & _MASK,
+            _xor((high >> 32).bitwise_and_(_MASK), c1, k0),
+            high.bitwise_and_(_MASK),
+            _xor((low >> 32).bitwise_and_(_MASK), c3, k1),
+            low.bitwise_and_(_MASK),
         )
         k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
     return c0, c1, c2, c3
+
+
+def _xor(word: Tensor, other: Tensor, key: int) -> Tensor:
+    """word ^ other ^ key, in the memory of `word` where the shape allows it."""
+    wider = torch.broadcast_shapes(word.shape, other.shape) != word.shape
+    return (word ^ other if wider else word.bitwise_xor_(other)).bitwise_xor_(key)
 
 
 def normal_box(seed: int, name: str, box: Box, std: float, *, step: int = 0) -> Tensor:
@@ -59,10 +71,37 @@ def normal_box(seed: int, name: str, box: Box, std: float, *, step: int = 0) -> 
     rows_a_block = max(1, _BLOCK // len(quads))
     for start in range(0, rows, rows_a_block):
         row = torch.arange(first_row + start, first_row + min(start + rows_a_block, rows)).unsqueeze(1)
-        counter = torch.broadcast_tensors(quads, row & _MASK, row >> 32, torch.tensor(step))
-        drawn = torch.stack(_box_muller(*philox(counter, key)), dim=-1).flatten(1)
+        words = philox((quads, row & _MASK, row >> 32, torch.tensor(step)), key)
+        drawn = torch.stack(_box_muller(*words), dim=-1).flatten(1)
         values[start : start + len(row)] = drawn[:, skip : skip + columns]
     return values.mul_(std).view(box.shape)
+
+
+def keep_mask(
+    seed: int, name: str, samples: Tensor, positions: range, features: range, *, dropped: int
+) -> Tensor:
+    """Which values of the mask called `name` are kept: bool [b, positions, features].
+
+    dropped: how many (not all) of the MASK_LEVELS equally likely values of an element drop it. samples: [b] int64.
+    An element depends on (seed, name, sample, position, feature) alone, so any slice can be drawn by itself.
+    Eight neighbouring features share the counter (feature // 8, position, sample, sample >> 32).
+    """
+    first = features.start // _OCTET
+    octets = torch.arange(first, (features.stop - 1) // _OCTET + 1, device=samples.device)
+    sample = samples.repeat_interleave(len(positions)).unsqueeze(1)
+    position = torch.arange(positions.start, positions.stop, device=samples.device)
+    position = position.repeat(len(samples)).unsqueeze(1)
+    columns = slice(features.start - first * _OCTET, features.stop - first * _OCTET)
+    key = key_of(seed, name)
+    kept = torch.empty(len(sample), len(features), dtype=torch.bool, device=samples.device)
+    rows_a_block = max(1, _BLOCK // len(octets))
+    for start in range(0, len(sample), rows_a_block):
+        block = slice(start, start + rows_a_block)
+        words = philox((octets, position[block], sample[block] & _MASK, sample[block] >> 32), key)
+        halves = torch.stack([word.to(torch.int32) for word in words], dim=-1).view(torch.int16).flatten(1)
+        # Signed halves: the smallest is -MASK_LEVELS / 2.
+        torch.ge(halves[:, columns], dropped - MASK_LEVELS // 2, out=kept[block])
+    return kept.view(len(samples), len(positions), len(features))
 
 
 def _box_muller(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

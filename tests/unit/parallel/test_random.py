@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.parallel.random import normal_box, philox
+from megalite.parallel import random
+from megalite.parallel.random import MASK_LEVELS, keep_mask, normal_box, philox
 from megalite.topology.sharding import Box
 
 ONES = 0xFFFFFFFF
@@ -60,3 +61,83 @@ def test_values_are_standard_normal():
     # Neighbours share a counter: they must not share anything else.
     for shift in (1, 2, 3):
         assert abs((values[:, :-shift] * values[:, shift:]).mean()) < 5e-3
+
+
+def test_words_do_not_depend_on_how_the_counter_is_broadcast():
+    counter = (
+        torch.arange(6),
+        torch.arange(5).unsqueeze(1) + 7,
+        torch.tensor([[[3]], [[ONES]]]),
+        torch.tensor(1),
+    )
+    together = philox(tuple(word.clone() for word in torch.broadcast_tensors(*counter)), (5, 6))
+    for word, expected in zip(philox(counter, (5, 6)), together, strict=True):
+        assert torch.equal(word, expected)
+
+
+SAMPLES = torch.tensor([5, 0, 2**32 + 5, 2**40])
+
+
+def mask(
+    *,
+    seed: int = 1,
+    name: str = "a",
+    samples: torch.Tensor = SAMPLES,
+    positions: range = range(64),
+    features: range = range(512),
+    dropped: int = MASK_LEVELS // 2,
+) -> torch.Tensor:
+    return keep_mask(seed, name, samples, positions, features, dropped=dropped)
+
+
+@given(
+    positions=st.tuples(st.integers(0, 40), st.integers(1, 24)),
+    features=st.tuples(st.integers(0, 400), st.integers(1, 112)),
+    samples=st.lists(st.integers(0, 3), min_size=1, max_size=4),
+)
+def test_any_slice_of_a_mask_equals_that_slice_of_the_whole(positions, features, samples):
+    rows, columns = range(positions[0], sum(positions)), range(features[0], sum(features))
+    part = mask(samples=SAMPLES[samples], positions=rows, features=columns)
+    assert torch.equal(part, mask()[samples, rows.start : rows.stop, columns.start : columns.stop])
+
+
+def test_blocks_of_counters_do_not_show(monkeypatch):
+    whole = mask()
+    monkeypatch.setattr(random, "_BLOCK", 200)
+    assert torch.equal(mask(), whole)
+
+
+@pytest.mark.parametrize("share", [0.001, 0.1, 0.5, 0.9])
+def test_the_share_of_kept_values_is_what_was_asked_for(share):
+    dropped = round(share * MASK_LEVELS)
+    kept = mask(features=range(4096), dropped=dropped)
+    expected = 1 - dropped / MASK_LEVELS
+    deviation = (expected * (1 - expected) / kept.numel()) ** 0.5
+    assert abs(kept.double().mean().item() - expected) < 4 * deviation
+    # Nor does any of a counter's eight values stand out, nor any sample.
+    for each in (*kept.unflatten(-1, (-1, 8)).unbind(-1), *kept.unbind(0)):
+        assert abs(each.double().mean().item() - expected) < 5 * deviation * 8**0.5
+
+
+def test_every_level_of_the_16_bits_counts():
+    one_in_all = mask(features=range(1 << 14), positions=range(64), dropped=1)
+    assert 0.5 < (~one_in_all).sum().item() * MASK_LEVELS / one_in_all.numel() < 1.6
+    all_but_one = mask(features=range(1 << 14), dropped=MASK_LEVELS - 1)
+    assert 0.5 < all_but_one.sum().item() * MASK_LEVELS / all_but_one.numel() < 1.6
+    assert mask(dropped=0).all()
+
+
+def test_masks_of_seeds_names_samples_positions_and_features_are_independent():
+    signs = mask(features=range(4096)).double() * 2 - 1
+    pairs = {
+        "seed": (signs, mask(features=range(4096), seed=2).double() * 2 - 1),
+        "name": (signs, mask(features=range(4096), name="b").double() * 2 - 1),
+        "sample": (signs[0], signs[1]),
+        "high word of the sample": (signs[0], signs[2]),
+        "position": (signs[:, :-1], signs[:, 1:]),
+        "halves of a word": (signs[..., ::2], signs[..., 1::2]),
+        **{f"feature + {by}": (signs[..., :-by], signs[..., by:]) for by in (1, 2, 4, 8)},
+    }
+    for what, (one, other) in pairs.items():
+        correlation = (one * other).mean().item()
+        assert abs(correlation) < 5 * one.numel() ** -0.5, what

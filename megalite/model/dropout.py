@@ -1,0 +1,88 @@
+"""Where dropout is applied, and the masks there: a function of seed, site, sample and position, never of the layout."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megalite.model.options import ModelOptions
+from megalite.ops.dropout import Mask
+from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.random import MASK_LEVELS, keep_mask
+from megalite.topology.layout import balanced_split
+from megalite.topology.parameters import ModelShape
+
+
+class Places(NamedTuple):
+    """What tells the values of one micro batch apart, in any layout: samples [b], and S positions in each.
+
+    A position is the index in the row: position_ids start again with every document.
+    """
+
+    samples: Tensor
+    sequence_length: int
+
+
+class LayerMasks(NamedTuple):
+    """A decoder layer's masks, each None where nothing is dropped."""
+
+    attention_residual: Mask | None = None
+    mlp: Mask | None = None
+    mlp_residual: Mask | None = None
+
+
+class DropoutSites:
+    """The places of one decoder layer, or of the embedding, at which this rank drops values."""
+
+    def __init__(self, shape: ModelShape, name: str, mesh: ParallelMesh, options: ModelOptions):
+        self._name, self._mesh = name, mesh
+        self._seed, self._rates = options.dropout_seed, options.dropout
+        self._hidden = range(shape.hidden_size)
+        self._intermediate = balanced_split(shape.intermediate_size, mesh.tp.size)[mesh.tp.rank]
+        self._heads = balanced_split(shape.num_attention_heads, mesh.tp.size)[mesh.tp.rank]
+
+    @property
+    def drops_attention(self) -> bool:
+        return self._rates.attention > 0
+
+    def embedding_mask(self, places: Places) -> Mask | None:
+        """[b, positions held here, H]."""
+        return self._residual("output", self._rates.embedding, places)
+
+    def layer_masks(self, places: Places) -> LayerMasks:
+        """On the residual stream [b, positions held here, H], within the MLP [b, S, intermediate / tp]."""
+        everywhere = range(places.sequence_length)
+        return LayerMasks(
+            self._residual("attention_residual", self._rates.residual, places),
+            self._mask("mlp", self._rates.mlp, places.samples, everywhere, self._intermediate),
+            self._residual("mlp_residual", self._rates.residual, places),
+        )
+
+    def attention_mask(self, places: Places) -> Mask:
+        """Of the probabilities [b, heads of this rank, S queries, S keys]; each head has a name of its own."""
+        everywhere = range(places.sequence_length)
+        masks = [
+            self._mask(f"attention.{head}", self._rates.attention, places.samples, everywhere, everywhere)
+            for head in self._heads
+        ]
+        keeps, scales = zip(*(mask for mask in masks if mask is not None), strict=True)
+        return Mask(torch.stack(keeps, dim=1), scales[0])
+
+    def _residual(self, site: str, rate: float, places: Places) -> Mask | None:
+        return self._mask(site, rate, places.samples, range(places.sequence_length), self._hidden)
+
+    def _mask(
+        self, site: str, rate: float, samples: Tensor, positions: range, features: range
+    ) -> Mask | None:
+        if rate == 0:
+            return None
+        dropped = dropped_levels(rate)
+        keep = keep_mask(
+            self._seed, f"dropout.{self._name}.{site}", samples, positions, features, dropped=dropped
+        )
+        return Mask(keep, MASK_LEVELS / (MASK_LEVELS - dropped))
+
+
+def dropped_levels(rate: float) -> int:
+    """The multiple of 1 / MASK_LEVELS nearest to a rate in (0, 1), itself neither 0 nor 1."""
+    return min(max(round(rate * MASK_LEVELS), 1), MASK_LEVELS - 1)

@@ -1,0 +1,151 @@
+"""Dropout drops the same values in every layout: loss, norm, every gradient and the weights after, in float64."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from megalite.model import dropout
+from megalite.model.options import Dropout
+from megalite.topology.layout import Layout
+from tests.support.parity import assert_close, assert_same_tensors, relative_error
+from tests.support.tiny import tiny_shape
+from tests.support.training import Job, RankResult, full_gradients, full_tensors, train_on_rank
+
+SITES = {
+    "embedding": Dropout(embedding=0.2),
+    "residual": Dropout(residual=0.2),
+    "mlp": Dropout(mlp=0.2),
+    "attention": Dropout(attention=0.2),
+}
+EVERYWHERE = Dropout(embedding=0.1, residual=0.2, mlp=0.3, attention=0.25)
+JOB = Job(tiny_shape(tied=True), dropout=EVERYWHERE, steps=2)
+
+
+@pytest.fixture(scope="module")
+def reference(ranks):
+    """The job in one process, micro batches of one row, computed once for each job."""
+
+    @cache
+    def run(job: Job) -> RankResult:
+        [result] = ranks.run(train_on_rank, world_size=1, job=job)
+        return result
+
+    return run
+
+
+def assert_same_training(job: Job, results: list[RankResult], alone: RankResult) -> None:
+    for result in results:
+        assert_close(result.losses, alone.losses, what="losses")
+        assert_close(result.norms, alone.norms, what="norms")
+    one = replace(job, layout=Layout())
+    assert_same_tensors(full_gradients(job, results), full_gradients(one, [alone]))
+    assert_same_tensors(
+        full_tensors(job.shape, [shard for result in results for shard in result.final], add=False),
+        full_tensors(job.shape, alone.final, add=False),
+    )
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes"),
+    [
+        (Layout(tensor=2), {}),
+        (Layout(tensor=4), {"micro_batch_size": 4}),
+        (Layout(data=2), {}),
+        (Layout(data=4), {"micro_batch_size": 2}),
+        (Layout(pipeline=4), {}),
+        (Layout(), {"micro_batch_size": 8}),
+        (Layout(pipeline=2), {"layers_per_stage": (1, 3), "schedule": "gpipe"}),
+        (Layout(pipeline=2, data=2, tensor=2), {"micro_batch_size": 2}),
+        (Layout(pipeline=2), {"schedule": "interleaved_1f1b", "chunks_a_stage": 2}),
+        (Layout(pipeline=2), {"schedule": "interleaved_zero_bubble", "chunks_a_stage": 2}),
+        (Layout(pipeline=2), {"schedule": "zbv", "chunks_a_stage": 2}),
+        (Layout(pipeline=2), {"schedule": "dualpipev", "chunks_a_stage": 2}),
+    ],
+    ids=str,
+)
+def test_every_layout_drops_the_same_values(ranks, reference, layout, changes):
+    job = replace(JOB, layout=layout, **changes)
+    results = ranks.run(train_on_rank, world_size=layout.world_size, job=job)
+    assert_same_training(job, results, reference(JOB))
+
+
+@pytest.mark.parametrize("site", SITES)
+def test_each_site_drops_in_a_layout_as_in_one_process(ranks, reference, site):
+    """Each alone: a site that is never dropped would agree with itself."""
+    alone = replace(JOB, dropout=SITES[site])
+    without = reference(replace(JOB, dropout=Dropout()))
+    assert relative_error(reference(alone).losses, without.losses) > 1e-6
+    job = replace(alone, layout=Layout(tensor=2, data=2), micro_batch_size=2)
+    results = ranks.run(train_on_rank, world_size=4, job=job)
+    assert_same_training(job, results, reference(alone))
+
+
+def _by_the_local_row(keep_mask: Callable[..., Any]) -> Callable[..., Any]:
+    def draw(seed: int, name: str, samples: torch.Tensor, *slices: range, dropped: int) -> Any:
+        return keep_mask(seed, name, torch.arange(len(samples)), *slices, dropped=dropped)
+
+    return draw
+
+
+def _by_the_local_feature(keep_mask: Callable[..., Any]) -> Callable[..., Any]:
+    def draw(
+        seed: int, name: str, samples: torch.Tensor, positions: range, features: range, *, dropped: int
+    ) -> Any:
+        return keep_mask(seed, name, samples, positions, range(len(features)), dropped=dropped)
+
+    return draw
+
+
+def _by_the_local_head(attention_mask: Callable[..., Any]) -> Callable[..., Any]:
+    def draw(self: Any, places: Any) -> Any:
+        with mock.patch.object(self, "_heads", range(len(self._heads))):
+            return attention_mask(self, places)
+
+    return draw
+
+
+def _alike_on_all_layers(keep_mask: Callable[..., Any]) -> Callable[..., Any]:
+    def draw(seed: int, name: str, *arguments: Any, dropped: int) -> Any:
+        return keep_mask(seed, name.split(".")[-1], *arguments, dropped=dropped)
+
+    return draw
+
+
+def _not_scaled(mask: Callable[..., Any]) -> Callable[..., Any]:
+    def draw(self: Any, *arguments: Any) -> Any:
+        drawn = mask(self, *arguments)
+        return None if drawn is None else drawn._replace(scale=1.0)
+
+    return draw
+
+
+FAULTS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
+    "dropout keyed by the local row": (dropout, "keep_mask", _by_the_local_row),
+    "dropout keyed by the local feature": (dropout, "keep_mask", _by_the_local_feature),
+    "attention dropout keyed by the local head": (
+        dropout.DropoutSites,
+        "attention_mask",
+        _by_the_local_head,
+    ),
+    "one mask on all layers": (dropout, "keep_mask", _alike_on_all_layers),
+    "masks not scaled": (dropout.DropoutSites, "_mask", _not_scaled),
+}
+
+
+def train_with(job: Job, fault: str) -> RankResult:
+    target, attribute, replacement = FAULTS[fault]
+    with mock.patch.object(target, attribute, replacement(getattr(target, attribute))):
+        return train_on_rank(job)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_departs_from_one_process(ranks, reference, fault):
+    job = replace(JOB, layout=Layout(data=2, tensor=2))
+    results = ranks.run(train_with, world_size=4, job=job, fault=fault)
+    with pytest.raises(AssertionError):
+        assert_same_training(job, results, reference(JOB))

@@ -1,0 +1,87 @@
+"""Where a model drops values: only in training, at every site, differently on every layer, step and rank."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megalite.model.dropout import DropoutSites, Places, dropped_levels
+from megalite.model.options import Dropout, ModelOptions
+from megalite.model.stages import build_stage
+from megalite.parallel.mesh import Axis, ParallelMesh
+from megalite.parallel.random import MASK_LEVELS
+from megalite.topology.layout import pipeline_split
+from tests.support.tiny import tiny_batch, tiny_shape
+
+SHAPE = tiny_shape()
+OPTIONS = ModelOptions(dropout=Dropout(embedding=0.1, residual=0.2, mlp=0.3, attention=0.4), dropout_seed=3)
+PLACES = Places(torch.tensor([4, 9]), 12)
+
+
+def _sites(name: str = "layers.0", *, tensor: int = 1, rank: int = 0) -> DropoutSites:
+    mesh = replace(ParallelMesh.single(), tp=Axis(tuple(range(tensor)), rank))
+    return DropoutSites(SHAPE, name, mesh, OPTIONS)
+
+
+def _losses(stage: torch.nn.Module, step: int = 0) -> torch.Tensor:
+    batch = tiny_batch(SHAPE, 2, step=step)
+    return stage(
+        batch.input_ids,
+        position_ids=batch.position_ids,
+        labels=batch.labels,
+        loss_mask=batch.loss_mask,
+        samples=batch.samples,
+    )
+
+
+def test_values_are_dropped_in_training_alone():
+    split = pipeline_split(SHAPE.num_hidden_layers)
+    plain = build_stage(SHAPE, ParallelMesh.single(), split, seed=1)
+    dropping = build_stage(SHAPE, ParallelMesh.single(), split, OPTIONS, seed=1)
+    assert not torch.equal(_losses(dropping), _losses(plain))
+    assert torch.equal(_losses(dropping.eval()), _losses(plain.eval()))
+    assert not torch.equal(_losses(dropping.train()), _losses(plain.train()))
+
+
+@pytest.mark.parametrize("tensor", [2, 4])
+def test_shards_of_tensor_ranks_are_the_slices_of_the_whole_mask(tensor):
+    whole = _sites()
+    ranks = [_sites(tensor=tensor, rank=rank) for rank in range(tensor)]
+    masks = [each.layer_masks(PLACES) for each in ranks]
+    expected = whole.layer_masks(PLACES)
+    assert torch.equal(torch.cat([mask.mlp.keep for mask in masks], dim=-1), expected.mlp.keep)
+    heads = torch.cat([each.attention_mask(PLACES).keep for each in ranks], dim=1)
+    assert torch.equal(heads, whole.attention_mask(PLACES).keep)
+    for mask in masks:
+        assert torch.equal(mask.attention_residual.keep, expected.attention_residual.keep)
+        assert torch.equal(mask.mlp_residual.keep, expected.mlp_residual.keep)
+
+
+def test_no_two_sites_have_the_same_mask():
+    keeps = [_sites("embedding").embedding_mask(PLACES).keep]
+    for layer in range(3):
+        masks = _sites(f"layers.{layer}").layer_masks(PLACES)
+        keeps += [masks.attention_residual.keep, masks.mlp_residual.keep]
+    for index, one in enumerate(keeps):
+        for other in keeps[index + 1 :]:
+            assert not torch.equal(one, other)
+    heads = _sites().attention_mask(PLACES).keep.unbind(1)
+    assert len({tuple(head.flatten().tolist()) for head in heads}) == len(heads)
+
+
+def test_another_step_drops_other_values():
+    later = Places(PLACES.samples + 2, PLACES.sequence_length)
+    assert not torch.equal(_sites().layer_masks(PLACES).mlp.keep, _sites().layer_masks(later).mlp.keep)
+
+
+def test_the_scale_is_of_the_rate_that_is_really_drawn():
+    scale = _sites().layer_masks(PLACES).attention_residual.scale
+    assert scale == MASK_LEVELS / (MASK_LEVELS - round(0.2 * MASK_LEVELS))
+    assert [dropped_levels(rate) for rate in (1e-9, 0.5, 1 - 1e-9)] == [1, MASK_LEVELS // 2, MASK_LEVELS - 1]
+
+
+def test_a_rate_of_zero_draws_nothing():
+    assert (
+        DropoutSites(SHAPE, "layers.0", ParallelMesh.single(), ModelOptions()).layer_masks(PLACES)
+        == (None,) * 3
+    )
