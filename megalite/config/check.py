@@ -5,10 +5,10 @@ from math import isqrt
 
 from megalite.config.batch import BatchProblem, plan_batch
 from megalite.config.family_rules import FAMILY_RULES
+from megalite.config.pipeline_rules import PIPELINE_RULES
 from megalite.config.validate import Facts, Unknown
 from megalite.errors import Problem
 from megalite.topology.families import FAMILIES
-from megalite.topology.schedules import SCHEDULES
 
 Rule = Callable[[Facts], Iterator[Problem]]
 
@@ -92,29 +92,6 @@ def head_dim_is_even(facts: Facts) -> Iterator[Problem]:
         yield Problem("model.hidden_size", message, remedy)
 
 
-def every_stage_has_a_layer(facts: Facts) -> Iterator[Problem]:
-    stages, layers = facts.parallel.pipeline, facts.model.num_hidden_layers
-    if stages > layers:
-        message = f"{stages} stages cannot each have one of model.num_hidden_layers = {layers}"
-        yield Problem("parallel.pipeline", message, f"use at most {layers}")
-
-
-def layers_per_stage_cover_the_model(facts: Facts) -> Iterator[Problem]:
-    given, key = facts.parallel.layers_per_stage, "parallel.layers_per_stage"
-    if given is None:
-        return
-    stages, layers = facts.parallel.pipeline, facts.model.num_hidden_layers
-    if len(given) != stages:
-        yield Problem(
-            key, f"names {len(given)} stages and parallel.pipeline is {stages}", f"give {stages} numbers"
-        )
-    if sum(given) != layers:
-        message = (
-            f"{' + '.join(map(str, given)) or 0} = {sum(given)} is not model.num_hidden_layers = {layers}"
-        )
-        yield Problem(key, message, "every layer stands on exactly one stage")
-
-
 def ranks_make_whole_replicas(facts: Facts) -> Iterator[Problem]:
     world, tensor, pipeline = facts.world_size, facts.parallel.tensor, facts.parallel.pipeline
     if world is None or facts.parallel.data != "auto" or world % (tensor * pipeline) == 0:
@@ -140,19 +117,6 @@ def batch_numbers_agree(facts: Facts) -> Iterator[Problem]:
         plan_batch(facts)
     except BatchProblem as found:
         yield found.problem
-
-
-def schedule_has_micro_batches(facts: Facts) -> Iterator[Problem]:
-    schedule, stages = SCHEDULES[facts.parallel.schedule], facts.parallel.pipeline
-    try:
-        plan = plan_batch(facts)
-    except BatchProblem:
-        return
-    if schedule.needs_a_micro_batch_a_stage and plan.micro_batches < stages:
-        message = f"{plan.micro_batches} are fewer than the {stages} stages that {schedule.name} keeps busy"
-        least = plan.micro_batch_size * stages * plan.data
-        remedy = f'use training.global_batch_size {least} or more, or parallel.schedule "gpipe"'
-        yield Problem("training.micro_batches", message, remedy)
 
 
 def zero_fits_the_pipeline(facts: Facts) -> Iterator[Problem]:
@@ -239,12 +203,10 @@ RULES: tuple[Rule, ...] = (
     query_heads_share_key_value_heads,
     heads_fill_hidden_size,
     head_dim_is_even,
-    every_stage_has_a_layer,
-    layers_per_stage_cover_the_model,
+    *PIPELINE_RULES,
     ranks_make_whole_replicas,
     ranks_fill_the_layout,
     batch_numbers_agree,
-    schedule_has_micro_batches,
     zero_fits_the_pipeline,
     length_is_given_once,
     sequences_fit_the_model,

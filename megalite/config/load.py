@@ -11,6 +11,7 @@ from megalite.config.deepspeed import apply_deepspeed
 from megalite.config.draft import DEFAULT, DERIVED, Draft
 from megalite.config.flags import COMMAND_LINE, apply_overrides
 from megalite.config.huggingface import apply_hf_config
+from megalite.config.pipeline_rules import chunks_a_stage
 from megalite.config.presets import apply_preset, require_shape
 from megalite.config.schema import RunConfig
 from megalite.config.toml import format_table, read_toml
@@ -102,6 +103,7 @@ def _resolved(facts: Facts) -> dict[str, Any]:
     precision = facts.training.precision
     return {
         "parallel.data": plan.data,
+        "parallel.virtual_stages": chunks_a_stage(facts),
         "training.micro_batch_size": plan.micro_batch_size,
         "training.micro_batches": plan.micro_batches,
         "training.global_batch_size": plan.global_batch_size,

@@ -7,8 +7,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from megalite.topology.families import FAMILIES
-from megalite.topology.layout import Layout
+from megalite.topology.layout import Layout, PipelineSplit, pipeline_split
 from megalite.topology.parameters import ModelShape, RopeScaling
+from megalite.topology.schedules import SCHEDULES
 
 # Above any size in use, and small enough that every rule can list the neighbours of a value at once.
 Count = Annotated[int, Field(ge=1, lt=2**31)]
@@ -136,11 +137,14 @@ class ParallelConfig(Section):
     data: Count | Literal["auto"] = Field(
         "auto", description='replicas; "auto": what the launcher started, else 1'
     )
-    schedule: Literal["1f1b", "gpipe"] = Field(
-        "1f1b", description="order of forwards and backwards in the pipeline"
+    schedule: Literal[
+        "1f1b", "gpipe", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev"
+    ] = Field("1f1b", description="order of forwards and backwards in the pipeline")
+    virtual_stages: Count | Literal["auto"] = Field(
+        "auto", description='chunks of layers a stage; "auto": 1 for 1f1b and gpipe, 2 for the others'
     )
     layers_per_stage: Annotated[tuple[Count, ...], Lenient] | None = Field(
-        None, description="layers of each stage, [3, 5]; default: balanced"
+        None, description="layers of each chunk in the model's order, [3, 5]; default: balanced"
     )
 
 
@@ -257,6 +261,19 @@ class RunConfig(Section):
     def layout(self) -> Layout:
         """The mesh of a resolved run."""
         return Layout(self.parallel.pipeline, self._data, self.parallel.tensor)
+
+    @property
+    def split(self) -> PipelineSplit:
+        """How the layers of a resolved run are spread over its stages."""
+        parallel = self.parallel
+        assert parallel.virtual_stages != "auto", "not resolved"
+        return pipeline_split(
+            self.model.num_hidden_layers,
+            parallel.pipeline,
+            chunks_a_stage=parallel.virtual_stages,
+            v_shaped=SCHEDULES[parallel.schedule].v_shaped,
+            given=parallel.layers_per_stage,
+        )
 
     @property
     def batch(self) -> BatchPlan:

@@ -12,8 +12,8 @@ from megalite.model.options import ModelOptions
 from megalite.model.stages import build_stage
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.pipeline import PipelineShapes, pipeline_runner
-from megalite.topology.layout import pipeline_split
 from megalite.topology.parameters import ModelShape, stage_parameters
+from megalite.topology.schedules import SCHEDULES
 from megalite.train.learning_rate import LearningRate
 from megalite.train.optimizer import Optimizer, OptimizerSettings, TorchOptimizer
 from megalite.train.precision import DTYPES
@@ -45,7 +45,11 @@ class StepReport:
 
 def model_options(config: RunConfig) -> ModelOptions:
     """All that the configuration has to say to the model beyond its shape."""
-    return ModelOptions(dtype=DTYPES[config.training.precision])
+    parallel = config.parallel
+    return ModelOptions(
+        dtype=DTYPES[config.training.precision],
+        split_backward=parallel.pipeline > 1 and SCHEDULES[parallel.schedule].splits_backward,
+    )
 
 
 class Trainer:
@@ -55,9 +59,7 @@ class Trainer:
         self.config, self.mesh, self.shape, self.loader = config, mesh, shape, loader
         self.state = TrainerState()
         self.dtype = DTYPES[config.training.precision]
-        self.split = pipeline_split(
-            shape.num_hidden_layers, mesh.layout.pipeline, given=config.parallel.layers_per_stage
-        )
+        self.split = config.split
         options = model_options(config)
         self.stage = build_stage(shape, mesh, self.split, options, seed=config.run.seed)
         self.optimizer = self._build_optimizer()

@@ -47,7 +47,7 @@ def test_help_of_train_has_every_setting_with_default_and_meaning(capsys: pytest
         for key, field in getattr(info.annotation, "model_fields", {}).items():
             assert f"--{section}.{key} " in words
             assert field.description in words
-    assert '(1f1b | gpipe, default "1f1b")' in words
+    assert '(adamw | sgd, default "adamw")' in words
     assert "(INT, required)" in words
     assert max(map(len, shown.splitlines())) <= 120
 
@@ -85,7 +85,8 @@ def test_config_show_is_the_run_as_toml_with_origins(
 
     again = tmp_path / "again.toml"
     again.write_text(shown)
-    assert tomllib.loads(shown)["parallel"] == {"tensor": 2, "pipeline": 2, "data": 2, "schedule": "1f1b"}
+    parallel = {"tensor": 2, "pipeline": 2, "data": 2, "schedule": "1f1b", "virtual_stages": 1}
+    assert tomllib.loads(shown)["parallel"] == parallel
     assert load_config(again) == config
 
 

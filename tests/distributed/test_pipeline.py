@@ -10,6 +10,7 @@ from megalite.model.stages import build_stage
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.pipeline import PipelineShapes, StepBatch, pipeline_runner
 from megalite.topology.layout import Layout, pipeline_split
+from megalite.topology.schedules import SCHEDULES
 from tests.support.parity import assert_close, assert_same_tensors
 from tests.support.tiny import tiny_batch, tiny_shape
 
@@ -21,7 +22,7 @@ def losses_and_gradients(
     schedule: str, stages: int, chunks: int, batches: list[StepBatch]
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     mesh = ParallelMesh.over_world(Layout(pipeline=stages))
-    v_shaped = schedule in ("zbv", "dualpipev")
+    v_shaped = SCHEDULES[schedule].v_shaped
     split = pipeline_split(SHAPE.num_hidden_layers, stages, chunks_a_stage=chunks, v_shaped=v_shaped)
     stage = build_stage(SHAPE, mesh, split, ModelOptions(dtype=torch.float64), seed=0)
     shapes = PipelineShapes(MICRO_BATCHES, SHAPE.hidden_size, torch.float64, torch.float64)

@@ -1,10 +1,25 @@
-"""What the executor really does on each stage is what the schedule says as data."""
+"""What torch does on each rank is what the schedule says as data; splitting a backward makes no more work."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import Node
+from torch.distributed.pipelining import PipelineStage
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
+from megalite.model.options import ModelOptions
 from megalite.model.stages import build_stage
+from megalite.model.transformer import DecoderLayer, Stage
 from megalite.parallel import pipeline
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.pipeline import PipelineShapes, pipeline_runner
@@ -12,39 +27,204 @@ from megalite.topology.layout import Layout, pipeline_split
 from megalite.topology.schedules import SCHEDULES, Action
 from tests.support.tiny import tiny_batch, tiny_shape
 
-SHAPE = tiny_shape(tied=True)
+SHAPE = tiny_shape(tied=True, layers=8)
+# Nodes that give both dX and dW are run once for each, computing both; cheap ones are left so.
+RUN_TWICE = {"_RMSNormBackward"}
 
 
-def actions_on_rank(schedule: str, stages: int, micro_batches: int) -> list[Action]:
-    mesh = ParallelMesh.over_world(Layout(pipeline=stages))
-    split = pipeline_split(SHAPE.num_hidden_layers, stages)
-    stage = build_stage(SHAPE, mesh, split, seed=0)
+@dataclass
+class Executed:
+    """What one rank did in one step."""
+
+    actions: list[Action] = field(default_factory=list)
+    layer_calls: Counter[int] = field(default_factory=Counter)
+    """Forward calls of each decoder layer."""
+    nodes: Counter[str] = field(default_factory=Counter)
+    """Autograd nodes of our own in the graphs, by class."""
+    node_calls: Counter[str] = field(default_factory=Counter)
+    """How often their backward ran."""
+    collectives: Counter[str] = field(default_factory=Counter)
+    flops: int = 0
+    """Of matrix products, forward and backward."""
+
+
+def step_on_rank(schedule: str, layout: Layout, micro_batches: int, chunks: int) -> Executed:
+    mesh = ParallelMesh.over_world(layout)
+    split = pipeline_split(
+        SHAPE.num_hidden_layers,
+        layout.pipeline,
+        chunks_a_stage=chunks,
+        v_shaped=SCHEDULES[schedule].v_shaped,
+    )
+    options = ModelOptions(split_backward=SCHEDULES[schedule].splits_backward)
+    stage = build_stage(SHAPE, mesh, split, options, seed=0)
+    shapes = PipelineShapes(micro_batches, SHAPE.hidden_size, torch.float32, torch.float32)
+    runner = pipeline_runner(stage.chunks, split, mesh, shapes, schedule=schedule)
+    executed = Executed()
+    with recorded(stage, executed), CountedFlops(executed):
+        runner.forward_backward(tiny_batch(SHAPE, micro_batches))
+    return executed
+
+
+class CountedFlops(TorchDispatchMode):
+    """FLOPs of all products; torch's own FlopCounterMode hooks modules in a way that a split backward refuses."""
+
+    def __init__(self, executed: Executed):
+        super().__init__()
+        self.executed = executed
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if (flops := flop_registry.get(func.overloadpacket)) is not None:
+            self.executed.flops += flops(*args, **(kwargs or {}), out_val=output)
+        return output
+
+
+@contextmanager
+def recorded(stage: Stage, executed: Executed) -> Iterator[None]:
+    """Everything that happens in the stage and that torch asks of it goes to `executed`."""
+    hooks = [chunk.register_forward_hook(lambda *call: _watch(call[2], executed)) for chunk in stage.chunks]
+    for name, layer in stage.model.layers.items():
+        assert isinstance(layer, DecoderLayer)
+        hooks.append(
+            layer.register_forward_hook(lambda *call, at=int(name): executed.layer_calls.update([at]))
+        )
+    with ExitStack() as patches:
+        for method in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
+            patches.enter_context(patch.object(PipelineStage, method, _recording(method, executed)))
+        for name in ("all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor"):
+            patches.enter_context(
+                patch.object(dist, name, _counting(getattr(dist, name), executed.collectives))
+            )
+        yield
+    for hook in hooks:
+        hook.remove()
+
+
+def _recording(method: str, executed: Executed) -> Callable[..., Any]:
+    original = getattr(PipelineStage, method)
+
+    @wraps(original)
+    def recording(self: PipelineStage, micro_batch: int, *arguments: Any, **named: Any) -> Any:
+        kind = {"forward_one_chunk": "F", "backward_weight_one_chunk": "W"}.get(method)
+        if kind is None:
+            kind = "B" if named.get("full_backward", True) else "I"
+        executed.actions.append(Action(kind, self.stage_index, micro_batch))
+        return original(self, micro_batch, *arguments, **named)
+
+    return recording
+
+
+def _counting(original: Callable[..., Any], calls: Counter[str]) -> Callable[..., Any]:
+    @wraps(original)
+    def counting(*arguments: Any, **named: Any) -> Any:
+        calls[original.__name__] += 1
+        return original(*arguments, **named)
+
+    return counting
+
+
+def _watch(output: Tensor, executed: Executed) -> None:
+    """Count the calls of each node of ours in the graph that leads to `output`."""
+    found: set[Node] = set()
+    waiting = [output.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in found:
+            continue
+        found.add(node)
+        waiting += [each for each, _ in node.next_functions]
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            name = type(node).__name__
+            executed.nodes[name] += 1
+            node.register_hook(lambda *_, name=name: executed.node_calls.update([name]))
+
+
+# (stages, micro batches, chunks a stage): with few and many micro batches, in whole and in unequal rounds.
+SIZES = {
+    "1f1b": [(2, 2, 1), (2, 5, 1), (4, 4, 1), (4, 6, 1)],
+    "gpipe": [(2, 1, 1), (2, 5, 1), (4, 4, 1)],
+    "interleaved_1f1b": [(2, 4, 2), (2, 6, 3), (3, 8, 2), (4, 6, 2)],
+    "looped_bfs": [(2, 3, 2), (2, 4, 3), (4, 5, 2)],
+    "interleaved_zero_bubble": [(2, 4, 1), (2, 4, 2), (2, 6, 3), (4, 8, 2)],
+    "zbv": [(2, 1, 2), (2, 4, 2), (2, 7, 2), (4, 5, 2), (4, 8, 2)],
+    "dualpipev": [(2, 4, 2), (2, 7, 2), (4, 8, 2)],
+}
+
+
+@pytest.mark.parametrize(("schedule", "size"), [(name, size) for name in SCHEDULES for size in SIZES[name]])
+def test_executed_actions_are_those_of_the_schedule(ranks, schedule, size):
+    stages, micro_batches, chunks = size
+    results = ranks.run(
+        step_on_rank,
+        world_size=stages,
+        schedule=schedule,
+        layout=Layout(pipeline=stages),
+        micro_batches=micro_batches,
+        chunks=chunks,
+    )
+    for stage, executed in enumerate(results):
+        assert tuple(executed.actions) == SCHEDULES[schedule].order(stage, *size)
+
+
+def accumulation_on_rank(schedule: str, micro_batches: int) -> list[Action]:
+    mesh = ParallelMesh.over_world(Layout())
+    stage = build_stage(SHAPE, mesh, pipeline_split(SHAPE.num_hidden_layers), seed=0)
     actions: list[Action] = []
 
     def record(module: torch.nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         micro_batch = sum(action.kind == "F" for action in actions)
-        actions.append(Action("F", micro_batch))
-        output.register_hook(lambda grad: actions.append(Action("B", micro_batch)))
+        actions.append(Action("F", 0, micro_batch))
+        output.register_hook(lambda grad: actions.append(Action("B", 0, micro_batch)))
 
     stage.whole.register_forward_hook(record)
     shapes = PipelineShapes(micro_batches, SHAPE.hidden_size, torch.float32, torch.float32)
-    batch = tiny_batch(SHAPE, micro_batches)
     runner = pipeline_runner(stage.chunks, split, mesh, shapes, schedule=schedule)
-    runner.forward_backward(batch)
+    runner.forward_backward(tiny_batch(SHAPE, micro_batches))
     return actions
 
 
-@pytest.mark.parametrize(("stages", "micro_batches"), [(1, 3), (2, 2), (2, 5), (4, 4), (4, 6)])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_executed_actions_are_those_of_the_schedule(ranks, schedule, stages, micro_batches):
-    if stages == 1:
-        schedule = "1f1b"  # gradient accumulation is its one-stage case, whatever the name
-    results = ranks.run(
-        actions_on_rank, world_size=stages, schedule=schedule, stages=stages, micro_batches=micro_batches
+@pytest.mark.parametrize("schedule", ["1f1b", "dualpipev"])
+def test_one_stage_accumulates_whatever_the_schedule_is_called(ranks, schedule):
+    [actions] = ranks.run(accumulation_on_rank, world_size=1, schedule=schedule, micro_batches=3)
+    assert tuple(actions) == SCHEDULES["1f1b"].order(0, 1, 3, 1)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks"),
+    [
+        ("interleaved_1f1b", 2),
+        ("looped_bfs", 2),
+        ("interleaved_zero_bubble", 2),
+        ("zbv", 2),
+        ("dualpipev", 2),
+    ],
+)
+def test_no_schedule_makes_more_work_than_1f1b(ranks, schedule, chunks):
+    """Layers run forward once a micro batch, our nodes once backward, and products and collectives are as many."""
+    layout, micro_batches = Layout(pipeline=2, tensor=2), 4
+    plain, other = (
+        ranks.run(
+            step_on_rank,
+            world_size=layout.world_size,
+            schedule=name,
+            layout=layout,
+            micro_batches=micro_batches,
+            chunks=number,
+        )
+        for name, number in (("1f1b", 1), (schedule, chunks))
     )
-    for stage, actions in enumerate(results):
-        assert tuple(actions) == SCHEDULES[schedule].order(stage, stages, micro_batches)
+    for executed in other:
+        assert len(executed.layer_calls) == SHAPE.num_hidden_layers // layout.pipeline
+        assert set(executed.layer_calls.values()) == {micro_batches}
+        again = {name for name, calls in executed.node_calls.items() if calls != executed.nodes[name]}
+        assert again <= RUN_TWICE
+    assert sum(executed.flops for executed in other) == sum(executed.flops for executed in plain) > 0
+    calls = sum((executed.collectives for executed in other), Counter())
+    assert calls == sum((executed.collectives for executed in plain), Counter())
+    # Two all-reduces a layer each way, and the embedding's, the head's and the loss's: at least these many.
+    assert calls["all_reduce"] >= layout.tensor * micro_batches * (4 * SHAPE.num_hidden_layers + 2)
 
 
 def test_every_schedule_has_an_executor():
-    assert {*pipeline._SINGLE, *pipeline._MULTI} >= set(SCHEDULES)
+    assert {*pipeline._SINGLE, *pipeline._MULTI} == set(SCHEDULES)

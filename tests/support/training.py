@@ -13,6 +13,7 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.pipeline import PipelineRunner, PipelineShapes, StepBatch, pipeline_runner
 from megalite.topology.layout import Layout, PipelineSplit, pipeline_split
 from megalite.topology.parameters import ModelShape, Parameter, canonical_tensors, stage_parameters
+from megalite.topology.schedules import SCHEDULES
 from megalite.topology.sharding import Box
 from megalite.train.optimizer import Optimizer, OptimizerSettings, TorchOptimizer
 from tests.support.mutations import planted_fault
@@ -91,7 +92,7 @@ def build(job: Job) -> Parts:
         job.shape.num_hidden_layers,
         job.layout.pipeline,
         chunks_a_stage=job.chunks_a_stage,
-        v_shaped=job.schedule in ("zbv", "dualpipev"),
+        v_shaped=SCHEDULES[job.schedule].v_shaped,
         given=job.layers_per_stage,
     )
     stage = build_stage(job.shape, mesh, split, options, seed=job.seed)

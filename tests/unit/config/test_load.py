@@ -4,15 +4,17 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from megalite.config.load import load_config, load_run, write_resolved
 from megalite.config.presets import PRESETS
+from megalite.config.schema import ParallelConfig
 from megalite.errors import ConfigError
 from megalite.topology.layout import Layout
 from megalite.topology.parameters import parameter_count
+from megalite.topology.schedules import SCHEDULES
 from tests.unit.config.runs import REMOVED, changed, load, problems, write_run
 
 ROOT = Path(__file__).parents[3]
@@ -41,9 +43,13 @@ WRONG = [
     ),
     (
         {"parallel.schedule": "1f1bb"},
-        'parallel.schedule: "1f1bb" should be "1f1b" or "gpipe"; did you mean 1f1b?',
+        'parallel.schedule: "1f1bb" should be "1f1b", "gpipe", "interleaved_1f1b", "looped_bfs", '
+        '"interleaved_zero_bubble", "zbv" or "dualpipev"; did you mean 1f1b?',
     ),
-    ({"parallel.schedule": "zbv"}, 'parallel.schedule: "zbv" should be "1f1b" or "gpipe"'),
+    (
+        {"parallel.virtual_stages": "two"},
+        'parallel.virtual_stages: "two" should be a whole number or "auto"',
+    ),
     ({"training.precision": "fp8"}, 'should be "auto", "fp32", "bf16", "fp16" or "fp64"'),
     ({"optimizer.learning_rate": float("nan")}, "optimizer.learning_rate: nan should be a finite number"),
     ({"optimizer.betas": [0.9]}, "optimizer.betas: [0.9] should be a list with an item 2"),
@@ -340,6 +346,8 @@ RESOLVED = [
         "parallel.layers_per_stage": [1, 3],
         "data.source": ["a\tb", 'c"d\\', "Straße\x7f"],
     },
+    {"parallel.pipeline": 2, "parallel.schedule": "zbv", "parallel.layers_per_stage": [1, 1, 1, 1]},
+    {"parallel.schedule": "dualpipev", "training.global_batch_size": 4},
     {"deepspeed.zero_optimization.stage": 1, "deepspeed.fp16.enabled": True, "deepspeed.fp16.loss_scale": 0},
     {
         "deepspeed.train_batch_size": 8,
@@ -365,6 +373,42 @@ def test_a_resolved_run_loads_as_itself(
     if not config.zero_stage:
         return
     assert again.config.deepspeed_json() == config.deepspeed_json()
+
+
+@pytest.mark.parametrize(
+    ("changes", "chunks", "layers"),
+    [
+        ({"parallel.schedule": "zbv"}, 1, [range(4)]),
+        ({"parallel.pipeline": 2}, 1, [range(2), range(2, 4)]),
+        ({"parallel.pipeline": 2, "parallel.schedule": "gpipe"}, 1, [range(2), range(2, 4)]),
+        (
+            {"parallel.pipeline": 2, "parallel.schedule": "looped_bfs", "parallel.virtual_stages": 1},
+            1,
+            [range(2), range(2, 4)],
+        ),
+        (
+            {"parallel.pipeline": 2, "parallel.schedule": "interleaved_1f1b", "model.num_hidden_layers": 5},
+            2,
+            [range(1), range(1, 2), range(2, 4), range(4, 5)],
+        ),
+        (
+            {"parallel.pipeline": 2, "parallel.schedule": "zbv", "parallel.layers_per_stage": [1, 1, 1, 1]},
+            2,
+            [range(1), range(1, 2), range(2, 3), range(3, 4)],
+        ),
+    ],
+)
+def test_the_chunks_of_a_run(
+    tmp_path: Path, changes: dict[str, Any], chunks: int, layers: list[range]
+) -> None:
+    config = load(tmp_path, changes).config
+    assert config.parallel.virtual_stages == chunks
+    assert list(config.split.layers) == layers
+    assert config.split.v_shaped == (config.parallel.schedule == "zbv")
+
+
+def test_every_schedule_can_be_named() -> None:
+    assert get_args(ParallelConfig.model_fields["schedule"].annotation) == tuple(SCHEDULES)
 
 
 def test_a_resolved_run_takes_flags(tmp_path: Path) -> None:

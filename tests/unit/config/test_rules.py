@@ -149,10 +149,65 @@ CASES = [
         {"model.hidden_size": 48},
     ),
     Case(
-        "every_stage_has_a_layer",
+        "chunks_suit_the_schedule",
+        {"parallel.virtual_stages": 2, "parallel.schedule": "interleaved_1f1b"},
+        "parallel.virtual_stages: 2 chunks of one stage have no other stage to take turns with; "
+        'use "auto", or parallel.pipeline 2 or more',
+        {"parallel.pipeline": 2},
+    ),
+    Case(
+        "chunks_suit_the_schedule",
+        {"parallel.virtual_stages": 2, "parallel.schedule": "zbv"},
+        "parallel.virtual_stages: 2 chunks of one stage have no other stage to take turns with; "
+        'use "auto", or parallel.pipeline 2 or more',
+        {"parallel.virtual_stages": "auto"},
+    ),
+    Case(
+        "chunks_suit_the_schedule",
+        {"parallel.pipeline": 2, "parallel.virtual_stages": 2},
+        'parallel.virtual_stages: 2 are not the 1 that 1f1b runs; use "auto", '
+        'or parallel.schedule "interleaved_1f1b"',
+        {"parallel.schedule": "interleaved_1f1b"},
+    ),
+    Case(
+        "chunks_suit_the_schedule",
+        {"parallel.pipeline": 2, "parallel.virtual_stages": 2, "training.global_batch_size": 10},
+        'parallel.virtual_stages: 2 are not the 1 that 1f1b runs; use "auto", or parallel.schedule "looped_bfs"',
+        {"parallel.schedule": "looped_bfs"},
+    ),
+    Case(
+        "chunks_suit_the_schedule",
+        {"parallel.pipeline": 2, "parallel.virtual_stages": 1, "parallel.schedule": "zbv"},
+        'parallel.virtual_stages: 1 is not the 2 that zbv runs; use "auto", '
+        'or parallel.schedule "interleaved_zero_bubble"',
+        {"parallel.virtual_stages": "auto"},
+    ),
+    Case(
+        "every_chunk_has_a_layer",
         {"parallel.pipeline": 5, "training.global_batch_size": 10},
         "parallel.pipeline: 5 stages cannot each have one of model.num_hidden_layers = 4; use at most 4",
         {"parallel.pipeline": 4},
+    ),
+    Case(
+        "every_chunk_has_a_layer",
+        {"parallel.pipeline": 4, "parallel.schedule": "dualpipev", "training.global_batch_size": 16},
+        "parallel.pipeline: 4 stages * parallel.virtual_stages 2 = 8 chunks cannot each have one of "
+        'model.num_hidden_layers = 4; use at most 2, or parallel.schedule "1f1b"',
+        {"parallel.schedule": "1f1b"},
+    ),
+    Case(
+        "every_chunk_has_a_layer",
+        {"parallel.pipeline": 2, "parallel.virtual_stages": 3, "parallel.schedule": "looped_bfs"},
+        "parallel.pipeline: 2 stages * parallel.virtual_stages 3 = 6 chunks cannot each have one of "
+        "model.num_hidden_layers = 4; use parallel.virtual_stages 2",
+        {"parallel.virtual_stages": 2},
+    ),
+    Case(
+        "every_chunk_has_a_layer",
+        {"parallel.pipeline": 3, "parallel.schedule": "zbv", "model.num_hidden_layers": 2},
+        "parallel.pipeline: 3 stages * parallel.virtual_stages 2 = 6 chunks cannot each have one of "
+        'model.num_hidden_layers = 2; use at most 2 and parallel.schedule "1f1b"',
+        {"parallel.pipeline": 2, "parallel.schedule": "1f1b"},
     ),
     Case(
         "layers_per_stage_cover_the_model",
@@ -166,6 +221,13 @@ CASES = [
         {"parallel.pipeline": 2, "parallel.layers_per_stage": [1, 2, 1]},
         "parallel.layers_per_stage: names 3 stages and parallel.pipeline is 2; give 2 numbers",
         {"parallel.layers_per_stage": [2, 2]},
+    ),
+    Case(
+        "layers_per_stage_cover_the_model",
+        {"parallel.pipeline": 2, "parallel.schedule": "zbv", "parallel.layers_per_stage": [2, 2]},
+        "parallel.layers_per_stage: names 2 chunks and there are parallel.pipeline 2 * parallel.virtual_stages 2 = 4; "
+        "give 4 numbers",
+        {"parallel.layers_per_stage": [1, 1, 1, 1]},
     ),
     Case(
         "ranks_make_whole_replicas",
@@ -225,9 +287,35 @@ CASES = [
     Case(
         "schedule_has_micro_batches",
         {"parallel.pipeline": 4, "training.global_batch_size": 6},
-        "training.micro_batches: 3 are fewer than the 4 stages that 1f1b keeps busy; "
-        'use training.global_batch_size 8 or more, or parallel.schedule "gpipe"',
+        "training.micro_batches: 3 micro batches are fewer than the 4 that 1f1b needs for 4 stages; "
+        'use 4 (training.global_batch_size 8), or parallel.schedule "gpipe"',
         {"parallel.schedule": "gpipe"},
+    ),
+    Case(
+        "schedule_has_micro_batches",
+        {"parallel.pipeline": 2, "parallel.schedule": "dualpipev", "training.global_batch_size": 2},
+        "training.micro_batches: 1 micro batch is fewer than the 4 that dualpipev needs for 2 stages; "
+        'use 4 (training.global_batch_size 8), or parallel.schedule "zbv"',
+        {"parallel.schedule": "zbv"},
+    ),
+    Case(
+        "schedule_has_micro_batches",
+        {"parallel.pipeline": 2, "parallel.schedule": "interleaved_1f1b", "training.global_batch_size": 10},
+        "training.micro_batches: 5 micro batches do not make 2 equal rounds, as interleaved_1f1b needs for 2 stages; "
+        'use 6 (training.global_batch_size 12), or parallel.schedule "looped_bfs"',
+        {"training.global_batch_size": 12},
+    ),
+    Case(
+        "schedule_has_micro_batches",
+        {
+            "parallel.pipeline": 2,
+            "parallel.schedule": "interleaved_zero_bubble",
+            "training.micro_batches": 5,
+            "training.global_batch_size": REMOVED,
+        },
+        "training.micro_batches: 5 micro batches do not make 2 equal rounds, as interleaved_zero_bubble needs for "
+        '2 stages; use 6 (training.global_batch_size 12), or parallel.schedule "zbv"',
+        {"training.micro_batches": 6},
     ),
     Case(
         "zero_fits_the_pipeline",
