@@ -169,7 +169,8 @@ def test_executed_actions_are_those_of_the_schedule(ranks, schedule, size):
 
 def accumulation_on_rank(schedule: str, micro_batches: int) -> list[Action]:
     mesh = ParallelMesh.over_world(Layout())
-    stage = build_stage(SHAPE, mesh, pipeline_split(SHAPE.num_hidden_layers), seed=0)
+    split = pipeline_split(SHAPE.num_hidden_layers)
+    stage = build_stage(SHAPE, mesh, split, seed=0)
     actions: list[Action] = []
 
     def record(module: torch.nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
