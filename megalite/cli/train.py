@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megalite.config.describe import describe_keys
 from megalite.config.flags import split_overrides
-from megalite.config.load import load_config
+from megalite.config.load import load_run
 from megalite.errors import ConfigError
 from megalite.launcher.environment import prepare_process, rank_info
 from megalite.train.supported import require_supported
@@ -18,12 +18,16 @@ def run(arguments: Sequence[str]) -> int:
     options = _parser(with_settings=bool({"-h", "--help"} & set(own))).parse_args(own)
     info = rank_info()
     try:
-        config = load_config(options.run_file, overrides, world_size=info.world_size if info else None)
+        loaded = load_run(options.run_file, overrides, world_size=info.world_size if info else None)
+        config = loaded.config
         require_supported(config, str(options.run_file))
     except ConfigError as error:
         if info is not None and info.rank > 0:
             return error.exit_code  # rank 0 says it for all
         raise
+    if info is None or info.rank == 0:
+        for note in loaded.notes:
+            print(f"note: {note}")
     threads = prepare_process(config.training.threads, local_ranks=config.layout.world_size, info=info)
 
     # From here on torch may be imported: everything a user can get wrong in the file is known to be right.

@@ -7,6 +7,7 @@ from typing import Any
 
 from megalite.config.batch import plan_batch
 from megalite.config.check import problems_of
+from megalite.config.computation_rules import notes_of
 from megalite.config.deepspeed import apply_deepspeed
 from megalite.config.draft import DEFAULT, DERIVED, Draft
 from megalite.config.flags import COMMAND_LINE, apply_overrides
@@ -66,7 +67,7 @@ def load_run(
         section, name = key.split(".")
         if value != getattr(getattr(facts, section), name):
             draft.set(section, name, value, DERIVED)
-    return LoadedRun(RunConfig.model_validate(draft.values), draft.origins, tuple(draft.notes))
+    return LoadedRun(RunConfig.model_validate(draft.values), draft.origins, (*draft.notes, *notes_of(facts)))
 
 
 def write_resolved(config: RunConfig, path: Path) -> None:

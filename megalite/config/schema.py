@@ -36,7 +36,7 @@ class RunSection(Section):
     """Where the run writes, and what its randomness starts from."""
 
     folder: Text = Field("runs/default", description="all that the run writes")
-    seed: int = Field(1234, ge=0, lt=2**63, description="of initial weights and data order")
+    seed: int = Field(1234, ge=0, lt=2**63, description="of initial weights, data order and dropout")
 
 
 class ModelConfig(Section):
@@ -87,6 +87,16 @@ class ModelConfig(Section):
     rope_low_freq_factor: float = Field(1.0, gt=0, description="llama3's")
     rope_high_freq_factor: float = Field(4.0, gt=0, description="llama3's")
     rope_original_positions: Count = Field(8192, description="llama3's original_max_position_embeddings")
+    embedding_dropout: Fraction = Field(
+        0.0, description="share of the embedding's output dropped in training"
+    )
+    residual_dropout: Fraction = Field(
+        0.0, description="of what attention and MLP add to the residual stream"
+    )
+    mlp_dropout: Fraction = Field(0.0, description="of the MLP's activations")
+    attention_dropout: Fraction = Field(
+        0.0, description="of attention's probabilities; no fused attention then"
+    )
 
     def shape(self, vocab_size: int) -> ModelShape:
         """The shape; `vocab_size` (the tokenizer's) counts where the setting is "auto"."""

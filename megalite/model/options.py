@@ -1,6 +1,7 @@
 """How a model computes, as opposed to what it is (topology.parameters.ModelShape)."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -16,6 +17,32 @@ class Dropout:
     attention: float = 0.0
 
 
+RecomputeMode = Literal["none", "selective", "full"]
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """What backward computes again instead of reading it: nothing, attention from its rotated query, key and value
+    to its output ("selective"), or whole decoder layers ("full").
+
+    layers: only the first so many of each chunk; ratio: only this share of each chunk's, spread evenly.
+    """
+
+    mode: RecomputeMode = "none"
+    layers: int | None = None
+    ratio: float | None = None
+
+    def of_layer(self, place: int, layers: int) -> RecomputeMode:
+        """For layer `place` of the `layers` of a chunk."""
+        if self.layers is not None and place >= self.layers:
+            return "none"
+        if self.ratio is not None:
+            chosen = round(self.ratio * layers)
+            if (place + 1) * chosen // layers == place * chosen // layers:
+                return "none"
+        return self.mode
+
+
 @dataclass(frozen=True)
 class ModelOptions:
     """dtype: of weights and activations; logits and losses of 16-bit models are float32.
@@ -28,6 +55,7 @@ class ModelOptions:
     split_backward: bool = False
     dropout: Dropout = Dropout()
     dropout_seed: int = 0
+    recompute: Recompute = Recompute()
 
     @property
     def loss_dtype(self) -> torch.dtype:

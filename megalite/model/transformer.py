@@ -15,7 +15,8 @@ from megalite.model.dropout import DropoutSites, LayerMasks, Places
 from megalite.model.kv_cache import KeyValueCache
 from megalite.model.mlp import build_mlp
 from megalite.model.norms import build_norm
-from megalite.model.options import PLAIN, ModelOptions
+from megalite.model.options import PLAIN, ModelOptions, RecomputeMode
+from megalite.model.recompute import recomputed
 from megalite.model.rope import Rotation, rotary_embedding
 from megalite.ops.attention import causal_attention, causal_attention_with_dropout
 from megalite.ops.dropout import dropout
@@ -30,8 +31,17 @@ from megalite.topology.parameters import ModelShape
 class DecoderLayer(nn.Module):
     """Pre-norm attention and feed-forward with residual connections (Touvron et al., "LLaMA", 2023)."""
 
-    def __init__(self, shape: ModelShape, layer: int, mesh: ParallelMesh, options: ModelOptions = PLAIN):
+    def __init__(
+        self,
+        shape: ModelShape,
+        layer: int,
+        mesh: ParallelMesh,
+        options: ModelOptions = PLAIN,
+        *,
+        recompute: RecomputeMode = "none",
+    ):
         super().__init__()
+        self.recompute = recompute
         dtype = options.dtype
         self.post_norm = shape.norm_placement == "post"
         self.input_layernorm = build_norm(shape, dtype)
@@ -49,6 +59,17 @@ class DecoderLayer(nn.Module):
         cache: KeyValueCache | None = None,
     ) -> Tensor:
         """[B, S, H] -> [B, S, H]; drops values where `places` are given."""
+        compute = partial(self._compute, rotation=rotation, places=places, cache=cache)
+        return recomputed(compute, hidden_states) if self.recompute == "full" else compute(hidden_states)
+
+    def _compute(
+        self,
+        hidden_states: Tensor,
+        *,
+        rotation: Rotation | None,
+        places: Places | None,
+        cache: KeyValueCache | None,
+    ) -> Tensor:
         masks = LayerMasks() if places is None else self.sites.layer_masks(places)
         attend = partial(self._attend, places=places)
         # In place on the projections' outputs, which no backward needs.
@@ -62,8 +83,14 @@ class DecoderLayer(nn.Module):
         return self.post_attention_layernorm(output) if self.post_norm else output
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, *, places: Places | None) -> Tensor:
-        if places is None or not self.sites.drops_attention:
-            return causal_attention(query, key, value, self.window)
+        attend = partial(causal_attention, window=self.window)
+        if places is not None and self.sites.drops_attention:
+            attend = partial(self._attend_and_drop, places)
+        if self.recompute == "selective":
+            return recomputed(attend, query, key, value)
+        return attend(query, key, value)
+
+    def _attend_and_drop(self, places: Places, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         mask = self.sites.attention_mask(places)
         return causal_attention_with_dropout(query, key, value, mask, self.window)
 
@@ -73,7 +100,7 @@ class Decoder(nn.Module):
 
     def __init__(self, shape: ModelShape, split: PipelineSplit, mesh: ParallelMesh, options: ModelOptions):
         super().__init__()
-        stage, chunks = mesh.at.pp, split.chunks_of(mesh.at.pp)
+        chunks = split.chunks_of(mesh.at.pp)
         first, last = 0 in chunks, len(split.layers) - 1 in chunks
         if first or (last and shape.tie_word_embeddings):
             self.embed_tokens = VocabParallelEmbedding(
@@ -84,9 +111,11 @@ class Decoder(nn.Module):
                 shape.max_position_embeddings, shape.hidden_size, dtype=options.dtype
             )
         # Keyed by the global index, so that a parameter has one name whatever stage holds it.
-        self.layers = nn.ModuleDict(
-            {str(layer): DecoderLayer(shape, layer, mesh, options) for layer in split.layers_of(stage)}
-        )
+        self.layers = nn.ModuleDict()
+        for layers in (split.layers[chunk] for chunk in chunks):
+            for place, layer in enumerate(layers):
+                recompute = options.recompute.of_layer(place, len(layers))
+                self.layers[str(layer)] = DecoderLayer(shape, layer, mesh, options, recompute=recompute)
         if last:
             self.norm = build_norm(shape, options.dtype)
 

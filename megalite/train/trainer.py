@@ -8,7 +8,7 @@ from megalite.checkpoint.load import load_checkpoint
 from megalite.checkpoint.save import save_checkpoint
 from megalite.config.schema import RunConfig
 from megalite.data.loader import StepLoader
-from megalite.model.options import ModelOptions
+from megalite.model.options import Dropout, ModelOptions
 from megalite.model.stages import build_stage
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.pipeline import PipelineShapes, pipeline_runner
@@ -45,10 +45,17 @@ class StepReport:
 
 def model_options(config: RunConfig) -> ModelOptions:
     """All that the configuration has to say to the model beyond its shape."""
-    parallel = config.parallel
+    model, parallel = config.model, config.parallel
     return ModelOptions(
         dtype=DTYPES[config.training.precision],
         split_backward=parallel.pipeline > 1 and SCHEDULES[parallel.schedule].splits_backward,
+        dropout=Dropout(
+            embedding=model.embedding_dropout,
+            residual=model.residual_dropout,
+            mlp=model.mlp_dropout,
+            attention=model.attention_dropout,
+        ),
+        dropout_seed=config.run.seed,
     )
 
 

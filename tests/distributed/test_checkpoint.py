@@ -13,6 +13,7 @@ from megalite.checkpoint.format import check_coverage
 from megalite.checkpoint.load import load_checkpoint
 from megalite.checkpoint.save import save_checkpoint
 from megalite.errors import CheckpointError
+from megalite.model.options import PLAIN, Dropout
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.layout import Layout
 from megalite.train.optimizer import OptimizerSettings
@@ -29,6 +30,7 @@ from tests.support.training import (
 )
 
 ADAMW = OptimizerSettings("adamw", (0.9, 0.95), 1e-8, 0.1, 0.0, 0.5)
+DROPOUT = Dropout(embedding=0.1, residual=0.1, mlp=0.1, attention=0.1)
 
 
 def train_and_save(job: Job, folder: str) -> RankResult:
@@ -56,7 +58,14 @@ def run(ranks: RankPool, job: Job, folder: Path) -> list[RankResult]:
     return ranks.run(train_and_save, world_size=job.layout.world_size, job=job, folder=str(folder))
 
 
-def job_of(layout: Layout, zero_stage: int, *, tied: bool = False, steps: int = 4) -> Job:
+def job_of(
+    layout: Layout,
+    zero_stage: int,
+    *,
+    tied: bool = False,
+    steps: int = 4,
+    dropout: Dropout = PLAIN.dropout,
+) -> Job:
     """ZeRO's master weights are float32, so what uses it is float32 too."""
     return Job(
         tiny_shape(tied=tied),
@@ -66,6 +75,7 @@ def job_of(layout: Layout, zero_stage: int, *, tied: bool = False, steps: int = 
         zero_stage=zero_stage,
         dtype=torch.float32 if zero_stage else torch.float64,
         steps=steps,
+        dropout=dropout,
     )
 
 
@@ -101,6 +111,7 @@ def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(
         (job_of(Layout(2, 1, 4), 0), job_of(Layout(1, 4, 1), 0), True),
         (job_of(Layout(), 0), replace(job_of(Layout(4, 1, 2), 0), layers_per_stage=(1, 1, 1, 1)), True),
         (replace(job_of(Layout(data=2), 0), dtype=torch.float32), job_of(Layout(2, 2, 1), 1), True),
+        (job_of(Layout(1, 2, 2), 0, dropout=DROPOUT), job_of(Layout(2, 1, 1), 0, dropout=DROPOUT), True),
     ],
 )
 def test_a_run_goes_on_in_another_layout(

@@ -22,6 +22,7 @@ num_attention_heads = 4
 num_key_value_heads = 2
 max_position_embeddings = 32
 tie_word_embeddings = true
+residual_dropout = 0.1
 
 [parallel]
 tensor = {tensor}

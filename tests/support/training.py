@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields, replace
 import torch
 from torch import Tensor
 
-from megalite.model.options import PLAIN, Dropout, ModelOptions
+from megalite.model.options import PLAIN, Dropout, ModelOptions, Recompute
 from megalite.model.stages import build_stage
 from megalite.model.transformer import Stage
 from megalite.parallel.mesh import ParallelMesh
@@ -42,6 +42,7 @@ class Job:
     steps: int = 1
     seed: int = 7
     dropout: Dropout = PLAIN.dropout
+    recompute: Recompute = PLAIN.recompute
     fault: str | None = None
 
 
@@ -87,7 +88,7 @@ class Parts:
 def build(job: Job) -> Parts:
     """Everything of the job on this rank of the current process group, with its initial weights."""
     mesh = ParallelMesh.over_world(job.layout)
-    options = ModelOptions(dtype=job.dtype, dropout=job.dropout, dropout_seed=job.seed)
+    options = ModelOptions(dtype=job.dtype, dropout=job.dropout, dropout_seed=13, recompute=job.recompute)
     split = pipeline_split(
         job.shape.num_hidden_layers,
         job.layout.pipeline,

@@ -52,6 +52,7 @@ WRONG = [
     ),
     ({"training.precision": "fp8"}, 'should be "auto", "fp32", "bf16", "fp16" or "fp64"'),
     ({"optimizer.learning_rate": float("nan")}, "optimizer.learning_rate: nan should be a finite number"),
+    ({"model.mlp_dropout": 1.0}, "model.mlp_dropout: 1.0 should be less than 1"),
     ({"optimizer.betas": [0.9]}, "optimizer.betas: [0.9] should be a list with an item 2"),
     (
         {"optimizer.betas": [0.9, 1.0]},

@@ -1,0 +1,97 @@
+"""Recompute: forward keeps only the inputs of a region, backward computes again what it needs of the inside.
+
+Chen et al., "Training deep nets with sublinear memory cost", 2016; selective: Korthikanti et al., 2022.
+"""
+
+from collections.abc import Callable
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+
+def recomputed(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """function(*inputs), of which no tensor is kept for the backward but the inputs, and what else it refers to.
+
+    function must give the same tensors when it is called again, and change neither its inputs nor what its own
+    operators save. Differs from torch.utils.checkpoint in that it runs once more at most however many passes
+    the backward takes: a schedule that separates the gradients of inputs and weights reads most tensors twice.
+    """
+    if not torch.is_grad_enabled():
+        return function(*inputs)
+    region = _Region(function, inputs)
+    with saved_tensors_hooks(region.leave_out, _Omitted.read):
+        return function(*inputs)
+
+
+class _Omitted:
+    """Stands in the graph for a tensor of a region; the graph drops it as soon as no pass will read it again."""
+
+    def __init__(self, region: "_Region", tensor: Tensor):
+        self._region, self._facts = region, (tensor.shape, tensor.dtype)
+        self._tensor: Tensor | None = None
+        self._version = 0
+
+    def fill(self, tensor: Tensor) -> None:
+        if (tensor.shape, tensor.dtype) != self._facts:
+            raise AssertionError(
+                f"recompute gave {tensor.dtype} {tuple(tensor.shape)}, forward {self._facts}"
+            )
+        self._tensor, self._version = tensor.detach(), tensor._version
+
+    def read(self) -> Tensor:
+        if self._tensor is None:
+            self._region.run_again()
+        assert self._tensor is not None
+        if self._tensor._version != self._version:
+            raise AssertionError("a recomputed tensor was overwritten before the backward read it")
+        return self._tensor
+
+
+class _Enough(Exception):
+    """All that the backward will read has been computed."""
+
+
+class _Region:
+    """One call of a function whose inside is recomputed."""
+
+    def __init__(self, function: Callable[..., Tensor], inputs: tuple[Tensor, ...]):
+        self._function, self._inputs = function, inputs
+        self._versions = [tensor._version for tensor in inputs]
+        # Weak, so that it is the graph that decides how long a recomputed tensor lives.
+        self._omitted: list[ref[_Omitted]] = []
+
+    def leave_out(self, tensor: Tensor) -> _Omitted:
+        omitted = _Omitted(self, tensor)
+        self._omitted.append(ref(omitted))
+        return omitted
+
+    def run_again(self) -> None:
+        """Fill all that was left out, in the order in which forward saved it, and stop at the last."""
+        if [tensor._version for tensor in self._inputs] != self._versions:
+            raise AssertionError("an input of a recomputed region was overwritten before the backward")
+        waiting = iter(self._omitted)
+        left = len(self._omitted)
+
+        def fill(tensor: Tensor) -> None:
+            nonlocal left
+            omitted = next(waiting)()
+            if omitted is not None:
+                omitted.fill(tensor)
+            left -= 1
+            if not left:
+                raise _Enough
+
+        inputs = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in self._inputs]
+        try:
+            with torch.enable_grad(), saved_tensors_hooks(fill, _never):
+                self._function(*inputs)
+        except _Enough:
+            return
+        raise AssertionError(f"recompute saved {left} tensors fewer than forward")
+
+
+def _never(_: Any) -> Tensor:
+    raise AssertionError("the graph of a recompute is thrown away")

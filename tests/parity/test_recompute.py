@@ -1,0 +1,157 @@
+"""Recompute changes no number: loss, norm, every gradient and the weights after, under every schedule."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from megalite.model import dropout, recompute, transformer
+from megalite.model.options import Dropout, Recompute
+from megalite.topology.layout import Layout
+from tests.support.parity import assert_close, assert_same_tensors
+from tests.support.tiny import tiny_shape
+from tests.support.training import (
+    Job,
+    RankResult,
+    build,
+    full_gradients,
+    full_tensors,
+    local_batch,
+    train_on_rank,
+)
+
+DROPOUT = Dropout(embedding=0.1, residual=0.2, mlp=0.3, attention=0.25)
+JOB = Job(tiny_shape(tied=True), dropout=DROPOUT, steps=2)
+FULL, SELECTIVE = Recompute("full"), Recompute("selective")
+SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev")
+
+
+def _job(schedule: str, layout: Layout, how: Recompute) -> Job:
+    chunks = 1 if schedule in ("gpipe", "1f1b") else 2
+    return replace(JOB, layout=layout, schedule=schedule, chunks_a_stage=chunks, recompute=how)
+
+
+@pytest.fixture(scope="module")
+def reference(ranks):
+    """The job in one process without recompute, computed once."""
+
+    @cache
+    def run() -> RankResult:
+        [result] = ranks.run(train_on_rank, world_size=1, job=JOB)
+        return result
+
+    return run
+
+
+def assert_same_training(job: Job, results: list[RankResult], alone: RankResult) -> None:
+    for result in results:
+        assert_close(result.losses, alone.losses, what="losses")
+        assert_close(result.norms, alone.norms, what="norms")
+    assert_same_tensors(full_gradients(job, results), full_gradients(JOB, [alone]))
+    assert_same_tensors(
+        full_tensors(job.shape, [shard for result in results for shard in result.final], add=False),
+        full_tensors(job.shape, alone.final, add=False),
+    )
+
+
+@pytest.mark.parametrize("how", [FULL, SELECTIVE], ids=lambda how: how.mode)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_recomputes_to_the_same_numbers(ranks, reference, schedule, how):
+    job = _job(schedule, Layout(pipeline=2), how)
+    results = ranks.run(train_on_rank, world_size=2, job=job)
+    assert_same_training(job, results, reference())
+
+
+@pytest.mark.parametrize(
+    ("layout", "how"),
+    [
+        (Layout(), Recompute("full", layers=3)),
+        (Layout(), Recompute("selective", ratio=0.5)),
+        (Layout(tensor=4), FULL),
+        (Layout(tensor=2, data=2), Recompute("full", ratio=0.5)),
+        (Layout(pipeline=2, tensor=2), Recompute("full", layers=1)),
+        (Layout(tensor=2), SELECTIVE),
+    ],
+    ids=str,
+)
+def test_any_choice_of_layers_in_any_layout_gives_the_same_numbers(ranks, reference, layout, how):
+    job = _job("1f1b", layout, how)
+    results = ranks.run(train_on_rank, world_size=layout.world_size, job=job)
+    assert_same_training(job, results, reference())
+
+
+def calls_on_rank(job: Job) -> dict[str, int]:
+    """How often one step runs a layer's MLP, its attention, a backward of the MLP's activation, an all-reduce."""
+    parts = build(job)
+    counted: Counter[str] = Counter()
+
+    def counting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            counted[name] += 1
+            return function(*arguments, **options)
+
+        return call
+
+    patched = (
+        mock.patch.object(transformer.GatedMLP, "forward", counting("mlp", transformer.GatedMLP.forward)),
+        mock.patch.object(
+            transformer, "causal_attention", counting("attention", transformer.causal_attention)
+        ),
+        mock.patch.object(recompute._Region, "run_again", counting("regions", recompute._Region.run_again)),
+        mock.patch.object(dist, "all_reduce", counting("all-reduces", dist.all_reduce)),
+    )
+    with patched[0], patched[1], patched[2], patched[3]:
+        parts.pipeline.forward_backward(local_batch(job, parts.mesh, 0))
+    return dict(counted)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_layer_is_computed_once_more_whatever_the_schedule(ranks, schedule):
+    """8 micro batches through 4 layers: torch's own checkpoint would run layers twice more where W stands alone."""
+    job = replace(_job(schedule, Layout(pipeline=2), FULL), dropout=Dropout())
+    calls = ranks.run(calls_on_rank, world_size=2, job=job)
+    assert sum(each["regions"] for each in calls) == 32
+    assert sum(each["attention"] for each in calls) == 2 * 32
+    plain = ranks.run(calls_on_rank, world_size=2, job=replace(job, recompute=Recompute()))
+    assert sum(each["attention"] for each in plain) == 32 and "regions" not in plain[0]
+    selective = ranks.run(calls_on_rank, world_size=2, job=replace(job, recompute=SELECTIVE))
+    assert sum(each["attention"] for each in selective) == 2 * 32
+    assert sum(each["mlp"] for each in selective) == 32
+
+
+def test_recompute_stops_before_the_last_collective(ranks):
+    """Of a layer's two forward all-reduces only the first is issued again, for the second gives nothing to save."""
+    job = replace(_job("1f1b", Layout(tensor=2), FULL), dropout=Dropout())
+    again = ranks.run(calls_on_rank, world_size=2, job=job)
+    plain = ranks.run(calls_on_rank, world_size=2, job=replace(job, recompute=Recompute()))
+    assert [one["all-reduces"] - other["all-reduces"] for one, other in zip(again, plain, strict=True)] == [
+        32,
+        32,
+    ]
+
+
+def train_with_fresh_dropout(job: Job) -> RankResult:
+    """Whatever is drawn during a recompute is drawn from another seed."""
+    keep_mask, run_again = dropout.keep_mask, recompute._Region.run_again
+
+    def draw_anew(region: Any) -> None:
+        with mock.patch.object(
+            dropout, "keep_mask", lambda seed, *rest, **options: keep_mask(seed + 1, *rest, **options)
+        ):
+            run_again(region)
+
+    with mock.patch.object(recompute._Region, "run_again", draw_anew):
+        return train_on_rank(job)
+
+
+@pytest.mark.parametrize("how", [FULL, SELECTIVE], ids=lambda how: how.mode)
+def test_fresh_dropout_in_recompute_departs_from_one_process(ranks, reference, how):
+    job = _job("1f1b", Layout(), how)
+    results = ranks.run(train_with_fresh_dropout, world_size=1, job=job)
+    with pytest.raises(AssertionError):
+        assert_same_training(job, results, reference())
