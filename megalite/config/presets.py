@@ -1,8 +1,9 @@
 """Model shapes by name: four of our own to try things with, and published ones."""
 
+from difflib import get_close_matches
 from typing import Any
 
-from megalite.config.draft import Draft, did_you_mean, one_of
+from megalite.config.draft import Draft, one_of
 from megalite.config.toml import shown
 
 # Sizes by Hugging Face's names, in this order; what follows them is optional.
@@ -81,7 +82,8 @@ def apply_preset(draft: Draft) -> None:
     if name is None:
         return
     if name not in (PRESETS if isinstance(name, str) else ()):
-        remedy = did_you_mean(str(name), PRESETS) or one_of(PRESETS)
+        close = get_close_matches(str(name), PRESETS, n=1)
+        remedy = f"did you mean {close[0]}?" if close else one_of(PRESETS)
         draft.problem("model.preset", f"there is no preset {shown(name)}", remedy)
         draft.incomplete.add("model")
         return
