@@ -24,6 +24,9 @@ _ROPE_TYPES = {"default": (), "linear": ("factor",), "llama3": tuple(_ROPE)}
 def apply_hf_config(draft: Draft) -> None:
     """Put the shape of model.hf_config behind the keys that [model] has; the path itself goes."""
     given = draft.take_out("model", "hf_config")
+    named_by = _KEY
+    if given is None:
+        given, named_by = draft.section("model").get("weights"), "model.weights"
     if given is None:
         return
     path = Path(str(given))
@@ -50,7 +53,9 @@ def apply_hf_config(draft: Draft) -> None:
     if family.model_type == "gpt2":
         shape.setdefault("intermediate_size", 4 * shape.get("hidden_size", 0))
         shape.setdefault("tie_word_embeddings", True)
-    draft.set_behind("model", {"family": family.model_type, **shape}, str(path), named_by=_KEY)
+    if named_by != _KEY and not (draft.has("tokenizer", "path") or draft.has("tokenizer", "vocab_size")):
+        draft.set("tokenizer", "path", str(path.parent), named_by)
+    draft.set_behind("model", {"family": family.model_type, **shape}, str(path), named_by=named_by)
 
 
 def _unsupported(family: Family, found: Mapping[str, Any], path: Path) -> Iterator[Problem]:

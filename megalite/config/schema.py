@@ -49,6 +49,9 @@ class ModelConfig(Section):
     hf_config: Text | None = Field(
         None, description="a Hugging Face config.json (or its folder) to take the shape from, likewise"
     )
+    weights: Text | None = Field(
+        None, description="a Hugging Face folder to start from: its weights, and its shape as of hf_config"
+    )
     family: Literal["llama", "mistral", "qwen2", "qwen3", "gpt2"] = Field(
         "llama", description="architecture, and whose files an export is written as"
     )

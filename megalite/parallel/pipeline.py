@@ -72,8 +72,11 @@ class PipelineShapes:
 class PipelineRunner(Protocol):
     """Forward and backward of one global batch; leaves gradients to be averaged over dp in `.grad`."""
 
-    def forward_backward(self, batch: StepBatch) -> float:
-        """The loss of the step: the mean over every counted token of the global batch, on every rank."""
+    def forward_backward(self, batch: StepBatch, loss_scale: float = 1.0) -> float:
+        """The loss of the step: the mean over every counted token of the global batch, on every rank.
+
+        loss_scale: what the gradients are multiplied by; the returned loss is not.
+        """
         ...
 
     def evaluate(self, batch: StepBatch) -> tuple[float, float]:
@@ -108,15 +111,15 @@ class _LoopRunner:
     def __init__(self, forward: Callable[..., Tensor], mesh: ParallelMesh, shapes: PipelineShapes):
         self._forward, self._mesh, self._shapes = forward, mesh, shapes
 
-    def forward_backward(self, batch: StepBatch) -> float:
-        scale = _loss_scale(batch, self._mesh)
+    def forward_backward(self, batch: StepBatch, loss_scale: float = 1.0) -> float:
+        scale = _token_weight(batch, self._mesh) * loss_scale
         total = 0.0
         for micro_batch in batch.micro_batches(self._shapes.micro_batches):
             losses = self._forward(micro_batch.input_ids, **_stage_arguments(micro_batch))
             loss = losses.sum() * scale
             loss.backward()
             total += loss.item()
-        return _mean_over_replicas(total, self._mesh)
+        return _mean_over_replicas(total / loss_scale, self._mesh)
 
     @torch.no_grad()
     def evaluate(self, batch: StepBatch) -> tuple[float, float]:
@@ -142,8 +145,8 @@ class _ScheduleRunner:
         self._scale = 0.0
         self._executors: dict[torch.Size, PipelineScheduleSingle | PipelineScheduleMulti] = {}
 
-    def forward_backward(self, batch: StepBatch) -> float:
-        self._scale = _loss_scale(batch, self._mesh)
+    def forward_backward(self, batch: StepBatch, loss_scale: float = 1.0) -> float:
+        self._scale = _token_weight(batch, self._mesh) * loss_scale
         # A schedule's buffers have one shape for ever: every shape gets its own, on first use.
         size = batch.input_ids.shape
         if size not in self._executors:
@@ -157,7 +160,7 @@ class _ScheduleRunner:
             return_outputs=False,
             **_stage_arguments(batch),
         )
-        return _mean_over_replicas(sum(loss.item() for loss in losses), self._mesh)
+        return _mean_over_replicas(sum(loss.item() for loss in losses) / loss_scale, self._mesh)
 
     @torch.no_grad()
     def evaluate(self, batch: StepBatch) -> tuple[float, float]:
@@ -222,7 +225,7 @@ def _stage_arguments(batch: StepBatch) -> dict[str, Any]:
     }
 
 
-def _loss_scale(batch: StepBatch, mesh: ParallelMesh) -> float:
+def _token_weight(batch: StepBatch, mesh: ParallelMesh) -> float:
     """dp size over the weight of all tokens of the global batch: with gradients averaged over dp, any split of
     the batch gives the gradient of the same mean."""
     total = all_reduce(_weight(batch), mesh.dp, dist.ReduceOp.SUM).item()

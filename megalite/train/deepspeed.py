@@ -19,6 +19,7 @@ from megalite.topology.parameters import Parameter
 from megalite.topology.state import OptimizerState, StateShard
 from megalite.train.optimizer import (
     OptimizerSettings,
+    Update,
     ensure_state,
     require_finite,
     set_learning_rate,
@@ -52,6 +53,10 @@ class DeepSpeedOptimizer:
         )
         self.state: OptimizerState = _ZeroState(self._zero, parameters, self._tensors)
 
+    @property
+    def loss_scale(self) -> float:
+        return float(self._zero.loss_scale)
+
     def forward(self, input_ids: Tensor, **arguments: Tensor) -> Tensor:
         losses: Tensor = self._engine(input_ids, **arguments)
         return losses
@@ -66,14 +71,14 @@ class DeepSpeedOptimizer:
                 # The pipeline ran the raw module, so no engine hook has moved the gradients to their fp32 sums.
                 self._zero.fill_grad_accum_attribute()
 
-    def step(self, learning_rate: float) -> float:
+    def step(self, learning_rate: float) -> Update:
         set_learning_rate(self._zero.optimizer, learning_rate)
         self._engine.step()
         norm = float(self._engine.get_global_grad_norm())
         # On an overflow DeepSpeed has skipped the update, so the weights are still those of the step before.
         require_finite(norm)
         copy_tied_weights(self._parameters, self._tensors, self._mesh)
-        return norm
+        return Update(norm)
 
 
 class _ModelParallelUnit:

@@ -21,10 +21,28 @@ from megalite.topology.parameters import Parameter
 from megalite.topology.state import OptimizerState, StateShard
 
 
+@dataclass(frozen=True)
+class Update:
+    """What one `step` did.
+
+    grad_norm: the global norm of the gradient, without the loss scale, before clipping.
+    skipped: an fp16 overflow: no weight was changed. overflow: the first tensor with a gradient that is not finite.
+    """
+
+    grad_norm: float
+    skipped: bool = False
+    overflow: str | None = None
+
+
 class Optimizer(Protocol):
     """The trainer's view: gradients are gathered inside `accumulating`, then one `step`."""
 
     state: OptimizerState
+
+    @property
+    def loss_scale(self) -> float:
+        """What the gradients of the coming step are to be multiplied by; 1 unless the precision is fp16."""
+        ...
 
     def forward(self, input_ids: Tensor, **arguments: Tensor) -> Tensor:
         """The model's forward where there is one stage; an engine may gather weights around it."""
@@ -34,8 +52,8 @@ class Optimizer(Protocol):
         """Around all forwards and backwards of one step; at its end gradients are complete over stages and dp."""
         ...
 
-    def step(self, learning_rate: float) -> float:
-        """Clip, update, clear gradients; returns the global gradient norm before clipping.
+    def step(self, learning_rate: float) -> Update:
+        """Clip, update, clear gradients.
 
         Raises TrainingError, on every rank alike and before any weight changes, when the norm is not finite.
         """
@@ -97,6 +115,10 @@ class TorchOptimizer:
         self._optimizer = torch_optimizer(settings, parameters, self._tensors)
         self.state: OptimizerState = _TorchState(self._optimizer, parameters, self._tensors, mesh)
 
+    @property
+    def loss_scale(self) -> float:
+        return 1.0
+
     def forward(self, input_ids: Tensor, **arguments: Tensor) -> Tensor:
         losses: Tensor = self._stage(input_ids, **arguments)
         return losses
@@ -107,7 +129,7 @@ class TorchOptimizer:
         sum_tied_gradients(self._parameters, self._tensors, self._mesh)
         average_over_data(self._gradients(), self._mesh)
 
-    def step(self, learning_rate: float) -> float:
+    def step(self, learning_rate: float) -> Update:
         norm = global_norm(self._parameters, self._tensors, self._mesh)
         require_finite(norm)
         if self._settings.gradient_clipping > 0:
@@ -116,7 +138,7 @@ class TorchOptimizer:
         self._optimizer.step()
         self._optimizer.zero_grad()
         copy_tied_weights(self._parameters, self._tensors, self._mesh)
-        return norm
+        return Update(norm)
 
     def _gradients(self) -> list[Tensor]:
         return [tensor.grad for tensor in self._tensors.values() if tensor.grad is not None]

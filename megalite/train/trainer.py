@@ -4,6 +4,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from megalite.checkpoint.hf_import import load_huggingface
 from megalite.checkpoint.load import load_checkpoint
 from megalite.checkpoint.save import save_checkpoint
 from megalite.config.schema import RunConfig
@@ -62,13 +63,25 @@ def model_options(config: RunConfig) -> ModelOptions:
 class Trainer:
     """Trains the model of `config` on this rank; every rank of the mesh makes one and calls it alike."""
 
-    def __init__(self, config: RunConfig, mesh: ParallelMesh, shape: ModelShape, loader: StepLoader):
+    def __init__(
+        self,
+        config: RunConfig,
+        mesh: ParallelMesh,
+        shape: ModelShape,
+        loader: StepLoader,
+        *,
+        weights: Path | None = None,
+    ):
+        """`weights`: a Hugging Face folder to start from instead of random values."""
         self.config, self.mesh, self.shape, self.loader = config, mesh, shape, loader
         self.state = TrainerState()
         self.dtype = DTYPES[config.training.precision]
         self.split = config.split
         options = model_options(config)
-        self.stage = build_stage(shape, mesh, self.split, options, seed=config.run.seed)
+        seed = config.run.seed if weights is None else None
+        self.stage = build_stage(shape, mesh, self.split, options, seed=seed)
+        if weights is not None:
+            load_huggingface(weights, mesh=mesh, shape=shape, split=self.split, stage=self.stage)
         self.optimizer = self._build_optimizer()
         self.pipeline = pipeline_runner(
             self.stage.chunks,
@@ -105,14 +118,14 @@ class Trainer:
         started = time.perf_counter()
         batch = self.loader.step_batch(self.state.samples, dtype=self.dtype)
         with self.optimizer.accumulating():
-            loss = self.pipeline.forward_backward(batch)
+            loss = self.pipeline.forward_backward(batch, self.optimizer.loss_scale)
         learning_rate = self.learning_rate(self.state.step)
-        grad_norm = self.optimizer.step(learning_rate)
+        update = self.optimizer.step(learning_rate)
         self.state = self.state.advanced(
             samples=self.config.batch.global_batch_size, tokens=self.tokens_per_step
         )
         seconds = time.perf_counter() - started
-        return StepReport(self.state.step, loss, grad_norm, learning_rate, self.state.tokens, seconds)
+        return StepReport(self.state.step, loss, update.grad_norm, learning_rate, self.state.tokens, seconds)
 
     def save(self, folder: Path) -> Path:
         """Write `folder`/step-NNNNNN as one checkpoint of the whole job; collective."""

@@ -46,8 +46,9 @@ def train_and_save(job: Job, folder: str) -> RankResult:
     result = RankResult(mesh.dp.rank)
     for step in range(first, job.steps):
         with optimizer.accumulating():
-            result.losses.append(parts.pipeline.forward_backward(local_batch(job, mesh, step)))
-        result.norms.append(optimizer.step(job.learning_rate))
+            batch = local_batch(job, mesh, step)
+            result.losses.append(parts.pipeline.forward_backward(batch, optimizer.loss_scale))
+        result.norms.append(optimizer.step(job.learning_rate).grad_norm)
     counters = {"step": job.steps, "samples": 8 * job.steps, "tokens": 96 * job.steps}
     save_checkpoint(Path(folder), **common, optimizer=optimizer.state, trainer_state=counters, config={})
     result.final = shards_of(parts.parameters, dict(parts.stage.named_parameters()), mesh)

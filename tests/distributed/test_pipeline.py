@@ -19,7 +19,7 @@ MICRO_BATCHES = 4
 
 
 def losses_and_gradients(
-    schedule: str, stages: int, chunks: int, batches: list[StepBatch]
+    schedule: str, stages: int, chunks: int, batches: list[StepBatch], loss_scale: float = 1.0
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     mesh = ParallelMesh.over_world(Layout(pipeline=stages))
     v_shaped = SCHEDULES[schedule].v_shaped
@@ -30,7 +30,7 @@ def losses_and_gradients(
     losses = []
     for batch in batches:
         total, weight = runner.evaluate(batch)
-        losses.append(runner.forward_backward(batch))
+        losses.append(runner.forward_backward(batch, loss_scale))
         # The same weights: an evaluation in between sees the same loss, and leaves no gradient.
         assert_close(total / weight, losses[-1], what="evaluated loss")
     return losses, {name: tensor.grad for name, tensor in stage.named_parameters() if tensor.grad is not None}
@@ -84,3 +84,20 @@ def test_what_masked_rows_hold_changes_nothing(ranks):
     for (losses, gradients), (other_losses, other_gradients) in zip(one, two, strict=True):
         assert_close(losses, other_losses, rtol=0, what="losses")
         assert_same_tensors(gradients, other_gradients)
+
+
+@pytest.mark.parametrize(("schedule", "stages", "chunks"), [("1f1b", 1, 1), ("1f1b", 2, 1), ("zbv", 2, 2)])
+def test_gradients_carry_the_loss_scale_and_the_loss_does_not(ranks, schedule, stages, chunks):
+    job = {
+        "schedule": schedule,
+        "stages": stages,
+        "chunks": chunks,
+        "batches": [double(tiny_batch(SHAPE, 4))],
+    }
+    plain, scaled = (
+        ranks.run(losses_and_gradients, world_size=stages, **job, loss_scale=scale) for scale in (1.0, 1024.0)
+    )
+    for (losses, gradients), (scaled_losses, scaled_gradients) in zip(plain, scaled, strict=True):
+        assert_close(scaled_losses, losses, rtol=0, what="losses")
+        # A power of two rounds nothing.
+        assert_same_tensors(scaled_gradients, {name: 1024 * grad for name, grad in gradients.items()}, rtol=0)

@@ -77,7 +77,11 @@ FAULTS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
         "counted_here",
         lambda _: lambda parameter, mesh: len(parameter.spec.stages) < 2 or mesh.at.pp == 0,
     ),
-    "loss normalised by the rank's own tokens": (pipeline, "_loss_scale", lambda _: _normalise_by_own_tokens),
+    "loss normalised by the rank's own tokens": (
+        pipeline,
+        "_token_weight",
+        lambda _: _normalise_by_own_tokens,
+    ),
     "a dropped layer": (transformer.Stage, "decode", _skip_one_layer),
     "weights initialised alike on two shards": (stages, "normal_box", _draw_the_first_shard),
     "only the last micro batch kept": (pipeline.StepBatch, "micro_batches", _keep_the_last_micro_batch),

@@ -115,11 +115,11 @@ def _train(job: Job) -> RankResult:
     for step in range(job.steps):
         batch = local_batch(job, mesh, step)
         with optimizer.accumulating():
-            result.losses.append(parts.pipeline.forward_backward(batch))
+            result.losses.append(parts.pipeline.forward_backward(batch, optimizer.loss_scale))
             if step == 0:
                 gradients = {name: _gradient(tensor) for name, tensor in tensors.items()}
                 result.gradients = shards_of(parameters, gradients, mesh)
-        result.norms.append(optimizer.step(job.learning_rate))
+        result.norms.append(optimizer.step(job.learning_rate).grad_norm)
     result.final = shards_of(parameters, tensors, mesh)
     return result
 
