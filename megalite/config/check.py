@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from math import isqrt
 
 from megalite.config.batch import BatchProblem, plan_batch
+from megalite.config.computation_rules import COMPUTATION_RULES
 from megalite.config.family_rules import FAMILY_RULES
 from megalite.config.pipeline_rules import PIPELINE_RULES
 from megalite.config.validate import Facts, Unknown
@@ -208,6 +209,7 @@ RULES: tuple[Rule, ...] = (
     ranks_fill_the_layout,
     batch_numbers_agree,
     zero_fits_the_pipeline,
+    *COMPUTATION_RULES,
     length_is_given_once,
     sequences_fit_the_model,
     warmup_ends_before_the_run,

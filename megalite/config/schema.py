@@ -176,6 +176,16 @@ class TrainingConfig(Section):
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = Field(
         "auto", description='number type; "auto": what DeepSpeed\'s JSON enables, else fp32'
     )
+    recompute: Literal["none", "selective", "full"] = Field(
+        "none",
+        description="what backward computes again to keep less: attention's core (selective), whole layers (full)",
+    )
+    recompute_layers: Count | None = Field(
+        None, description="only the first so many layers of each chunk of a stage"
+    )
+    recompute_ratio: float | None = Field(
+        None, gt=0, le=1, description="only this share of each chunk's layers, evenly spread, rounded up"
+    )
     threads: Count | Literal["auto"] = Field(
         "auto", description='a rank; "auto": the machine\'s cores shared'
     )

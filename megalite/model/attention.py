@@ -9,7 +9,9 @@ from megalite.model.kv_cache import KeyValueCache
 from megalite.model.norms import RMSNorm
 from megalite.model.rope import Rotation
 from megalite.ops.attention import causal_attention
+from megalite.ops.norms import rms_norm
 from megalite.ops.rotary import rotate, split_and_rotate
+from megalite.parallel.collectives import copy_to
 from megalite.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.parameters import ModelShape
@@ -34,7 +36,7 @@ class SelfAttention(nn.Module):
             dtype=dtype,
             bias=shape.attention_output_bias,
         )
-        self.qk_norm = shape.qk_norm
+        self.tp, self.qk_norm = mesh.tp, shape.qk_norm
         if shape.qk_norm:
             self.q_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps, dtype=dtype)
             self.k_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps, dtype=dtype)
@@ -62,7 +64,11 @@ class SelfAttention(nn.Module):
             return split_and_rotate(qkv, self.heads, self.key_value_heads, *rotation)
         query, key, value = qkv.split((self.heads, self.key_value_heads, self.key_value_heads), dim=2)
         if self.qk_norm:
-            query, key = self.q_norm(query.contiguous()), self.k_norm(key.contiguous())
+            query, key = self._normed(query, self.q_norm), self._normed(key, self.k_norm)
         if rotation is not None:
             query, key = rotate(query, *rotation), rotate(key, *rotation)
         return query, key, value
+
+    def _normed(self, heads: Tensor, norm: RMSNorm) -> Tensor:
+        # Each rank norms heads of its own with the one weight: its gradient is a sum over all of them.
+        return rms_norm(heads.contiguous(), copy_to(norm.weight, self.tp), norm.eps)

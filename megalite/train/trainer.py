@@ -9,7 +9,7 @@ from megalite.checkpoint.load import load_checkpoint
 from megalite.checkpoint.save import save_checkpoint
 from megalite.config.schema import RunConfig
 from megalite.data.loader import StepLoader
-from megalite.model.options import Dropout, ModelOptions
+from megalite.model.options import Dropout, ModelOptions, Recompute
 from megalite.model.stages import build_stage
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.pipeline import PipelineShapes, pipeline_runner
@@ -46,7 +46,7 @@ class StepReport:
 
 def model_options(config: RunConfig) -> ModelOptions:
     """All that the configuration has to say to the model beyond its shape."""
-    model, parallel = config.model, config.parallel
+    model, parallel, training = config.model, config.parallel, config.training
     return ModelOptions(
         dtype=DTYPES[config.training.precision],
         split_backward=parallel.pipeline > 1 and SCHEDULES[parallel.schedule].splits_backward,
@@ -57,6 +57,7 @@ def model_options(config: RunConfig) -> ModelOptions:
             attention=model.attention_dropout,
         ),
         dropout_seed=config.run.seed,
+        recompute=Recompute(training.recompute, training.recompute_layers, training.recompute_ratio),
     )
 
 

@@ -332,6 +332,26 @@ CASES = [
         {"parallel.pipeline": 1},
     ),
     Case(
+        "recomputed_layers_are_chosen_once",
+        {"training.recompute": "full", "training.recompute_layers": 2, "training.recompute_ratio": 0.5},
+        "training.recompute_layers: 2 stands beside training.recompute_ratio = 0.5; set one of the two",
+        {"training.recompute_layers": REMOVED},
+    ),
+    Case(
+        "chosen_layers_are_recomputed",
+        {"training.recompute_layers": 2},
+        'training.recompute_layers: 2 has no meaning beside training.recompute = "none"; '
+        'set training.recompute to "full" or "selective"',
+        {"training.recompute": "full"},
+    ),
+    Case(
+        "chosen_layers_are_recomputed",
+        {"training.recompute_ratio": 0.5},
+        'training.recompute_ratio: 0.5 has no meaning beside training.recompute = "none"; '
+        'set training.recompute to "full" or "selective"',
+        {"training.recompute": "selective"},
+    ),
+    Case(
         "length_is_given_once",
         {"training.steps": REMOVED},
         "training.steps: the length of the run is not set; set training.steps or training.epochs",
