@@ -1,6 +1,7 @@
 """Weights from a Hugging Face folder: every rank reads only the slices that it holds."""
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,16 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from megalite.checkpoint.families import FamilyTensor, family_tensors
-from megalite.checkpoint.huggingface import INDEX
+from megalite.checkpoint.huggingface import INDEX, TOKENIZER_FILES
 from megalite.checkpoint.load import load_parameter
-from megalite.checkpoint.save import all_or_none
+from megalite.checkpoint.save import all_or_none, save_checkpoint
 from megalite.errors import CheckpointError
+from megalite.model.stages import build_stage
 from megalite.parallel.mesh import ParallelMesh
-from megalite.topology.layout import PipelineSplit
+from megalite.topology.layout import PipelineSplit, pipeline_split
 from megalite.topology.parameters import EMBEDDING, HEAD, ModelShape, canonical_tensors, stage_parameters
 from megalite.topology.sharding import Box
+from megalite.topology.state import NoOptimizer
 
 # What older exports hold beside the weights: masks and frequencies, which follow from the configuration.
 _BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
@@ -126,3 +129,38 @@ def _file_names(folder: Path) -> list[str]:
 
 def _listed(names: list[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def import_checkpoint(folder: Path, shape: ModelShape, run_folder: Path) -> Path:
+    """Write a folder's weights as a checkpoint without optimizer state: step 0 of a run; one process, the model once.
+
+    Its tokenizer files come along to `run_folder`/tokenizer. Raises CheckpointError as load_huggingface does.
+    """
+    mesh, split = ParallelMesh.single(), pipeline_split(shape.num_hidden_layers)
+    stage = build_stage(shape, mesh, split, seed=None)
+    load_huggingface(folder, mesh=mesh, shape=shape, split=split, stage=stage)
+    found = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    if found:
+        (run_folder / "tokenizer").mkdir(parents=True, exist_ok=True)
+    for path in found:
+        shutil.copyfile(path, run_folder / "tokenizer" / path.name)
+    return save_checkpoint(
+        run_folder / "checkpoints",
+        mesh=mesh,
+        shape=shape,
+        split=split,
+        stage=stage,
+        optimizer=NoOptimizer(),
+        trainer_state={"step": 0, "samples": 0, "tokens": 0},
+        config={"model": {"weights": str(folder)}, "tokenizer": {"end_of_document": _end_of_text(folder)}},
+    )
+
+
+def _end_of_text(folder: Path) -> str | None:
+    """The tokenizer's own word for it, as plain text."""
+    try:
+        content = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        token = content.get("eos_token")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return token.get("content") if isinstance(token, dict) else token

@@ -7,12 +7,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megalite.checkpoint.folder import find_checkpoint, find_tokenizer, require_whole
 from megalite.checkpoint.format import Manifest
 from megalite.errors import CheckpointError, ConfigError, Problem
 from megalite.launcher.environment import RankInfo, prepare_process
 from megalite.topology.layout import Layout
+
+if TYPE_CHECKING:
+    from megalite.data.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,7 @@ def _generate_on_rank(info: RankInfo, request: _Request) -> int:
     started = time.perf_counter()
     new_ids = generate(
         model,
-        tokenizer.encode(request.prompt),
+        _prompt_ids(tokenizer, request.prompt),
         new_tokens=request.tokens,
         sampling=Sampling(request.temperature, request.top_k, request.top_p, request.seed),
         stop_ids={tokenizer.end_of_document_id},
@@ -93,6 +97,12 @@ def _generate_on_rank(info: RankInfo, request: _Request) -> int:
         print(request.prompt + tokenizer.decode(ids, skip_special_tokens=True), flush=True)
         print(f"{request.checkpoint}: {len(ids)} tokens in {seconds:.2f} s", file=sys.stderr, flush=True)
     return 0
+
+
+def _prompt_ids(tokenizer: "Tokenizer", prompt: str) -> list[int]:
+    """The prompt as transformers would start it: with the tokenizer's own first token, if it has one."""
+    ids: list[int] = tokenizer.backend.encode(prompt).ids
+    return ids[:-1] if ids[-1:] == [tokenizer.end_of_document_id] else ids
 
 
 def _check(options: argparse.Namespace, manifest: Manifest) -> None:

@@ -5,10 +5,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from megalite.config.draft import Draft
+from megalite.config.schema import ModelConfig
 from megalite.config.toml import shown
-from megalite.errors import Problem
+from megalite.errors import ConfigError, Problem
 from megalite.topology.families import FAMILIES, Family
+from megalite.topology.parameters import ModelShape
 
 _KEY = "model.hf_config"
 # rope_parameters (transformers 5) or rope_scaling (4): their word -> ours.
@@ -56,6 +60,21 @@ def apply_hf_config(draft: Draft) -> None:
     if named_by != _KEY and not (draft.has("tokenizer", "path") or draft.has("tokenizer", "vocab_size")):
         draft.set("tokenizer", "path", str(path.parent), named_by)
     draft.set_behind("model", {"family": family.model_type, **shape}, str(path), named_by=named_by)
+
+
+def shape_of_folder(folder: Path) -> ModelShape:
+    """The shape that a Hugging Face folder's config.json gives; raises ConfigError when it is not built."""
+    draft = Draft(str(folder), {"model": {"hf_config": str(folder)}})
+    apply_hf_config(draft)
+    try:
+        model = ModelConfig(**draft.section("model")) if not draft.problems else None
+    except ValidationError as error:
+        for each in error.errors(include_url=False):
+            draft.problem(f"config.json: {each['loc'][0]}", str(each["msg"]).lower())
+        model = None
+    if model is None:
+        raise ConfigError(draft.problems, draft.source)
+    return model.shape(0)
 
 
 def _unsupported(family: Family, found: Mapping[str, Any], path: Path) -> Iterator[Problem]:
