@@ -13,7 +13,7 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 def run(arguments: Sequence[str]) -> int:
-    """`megalite convert export`, `import` and `inspect`; the exit code. Raises CheckpointError, DataError, ConfigError."""
+    """`megalite convert export|import|inspect`; the exit code. Raises CheckpointError, DataError, ConfigError."""
     options = _parser().parse_args(arguments)
     command: Callable[[argparse.Namespace], int] = options.command
     return command(options)
