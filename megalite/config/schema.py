@@ -186,6 +186,14 @@ class TrainingConfig(Section):
     recompute_ratio: float | None = Field(
         None, gt=0, le=1, description="only this share of each chunk's layers, evenly spread, rounded up"
     )
+    label_smoothing: Fraction = Field(
+        0.0, description="share of each target spread over the vocabulary; the reported loss has it"
+    )
+    z_loss: float = Field(
+        0.0,
+        ge=0,
+        description="weight of the squared log of the softmax's normaliser; the reported loss has it",
+    )
     threads: Count | Literal["auto"] = Field(
         "auto", description='a rank; "auto": the machine\'s cores shared'
     )
