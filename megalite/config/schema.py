@@ -231,9 +231,14 @@ class DeepSpeedSection(Section):
 class TokenizerConfig(Section):
     """An existing tokenizer, or one to train on [data]."""
 
-    path: Text | None = Field(None, description="Hugging Face tokenizer: folder or tokenizer.json")
+    path: Text | None = Field(
+        None,
+        description="Hugging Face folder or tokenizer.json, sentencepiece .model, or GPT-2's vocab.json folder",
+    )
     vocab_size: Count | None = Field(None, description="train one with so many ids")
-    kind: Literal["bpe"] = Field("bpe", description="what is trained: byte-level BPE")
+    kind: Literal["bpe", "unigram", "sentencepiece_bpe"] = Field(
+        "bpe", description="what is trained: byte-level BPE, or sentencepiece's unigram or BPE"
+    )
     end_of_document: Text = Field("<|endoftext|>", description="token between documents")
 
 
