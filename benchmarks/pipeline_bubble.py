@@ -9,10 +9,10 @@ rows of one (stages, micro batches) do the same work.
 
 bubble      the share of all ranks' time in a step in which they do not sleep their calibrated time: waiting for
             others, and everything that the runner and torch cost. Median of several steps, one of warm-up before.
-ideal       of topology.schedule_timeline, transfers and runner free: F = I = W, B = I + W.
-as torch    the same with what torch does on the model's first chunk: no input there wants a gradient, so a split
-            backward does nothing in I and everything in W. Work is the same; only its place differs.
-over        measured - "as torch", in points of a percent: what the runner costs, and a busy machine.
+ideal       of topology.schedule_timeline, transfers and runner free: F = I = W, B = I + W. (Of the model's first
+            chunk, whose input wants no gradient, torch does all of a split backward in W; that moves work, and no
+            ideal bubble here: `as_torch_bubble` in the file.)
+over        measured - ideal, in points of a percent: what the runner costs, and a busy machine.
 ms/action   the same in time: what the step takes longer, for each F, B, I or W of a rank. It hardly depends on how
             long a chunk works, so a real model's `over` follows from it.
 in flight   the most (chunk, micro batch) pairs whose activations any rank held at once: measured / by the data.
@@ -185,6 +185,7 @@ def row_of(case: Case, ranks: Sequence[RankFigures]) -> dict[str, Any]:
     shape = (case.schedule, case.stages, case.micro_batches, case.chunks)
     seconds = statistics.median(max(step) for step in zip(*(rank.seconds for rank in ranks), strict=True))
     measured = 1 - sum(rank.busy for rank in ranks) / (case.stages * seconds)
+    ideal = bubble_fraction(*shape)
     as_torch = ideal_timeline(*shape, FirstChunkInW())
     actions = max(len(order) for order in orders_of(*shape))
     return {
@@ -192,10 +193,10 @@ def row_of(case: Case, ranks: Sequence[RankFigures]) -> dict[str, Any]:
         "stages": case.stages,
         "micro_batches": case.micro_batches,
         "chunks": case.chunks,
-        "ideal_bubble": round(bubble_fraction(*shape), 4),
+        "ideal_bubble": round(ideal, 4),
         "as_torch_bubble": round(as_torch.bubble, 4),
         "measured_bubble": round(measured, 4),
-        "over": round(measured - as_torch.bubble, 4),
+        "over": round(measured - ideal, 4),
         "step_seconds": round(seconds, 4),
         "ideal_step_seconds": round(as_torch.length * case.chunk_unit, 4),
         "over_ms_an_action": round((seconds - as_torch.length * case.chunk_unit) / actions * 1e3, 3),
@@ -219,7 +220,7 @@ def cases_of(stages: int, micro_batches: int, unit: float) -> list[Case]:
 
 
 def measure(*, quick: bool) -> list[dict[str, Any]]:
-    unit, steps = (0.012, 2) if quick else (0.040, 5)
+    unit, steps = (0.012, 2) if quick else (0.040, 3)
     worlds = [[(2, 4)]] if quick else [[(4, 8), (4, 16)], [(8, 16)]]
     rows = []
     for shapes in worlds:
@@ -235,7 +236,6 @@ COLUMNS = {
     "micro_batches": "M",
     "chunks": "v",
     "ideal": "ideal",
-    "as_torch": "as torch",
     "measured": "measured",
     "over": "over",
     "over_ms_an_action": "ms/action",
@@ -244,7 +244,7 @@ COLUMNS = {
 
 
 def _shown(row: dict[str, Any]) -> dict[str, Any]:
-    percent = {key: f"{row[f'{key}_bubble'] * 100:.1f} %" for key in ("ideal", "as_torch", "measured")}
+    percent = {key: f"{row[f'{key}_bubble'] * 100:.1f} %" for key in ("ideal", "measured")}
     in_flight = f"{row['in_flight']} / {row['in_flight_by_data']}"
     return {**row, **percent, "over": f"{row['over'] * 100:+.1f}", "in_flight": in_flight}
 
