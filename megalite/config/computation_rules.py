@@ -3,11 +3,29 @@
 from collections.abc import Iterator
 
 from megalite.config.validate import Facts
+from megalite.errors import Problem
 
 
 def notes_of(facts: Facts) -> list[str]:
     """What a run without problems should be told of its settings."""
     return [note for notes in NOTES for note in notes(facts)]
+
+
+def recomputed_layers_are_chosen_once(facts: Facts) -> Iterator[Problem]:
+    layers, ratio = facts.training.recompute_layers, facts.training.recompute_ratio
+    if layers is not None and ratio is not None:
+        message = f"{layers} stands beside training.recompute_ratio = {ratio}"
+        yield Problem("training.recompute_layers", message, "set one of the two")
+
+
+def chosen_layers_are_recomputed(facts: Facts) -> Iterator[Problem]:
+    if facts.training.recompute != "none":
+        return
+    for name in ("recompute_layers", "recompute_ratio"):
+        value = getattr(facts.training, name)
+        if value is not None:
+            message = f'{value} has no meaning beside training.recompute = "none"'
+            yield Problem(f"training.{name}", message, 'set training.recompute to "full" or "selective"')
 
 
 def attention_dropout_costs(facts: Facts) -> Iterator[str]:
@@ -20,4 +38,5 @@ def attention_dropout_costs(facts: Facts) -> Iterator[str]:
         )
 
 
+COMPUTATION_RULES = (recomputed_layers_are_chosen_once, chosen_layers_are_recomputed)
 NOTES = (attention_dropout_costs,)

@@ -38,7 +38,7 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 # What does no harm and no good here: key -> why.
 _IDLE = {
-    "activation_checkpointing": "the layers do not call DeepSpeed's activation checkpointing",
+    "activation_checkpointing": "training.recompute is what recomputes here",
     "checkpoint": "checkpoints are megalite's own",
     "datastates_ckpt": "checkpoints are megalite's own",
     "dataloader_drop_last": "the data is loaded by megalite",

@@ -1,6 +1,7 @@
 """How a model computes, as opposed to what it is (topology.parameters.ModelShape)."""
 
 from dataclasses import dataclass
+from math import ceil
 from typing import Literal
 
 import torch
@@ -25,7 +26,8 @@ class Recompute:
     """What backward computes again instead of reading it: nothing, attention from its rotated query, key and value
     to its output ("selective"), or whole decoder layers ("full").
 
-    layers: only the first so many of each chunk; ratio: only this share of each chunk's, spread evenly.
+    layers: only the first so many of each chunk; ratio: only this share (or the next larger one) of
+    each chunk's, spread evenly.
     """
 
     mode: RecomputeMode = "none"
@@ -37,7 +39,7 @@ class Recompute:
         if self.layers is not None and place >= self.layers:
             return "none"
         if self.ratio is not None:
-            chosen = round(self.ratio * layers)
+            chosen = ceil(self.ratio * layers - 1e-9)
             if (place + 1) * chosen // layers == place * chosen // layers:
                 return "none"
         return self.mode

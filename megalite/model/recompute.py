@@ -30,15 +30,13 @@ class _Omitted:
     """Stands in the graph for a tensor of a region; the graph drops it as soon as no pass will read it again."""
 
     def __init__(self, region: "_Region", tensor: Tensor):
-        self._region, self._facts = region, (tensor.shape, tensor.dtype)
+        self._region, self._facts = region, _facts(tensor)
         self._tensor: Tensor | None = None
         self._version = 0
 
     def fill(self, tensor: Tensor) -> None:
-        if (tensor.shape, tensor.dtype) != self._facts:
-            raise AssertionError(
-                f"recompute gave {tensor.dtype} {tuple(tensor.shape)}, forward {self._facts}"
-            )
+        if _facts(tensor) != self._facts:
+            raise AssertionError(f"recompute gave {_facts(tensor)}, forward {self._facts}")
         self._tensor, self._version = tensor.detach(), tensor._version
 
     def read(self) -> Tensor:
@@ -91,6 +89,10 @@ class _Region:
         except _Enough:
             return
         raise AssertionError(f"recompute saved {left} tensors fewer than forward")
+
+
+def _facts(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {tuple(tensor.shape)}"
 
 
 def _never(_: Any) -> Tensor:

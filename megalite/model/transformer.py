@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from megalite.model.attention import SelfAttention
 from megalite.model.dropout import DropoutSites, LayerMasks, Places
 from megalite.model.kv_cache import KeyValueCache
-from megalite.model.mlp import GatedMLP
-from megalite.model.norms import RMSNorm
+from megalite.model.mlp import build_mlp
+from megalite.model.norms import build_norm
 from megalite.model.options import PLAIN, ModelOptions, RecomputeMode
 from megalite.model.recompute import recomputed
-from megalite.model.rope import RotaryEmbedding, Rotation
+from megalite.model.rope import Rotation, rotary_embedding
 from megalite.ops.attention import causal_attention, causal_attention_with_dropout
 from megalite.ops.dropout import dropout
 from megalite.parallel.collectives import copy_to, gather_last_dim
@@ -43,16 +43,18 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.recompute = recompute
         dtype = options.dtype
-        self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps, dtype=dtype)
+        self.post_norm = shape.norm_placement == "post"
+        self.input_layernorm = build_norm(shape, dtype)
         self.self_attn = SelfAttention(shape, layer, mesh, dtype=dtype)
-        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps, dtype=dtype)
-        self.mlp = GatedMLP(shape, mesh, dtype=dtype)
+        self.post_attention_layernorm = build_norm(shape, dtype)
+        self.mlp = build_mlp(shape, mesh, dtype=dtype)
+        self.window = shape.window_of(layer)
         self.sites = DropoutSites(shape, f"layers.{layer}", mesh, options)
 
     def forward(
         self,
         hidden_states: Tensor,
-        rotation: Rotation,
+        rotation: Rotation | None,
         places: Places | None = None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
@@ -64,30 +66,33 @@ class DecoderLayer(nn.Module):
         self,
         hidden_states: Tensor,
         *,
-        rotation: Rotation,
+        rotation: Rotation | None,
         places: Places | None,
         cache: KeyValueCache | None,
     ) -> Tensor:
         masks = LayerMasks() if places is None else self.sites.layer_masks(places)
         attend = partial(self._attend, places=places)
         # In place on the projections' outputs, which no backward needs.
-        attended = self.self_attn(self.input_layernorm(hidden_states), rotation, cache, attend)
+        normed = hidden_states if self.post_norm else self.input_layernorm(hidden_states)
+        attended = self.self_attn(normed, rotation, cache, attend)
         attended = dropout(attended, masks.attention_residual).add_(hidden_states)
-        fed_forward = self.mlp(self.post_attention_layernorm(attended), masks.mlp)
-        return dropout(fed_forward, masks.mlp_residual).add_(attended)
+        if self.post_norm:
+            attended = self.input_layernorm(attended)
+        normed = attended if self.post_norm else self.post_attention_layernorm(attended)
+        output: Tensor = dropout(self.mlp(normed, masks.mlp), masks.mlp_residual).add_(attended)
+        return self.post_attention_layernorm(output) if self.post_norm else output
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, *, places: Places | None) -> Tensor:
-        attend = causal_attention
+        attend = partial(causal_attention, window=self.window)
         if places is not None and self.sites.drops_attention:
             attend = partial(self._attend_and_drop, places)
-        return (
-            recomputed(attend, query, key, value)
-            if self.recompute == "selective"
-            else attend(query, key, value)
-        )
+        if self.recompute == "selective":
+            return recomputed(attend, query, key, value)
+        return attend(query, key, value)
 
     def _attend_and_drop(self, places: Places, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return causal_attention_with_dropout(query, key, value, self.sites.attention_mask(places))
+        mask = self.sites.attention_mask(places)
+        return causal_attention_with_dropout(query, key, value, mask, self.window)
 
 
 class Decoder(nn.Module):
@@ -101,6 +106,10 @@ class Decoder(nn.Module):
             self.embed_tokens = VocabParallelEmbedding(
                 shape.vocab_size, shape.hidden_size, tp=mesh.tp, dtype=options.dtype
             )
+        if first and shape.position_embedding == "learned":
+            self.embed_positions = nn.Embedding(
+                shape.max_position_embeddings, shape.hidden_size, dtype=options.dtype
+            )
         # Keyed by the global index, so that a parameter has one name whatever stage holds it.
         self.layers = nn.ModuleDict()
         for layers in (split.layers[chunk] for chunk in chunks):
@@ -108,7 +117,7 @@ class Decoder(nn.Module):
                 recompute = options.recompute.of_layer(place, len(layers))
                 self.layers[str(layer)] = DecoderLayer(shape, layer, mesh, options, recompute=recompute)
         if last:
-            self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps, dtype=options.dtype)
+            self.norm = build_norm(shape, options.dtype)
 
 
 class Head(nn.Module):
@@ -134,9 +143,13 @@ class Chunk(nn.Module):
         self.is_first, self.is_last = index == 0, index == len(split.layers) - 1
         self.vocabulary = balanced_split(stage.shape.vocab_size, mesh.tp.size)
         self.layers = nn.ModuleList(stage.model.layers[str(layer)] for layer in split.layers[index])
-        self.rotary = stage.rotary
+        self.learned_positions = stage.shape.position_embedding == "learned"
+        if not self.learned_positions:
+            self.rotary = stage.rotary
         if self.is_first:
             self.embed_tokens = stage.model.embed_tokens
+            if self.learned_positions:
+                self.embed_positions = stage.model.embed_positions
             self.sites = DropoutSites(stage.shape, "embedding", mesh, options)
         if self.is_last:
             self.norm = stage.model.norm
@@ -168,13 +181,17 @@ class Chunk(nn.Module):
         """
         hidden_states = inputs
         if self.is_first:
-            hidden_states = self.embed_tokens(inputs)
+            hidden_states = self._embed(inputs, position_ids)
             if places is not None:
                 hidden_states = dropout(hidden_states, self.sites.embedding_mask(places))
-        rotation = self.rotary(position_ids)
+        rotation = None if self.learned_positions else self.rotary(position_ids)
         for layer in self.layers:
             hidden_states = layer(hidden_states, rotation, places, cache)
         return hidden_states
+
+    def _embed(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        embedded: Tensor = self.embed_tokens(input_ids)
+        return embedded.add_(self.embed_positions(position_ids)) if self.learned_positions else embedded
 
     def local_logits(self, hidden_states: Tensor) -> Tensor:
         """Last chunk: [B, S, H] -> logits over this rank's rows of the vocabulary [B, S, V / tp], >= float32."""
@@ -192,15 +209,14 @@ class Stage(nn.Module):
 
     def __init__(self, shape: ModelShape, split: PipelineSplit, mesh: ParallelMesh, options: ModelOptions):
         super().__init__()
-        self.shape = shape
+        self.shape, self.dtype = shape, options.dtype
         chunks = split.chunks_of(mesh.at.pp)
         self.model = Decoder(shape, split, mesh, options)
         if len(split.layers) - 1 in chunks and not shape.tie_word_embeddings:
             rows = len(balanced_split(shape.vocab_size, mesh.tp.size)[mesh.tp.rank])
             self.lm_head = Head(rows, shape.hidden_size, dtype=options.dtype)
-        self.rotary = RotaryEmbedding(
-            shape.max_position_embeddings, shape.head_dim, shape.rope_theta, dtype=options.dtype
-        )
+        if shape.position_embedding == "rope":
+            self.rotary = rotary_embedding(shape, options.dtype)
         # A tuple, which torch does not register: a parameter has one name, the stage's.
         self.chunks = tuple(Chunk(self, split, index, mesh, options) for index in chunks)
 

@@ -7,29 +7,35 @@ from torch import Tensor
 from megalite.ops.dropout import Mask, dropout
 
 
-def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, window: int | None = None) -> Tensor:
     """softmax(Q K^T / sqrt(D)) V where position i sees the keys up to i, aligned at the end.
 
     query: [B, S, heads, D]; key, value: [B, T, kv heads, D] with T >= S (T > S while decoding from a cache);
-    heads is a multiple of kv heads. Returns [B, S, heads, D].
+    heads is a multiple of kv heads. window: it sees so many of them, itself included
+    (Beltagy et al. 2020). Returns [B, S, heads, D].
     """
     key, value = _one_a_query_head(query, key, value)
     new, total = query.shape[1], key.shape[1]
+    cut = window is not None and window < total
     # One new token sees everything; a longer piece after a cache needs the mask aligned at the end.
     mask = None
-    if 1 < new < total:
-        mask = query.new_ones(new, total).tril(total - new).bool()
+    if cut or 1 < new < total:
+        mask = torch.ones(new, total, dtype=torch.bool, device=query.device).tril(total - new)
+    if mask is not None and window is not None:
+        mask = mask.triu(total - new - window + 1)
     attended = F.scaled_dot_product_attention(
         query.transpose(1, 2),
         key.transpose(1, 2),
         value.transpose(1, 2),
         attn_mask=mask,
-        is_causal=new == total,
+        is_causal=mask is None and new == total,
     )
     return attended.transpose(1, 2)
 
 
-def causal_attention_with_dropout(query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
+def causal_attention_with_dropout(
+    query: Tensor, key: Tensor, value: Tensor, mask: Mask, window: int | None = None
+) -> Tensor:
     """softmax(Q K^T / sqrt(D)) with values dropped, V; written out, since no fused kernel takes a given mask.
 
     query: [B, S, heads, D]; key, value: [B, S, kv heads, D]; mask: [B, heads, S, S]. Returns [B, S, heads, D].
@@ -37,9 +43,10 @@ def causal_attention_with_dropout(query: Tensor, key: Tensor, value: Tensor, mas
     """
     key, value = _one_a_query_head(query, key, value)
     scores = torch.matmul(query.transpose(1, 2) * query.shape[-1] ** -0.5, key.permute(0, 2, 3, 1))
-    future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1)
+    unseen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
+    unseen = unseen.triu(1) if window is None else unseen.triu(1) | unseen.tril(-window)
     wide = torch.promote_types(scores.dtype, torch.float32)
-    probabilities = scores.masked_fill(future, float("-inf")).softmax(dim=-1, dtype=wide).to(scores.dtype)
+    probabilities = scores.masked_fill(unseen, float("-inf")).softmax(dim=-1, dtype=wide).to(scores.dtype)
     return torch.matmul(dropout(probabilities, mask), value.transpose(1, 2)).transpose(1, 2)
 
 

@@ -4,11 +4,12 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from megalite.checkpoint.hf_import import load_huggingface
 from megalite.checkpoint.load import load_checkpoint
 from megalite.checkpoint.save import save_checkpoint
 from megalite.config.schema import RunConfig
 from megalite.data.loader import StepLoader
-from megalite.model.options import Dropout, ModelOptions
+from megalite.model.options import Dropout, ModelOptions, Recompute
 from megalite.model.stages import build_stage
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.pipeline import PipelineShapes, pipeline_runner
@@ -45,7 +46,7 @@ class StepReport:
 
 def model_options(config: RunConfig) -> ModelOptions:
     """All that the configuration has to say to the model beyond its shape."""
-    model, parallel = config.model, config.parallel
+    model, parallel, training = config.model, config.parallel, config.training
     return ModelOptions(
         dtype=DTYPES[config.training.precision],
         split_backward=parallel.pipeline > 1 and SCHEDULES[parallel.schedule].splits_backward,
@@ -56,22 +57,36 @@ def model_options(config: RunConfig) -> ModelOptions:
             attention=model.attention_dropout,
         ),
         dropout_seed=config.run.seed,
+        recompute=Recompute(training.recompute, training.recompute_layers, training.recompute_ratio),
     )
 
 
 class Trainer:
     """Trains the model of `config` on this rank; every rank of the mesh makes one and calls it alike."""
 
-    def __init__(self, config: RunConfig, mesh: ParallelMesh, shape: ModelShape, loader: StepLoader):
+    def __init__(
+        self,
+        config: RunConfig,
+        mesh: ParallelMesh,
+        shape: ModelShape,
+        loader: StepLoader,
+        *,
+        weights: Path | None = None,
+    ):
+        """`weights`: a Hugging Face folder to start from instead of random values."""
         self.config, self.mesh, self.shape, self.loader = config, mesh, shape, loader
         self.state = TrainerState()
         self.dtype = DTYPES[config.training.precision]
         self.split = config.split
         options = model_options(config)
-        self.stage = build_stage(shape, mesh, self.split, options, seed=config.run.seed)
+        seed = config.run.seed if weights is None else None
+        self.stage = build_stage(shape, mesh, self.split, options, seed=seed)
+        if weights is not None:
+            load_huggingface(weights, mesh=mesh, shape=shape, split=self.split, stage=self.stage)
         self.optimizer = self._build_optimizer()
         self.pipeline = pipeline_runner(
             self.stage.chunks,
+            self.split,
             mesh,
             PipelineShapes(
                 micro_batches=config.batch.micro_batches,

@@ -101,7 +101,9 @@ def build(job: Job) -> Parts:
     micro_batches = SEQUENCES // job.layout.data // job.micro_batch_size
     optimizer = job_optimizer(job, stage, parameters, mesh, micro_batches)
     shapes = PipelineShapes(micro_batches, job.shape.hidden_size, job.dtype, options.loss_dtype)
-    pipeline = pipeline_runner(stage.chunks, mesh, shapes, schedule=job.schedule, forward=optimizer.forward)
+    pipeline = pipeline_runner(
+        stage.chunks, split, mesh, shapes, schedule=job.schedule, forward=optimizer.forward
+    )
     return Parts(mesh, split, stage, parameters, optimizer, pipeline)
 
 

@@ -1,0 +1,33 @@
+"""megalite train, as far as it goes before the ranks start."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from megalite.cli import train
+from tests.unit.config.runs import changed, write_run
+
+
+class Started(Exception):
+    """The point at which the process would be prepared for training."""
+
+
+@pytest.mark.parametrize(("rank", "told"), [(None, 1), (0, 1), (1, 0)])
+def test_what_the_settings_cost_is_told_once_at_the_start(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    rank: int | None,
+    told: int,
+) -> None:
+    def stop(*_: object, **__: object) -> None:
+        raise Started
+
+    info = None if rank is None else SimpleNamespace(rank=rank, world_size=2)
+    monkeypatch.setattr(train, "rank_info", lambda: info)
+    monkeypatch.setattr(train, "prepare_process", stop)
+    path = write_run(tmp_path, changed({"model.attention_dropout": 0.1}))
+    with pytest.raises(Started):
+        train.run([str(path)])
+    assert capsys.readouterr().out.count("note: model.attention_dropout = 0.1") == told

@@ -1,0 +1,31 @@
+"""Every setting that decides how the model computes reaches it."""
+
+from pathlib import Path
+
+import torch
+
+from megalite.model.options import Dropout, ModelOptions, Recompute
+from megalite.train.trainer import model_options
+from tests.unit.config.runs import load
+
+
+def test_the_configuration_reaches_the_model(tmp_path: Path) -> None:
+    changes = {
+        "run.seed": 5,
+        "model.embedding_dropout": 0.1,
+        "model.residual_dropout": 0.2,
+        "model.mlp_dropout": 0.3,
+        "model.attention_dropout": 0.4,
+        "training.recompute": "selective",
+        "training.recompute_layers": 3,
+    }
+    assert model_options(load(tmp_path, changes).config) == ModelOptions(
+        dtype=torch.float32,
+        dropout=Dropout(embedding=0.1, residual=0.2, mlp=0.3, attention=0.4),
+        dropout_seed=5,
+        recompute=Recompute("selective", layers=3),
+    )
+
+
+def test_a_run_that_says_nothing_of_it_is_plain(tmp_path: Path) -> None:
+    assert model_options(load(tmp_path, {"run.seed": 0}).config) == ModelOptions()
