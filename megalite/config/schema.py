@@ -138,6 +138,7 @@ class TrainingConfig(Section):
     recompute_ratio: float | None = Field(
         None, gt=0, le=1, description="only this share of each chunk's layers, evenly spread, rounded up"
     )
+    compile: bool = Field(False, description="decoder layers through torch.compile; needs a C++ compiler")
     threads: Count | Literal["auto"] = Field(
         "auto", description='a rank; "auto": the machine\'s cores shared'
     )

@@ -51,6 +51,7 @@ class ModelOptions:
 
     split_backward: the schedule asks for the gradients of inputs and weights at different times, so that an
     autograd node that gives both would run twice.
+    compile: decoder layers run through torch.compile.
     """
 
     dtype: torch.dtype = torch.float32
@@ -58,6 +59,7 @@ class ModelOptions:
     dropout: Dropout = Dropout()
     dropout_seed: int = 0
     recompute: Recompute = Recompute()
+    compile: bool = False
 
     @property
     def loss_dtype(self) -> torch.dtype:

@@ -7,45 +7,37 @@ from torch import Tensor
 from megalite.ops.dropout import Mask, dropout
 
 
-def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, mask: Mask | None = None) -> Tensor:
     """softmax(Q K^T / sqrt(D)) V where position i sees the keys up to i, aligned at the end.
 
+    mask: [B, heads, S, S], of the probabilities to drop; it has them written out, for no fused kernel takes a given
+    one, and two matrices [B, heads, S, S] kept for the backward, where otherwise none is.
     query: [B, S, heads, D]; key, value: [B, T, kv heads, D] with T >= S (T > S while decoding from a cache);
     heads is a multiple of kv heads. Returns [B, S, heads, D].
     """
-    key, value = _one_a_query_head(query, key, value)
+    grouped = query.shape[2] // key.shape[2]
+    if grouped > 1:
+        key, value = key.repeat_interleave(grouped, dim=2), value.repeat_interleave(grouped, dim=2)
+    if mask is not None:
+        return _attention_with_dropout(query, key, value, mask)
     new, total = query.shape[1], key.shape[1]
     # One new token sees everything; a longer piece after a cache needs the mask aligned at the end.
-    mask = None
+    seen = None
     if 1 < new < total:
-        mask = query.new_ones(new, total).tril(total - new).bool()
+        seen = query.new_ones(new, total).tril(total - new).bool()
     attended = F.scaled_dot_product_attention(
         query.transpose(1, 2),
         key.transpose(1, 2),
         value.transpose(1, 2),
-        attn_mask=mask,
+        attn_mask=seen,
         is_causal=new == total,
     )
     return attended.transpose(1, 2)
 
 
-def causal_attention_with_dropout(query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
-    """softmax(Q K^T / sqrt(D)) with values dropped, V; written out, since no fused kernel takes a given mask.
-
-    query: [B, S, heads, D]; key, value: [B, S, kv heads, D]; mask: [B, heads, S, S]. Returns [B, S, heads, D].
-    It keeps two matrices [B, heads, S, S] for the backward, where causal_attention keeps none.
-    """
-    key, value = _one_a_query_head(query, key, value)
+def _attention_with_dropout(query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
     scores = torch.matmul(query.transpose(1, 2) * query.shape[-1] ** -0.5, key.permute(0, 2, 3, 1))
     future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1)
     wide = torch.promote_types(scores.dtype, torch.float32)
     probabilities = scores.masked_fill(future, float("-inf")).softmax(dim=-1, dtype=wide).to(scores.dtype)
     return torch.matmul(dropout(probabilities, mask), value.transpose(1, 2)).transpose(1, 2)
-
-
-def _one_a_query_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values repeated for the query heads that share them."""
-    grouped = query.shape[2] // key.shape[2]
-    if grouped == 1:
-        return key, value
-    return key.repeat_interleave(grouped, dim=2), value.repeat_interleave(grouped, dim=2)

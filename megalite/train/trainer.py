@@ -57,6 +57,7 @@ def model_options(config: RunConfig) -> ModelOptions:
         ),
         dropout_seed=config.run.seed,
         recompute=Recompute(training.recompute, training.recompute_layers, training.recompute_ratio),
+        compile=training.compile,
     )
 
 

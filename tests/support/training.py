@@ -43,6 +43,7 @@ class Job:
     seed: int = 7
     dropout: Dropout = PLAIN.dropout
     recompute: Recompute = PLAIN.recompute
+    compile: bool = False
     fault: str | None = None
 
 
@@ -88,7 +89,15 @@ class Parts:
 def build(job: Job) -> Parts:
     """Everything of the job on this rank of the current process group, with its initial weights."""
     mesh = ParallelMesh.over_world(job.layout)
-    options = ModelOptions(dtype=job.dtype, dropout=job.dropout, dropout_seed=13, recompute=job.recompute)
+    if job.compile:  # what earlier jobs of this process compiled counts against a limit
+        torch._dynamo.reset()
+    options = ModelOptions(
+        dtype=job.dtype,
+        dropout=job.dropout,
+        dropout_seed=13,
+        recompute=job.recompute,
+        compile=job.compile,
+    )
     split = pipeline_split(
         job.shape.num_hidden_layers,
         job.layout.pipeline,
