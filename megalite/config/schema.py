@@ -215,6 +215,7 @@ class TrainingConfig(Section):
         ge=0,
         description="weight of the squared log of the softmax's normaliser; the reported loss has it",
     )
+    compile: bool = Field(False, description="decoder layers through torch.compile; needs a C++ compiler")
     threads: Count | Literal["auto"] = Field(
         "auto", description='a rank; "auto": the machine\'s cores shared'
     )

@@ -51,6 +51,8 @@ class ModelOptions:
 
     split_backward: the schedule asks for the gradients of inputs and weights at different times, so that an
     autograd node that gives both would run twice. label_smoothing, z_loss: as of cross_entropy.LossTerms.
+    autograd node that gives both would run twice.
+    compile: decoder layers run through torch.compile.
     """
 
     dtype: torch.dtype = torch.float32
@@ -60,6 +62,7 @@ class ModelOptions:
     recompute: Recompute = Recompute()
     label_smoothing: float = 0.0
     z_loss: float = 0.0
+    compile: bool = False
 
     @property
     def loss_dtype(self) -> torch.dtype:

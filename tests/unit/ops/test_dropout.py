@@ -2,7 +2,7 @@
 
 import torch
 
-from megalite.ops.attention import causal_attention, causal_attention_with_dropout
+from megalite.ops.attention import causal_attention
 from megalite.ops.dropout import Mask, dropout
 from tests.support.parity import assert_close
 
@@ -36,9 +36,7 @@ def test_attention_with_nothing_dropped_is_causal_attention():
     query = torch.randn(2, 5, 4, 6, dtype=torch.float64)
     key, value = torch.randn(2, 2, 5, 2, 6, dtype=torch.float64).unbind()
     everything = Mask(torch.ones(2, 4, 5, 5, dtype=torch.bool), 1.0)
-    assert_close(
-        causal_attention_with_dropout(query, key, value, everything), causal_attention(query, key, value)
-    )
+    assert_close(causal_attention(query, key, value, everything), causal_attention(query, key, value))
 
 
 def test_attention_drops_probabilities():
@@ -50,5 +48,5 @@ def test_attention_drops_probabilities():
             torch.ones(4, 4).triu(1).bool(), -torch.inf
         )
         expected = (scores.softmax(-1) * mask.keep[0, head] * mask.scale) @ value[0, :, head]
-        attended = causal_attention_with_dropout(query, key, value, mask)
+        attended = causal_attention(query, key, value, mask)
         assert_close(attended[0, :, head], expected)
