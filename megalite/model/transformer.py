@@ -21,7 +21,7 @@ from megalite.model.rope import Rotation, rotary_embedding
 from megalite.ops.attention import causal_attention, causal_attention_with_dropout
 from megalite.ops.dropout import dropout
 from megalite.parallel.collectives import copy_to, gather_last_dim
-from megalite.parallel.cross_entropy import vocab_parallel_cross_entropy
+from megalite.parallel.cross_entropy import LossTerms, vocab_parallel_cross_entropy
 from megalite.parallel.layers import VocabParallelEmbedding
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.layout import PipelineSplit, balanced_split
@@ -142,6 +142,7 @@ class Chunk(nn.Module):
         self.index, self.tp = index, mesh.tp
         self.is_first, self.is_last = index == 0, index == len(split.layers) - 1
         self.vocabulary = balanced_split(stage.shape.vocab_size, mesh.tp.size)
+        self.loss_terms = LossTerms(stage.shape.vocab_size, options.label_smoothing, options.z_loss)
         self.layers = nn.ModuleList(stage.model.layers[str(layer)] for layer in split.layers[index])
         self.learned_positions = stage.shape.position_embedding == "learned"
         if not self.learned_positions:
@@ -164,7 +165,12 @@ class Chunk(nn.Module):
         if not self.is_last:
             return hidden_states
         losses = vocab_parallel_cross_entropy(
-            self.local_logits(hidden_states), labels, loss_mask, self.vocabulary[self.tp.rank], self.tp
+            self.local_logits(hidden_states),
+            labels,
+            loss_mask,
+            self.vocabulary[self.tp.rank],
+            self.tp,
+            self.loss_terms,
         )
         return losses.sum(dim=-1)
 
