@@ -33,3 +33,15 @@ def test_pipeline_bubble(tmp_path: Path) -> None:
         assert row["step_seconds"] >= row["ideal_step_seconds"], row
         assert row["measured_bubble"] >= row["as_torch_bubble"] - 1e-4, row
     assert next(row for row in rows if row["schedule"] == "1f1b")["ideal_bubble"] == 0.2
+
+
+@pytest.mark.slow
+def test_memory(tmp_path: Path) -> None:
+    rows = {row["case"]: row for row in quick_rows("memory", tmp_path)}
+    for row in rows.values():
+        for part in ("parameters", "optimizer", "gradients", "activations"):
+            # ZeRO pads its partitions; small tensors (statistics, counts) are left out of the formulas.
+            assert row[part] == pytest.approx(row[f"{part}_by_formula"], rel=0.01), (row["case"], part)
+        assert row["peak"] >= row["parameters"] + row["optimizer"] + row["gradients"]
+    assert rows["ZeRO 2"]["optimizer"] < rows["torch optimizer"]["optimizer"]
+    assert rows["recompute full"]["activations"] < rows["torch optimizer"]["activations"] / 2
