@@ -42,7 +42,7 @@ def megalite_step(mesh: ParallelMesh, *, micro_batches: int = 1) -> Callable[[],
     optimizer = TorchOptimizer(stage, list(stage_parameters(SHAPE, split, mesh.at.pp)), mesh, SETTINGS)
     mine = SEQUENCES // mesh.dp.size
     shapes = PipelineShapes(micro_batches, SHAPE.hidden_size, torch.float32, torch.float32)
-    runner = pipeline_runner(stage.chunks, mesh, shapes, schedule="1f1b", forward=optimizer.forward)
+    runner = pipeline_runner(stage.chunks, split, mesh, shapes, schedule="1f1b", forward=optimizer.forward)
     input_ids = token_ids()[mesh.dp.rank * mine : (mesh.dp.rank + 1) * mine]
     positions = torch.arange(SEQUENCE_LENGTH).repeat(mine, 1)
     labels, mask = input_ids.roll(-1, dims=1), torch.ones(input_ids.shape)

@@ -16,7 +16,7 @@ from typing import Any
 from megalite.checkpoint.regions import contains, intersection
 from megalite.errors import CheckpointError
 from megalite.topology.layout import Layout
-from megalite.topology.parameters import ModelShape, canonical_tensors
+from megalite.topology.parameters import ModelShape, RopeScaling, canonical_tensors
 from megalite.topology.sharding import Box
 
 FORMAT_VERSION = 1
@@ -124,7 +124,7 @@ def from_json(text: str, source: Path) -> Manifest:
             **fields
             | {
                 "layout": Layout(**content["layout"]),
-                "model": ModelShape(**content["model"]),
+                "model": _model(content["model"]),
                 "stage_layers": tuple(tuple(layers) for layers in content["stage_layers"]),
                 "tensors": {
                     kind: {name: _entry(entry) for name, entry in entries.items()}
@@ -134,6 +134,11 @@ def from_json(text: str, source: Path) -> Manifest:
         )
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{source}: a field is missing or unknown ({error})") from error
+
+
+def _model(content: Mapping[str, Any]) -> ModelShape:
+    scaling = content.get("rope_scaling")
+    return ModelShape(**{**content, "rope_scaling": RopeScaling(**scaling) if scaling else None})
 
 
 def shard_from_json(content: Mapping[str, Any]) -> Shard:

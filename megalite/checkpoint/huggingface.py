@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalite.checkpoint.families import FamilyTensor, family_tensors
 from megalite.checkpoint.folder import sync_folder, write_durably
 from megalite.checkpoint.format import WEIGHT, Manifest, check_coverage
+from megalite.checkpoint.hf_config import hf_config
 from megalite.checkpoint.model_card import is_our_card, model_card
 from megalite.checkpoint.parity import Comparison, compare_with_transformers
 from megalite.checkpoint.tensor_file import (
@@ -22,24 +24,12 @@ from megalite.checkpoint.tensor_file import (
     full_box,
     write_tensor_file,
 )
-from megalite.data.tokenizer import Tokenizer, load_tokenizer, save_tokenizer
+from megalite.data.tokenizer import Tokenizer, copy_tokenizer, load_tokenizer, save_tokenizer
 from megalite.errors import CheckpointError
-from megalite.topology.parameters import ModelShape, canonical_tensors
 
 CARD = "README.md"
 INDEX = "model.safetensors.index.json"
 SHARD_SIZE_BYTES = 5_000_000_000
-# What a tokenizer may consist of, in the names that transformers looks for.
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-)
 
 
 @dataclass(frozen=True)
@@ -75,7 +65,7 @@ def export(
             files = _write_weights(reader, partial, dtype, shard_size_bytes)
             token_ids = _write_tokenizer(manifest, tokenizer_folder, partial) if tokenizer_folder else {}
             for name, content in (
-                ("config.json", llama_config(manifest.model, dtype, token_ids)),
+                ("config.json", hf_config(manifest.model, dtype, token_ids)),
                 ("generation_config.json", {"do_sample": False, **token_ids}),
             ):
                 write_durably(partial / name, json.dumps(content, indent=2) + "\n")
@@ -89,38 +79,6 @@ def export(
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return Export(destination, tuple(files), tuple(comparisons))
-
-
-def llama_config(shape: ModelShape, dtype: torch.dtype, token_ids: Mapping[str, int]) -> dict[str, Any]:
-    """config.json of a LlamaForCausalLM, for transformers 5 and, by the older names beside, for 4."""
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": shape.vocab_size,
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
-        "num_hidden_layers": shape.num_hidden_layers,
-        "num_attention_heads": shape.num_attention_heads,
-        "num_key_value_heads": shape.num_key_value_heads,
-        "head_dim": shape.head_dim,
-        "max_position_embeddings": shape.max_position_embeddings,
-        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
-        "rope_theta": shape.rope_theta,
-        "rms_norm_eps": shape.rms_norm_eps,
-        "tie_word_embeddings": shape.tie_word_embeddings,
-        "initializer_range": shape.initializer_range,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "mlp_bias": False,
-        # Without these keys transformers takes 1 and 2.
-        "bos_token_id": None,
-        "eos_token_id": None,
-        **token_ids,
-        "dtype": dtype_name(dtype),
-        "torch_dtype": dtype_name(dtype),
-        "use_cache": True,
-    }
 
 
 def plan_files(sizes_bytes: Mapping[str, int], shard_size_bytes: int) -> dict[str, list[str]]:
@@ -141,13 +99,12 @@ def plan_files(sizes_bytes: Mapping[str, int], shard_size_bytes: int) -> dict[st
 def _write_weights(
     reader: CheckpointReader, folder: Path, dtype: torch.dtype, shard_size_bytes: int
 ) -> list[str]:
-    infos = {
-        name: TensorInfo(dtype, shape) for name, shape in canonical_tensors(reader.manifest.model).items()
-    }
+    tensors = {tensor.name: tensor for tensor in family_tensors(reader.manifest.model)}
+    infos = {name: TensorInfo(dtype, tensor.shape) for name, tensor in tensors.items()}
     files = plan_files({name: info.size_bytes for name, info in infos.items()}, shard_size_bytes)
 
     def read(name: str) -> Tensor:
-        return reader.read(WEIGHT, name, full_box(infos[name].shape)).to(dtype)
+        return _family_tensor(reader, tensors[name]).to(dtype)
 
     for file, names in files.items():
         write_tensor_file(folder / file, {name: infos[name] for name in names}, read)
@@ -156,6 +113,13 @@ def _write_weights(
         index = {"metadata": {"total_size": total}, "weight_map": dict(_weight_map(files))}
         write_durably(folder / INDEX, json.dumps(index, indent=2) + "\n")
     return list(files)
+
+
+def _family_tensor(reader: CheckpointReader, tensor: FamilyTensor) -> Tensor:
+    entries = reader.manifest.tensors[WEIGHT]
+    parts = [reader.read(WEIGHT, name, full_box(entries[name].shape)) for name in tensor.parts]
+    stacked = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return stacked.t().contiguous() if tensor.transposed else stacked
 
 
 def _weight_map(files: Mapping[str, list[str]]) -> Iterator[tuple[str, str]]:
@@ -175,9 +139,7 @@ def _write_tokenizer(manifest: Manifest, source: Path, folder: Path) -> dict[str
             " tokenizer that the model was trained with"
         )
     if source.is_dir() and config:
-        for name in TOKENIZER_FILES:
-            if (source / name).is_file():
-                shutil.copyfile(source / name, folder / name)
+        copy_tokenizer(source, folder)
     else:
         # A bare tokenizer.json: without a configuration transformers would guess Llama's own way to split text.
         save_tokenizer(tokenizer.backend, folder, tokenizer.end_of_document)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from megalite.errors import CheckpointError
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.layout import PipelineSplit
 from megalite.topology.parameters import ModelShape, Parameter, stage_parameters
+from megalite.topology.sharding import Box
 from megalite.topology.state import OptimizerState, StateShard
 
 # These may differ between a checkpoint and the model it is loaded into.
@@ -55,10 +57,16 @@ def load_checkpoint(
     return manifest
 
 
+class WeightReader(Protocol):
+    """Something that holds canonical tensors: a checkpoint, a Hugging Face folder."""
+
+    def read(self, kind: str, name: str, box: Box) -> Tensor:
+        """A region of a tensor."""
+        ...
+
+
 @torch.no_grad()
-def load_parameter(
-    reader: CheckpointReader, parameter: Parameter, tensor: Tensor, mesh: ParallelMesh
-) -> None:
+def load_parameter(reader: WeightReader, parameter: Parameter, tensor: Tensor, mesh: ParallelMesh) -> None:
     """Fill one registered parameter of this rank, part by part."""
     row = 0
     for part, box in parameter.spec.boxes(mesh.tp.rank, mesh.tp.size):

@@ -15,18 +15,20 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor
 
+from megalite.checkpoint.families import family_tensors
 from megalite.checkpoint.format import WEIGHT
 from megalite.checkpoint.load import load_parameter
 from megalite.checkpoint.tensor_file import CheckpointReader, full_box
 from megalite.errors import CheckpointError
-from megalite.model.norms import RMSNorm
-from megalite.model.rope import RotaryEmbedding
+from megalite.model.norms import build_norm
+from megalite.model.rope import rotary_embedding
 from megalite.model.transformer import DecoderLayer
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.parameters import (
     EMBEDDING,
     FINAL_NORM,
     HEAD,
+    POSITIONS,
     canonical_tensors,
     layer_parameters,
     parameter_count,
@@ -70,18 +72,17 @@ class _Parity:
     """Both sides of the comparison: `ours` reads the checkpoint, `theirs` the export's files."""
 
     def __init__(self, reader: CheckpointReader, folder: Path, dtype: torch.dtype):
-        from transformers import AutoConfig
-
         self.reader, self.folder, self.dtype = reader, folder, dtype
         self.shape = reader.manifest.model
         self.names = canonical_tensors(self.shape)
-        self.config = AutoConfig.from_pretrained(folder)
-        # Not the attention that our side uses.
-        self.config._attn_implementation = "eager"
         self.files = _ExportedFiles(folder)
-        if self.files.where.keys() != self.names.keys():
-            differing = sorted(self.files.where.keys() ^ self.names.keys())
+        # How each canonical tensor outside the layers is called there, which is never stacked nor transposed.
+        self.theirs = {tensor.parts[0]: tensor.name for tensor in family_tensors(self.shape)}
+        expected = {tensor.name for tensor in family_tensors(self.shape)}
+        if self.files.where.keys() != expected:
+            differing = sorted(self.files.where.keys() ^ expected)
             raise CheckpointError(f"the export's files and the model differ in {differing}")
+        self.modules = _TheirModules(folder, self.files)
         self.whole_fits = parameter_count(self.shape) < _WHOLE_MODEL_PARAMETERS
         length = min(_SEQUENCE_LENGTH, self.shape.max_position_embeddings)
         generator = torch.Generator().manual_seed(0)
@@ -93,24 +94,29 @@ class _Parity:
         return self.reader.read(WEIGHT, name, full_box(self.names[name])).to(self.dtype).float()
 
     def embedding(self) -> tuple[Tensor, Comparison]:
-        """The input's hidden states [B, S, H]; every row of the table is compared, not only the rows used."""
+        """The input's hidden states [B, S, H]; every row of the tables is compared, not only the rows used."""
         table = self.ours(EMBEDDING)
-        pairs = ((table[rows], self.files.rows(EMBEDDING, rows)) for rows in self._vocabulary())
-        return F.embedding(self.input_ids, table), _accepted(_compare("embedding", pairs))
+        pairs = [(table[rows], self.files.rows(self.theirs[EMBEDDING], rows)) for rows in self._vocabulary()]
+        hidden_states = F.embedding(self.input_ids, table)
+        if POSITIONS in self.names:
+            positions = self.ours(POSITIONS)
+            pairs.append((positions, self.files.tensor(self.theirs[POSITIONS])))
+            hidden_states = hidden_states + F.embedding(self.position_ids, positions)
+        return hidden_states, _accepted(_compare("embedding", iter(pairs)))
 
     def layers(self, hidden_states: Tensor) -> tuple[Tensor, Comparison]:
         """The decoder layers one after the other, each side given our hidden states; the worst layer is told.
 
         What is compared is what a layer adds to its input, which would else hide a fault in a deep model.
         """
-        rotary = RotaryEmbedding(
-            hidden_states.shape[1], self.shape.head_dim, self.shape.rope_theta, dtype=torch.float32
-        )
-        rotation = rotary(self.position_ids)
+        rotation = None
+        if self.shape.position_embedding == "rope":
+            rotation = rotary_embedding(self.shape)(self.position_ids)
         worst = Comparison("decoder layers", 0.0, 0.0)
         for layer in range(self.shape.num_hidden_layers):
             ours = self._our_layer(layer)(hidden_states, rotation)
-            theirs = self._their_layer(layer, hidden_states)
+            mask = self._mask(self.shape.window_of(layer))
+            theirs = self.modules.layer(layer, hidden_states, self.position_ids, mask)
             # Rounding of the sum itself grows with the input.
             floor = 0.01 * hidden_states.abs().max().item()
             added = ((ours - hidden_states, theirs - hidden_states),)
@@ -120,18 +126,17 @@ class _Parity:
         return hidden_states, worst
 
     def final_norm(self, hidden_states: Tensor) -> tuple[Tensor, Comparison]:
-        from transformers.models.llama.modeling_llama import LlamaRMSNorm
-
-        ours = RMSNorm(self.shape.hidden_size, self.shape.rms_norm_eps, dtype=torch.float32)
-        ours.weight.copy_(self.ours(FINAL_NORM))
-        theirs = LlamaRMSNorm(self.shape.hidden_size, self.config.rms_norm_eps)
-        theirs.weight.copy_(self.files.tensor(FINAL_NORM))
+        ours = build_norm(self.shape)
+        prefix = FINAL_NORM.removesuffix("weight")
+        for name, tensor in ours.named_parameters():
+            tensor.copy_(self.ours(prefix + name))
         normed = ours(hidden_states)
-        return normed, _accepted(_compare("final norm", ((normed, theirs(hidden_states)),)))
+        theirs = self.modules.final_norm(hidden_states)
+        return normed, _accepted(_compare("final norm", ((normed, theirs),)))
 
     def head(self, hidden_states: Tensor) -> tuple[Tensor, Comparison]:
         """Logits in pieces of the vocabulary; returns all of ours [B, S, V] for a small model, else nothing."""
-        name = EMBEDDING if self.config.tie_word_embeddings else HEAD
+        name = self.theirs[EMBEDDING if self.modules.config.tie_word_embeddings else HEAD]
         table = self.ours(EMBEDDING if self.shape.tie_word_embeddings else HEAD)
         kept: list[Tensor] = []
 
@@ -173,23 +178,59 @@ class _Parity:
             tensor.copy_(tensor.to(self.dtype))
         return built
 
-    def _their_layer(self, layer: int, hidden_states: Tensor) -> Tensor:
-        from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
-
-        with torch.device("meta"):
-            built = LlamaDecoderLayer(self.config, layer)
-        prefix = f"model.layers.{layer}."
-        state = {name.removeprefix(prefix): name for name in self.names if name.startswith(prefix)}
-        built.load_state_dict({key: self.files.tensor(name) for key, name in state.items()}, assign=True)
-        length = hidden_states.shape[1]
-        mask = torch.full((length, length), torch.finfo(torch.float32).min).triu(1)
-        angles = LlamaRotaryEmbedding(self.config)(hidden_states, self.position_ids)
-        output: Tensor = built(hidden_states, attention_mask=mask[None, None], position_embeddings=angles)
-        return output
+    def _mask(self, window: int | None) -> Tensor:
+        """What eager attention adds to its scores: causal, and no further back than the window."""
+        length = self.input_ids.shape[1]
+        seen = torch.ones(length, length).tril().bool()
+        if window is not None:
+            seen &= torch.ones(length, length).triu(1 - window).bool()
+        return torch.zeros(length, length).masked_fill(~seen, torch.finfo(torch.float32).min)[None, None]
 
     def _vocabulary(self) -> list[slice]:
         size = self.shape.vocab_size
         return [slice(row, min(row + _VOCABULARY_ROWS, size)) for row in range(0, size, _VOCABULARY_ROWS)]
+
+
+class _TheirModules:
+    """transformers' own modules, one at a time in memory, filled from the export's files."""
+
+    def __init__(self, folder: Path, files: "_ExportedFiles"):
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        self.config = AutoConfig.from_pretrained(folder)
+        # Not the attention that our side uses.
+        self.config._attn_implementation = "eager"
+        self._files = files
+        with torch.device("meta"):
+            self._model = AutoModelForCausalLM.from_config(self.config)
+
+    def layer(self, layer: int, hidden_states: Tensor, position_ids: Tensor, mask: Tensor) -> Tensor:
+        base = self._model.base_model
+        if self.config.model_type == "gpt2":
+            block = self._filled(f"transformer.h.{layer}.", base.h[layer])
+            output = block(hidden_states, attention_mask=mask)
+        else:
+            block = self._filled(f"model.layers.{layer}.", base.layers[layer])
+            angles = type(base.rotary_emb)(self.config)(hidden_states, position_ids)
+            output = block(hidden_states, attention_mask=mask, position_embeddings=angles)
+        block.to("meta")
+        values: Tensor = output[0] if isinstance(output, tuple) else output
+        return values
+
+    def final_norm(self, hidden_states: Tensor) -> Tensor:
+        base = self._model.base_model
+        if self.config.model_type == "gpt2":
+            norm = self._filled("transformer.ln_f.", base.ln_f)
+        else:
+            norm = self._filled("model.norm.", base.norm)
+        normed: Tensor = norm(hidden_states)
+        return normed
+
+    def _filled(self, prefix: str, module: torch.nn.Module) -> torch.nn.Module:
+        names = [name for name in self._files.where if name.startswith(prefix)]
+        state = {name.removeprefix(prefix): self._files.tensor(name) for name in names}
+        module.load_state_dict(state, assign=True)
+        return module.eval()
 
 
 class _ExportedFiles:

@@ -15,6 +15,7 @@ COMMANDS = {
     "tokenizer": "train a tokenizer",
     "data": "turn text into token files, and look into them",
     "convert": "write a checkpoint for Hugging Face, and look into checkpoints",
+    "doctor": "what is installed and detected here, and what would be used",
     "config": "show a run as it would start, and where each value came from",
 }
 

@@ -1,4 +1,4 @@
-"""megalite config: show a run as it would start, as TOML, with where each value came from."""
+"""megalite config: show a run as it would start, as TOML, with where each value came from; list the presets."""
 
 import argparse
 import json
@@ -8,16 +8,27 @@ from typing import Any
 
 from megalite.config.flags import split_overrides
 from megalite.config.load import LoadedRun, load_run
-from megalite.config.schema import STARTING_POINTS
+from megalite.config.presets import PRESETS
+from megalite.config.schema import STARTING_POINTS, ModelConfig
 from megalite.config.toml import format_key, format_value
+from megalite.topology.parameters import parameter_count
 
 _COLUMN = 40
+_OWN_VOCABULARY = 16384
+_STATE_BYTES = 18
 
 
 def run(arguments: Sequence[str]) -> int:
-    """`megalite config show RUN.toml [--section.key value ...]`; raises ConfigError with everything that is wrong."""
+    """`megalite config show RUN.toml [--section.key value ...]`; raises ConfigError with everything that is wrong.
+
+    `megalite config presets` prints a line for each.
+    """
     own, overrides = split_overrides(arguments)
     options = _parser().parse_args(own)
+    if options.command == "presets":
+        for line in _preset_lines():
+            print(line)
+        return 0
     loaded = load_run(options.run_file, overrides, options.world_size)
     for line in _lines(loaded, str(options.run_file)):
         print(line)
@@ -60,7 +71,8 @@ def _table(name: str, table: Mapping[str, Any], loaded: LoadedRun) -> Iterator[s
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="megalite config", description=__doc__)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
+    commands.add_parser("presets", help="list the shapes that model.preset names, with size and memory")
     show = commands.add_parser(
         "show",
         help="print the resolved run and the JSON that DeepSpeed is handed",
@@ -74,6 +86,19 @@ def _parser() -> argparse.ArgumentParser:
         help="as if a launcher had started N ranks (default: megalite starts its own)",
     )
     return parser
+
+
+def _preset_lines() -> Iterator[str]:
+    yield f"{'model.preset':<18}{'family':<9}{'parameters':>15}{'bf16 weights':>14}{'AdamW state':>14}"
+    for name, preset in PRESETS.items():
+        model = ModelConfig(**preset)
+        count = parameter_count(model.shape(_OWN_VOCABULARY))
+        weights, state = (f"{count * each / 2**30:,.1f} GiB" for each in (2, _STATE_BYTES))
+        yield f"{name:<18}{model.family:<9}{count:>15,}{weights:>14}{state:>14}"
+    yield ""
+    yield f"AdamW state: {_STATE_BYTES} bytes a parameter over all ranks (bf16 weights 2, gradients 4, fp32 weights 4,"
+    yield "moments 8), to which activations come."
+    yield f"Presets without a vocabulary of their own are counted with {_OWN_VOCABULARY:,} rows."
 
 
 def _ranks(text: str) -> int:

@@ -1,4 +1,4 @@
-"""megalite convert: write a checkpoint as a Hugging Face folder, and look into one."""
+"""megalite convert: a checkpoint to a Hugging Face folder and back, and a look into one."""
 
 import argparse
 import re
@@ -13,7 +13,7 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 def run(arguments: Sequence[str]) -> int:
-    """`megalite convert export` and `inspect`; returns the exit code, raises CheckpointError and DataError."""
+    """`megalite convert export|import|inspect`; the exit code. Raises CheckpointError, DataError, ConfigError."""
     options = _parser().parse_args(arguments)
     command: Callable[[argparse.Namespace], int] = options.command
     return command(options)
@@ -39,6 +39,18 @@ def _export(options: argparse.Namespace) -> int:
     print("compared with transformers (largest differences, absolute and relative):")
     for check in result.comparisons:
         print(f"  {check.what:<32} {check.absolute:9.1e} {check.relative:9.1e}")
+    return 0
+
+
+def _import(options: argparse.Namespace) -> int:
+    from megalite.config.huggingface import shape_of_folder
+    from megalite.topology.parameters import parameter_count
+
+    shape = shape_of_folder(options.folder)
+    from megalite.checkpoint.hf_import import import_checkpoint
+
+    checkpoint = import_checkpoint(options.folder, shape, options.output)
+    print(f"{checkpoint}: {parameter_count(shape):,} parameters of a {shape.family} from {options.folder}")
     return 0
 
 
@@ -106,6 +118,10 @@ def _parser() -> argparse.ArgumentParser:
         "--tokenizer", type=Path, metavar="FOLDER", help="tokenizer to add (default: that of the run)"
     )
     export.set_defaults(command=_export)
+    importing = commands.add_parser("import", help="write a Hugging Face folder's weights as a checkpoint")
+    importing.add_argument("folder", type=Path, metavar="FOLDER", help="config.json and safetensors files")
+    importing.add_argument("output", type=Path, metavar="RUN", help="run folder to write; its step 0")
+    importing.set_defaults(command=_import)
     inspect = commands.add_parser("inspect", help="names, shapes, layout, step and sizes of a checkpoint")
     _add_checkpoint(inspect)
     inspect.add_argument("--all", action="store_true", help="list the optimizer's tensors too")

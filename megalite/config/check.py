@@ -5,9 +5,11 @@ from math import isqrt
 
 from megalite.config.batch import BatchProblem, plan_batch
 from megalite.config.computation_rules import COMPUTATION_RULES
+from megalite.config.family_rules import FAMILY_RULES
 from megalite.config.pipeline_rules import PIPELINE_RULES
 from megalite.config.validate import Facts, Unknown
 from megalite.errors import Problem
+from megalite.topology.families import FAMILIES
 
 Rule = Callable[[Facts], Iterator[Problem]]
 
@@ -76,6 +78,8 @@ def heads_fill_hidden_size(facts: Facts) -> Iterator[Problem]:
 
 
 def head_dim_is_even(facts: Facts) -> Iterator[Problem]:
+    if FAMILIES[facts.model.family].fixed.get("position_embedding") == "learned":
+        return
     dim = facts.model.head_dim
     if dim is not None:
         if dim % 2:
@@ -213,4 +217,5 @@ RULES: tuple[Rule, ...] = (
     momentum_is_for_sgd,
     tokenizer_is_given_once,
     model_holds_every_token,
+    *FAMILY_RULES,
 )

@@ -5,30 +5,32 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megalite.config.draft import Draft
-from megalite.config.toml import shown
-from megalite.errors import Problem
+from pydantic import ValidationError
 
-_COPIED = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "max_position_embeddings",
-    "rms_norm_eps",
-    "tie_word_embeddings",
-    "initializer_range",
-)
-# Parts of the Llama family that are not built here, with the only value that leaves them out.
-_REQUIRED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "attention_dropout": 0.0}
+from megalite.config.draft import Draft
+from megalite.config.schema import ModelConfig
+from megalite.config.toml import shown
+from megalite.errors import ConfigError, Problem
+from megalite.topology.families import FAMILIES, Family
+from megalite.topology.parameters import ModelShape
+
+_KEY = "model.hf_config"
+# rope_parameters (transformers 5) or rope_scaling (4): their word -> ours.
+_ROPE = {
+    "factor": "rope_factor",
+    "low_freq_factor": "rope_low_freq_factor",
+    "high_freq_factor": "rope_high_freq_factor",
+    "original_max_position_embeddings": "rope_original_positions",
+}
+_ROPE_TYPES = {"default": (), "linear": ("factor",), "llama3": tuple(_ROPE)}
 
 
 def apply_hf_config(draft: Draft) -> None:
     """Put the shape of model.hf_config behind the keys that [model] has; the path itself goes."""
     given = draft.take_out("model", "hf_config")
+    named_by = _KEY
+    if given is None:
+        given, named_by = draft.section("model").get("weights"), "model.weights"
     if given is None:
         return
     path = Path(str(given))
@@ -40,39 +42,104 @@ def apply_hf_config(draft: Draft) -> None:
             raise ValueError("holds no JSON object")
     except (OSError, ValueError, RuntimeError) as error:
         reason = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
-        draft.problem(
-            "model.hf_config", f"{shown(given)} cannot be read: {reason}", "name a config.json or its folder"
-        )
+        draft.problem(_KEY, f"{shown(given)} cannot be read: {reason}", "name a config.json or its folder")
         draft.incomplete.add("model")
         return
-    problems = list(_unsupported(found, path))
-    draft.problems += problems
-    if found.get("model_type") != "llama":
+    family = FAMILIES.get(str(found.get("model_type")))
+    if family is None:
+        kind = shown(found.get("model_type"))
+        draft.problem(_KEY, f"{path} is of model_type {kind}", f"{', '.join(FAMILIES)} are built")
         draft.incomplete.add("model")
         return
-    shape = {key: found[key] for key in _COPIED if found.get(key) is not None}
-    theta = _rope(found).get("rope_theta", found.get("rope_theta"))
-    if theta is not None:
-        shape["rope_theta"] = theta
-    draft.set_behind("model", {"family": "llama", **shape}, str(path), named_by="model.hf_config")
+    draft.problems += _unsupported(family, found, path)
+    shape = {field: found[key] for field, key in family.keys.items() if found.get(key) is not None}
+    shape |= _biases(family, found) | _rope(family, found) | _window(family, found)
+    if family.model_type == "gpt2":
+        shape.setdefault("intermediate_size", 4 * shape.get("hidden_size", 0))
+        shape.setdefault("tie_word_embeddings", True)
+    if named_by != _KEY and not (draft.has("tokenizer", "path") or draft.has("tokenizer", "vocab_size")):
+        draft.set("tokenizer", "path", str(path.parent), named_by)
+    draft.set_behind("model", {"family": family.model_type, **shape}, str(path), named_by=named_by)
 
 
-def _unsupported(found: Mapping[str, Any], path: Path) -> Iterator[Problem]:
-    key = "model.hf_config"
-    if found.get("model_type") != "llama":
+def shape_of_folder(folder: Path) -> ModelShape:
+    """The shape that a Hugging Face folder's config.json gives; raises ConfigError when it is not built."""
+    draft = Draft(str(folder), {"model": {"hf_config": str(folder)}})
+    apply_hf_config(draft)
+    try:
+        model = ModelConfig(**draft.section("model")) if not draft.problems else None
+    except ValidationError as error:
+        for each in error.errors(include_url=False):
+            draft.problem(f"config.json: {each['loc'][0]}", str(each["msg"]).lower())
+        model = None
+    if model is None:
+        raise ConfigError(draft.problems, draft.source)
+    return model.shape(0)
+
+
+def _unsupported(family: Family, found: Mapping[str, Any], path: Path) -> Iterator[Problem]:
+    for name, allowed in family.required.items():
+        if name in found and found[name] not in allowed:
+            words = " or ".join(map(shown, allowed))
+            yield Problem(_KEY, f"{path} has {name} = {shown(found[name])}", f"only {words} is built")
+    kind = _rope_of(found).get("rope_type", _rope_of(found).get("type", "default"))
+    if kind not in _ROPE_TYPES:
+        words = ", ".join(map(shown, _ROPE_TYPES))
+        yield Problem(_KEY, f"{path} scales its rotary frequencies ({shown(kind)})", f"{words} are built")
+    elif _rope_of(found).get("partial_rotary_factor", 1.0) != 1.0:
+        yield Problem(_KEY, f"{path} rotates a part of each head", "only whole heads are built")
+    if _sliding_from(family, found) is None:
         yield Problem(
-            key, f"{path} is of model_type {shown(found.get('model_type'))}", 'only "llama" is built'
+            _KEY, f"{path} mixes layer_types", "sliding_attention may only follow after full_attention"
         )
-        return
-    for name, needed in _REQUIRED.items():
-        if found.get(name, needed) != needed:
-            yield Problem(key, f"{path} has {name} = {shown(found[name])}", f"only {shown(needed)} is built")
-    kind = _rope(found).get("rope_type", _rope(found).get("type", "default"))
-    if kind != "default":
-        yield Problem(key, f"{path} scales its rotary frequencies ({shown(kind)})", 'only "default" is built')
 
 
-def _rope(found: Mapping[str, Any]) -> Mapping[str, Any]:
+def _biases(family: Family, found: Mapping[str, Any]) -> dict[str, Any]:
+    """Their one attention_bias is of all four projections."""
+    read = {
+        "attention_bias": "attention_bias",
+        "attention_output_bias": "attention_bias",
+        "mlp_bias": "mlp_bias",
+    }
+    return {ours: found[key] for ours, key in read.items() if ours in family.free and key in found}
+
+
+def _rope(family: Family, found: Mapping[str, Any]) -> dict[str, Any]:
+    if "rope_theta" not in family.free:
+        return {}
+    rope = _rope_of(found)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    read: dict[str, Any] = {"rope_type": kind} if kind in _ROPE_TYPES and kind != "default" else {}
+    read |= {_ROPE[key]: rope[key] for key in _ROPE_TYPES.get(kind, ()) if key in rope}
+    theta = rope.get("rope_theta", found.get("rope_theta"))
+    return read if theta is None else {**read, "rope_theta": theta}
+
+
+def _rope_of(found: Mapping[str, Any]) -> Mapping[str, Any]:
     """rope_parameters of transformers 5, or rope_scaling of 4."""
     rope = found.get("rope_parameters") or found.get("rope_scaling") or {}
     return rope if isinstance(rope, Mapping) else {}
+
+
+def _window(family: Family, found: Mapping[str, Any]) -> dict[str, Any]:
+    window = found.get("sliding_window")
+    if "sliding_window" not in family.free or window is None:
+        return {}
+    first = _sliding_from(family, found)
+    layers = found.get("num_hidden_layers", 0)
+    if first is None or first >= layers:
+        return {}
+    return {"sliding_window": window, **({"full_attention_layers": first} if first else {})}
+
+
+def _sliding_from(family: Family, found: Mapping[str, Any]) -> int | None:
+    """The first layer that the sliding window is for (the number of layers: none); None where they are mixed."""
+    layers: int = found.get("num_hidden_layers", 0)
+    if "full_attention_layers" not in family.free:
+        return 0
+    kinds = found.get("layer_types")
+    if isinstance(kinds, list):
+        first = kinds.index("sliding_attention") if "sliding_attention" in kinds else layers
+        expected = ["full_attention"] * first + ["sliding_attention"] * (layers - first)
+        return first if kinds == expected else None
+    return found.get("max_window_layers", 28) if found.get("use_sliding_window", False) else layers

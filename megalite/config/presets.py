@@ -1,8 +1,9 @@
-"""Model shapes by name: four of our own to try things with, and published ones of the Llama family."""
+"""Model shapes by name: four of our own to try things with, and published ones."""
 
+from difflib import get_close_matches
 from typing import Any
 
-from megalite.config.draft import Draft, did_you_mean, one_of
+from megalite.config.draft import Draft, one_of
 from megalite.config.toml import shown
 
 # Sizes by Hugging Face's names, in this order; what follows them is optional.
@@ -15,25 +16,56 @@ _SIZES = (
     "max_position_embeddings",
 )
 
+_LLAMA_3 = {"vocab_size": 128256, "rope_theta": 500000.0}
+_LLAMA_31 = {**_LLAMA_3, "rope_type": "llama3", "rope_factor": 8.0}
+_LLAMA_32 = {**_LLAMA_3, "rope_type": "llama3", "rope_factor": 32.0, "tie_word_embeddings": True}
+_GPT_2 = {"family": "gpt2", "vocab_size": 50257, "tie_word_embeddings": True}
+_MISTRAL = {"family": "mistral", "vocab_size": 32000}
+_QWEN = {"vocab_size": 151936, "rope_theta": 1000000.0, "rms_norm_eps": 1e-6}
+_QWEN_25 = {"family": "qwen2", **_QWEN}
+_QWEN_3 = {"family": "qwen3", **_QWEN, "head_dim": 128}
+_TIED = {"tie_word_embeddings": True}
+
 _SHAPES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     # With a vocabulary of 16k they have about 3, 17, 98 and 300 million parameters.
-    "tiny": ((128, 352, 4, 4, 2, 2048), {"tie_word_embeddings": True}),
-    "small": ((384, 1024, 6, 6, 6, 2048), {"tie_word_embeddings": True}),
-    "medium": ((768, 2048, 12, 12, 12, 4096), {"tie_word_embeddings": True}),
-    "large": ((1024, 2816, 24, 16, 8, 4096), {"tie_word_embeddings": True}),
+    "tiny": ((128, 352, 4, 4, 2, 2048), _TIED),
+    "small": ((384, 1024, 6, 6, 6, 2048), _TIED),
+    "medium": ((768, 2048, 12, 12, 12, 4096), _TIED),
+    "large": ((1024, 2816, 24, 16, 8, 4096), _TIED),
+    "gpt2": ((768, 3072, 12, 12, 12, 1024), _GPT_2),
+    "gpt2-medium": ((1024, 4096, 24, 16, 16, 1024), _GPT_2),
+    "gpt2-large": ((1280, 5120, 36, 20, 20, 1024), _GPT_2),
+    "gpt2-xl": ((1600, 6400, 48, 25, 25, 1024), _GPT_2),
     "llama-2-7b": ((4096, 11008, 32, 32, 32, 4096), {"vocab_size": 32000}),
     "llama-2-13b": ((5120, 13824, 40, 40, 40, 4096), {"vocab_size": 32000}),
     "llama-2-70b": ((8192, 28672, 80, 64, 8, 4096), {"vocab_size": 32000}),
-    "llama-3-8b": ((4096, 14336, 32, 32, 8, 8192), {"vocab_size": 128256, "rope_theta": 500000.0}),
-    "llama-3-70b": ((8192, 28672, 80, 64, 8, 8192), {"vocab_size": 128256, "rope_theta": 500000.0}),
+    "llama-3-8b": ((4096, 14336, 32, 32, 8, 8192), _LLAMA_3),
+    "llama-3-70b": ((8192, 28672, 80, 64, 8, 8192), _LLAMA_3),
+    "llama-3.1-8b": ((4096, 14336, 32, 32, 8, 131072), _LLAMA_31),
+    "llama-3.1-70b": ((8192, 28672, 80, 64, 8, 131072), _LLAMA_31),
+    "llama-3.2-1b": ((2048, 8192, 16, 32, 8, 131072), _LLAMA_32),
+    "llama-3.2-3b": ((3072, 8192, 28, 24, 8, 131072), _LLAMA_32),
+    "mistral-7b-v0.1": ((4096, 14336, 32, 32, 8, 32768), {**_MISTRAL, "sliding_window": 4096}),
+    "mistral-7b-v0.3": (
+        (4096, 14336, 32, 32, 8, 32768),
+        {**_MISTRAL, "vocab_size": 32768, "rope_theta": 1000000.0},
+    ),
+    "qwen2.5-0.5b": ((896, 4864, 24, 14, 2, 32768), {**_QWEN_25, **_TIED}),
+    "qwen2.5-1.5b": ((1536, 8960, 28, 12, 2, 131072), {**_QWEN_25, **_TIED}),
+    "qwen2.5-3b": ((2048, 11008, 36, 16, 2, 32768), {**_QWEN_25, **_TIED}),
+    "qwen2.5-7b": ((3584, 18944, 28, 28, 4, 131072), {**_QWEN_25, "vocab_size": 152064}),
+    "qwen3-0.6b": ((1024, 3072, 28, 16, 8, 40960), {**_QWEN_3, **_TIED}),
+    "qwen3-1.7b": ((2048, 6144, 28, 16, 8, 40960), {**_QWEN_3, **_TIED}),
+    "qwen3-4b": ((2560, 9728, 36, 32, 8, 40960), {**_QWEN_3, **_TIED}),
+    "qwen3-8b": ((4096, 12288, 36, 32, 8, 40960), _QWEN_3),
     "tinyllama-1.1b": ((2048, 5632, 22, 32, 4, 2048), {"vocab_size": 32000}),
     "smollm2-135m": (
         (576, 1536, 30, 9, 3, 8192),
         {
             "vocab_size": 49152,
             "rope_theta": 100000.0,
-            "tie_word_embeddings": True,
             "initializer_range": 0.041666666666666664,
+            **_TIED,
         },
     ),
 }
@@ -50,7 +82,8 @@ def apply_preset(draft: Draft) -> None:
     if name is None:
         return
     if name not in (PRESETS if isinstance(name, str) else ()):
-        remedy = did_you_mean(str(name), PRESETS) or one_of(PRESETS)
+        close = get_close_matches(str(name), PRESETS, n=1)
+        remedy = f"did you mean {close[0]}?" if close else one_of(PRESETS)
         draft.problem("model.preset", f"there is no preset {shown(name)}", remedy)
         draft.incomplete.add("model")
         return

@@ -6,8 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from megalite.topology.families import FAMILIES
 from megalite.topology.layout import Layout, PipelineSplit, pipeline_split
-from megalite.topology.parameters import ModelShape
+from megalite.topology.parameters import ModelShape, RopeScaling
 from megalite.topology.schedules import SCHEDULES
 
 # Above any size in use, and small enough that every rule can list the neighbours of a value at once.
@@ -16,6 +17,8 @@ Text = Annotated[str, Field(min_length=1)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 # They only say where other values come from, and are gone from a resolved run.
 STARTING_POINTS = {"model": ("preset", "hf_config"), "deepspeed": ("config",)}
+
+BIASES = ("attention_bias", "attention_output_bias", "mlp_bias")
 
 # A TOML array is a list, and frozen models hold tuples.
 Lenient = Field(strict=False)
@@ -46,7 +49,12 @@ class ModelConfig(Section):
     hf_config: Text | None = Field(
         None, description="a Hugging Face config.json (or its folder) to take the shape from, likewise"
     )
-    family: Literal["llama"] = Field("llama", description="architecture")
+    weights: Text | None = Field(
+        None, description="a Hugging Face folder to start from: its weights, and its shape as of hf_config"
+    )
+    family: Literal["llama", "mistral", "qwen2", "qwen3", "gpt2"] = Field(
+        "llama", description="architecture, and whose files an export is written as"
+    )
     vocab_size: Count | Literal["auto"] = Field(
         "auto", description='rows of the embedding; "auto": the tokenizer\'s'
     )
@@ -63,6 +71,25 @@ class ModelConfig(Section):
     rms_norm_eps: float = Field(1e-5, gt=0, description="added to the mean square in every norm")
     tie_word_embeddings: bool = Field(False, description="the head is the embedding")
     initializer_range: float = Field(0.02, gt=0, description="standard deviation of the initial weights")
+    attention_bias: bool | None = Field(None, description="of query, key and value; default: the family's")
+    attention_output_bias: bool | None = Field(
+        None, description="of attention's output; default: the family's"
+    )
+    mlp_bias: bool | None = Field(None, description="of the MLP's projections; default: the family's")
+    norm_placement: Literal["pre", "post"] = Field(
+        "pre", description="norms before each block, or after its residual sum (then without export)"
+    )
+    sliding_window: Count | None = Field(None, description="keys that a token sees, itself included")
+    full_attention_layers: int = Field(
+        0, ge=0, lt=2**31, description="first layers that a sliding window leaves alone"
+    )
+    rope_type: Literal["default", "linear", "llama3"] = Field(
+        "default", description="how rotary frequencies are scaled for longer sequences"
+    )
+    rope_factor: float = Field(1.0, ge=1, description="by how much, for linear and llama3")
+    rope_low_freq_factor: float = Field(1.0, gt=0, description="llama3's")
+    rope_high_freq_factor: float = Field(4.0, gt=0, description="llama3's")
+    rope_original_positions: Count = Field(8192, description="llama3's original_max_position_embeddings")
     embedding_dropout: Fraction = Field(
         0.0, description="share of the embedding's output dropped in training"
     )
@@ -77,6 +104,8 @@ class ModelConfig(Section):
     def shape(self, vocab_size: int) -> ModelShape:
         """The shape; `vocab_size` (the tokenizer's) counts where the setting is "auto"."""
         heads = self.num_attention_heads
+        fixed = dict(FAMILIES[self.family].fixed)
+        chosen = {name: getattr(self, name) for name in BIASES if getattr(self, name) is not None}
         return ModelShape(
             vocab_size=vocab_size if self.vocab_size == "auto" else self.vocab_size,
             hidden_size=self.hidden_size,
@@ -91,6 +120,25 @@ class ModelConfig(Section):
             tie_word_embeddings=self.tie_word_embeddings,
             initializer_range=self.initializer_range,
             family=self.family,
+            norm_placement=self.norm_placement,
+            sliding_window=self.sliding_window,
+            full_attention_layers=self.full_attention_layers,
+            rope_scaling=self._rope_scaling,
+            **fixed | chosen,
+        )
+
+    @property
+    def _rope_scaling(self) -> RopeScaling | None:
+        if self.rope_type == "default":
+            return None
+        if self.rope_type == "linear":
+            return RopeScaling("linear", self.rope_factor)
+        return RopeScaling(
+            "llama3",
+            self.rope_factor,
+            self.rope_low_freq_factor,
+            self.rope_high_freq_factor,
+            self.rope_original_positions,
         )
 
 
@@ -139,6 +187,14 @@ class TrainingConfig(Section):
         None, gt=0, le=1, description="only this share of each chunk's layers, evenly spread, rounded up"
     )
     compile: bool = Field(False, description="decoder layers through torch.compile; needs a C++ compiler")
+    label_smoothing: Fraction = Field(
+        0.0, description="share of each target spread over the vocabulary; the reported loss has it"
+    )
+    z_loss: float = Field(
+        0.0,
+        ge=0,
+        description="weight of the squared log of the softmax's normaliser; the reported loss has it",
+    )
     threads: Count | Literal["auto"] = Field(
         "auto", description='a rank; "auto": the machine\'s cores shared'
     )
@@ -176,9 +232,14 @@ class DeepSpeedSection(Section):
 class TokenizerConfig(Section):
     """An existing tokenizer, or one to train on [data]."""
 
-    path: Text | None = Field(None, description="Hugging Face tokenizer: folder or tokenizer.json")
+    path: Text | None = Field(
+        None,
+        description="Hugging Face folder or tokenizer.json, sentencepiece .model, or GPT-2's vocab.json folder",
+    )
     vocab_size: Count | None = Field(None, description="train one with so many ids")
-    kind: Literal["bpe"] = Field("bpe", description="what is trained: byte-level BPE")
+    kind: Literal["bpe", "unigram", "sentencepiece_bpe"] = Field(
+        "bpe", description="what is trained: byte-level BPE, or sentencepiece's unigram or BPE"
+    )
     end_of_document: Text = Field("<|endoftext|>", description="token between documents")
 
 

@@ -11,6 +11,7 @@ from pydantic_core import ErrorDetails
 from megalite.config.describe import section_models
 from megalite.config.draft import DERIVED, Draft, did_you_mean
 from megalite.config.schema import (
+    CheckpointConfig,
     DataConfig,
     ModelConfig,
     OptimizerConfig,
@@ -60,6 +61,7 @@ class Facts:
     optimizer: OptimizerConfig
     tokenizer: TokenizerConfig
     data: DataConfig
+    checkpoint: CheckpointConfig
     deepspeed: Mapping[str, Any]
     """What is passed on to DeepSpeed; empty without [deepspeed]."""
     world_size: int | None
@@ -95,6 +97,7 @@ def validate(draft: Draft, world_size: int | None) -> Facts:
         optimizer=cast(OptimizerConfig, _Known(sections["optimizer"])),
         tokenizer=cast(TokenizerConfig, _Known(sections["tokenizer"])),
         data=cast(DataConfig, _Known(sections["data"])),
+        checkpoint=cast(CheckpointConfig, _Known(sections["checkpoint"])),
         deepspeed=deepspeed if isinstance(deepspeed, Mapping) else {},
         world_size=world_size,
         origins=draft.origins,

@@ -1,63 +1,116 @@
-"""Greedy generation in one process, from a checkpoint of any layout, with cached keys and values."""
+"""Generation from a checkpoint of any layout, over tensor- and pipeline-parallel ranks, with cached keys and values."""
 
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
+from torch import Tensor, nn
 
 from megalite.checkpoint.folder import read_manifest
 from megalite.checkpoint.load import load_checkpoint
 from megalite.errors import ConfigError, Problem
+from megalite.generate.sampling import GREEDY, Sampling, next_token
 from megalite.model.kv_cache import KeyValueCache
 from megalite.model.stages import build_stage
-from megalite.model.transformer import Stage
+from megalite.model.transformer import Chunk, Stage
+from megalite.parallel.decode import along_chunks, from_last_chunk
 from megalite.parallel.mesh import ParallelMesh
-from megalite.topology.layout import pipeline_split
+from megalite.topology.layout import PipelineSplit, pipeline_split
 
 
-def load_model(checkpoint: Path) -> Stage:
-    """The whole model of a checkpoint in float32, on the CPU; raises CheckpointError for a damaged one."""
-    shape, mesh = read_manifest(checkpoint).model, ParallelMesh.single()
-    split = pipeline_split(shape.num_hidden_layers)
+@dataclass(frozen=True)
+class LoadedModel:
+    """What this rank holds of a model, ready to generate."""
+
+    stage: Stage
+    split: PipelineSplit
+    mesh: ParallelMesh
+
+    @classmethod
+    def whole(cls, stage: Stage) -> "LoadedModel":
+        """A model that one process holds."""
+        return cls(stage, pipeline_split(stage.shape.num_hidden_layers), ParallelMesh.single())
+
+
+def load_model(checkpoint: Path, mesh: ParallelMesh | None = None) -> LoadedModel:
+    """This rank's part of a checkpoint in float32; raises CheckpointError for a damaged one. Collective."""
+    shape, mesh = read_manifest(checkpoint).model, mesh or ParallelMesh.single()
+    split = pipeline_split(shape.num_hidden_layers, mesh.pp.size)
     stage = build_stage(shape, mesh, split, seed=None)
     load_checkpoint(checkpoint, mesh=mesh, shape=shape, split=split, stage=stage)
-    return stage.eval()
+    return LoadedModel(stage.eval(), split, mesh)
 
 
-def generate_greedily(
-    stage: Stage, prompt_ids: Sequence[int], *, new_tokens: int, stop_ids: Collection[int] = ()
+def generate(
+    model: LoadedModel,
+    prompt_ids: Sequence[int],
+    *,
+    new_tokens: int,
+    sampling: Sampling = GREEDY,
+    stop_ids: Collection[int] = (),
 ) -> Iterator[int]:
-    """The most likely next id, `new_tokens` times, each as soon as it is known; one of `stop_ids` is the last.
+    """The next id, `new_tokens` times, each as soon as it is known; one of `stop_ids` is the last.
 
-    stage: the whole model. Raises ConfigError when the prompt is empty or does not fit the model's positions.
+    Every rank of the model's mesh must iterate, and gets the same ids. Raises ConfigError when the prompt is empty,
+    has an id outside of the vocabulary, or does not fit the model's positions.
     """
+    shape = model.stage.shape
     capacity = len(prompt_ids) + new_tokens
-    positions = stage.shape.max_position_embeddings
     if not prompt_ids:
         raise ConfigError([Problem("--prompt", "is empty", "give at least one character")], "the request")
-    if capacity > positions:
+    if not all(0 <= each < shape.vocab_size for each in prompt_ids):
+        problem = Problem(
+            "--prompt",
+            f"has id {max(prompt_ids)}, and the model's vocabulary {shape.vocab_size} ids",
+            "name the tokenizer that the model was trained with",
+        )
+        raise ConfigError([problem], "the request")
+    if capacity > shape.max_position_embeddings:
         problem = Problem(
             "--tokens",
             f"{len(prompt_ids)} tokens of the prompt and {new_tokens} new ones exceed"
-            f" model.max_position_embeddings = {positions}",
-            f"use at most {max(0, positions - len(prompt_ids))}, or a shorter prompt",
+            f" model.max_position_embeddings = {shape.max_position_embeddings}",
+            f"use at most {max(0, shape.max_position_embeddings - len(prompt_ids))}, or a shorter prompt",
         )
         raise ConfigError([problem], "the request")
-    return _generate(stage, list(prompt_ids), new_tokens, stop_ids, KeyValueCache(capacity))
+    return _generate(model, list(prompt_ids), new_tokens, sampling, stop_ids, KeyValueCache(capacity))
 
 
 @torch.inference_mode()
 def _generate(
-    stage: Stage, ids: list[int], new_tokens: int, stop_ids: Collection[int], cache: KeyValueCache
+    model: LoadedModel,
+    ids: list[int],
+    new_tokens: int,
+    sampling: Sampling,
+    stop_ids: Collection[int],
+    cache: KeyValueCache,
 ) -> Iterator[int]:
     for _ in range(new_tokens):
-        input_ids = torch.tensor([ids])
-        position_ids = torch.arange(cache.length, cache.length + len(ids)).unsqueeze(0)
-        hidden_states = stage.whole.decode(input_ids, position_ids, cache=cache)
+        logits = _last_logits(model, ids, cache)
         cache.advance(len(ids))
-        # Only the last position predicts something new.
-        chosen = int(stage.whole.logits(hidden_states[:, -1:])[0, -1].argmax())
+        chosen = 0 if logits is None else next_token(logits, sampling, cache.length)
+        chosen = from_last_chunk(chosen, model.split, model.mesh)
         yield chosen
         if chosen in stop_ids:
             return
         ids = [chosen]
+
+
+def _last_logits(model: LoadedModel, ids: list[int], cache: KeyValueCache) -> Tensor | None:
+    """Logits [V] after the last of the new ids, on the stage that has the head; None on the others."""
+    mesh, shape = model.mesh, model.stage.shape
+    input_ids = torch.tensor([ids], device=mesh.device)
+    position_ids = torch.arange(cache.length, cache.length + len(ids), device=mesh.device).unsqueeze(0)
+
+    def run(chunk: nn.Module, hidden_states: Tensor | None) -> Tensor:
+        inputs = input_ids if hidden_states is None else hidden_states
+        return cast(Chunk, chunk).decode(inputs, position_ids, cache=cache)
+
+    between = torch.empty(1, len(ids), shape.hidden_size, dtype=model.stage.dtype, device=mesh.device)
+    hidden_states = along_chunks(model.stage.chunks, model.split, mesh, run, between)
+    if hidden_states is None:
+        return None
+    # Only the last position predicts something new.
+    return model.stage.chunks[-1].logits(hidden_states[:, -1:])[0, -1]

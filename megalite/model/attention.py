@@ -6,9 +6,12 @@ import torch
 from torch import Tensor, nn
 
 from megalite.model.kv_cache import KeyValueCache
+from megalite.model.norms import RMSNorm
 from megalite.model.rope import Rotation
 from megalite.ops.attention import causal_attention
-from megalite.ops.rotary import split_and_rotate
+from megalite.ops.norms import rms_norm
+from megalite.ops.rotary import rotate, split_and_rotate
+from megalite.parallel.collectives import copy_to
 from megalite.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.parameters import ModelShape
@@ -26,22 +29,46 @@ class SelfAttention(nn.Module):
         self.heads = mesh.local(shape.num_attention_heads)
         self.key_value_heads = mesh.local(shape.num_key_value_heads)
         rows = (self.heads + 2 * self.key_value_heads) * shape.head_dim
-        self.qkv_proj = ColumnParallelLinear(shape.hidden_size, rows, tp=mesh.tp, dtype=dtype)
-        self.o_proj = RowParallelLinear(
-            self.heads * shape.head_dim, shape.hidden_size, tp=mesh.tp, dtype=dtype
+        self.qkv_proj = ColumnParallelLinear(
+            shape.hidden_size, rows, tp=mesh.tp, dtype=dtype, bias=shape.attention_bias
         )
+        self.o_proj = RowParallelLinear(
+            self.heads * shape.head_dim,
+            shape.hidden_size,
+            tp=mesh.tp,
+            dtype=dtype,
+            bias=shape.attention_output_bias,
+        )
+        self.tp, self.qk_norm = mesh.tp, shape.qk_norm
+        if shape.qk_norm:
+            self.q_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps, dtype=dtype)
+            self.k_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps, dtype=dtype)
 
     def forward(
         self,
         hidden_states: Tensor,
-        rotation: Rotation,
+        rotation: Rotation | None,
         cache: KeyValueCache | None = None,
         attend: Attend = causal_attention,
     ) -> Tensor:
         """[B, S, H] -> [B, S, H]; with a cache, the S tokens follow those it holds."""
         batch, sequence, _ = hidden_states.shape
         qkv = self.qkv_proj(hidden_states).view(batch, sequence, -1, self.head_dim)
-        query, key, value = split_and_rotate(qkv, self.heads, self.key_value_heads, *rotation)
+        query, key, value = self._heads(qkv, rotation)
         if cache is not None:
             key, value = cache.extend(self.layer, key, value)
         return self.o_proj(attend(query, key, value).flatten(2))
+
+    def _heads(self, qkv: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
+        if rotation is not None and not self.qk_norm:
+            return split_and_rotate(qkv, self.heads, self.key_value_heads, *rotation)
+        query, key, value = qkv.split((self.heads, self.key_value_heads, self.key_value_heads), dim=2)
+        if self.qk_norm:
+            query, key = self._normed(query, self.q_norm), self._normed(key, self.k_norm)
+        if rotation is not None:
+            query, key = rotate(query, *rotation), rotate(key, *rotation)
+        return query, key, value
+
+    def _normed(self, heads: Tensor, norm: RMSNorm) -> Tensor:
+        # Each rank norms heads of its own with the one weight: its gradient is a sum over all of them.
+        return rms_norm(heads.contiguous(), copy_to(norm.weight, self.tp), norm.eps)

@@ -1,6 +1,7 @@
 """The feed-forward block."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.ops.activations import swiglu
@@ -16,9 +17,39 @@ class GatedMLP(nn.Module):
     def __init__(self, shape: ModelShape, mesh: ParallelMesh, *, dtype: torch.dtype):
         super().__init__()
         features = mesh.local(shape.intermediate_size)
-        self.gate_up_proj = ColumnParallelLinear(shape.hidden_size, 2 * features, tp=mesh.tp, dtype=dtype)
-        self.down_proj = RowParallelLinear(features, shape.hidden_size, tp=mesh.tp, dtype=dtype)
+        self.gate_up_proj = ColumnParallelLinear(
+            shape.hidden_size, 2 * features, tp=mesh.tp, dtype=dtype, bias=shape.mlp_bias
+        )
+        self.down_proj = RowParallelLinear(
+            features, shape.hidden_size, tp=mesh.tp, dtype=dtype, bias=shape.mlp_bias
+        )
 
     def forward(self, hidden_states: Tensor, mask: Mask | None = None) -> Tensor:
         """[B, S, H] -> [B, S, H]; the mask is of the activations [B, S, intermediate / tp]."""
         return self.down_proj(dropout(swiglu(self.gate_up_proj(hidden_states)), mask))
+
+
+class PlainMLP(nn.Module):
+    """down(gelu(up(x)))."""
+
+    def __init__(self, shape: ModelShape, mesh: ParallelMesh, *, dtype: torch.dtype):
+        super().__init__()
+        features = mesh.local(shape.intermediate_size)
+        self.approximate = "tanh" if shape.hidden_act == "gelu_pytorch_tanh" else "none"
+        self.up_proj = ColumnParallelLinear(
+            shape.hidden_size, features, tp=mesh.tp, dtype=dtype, bias=shape.mlp_bias
+        )
+        self.down_proj = RowParallelLinear(
+            features, shape.hidden_size, tp=mesh.tp, dtype=dtype, bias=shape.mlp_bias
+        )
+
+    def forward(self, hidden_states: Tensor, mask: Mask | None = None) -> Tensor:
+        """[B, S, H] -> [B, S, H]; the mask is of the activations [B, S, intermediate / tp]."""
+        activated = F.gelu(self.up_proj(hidden_states), approximate=self.approximate)
+        return self.down_proj(dropout(activated, mask))
+
+
+def build_mlp(shape: ModelShape, mesh: ParallelMesh, *, dtype: torch.dtype) -> GatedMLP | PlainMLP:
+    """The feed-forward block of this shape."""
+    kind = GatedMLP if shape.gated_mlp else PlainMLP
+    return kind(shape, mesh, dtype=dtype)

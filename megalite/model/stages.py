@@ -39,7 +39,7 @@ def initialise(stage: Stage, parameters: Sequence[Parameter], mesh: ParallelMesh
         raise AssertionError(f"stage and topology disagree: {set(tensors) ^ {p.name for p in parameters}}")
     for parameter in parameters:
         if parameter.std is None:
-            tensors[parameter.name].fill_(1.0)
+            tensors[parameter.name].fill_(parameter.fill)
             continue
         row = 0
         for part, box in parameter.spec.boxes(mesh.tp.rank, mesh.tp.size):

@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from megalite.model.attention import Attend, SelfAttention
 from megalite.model.dropout import DropoutSites, LayerMasks, Places
 from megalite.model.kv_cache import KeyValueCache
-from megalite.model.mlp import GatedMLP
-from megalite.model.norms import RMSNorm
+from megalite.model.mlp import build_mlp
+from megalite.model.norms import build_norm
 from megalite.model.options import PLAIN, ModelOptions, RecomputeMode
 from megalite.model.recompute import recomputed
-from megalite.model.rope import RotaryEmbedding, Rotation
+from megalite.model.rope import Rotation, rotary_embedding
 from megalite.ops.attention import causal_attention
 from megalite.ops.dropout import dropout
 from megalite.parallel.collectives import copy_to, gather_last_dim
-from megalite.parallel.cross_entropy import vocab_parallel_cross_entropy
+from megalite.parallel.cross_entropy import LossTerms, vocab_parallel_cross_entropy
 from megalite.parallel.layers import VocabParallelEmbedding
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.layout import PipelineSplit, balanced_split
@@ -44,16 +44,18 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.recompute, self.compile_layer = recompute, options.compile
         dtype = options.dtype
-        self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps, dtype=dtype)
+        self.post_norm = shape.norm_placement == "post"
+        self.input_layernorm = build_norm(shape, dtype)
         self.self_attn = SelfAttention(shape, layer, mesh, dtype=dtype)
-        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps, dtype=dtype)
-        self.mlp = GatedMLP(shape, mesh, dtype=dtype)
+        self.post_attention_layernorm = build_norm(shape, dtype)
+        self.mlp = build_mlp(shape, mesh, dtype=dtype)
+        self.window = shape.window_of(layer)
         self.sites = DropoutSites(shape, f"layers.{layer}", mesh, options)
 
     def forward(
         self,
         hidden_states: Tensor,
-        rotation: Rotation,
+        rotation: Rotation | None,
         places: Places | None = None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
@@ -62,7 +64,12 @@ class DecoderLayer(nn.Module):
         return recomputed(run, hidden_states) if self.recompute == "full" else run(hidden_states)
 
     def _draw_and_run(
-        self, hidden_states: Tensor, *, rotation: Rotation, places: Places | None, cache: KeyValueCache | None
+        self,
+        hidden_states: Tensor,
+        *,
+        rotation: Rotation | None,
+        places: Places | None,
+        cache: KeyValueCache | None,
     ) -> Tensor:
         """Masks are drawn outside of what is compiled, whose code is then the same for all layers."""
         masks, attend = LayerMasks(), None
@@ -76,21 +83,25 @@ class DecoderLayer(nn.Module):
     def _run(
         self,
         hidden_states: Tensor,
-        rotation: Rotation,
+        rotation: Rotation | None,
         masks: LayerMasks,
         cache: KeyValueCache | None,
         attend: Attend | None,
     ) -> Tensor:
-        attend = attend or partial(causal_attention, mask=masks.attention)
+        attend = attend or partial(causal_attention, window=self.window, mask=masks.attention)
         # In place on the projections' outputs, which no backward needs.
-        attended = self.self_attn(self.input_layernorm(hidden_states), rotation, cache, attend)
+        normed = hidden_states if self.post_norm else self.input_layernorm(hidden_states)
+        attended = self.self_attn(normed, rotation, cache, attend)
         attended = dropout(attended, masks.attention_residual).add_(hidden_states)
-        fed_forward = self.mlp(self.post_attention_layernorm(attended), masks.mlp)
-        return dropout(fed_forward, masks.mlp_residual).add_(attended)
+        if self.post_norm:
+            attended = self.input_layernorm(attended)
+        normed = attended if self.post_norm else self.post_attention_layernorm(attended)
+        output: Tensor = dropout(self.mlp(normed, masks.mlp), masks.mlp_residual).add_(attended)
+        return self.post_attention_layernorm(output) if self.post_norm else output
 
     def _draw_and_attend(self, places: Places | None, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         mask = None if places is None else self.sites.attention_mask(places)
-        return causal_attention(query, key, value, mask)
+        return causal_attention(query, key, value, window=self.window, mask=mask)
 
 
 @cache
@@ -111,6 +122,10 @@ class Decoder(nn.Module):
             self.embed_tokens = VocabParallelEmbedding(
                 shape.vocab_size, shape.hidden_size, tp=mesh.tp, dtype=options.dtype
             )
+        if first and shape.position_embedding == "learned":
+            self.embed_positions = nn.Embedding(
+                shape.max_position_embeddings, shape.hidden_size, dtype=options.dtype
+            )
         # Keyed by the global index, so that a parameter has one name whatever stage holds it.
         self.layers = nn.ModuleDict()
         for layers in (split.layers[chunk] for chunk in chunks):
@@ -118,7 +133,7 @@ class Decoder(nn.Module):
                 recompute = options.recompute.of_layer(place, len(layers))
                 self.layers[str(layer)] = DecoderLayer(shape, layer, mesh, options, recompute=recompute)
         if last:
-            self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps, dtype=options.dtype)
+            self.norm = build_norm(shape, options.dtype)
 
 
 class Head(nn.Module):
@@ -143,10 +158,15 @@ class Chunk(nn.Module):
         self.index, self.tp = index, mesh.tp
         self.is_first, self.is_last = index == 0, index == len(split.layers) - 1
         self.vocabulary = balanced_split(stage.shape.vocab_size, mesh.tp.size)
+        self.loss_terms = LossTerms(stage.shape.vocab_size, options.label_smoothing, options.z_loss)
         self.layers = nn.ModuleList(stage.model.layers[str(layer)] for layer in split.layers[index])
-        self.rotary = stage.rotary
+        self.learned_positions = stage.shape.position_embedding == "learned"
+        if not self.learned_positions:
+            self.rotary = stage.rotary
         if self.is_first:
             self.embed_tokens = stage.model.embed_tokens
+            if self.learned_positions:
+                self.embed_positions = stage.model.embed_positions
             self.sites = DropoutSites(stage.shape, "embedding", mesh, options)
         if self.is_last:
             self.norm = stage.model.norm
@@ -161,7 +181,12 @@ class Chunk(nn.Module):
         if not self.is_last:
             return hidden_states
         losses = vocab_parallel_cross_entropy(
-            self.local_logits(hidden_states), labels, loss_mask, self.vocabulary[self.tp.rank], self.tp
+            self.local_logits(hidden_states),
+            labels,
+            loss_mask,
+            self.vocabulary[self.tp.rank],
+            self.tp,
+            self.loss_terms,
         )
         return losses.sum(dim=-1)
 
@@ -178,13 +203,17 @@ class Chunk(nn.Module):
         """
         hidden_states = inputs
         if self.is_first:
-            hidden_states = self.embed_tokens(inputs)
+            hidden_states = self._embed(inputs, position_ids)
             if places is not None:
                 hidden_states = dropout(hidden_states, self.sites.embedding_mask(places))
-        rotation = self.rotary(position_ids)
+        rotation = None if self.learned_positions else self.rotary(position_ids)
         for layer in self.layers:
             hidden_states = layer(hidden_states, rotation, places, cache)
         return hidden_states
+
+    def _embed(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        embedded: Tensor = self.embed_tokens(input_ids)
+        return embedded.add_(self.embed_positions(position_ids)) if self.learned_positions else embedded
 
     def local_logits(self, hidden_states: Tensor) -> Tensor:
         """Last chunk: [B, S, H] -> logits over this rank's rows of the vocabulary [B, S, V / tp], >= float32."""
@@ -202,15 +231,14 @@ class Stage(nn.Module):
 
     def __init__(self, shape: ModelShape, split: PipelineSplit, mesh: ParallelMesh, options: ModelOptions):
         super().__init__()
-        self.shape = shape
+        self.shape, self.dtype = shape, options.dtype
         chunks = split.chunks_of(mesh.at.pp)
         self.model = Decoder(shape, split, mesh, options)
         if len(split.layers) - 1 in chunks and not shape.tie_word_embeddings:
             rows = len(balanced_split(shape.vocab_size, mesh.tp.size)[mesh.tp.rank])
             self.lm_head = Head(rows, shape.hidden_size, dtype=options.dtype)
-        self.rotary = RotaryEmbedding(
-            shape.max_position_embeddings, shape.head_dim, shape.rope_theta, dtype=options.dtype
-        )
+        if shape.position_embedding == "rope":
+            self.rotary = rotary_embedding(shape, options.dtype)
         # A tuple, which torch does not register: a parameter has one name, the stage's.
         self.chunks = tuple(Chunk(self, split, index, mesh, options) for index in chunks)
 

@@ -1,15 +1,34 @@
 """Rotary position embedding (Su et al., "RoFormer", 2021), in the half-split form of Llama."""
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 
-def rotary_table(positions: int, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rotary_frequencies(head_dim: int, theta: float, scaling: Mapping[str, Any] | None = None) -> Tensor:
+    """Radians a position of each pair: [head_dim / 2], float64.
+
+    scaling: the fields of topology.parameters.RopeScaling; None leaves the frequencies as they are.
+    """
+    frequencies: Tensor = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    if scaling is None:
+        return frequencies
+    slow = frequencies / scaling["factor"]
+    if scaling["rope_type"] == "linear":
+        return slow
+    # How many whole turns the original length held: few, and a frequency is slowed; many, and it stays.
+    turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return slow + (frequencies - slow) * kept
+
+
+def rotary_table(positions: int, frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cosines and sines of every position: two tensors [positions, head_dim / 2]."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
-    angles = torch.outer(torch.arange(positions, dtype=torch.float64), theta**-exponents)
+    angles = torch.outer(torch.arange(positions, dtype=torch.float64), frequencies)
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
@@ -56,6 +75,30 @@ def split_and_rotate(
         return _rotated(query, cosines, sines), _rotated(key, cosines, sines), value
     query, key, value = _SplitAndRotate.apply(qkv, heads, key_value_heads, cosines, sines)
     return query, key, value
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+        ctx.save_for_backward(cosines, sines)
+        rotated = torch.empty_like(heads)
+        _rotate(heads, cosines, sines, out=rotated)
+        return rotated
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cosines, sines = ctx.saved_tensors
+        turned_back = torch.empty_like(grad)
+        _rotate(grad, cosines, -sines, out=turned_back)
+        return turned_back, None, None
+
+
+def rotate(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """[B, S, heads, head_dim] -> the same, rotated; for heads that something happens to before the rotation."""
+    if torch.compiler.is_compiling():
+        return _rotated(heads, cosines, sines)
+    rotated: Tensor = _Rotate.apply(heads, cosines, sines)
+    return rotated
 
 
 def _rotate(heads: Tensor, cosines: Tensor, sines: Tensor, *, out: Tensor) -> None:

@@ -15,34 +15,55 @@ from megalite.topology.layout import balanced_split
 class ColumnParallelLinear(nn.Module):
     """Y = X W^T with the output features split over `tp`.
 
-    weight: [this rank's output features, in_features]; fused outputs (query-key-value, gate-up) are split part
-    by part. X must be equal on every rank of `tp`; Y stays split, for a RowParallelLinear to consume.
+    weight: [this rank's output features, in_features], bias: [this rank's output features]; fused outputs
+    (query-key-value, gate-up) are split part by part. X must be equal on every rank of `tp`; Y stays split, for a
+    RowParallelLinear to consume.
     """
 
-    def __init__(self, in_features: int, local_out_features: int, *, tp: Axis, dtype: torch.dtype):
+    def __init__(
+        self,
+        in_features: int,
+        local_out_features: int,
+        *,
+        tp: Axis,
+        dtype: torch.dtype,
+        bias: bool = False,
+    ):
         super().__init__()
         self.tp = tp
         self.weight = nn.Parameter(torch.empty(local_out_features, in_features, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(local_out_features, dtype=dtype)) if bias else None
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """[..., in] -> [..., out / tp]."""
-        return F.linear(copy_to(hidden_states, self.tp), self.weight)
+        return F.linear(copy_to(hidden_states, self.tp), self.weight, self.bias)
 
 
 class RowParallelLinear(nn.Module):
     """Y = X W^T with the input features split over `tp`; the partial products are summed, Y is equal everywhere.
 
-    weight: [out_features, this rank's input features].
+    weight: [out_features, this rank's input features]; bias: [out_features], whole on every rank.
     """
 
-    def __init__(self, local_in_features: int, out_features: int, *, tp: Axis, dtype: torch.dtype):
+    def __init__(
+        self,
+        local_in_features: int,
+        out_features: int,
+        *,
+        tp: Axis,
+        dtype: torch.dtype,
+        bias: bool = False,
+    ):
         super().__init__()
         self.tp = tp
         self.weight = nn.Parameter(torch.empty(out_features, local_in_features, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype)) if bias else None
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """[..., in / tp] -> [..., out]."""
-        return reduce_from(F.linear(hidden_states, self.weight), self.tp)
+        summed = reduce_from(F.linear(hidden_states, self.weight), self.tp)
+        # After the sum: every rank has the whole bias, and it counts once.
+        return summed if self.bias is None else summed.add_(self.bias)
 
 
 class VocabParallelEmbedding(nn.Module):

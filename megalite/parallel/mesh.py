@@ -149,3 +149,8 @@ def disconnect() -> None:
 def _join(ranks: tuple[int, ...], rank: int) -> Axis:
     # Only the members take part: group creation does not grow with the world.
     return Axis(ranks, ranks.index(rank), dist.new_group(list(ranks), use_local_synchronization=True))
+
+
+def available_backends() -> dict[str, bool]:
+    """Which of the collective libraries that we use this torch was built with."""
+    return {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}

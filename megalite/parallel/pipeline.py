@@ -21,7 +21,9 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 
 from megalite.parallel.collectives import all_reduce
 from megalite.parallel.cross_entropy import IGNORE_INDEX
+from megalite.parallel.decode import along_chunks
 from megalite.parallel.mesh import ParallelMesh
+from megalite.topology.layout import PipelineSplit
 
 # One chunk a rank, and several.
 _SINGLE: dict[str, type[PipelineScheduleSingle]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
@@ -77,9 +79,14 @@ class PipelineRunner(Protocol):
         """
         ...
 
+    def evaluate(self, batch: StepBatch) -> tuple[float, float]:
+        """Forward only: the sum of the weighted token losses of the global batch, and of the weights."""
+        ...
+
 
 def pipeline_runner(
     chunks: Sequence[nn.Module],
+    split: PipelineSplit,
     mesh: ParallelMesh,
     shapes: PipelineShapes,
     *,
@@ -95,7 +102,7 @@ def pipeline_runner(
     if mesh.pp.size == 1:
         (only,) = chunks
         return _LoopRunner(forward or only, mesh, shapes)
-    return _ScheduleRunner(chunks, mesh, shapes, schedule)
+    return _ScheduleRunner(chunks, split, mesh, shapes, schedule)
 
 
 class _LoopRunner:
@@ -114,14 +121,27 @@ class _LoopRunner:
             total += loss.item()
         return _mean_over_replicas(total / loss_scale, self._mesh)
 
+    @torch.no_grad()
+    def evaluate(self, batch: StepBatch) -> tuple[float, float]:
+        total = 0.0
+        for micro_batch in batch.micro_batches(self._shapes.micro_batches):
+            total += self._forward(micro_batch.input_ids, **_stage_arguments(micro_batch)).sum().item()
+        return _sums_over_replicas(total, batch, self._mesh)
+
 
 class _ScheduleRunner:
     """The chunks of one stage of several, driven by a schedule of torch.distributed.pipelining."""
 
     def __init__(
-        self, chunks: Sequence[nn.Module], mesh: ParallelMesh, shapes: PipelineShapes, schedule: str
+        self,
+        chunks: Sequence[nn.Module],
+        split: PipelineSplit,
+        mesh: ParallelMesh,
+        shapes: PipelineShapes,
+        schedule: str,
     ):
-        self._chunks, self._mesh, self._shapes, self._schedule = chunks, mesh, shapes, schedule
+        self._chunks, self._split, self._mesh = chunks, split, mesh
+        self._shapes, self._schedule = shapes, schedule
         self._scale = 0.0
         self._executors: dict[torch.Size, PipelineScheduleSingle | PipelineScheduleMulti] = {}
 
@@ -141,6 +161,25 @@ class _ScheduleRunner:
             **_stage_arguments(batch),
         )
         return _mean_over_replicas(sum(loss.item() for loss in losses) / loss_scale, self._mesh)
+
+    @torch.no_grad()
+    def evaluate(self, batch: StepBatch) -> tuple[float, float]:
+        # Not the schedule's own `eval`, which torch runs wrongly for V-shaped ones.
+        micro_batches = batch.micro_batches(self._shapes.micro_batches)
+        return _sums_over_replicas(sum(map(self._loss_of, micro_batches)), batch, self._mesh)
+
+    def _loss_of(self, micro_batch: StepBatch) -> float:
+        """The sum of its losses where the last chunk is, 0 elsewhere."""
+
+        def run(chunk: nn.Module, hidden_states: Tensor | None) -> Tensor:
+            inputs = micro_batch.input_ids if hidden_states is None else hidden_states
+            output: Tensor = chunk(inputs, **_stage_arguments(micro_batch))
+            return output
+
+        between = (*micro_batch.input_ids.shape, self._shapes.hidden_size)
+        hidden = torch.empty(between, dtype=self._shapes.dtype, device=self._mesh.device)
+        losses = along_chunks(self._chunks, self._split, self._mesh, run, hidden)
+        return 0.0 if losses is None else losses.sum().item()
 
     def _executor(self, size: torch.Size) -> PipelineScheduleSingle | PipelineScheduleMulti:
         rows, length = size
@@ -165,7 +204,7 @@ class _ScheduleRunner:
         return PipelineStage(
             chunk,
             chunk.index,  # type: ignore[arg-type]
-            len(self._chunks) * self._mesh.pp.size,
+            len(self._split.layers),
             self._mesh.device,
             input_args=ids if chunk.is_first else hidden,
             output_args=losses if chunk.is_last else hidden,
@@ -189,9 +228,20 @@ def _stage_arguments(batch: StepBatch) -> dict[str, Any]:
 def _token_weight(batch: StepBatch, mesh: ParallelMesh) -> float:
     """dp size over the weight of all tokens of the global batch: with gradients averaged over dp, any split of
     the batch gives the gradient of the same mean."""
-    weight = batch.loss_mask.double().masked_fill(batch.labels == IGNORE_INDEX, 0).sum()
-    total = all_reduce(weight, mesh.dp, dist.ReduceOp.SUM).item()
+    total = all_reduce(_weight(batch), mesh.dp, dist.ReduceOp.SUM).item()
     return mesh.dp.size / total if total > 0 else 0.0
+
+
+def _weight(batch: StepBatch) -> Tensor:
+    return batch.loss_mask.double().masked_fill(batch.labels == IGNORE_INDEX, 0).sum()
+
+
+def _sums_over_replicas(loss: float, batch: StepBatch, mesh: ParallelMesh) -> tuple[float, float]:
+    """Each rank's loss (zero where the last chunk is not) and its batch's weight, summed over the replicas."""
+    counted = mesh.tp.rank == 0
+    alone = counted and mesh.pp.rank == 0
+    sums = mesh.sum_over_world([loss if counted else 0.0, _weight(batch).item() if alone else 0.0])
+    return sums[0], sums[1]
 
 
 def _mean_over_replicas(loss: float, mesh: ParallelMesh) -> float:

@@ -3,14 +3,38 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod, sqrt
+from typing import Literal
 
 from megalite.topology.layout import PipelineSplit, pipeline_split
 from megalite.topology.sharding import Part, ShardSpec
 
 
 @dataclass(frozen=True)
+class RopeScaling:
+    """How rotary frequencies are stretched for sequences longer than those of pre-training.
+
+    linear: every frequency over `factor` (Chen et al. 2023). llama3: only the low ones, with a smooth passage
+    between wavelengths original / high_freq_factor and original / low_freq_factor (Llama 3.1).
+    """
+
+    rope_type: Literal["linear", "llama3"]
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+
+@dataclass(frozen=True)
 class ModelShape:
-    """A decoder-only Transformer in Hugging Face's words; what the model, the planner and the files are made from."""
+    """A decoder-only Transformer in Hugging Face's words; what the model, the planner and the files are made from.
+
+    family: whose files it is written as; nothing is computed from it. What is computed:
+    position_embedding: rotary angles, or a learned table added to the embedding.
+    norm, norm_placement: which, and before each block's input or after its residual sum; rms_norm_eps is of both.
+    attention_bias: of query, key and value. attention_output_bias, mlp_bias: of the other projections.
+    gated_mlp: act(gate(x)) * up(x), else act(up(x)). qk_norm: RMSNorm over each head of query and key.
+    sliding_window: a token sees so many keys, itself included, in the layers from full_attention_layers on.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -25,6 +49,22 @@ class ModelShape:
     tie_word_embeddings: bool = False
     initializer_range: float = 0.02
     family: str = "llama"
+    position_embedding: Literal["rope", "learned"] = "rope"
+    rope_scaling: RopeScaling | None = None
+    norm: Literal["rms_norm", "layer_norm"] = "rms_norm"
+    norm_placement: Literal["pre", "post"] = "pre"
+    attention_bias: bool = False
+    attention_output_bias: bool = False
+    mlp_bias: bool = False
+    gated_mlp: bool = True
+    hidden_act: Literal["silu", "gelu", "gelu_pytorch_tanh"] = "silu"
+    qk_norm: bool = False
+    sliding_window: int | None = None
+    full_attention_layers: int = 0
+
+    def window_of(self, layer: int) -> int | None:
+        """How many keys a token of this layer sees; None: all up to it."""
+        return self.sliding_window if layer >= self.full_attention_layers else None
 
 
 @dataclass(frozen=True)
@@ -33,7 +73,7 @@ class Parameter:
 
     name: as registered, with the global layer index; equal to the canonical name unless it is fused.
     layer: global layer index; None outside the decoder layers.
-    std: standard deviation of the initial normal values; None means all ones (norms).
+    std: standard deviation of the initial normal values; None means all equal to `fill` (norms 1, biases 0).
     decay: whether weight decay applies (not to norms and biases).
     """
 
@@ -42,6 +82,7 @@ class Parameter:
     layer: int | None
     std: float | None
     decay: bool
+    fill: float = 1.0
 
     @property
     def numel(self) -> int:
@@ -49,6 +90,7 @@ class Parameter:
 
 
 EMBEDDING = "model.embed_tokens.weight"
+POSITIONS = "model.embed_positions.weight"
 FINAL_NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
 
@@ -61,22 +103,39 @@ def layer_parameters(shape: ModelShape, layer: int) -> Iterator[Parameter]:
     # Projections into the residual stream start smaller, by the number of them: Radford et al. 2019, section 2.3.
     residual_std = std / sqrt(2 * shape.num_hidden_layers)
 
-    def weight(name: str, outputs: dict[str, int], inputs: int, dim: int, initial: float) -> Parameter:
-        parts = tuple(Part(f"{prefix}.{part}.weight", (size, inputs)) for part, size in outputs.items())
-        return Parameter(f"{prefix}.{name}.weight", ShardSpec(parts, dim), layer, initial, True)
+    def column(name: str, outputs: dict[str, int], bias: bool) -> Iterator[Parameter]:
+        """A projection whose outputs are cut; `outputs`: the canonical projections that it fuses."""
+        parts = {f"{prefix}.{part}": size for part, size in outputs.items()}
+        weights = tuple(Part(f"{part}.weight", (size, hidden)) for part, size in parts.items())
+        yield Parameter(f"{prefix}.{name}.weight", ShardSpec(weights, 0), layer, std, True)
+        if bias:
+            biases = tuple(Part(f"{part}.bias", (size,)) for part, size in parts.items())
+            yield Parameter(f"{prefix}.{name}.bias", ShardSpec(biases, 0), layer, None, False, fill=0.0)
 
-    def norm(name: str) -> Parameter:
-        spec = ShardSpec((Part(f"{prefix}.{name}.weight", (hidden,)),))
-        return Parameter(f"{prefix}.{name}.weight", spec, layer, None, False)
+    def row(name: str, inputs: int, bias: bool) -> Iterator[Parameter]:
+        """A projection whose inputs are cut; its bias is added after the sum, and so is whole on every rank."""
+        weight = f"{prefix}.{name}.weight"
+        yield Parameter(weight, ShardSpec((Part(weight, (hidden, inputs)),), 1), layer, residual_std, True)
+        if bias:
+            yield _vector(f"{prefix}.{name}.bias", hidden, layer, fill=0.0)
 
-    yield norm("input_layernorm")
+    def norm(name: str) -> Iterator[Parameter]:
+        yield from _norm(shape, f"{prefix}.{name}", layer)
+
+    yield from norm("input_layernorm")
     qkv = {"self_attn.q_proj": query, "self_attn.k_proj": key_value, "self_attn.v_proj": key_value}
-    yield weight("self_attn.qkv_proj", qkv, hidden, 0, std)
-    yield weight("self_attn.o_proj", {"self_attn.o_proj": hidden}, query, 1, residual_std)
-    yield norm("post_attention_layernorm")
-    gate_up = {"mlp.gate_proj": shape.intermediate_size, "mlp.up_proj": shape.intermediate_size}
-    yield weight("mlp.gate_up_proj", gate_up, hidden, 0, std)
-    yield weight("mlp.down_proj", {"mlp.down_proj": hidden}, shape.intermediate_size, 1, residual_std)
+    yield from column("self_attn.qkv_proj", qkv, shape.attention_bias)
+    if shape.qk_norm:
+        yield _vector(f"{prefix}.self_attn.q_norm.weight", shape.head_dim, layer)
+        yield _vector(f"{prefix}.self_attn.k_norm.weight", shape.head_dim, layer)
+    yield from row("self_attn.o_proj", query, shape.attention_output_bias)
+    yield from norm("post_attention_layernorm")
+    if shape.gated_mlp:
+        gate_up = {"mlp.gate_proj": shape.intermediate_size, "mlp.up_proj": shape.intermediate_size}
+        yield from column("mlp.gate_up_proj", gate_up, shape.mlp_bias)
+    else:
+        yield from column("mlp.up_proj", {"mlp.up_proj": shape.intermediate_size}, shape.mlp_bias)
+    yield from row("mlp.down_proj", shape.intermediate_size, shape.mlp_bias)
 
 
 def stage_parameters(shape: ModelShape, split: PipelineSplit, stage: int) -> Iterator[Parameter]:
@@ -95,14 +154,28 @@ def stage_parameters(shape: ModelShape, split: PipelineSplit, stage: int) -> Ite
     )
     if 0 in chunks:
         yield embedding
+        if shape.position_embedding == "learned":
+            positions = Part(POSITIONS, (shape.max_position_embeddings, shape.hidden_size))
+            yield Parameter(POSITIONS, ShardSpec((positions,)), None, std, True)
     for layer in split.layers_of(stage):
         yield from layer_parameters(shape, layer)
     if last in chunks:
-        yield Parameter(FINAL_NORM, ShardSpec((Part(FINAL_NORM, (shape.hidden_size,)),)), None, None, False)
+        yield from _norm(shape, FINAL_NORM.removesuffix(".weight"), None)
         if not tied:
             yield Parameter(HEAD, ShardSpec((Part(HEAD, table),), 0), None, std, True)
         elif 0 not in chunks:
             yield embedding
+
+
+def _norm(shape: ModelShape, name: str, layer: int | None) -> Iterator[Parameter]:
+    yield _vector(f"{name}.weight", shape.hidden_size, layer)
+    if shape.norm == "layer_norm":
+        yield _vector(f"{name}.bias", shape.hidden_size, layer, fill=0.0)
+
+
+def _vector(name: str, size: int, layer: int | None, *, fill: float = 1.0) -> Parameter:
+    """A norm's weight or a bias that every tensor-parallel rank has whole."""
+    return Parameter(name, ShardSpec((Part(name, (size,)),)), layer, None, False, fill)
 
 
 def model_parameters(shape: ModelShape) -> tuple[Parameter, ...]:

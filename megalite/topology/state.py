@@ -39,3 +39,16 @@ class OptimizerState(Protocol):
     def load(self, scalars: Mapping[str, Any]) -> None:
         """Take over what was copied into `shards()` and these scalars; must be called on every rank."""
         ...
+
+
+class NoOptimizer:
+    """The state of a model that was not trained here: weights alone."""
+
+    def shards(self) -> Iterator[StateShard]:
+        yield from ()
+
+    def scalars(self) -> dict[str, Any]:
+        return {}
+
+    def load(self, scalars: Mapping[str, Any]) -> None:
+        pass

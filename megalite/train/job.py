@@ -94,8 +94,9 @@ def train_rank(info: RankInfo, config: RunConfig, threads: int) -> int:
     connect(info.rank, info.world_size, device=device, rendezvous=info.rendezvous)
     mesh = ParallelMesh.over_world(config.layout, device)
     inputs = mesh.broadcast_object(prepare_inputs(config, folder) if mesh.rank == 0 else None)
-    trainer = _trainer(config, mesh, inputs)
     resumed_from = _checkpoint_to_resume(config, mesh, folder)
+    start = Path(config.model.weights) if config.model.weights and resumed_from is None else None
+    trainer = _trainer(config, mesh, inputs, start)
     if resumed_from is not None:
         trainer.resume(resumed_from)
     if mesh.rank == 0:
@@ -132,7 +133,7 @@ def _train(trainer: Trainer, reporter: RunReporter, folder: RunFolder) -> Path |
     return saved
 
 
-def _trainer(config: RunConfig, mesh: ParallelMesh, inputs: RunInputs) -> Trainer:
+def _trainer(config: RunConfig, mesh: ParallelMesh, inputs: RunInputs, weights: Path | None) -> Trainer:
     tokenizer = load_tokenizer(inputs.tokenizer_folder, end_of_document=config.tokenizer.end_of_document)
     shape = config.model.shape(tokenizer.vocab_size)
     loader = StepLoader(
@@ -148,7 +149,7 @@ def _trainer(config: RunConfig, mesh: ParallelMesh, inputs: RunInputs) -> Traine
         vocab_size=shape.vocab_size,
         epochs=None if config.training.steps else config.training.epochs,
     )
-    return Trainer(config, mesh, shape, loader)
+    return Trainer(config, mesh, shape, loader, weights=weights)
 
 
 def _checkpoint_to_resume(config: RunConfig, mesh: ParallelMesh, folder: RunFolder) -> Path | None:

@@ -4,6 +4,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from megalite.checkpoint.hf_import import load_huggingface
 from megalite.checkpoint.load import load_checkpoint
 from megalite.checkpoint.save import save_checkpoint
 from megalite.config.schema import RunConfig
@@ -56,6 +57,8 @@ def model_options(config: RunConfig) -> ModelOptions:
             attention=model.attention_dropout,
         ),
         dropout_seed=config.run.seed,
+        label_smoothing=config.training.label_smoothing,
+        z_loss=config.training.z_loss,
         recompute=Recompute(training.recompute, training.recompute_layers, training.recompute_ratio),
         compile=training.compile,
     )
@@ -64,16 +67,29 @@ def model_options(config: RunConfig) -> ModelOptions:
 class Trainer:
     """Trains the model of `config` on this rank; every rank of the mesh makes one and calls it alike."""
 
-    def __init__(self, config: RunConfig, mesh: ParallelMesh, shape: ModelShape, loader: StepLoader):
+    def __init__(
+        self,
+        config: RunConfig,
+        mesh: ParallelMesh,
+        shape: ModelShape,
+        loader: StepLoader,
+        *,
+        weights: Path | None = None,
+    ):
+        """`weights`: a Hugging Face folder to start from instead of random values."""
         self.config, self.mesh, self.shape, self.loader = config, mesh, shape, loader
         self.state = TrainerState()
         self.dtype = DTYPES[config.training.precision]
         self.split = config.split
         options = model_options(config)
-        self.stage = build_stage(shape, mesh, self.split, options, seed=config.run.seed)
+        seed = config.run.seed if weights is None else None
+        self.stage = build_stage(shape, mesh, self.split, options, seed=seed)
+        if weights is not None:
+            load_huggingface(weights, mesh=mesh, shape=shape, split=self.split, stage=self.stage)
         self.optimizer = self._build_optimizer()
         self.pipeline = pipeline_runner(
             self.stage.chunks,
+            self.split,
             mesh,
             PipelineShapes(
                 micro_batches=config.batch.micro_batches,

@@ -10,6 +10,7 @@ import pytest
 
 from megalite.cli import COMMANDS, main
 from megalite.config.load import load_config
+from megalite.config.presets import PRESETS
 from megalite.config.schema import RunConfig
 
 ROOT = Path(__file__).parents[2]
@@ -129,3 +130,10 @@ def test_a_bad_run_is_one_block_on_stderr_and_exit_code_2(
 def test_a_setting_without_its_section_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", str(QUICKSTART), "--steps", "3"]) == 2
     assert "--steps: has no section; did you mean --training.steps?" in capsys.readouterr().err
+
+
+def test_presets_are_listed_with_their_size(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "presets"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert {line[0] for line in lines if line} >= set(PRESETS)
+    assert ["gpt2", "gpt2", "124,439,808", "0.2", "GiB", "2.1", "GiB"] in lines

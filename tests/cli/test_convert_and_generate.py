@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megalite.cli import convert, generate
-from megalite.errors import CheckpointError
+from megalite.errors import CheckpointError, ConfigError
 from tests.support.tiny import tiny_shape, tiny_tokenizer
 from tests.unit.checkpoint.exporting import lively_stage, save_stage
 
@@ -90,3 +90,26 @@ def test_a_wrong_size_is_refused(size: str, capsys: pytest.CaptureFixture) -> No
         convert.run(["export", "a", "b", "--shard-size", size])
     assert caught.value.code == 2
     assert "is not a size" in capsys.readouterr().err or size == "-1"
+
+
+def test_the_real_pretrained_model_writes_its_sentence(
+    shared_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    assert convert.run(["import", str(shared_data / "stories260K"), str(tmp_path / "stories")]) == 0
+    assert "260,032 parameters of a llama" in capsys.readouterr().out
+    told = [str(tmp_path / "stories"), "--prompt", "Once upon a time", "--tokens", "60"]
+    assert generate.run(told) == 0
+    assert capsys.readouterr().out.startswith(
+        "Once upon a time, there was a little girl named Lily. She loved to play outside in the park. "
+        "One day, she saw a big, red ball."
+    )
+
+
+def test_a_folder_that_cannot_be_expressed_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_act": "gelu", "hidden_size": 8}')
+    with pytest.raises(ConfigError, match='hidden_act = "gelu"; only "silu" is built'):
+        convert.run(["import", str(tmp_path), str(tmp_path / "out")])
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 8}')
+    with pytest.raises(ConfigError, match="intermediate_size: field required"):
+        convert.run(["import", str(tmp_path), str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()

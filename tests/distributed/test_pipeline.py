@@ -26,8 +26,13 @@ def losses_and_gradients(
     split = pipeline_split(SHAPE.num_hidden_layers, stages, chunks_a_stage=chunks, v_shaped=v_shaped)
     stage = build_stage(SHAPE, mesh, split, ModelOptions(dtype=torch.float64), seed=0)
     shapes = PipelineShapes(MICRO_BATCHES, SHAPE.hidden_size, torch.float64, torch.float64)
-    runner = pipeline_runner(stage.chunks, mesh, shapes, schedule=schedule)
-    losses = [runner.forward_backward(batch, loss_scale) for batch in batches]
+    runner = pipeline_runner(stage.chunks, split, mesh, shapes, schedule=schedule)
+    losses = []
+    for batch in batches:
+        total, weight = runner.evaluate(batch)
+        losses.append(runner.forward_backward(batch, loss_scale))
+        # The same weights: an evaluation in between sees the same loss, and leaves no gradient.
+        assert_close(total / weight, losses[-1], what="evaluated loss")
     return losses, {name: tensor.grad for name, tensor in stage.named_parameters() if tensor.grad is not None}
 
 
@@ -35,7 +40,16 @@ def double(batch: StepBatch) -> StepBatch:
     return replace(batch, loss_mask=batch.loss_mask.double())
 
 
-@pytest.mark.parametrize(("schedule", "stages", "chunks"), [("1f1b", 2, 1), ("zbv", 2, 2)])
+@pytest.mark.parametrize(
+    ("schedule", "stages", "chunks"),
+    [
+        ("1f1b", 2, 1),
+        ("gpipe", 2, 1),
+        ("interleaved_1f1b", 2, 2),
+        ("zbv", 2, 2),
+        ("dualpipev", 2, 2),
+    ],
+)
 def test_batches_of_other_lengths_and_sizes_run_in_one_runner(ranks, schedule, stages, chunks):
     batches = [
         double(tiny_batch(SHAPE, rows, sequence_length=length, step=step))

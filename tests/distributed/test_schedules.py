@@ -59,7 +59,7 @@ def step_on_rank(schedule: str, layout: Layout, micro_batches: int, chunks: int)
     options = ModelOptions(split_backward=SCHEDULES[schedule].splits_backward)
     stage = build_stage(SHAPE, mesh, split, options, seed=0)
     shapes = PipelineShapes(micro_batches, SHAPE.hidden_size, torch.float32, torch.float32)
-    runner = pipeline_runner(stage.chunks, mesh, shapes, schedule=schedule)
+    runner = pipeline_runner(stage.chunks, split, mesh, shapes, schedule=schedule)
     executed = Executed()
     with recorded(stage, executed), CountedFlops(executed):
         runner.forward_backward(tiny_batch(SHAPE, micro_batches))
@@ -169,7 +169,8 @@ def test_executed_actions_are_those_of_the_schedule(ranks, schedule, size):
 
 def accumulation_on_rank(schedule: str, micro_batches: int) -> list[Action]:
     mesh = ParallelMesh.over_world(Layout())
-    stage = build_stage(SHAPE, mesh, pipeline_split(SHAPE.num_hidden_layers), seed=0)
+    split = pipeline_split(SHAPE.num_hidden_layers)
+    stage = build_stage(SHAPE, mesh, split, seed=0)
     actions: list[Action] = []
 
     def record(module: torch.nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -179,7 +180,7 @@ def accumulation_on_rank(schedule: str, micro_batches: int) -> list[Action]:
 
     stage.whole.register_forward_hook(record)
     shapes = PipelineShapes(micro_batches, SHAPE.hidden_size, torch.float32, torch.float32)
-    runner = pipeline_runner(stage.chunks, mesh, shapes, schedule=schedule)
+    runner = pipeline_runner(stage.chunks, split, mesh, shapes, schedule=schedule)
     runner.forward_backward(tiny_batch(SHAPE, micro_batches))
     return actions
 

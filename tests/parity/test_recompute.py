@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from megalite.model import dropout, recompute, transformer
+from megalite.model import dropout, mlp, recompute, transformer
 from megalite.model.options import Dropout, Recompute
 from megalite.topology.layout import Layout
 from tests.support.parity import assert_close, assert_same_tensors
@@ -98,7 +98,7 @@ def calls_on_rank(job: Job) -> dict[str, int]:
         return call
 
     patched = (
-        mock.patch.object(transformer.GatedMLP, "forward", counting("mlp", transformer.GatedMLP.forward)),
+        mock.patch.object(mlp.GatedMLP, "forward", counting("mlp", mlp.GatedMLP.forward)),
         mock.patch.object(
             transformer, "causal_attention", counting("attention", transformer.causal_attention)
         ),

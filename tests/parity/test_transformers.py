@@ -1,18 +1,23 @@
-"""Logits and every gradient equal those of transformers' Llama with the same weights, in float32."""
+"""Logits and every gradient equal those of transformers' models with the same weights, in float32."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from megalite.checkpoint.families import family_tensors
+from megalite.checkpoint.hf_config import hf_config
 from megalite.model.stages import build_stage
 from megalite.model.transformer import Stage
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.layout import pipeline_split
 from megalite.topology.parameters import ModelShape, model_parameters
 from tests.support.parity import FLOAT32_RTOL, assert_close, assert_same_tensors
-from tests.support.tiny import tiny_batch, tiny_shape
+from tests.support.tiny import FAMILY_SHAPES, tiny_batch, tiny_shape
 from tests.support.training import full_tensors, shards_of
 
 SHAPES = {
@@ -21,24 +26,23 @@ SHAPES = {
     "one key-value head": replace(tiny_shape(), num_key_value_heads=1),
     "as many key-value heads as heads": replace(tiny_shape(), num_key_value_heads=8),
     "heads wider than the hidden size": replace(tiny_shape(), head_dim=10, rope_theta=500000.0),
+    **FAMILY_SHAPES,
 }
 
 
-def _transformers_model(shape: ModelShape) -> LlamaForCausalLM:
-    config = LlamaConfig(
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_hidden_layers=shape.num_hidden_layers,
-        num_attention_heads=shape.num_attention_heads,
-        num_key_value_heads=shape.num_key_value_heads,
-        head_dim=shape.head_dim,
-        max_position_embeddings=shape.max_position_embeddings,
-        rms_norm_eps=shape.rms_norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
-        tie_word_embeddings=shape.tie_word_embeddings,
-    )
-    return LlamaForCausalLM(config)
+def _transformers_model(shape: ModelShape, folder: Path) -> nn.Module:
+    """A model of transformers from our config.json, with eager attention, not the kernel that our side calls."""
+    (folder / "config.json").write_text(json.dumps(hf_config(shape, torch.float32, {})))
+    config = AutoConfig.from_pretrained(folder)
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+
+
+def _in_their_names(shape: ModelShape, canonical: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    theirs = {}
+    for tensor in family_tensors(shape):
+        stacked = torch.cat([canonical[part] for part in tensor.parts])
+        theirs[tensor.name] = stacked.t() if tensor.transposed else stacked
+    return theirs
 
 
 def _canonical(stage: Stage, shape: ModelShape, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -47,14 +51,15 @@ def _canonical(stage: Stage, shape: ModelShape, tensors: dict[str, torch.Tensor]
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_logits_and_gradients_equal_transformers(shape):
+def test_logits_and_gradients_equal_transformers(shape, tmp_path):
     stage = build_stage(shape, ParallelMesh.single(), pipeline_split(shape.num_hidden_layers), seed=11)
+    generator = torch.Generator().manual_seed(5)
     # Larger than the initial norms of 1 and weights of 0.02, so that no term hides behind another.
     with torch.no_grad():
         for tensor in stage.parameters():
-            tensor.mul_(3).add_(torch.randn_like(tensor), alpha=0.05)
-    model = _transformers_model(shape)
-    weights = _canonical(stage, shape, dict(stage.named_parameters()))
+            tensor.mul_(2).add_(torch.randn(tensor.shape, generator=generator), alpha=0.03)
+    model = _transformers_model(shape, tmp_path)
+    weights = _in_their_names(shape, _canonical(stage, shape, dict(stage.named_parameters())))
     missing = model.load_state_dict({name: tensor.float() for name, tensor in weights.items()}, strict=False)
     assert not missing.unexpected_keys
     assert missing.missing_keys == (["lm_head.weight"] if shape.tie_word_embeddings else [])
@@ -83,4 +88,5 @@ def test_logits_and_gradients_equal_transformers(shape):
     )
     gradients = {name: tensor.grad for name, tensor in stage.named_parameters()}
     theirs = {name: tensor.grad.double() for name, tensor in model.named_parameters()}
-    assert_same_tensors(_canonical(stage, shape, gradients), theirs, rtol=FLOAT32_RTOL)
+    ours = _in_their_names(shape, _canonical(stage, shape, gradients))
+    assert_same_tensors(ours, theirs, rtol=FLOAT32_RTOL)

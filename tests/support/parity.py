@@ -16,10 +16,12 @@ LAYOUT_RTOL = 1e-10
 ZERO_RTOL = 1e-6
 # Training in float32: twenty AdamW steps of another layout, or another implementation with the same weights.
 FLOAT32_RTOL = 1e-5
+# Beside a tensor with values of 1, one with values below this is sums that cancel.
+_NOISE = 1e-6
 
 
-def relative_error(actual: Any, expected: Any) -> float:
-    """The largest difference over the largest magnitude of `expected`; inf where either is not finite.
+def relative_error(actual: Any, expected: Any, *, floor: float = 0.0) -> float:
+    """The largest difference over the largest magnitude (at least `floor`) of `expected`; inf if not finite.
 
     Takes tensors, numbers and sequences of numbers, of one shape; compares in float64.
     """
@@ -33,7 +35,7 @@ def relative_error(actual: Any, expected: Any) -> float:
     difference = (actual - expected).abs().max().item()
     if difference == 0:
         return 0.0
-    magnitude = expected.abs().max().item()
+    magnitude = max(expected.abs().max().item(), floor)
     # A comparison with nan is false, so nan counts as not finite too.
     return difference / magnitude if magnitude > 0 and difference < float("inf") else float("inf")
 
@@ -47,9 +49,14 @@ def assert_close(actual: Any, expected: Any, *, rtol: float = LAYOUT_RTOL, what:
 def assert_same_tensors(
     actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, rtol: float = LAYOUT_RTOL
 ) -> None:
-    """The same names, and each tensor within `rtol`; the message names the worst."""
+    """The same names, and each tensor within `rtol`; the message names the worst.
+
+    A tensor that is zero but for rounding (the gradient of a key's bias) is measured by the others.
+    """
     assert actual.keys() == expected.keys(), f"names differ: {sorted(actual.keys() ^ expected.keys())}"
-    errors = {name: relative_error(actual[name], expected[name]) for name in expected}
+    largest = max((tensor.abs().max().item() for tensor in expected.values() if tensor.numel()), default=0.0)
+    floor = _NOISE * largest if largest < float("inf") else 0.0
+    errors = {name: relative_error(actual[name], expected[name], floor=floor) for name in expected}
     wrong = {name: error for name, error in errors.items() if not error <= rtol}
     if wrong:
         worst = max(wrong, key=wrong.__getitem__)

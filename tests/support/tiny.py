@@ -1,9 +1,11 @@
 """A model, tokens, text and a tokenizer as small as they can be while every mistake still shows."""
 
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from megalite.topology.parameters import ModelShape
+from megalite.topology.families import FAMILIES
+from megalite.topology.parameters import ModelShape, RopeScaling
 
 if TYPE_CHECKING:
     from megalite.parallel.pipeline import StepBatch
@@ -28,6 +30,26 @@ def tiny_shape(*, tied: bool = False, layers: int = 4) -> ModelShape:
         max_position_embeddings=64,
         tie_word_embeddings=tied,
     )
+
+
+def _of(family: str, **changes: Any) -> ModelShape:
+    return replace(tiny_shape(), family=family, **dict(FAMILIES[family].fixed) | changes)
+
+
+# Every family, and every choice within one that its files can say.
+FAMILY_SHAPES = {
+    "llama with biases": _of("llama", attention_bias=True, attention_output_bias=True, mlp_bias=True),
+    "llama 3": _of("llama", rope_theta=500.0, rope_scaling=RopeScaling("llama3", 4.0, 1.0, 4.0, 16)),
+    "llama, linear scaling": _of("llama", tie_word_embeddings=True, rope_scaling=RopeScaling("linear", 2.5)),
+    "mistral": _of("mistral", sliding_window=5),
+    "mistral without window": _of("mistral"),
+    "qwen2": _of("qwen2", sliding_window=4, full_attention_layers=2),
+    "qwen2 tied": _of("qwen2", tie_word_embeddings=True),
+    "qwen3": _of("qwen3", tie_word_embeddings=True),
+    "qwen3 with biases": _of("qwen3", attention_bias=True, attention_output_bias=True),
+    "gpt2": _of("gpt2", num_key_value_heads=8, tie_word_embeddings=True),
+    "gpt2 untied": _of("gpt2", num_key_value_heads=8),
+}
 
 
 def tiny_batch(

@@ -39,6 +39,8 @@ class Job:
     learning_rate: float = 0.1
     zero_stage: int = 0
     dtype: torch.dtype = torch.float64
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
     steps: int = 1
     seed: int = 7
     dropout: Dropout = PLAIN.dropout
@@ -93,10 +95,13 @@ def build(job: Job) -> Parts:
         torch._dynamo.reset()
     options = ModelOptions(
         dtype=job.dtype,
+        split_backward=job.layout.pipeline > 1 and SCHEDULES[job.schedule].splits_backward,
         dropout=job.dropout,
         dropout_seed=13,
         recompute=job.recompute,
         compile=job.compile,
+        label_smoothing=job.label_smoothing,
+        z_loss=job.z_loss,
     )
     split = pipeline_split(
         job.shape.num_hidden_layers,
@@ -110,7 +115,9 @@ def build(job: Job) -> Parts:
     micro_batches = SEQUENCES // job.layout.data // job.micro_batch_size
     optimizer = job_optimizer(job, stage, parameters, mesh, micro_batches)
     shapes = PipelineShapes(micro_batches, job.shape.hidden_size, job.dtype, options.loss_dtype)
-    pipeline = pipeline_runner(stage.chunks, mesh, shapes, schedule=job.schedule, forward=optimizer.forward)
+    pipeline = pipeline_runner(
+        stage.chunks, split, mesh, shapes, schedule=job.schedule, forward=optimizer.forward
+    )
     return Parts(mesh, split, stage, parameters, optimizer, pipeline)
 
 

@@ -1,6 +1,6 @@
 """A small trained-looking model in a checkpoint, to be exported and generated from."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +12,7 @@ from megalite.model.transformer import Stage
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.layout import pipeline_split
 from megalite.topology.parameters import ModelShape
-from megalite.topology.state import StateShard
-
-
-class NoState:
-    """The state of an optimizer that keeps none, as SGD without momentum."""
-
-    def shards(self) -> Iterator[StateShard]:
-        yield from ()
-
-    def scalars(self) -> dict[str, Any]:
-        return {}
-
-    def load(self, scalars: Mapping[str, Any]) -> None:
-        pass
+from megalite.topology.state import NoOptimizer
 
 
 def lively_stage(shape: ModelShape, *, scale: float = 5.0) -> Stage:
@@ -52,7 +39,7 @@ def save_stage(run: Path, shape: ModelShape, stage: Stage, config: Mapping[str, 
         shape=shape,
         split=pipeline_split(shape.num_hidden_layers),
         stage=stage,
-        optimizer=NoState(),
+        optimizer=NoOptimizer(),
         trainer_state={"step": 20, "samples": 160, "tokens": 1920},
         config=config or {"optimizer": {"learning_rate": 1e-3}, "data": {"source": "stdlib"}},
     )

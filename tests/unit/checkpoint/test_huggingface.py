@@ -12,9 +12,11 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from megalite.checkpoint import huggingface
-from megalite.checkpoint.huggingface import Export, export, llama_config, plan_files
+from megalite.checkpoint.hf_config import hf_config
+from megalite.checkpoint.huggingface import Export, export, plan_files
 from megalite.checkpoint.tensor_file import TensorInfo, write_tensor_file
 from megalite.errors import CheckpointError, DataError
+from megalite.topology.families import FAMILIES
 from megalite.topology.layout import Layout
 from megalite.topology.parameters import ModelShape, canonical_tensors
 from tests.support.tiny import tiny_batch, tiny_shape, tiny_tokenizer
@@ -105,13 +107,10 @@ def test_files_are_planned_by_size_in_order() -> None:
 
 def test_the_configuration_says_all_of_the_shape(tmp_path: Path) -> None:
     shape = replace(shape_for(101, tied=True), head_dim=10, max_position_embeddings=77)
-    (tmp_path / "config.json").write_text(
-        json.dumps(llama_config(shape, torch.bfloat16, {"eos_token_id": 3}))
-    )
+    (tmp_path / "config.json").write_text(json.dumps(hf_config(shape, torch.bfloat16, {"eos_token_id": 3})))
     config = AutoConfig.from_pretrained(tmp_path)
-    for name in ModelShape.__dataclass_fields__:
-        if name not in ("rope_theta", "family"):
-            assert getattr(config, name) == getattr(shape, name), name
+    for name in FAMILIES["llama"].keys:
+        assert getattr(config, name) == getattr(shape, name), name
     assert config.rope_parameters == {"rope_type": "default", "rope_theta": 5e5}
     assert (config.bos_token_id, config.eos_token_id) == (None, 3)
     assert config.dtype == torch.bfloat16
@@ -228,8 +227,8 @@ CONFIG_FAULTS = {
 def test_an_export_with_a_wrong_configuration_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
 ) -> None:
-    real = llama_config
-    monkeypatch.setattr(huggingface, "llama_config", lambda *given: real(*given) | {key: CONFIG_FAULTS[key]})
+    real = hf_config
+    monkeypatch.setattr(huggingface, "hf_config", lambda *given: real(*given) | {key: CONFIG_FAULTS[key]})
     shape = shape_for(101, tied=False)
     with pytest.raises((CheckpointError, RuntimeError)):
         export(save_stage(tmp_path, shape, lively_stage(shape)), tmp_path / "export", None)

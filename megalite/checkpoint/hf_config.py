@@ -1,0 +1,77 @@
+"""config.json of a model, in the words of its family."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from megalite.checkpoint.tensor_file import dtype_name
+from megalite.errors import CheckpointError
+from megalite.topology.families import FAMILIES, Family, inexpressible
+from megalite.topology.parameters import ModelShape
+
+_NO_DROPOUT = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
+
+
+def hf_config(shape: ModelShape, dtype: torch.dtype, token_ids: Mapping[str, int]) -> dict[str, Any]:
+    """config.json for transformers 5 and, by the older names beside, for 4.
+
+    Raises CheckpointError when the family's files cannot express the model.
+    """
+    family = FAMILIES[shape.family]
+    foreign = [
+        f"model.{name} = {value} ({shape.family} has {theirs})"
+        for name, value, theirs in inexpressible(shape)
+    ]
+    if foreign:
+        raise CheckpointError(
+            f"a {shape.family} folder cannot express {', '.join(foreign)}: train with another model.family,"
+            " or without export (checkpoint.export = false)"
+        )
+    return {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        **{key: getattr(shape, name) for name, key in family.keys.items()},
+        **{key: allowed[0] for key, allowed in family.required.items()},
+        **_of_family(shape, family),
+        # Without these keys transformers takes 1 and 2, or GPT-2's own.
+        "bos_token_id": None,
+        "eos_token_id": None,
+        **token_ids,
+        "dtype": dtype_name(dtype),
+        "torch_dtype": dtype_name(dtype),
+        "use_cache": True,
+    }
+
+
+def _of_family(shape: ModelShape, family: Family) -> dict[str, Any]:
+    if family.model_type == "gpt2":
+        return dict.fromkeys(_NO_DROPOUT, 0.0)
+    config: dict[str, Any] = {"attention_dropout": 0.0, **_rope(shape)}
+    if "attention_bias" in family.free:
+        config["attention_bias"] = shape.attention_bias
+    if "mlp_bias" in family.free:
+        config["mlp_bias"] = shape.mlp_bias
+    if "sliding_window" in family.free:
+        config["sliding_window"] = shape.sliding_window
+    if "full_attention_layers" in family.free:
+        sliding = shape.sliding_window is not None
+        config["use_sliding_window"] = sliding
+        config["max_window_layers"] = shape.full_attention_layers if sliding else shape.num_hidden_layers
+        config["layer_types"] = [
+            "full_attention" if shape.window_of(layer) is None else "sliding_attention"
+            for layer in range(shape.num_hidden_layers)
+        ]
+    return config
+
+
+def _rope(shape: ModelShape) -> dict[str, Any]:
+    theta = {"rope_theta": shape.rope_theta}
+    scaling = shape.rope_scaling
+    if scaling is None:
+        return {**theta, "rope_parameters": {"rope_type": "default", **theta}}
+    fields = asdict(scaling)
+    if scaling.rope_type == "linear":
+        fields = {"rope_type": "linear", "factor": scaling.factor}
+    return {**theta, "rope_parameters": {**fields, **theta}, "rope_scaling": fields}

@@ -1,0 +1,91 @@
+"""megalite doctor: what is installed and detected, what is missing and what that costs, what would be used here."""
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from megalite import __version__
+from megalite.launcher.environment import rank_info
+from megalite.launcher.machine import Finding, apex, packages, programs, system
+
+_WIDTH = 14
+
+
+def run(arguments: Sequence[str]) -> int:
+    """`megalite doctor [--json]`: 0 when a training job can run here, 1 when something it needs is missing."""
+    parser = argparse.ArgumentParser(prog="megalite doctor", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="the same as one JSON object")
+    options = parser.parse_args(arguments)
+    findings = {"packages": packages(), "programs": programs(), "optional": [apex()]}
+    facts = {"megalite": __version__, **system(), "launcher": _launcher()}
+    used = _used() if _found(findings["packages"], "torch") else {}
+    if options.json:
+        content = {name: [asdict(each) for each in found] for name, found in findings.items()}
+        print(json.dumps({"facts": facts, **content, "used": used}, indent=2))
+    else:
+        for line in _lines(facts, findings, used):
+            print(line)
+    return (
+        0 if all(_found(findings["packages"], name) for name in ("torch", "tokenizers", "safetensors")) else 1
+    )
+
+
+def _lines(
+    facts: Mapping[str, str], findings: Mapping[str, list[Finding]], used: Mapping[str, str]
+) -> Iterator[str]:
+    for name, fact in facts.items():
+        yield f"{name:<{_WIDTH}} {fact}"
+    for title, found in findings.items():
+        yield ""
+        yield f"{title}:"
+        for each in found:
+            mark = "+" if each.found else "-"
+            rest = f"{each.found}  ({each.purpose})" if each.found else f"not found: {each.without}"
+            yield f" {mark} {each.name:<{_WIDTH - 2}} {rest}"
+    yield ""
+    yield "what would be used here:" if used else "nothing can run here without torch"
+    for name, fact in used.items():
+        yield f"   {name:<{_WIDTH - 2}} {fact}"
+
+
+def _launcher() -> str:
+    info = rank_info()
+    if info is None:
+        return "nobody: megalite train starts its own ranks on this machine"
+    return f"{info.launcher}, rank {info.rank} of {info.world_size} on {info.node}"
+
+
+def _used() -> dict[str, str]:
+    """Torch's side, from torch itself."""
+    import torch
+
+    from megalite.parallel.mesh import available_backends
+
+    backends = available_backends()
+
+    used = {
+        "torch": f"{torch.__version__}, "
+        + (f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build")
+    }
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            properties = torch.cuda.get_device_properties(index)
+            capability = f"sm_{properties.major}{properties.minor}"
+            used[f"GPU {index}"] = (
+                f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, {capability}"
+            )
+        used["collectives"] = "NCCL" if backends["nccl"] else "gloo: this torch has no NCCL"
+        bf16 = torch.cuda.is_bf16_supported()
+        used["precision"] = "bf16" if bf16 else "fp32: this GPU has no bf16"
+    else:
+        used["device"] = "the CPU: torch sees no GPU"
+        used["collectives"] = "gloo" if backends["gloo"] else "none: this torch has no gloo, use one rank"
+    used["attention"] = "torch's scaled_dot_product_attention"
+    used["norms, SwiGLU, rotary"] = "torch operators behind autograd nodes of our own"
+    return used
+
+
+def _found(findings: Sequence[Finding], name: str) -> Any:
+    return next(each.found for each in findings if each.name == name)

@@ -1,0 +1,77 @@
+"""Rules over [model]: what its family can express, and settings that only mean something together."""
+
+from collections.abc import Iterator
+
+from megalite.config.schema import ModelConfig
+from megalite.config.toml import shown
+from megalite.config.validate import Facts
+from megalite.errors import Problem
+from megalite.topology.families import FAMILIES, inexpressible
+from megalite.topology.parameters import ModelShape
+
+_ROPE_SETTINGS = ("rope_factor", "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_positions")
+_USED_BY = {"default": 0, "linear": 1, "llama3": 4}
+
+
+def family_can_be_exported(facts: Facts) -> Iterator[Problem]:
+    if not facts.checkpoint.export:
+        return
+    for name, value, theirs in inexpressible(_shape(facts)):
+        if name == "rope_scaling":
+            continue  # told by its own settings below
+        message = f"{shown(value)} cannot be said by a {facts.model.family} folder, which has {shown(theirs)}"
+        remedy = f"use {shown(theirs)}, another model.family, or checkpoint.export = false"
+        yield Problem(f"model.{name}", message, remedy)
+    if facts.model.rope_type != "default" and "rope_scaling" not in FAMILIES[facts.model.family].free:
+        message = f"{shown(facts.model.rope_type)} has no meaning for {facts.model.family}"
+        yield Problem("model.rope_type", message, 'use "default"')
+
+
+def rope_settings_belong_to_their_type(facts: Facts) -> Iterator[Problem]:
+    kind = facts.model.rope_type
+    for name in _ROPE_SETTINGS[_USED_BY[kind] :]:
+        if getattr(facts.model, name) != ModelConfig.model_fields[name].default:
+            message = f"has no meaning for model.rope_type = {shown(kind)}"
+            yield Problem(f"model.{name}", message, 'use rope_type "llama3" or "linear", or take it out')
+    if kind != "default" and facts.model.rope_factor == 1.0:
+        yield Problem("model.rope_factor", "1 scales nothing", 'set it, or rope_type "default"')
+    if kind == "llama3" and facts.model.rope_low_freq_factor >= facts.model.rope_high_freq_factor:
+        message = f"{facts.model.rope_low_freq_factor} is not less than model.rope_high_freq_factor"
+        yield Problem("model.rope_low_freq_factor", message, "llama 3.1 has 1 and 4")
+
+
+def window_leaves_layers(facts: Facts) -> Iterator[Problem]:
+    first, layers = facts.model.full_attention_layers, facts.model.num_hidden_layers
+    if not first:
+        return
+    if facts.model.sliding_window is None:
+        message = f"{first} has no meaning without model.sliding_window"
+        yield Problem("model.full_attention_layers", message, "set the window, or take it out")
+    elif first >= layers:
+        message = f"{first} leaves none of model.num_hidden_layers = {layers} to the window"
+        yield Problem("model.full_attention_layers", message, f"use at most {layers - 1}, or no window")
+
+
+def _shape(facts: Facts) -> ModelShape:
+    """The shape as far as the family's files care; reading a wrong value raises Unknown."""
+    model = facts.model
+    heads = model.num_attention_heads
+    chosen = {name: getattr(model, name) for name in ("attention_bias", "attention_output_bias", "mlp_bias")}
+    return ModelShape(
+        vocab_size=1,
+        hidden_size=model.hidden_size,
+        intermediate_size=model.intermediate_size,
+        num_hidden_layers=model.num_hidden_layers,
+        num_attention_heads=heads,
+        num_key_value_heads=model.num_key_value_heads or heads,
+        head_dim=model.head_dim or model.hidden_size // heads,
+        family=model.family,
+        norm_placement=model.norm_placement,
+        sliding_window=model.sliding_window,
+        full_attention_layers=model.full_attention_layers,
+        **dict(FAMILIES[model.family].fixed)
+        | {name: value for name, value in chosen.items() if value is not None},
+    )
+
+
+FAMILY_RULES = (family_can_be_exported, rope_settings_belong_to_their_type, window_leaves_layers)

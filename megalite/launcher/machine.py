@@ -1,0 +1,99 @@
+"""What this machine has: cores, memory, programs, packages. Reads, and imports nothing heavy."""
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from megalite.launcher.process import available_cores
+
+# What each is for, and what goes without it.
+PACKAGES = {
+    "torch": ("tensors, autograd, collectives, pipelines", "nothing runs"),
+    "deepspeed": ("ZeRO and offload", "no ZeRO: every rank keeps its whole optimizer state"),
+    "transformers": ("the check of every export", "no export"),
+    "tokenizers": ("tokenizers", "no data can be prepared"),
+    "safetensors": ("checkpoints", "no checkpoint"),
+    "sentencepiece": ("sentencepiece models", "only tokenizer.json files"),
+    "mpi4py": (
+        "mpirun's ranks on clusters that need it",
+        "torchrun, deepspeed, srun and plain mpirun still work",
+    ),
+}
+PROGRAMS = {
+    "g++": (
+        "compiles DeepSpeed's native optimizer",
+        "deepspeed.native_optimizer and training.compile do not work",
+    ),
+    "ninja": ("compiles it too", "deepspeed.native_optimizer does not work"),
+    "nvcc": ("compiles CUDA kernels", "no kernels of our own on a GPU"),
+    "nvidia-smi": ("the GPU's driver", "no NVIDIA GPU can be used"),
+    "srun": ("SLURM", "not a SLURM node"),
+    "mpirun": ("MPI", "no mpirun launches"),
+    "pdsh": ("the deepspeed launcher on several nodes", "use srun, torchrun or mpirun there"),
+    "ssh": ("the deepspeed launcher and mpirun on several nodes", "use srun or torchrun there"),
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing looked for: `found` is its version or path, empty where it is missing."""
+
+    name: str
+    found: str
+    purpose: str
+    without: str
+
+
+def system() -> dict[str, str]:
+    """Facts of the machine in words."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return {
+        "system": f"{platform.system()} {platform.release()}, Python {platform.python_version()}",
+        "processor": f"{_processor()}, {available_cores()} of {os.cpu_count()} cores usable",
+        "memory": f"{memory / 2**30:.1f} GiB, /dev/shm {_free('/dev/shm')}",
+    }
+
+
+def packages() -> list[Finding]:
+    return [Finding(name, _version(name), *words) for name, words in PACKAGES.items()]
+
+
+def programs() -> list[Finding]:
+    return [Finding(name, shutil.which(name) or "", *words) for name, words in PROGRAMS.items()]
+
+
+def apex() -> Finding:
+    """NVIDIA Apex by its compiled parts: the package of that name on PyPI is another project."""
+    purpose, without = "NVIDIA's fused optimizers, optional", "torch's own are used"
+    if importlib.util.find_spec("apex") is None:
+        return Finding("apex", "", purpose, without)
+    if importlib.util.find_spec("amp_C") is None:
+        return Finding("apex", "", purpose, f"the installed one has no compiled parts; {without}")
+    return Finding("apex", _version("apex") or "built from source", purpose, without)
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _free(folder: str) -> str:
+    try:
+        return f"{shutil.disk_usage(folder).free / 2**30:.1f} GiB free"
+    except OSError:
+        return "missing"

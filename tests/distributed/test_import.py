@@ -1,0 +1,150 @@
+"""A Hugging Face folder in, any layout, a Hugging Face folder out: bit for bit; and what is no such folder."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megalite.checkpoint.hf_import import load_huggingface
+from megalite.checkpoint.huggingface import export
+from megalite.errors import CheckpointError
+from megalite.model.stages import build_stage
+from megalite.parallel.mesh import ParallelMesh
+from megalite.topology.layout import Layout, pipeline_split
+from megalite.topology.parameters import ModelShape, stage_parameters
+from tests.support.parity import assert_same_tensors
+from tests.support.tiny import FAMILY_SHAPES, tiny_shape
+from tests.support.training import Shard, full_tensors, shards_of
+from tests.unit.checkpoint.exporting import lively_stage, save_stage
+
+
+def imported(folder: Path, shape: ModelShape, layout: Layout) -> list[Shard]:
+    mesh = ParallelMesh.over_world(layout)
+    split = pipeline_split(shape.num_hidden_layers, layout.pipeline)
+    stage = build_stage(shape, mesh, split, seed=None)
+    load_huggingface(folder, mesh=mesh, shape=shape, split=split, stage=stage)
+    parameters = list(stage_parameters(shape, split, mesh.at.pp))
+    return shards_of(parameters, dict(stage.named_parameters()), mesh)
+
+
+@pytest.mark.parametrize("shape", FAMILY_SHAPES.values(), ids=FAMILY_SHAPES)
+def test_every_layout_reads_its_slices_bit_for_bit(ranks, tmp_path, shape):
+    stage = lively_stage(shape)
+    export(save_stage(tmp_path, shape, stage), tmp_path / "export", None, shard_size_bytes=60_000)
+    [written] = ranks.run(_weights, world_size=1, checkpoint_of=tmp_path, shape=shape)
+    for layout in (Layout(), Layout(pipeline=2, tensor=2)):
+        results = ranks.run(
+            imported, world_size=layout.world_size, folder=tmp_path / "export", shape=shape, layout=layout
+        )
+        read = full_tensors(shape, [shard for result in results for shard in result], add=False)
+        assert_same_tensors(read, written, rtol=0)
+
+
+def _weights(checkpoint_of: Path, shape: ModelShape) -> dict[str, torch.Tensor]:
+    from megalite.checkpoint.folder import find_checkpoint
+    from megalite.checkpoint.format import WEIGHT
+    from megalite.checkpoint.tensor_file import CheckpointReader, full_box
+
+    with CheckpointReader(find_checkpoint(checkpoint_of)) as reader:
+        entries = reader.manifest.tensors[WEIGHT]
+        return {
+            name: reader.read(WEIGHT, name, full_box(entry.shape)).double() for name, entry in entries.items()
+        }
+
+
+def _drop(name: str) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
+    return lambda tensors: {key: value for key, value in tensors.items() if key != name}
+
+
+DAMAGE = {
+    "a missing tensor": (
+        _drop("model.layers.1.mlp.up_proj.weight"),
+        "lacks model.layers.1.mlp.up_proj.weight; is its config.json that of these weights?",
+    ),
+    "an unknown tensor": (
+        lambda tensors: {**tensors, "model.layers.0.self_attn.rope.scale": torch.ones(2)},
+        "has model.layers.0.self_attn.rope.scale, which the model has not",
+    ),
+    "another shape": (
+        lambda tensors: {**tensors, "model.norm.weight": torch.ones(47)},
+        "model.norm.weight is (47,), the model's is (48,)",
+    ),
+    "a head that is not the embedding": (
+        lambda tensors: {**tensors, "lm_head.weight": torch.ones(101, 48)},
+        "has lm_head.weight, which the model has not",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_folder_of_another_model_is_refused_by_name(tmp_path, damage):
+    change, said = DAMAGE[damage]
+    folder = exported(tmp_path, tiny_shape(tied=True))
+    save_file(change(load_file(folder / "model.safetensors")), folder / "model.safetensors")
+    with pytest.raises(CheckpointError) as refused:
+        read_alone(folder, tiny_shape(tied=True))
+    assert said in str(refused.value)
+
+
+def test_what_old_files_hold_beside_the_weights_is_passed_over(tmp_path):
+    shape = replace(FAMILY_SHAPES["gpt2"], num_hidden_layers=2)
+    folder = exported(tmp_path, shape)
+    expected = read_alone(folder, shape)
+    bare = {
+        name.removeprefix("transformer."): values
+        for name, values in load_file(folder / "model.safetensors").items()
+    }
+    masks = {f"h.{layer}.attn.bias": torch.ones(1, 1, 8, 8) for layer in range(2)}
+    save_file({**bare, **masks}, folder / "model.safetensors")
+    assert_same_tensors(read_alone(folder, shape), expected, rtol=0)
+
+
+def test_an_embedding_stored_twice_is_one_if_it_is_equal(tmp_path):
+    shape = tiny_shape(tied=True)
+    folder = exported(tmp_path, shape)
+    tensors = load_file(folder / "model.safetensors")
+    save_file(
+        {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()},
+        folder / "model.safetensors",
+    )
+    read_alone(folder, shape)
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({}, "has no model.safetensors and no model.safetensors.index.json"),
+        ({"model.safetensors": b"\x00" * 40}, "its weights cannot be read"),
+        ({"model.safetensors.index.json": b"[]"}, "is not an index of weights"),
+        (
+            {"model.safetensors.index.json": json.dumps({"weight_map": {"a": "../b"}}).encode()},
+            "names files outside of its folder",
+        ),
+        (
+            {"model.safetensors.index.json": json.dumps({"weight_map": {"a": "gone.safetensors"}}).encode()},
+            "its weights cannot be read",
+        ),
+    ],
+)
+def test_what_is_no_folder_of_weights_is_refused(tmp_path, files, said):
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(CheckpointError) as refused:
+        read_alone(tmp_path, tiny_shape())
+    assert said in str(refused.value)
+
+
+def exported(folder: Path, shape: ModelShape) -> Path:
+    export(save_stage(folder, shape, lively_stage(shape)), folder / "export", None)
+    return folder / "export"
+
+
+def read_alone(folder: Path, shape: ModelShape) -> dict[str, torch.Tensor]:
+    mesh, split = ParallelMesh.single(), pipeline_split(shape.num_hidden_layers)
+    stage = build_stage(shape, mesh, split, seed=None)
+    load_huggingface(folder, mesh=mesh, shape=shape, split=split, stage=stage)
+    return {name: tensor.detach().double() for name, tensor in stage.named_parameters()}

@@ -1,0 +1,20 @@
+"""Every family trains to one process's numbers in layouts that cut all that it has: heads, biases, stages."""
+
+from dataclasses import replace
+
+import pytest
+
+from megalite.topology.layout import Layout
+from tests.parity.test_layouts import _assert_equal_to_one_process
+from tests.support.parity import LAYOUT_RTOL
+from tests.support.tiny import FAMILY_SHAPES
+from tests.support.training import Job, train_on_rank
+
+
+@pytest.mark.parametrize("layout", [Layout(2, 1, 2), Layout(1, 2, 4)], ids=["tp2-pp2", "tp4-dp2"])
+@pytest.mark.parametrize("shape", FAMILY_SHAPES.values(), ids=FAMILY_SHAPES)
+def test_every_family_equals_one_process(ranks, shape, layout):
+    job = Job(shape, layout, steps=2)
+    [alone] = ranks.run(train_on_rank, world_size=1, job=replace(job, layout=Layout()))
+    results = ranks.run(train_on_rank, world_size=layout.world_size, job=job)
+    _assert_equal_to_one_process(job, results, alone, LAYOUT_RTOL)

@@ -1,0 +1,45 @@
+"""How the next token is drawn, against transformers' own filters and against the probabilities."""
+
+import pytest
+import torch
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from megalite.generate.sampling import GREEDY, Sampling, next_token, probabilities, uniform
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
+@pytest.mark.parametrize("top_k", [0, 1, 7, 500])
+@pytest.mark.parametrize("top_p", [0.05, 0.6, 0.95, 1.0])
+def test_probabilities_are_those_of_transformers(temperature, top_k, top_p):
+    logits = torch.randn(101, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 3
+    theirs = TemperatureLogitsWarper(temperature)(None, logits[None])
+    if top_k:
+        theirs = TopKLogitsWarper(top_k)(None, theirs)
+    if top_p < 1:
+        theirs = TopPLogitsWarper(top_p)(None, theirs)
+    ours = probabilities(logits, Sampling(temperature, top_k, top_p))
+    torch.testing.assert_close(ours, theirs.softmax(-1)[0], rtol=1e-12, atol=1e-15)
+
+
+def test_greedy_takes_the_likeliest():
+    assert next_token(torch.tensor([0.1, 3.0, 2.9]), GREEDY, 5) == 1
+
+
+def test_draws_follow_the_probabilities():
+    logits = torch.tensor([0.0, 1.0, 2.0, -1.0])
+    draws = [next_token(logits, Sampling(1.0, seed=3), position) for position in range(20_000)]
+    frequencies = torch.bincount(torch.tensor(draws), minlength=4) / len(draws)
+    torch.testing.assert_close(frequencies, logits.softmax(0), rtol=0, atol=0.012)
+
+
+def test_what_is_left_out_is_never_drawn():
+    logits = torch.tensor([0.0, 1.0, 2.0, -1.0])
+    assert {next_token(logits, Sampling(5.0, top_k=2), position) for position in range(300)} == {1, 2}
+    assert {next_token(logits, Sampling(0.5, top_p=0.1), position) for position in range(300)} == {2}
+
+
+def test_the_seed_and_the_position_decide():
+    numbers = {(seed, position): uniform(seed, position).item() for seed in (1, 2) for position in range(50)}
+    assert len(set(numbers.values())) == 100
+    assert all(0 <= number < 1 for number in numbers.values())
+    assert numbers[1, 7] == uniform(1, 7).item()
