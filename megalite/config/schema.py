@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from megalite.topology.families import FAMILIES
 from megalite.topology.layout import Layout, PipelineSplit, pipeline_split
+from megalite.topology.parameter_groups import ParameterGroup
 from megalite.topology.parameters import ModelShape, RopeScaling
 from megalite.topology.schedules import SCHEDULES
 
@@ -174,7 +175,27 @@ class TrainingConfig(Section):
     micro_batches: Count | None = Field(None, description="micro batches a step of each replica")
     global_batch_size: Count | None = Field(None, description="sequences a step, over all replicas")
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = Field(
-        "auto", description='number type; "auto": what DeepSpeed\'s JSON enables, else fp32'
+        "auto",
+        description='number type of weights and activations; "auto": what DeepSpeed\'s JSON enables, else what the '
+        "run resumes with, else bf16 where the machine gains by it and fp32 where not",
+    )
+    accumulation: Literal["fp32", "model"] = Field(
+        "fp32", description='number type in which gradients are summed; "model": that of the weights'
+    )
+    loss_scale: Annotated[float, Field(gt=0)] | Literal["dynamic"] = Field(
+        "dynamic", description="fp16: what the loss is multiplied by; a number stays as it is"
+    )
+    initial_loss_scale_power: int = Field(
+        16, ge=0, le=64, description="fp16: the dynamic loss scale starts at 2 to this power"
+    )
+    loss_scale_window: Count = Field(
+        1000, description="fp16: steps in a row without an overflow that double the loss scale"
+    )
+    loss_scale_hysteresis: Count = Field(
+        1, description="fp16: the overflow since the last doubling that halves the loss scale"
+    )
+    minimum_loss_scale: float = Field(
+        1.0, gt=0, description="fp16: an overflow at this loss scale ends the run"
     )
     recompute: Literal["none", "selective", "full"] = Field(
         "none",
@@ -200,6 +221,14 @@ class TrainingConfig(Section):
     )
 
 
+class ParameterGroupConfig(Section):
+    """Parameters with a learning rate and a weight decay of their own."""
+
+    pattern: Text = Field(description="glob over canonical names; the first group that matches counts")
+    learning_rate_ratio: float = Field(1.0, ge=0, description="times the learning rate")
+    weight_decay: float | None = Field(None, ge=0, description="default: as without the group")
+
+
 class OptimizerConfig(Section):
     """The update rule and the learning rate over time."""
 
@@ -209,11 +238,32 @@ class OptimizerConfig(Section):
     eps: float = Field(1e-8, gt=0, description="adamw's denominator")
     weight_decay: float = Field(0.1, ge=0, description="decoupled for adamw; not on norms and biases")
     gradient_clipping: float = Field(1.0, ge=0, description="largest global norm of the gradient; 0: off")
-    schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="decay after the warm-up")
+    clip_value: float = Field(
+        0.0, ge=0, description="largest magnitude of a gradient's element, cut before the norm; 0: off"
+    )
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
+        "cosine", description='decay after the warm-up; "wsd": only at the end'
+    )
     warmup_steps: int = Field(0, ge=0, lt=2**31, description="steps of linear warm-up")
     minimum_ratio: float = Field(0.1, ge=0, le=1, description="the decay ends at this share of the peak")
     decay_steps: Count | None = Field(None, description="step at which the decay ends; default: the last")
+    decay_fraction: float = Field(
+        0.1, gt=0, le=1, description="wsd's: share of decay_steps in which it decays"
+    )
+    decay_shape: Literal["sqrt", "linear"] = Field("sqrt", description="wsd's: 1 - sqrt, or evenly")
     momentum: float = Field(0.0, ge=0, lt=1, description="sgd's")
+    ema_decay: Fraction = Field(
+        0.0, description="share of the old in a moving average of the weights, kept in checkpoints; 0: none"
+    )
+    groups: Annotated[tuple[ParameterGroupConfig, ...], Lenient] = Field(
+        (), description="[[optimizer.groups]] of parameters: pattern, learning_rate_ratio, weight_decay"
+    )
+
+    @property
+    def parameter_groups(self) -> tuple[ParameterGroup, ...]:
+        return tuple(
+            ParameterGroup(each.pattern, each.learning_rate_ratio, each.weight_decay) for each in self.groups
+        )
 
 
 class DeepSpeedSection(Section):
