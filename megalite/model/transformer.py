@@ -88,7 +88,7 @@ class DecoderLayer(nn.Module):
         cache: KeyValueCache | None,
         attend: Attend | None,
     ) -> Tensor:
-        attend = attend or partial(causal_attention, mask=masks.attention, window=self.window)
+        attend = attend or partial(causal_attention, window=self.window, mask=masks.attention)
         # In place on the projections' outputs, which no backward needs.
         normed = hidden_states if self.post_norm else self.input_layernorm(hidden_states)
         attended = self.self_attn(normed, rotation, cache, attend)
@@ -101,7 +101,7 @@ class DecoderLayer(nn.Module):
 
     def _draw_and_attend(self, places: Places | None, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         mask = None if places is None else self.sites.attention_mask(places)
-        return causal_attention(query, key, value, mask, self.window)
+        return causal_attention(query, key, value, window=self.window, mask=mask)
 
 
 @cache

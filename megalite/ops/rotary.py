@@ -95,6 +95,8 @@ class _Rotate(torch.autograd.Function):
 
 def rotate(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     """[B, S, heads, head_dim] -> the same, rotated; for heads that something happens to before the rotation."""
+    if torch.compiler.is_compiling():
+        return _rotated(heads, cosines, sines)
     rotated: Tensor = _Rotate.apply(heads, cosines, sines)
     return rotated
 

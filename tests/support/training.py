@@ -96,12 +96,12 @@ def build(job: Job) -> Parts:
     options = ModelOptions(
         dtype=job.dtype,
         split_backward=job.layout.pipeline > 1 and SCHEDULES[job.schedule].splits_backward,
-        label_smoothing=job.label_smoothing,
-        z_loss=job.z_loss,
         dropout=job.dropout,
         dropout_seed=13,
         recompute=job.recompute,
         compile=job.compile,
+        label_smoothing=job.label_smoothing,
+        z_loss=job.z_loss,
     )
     split = pipeline_split(
         job.shape.num_hidden_layers,
