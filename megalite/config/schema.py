@@ -207,6 +207,7 @@ class TrainingConfig(Section):
     recompute_ratio: float | None = Field(
         None, gt=0, le=1, description="only this share of each chunk's layers, evenly spread, rounded up"
     )
+    compile: bool = Field(False, description="decoder layers through torch.compile; needs a C++ compiler")
     label_smoothing: Fraction = Field(
         0.0, description="share of each target spread over the vocabulary; the reported loss has it"
     )

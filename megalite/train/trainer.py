@@ -71,6 +71,7 @@ def model_options(config: RunConfig) -> ModelOptions:
         label_smoothing=config.training.label_smoothing,
         z_loss=config.training.z_loss,
         recompute=Recompute(training.recompute, training.recompute_layers, training.recompute_ratio),
+        compile=training.compile,
     )
 
 

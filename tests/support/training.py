@@ -45,6 +45,7 @@ class Job:
     seed: int = 7
     dropout: Dropout = PLAIN.dropout
     recompute: Recompute = PLAIN.recompute
+    compile: bool = False
     fault: str | None = None
 
 
@@ -90,12 +91,15 @@ class Parts:
 def build(job: Job) -> Parts:
     """Everything of the job on this rank of the current process group, with its initial weights."""
     mesh = ParallelMesh.over_world(job.layout)
+    if job.compile:  # what earlier jobs of this process compiled counts against a limit
+        torch._dynamo.reset()
     options = ModelOptions(
         dtype=job.dtype,
         split_backward=job.layout.pipeline > 1 and SCHEDULES[job.schedule].splits_backward,
         dropout=job.dropout,
         dropout_seed=13,
         recompute=job.recompute,
+        compile=job.compile,
         label_smoothing=job.label_smoothing,
         z_loss=job.z_loss,
     )
