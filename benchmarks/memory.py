@@ -72,6 +72,7 @@ CASES: dict[str, Setup] = {
     "recompute selective": Setup(DATA, options=recomputing("selective")),
     "recompute half of the layers": Setup(DATA, options=recomputing("full", ratio=0.5)),
     "recompute full": Setup(DATA, options=recomputing("full")),
+    "bf16": Setup(DATA, options=ModelOptions(dtype=torch.bfloat16)),
     "ZeRO 2, recompute full": Setup(DATA, zero=zero(2), options=recomputing("full")),
 }
 QUICK = ("torch optimizer", "ZeRO 2", "recompute full")
@@ -213,7 +214,7 @@ def _peak_rss() -> int:
 
 def hold(setup: Setup, counted: bool) -> Held | int:
     """What this rank of the current process group holds, or the growth of its peak RSS in uncounted steps."""
-    mesh = ParallelMesh.over_world(setup.layout)
+    mesh = setup.mesh()
     before = _peak_rss()
     training = Watched(setup, mesh)
     for _ in range(STEPS - counted):

@@ -51,6 +51,10 @@ class Setup:
     zero: Mapping[str, Any] | None = None
     sequences: int = SEQUENCES
 
+    def mesh(self) -> ParallelMesh:
+        """Over the ranks of the default process group."""
+        return ParallelMesh.over_world(self.layout)
+
 
 class Training:
     """What a rank holds of a setup, and its step."""
