@@ -205,6 +205,15 @@ class TrainingConfig(Section):
     recompute_ratio: float | None = Field(
         None, gt=0, le=1, description="only this share of each chunk's layers, evenly spread, rounded up"
     )
+    compile: bool = Field(False, description="decoder layers through torch.compile; needs a C++ compiler")
+    label_smoothing: Fraction = Field(
+        0.0, description="share of each target spread over the vocabulary; the reported loss has it"
+    )
+    z_loss: float = Field(
+        0.0,
+        ge=0,
+        description="weight of the squared log of the softmax's normaliser; the reported loss has it",
+    )
     threads: Count | Literal["auto"] = Field(
         "auto", description='a rank; "auto": the machine\'s cores shared'
     )
@@ -269,9 +278,14 @@ class DeepSpeedSection(Section):
 class TokenizerConfig(Section):
     """An existing tokenizer, or one to train on [data]."""
 
-    path: Text | None = Field(None, description="Hugging Face tokenizer: folder or tokenizer.json")
+    path: Text | None = Field(
+        None,
+        description="Hugging Face folder or tokenizer.json, sentencepiece .model, or GPT-2's vocab.json folder",
+    )
     vocab_size: Count | None = Field(None, description="train one with so many ids")
-    kind: Literal["bpe"] = Field("bpe", description="what is trained: byte-level BPE")
+    kind: Literal["bpe", "unigram", "sentencepiece_bpe"] = Field(
+        "bpe", description="what is trained: byte-level BPE, or sentencepiece's unigram or BPE"
+    )
     end_of_document: Text = Field("<|endoftext|>", description="token between documents")
 
 

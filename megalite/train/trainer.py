@@ -68,7 +68,10 @@ def model_options(config: RunConfig) -> ModelOptions:
             attention=model.attention_dropout,
         ),
         dropout_seed=config.run.seed,
+        label_smoothing=config.training.label_smoothing,
+        z_loss=config.training.z_loss,
         recompute=Recompute(training.recompute, training.recompute_layers, training.recompute_ratio),
+        compile=training.compile,
     )
 
 

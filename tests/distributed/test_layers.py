@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from megalite.parallel.collectives import copy_to, gather_last_dim
-from megalite.parallel.cross_entropy import vocab_parallel_cross_entropy
+from megalite.parallel.cross_entropy import LossTerms, vocab_parallel_cross_entropy
 from megalite.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.layout import Layout, balanced_split
@@ -60,7 +60,7 @@ def test_column_then_row_equals_the_dense_mlp(ranks, tp):
     assert_close(torch.cat([seen.weight_grads[1] for seen in results], dim=1), down.grad, what="row weight")
 
 
-def embedding_and_loss_on_rank(tp: int) -> Seen:
+def embedding_and_loss_on_rank(tp: int, terms: LossTerms) -> Seen:
     """Token losses from an embedding and a head whose vocabularies are cut unevenly."""
     mesh = ParallelMesh.over_world(Layout(tensor=tp))
     embedding = VocabParallelEmbedding(VOCABULARY, HIDDEN, tp=mesh.tp, dtype=torch.float64)
@@ -73,7 +73,7 @@ def embedding_and_loss_on_rank(tp: int) -> Seen:
     logits = F.linear(copy_to(hidden_states, mesh.tp), head)
     sizes = tuple(len(part) for part in balanced_split(VOCABULARY, tp))
     full_logits = gather_last_dim(logits.detach(), sizes, mesh.tp).clone()
-    losses = vocab_parallel_cross_entropy(logits, labels, loss_mask, rows, mesh.tp)
+    losses = vocab_parallel_cross_entropy(logits, labels, loss_mask, rows, mesh.tp, terms)
     losses.sum().backward()
     seen = Seen(losses.detach(), hidden_states.grad, [embedding.weight.grad, head.grad])
     seen.weight_grads.append(full_logits)
@@ -90,18 +90,36 @@ def _tokens() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return input_ids, labels, loss_mask
 
 
+@pytest.mark.parametrize(
+    "terms",
+    [
+        LossTerms(VOCABULARY),
+        LossTerms(VOCABULARY, label_smoothing=0.1),
+        LossTerms(VOCABULARY, z_loss=0.01),
+        LossTerms(VOCABULARY, label_smoothing=0.3, z_loss=0.1),
+    ],
+    ids=["plain", "smoothed", "z-loss", "both"],
+)
 @pytest.mark.parametrize("tp", [1, 2, 4])
-def test_embedding_and_cross_entropy_equal_the_dense_ones(ranks, tp):
+def test_embedding_and_cross_entropy_equal_the_dense_ones(ranks, tp, terms):
     input_ids, labels, loss_mask = _tokens()
     table = _values(VOCABULARY, HIDDEN, seed=1).requires_grad_()
     head = _values(VOCABULARY, HIDDEN, seed=2).requires_grad_()
     hidden_states = F.embedding(input_ids, table)
     hidden_states.retain_grad()
     logits = F.linear(hidden_states, head)
-    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=-100)
+    losses = F.cross_entropy(
+        logits.flatten(0, 1),
+        labels.flatten(),
+        reduction="none",
+        ignore_index=-100,
+        label_smoothing=terms.label_smoothing,
+    )
+    squared = logits.flatten(0, 1).logsumexp(dim=-1).square()
+    losses = losses + terms.z_loss * squared * (labels.flatten() != -100)
     (losses.view(4, 6) * loss_mask).sum().backward()
 
-    results = ranks.run(embedding_and_loss_on_rank, world_size=tp, tp=tp)
+    results = ranks.run(embedding_and_loss_on_rank, world_size=tp, tp=tp, terms=terms)
     for seen in results:
         assert_close(seen.output, losses.view(4, 6) * loss_mask, what="token losses")
         assert_close(seen.input_grad, hidden_states.grad, what="hidden gradient")
@@ -122,7 +140,7 @@ def masked_infinity_on_rank() -> tuple[float, bool]:
     logits.requires_grad_()
     mesh = ParallelMesh.single()
     losses = vocab_parallel_cross_entropy(
-        logits, torch.tensor([[1, 2]]), torch.tensor([[1.0, 0.0]]), range(5), mesh.tp
+        logits, torch.tensor([[1, 2]]), torch.tensor([[1.0, 0.0]]), range(5), mesh.tp, LossTerms(5)
     )
     losses.sum().backward()
     return losses.sum().item(), bool(torch.isfinite(logits.grad).all())

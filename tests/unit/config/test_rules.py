@@ -352,6 +352,35 @@ CASES = [
         {"training.recompute": "selective"},
     ),
     Case(
+        "compiled_layers_fit_the_schedule",
+        {"training.compile": True, "parallel.pipeline": 2, "parallel.schedule": "zbv"},
+        'training.compile: true: a compiled layer computes both gradients at once, which parallel.schedule = "zbv" '
+        'asks for apart, so torch refuses it; use one of "1f1b", "gpipe", "interleaved_1f1b", "looped_bfs", '
+        "or leave it out",
+        {"parallel.schedule": "interleaved_1f1b"},
+    ),
+    Case(
+        "compiled_layers_hold_no_collectives",
+        {"training.compile": True, "parallel.tensor": 2},
+        "training.compile: true: the collectives of parallel.tensor = 2 are not compiled; "
+        "use parallel.tensor 1, or leave it out",
+        {"training.compile": False},
+    ),
+    Case(
+        "compiled_layers_are_recomputed_whole",
+        {"training.compile": True, "training.recompute": "selective"},
+        "training.compile: true: a compiled layer has no attention to recompute, and training.recompute = "
+        '"selective"; use training.recompute "full" or "none", or leave it out',
+        {"training.recompute": "full"},
+    ),
+    Case(
+        "compiled_layers_hold_their_weights",
+        {"training.compile": True, "deepspeed.zero_optimization.stage": 3},
+        "training.compile: true: deepspeed.zero_optimization.stage = 3 gathers weights inside of a layer; "
+        "use stage 1 or 2, or leave it out",
+        {"deepspeed.zero_optimization.stage": 2},
+    ),
+    Case(
         "length_is_given_once",
         {"training.steps": REMOVED},
         "training.steps: the length of the run is not set; set training.steps or training.epochs",

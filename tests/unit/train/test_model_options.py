@@ -19,6 +19,7 @@ def test_the_configuration_reaches_the_model(tmp_path: Path) -> None:
         "model.attention_dropout": 0.4,
         "training.recompute": "selective",
         "training.recompute_layers": 3,
+        "training.compile": False,
     }
     assert model_options(load(tmp_path, changes).config) == ModelOptions(
         dtype=torch.float32,
