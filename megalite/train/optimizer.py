@@ -12,9 +12,9 @@ from megalite.errors import TrainingError
 from megalite.parallel.gradients import (
     average_over_data,
     clip_gradients,
-    copy_tied_weights,
+    complete_gradients,
+    copy_shared_weights,
     global_norm,
-    sum_tied_gradients,
 )
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.parameters import Parameter
@@ -126,7 +126,7 @@ class TorchOptimizer:
     @contextmanager
     def accumulating(self) -> Iterator[None]:
         yield
-        sum_tied_gradients(self._parameters, self._tensors, self._mesh)
+        complete_gradients(self._parameters, self._tensors, self._mesh)
         average_over_data(self._gradients(), self._mesh)
 
     def step(self, learning_rate: float) -> Update:
@@ -137,7 +137,7 @@ class TorchOptimizer:
         set_learning_rate(self._optimizer, learning_rate)
         self._optimizer.step()
         self._optimizer.zero_grad()
-        copy_tied_weights(self._parameters, self._tensors, self._mesh)
+        copy_shared_weights(self._parameters, self._tensors, self._mesh)
         return Update(norm)
 
     def _gradients(self) -> list[Tensor]:
