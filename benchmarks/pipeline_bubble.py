@@ -166,7 +166,7 @@ def _measure(case: Case, mesh: ParallelMesh, steps: int) -> RankFigures:
     sleeper = Sleeper()
     held = [SleepingChunk(index, chunks, sleeper, case.chunk_unit) for index in split.chunks_of(mesh.at.pp)]
     shapes = PipelineShapes(case.micro_batches, HIDDEN, torch.float32, torch.float32)
-    runner = pipeline_runner(held, mesh, shapes, schedule=case.schedule)
+    runner = pipeline_runner(held, split, mesh, shapes, schedule=case.schedule)
     ids = torch.zeros(case.micro_batches, TOKENS, dtype=torch.int64)
     batch = StepBatch(ids, ids, ids, torch.ones(ids.shape), torch.arange(case.micro_batches))
     runner.forward_backward(batch)

@@ -194,9 +194,7 @@ class TrainingConfig(Section):
     loss_scale_hysteresis: Count = Field(
         1, description="fp16: the overflow since the last doubling that halves the loss scale"
     )
-    minimum_loss_scale: float = Field(
-        1.0, gt=0, description="fp16: an overflow at this loss scale ends the run"
-    )
+    minimum_loss_scale: Count = Field(1, description="fp16: an overflow at this loss scale ends the run")
     recompute: Literal["none", "selective", "full"] = Field(
         "none",
         description="what backward computes again to keep less: attention's core (selective), whole layers (full)",
@@ -228,6 +226,10 @@ class ParameterGroupConfig(Section):
     learning_rate_ratio: float = Field(1.0, ge=0, description="times the learning rate")
     weight_decay: float | None = Field(None, ge=0, description="default: as without the group")
 
+    @property
+    def group(self) -> ParameterGroup:
+        return ParameterGroup(self.pattern, self.learning_rate_ratio, self.weight_decay)
+
 
 class OptimizerConfig(Section):
     """The update rule and the learning rate over time."""
@@ -258,12 +260,6 @@ class OptimizerConfig(Section):
     groups: Annotated[tuple[ParameterGroupConfig, ...], Lenient] = Field(
         (), description="[[optimizer.groups]] of parameters: pattern, learning_rate_ratio, weight_decay"
     )
-
-    @property
-    def parameter_groups(self) -> tuple[ParameterGroup, ...]:
-        return tuple(
-            ParameterGroup(each.pattern, each.learning_rate_ratio, each.weight_decay) for each in self.groups
-        )
 
 
 class DeepSpeedSection(Section):
@@ -383,10 +379,12 @@ class RunConfig(Section):
     def deepspeed_json(self) -> dict[str, Any]:
         """What DeepSpeed is handed: to it a step is one micro batch, and optimizer and learning rate are ours."""
         passed_on = dict(self.deepspeed.passed_on) if self.deepspeed is not None else {}
-        for block, precision in (("fp16", "fp16"), ("bf16", "bf16")):
-            if block in passed_on or self.training.precision == precision:
-                enabled = self.training.precision == precision
+        for block in ("fp16", "bf16"):
+            enabled = self.training.precision == block
+            if block in passed_on or enabled:
                 passed_on[block] = {**passed_on.get(block, {}), "enabled": enabled}
+        if self.training.precision == "fp16":
+            passed_on["fp16"] |= self._deepspeed_loss_scale
         return {
             **passed_on,
             "train_micro_batch_size_per_gpu": self.batch.micro_batch_size * self.batch.micro_batches,
@@ -395,6 +393,23 @@ class RunConfig(Section):
             # The optimizer is torch's, given by us: DeepSpeed would compile its own for minutes.
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
+        }
+
+    def in_precision(self, precision: str) -> "RunConfig":
+        """The run with the precision that "auto" stands for on the machine."""
+        training = self.training.model_copy(update={"precision": precision})
+        return self.model_copy(update={"training": training})
+
+    @property
+    def _deepspeed_loss_scale(self) -> dict[str, Any]:
+        """DeepSpeed's words for our loss scale; 0 is its word for a dynamic one."""
+        training = self.training
+        return {
+            "loss_scale": 0 if training.loss_scale == "dynamic" else training.loss_scale,
+            "initial_scale_power": training.initial_loss_scale_power,
+            "loss_scale_window": training.loss_scale_window,
+            "hysteresis": training.loss_scale_hysteresis,
+            "min_loss_scale": training.minimum_loss_scale,
         }
 
     @property

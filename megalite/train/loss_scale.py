@@ -19,7 +19,7 @@ class LossScaleSettings:
 
 
 class LossScale:
-    """Halves on an overflow, doubles after a window of steps without one; the rule of DeepSpeed's scaler."""
+    """Halves on an overflow, doubles after a window of steps without one."""
 
     def __init__(self, settings: LossScaleSettings):
         self._settings = settings

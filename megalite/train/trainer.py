@@ -86,7 +86,7 @@ def optimizer_settings(config: RunConfig) -> OptimizerSettings:
         momentum=optimizer.momentum,
         gradient_clipping=optimizer.gradient_clipping,
         clip_value=optimizer.clip_value,
-        groups=optimizer.parameter_groups,
+        groups=tuple(each.group for each in optimizer.groups),
         ema_decay=optimizer.ema_decay,
         accumulate_wide=training.accumulation == "fp32",
         loss_scale=_loss_scale_settings(training) if training.precision == "fp16" else None,
@@ -100,7 +100,7 @@ def _loss_scale_settings(training: TrainingConfig) -> LossScaleSettings:
         initial=2.0**training.initial_loss_scale_power,
         window=training.loss_scale_window,
         hysteresis=training.loss_scale_hysteresis,
-        minimum=training.minimum_loss_scale,
+        minimum=float(training.minimum_loss_scale),
     )
 
 

@@ -419,6 +419,48 @@ CASES = [
         {"optimizer.name": "sgd"},
     ),
     Case(
+        "patterns_choose_whole_parameters",
+        {"optimizer.groups": [{"pattern": "*.up_proj.*"}]},
+        'optimizer.groups: "*.up_proj.*" matches model.layers.0.mlp.up_proj.weight and not '
+        "model.layers.0.mlp.gate_proj.weight, which are one parameter (model.layers.0.mlp.gate_up_proj.weight); "
+        "choose whole parameters of the model by their Hugging Face names",
+        {"optimizer.groups": [{"pattern": "*.mlp.*"}]},
+    ),
+    Case(
+        "patterns_choose_whole_parameters",
+        {"optimizer.groups": [{"pattern": "*.layernorm.*"}]},
+        'optimizer.groups: "*.layernorm.*" matches no parameter; '
+        "choose whole parameters of the model by their Hugging Face names",
+        {"optimizer.groups": [{"pattern": "*norm*"}]},
+    ),
+    Case(
+        "values_are_clipped_without_zero",
+        {"optimizer.clip_value": 0.5, "deepspeed.zero_optimization.stage": 1},
+        "optimizer.clip_value: 0.5 is not run with ZeRO 1: DeepSpeed clips inside its own step, and only by the norm; "
+        "use optimizer.gradient_clipping",
+        {"optimizer.clip_value": 0.0},
+    ),
+    Case(
+        "the_average_has_whole_runs",
+        {"optimizer.ema_decay": 0.5, "deepspeed.zero_optimization.stage": 3},
+        "optimizer.ema_decay: 0.5 is not run with ZeRO 3, which updates its weights where no hook of ours sees them; "
+        "use ZeRO 1 or 2, or leave it out",
+        {"deepspeed.zero_optimization.stage": 2},
+    ),
+    Case(
+        "the_stable_rate_follows_the_warmup",
+        {"optimizer.schedule": "wsd", "optimizer.warmup_steps": 6, "optimizer.decay_fraction": 0.5},
+        "optimizer.decay_fraction: 0.5 of 10 steps starts the decay after step 5, "
+        "within the 6 of optimizer.warmup_steps; lower one of the two",
+        {"optimizer.decay_fraction": 0.4},
+    ),
+    Case(
+        "the_loss_scale_starts_above_its_minimum",
+        {"training.initial_loss_scale_power": 3, "training.minimum_loss_scale": 9},
+        "training.minimum_loss_scale: 9 is more than 2 ** training.initial_loss_scale_power 3 = 8; use at most 8",
+        {"training.minimum_loss_scale": 8},
+    ),
+    Case(
         "tokenizer_is_given_once",
         {"tokenizer.path": "tokenizer"},
         "tokenizer.vocab_size: 300 is for training a tokenizer, and tokenizer.path names one; set one of the two",
