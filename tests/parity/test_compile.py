@@ -10,7 +10,7 @@ from megalite.model.options import Dropout, Recompute
 from megalite.topology.layout import Layout
 from megalite.topology.schedules import SCHEDULES
 from tests.support.parity import FLOAT32_RTOL, LAYOUT_RTOL, ZERO_RTOL, assert_close, assert_same_tensors
-from tests.support.tiny import tiny_shape
+from tests.support.tiny import FAMILY_SHAPES, tiny_shape
 from tests.support.training import Job, full_gradients, full_tensors, train_on_rank
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++ on a CPU")
@@ -68,3 +68,9 @@ def test_all_layers_share_one_compiled_function(ranks):
 )
 def test_compiled_layers_equal_plain_ones(ranks, changes, rtol):
     _assert_equal_to_plain_layers(ranks, replace(JOB, **changes), rtol)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", FAMILY_SHAPES.values(), ids=FAMILY_SHAPES)
+def test_layers_of_every_family_are_compiled_whole(ranks, shape):
+    _assert_equal_to_plain_layers(ranks, replace(JOB, shape=shape, dropout=DROPOUT))
