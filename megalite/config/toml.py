@@ -45,7 +45,7 @@ def parse_value(text: str) -> Any:
 
 
 def format_value(value: Any) -> str:
-    """One value as TOML. Raises TypeError for what TOML has not, such as None."""
+    """One value as TOML. Raises TypeError for what TOML has not, such as None; a table's None values are left out."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
@@ -56,8 +56,9 @@ def format_value(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(format_value, value))}]"
     if isinstance(value, Mapping):
+        given = {key: each for key, each in value.items() if each is not None}
         return (
-            "{" + ", ".join(f"{format_key(key)} = {format_value(each)}" for key, each in value.items()) + "}"
+            "{" + ", ".join(f"{format_key(key)} = {format_value(each)}" for key, each in given.items()) + "}"
         )
     raise TypeError(f"TOML has no {type(value).__name__}")
 
