@@ -38,7 +38,7 @@ def _run_rank(rank: int, case: str, store: str, results: Connection) -> None:
         keep_freed_memory()
     import torch
 
-    from benchmarks.workload import megalite_step, step_seconds, transformers_step
+    from benchmarks.workload import Setup, Training, step_seconds, transformers_step
     from megalite.monitor.throughput import sgemm_flops_per_second
     from megalite.parallel.mesh import ParallelMesh, connect, disconnect
 
@@ -46,11 +46,8 @@ def _run_rank(rank: int, case: str, store: str, results: Connection) -> None:
     if layout.world_size > 1:
         connect(rank, layout.world_size, device=torch.device("cpu"), rendezvous=f"file://{store}")
     mesh = ParallelMesh.over_world(layout) if layout.world_size > 1 else ParallelMesh.single()
-    step = (
-        transformers_step()
-        if peer == "transformers"
-        else megalite_step(mesh, micro_batches=4 if layout.pipeline > 1 else 1)
-    )
+    setup = Setup(layout, micro_batches=4 if layout.pipeline > 1 else 1)
+    step = transformers_step() if peer == "transformers" else Training(setup, mesh).step
     seconds = step_seconds(step)
     if rank == 0:
         rate = sgemm_flops_per_second() if layout.world_size == 1 else None

@@ -1,16 +1,21 @@
-"""The training step that all benchmarks share: a 17M Llama, batch 4 x 256, float32, AdamW with clipping."""
+"""The training step that all benchmarks share: a 17M Llama, AdamW, clipping; batch 4 x 256, float32 by default."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
+from megalite.model.options import PLAIN, ModelOptions
 from megalite.model.stages import build_stage
+from megalite.model.transformer import Stage
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.pipeline import PipelineShapes, StepBatch, pipeline_runner
-from megalite.topology.layout import pipeline_split
-from megalite.topology.parameters import ModelShape, stage_parameters
-from megalite.train.optimizer import OptimizerSettings, TorchOptimizer
+from megalite.topology.layout import Layout, pipeline_split
+from megalite.topology.parameters import ModelShape, Parameter, stage_parameters
+from megalite.topology.schedules import SCHEDULES
+from megalite.train.optimizer import Optimizer, OptimizerSettings, TorchOptimizer
 
 SEQUENCES, SEQUENCE_LENGTH = 4, 256
 TOKENS = SEQUENCES * SEQUENCE_LENGTH
@@ -29,34 +34,87 @@ SETTINGS = OptimizerSettings("adamw", (0.9, 0.95), 1e-8, 0.1, 0.0, 1.0)
 WARM_UP_STEPS, TIMED_STEPS = 3, 8
 
 
-def token_ids() -> torch.Tensor:
+def token_ids(sequences: int = SEQUENCES) -> torch.Tensor:
     return torch.randint(
-        SHAPE.vocab_size, (SEQUENCES, SEQUENCE_LENGTH), generator=torch.Generator().manual_seed(0)
+        SHAPE.vocab_size, (sequences, SEQUENCE_LENGTH), generator=torch.Generator().manual_seed(0)
     )
 
 
-def megalite_step(mesh: ParallelMesh, *, micro_batches: int = 1) -> Callable[[], float]:
-    """One training step of this rank's share of the batch on the torch optimizer path; returns the loss."""
-    split = pipeline_split(SHAPE.num_hidden_layers, mesh.layout.pipeline)
-    stage = build_stage(SHAPE, mesh, split, seed=0)
-    optimizer = TorchOptimizer(stage, list(stage_parameters(SHAPE, split, mesh.at.pp)), mesh, SETTINGS)
-    mine = SEQUENCES // mesh.dp.size
-    shapes = PipelineShapes(micro_batches, SHAPE.hidden_size, torch.float32, torch.float32)
-    runner = pipeline_runner(stage.chunks, split, mesh, shapes, schedule="1f1b", forward=optimizer.forward)
-    input_ids = token_ids()[mesh.dp.rank * mine : (mesh.dp.rank + 1) * mine]
-    positions = torch.arange(SEQUENCE_LENGTH).repeat(mine, 1)
-    labels, mask = input_ids.roll(-1, dims=1), torch.ones(input_ids.shape)
-    batch = StepBatch(
-        input_ids, positions, labels, mask, torch.arange(SEQUENCES)[mesh.dp.rank * mine :][:mine]
-    )
+@dataclass(frozen=True)
+class Setup:
+    """One way to train the step. zero: DeepSpeed's `zero_optimization`, or None for the torch optimizer."""
 
-    def step() -> float:
-        with optimizer.accumulating():
-            loss = runner.forward_backward(batch)
-        optimizer.step(3e-4)
+    layout: Layout = field(default_factory=Layout)
+    schedule: str = "1f1b"
+    micro_batches: int = 1
+    options: ModelOptions = PLAIN
+    zero: Mapping[str, Any] | None = None
+    sequences: int = SEQUENCES
+
+    def mesh(self) -> ParallelMesh:
+        """Over the ranks of the default process group."""
+        return ParallelMesh.over_world(self.layout)
+
+
+class Training:
+    """What a rank holds of a setup, and its step."""
+
+    def __init__(self, setup: Setup, mesh: ParallelMesh):
+        schedule = SCHEDULES[setup.schedule]
+        split = pipeline_split(
+            SHAPE.num_hidden_layers,
+            mesh.layout.pipeline,
+            chunks_a_stage=schedule.default_chunks,
+            v_shaped=schedule.v_shaped,
+        )
+        options = replace(setup.options, split_backward=schedule.splits_backward)
+        self.stage = build_stage(SHAPE, mesh, split, options, seed=0)
+        parameters = list(stage_parameters(SHAPE, split, mesh.at.pp))
+        self.optimizer = _optimizer(setup, self.stage, parameters, mesh)
+        shapes = PipelineShapes(
+            setup.micro_batches, SHAPE.hidden_size, setup.options.dtype, setup.options.loss_dtype
+        )
+        self.runner = pipeline_runner(
+            self.stage.chunks, split, mesh, shapes, schedule=setup.schedule, forward=self.forward
+        )
+        self.batch = _batch(setup.sequences, mesh)
+
+    def forward(self, input_ids: torch.Tensor, **arguments: torch.Tensor) -> torch.Tensor:
+        return self.optimizer.forward(input_ids, **arguments)
+
+    def step(self) -> float:
+        """The loss."""
+        with self.optimizer.accumulating():
+            loss = self.runner.forward_backward(self.batch, self.optimizer.loss_scale)
+        self.optimizer.step(3e-4)
         return loss
 
-    return step
+
+def _optimizer(setup: Setup, stage: Stage, parameters: Sequence[Parameter], mesh: ParallelMesh) -> Optimizer:
+    if setup.zero is None:
+        return TorchOptimizer(stage, parameters, mesh, SETTINGS)
+    from megalite.train.deepspeed import DeepSpeedOptimizer
+
+    config = {
+        "train_micro_batch_size_per_gpu": setup.sequences // mesh.dp.size,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": SETTINGS.gradient_clipping,
+        "zero_optimization": dict(setup.zero),
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 1_000_000,
+    }
+    return DeepSpeedOptimizer(stage, parameters, mesh, SETTINGS, config)
+
+
+def _batch(sequences: int, mesh: ParallelMesh) -> StepBatch:
+    """This rank's share of the batch."""
+    count = sequences // mesh.dp.size
+    mine = slice(mesh.dp.rank * count, (mesh.dp.rank + 1) * count)
+    input_ids = token_ids(sequences)[mine]
+    positions = torch.arange(SEQUENCE_LENGTH).repeat(count, 1)
+    labels, mask = input_ids.roll(-1, dims=1), torch.ones(input_ids.shape)
+    return StepBatch(input_ids, positions, labels, mask, torch.arange(sequences)[mine])
 
 
 def transformers_step() -> Callable[[], float]:

@@ -1,7 +1,6 @@
 """Weights from a Hugging Face folder: every rank reads only the slices that it holds."""
 
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from megalite.checkpoint.families import FamilyTensor, family_tensors
-from megalite.checkpoint.huggingface import INDEX, TOKENIZER_FILES
+from megalite.checkpoint.huggingface import INDEX
 from megalite.checkpoint.load import load_parameter
 from megalite.checkpoint.save import all_or_none, save_checkpoint
+from megalite.data.tokenizer import copy_tokenizer
 from megalite.errors import CheckpointError
 from megalite.model.stages import build_stage
 from megalite.parallel.mesh import ParallelMesh
@@ -139,11 +139,8 @@ def import_checkpoint(folder: Path, shape: ModelShape, run_folder: Path) -> Path
     mesh, split = ParallelMesh.single(), pipeline_split(shape.num_hidden_layers)
     stage = build_stage(shape, mesh, split, seed=None)
     load_huggingface(folder, mesh=mesh, shape=shape, split=split, stage=stage)
-    found = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
-    if found:
-        (run_folder / "tokenizer").mkdir(parents=True, exist_ok=True)
-    for path in found:
-        shutil.copyfile(path, run_folder / "tokenizer" / path.name)
+    if (folder / "tokenizer.json").is_file():
+        copy_tokenizer(folder, run_folder / "tokenizer")
     return save_checkpoint(
         run_folder / "checkpoints",
         mesh=mesh,

@@ -24,23 +24,12 @@ from megalite.checkpoint.tensor_file import (
     full_box,
     write_tensor_file,
 )
-from megalite.data.tokenizer import Tokenizer, load_tokenizer, save_tokenizer
+from megalite.data.tokenizer import Tokenizer, copy_tokenizer, load_tokenizer, save_tokenizer
 from megalite.errors import CheckpointError
 
 CARD = "README.md"
 INDEX = "model.safetensors.index.json"
 SHARD_SIZE_BYTES = 5_000_000_000
-# What a tokenizer may consist of, in the names that transformers looks for.
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-)
 
 
 @dataclass(frozen=True)
@@ -150,9 +139,7 @@ def _write_tokenizer(manifest: Manifest, source: Path, folder: Path) -> dict[str
             " tokenizer that the model was trained with"
         )
     if source.is_dir() and config:
-        for name in TOKENIZER_FILES:
-            if (source / name).is_file():
-                shutil.copyfile(source / name, folder / name)
+        copy_tokenizer(source, folder)
     else:
         # A bare tokenizer.json: without a configuration transformers would guess Llama's own way to split text.
         save_tokenizer(tokenizer.backend, folder, tokenizer.end_of_document)

@@ -17,10 +17,12 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.layout import PipelineSplit
 from megalite.topology.parameters import ModelShape, Parameter, stage_parameters
 from megalite.topology.sharding import Box
-from megalite.topology.state import OptimizerState, StateShard
+from megalite.topology.state import EMA, MASTER, OptimizerState, StateShard
 
 # These may differ between a checkpoint and the model it is loaded into.
 _FREE_FIELDS = ("max_position_embeddings", "initializer_range")
+# They start as the weights where a checkpoint has none, and are left out where the optimizer keeps none.
+_COPIES = frozenset({MASTER, EMA})
 
 
 def load_checkpoint(
@@ -46,7 +48,11 @@ def load_checkpoint(
             check_coverage(reader.manifest, checkpoint)
             tensors = dict(stage.named_parameters())
             for parameter in stage_parameters(shape, split, mesh.at.pp):
-                load_parameter(reader, parameter, tensors[parameter.name], mesh)
+                tensor = tensors[parameter.name]
+                # A run that goes on with wide weights takes all the digits; other readers take the model's.
+                wide = optimizer is not None and tensor.element_size() >= 4
+                kind = _exact_weights(reader.manifest) if wide else WEIGHT
+                load_parameter(reader, parameter, tensor, mesh, kind)
             if optimizer is not None:
                 _load_optimizer(reader, list(optimizer.shards()), mesh)
             return reader.manifest
@@ -66,12 +72,14 @@ class WeightReader(Protocol):
 
 
 @torch.no_grad()
-def load_parameter(reader: WeightReader, parameter: Parameter, tensor: Tensor, mesh: ParallelMesh) -> None:
-    """Fill one registered parameter of this rank, part by part."""
+def load_parameter(
+    reader: WeightReader, parameter: Parameter, tensor: Tensor, mesh: ParallelMesh, kind: str = WEIGHT
+) -> None:
+    """Fill one registered parameter of this rank, part by part, with what the reader has of that kind."""
     row = 0
     for part, box in parameter.spec.boxes(mesh.tp.rank, mesh.tp.size):
         if box.numel:
-            tensor[row : row + box.shape[0]].copy_(reader.read(WEIGHT, part.name, box))
+            tensor[row : row + box.shape[0]].copy_(reader.read(kind, part.name, box))
         row += box.shape[0]
 
 
@@ -86,16 +94,22 @@ def check_fits(manifest: Manifest, shape: ModelShape, checkpoint: Path) -> None:
         raise CheckpointError("\n  ".join([f"{checkpoint} is of another model; use its settings", *lines]))
 
 
+def _exact_weights(manifest: Manifest) -> str:
+    """The kind that has the weights with all their digits."""
+    return MASTER if MASTER in manifest.optimizer_kinds else WEIGHT
+
+
 def _load_optimizer(reader: CheckpointReader, shards: Sequence[StateShard], mesh: ParallelMesh) -> None:
     wanted, held = {shard.key for shard in shards}, reader.manifest.optimizer_kinds
     # A rank whose partition is empty wants nothing; the others speak for it.
-    if shards and wanted != held:
+    if shards and wanted - _COPIES != held - _COPIES:
         raise CheckpointError(
             f"the checkpoint's optimizer state is {sorted(held) or 'empty'}, this optimizer's is"
             f" {sorted(wanted)}; set optimizer.name and its settings to those of the checkpoint"
         )
     for shard in shards:
+        kind = _exact_weights(reader.manifest) if shard.key in _COPIES - held else shard.key
         boxes = shard.parameter.spec.boxes(mesh.tp.rank, mesh.tp.size)
         for run in split_run(boxes, shard.start, shard.values.numel()):
-            values = reader.read(shard.key, run.part.name, run.box, (run.start, run.stop))
+            values = reader.read(kind, run.part.name, run.box, (run.start, run.stop))
             shard.values[run.offset : run.offset + run.numel].copy_(values)

@@ -17,6 +17,7 @@ from megalite.topology.layout import Layout
 
 if TYPE_CHECKING:
     from megalite.data.tokenizer import Tokenizer
+    from megalite.parallel.mesh import ParallelMesh
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,6 @@ class _Request:
     top_p: float
     seed: int
     layout: Layout
-    threads: int
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -46,7 +46,6 @@ def run(arguments: Sequence[str]) -> int:
         raise CheckpointError(f"no tokenizer was found beside {checkpoint}; name one with --tokenizer")
     layout = Layout(pipeline=options.pipeline, tensor=options.tensor)
     _check(options, manifest)
-    threads = prepare_process("auto", local_ranks=layout.world_size, info=None)
     request = _Request(
         checkpoint,
         tokenizer,
@@ -58,30 +57,43 @@ def run(arguments: Sequence[str]) -> int:
         options.top_p,
         options.seed,
         layout,
-        threads,
     )
-    # Imported late, so that --help and a wrong request are answered at once.
+    # What needs torch is imported late, so that --help and a wrong request are answered at once.
+    if layout.world_size == 1:
+        from megalite.parallel.mesh import ParallelMesh
+
+        _generate(request, ParallelMesh.single())
+        return 0
+    threads = prepare_process("auto", local_ranks=layout.world_size, info=None)
     from megalite.train.local import run_local_ranks
 
     with tempfile.TemporaryDirectory(prefix="megalite-generate-") as scratch:
         preload = ["torch", "megalite.generate.engine"]
         return run_local_ranks(
-            _generate_on_rank, layout, Path(scratch), arguments=(request,), preload=preload
+            _generate_on_rank, layout, Path(scratch), arguments=(request, threads), preload=preload
         )
 
 
-def _generate_on_rank(info: RankInfo, request: _Request) -> int:
+def _generate_on_rank(info: RankInfo, request: _Request, threads: int) -> int:
     import torch
 
+    from megalite.parallel.mesh import ParallelMesh, connect, disconnect
+
+    torch.set_num_threads(threads)
+    connect(info.rank, info.world_size, device=torch.device("cpu"), rendezvous=info.rendezvous)
+    _generate(request, ParallelMesh.over_world(request.layout))
+    disconnect()
+    return 0
+
+
+def _generate(request: _Request, mesh: "ParallelMesh") -> None:
+    """Load the model, draw the tokens, print the text on the first rank."""
     from megalite.data.tokenizer import END_OF_DOCUMENT, load_tokenizer
     from megalite.generate.engine import generate, load_model
     from megalite.generate.sampling import Sampling
-    from megalite.parallel.mesh import ParallelMesh, connect, disconnect
 
-    torch.set_num_threads(request.threads)
-    connect(info.rank, info.world_size, device=torch.device("cpu"), rendezvous=info.rendezvous)
     tokenizer = load_tokenizer(request.tokenizer, end_of_document=request.end_of_document or END_OF_DOCUMENT)
-    model = load_model(request.checkpoint, ParallelMesh.over_world(request.layout))
+    model = load_model(request.checkpoint, mesh)
     started = time.perf_counter()
     new_ids = generate(
         model,
@@ -92,11 +104,9 @@ def _generate_on_rank(info: RankInfo, request: _Request) -> int:
     )
     ids = list(new_ids)
     seconds = time.perf_counter() - started
-    disconnect()
-    if info.rank == 0:
+    if mesh.rank == 0:
         print(request.prompt + tokenizer.decode(ids, skip_special_tokens=True), flush=True)
         print(f"{request.checkpoint}: {len(ids)} tokens in {seconds:.2f} s", file=sys.stderr, flush=True)
-    return 0
 
 
 def _prompt_ids(tokenizer: "Tokenizer", prompt: str) -> list[int]:

@@ -1,29 +1,51 @@
-"""megalite tokenizer: train a byte-level BPE and write it as a Hugging Face folder."""
+"""megalite tokenizer: train a tokenizer, or convert one, into a Hugging Face folder."""
 
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+
+# As tokenizer.kind in a run file; spelled out, since --help is not to load what trains them.
+_KINDS = ("bpe", "unigram", "sentencepiece_bpe")
 
 
 def run(arguments: Sequence[str]) -> int:
-    """`megalite tokenizer train`; returns the exit code, raises DataError."""
+    """`megalite tokenizer train` and `convert`; returns the exit code, raises DataError."""
     options = _parser().parse_args(arguments)
+    command: Callable[[argparse.Namespace], int] = options.command
+    return command(options)
+
+
+def _train(options: argparse.Namespace) -> int:
     # Imported late, so that --help is instant.
     from rich.console import Console
 
     from megalite.data.corpus import Corpus
-    from megalite.data.tokenizer import save_tokenizer, train_tokenizer
+    from megalite.data.tokenizer_training import train_into
 
     started = time.perf_counter()
     corpus = Corpus.open(options.source, text_column=options.text_column, pattern=options.pattern)
     with Console(file=sys.stderr).status(f"training on {len(corpus.files)} files"):
-        pieces = (piece for piece, _ in corpus.pieces())
-        backend = train_tokenizer(pieces, options.vocab_size, end_of_document=options.end_of_document)
-    save_tokenizer(backend, options.output, options.end_of_document)
+        train_into(
+            options.output,
+            (piece for piece, _ in corpus.pieces()),
+            options.vocab_size,
+            kind=options.kind,
+            end_of_document=options.end_of_document,
+        )
     seconds = time.perf_counter() - started
     print(f"{options.output}: {options.vocab_size} ids from {len(corpus.files)} files in {seconds:.1f} s")
+    return 0
+
+
+def _convert(options: argparse.Namespace) -> int:
+    from megalite.data.tokenizer import load_tokenizer
+    from megalite.data.tokenizer_import import import_tokenizer
+
+    import_tokenizer(options.path, options.output, options.end_of_document)
+    tokenizer = load_tokenizer(options.output, end_of_document=options.end_of_document)
+    print(f"{options.output}: {tokenizer.vocab_size} ids of {options.path}")
     return 0
 
 
@@ -37,6 +59,10 @@ def add_source_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--text-column", default="text", help="which field of a .jsonl line is the text")
     parser.add_argument("--pattern", default="*", help="which files of a folder to read, for example '*.txt'")
+    add_end_of_document(parser)
+
+
+def add_end_of_document(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--end-of-document",
         default="<|endoftext|>",
@@ -48,8 +74,19 @@ def add_source_options(parser: argparse.ArgumentParser) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="megalite tokenizer", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    train = commands.add_parser("train", help="train a byte-level BPE tokenizer")
+    train = commands.add_parser("train", help="train one on a text")
     add_source_options(train)
     train.add_argument("--vocab-size", type=int, required=True, help="number of ids, exactly")
+    train.add_argument(
+        "--kind", choices=_KINDS, default="bpe", help="byte-level BPE, or sentencepiece's unigram or BPE"
+    )
     train.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="where to write it")
+    train.set_defaults(command=_train)
+    convert = commands.add_parser(
+        "convert", help="write a sentencepiece model or GPT-2's files as a tokenizer.json"
+    )
+    convert.add_argument("path", type=Path, metavar="PATH", help="a .model, or a folder with a tokenizer")
+    add_end_of_document(convert)
+    convert.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="where to write it")
+    convert.set_defaults(command=_convert)
     return parser

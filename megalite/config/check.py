@@ -6,6 +6,7 @@ from math import isqrt
 from megalite.config.batch import BatchProblem, plan_batch
 from megalite.config.computation_rules import COMPUTATION_RULES
 from megalite.config.family_rules import FAMILY_RULES
+from megalite.config.optimizer_rules import OPTIMIZER_RULES
 from megalite.config.pipeline_rules import PIPELINE_RULES
 from megalite.config.validate import Facts, Unknown
 from megalite.errors import Problem
@@ -210,6 +211,7 @@ RULES: tuple[Rule, ...] = (
     batch_numbers_agree,
     zero_fits_the_pipeline,
     *COMPUTATION_RULES,
+    *OPTIMIZER_RULES,
     length_is_given_once,
     sequences_fit_the_model,
     warmup_ends_before_the_run,

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from megalite.config.validate import Facts
 from megalite.errors import Problem
+from megalite.topology.schedules import SCHEDULES
 
 
 def notes_of(facts: Facts) -> list[str]:
@@ -26,6 +27,37 @@ def chosen_layers_are_recomputed(facts: Facts) -> Iterator[Problem]:
         if value is not None:
             message = f'{value} has no meaning beside training.recompute = "none"'
             yield Problem(f"training.{name}", message, 'set training.recompute to "full" or "selective"')
+
+
+def compiled_layers_fit_the_schedule(facts: Facts) -> Iterator[Problem]:
+    if not facts.training.compile or facts.parallel.pipeline == 1:
+        return
+    name = facts.parallel.schedule
+    if SCHEDULES[name].splits_backward:
+        others = ", ".join(f'"{each}"' for each in SCHEDULES if not SCHEDULES[each].splits_backward)
+        message = (
+            f'true: a compiled layer computes both gradients at once, which parallel.schedule = "{name}" asks for '
+            "apart, so torch refuses it"
+        )
+        yield Problem("training.compile", message, f"use one of {others}, or leave it out")
+
+
+def compiled_layers_hold_no_collectives(facts: Facts) -> Iterator[Problem]:
+    if facts.training.compile and facts.parallel.tensor > 1:
+        message = f"true: the collectives of parallel.tensor = {facts.parallel.tensor} are not compiled"
+        yield Problem("training.compile", message, "use parallel.tensor 1, or leave it out")
+
+
+def compiled_layers_are_recomputed_whole(facts: Facts) -> Iterator[Problem]:
+    if facts.training.compile and facts.training.recompute == "selective":
+        message = 'true: a compiled layer has no attention to recompute, and training.recompute = "selective"'
+        yield Problem("training.compile", message, 'use training.recompute "full" or "none", or leave it out')
+
+
+def compiled_layers_hold_their_weights(facts: Facts) -> Iterator[Problem]:
+    if facts.training.compile and facts.zero_stage == 3:
+        message = "true: deepspeed.zero_optimization.stage = 3 gathers weights inside of a layer"
+        yield Problem("training.compile", message, "use stage 1 or 2, or leave it out")
 
 
 def attention_dropout_costs(facts: Facts) -> Iterator[str]:
@@ -55,6 +87,10 @@ def one_rank_has_the_whole_sequence(facts: Facts) -> Iterator[str]:
 COMPUTATION_RULES = (
     recomputed_layers_are_chosen_once,
     chosen_layers_are_recomputed,
+    compiled_layers_fit_the_schedule,
+    compiled_layers_hold_no_collectives,
+    compiled_layers_are_recomputed_whole,
+    compiled_layers_hold_their_weights,
     sequence_parallel_divides_the_length,
 )
 NOTES = (attention_dropout_costs, one_rank_has_the_whole_sequence)

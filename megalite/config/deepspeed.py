@@ -17,6 +17,14 @@ _BATCH = {
     "gradient_accumulation_steps": "micro_batches",
 }
 
+_LOSS_SCALE = {
+    "loss_scale": "loss_scale",
+    "initial_scale_power": "initial_loss_scale_power",
+    "loss_scale_window": "loss_scale_window",
+    "hysteresis": "loss_scale_hysteresis",
+    "min_loss_scale": "minimum_loss_scale",
+}
+
 # What would change the training if it were passed on, or would silently do nothing: key -> harmless values, remedy.
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "autotuning.enabled": ((False,), "take it out"),
@@ -141,7 +149,19 @@ def _read_precision(draft: Draft, block: Block, passed_on: dict[str, Any]) -> No
             message += f"{shown(switch)} ({block.origin(f'{name}.enabled')})"
             draft.problem("training.precision", message, f'make them agree, or write "{AUTO}" in one of them')
         rest = {key: value for key, value in table.items() if key != "enabled"}
+        if name == "fp16":
+            _read_loss_scale(draft, block, rest)
+        elif switch is False and given == AUTO and not enabled:
+            draft.set("training", "precision", "fp32", block.origin(f"{name}.enabled"))
         if rest:
             passed_on[precision] = rest
     if len(enabled) > 1:
         draft.problem(block.key(enabled[0]), f"is true beside {enabled[1]}", "enable one of them")
+
+
+def _read_loss_scale(draft: Draft, block: Block, fp16: dict[str, Any]) -> None:
+    """Move the loss scale's settings out of the fp16 block; 0 is DeepSpeed's word for a dynamic scale."""
+    for theirs, ours in _LOSS_SCALE.items():
+        value = fp16.pop(theirs, None)
+        dynamic = theirs == "loss_scale" and value == 0 and not isinstance(value, bool)
+        block.take(draft, f"fp16.{theirs}", "training", ours, "dynamic" if dynamic else value)

@@ -47,8 +47,8 @@ def load_run(
 
     world_size: the ranks that a launcher started; None when megalite starts its own, as many as the layout has.
     Nothing is left open but what the tokenizer (model.vocab_size), the data (steps of training.epochs) and the
-    machine (training.threads) will say. Raises ConfigError with every problem, those of the schema and those
-    that span settings.
+    machine (training.threads, training.precision) will say. Raises ConfigError with every problem, those of the
+    schema and those that span settings.
     """
     draft = Draft(COMMAND_LINE if path is None else str(path))
     if path is not None:
@@ -101,14 +101,12 @@ def _resolved(facts: Facts) -> dict[str, Any]:
     """What follows from the settings of a run without problems."""
     plan, model = plan_batch(facts), facts.model
     heads = model.num_attention_heads
-    precision = facts.training.precision
     return {
         "parallel.data": plan.data,
         "parallel.virtual_stages": chunks_a_stage(facts),
         "training.micro_batch_size": plan.micro_batch_size,
         "training.micro_batches": plan.micro_batches,
         "training.global_batch_size": plan.global_batch_size,
-        "training.precision": "fp32" if precision == "auto" else precision,
         "model.num_key_value_heads": model.num_key_value_heads or heads,
         "model.head_dim": model.head_dim or model.hidden_size // heads,
     }

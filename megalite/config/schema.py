@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from megalite.topology.families import FAMILIES
 from megalite.topology.layout import Layout, PipelineSplit, pipeline_split
+from megalite.topology.parameter_groups import ParameterGroup
 from megalite.topology.parameters import ModelShape, RopeScaling
 from megalite.topology.schedules import SCHEDULES
 
@@ -177,8 +178,26 @@ class TrainingConfig(Section):
     micro_batches: Count | None = Field(None, description="micro batches a step of each replica")
     global_batch_size: Count | None = Field(None, description="sequences a step, over all replicas")
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = Field(
-        "auto", description='number type; "auto": what DeepSpeed\'s JSON enables, else fp32'
+        "auto",
+        description='number type of weights and activations; "auto": what DeepSpeed\'s JSON enables, else what the '
+        "run resumes with, else bf16 where the machine gains by it and fp32 where not",
     )
+    accumulation: Literal["fp32", "model"] = Field(
+        "fp32", description='number type in which gradients are summed; "model": that of the weights'
+    )
+    loss_scale: Annotated[float, Field(gt=0)] | Literal["dynamic"] = Field(
+        "dynamic", description="fp16: what the loss is multiplied by; a number stays as it is"
+    )
+    initial_loss_scale_power: int = Field(
+        16, ge=0, le=64, description="fp16: the dynamic loss scale starts at 2 to this power"
+    )
+    loss_scale_window: Count = Field(
+        1000, description="fp16: steps in a row without an overflow that double the loss scale"
+    )
+    loss_scale_hysteresis: Count = Field(
+        1, description="fp16: the overflow since the last doubling that halves the loss scale"
+    )
+    minimum_loss_scale: Count = Field(1, description="fp16: an overflow at this loss scale ends the run")
     recompute: Literal["none", "selective", "full"] = Field(
         "none",
         description="what backward computes again to keep less: attention's core (selective), whole layers (full)",
@@ -189,9 +208,30 @@ class TrainingConfig(Section):
     recompute_ratio: float | None = Field(
         None, gt=0, le=1, description="only this share of each chunk's layers, evenly spread, rounded up"
     )
+    compile: bool = Field(False, description="decoder layers through torch.compile; needs a C++ compiler")
+    label_smoothing: Fraction = Field(
+        0.0, description="share of each target spread over the vocabulary; the reported loss has it"
+    )
+    z_loss: float = Field(
+        0.0,
+        ge=0,
+        description="weight of the squared log of the softmax's normaliser; the reported loss has it",
+    )
     threads: Count | Literal["auto"] = Field(
         "auto", description='a rank; "auto": the machine\'s cores shared'
     )
+
+
+class ParameterGroupConfig(Section):
+    """Parameters with a learning rate and a weight decay of their own."""
+
+    pattern: Text = Field(description="glob over canonical names; the first group that matches counts")
+    learning_rate_ratio: float = Field(1.0, ge=0, description="times the learning rate")
+    weight_decay: float | None = Field(None, ge=0, description="default: as without the group")
+
+    @property
+    def group(self) -> ParameterGroup:
+        return ParameterGroup(self.pattern, self.learning_rate_ratio, self.weight_decay)
 
 
 class OptimizerConfig(Section):
@@ -203,11 +243,26 @@ class OptimizerConfig(Section):
     eps: float = Field(1e-8, gt=0, description="adamw's denominator")
     weight_decay: float = Field(0.1, ge=0, description="decoupled for adamw; not on norms and biases")
     gradient_clipping: float = Field(1.0, ge=0, description="largest global norm of the gradient; 0: off")
-    schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="decay after the warm-up")
+    clip_value: float = Field(
+        0.0, ge=0, description="largest magnitude of a gradient's element, cut before the norm; 0: off"
+    )
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
+        "cosine", description='decay after the warm-up; "wsd": only at the end'
+    )
     warmup_steps: int = Field(0, ge=0, lt=2**31, description="steps of linear warm-up")
     minimum_ratio: float = Field(0.1, ge=0, le=1, description="the decay ends at this share of the peak")
     decay_steps: Count | None = Field(None, description="step at which the decay ends; default: the last")
+    decay_fraction: float = Field(
+        0.1, gt=0, le=1, description="wsd's: share of decay_steps in which it decays"
+    )
+    decay_shape: Literal["sqrt", "linear"] = Field("sqrt", description="wsd's: 1 - sqrt, or evenly")
     momentum: float = Field(0.0, ge=0, lt=1, description="sgd's")
+    ema_decay: Fraction = Field(
+        0.0, description="share of the old in a moving average of the weights, kept in checkpoints; 0: none"
+    )
+    groups: Annotated[tuple[ParameterGroupConfig, ...], Lenient] = Field(
+        (), description="[[optimizer.groups]] of parameters: pattern, learning_rate_ratio, weight_decay"
+    )
 
 
 class DeepSpeedSection(Section):
@@ -226,9 +281,14 @@ class DeepSpeedSection(Section):
 class TokenizerConfig(Section):
     """An existing tokenizer, or one to train on [data]."""
 
-    path: Text | None = Field(None, description="Hugging Face tokenizer: folder or tokenizer.json")
+    path: Text | None = Field(
+        None,
+        description="Hugging Face folder or tokenizer.json, sentencepiece .model, or GPT-2's vocab.json folder",
+    )
     vocab_size: Count | None = Field(None, description="train one with so many ids")
-    kind: Literal["bpe"] = Field("bpe", description="what is trained: byte-level BPE")
+    kind: Literal["bpe", "unigram", "sentencepiece_bpe"] = Field(
+        "bpe", description="what is trained: byte-level BPE, or sentencepiece's unigram or BPE"
+    )
     end_of_document: Text = Field("<|endoftext|>", description="token between documents")
 
 
@@ -322,10 +382,12 @@ class RunConfig(Section):
     def deepspeed_json(self) -> dict[str, Any]:
         """What DeepSpeed is handed: to it a step is one micro batch, and optimizer and learning rate are ours."""
         passed_on = dict(self.deepspeed.passed_on) if self.deepspeed is not None else {}
-        for block, precision in (("fp16", "fp16"), ("bf16", "bf16")):
-            if block in passed_on or self.training.precision == precision:
-                enabled = self.training.precision == precision
+        for block in ("fp16", "bf16"):
+            enabled = self.training.precision == block
+            if block in passed_on or enabled:
                 passed_on[block] = {**passed_on.get(block, {}), "enabled": enabled}
+        if self.training.precision == "fp16":
+            passed_on["fp16"] |= self._deepspeed_loss_scale
         return {
             **passed_on,
             "train_micro_batch_size_per_gpu": self.batch.micro_batch_size * self.batch.micro_batches,
@@ -334,6 +396,23 @@ class RunConfig(Section):
             # The optimizer is torch's, given by us: DeepSpeed would compile its own for minutes.
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
+        }
+
+    def in_precision(self, precision: str) -> "RunConfig":
+        """The run with the precision that "auto" stands for on the machine."""
+        training = self.training.model_copy(update={"precision": precision})
+        return self.model_copy(update={"training": training})
+
+    @property
+    def _deepspeed_loss_scale(self) -> dict[str, Any]:
+        """DeepSpeed's words for our loss scale; 0 is its word for a dynamic one."""
+        training = self.training
+        return {
+            "loss_scale": 0 if training.loss_scale == "dynamic" else training.loss_scale,
+            "initial_scale_power": training.initial_loss_scale_power,
+            "loss_scale_window": training.loss_scale_window,
+            "hysteresis": training.loss_scale_hysteresis,
+            "min_loss_scale": training.minimum_loss_scale,
         }
 
     @property

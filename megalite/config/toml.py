@@ -56,9 +56,10 @@ def format_value(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(format_value, value))}]"
     if isinstance(value, Mapping):
-        return (
-            "{" + ", ".join(f"{format_key(key)} = {format_value(each)}" for key, each in value.items()) + "}"
-        )
+        items = [
+            f"{format_key(key)} = {format_value(each)}" for key, each in value.items() if each is not None
+        ]
+        return "{" + ", ".join(items) + "}"
     raise TypeError(f"TOML has no {type(value).__name__}")
 
 

@@ -164,7 +164,13 @@ def _rules(errors: list[ErrorDetails]) -> Iterator[str]:
         rule = error["msg"].removeprefix("Input should be ").removeprefix("a valid ")
         rule = _WORDS.get(rule, rule) if error["type"] != "literal_error" else rule.replace("'", '"')
         place = [each + 1 for each in error["loc"] if isinstance(each, int)]
-        if error["type"] == "too_long":
+        key = error["loc"][-1] if place and isinstance(error["loc"][-1], str) else None
+        if key is not None and error["type"] in ("missing", "extra_forbidden"):
+            has = "has" if error["type"] == "missing" else "does not have the unknown key"
+            yield f"a list whose item {place[0]} {has} {key}"
+        elif key is not None:
+            yield f"a list whose item {place[0]} has {key} {rule}"
+        elif error["type"] == "too_long":
             yield f"a list of {error['ctx']['max_length']}"
         elif place and error["type"] == "missing":
             yield f"a list with an item {place[0]}"

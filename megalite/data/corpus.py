@@ -29,6 +29,7 @@ class Piece:
 
     text: str
     ends_document: bool
+    starts_document: bool = True
 
 
 @dataclass(frozen=True)
@@ -112,10 +113,10 @@ def cut_document(blocks: Iterable[str], limit: int = PIECE_CHARACTERS) -> Iterat
         text += block
         while len(text) > limit:
             at = cut_point(text, limit)
-            yield Piece(text[:at], ends_document=False)
+            yield Piece(text[:at], ends_document=False, starts_document=not found)
             text, found = text[at:], True
     if text or found:
-        yield Piece(text, ends_document=True)
+        yield Piece(text, ends_document=True, starts_document=not found)
 
 
 def _files(source: str, pattern: str) -> Iterator[SourceFile]:

@@ -12,7 +12,9 @@ from megalite.config.schema import RunConfig
 from megalite.data.corpus import Corpus
 from megalite.data.prepare import Progress, prepare, prepared_facts, prepared_fingerprint
 from megalite.data.token_file import TokenFile, idx_path
-from megalite.data.tokenizer import load_tokenizer, save_tokenizer, tokenizer_file, train_tokenizer
+from megalite.data.tokenizer import SENTENCEPIECE_FILE, load_tokenizer, tokenizer_file
+from megalite.data.tokenizer_import import ForeignTokenizer, foreign_tokenizer
+from megalite.data.tokenizer_training import train_into
 from megalite.data.workers import ordered_map
 from megalite.errors import DataError
 
@@ -20,9 +22,10 @@ _RECORD = "trained_from.json"
 
 
 def ensure_tokenizer(config: RunConfig, run_folder: Path) -> Path:
-    """The Hugging Face folder of the run's tokenizer: the given one, that of the prepared data, or one trained here.
+    """The Hugging Face folder of the run's tokenizer: the given one, that of the prepared data, or one made here.
 
-    Trained once into run_folder/tokenizer, and again only when the text or the settings changed.
+    Trained, or converted from another form, once into run_folder/tokenizer, and again only when its text, its source
+    or its settings changed.
     Raises DataError, also when they changed under a run that already has checkpoints.
     """
     return _tokenizer_folder(config, run_folder, _text_or_prefix(config))
@@ -58,18 +61,25 @@ def ensure_data(
 
 def _tokenizer_folder(config: RunConfig, run_folder: Path, source: Corpus | Path) -> Path:
     settings = config.tokenizer
+    folder = run_folder / "tokenizer"
+    job: _Training | _Import
     if settings.path is not None:
-        return _folder_of(tokenizer_file(Path(settings.path)), settings.end_of_document)
-    if isinstance(source, Path):
+        foreign = foreign_tokenizer(Path(settings.path))
+        if foreign is None:
+            return _folder_of(tokenizer_file(Path(settings.path)), settings.end_of_document)
+        job = _Import(foreign, settings.end_of_document, folder)
+    elif isinstance(source, Path):
         return _tokenizer_of(source)
-    if settings.vocab_size is None:
+    elif settings.vocab_size is None:
         raise DataError("there is no tokenizer; set tokenizer.path, or tokenizer.vocab_size to train one")
-    job = _Training(source, settings.vocab_size, settings.end_of_document, run_folder / "tokenizer")
-    if job.is_done():
-        return job.folder
-    if (job.folder / "tokenizer.json").exists():
-        _refuse_change(config, run_folder, job.folder)
-    [folder] = ordered_map(_train, [job], workers=1)
+    else:
+        job = _Training(source, settings.vocab_size, settings.kind, settings.end_of_document, folder)
+    if _is_done(job):
+        return folder
+    if (folder / "tokenizer.json").exists():
+        _refuse_change(config, run_folder, folder)
+    for _ in ordered_map(_make, [job], workers=1):
+        pass
     return folder
 
 
@@ -79,32 +89,54 @@ class _Training:
 
     corpus: Corpus
     vocab_size: int
+    kind: str
     end_of_document: str
     folder: Path
 
     def record(self) -> dict[str, str | int]:
+        kind: dict[str, str | int] = {} if self.kind == "bpe" else {"kind": self.kind}
         return {
             "corpus": self.corpus.fingerprint(),
             "vocab_size": self.vocab_size,
             "end_of_document": self.end_of_document,
+            **kind,
         }
 
-    def is_done(self) -> bool:
-        try:
-            found = json.loads((self.folder / _RECORD).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return False
-        return bool(found == self.record()) and (self.folder / "tokenizer.json").is_file()
+    def make(self) -> None:
+        pieces = (piece for piece, _ in self.corpus.pieces())
+        train_into(self.folder, pieces, self.vocab_size, kind=self.kind, end_of_document=self.end_of_document)
 
 
-def _train(job: _Training) -> Path:
+@dataclass(frozen=True)
+class _Import:
+    """A tokenizer of another form to convert, and where it goes."""
+
+    tokenizer: ForeignTokenizer
+    end_of_document: str
+    folder: Path
+
+    def record(self) -> dict[str, str | int]:
+        return {"converted": self.tokenizer.fingerprint(), "end_of_document": self.end_of_document}
+
+    def make(self) -> None:
+        self.tokenizer.write_into(self.folder, self.end_of_document)
+
+
+def _is_done(job: _Training | _Import) -> bool:
+    try:
+        found = json.loads((job.folder / _RECORD).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return bool(found == job.record()) and (job.folder / "tokenizer.json").is_file()
+
+
+def _make(job: _Training | _Import) -> None:
     record = job.folder / _RECORD
     record.unlink(missing_ok=True)
-    pieces = (piece for piece, _ in job.corpus.pieces())
-    backend = train_tokenizer(pieces, job.vocab_size, end_of_document=job.end_of_document)
-    save_tokenizer(backend, job.folder, job.end_of_document)
+    # Another kind of tokenizer may have stood there.
+    (job.folder / SENTENCEPIECE_FILE).unlink(missing_ok=True)
+    job.make()
     record.write_text(json.dumps(job.record()) + "\n", encoding="utf-8")
-    return job.folder
 
 
 def _refuse_change(config: RunConfig, run_folder: Path, made: Path) -> None:

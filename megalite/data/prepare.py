@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalite.data.corpus import Corpus, Piece
+from megalite.data.encoding import PieceEncoder
 from megalite.data.token_file import TokenWriter, bin_path, idx_path, token_dtype
 from megalite.data.tokenizer import Tokenizer, load_tokenizer
 from megalite.data.workers import ordered_map
@@ -152,23 +153,21 @@ class _Encode:
     end_of_document: str
 
     def __call__(self, batch: _Batch) -> tuple[_EncodedBatch, int]:
-        backend, end_id, dtype = self._tools
+        encoder, end_id, dtype = self._tools
         lengths, arrays = [], []
         for piece in batch.pieces:
-            # One text at a time runs on this process's own core; "fast" leaves out the offsets in the text.
-            [encoding] = backend.encode_batch_fast([piece.text], add_special_tokens=False)
-            ids = [*encoding.ids, end_id] if piece.ends_document else encoding.ids
+            ids = encoder.ids(piece)
+            if piece.ends_document:
+                ids.append(end_id)
             arrays.append(np.array(ids, dtype=dtype))
             lengths.append(len(ids))
         ends = [piece.ends_document for piece in batch.pieces]
         return _EncodedBatch(np.concatenate(arrays), lengths, ends), batch.position
 
     @cached_property
-    def _tools(self) -> tuple[Any, int, np.dtype[Any]]:
+    def _tools(self) -> tuple[PieceEncoder, int, np.dtype[Any]]:
         tokenizer = load_tokenizer(self.file, end_of_document=self.end_of_document)
-        # A text that spells out a special token, as code about language models does, must not end the document.
-        tokenizer.backend.encode_special_tokens = True
-        return tokenizer.backend, tokenizer.end_of_document_id, token_dtype(tokenizer.vocab_size)
+        return PieceEncoder(tokenizer), tokenizer.end_of_document_id, token_dtype(tokenizer.vocab_size)
 
 
 def _encoded(corpus: Corpus, tokenizer: Tokenizer, workers: int) -> Iterator[tuple[_EncodedBatch, int]]:

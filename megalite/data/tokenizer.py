@@ -1,22 +1,33 @@
-"""Byte-level BPE: training, and any tokenizer.json of Hugging Face; transformers' AutoTokenizer gives the same ids."""
+"""Any tokenizer.json of Hugging Face, and the two files we write, of which AutoTokenizer gives the same ids."""
 
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
-from megalite.data.corpus import Piece
 from megalite.errors import DataError
 
 END_OF_DOCUMENT = "<|endoftext|>"
-# Text that training looks at; more changes the merges of a 16k vocabulary hardly, and the time a lot.
-SAMPLE_CHARACTERS = 1 << 26
-_BYTES = 256
+SENTENCEPIECE_FILE = "tokenizer.model"
+# What a tokenizer may consist of, in the names that transformers looks for.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+    SENTENCEPIECE_FILE,
+)
+# The class of transformers that takes tokenizer.json as it is.
+_AS_WRITTEN = "PreTrainedTokenizerFast"
 
 
 @dataclass(frozen=True)
@@ -43,84 +54,49 @@ class Tokenizer:
         return text
 
 
-def train_tokenizer(
-    pieces: Iterable[Piece],
-    vocab_size: int,
-    *,
+def save_tokenizer(
+    backend: Backend,
+    folder: Path,
     end_of_document: str = END_OF_DOCUMENT,
-    sample_characters: int = SAMPLE_CHARACTERS,
-) -> Backend:
-    """A byte-level BPE of exactly `vocab_size` ids: the end of a document is id 0, then the bytes, then merges.
+    *,
+    special_tokens: Mapping[str, str] | None = None,
+    sentencepiece: bytes | None = None,
+) -> None:
+    """Write tokenizer.json and tokenizer_config.json, each whole or not at all, for AutoTokenizer and for us.
 
-    The same pieces give the same tokenizer. Of a long text about `sample_characters` are used, evenly spaced.
-    Raises DataError when `vocab_size` cannot be reached.
+    special_tokens: further ones, by transformers' names. sentencepiece: the model that `backend` was made of, to stand
+    beside as tokenizer.model for the programs that want it; AutoTokenizer does not look at it.
     """
-    smallest = _BYTES + 1
-    if vocab_size < smallest:
-        raise DataError(
-            f"vocabulary size {vocab_size} has no room for {_BYTES} bytes and {end_of_document!r}; "
-            f"use at least {smallest}"
-        )
-    backend = Backend(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[AddedToken(end_of_document, special=True, normalized=False)],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    sample = evenly_spaced(pieces, sample_characters)
-    if not sample:
-        raise DataError("the source has no text; name one that has")
-    backend.train_from_iterator(sample, trainer)
-    reached = backend.get_vocab_size()
-    if reached != vocab_size:
-        raise DataError(
-            f"the text has words for a vocabulary of {reached} only, not {vocab_size}; "
-            f"set tokenizer.vocab_size (--vocab-size) to {reached} or less, or add text"
-        )
-    return backend
-
-
-def evenly_spaced(pieces: Iterable[Piece], characters: int) -> list[str]:
-    """Every n-th piece, n the smallest power of two that keeps at most `characters` (one piece at least).
-
-    One pass, and never more than that and a piece in memory.
-    """
-    kept: list[str] = []
-    total, stride = 0, 1
-    for index, piece in enumerate(pieces):
-        if index % stride:
-            continue
-        kept.append(piece.text)
-        total += len(piece.text)
-        while total > characters and len(kept) > 1:
-            kept = kept[::2]
-            total, stride = sum(map(len, kept)), stride * 2
-    return kept
-
-
-def save_tokenizer(backend: Backend, folder: Path, end_of_document: str = END_OF_DOCUMENT) -> None:
-    """Write tokenizer.json and tokenizer_config.json, each whole or not at all, for AutoTokenizer and for us."""
     config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": end_of_document,
-        "eos_token": end_of_document,
+        **{"bos_token": end_of_document, **(special_tokens or {}), "eos_token": end_of_document},
+        "tokenizer_class": _AS_WRITTEN,
         "add_bos_token": False,
         "add_eos_token": False,
         "clean_up_tokenization_spaces": False,
         "model_max_length": int(1e30),  # transformers' own word for "no limit"
     }
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
+    with _writing(folder):
         # tokenizer.json last: where it stands, the folder is whole.
-        _write(folder / "tokenizer_config.json", json.dumps(config, indent=2) + "\n")
-        _write(folder / "tokenizer.json", backend.to_str(pretty=True) + "\n")
-    except OSError as error:
-        raise DataError(
-            f"{error.filename or folder} cannot be written ({error.strerror}); free space or choose another folder"
-        ) from error
+        if sentencepiece is not None:
+            _write(folder / SENTENCEPIECE_FILE, sentencepiece)
+        _write(folder / "tokenizer_config.json", _as_json(config))
+        _write(folder / "tokenizer.json", backend.to_str(pretty=True).encode() + b"\n")
+
+
+def copy_tokenizer(source: Path, folder: Path) -> None:
+    """Copy a Hugging Face folder's tokenizer so that AutoTokenizer takes tokenizer.json as it is, as we do.
+
+    Under the name of a class such as LlamaTokenizer, transformers 5 builds a pipeline of its own around the vocabulary,
+    which gives other ids where a text begins with a space.
+    """
+    with _writing(folder):
+        for name in TOKENIZER_FILES:
+            if (source / name).is_file():
+                _write(folder / name, (source / name).read_bytes())
+        config = _config(folder / "tokenizer_config.json")
+        rebuilding = ("auto_map", "add_prefix_space", "legacy", "tokenizer_file", "vocab_file", "merges_file")
+        kept = {key: value for key, value in config.items() if key not in rebuilding}
+        _write(folder / "tokenizer_config.json", _as_json({**kept, "tokenizer_class": _AS_WRITTEN}))
 
 
 def load_tokenizer(path: Path | str, *, end_of_document: str = END_OF_DOCUMENT) -> Tokenizer:
@@ -172,10 +148,35 @@ def _unknown_end_of_document(file: Path, backend: Backend, wanted: str) -> str:
     )
 
 
-def _write(path: Path, text: str) -> None:
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise DataError(
+            f"{error.filename or folder} cannot be written ({error.strerror}); free space or choose another folder"
+        ) from error
+
+
+def _config(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise DataError(f"{file} is not a tokenizer's configuration ({error}); save it again") from error
+    if not isinstance(content, dict):
+        raise DataError(f"{file} holds no table; save it again with save_pretrained")
+    return content
+
+
+def _as_json(config: Mapping[str, Any]) -> bytes:
+    return json.dumps(config, indent=2).encode() + b"\n"
+
+
+def _write(path: Path, content: bytes) -> None:
     partial = path.with_name(f".{path.name}.partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
+    with partial.open("wb") as file:
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)

@@ -15,6 +15,9 @@ from megalite.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.parameters import ModelShape
 
+# From query, key and value to [B, S, heads, head_dim].
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
 
 class SelfAttention(nn.Module):
     """Query, key and value in one column-parallel product, heads split over tensor parallel ranks."""
@@ -45,12 +48,9 @@ class SelfAttention(nn.Module):
         hidden_states: Tensor,
         rotation: Rotation | None,
         cache: KeyValueCache | None = None,
-        attend: Callable[[Tensor, Tensor, Tensor], Tensor] = causal_attention,
+        attend: Attend = causal_attention,
     ) -> Tensor:
-        """[B, S, H] -> [B, S, H]; with a cache, the S tokens follow those it holds.
-
-        attend: from query, key and value to [B, S, heads, head_dim].
-        """
+        """[B, S, H] -> [B, S, H]; with a cache, the S tokens follow those it holds."""
         qkv = self.qkv_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
         query, key, value = self._heads(qkv, rotation)
         if cache is not None:

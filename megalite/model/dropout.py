@@ -26,6 +26,7 @@ class Places(NamedTuple):
 class LayerMasks(NamedTuple):
     """A decoder layer's masks, each None where nothing is dropped."""
 
+    attention: Mask | None = None
     attention_residual: Mask | None = None
     mlp: Mask | None = None
     mlp_residual: Mask | None = None
@@ -41,25 +42,27 @@ class DropoutSites:
         self._intermediate = balanced_split(shape.intermediate_size, mesh.tp.size)[mesh.tp.rank]
         self._heads = balanced_split(shape.num_attention_heads, mesh.tp.size)[mesh.tp.rank]
 
-    @property
-    def drops_attention(self) -> bool:
-        return self._rates.attention > 0
-
     def embedding_mask(self, places: Places) -> Mask | None:
         """[b, positions held here, H]."""
         return self._residual("output", self._rates.embedding, places)
 
-    def layer_masks(self, places: Places) -> LayerMasks:
-        """On the residual stream [b, positions held here, H], within the MLP [b, S, intermediate / tp]."""
+    def layer_masks(self, places: Places, *, attention: bool = True) -> LayerMasks:
+        """On the residual stream [b, positions held here, H], within the MLP [b, S, intermediate / tp].
+
+        attention: draw attention's own too.
+        """
         everywhere = range(places.sequence_length)
         return LayerMasks(
+            self.attention_mask(places) if attention else None,
             self._residual("attention_residual", self._rates.residual, places),
             self._mask("mlp", self._rates.mlp, places.samples, everywhere, self._intermediate),
             self._residual("mlp_residual", self._rates.residual, places),
         )
 
-    def attention_mask(self, places: Places) -> Mask:
+    def attention_mask(self, places: Places) -> Mask | None:
         """Of the probabilities [b, heads of this rank, S queries, S keys]; each head has a name of its own."""
+        if self._rates.attention == 0:
+            return None
         everywhere = range(places.sequence_length)
         masks = [
             self._mask(f"attention.{head}", self._rates.attention, places.samples, everywhere, everywhere)

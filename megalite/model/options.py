@@ -50,7 +50,8 @@ class ModelOptions:
     """dtype: of weights and activations; logits and losses of 16-bit models are float32.
 
     split_backward: the schedule asks for the gradients of inputs and weights at different times, so that an
-    autograd node that gives both would run twice.
+    autograd node that gives both would run twice. compile: decoder layers run through torch.compile.
+    label_smoothing, z_loss: as of cross_entropy.LossTerms.
     """
 
     dtype: torch.dtype = torch.float32
@@ -58,6 +59,9 @@ class ModelOptions:
     dropout: Dropout = Dropout()
     dropout_seed: int = 0
     recompute: Recompute = Recompute()
+    compile: bool = False
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
 
     @property
     def loss_dtype(self) -> torch.dtype:

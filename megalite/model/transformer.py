@@ -4,13 +4,14 @@ A Stage registers every parameter of its pipeline rank by its canonical name; th
 schedule runs. One stage of one chunk is the whole model.
 """
 
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Self
 
 import torch
 from torch import Tensor, nn
 
-from megalite.model.attention import SelfAttention
+from megalite.model.attention import Attend, SelfAttention
 from megalite.model.dropout import DropoutSites, LayerMasks, Places
 from megalite.model.kv_cache import KeyValueCache
 from megalite.model.mlp import build_mlp
@@ -18,10 +19,10 @@ from megalite.model.norms import build_norm
 from megalite.model.options import PLAIN, ModelOptions, RecomputeMode
 from megalite.model.recompute import recomputed
 from megalite.model.rope import Rotation, rotary_embedding
-from megalite.ops.attention import causal_attention, causal_attention_with_dropout
+from megalite.ops.attention import causal_attention
 from megalite.ops.dropout import dropout
 from megalite.parallel.collectives import column_input, gather_last_dim
-from megalite.parallel.cross_entropy import vocab_parallel_cross_entropy
+from megalite.parallel.cross_entropy import LossTerms, vocab_parallel_cross_entropy
 from megalite.parallel.layers import VocabParallelEmbedding
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.layout import PipelineSplit, balanced_split
@@ -41,7 +42,7 @@ class DecoderLayer(nn.Module):
         recompute: RecomputeMode = "none",
     ):
         super().__init__()
-        self.recompute = recompute
+        self.recompute, self.compile_layer = recompute, options.compile
         dtype = options.dtype
         self.post_norm = shape.norm_placement == "post"
         self.input_layernorm = build_norm(shape, dtype)
@@ -59,10 +60,10 @@ class DecoderLayer(nn.Module):
         cache: KeyValueCache | None = None,
     ) -> Tensor:
         """[B, S, H] -> [B, S, H]; drops values where `places` are given."""
-        compute = partial(self._compute, rotation=rotation, places=places, cache=cache)
-        return recomputed(compute, hidden_states) if self.recompute == "full" else compute(hidden_states)
+        run = partial(self._draw_and_run, rotation=rotation, places=places, cache=cache)
+        return recomputed(run, hidden_states) if self.recompute == "full" else run(hidden_states)
 
-    def _compute(
+    def _draw_and_run(
         self,
         hidden_states: Tensor,
         *,
@@ -70,8 +71,24 @@ class DecoderLayer(nn.Module):
         places: Places | None,
         cache: KeyValueCache | None,
     ) -> Tensor:
-        masks = LayerMasks() if places is None else self.sites.layer_masks(places)
-        attend = partial(self._attend, places=places)
+        """Masks are drawn outside of what is compiled, whose code is then the same for all layers."""
+        masks, attend = LayerMasks(), None
+        if self.recompute == "selective":
+            attend = partial(recomputed, partial(self._draw_and_attend, places))
+        if places is not None:
+            masks = self.sites.layer_masks(places, attention=attend is None)
+        run = _compiled_layer() if self.compile_layer else DecoderLayer._run
+        return run(self, hidden_states, rotation, masks, cache, attend)
+
+    def _run(
+        self,
+        hidden_states: Tensor,
+        rotation: Rotation | None,
+        masks: LayerMasks,
+        cache: KeyValueCache | None,
+        attend: Attend | None,
+    ) -> Tensor:
+        attend = attend or partial(causal_attention, window=self.window, mask=masks.attention)
         # In place on the projections' outputs, which no backward needs.
         normed = hidden_states if self.post_norm else self.input_layernorm(hidden_states)
         attended = self.self_attn(normed, rotation, cache, attend)
@@ -82,17 +99,16 @@ class DecoderLayer(nn.Module):
         output: Tensor = dropout(self.mlp(normed, masks.mlp), masks.mlp_residual).add_(attended)
         return self.post_attention_layernorm(output) if self.post_norm else output
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, *, places: Places | None) -> Tensor:
-        attend = partial(causal_attention, window=self.window)
-        if places is not None and self.sites.drops_attention:
-            attend = partial(self._attend_and_drop, places)
-        if self.recompute == "selective":
-            return recomputed(attend, query, key, value)
-        return attend(query, key, value)
+    def _draw_and_attend(self, places: Places | None, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        mask = None if places is None else self.sites.attention_mask(places)
+        return causal_attention(query, key, value, window=self.window, mask=mask)
 
-    def _attend_and_drop(self, places: Places, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        mask = self.sites.attention_mask(places)
-        return causal_attention_with_dropout(query, key, value, mask, self.window)
+
+@cache
+def _compiled_layer() -> Callable[..., Tensor]:
+    """One compiled function for all layers of a process; whatever it could not trace is an error, not a break."""
+    compiled: Callable[..., Tensor] = torch.compile(DecoderLayer._run, fullgraph=True)
+    return compiled
 
 
 class Decoder(nn.Module):
@@ -143,6 +159,7 @@ class Chunk(nn.Module):
         self.index, self.mesh, self.tp = index, mesh, mesh.tp
         self.is_first, self.is_last = index == 0, index == len(split.layers) - 1
         self.vocabulary = balanced_split(stage.shape.vocab_size, mesh.tp.size)
+        self.loss_terms = LossTerms(stage.shape.vocab_size, options.label_smoothing, options.z_loss)
         self.layers = nn.ModuleList(stage.model.layers[str(layer)] for layer in split.layers[index])
         self.learned_positions = stage.shape.position_embedding == "learned"
         if not self.learned_positions:
@@ -165,7 +182,12 @@ class Chunk(nn.Module):
         if not self.is_last:
             return hidden_states
         losses = vocab_parallel_cross_entropy(
-            self.local_logits(hidden_states), labels, loss_mask, self.vocabulary[self.tp.rank], self.tp
+            self.local_logits(hidden_states),
+            labels,
+            loss_mask,
+            self.vocabulary[self.tp.rank],
+            self.tp,
+            self.loss_terms,
         )
         return losses.sum(dim=-1)
 

@@ -101,9 +101,13 @@ class Console:
 
     def _numbers(self, metrics: StepMetrics) -> list[str]:
         shares = [] if metrics.mfu is None else [f"{metrics.mfu:.0%} of {self._peak}"]
+        scale = []
+        if metrics.loss_scale is not None:
+            scale = [f"loss scale {metrics.loss_scale:g}", f"{metrics.skipped_steps} skipped"]
         return [
             f"loss {metrics.loss:.4f}",
             f"grad norm {metrics.grad_norm:.3f}",
+            *scale,
             f"{metrics.tokens_per_second:,.0f} tokens/s",
             *shares,
             f"{metrics.memory_bytes / 2**30:.2f} GiB",

@@ -1,6 +1,9 @@
 """The numbers of one step, as every reader of a run sees them."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
+
+_FP16_ONLY = ("loss_scale", "skipped_steps")
 
 
 @dataclass(frozen=True)
@@ -11,6 +14,7 @@ class StepMetrics:
     grad_norm: global L2 norm before clipping. tokens: seen since the run began, all ranks together.
     tokens_per_second: of all ranks, over the last steps. mfu: share of the peak FLOP/s; None where the peak is unknown.
     memory_bytes: the most that any rank holds. step_seconds: the wall time of this step.
+    loss_scale, skipped_steps: of fp16 alone: this step's scale, and how many steps were left out since the run began.
     """
 
     step: int
@@ -22,3 +26,11 @@ class StepMetrics:
     mfu: float | None
     memory_bytes: int
     step_seconds: float
+    loss_scale: float | None = None
+    skipped_steps: int | None = None
+
+    def record(self) -> dict[str, Any]:
+        """As it stands in metrics.jsonl, without what only another precision has."""
+        return {
+            key: value for key, value in asdict(self).items() if value is not None or key not in _FP16_ONLY
+        }

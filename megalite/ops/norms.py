@@ -37,5 +37,9 @@ class _RMSNorm(torch.autograd.Function):
 
 def rms_norm(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
     """weight * x / sqrt(mean(x^2) + eps) over the last dim: [..., H], weight [H] -> [..., H]."""
+    if torch.compiler.is_compiling():  # which fuses what it sees, and sees no further than a node of ours
+        wide = hidden_states.float() if hidden_states.element_size() < 4 else hidden_states
+        inverse_rms = wide.square().mean(dim=-1, keepdim=True).add(eps).rsqrt()
+        return (wide * inverse_rms).to(hidden_states.dtype) * weight
     normalised: Tensor = _RMSNorm.apply(hidden_states, weight, eps)
     return normalised

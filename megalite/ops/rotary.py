@@ -70,6 +70,9 @@ def split_and_rotate(
     Dimension i of a head is paired with i + head_dim / 2. Returns [B, S, heads, head_dim] and twice
     [B, S, key_value_heads, head_dim].
     """
+    if torch.compiler.is_compiling():  # which fuses what it sees, and sees no further than a node of ours
+        query, key, value = qkv.split((heads, key_value_heads, key_value_heads), dim=2)
+        return _rotated(query, cosines, sines), _rotated(key, cosines, sines), value
     query, key, value = _SplitAndRotate.apply(qkv, heads, key_value_heads, cosines, sines)
     return query, key, value
 
@@ -92,6 +95,8 @@ class _Rotate(torch.autograd.Function):
 
 def rotate(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     """[B, S, heads, head_dim] -> the same, rotated; for heads that something happens to before the rotation."""
+    if torch.compiler.is_compiling():
+        return _rotated(heads, cosines, sines)
     rotated: Tensor = _Rotate.apply(heads, cosines, sines)
     return rotated
 
@@ -103,3 +108,8 @@ def _rotate(heads: Tensor, cosines: Tensor, sines: Tensor, *, out: Tensor) -> No
     out_first.addcmul_(second, sines, value=-1)
     torch.mul(second, cosines, out=out_second)
     out_second.addcmul_(first, sines)
+
+
+def _rotated(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    first, second = heads.chunk(2, dim=-1)
+    return torch.cat((first * cosines - second * sines, second * cosines + first * sines), dim=-1)

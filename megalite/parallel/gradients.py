@@ -1,5 +1,6 @@
 """Gradients after the pipeline: sums over copies, the mean over data-parallel ranks, the norm and its clipping."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from megalite.parallel.collectives import all_reduce
 from megalite.parallel.mesh import ParallelMesh
-from megalite.topology.parameters import Parameter
+from megalite.topology.parameters import EMBEDDING, Parameter
 
 # Large enough to hide the latency of a collective, small enough not to double the gradients' memory.
 _BUCKET_BYTES = 64 << 20
@@ -94,11 +95,55 @@ def global_norm(parameters: Sequence[Parameter], tensors: Mapping[str, Tensor], 
     return float(all_reduce(total, mesh.replica).sqrt())
 
 
+def first_nonfinite(
+    parameters: Sequence[Parameter], tensors: Mapping[str, Tensor], mesh: ParallelMesh
+) -> str | None:
+    """The canonical name of the tensor, with its layer, where a gradient that is not finite arose; None: nowhere.
+
+    A backward carries what is not finite on towards the embedding: so it arose in the last tensor, in forward
+    order, that has it. Collective over the world.
+    """
+    found: list[tuple[float, int, str]] = []
+    for index, parameter in enumerate(parameters):
+        gradient = tensors[parameter.name].grad
+        # What follows the layers stands on the last stage, the embedding before them; a tied one is the embedding.
+        depth = -1.0 if parameter.name == EMBEDDING else math.inf
+        if gradient is not None and not gradient.isfinite().all():
+            name = _first_part(parameter, gradient, mesh)
+            where = "" if parameter.layer is None else f" (layer {parameter.layer})"
+            found.append((depth if parameter.layer is None else parameter.layer, index, name + where))
+    gathered = mesh.gather_objects(max(found, default=None)) or []
+    last = max((place for place in gathered if place is not None), default=None)
+    name = mesh.broadcast_object(last and last[2])
+    return name if name is None else str(name)
+
+
+def _first_part(parameter: Parameter, gradient: Tensor, mesh: ParallelMesh) -> str:
+    """The first part of a registered parameter whose gradient is not finite."""
+    row = 0
+    for part, box in parameter.spec.boxes(mesh.tp.rank, mesh.tp.size):
+        if not gradient[row : row + box.shape[0]].isfinite().all():
+            return part.name
+        row += box.shape[0]
+    return parameter.name
+
+
+def scale_gradients(gradients: Sequence[Tensor], factor: float) -> None:
+    """Multiply all gradients in place."""
+    torch._foreach_mul_(list(gradients), factor)
+
+
+def clip_values(gradients: Sequence[Tensor], *, limit: float) -> None:
+    """Bring every element of the gradients into [-limit, limit], in place."""
+    torch._foreach_clamp_min_(list(gradients), -limit)
+    torch._foreach_clamp_max_(list(gradients), limit)
+
+
 def clip_gradients(gradients: Sequence[Tensor], *, norm: float, max_norm: float) -> None:
     """Scale all gradients in place so that their global norm, now `norm`, is at most `max_norm`."""
     factor = max_norm / (norm + 1e-6)  # the same epsilon as torch's and DeepSpeed's clipping
     if factor < 1.0:
-        torch._foreach_mul_(list(gradients), factor)
+        scale_gradients(gradients, factor)
 
 
 def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:

@@ -6,13 +6,18 @@ from typing import Any, Protocol
 
 from megalite.topology.parameters import Parameter
 
+MASTER = "master"
+"""Kind of state: the weights themselves in float32, beside those of a 16-bit model."""
+EMA = "ema"
+"""Kind of state: an exponential moving average of the weights."""
+
 
 @dataclass(frozen=True)
 class StateShard:
     """A run of one registered parameter's optimizer state on this rank.
 
     parameter: the registered parameter (its spec says which canonical tensors it is made of).
-    key: "exp_avg", "exp_avg_sq", "master" (fp32 weights kept beside weights of another type), ...
+    key: the kind of state: "exp_avg", "exp_avg_sq", MASTER, EMA, ...
     start: first element of the run in the *flattened local shard* of the registered parameter.
     values: one-dimensional tensor of the run's elements; a view where possible, so that load can write into it.
     owned: False where another data-parallel rank holds the same run and writes it; loading fills every run.

@@ -7,7 +7,7 @@ from typing import IO
 
 import torch
 
-from megalite.checkpoint.folder import find_checkpoint, find_latest
+from megalite.checkpoint.folder import find_checkpoint, find_latest, read_manifest
 from megalite.checkpoint.huggingface import export
 from megalite.config.load import write_resolved
 from megalite.config.schema import RunConfig
@@ -18,6 +18,7 @@ from megalite.data.tokenizer import load_tokenizer
 from megalite.errors import ConfigError, Problem
 from megalite.launcher.environment import RankInfo
 from megalite.parallel.mesh import ParallelMesh, connect, disconnect
+from megalite.train.precision import Precision, choose_precision
 from megalite.train.report import RunReporter
 from megalite.train.trainer import Trainer
 
@@ -95,6 +96,8 @@ def train_rank(info: RankInfo, config: RunConfig, threads: int) -> int:
     mesh = ParallelMesh.over_world(config.layout, device, sequence_parallel=config.parallel.sequence)
     inputs = mesh.broadcast_object(prepare_inputs(config, folder) if mesh.rank == 0 else None)
     resumed_from = _checkpoint_to_resume(config, mesh, folder)
+    precision = _precision(config, mesh, resumed_from)
+    config = config.in_precision(precision.name)
     start = Path(config.model.weights) if config.model.weights and resumed_from is None else None
     trainer = _trainer(config, mesh, inputs, start)
     if resumed_from is not None:
@@ -102,6 +105,10 @@ def train_rank(info: RankInfo, config: RunConfig, threads: int) -> int:
     if mesh.rank == 0:
         write_resolved(config, folder.root / "run.toml")
     reporter = RunReporter(trainer, info, folder.metrics)
+    if precision.warning:
+        reporter.warn(precision.warning)
+    if precision.note:
+        reporter.say(precision.note)
     if resumed_from is not None:
         reporter.say(f"resumed after step {trainer.state.step} from {resumed_from}")
         if trainer.state.step >= trainer.total_steps:
@@ -160,6 +167,17 @@ def _checkpoint_to_resume(config: RunConfig, mesh: ParallelMesh, folder: RunFold
         found = find_latest(folder.checkpoints) if auto else find_checkpoint(Path(config.checkpoint.resume))
     resumed: Path | None = mesh.broadcast_object(found)
     return resumed
+
+
+def _precision(config: RunConfig, mesh: ParallelMesh, resumed_from: Path | None) -> Precision:
+    """What `training.precision` means here; found by rank 0, so that all ranks compute alike."""
+    found = None
+    if mesh.rank == 0:
+        written = read_manifest(resumed_from).config if resumed_from is not None else {}
+        resumed = written.get("training", {}).get("precision")
+        found = choose_precision(config.training.precision, mesh.device, resumed)
+    precision: Precision = mesh.broadcast_object(found)
+    return precision
 
 
 def _device(info: RankInfo) -> torch.device:

@@ -1,5 +1,6 @@
 """What the trainer asks of an optimizer, and the torch implementation of it (no ZeRO)."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -12,13 +13,18 @@ from megalite.errors import TrainingError
 from megalite.parallel.gradients import (
     average_over_data,
     clip_gradients,
+    clip_values,
     complete_gradients,
     copy_shared_weights,
+    first_nonfinite,
     global_norm,
+    scale_gradients,
 )
 from megalite.parallel.mesh import ParallelMesh
+from megalite.topology.parameter_groups import ParameterGroup, group_of
 from megalite.topology.parameters import Parameter
-from megalite.topology.state import OptimizerState, StateShard
+from megalite.topology.state import EMA, MASTER, OptimizerState, StateShard
+from megalite.train.loss_scale import LossScale, LossScaleSettings
 
 
 @dataclass(frozen=True)
@@ -62,7 +68,10 @@ class Optimizer(Protocol):
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """Hyperparameters as the config has them; `gradient_clipping` 0 means no clipping."""
+    """Hyperparameters as the config has them; 0 switches clipping and the average of weights off.
+
+    accumulate_wide: gradients of 16-bit weights are summed in float32. loss_scale: None where there is none.
+    """
 
     name: str
     betas: tuple[float, float]
@@ -70,38 +79,82 @@ class OptimizerSettings:
     weight_decay: float
     momentum: float
     gradient_clipping: float
+    clip_value: float = 0.0
+    groups: tuple[ParameterGroup, ...] = ()
+    ema_decay: float = 0.0
+    accumulate_wide: bool = True
+    loss_scale: LossScaleSettings | None = None
+
+
+def update_groups(
+    settings: OptimizerSettings, parameters: Sequence[Parameter], tensors: Mapping[str, nn.Parameter]
+) -> list[dict[str, Any]]:
+    """The parameters as torch's groups, one for each rule of update; what is in no group of the settings has the
+    schedule's learning rate, and weight decay unless it is a norm or a bias."""
+    members: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for parameter in parameters:
+        group = group_of(parameter, settings.groups) or ParameterGroup("*")
+        decay = settings.weight_decay if parameter.decay else 0.0
+        rule = (group.learning_rate_ratio, decay if group.weight_decay is None else group.weight_decay)
+        members.setdefault(rule, []).append(tensors[parameter.name])
+    return [
+        {"params": held, "learning_rate_ratio": ratio, "weight_decay": decay, "ema_decay": settings.ema_decay}
+        for (ratio, decay), held in members.items()
+    ]
 
 
 def torch_optimizer(
     settings: OptimizerSettings, parameters: Sequence[Parameter], tensors: Mapping[str, nn.Parameter]
 ) -> torch.optim.Optimizer:
-    """AdamW (Loshchilov and Hutter 2019) or SGD, with no weight decay on norms and biases."""
-    groups = [
-        {"params": [tensors[p.name] for p in parameters if p.decay], "weight_decay": settings.weight_decay},
-        {"params": [tensors[p.name] for p in parameters if not p.decay], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
+    """AdamW (Loshchilov and Hutter 2019) or SGD, which also keeps the average of the weights if it is asked for."""
+    groups = update_groups(settings, parameters, tensors)
+    optimizer: torch.optim.Optimizer
     if settings.name == "sgd":
-        return torch.optim.SGD(groups, lr=0.0, momentum=settings.momentum)
-    return torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, eps=settings.eps, fused=True)
+        optimizer = torch.optim.SGD(groups, lr=0.0, momentum=settings.momentum)
+    else:
+        optimizer = torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, eps=settings.eps, fused=True)
+    if settings.ema_decay:
+        # Hooks, so that the average is kept of whatever the optimizer updates: masters, or ZeRO's partitions.
+        optimizer.register_step_pre_hook(lambda self, _arguments, _keywords: ensure_state(self))
+        optimizer.register_step_post_hook(lambda self, _arguments, _keywords: _average_weights(self))
+    return optimizer
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate
+        group["lr"] = learning_rate * group["learning_rate_ratio"]
 
 
-def require_finite(norm: float) -> None:
-    """Raises TrainingError when the gradient norm is inf or nan."""
-    if not torch.isfinite(torch.tensor(norm)):
+@torch.no_grad()
+def _average_weights(optimizer: torch.optim.Optimizer) -> None:
+    """Move the exponential moving average of the weights (Polyak and Juditsky 1992) towards the new ones."""
+    for group in optimizer.param_groups:
+        averages = [optimizer.state[tensor][EMA] for tensor in group["params"]]
+        torch._foreach_lerp_(averages, list(group["params"]), 1 - group["ema_decay"])
+
+
+def require_finite(norm: float, tensor: str | None = None) -> None:
+    """Raises TrainingError, naming the tensor where it arose, when the gradient norm is inf or nan."""
+    if not math.isfinite(norm):
+        where = f", from the gradient of {tensor} on" if tensor is not None else ""
         raise TrainingError(
-            f"the gradient norm is {norm}: no weight was changed; lower optimizer.learning_rate, set"
+            f"the gradient norm is {norm}{where}: no weight was changed; lower optimizer.learning_rate, set"
             " optimizer.gradient_clipping, or look at the data of this step, then run again to resume"
         )
 
 
+def accumulate_in_float32(tensors: Mapping[str, nn.Parameter]) -> None:
+    """Let autograd sum the gradients of 16-bit parameters in float32."""
+    for tensor in tensors.values():
+        if tensor.element_size() < 4:
+            tensor.grad_dtype = torch.float32
+
+
 class TorchOptimizer:
-    """Every data-parallel rank keeps the whole optimizer state of its stage and shard."""
+    """Every data-parallel rank keeps the whole optimizer state of its stage and shard.
+
+    The weights of a 16-bit model are copies of float32 masters, which are what is updated.
+    """
 
     def __init__(
         self,
@@ -112,12 +165,18 @@ class TorchOptimizer:
     ):
         self._stage, self._parameters, self._mesh, self._settings = stage, parameters, mesh, settings
         self._tensors = dict(stage.named_parameters())
-        self._optimizer = torch_optimizer(settings, parameters, self._tensors)
-        self.state: OptimizerState = _TorchState(self._optimizer, parameters, self._tensors, mesh)
+        if settings.accumulate_wide:
+            accumulate_in_float32(self._tensors)
+        self._masters = {name: _master(tensor) for name, tensor in self._tensors.items()}
+        self._optimizer = torch_optimizer(settings, parameters, self._masters)
+        self._scale = LossScale(settings.loss_scale) if settings.loss_scale is not None else None
+        self.state: OptimizerState = _TorchState(
+            self._optimizer, parameters, self._tensors, self._masters, self._scale, mesh
+        )
 
     @property
     def loss_scale(self) -> float:
-        return 1.0
+        return 1.0 if self._scale is None else self._scale.value
 
     def forward(self, input_ids: Tensor, **arguments: Tensor) -> Tensor:
         losses: Tensor = self._stage(input_ids, **arguments)
@@ -127,25 +186,80 @@ class TorchOptimizer:
     def accumulating(self) -> Iterator[None]:
         yield
         complete_gradients(self._parameters, self._tensors, self._mesh)
-        average_over_data(self._gradients(), self._mesh)
+        average_over_data(_gradients(self._tensors), self._mesh)
 
     def step(self, learning_rate: float) -> Update:
-        norm = global_norm(self._parameters, self._tensors, self._mesh)
-        require_finite(norm)
-        if self._settings.gradient_clipping > 0:
-            clip_gradients(self._gradients(), norm=norm, max_norm=self._settings.gradient_clipping)
+        scale = self.loss_scale
+        norm = global_norm(self._parameters, self._tensors, self._mesh) / scale
+        # The norm is finite on all ranks or on none: a gradient that is not has reached all by the collectives.
+        if not math.isfinite(norm):
+            return self._skip(norm)
+        self._hand_gradients_to_masters()
+        gradients = _gradients(self._masters)
+        if scale != 1:
+            scale_gradients(gradients, 1 / scale)
+        self._clip(gradients, norm)
         set_learning_rate(self._optimizer, learning_rate)
         self._optimizer.step()
         self._optimizer.zero_grad()
+        _copy_masters(self._masters, self._tensors)
         copy_shared_weights(self._parameters, self._tensors, self._mesh)
+        if self._scale is not None:
+            self._scale.passed()
         return Update(norm)
 
-    def _gradients(self) -> list[Tensor]:
-        return [tensor.grad for tensor in self._tensors.values() if tensor.grad is not None]
+    def _skip(self, norm: float) -> Update:
+        """Leave out the update of an overflow, on every rank alike. Raises TrainingError where it is none."""
+        tensor = first_nonfinite(self._parameters, self._tensors, self._mesh)
+        if self._scale is None:
+            require_finite(norm, tensor)
+        elif self._scale.exhausted:
+            raise TrainingError(
+                f"fp16 overflows in the gradient of {tensor} at the smallest loss scale, {self._scale.value:g}:"
+                ' no weight was changed; use training.precision = "bf16", or lower optimizer.learning_rate,'
+                " then run again to resume"
+            )
+        else:
+            self._scale.overflowed()
+        for held in self._tensors.values():
+            held.grad = None
+        return Update(norm, skipped=True, overflow=tensor)
+
+    def _hand_gradients_to_masters(self) -> None:
+        for name, master in self._masters.items():
+            tensor = self._tensors[name]
+            if master is not tensor and tensor.grad is not None:
+                master.grad, tensor.grad = tensor.grad.to(master.dtype), None
+
+    def _clip(self, gradients: Sequence[Tensor], norm: float) -> None:
+        """By value, then by the norm of what that leaves."""
+        settings = self._settings
+        if settings.clip_value > 0:
+            clip_values(gradients, limit=settings.clip_value)
+            norm = global_norm(self._parameters, self._masters, self._mesh)
+        if settings.gradient_clipping > 0:
+            clip_gradients(gradients, norm=norm, max_norm=settings.gradient_clipping)
+
+
+def _master(tensor: nn.Parameter) -> nn.Parameter:
+    """What is updated in a parameter's place: a float32 copy of a 16-bit one, any other itself."""
+    return nn.Parameter(tensor.detach().float()) if tensor.element_size() < 4 else tensor
+
+
+@torch.no_grad()
+def _copy_masters(masters: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    """Make 16-bit weights the rounded values of their masters."""
+    for name, master in masters.items():
+        if master is not tensors[name]:
+            tensors[name].copy_(master)
+
+
+def _gradients(tensors: Mapping[str, Tensor]) -> list[Tensor]:
+    return [tensor.grad for tensor in tensors.values() if tensor.grad is not None]
 
 
 def ensure_state(optimizer: torch.optim.Optimizer) -> None:
-    """Create the zero state that the first step would create, so that a checkpoint has a place to load into."""
+    """Create the state that the first step would create, so that a checkpoint has a place to load into."""
     adam = isinstance(optimizer, torch.optim.AdamW)
     for group in optimizer.param_groups:
         for tensor in group["params"]:
@@ -157,6 +271,8 @@ def ensure_state(optimizer: torch.optim.Optimizer) -> None:
                 state["exp_avg_sq"] = torch.zeros_like(tensor)
             elif not adam and group["momentum"] and state.get("momentum_buffer") is None:
                 state["momentum_buffer"] = torch.zeros_like(tensor)
+            if group["ema_decay"] and EMA not in state:
+                state[EMA] = tensor.detach().clone()
 
 
 def step_count(optimizer: torch.optim.Optimizer) -> float:
@@ -179,22 +295,32 @@ class _TorchState:
         optimizer: torch.optim.Optimizer,
         parameters: Sequence[Parameter],
         tensors: Mapping[str, nn.Parameter],
+        masters: Mapping[str, nn.Parameter],
+        scale: LossScale | None,
         mesh: ParallelMesh,
     ):
-        self._optimizer, self._parameters, self._tensors, self._mesh = optimizer, parameters, tensors, mesh
+        self._optimizer, self._parameters, self._mesh = optimizer, parameters, mesh
+        self._tensors, self._masters, self._scale = tensors, masters, scale
 
     def shards(self) -> Iterator[StateShard]:
         ensure_state(self._optimizer)
         for index, parameter in enumerate(self._parameters):
             # Writing is spread over the data-parallel ranks, a parameter each in turn.
             owned = index % self._mesh.dp.size == self._mesh.dp.rank
-            for key, values in self._optimizer.state[self._tensors[parameter.name]].items():
-                if key != "step":
-                    yield StateShard(parameter, key, 0, values.view(-1), owned)
+            master = self._masters[parameter.name]
+            held = {key: values for key, values in self._optimizer.state[master].items() if key != "step"}
+            if master is not self._tensors[parameter.name]:
+                held[MASTER] = master.detach()
+            for key, values in held.items():
+                yield StateShard(parameter, key, 0, values.view(-1), owned)
 
     def scalars(self) -> dict[str, Any]:
-        return {"step": step_count(self._optimizer)}
+        scale = {} if self._scale is None else self._scale.scalars()
+        return {"step": step_count(self._optimizer), **scale}
 
     def load(self, scalars: Mapping[str, Any]) -> None:
         ensure_state(self._optimizer)
         set_step_count(self._optimizer, float(scalars["step"]))
+        if self._scale is not None:
+            self._scale.load(scalars)
+        _copy_masters(self._masters, self._tensors)

@@ -1,7 +1,7 @@
 """What a run tells: metrics.jsonl, the console, the summary. All ranks call it alike; rank 0 writes and speaks."""
 
+import math
 import time
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -31,6 +31,7 @@ class RunReporter:
     def __init__(self, trainer: Trainer, info: RankInfo, metrics_file: Path):
         self._mesh, self._every = trainer.mesh, trainer.config.monitor.every
         self._total_steps = trainer.total_steps
+        self._scaled = trainer.config.training.precision == "fp16"
         self._tokens_per_step = trainer.tokens_per_step
         self._memory_bytes = 0
         self._started = time.perf_counter()
@@ -55,6 +56,11 @@ class RunReporter:
         if self.console is not None:
             self.console.say(text)
 
+    def warn(self, text: str) -> None:
+        """A warning on rank 0's console."""
+        if self.console is not None:
+            self.console.warn(text)
+
     def step(self, report: StepReport) -> None:
         """Record one step; now and then collective, to find the rank that holds the most memory."""
         if not self._memory_bytes or report.step % self._every == 0 or report.step == self._total_steps:
@@ -73,9 +79,15 @@ class RunReporter:
             mfu=speed.mfu,
             memory_bytes=self._memory_bytes,
             step_seconds=report.step_seconds,
+            loss_scale=report.loss_scale if self._scaled else None,
+            skipped_steps=report.skipped_steps if self._scaled else None,
         )
-        self._metrics.append(asdict(metrics))
+        self._metrics.append(metrics.record())
         self.console.step(metrics)
+        if report.overflow is not None:
+            self.console.warn(
+                f"step {report.step}: fp16 overflow in the gradient of {report.overflow}; the step is left out"
+            )
 
     def summary(self, places: dict[str, Path]) -> None:
         """The last lines: the loss before and after, the speed, and where things lie."""
@@ -83,7 +95,8 @@ class RunReporter:
             return
         self._metrics.close()
         records = read_metrics(self._path)
-        losses = [record["loss"] for record in records]
+        # An overflow's loss may be none.
+        losses = [record["loss"] for record in records if record["loss"] is not None] or [math.nan]
         self.console.summary(
             RunSummary(
                 steps=len(records),

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from megalite.config.schema import RunConfig
 from megalite.errors import ConfigError, Problem
 
-_PRECISIONS = ("fp32", "fp64")
+_NARROW = ("bf16", "fp16")
 _ZERO_STAGES = (0, 1, 2)
 
 
@@ -17,11 +17,11 @@ def require_supported(config: RunConfig, source: str) -> None:
 
 
 def _unsupported(config: RunConfig) -> Iterator[Problem]:
-    if config.training.precision not in _PRECISIONS:
+    if config.training.precision in _NARROW and config.zero_stage:
         yield Problem(
             "training.precision",
-            f'"{config.training.precision}" is not run by this version of the trainer',
-            'use "auto" or "fp32"',
+            f'"{config.training.precision}" with ZeRO is not run by this version of the trainer',
+            'use "fp32", or leave [deepspeed] out',
         )
     if config.zero_stage not in _ZERO_STAGES:
         yield Problem(

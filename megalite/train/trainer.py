@@ -7,8 +7,9 @@ from pathlib import Path
 from megalite.checkpoint.hf_import import load_huggingface
 from megalite.checkpoint.load import load_checkpoint
 from megalite.checkpoint.save import save_checkpoint
-from megalite.config.schema import RunConfig
+from megalite.config.schema import RunConfig, TrainingConfig
 from megalite.data.loader import StepLoader
+from megalite.errors import TrainingError
 from megalite.model.options import Dropout, ModelOptions, Recompute
 from megalite.model.stages import build_stage
 from megalite.parallel.mesh import ParallelMesh
@@ -16,6 +17,7 @@ from megalite.parallel.pipeline import PipelineShapes, pipeline_runner
 from megalite.topology.parameters import ModelShape, stage_parameters
 from megalite.topology.schedules import SCHEDULES
 from megalite.train.learning_rate import LearningRate
+from megalite.train.loss_scale import LossScaleSettings
 from megalite.train.optimizer import Optimizer, OptimizerSettings, TorchOptimizer
 from megalite.train.precision import DTYPES
 
@@ -27,14 +29,20 @@ class TrainerState:
     step: int = 0
     samples: int = 0
     tokens: int = 0
+    skipped_steps: int = 0
 
-    def advanced(self, *, samples: int, tokens: int) -> "TrainerState":
-        return TrainerState(self.step + 1, self.samples + samples, self.tokens + tokens)
+    def advanced(self, *, samples: int, tokens: int, skipped: bool) -> "TrainerState":
+        return TrainerState(
+            self.step + 1, self.samples + samples, self.tokens + tokens, self.skipped_steps + skipped
+        )
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one step gave: the loss before its update, the gradient norm before clipping, and its time."""
+    """What one step gave: the loss before its update, the gradient norm before clipping, and its time.
+
+    loss_scale: of this step. overflow: the tensor where an overflow arose that made the optimizer leave the step out.
+    """
 
     step: int
     loss: float
@@ -42,6 +50,9 @@ class StepReport:
     learning_rate: float
     tokens: int
     step_seconds: float
+    loss_scale: float = 1.0
+    skipped_steps: int = 0
+    overflow: str | None = None
 
 
 def model_options(config: RunConfig) -> ModelOptions:
@@ -57,7 +68,39 @@ def model_options(config: RunConfig) -> ModelOptions:
             attention=model.attention_dropout,
         ),
         dropout_seed=config.run.seed,
+        label_smoothing=config.training.label_smoothing,
+        z_loss=config.training.z_loss,
         recompute=Recompute(training.recompute, training.recompute_layers, training.recompute_ratio),
+        compile=training.compile,
+    )
+
+
+def optimizer_settings(config: RunConfig) -> OptimizerSettings:
+    """All that the configuration has to say to the optimizer."""
+    optimizer, training = config.optimizer, config.training
+    return OptimizerSettings(
+        name=optimizer.name,
+        betas=optimizer.betas,
+        eps=optimizer.eps,
+        weight_decay=optimizer.weight_decay,
+        momentum=optimizer.momentum,
+        gradient_clipping=optimizer.gradient_clipping,
+        clip_value=optimizer.clip_value,
+        groups=tuple(each.group for each in optimizer.groups),
+        ema_decay=optimizer.ema_decay,
+        accumulate_wide=training.accumulation == "fp32",
+        loss_scale=_loss_scale_settings(training) if training.precision == "fp16" else None,
+    )
+
+
+def _loss_scale_settings(training: TrainingConfig) -> LossScaleSettings:
+    if training.loss_scale != "dynamic":
+        return LossScaleSettings(initial=training.loss_scale, window=None, minimum=training.loss_scale)
+    return LossScaleSettings(
+        initial=2.0**training.initial_loss_scale_power,
+        window=training.loss_scale_window,
+        hysteresis=training.loss_scale_hysteresis,
+        minimum=float(training.minimum_loss_scale),
     )
 
 
@@ -76,9 +119,9 @@ class Trainer:
         """`weights`: a Hugging Face folder to start from instead of random values."""
         self.config, self.mesh, self.shape, self.loader = config, mesh, shape, loader
         self.state = TrainerState()
-        self.dtype = DTYPES[config.training.precision]
         self.split = config.split
         options = model_options(config)
+        self.loss_dtype = options.loss_dtype
         seed = config.run.seed if weights is None else None
         self.stage = build_stage(shape, mesh, self.split, options, seed=seed)
         if weights is not None:
@@ -91,7 +134,7 @@ class Trainer:
             PipelineShapes(
                 micro_batches=config.batch.micro_batches,
                 hidden_size=shape.hidden_size,
-                dtype=self.dtype,
+                dtype=options.dtype,
                 loss_dtype=options.loss_dtype,
             ),
             schedule=config.parallel.schedule,
@@ -103,6 +146,8 @@ class Trainer:
             config.optimizer.warmup_steps,
             config.optimizer.decay_steps or self.total_steps,
             config.optimizer.minimum_ratio,
+            config.optimizer.decay_fraction,
+            config.optimizer.decay_shape,
         )
 
     @property
@@ -117,16 +162,29 @@ class Trainer:
     def train_step(self) -> StepReport:
         """One global batch: forward and backward of all micro batches, then one update."""
         started = time.perf_counter()
-        batch = self.loader.step_batch(self.state.samples, dtype=self.dtype)
+        batch = self.loader.step_batch(self.state.samples, dtype=self.loss_dtype)
+        loss_scale = self.optimizer.loss_scale
         with self.optimizer.accumulating():
-            loss = self.pipeline.forward_backward(batch, self.optimizer.loss_scale)
+            loss = self.pipeline.forward_backward(batch, loss_scale)
         learning_rate = self.learning_rate(self.state.step)
-        update = self.optimizer.step(learning_rate)
+        try:
+            update = self.optimizer.step(learning_rate)
+        except TrainingError as error:
+            raise TrainingError(f"step {self.state.step + 1}: {error}") from error
         self.state = self.state.advanced(
-            samples=self.config.batch.global_batch_size, tokens=self.tokens_per_step
+            samples=self.config.batch.global_batch_size, tokens=self.tokens_per_step, skipped=update.skipped
         )
-        seconds = time.perf_counter() - started
-        return StepReport(self.state.step, loss, update.grad_norm, learning_rate, self.state.tokens, seconds)
+        return StepReport(
+            step=self.state.step,
+            loss=loss,
+            grad_norm=update.grad_norm,
+            learning_rate=learning_rate,
+            tokens=self.state.tokens,
+            step_seconds=time.perf_counter() - started,
+            loss_scale=loss_scale,
+            skipped_steps=self.state.skipped_steps,
+            overflow=update.overflow if update.skipped else None,
+        )
 
     def save(self, folder: Path) -> Path:
         """Write `folder`/step-NNNNNN as one checkpoint of the whole job; collective."""
@@ -156,14 +214,7 @@ class Trainer:
     def _build_optimizer(self) -> Optimizer:
         config = self.config
         parameters = list(stage_parameters(self.shape, self.split, self.mesh.at.pp))
-        settings = OptimizerSettings(
-            name=config.optimizer.name,
-            betas=config.optimizer.betas,
-            eps=config.optimizer.eps,
-            weight_decay=config.optimizer.weight_decay,
-            momentum=config.optimizer.momentum,
-            gradient_clipping=config.optimizer.gradient_clipping,
-        )
+        settings = optimizer_settings(config)
         if config.zero_stage == 0:
             return TorchOptimizer(self.stage, parameters, self.mesh, settings)
         # DeepSpeed costs seconds to import: only a run that uses it pays.

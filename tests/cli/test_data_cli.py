@@ -46,6 +46,22 @@ def test_from_text_to_a_token_file(text: Path, tmp_path: Path, capsys: pytest.Ca
     assert tiny_corpus()[1][:60] in shown and "--- document 2" not in shown
 
 
+def test_a_sentencepiece_tokenizer_is_trained_and_converted(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained, converted = tmp_path / "trained", tmp_path / "converted"
+    source = ["--source", str(text), "--vocab-size", "280", "--kind", "unigram"]
+    assert tokenizer.run(["train", *source, "--output", str(trained)]) == 0
+    assert tokenizer.run(["convert", str(trained / "tokenizer.model"), "--output", str(converted)]) == 0
+    assert f"280 ids of {trained / 'tokenizer.model'}" in capsys.readouterr().out
+    ids = [load_tokenizer(folder).encode(tiny_corpus()[0]) for folder in (trained, converted)]
+    assert ids[0] == ids[1]
+    with pytest.raises(DataError, match="no token '</s>'"):
+        tokenizer.run(
+            ["convert", str(trained), "--end-of-document", "</s>", "--output", str(tmp_path / "other")]
+        )
+
+
 def test_a_token_file_without_its_tokenizer_is_shown_as_ids(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -72,6 +88,8 @@ def test_several_sources_in_the_order_given(text: Path, tmp_path: Path) -> None:
     [
         (tokenizer, []),
         (tokenizer, ["train", "--source", "stdlib"]),
+        (tokenizer, ["train", "--source", "x", "--vocab-size", "9", "--output", "o", "--kind", "words"]),
+        (tokenizer, ["convert", "x"]),
         (data, ["prepare", "--source", "x", "--tokenizer", "t", "--output", "o", "--workers", "-1"]),
         (data, ["inspect"]),
     ],
@@ -100,7 +118,7 @@ def test_help_loads_nothing_heavy(name: str) -> None:
         try:
             {name}.run(["--help"])
         except SystemExit:
-            heavy = {{"torch", "numpy", "tokenizers", "rich"}} & set(sys.modules)
+            heavy = {{"torch", "numpy", "tokenizers", "sentencepiece", "rich"}} & set(sys.modules)
             sys.exit(f"loaded {{heavy}}" if heavy else 0)
     """
     root = Path(__file__).parents[2]

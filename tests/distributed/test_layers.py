@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from megalite.parallel.collectives import column_input, gather_last_dim
-from megalite.parallel.cross_entropy import vocab_parallel_cross_entropy
+from megalite.parallel.cross_entropy import LossTerms, vocab_parallel_cross_entropy
 from megalite.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.layout import Layout, balanced_split
@@ -65,7 +65,7 @@ def test_column_then_row_equals_the_dense_mlp(ranks, tp, sequence_parallel):
     assert_close(torch.cat([seen.weight_grads[1] for seen in results], dim=1), down.grad, what="row weight")
 
 
-def embedding_and_loss_on_rank(tp: int, sequence_parallel: bool) -> Seen:
+def embedding_and_loss_on_rank(tp: int, sequence_parallel: bool, terms: LossTerms) -> Seen:
     """Token losses from an embedding and a head whose vocabularies are cut unevenly."""
     mesh = ParallelMesh.over_world(Layout(tensor=tp), sequence_parallel=sequence_parallel)
     embedding = VocabParallelEmbedding(VOCABULARY, HIDDEN, mesh=mesh, dtype=torch.float64)
@@ -78,7 +78,7 @@ def embedding_and_loss_on_rank(tp: int, sequence_parallel: bool) -> Seen:
     logits = F.linear(column_input(hidden_states, mesh), head)
     sizes = tuple(len(part) for part in balanced_split(VOCABULARY, tp))
     full_logits = gather_last_dim(logits.detach(), sizes, mesh.tp).clone()
-    losses = vocab_parallel_cross_entropy(logits, labels, loss_mask, rows, mesh.tp)
+    losses = vocab_parallel_cross_entropy(logits, labels, loss_mask, rows, mesh.tp, terms)
     losses.sum().backward()
     seen = Seen(losses.detach(), hidden_states.grad, [embedding.weight.grad, head.grad])
     seen.weight_grads.append(full_logits)
@@ -95,19 +95,39 @@ def _tokens() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return input_ids, labels, loss_mask
 
 
+@pytest.mark.parametrize(
+    "terms",
+    [
+        LossTerms(VOCABULARY),
+        LossTerms(VOCABULARY, label_smoothing=0.1),
+        LossTerms(VOCABULARY, z_loss=0.01),
+        LossTerms(VOCABULARY, label_smoothing=0.3, z_loss=0.1),
+    ],
+    ids=["plain", "smoothed", "z-loss", "both"],
+)
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole", "split"])
-def test_embedding_and_cross_entropy_equal_the_dense_ones(ranks, tp, sequence_parallel):
+def test_embedding_and_cross_entropy_equal_the_dense_ones(ranks, tp, sequence_parallel, terms):
     input_ids, labels, loss_mask = _tokens()
     table = _values(VOCABULARY, HIDDEN, seed=1).requires_grad_()
     head = _values(VOCABULARY, HIDDEN, seed=2).requires_grad_()
     hidden_states = F.embedding(input_ids, table)
     hidden_states.retain_grad()
     logits = F.linear(hidden_states, head)
-    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=-100)
+    losses = F.cross_entropy(
+        logits.flatten(0, 1),
+        labels.flatten(),
+        reduction="none",
+        ignore_index=-100,
+        label_smoothing=terms.label_smoothing,
+    )
+    squared = logits.flatten(0, 1).logsumexp(dim=-1).square()
+    losses = losses + terms.z_loss * squared * (labels.flatten() != -100)
     (losses.view(4, 8) * loss_mask).sum().backward()
 
-    results = ranks.run(embedding_and_loss_on_rank, world_size=tp, tp=tp, sequence_parallel=sequence_parallel)
+    results = ranks.run(
+        embedding_and_loss_on_rank, world_size=tp, tp=tp, sequence_parallel=sequence_parallel, terms=terms
+    )
     pieces = tp if sequence_parallel else 1
     for rank, seen in enumerate(results):
         here = hidden_states.grad.chunk(pieces, 1)[rank % pieces]
@@ -130,7 +150,7 @@ def masked_infinity_on_rank() -> tuple[float, bool]:
     logits.requires_grad_()
     mesh = ParallelMesh.single()
     losses = vocab_parallel_cross_entropy(
-        logits, torch.tensor([[1, 2]]), torch.tensor([[1.0, 0.0]]), range(5), mesh.tp
+        logits, torch.tensor([[1, 2]]), torch.tensor([[1.0, 0.0]]), range(5), mesh.tp, LossTerms(5)
     )
     losses.sum().backward()
     return losses.sum().item(), bool(torch.isfinite(logits.grad).all())

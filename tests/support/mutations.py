@@ -29,14 +29,14 @@ def _normalise_by_own_tokens(batch: Any, mesh: Any) -> float:
 
 
 def _skip_one_layer(decode: Callable[..., Any]) -> Callable[..., Any]:
-    def decode_fewer(self: Any, inputs: Any, position_ids: Any, cache: Any = None) -> Any:
-        layers = self.model.layers
+    def decode_fewer(self: Any, *inputs: Any, **arguments: Any) -> Any:
+        layers = self.layers
         if len(layers) > 1:
-            self.model.layers = torch.nn.ModuleDict(dict(list(layers.items())[:-1]))
+            self.layers = layers[:-1]
         try:
-            return decode(self, inputs, position_ids, cache)
+            return decode(self, *inputs, **arguments)
         finally:
-            self.model.layers = layers
+            self.layers = layers
 
     return decode_fewer
 
@@ -82,7 +82,7 @@ FAULTS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
         "_token_weight",
         lambda _: _normalise_by_own_tokens,
     ),
-    "a dropped layer": (transformer.Stage, "decode", _skip_one_layer),
+    "a dropped layer": (transformer.Chunk, "decode", _skip_one_layer),
     "weights initialised alike on two shards": (stages, "normal_box", _draw_the_first_shard),
     "only the last micro batch kept": (pipeline.StepBatch, "micro_batches", _keep_the_last_micro_batch),
 }

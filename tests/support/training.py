@@ -41,10 +41,13 @@ class Job:
     learning_rate: float = 0.1
     zero_stage: int = 0
     dtype: torch.dtype = torch.float64
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
     steps: int = 1
     seed: int = 7
     dropout: Dropout = PLAIN.dropout
     recompute: Recompute = PLAIN.recompute
+    compile: bool = False
     fault: str | None = None
 
 
@@ -91,7 +94,18 @@ class Parts:
 def build(job: Job) -> Parts:
     """Everything of the job on this rank of the current process group, with its initial weights."""
     mesh = ParallelMesh.over_world(job.layout, sequence_parallel=job.sequence_parallel)
-    options = ModelOptions(dtype=job.dtype, dropout=job.dropout, dropout_seed=13, recompute=job.recompute)
+    if job.compile:  # what earlier jobs of this process compiled counts against a limit
+        torch._dynamo.reset()
+    options = ModelOptions(
+        dtype=job.dtype,
+        split_backward=job.layout.pipeline > 1 and SCHEDULES[job.schedule].splits_backward,
+        dropout=job.dropout,
+        dropout_seed=13,
+        recompute=job.recompute,
+        compile=job.compile,
+        label_smoothing=job.label_smoothing,
+        z_loss=job.z_loss,
+    )
     split = pipeline_split(
         job.shape.num_hidden_layers,
         job.layout.pipeline,

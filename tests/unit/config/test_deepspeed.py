@@ -82,11 +82,49 @@ def test_deepspeed_is_handed_one_micro_batch_a_step_and_no_optimizer(tmp_path: P
         "gradient_clipping": 0.5,
         "steps_per_print": 2000,
         "wall_clock_breakdown": False,
-        "fp16": GUIDE["fp16"],
+        "fp16": {**GUIDE["fp16"], "initial_scale_power": 16},
         "zero_optimization": {**zero, "offload_optimizer": {"device": "cpu"}},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }
+
+
+def test_the_loss_scale_of_the_json_is_ours(tmp_path: Path) -> None:
+    fp16 = {
+        "enabled": True,
+        "loss_scale": 128.0,
+        "initial_scale_power": 10,
+        "hysteresis": 3,
+        "min_loss_scale": 2,
+    }
+    loaded = load(tmp_path, ds_json={"fp16": fp16, **ZERO_1})
+    training = loaded.config.training
+    assert (training.loss_scale, training.initial_loss_scale_power) == (128.0, 10)
+    assert (training.loss_scale_hysteresis, training.minimum_loss_scale) == (3, 2)
+    assert loaded.origin("training.loss_scale") == "fp16.loss_scale in ds.json"
+    assert loaded.config.deepspeed_json()["fp16"] == {**fp16, "loss_scale_window": 1000}
+    [found] = problems(tmp_path, {"training.loss_scale_hysteresis": 1}, ds_json={"fp16": fp16, **ZERO_1})
+    assert str(found).startswith(
+        "training.loss_scale_hysteresis: 1 (run.toml) differs from 3 (fp16.hysteresis"
+    )
+
+
+@pytest.mark.parametrize(
+    ("blocks", "precision"),
+    [
+        ({}, "auto"),
+        ({"fp16": {"enabled": False}}, "auto"),
+        ({"bf16": {"enabled": False}}, "fp32"),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": False}}, "fp16"),
+    ],
+)
+def test_what_the_json_enables_decides_and_auto_keeps_off_what_it_switches_off(
+    tmp_path: Path, blocks: dict[str, Any], precision: str
+) -> None:
+    config = load(tmp_path, ds_json={**blocks, **ZERO_1}).config
+    assert config.training.precision == precision
+    resolved = config.in_precision("bf16").deepspeed_json()
+    assert resolved["bf16"]["enabled"] and not resolved.get("fp16", {}).get("enabled", False)
 
 
 def test_auto_and_null_say_nothing(tmp_path: Path) -> None:

@@ -359,6 +359,35 @@ CASES = [
         {"training.recompute": "selective"},
     ),
     Case(
+        "compiled_layers_fit_the_schedule",
+        {"training.compile": True, "parallel.pipeline": 2, "parallel.schedule": "zbv"},
+        'training.compile: true: a compiled layer computes both gradients at once, which parallel.schedule = "zbv" '
+        'asks for apart, so torch refuses it; use one of "1f1b", "gpipe", "interleaved_1f1b", "looped_bfs", '
+        "or leave it out",
+        {"parallel.schedule": "interleaved_1f1b"},
+    ),
+    Case(
+        "compiled_layers_hold_no_collectives",
+        {"training.compile": True, "parallel.tensor": 2},
+        "training.compile: true: the collectives of parallel.tensor = 2 are not compiled; "
+        "use parallel.tensor 1, or leave it out",
+        {"training.compile": False},
+    ),
+    Case(
+        "compiled_layers_are_recomputed_whole",
+        {"training.compile": True, "training.recompute": "selective"},
+        "training.compile: true: a compiled layer has no attention to recompute, and training.recompute = "
+        '"selective"; use training.recompute "full" or "none", or leave it out',
+        {"training.recompute": "full"},
+    ),
+    Case(
+        "compiled_layers_hold_their_weights",
+        {"training.compile": True, "deepspeed.zero_optimization.stage": 3},
+        "training.compile: true: deepspeed.zero_optimization.stage = 3 gathers weights inside of a layer; "
+        "use stage 1 or 2, or leave it out",
+        {"deepspeed.zero_optimization.stage": 2},
+    ),
+    Case(
         "length_is_given_once",
         {"training.steps": REMOVED},
         "training.steps: the length of the run is not set; set training.steps or training.epochs",
@@ -395,6 +424,48 @@ CASES = [
         {"optimizer.momentum": 0.5},
         'optimizer.momentum: 0.5 has no meaning for adamw; use optimizer.betas, or "sgd"',
         {"optimizer.name": "sgd"},
+    ),
+    Case(
+        "patterns_choose_whole_parameters",
+        {"optimizer.groups": [{"pattern": "*.up_proj.*"}]},
+        'optimizer.groups: "*.up_proj.*" matches model.layers.0.mlp.up_proj.weight and not '
+        "model.layers.0.mlp.gate_proj.weight, which are one parameter (model.layers.0.mlp.gate_up_proj.weight); "
+        "choose whole parameters of the model by their Hugging Face names",
+        {"optimizer.groups": [{"pattern": "*.mlp.*"}]},
+    ),
+    Case(
+        "patterns_choose_whole_parameters",
+        {"optimizer.groups": [{"pattern": "*.layernorm.*"}]},
+        'optimizer.groups: "*.layernorm.*" matches no parameter; '
+        "choose whole parameters of the model by their Hugging Face names",
+        {"optimizer.groups": [{"pattern": "*norm*"}]},
+    ),
+    Case(
+        "values_are_clipped_without_zero",
+        {"optimizer.clip_value": 0.5, "deepspeed.zero_optimization.stage": 1},
+        "optimizer.clip_value: 0.5 is not run with ZeRO 1: DeepSpeed clips inside its own step, and only by the norm; "
+        "use optimizer.gradient_clipping",
+        {"optimizer.clip_value": 0.0},
+    ),
+    Case(
+        "the_average_has_whole_runs",
+        {"optimizer.ema_decay": 0.5, "deepspeed.zero_optimization.stage": 3},
+        "optimizer.ema_decay: 0.5 is not run with ZeRO 3, which updates its weights where no hook of ours sees them; "
+        "use ZeRO 1 or 2, or leave it out",
+        {"deepspeed.zero_optimization.stage": 2},
+    ),
+    Case(
+        "the_stable_rate_follows_the_warmup",
+        {"optimizer.schedule": "wsd", "optimizer.warmup_steps": 6, "optimizer.decay_fraction": 0.5},
+        "optimizer.decay_fraction: 0.5 of 10 steps starts the decay after step 5, "
+        "within the 6 of optimizer.warmup_steps; lower one of the two",
+        {"optimizer.decay_fraction": 0.4},
+    ),
+    Case(
+        "the_loss_scale_starts_above_its_minimum",
+        {"training.initial_loss_scale_power": 3, "training.minimum_loss_scale": 9},
+        "training.minimum_loss_scale: 9 is more than 2 ** training.initial_loss_scale_power 3 = 8; use at most 8",
+        {"training.minimum_loss_scale": 8},
     ),
     Case(
         "tokenizer_is_given_once",

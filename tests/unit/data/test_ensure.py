@@ -5,8 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
+from sentencepiece import SentencePieceProcessor
 
 from megalite.config.schema import RunConfig
 from megalite.data.corpus import Corpus
@@ -16,6 +18,7 @@ from megalite.data.token_file import TokenFile
 from megalite.data.tokenizer import Tokenizer, load_tokenizer
 from megalite.errors import DataError
 from tests.support.tiny import tiny_corpus
+from tests.unit.data.test_sentencepiece_model import VARIANTS, model
 
 ROOT = Path(__file__).parents[3]
 SHAPE = {
@@ -202,3 +205,45 @@ def test_the_process_can_be_forked_afterwards(text: Path, run_folder: Path) -> N
     )
     # tokenizers would complain on stderr of a fork after a parallel region.
     assert (run.returncode, run.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("kind", ["unigram", "sentencepiece_bpe"])
+def test_a_sentencepiece_tokenizer_is_trained_for_a_run(text: Path, run_folder: Path, kind: str) -> None:
+    settings = config(text, tokenizer={"vocab_size": 280, "kind": kind})
+    prefix = ensure_data(settings, run_folder)
+    tokenizer = load_tokenizer(run_folder / "tokenizer")
+    file = TokenFile.open(prefix)
+    shown = [tokenizer.decode(file.document(index)[:-1].tolist()) for index in range(file.num_documents)]
+    assert shown == tiny_corpus()
+    made = times(run_folder)
+    ensure_data(settings, run_folder)
+    assert times(run_folder) == made
+    # Another kind is another tokenizer, and leaves no model of the first beside it.
+    ensure_data(config(text, tokenizer={"vocab_size": 280}), run_folder)
+    assert sorted(path.name for path in (run_folder / "tokenizer").iterdir()) == [
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "trained_from.json",
+    ]
+
+
+def test_a_sentencepiece_model_is_converted_into_the_run(
+    text: Path, run_folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "a.model").write_bytes(model("unigram", **VARIANTS["llama"]))
+    settings = config(text, tokenizer={"path": str(tmp_path / "a.model"), "end_of_document": "</s>"})
+    prefix = ensure_data(settings, run_folder)
+    assert ensure_tokenizer(settings, run_folder) == run_folder / "tokenizer"
+    processor = SentencePieceProcessor(model_file=str(tmp_path / "a.model"))
+    assert TokenFile.open(prefix).document(0).tolist() == [
+        *processor.encode(tiny_corpus()[0]),
+        processor.eos_id(),
+    ]
+    made = times(run_folder)
+    ensure_data(settings, run_folder)
+    assert times(run_folder) == made
+    with_checkpoint(run_folder)
+    (tmp_path / "a.model").write_bytes(model("bpe", **VARIANTS["llama"]))
+    with pytest.raises(DataError, match=r"checkpoints in .*run rest on it"):
+        ensure_data(settings, run_folder)
+    assert times(run_folder) == {**made, str(run_folder / "checkpoints" / "latest"): ANY}

@@ -19,7 +19,8 @@ from megalite.data import prepare as prepare_module
 from megalite.data.corpus import PIECE_CHARACTERS, Corpus
 from megalite.data.prepare import Progress, prepare, prepared_facts
 from megalite.data.token_file import TokenFile, TokenWriter
-from megalite.data.tokenizer import Tokenizer, load_tokenizer, save_tokenizer, train_tokenizer
+from megalite.data.tokenizer import Tokenizer, load_tokenizer, save_tokenizer
+from megalite.data.tokenizer_training import train_bpe
 from megalite.errors import DataError
 from tests.support.tiny import tiny_corpus
 
@@ -134,7 +135,7 @@ def test_any_change_prepares_again(tmp_path: Path, corpus: Corpus, tokenizer: To
         prepare(Corpus.open(corpus.sources), tokenizer, prefix)
         corpus = Corpus.open(corpus.sources, text_column="body")
     elif change == "tokenizer":
-        save_tokenizer(train_tokenizer([piece for piece, _ in corpus.pieces()], 300), tmp_path / "other")
+        save_tokenizer(train_bpe([piece for piece, _ in corpus.pieces()], 300), tmp_path / "other")
         tokenizer = load_tokenizer(tmp_path / "other")
     elif change == "json":
         (tmp_path / "x.json").write_text("{}")

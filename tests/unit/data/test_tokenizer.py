@@ -1,8 +1,6 @@
-"""Training, saving and loading, and that transformers reads the same ids out of what we write."""
+"""Saving and loading, and that transformers reads the same ids out of what we write."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,14 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalite.data.corpus import Piece
-from megalite.data.tokenizer import (
-    Tokenizer,
-    evenly_spaced,
-    load_tokenizer,
-    save_tokenizer,
-    tokenizer_file,
-    train_tokenizer,
-)
+from megalite.data.tokenizer import Tokenizer, copy_tokenizer, load_tokenizer, save_tokenizer, tokenizer_file
+from megalite.data.tokenizer_training import train_bpe
 from megalite.errors import DataError
 from tests.support.tiny import tiny_corpus
 
@@ -37,7 +29,7 @@ def pieces(texts: list[str]) -> list[Piece]:
 
 def trained(folder: Path, vocab_size: int = 300, **options: str) -> Tokenizer:
     end_of_document = options.get("end_of_document", "<|endoftext|>")
-    save_tokenizer(train_tokenizer(pieces(tiny_corpus()), vocab_size, **options), folder, end_of_document)
+    save_tokenizer(train_bpe(pieces(tiny_corpus()), vocab_size, **options), folder, end_of_document)
     return load_tokenizer(folder, end_of_document=end_of_document)
 
 
@@ -75,44 +67,47 @@ def test_what_transformers_saves_is_loaded(tmp_path: Path) -> None:
     assert [again.encode(text) for text in HARD_TEXTS] == [tokenizer.encode(text) for text in HARD_TEXTS]
 
 
+@pytest.mark.parametrize("name", ["LlamaTokenizer", "PreTrainedTokenizerFast", "GPT2Tokenizer"])
+def test_a_copy_gives_our_ids_whatever_class_it_was_saved_as(tmp_path: Path, name: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    tokenizer = trained(tmp_path / "ours")
+    config = json.loads((tmp_path / "ours" / "tokenizer_config.json").read_text())
+    config |= {"tokenizer_class": name, "chat_template": "{{ messages }}", "pad_token": "<|endoftext|>"}
+    (tmp_path / "ours" / "tokenizer_config.json").write_text(json.dumps(config))
+    copy_tokenizer(tmp_path / "ours", tmp_path / "copy")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "copy")
+    assert [theirs(text)["input_ids"] for text in HARD_TEXTS] == [
+        tokenizer.encode(text) for text in HARD_TEXTS
+    ]
+    assert (theirs.pad_token, theirs.chat_template) == ("<|endoftext|>", "{{ messages }}")
+
+
+def test_a_copy_of_a_real_llama_tokenizer_keeps_its_first_token(tmp_path: Path, shared_data: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    copy_tokenizer(shared_data / "stories260K", tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    ours = load_tokenizer(tmp_path, end_of_document="</s>")
+    for text in HARD_TEXTS:
+        assert theirs(text, add_special_tokens=False)["input_ids"] == ours.encode(text)
+        assert theirs(text)["input_ids"] == [1, *ours.encode(text)]
+
+
+def test_a_damaged_configuration_is_named(tmp_path: Path) -> None:
+    trained(tmp_path)
+    for content, said in (("{", "is not a tokenizer's configuration"), ("[]", "holds no table")):
+        (tmp_path / "tokenizer_config.json").write_text(content)
+        with pytest.raises(DataError, match=rf"tokenizer_config\.json {said}.*save it again"):
+            copy_tokenizer(tmp_path, tmp_path / "copy")
+
+
 def test_a_real_llama_tokenizer_is_loaded(shared_data: Path) -> None:
     tokenizer = load_tokenizer(shared_data / "stories260K", end_of_document="</s>")
     assert (tokenizer.vocab_size, tokenizer.end_of_document_id) == (512, 2)
     assert tokenizer.decode(tokenizer.encode("Once upon a time")) == "Once upon a time"
 
 
-def test_training_is_the_same_in_another_process(tmp_path: Path) -> None:
-    script = """if True:
-        import sys
-        from tests.unit.data.test_tokenizer import pieces, tiny_corpus, train_tokenizer
-        sys.stdout.write(train_tokenizer(pieces(tiny_corpus()), 320).to_str())
-    """
-    runs = [subprocess.run([sys.executable, "-c", script], capture_output=True, text=True) for _ in range(2)]
-    assert runs[0].returncode == 0, runs[0].stderr
-    assert runs[0].stdout == runs[1].stdout == train_tokenizer(pieces(tiny_corpus()), 320).to_str()
-
-
-def test_a_vocabulary_that_cannot_be_reached_is_refused() -> None:
-    with pytest.raises(DataError, match=r"of \d+ only, not 5000; set tokenizer\.vocab_size"):
-        train_tokenizer(pieces(["abc abc"]), 5000)
-    with pytest.raises(DataError, match=r"200 has no room for 256 bytes.*at least 257"):
-        train_tokenizer(pieces(["abc"]), 200)
-    with pytest.raises(DataError, match="has no text"):
-        train_tokenizer([], 300)
-
-
-@given(st.lists(st.integers(1, 50), min_size=1, max_size=60), st.integers(1, 300))
-def test_the_sample_is_every_nth_piece_and_fits(lengths: list[int], limit: int) -> None:
-    texts = [chr(65 + index) * length for index, length in enumerate(lengths)]
-    kept = evenly_spaced(pieces(texts), limit)
-    stride = next(2**power for power in range(8) if texts[:: 2**power] == kept)
-    assert sum(map(len, kept)) <= limit or len(kept) == 1
-    if stride > 1:  # no denser one would have fitted
-        assert sum(map(len, texts[:: stride // 2])) > limit
-
-
 def test_truncation_and_padding_of_the_file_do_not_apply(tmp_path: Path) -> None:
-    backend = train_tokenizer(pieces(tiny_corpus()), 300)
+    backend = train_bpe(pieces(tiny_corpus()), 300)
     backend.enable_truncation(max_length=4)
     backend.enable_padding(length=64)
     save_tokenizer(backend, tmp_path)
@@ -152,4 +147,4 @@ def test_an_unknown_end_of_document_lists_the_special_tokens(tmp_path: Path) -> 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match=r"cannot be written .*choose another folder"):
-        save_tokenizer(train_tokenizer(pieces(tiny_corpus()), 300), tmp_path / "file" / "folder")
+        save_tokenizer(train_bpe(pieces(tiny_corpus()), 300), tmp_path / "file" / "folder")

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megalite.model.dropout import DropoutSites, Places, dropped_levels
+from megalite.model.dropout import DropoutSites, LayerMasks, Places, dropped_levels
 from megalite.model.options import Dropout, ModelOptions
 from megalite.model.stages import build_stage
 from megalite.parallel.mesh import Axis, ParallelMesh
@@ -83,5 +83,5 @@ def test_the_scale_is_of_the_rate_that_is_really_drawn():
 def test_a_rate_of_zero_draws_nothing():
     assert (
         DropoutSites(SHAPE, "layers.0", ParallelMesh.single(), ModelOptions()).layer_masks(PLACES)
-        == (None,) * 3
+        == LayerMasks()
     )

@@ -1,8 +1,9 @@
 """Dropout by a given mask, and the attention that takes one."""
 
+import pytest
 import torch
 
-from megalite.ops.attention import causal_attention, causal_attention_with_dropout
+from megalite.ops.attention import causal_attention
 from megalite.ops.dropout import Mask, dropout
 from tests.support.parity import assert_close
 
@@ -32,12 +33,14 @@ def test_only_the_mask_is_kept_for_the_backward():
     assert [each.dtype for each in kept] == [torch.bool]
 
 
-def test_attention_with_nothing_dropped_is_causal_attention():
+@pytest.mark.parametrize("window", [None, 2, 9])
+def test_attention_with_nothing_dropped_is_causal_attention(window):
     query = torch.randn(2, 5, 4, 6, dtype=torch.float64)
     key, value = torch.randn(2, 2, 5, 2, 6, dtype=torch.float64).unbind()
     everything = Mask(torch.ones(2, 4, 5, 5, dtype=torch.bool), 1.0)
     assert_close(
-        causal_attention_with_dropout(query, key, value, everything), causal_attention(query, key, value)
+        causal_attention(query, key, value, window=window, mask=everything),
+        causal_attention(query, key, value, window=window),
     )
 
 
@@ -50,5 +53,5 @@ def test_attention_drops_probabilities():
             torch.ones(4, 4).triu(1).bool(), -torch.inf
         )
         expected = (scores.softmax(-1) * mask.keep[0, head] * mask.scale) @ value[0, :, head]
-        attended = causal_attention_with_dropout(query, key, value, mask)
+        attended = causal_attention(query, key, value, mask=mask)
         assert_close(attended[0, :, head], expected)

@@ -12,12 +12,14 @@ from tests.unit.config.runs import load
 def test_the_configuration_reaches_the_model(tmp_path: Path) -> None:
     changes = {
         "run.seed": 5,
+        "training.precision": "fp32",
         "model.embedding_dropout": 0.1,
         "model.residual_dropout": 0.2,
         "model.mlp_dropout": 0.3,
         "model.attention_dropout": 0.4,
         "training.recompute": "selective",
         "training.recompute_layers": 3,
+        "training.compile": False,
     }
     assert model_options(load(tmp_path, changes).config) == ModelOptions(
         dtype=torch.float32,
@@ -28,4 +30,5 @@ def test_the_configuration_reaches_the_model(tmp_path: Path) -> None:
 
 
 def test_a_run_that_says_nothing_of_it_is_plain(tmp_path: Path) -> None:
-    assert model_options(load(tmp_path, {"run.seed": 0}).config) == ModelOptions()
+    changes = {"run.seed": 0, "training.precision": "fp32"}
+    assert model_options(load(tmp_path, changes).config) == ModelOptions()

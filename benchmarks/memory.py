@@ -1,0 +1,283 @@
+"""What a rank's memory holds in a step of the 17M model: ZeRO stages, recompute, precision; counted and by formula.
+
+    python -m benchmarks.memory [--quick]
+
+Two data-parallel ranks, each with two sequences of 256 tokens as one micro batch; the figures are rank 0's, of the
+third step. Tensors are counted exactly, by distinct storages:
+
+parameters   of the model, as the rank keeps them between steps.
+optimizer    all that the optimizer keeps: Adam's two moments, and the master weights where it has its own.
+gradients    at the end of the backward (`.grad`), or after the reduction (the optimizer's partition): the larger.
+activations  what was born in the forward and lives when it ends: what the backward will read, and the logits' share.
+other        the rest that lives between steps: rotary tables, the batch, an engine's buffers.
+peak         of all tensors at once during the step, those of a moment included; and when that was.
+RSS          the peak of the process over what it was before the model was built; the C library's own waste included.
+
+ZeRO's buckets are of 4 M values here, not of DeepSpeed's own 500 M: ZeRO 2 allocates one of them each step. The row
+that says so shows it; as a CPU gives no memory before it is written, it is in `peak` and not in RSS.
+
+By formula, with N parameters (16.98 M; tied head counted once), D ranks, e bytes a model value, T tokens of the rank,
+H hidden, I intermediate, V vocabulary, a heads, d head size, L layers:
+
+parameters   e N; ZeRO 3: e N / D.
+optimizer    none: 8 N, and 4 N master weights where e < 4.   ZeRO 1-3: 12 N / D (DeepSpeed has its own float32 master
+             weights even where the model is float32).
+gradients    4 N until the end of the backward: a step's micro batches are summed first and reduced once.
+activations  L layers of e T (8 H + 3 I) + 4 T (a + 2): the inputs of both norms, what they give, q, k, v, attention's
+             output, gate and up, their product; and attention's log-sum-exp and the norms' statistics. Selective
+             recompute keeps attention's output, as the projection after it reads that, and drops 4 T a. Full keeps
+             the input, e T H. Around them: e T (2 H + d) for the last norm, its output, the rotation, and 4 T (V + 1)
+             for the logits.
+"""
+
+import gc
+import resource
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from benchmarks import report
+from benchmarks.ranks import run_ranks
+from benchmarks.workload import SEQUENCE_LENGTH, SHAPE, Setup, Training
+from megalite.model.options import ModelOptions, Recompute
+from megalite.parallel.mesh import ParallelMesh
+from megalite.topology.layout import Layout
+from megalite.topology.parameters import canonical_tensors
+
+DATA = Layout(data=2)
+STEPS = 3
+MIB = 2**20
+PARTS = ("parameters", "optimizer", "gradients", "activations")
+
+
+def recomputing(mode: Any, **share: Any) -> ModelOptions:
+    return ModelOptions(recompute=Recompute(mode, **share))
+
+
+def zero(stage: int, **settings: Any) -> dict[str, Any]:
+    return {"stage": stage, "reduce_bucket_size": 2**22, "allgather_bucket_size": 2**22, **settings}
+
+
+CASES: dict[str, Setup] = {
+    "torch optimizer": Setup(DATA),
+    "ZeRO 1": Setup(DATA, zero=zero(1)),
+    "ZeRO 2": Setup(DATA, zero=zero(2)),
+    "ZeRO 2, DeepSpeed's bucket": Setup(DATA, zero={"stage": 2}),
+    "recompute selective": Setup(DATA, options=recomputing("selective")),
+    "recompute half of the layers": Setup(DATA, options=recomputing("full", ratio=0.5)),
+    "recompute full": Setup(DATA, options=recomputing("full")),
+    "bf16": Setup(DATA, options=ModelOptions(dtype=torch.bfloat16)),
+    "ZeRO 2, recompute full": Setup(DATA, zero=zero(2), options=recomputing("full")),
+}
+QUICK = ("torch optimizer", "ZeRO 2", "recompute full")
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes of a rank."""
+
+    parameters: int
+    optimizer: int
+    gradients: int
+    activations: int
+    other: int
+    peak: int
+    peak_in: str
+
+
+class Storages:
+    """Distinct storages and their bytes."""
+
+    def __init__(self, tensors: Iterable[Any] = ()):
+        self.bytes: dict[int, int] = {}
+        for tensor in tensors:
+            if isinstance(tensor, Tensor) and tensor.device.type == "cpu":
+                storage = tensor.untyped_storage()
+                self.bytes[storage._cdata] = storage.nbytes()
+
+    def without(self, *others: "Storages") -> "Storages":
+        rest = Storages()
+        taken = set().union(*(other.bytes for other in others))
+        rest.bytes = {key: size for key, size in self.bytes.items() if key not in taken}
+        return rest
+
+    @property
+    def total(self) -> int:
+        return sum(self.bytes.values())
+
+
+class Born(TorchDispatchMode):
+    """The storages that operators have made since this began, as long as they live."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._known = Storages(_all_tensors()).bytes
+        self.peak, self.peak_in = 0, ""
+        self.phase = "forward"
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor):
+                self._add(tensor.untyped_storage())
+        return output
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        born = self._alive.get(key)
+        if key in self._known or (born is not None and not born[0].expired()):
+            return
+        self._alive[key] = (StorageWeakRef(storage), storage.nbytes())
+        total = self.total()
+        if total > self.peak:
+            self.peak, self.peak_in = total, self.phase
+
+    def total(self) -> int:
+        self._alive = {key: born for key, born in self._alive.items() if not born[0].expired()}
+        return sum(size for _, size in self._alive.values())
+
+
+def _all_tensors() -> list[Tensor]:
+    return [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
+
+
+class Watched(Training):
+    """A training that counts what it holds at the end of its forward and of its backward."""
+
+    def __init__(self, setup: Setup, mesh: ParallelMesh):
+        super().__init__(setup, mesh)
+        self.activations = self.gradients = 0
+        self._born: Born | None = None
+
+    def forward(self, input_ids: Tensor, **arguments: Tensor) -> Tensor:
+        losses = super().forward(input_ids, **arguments)
+        if self._born is not None:
+            self.activations = self._born.total()
+            self._born.phase = "backward"
+        return losses
+
+    def counted_step(self) -> Held:
+        gc.collect()
+        with Born() as self._born:
+            with self.optimizer.accumulating():
+                self.runner.forward_backward(self.batch)
+                self.gradients = self._gradients()
+                self._born.phase = "reduction"
+            self.gradients = max(self.gradients, self._gradients())
+            self._born.phase = "update"
+            self.optimizer.step(3e-4)
+        transient, peak_in = self._born.peak, self._born.peak_in
+        gc.collect()
+        everything, parameters = Storages(_all_tensors()), self._parameters()
+        optimizer = Storages(self._optimizer_tensors()).without(parameters)
+        other = everything.without(parameters, optimizer)
+        return Held(
+            parameters.total,
+            optimizer.total,
+            self.gradients,
+            self.activations,
+            other.total,
+            everything.total + transient,
+            peak_in,
+        )
+
+    def _parameters(self) -> Storages:
+        # ZeRO 3 keeps its part of a parameter beside it, and the parameter itself empty.
+        tensors = list(self.stage.parameters())
+        return Storages([*tensors, *(getattr(tensor, "ds_tensor", None) for tensor in tensors)])
+
+    def _gradients(self) -> int:
+        tensors = list(self.stage.parameters())
+        zero = getattr(self.optimizer, "_zero", None)
+        partition = tree_leaves(dict(getattr(zero, "averaged_gradients", {})))
+        kept = [getattr(tensor, name, None) for tensor in tensors for name in ("grad", "grad_accum")]
+        return Storages([*kept, *partition]).total
+
+    def _optimizer_tensors(self) -> list[Any]:
+        optimizer = getattr(self.optimizer, "_optimizer", None)
+        if optimizer is None:
+            optimizer = self.optimizer._zero.optimizer  # type: ignore[attr-defined]
+        groups = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+        return [*groups, *tree_leaves(list(optimizer.state.values()))]
+
+
+def _peak_rss() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def hold(setup: Setup, counted: bool) -> Held | int:
+    """What this rank of the current process group holds, or the growth of its peak RSS in uncounted steps."""
+    mesh = setup.mesh()
+    before = _peak_rss()
+    training = Watched(setup, mesh)
+    for _ in range(STEPS - counted):
+        training.step()
+    return training.counted_step() if counted else _peak_rss() - before
+
+
+def formula(setup: Setup) -> dict[str, float]:
+    """Bytes of each part, as the module's docstring says."""
+    parameters = sum(torch.Size(size).numel() for size in canonical_tensors(SHAPE).values())
+    ranks, value = setup.layout.data, setup.options.dtype.itemsize
+    stage = setup.zero["stage"] if setup.zero else 0
+    master = 4 if stage or value < 4 else 0
+    return {
+        "parameters": value * parameters / (ranks if stage == 3 else 1),
+        "optimizer": (8 + master) * parameters / (ranks if stage else 1),
+        "gradients": 4 * parameters,
+        "activations": _activations(setup.options, setup.sequences // ranks * SEQUENCE_LENGTH),
+    }
+
+
+def _activations(options: ModelOptions, tokens: int) -> float:
+    value, hidden, heads = options.dtype.itemsize, SHAPE.hidden_size, SHAPE.num_attention_heads
+    plain = value * tokens * (8 * hidden + 3 * SHAPE.intermediate_size) + 4 * tokens * (heads + 2)
+    a_layer = {
+        "none": plain,
+        "selective": plain - 4 * tokens * heads,
+        "full": value * tokens * hidden,
+    }
+    layers = SHAPE.num_hidden_layers
+    modes = [options.recompute.of_layer(layer, layers) for layer in range(layers)]
+    around = value * tokens * (2 * hidden + SHAPE.head_dim) + 4 * tokens * (SHAPE.vocab_size + 1)
+    return sum(a_layer[mode] for mode in modes) + around
+
+
+def measure(*, quick: bool) -> list[dict[str, Any]]:
+    rows = []
+    for name in QUICK if quick else CASES:
+        setup = CASES[name]
+        held = run_ranks(hold, DATA.world_size, setup, True)[0]
+        rss = run_ranks(hold, DATA.world_size, setup, False)[0]
+        expected = formula(setup)
+        row: dict[str, Any] = {"case": name}
+        for part in PARTS:
+            row[part] = getattr(held, part)
+            row[f"{part}_by_formula"] = round(expected[part])
+        rows.append({**row, "other": held.other, "peak": held.peak, "peak_in": held.peak_in, "rss": rss})
+    return rows
+
+
+def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
+    shown = {part: f"{row[part] / MIB:.1f} ({row[f'{part}_by_formula'] / MIB:.1f})" for part in PARTS}
+    return {**row, **shown, **{key: f"{row[key] / MIB:.1f}" for key in ("other", "peak", "rss")}}
+
+
+def main() -> None:
+    arguments = report.arguments(__doc__)
+    facts = report.machine()
+    rows = measure(quick=arguments.quick)
+    columns = {key: key for key in ("case", *PARTS, "other", "peak", "peak_in", "rss")}
+    report.show("MiB of a rank: counted (by formula)", [_shown(row) for row in rows], columns)
+    report.write("memory", facts, {"quick": arguments.quick, "unit": "bytes"}, rows, arguments.results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,261 @@
+"""The bubble of each pipeline schedule: measured, with stages that sleep, beside the ideal one.
+
+    python -m benchmarks.pipeline_bubble [--quick]
+
+A chunk's forward, the node of its input's gradient and the node of its weight's gradient each sleep a fixed time, so
+that two cores host eight ranks; everything else is what trains a model: parallel/pipeline.py, torch's schedule,
+gloo's transfers (of a few bytes). A stage's forward sleeps as long whatever the number of its chunks, so that all
+rows of one (stages, micro batches) do the same work.
+
+bubble      the share of all ranks' time in a step in which they do not sleep their calibrated time: waiting for
+            others, and everything that the runner and torch cost. Median of several steps, one of warm-up before.
+ideal       of topology.schedule_timeline, transfers and runner free: F = I = W, B = I + W. (Of the model's first
+            chunk, whose input wants no gradient, torch does all of a split backward in W; that moves work, and no
+            ideal bubble here: `as_torch_bubble` in the file.)
+over        measured - ideal, in points of a percent: what the runner costs, and a busy machine.
+ms/action   the same in time: what the step takes longer, for each F, B, I or W of a rank. It hardly depends on how
+            long a chunk works, so a real model's `over` follows from it.
+in flight   the most (chunk, micro batch) pairs whose activations any rank held at once: measured / by the data.
+            In stages' worth: divided by the chunks a stage.
+"""
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks import report
+from benchmarks.ranks import run_ranks
+from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.pipeline import PipelineShapes, StepBatch, pipeline_runner
+from megalite.topology.layout import Layout, PipelineSplit
+from megalite.topology.schedule_timeline import (
+    Costs,
+    bubble_fraction,
+    ideal_timeline,
+    in_flight_chunks,
+    orders_of,
+)
+from megalite.topology.schedules import SCHEDULES, Action
+
+HIDDEN, TOKENS = 4, 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """One schedule on so many stages. unit: the seconds of a stage's forward, as of its I and of its W."""
+
+    schedule: str
+    stages: int
+    micro_batches: int
+    chunks: int
+    unit: float
+
+    @property
+    def chunk_unit(self) -> float:
+        return self.unit / self.chunks
+
+
+@dataclass(frozen=True)
+class RankFigures:
+    """What one rank saw of a case. seconds: of each timed step; busy: slept in one of them, as calibrated."""
+
+    seconds: tuple[float, ...]
+    busy: float
+    in_flight: int
+
+
+@dataclass(frozen=True)
+class FirstChunkInW(Costs):
+    """What torch does on the first chunk, whose input (token ids) wants no gradient: all of a split backward in W."""
+
+    def of(self, action: Action) -> float:
+        if action.chunk == 0 and action.kind == "I":
+            return 0
+        if action.chunk == 0 and action.kind == "W":
+            return self.input_gradient + self.weight_gradient
+        return super().of(action)
+
+
+class Sleeper:
+    """Sleeps on behalf of a rank's chunks; keeps the account."""
+
+    def __init__(self) -> None:
+        self.busy = 0.0
+        self.alive = self.in_flight = 0
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+        self.busy += seconds
+
+    def begin(self) -> None:
+        self.alive += 1
+        self.in_flight = max(self.in_flight, self.alive)
+
+    def end(self) -> None:
+        self.alive -= 1
+
+
+class _InputNode(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden_states: Tensor, sleeper: Sleeper, seconds: float) -> Tensor:
+        ctx.sleeper, ctx.seconds = sleeper, seconds
+        return hidden_states.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        ctx.sleeper.sleep(ctx.seconds)
+        return grad.contiguous(), None, None  # of a sum it comes expanded, and gloo sends no such thing
+
+
+class _WeightNode(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, sleeper: Sleeper, seconds: float) -> Tensor:
+        ctx.sleeper, ctx.seconds = sleeper, seconds
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        ctx.sleeper.sleep(ctx.seconds)
+        ctx.sleeper.end()
+        return grad, None, None
+
+
+class SleepingChunk(nn.Module):
+    """A chunk for the runner whose F, I and W take `seconds` each, and B both; on the first one W takes I's, too."""
+
+    def __init__(self, index: int, chunks: int, sleeper: Sleeper, seconds: float):
+        super().__init__()
+        self.index, self.is_first, self.is_last = index, index == 0, index == chunks - 1
+        self.weight = nn.Parameter(torch.zeros(HIDDEN))
+        self._sleeper, self._seconds = sleeper, seconds
+
+    def forward(
+        self, inputs: Tensor, *, position_ids: Tensor, labels: Tensor, loss_mask: Tensor, samples: Tensor
+    ) -> Tensor:
+        """Ids [B, S] or hidden states [B, S, H] -> hidden states; the last one: losses [B]."""
+        self._sleeper.begin()
+        self._sleeper.sleep(self._seconds)
+        if self.is_first:
+            hidden_states = inputs.new_zeros((*inputs.shape, HIDDEN), dtype=torch.float32)
+        else:
+            hidden_states = _InputNode.apply(inputs, self._sleeper, self._seconds)
+        weight_seconds = self._seconds * (2 if self.is_first else 1)
+        # The sum is the node at which torch cuts a split backward: behind it lie the input's node and the weight's.
+        outputs = hidden_states + _WeightNode.apply(self.weight, self._sleeper, weight_seconds)
+        return outputs.sum(dim=(1, 2)) if self.is_last else outputs
+
+
+def measure_on_rank(cases: Sequence[Case], steps: int) -> list[RankFigures]:
+    """Every case in turn, on this rank of the current process group."""
+    mesh = ParallelMesh.over_world(Layout(pipeline=cases[0].stages))
+    return [_measure(case, mesh, steps) for case in cases]
+
+
+def _measure(case: Case, mesh: ParallelMesh, steps: int) -> RankFigures:
+    chunks = case.stages * case.chunks
+    split = PipelineSplit(
+        tuple(range(chunk, chunk + 1) for chunk in range(chunks)),
+        case.stages,
+        SCHEDULES[case.schedule].v_shaped,
+    )
+    sleeper = Sleeper()
+    held = [SleepingChunk(index, chunks, sleeper, case.chunk_unit) for index in split.chunks_of(mesh.at.pp)]
+    shapes = PipelineShapes(case.micro_batches, HIDDEN, torch.float32, torch.float32)
+    runner = pipeline_runner(held, split, mesh, shapes, schedule=case.schedule)
+    ids = torch.zeros(case.micro_batches, TOKENS, dtype=torch.int64)
+    batch = StepBatch(ids, ids, ids, torch.ones(ids.shape), torch.arange(case.micro_batches))
+    runner.forward_backward(batch)
+    sleeper.busy = 0.0
+    seconds = []
+    for _ in range(steps):
+        mesh.barrier()
+        started = time.perf_counter()
+        # Ends on all ranks together: the loss is summed over them.
+        runner.forward_backward(batch)
+        seconds.append(time.perf_counter() - started)
+    return RankFigures(tuple(seconds), sleeper.busy / steps, sleeper.in_flight)
+
+
+def row_of(case: Case, ranks: Sequence[RankFigures]) -> dict[str, Any]:
+    shape = (case.schedule, case.stages, case.micro_batches, case.chunks)
+    seconds = statistics.median(max(step) for step in zip(*(rank.seconds for rank in ranks), strict=True))
+    measured = 1 - sum(rank.busy for rank in ranks) / (case.stages * seconds)
+    ideal = bubble_fraction(*shape)
+    as_torch = ideal_timeline(*shape, FirstChunkInW())
+    actions = max(len(order) for order in orders_of(*shape))
+    return {
+        "schedule": case.schedule,
+        "stages": case.stages,
+        "micro_batches": case.micro_batches,
+        "chunks": case.chunks,
+        "ideal_bubble": round(ideal, 4),
+        "as_torch_bubble": round(as_torch.bubble, 4),
+        "measured_bubble": round(measured, 4),
+        "over": round(measured - ideal, 4),
+        "step_seconds": round(seconds, 4),
+        "ideal_step_seconds": round(as_torch.length * case.chunk_unit, 4),
+        "over_ms_an_action": round((seconds - as_torch.length * case.chunk_unit) / actions * 1e3, 3),
+        "busy_seconds": [round(rank.busy, 4) for rank in ranks],
+        "in_flight": max(rank.in_flight for rank in ranks),
+        "in_flight_by_data": max(in_flight_chunks(order) for order in orders_of(*shape)),
+    }
+
+
+def cases_of(stages: int, micro_batches: int, unit: float) -> list[Case]:
+    """Every schedule with its usual number of chunks, and those that take any with others."""
+    chunks = {name: [schedule.default_chunks] for name, schedule in SCHEDULES.items()}
+    chunks["interleaved_1f1b"] += [4]
+    chunks["interleaved_zero_bubble"] = [1, 2]
+    return [
+        Case(name, stages, micro_batches, count, unit)
+        for name, counts in chunks.items()
+        for count in counts
+        if SCHEDULES[name].legal(stages, micro_batches, count) is None
+    ]
+
+
+def measure(*, quick: bool) -> list[dict[str, Any]]:
+    unit, steps = (0.012, 2) if quick else (0.040, 3)
+    worlds = [[(2, 4)]] if quick else [[(4, 8), (4, 16)], [(8, 16)]]
+    rows = []
+    for shapes in worlds:
+        cases = [case for shape in shapes for case in cases_of(*shape, unit)]
+        ranks = run_ranks(measure_on_rank, cases[0].stages, cases, steps)
+        rows += [row_of(case, figures) for case, *figures in zip(cases, *ranks, strict=True)]
+    return rows
+
+
+COLUMNS = {
+    "schedule": "schedule",
+    "stages": "P",
+    "micro_batches": "M",
+    "chunks": "v",
+    "ideal": "ideal",
+    "measured": "measured",
+    "over": "over",
+    "over_ms_an_action": "ms/action",
+    "in_flight": "in flight",
+}
+
+
+def _shown(row: dict[str, Any]) -> dict[str, Any]:
+    percent = {key: f"{row[f'{key}_bubble'] * 100:.1f} %" for key in ("ideal", "measured")}
+    in_flight = f"{row['in_flight']} / {row['in_flight_by_data']}"
+    return {**row, **percent, "over": f"{row['over'] * 100:+.1f}", "in_flight": in_flight}
+
+
+def main() -> None:
+    arguments = report.arguments(__doc__)
+    facts = report.machine()
+    rows = measure(quick=arguments.quick)
+    report.show("Bubble of a step", [_shown(row) for row in rows], COLUMNS)
+    report.write("pipeline-bubble", facts, {"quick": arguments.quick}, rows, arguments.results)
+
+
+if __name__ == "__main__":
+    main()

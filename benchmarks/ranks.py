@@ -1,0 +1,99 @@
+"""Runs a benchmark's function as the ranks of a process group on this machine."""
+
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from megalite.launcher.process import die_with_parent
+
+# One server imports these once, computes nothing with them, and forks every rank.
+PRELOADED = ["torch", "torch.distributed.pipelining", "deepspeed"]
+ENVIRONMENT = {"DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+
+
+def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
+    """function(*arguments) on each of `world_size` fresh processes, one thread each; what they returned.
+
+    The function stands at a module's top level, and finds the default process group made (also of one rank).
+    Raises RuntimeError with the traceback of the first rank that fails, and ends the others.
+    """
+    os.environ.update(ENVIRONMENT)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    with tempfile.TemporaryDirectory(prefix="megalite-benchmark-") as folder:
+        pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
+        processes = [
+            context.Process(
+                target=_run_rank,
+                args=(sender, rank, world_size, str(Path(folder) / "store"), function, arguments),
+                daemon=True,
+            )
+            for rank, (_, sender) in enumerate(pipes)
+        ]
+        for process, (_, sender) in zip(processes, pipes, strict=True):
+            process.start()
+            sender.close()
+        try:
+            return _results([receiver for receiver, _ in pipes])
+        except BaseException:
+            for process in processes:
+                process.kill()
+            raise
+        finally:
+            for process in processes:
+                process.join()
+
+
+def _results(receivers: list[Connection]) -> list[Any]:
+    results: dict[int, Any] = {}
+    waiting = {receiver: rank for rank, receiver in enumerate(receivers)}
+    while waiting:
+        for receiver in wait(list(waiting)):
+            rank = waiting.pop(receiver)  # type: ignore[call-overload]
+            try:
+                failure, value = receiver.recv()  # type: ignore[union-attr]
+            except EOFError:
+                failure, value = "the process died", None
+            if failure:
+                raise RuntimeError(f"rank {rank} of {len(receivers)}: {failure}")
+            results[rank] = value
+    return [results[rank] for rank in range(len(receivers))]
+
+
+def _run_rank(
+    sender: Connection,
+    rank: int,
+    world_size: int,
+    store: str,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> None:
+    die_with_parent(os.getppid())
+    # DeepSpeed looks for a launcher's variables even where the group exists.
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    import torch
+    import torch.distributed as dist
+
+    from megalite.parallel.mesh import connect, disconnect
+
+    torch.set_num_threads(1)
+    try:
+        connect(
+            rank,
+            world_size,
+            device=torch.device("cpu"),
+            rendezvous=f"file://{store}",
+            timeout_seconds=600,
+        )
+        value = function(*arguments)
+        dist.barrier()  # leaving closes a rank's connections to the others
+        disconnect()
+        sender.send((None, value))
+    except BaseException:
+        sender.send((traceback.format_exc(), None))

@@ -1,0 +1,209 @@
+"""Training a tokenizer on a text: byte-level BPE, and sentencepiece's unigram and BPE; alike in every process."""
+
+import io
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from sentencepiece import SentencePieceTrainer
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Backend
+
+from megalite.data.corpus import Piece
+from megalite.data.sentencepiece_model import convert_sentencepiece, special_tokens
+from megalite.data.tokenizer import END_OF_DOCUMENT, save_tokenizer
+from megalite.errors import DataError
+
+# What the setting tokenizer.kind calls them -> sentencepiece's name, where it trains them.
+KINDS = {"bpe": None, "unigram": "unigram", "sentencepiece_bpe": "bpe"}
+
+# Text that training looks at; more changes the merges of a 16k vocabulary hardly, and the time a lot.
+SAMPLE_CHARACTERS = 1 << 26
+_BYTES = 256
+# Pieces that every sentencepiece model of ours has: the bytes, <unk> and the end of a document.
+_RESERVED = _BYTES + 2
+# Share of a text's characters with a piece of their own, as in Llama's model; the others are spelled in bytes.
+_COVERAGE = 0.99995
+# sentencepiece sums over threads in their order: the number of them is part of the result.
+_THREADS = 4
+_LINE_CHARACTERS = 1 << 12
+
+
+def train_into(
+    folder: Path,
+    pieces: Iterable[Piece],
+    vocab_size: int,
+    *,
+    kind: str = "bpe",
+    end_of_document: str = END_OF_DOCUMENT,
+) -> None:
+    """Train a tokenizer of one of KINDS and write it; the same pieces give the same files.
+
+    Raises DataError when `vocab_size` cannot be reached.
+    """
+    algorithm = KINDS[kind]
+    if algorithm is None:
+        backend = train_bpe(pieces, vocab_size, end_of_document=end_of_document)
+        save_tokenizer(backend, folder, end_of_document)
+    else:
+        model = train_sentencepiece(pieces, vocab_size, algorithm, end_of_document=end_of_document)
+        backend = convert_sentencepiece(model, f"the {kind} model of this text")
+        save_tokenizer(
+            backend, folder, end_of_document, special_tokens=special_tokens(model), sentencepiece=model
+        )
+
+
+def train_bpe(
+    pieces: Iterable[Piece],
+    vocab_size: int,
+    *,
+    end_of_document: str = END_OF_DOCUMENT,
+    sample_characters: int = SAMPLE_CHARACTERS,
+) -> Backend:
+    """A byte-level BPE of exactly `vocab_size` ids: the end of a document is id 0, then the bytes, then merges.
+
+    The same pieces give the same tokenizer. Of a long text about `sample_characters` are used, evenly spaced.
+    Raises DataError when `vocab_size` cannot be reached.
+    """
+    smallest = _BYTES + 1
+    if vocab_size < smallest:
+        raise DataError(
+            f"vocabulary size {vocab_size} has no room for {_BYTES} bytes and {end_of_document!r}; "
+            f"use at least {smallest}"
+        )
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[AddedToken(end_of_document, special=True, normalized=False)],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    sample = evenly_spaced(pieces, sample_characters)
+    if not sample:
+        raise DataError("the source has no text; name one that has")
+    backend.train_from_iterator(sample, trainer)
+    reached = backend.get_vocab_size()
+    if reached != vocab_size:
+        raise _too_little_text(reached, vocab_size)
+    return backend
+
+
+def train_sentencepiece(
+    pieces: Iterable[Piece],
+    vocab_size: int,
+    algorithm: str,
+    *,
+    end_of_document: str = END_OF_DOCUMENT,
+    sample_characters: int = SAMPLE_CHARACTERS,
+) -> bytes:
+    """A sentencepiece model, "unigram" or "bpe", of exactly `vocab_size` ids, 0 <unk> and 1 the end of a document.
+
+    Every text comes back from its ids: no normalization, no prefix, and characters without a piece in bytes. Newlines
+    are among these, since sentencepiece learns from lines.
+    """
+    smallest = _RESERVED + 1
+    if vocab_size < smallest:
+        raise DataError(
+            f"vocabulary size {vocab_size} has no room for {_BYTES} bytes, <unk>, {end_of_document!r} and a character; "
+            f"use at least {smallest}"
+        )
+    sample = evenly_spaced(pieces, sample_characters)
+    characters = Counter[str]()
+    for text in sample:
+        characters.update(text)
+    if not set(characters) - {"\n", "\r"}:
+        raise DataError("the source has no text; name one that has")
+    covered = _covered(characters)
+    own = min((vocab_size - _RESERVED + 1) // 2, len(covered))
+    while True:
+        try:
+            return _trained(
+                _lines(sample, set(characters) - set(covered[:own])), algorithm, vocab_size, end_of_document
+            )
+        except (RuntimeError, OSError) as error:
+            reached = re.search(r"too high .* <= (\d+)", str(error))
+            if reached is None:
+                raise DataError(
+                    f"sentencepiece cannot train on this text ({error}); name another source, or tokenizer.kind = 'bpe'"
+                ) from error
+            if own == len(covered):
+                raise _too_little_text(int(reached[1]), vocab_size) from error
+            # There are not so many words: more characters have room.
+            own = min(own + vocab_size - int(reached[1]), len(covered))
+
+
+def _covered(characters: Counter[str]) -> list[str]:
+    """The characters that are to have a piece of their own if there is room, the most frequent first."""
+    left = _COVERAGE * sum(characters.values())
+    covered = []
+    for character, count in characters.most_common():
+        if left <= 0:
+            break
+        left -= count
+        if character not in "\n\r":
+            covered.append(character)
+    return covered
+
+
+def _trained(lines: Iterator[str], algorithm: str, vocab_size: int, end_of_document: str) -> bytes:
+    model = io.BytesIO()
+    SentencePieceTrainer.train(
+        sentence_iterator=lines,
+        model_writer=model,
+        model_type=algorithm,
+        vocab_size=vocab_size,
+        # sentencepiece would cover at least 98 %, which may be more characters than a small vocabulary has room for.
+        character_coverage=1.0,
+        byte_fallback=True,
+        split_digits=True,
+        allow_whitespace_only_pieces=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        add_dummy_prefix=False,
+        unk_id=0,
+        eos_id=1,
+        bos_id=-1,
+        pad_id=-1,
+        eos_piece=end_of_document,
+        max_sentence_length=4 * _LINE_CHARACTERS,
+        num_threads=_THREADS,
+        minloglevel=2,
+    )
+    return model.getvalue()
+
+
+def _lines(texts: Iterable[str], rare: set[str]) -> Iterator[str]:
+    """What sentencepiece learns from: runs of characters that are not rare, none too long for it."""
+    cuts = {ord(character): "\n" for character in rare}
+    for text in texts:
+        for line in text.translate(cuts).split("\n"):
+            for start in range(0, len(line), _LINE_CHARACTERS):
+                yield line[start : start + _LINE_CHARACTERS]
+
+
+def _too_little_text(reached: int, vocab_size: int) -> DataError:
+    return DataError(
+        f"the text has words for a vocabulary of {reached} only, not {vocab_size}; "
+        f"set tokenizer.vocab_size (--vocab-size) to {reached} or less, or add text"
+    )
+
+
+def evenly_spaced(pieces: Iterable[Piece], characters: int) -> list[str]:
+    """Every n-th piece, n the smallest power of two that keeps at most `characters` (one piece at least).
+
+    One pass, and never more than that and a piece in memory.
+    """
+    kept: list[str] = []
+    total, stride = 0, 1
+    for index, piece in enumerate(pieces):
+        if index % stride:
+            continue
+        kept.append(piece.text)
+        total += len(piece.text)
+        while total > characters and len(kept) > 1:
+            kept = kept[::2]
+            total, stride = sum(map(len, kept)), stride * 2
+    return kept

@@ -1,0 +1,64 @@
+"""The scale that keeps fp16 gradients away from zero (Micikevicius et al., "Mixed Precision Training", 2018)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class LossScaleSettings:
+    """initial: the first scale. window: so many steps in a row without an overflow double it; None: never.
+
+    hysteresis: the overflow since the last doubling that halves it. minimum: it is never halved below this.
+    """
+
+    initial: float = 2.0**16
+    window: int | None = 1000
+    hysteresis: int = 1
+    minimum: float = 1.0
+
+
+class LossScale:
+    """Halves on an overflow, doubles after a window of steps without one."""
+
+    def __init__(self, settings: LossScaleSettings):
+        self._settings = settings
+        self.value = settings.initial
+        self._steps_since_change = 0
+        self._overflows_left = settings.hysteresis
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the next overflow would have to halve the scale below its minimum."""
+        return self._overflows_left <= 1 and self.value <= self._settings.minimum
+
+    def passed(self) -> None:
+        """A step without an overflow."""
+        self._steps_since_change += 1
+        if self._steps_since_change == self._settings.window:
+            self.value *= 2
+            self._steps_since_change = 0
+            self._overflows_left = self._settings.hysteresis
+
+    def overflowed(self) -> None:
+        """A step that is skipped."""
+        self._steps_since_change = 0
+        if self._overflows_left > 1:
+            self._overflows_left -= 1
+        else:
+            self.value = max(self.value / 2, self._settings.minimum)
+
+    def scalars(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it."""
+        return {
+            "loss_scale": self.value,
+            "loss_scale_steps_since_change": self._steps_since_change,
+            "loss_scale_overflows_left": self._overflows_left,
+        }
+
+    def load(self, scalars: Mapping[str, Any]) -> None:
+        """Take over a checkpoint's; one that was written in another precision has none, and the scale starts anew."""
+        if "loss_scale" in scalars:
+            self.value = float(scalars["loss_scale"])
+            self._steps_since_change = int(scalars["loss_scale_steps_since_change"])
+            self._overflows_left = int(scalars["loss_scale_overflows_left"])

@@ -1,0 +1,427 @@
+"""bf16 and fp16 train as float32 does, in every layout; an fp16 overflow is left out on all ranks; faults are seen."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalite.checkpoint.folder import find_latest, read_manifest
+from megalite.checkpoint.load import load_checkpoint
+from megalite.checkpoint.save import save_checkpoint
+from megalite.errors import TrainingError
+from megalite.parallel import gradients
+from megalite.topology.layout import Layout
+from megalite.topology.state import MASTER
+from megalite.train import optimizer as optimizer_module
+from megalite.train.loss_scale import LossScaleSettings
+from megalite.train.optimizer import OptimizerSettings, Update
+from tests.support.parity import relative_error
+from tests.support.tiny import tiny_shape
+from tests.support.training import Job, Parts, Shard, build, full_tensors, local_batch, shards_of
+
+SHAPE = tiny_shape(tied=True)
+# A fixed batch and a high rate, so that the loss falls far: SGD, since Adam forgives a wrong scale, and clipping.
+SGD = OptimizerSettings("sgd", (0.9, 0.95), 1e-8, 0.1, 0.9, 0.5)
+ADAMW = OptimizerSettings("adamw", (0.9, 0.95), 1e-8, 0.1, 0.0, 1.0)
+FP16 = LossScaleSettings()
+STEPS = 20
+LARGEST_LOSS_DIFFERENCE = 2e-2
+
+
+def job_of(dtype: torch.dtype, settings: OptimizerSettings = ADAMW, **changes: Any) -> Job:
+    scale = FP16 if dtype == torch.float16 and settings.loss_scale is None else settings.loss_scale
+    rate = 1e-1 if settings.name == "sgd" else 3e-3
+    settings = replace(settings, loss_scale=scale)
+    return Job(SHAPE, optimizer=settings, dtype=dtype, learning_rate=rate, micro_batch_size=4, **changes)
+
+
+# ---------------------------------------------------------------------------------------------------- planted faults
+
+
+def _forget_the_scale(scale_gradients: Callable[..., None]) -> Callable[..., None]:
+    return lambda gradients, factor: None
+
+
+def _clip_before_unscaling(clip_gradients: Callable[..., None]) -> Callable[..., None]:
+    return lambda gradients, *, norm, max_norm: clip_gradients(
+        gradients, norm=norm * FP16.initial, max_norm=max_norm
+    )
+
+
+def _norm_of_this_rank(parameters: Any, tensors: Any, mesh: Any) -> float:
+    counted = [tensors[each.name].grad.double() for each in parameters]
+    return float(sum(gradient.square().sum() for gradient in counted)) ** 0.5
+
+
+FAULTS: dict[str, dict[str, Callable[[Any], Any]]] = {
+    "grads accumulated in bf16": {"accumulate_in_float32": lambda _: lambda tensors: None},
+    "loss scale not divided out": {"scale_gradients": _forget_the_scale},
+    "clip before unscale": {"clip_gradients": _clip_before_unscaling},
+    "master not updated from": {"_copy_masters": lambda _: lambda masters, tensors: None},
+    "skipped step on one rank only": {
+        "global_norm": lambda _: _norm_of_this_rank,
+        "first_nonfinite": lambda _: lambda parameters, tensors, mesh: "a tensor",
+    },
+}
+
+
+@contextmanager
+def planted(fault: str | None) -> Iterator[None]:
+    faults = FAULTS[fault] if fault else {}
+    replaced = {name: replace_(getattr(optimizer_module, name)) for name, replace_ in faults.items()}
+    with mock.patch.multiple(optimizer_module, **replaced) if replaced else nullcontext():
+        yield
+
+
+# ------------------------------------------------------------------------------------------------------------ curves
+
+
+@dataclass
+class Curve:
+    losses: list[float]
+    norms: list[float]
+    final: list[Shard]
+
+
+def curve(job: Job, *, steps: int = STEPS, fault: str | None = None) -> Curve:
+    """Train on one batch again and again."""
+    with planted(fault):
+        parts = build(job)
+        batch = local_batch(job, parts.mesh, 0)
+        result = Curve([], [], [])
+        for _ in range(steps):
+            with parts.optimizer.accumulating():
+                result.losses.append(parts.pipeline.forward_backward(batch, parts.optimizer.loss_scale))
+            result.norms.append(parts.optimizer.step(job.learning_rate).grad_norm)
+        result.final = shards_of(parts.parameters, dict(parts.stage.named_parameters()), parts.mesh)
+        return result
+
+
+def worst_loss(one: Curve, other: Curve) -> float:
+    """nan where a loss is."""
+    return (torch.tensor(one.losses) - torch.tensor(other.losses)).abs().max().item()
+
+
+@pytest.fixture(scope="module")
+def alone(ranks):
+    """One process's curve, computed once for each job."""
+    return cache(lambda job: ranks.run(curve, world_size=1, job=job)[0])
+
+
+@pytest.mark.parametrize("settings", [SGD, ADAMW], ids=["sgd", "adamw"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_sixteen_bits_train_as_float32_does(alone, settings, dtype):
+    wide, narrow = (alone(job_of(each, settings)) for each in (torch.float32, dtype))
+    assert wide.losses[-1] < wide.losses[0] - 0.5, "the loss must fall far to compare anything"
+    assert sum(norm > settings.gradient_clipping for norm in wide.norms) >= STEPS // 2, "clipping is active"
+    assert worst_loss(narrow, wide) < LARGEST_LOSS_DIFFERENCE
+
+
+@pytest.mark.parametrize(
+    ("fault", "dtype"),
+    [
+        ("loss scale not divided out", torch.float16),
+        ("clip before unscale", torch.float16),
+        ("master not updated from", torch.bfloat16),
+    ],
+)
+def test_a_planted_fault_departs_from_float32(ranks, alone, fault, dtype):
+    [faulty] = ranks.run(curve, world_size=1, job=job_of(dtype, SGD), steps=5, fault=fault)
+    wide = alone(job_of(torch.float32, SGD))
+    assert not worst_loss(faulty, replace(wide, losses=wide.losses[:5])) < LARGEST_LOSS_DIFFERENCE
+
+
+def test_steps_smaller_than_the_weights_digits_add_up_in_the_masters(alone):
+    settings = replace(ADAMW, weight_decay=0.0)
+    wide, narrow = (
+        alone(replace(job_of(dtype, settings), learning_rate=5e-4))
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    # 5e-4 is an eighth of the distance between bfloat16 numbers around 1, where the norms' weights are.
+    wide_norms, narrow_norms = (
+        torch.cat([shard.values.double() for shard in result.final if "norm" in shard.name])
+        for result in (wide, narrow)
+    )
+    assert (narrow_norms != 1).double().mean() > 0.5
+    assert (narrow_norms - wide_norms).abs().max() < 2**-7
+
+
+# ----------------------------------------------------------------------------------------------- layouts and gradients
+
+
+def first_gradients(
+    job: Job, *, rounded: bool = False, batches: int = 1, fault: str | None = None
+) -> list[Shard]:
+    """This rank's shards of the gradient of so many batches, averaged over dp, at bfloat16's initial weights."""
+    with planted(fault):
+        parts = build(job)
+        tensors = dict(parts.stage.named_parameters())
+        if rounded:
+            with torch.no_grad():
+                for tensor in tensors.values():
+                    tensor.copy_(tensor.bfloat16())
+        with parts.optimizer.accumulating():
+            for step in range(batches):
+                parts.pipeline.forward_backward(local_batch(job, parts.mesh, step))
+        return shards_of(
+            parts.parameters, {name: tensor.grad.double() for name, tensor in tensors.items()}, parts.mesh
+        )
+
+
+def gradient_errors(shards: list[Shard], reference: list[Shard]) -> dict[str, float]:
+    narrow, exact = (full_tensors(SHAPE, each, add=False) for each in (_once(shards), reference))
+    return {name: relative_error(narrow[name], exact[name]) for name in exact}
+
+
+def _once(shards: list[Shard]) -> list[Shard]:
+    """One of the shards that several ranks hold: copies differ in the last digit after a reduction."""
+    return list({(shard.name, shard.box): shard for shard in shards}.values())
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout(1, 1, 2), Layout(2, 1, 1), Layout(1, 4, 1), Layout(2, 2, 2)], ids=str
+)
+def test_a_layout_in_bf16_errs_as_one_process_in_bf16_does(ranks, layout):
+    exact = ranks.run(first_gradients, world_size=1, job=job_of(torch.float64), rounded=True)[0]
+    single = gradient_errors(ranks.run(first_gradients, world_size=1, job=job_of(torch.bfloat16))[0], exact)
+    job = job_of(torch.bfloat16, layout=layout)
+    job = replace(job, micro_batch_size=1)
+    held = ranks.run(first_gradients, world_size=layout.world_size, job=job)
+    errors = gradient_errors([shard for rank in held for shard in rank], exact)
+    margin = torch.finfo(torch.bfloat16).eps
+    worse = {name: error for name, error in errors.items() if error > 2 * single[name] + margin}
+    assert not worse, (worse, {name: single[name] for name in worse})
+
+
+@pytest.mark.parametrize("fault", [None, "grads accumulated in bf16"])
+def test_gradients_of_many_micro_batches_are_summed_in_float32(ranks, fault):
+    """128 micro batches: a sum in bfloat16 loses what one of them adds."""
+    job = replace(job_of(torch.bfloat16), micro_batch_size=1)
+    [exact] = ranks.run(first_gradients, job=job_of(torch.float64), rounded=True, batches=16)
+    [summed] = ranks.run(first_gradients, job=job, batches=16, fault=fault)
+    in_model_type = replace(job, optimizer=replace(ADAMW, accumulate_wide=False))
+    [lossy] = ranks.run(first_gradients, job=in_model_type, batches=16)
+    error, expected = (sum(gradient_errors(each, exact).values()) for each in (summed, lossy))
+    assert (error < 0.5 * expected) == (fault is None), (error, expected)
+
+
+# ----------------------------------------------------------------------------------------------------- fp16 overflows
+
+OVERFLOWING = "model.layers.2.self_attn.o_proj.weight"
+SMALL_WINDOW = replace(ADAMW, loss_scale=LossScaleSettings(initial=64.0, window=3))
+
+
+@dataclass
+class Overflow:
+    """What one rank saw of each step, and where it ended."""
+
+    updates: list[Update]
+    scales: list[float]
+    unchanged: list[bool]
+    final: list[Shard]
+
+
+def train_with_overflow(
+    job: Job, folder: str, *, steps: int, overflow_at: int | None = 1, fault: str | None = None
+) -> Overflow:
+    """Go on from the folder's latest checkpoint up to step `steps`, with an inf planted on one rank, and save."""
+    with planted(fault):
+        parts = build(job)
+        common = {"mesh": parts.mesh, "shape": SHAPE, "split": parts.split, "stage": parts.stage}
+        latest = find_latest(Path(folder))
+        first = load_checkpoint(latest, **common, optimizer=parts.optimizer.state).step if latest else 0
+        result = Overflow([], [], [], [])
+        for step in range(first, steps):
+            before = _copies(parts)
+            with parts.optimizer.accumulating():
+                parts.pipeline.forward_backward(
+                    local_batch(job, parts.mesh, step), parts.optimizer.loss_scale
+                )
+                if step == overflow_at:
+                    _plant_inf(parts)
+            result.scales.append(parts.optimizer.loss_scale)
+            result.updates.append(parts.optimizer.step(job.learning_rate))
+            result.unchanged.append(all(map(torch.equal, before, _copies(parts))))
+        counters = {"step": steps, "samples": 8 * steps, "tokens": 96 * steps}
+        save_checkpoint(
+            Path(folder), **common, optimizer=parts.optimizer.state, trainer_state=counters, config={}
+        )
+        result.final = shards_of(parts.parameters, dict(parts.stage.named_parameters()), parts.mesh)
+        return result
+
+
+def _plant_inf(parts: Parts) -> None:
+    tensors = dict(parts.stage.named_parameters())
+    if OVERFLOWING in tensors and parts.mesh.tp.rank == parts.mesh.tp.size - 1 and parts.mesh.dp.rank == 0:
+        tensors[OVERFLOWING].grad[0, 0] = torch.inf
+
+
+def _copies(parts: Parts) -> list[Tensor]:
+    states = [shard.values.clone() for shard in parts.optimizer.state.shards()]
+    return states + [tensor.detach().clone() for tensor in parts.stage.parameters()]
+
+
+def test_an_overflow_is_left_out_on_every_rank(ranks, tmp_path):
+    layout = Layout(2, 2, 2)
+    job = job_of(torch.float16, SMALL_WINDOW, layout=layout)
+    job = replace(job, micro_batch_size=1)
+    results = ranks.run(train_with_overflow, world_size=8, job=job, folder=str(tmp_path), steps=6)
+    for result in results:
+        assert [update.skipped for update in result.updates] == [False, True, False, False, False, False]
+        assert result.updates[1].overflow == f"{OVERFLOWING} (layer 2)"
+        assert result.unchanged == [False, True, False, False, False, False]
+        # Three steps without an overflow double it again.
+        assert result.scales == [64, 64, 32, 32, 32, 64]
+    assert read_manifest(tmp_path / "step-000006").optimizer["step"] == 5
+
+
+@pytest.mark.parametrize("overflow_at", [0, 1])
+def test_a_run_resumed_within_a_window_is_the_undisturbed_one(ranks, tmp_path, overflow_at):
+    job = job_of(torch.float16, SMALL_WINDOW, layout=Layout(tensor=2))
+
+    def run(name: str, steps: int) -> list[Overflow]:
+        return ranks.run(
+            train_with_overflow,
+            world_size=2,
+            job=job,
+            folder=str(tmp_path / name),
+            steps=steps,
+            overflow_at=overflow_at,
+        )
+
+    whole = run("whole", 6)
+    run("parts", 3)
+    resumed = run("parts", 6)
+    for one, other in zip(whole, resumed, strict=True):
+        assert (one.updates[3:], one.scales[3:]) == (other.updates, other.scales)
+        assert all(torch.equal(a.values, b.values) for a, b in zip(one.final, other.final, strict=True))
+    first, second = (read_manifest(tmp_path / name / "step-000006") for name in ("whole", "parts"))
+    assert (first.tensors, first.optimizer) == (second.tensors, second.optimizer)
+
+
+def test_a_step_skipped_on_one_rank_only_is_seen(ranks, tmp_path):
+    job = job_of(torch.float16, SMALL_WINDOW, layout=Layout(tensor=2))
+    results = ranks.run(
+        train_with_overflow,
+        world_size=2,
+        job=job,
+        folder=str(tmp_path),
+        steps=2,
+        fault="skipped step on one rank only",
+    )
+    assert [result.updates[1].skipped for result in results] == [False, True]
+
+
+def overflow_message(job: Job) -> str:
+    parts = build(job)
+    with parts.optimizer.accumulating():
+        parts.pipeline.forward_backward(local_batch(job, parts.mesh, 0), parts.optimizer.loss_scale)
+        _plant_inf(parts)
+    with pytest.raises(TrainingError) as caught:
+        parts.optimizer.step(job.learning_rate)
+    return str(caught.value)
+
+
+def test_an_overflow_at_the_smallest_scale_ends_the_run_and_names_the_tensor(ranks):
+    smallest = replace(ADAMW, loss_scale=LossScaleSettings(initial=1.0))
+    job = job_of(torch.float16, smallest, layout=Layout(pipeline=2))
+    [message] = set(ranks.run(overflow_message, world_size=2, job=job))
+    assert OVERFLOWING in message and "smallest loss scale, 1:" in message and '"bf16"' in message
+
+
+def test_what_is_not_finite_without_a_scale_names_the_tensor_on_every_rank(ranks):
+    job = job_of(torch.float32, layout=Layout(pipeline=2, tensor=2))
+    [message] = set(ranks.run(overflow_message, world_size=4, job=job))
+    assert message.startswith(
+        f"the gradient norm is inf, from the gradient of {OVERFLOWING} (layer 2) on: no"
+    )
+
+
+# ------------------------------------------------------------------------------------- checkpoints between precisions
+
+
+def train_and_save(job: Job, folder: str, steps: int) -> tuple[list[float], list[Shard], list[Shard]]:
+    """Losses; this rank's weights as they were loaded (or begun with) and at the end, exactly: masters if any."""
+    parts = build(job)
+    common = {"mesh": parts.mesh, "shape": SHAPE, "split": parts.split, "stage": parts.stage}
+    latest = find_latest(Path(folder))
+    first = load_checkpoint(latest, **common, optimizer=parts.optimizer.state).step if latest else 0
+    begun = _exact_weights(parts)
+    losses = []
+    for step in range(first, steps):
+        with parts.optimizer.accumulating():
+            batch = local_batch(job, parts.mesh, step)
+            losses.append(parts.pipeline.forward_backward(batch, parts.optimizer.loss_scale))
+        parts.optimizer.step(job.learning_rate)
+    counters = {"step": steps, "samples": 8 * steps, "tokens": 96 * steps}
+    save_checkpoint(
+        Path(folder), **common, optimizer=parts.optimizer.state, trainer_state=counters, config={}
+    )
+    return losses, begun, _exact_weights(parts)
+
+
+def _exact_weights(parts: Parts) -> list[Shard]:
+    masters = {s.parameter.name: s.values for s in parts.optimizer.state.shards() if s.key == MASTER}
+    tensors = dict(parts.stage.named_parameters())
+    for name, master in masters.items():
+        assert torch.equal(tensors[name].detach(), master.view_as(tensors[name]).to(tensors[name].dtype)), (
+            name
+        )
+        tensors[name] = master.view_as(tensors[name]).clone()
+    return shards_of(parts.parameters, tensors, parts.mesh)
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(2, 2, 1)], ids=str)
+def test_bf16_resumes_bit_for_bit(ranks, tmp_path, layout):
+    job = job_of(torch.bfloat16, layout=layout)
+    job = replace(job, micro_batch_size=1)
+
+    def run(name: str, steps: int) -> list[Any]:
+        return ranks.run(
+            train_and_save, world_size=layout.world_size, job=job, folder=str(tmp_path / name), steps=steps
+        )
+
+    whole = run("whole", 4)
+    run("parts", 2)
+    resumed = run("parts", 4)
+    assert [losses[2:] for losses, *_ in whole] == [losses for losses, *_ in resumed]
+    first, second = (read_manifest(tmp_path / name / "step-000004") for name in ("whole", "parts"))
+    assert (first.tensors, first.optimizer) == (second.tensors, second.optimizer)
+    assert MASTER in first.tensors
+
+
+@pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_a_run_changes_its_precision_without_losing_a_digit(ranks, tmp_path, narrow):
+    order = [(torch.float32, 2), (narrow, 4), (torch.bfloat16, 6), (torch.float32, 8)]
+    runs = [
+        ranks.run(
+            train_and_save,
+            world_size=2,
+            job=job_of(dtype, layout=Layout(tensor=2)),
+            folder=str(tmp_path),
+            steps=steps,
+        )
+        for dtype, steps in order
+    ]
+    for before, after in pairwise(runs):
+        for (_, _, ended), (_, begun, _) in zip(before, after, strict=True):
+            assert all(torch.equal(a.values, b.values) for a, b in zip(ended, begun, strict=True))
+
+
+def test_first_nonfinite_is_none_where_all_is_finite(ranks):
+    assert ranks.run(nonfinite_after_a_step, world_size=2) == [None, None]
+
+
+def nonfinite_after_a_step() -> str | None:
+    job = job_of(torch.float32, layout=Layout(pipeline=2))
+    parts = build(job)
+    parts.pipeline.forward_backward(local_batch(job, parts.mesh, 0))
+    return gradients.first_nonfinite(parts.parameters, dict(parts.stage.named_parameters()), parts.mesh)

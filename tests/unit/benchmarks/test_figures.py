@@ -1,0 +1,56 @@
+"""Each benchmark runs, and what it can count exactly is right."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+
+
+def quick_rows(name: str, folder: Path) -> list[dict[str, Any]]:
+    """The rows that `python -m benchmarks.<name> --quick` writes."""
+    command = [sys.executable, "-m", f"benchmarks.{name}", "--quick", "--results", str(folder)]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert run.returncode == 0, run.stderr[-3000:]
+    (path,) = folder.glob("*.json")
+    report = json.loads(path.read_text())
+    assert report["quick"] and report["torch"] and len(report["load_average_at_start"]) == 3
+    return list(report["rows"])
+
+
+def test_pipeline_bubble(tmp_path: Path) -> None:
+    rows = quick_rows("pipeline_bubble", tmp_path)
+    assert {row["schedule"] for row in rows} >= {"gpipe", "1f1b", "looped_bfs", "zbv", "dualpipev"}
+    for row in rows:
+        # Every F, I and W has slept once, whatever the schedule: 12 ms a stage and micro batch each.
+        assert row["busy_seconds"] == pytest.approx([3 * 0.012 * row["micro_batches"]] * row["stages"]), row
+        assert row["in_flight"] == row["in_flight_by_data"], row
+        # Nothing is faster than the data allow.
+        assert row["step_seconds"] >= row["ideal_step_seconds"], row
+        assert row["measured_bubble"] >= row["as_torch_bubble"] - 1e-4, row
+    assert next(row for row in rows if row["schedule"] == "1f1b")["ideal_bubble"] == 0.2
+
+
+@pytest.mark.slow
+def test_memory(tmp_path: Path) -> None:
+    rows = {row["case"]: row for row in quick_rows("memory", tmp_path)}
+    for row in rows.values():
+        for part in ("parameters", "optimizer", "gradients", "activations"):
+            # ZeRO pads its partitions; small tensors (statistics, counts) are left out of the formulas.
+            assert row[part] == pytest.approx(row[f"{part}_by_formula"], rel=0.01), (row["case"], part)
+        assert row["peak"] >= row["parameters"] + row["optimizer"] + row["gradients"]
+    assert rows["ZeRO 2"]["optimizer"] < rows["torch optimizer"]["optimizer"]
+    assert rows["recompute full"]["activations"] < rows["torch optimizer"]["activations"] / 2
+
+
+@pytest.mark.slow
+def test_axis_overhead(tmp_path: Path) -> None:
+    rows = {row["case"]: row for row in quick_rows("axis_overhead", tmp_path)}
+    assert rows["one process"]["ratio"] == rows["one process"]["cpu"] == 1
+    for row in rows.values():
+        assert row["of"] in rows and row["low"] <= row["ratio"] <= row["high"]
+        assert row["seconds"] > 0 and row["cpu_seconds"] > 0

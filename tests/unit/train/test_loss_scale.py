@@ -1,0 +1,55 @@
+"""The dynamic loss scale by its turning points."""
+
+import pytest
+
+from megalite.train.loss_scale import LossScale, LossScaleSettings
+
+
+def after(scale: LossScale, steps: str) -> list[float]:
+    """The scale after each step: "o" an overflow, "." none."""
+    values = []
+    for step in steps:
+        scale.overflowed() if step == "o" else scale.passed()
+        values.append(scale.value)
+    return values
+
+
+def test_it_halves_on_an_overflow_and_doubles_after_a_window() -> None:
+    scale = LossScale(LossScaleSettings(window=3))
+    assert scale.value == 65536
+    assert after(scale, "..o...") == [65536, 65536, 32768, 32768, 32768, 65536]
+    assert after(scale, "..o.") == [65536, 65536, 32768, 32768]
+
+
+def test_hysteresis_forgives_the_first_overflows_of_a_window() -> None:
+    scale = LossScale(LossScaleSettings(initial=16, window=2, hysteresis=2))
+    assert after(scale, "oo") == [16, 8]
+    assert after(scale, "o..o") == [4, 4, 8, 8]
+
+
+def test_it_is_exhausted_where_it_would_fall_below_the_minimum() -> None:
+    scale = LossScale(LossScaleSettings(initial=4, minimum=2))
+    assert not scale.exhausted
+    assert after(scale, "o") == [2] and scale.exhausted
+
+
+def test_a_fixed_scale_neither_grows_nor_shrinks() -> None:
+    scale = LossScale(LossScaleSettings(initial=128, window=None, minimum=128))
+    assert after(scale, "." * 5000)[-1] == 128 and scale.exhausted
+
+
+@pytest.mark.parametrize("hysteresis", [1, 2])
+@pytest.mark.parametrize("stop", range(12))
+def test_it_goes_on_where_it_was_saved(stop: int, hysteresis: int) -> None:
+    steps, settings = "..o....oo...", LossScaleSettings(window=3, hysteresis=hysteresis)
+    whole = after(LossScale(settings), steps)
+    first, second = LossScale(settings), LossScale(settings)
+    after(first, steps[:stop])
+    second.load(first.scalars())
+    assert after(second, steps[stop:]) == whole[stop:]
+
+
+def test_a_checkpoint_of_another_precision_has_none_to_take_over() -> None:
+    scale = LossScale(LossScaleSettings(initial=8))
+    scale.load({"step": 3.0})
+    assert scale.value == 8

@@ -1,0 +1,97 @@
+"""The torch path on one process: groups, clipping by value, the average of weights."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalite.model.options import ModelOptions
+from megalite.model.stages import build_stage
+from megalite.parallel.mesh import ParallelMesh
+from megalite.topology.layout import pipeline_split
+from megalite.topology.parameter_groups import ParameterGroup
+from megalite.topology.parameters import model_parameters
+from megalite.topology.state import EMA
+from megalite.train.optimizer import OptimizerSettings, TorchOptimizer
+from tests.support.parity import assert_close
+from tests.support.tiny import tiny_shape
+
+SHAPE = tiny_shape(layers=2)
+SGD = OptimizerSettings("sgd", (0.9, 0.95), 1e-8, 0.0, 0.0, 0.0)
+NORM, QKV = "model.norm.weight", "model.layers.1.self_attn.qkv_proj.weight"
+
+
+def made(
+    settings: OptimizerSettings, dtype: torch.dtype = torch.float64
+) -> tuple[TorchOptimizer, dict[str, Tensor]]:
+    stage = build_stage(SHAPE, ParallelMesh.single(), pipeline_split(2, 1), ModelOptions(dtype=dtype), seed=3)
+    tensors: dict[str, Tensor] = dict(stage.named_parameters())
+    return TorchOptimizer(stage, model_parameters(SHAPE), ParallelMesh.single(), settings), tensors
+
+
+def changes(settings: OptimizerSettings, gradient: float = 1.0) -> dict[str, Tensor]:
+    """What one update with a learning rate of 0.5 adds to the weights, all gradients alike."""
+    optimizer, tensors = made(settings)
+    before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    for tensor in tensors.values():
+        tensor.grad = torch.full_like(tensor, gradient)
+    optimizer.step(0.5)
+    return {name: tensor.detach() - before[name] for name, tensor in tensors.items()}
+
+
+def test_a_group_has_its_own_rate_and_decay():
+    groups = (ParameterGroup("*.1.self_attn.[qkv]_proj.*", 0.1), ParameterGroup("model.norm.*", 2.0, 0.5))
+    moved = changes(replace(SGD, weight_decay=0.0, groups=groups))
+    assert_close(moved[QKV], torch.full_like(moved[QKV], -0.05))
+    # Norms do not decay unless a group says so: torch's SGD adds decay * weight (1) to the gradient.
+    assert_close(moved[NORM], torch.full_like(moved[NORM], -0.5 * 2 * 1.5))
+    assert_close(moved["lm_head.weight"], torch.full_like(moved["lm_head.weight"], -0.5))
+
+
+def test_weights_decay_and_norms_do_not():
+    moved = changes(replace(SGD, weight_decay=0.5), gradient=0.0)
+    assert not moved[NORM].any() and moved[QKV].any()
+
+
+def test_values_are_clipped_before_the_norm():
+    optimizer, tensors = made(replace(SGD, clip_value=0.25, gradient_clipping=1e9))
+    spread = torch.linspace(-1, 1, tensors[QKV].numel(), dtype=torch.float64).view_as(tensors[QKV])
+    before = tensors[QKV].detach().clone()
+    for name, tensor in tensors.items():
+        tensor.grad = spread.clone() if name == QKV else torch.zeros_like(tensor)
+    update = optimizer.step(1.0)
+    assert update.grad_norm == pytest.approx(spread.norm().item())
+    assert_close(before - tensors[QKV].detach(), spread.clamp(-0.25, 0.25), rtol=1e-12)
+
+    moved = changes(replace(SGD, clip_value=0.25, gradient_clipping=1.0), gradient=-7.0)
+    norm = torch.cat([each.flatten() for each in moved.values()]).norm()
+    # By the norm of what clipping by value leaves, so nothing is cut twice.
+    assert norm.item() == pytest.approx(0.5, rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_average_of_weights_follows_the_masters(dtype):
+    optimizer, tensors = made(replace(SGD, ema_decay=0.75), dtype)
+    start = {name: tensor.detach().float().clone() for name, tensor in tensors.items()}
+    for _ in range(3):
+        for tensor in tensors.values():
+            tensor.grad = torch.ones_like(tensor, dtype=torch.float32)
+        optimizer.step(2**-6)
+    averages = {shard.parameter.name: shard for shard in optimizer.state.shards() if shard.key == EMA}
+    assert averages.keys() == tensors.keys()
+    # Weights fall by 2^-6 a step: their average lags 0.75 * (1 + 2 * 0.75 + ... ) behind.
+    lag = 0.0
+    for step in range(1, 4):
+        lag = 0.75 * lag + 0.25 * step
+    for name, shard in averages.items():
+        assert shard.values.dtype == torch.float32
+        assert_close(shard.values.view_as(start[name]), start[name] - lag * 2**-6, rtol=1e-6, what=name)
+
+
+def test_a_gradient_that_is_wider_than_its_weight_is_summed_so():
+    optimizer, tensors = made(SGD, torch.bfloat16)
+    del optimizer
+    assert all(tensor.grad_dtype == torch.float32 for tensor in tensors.values())
+    _, tensors = made(replace(SGD, accumulate_wide=False), torch.bfloat16)
+    assert all(tensor.grad_dtype == torch.bfloat16 for tensor in tensors.values())
