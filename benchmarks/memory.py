@@ -11,7 +11,9 @@ gradients    at the end of the backward (`.grad`), or after the reduction (the o
 activations  what was born in the forward and lives when it ends: what the backward will read, and the logits' share.
 other        the rest that lives between steps: rotary tables, the batch, an engine's buffers.
 peak         of all tensors at once during the step, those of a moment included; and when that was.
-RSS          the peak of the process over what it was before the model was built; the C library's own waste included.
+built        the peak RSS of the process when all is built, over what it was before: initial weights are drawn in
+             float64, a parameter at a time.
+RSS          the same after three steps; torch's own buffers and the C library's waste included.
 
 ZeRO's buckets are of 4 M values here, not of DeepSpeed's own 500 M: ZeRO 2 allocates one of them each step. The row
 that says so shows it; as a CPU gives no memory before it is written, it is in `peak` and not in RSS.
@@ -212,14 +214,23 @@ def _peak_rss() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def hold(setup: Setup, counted: bool) -> Held | int:
-    """What this rank of the current process group holds, or the growth of its peak RSS in uncounted steps."""
+def hold(setup: Setup) -> Held:
+    """What this rank of the current process group holds."""
+    training = Watched(setup, setup.mesh())
+    for _ in range(STEPS - 1):
+        training.step()
+    return training.counted_step()
+
+
+def grow(setup: Setup) -> tuple[int, int]:
+    """How much this rank's peak RSS has grown when all is built, and after the steps; nothing is counted meanwhile."""
     mesh = setup.mesh()
     before = _peak_rss()
-    training = Watched(setup, mesh)
-    for _ in range(STEPS - counted):
+    training = Training(setup, mesh)
+    built = _peak_rss() - before
+    for _ in range(STEPS):
         training.step()
-    return training.counted_step() if counted else _peak_rss() - before
+    return built, _peak_rss() - before
 
 
 def formula(setup: Setup) -> dict[str, float]:
@@ -254,27 +265,28 @@ def measure(*, quick: bool) -> list[dict[str, Any]]:
     rows = []
     for name in QUICK if quick else CASES:
         setup = CASES[name]
-        held = run_ranks(hold, DATA.world_size, setup, True)[0]
-        rss = run_ranks(hold, DATA.world_size, setup, False)[0]
+        held = run_ranks(hold, DATA.world_size, setup)[0]
+        built, rss = run_ranks(grow, DATA.world_size, setup)[0]
         expected = formula(setup)
         row: dict[str, Any] = {"case": name}
         for part in PARTS:
             row[part] = getattr(held, part)
             row[f"{part}_by_formula"] = round(expected[part])
-        rows.append({**row, "other": held.other, "peak": held.peak, "peak_in": held.peak_in, "rss": rss})
+        row |= {"other": held.other, "peak": held.peak, "peak_in": held.peak_in, "built": built, "rss": rss}
+        rows.append(row)
     return rows
 
 
 def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
     shown = {part: f"{row[part] / MIB:.1f} ({row[f'{part}_by_formula'] / MIB:.1f})" for part in PARTS}
-    return {**row, **shown, **{key: f"{row[key] / MIB:.1f}" for key in ("other", "peak", "rss")}}
+    return {**row, **shown, **{key: f"{row[key] / MIB:.1f}" for key in ("other", "peak", "built", "rss")}}
 
 
 def main() -> None:
     arguments = report.arguments(__doc__)
     facts = report.machine()
     rows = measure(quick=arguments.quick)
-    columns = {key: key for key in ("case", *PARTS, "other", "peak", "peak_in", "rss")}
+    columns = {key: key for key in ("case", *PARTS, "other", "peak", "peak_in", "built", "rss")}
     report.show("MiB of a rank: counted (by formula)", [_shown(row) for row in rows], columns)
     report.write("memory", facts, {"quick": arguments.quick, "unit": "bytes"}, rows, arguments.results)
 

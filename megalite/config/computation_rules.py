@@ -1,4 +1,4 @@
-"""Rules and notes over how a step is computed: dropout, recompute, torch.compile."""
+"""Rules and notes over how a step is computed: dropout, recompute, torch.compile, sequence parallelism."""
 
 from collections.abc import Iterator
 
@@ -70,6 +70,20 @@ def attention_dropout_costs(facts: Facts) -> Iterator[str]:
         )
 
 
+def sequence_parallel_divides_the_length(facts: Facts) -> Iterator[Problem]:
+    length, tensor = facts.training.sequence_length, facts.parallel.tensor
+    if facts.parallel.sequence and length % tensor:
+        message = f"{length} positions are not divisible by parallel.tensor = {tensor}, which share them"
+        nearest = [each for each in (length // tensor * tensor, -(-length // tensor) * tensor) if each]
+        remedy = f"use {' or '.join(map(str, nearest))}, or parallel.sequence = false"
+        yield Problem("training.sequence_length", message, remedy)
+
+
+def one_rank_has_the_whole_sequence(facts: Facts) -> Iterator[str]:
+    if facts.parallel.sequence and facts.parallel.tensor == 1:
+        yield "parallel.sequence = true does nothing beside parallel.tensor = 1"
+
+
 COMPUTATION_RULES = (
     recomputed_layers_are_chosen_once,
     chosen_layers_are_recomputed,
@@ -77,5 +91,6 @@ COMPUTATION_RULES = (
     compiled_layers_hold_no_collectives,
     compiled_layers_are_recomputed_whole,
     compiled_layers_hold_their_weights,
+    sequence_parallel_divides_the_length,
 )
-NOTES = (attention_dropout_costs,)
+NOTES = (attention_dropout_costs, one_rank_has_the_whole_sequence)

@@ -147,6 +147,9 @@ class ParallelConfig(Section):
     """How the model and the batch are cut up; every size is a number of ranks."""
 
     tensor: Count = Field(1, description="ranks that share each layer")
+    sequence: bool = Field(
+        False, description="split what stands between attention and MLP over the tensor ranks, by positions"
+    )
     pipeline: Count = Field(1, description="stages that the layers are spread over")
     data: Count | Literal["auto"] = Field(
         "auto", description='replicas; "auto": what the launcher started, else 1'

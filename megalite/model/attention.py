@@ -9,9 +9,7 @@ from megalite.model.kv_cache import KeyValueCache
 from megalite.model.norms import RMSNorm
 from megalite.model.rope import Rotation
 from megalite.ops.attention import causal_attention
-from megalite.ops.norms import rms_norm
 from megalite.ops.rotary import rotate, split_and_rotate
-from megalite.parallel.collectives import copy_to
 from megalite.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.parameters import ModelShape
@@ -30,16 +28,16 @@ class SelfAttention(nn.Module):
         self.key_value_heads = mesh.local(shape.num_key_value_heads)
         rows = (self.heads + 2 * self.key_value_heads) * shape.head_dim
         self.qkv_proj = ColumnParallelLinear(
-            shape.hidden_size, rows, tp=mesh.tp, dtype=dtype, bias=shape.attention_bias
+            shape.hidden_size, rows, mesh=mesh, dtype=dtype, bias=shape.attention_bias
         )
         self.o_proj = RowParallelLinear(
             self.heads * shape.head_dim,
             shape.hidden_size,
-            tp=mesh.tp,
+            mesh=mesh,
             dtype=dtype,
             bias=shape.attention_output_bias,
         )
-        self.tp, self.qk_norm = mesh.tp, shape.qk_norm
+        self.qk_norm = shape.qk_norm
         if shape.qk_norm:
             self.q_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps, dtype=dtype)
             self.k_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps, dtype=dtype)
@@ -52,8 +50,7 @@ class SelfAttention(nn.Module):
         attend: Attend = causal_attention,
     ) -> Tensor:
         """[B, S, H] -> [B, S, H]; with a cache, the S tokens follow those it holds."""
-        batch, sequence, _ = hidden_states.shape
-        qkv = self.qkv_proj(hidden_states).view(batch, sequence, -1, self.head_dim)
+        qkv = self.qkv_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
         query, key, value = self._heads(qkv, rotation)
         if cache is not None:
             key, value = cache.extend(self.layer, key, value)
@@ -64,11 +61,7 @@ class SelfAttention(nn.Module):
             return split_and_rotate(qkv, self.heads, self.key_value_heads, *rotation)
         query, key, value = qkv.split((self.heads, self.key_value_heads, self.key_value_heads), dim=2)
         if self.qk_norm:
-            query, key = self._normed(query, self.q_norm), self._normed(key, self.k_norm)
+            query, key = self.q_norm(query.contiguous()), self.k_norm(key.contiguous())
         if rotation is not None:
             query, key = rotate(query, *rotation), rotate(key, *rotation)
         return query, key, value
-
-    def _normed(self, heads: Tensor, norm: RMSNorm) -> Tensor:
-        # Each rank norms heads of its own with the one weight: its gradient is a sum over all of them.
-        return rms_norm(heads.contiguous(), copy_to(norm.weight, self.tp), norm.eps)

@@ -72,7 +72,8 @@ class DropoutSites:
         return Mask(torch.stack(keeps, dim=1), scales[0])
 
     def _residual(self, site: str, rate: float, places: Places) -> Mask | None:
-        return self._mask(site, rate, places.samples, range(places.sequence_length), self._hidden)
+        held = self._mesh.sequence_range(places.sequence_length)
+        return self._mask(site, rate, places.samples, held, self._hidden)
 
     def _mask(
         self, site: str, rate: float, samples: Tensor, positions: range, features: range

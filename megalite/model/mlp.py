@@ -18,10 +18,10 @@ class GatedMLP(nn.Module):
         super().__init__()
         features = mesh.local(shape.intermediate_size)
         self.gate_up_proj = ColumnParallelLinear(
-            shape.hidden_size, 2 * features, tp=mesh.tp, dtype=dtype, bias=shape.mlp_bias
+            shape.hidden_size, 2 * features, mesh=mesh, dtype=dtype, bias=shape.mlp_bias
         )
         self.down_proj = RowParallelLinear(
-            features, shape.hidden_size, tp=mesh.tp, dtype=dtype, bias=shape.mlp_bias
+            features, shape.hidden_size, mesh=mesh, dtype=dtype, bias=shape.mlp_bias
         )
 
     def forward(self, hidden_states: Tensor, mask: Mask | None = None) -> Tensor:
@@ -37,10 +37,10 @@ class PlainMLP(nn.Module):
         features = mesh.local(shape.intermediate_size)
         self.approximate = "tanh" if shape.hidden_act == "gelu_pytorch_tanh" else "none"
         self.up_proj = ColumnParallelLinear(
-            shape.hidden_size, features, tp=mesh.tp, dtype=dtype, bias=shape.mlp_bias
+            shape.hidden_size, features, mesh=mesh, dtype=dtype, bias=shape.mlp_bias
         )
         self.down_proj = RowParallelLinear(
-            features, shape.hidden_size, tp=mesh.tp, dtype=dtype, bias=shape.mlp_bias
+            features, shape.hidden_size, mesh=mesh, dtype=dtype, bias=shape.mlp_bias
         )
 
     def forward(self, hidden_states: Tensor, mask: Mask | None = None) -> Tensor:

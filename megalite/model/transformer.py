@@ -21,7 +21,7 @@ from megalite.model.recompute import recomputed
 from megalite.model.rope import Rotation, rotary_embedding
 from megalite.ops.attention import causal_attention
 from megalite.ops.dropout import dropout
-from megalite.parallel.collectives import copy_to, gather_last_dim
+from megalite.parallel.collectives import column_input, gather_last_dim
 from megalite.parallel.cross_entropy import LossTerms, vocab_parallel_cross_entropy
 from megalite.parallel.layers import VocabParallelEmbedding
 from megalite.parallel.mesh import ParallelMesh
@@ -120,7 +120,7 @@ class Decoder(nn.Module):
         first, last = 0 in chunks, len(split.layers) - 1 in chunks
         if first or (last and shape.tie_word_embeddings):
             self.embed_tokens = VocabParallelEmbedding(
-                shape.vocab_size, shape.hidden_size, tp=mesh.tp, dtype=options.dtype
+                shape.vocab_size, shape.hidden_size, mesh=mesh, dtype=options.dtype
             )
         if first and shape.position_embedding == "learned":
             self.embed_positions = nn.Embedding(
@@ -148,14 +148,15 @@ class Chunk(nn.Module):
     """A run of consecutive layers of a stage, with the embedding before the first and the head after the last.
 
     The first chunk takes input_ids [B, S], the others hidden_states [B, S, H]; the last one returns each
-    sequence's loss sum [B], the others hidden_states. Its modules are the stage's own.
+    sequence's loss sum [B], the others hidden_states. Its modules are the stage's own. Where the mesh splits the
+    sequence, hidden_states are of mesh.sequence_range(S) only.
     """
 
     def __init__(
         self, stage: "Stage", split: PipelineSplit, index: int, mesh: ParallelMesh, options: ModelOptions
     ):
         super().__init__()
-        self.index, self.tp = index, mesh.tp
+        self.index, self.mesh, self.tp = index, mesh, mesh.tp
         self.is_first, self.is_last = index == 0, index == len(split.layers) - 1
         self.vocabulary = balanced_split(stage.shape.vocab_size, mesh.tp.size)
         self.loss_terms = LossTerms(stage.shape.vocab_size, options.label_smoothing, options.z_loss)
@@ -213,11 +214,15 @@ class Chunk(nn.Module):
 
     def _embed(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         embedded: Tensor = self.embed_tokens(input_ids)
-        return embedded.add_(self.embed_positions(position_ids)) if self.learned_positions else embedded
+        if not self.learned_positions:
+            return embedded
+        held = self.mesh.sequence_range(position_ids.shape[1])
+        return embedded.add_(self.embed_positions(position_ids[:, held.start : held.stop]))
 
     def local_logits(self, hidden_states: Tensor) -> Tensor:
         """Last chunk: [B, S, H] -> logits over this rank's rows of the vocabulary [B, S, V / tp], >= float32."""
-        logits = torch.nn.functional.linear(copy_to(self.norm(hidden_states), self.tp), self.head.weight)
+        inputs = column_input(self.norm(hidden_states), self.mesh)
+        logits = torch.nn.functional.linear(inputs, self.head.weight)
         return logits.float() if logits.element_size() < 4 else logits
 
     def logits(self, hidden_states: Tensor) -> Tensor:

@@ -1,15 +1,21 @@
 """Conjugate pairs of collectives: what is the identity forward is a sum backward, and the other way round.
 
-Names follow Shoeybi et al., "Megatron-LM", 2019, figure 3 ("f" and "g"). An axis of one rank communicates nothing.
+Names follow Shoeybi et al., "Megatron-LM", 2019, figure 3 ("f" and "g"), and for sequences split over the ranks
+Korthikanti et al., "Reducing activation recomputation in large Transformer models", 2022, figure 5 ("g" and "g-bar").
+An axis of one rank communicates nothing.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalite.parallel.mesh import Axis
+from megalite.parallel.mesh import Axis, ParallelMesh
+
+# Waits for a collective that is under way, and gives its result.
+Pending = Callable[[], Tensor]
 
 
 class _Copy(torch.autograd.Function):
@@ -43,6 +49,62 @@ class _Reduce(torch.autograd.Function):
         return grad, None
 
 
+class _GatherSequence(torch.autograd.Function):
+    """All-gather forward, reduce-scatter backward, along dim 1."""
+
+    @staticmethod
+    def forward(ctx: Any, shard: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return start_gather(shard, axis)()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return start_reduce_scatter(grad, ctx.axis)(), None
+
+
+class _ReduceScatterSequence(torch.autograd.Function):
+    """Reduce-scatter forward, all-gather backward, along dim 1."""
+
+    @staticmethod
+    def forward(ctx: Any, partial_sums: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return start_reduce_scatter(partial_sums, axis)()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return start_gather(grad, ctx.axis)(), None
+
+
+def column_input(hidden_states: Tensor, mesh: ParallelMesh) -> Tensor:
+    """What a product with outputs split over tp takes in: [B, S, ...] from [B, positions held here, ...]."""
+    return (
+        gather_sequence(hidden_states, mesh.tp) if mesh.splits_sequence else copy_to(hidden_states, mesh.tp)
+    )
+
+
+def row_output(partial_sums: Tensor, mesh: ParallelMesh) -> Tensor:
+    """The sums over tp of what products with split inputs gave: [B, positions held here, ...] from [B, S, ...]."""
+    if mesh.splits_sequence:
+        return reduce_scatter_sequence(partial_sums, mesh.tp)
+    return reduce_from(partial_sums, mesh.tp)
+
+
+def gather_sequence(shard: Tensor, axis: Axis) -> Tensor:
+    """All positions [B, S, ...] from each rank's run of them [B, S / n, ...]; gradients are summed and split."""
+    if axis.size == 1:
+        return shard
+    gathered: Tensor = _GatherSequence.apply(shard, axis)  # type: ignore[no-untyped-call]
+    return gathered
+
+
+def reduce_scatter_sequence(partial_sums: Tensor, axis: Axis) -> Tensor:
+    """Each rank's run of positions [B, S / n, ...] of the sum over the axis of [B, S, ...]; gradients are gathered."""
+    if axis.size == 1:
+        return partial_sums
+    scattered: Tensor = _ReduceScatterSequence.apply(partial_sums, axis)  # type: ignore[no-untyped-call]
+    return scattered
+
+
 def copy_to(hidden_states: Tensor, axis: Axis) -> Tensor:
     """The same values; gradients are summed over the axis, since every rank used its own copy."""
     return hidden_states if axis.size == 1 else _Copy.apply(hidden_states, axis)  # type: ignore[no-untyped-call]
@@ -58,6 +120,44 @@ def all_reduce(values: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.Re
     if axis.size > 1:
         dist.all_reduce(values, op=op, group=axis.group)
     return values
+
+
+def start_all_reduce(values: Tensor, axis: Axis) -> Pending:
+    """Begin to sum contiguous `values` over the axis, in place; outside autograd, as all that starts here."""
+    work = dist.all_reduce(values, group=axis.group, async_op=True)
+
+    def finish() -> Tensor:
+        work.wait()
+        return values
+
+    return finish
+
+
+def start_gather(shard: Tensor, axis: Axis) -> Pending:
+    """Begin the all-gather of dim 1: [B, S / n, ...] -> [B, S, ...]."""
+    shard = shard.contiguous()
+    gathered: Tensor = shard.new_empty(axis.size, *shard.shape)
+    work = dist.all_gather_single(gathered.flatten(0, 1), shard, group=axis.group, async_op=True)
+
+    def finish() -> Tensor:
+        work.wait()
+        # Ranks come first in memory: a copy, unless there is one sequence.
+        return gathered.transpose(0, 1).flatten(1, 2)
+
+    return finish
+
+
+def start_reduce_scatter(partial_sums: Tensor, axis: Axis) -> Pending:
+    """Begin the reduce-scatter of dim 1: [B, S, ...] -> [B, S / n, ...]."""
+    by_rank = partial_sums.unflatten(1, (axis.size, -1)).transpose(0, 1).contiguous()
+    scattered: Tensor = by_rank.new_empty(by_rank.shape[1:])
+    work = dist.reduce_scatter_single(scattered, by_rank.flatten(0, 1), group=axis.group, async_op=True)
+
+    def finish() -> Tensor:
+        work.wait()
+        return scattered
+
+    return finish
 
 
 def gather_last_dim(shard: Tensor, sizes: tuple[int, ...], axis: Axis) -> Tensor:

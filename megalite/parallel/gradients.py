@@ -1,7 +1,8 @@
-"""Gradients after the pipeline: tied sums, the mean over data-parallel ranks, the norm and its clipping."""
+"""Gradients after the pipeline: sums over copies, the mean over data-parallel ranks, the norm and its clipping."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
 
 import torch
 import torch.distributed as dist
@@ -15,16 +16,40 @@ from megalite.topology.parameters import EMBEDDING, Parameter
 _BUCKET_BYTES = 64 << 20
 
 
-def sum_tied_gradients(
-    parameters: Sequence[Parameter], tensors: Mapping[str, Tensor], mesh: ParallelMesh
+def complete_gradients(
+    parameters: Sequence[Parameter],
+    tensors: Mapping[str, Tensor],
+    mesh: ParallelMesh,
+    gradient_of: Callable[[Tensor], Tensor | None] = attrgetter("grad"),
 ) -> None:
-    """Give every copy of a tied weight the sum of the copies' gradients. Collective over the end stages."""
+    """Add up, once a step, what the copies of a weight each have of its gradient, before it is averaged over dp.
+
+    Over tp: of weights that each rank has whole and uses for its own positions or heads. Over the end stages: of tied
+    weights. Collective over both. gradient_of: where a parameter's gradient is; not its `.grad` under some optimizers.
+    """
+
+    def gradient(parameter: Parameter) -> Tensor:
+        found = gradient_of(tensors[parameter.name])
+        if found is None:
+            raise AssertionError(f"{parameter.name} has no gradient: the stage that holds it did not use it")
+        return found
+
+    partial = [gradient(parameter) for parameter in parameters if partial_over_tp(parameter, mesh)]
+    for bucket in _buckets(partial):
+        flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+        _scatter_back(bucket, all_reduce(flat, mesh.tp))
     for parameter in parameters:
         if len(parameter.spec.stages) > 1:
-            all_reduce(_gradient(tensors[parameter.name]), mesh.ends)
+            all_reduce(gradient(parameter), mesh.ends)
 
 
-def copy_tied_weights(
+def partial_over_tp(parameter: Parameter, mesh: ParallelMesh) -> bool:
+    """Whether backward leaves each tensor-parallel rank a part of the gradient of a weight that all have whole."""
+    spec = parameter.spec
+    return spec.dim is None and mesh.tp.size > 1 and (spec.summed or mesh.sequence_parallel)
+
+
+def copy_shared_weights(
     parameters: Sequence[Parameter], tensors: Mapping[str, Tensor], mesh: ParallelMesh
 ) -> None:
     """Overwrite the other copies of a tied weight with the first stage's. Collective over the end stages.
@@ -45,9 +70,7 @@ def average_over_data(gradients: Sequence[Tensor], mesh: ParallelMesh) -> None:
     for bucket in _buckets(gradients):
         flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
         dist.all_reduce(flat, group=mesh.dp.group)
-        flat.div_(mesh.dp.size)
-        for gradient, mean in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
-            gradient.copy_(mean.view_as(gradient))
+        _scatter_back(bucket, flat.div_(mesh.dp.size))
 
 
 def counted_here(parameter: Parameter, mesh: ParallelMesh) -> bool:
@@ -136,7 +159,6 @@ def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         yield bucket
 
 
-def _gradient(tensor: Tensor) -> Tensor:
-    if tensor.grad is None:
-        raise AssertionError("a tied weight has no gradient: the stage that holds it did not use it")
-    return tensor.grad
+def _scatter_back(tensors: Sequence[Tensor], flat: Tensor) -> None:
+    for tensor, values in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(values.view_as(tensor))

@@ -33,6 +33,8 @@ class ParallelMesh:
 
     tp, dp, pp: the axes. replica: the tp x pp ranks that hold one copy of the model together.
     ends: the first and the last stage with the same dp and tp, for tied embeddings; alone on the stages between.
+    sequence_parallel: outside of attention and MLP each rank of tp holds a run of the positions (Korthikanti et al.,
+    "Reducing activation recomputation in large Transformer models", 2022).
     """
 
     layout: Layout
@@ -43,6 +45,7 @@ class ParallelMesh:
     pp: Axis = ALONE
     replica: Axis = ALONE
     ends: Axis = ALONE
+    sequence_parallel: bool = False
 
     @classmethod
     def single(cls, device: torch.device | str = "cpu") -> "ParallelMesh":
@@ -50,7 +53,9 @@ class ParallelMesh:
         return cls(Layout(), 0, torch.device(device))
 
     @classmethod
-    def over_world(cls, layout: Layout, device: torch.device | str = "cpu") -> "ParallelMesh":
+    def over_world(
+        cls, layout: Layout, device: torch.device | str = "cpu", *, sequence_parallel: bool = False
+    ) -> "ParallelMesh":
         """Lay the axes over the ranks of the default process group; collective over the world.
 
         Raises ValueError when the layout's size is not the world's.
@@ -71,6 +76,7 @@ class ParallelMesh:
             pp=pp,
             replica=_join(layout.peers(rank, "tp", "pp"), rank),
             ends=ends,
+            sequence_parallel=sequence_parallel,
         )
 
     @property
@@ -83,6 +89,22 @@ class ParallelMesh:
         if rest:
             raise ValueError(f"{size} is not divisible by {self.tp.size} tensor parallel ranks")
         return part
+
+    @property
+    def splits_sequence(self) -> bool:
+        """Whether hidden states [B, S / tp, H] stand outside of attention and MLP."""
+        return self.sequence_parallel and self.tp.size > 1
+
+    def sequence_range(self, length: int) -> range:
+        """The positions, of `length`, that this rank holds outside of attention and MLP."""
+        if not self.splits_sequence:
+            return range(length)
+        held, rest = divmod(length, self.tp.size)
+        if rest:
+            raise ValueError(
+                f"a sequence of {length} is not divisible by {self.tp.size} tensor parallel ranks"
+            )
+        return range(self.tp.rank * held, (self.tp.rank + 1) * held)
 
     def barrier(self) -> None:
         if self.layout.world_size > 1:

@@ -58,7 +58,8 @@ class StepBatch:
 
 @dataclass(frozen=True)
 class PipelineShapes:
-    """What is fixed for a runner: M micro batches, hidden states [b, S, H] between chunks, losses [b].
+    """What is fixed for a runner: M micro batches, hidden states [b, S, H] between chunks ([b, S / tp, H]
+    where the mesh splits the sequence), losses [b].
 
     b and S follow from the batch. Each pair that occurs costs a schedule and its buffers: pad lengths to few.
     """
@@ -176,7 +177,8 @@ class _ScheduleRunner:
             output: Tensor = chunk(inputs, **_stage_arguments(micro_batch))
             return output
 
-        between = (*micro_batch.input_ids.shape, self._shapes.hidden_size)
+        rows, length = micro_batch.input_ids.shape
+        between = (rows, len(self._mesh.sequence_range(length)), self._shapes.hidden_size)
         hidden = torch.empty(between, dtype=self._shapes.dtype, device=self._mesh.device)
         losses = along_chunks(self._chunks, self._split, self._mesh, run, hidden)
         return 0.0 if losses is None else losses.sum().item()
@@ -199,7 +201,8 @@ class _ScheduleRunner:
     def _stage(self, chunk: nn.Module, tokens: tuple[int, int]) -> PipelineStage:
         # With both shapes given, torch runs no extra forward and backward to find them out.
         ids = torch.empty(tokens, dtype=torch.int64, device="meta")
-        hidden = self._placeholder((*tokens, self._shapes.hidden_size), self._shapes.dtype)
+        held = len(self._mesh.sequence_range(tokens[1]))
+        hidden = self._placeholder((tokens[0], held, self._shapes.hidden_size), self._shapes.dtype)
         losses = self._placeholder(tokens[:1], self._shapes.loss_dtype)
         return PipelineStage(
             chunk,

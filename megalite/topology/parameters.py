@@ -126,8 +126,8 @@ def layer_parameters(shape: ModelShape, layer: int) -> Iterator[Parameter]:
     qkv = {"self_attn.q_proj": query, "self_attn.k_proj": key_value, "self_attn.v_proj": key_value}
     yield from column("self_attn.qkv_proj", qkv, shape.attention_bias)
     if shape.qk_norm:
-        yield _vector(f"{prefix}.self_attn.q_norm.weight", shape.head_dim, layer)
-        yield _vector(f"{prefix}.self_attn.k_norm.weight", shape.head_dim, layer)
+        yield _vector(f"{prefix}.self_attn.q_norm.weight", shape.head_dim, layer, summed=True)
+        yield _vector(f"{prefix}.self_attn.k_norm.weight", shape.head_dim, layer, summed=True)
     yield from row("self_attn.o_proj", query, shape.attention_output_bias)
     yield from norm("post_attention_layernorm")
     if shape.gated_mlp:
@@ -173,9 +173,9 @@ def _norm(shape: ModelShape, name: str, layer: int | None) -> Iterator[Parameter
         yield _vector(f"{name}.bias", shape.hidden_size, layer, fill=0.0)
 
 
-def _vector(name: str, size: int, layer: int | None, *, fill: float = 1.0) -> Parameter:
+def _vector(name: str, size: int, layer: int | None, *, fill: float = 1.0, summed: bool = False) -> Parameter:
     """A norm's weight or a bias that every tensor-parallel rank has whole."""
-    return Parameter(name, ShardSpec((Part(name, (size,)),)), layer, None, False, fill)
+    return Parameter(name, ShardSpec((Part(name, (size,)),), summed=summed), layer, None, False, fill)
 
 
 def model_parameters(shape: ModelShape) -> tuple[Parameter, ...]:

@@ -34,6 +34,8 @@ class ShardSpec:
     parts: the canonical tensors it is made of, stacked along dim 0; each part is cut on its own, so a fused
         query-key-value weight gives every tensor-parallel rank its share of all three.
     stages: the pipeline stages that hold a copy; more than one means tied, and gradients are summed over them.
+    summed: every rank of the axis has it whole, and uses it for what only that rank holds (the norms of single
+        heads): the gradient is the sum over the axis.
 
     Sizes that the axis does not divide are cut unevenly (the first ranks hold one row more): nothing is padded.
     """
@@ -42,6 +44,7 @@ class ShardSpec:
     dim: int | None = None
     axis: str = "tp"
     stages: tuple[int, ...] = ()
+    summed: bool = False
 
     @property
     def full_shape(self) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from typing import Any
 import deepspeed
 from torch import Tensor, nn
 
-from megalite.parallel.gradients import copy_tied_weights, sum_tied_gradients
+from megalite.parallel.gradients import complete_gradients, copy_shared_weights
 from megalite.parallel.mesh import ParallelMesh, ProcessGroup
 from megalite.topology.parameters import Parameter
 from megalite.topology.state import OptimizerState, StateShard
@@ -65,11 +65,12 @@ class DeepSpeedOptimizer:
     def accumulating(self) -> Iterator[None]:
         with self._engine.coalesce_grad_reduction():
             yield
-            # Before the reduction: ZeRO partitions the gradients, and a tied weight's two copies differ in place.
-            sum_tied_gradients(self._parameters, self._tensors, self._mesh)
             if self._zero.use_grad_accum_attribute:
-                # The pipeline ran the raw module, so no engine hook has moved the gradients to their fp32 sums.
+                # Where the pipeline ran the raw module, no engine hook has moved the gradients to their fp32 sums.
                 self._zero.fill_grad_accum_attribute()
+            # Before the reduction: ZeRO partitions the gradients, and a tied weight's two copies differ in place.
+            gradient_of = self._zero.get_gradient_for_reduction
+            complete_gradients(self._parameters, self._tensors, self._mesh, gradient_of)
 
     def step(self, learning_rate: float) -> Update:
         set_learning_rate(self._zero.optimizer, learning_rate)
@@ -77,7 +78,7 @@ class DeepSpeedOptimizer:
         norm = float(self._engine.get_global_grad_norm())
         # On an overflow DeepSpeed has skipped the update, so the weights are still those of the step before.
         require_finite(norm)
-        copy_tied_weights(self._parameters, self._tensors, self._mesh)
+        copy_shared_weights(self._parameters, self._tensors, self._mesh)
         return Update(norm)
 
 

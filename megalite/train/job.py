@@ -93,7 +93,7 @@ def train_rank(info: RankInfo, config: RunConfig, threads: int) -> int:
     claim = folder.occupy() if info.rank == 0 else None
     device = _device(info)
     connect(info.rank, info.world_size, device=device, rendezvous=info.rendezvous)
-    mesh = ParallelMesh.over_world(config.layout, device)
+    mesh = ParallelMesh.over_world(config.layout, device, sequence_parallel=config.parallel.sequence)
     inputs = mesh.broadcast_object(prepare_inputs(config, folder) if mesh.rank == 0 else None)
     resumed_from = _checkpoint_to_resume(config, mesh, folder)
     precision = _precision(config, mesh, resumed_from)

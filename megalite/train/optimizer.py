@@ -14,11 +14,11 @@ from megalite.parallel.gradients import (
     average_over_data,
     clip_gradients,
     clip_values,
-    copy_tied_weights,
+    complete_gradients,
+    copy_shared_weights,
     first_nonfinite,
     global_norm,
     scale_gradients,
-    sum_tied_gradients,
 )
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.parameter_groups import ParameterGroup, group_of
@@ -185,7 +185,7 @@ class TorchOptimizer:
     @contextmanager
     def accumulating(self) -> Iterator[None]:
         yield
-        sum_tied_gradients(self._parameters, self._tensors, self._mesh)
+        complete_gradients(self._parameters, self._tensors, self._mesh)
         average_over_data(_gradients(self._tensors), self._mesh)
 
     def step(self, learning_rate: float) -> Update:
@@ -203,7 +203,7 @@ class TorchOptimizer:
         self._optimizer.step()
         self._optimizer.zero_grad()
         _copy_masters(self._masters, self._tensors)
-        copy_tied_weights(self._parameters, self._tensors, self._mesh)
+        copy_shared_weights(self._parameters, self._tensors, self._mesh)
         if self._scale is not None:
             self._scale.passed()
         return Update(norm)

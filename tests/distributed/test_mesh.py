@@ -57,3 +57,19 @@ def wrong_world_on_rank() -> str:
 def test_a_layout_of_another_size_is_refused(ranks):
     for message in ranks.run(wrong_world_on_rank, world_size=2):
         assert "needs 4 ranks, the world has 2" in message
+
+
+def positions_on_rank(sequence_parallel: bool) -> tuple[range, str]:
+    mesh = ParallelMesh.over_world(Layout(tensor=2, data=2), sequence_parallel=sequence_parallel)
+    try:
+        return mesh.sequence_range(6), str(mesh.sequence_range(7))
+    except ValueError as error:
+        return mesh.sequence_range(6), str(error)
+
+
+def test_a_rank_holds_a_run_of_the_positions(ranks):
+    whole = ranks.run(positions_on_rank, world_size=4, sequence_parallel=False)
+    assert whole == [(range(6), "range(0, 7)")] * 4
+    refused = "a sequence of 7 is not divisible by 2 tensor parallel ranks"
+    split = ranks.run(positions_on_rank, world_size=4, sequence_parallel=True)
+    assert split == [(range(3), refused), (range(3, 6), refused)] * 2

@@ -1,20 +1,83 @@
 """Label smoothing and z-loss are one process's in every layout, where the vocabulary is cut unevenly."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
+from unittest import mock
 
 import pytest
+from torch import Tensor
 
+from megalite.model import transformer
+from megalite.parallel.cross_entropy import IGNORE_INDEX
 from megalite.topology.layout import Layout
 from tests.parity.test_layouts import _assert_equal_to_one_process
 from tests.support.parity import LAYOUT_RTOL
 from tests.support.tiny import tiny_shape
-from tests.support.training import Job, train_on_rank
+from tests.support.training import Job, RankResult, train_on_rank
+
+JOB = Job(tiny_shape(tied=True), label_smoothing=0.1, z_loss=0.02, steps=2)
 
 
 @pytest.mark.parametrize("layout", [Layout(tensor=2), Layout(1, 2, 4), Layout(2, 2, 2)], ids=str)
 @pytest.mark.parametrize(("label_smoothing", "z_loss"), [(0.2, 0.0), (0.0, 0.01), (0.1, 0.02)])
 def test_the_loss_of_every_layout_is_one_processs(ranks, layout, label_smoothing, z_loss):
-    job = Job(tiny_shape(tied=True), layout, label_smoothing=label_smoothing, z_loss=z_loss, steps=2)
+    job = replace(JOB, layout=layout, label_smoothing=label_smoothing, z_loss=z_loss)
     [alone] = ranks.run(train_on_rank, world_size=1, job=replace(job, layout=Layout()))
     results = ranks.run(train_on_rank, world_size=layout.world_size, job=job)
     _assert_equal_to_one_process(job, results, alone, LAYOUT_RTOL)
+
+
+Loss = Callable[..., Tensor]
+
+
+def _smooth_over_the_shard(loss: Loss) -> Loss:
+    """Megatron-LM#7452: the mean of the log probabilities over the vocabulary that the rank holds."""
+
+    def wrong(logits: Tensor, labels: Tensor, loss_mask: Tensor, rows: range, tp: Any, terms: Any) -> Tensor:
+        counted = loss_mask * (labels != IGNORE_INDEX)
+        own_mean = -logits.log_softmax(dim=-1).mean(dim=-1) * counted
+        plain = loss(logits.clone(), labels, loss_mask, rows, tp, replace(terms, label_smoothing=0.0))
+        return (1 - terms.label_smoothing) * plain + terms.label_smoothing * own_mean
+
+    return wrong
+
+
+def _divide_by_the_shards_size(loss: Loss) -> Loss:
+    def wrong(logits: Tensor, labels: Tensor, loss_mask: Tensor, rows: range, tp: Any, terms: Any) -> Tensor:
+        return loss(logits, labels, loss_mask, rows, tp, replace(terms, vocabulary=len(rows)))
+
+    return wrong
+
+
+def _leave_out_the_gradient_of_z_loss(loss: Loss) -> Loss:
+    def wrong(logits: Tensor, *arguments: Any) -> Tensor:
+        *others, terms = arguments
+        right = loss(logits.detach().clone(), *others, terms)
+        without = loss(logits, *others, replace(terms, z_loss=0.0))
+        return without + (right - without).detach()
+
+    return wrong
+
+
+# name -> what stands for vocab_parallel_cross_entropy, given the original
+FAULTS: dict[str, Callable[[Loss], Loss]] = {
+    "label smoothing over the shard's own vocabulary": _smooth_over_the_shard,
+    "label smoothing divided by the shard's size": _divide_by_the_shards_size,
+    "z-loss without its gradient": _leave_out_the_gradient_of_z_loss,
+}
+
+
+def train_with(job: Job, fault: str) -> RankResult:
+    right = transformer.vocab_parallel_cross_entropy
+    with mock.patch.object(transformer, "vocab_parallel_cross_entropy", FAULTS[fault](right)):
+        return train_on_rank(job)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_departs_from_one_process(ranks, fault):
+    [alone] = ranks.run(train_on_rank, world_size=1, job=JOB)
+    job = replace(JOB, layout=Layout(data=2, tensor=2))
+    results = ranks.run(train_with, world_size=4, job=job, fault=fault)
+    with pytest.raises(AssertionError, match="relative error"):
+        _assert_equal_to_one_process(job, results, alone, LAYOUT_RTOL)

@@ -9,6 +9,7 @@ from torch import Tensor
 from megalite.model.options import PLAIN, Dropout, ModelOptions, Recompute
 from megalite.model.stages import build_stage
 from megalite.model.transformer import Stage
+from megalite.parallel.gradients import partial_over_tp
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.pipeline import PipelineRunner, PipelineShapes, StepBatch, pipeline_runner
 from megalite.topology.layout import Layout, PipelineSplit, pipeline_split
@@ -35,6 +36,7 @@ class Job:
     micro_batch_size: int = 1
     schedule: str = "1f1b"
     chunks_a_stage: int = 1
+    sequence_parallel: bool = False
     optimizer: OptimizerSettings = SGD
     learning_rate: float = 0.1
     zero_stage: int = 0
@@ -51,11 +53,12 @@ class Job:
 
 @dataclass(frozen=True)
 class Shard:
-    """A region of a canonical tensor as one rank holds it."""
+    """A region of a canonical tensor as one rank holds it; partial: as a gradient, part of the sum over tp."""
 
     name: str
     box: Box
     values: Tensor
+    partial: bool = False
 
 
 @dataclass
@@ -90,7 +93,7 @@ class Parts:
 
 def build(job: Job) -> Parts:
     """Everything of the job on this rank of the current process group, with its initial weights."""
-    mesh = ParallelMesh.over_world(job.layout)
+    mesh = ParallelMesh.over_world(job.layout, sequence_parallel=job.sequence_parallel)
     if job.compile:  # what earlier jobs of this process compiled counts against a limit
         torch._dynamo.reset()
     options = ModelOptions(
@@ -181,7 +184,7 @@ def shards_of(parameters: Sequence[Parameter], tensors: dict[str, Tensor], mesh:
         row = 0
         for part, box in parameter.spec.boxes(mesh.tp.rank, mesh.tp.size):
             values = tensors[parameter.name].detach()[row : row + box.shape[0]].clone()
-            shards.append(Shard(part.name, box, values))
+            shards.append(Shard(part.name, box, values, partial_over_tp(parameter, mesh)))
             row += box.shape[0]
     return shards
 
@@ -219,14 +222,15 @@ def full_gradients(job: Job, results: Sequence[RankResult]) -> dict[str, Tensor]
 
 
 def _without_tensor_replicas(job: Job, replica: Sequence[RankResult]) -> list[Shard]:
-    """Every shard of a replica once a stage: tensor-parallel copies must be equal and only one is kept."""
+    """Every shard of a replica once a stage: tensor-parallel copies must be equal and only one is kept, unless
+    each is a part of the gradient."""
     kept: list[Shard] = []
     for stage in range(job.layout.pipeline):
         ranks = replica[stage * job.layout.tensor : (stage + 1) * job.layout.tensor]
         seen: dict[tuple[str, Box], Tensor] = {}
         for shard in (shard for rank in ranks for shard in rank.gradients):
             key = (shard.name, shard.box)
-            if key in seen:
+            if key in seen and not shard.partial:
                 assert torch.allclose(seen[key], shard.values, rtol=1e-9, atol=1e-14), (
                     f"copies of {shard.name} differ"
                 )

@@ -11,3 +11,9 @@ def test_attention_dropout_says_what_it_costs(tmp_path: Path) -> None:
         "model.attention_dropout = 0.1 has attention written out instead of fused: 3 to 5 times"
     )
     assert not load(tmp_path, {"model.residual_dropout": 0.1}).notes
+
+
+def test_sequence_parallelism_of_one_rank_is_said_to_do_nothing(tmp_path: Path) -> None:
+    [note] = load(tmp_path, {"parallel.sequence": True}).notes
+    assert note == "parallel.sequence = true does nothing beside parallel.tensor = 1"
+    assert not load(tmp_path, {"parallel.sequence": True, "parallel.tensor": 2}).notes

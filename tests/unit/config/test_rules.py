@@ -111,6 +111,13 @@ CASES = [
         {"parallel.tensor": 4},
     ),
     Case(
+        "sequence_parallel_divides_the_length",
+        {"parallel.sequence": True, "parallel.tensor": 4, "training.sequence_length": 18},
+        "training.sequence_length: 18 positions are not divisible by parallel.tensor = 4, which share them; "
+        "use 16 or 20, or parallel.sequence = false",
+        {"training.sequence_length": 20},
+    ),
+    Case(
         "tensor_fits_intermediate_size",
         {"parallel.tensor": 4, "model.intermediate_size": 3},
         "parallel.tensor: 4 ranks cannot share model.intermediate_size = 3; use at most 3",

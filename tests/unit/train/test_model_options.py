@@ -20,12 +20,16 @@ def test_the_configuration_reaches_the_model(tmp_path: Path) -> None:
         "training.recompute": "selective",
         "training.recompute_layers": 3,
         "training.compile": False,
+        "training.label_smoothing": 0.1,
+        "training.z_loss": 1e-4,
     }
     assert model_options(load(tmp_path, changes).config) == ModelOptions(
         dtype=torch.float32,
         dropout=Dropout(embedding=0.1, residual=0.2, mlp=0.3, attention=0.4),
         dropout_seed=5,
         recompute=Recompute("selective", layers=3),
+        label_smoothing=0.1,
+        z_loss=1e-4,
     )
 
 

@@ -1,0 +1,76 @@
+"""Sequence parallelism trains to the same numbers as one process: loss, norm, every gradient, the weights after."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from megalite.model.options import Dropout, Recompute
+from megalite.topology.layout import Layout
+from megalite.topology.parameters import ModelShape
+from tests.parity.test_layouts import _assert_equal_to_one_process, _id
+from tests.support.parity import LAYOUT_RTOL, ZERO_RTOL
+from tests.support.tiny import FAMILY_SHAPES, tiny_shape
+from tests.support.training import Job, RankResult, train_on_rank
+
+LAYOUTS = [Layout(pipeline, data, tensor) for tensor in (2, 4) for pipeline in (1, 2) for data in (1, 2)]
+LAYOUTS = [layout for layout in LAYOUTS if layout.world_size <= 8]
+
+
+@pytest.fixture(scope="module")
+def reference(ranks) -> Callable[[Job], RankResult]:
+    """The same job in one process, computed once for each job."""
+
+    @cache
+    def run(job: Job) -> RankResult:
+        [result] = ranks.run(train_on_rank, world_size=1, job=job)
+        return result
+
+    return run
+
+
+def _job(shape: ModelShape, layout: Layout, **changes) -> Job:
+    return replace(Job(shape, layout, sequence_parallel=True, micro_batch_size=2, steps=2), **changes)
+
+
+def _check(ranks, reference, job: Job, rtol: float = LAYOUT_RTOL) -> None:
+    results = ranks.run(train_on_rank, world_size=job.layout.world_size, job=job)
+    alone = reference(
+        replace(
+            job, layout=Layout(), sequence_parallel=False, schedule="1f1b", chunks_a_stage=1, zero_stage=0
+        )
+    )
+    _assert_equal_to_one_process(job, results, alone, rtol)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=_id)
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_layouts_equal_one_process(ranks, reference, layout, tied):
+    _check(ranks, reference, _job(tiny_shape(tied=tied), layout))
+
+
+@pytest.mark.parametrize("family", ["llama with biases", "qwen3 with biases", "gpt2"])
+def test_biases_head_norms_and_learned_positions_get_their_whole_gradient(ranks, reference, family):
+    _check(ranks, reference, _job(FAMILY_SHAPES[family], Layout(tensor=2, pipeline=2)))
+
+
+@pytest.mark.parametrize("schedule", ["interleaved_zero_bubble", "zbv", "dualpipev"])
+def test_schedules_that_split_the_backward(ranks, reference, schedule):
+    job = _job(tiny_shape(tied=True), Layout(pipeline=2, tensor=2), schedule=schedule, chunks_a_stage=2)
+    _check(ranks, reference, replace(job, micro_batch_size=1))
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_dropout_and_recompute(ranks, reference, recompute):
+    job = _job(
+        tiny_shape(tied=True),
+        Layout(data=2, tensor=2),
+        dropout=Dropout(0.1, 0.2, 0.1, 0.1),
+        recompute=Recompute(recompute),
+    )
+    _check(ranks, reference, job)
+
+
+def test_zero_1(ranks, reference):
+    _check(ranks, reference, _job(tiny_shape(), Layout(data=2, tensor=2), zero_stage=1, steps=5), ZERO_RTOL)
