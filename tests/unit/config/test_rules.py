@@ -441,6 +441,17 @@ CASES = [
         {"optimizer.groups": [{"pattern": "*norm*"}]},
     ),
     Case(
+        "zero_finds_every_group_on_every_stage",
+        {
+            "optimizer.groups": [{"pattern": "model.embed_tokens.weight"}],
+            "parallel.pipeline": 2,
+            "deepspeed.zero_optimization.stage": 1,
+        },
+        'optimizer.groups: what "model.embed_tokens.weight" matches is not on all 2 stages alike, and '
+        "DeepSpeed wants every group on every stage; choose parameters of all stages, or leave [deepspeed] out",
+        {"optimizer.groups": [{"pattern": "*norm*"}]},
+    ),
+    Case(
         "values_are_clipped_without_zero",
         {"optimizer.clip_value": 0.5, "deepspeed.zero_optimization.stage": 1},
         "optimizer.clip_value: 0.5 is not run with ZeRO 1: DeepSpeed clips inside its own step, and only by the norm; "
