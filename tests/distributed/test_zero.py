@@ -53,3 +53,18 @@ def test_five_sgd_steps_are_those_of_one_process(ranks, reference, stage, layout
     job = Job(TIED if tied else UNTIED, layout, micro_batch_size=micro_batch_size, zero_stage=stage, steps=5)
     results = ranks.run(train_on_rank, world_size=layout.world_size, job=job)
     assert_equal_to_one_process(job, results, reference(job))
+
+
+@pytest.mark.parametrize(
+    ("stage", "layout", "offload"),
+    [
+        (1, Layout(pipeline=2, data=2), "optimizer"),
+        (2, Layout(data=2), "optimizer"),
+        (3, Layout(data=2, tensor=2), "optimizer"),
+        (3, Layout(data=2), "parameters"),
+    ],
+)
+def test_offloaded_state_is_updated_with_all_micro_batches(ranks, reference, stage, layout, offload):
+    job = Job(TIED, layout, zero_stage=stage, offload=offload, steps=5)
+    results = ranks.run(train_on_rank, world_size=layout.world_size, job=job)
+    assert_equal_to_one_process(job, results, reference(job))
