@@ -4,8 +4,6 @@ averaged in float32; the loss scale of fp16 goes its way, in a pipeline too."""
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
