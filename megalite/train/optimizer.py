@@ -311,6 +311,9 @@ class _TorchState:
         self._optimizer, self._parameters, self._mesh = optimizer, parameters, mesh
         self._tensors, self._masters, self._scale = tensors, masters, scale
 
+    def weights(self) -> None:
+        return None
+
     def shards(self) -> Iterator[StateShard]:
         ensure_state(self._optimizer)
         for index, parameter in enumerate(self._parameters):
