@@ -13,6 +13,12 @@ def require_supported(config: RunConfig, source: str) -> None:
         raise ConfigError(problems, source)
 
 
+def asked_precision(config: RunConfig) -> str:
+    """`training.precision`, where "auto" leaves out what is not run."""
+    precision = config.training.precision
+    return "fp32" if precision == "auto" and config.zero_stage else precision
+
+
 def _unsupported(config: RunConfig) -> Iterator[Problem]:
     if config.training.precision == "fp16" and config.zero_stage:
         yield Problem(
