@@ -229,7 +229,7 @@ def shards_of(parameters: Sequence[Parameter], tensors: dict[str, Tensor], mesh:
         row = 0
         for part, box in parameter.spec.boxes(mesh.tp.rank, mesh.tp.size):
             values = tensors[parameter.name].detach()[row : row + box.shape[0]].clone()
-            shards.append(Shard(part.name, box, values, partial_over_tp(parameter, mesh)))
+            shards.append(Shard(part.name, box, values, partial_over_tp(parameter, part, mesh)))
             row += box.shape[0]
     return shards
 

@@ -60,7 +60,7 @@ def train_settings(settings: Settings, fault: str | None = None) -> RankResult:
     """
     with planted_fault(fault):
         config = config_of(settings)
-        mesh = ParallelMesh.over_world(config.layout)
+        mesh = ParallelMesh.over_world(config.layout, sequence_parallel=config.parallel.sequence)
         assert config.model.vocab_size != "auto"
         shape = config.model.shape(config.model.vocab_size)
         trainer = Trainer(config, mesh, shape, cast(StepLoader, TinyLoader(config, mesh, shape)))
@@ -83,8 +83,10 @@ def _recorded_gradients(
     """Keep the first gradients that are complete over tp and pp, without the loss's scale."""
 
     def recording(original: Any) -> Any:
-        def complete(given: Sequence[Parameter], tensors: Mapping[str, Tensor], mesh: ParallelMesh) -> None:
-            original(given, tensors, mesh)
+        def complete(
+            given: Sequence[Parameter], tensors: Mapping[str, Tensor], mesh: ParallelMesh, *where: Any
+        ) -> None:
+            original(given, tensors, mesh, *where)
             if not result.gradients:
                 scale = trainer.optimizer.loss_scale
                 gradients = {name: _gradient(tensor).double() / scale for name, tensor in tensors.items()}
@@ -94,7 +96,7 @@ def _recorded_gradients(
 
     with ExitStack() as patches:
         for module in (optimizer, deepspeed):
-            name = "sum_tied_gradients"
+            name = "complete_gradients"
             patches.enter_context(mock.patch.object(module, name, recording(getattr(module, name))))
         yield
 
