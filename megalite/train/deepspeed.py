@@ -20,6 +20,7 @@ from megalite.topology.state import OptimizerState
 from megalite.train.optimizer import (
     OptimizerSettings,
     Update,
+    accumulate_in_float32,
     require_finite,
     set_learning_rate,
     torch_optimizer,
@@ -45,14 +46,16 @@ class DeepSpeedOptimizer:
         _quieten()
         self._stage, self._parameters, self._mesh = stage, parameters, mesh
         self._tensors = dict(stage.named_parameters())
-        self._once_a_step = config["zero_optimization"]["stage"] == 1
         _mark(parameters, self._tensors, mesh)
+        narrow = any(tensor.element_size() < 4 for tensor in self._tensors.values())
+        if narrow and settings.accumulate_wide:
+            accumulate_in_float32(self._tensors)
+        handed, self._once_a_step = _handed(config, accumulate_wide=narrow and settings.accumulate_wide)
         self._engine, self._zero, *_ = deepspeed.initialize(
             model=stage,
             optimizer=torch_optimizer(settings, parameters, self._tensors),
             mpu=_ModelParallelUnit(mesh),
-            # Where it is ours to say when a step ends, DeepSpeed sums what each backward brings until then.
-            config={**config, "managed_gradient_accumulation": self._once_a_step},
+            config=handed,
         )
         self.state: OptimizerState = zero_state(self._zero, parameters, self._tensors, mesh)
 
@@ -88,6 +91,32 @@ class DeepSpeedOptimizer:
         require_finite(norm)
         copy_shared_weights(self._parameters, self._tensors, self._mesh)
         return Update(norm)
+
+
+def _handed(config: Mapping[str, Any], *, accumulate_wide: bool) -> tuple[dict[str, Any], bool]:
+    """What DeepSpeed is given to do what `config` asks for; and whether it reduces gradients once a step.
+
+    accumulate_wide: gradients of 16-bit parameters are summed and reduced in float32.
+    """
+    zero = dict(config["zero_optimization"])
+    stage = zero["stage"]
+    offloads = zero.get("offload_optimizer", {}).get("device", "none") != "none"
+    once_a_step = stage == 1
+    handed = {**config, "zero_optimization": zero}
+    if accumulate_wide:
+        handed["data_types"] = {**config.get("data_types", {}), "grad_accum_dtype": "fp32"}
+        handed.setdefault("communication_data_type", "fp32")
+        if stage == 2 and offloads:
+            # DeepSpeed would sum micro batches on the CPU in 16 bits: stage 1 there has the sums of autograd.
+            zero["stage"], once_a_step = 1, True
+        elif stage == 2 or (stage == 1 and not offloads):
+            # Stage 1 would become BF16_Optimizer, which cannot reduce once a step: stage 2's optimizer can, and is then
+            # the same. Its contiguous buckets have 16 bits.
+            zero |= {"stage": 2, "contiguous_gradients": False}
+    if not once_a_step:
+        # It is ours to say when a step ends; until then DeepSpeed sums what each backward brings.
+        handed["managed_gradient_accumulation"] = False
+    return handed, once_a_step
 
 
 class _ModelParallelUnit:
