@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from math import prod
 from operator import attrgetter
@@ -56,18 +57,29 @@ def complete_gradients(
             raise AssertionError(f"{parameter.name} has no gradient: the stage that holds it did not use it")
         return found
 
-    partial = [
-        each for each in parameters if any(partial_over_tp(each, part, mesh) for part in each.spec.parts)
-    ]
-    shares = [share for each in partial for share in _shares(each, gradient(each), mesh)]
-    for share, total in _sums_over_tp(shares, mesh):
-        if share.first:
-            share.values.copy_(total)
-        else:
-            share.values.zero_()
+    concerned = [each for each in parameters if _is_partial(each, mesh)]
+    _add_up([share for each in concerned for share in _shares(each, gradient(each), mesh)], mesh)
     for parameter in parameters:
         if len(parameter.spec.stages) > 1:
             all_reduce(gradient(parameter), mesh.ends)
+
+
+def complete_in_backward(
+    parameters: Sequence[Parameter], tensors: Mapping[str, Tensor], mesh: ParallelMesh
+) -> None:
+    """Have every backward add up over tp what complete_gradients does once a step: a collective for each weight.
+
+    For an optimizer that takes gradients away as soon as they are there, so has no stages to sum over.
+    """
+
+    def complete(parameter: Parameter, given: Tensor) -> Tensor:
+        gradient = given.clone(memory_format=torch.contiguous_format)
+        _add_up([*_shares(parameter, gradient, mesh)], mesh)
+        return gradient
+
+    for parameter in parameters:
+        if _is_partial(parameter, mesh):
+            tensors[parameter.name].register_hook(partial(complete, parameter))
 
 
 def partial_over_tp(parameter: Parameter, part: Part, mesh: ParallelMesh) -> bool:
@@ -75,6 +87,10 @@ def partial_over_tp(parameter: Parameter, part: Part, mesh: ParallelMesh) -> boo
     spec = parameter.spec
     whole = spec.dim is None and mesh.tp.size > 1 and (spec.summed or mesh.sequence_parallel)
     return whole or spec.is_shared(part, mesh.tp.size)
+
+
+def _is_partial(parameter: Parameter, mesh: ParallelMesh) -> bool:
+    return any(partial_over_tp(parameter, part, mesh) for part in parameter.spec.parts)
 
 
 def copy_shared_weights(
@@ -85,11 +101,8 @@ def copy_shared_weights(
     Tied copies see the same gradient, but reductions round by an element's place in a buffer, which differs
     between stages: without this they would drift apart by a last digit a step. Collective over tp and the end stages.
     """
-    shared = [
-        each
-        for each in parameters
-        if any(each.spec.is_shared(part, mesh.tp.size) for part in each.spec.parts)
-    ]
+    size = mesh.tp.size
+    shared = [each for each in parameters if any(each.spec.is_shared(part, size) for part in each.spec.parts)]
     shares = [share for each in shared for share in _shares(each, tensors[each.name].data, mesh)]
     for share, total in _sums_over_tp(shares, mesh, of_first=True):
         share.values.copy_(total)
@@ -107,6 +120,15 @@ def _shares(parameter: Parameter, tensor: Tensor, mesh: ParallelMesh) -> Iterato
             start = box.offsets[0] * prod(part.shape[1:])
             yield _Share(tensor[row : row + box.shape[0]], start, prod(part.shape), first)
         row += box.shape[0]
+
+
+def _add_up(shares: Sequence[_Share], mesh: ParallelMesh) -> None:
+    """Make the first copies of some gradients the sums over tp, and the others zeros."""
+    for share, total in _sums_over_tp(shares, mesh):
+        if share.first:
+            share.values.copy_(total)
+        else:
+            share.values.zero_()
 
 
 def _sums_over_tp(

@@ -13,7 +13,7 @@ from typing import Any
 import deepspeed
 from torch import Tensor, nn
 
-from megalite.parallel.gradients import complete_gradients, copy_shared_weights
+from megalite.parallel.gradients import complete_gradients, complete_in_backward, copy_shared_weights
 from megalite.parallel.mesh import ParallelMesh, ProcessGroup
 from megalite.topology.parameters import Parameter
 from megalite.topology.state import OptimizerState
@@ -51,6 +51,8 @@ class DeepSpeedOptimizer:
         if narrow and settings.accumulate_wide:
             accumulate_in_float32(self._tensors)
         handed, self._once_a_step = _handed(config, accumulate_wide=narrow and settings.accumulate_wide)
+        if not self._once_a_step:
+            complete_in_backward(parameters, self._tensors, mesh)
         self._engine, self._zero, *_ = deepspeed.initialize(
             model=stage,
             optimizer=torch_optimizer(settings, parameters, self._tensors),
