@@ -17,12 +17,14 @@ from megalite.parallel.gradients import complete_gradients, complete_in_backward
 from megalite.parallel.mesh import ParallelMesh, ProcessGroup
 from megalite.topology.parameters import Parameter
 from megalite.topology.state import OptimizerState
+from megalite.train.loss_scale import LossScale
+from megalite.train.nonfinite import FiniteFlags
 from megalite.train.optimizer import (
     OptimizerSettings,
     Update,
     accumulate_in_float32,
-    require_finite,
     set_learning_rate,
+    skip_update,
     torch_optimizer,
 )
 from megalite.train.zero_state import zero_state
@@ -51,24 +53,35 @@ class DeepSpeedOptimizer:
         if narrow and settings.accumulate_wide:
             accumulate_in_float32(self._tensors)
         handed, self._once_a_step = _handed(config, accumulate_wide=narrow and settings.accumulate_wide)
+        self._finite = FiniteFlags(parameters, mesh)
         if not self._once_a_step:
             complete_in_backward(parameters, self._tensors, mesh)
+            # These hooks run before DeepSpeed's, which take the gradient away.
+            for parameter in parameters:
+                tensor = self._tensors[parameter.name]
+                tensor.register_post_accumulate_grad_hook(lambda _, parameter=parameter: self._see(parameter))
         self._engine, self._zero, *_ = deepspeed.initialize(
             model=stage,
             optimizer=torch_optimizer(settings, parameters, self._tensors),
             mpu=_ModelParallelUnit(mesh),
             config=handed,
         )
-        self.state: OptimizerState = zero_state(self._zero, parameters, self._tensors, mesh)
+        self._scale = LossScale(settings.loss_scale) if settings.loss_scale is not None else None
+        if self._scale is not None:
+            self._zero.override_loss_scale(self._scale.value)
+        self.state: OptimizerState = zero_state(self._zero, parameters, self._tensors, mesh, self._scale)
 
     @property
     def loss_scale(self) -> float:
-        return float(self._zero.loss_scale)
+        return 1.0 if self._scale is None else self._scale.value
 
     def forward(self, input_ids: Tensor, **arguments: Tensor) -> Tensor:
         # As a pipeline runs it: the engine has a part in a backward only where it reduces in it.
         run = self._stage if self._once_a_step else self._engine
         losses: Tensor = run(input_ids, **arguments)
+        if self._scale is not None and not self._once_a_step and losses.requires_grad:
+            # The runner scales the loss; the engine refuses a backward if it has not been told so.
+            self._engine.scale(losses.sum())
         return losses
 
     @contextmanager
@@ -78,6 +91,8 @@ class DeepSpeedOptimizer:
             return
         with self._engine.coalesce_grad_reduction():
             yield
+            for parameter in self._parameters:
+                self._see(parameter)
             if self._zero.use_grad_accum_attribute:
                 # Where the pipeline ran the raw module, no engine hook has moved the gradients to their fp32 sums.
                 self._zero.fill_grad_accum_attribute()
@@ -87,12 +102,24 @@ class DeepSpeedOptimizer:
 
     def step(self, learning_rate: float) -> Update:
         set_learning_rate(self._zero.optimizer, learning_rate)
+        if self._scale is not None:
+            self._zero.override_loss_scale(self._scale.value)
         self._engine.step()
         norm = float(self._engine.get_global_grad_norm())
         # On an overflow DeepSpeed has skipped the update, so the weights are still those of the step before.
-        require_finite(norm)
+        tensor = self._finite.first_nonfinite() if self._zero.overflow else None
+        self._finite.clear()
+        if self._zero.overflow:
+            return skip_update(self._scale, norm, tensor)
         copy_shared_weights(self._parameters, self._tensors, self._mesh)
+        if self._scale is not None:
+            self._scale.passed()
         return Update(norm)
+
+    def _see(self, parameter: Parameter) -> None:
+        gradient = self._tensors[parameter.name].grad
+        if gradient is not None:
+            self._finite.see(parameter, gradient)
 
 
 def _handed(config: Mapping[str, Any], *, accumulate_wide: bool) -> tuple[dict[str, Any], bool]:
@@ -105,6 +132,9 @@ def _handed(config: Mapping[str, Any], *, accumulate_wide: bool) -> tuple[dict[s
     offloads = zero.get("offload_optimizer", {}).get("device", "none") != "none"
     once_a_step = stage == 1
     handed = {**config, "zero_optimization": zero}
+    if config.get("fp16", {}).get("enabled"):
+        # The scale is ours, so that it goes the same way with and without ZeRO; DeepSpeed is told it at every step.
+        handed["fp16"] = {"enabled": True, "loss_scale": 1}
     if accumulate_wide:
         handed["data_types"] = {**config.get("data_types", {}), "grad_accum_dtype": "fp32"}
         handed.setdefault("communication_data_type", "fp32")

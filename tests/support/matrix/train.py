@@ -1,8 +1,9 @@
 """A row's run, trained by the real trainer on the ranks of its layout, and held against one process."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, cast
 from unittest import mock
 
@@ -80,16 +81,26 @@ def train_settings(settings: Settings, fault: str | None = None) -> RankResult:
 def _recorded_gradients(
     result: RankResult, trainer: Trainer, parameters: Sequence[Parameter]
 ) -> Iterator[None]:
-    """Keep the first gradients that are complete over tp and pp, without the loss's scale."""
+    """Keep the first gradients that are complete over tp and pp, without the loss's scale.
+
+    ZeRO 2 and 3 partition gradients in every backward: there is no moment at which they are complete, and none is kept.
+    """
 
     def recording(original: Any) -> Any:
         def complete(
-            given: Sequence[Parameter], tensors: Mapping[str, Tensor], mesh: ParallelMesh, *where: Any
+            given: Sequence[Parameter],
+            tensors: Mapping[str, Tensor],
+            mesh: ParallelMesh,
+            gradient_of: Callable[[Tensor], Tensor | None] = attrgetter("grad"),
         ) -> None:
-            original(given, tensors, mesh, *where)
+            original(given, tensors, mesh, gradient_of)
             if not result.gradients:
                 scale = trainer.optimizer.loss_scale
-                gradients = {name: _gradient(tensor).double() / scale for name, tensor in tensors.items()}
+                found = {name: gradient_of(tensor) for name, tensor in tensors.items()}
+                gradients = {
+                    name: (torch.zeros_like(tensors[name]) if each is None else each).double() / scale
+                    for name, each in found.items()
+                }
                 result.gradients = shards_of(parameters, gradients, mesh)
 
         return complete
@@ -99,10 +110,6 @@ def _recorded_gradients(
             name = "complete_gradients"
             patches.enter_context(mock.patch.object(module, name, recording(getattr(module, name))))
         yield
-
-
-def _gradient(tensor: Tensor) -> Tensor:
-    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
 
 
 @dataclass(frozen=True)
@@ -136,6 +143,8 @@ def mean_gradients(shape: ModelShape, results: Sequence[RankResult]) -> dict[str
 
     Raises AssertionError where copies within a replica differ; of shared heads all copies but one are zero.
     """
+    if not any(result.gradients for result in results):
+        return {}
     replicas = sorted({result.dp_rank for result in results})
     whole: dict[str, Tensor] = {}
     for replica in replicas:
@@ -220,6 +229,7 @@ def _errors(trained: Trained, reference: Trained) -> dict[str, dict[str, float]]
     return {
         what: {name: relative_error(ours[name], theirs[name]) for name in theirs}
         for what, (ours, theirs) in pairs.items()
+        if ours
     }
 
 
