@@ -3,7 +3,7 @@
 import errno
 import json
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -81,9 +81,9 @@ def save_checkpoint(
     """Write `folder`/step-NNNNNN and make `latest` name it; collective over the world, which shares it.
 
     trainer_state: at least step, samples and tokens. Each element is written by exactly one rank: weights by
-    the data-parallel ranks in turn, optimizer state by its owner, replicated tensors by tp rank 0, tied ones
-    by their first stage. Raises CheckpointError, on every rank alike, when any rank fails; older checkpoints
-    stay as they were.
+    the data-parallel ranks in turn, optimizer state by its owner, what several tp ranks hold by the first of
+    them, tied tensors by their first stage. Raises CheckpointError, on every rank alike, when any rank fails;
+    older checkpoints stay as they were.
     """
     step = trainer_state["step"]
     partial = folder / mesh.broadcast_object(partial_name(step, secrets.token_hex(4)))
@@ -159,9 +159,10 @@ def _pieces(
     if weights is None:
         weights = _whole_weights(mesh, parameters, dict(stage.named_parameters()))
     for shard in chain(weights, optimizer.shards()):
-        if shard.owned and _writes(mesh, shard.parameter):
+        if shard.owned:
             boxes = shard.parameter.spec.boxes(mesh.tp.rank, mesh.tp.size)
-            for run in split_run(boxes, shard.start, shard.values.numel()):
+            runs = split_run(boxes, shard.start, shard.values.numel())
+            for run in _written(mesh, shard.parameter, runs):
                 yield _Piece(shard.key, run, shard.values[run.offset : run.offset + run.numel])
 
 
@@ -174,10 +175,11 @@ def _whole_weights(
         yield StateShard(parameter, WEIGHT, 0, tensors[parameter.name].detach().reshape(-1), owned)
 
 
-def _writes(mesh: ParallelMesh, parameter: Parameter) -> bool:
-    """Whether this tensor-parallel rank and stage write the parameter: replicas and tied copies only once."""
-    spec = parameter.spec
-    return (spec.dim is not None or mesh.tp.rank == 0) and (not spec.stages or mesh.at.pp == spec.stages[0])
+def _written(mesh: ParallelMesh, parameter: Parameter, runs: Iterable[PartRun]) -> Iterator[PartRun]:
+    """The runs that this tensor-parallel rank and stage write: replicas and tied copies only once."""
+    spec, (rank, size) = parameter.spec, (mesh.tp.rank, mesh.tp.size)
+    if not spec.stages or mesh.at.pp == spec.stages[0]:
+        yield from (run for run in runs if spec.first_holder(run.part, rank, size) == rank)
 
 
 def _write(path: Path, pieces: Sequence[_Piece]) -> str:

@@ -14,6 +14,7 @@ from megalite.checkpoint.format import Manifest
 from megalite.errors import CheckpointError, ConfigError, Problem
 from megalite.launcher.environment import RankInfo, prepare_process
 from megalite.topology.layout import Layout
+from megalite.topology.sharding import units_fit
 
 if TYPE_CHECKING:
     from megalite.data.tokenizer import Tokenizer
@@ -119,11 +120,11 @@ def _check(options: argparse.Namespace, manifest: Manifest) -> None:
     """Raises ConfigError for ranks that the model cannot be spread over."""
     shape = manifest.model
     problems = []
-    if shape.num_attention_heads % options.tensor or shape.num_key_value_heads % options.tensor:
-        heads = f"{shape.num_attention_heads} query and {shape.num_key_value_heads} key-value heads"
-        problems.append(
-            Problem("--tensor", f"{options.tensor} ranks cannot share {heads}", "use a divisor of both")
-        )
+    query, shared = shape.num_attention_heads, shape.num_key_value_heads
+    if query % options.tensor or not units_fit(shared, options.tensor):
+        message = f"{options.tensor} ranks cannot share {query} query and {shared} key-value heads"
+        remedy = "use a divisor of the first that divides the second or is a multiple of it"
+        problems.append(Problem("--tensor", message, remedy))
     if options.pipeline > shape.num_hidden_layers:
         message = f"{options.pipeline} stages cannot each have one of {shape.num_hidden_layers} layers"
         problems.append(Problem("--pipeline", message, f"use at most {shape.num_hidden_layers}"))

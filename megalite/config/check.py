@@ -12,6 +12,7 @@ from megalite.config.pipeline_rules import PIPELINE_RULES
 from megalite.config.validate import Facts, Unknown
 from megalite.errors import Problem
 from megalite.topology.families import FAMILIES
+from megalite.topology.sharding import units_fit
 
 Rule = Callable[[Facts], Iterator[Problem]]
 
@@ -34,18 +35,28 @@ def tensor_divides_attention_heads(facts: Facts) -> Iterator[Problem]:
         yield Problem("parallel.tensor", message, f"use one of {_sizes_for_heads(facts)}")
 
 
-def tensor_divides_key_value_heads(facts: Facts) -> Iterator[Problem]:
+def tensor_fits_key_value_heads(facts: Facts) -> Iterator[Problem]:
     tensor, heads = facts.parallel.tensor, facts.model.num_key_value_heads
-    if heads is not None and heads % tensor:
-        message = f"{tensor} does not divide model.num_key_value_heads = {heads}"
-        if tensor > heads:
-            message += ", and ranks cannot share such a head yet"
+    if heads is not None and not units_fit(heads, tensor):
+        message = f"{tensor} neither divides model.num_key_value_heads = {heads} nor is a multiple of it"
         yield Problem("parallel.tensor", message, f"use one of {_sizes_for_heads(facts)}")
 
 
 def _sizes_for_heads(facts: Facts) -> list[int]:
     query = facts.model.num_attention_heads
-    return [size for size in divisors(facts.model.num_key_value_heads or query) if query % size == 0]
+    shared = facts.model.num_key_value_heads or query
+    return [size for size in divisors(query) if units_fit(shared, size)]
+
+
+def zero_3_splits_no_shared_head(facts: Facts) -> Iterator[Problem]:
+    tensor, heads = facts.parallel.tensor, facts.model.num_key_value_heads
+    if heads is not None and facts.zero_stage == 3 and tensor > heads:
+        source = facts.source("deepspeed.zero_optimization")
+        message = f"3 {source} splits weights, of which parallel.tensor = {tensor} ranks keep copies of each of the "
+        message += f"{heads} key-value heads alike"
+        yield Problem(
+            "deepspeed.zero_optimization.stage", message, f"use stage 1 or 2, or parallel.tensor {heads}"
+        )
 
 
 def tensor_fits_intermediate_size(facts: Facts) -> Iterator[Problem]:
@@ -183,7 +194,8 @@ def divisors(number: int) -> list[int]:
 
 RULES: tuple[Rule, ...] = (
     tensor_divides_attention_heads,
-    tensor_divides_key_value_heads,
+    tensor_fits_key_value_heads,
+    zero_3_splits_no_shared_head,
     tensor_fits_intermediate_size,
     tensor_fits_vocabulary,
     query_heads_share_key_value_heads,

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor, nn
 
 from megalite.model.kv_cache import KeyValueCache
 from megalite.model.norms import RMSNorm
+from megalite.model.options import ModelOptions
 from megalite.model.rope import Rotation
 from megalite.ops.attention import causal_attention
 from megalite.ops.rotary import rotate, split_and_rotate
@@ -21,26 +21,31 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 class SelfAttention(nn.Module):
     """Query, key and value in one column-parallel product, heads split over tensor parallel ranks."""
 
-    def __init__(self, shape: ModelShape, layer: int, mesh: ParallelMesh, *, dtype: torch.dtype):
+    def __init__(self, shape: ModelShape, layer: int, mesh: ParallelMesh, options: ModelOptions):
         super().__init__()
         self.layer, self.head_dim = layer, shape.head_dim
-        self.heads = mesh.local(shape.num_attention_heads)
-        self.key_value_heads = mesh.local(shape.num_key_value_heads)
+        self.heads = mesh.local_heads(shape.num_attention_heads)
+        self.key_value_heads = mesh.local_heads(shape.num_key_value_heads)
         rows = (self.heads + 2 * self.key_value_heads) * shape.head_dim
         self.qkv_proj = ColumnParallelLinear(
-            shape.hidden_size, rows, mesh=mesh, dtype=dtype, bias=shape.attention_bias
+            shape.hidden_size,
+            rows,
+            mesh=mesh,
+            dtype=options.dtype,
+            bias=shape.attention_bias,
+            split_backward=options.split_backward,
         )
         self.o_proj = RowParallelLinear(
             self.heads * shape.head_dim,
             shape.hidden_size,
             mesh=mesh,
-            dtype=dtype,
+            dtype=options.dtype,
             bias=shape.attention_output_bias,
         )
         self.qk_norm = shape.qk_norm
         if shape.qk_norm:
-            self.q_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps, dtype=dtype)
-            self.k_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps, dtype=dtype)
+            self.q_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps, options)
+            self.k_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps, options)
 
     def forward(
         self,

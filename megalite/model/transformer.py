@@ -21,9 +21,9 @@ from megalite.model.recompute import recomputed
 from megalite.model.rope import Rotation, rotary_embedding
 from megalite.ops.attention import causal_attention
 from megalite.ops.dropout import dropout
-from megalite.parallel.collectives import column_input, gather_last_dim
+from megalite.parallel.collectives import gather_last_dim
 from megalite.parallel.cross_entropy import LossTerms, vocab_parallel_cross_entropy
-from megalite.parallel.layers import VocabParallelEmbedding
+from megalite.parallel.layers import VocabParallelEmbedding, column_linear
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.layout import PipelineSplit, balanced_split
 from megalite.topology.parameters import ModelShape
@@ -43,12 +43,11 @@ class DecoderLayer(nn.Module):
     ):
         super().__init__()
         self.recompute, self.compile_layer = recompute, options.compile
-        dtype = options.dtype
         self.post_norm = shape.norm_placement == "post"
-        self.input_layernorm = build_norm(shape, dtype)
-        self.self_attn = SelfAttention(shape, layer, mesh, dtype=dtype)
-        self.post_attention_layernorm = build_norm(shape, dtype)
-        self.mlp = build_mlp(shape, mesh, dtype=dtype)
+        self.input_layernorm = build_norm(shape, options)
+        self.self_attn = SelfAttention(shape, layer, mesh, options)
+        self.post_attention_layernorm = build_norm(shape, options)
+        self.mlp = build_mlp(shape, mesh, options)
         self.window = shape.window_of(layer)
         self.sites = DropoutSites(shape, f"layers.{layer}", mesh, options)
 
@@ -133,7 +132,7 @@ class Decoder(nn.Module):
                 recompute = options.recompute.of_layer(place, len(layers))
                 self.layers[str(layer)] = DecoderLayer(shape, layer, mesh, options, recompute=recompute)
         if last:
-            self.norm = build_norm(shape, options.dtype)
+            self.norm = build_norm(shape, options)
 
 
 class Head(nn.Module):
@@ -157,6 +156,7 @@ class Chunk(nn.Module):
     ):
         super().__init__()
         self.index, self.mesh, self.tp = index, mesh, mesh.tp
+        self.split_backward = options.split_backward
         self.is_first, self.is_last = index == 0, index == len(split.layers) - 1
         self.vocabulary = balanced_split(stage.shape.vocab_size, mesh.tp.size)
         self.loss_terms = LossTerms(stage.shape.vocab_size, options.label_smoothing, options.z_loss)
@@ -221,8 +221,8 @@ class Chunk(nn.Module):
 
     def local_logits(self, hidden_states: Tensor) -> Tensor:
         """Last chunk: [B, S, H] -> logits over this rank's rows of the vocabulary [B, S, V / tp], >= float32."""
-        inputs = column_input(self.norm(hidden_states), self.mesh)
-        logits = torch.nn.functional.linear(inputs, self.head.weight)
+        normed, split_backward = self.norm(hidden_states), self.split_backward
+        logits = column_linear(normed, self.head.weight, mesh=self.mesh, split_backward=split_backward)
         return logits.float() if logits.element_size() < 4 else logits
 
     def logits(self, hidden_states: Tensor) -> Tensor:

@@ -1,8 +1,13 @@
 """Gradients after the pipeline: sums over copies, the mean over data-parallel ranks, the norm and its clipping."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from math import prod
 from operator import attrgetter
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -11,9 +16,26 @@ from torch import Tensor
 from megalite.parallel.collectives import all_reduce
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.parameters import EMBEDDING, Parameter
+from megalite.topology.sharding import Part
+
+T = TypeVar("T")
 
 # Large enough to hide the latency of a collective, small enough not to double the gradients' memory.
 _BUCKET_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class _Share:
+    """This rank's copy of some elements of a weight or of a gradient, which other ranks of tp have too.
+
+    start, total: where they stand in the flattened canonical tensor, and its size. first: whether this rank is the
+    first to hold them; each is where all ranks have the whole tensor.
+    """
+
+    values: Tensor
+    start: int
+    total: int
+    first: bool
 
 
 def complete_gradients(
@@ -24,8 +46,9 @@ def complete_gradients(
 ) -> None:
     """Add up, once a step, what the copies of a weight each have of its gradient, before it is averaged over dp.
 
-    Over tp: of weights that each rank has whole and uses for its own positions or heads. Over the end stages: of tied
-    weights. Collective over both. gradient_of: where a parameter's gradient is; not its `.grad` under some optimizers.
+    Over tp: of weights that each rank has whole and uses for its own positions or heads, and of key-value heads that
+    ranks share, whose gradient all but the first then hold as zeros, so that every norm counts it once. Over the end
+    stages: of tied weights. Collective over both. gradient_of: where a parameter's gradient is.
     """
 
     def gradient(parameter: Parameter) -> Tensor:
@@ -34,47 +57,117 @@ def complete_gradients(
             raise AssertionError(f"{parameter.name} has no gradient: the stage that holds it did not use it")
         return found
 
-    partial = [gradient(parameter) for parameter in parameters if partial_over_tp(parameter, mesh)]
-    for bucket in _buckets(partial):
-        flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
-        _scatter_back(bucket, all_reduce(flat, mesh.tp))
+    concerned = [each for each in parameters if _is_partial(each, mesh)]
+    _add_up([share for each in concerned for share in _shares(each, gradient(each), mesh)], mesh)
     for parameter in parameters:
         if len(parameter.spec.stages) > 1:
             all_reduce(gradient(parameter), mesh.ends)
 
 
-def partial_over_tp(parameter: Parameter, mesh: ParallelMesh) -> bool:
-    """Whether backward leaves each tensor-parallel rank a part of the gradient of a weight that all have whole."""
+def complete_in_backward(
+    parameters: Sequence[Parameter], tensors: Mapping[str, Tensor], mesh: ParallelMesh
+) -> None:
+    """Have every backward add up over tp what complete_gradients does once a step: a collective for each weight.
+
+    For an optimizer that takes gradients away as soon as they are there, so has no stages to sum over.
+    """
+
+    def complete(parameter: Parameter, given: Tensor) -> Tensor:
+        gradient = given.clone(memory_format=torch.contiguous_format)
+        _add_up([*_shares(parameter, gradient, mesh)], mesh)
+        return gradient
+
+    for parameter in parameters:
+        if _is_partial(parameter, mesh):
+            tensors[parameter.name].register_hook(partial(complete, parameter))
+
+
+def partial_over_tp(parameter: Parameter, part: Part, mesh: ParallelMesh) -> bool:
+    """Whether backward leaves each tensor-parallel rank a part of the gradient of what several of them hold."""
     spec = parameter.spec
-    return spec.dim is None and mesh.tp.size > 1 and (spec.summed or mesh.sequence_parallel)
+    whole = spec.dim is None and mesh.tp.size > 1 and (spec.summed or mesh.sequence_parallel)
+    return whole or spec.is_shared(part, mesh.tp.size)
+
+
+def _is_partial(parameter: Parameter, mesh: ParallelMesh) -> bool:
+    return any(partial_over_tp(parameter, part, mesh) for part in parameter.spec.parts)
 
 
 def copy_shared_weights(
     parameters: Sequence[Parameter], tensors: Mapping[str, Tensor], mesh: ParallelMesh
 ) -> None:
-    """Overwrite the other copies of a tied weight with the first stage's. Collective over the end stages.
+    """Overwrite the other copies of a tied weight with the first stage's, of a shared head with the first rank's.
 
-    The copies see the same gradient, but reductions round by an element's place in a buffer, which differs
-    between stages: without this they would drift apart by a last digit a step.
+    Tied copies see the same gradient, but reductions round by an element's place in a buffer, which differs
+    between stages: without this they would drift apart by a last digit a step. Collective over tp and the end stages.
     """
+    size = mesh.tp.size
+    shared = [each for each in parameters if any(each.spec.is_shared(part, size) for part in each.spec.parts)]
+    shares = [share for each in shared for share in _shares(each, tensors[each.name].data, mesh)]
+    for share, total in _sums_over_tp(shares, mesh, of_first=True):
+        share.values.copy_(total)
     if mesh.ends.size > 1:
         for parameter in parameters:
             if len(parameter.spec.stages) > 1:
                 dist.broadcast(tensors[parameter.name].data, src=mesh.ends.ranks[0], group=mesh.ends.group)
 
 
+def _shares(parameter: Parameter, tensor: Tensor, mesh: ParallelMesh) -> Iterator[_Share]:
+    spec, row = parameter.spec, 0
+    for part, box in spec.boxes(mesh.tp.rank, mesh.tp.size):
+        if partial_over_tp(parameter, part, mesh):
+            first = spec.dim is None or spec.first_holder(part, mesh.tp.rank, mesh.tp.size) == mesh.tp.rank
+            start = box.offsets[0] * prod(part.shape[1:])
+            yield _Share(tensor[row : row + box.shape[0]], start, prod(part.shape), first)
+        row += box.shape[0]
+
+
+def _add_up(shares: Sequence[_Share], mesh: ParallelMesh) -> None:
+    """Make the first copies of some gradients the sums over tp, and the others zeros."""
+    for share, total in _sums_over_tp(shares, mesh):
+        if share.first:
+            share.values.copy_(total)
+        else:
+            share.values.zero_()
+
+
+def _sums_over_tp(
+    shares: Sequence[_Share], mesh: ParallelMesh, *, of_first: bool = False
+) -> Iterator[tuple[_Share, Tensor]]:
+    """Each share with the sum over tp of all copies of its elements, or the first of them; a bucket a collective."""
+    for bucket in _buckets(
+        shares, lambda share: (share.values.dtype, share.total * share.values.element_size())
+    ):
+        places = [*accumulate((share.total for share in bucket), initial=0)]
+        flat = bucket[0].values.new_zeros(places[-1])
+        held = [
+            flat[place + share.start :][: share.values.numel()].view(share.values.shape)
+            for place, share in zip(places[:-1], bucket, strict=True)
+        ]
+        for share, elements in zip(bucket, held, strict=True):
+            if share.first or not of_first:
+                elements.copy_(share.values)
+        all_reduce(flat, mesh.tp)
+        yield from zip(bucket, held, strict=True)
+
+
 def average_over_data(gradients: Sequence[Tensor], mesh: ParallelMesh) -> None:
     """Replace each gradient by its mean over dp, in place, a bucket a collective."""
     if mesh.dp.size == 1:
         return
-    for bucket in _buckets(gradients):
+    for bucket in _buckets(gradients, lambda each: (each.dtype, each.numel() * each.element_size())):
         flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
         dist.all_reduce(flat, group=mesh.dp.group)
-        _scatter_back(bucket, flat.div_(mesh.dp.size))
+        flat.div_(mesh.dp.size)
+        for gradient, mean in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+            gradient.copy_(mean.view_as(gradient))
 
 
 def counted_here(parameter: Parameter, mesh: ParallelMesh) -> bool:
-    """Whether this rank's copy counts: replicas do on tp rank 0, tied weights on their first stage."""
+    """Whether this rank's copy counts: replicas do on tp rank 0, tied weights on their first stage.
+
+    Of a key-value head that ranks share, all but the first have a gradient of zeros.
+    """
     spec = parameter.spec
     if spec.dim is None and mesh.tp.rank != 0:
         return False
@@ -146,19 +239,16 @@ def clip_gradients(gradients: Sequence[Tensor], *, norm: float, max_norm: float)
         scale_gradients(gradients, factor)
 
 
-def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    bucket: list[Tensor] = []
-    size = 0
-    for gradient in gradients:
-        if bucket and (size >= _BUCKET_BYTES or gradient.dtype != bucket[0].dtype):
+def _buckets(items: Iterable[T], measure: Callable[[T], tuple[torch.dtype, int]]) -> Iterator[list[T]]:
+    """Runs of items of one type and about _BUCKET_BYTES; `measure` tells an item's type and bytes."""
+    bucket: list[T] = []
+    dtype, size_bytes = None, 0
+    for item in items:
+        item_dtype, item_bytes = measure(item)
+        if bucket and (size_bytes >= _BUCKET_BYTES or item_dtype != dtype):
             yield bucket
-            bucket, size = [], 0
-        bucket.append(gradient)
-        size += gradient.numel() * gradient.element_size()
+            bucket, size_bytes = [], 0
+        bucket.append(item)
+        dtype, size_bytes = item_dtype, size_bytes + item_bytes
     if bucket:
         yield bucket
-
-
-def _scatter_back(tensors: Sequence[Tensor], flat: Tensor) -> None:
-    for tensor, values in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
-        tensor.copy_(values.view_as(tensor))

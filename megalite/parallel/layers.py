@@ -5,13 +5,71 @@ Where the mesh splits the sequence (sequence parallelism), S / tp positions go i
 Weights are allocated, not filled: model/stages.py fills them by name, so that every layout starts alike.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megalite.parallel.collectives import column_input, row_output
+from megalite.parallel.collectives import (
+    column_input,
+    row_output,
+    start_all_reduce,
+    start_gather,
+    start_reduce_scatter,
+)
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.layout import balanced_split
+
+
+class _OverlappedColumnLinear(torch.autograd.Function):
+    """Backward computes the weight's gradient while that of the input is summed over tp.
+
+    Keeps this rank's positions of a split sequence only, and gathers the others again while the gradient of the input
+    is computed.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_states: Tensor, weight: Tensor, bias: Tensor | None, mesh: ParallelMesh
+    ) -> Tensor:
+        ctx.save_for_backward(hidden_states, weight)
+        ctx.mesh = mesh
+        inputs = start_gather(hidden_states, mesh.tp)() if mesh.splits_sequence else hidden_states
+        return F.linear(inputs, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        hidden_states, weight = ctx.saved_tensors
+        tp, split = ctx.mesh.tp, ctx.mesh.splits_sequence
+        for_inputs, for_weight, for_bias, _ = ctx.needs_input_grad
+        gathering = start_gather(hidden_states, tp) if split and for_weight else lambda: hidden_states
+        summing = (
+            (start_reduce_scatter if split else start_all_reduce)(grad @ weight, tp) if for_inputs else None
+        )
+        flat_grad = grad.flatten(0, -2)
+        weight_grad = flat_grad.t() @ gathering().flatten(0, -2) if for_weight else None
+        bias_grad = flat_grad.sum(dim=0) if for_bias else None
+        return summing() if summing is not None else None, weight_grad, bias_grad, None
+
+
+def column_linear(
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    mesh: ParallelMesh,
+    split_backward: bool = False,
+) -> Tensor:
+    """[B, S or S / tp, in] -> [B, S, this rank's outputs]: a product whose outputs are split over tp.
+
+    split_backward: the gradients of inputs and weight are asked for at different times, so they come from nodes of
+    their own, which overlap nothing; all positions of the inputs are kept until then.
+    """
+    if mesh.tp.size == 1 or split_backward:
+        return F.linear(column_input(hidden_states, mesh), weight, bias)
+    output: Tensor = _OverlappedColumnLinear.apply(hidden_states, weight, bias, mesh)  # type: ignore[no-untyped-call]
+    return output
 
 
 class ColumnParallelLinear(nn.Module):
@@ -30,15 +88,18 @@ class ColumnParallelLinear(nn.Module):
         mesh: ParallelMesh,
         dtype: torch.dtype,
         bias: bool = False,
+        split_backward: bool = False,
     ):
         super().__init__()
-        self.mesh = mesh
+        self.mesh, self.split_backward = mesh, split_backward
         self.weight = nn.Parameter(torch.empty(local_out_features, in_features, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(local_out_features, dtype=dtype)) if bias else None
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """[B, S or S / tp, in] -> [B, S, out / tp]."""
-        return F.linear(column_input(hidden_states, self.mesh), self.weight, self.bias)
+        return column_linear(
+            hidden_states, self.weight, self.bias, mesh=self.mesh, split_backward=self.split_backward
+        )
 
 
 class RowParallelLinear(nn.Module):

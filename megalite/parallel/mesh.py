@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup as ProcessGroup
 
-from megalite.topology.layout import Coordinates, Layout
+from megalite.topology.layout import Coordinates, Layout, balanced_split
+from megalite.topology.sharding import units_held
 
 
 @dataclass(frozen=True)
@@ -84,11 +85,15 @@ class ParallelMesh:
         return self.layout.coordinates(self.rank)
 
     def local(self, size: int) -> int:
-        """This rank's part of a size that tensor parallelism divides: heads, intermediate features."""
-        part, rest = divmod(size, self.tp.size)
-        if rest:
-            raise ValueError(f"{size} is not divisible by {self.tp.size} tensor parallel ranks")
-        return part
+        """This rank's part of a size that is cut over tp anywhere: intermediate features."""
+        return len(balanced_split(size, self.tp.size)[self.tp.rank])
+
+    def local_heads(self, heads: int) -> int:
+        """This rank's part of whole heads, at least one: neighbours share one where there are fewer than ranks.
+
+        Raises ValueError where neither number divides the other.
+        """
+        return len(units_held(heads, self.tp.rank, self.tp.size))
 
     @property
     def splits_sequence(self) -> bool:

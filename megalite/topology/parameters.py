@@ -1,6 +1,6 @@
 """The shape of a model and, from it, every parameter: name, shape, cut, stage, initial values."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod, sqrt
 from typing import Literal
@@ -103,13 +103,17 @@ def layer_parameters(shape: ModelShape, layer: int) -> Iterator[Parameter]:
     # Projections into the residual stream start smaller, by the number of them: Radford et al. 2019, section 2.3.
     residual_std = std / sqrt(2 * shape.num_hidden_layers)
 
-    def column(name: str, outputs: dict[str, int], bias: bool) -> Iterator[Parameter]:
-        """A projection whose outputs are cut; `outputs`: the canonical projections that it fuses."""
-        parts = {f"{prefix}.{part}": size for part, size in outputs.items()}
-        weights = tuple(Part(f"{part}.weight", (size, hidden)) for part, size in parts.items())
+    def column(
+        name: str, outputs: dict[str, int], bias: bool, heads: Sequence[int | None] = (None, None)
+    ) -> Iterator[Parameter]:
+        """A projection whose outputs are cut; `outputs`: the canonical projections that it fuses, `heads`: of each."""
+        parts = [
+            (f"{prefix}.{part}", size, heads[place]) for place, (part, size) in enumerate(outputs.items())
+        ]
+        weights = tuple(Part(f"{part}.weight", (size, hidden), units) for part, size, units in parts)
         yield Parameter(f"{prefix}.{name}.weight", ShardSpec(weights, 0), layer, std, True)
         if bias:
-            biases = tuple(Part(f"{part}.bias", (size,)) for part, size in parts.items())
+            biases = tuple(Part(f"{part}.bias", (size,), units) for part, size, units in parts)
             yield Parameter(f"{prefix}.{name}.bias", ShardSpec(biases, 0), layer, None, False, fill=0.0)
 
     def row(name: str, inputs: int, bias: bool) -> Iterator[Parameter]:
@@ -124,7 +128,8 @@ def layer_parameters(shape: ModelShape, layer: int) -> Iterator[Parameter]:
 
     yield from norm("input_layernorm")
     qkv = {"self_attn.q_proj": query, "self_attn.k_proj": key_value, "self_attn.v_proj": key_value}
-    yield from column("self_attn.qkv_proj", qkv, shape.attention_bias)
+    heads = (shape.num_attention_heads, shape.num_key_value_heads, shape.num_key_value_heads)
+    yield from column("self_attn.qkv_proj", qkv, shape.attention_bias, heads)
     if shape.qk_norm:
         yield _vector(f"{prefix}.self_attn.q_norm.weight", shape.head_dim, layer, summed=True)
         yield _vector(f"{prefix}.self_attn.k_norm.weight", shape.head_dim, layer, summed=True)

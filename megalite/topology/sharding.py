@@ -20,10 +20,33 @@ class Box:
 
 @dataclass(frozen=True)
 class Part:
-    """A canonical tensor inside a registered parameter: its name and its full, true shape."""
+    """A canonical tensor inside a registered parameter: its name and its full, true shape.
+
+    units: the cut dim consists of so many equal units (heads), which are not cut; None: it may be cut anywhere.
+    """
 
     name: str
     shape: tuple[int, ...]
+    units: int | None = None
+
+
+def units_fit(units: int, size: int) -> bool:
+    """Whether `size` ranks can hold that many units: as many each, or one each that as many neighbours share."""
+    return units % size == 0 or size % units == 0
+
+
+def units_held(units: int, index: int, size: int) -> range:
+    """The units that rank `index` of `size` holds; where there are fewer than ranks, size / units neighbours share one.
+
+    So query heads stay with their key-value head: rank r's are r h / n to (r + 1) h / n, and head q's is q k / h.
+    Raises ValueError where neither number divides the other.
+    """
+    if not units_fit(units, size):
+        raise ValueError(f"{size} ranks cannot hold {units} units evenly, nor share them")
+    if units >= size:
+        return balanced_split(units, size)[index]
+    unit = index * units // size
+    return range(unit, unit + 1)
 
 
 @dataclass(frozen=True)
@@ -37,7 +60,8 @@ class ShardSpec:
     summed: every rank of the axis has it whole, and uses it for what only that rank holds (the norms of single
         heads): the gradient is the sum over the axis.
 
-    Sizes that the axis does not divide are cut unevenly (the first ranks hold one row more): nothing is padded.
+    A part of fewer units than ranks is held by several: its gradient is the sum over them, and counts on the first.
+    Other sizes that the axis does not divide are cut unevenly (the first ranks hold one row more): nothing is padded.
     """
 
     parts: tuple[Part, ...]
@@ -55,13 +79,28 @@ class ShardSpec:
         """The region of `part` that rank `index` of the `size` ranks of the axis holds."""
         offsets, shape = [0] * len(part.shape), list(part.shape)
         if self.dim is not None:
-            held = balanced_split(part.shape[self.dim], size)[index]
+            if part.units is None:
+                held = balanced_split(part.shape[self.dim], size)[index]
+            else:
+                length, units = part.shape[self.dim] // part.units, units_held(part.units, index, size)
+                held = range(units.start * length, units.stop * length)
             offsets[self.dim], shape[self.dim] = held.start, len(held)
         return Box(tuple(offsets), tuple(shape))
 
     def boxes(self, index: int, size: int) -> tuple[tuple[Part, Box], ...]:
         """Each part with the region of it that rank `index` holds, in the order of the parameter's dim 0."""
         return tuple((part, self.box(part, index, size)) for part in self.parts)
+
+    def is_shared(self, part: Part, size: int) -> bool:
+        """Whether `part` is cut, into fewer pieces than there are ranks."""
+        return self.dim is not None and part.units is not None and part.units < size
+
+    def first_holder(self, part: Part, index: int, size: int) -> int:
+        """The first of the ranks that hold the same region of `part` as rank `index`."""
+        if self.dim is None:
+            return 0
+        holders = size // part.units if part.units is not None and part.units < size else 1
+        return index // holders * holders
 
     def local_shape(self, index: int, size: int) -> tuple[int, ...]:
         """Shape of the registered parameter on rank `index` of `size`."""

@@ -13,7 +13,7 @@ from typing import Any
 import deepspeed
 from torch import Tensor, nn
 
-from megalite.parallel.gradients import complete_gradients, copy_shared_weights
+from megalite.parallel.gradients import complete_gradients, complete_in_backward, copy_shared_weights
 from megalite.parallel.mesh import ParallelMesh, ProcessGroup
 from megalite.topology.parameters import Parameter
 from megalite.topology.state import OptimizerState
@@ -55,6 +55,7 @@ class DeepSpeedOptimizer:
         handed, self._once_a_step = _handed(config, accumulate_wide=narrow and settings.accumulate_wide)
         self._finite = FiniteFlags(parameters, mesh)
         if not self._once_a_step:
+            complete_in_backward(parameters, self._tensors, mesh)
             # These hooks run before DeepSpeed's, which take the gradient away.
             for parameter in parameters:
                 tensor = self._tensors[parameter.name]

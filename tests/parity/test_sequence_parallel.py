@@ -72,5 +72,7 @@ def test_dropout_and_recompute(ranks, reference, recompute):
     _check(ranks, reference, job)
 
 
-def test_zero_1(ranks, reference):
-    _check(ranks, reference, _job(tiny_shape(), Layout(data=2, tensor=2), zero_stage=1, steps=5), ZERO_RTOL)
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+def test_zero(ranks, reference, zero_stage):
+    job = _job(FAMILY_SHAPES["qwen3"], Layout(data=2, tensor=2), zero_stage=zero_stage, steps=5)
+    _check(ranks, reference, job, ZERO_RTOL)

@@ -9,13 +9,14 @@ import torch
 
 import megalite.parallel.collectives as collectives
 import megalite.parallel.gradients as gradients
+import megalite.parallel.layers as layers
 import megalite.parallel.pipeline as pipeline
 from megalite.model import stages, transformer
 from megalite.topology.sharding import Box
 
 
-def _copy_without_reduce(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-    return grad, None
+def _leave_alone(values: torch.Tensor, axis: Any) -> Callable[[], torch.Tensor]:
+    return lambda: values
 
 
 def _reduce_without_reduce(ctx: Any, partial_sums: torch.Tensor, axis: Any) -> torch.Tensor:
@@ -58,9 +59,9 @@ def _keep_the_last_micro_batch(micro_batches: Callable[..., Any]) -> Callable[..
 # name -> (object, attribute, what replaces it given the original)
 FAULTS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "missing all-reduce of column-parallel input gradients": (
-        collectives._Copy,
-        "backward",
-        lambda _: staticmethod(_copy_without_reduce),
+        layers,
+        "start_all_reduce",
+        lambda _: _leave_alone,
     ),
     "missing all-reduce of row-parallel outputs": (
         collectives._Reduce,

@@ -143,7 +143,7 @@ def _train(job: Job) -> RankResult:
             result.losses.append(parts.pipeline.forward_backward(batch, optimizer.loss_scale))
             if step == 0:
                 gradients = parts.reduced or {name: _gradient(tensor) for name, tensor in tensors.items()}
-                result.gradients = shards_of(parameters, gradients, mesh)
+                result.gradients = shards_of(parameters, gradients, mesh, complete=job.zero_stage >= 2)
                 parts.reduced.clear()
         result.norms.append(optimizer.step(job.learning_rate).grad_norm)
     with whole_weights(job, tensors):
@@ -223,13 +223,23 @@ def _gradient(parameter: Tensor) -> Tensor:
     return torch.zeros_like(parameter).double() if gradient is None else gradient.double()
 
 
-def shards_of(parameters: Sequence[Parameter], tensors: dict[str, Tensor], mesh: ParallelMesh) -> list[Shard]:
+def shards_of(
+    parameters: Sequence[Parameter],
+    tensors: dict[str, Tensor],
+    mesh: ParallelMesh,
+    *,
+    complete: bool = False,
+) -> list[Shard]:
     shards = []
     for parameter in parameters:
         row = 0
         for part, box in parameter.spec.boxes(mesh.tp.rank, mesh.tp.size):
             values = tensors[parameter.name].detach()[row : row + box.shape[0]].clone()
-            shards.append(Shard(part.name, box, values, partial_over_tp(parameter, mesh)))
+            in_parts = partial_over_tp(parameter, part, mesh)
+            # Under ZeRO 2 and 3 they are added up in the backward, and all but the first holder of a head has zeros.
+            if complete:
+                in_parts = parameter.spec.is_shared(part, mesh.tp.size)
+            shards.append(Shard(part.name, box, values, in_parts))
             row += box.shape[0]
     return shards
 

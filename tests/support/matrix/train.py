@@ -61,7 +61,7 @@ def train_settings(settings: Settings, fault: str | None = None) -> RankResult:
     """
     with planted_fault(fault):
         config = config_of(settings)
-        mesh = ParallelMesh.over_world(config.layout)
+        mesh = ParallelMesh.over_world(config.layout, sequence_parallel=config.parallel.sequence)
         assert config.model.vocab_size != "auto"
         shape = config.model.shape(config.model.vocab_size)
         trainer = Trainer(config, mesh, shape, cast(StepLoader, TinyLoader(config, mesh, shape)))

@@ -123,7 +123,7 @@ def test_all_problems_come_at_once_and_each_once(tmp_path: Path) -> None:
     """Unknown keys, wrong types, rules across sections and DeepSpeed's JSON in one block, as the user reads it."""
     changes = {
         "training.micro_batchsize": 1,
-        "parallel.tensor": 8,
+        "parallel.tensor": 16,
         "optimizer.warmup_steps": 99,
         "data.workers": "two",
     }
@@ -135,8 +135,7 @@ def test_all_problems_come_at_once_and_each_once(tmp_path: Path) -> None:
         '  run.seed: "x" (--run.seed) should be a whole number',
         "  training.micro_batchsize: unknown key; did you mean training.micro_batch_size?",
         '  data.workers: "two" should be a whole number',
-        "  parallel.tensor: 8 does not divide model.num_key_value_heads = 4, and ranks cannot share such a head yet; "
-        "use one of [1, 2, 4]",
+        "  parallel.tensor: 16 does not divide model.num_attention_heads = 8; use one of [1, 2, 4, 8]",
         "  optimizer.warmup_steps: 99 is not less than training.steps = 10; use 9 or fewer",
     ]
 

@@ -21,10 +21,17 @@ CASES = [
         also=("model.num_key_value_heads",),
     ),
     Case(
-        "tensor_divides_key_value_heads",
-        {"parallel.tensor": 8},
-        "parallel.tensor: 8 does not divide model.num_key_value_heads = 4, and ranks cannot share such a head yet; "
-        "use one of [1, 2, 4]",
+        "tensor_fits_key_value_heads",
+        {"parallel.tensor": 6, "model.num_attention_heads": 12},
+        "parallel.tensor: 6 neither divides model.num_key_value_heads = 4 nor is a multiple of it; "
+        "use one of [1, 2, 4, 12]",
+        {"parallel.tensor": 12},
+    ),
+    Case(
+        "zero_3_splits_no_shared_head",
+        {"parallel.tensor": 8, "deepspeed.zero_optimization.stage": 3},
+        "deepspeed.zero_optimization.stage: 3 (run.toml) splits weights, of which parallel.tensor = 8 ranks keep "
+        "copies of each of the 4 key-value heads alike; use stage 1 or 2, or parallel.tensor 4",
         {"parallel.tensor": 4},
     ),
     Case(

@@ -19,7 +19,7 @@ from megalite.topology.parameters import (
     parameter_count,
     stage_parameters,
 )
-from megalite.topology.sharding import Box, Part, ShardSpec
+from megalite.topology.sharding import Box, Part, ShardSpec, units_fit, units_held
 
 
 def shape_of(
@@ -41,9 +41,10 @@ def shape_of(
 def models(draw: st.DrawFn) -> tuple[ModelShape, int, int]:
     """A shape with a tensor and a pipeline size that it fits."""
     tp = draw(st.integers(1, 4))
-    shared = tp * draw(st.integers(1, 2))
+    # Fewer key-value heads than ranks are shared by neighbours.
+    shared = draw(st.sampled_from([each for each in range(1, 9) if each % tp == 0 or tp % each == 0]))
     shape = shape_of(
-        heads=shared * draw(st.integers(1, 3)),
+        heads=max(shared, tp) * draw(st.integers(1, 3)),
         shared=shared,
         head_dim=2 * draw(st.integers(1, 3)),
         layers=draw(st.integers(1, 5)),
@@ -63,7 +64,8 @@ def cells(box: Box) -> product:  # type: ignore[type-arg]
 @settings(max_examples=40, deadline=None)
 @given(models())
 def test_the_ranks_of_a_replica_hold_every_element(found: tuple[ModelShape, int, int]) -> None:
-    """Once over tp and pp, but for what every tensor-parallel rank has whole and for tied copies on two stages."""
+    """Once over tp and pp, but for what every tensor-parallel rank has whole, for tied copies on two stages, and for
+    heads that ranks share; each has one first holder."""
     shape, tp, stages = found
     split = pipeline_split(shape.num_hidden_layers, stages)
     counted: dict[str, Counter[tuple[int, ...]]] = {name: Counter() for name in canonical_tensors(shape)}
@@ -74,7 +76,11 @@ def test_the_ranks_of_a_replica_hold_every_element(found: tuple[ModelShape, int,
             for rank in range(tp):
                 for part, box in spec.boxes(rank, tp):
                     counted[part.name].update(cells(box))
-                    copies[part.name] = (1 if spec.dim is not None else tp) * max(1, len(spec.stages))
+                    holders = tp if spec.dim is None else max(1, tp // (part.units or tp))
+                    copies[part.name] = holders * max(1, len(spec.stages))
+                    first = spec.first_holder(part, rank, tp)
+                    assert first == min(each for each in range(tp) if spec.box(part, each, tp) == box)
+                    assert spec.is_shared(part, tp) == (spec.dim is not None and holders > 1)
     for name, full in canonical_tensors(shape).items():
         assert counted[name] == Counter(dict.fromkeys(product(*map(range, full)), copies[name])), name
 
@@ -93,7 +99,8 @@ def test_a_local_shape_holds_its_boxes_one_below_the_other(found: tuple[ModelSha
             assert local[0] == sum(box.shape[0] for box in boxes)
             assert all(box.shape[1:] == local[1:] for box in boxes)
             total += prod(local)
-        assert total == parameter.numel * (1 if spec.dim is not None else tp)
+        if spec.dim is None or not any(spec.is_shared(part, tp) for part in spec.parts):
+            assert total == parameter.numel * (1 if spec.dim is not None else tp)
 
 
 def test_an_uneven_cut_gives_the_first_ranks_more_and_pads_nothing() -> None:
@@ -113,6 +120,22 @@ def test_a_replica_of_a_cut_keeps_whole_heads_together() -> None:
         query, key, value = (box for _, box in qkv.spec.boxes(rank, 4))
         assert (query.offsets[0], query.shape[0]) == (rank * 12, 12)
         assert (key.offsets[0], key.shape[0]) == (value.offsets[0], value.shape[0]) == (rank * 6, 6)
+
+
+@pytest.mark.parametrize(("heads", "shared", "tp"), [(8, 2, 4), (8, 1, 8), (12, 2, 6), (8, 4, 2), (6, 6, 3)])
+def test_query_heads_stay_with_their_key_value_head(heads: int, shared: int, tp: int) -> None:
+    """Each rank's query heads attend to exactly the key-value heads that it holds, in the order of the repeat."""
+    for rank in range(tp):
+        query, key_value = units_held(heads, rank, tp), units_held(shared, rank, tp)
+        group = len(query) // len(key_value)
+        attended = [key_value[place // group] for place in range(len(query))]
+        assert attended == [head // (heads // shared) for head in query]
+
+
+def test_heads_that_ranks_can_neither_split_nor_share_are_refused() -> None:
+    assert [units_fit(4, size) for size in (1, 2, 3, 4, 6, 8)] == [True, True, False, True, False, True]
+    with pytest.raises(ValueError, match="6 ranks cannot hold 4 units evenly, nor share them"):
+        units_held(4, 0, 6)
 
 
 @pytest.mark.parametrize("tied", [False, True])
