@@ -61,6 +61,8 @@ def train_settings(settings: Settings, fault: str | None = None) -> RankResult:
     """
     with planted_fault(fault):
         config = config_of(settings)
+        if config.training.compile:  # what earlier rows of this process compiled counts against a limit
+            torch._dynamo.reset()
         mesh = ParallelMesh.over_world(config.layout, sequence_parallel=config.parallel.sequence)
         assert config.model.vocab_size != "auto"
         shape = config.model.shape(config.model.vocab_size)
