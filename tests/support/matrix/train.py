@@ -1,8 +1,9 @@
 """A row's run, trained by the real trainer on the ranks of its layout, and held against one process."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, cast
 from unittest import mock
 
@@ -60,7 +61,9 @@ def train_settings(settings: Settings, fault: str | None = None) -> RankResult:
     """
     with planted_fault(fault):
         config = config_of(settings)
-        mesh = ParallelMesh.over_world(config.layout)
+        mesh = ParallelMesh.over_world(config.layout, sequence_parallel=config.parallel.sequence)
+        if config.training.compile:  # what earlier rows compiled in this process counts against a limit
+            torch._dynamo.reset()
         assert config.model.vocab_size != "auto"
         shape = config.model.shape(config.model.vocab_size)
         trainer = Trainer(config, mesh, shape, cast(StepLoader, TinyLoader(config, mesh, shape)))
@@ -83,24 +86,29 @@ def _recorded_gradients(
     """Keep the first gradients that are complete over tp and pp, without the loss's scale."""
 
     def recording(original: Any) -> Any:
-        def complete(given: Sequence[Parameter], tensors: Mapping[str, Tensor], mesh: ParallelMesh) -> None:
-            original(given, tensors, mesh)
+        def complete(
+            given: Sequence[Parameter],
+            tensors: Mapping[str, Tensor],
+            mesh: ParallelMesh,
+            gradient_of: Callable[[Tensor], Tensor | None] = attrgetter("grad"),
+        ) -> None:
+            original(given, tensors, mesh, gradient_of)
             if not result.gradients:
                 scale = trainer.optimizer.loss_scale
-                gradients = {name: _gradient(tensor).double() / scale for name, tensor in tensors.items()}
+                found = {name: gradient_of(tensor) for name, tensor in tensors.items()}
+                gradients = {
+                    name: torch.zeros(tensors[name].shape) if gradient is None else gradient.double() / scale
+                    for name, gradient in found.items()
+                }
                 result.gradients = shards_of(parameters, gradients, mesh)
 
         return complete
 
     with ExitStack() as patches:
         for module in (optimizer, deepspeed):
-            name = "sum_tied_gradients"
+            name = "complete_gradients"
             patches.enter_context(mock.patch.object(module, name, recording(getattr(module, name))))
         yield
-
-
-def _gradient(tensor: Tensor) -> Tensor:
-    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
 
 
 @dataclass(frozen=True)
