@@ -46,13 +46,15 @@ def load_checkpoint(
         with CheckpointReader(checkpoint, verify_hashes=verify_hashes) as reader:
             check_fits(reader.manifest, shape, checkpoint)
             check_coverage(reader.manifest, checkpoint)
-            tensors = dict(stage.named_parameters())
-            for parameter in stage_parameters(shape, split, mesh.at.pp):
-                tensor = tensors[parameter.name]
-                # A run that goes on with wide weights takes all the digits; other readers take the model's.
-                wide = optimizer is not None and tensor.element_size() >= 4
-                kind = _exact_weights(reader.manifest) if wide else WEIGHT
-                load_parameter(reader, parameter, tensor, mesh, kind)
+            runs = None if optimizer is None else optimizer.weights()
+            if runs is None:
+                tensors = dict(stage.named_parameters())
+                for parameter in stage_parameters(shape, split, mesh.at.pp):
+                    tensor = tensors[parameter.name]
+                    kind = _kind_of_weights(reader.manifest, tensor, optimizer)
+                    load_parameter(reader, parameter, tensor, mesh, kind)
+            for run in runs or ():
+                _load_run(reader, run, _kind_of_weights(reader.manifest, run.values, optimizer), mesh)
             if optimizer is not None:
                 _load_optimizer(reader, list(optimizer.shards()), mesh)
             return reader.manifest
@@ -99,6 +101,11 @@ def _exact_weights(manifest: Manifest) -> str:
     return MASTER if MASTER in manifest.optimizer_kinds else WEIGHT
 
 
+def _kind_of_weights(manifest: Manifest, tensor: Tensor, optimizer: OptimizerState | None) -> str:
+    """A run that goes on with wide weights takes all the digits; other readers take the model's."""
+    return _exact_weights(manifest) if optimizer is not None and tensor.element_size() >= 4 else WEIGHT
+
+
 def _load_optimizer(reader: CheckpointReader, shards: Sequence[StateShard], mesh: ParallelMesh) -> None:
     wanted, held = {shard.key for shard in shards}, reader.manifest.optimizer_kinds
     # A rank whose partition is empty wants nothing; the others speak for it.
@@ -109,7 +116,12 @@ def _load_optimizer(reader: CheckpointReader, shards: Sequence[StateShard], mesh
         )
     for shard in shards:
         kind = _exact_weights(reader.manifest) if shard.key in _COPIES - held else shard.key
-        boxes = shard.parameter.spec.boxes(mesh.tp.rank, mesh.tp.size)
-        for run in split_run(boxes, shard.start, shard.values.numel()):
-            values = reader.read(kind, run.part.name, run.box, (run.start, run.stop))
-            shard.values[run.offset : run.offset + run.numel].copy_(values)
+        _load_run(reader, shard, kind, mesh)
+
+
+def _load_run(reader: CheckpointReader, shard: StateShard, kind: str, mesh: ParallelMesh) -> None:
+    """Fill a run of one parameter with what the reader has of that kind."""
+    boxes = shard.parameter.spec.boxes(mesh.tp.rank, mesh.tp.size)
+    for run in split_run(boxes, shard.start, shard.values.numel()):
+        values = reader.read(kind, run.part.name, run.box, (run.start, run.stop))
+        shard.values[run.offset : run.offset + run.numel].copy_(values)

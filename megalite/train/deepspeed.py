@@ -1,7 +1,7 @@
 """DeepSpeed's engine behind the trainer's optimizer protocol: ZeRO shards the optimizer, the pipeline is ours.
 
-One engine a rank owns the rank's stage module; gradients are reduced once a step, after the pipeline and the tied
-sums, through the public `coalesce_grad_reduction`.
+One engine a rank owns the rank's stage module. Under ZeRO 1 gradients are reduced once a step, after the pipeline and
+the tied sums, through the public `coalesce_grad_reduction`; ZeRO 2 and 3, at one stage, reduce them in every backward.
 """
 
 import logging
@@ -16,21 +16,22 @@ from torch import Tensor, nn
 from megalite.parallel.gradients import complete_gradients, copy_shared_weights
 from megalite.parallel.mesh import ParallelMesh, ProcessGroup
 from megalite.topology.parameters import Parameter
-from megalite.topology.state import OptimizerState, StateShard
+from megalite.topology.state import OptimizerState
 from megalite.train.optimizer import (
     OptimizerSettings,
     Update,
-    ensure_state,
     require_finite,
     set_learning_rate,
-    set_step_count,
-    step_count,
     torch_optimizer,
 )
+from megalite.train.zero_state import zero_state
 
 
 class DeepSpeedOptimizer:
-    """ZeRO stage 1 or 2 over the data-parallel ranks, its master weights in float32."""
+    """ZeRO over the data-parallel ranks, its master weights in float32.
+
+    Building it needs the whole stage of this rank in memory, under ZeRO 3 too, which partitions it from there.
+    """
 
     def __init__(
         self,
@@ -42,27 +43,34 @@ class DeepSpeedOptimizer:
     ):
         """`config`: DeepSpeed's own JSON, with the micro batches of a step counted as one (config/deepspeed.py)."""
         _quieten()
-        self._parameters, self._mesh = parameters, mesh
+        self._stage, self._parameters, self._mesh = stage, parameters, mesh
         self._tensors = dict(stage.named_parameters())
+        self._once_a_step = config["zero_optimization"]["stage"] == 1
         _mark(parameters, self._tensors, mesh)
         self._engine, self._zero, *_ = deepspeed.initialize(
             model=stage,
             optimizer=torch_optimizer(settings, parameters, self._tensors),
             mpu=_ModelParallelUnit(mesh),
-            config=dict(config),
+            # Where it is ours to say when a step ends, DeepSpeed sums what each backward brings until then.
+            config={**config, "managed_gradient_accumulation": self._once_a_step},
         )
-        self.state: OptimizerState = _ZeroState(self._zero, parameters, self._tensors)
+        self.state: OptimizerState = zero_state(self._zero, parameters, self._tensors, mesh)
 
     @property
     def loss_scale(self) -> float:
         return float(self._zero.loss_scale)
 
     def forward(self, input_ids: Tensor, **arguments: Tensor) -> Tensor:
-        losses: Tensor = self._engine(input_ids, **arguments)
+        # As a pipeline runs it: the engine has a part in a backward only where it reduces in it.
+        run = self._stage if self._once_a_step else self._engine
+        losses: Tensor = run(input_ids, **arguments)
         return losses
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
+        if not self._once_a_step:
+            yield
+            return
         with self._engine.coalesce_grad_reduction():
             yield
             if self._zero.use_grad_accum_attribute:
@@ -138,32 +146,3 @@ def _quieten() -> None:
     # DeepSpeed 0.19 calls a collective by the name it had before torch 2.13, at every step of every rank.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed.c10d_logger")
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-
-
-class _ZeroState:
-    """The state of ZeRO 1 and 2 for the checkpoint: this rank's partition, cut where parameters begin and end."""
-
-    def __init__(self, zero: Any, parameters: Sequence[Parameter], tensors: Mapping[str, nn.Parameter]):
-        self._zero, self._parameters, self._tensors = zero, parameters, tensors
-
-    def shards(self) -> Iterator[StateShard]:
-        ensure_state(self._zero.optimizer)
-        for parameter in self._parameters:
-            fragment = self._tensors[parameter.name]._hp_mapping  # type: ignore[attr-defined]
-            if fragment is None:
-                continue
-            partition = self._zero.single_partition_of_fp32_groups[fragment.param_group_index]
-            address = fragment.hp_fragment_address
-            for key, values in self._zero.optimizer.state[partition].items():
-                if key != "step":
-                    run = values.view(-1).narrow(0, address.start, address.numel)
-                    yield StateShard(parameter, key, fragment.lp_fragment_address.start, run)
-
-    def scalars(self) -> dict[str, Any]:
-        return {"step": step_count(self._zero.optimizer)}
-
-    def load(self, scalars: Mapping[str, Any]) -> None:
-        ensure_state(self._zero.optimizer)
-        set_step_count(self._zero.optimizer, float(scalars["step"]))
-        # The master weights follow the module's, which the checkpoint has just filled.
-        self._zero.refresh_fp32_params()

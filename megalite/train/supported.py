@@ -6,7 +6,6 @@ from megalite.config.schema import RunConfig
 from megalite.errors import ConfigError, Problem
 
 _NARROW = ("bf16", "fp16")
-_ZERO_STAGES = (0, 1, 2)
 
 
 def require_supported(config: RunConfig, source: str) -> None:
@@ -22,12 +21,6 @@ def _unsupported(config: RunConfig) -> Iterator[Problem]:
             "training.precision",
             f'"{config.training.precision}" with ZeRO is not run by this version of the trainer',
             'use "fp32", or leave [deepspeed] out',
-        )
-    if config.zero_stage not in _ZERO_STAGES:
-        yield Problem(
-            "deepspeed.zero_optimization.stage",
-            f"{config.zero_stage} is not run by this version of the trainer",
-            "use stage 1 or 2, or leave [deepspeed] out",
         )
     zero = config.deepspeed_json().get("zero_optimization", {}) if config.zero_stage else {}
     for key in ("offload_optimizer", "offload_param"):

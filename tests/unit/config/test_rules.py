@@ -441,6 +441,17 @@ CASES = [
         {"optimizer.groups": [{"pattern": "*norm*"}]},
     ),
     Case(
+        "zero_finds_every_group_on_every_stage",
+        {
+            "optimizer.groups": [{"pattern": "model.embed_tokens.weight"}],
+            "parallel.pipeline": 2,
+            "deepspeed.zero_optimization.stage": 1,
+        },
+        'optimizer.groups: what "model.embed_tokens.weight" matches is not on all 2 stages alike, and '
+        "DeepSpeed wants every group on every stage; choose parameters of all stages, or leave [deepspeed] out",
+        {"optimizer.groups": [{"pattern": "*norm*"}]},
+    ),
+    Case(
         "values_are_clipped_without_zero",
         {"optimizer.clip_value": 0.5, "deepspeed.zero_optimization.stage": 1},
         "optimizer.clip_value: 0.5 is not run with ZeRO 1: DeepSpeed clips inside its own step, and only by the norm; "
@@ -484,6 +495,89 @@ CASES = [
         {"model.vocab_size": 299},
         'model.vocab_size: 299 is less than tokenizer.vocab_size = 300; use 300 or more, or "auto"',
         {"model.vocab_size": "auto"},
+    ),
+    Case(
+        "text_is_given_once",
+        {"data.source": REMOVED},
+        "data.source: is required; name a text, or several by weight in [[data.blend]]",
+        {"data.source": "stdlib"},
+    ),
+    Case(
+        "text_is_given_once",
+        {"data.blend": [{"source": "a", "weight": 1.0}]},
+        "data.source: stands beside [[data.blend]]; name its text in the blend, or leave that out",
+        {"data.source": REMOVED},
+    ),
+    Case(
+        "text_is_given_once",
+        {"data.source": REMOVED, "data.blend": []},
+        "data.blend: names no set; add one with source and weight",
+        {"data.blend": [{"source": "a", "weight": 1}]},
+    ),
+    Case(
+        "blend_weights_are_positive",
+        {
+            "data.source": REMOVED,
+            "data.blend": [{"source": "a", "weight": 1}, {"source": "b", "weight": 0.0}],
+        },
+        "data.blend[2].weight: 0 is not above 0; set its share of the samples, or leave the set out",
+        {"data.blend": [{"source": "a", "weight": 1}]},
+    ),
+    Case(
+        "blend_weights_are_positive",
+        {
+            "data.source": REMOVED,
+            "data.blend": [{"source": "a", "weight": -0.5}, {"source": "b", "weight": 1}],
+        },
+        "data.blend[1].weight: -0.5 is not above 0; set its share of the samples, or leave the set out",
+        {"data.blend": [{"source": "a", "weight": 0.5}, {"source": "b", "weight": 1}]},
+    ),
+    Case(
+        "blend_names_each_set_once",
+        {"data.source": REMOVED, "data.blend": [{"source": "a", "weight": 1}, {"source": "a", "weight": 2}]},
+        'data.blend[2].source: "a" is set 1 already; name it once, with the sum of the weights',
+        {"data.blend": [{"source": "a", "weight": 3}]},
+    ),
+    Case(
+        "split_shares_add_up",
+        {"data.split": [0.9, 0.2]},
+        "data.split: [0.9, 0.2] adds up to 1.1, not 1; write for example [0.98, 0.01, 0.01]: of the documents for "
+        "training, validation and test",
+        {"data.split": [0.98, 0.01, 0.01]},
+    ),
+    Case(
+        "split_shares_add_up",
+        {"data.split": [0, 1]},
+        "data.split: [0, 1] leaves nothing to train on; write for example [0.98, 0.01, 0.01]: of the documents for "
+        "training, validation and test",
+        {"data.split": [0.9, 0.1]},
+    ),
+    Case(
+        "split_shares_add_up",
+        {"data.split": [1.2, -0.2]},
+        "data.split: [1.2, -0.2] has a share below 0; write for example [0.98, 0.01, 0.01]: of the documents for "
+        "training, validation and test",
+        {"data.split": [0.9, 0, 0.1]},
+    ),
+    Case(
+        "split_shares_add_up",
+        {"data.split": [0.4, 0.3, 0.2, 0.1]},
+        "data.split: [0.4, 0.3, 0.2, 0.1] has 4 shares, not 2 or 3; write for example [0.98, 0.01, 0.01]: of the "
+        "documents for training, validation and test",
+        {"data.split": REMOVED},
+    ),
+    Case(
+        "validation_is_other_text",
+        {"data.validation": "stdlib"},
+        'data.validation: "stdlib" is what is trained on; name other text, or set data.split',
+        {"data.validation": "held-out.txt"},
+    ),
+    Case(
+        "validation_is_other_text",
+        {"data.validation": "held-out.txt", "data.split": [0.9, 0.1]},
+        "data.split: 0.1 of the documents would validate, and data.validation names others; set one of the two, or its "
+        "second share to 0",
+        {"data.split": [0.9, 0.0, 0.1]},
     ),
 ]
 

@@ -16,7 +16,6 @@ ONE_STAGE = ("--parallel.pipeline", "1")
     [
         (("--training.precision", "bf16"), "training.precision"),
         (("--training.precision", "fp16"), "training.precision"),
-        ((*ONE_STAGE, "--deepspeed.zero_optimization.stage", "3"), "deepspeed.zero_optimization.stage"),
         (
             (*ONE_STAGE, "--deepspeed.zero_optimization.offload_optimizer.device", "cpu"),
             "deepspeed.zero_optimization.offload_optimizer",
