@@ -122,7 +122,7 @@ def build(job: Job) -> Parts:
     parameters = list(stage_parameters(job.shape, split, mesh.at.pp))
     micro_batches = SEQUENCES // job.layout.data // job.micro_batch_size
     # Before DeepSpeed's own hooks.
-    reduced = _reduced_gradients(dict(stage.named_parameters())) if job.zero_stage >= 2 else {}
+    reduced = reduced_gradients(dict(stage.named_parameters())) if job.zero_stage >= 2 else {}
     optimizer = job_optimizer(job, stage, parameters, mesh, micro_batches)
     shapes = PipelineShapes(micro_batches, job.shape.hidden_size, job.dtype, options.loss_dtype)
     pipeline = pipeline_runner(
@@ -135,7 +135,7 @@ def _train(job: Job) -> RankResult:
     parts = build(job)
     mesh, parameters, optimizer = parts.mesh, parts.parameters, parts.optimizer
     tensors = dict(parts.stage.named_parameters())
-    with whole_weights(job, tensors):
+    with whole_weights(job.zero_stage, tensors):
         result = RankResult(mesh.dp.rank, initial=shards_of(parameters, tensors, mesh))
     for step in range(job.steps):
         batch = local_batch(job, mesh, step)
@@ -146,15 +146,15 @@ def _train(job: Job) -> RankResult:
                 result.gradients = shards_of(parameters, gradients, mesh)
                 parts.reduced.clear()
         result.norms.append(optimizer.step(job.learning_rate).grad_norm)
-    with whole_weights(job, tensors):
+    with whole_weights(job.zero_stage, tensors):
         result.final = shards_of(parameters, tensors, mesh)
     return result
 
 
 @contextmanager
-def whole_weights(job: Job, tensors: dict[str, torch.nn.Parameter]) -> Iterator[None]:
+def whole_weights(zero_stage: int, tensors: dict[str, torch.nn.Parameter]) -> Iterator[None]:
     """With this rank's shards whole, where ZeRO 3 has partitioned them."""
-    if job.zero_stage < 3:
+    if zero_stage < 3:
         yield
         return
     import deepspeed
@@ -163,7 +163,7 @@ def whole_weights(job: Job, tensors: dict[str, torch.nn.Parameter]) -> Iterator[
         yield
 
 
-def _reduced_gradients(tensors: dict[str, torch.nn.Parameter]) -> dict[str, Tensor]:
+def reduced_gradients(tensors: dict[str, torch.nn.Parameter]) -> dict[str, Tensor]:
     """Will hold the sums of the gradients that ZeRO 2 and 3 take away in each backward, as they were before."""
     sums: dict[str, Tensor] = {}
 
