@@ -42,7 +42,6 @@ def reference(ranks):
             schedule="1f1b",
             chunks_a_stage=1,
             zero_stage=0,
-            fault=None,
         )
         [result] = ranks.run(train_on_rank, world_size=1, job=alone)
         return result

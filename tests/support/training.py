@@ -20,7 +20,6 @@ from megalite.topology.parameters import ModelShape, Parameter, canonical_tensor
 from megalite.topology.schedules import SCHEDULES
 from megalite.topology.sharding import Box
 from megalite.train.optimizer import Optimizer, OptimizerSettings, TorchOptimizer
-from tests.support.mutations import planted_fault
 from tests.support.tiny import tiny_batch
 
 SEQUENCES = 8
@@ -52,7 +51,6 @@ class Job:
     dropout: Dropout = PLAIN.dropout
     recompute: Recompute = PLAIN.recompute
     compile: bool = False
-    fault: str | None = None
 
 
 @dataclass(frozen=True)
@@ -79,8 +77,23 @@ class RankResult:
 
 def train_on_rank(job: Job) -> RankResult:
     """Run the job's steps on this rank of the current process group."""
-    with planted_fault(job.fault):
-        return _train(job)
+    parts = build(job)
+    mesh, parameters, optimizer = parts.mesh, parts.parameters, parts.optimizer
+    tensors = dict(parts.stage.named_parameters())
+    with whole_weights(job.zero_stage, tensors):
+        result = RankResult(mesh.dp.rank, initial=shards_of(parameters, tensors, mesh))
+    for step in range(job.steps):
+        batch = local_batch(job, mesh, step)
+        with optimizer.accumulating():
+            result.losses.append(parts.pipeline.forward_backward(batch, optimizer.loss_scale))
+            if step == 0:
+                gradients = parts.reduced or {name: _gradient(tensor) for name, tensor in tensors.items()}
+                result.gradients = shards_of(parameters, gradients, mesh)
+                parts.reduced.clear()
+        result.norms.append(optimizer.step(job.learning_rate).grad_norm)
+    with whole_weights(job.zero_stage, tensors):
+        result.final = shards_of(parameters, tensors, mesh)
+    return result
 
 
 @dataclass(frozen=True)
@@ -129,26 +142,6 @@ def build(job: Job) -> Parts:
         stage.chunks, split, mesh, shapes, schedule=job.schedule, forward=optimizer.forward
     )
     return Parts(mesh, split, stage, parameters, optimizer, pipeline, reduced)
-
-
-def _train(job: Job) -> RankResult:
-    parts = build(job)
-    mesh, parameters, optimizer = parts.mesh, parts.parameters, parts.optimizer
-    tensors = dict(parts.stage.named_parameters())
-    with whole_weights(job.zero_stage, tensors):
-        result = RankResult(mesh.dp.rank, initial=shards_of(parameters, tensors, mesh))
-    for step in range(job.steps):
-        batch = local_batch(job, mesh, step)
-        with optimizer.accumulating():
-            result.losses.append(parts.pipeline.forward_backward(batch, optimizer.loss_scale))
-            if step == 0:
-                gradients = parts.reduced or {name: _gradient(tensor) for name, tensor in tensors.items()}
-                result.gradients = shards_of(parameters, gradients, mesh)
-                parts.reduced.clear()
-        result.norms.append(optimizer.step(job.learning_rate).grad_norm)
-    with whole_weights(job.zero_stage, tensors):
-        result.final = shards_of(parameters, tensors, mesh)
-    return result
 
 
 @contextmanager
