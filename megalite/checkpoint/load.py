@@ -46,15 +46,15 @@ def load_checkpoint(
         with CheckpointReader(checkpoint, verify_hashes=verify_hashes) as reader:
             check_fits(reader.manifest, shape, checkpoint)
             check_coverage(reader.manifest, checkpoint)
+            # A run that goes on takes all the digits there are; other readers take the model's.
+            kind = WEIGHT if optimizer is None else _exact_weights(reader.manifest)
             runs = None if optimizer is None else optimizer.weights()
             if runs is None:
                 tensors = dict(stage.named_parameters())
                 for parameter in stage_parameters(shape, split, mesh.at.pp):
-                    tensor = tensors[parameter.name]
-                    kind = _kind_of_weights(reader.manifest, tensor, optimizer)
-                    load_parameter(reader, parameter, tensor, mesh, kind)
+                    load_parameter(reader, parameter, tensors[parameter.name], mesh, kind)
             for run in runs or ():
-                _load_run(reader, run, _kind_of_weights(reader.manifest, run.values, optimizer), mesh)
+                _load_run(reader, run, kind, mesh)
             if optimizer is not None:
                 _load_optimizer(reader, list(optimizer.shards()), mesh)
             return reader.manifest
@@ -99,11 +99,6 @@ def check_fits(manifest: Manifest, shape: ModelShape, checkpoint: Path) -> None:
 def _exact_weights(manifest: Manifest) -> str:
     """The kind that has the weights with all their digits."""
     return MASTER if MASTER in manifest.optimizer_kinds else WEIGHT
-
-
-def _kind_of_weights(manifest: Manifest, tensor: Tensor, optimizer: OptimizerState | None) -> str:
-    """A run that goes on with wide weights takes all the digits; other readers take the model's."""
-    return _exact_weights(manifest) if optimizer is not None and tensor.element_size() >= 4 else WEIGHT
 
 
 def _load_optimizer(reader: CheckpointReader, shards: Sequence[StateShard], mesh: ParallelMesh) -> None:

@@ -1,9 +1,10 @@
 """Rules and notes over how a step is computed: dropout, recompute, torch.compile, sequence parallelism."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from megalite.config.validate import Facts
 from megalite.errors import Problem
+from megalite.topology.families import FAMILIES
 from megalite.topology.schedules import SCHEDULES
 
 
@@ -79,6 +80,34 @@ def sequence_parallel_divides_the_length(facts: Facts) -> Iterator[Problem]:
         yield Problem("training.sequence_length", message, remedy)
 
 
+def zero_reduces_whole_gradients(facts: Facts) -> Iterator[Problem]:
+    """ZeRO 2 and 3 reduce in every backward, before gradients that tensor-parallel ranks share are summed."""
+    if facts.zero_stage < 2 or facts.parallel.tensor == 1:
+        return
+    key, remedy = "deepspeed.zero_optimization.stage", "use stage 1, or parallel.tensor 1"
+    if facts.parallel.sequence:
+        message = (
+            f"{facts.zero_stage} reduces gradients before the ranks of parallel.sequence have summed theirs"
+        )
+        yield Problem(key, message, remedy)
+    elif FAMILIES[facts.model.family].fixed.get("qk_norm"):
+        message = (
+            f"{facts.zero_stage} reduces gradients before tensor ranks have summed {facts.model.family}'s"
+        )
+        yield Problem(key, f"{message} norms of query and key", remedy)
+
+
+def offload_has_its_stage(facts: Facts) -> Iterator[Problem]:
+    stage = facts.zero_stage
+    for name, least, what in (("offload_optimizer", 1, "optimizer"), ("offload_param", 3, "weights")):
+        table = facts.deepspeed.get("zero_optimization", {}).get(name)
+        device = table.get("device", "none") if isinstance(table, Mapping) else "none"
+        if device != "none" and stage < least:
+            message = f'device "{device}" has no effect: stage {stage} has no partition of the {what} to move'
+            remedy = f"use stage {least}{' or higher' * (least < 3)}, or leave it out"
+            yield Problem(f"deepspeed.zero_optimization.{name}", message, remedy)
+
+
 def one_rank_has_the_whole_sequence(facts: Facts) -> Iterator[str]:
     if facts.parallel.sequence and facts.parallel.tensor == 1:
         yield "parallel.sequence = true does nothing beside parallel.tensor = 1"
@@ -92,5 +121,7 @@ COMPUTATION_RULES = (
     compiled_layers_are_recomputed_whole,
     compiled_layers_hold_their_weights,
     sequence_parallel_divides_the_length,
+    zero_reduces_whole_gradients,
+    offload_has_its_stage,
 )
 NOTES = (attention_dropout_costs, one_rank_has_the_whole_sequence)

@@ -152,6 +152,22 @@ def require_finite(norm: float, tensor: str | None = None) -> None:
         )
 
 
+def skip_update(scale: LossScale | None, norm: float, tensor: str | None) -> Update:
+    """Lower the scale for the overflow that arose in the gradient of `tensor`. Raises TrainingError where it cannot
+    be lowered, or is none: `norm` is not finite."""
+    if scale is None:
+        require_finite(norm, tensor)
+    elif scale.exhausted:
+        raise TrainingError(
+            f"fp16 overflows in the gradient of {tensor} at the smallest loss scale, {scale.value:g}:"
+            ' no weight was changed; use training.precision = "bf16", or lower optimizer.learning_rate,'
+            " then run again to resume"
+        )
+    else:
+        scale.overflowed()
+    return Update(norm, skipped=True, overflow=tensor)
+
+
 def accumulate_in_float32(tensors: Mapping[str, nn.Parameter]) -> None:
     """Let autograd sum the gradients of 16-bit parameters in float32."""
     for tensor in tensors.values():
@@ -220,19 +236,10 @@ class TorchOptimizer:
     def _skip(self, norm: float) -> Update:
         """Leave out the update of an overflow, on every rank alike. Raises TrainingError where it is none."""
         tensor = first_nonfinite(self._parameters, self._tensors, self._mesh)
-        if self._scale is None:
-            require_finite(norm, tensor)
-        elif self._scale.exhausted:
-            raise TrainingError(
-                f"fp16 overflows in the gradient of {tensor} at the smallest loss scale, {self._scale.value:g}:"
-                ' no weight was changed; use training.precision = "bf16", or lower optimizer.learning_rate,'
-                " then run again to resume"
-            )
-        else:
-            self._scale.overflowed()
+        update = skip_update(self._scale, norm, tensor)
         for held in self._tensors.values():
             held.grad = None
-        return Update(norm, skipped=True, overflow=tensor)
+        return update
 
     def _hand_gradients_to_masters(self) -> None:
         for name, master in self._masters.items():

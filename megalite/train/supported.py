@@ -24,9 +24,9 @@ def _unsupported(config: RunConfig) -> Iterator[Problem]:
         )
     zero = config.deepspeed_json().get("zero_optimization", {}) if config.zero_stage else {}
     for key in ("offload_optimizer", "offload_param"):
-        if zero.get(key, {}).get("device", "none") != "none":
+        if zero.get(key, {}).get("device", "none") not in ("none", "cpu"):
             yield Problem(
                 f"deepspeed.zero_optimization.{key}",
-                "offload is not run by this version of the trainer",
-                "leave it out",
+                f"offload to {zero[key]['device']} is not run by this version of the trainer",
+                'use device "cpu", or leave it out',
             )

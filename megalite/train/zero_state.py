@@ -11,16 +11,20 @@ from torch import Tensor, nn
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.parameters import Parameter
 from megalite.topology.state import MASTER, WEIGHT, OptimizerState, StateShard
+from megalite.train.loss_scale import LossScale
 from megalite.train.optimizer import ensure_state, set_step_count, step_count
 
 
 def zero_state(
-    zero: Any, parameters: Sequence[Parameter], tensors: Mapping[str, nn.Parameter], mesh: ParallelMesh
+    zero: Any,
+    parameters: Sequence[Parameter],
+    tensors: Mapping[str, nn.Parameter],
+    mesh: ParallelMesh,
+    scale: LossScale | None,
 ) -> OptimizerState:
     """The state of the optimizer that DeepSpeed made for these parameters."""
-    if hasattr(zero, "fp32_partitioned_groups_flat"):
-        return _ShardedState(zero, parameters, tensors, mesh)
-    return _PartitionedState(zero, parameters, tensors)
+    sharded = hasattr(zero, "fp32_partitioned_groups_flat")
+    return (_ShardedState if sharded else _PartitionedState)(zero, parameters, tensors, mesh, scale)
 
 
 @dataclass(frozen=True)
@@ -41,8 +45,16 @@ class _Run:
 class _ZeroState:
     """What all stages have in common: where the runs of this rank lie is the stage's to say."""
 
-    def __init__(self, zero: Any, parameters: Sequence[Parameter], tensors: Mapping[str, nn.Parameter]):
+    def __init__(
+        self,
+        zero: Any,
+        parameters: Sequence[Parameter],
+        tensors: Mapping[str, nn.Parameter],
+        mesh: ParallelMesh,
+        scale: LossScale | None,
+    ):
         self._zero, self._parameters, self._tensors = zero, parameters, tensors
+        self._dp_rank, self._scale = mesh.dp.rank, scale
         self._narrow = any(tensor.element_size() < 4 for tensor in tensors.values())
 
     def _runs(self) -> Iterator[_Run]:
@@ -67,12 +79,15 @@ class _ZeroState:
                 yield StateShard(run.parameter, key, run.start, run.of(values))
 
     def scalars(self) -> dict[str, Any]:
-        return {"step": step_count(self._zero.optimizer)}
+        scale = {} if self._scale is None else self._scale.scalars()
+        return {"step": step_count(self._zero.optimizer), **scale}
 
     def load(self, scalars: Mapping[str, Any]) -> None:
         with self._updatable() as optimizer:
             ensure_state(optimizer)
         set_step_count(optimizer, float(scalars["step"]))
+        if self._scale is not None:
+            self._scale.load(scalars)
         if not self._narrow:
             # Nobody stored these masters: they follow the weights, which the checkpoint has just filled.
             self._zero.refresh_fp32_params()
@@ -93,21 +108,11 @@ class _PartitionedState(_ZeroState):
 class _ShardedState(_ZeroState):
     """ZeRO 3: this rank's partition of each parameter, which may end in padding, or be nothing else."""
 
-    def __init__(
-        self,
-        zero: Any,
-        parameters: Sequence[Parameter],
-        tensors: Mapping[str, nn.Parameter],
-        mesh: ParallelMesh,
-    ):
-        super().__init__(zero, parameters, tensors)
-        self._rank = mesh.dp.rank
-
     def _runs(self) -> Iterator[_Run]:
         for parameter in self._parameters:
             tensor: Any = self._tensors[parameter.name]
             group, offset, length = self._zero.grad_position[self._zero.get_param_id(tensor)]
-            start = self._rank * length
+            start = self._dp_rank * length
             size = min(length, tensor.ds_numel - start)
             if size > 0:
                 flat = self._zero.fp32_partitioned_groups_flat[group]

@@ -190,7 +190,7 @@ def job_optimizer(
         "gradient_clipping": job.optimizer.gradient_clipping,
         "zero_optimization": zero,
         "bf16": {"enabled": job.dtype == torch.bfloat16},
-        "fp16": {"enabled": job.dtype == torch.float16},
+        "fp16": {"enabled": job.dtype == torch.float16, "initial_scale_power": 16, "hysteresis": 1},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 1_000_000,

@@ -17,7 +17,7 @@ ONE_STAGE = ("--parallel.pipeline", "1")
         (("--training.precision", "bf16"), "training.precision"),
         (("--training.precision", "fp16"), "training.precision"),
         (
-            (*ONE_STAGE, "--deepspeed.zero_optimization.offload_optimizer.device", "cpu"),
+            (*ONE_STAGE, "--deepspeed.zero_optimization.offload_optimizer.device", "nvme"),
             "deepspeed.zero_optimization.offload_optimizer",
         ),
     ],
