@@ -20,6 +20,7 @@ from megalite.launcher.environment import RankInfo
 from megalite.parallel.mesh import ParallelMesh, connect, disconnect
 from megalite.train.precision import Precision, choose_precision
 from megalite.train.report import RunReporter
+from megalite.train.supported import asked_precision
 from megalite.train.trainer import Trainer
 
 
@@ -176,7 +177,7 @@ def _precision(config: RunConfig, mesh: ParallelMesh, resumed_from: Path | None)
     if mesh.rank == 0:
         written = read_manifest(resumed_from).config if resumed_from is not None else {}
         resumed = written.get("training", {}).get("precision")
-        found = choose_precision(config.training.precision, mesh.device, resumed)
+        found = choose_precision(asked_precision(config), mesh.device, resumed)
     precision: Precision = mesh.broadcast_object(found)
     return precision
 

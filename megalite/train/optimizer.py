@@ -281,8 +281,8 @@ def ensure_state(optimizer: torch.optim.Optimizer) -> None:
         for tensor in group["params"]:
             state = optimizer.state[tensor]
             if adam and "step" not in state:
-                # The types torch itself uses: a float32 tensor for the count.
-                state["step"] = torch.zeros((), dtype=torch.float32)
+                # As torch itself has it: a float32 tensor for the count, where the fused update looks for it.
+                state["step"] = torch.zeros((), dtype=torch.float32, device=tensor.device)
                 state["exp_avg"] = torch.zeros_like(tensor)
                 state["exp_avg_sq"] = torch.zeros_like(tensor)
             elif not adam and group["momentum"] and state.get("momentum_buffer") is None:

@@ -5,8 +5,6 @@ from collections.abc import Iterator
 from megalite.config.schema import RunConfig
 from megalite.errors import ConfigError, Problem
 
-_NARROW = ("bf16", "fp16")
-
 
 def require_supported(config: RunConfig, source: str) -> None:
     """Raises ConfigError with everything that a later version will run; `source` names where the user wrote it."""
@@ -15,12 +13,18 @@ def require_supported(config: RunConfig, source: str) -> None:
         raise ConfigError(problems, source)
 
 
+def asked_precision(config: RunConfig) -> str:
+    """`training.precision`, where "auto" leaves out what is not run."""
+    precision = config.training.precision
+    return "fp32" if precision == "auto" and config.zero_stage else precision
+
+
 def _unsupported(config: RunConfig) -> Iterator[Problem]:
-    if config.training.precision in _NARROW and config.zero_stage:
+    if config.training.precision == "fp16" and config.zero_stage:
         yield Problem(
             "training.precision",
-            f'"{config.training.precision}" with ZeRO is not run by this version of the trainer',
-            'use "fp32", or leave [deepspeed] out',
+            '"fp16" with ZeRO is not run by this version of the trainer: DeepSpeed refuses it on a CPU',
+            'use "bf16", or leave [deepspeed] out',
         )
     zero = config.deepspeed_json().get("zero_optimization", {}) if config.zero_stage else {}
     for key in ("offload_optimizer", "offload_param"):

@@ -16,7 +16,7 @@ def job(tmp_path: Path) -> Job:
     """One process, without DeepSpeed and with precision "auto"."""
     job = Job.write(tmp_path, tensor=1, pipeline=1)
     text = job.run_file.read_text().replace("[deepspeed.zero_optimization]\nstage = 1\n", "")
-    job.run_file.write_text(text)
+    job.run_file.write_text(text.replace('precision = "fp32"\n', ""))
     return job
 
 
@@ -44,3 +44,12 @@ def test_fp16_tells_of_overflows_and_bf16_of_its_price(job: Job, tmp_path: Path)
     assert "loss_scale" not in read_metrics(run / "metrics.jsonl")[-1]
     latest = find_latest(run / "checkpoints")
     assert latest is not None and {MASTER, EMA} < read_manifest(latest).tensors.keys()
+
+
+def test_an_overflow_of_a_fixed_scale_ends_the_run_at_its_step(job: Job, tmp_path: Path) -> None:
+    flags = ("--training.precision", "fp16", "--training.loss_scale", "1e9")
+    process = job.start(tmp_path / "run", *flags)
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 1, output
+    assert "step 1: fp16 overflows in the gradient of model." in output
+    assert 'use training.precision = "bf16"' in output

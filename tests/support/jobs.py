@@ -31,6 +31,7 @@ data = {data}
 
 [training]
 steps = 12
+precision = "fp32"
 sequence_length = 32
 micro_batch_size = 1
 global_batch_size = 8

@@ -25,11 +25,11 @@ COPIES_RTOL = 1e-9
 def layout_bounds(precision: str, zero_stage: int) -> dict[str, float]:
     """How far a run in fp64 or fp32 may be from one process, for each quantity of a few steps.
 
-    gradients are the first step's, before ZeRO has had a part in anything.
+    gradients are the first step's; DeepSpeed holds its sums of them in float32, as it does its master weights.
     """
     exact = LAYOUT_RTOL if precision == "fp64" else FLOAT32_RTOL
-    later = max(exact, ZERO_RTOL if zero_stage else 0.0)
-    return {"losses": later, "norms": later, "gradients": exact, "weights": later}
+    bound = max(exact, ZERO_RTOL if zero_stage else 0.0)
+    return dict.fromkeys(("losses", "norms", "gradients", "weights"), bound)
 
 
 # Beside a tensor with values of 1, one with values below this is sums that cancel.

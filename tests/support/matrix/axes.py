@@ -167,6 +167,6 @@ COMPILED_LAYOUTS = ("tp1-pp1-dp1", "tp1-pp2-dp1", "tp1-pp1-dp2")
 
 # Values, alone or together, that the product does not run yet: their rows do not stand in the table.
 NOT_LANDED: tuple[Row, ...] = (
-    {"zero": "3", "accumulation": "model"},
-    *({"zero": stage, "precision": narrow} for stage in "123" for narrow in ("bf16", "fp16")),
+    *({"zero": stage, "precision": "fp16"} for stage in "123"),
+    *({"zero": stage, "accumulation": "model"} for stage in "123"),
 )

@@ -4,7 +4,7 @@ import pytest
 
 from megalite.config.load import load_config
 from megalite.errors import ConfigError
-from megalite.train.supported import require_supported
+from megalite.train.supported import asked_precision, require_supported
 from tests.support.jobs import ROOT
 
 RUN_FILE = ROOT / "examples" / "quickstart" / "run.toml"
@@ -14,7 +14,6 @@ ONE_STAGE = ("--parallel.pipeline", "1")
 @pytest.mark.parametrize(
     ("flags", "key"),
     [
-        (("--training.precision", "bf16"), "training.precision"),
         (("--training.precision", "fp16"), "training.precision"),
         (
             (*ONE_STAGE, "--deepspeed.zero_optimization.offload_optimizer.device", "nvme"),
@@ -28,6 +27,12 @@ def test_what_is_not_run_yet_is_named(flags, key):
         require_supported(config, "run.toml")
     assert [problem.key for problem in caught.value.problems] == [key]
     assert caught.value.problems[0].remedy
+
+
+def test_auto_leaves_out_what_is_not_run():
+    config = load_config(RUN_FILE, ())
+    assert (config.training.precision, asked_precision(config)) == ("auto", "fp32")
+    assert asked_precision(load_config(RUN_FILE, ("--training.precision", "bf16"))) == "bf16"
 
 
 def test_the_quickstart_is_supported():
