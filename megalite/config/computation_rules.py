@@ -1,6 +1,6 @@
 """Rules and notes over how a step is computed: dropout, recompute, torch.compile, sequence parallelism."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from megalite.config.validate import Facts
 from megalite.errors import Problem
@@ -97,6 +97,17 @@ def zero_reduces_whole_gradients(facts: Facts) -> Iterator[Problem]:
         yield Problem(key, f"{message} norms of query and key", remedy)
 
 
+def offload_has_its_stage(facts: Facts) -> Iterator[Problem]:
+    stage = facts.zero_stage
+    for name, least, what in (("offload_optimizer", 1, "optimizer"), ("offload_param", 3, "weights")):
+        table = facts.deepspeed.get("zero_optimization", {}).get(name)
+        device = table.get("device", "none") if isinstance(table, Mapping) else "none"
+        if device != "none" and stage < least:
+            message = f'device "{device}" has no effect: stage {stage} has no partition of the {what} to move'
+            remedy = f"use stage {least}{' or higher' * (least < 3)}, or leave it out"
+            yield Problem(f"deepspeed.zero_optimization.{name}", message, remedy)
+
+
 def one_rank_has_the_whole_sequence(facts: Facts) -> Iterator[str]:
     if facts.parallel.sequence and facts.parallel.tensor == 1:
         yield "parallel.sequence = true does nothing beside parallel.tensor = 1"
@@ -111,5 +122,6 @@ COMPUTATION_RULES = (
     compiled_layers_hold_their_weights,
     sequence_parallel_divides_the_length,
     zero_reduces_whole_gradients,
+    offload_has_its_stage,
 )
 NOTES = (attention_dropout_costs, one_rank_has_the_whole_sequence)

@@ -58,7 +58,10 @@ _matrix: Matrix
 
 
 def _start_job() -> None:
+    """In a job's process: what its ranks print (DeepSpeed's warnings) would tear the progress bar."""
     global _matrix
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    os.dup2(1, 2)
     _matrix = Matrix(RankPool())
 
 
@@ -67,8 +70,8 @@ def _run_row(number: int, row: Row) -> Result:
     try:
         outcome = _matrix.run(row)
         errors, allowed, problems = outcome.errors, outcome.allowed, outcome.problems
-    except AssertionError as error:  # also a rank that raised or hung
-        errors, allowed, problems = {}, {}, [str(error)]
+    except Exception as error:  # whatever it is: the other rows are still to be run
+        errors, allowed, problems = {}, {}, [f"{type(error).__name__}: {error}"]
     return Result(number, row, errors, allowed, problems, round(time.perf_counter() - began, 2))
 
 
@@ -76,7 +79,12 @@ def run_rows(rows: Mapping[int, Row], jobs: int) -> list[Result]:
     """Each job is a process with a pool of ranks of its own."""
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _start_job) as executor:
         running = [executor.submit(_run_row, number, row) for number, row in rows.items()]
-        return [each.result() for each in tqdm(running, unit="row", disable=len(rows) < 4)]
+        results = []
+        for each in tqdm(running, unit="row", disable=len(rows) < 4):
+            results.append(each.result())
+            for problem in results[-1].problems:
+                tqdm.write(f"row {results[-1].row}: {problem.splitlines()[0]}")
+        return results
 
 
 def worst_by_value(results: Sequence[Result]) -> dict[str, dict[str, dict[str, float]]]:

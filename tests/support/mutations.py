@@ -1,32 +1,96 @@
-"""Faults to plant in production code, each of which must turn the parity test that guards it red."""
+"""Faults to plant in production code: mistakes that others have made, each with the smallest run that shows it.
 
-from collections.abc import Callable, Iterator
+tests/parity/test_faults.py plants each and expects the comparison with one process, which guards against it, to fail.
+Of 16-bit training and of an operator alone there are more beside the tests that guard those
+(tests/distributed/test_precision.py, tests/parity/test_loss.py).
+"""
+
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
 import torch
+from torch import Tensor
 
 import megalite.parallel.collectives as collectives
 import megalite.parallel.gradients as gradients
 import megalite.parallel.layers as layers
 import megalite.parallel.pipeline as pipeline
-from megalite.model import stages, transformer
+from megalite.model import dropout, recompute, stages, transformer
 from megalite.topology.sharding import Box
+from megalite.train import deepspeed, optimizer
+
+Replace = Callable[[Any], Any]
 
 
-def _leave_alone(values: torch.Tensor, axis: Any) -> Callable[[], torch.Tensor]:
+@dataclass(frozen=True)
+class Fault:
+    """`target.attribute` becomes `replace(itself)`.
+
+    shown_by: axis of the table -> value; all others have their plain one.
+    """
+
+    target: Any
+    attribute: str
+    replace: Replace
+    shown_by: Mapping[str, str]
+
+
+def _instead(other: Any) -> Replace:
+    return lambda _: other
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+# ------------------------------------------------------------------------------------------------------- collectives
+
+
+def _leave_alone(values: Tensor, axis: Any) -> Callable[[], Tensor]:
     return lambda: values
 
 
-def _reduce_without_reduce(ctx: Any, partial_sums: torch.Tensor, axis: Any) -> torch.Tensor:
+def _reduce_without_reduce(ctx: Any, partial_sums: Tensor, axis: Any) -> Tensor:
     ctx.mark_dirty(partial_sums)
     return partial_sums
+
+
+def _split_instead_of_reduce_scatter(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    return grad.chunk(ctx.axis.size, dim=1)[ctx.axis.rank].contiguous(), None
+
+
+# --------------------------------------------------------------------------------------------------------------- loss
 
 
 def _normalise_by_own_tokens(batch: Any, mesh: Any) -> float:
     counted = batch.loss_mask.double().masked_fill(batch.labels < 0, 0).sum().item()
     return 1.0 / counted if counted else 0.0
+
+
+def _smooth_over_own_vocabulary(cross_entropy: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def smoothed(logits: Tensor, labels: Tensor, mask: Tensor, rows: range, tp: Any, terms: Any) -> Tensor:
+        return cross_entropy(logits, labels, mask, rows, tp, replace(terms, vocabulary=len(rows)))
+
+    return smoothed
+
+
+def _z_loss_of_own_vocabulary(cross_entropy: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def with_z_loss(logits: Tensor, labels: Tensor, mask: Tensor, rows: range, tp: Any, terms: Any) -> Tensor:
+        normaliser = logits.clone().logsumexp(dim=-1)
+        plain = cross_entropy(logits, labels, mask, rows, tp, replace(terms, z_loss=0.0))
+        return plain + terms.z_loss * normaliser.square() * mask * (labels >= 0)
+
+    return with_z_loss
+
+
+def _count_every_tensor_rank(loss: float, mesh: Any) -> float:
+    return float(mesh.sum_over_world([loss])[0] / mesh.dp.size)
+
+
+# ------------------------------------------------------------------------------------- layers, chunks, micro batches
 
 
 def _skip_one_layer(decode: Callable[..., Any]) -> Callable[..., Any]:
@@ -42,6 +106,26 @@ def _skip_one_layer(decode: Callable[..., Any]) -> Callable[..., Any]:
     return decode_fewer
 
 
+def _skip_one_chunk(decode: Callable[..., Any]) -> Callable[..., Any]:
+    def decode_fewer(self: Any, inputs: Tensor, *others: Any, **arguments: Any) -> Any:
+        return inputs.clone() if self.index == 1 else decode(self, inputs, *others, **arguments)
+
+    return decode_fewer
+
+
+def _swap_two_chunks(build: Callable[..., None]) -> Callable[..., None]:
+    def build_swapped(self: Any, *arguments: Any) -> None:
+        build(self, *arguments)
+        one, other = self.chunks
+        one.layers, other.layers = other.layers, one.layers
+
+    return build_swapped
+
+
+def _keep_the_last_micro_batch(micro_batches: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, count: micro_batches(self, count)[-1:]
+
+
 def _draw_the_first_shard(normal_box: Callable[..., Any]) -> Callable[..., Any]:
     def alike(seed: int, name: str, box: Box, std: float) -> Any:
         return normal_box(seed, name, Box(tuple(0 for _ in box.offsets), box.shape), std)
@@ -49,43 +133,178 @@ def _draw_the_first_shard(normal_box: Callable[..., Any]) -> Callable[..., Any]:
     return alike
 
 
-def _keep_the_last_micro_batch(micro_batches: Callable[..., Any]) -> Callable[..., Any]:
-    def last_only(self: Any, count: int) -> Any:
-        return micro_batches(self, count)[-1:]
-
-    return last_only
+# ------------------------------------------------------------------------------------------------------------ dropout
 
 
-# name -> (object, attribute, what replaces it given the original)
-FAULTS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
-    "missing all-reduce of column-parallel input gradients": (
-        layers,
-        "start_all_reduce",
-        lambda _: _leave_alone,
+def _number_samples_on_this_rank(places: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda samples, length: places(torch.arange(len(samples)), length)
+
+
+def _drop_from_position_zero(keep_mask: Callable[..., Any]) -> Callable[..., Any]:
+    def local(seed: int, name: str, samples: Tensor, positions: range, features: range, **rest: Any) -> Any:
+        return keep_mask(seed, name, samples, range(len(positions)), features, **rest)
+
+    return local
+
+
+def _drop_from_feature_zero(keep_mask: Callable[..., Any]) -> Callable[..., Any]:
+    def local(seed: int, name: str, samples: Tensor, positions: range, features: range, **rest: Any) -> Any:
+        return keep_mask(seed, name, samples, positions, range(len(features)), **rest)
+
+    return local
+
+
+def _draw_anew_in_recompute(run_again: Callable[..., None]) -> Callable[..., None]:
+    def with_other_masks(self: Any) -> None:
+        keep_mask = dropout.keep_mask
+
+        def fresh(seed: int, *arguments: Any, **rest: Any) -> Any:
+            return keep_mask(seed + 1, *arguments, **rest)
+
+        with mock.patch.object(dropout, "keep_mask", fresh):
+            run_again(self)
+
+    return with_other_masks
+
+
+# ----------------------------------------------------------------------------------------------- gradients and update
+
+
+def _partial_gradients_only_of_heads(partial_over_tp: Callable[..., bool]) -> Callable[..., bool]:
+    return lambda parameter, part, mesh: parameter.spec.summed and partial_over_tp(parameter, part, mesh)
+
+
+def _partial_gradients_only_by_position(partial_over_tp: Callable[..., bool]) -> Callable[..., bool]:
+    return lambda parameter, part, mesh: not parameter.spec.summed and partial_over_tp(parameter, part, mesh)
+
+
+def _partial_gradients_only_where_whole(partial_over_tp: Callable[..., bool]) -> Callable[..., bool]:
+    return lambda parameter, part, mesh: (
+        not parameter.spec.is_shared(part, mesh.tp.size) and partial_over_tp(parameter, part, mesh)
+    )
+
+
+def _sum_no_tied_copies(complete: Callable[..., None]) -> Callable[..., None]:
+    def without_ends(parameters: Any, *arguments: Any) -> None:
+        complete([each for each in parameters if len(each.spec.stages) < 2], *arguments)
+
+    return without_ends
+
+
+def _sum_the_shared_embedding(complete: Callable[..., None]) -> Callable[..., None]:
+    """As if the one module at both ends of a V were two copies."""
+
+    def twice(parameters: Any, tensors: Any, *arguments: Any) -> None:
+        complete(parameters, tensors, *arguments)
+        for each in parameters:
+            if each.name == gradients.EMBEDDING:
+                tensors[each.name].grad.mul_(2)
+
+    return twice
+
+
+def _norm_of_this_rank(parameters: Any, tensors: Any, mesh: Any) -> float:
+    held = [tensors[each.name].grad for each in parameters if gradients.counted_here(each, mesh)]
+    return float(torch.nn.utils.get_total_norm(held))
+
+
+def _forget_earlier_micro_batches(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def forgetting(self: Any, *inputs: Any, **arguments: Any) -> Tensor:
+        for tensor in self._tensors.values():
+            tensor.grad = None
+        return forward(self, *inputs, **arguments)
+
+    return forgetting
+
+
+TP, PP, DP = ({"layout": layout} for layout in ("tp2-pp1-dp1", "tp1-pp2-dp1", "tp1-pp1-dp2"))
+INTERLEAVED = {**PP, "schedule": "interleaved_1f1b", "chunks": "2"}
+SEQUENCE = {**TP, "sequence": "on"}
+DROPOUT = {"dropout": "hidden"}
+
+FAULTS: dict[str, Fault] = {
+    "missing all-reduce of column-parallel input gradients": Fault(
+        layers, "start_all_reduce", _instead(_leave_alone), TP
     ),
-    "missing all-reduce of row-parallel outputs": (
-        collectives._Reduce,
-        "forward",
-        lambda _: staticmethod(_reduce_without_reduce),
+    "missing all-reduce of row-parallel outputs": Fault(
+        collectives._Reduce, "forward", _instead(staticmethod(_reduce_without_reduce)), TP
     ),
-    "tied head counted twice in the norm": (
+    "tied head counted twice in the norm": Fault(
         gradients,
         "counted_here",
-        lambda _: lambda parameter, mesh: parameter.spec.dim is not None or mesh.tp.rank == 0,
+        _instead(lambda parameter, mesh: parameter.spec.dim is not None or mesh.tp.rank == 0),
+        PP,
     ),
-    "replicated norms counted once a tensor rank": (
+    "replicated norms counted once a tensor rank": Fault(
         gradients,
         "counted_here",
-        lambda _: lambda parameter, mesh: len(parameter.spec.stages) < 2 or mesh.at.pp == 0,
+        _instead(lambda parameter, mesh: len(parameter.spec.stages) < 2 or mesh.at.pp == 0),
+        TP,
     ),
-    "loss normalised by the rank's own tokens": (
-        pipeline,
-        "_token_weight",
-        lambda _: _normalise_by_own_tokens,
+    "norm of one stage": Fault(optimizer, "global_norm", _instead(_norm_of_this_rank), PP),
+    "DeepSpeed's norm counts replicas": Fault(
+        deepspeed, "_mark", _instead(_nothing), {"layout": "tp2-pp1-dp2", "zero": "1"}
     ),
-    "a dropped layer": (transformer.Chunk, "decode", _skip_one_layer),
-    "weights initialised alike on two shards": (stages, "normal_box", _draw_the_first_shard),
-    "only the last micro batch kept": (pipeline.StepBatch, "micro_batches", _keep_the_last_micro_batch),
+    "loss normalised by the rank's own tokens": Fault(
+        pipeline, "_token_weight", _instead(_normalise_by_own_tokens), DP
+    ),
+    "loss reported once a tensor rank": Fault(
+        pipeline, "_mean_over_replicas", _instead(_count_every_tensor_rank), TP
+    ),
+    "label smoothing over the shard's vocabulary": Fault(
+        transformer, "vocab_parallel_cross_entropy", _smooth_over_own_vocabulary, {**TP, "loss": "smoothed"}
+    ),
+    "z-loss of the shard's vocabulary": Fault(
+        transformer, "vocab_parallel_cross_entropy", _z_loss_of_own_vocabulary, {**TP, "loss": "z-loss"}
+    ),
+    "a dropped layer": Fault(transformer.Chunk, "decode", _skip_one_layer, PP),
+    "a dropped chunk": Fault(transformer.Chunk, "decode", _skip_one_chunk, INTERLEAVED),
+    "two chunks swapped": Fault(transformer.Stage, "__init__", _swap_two_chunks, INTERLEAVED),
+    "weights initialised alike on two shards": Fault(stages, "normal_box", _draw_the_first_shard, TP),
+    "only the last micro batch kept": Fault(
+        pipeline.StepBatch, "micro_batches", _keep_the_last_micro_batch, DP
+    ),
+    "a ZeRO stage that drops micro steps": Fault(
+        deepspeed.DeepSpeedOptimizer, "forward", _forget_earlier_micro_batches, {**DP, "zero": "2"}
+    ),
+    "missing mean over data-parallel ranks": Fault(optimizer, "average_over_data", _instead(_nothing), DP),
+    "tied copies that drift": Fault(optimizer, "complete_gradients", _sum_no_tied_copies, PP),
+    "tied copies that drift under ZeRO": Fault(
+        deepspeed, "complete_gradients", _sum_no_tied_copies, {**PP, "zero": "1"}
+    ),
+    "tied weight of a V summed as if it were two": Fault(
+        optimizer, "complete_gradients", _sum_the_shared_embedding, {**PP, "schedule": "zbv", "chunks": "2"}
+    ),
+    "norm weights' gradients of own positions only": Fault(
+        gradients, "partial_over_tp", _partial_gradients_only_of_heads, SEQUENCE
+    ),
+    "head norms' gradients of own heads only": Fault(
+        gradients, "partial_over_tp", _partial_gradients_only_by_position, {**TP, "family": "qwen3"}
+    ),
+    "shared key-value heads' gradients of own queries only": Fault(
+        gradients, "partial_over_tp", _partial_gradients_only_where_whole, {**TP, "kv_heads": "1"}
+    ),
+    "sequence gather whose backward only splits": Fault(
+        collectives._GatherSequence,
+        "backward",
+        _instead(staticmethod(_split_instead_of_reduce_scatter)),
+        SEQUENCE,
+    ),
+    "fresh dropout in recompute": Fault(
+        recompute._Region, "run_again", _draw_anew_in_recompute, {**DROPOUT, "recompute": "full"}
+    ),
+    "dropout keyed by the rank's own samples": Fault(
+        transformer, "Places", _number_samples_on_this_rank, {**DP, **DROPOUT}
+    ),
+    "dropout keyed by the rank's own positions": Fault(
+        dropout, "keep_mask", _drop_from_position_zero, {**SEQUENCE, **DROPOUT}
+    ),
+    "dropout keyed by the rank's own features": Fault(
+        dropout, "keep_mask", _drop_from_feature_zero, {**TP, **DROPOUT}
+    ),
+    "loss scale not divided out": Fault(
+        optimizer, "scale_gradients", _instead(_nothing), {"precision": "fp16", "clipping": "none"}
+    ),
 }
 
 
@@ -95,6 +314,8 @@ def planted_fault(name: str | None) -> Iterator[None]:
     if name is None:
         yield
         return
-    target, attribute, replace = FAULTS[name]
-    with mock.patch.object(target, attribute, replace(getattr(target, attribute))):
+    fault = FAULTS[name]
+    with mock.patch.object(
+        fault.target, fault.attribute, fault.replace(getattr(fault.target, fault.attribute))
+    ):
         yield

@@ -20,7 +20,6 @@ from megalite.topology.parameters import ModelShape, Parameter, canonical_tensor
 from megalite.topology.schedules import SCHEDULES
 from megalite.topology.sharding import Box
 from megalite.train.optimizer import Optimizer, OptimizerSettings, TorchOptimizer
-from tests.support.mutations import planted_fault
 from tests.support.tiny import tiny_batch
 
 SEQUENCES = 8
@@ -52,7 +51,6 @@ class Job:
     dropout: Dropout = PLAIN.dropout
     recompute: Recompute = PLAIN.recompute
     compile: bool = False
-    fault: str | None = None
 
 
 @dataclass(frozen=True)
@@ -79,8 +77,23 @@ class RankResult:
 
 def train_on_rank(job: Job) -> RankResult:
     """Run the job's steps on this rank of the current process group."""
-    with planted_fault(job.fault):
-        return _train(job)
+    parts = build(job)
+    mesh, parameters, optimizer = parts.mesh, parts.parameters, parts.optimizer
+    tensors = dict(parts.stage.named_parameters())
+    with whole_weights(job.zero_stage, tensors):
+        result = RankResult(mesh.dp.rank, initial=shards_of(parameters, tensors, mesh))
+    for step in range(job.steps):
+        batch = local_batch(job, mesh, step)
+        with optimizer.accumulating():
+            result.losses.append(parts.pipeline.forward_backward(batch, optimizer.loss_scale))
+            if step == 0:
+                gradients = parts.reduced or {name: _gradient(tensor) for name, tensor in tensors.items()}
+                result.gradients = shards_of(parameters, gradients, mesh, complete=job.zero_stage >= 2)
+                parts.reduced.clear()
+        result.norms.append(optimizer.step(job.learning_rate).grad_norm)
+    with whole_weights(job.zero_stage, tensors):
+        result.final = shards_of(parameters, tensors, mesh)
+    return result
 
 
 @dataclass(frozen=True)
@@ -122,7 +135,7 @@ def build(job: Job) -> Parts:
     parameters = list(stage_parameters(job.shape, split, mesh.at.pp))
     micro_batches = SEQUENCES // job.layout.data // job.micro_batch_size
     # Before DeepSpeed's own hooks.
-    reduced = _reduced_gradients(dict(stage.named_parameters())) if job.zero_stage >= 2 else {}
+    reduced = reduced_gradients(dict(stage.named_parameters())) if job.zero_stage >= 2 else {}
     optimizer = job_optimizer(job, stage, parameters, mesh, micro_batches)
     shapes = PipelineShapes(micro_batches, job.shape.hidden_size, job.dtype, options.loss_dtype)
     pipeline = pipeline_runner(
@@ -131,30 +144,10 @@ def build(job: Job) -> Parts:
     return Parts(mesh, split, stage, parameters, optimizer, pipeline, reduced)
 
 
-def _train(job: Job) -> RankResult:
-    parts = build(job)
-    mesh, parameters, optimizer = parts.mesh, parts.parameters, parts.optimizer
-    tensors = dict(parts.stage.named_parameters())
-    with whole_weights(job, tensors):
-        result = RankResult(mesh.dp.rank, initial=shards_of(parameters, tensors, mesh))
-    for step in range(job.steps):
-        batch = local_batch(job, mesh, step)
-        with optimizer.accumulating():
-            result.losses.append(parts.pipeline.forward_backward(batch, optimizer.loss_scale))
-            if step == 0:
-                gradients = parts.reduced or {name: _gradient(tensor) for name, tensor in tensors.items()}
-                result.gradients = shards_of(parameters, gradients, mesh, complete=job.zero_stage >= 2)
-                parts.reduced.clear()
-        result.norms.append(optimizer.step(job.learning_rate).grad_norm)
-    with whole_weights(job, tensors):
-        result.final = shards_of(parameters, tensors, mesh)
-    return result
-
-
 @contextmanager
-def whole_weights(job: Job, tensors: dict[str, torch.nn.Parameter]) -> Iterator[None]:
+def whole_weights(zero_stage: int, tensors: dict[str, torch.nn.Parameter]) -> Iterator[None]:
     """With this rank's shards whole, where ZeRO 3 has partitioned them."""
-    if job.zero_stage < 3:
+    if zero_stage < 3:
         yield
         return
     import deepspeed
@@ -163,7 +156,7 @@ def whole_weights(job: Job, tensors: dict[str, torch.nn.Parameter]) -> Iterator[
         yield
 
 
-def _reduced_gradients(tensors: dict[str, torch.nn.Parameter]) -> dict[str, Tensor]:
+def reduced_gradients(tensors: dict[str, torch.nn.Parameter]) -> dict[str, Tensor]:
     """Will hold the sums of the gradients that ZeRO 2 and 3 take away in each backward, as they were before."""
     sums: dict[str, Tensor] = {}
 

@@ -19,7 +19,7 @@ from megalite.config.toml import format_value
 from megalite.config.validate import Facts, Unknown, validate
 from megalite.errors import ConfigError, Problem
 from megalite.train.supported import require_supported
-from tests.support.matrix.axes import AXES, BASE, NOT_LANDED, Row, Settings
+from tests.support.matrix.axes import AXES, BASE, COMPILED_LAYOUTS, NOT_LANDED, Row, Settings
 
 # What the number of layers depends on.
 CUTS = ("layout", "chunks", "layers")
@@ -101,6 +101,8 @@ def _not_worth_a_row(row: Row) -> Iterator[str]:
         yield "one chunk cannot be uneven"
     if settings.get("parallel.tensor") == 1 and row.get("sequence") == "on":
         yield "one tensor-parallel rank has the whole sequence"
+    if row.get("compile") == "on" and row.get("layout", COMPILED_LAYOUTS[0]) not in COMPILED_LAYOUTS:
+        yield "compiling takes long, and other layouts show no more of it"
     if row.get("accumulation") == "model" and row.get("precision") in ("fp64", "fp32"):
         yield "the model's own type accumulates already"
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any, cast
 from unittest import mock
@@ -12,10 +12,12 @@ from torch import Tensor
 
 from megalite.config.schema import RunConfig
 from megalite.data.loader import StepLoader
+from megalite.model.stages import build_stage
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.pipeline import StepBatch
 from megalite.topology.parameters import ModelShape, Parameter, stage_parameters
 from megalite.train import deepspeed, optimizer
+from megalite.train import trainer as trainer_module
 from megalite.train.trainer import Trainer
 from tests.support.matrix.axes import Row, Settings
 from tests.support.matrix.rows import config_of, reference_of, settings_of
@@ -23,7 +25,14 @@ from tests.support.mutations import planted_fault
 from tests.support.parity import COPIES_RTOL, NARROW_FLOOR, layout_bounds, narrow_bound, relative_error
 from tests.support.ranks import RankPool
 from tests.support.tiny import tiny_batch
-from tests.support.training import RankResult, full_tensors, shards_of
+from tests.support.training import (
+    RankResult,
+    Shard,
+    full_tensors,
+    reduced_gradients,
+    shards_of,
+    whole_weights,
+)
 
 ROW_SECONDS = 120
 
@@ -55,68 +64,84 @@ class TinyLoader:
 
 
 def train_settings(settings: Settings, fault: str | None = None) -> RankResult:
-    """Train the run on this rank of the current process group.
-
-    gradients: of the first step, complete within a replica of the model, before the mean over dp.
-    """
+    """Train the run on this rank of the current process group, with the trainer of `megalite train`."""
     with planted_fault(fault):
         config = config_of(settings)
-        if config.training.compile:  # what earlier rows of this process compiled counts against a limit
-            torch._dynamo.reset()
         mesh = ParallelMesh.over_world(config.layout, sequence_parallel=config.parallel.sequence)
+        if config.training.compile:  # what earlier rows compiled in this process counts against a limit
+            torch._dynamo.reset()
         assert config.model.vocab_size != "auto"
         shape = config.model.shape(config.model.vocab_size)
-        trainer = Trainer(config, mesh, shape, cast(StepLoader, TinyLoader(config, mesh, shape)))
-        parameters = list(stage_parameters(shape, trainer.split, mesh.at.pp))
-        tensors = dict(trainer.stage.named_parameters())
-        result = RankResult(mesh.dp.rank, initial=shards_of(parameters, tensors, mesh))
-        with _recorded_gradients(result, trainer, parameters):
-            for _ in range(trainer.total_steps):
+        result = RankResult(mesh.dp.rank)
+        with _first_gradients(config.zero_stage) as gradients:
+            trainer = Trainer(config, mesh, shape, cast(StepLoader, TinyLoader(config, mesh, shape)))
+            parameters = list(stage_parameters(shape, trainer.split, mesh.at.pp))
+            tensors = dict(trainer.stage.named_parameters())
+            with whole_weights(config.zero_stage, tensors):
+                result.initial = shards_of(parameters, tensors, mesh)
+            for step in range(trainer.total_steps):
+                scale = trainer.optimizer.loss_scale
                 report = trainer.train_step()
                 result.losses.append(report.loss)
                 result.norms.append(report.grad_norm)
-        result.final = shards_of(parameters, tensors, mesh)
+                if step == 0:
+                    unscaled = {name: gradient.double() / scale for name, gradient in gradients().items()}
+                    result.gradients = shards_of(parameters, unscaled, mesh)
+        with whole_weights(config.zero_stage, tensors):
+            result.final = shards_of(parameters, tensors, mesh)
         return result
 
 
 @contextmanager
-def _recorded_gradients(
-    result: RankResult, trainer: Trainer, parameters: Sequence[Parameter]
-) -> Iterator[None]:
-    """Keep the first gradients that are complete over tp and pp, without the loss's scale.
+def _first_gradients(zero_stage: int) -> Iterator[Callable[[], dict[str, Tensor]]]:
+    """Gives, after a first step of a trainer made within, the gradients as they were before their mean over dp.
 
-    ZeRO 2 and 3 partition gradients in every backward: there is no moment at which they are complete, and none is kept.
+    ZeRO 2 and 3 take them away in every backward: there they are the sums of what the backwards brought, and else
+    what is complete over tp and pp.
     """
+    found: list[dict[str, Tensor]] = []
 
-    def recording(original: Any) -> Any:
-        def complete(
-            given: Sequence[Parameter],
-            tensors: Mapping[str, Tensor],
-            mesh: ParallelMesh,
-            gradient_of: Callable[[Tensor], Tensor | None] = attrgetter("grad"),
-        ) -> None:
-            original(given, tensors, mesh, gradient_of)
-            if not result.gradients:
-                scale = trainer.optimizer.loss_scale
-                found = {name: gradient_of(tensor) for name, tensor in tensors.items()}
-                gradients = {
-                    name: (torch.zeros_like(tensors[name]) if each is None else each).double() / scale
-                    for name, each in found.items()
-                }
-                result.gradients = shards_of(parameters, gradients, mesh)
-
-        return complete
+    def build(*arguments: Any, **named: Any) -> Any:
+        stage = build_stage(*arguments, **named)
+        # Now, so that the hooks come before DeepSpeed's own.
+        found.append(reduced_gradients(dict(stage.named_parameters())))
+        return stage
 
     with ExitStack() as patches:
-        for module in (optimizer, deepspeed):
-            name = "complete_gradients"
-            patches.enter_context(mock.patch.object(module, name, recording(getattr(module, name))))
-        yield
+        if zero_stage >= 2:
+            patches.enter_context(mock.patch.object(trainer_module, "build_stage", build))
+        else:
+            for module in (optimizer, deepspeed):
+                watched = _watched(module.complete_gradients, found)
+                patches.enter_context(mock.patch.object(module, "complete_gradients", watched))
+        yield lambda: found[0]
+
+
+def _watched(complete_gradients: Callable[..., None], found: list[dict[str, Tensor]]) -> Callable[..., None]:
+    def complete(
+        parameters: Sequence[Parameter],
+        tensors: Mapping[str, Tensor],
+        mesh: ParallelMesh,
+        gradient_of: Callable[[Tensor], Tensor | None] = attrgetter("grad"),
+    ) -> None:
+        complete_gradients(parameters, tensors, mesh, gradient_of)
+        gradients = {name: gradient_of(tensor) for name, tensor in tensors.items()}
+        found.append(
+            {
+                name: torch.zeros(tensors[name].shape) if gradient is None else gradient.double()
+                for name, gradient in gradients.items()
+            }
+        )
+
+    return complete
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What a run gave, put together over its ranks. gradients: of the first step, of the global mean loss."""
+    """What a run gave, put together over its ranks.
+
+    gradients: the first step's, of the global mean loss. weights: after the last step.
+    """
 
     losses: list[float]
     norms: list[float]
@@ -125,8 +150,8 @@ class Trained:
     weights: dict[str, Tensor]
 
     @classmethod
-    def of(cls, shape: ModelShape, results: Sequence[RankResult]) -> "Trained":
-        """Raises AssertionError where ranks that hold the same do not agree."""
+    def of(cls, shape: ModelShape, results: Sequence[RankResult], *, complete: bool) -> "Trained":
+        """complete: as of mean_gradients. Raises AssertionError where ranks that hold the same do not agree."""
         first = results[0]
         for rank, result in enumerate(results):
             same = result.losses == first.losses and result.norms == first.norms
@@ -135,25 +160,28 @@ class Trained:
             first.losses,
             first.norms,
             full_tensors(shape, [shard for result in results for shard in result.initial], add=False),
-            mean_gradients(shape, results),
+            mean_gradients(shape, results, complete=complete),
             full_tensors(shape, [shard for result in results for shard in result.final], add=False),
         )
 
 
-def mean_gradients(shape: ModelShape, results: Sequence[RankResult]) -> dict[str, Tensor]:
+def mean_gradients(shape: ModelShape, results: Sequence[RankResult], *, complete: bool) -> dict[str, Tensor]:
     """The mean over the replicas of the model of their full gradients.
 
-    Raises AssertionError where copies within a replica differ; of shared heads all copies but one are zero.
+    complete: copies within a replica are the whole gradient, and equal, or zero where another one counts; else
+    those of a parameter that says so are parts of it. Raises AssertionError where copies differ.
     """
-    if not any(result.gradients for result in results):
-        return {}
     replicas = sorted({result.dp_rank for result in results})
     whole: dict[str, Tensor] = {}
     for replica in replicas:
-        kept: dict[Any, Any] = {}
+        kept: dict[Any, Shard] = {}
         for shard in (shard for result in results if result.dp_rank == replica for shard in result.gradients):
             before = kept.setdefault((shard.name, shard.box), shard)
-            if not before.values.any():
+            if before is shard:
+                continue
+            if shard.partial and not complete:
+                kept[shard.name, shard.box] = replace(shard, values=before.values + shard.values)
+            elif not before.values.any():
                 kept[shard.name, shard.box] = shard
             elif shard.values.any():
                 same = relative_error(shard.values, before.values) <= COPIES_RTOL
@@ -217,7 +245,8 @@ class Matrix:
             train_settings, config.layout.world_size, timeout=ROW_SECONDS, settings=settings, fault=fault
         )
         assert config.model.vocab_size != "auto"
-        return Trained.of(config.model.shape(config.model.vocab_size), results)
+        shape = config.model.shape(config.model.vocab_size)
+        return Trained.of(shape, results, complete=config.zero_stage < 2)
 
 
 def _errors(trained: Trained, reference: Trained) -> dict[str, dict[str, float]]:
@@ -231,7 +260,6 @@ def _errors(trained: Trained, reference: Trained) -> dict[str, dict[str, float]]
     return {
         what: {name: relative_error(ours[name], theirs[name]) for name in theirs}
         for what, (ours, theirs) in pairs.items()
-        if ours
     }
 
 

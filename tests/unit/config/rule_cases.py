@@ -102,4 +102,21 @@ FAMILY_CASES = [
         "norms of query and key; use stage 1, or parallel.tensor 1",
         {"parallel.tensor": 1, "model.family": "qwen3", "deepspeed.zero_optimization.stage": 3},
     ),
+    Case(
+        "offload_has_its_stage",
+        {"deepspeed.zero_optimization.offload_optimizer.device": "cpu"},
+        'deepspeed.zero_optimization.offload_optimizer: device "cpu" has no effect: stage 0 has no partition of the '
+        "optimizer to move; use stage 1 or higher, or leave it out",
+        {
+            "deepspeed.zero_optimization.offload_optimizer.device": "cpu",
+            "deepspeed.zero_optimization.stage": 1,
+        },
+    ),
+    Case(
+        "offload_has_its_stage",
+        {"deepspeed.zero_optimization.stage": 2, "deepspeed.zero_optimization.offload_param.device": "cpu"},
+        'deepspeed.zero_optimization.offload_param: device "cpu" has no effect: stage 2 has no partition of the '
+        "weights to move; use stage 3, or leave it out",
+        {"deepspeed.zero_optimization.stage": 3, "deepspeed.zero_optimization.offload_param.device": "cpu"},
+    ),
 ]

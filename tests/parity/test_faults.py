@@ -1,0 +1,32 @@
+"""Planted faults: the comparison that guards against a mistake fails when the mistake is made."""
+
+import pytest
+
+from tests.support.matrix.axes import AXES
+from tests.support.matrix.rows import illegal
+from tests.support.matrix.train import Matrix
+from tests.support.mutations import FAULTS
+from tests.support.ranks import RankFailed, RanksHung
+
+PLAIN = {name: next(iter(axis.values)) for name, axis in AXES.items()}
+
+
+@pytest.fixture(scope="module")
+def matrix(ranks):
+    return Matrix(ranks)
+
+
+def test_there_are_many_and_each_is_shown_by_a_legal_run():
+    assert len(FAULTS) >= 15
+    reasons = {name: illegal({**PLAIN, **fault.shown_by}) for name, fault in FAULTS.items()}
+    assert {name: reason for name, reason in reasons.items() if reason} == {}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_departs_from_one_process(matrix, name):
+    row = {**PLAIN, **FAULTS[name].shown_by}
+    matrix.run(row).require()
+    with pytest.raises(AssertionError) as departed:
+        matrix.run(row, fault=name).require()
+    # A crash or a deadlock would be noticed by anybody: what is guarded against is a run that goes on.
+    assert not isinstance(departed.value, RankFailed | RanksHung), departed.value
