@@ -18,10 +18,10 @@ from megalite.errors import CheckpointError
 from megalite.topology.layout import Layout
 from megalite.topology.parameters import ModelShape, RopeScaling, canonical_tensors
 from megalite.topology.sharding import Box
+from megalite.topology.state import WEIGHT as WEIGHT
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
-WEIGHT = "weight"
 
 
 @dataclass(frozen=True)

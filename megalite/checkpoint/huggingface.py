@@ -48,9 +48,11 @@ def export(
     *,
     dtype: torch.dtype = torch.float32,
     shard_size_bytes: int = SHARD_SIZE_BYTES,
+    weights: str = WEIGHT,
 ) -> Export:
     """Write a checkpoint of any layout as a folder that transformers loads; one process, one tensor in memory.
 
+    weights: the kind to write: the model's weights, their float32 masters, or their moving average.
     The folder appears only after transformers' own modules, run from its files, agreed with our forward; an
     earlier export there is then replaced. Raises CheckpointError, leaving nothing behind, when they disagree, when
     the checkpoint is damaged or when `destination` holds something else; DataError for the tokenizer.
@@ -58,7 +60,7 @@ def export(
     _require_free(destination)
     partial = destination.with_name(f".{destination.name}.partial-{secrets.token_hex(4)}")
     try:
-        with CheckpointReader(checkpoint) as reader:
+        with CheckpointReader(checkpoint, weights=weights) as reader:
             manifest = reader.manifest
             check_coverage(manifest, checkpoint)
             partial.mkdir(parents=True)
@@ -70,7 +72,8 @@ def export(
             ):
                 write_durably(partial / name, json.dumps(content, indent=2) + "\n")
             comparisons = compare_with_transformers(reader, partial, dtype)
-        write_durably(partial / CARD, model_card(manifest, dtype_name(dtype), comparisons))
+        kind = dtype_name(dtype) + ("" if weights == WEIGHT else f", from the checkpoint's {weights}")
+        write_durably(partial / CARD, model_card(manifest, kind, comparisons))
         _publish(partial, destination)
     except OSError as error:
         raise CheckpointError(

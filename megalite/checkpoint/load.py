@@ -46,13 +46,15 @@ def load_checkpoint(
         with CheckpointReader(checkpoint, verify_hashes=verify_hashes) as reader:
             check_fits(reader.manifest, shape, checkpoint)
             check_coverage(reader.manifest, checkpoint)
-            tensors = dict(stage.named_parameters())
-            for parameter in stage_parameters(shape, split, mesh.at.pp):
-                tensor = tensors[parameter.name]
-                # A run that goes on with wide weights takes all the digits; other readers take the model's.
-                wide = optimizer is not None and tensor.element_size() >= 4
-                kind = _exact_weights(reader.manifest) if wide else WEIGHT
-                load_parameter(reader, parameter, tensor, mesh, kind)
+            # A run that goes on takes all the digits there are; other readers take the model's.
+            kind = WEIGHT if optimizer is None else _exact_weights(reader.manifest)
+            runs = None if optimizer is None else optimizer.weights()
+            if runs is None:
+                tensors = dict(stage.named_parameters())
+                for parameter in stage_parameters(shape, split, mesh.at.pp):
+                    load_parameter(reader, parameter, tensors[parameter.name], mesh, kind)
+            for run in runs or ():
+                _load_run(reader, run, kind, mesh)
             if optimizer is not None:
                 _load_optimizer(reader, list(optimizer.shards()), mesh)
             return reader.manifest
@@ -109,7 +111,12 @@ def _load_optimizer(reader: CheckpointReader, shards: Sequence[StateShard], mesh
         )
     for shard in shards:
         kind = _exact_weights(reader.manifest) if shard.key in _COPIES - held else shard.key
-        boxes = shard.parameter.spec.boxes(mesh.tp.rank, mesh.tp.size)
-        for run in split_run(boxes, shard.start, shard.values.numel()):
-            values = reader.read(kind, run.part.name, run.box, (run.start, run.stop))
-            shard.values[run.offset : run.offset + run.numel].copy_(values)
+        _load_run(reader, shard, kind, mesh)
+
+
+def _load_run(reader: CheckpointReader, shard: StateShard, kind: str, mesh: ParallelMesh) -> None:
+    """Fill a run of one parameter with what the reader has of that kind."""
+    boxes = shard.parameter.spec.boxes(mesh.tp.rank, mesh.tp.size)
+    for run in split_run(boxes, shard.start, shard.values.numel()):
+        values = reader.read(kind, run.part.name, run.box, (run.start, run.stop))
+        shard.values[run.offset : run.offset + run.numel].copy_(values)

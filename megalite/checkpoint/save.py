@@ -5,6 +5,7 @@ import json
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,7 +37,7 @@ from megalite.errors import CheckpointError
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.layout import PipelineSplit
 from megalite.topology.parameters import ModelShape, Parameter, stage_parameters
-from megalite.topology.state import OptimizerState
+from megalite.topology.state import OptimizerState, StateShard
 
 T = TypeVar("T")
 
@@ -154,17 +155,23 @@ def _pieces(
     mesh: ParallelMesh, parameters: Sequence[Parameter], stage: nn.Module, optimizer: OptimizerState
 ) -> Iterator[_Piece]:
     """Everything that this rank has to write."""
-    tensors = dict(stage.named_parameters())
-    tp = mesh.tp.rank, mesh.tp.size
-    for index, parameter in enumerate(parameters):
-        if _writes(mesh, parameter) and index % mesh.dp.size == mesh.dp.rank:
-            values = tensors[parameter.name].detach().reshape(-1)
-            for run in split_run(parameter.spec.boxes(*tp), 0, values.numel()):
-                yield _Piece(WEIGHT, run, values[run.offset : run.offset + run.numel])
-    for shard in optimizer.shards():
+    weights = optimizer.weights()
+    if weights is None:
+        weights = _whole_weights(mesh, parameters, dict(stage.named_parameters()))
+    for shard in chain(weights, optimizer.shards()):
         if shard.owned and _writes(mesh, shard.parameter):
-            for run in split_run(shard.parameter.spec.boxes(*tp), shard.start, shard.values.numel()):
+            boxes = shard.parameter.spec.boxes(mesh.tp.rank, mesh.tp.size)
+            for run in split_run(boxes, shard.start, shard.values.numel()):
                 yield _Piece(shard.key, run, shard.values[run.offset : run.offset + run.numel])
+
+
+def _whole_weights(
+    mesh: ParallelMesh, parameters: Sequence[Parameter], tensors: Mapping[str, Tensor]
+) -> Iterator[StateShard]:
+    """What every data-parallel rank holds alike, to be written by them in turn."""
+    for index, parameter in enumerate(parameters):
+        owned = index % mesh.dp.size == mesh.dp.rank
+        yield StateShard(parameter, WEIGHT, 0, tensors[parameter.name].detach().reshape(-1), owned)
 
 
 def _writes(mesh: ParallelMesh, parameter: Parameter) -> bool:

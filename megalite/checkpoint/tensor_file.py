@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megalite.checkpoint.folder import read_manifest
-from megalite.checkpoint.format import Manifest, Shard, TensorEntry
+from megalite.checkpoint.format import WEIGHT, Manifest, Shard, TensorEntry
 from megalite.checkpoint.regions import intersection, slices
 from megalite.errors import CheckpointError
 from megalite.topology.sharding import Box
@@ -108,9 +108,12 @@ class CheckpointReader:
     Reading raises CheckpointError, naming file and tensor, when a file is missing, cut short or altered.
     """
 
-    def __init__(self, checkpoint: Path, *, verify_hashes: bool = True):
-        self.checkpoint, self.verify_hashes = checkpoint, verify_hashes
+    def __init__(self, checkpoint: Path, *, verify_hashes: bool = True, weights: str = WEIGHT):
+        """`weights`: the kind that is read as the weights. Raises CheckpointError when it is not there."""
+        self.checkpoint, self.verify_hashes, self._weights = checkpoint, verify_hashes, weights
         self.manifest: Manifest = read_manifest(checkpoint)
+        if weights not in self.manifest.tensors:
+            raise CheckpointError(f"{checkpoint} has no {weights}; it has {', '.join(self.manifest.tensors)}")
         self._files: dict[str, Any] = {}
 
     def __enter__(self) -> "CheckpointReader":
@@ -124,7 +127,7 @@ class CheckpointReader:
 
     def read(self, kind: str, name: str, box: Box, run: tuple[int, int] | None = None) -> Tensor:
         """The region `box` of a tensor, in its shape; with `run`, those elements of it flattened."""
-        entry = self.manifest.tensors[kind][name]
+        entry = self.manifest.tensors[self._weights if kind == WEIGHT else kind][name]
         start, stop = run or (0, box.numel)
         exact = [shard for shard in entry.shards if shard.box == box]
         if exact:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megalite.checkpoint.folder import find_checkpoint, find_tokenizer, require_whole
 from megalite.checkpoint.format import WEIGHT, Manifest, check_coverage
+from megalite.topology.state import EMA, MASTER
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -32,6 +33,7 @@ def _export(options: argparse.Namespace) -> int:
         tokenizer,
         dtype=DTYPES[options.dtype],
         shard_size_bytes=options.shard_size,
+        weights=options.weights,
     )
     print(f"{result.folder}: from {checkpoint}, {len(result.files)} weight file(s) of {options.dtype}")
     if tokenizer is None:
@@ -109,6 +111,12 @@ def _parser() -> argparse.ArgumentParser:
     _add_checkpoint(export)
     export.add_argument(
         "output", type=Path, metavar="OUTPUT", help="folder to write; an earlier export is replaced"
+    )
+    export.add_argument(
+        "--weights",
+        choices=(WEIGHT, MASTER, EMA),
+        default=WEIGHT,
+        help="what to write: the weights, a bf16 or fp16 run's float32 masters, the moving average",
     )
     export.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     export.add_argument(

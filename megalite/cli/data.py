@@ -6,12 +6,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megalite.cli.tokenizer import add_source_options
 
 if TYPE_CHECKING:
     from megalite.data.prepare import PreparedFacts, Progress
+    from megalite.data.split import Split
     from megalite.data.token_file import TokenFile
 
 _SHOWN_CHARACTERS = 200
@@ -52,23 +53,55 @@ def preparation_progress() -> Iterator["Callable[[Progress], None]"]:
 def _prepare(options: argparse.Namespace) -> int:
     # Imported late, so that --help is instant.
     from megalite.data.corpus import Corpus
-    from megalite.data.prepare import prepare, prepared_facts, prepared_fingerprint
+    from megalite.data.prepare import Preparation, prepare_outputs
+    from megalite.data.split import Split
     from megalite.data.tokenizer import load_tokenizer
     from megalite.launcher.process import available_cores
 
     started = time.perf_counter()
-    corpus = Corpus.open(options.source, text_column=options.text_column, pattern=options.pattern)
-    tokenizer = load_tokenizer(options.tokenizer, end_of_document=options.end_of_document)
-    standing = prepared_facts(options.output)
-    if standing is not None and standing.fingerprint == prepared_fingerprint(corpus, tokenizer):
-        print(f"{options.output}: up to date, {_counts(standing)}")
+    split = Split(tuple(options.split), options.seed)
+    preparation = Preparation(
+        Corpus.open(options.source, text_column=options.text_column, pattern=options.pattern),
+        load_tokenizer(_tokenizer_folder(options), end_of_document=options.end_of_document),
+        outputs=tuple(_outputs(options.output, split)),
+        min_length=options.min_length,
+        split=split,
+    )
+    standing = preparation.done()
+    for prefix, facts in zip(preparation.outputs, standing or (), strict=False):
+        print(f"{prefix}: up to date, {_counts(facts)}")
+    if standing is not None:
         return 0
     workers = available_cores() if options.workers is None else options.workers
     with preparation_progress() as progress:
-        facts = prepare(corpus, tokenizer, options.output, workers=workers, progress=progress)
+        prepared = prepare_outputs(preparation, workers=workers, progress=progress)
     seconds = time.perf_counter() - started
-    print(f"{options.output}: {_counts(facts)}, in {seconds:.1f} s ({facts.tokens / seconds:,.0f} tokens/s)")
+    for prefix, facts in zip(preparation.outputs, prepared, strict=True):
+        print(f"{prefix}: {_counts(facts)}")
+    tokens = sum(facts.tokens for facts in prepared)
+    print(f"{tokens:,} tokens in {seconds:.1f} s ({tokens / seconds:,.0f} tokens/s)")
     return 0
+
+
+def _tokenizer_folder(options: argparse.Namespace) -> Path:
+    """The given tokenizer; converted, beside the output, where it comes in another form."""
+    from megalite.data.tokenizer_import import foreign_tokenizer
+
+    foreign = foreign_tokenizer(options.tokenizer)
+    if foreign is None:
+        given: Path = options.tokenizer
+        return given
+    folder: Path = options.output.with_name(f"{options.output.name}-tokenizer")
+    foreign.write_into(folder, options.end_of_document)
+    return folder
+
+
+def _outputs(prefix: Path, split: "Split") -> list[Path]:
+    from megalite.data.split import PARTS
+
+    if len(split.shares) == 1:
+        return [prefix]
+    return [prefix.with_name(f"{prefix.name}-{PARTS[part]}") for part in split.parts]
 
 
 def _inspect(options: argparse.Namespace) -> int:
@@ -110,14 +143,33 @@ def _show_documents(file: "TokenFile", facts: "PreparedFacts | None", count: int
 
 
 def _counts(facts: "PreparedFacts") -> str:
-    return f"{facts.documents:,} documents, {facts.tokens:,} tokens of {facts.dtype}"
+    short = f" ({facts.short_documents:,} shorter ones left out)" if facts.short_documents else ""
+    return f"{facts.documents:,} documents{short}, {facts.tokens:,} tokens of {facts.dtype}"
 
 
-def _workers(text: str) -> int:
-    workers = int(text)
-    if workers < 0:
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 0:
         raise ValueError
-    return workers
+    return number
+
+
+class _Shares(argparse.Action):
+    """The shares of data.split; argparse itself cannot look at several values at once."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        options: argparse.Namespace,
+        values: Any,
+        flag: str | None = None,
+    ) -> None:
+        from megalite.config.data_rules import wrong_shares
+
+        wrong = wrong_shares(values)
+        if wrong is not None:
+            parser.error(f"argument {flag}: {wrong[0]}; {wrong[1]}")
+        setattr(options, self.dest, values)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -126,17 +178,34 @@ def _parser() -> argparse.ArgumentParser:
     prepare = commands.add_parser("prepare", help="encode text into X.bin and X.idx")
     add_source_options(prepare)
     prepare.add_argument(
-        "--tokenizer", type=Path, required=True, metavar="FOLDER", help="Hugging Face tokenizer"
+        "--tokenizer",
+        type=Path,
+        required=True,
+        metavar="PATH",
+        help="Hugging Face folder, or a sentencepiece .model",
     )
     prepare.add_argument(
         "--output", type=Path, required=True, metavar="X", help="prefix of the files to write"
     )
     prepare.add_argument(
         "--workers",
-        type=_workers,
+        type=_count,
         metavar="N",
         help="encoding processes (default: one a core; 0: in this process)",
     )
+    prepare.add_argument(
+        "--min-length", type=_count, default=0, metavar="N", help="leave out documents of less than N tokens"
+    )
+    prepare.add_argument(
+        "--split",
+        type=float,
+        nargs="+",
+        default=[1.0],
+        action=_Shares,
+        metavar="SHARE",
+        help="of the documents for X-train, X-validation and X-test, for example 0.98 0.01 0.01",
+    )
+    prepare.add_argument("--seed", type=int, default=1234, help="of the split")
     prepare.set_defaults(command=_prepare)
     inspect = commands.add_parser("inspect", help="counts, and the first documents")
     inspect.add_argument("prefix", type=Path, metavar="X", help="prefix of the files, without .bin or .idx")

@@ -5,6 +5,7 @@ from math import isqrt
 
 from megalite.config.batch import BatchProblem, plan_batch
 from megalite.config.computation_rules import COMPUTATION_RULES
+from megalite.config.data_rules import DATA_RULES
 from megalite.config.family_rules import FAMILY_RULES
 from megalite.config.optimizer_rules import OPTIMIZER_RULES
 from megalite.config.pipeline_rules import PIPELINE_RULES
@@ -174,23 +175,6 @@ def momentum_is_for_sgd(facts: Facts) -> Iterator[Problem]:
         )
 
 
-def tokenizer_is_given_once(facts: Facts) -> Iterator[Problem]:
-    path, size = facts.tokenizer.path, facts.tokenizer.vocab_size
-    if path is not None and size is not None:
-        message = f"{size} is for training a tokenizer, and tokenizer.path names one"
-        yield Problem("tokenizer.vocab_size", message, "set one of the two")
-    elif path is None and size is None and facts.data.source == "stdlib":
-        message = "no tokenizer is named and none is to be trained"
-        yield Problem("tokenizer.vocab_size", message, "set it, or tokenizer.path")
-
-
-def model_holds_every_token(facts: Facts) -> Iterator[Problem]:
-    rows, ids = facts.model.vocab_size, facts.tokenizer.vocab_size
-    if rows != "auto" and ids is not None and rows < ids:
-        message = f"{rows} is less than tokenizer.vocab_size = {ids}"
-        yield Problem("model.vocab_size", message, f'use {ids} or more, or "auto"')
-
-
 def divisors(number: int) -> list[int]:
     """Ascending."""
     low = [each for each in range(1, isqrt(number) + 1) if number % each == 0]
@@ -217,7 +201,6 @@ RULES: tuple[Rule, ...] = (
     warmup_ends_before_the_run,
     decay_follows_the_warmup,
     momentum_is_for_sgd,
-    tokenizer_is_given_once,
-    model_holds_every_token,
+    *DATA_RULES,
     *FAMILY_RULES,
 )

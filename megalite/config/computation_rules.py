@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from megalite.config.validate import Facts
 from megalite.errors import Problem
+from megalite.topology.families import FAMILIES
 from megalite.topology.schedules import SCHEDULES
 
 
@@ -79,6 +80,23 @@ def sequence_parallel_divides_the_length(facts: Facts) -> Iterator[Problem]:
         yield Problem("training.sequence_length", message, remedy)
 
 
+def zero_reduces_whole_gradients(facts: Facts) -> Iterator[Problem]:
+    """ZeRO 2 and 3 reduce in every backward, before gradients that tensor-parallel ranks share are summed."""
+    if facts.zero_stage < 2 or facts.parallel.tensor == 1:
+        return
+    key, remedy = "deepspeed.zero_optimization.stage", "use stage 1, or parallel.tensor 1"
+    if facts.parallel.sequence:
+        message = (
+            f"{facts.zero_stage} reduces gradients before the ranks of parallel.sequence have summed theirs"
+        )
+        yield Problem(key, message, remedy)
+    elif FAMILIES[facts.model.family].fixed.get("qk_norm"):
+        message = (
+            f"{facts.zero_stage} reduces gradients before tensor ranks have summed {facts.model.family}'s"
+        )
+        yield Problem(key, f"{message} norms of query and key", remedy)
+
+
 def one_rank_has_the_whole_sequence(facts: Facts) -> Iterator[str]:
     if facts.parallel.sequence and facts.parallel.tensor == 1:
         yield "parallel.sequence = true does nothing beside parallel.tensor = 1"
@@ -92,5 +110,6 @@ COMPUTATION_RULES = (
     compiled_layers_are_recomputed_whole,
     compiled_layers_hold_their_weights,
     sequence_parallel_divides_the_length,
+    zero_reduces_whole_gradients,
 )
 NOTES = (attention_dropout_costs, one_rank_has_the_whole_sequence)

@@ -23,6 +23,13 @@ def section_models() -> dict[str, type[Section]]:
     return found
 
 
+def item_model(annotation: Any) -> type[Section]:
+    """The model of the tables in a setting that takes a list of tables."""
+    [tables] = [kind for kind in _members(annotation) if get_origin(kind) is tuple]
+    model: type[Section] = get_args(tables)[0]
+    return model
+
+
 def type_names(annotation: Any) -> list[str]:
     """What a setting takes: INT, NUMBER, TEXT, LIST, true | false, or the words it is one of."""
     names: list[str] = []

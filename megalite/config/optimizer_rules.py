@@ -2,23 +2,58 @@
 
 from collections.abc import Iterator
 
+from megalite.config.pipeline_rules import chunks_a_stage
 from megalite.config.schema import ModelConfig
 from megalite.config.validate import Facts
 from megalite.errors import Problem
-from megalite.topology.parameter_groups import group_problems
-from megalite.topology.parameters import model_parameters
+from megalite.topology.layout import pipeline_split
+from megalite.topology.parameter_groups import group_problems, rules_of
+from megalite.topology.parameters import ModelShape, model_parameters, stage_parameters
+from megalite.topology.schedules import SCHEDULES
 
 
 def patterns_choose_whole_parameters(facts: Facts) -> Iterator[Problem]:
     groups = [each.group for each in facts.optimizer.groups]
     if groups:
-        model = ModelConfig.model_construct(
-            **{name: getattr(facts.model, name) for name in ModelConfig.model_fields}
-        )
-        # No name depends on the vocabulary, which a tokenizer may still have to say.
-        for message in group_problems(model_parameters(model.shape(vocab_size=1)), groups):
+        for message in group_problems(model_parameters(_shape(facts)), groups):
             remedy = "choose whole parameters of the model by their Hugging Face names"
             yield Problem("optimizer.groups", message, remedy)
+
+
+def zero_finds_every_group_on_every_stage(facts: Facts) -> Iterator[Problem]:
+    """DeepSpeed's norm is one collective a group over all stages: with unequal numbers of groups it waits for ever."""
+    groups = [each.group for each in facts.optimizer.groups]
+    stages = facts.parallel.pipeline
+    if not groups or not facts.zero_stage or stages == 1:
+        return
+    try:
+        split = pipeline_split(
+            facts.model.num_hidden_layers,
+            stages,
+            chunks_a_stage=chunks_a_stage(facts),
+            v_shaped=SCHEDULES[facts.parallel.schedule].v_shaped,
+            given=facts.parallel.layers_per_stage,
+        )
+    except ValueError:
+        return
+    shape = _shape(facts)
+    held = [rules_of(stage_parameters(shape, split, stage), groups) for stage in range(stages)]
+    missing = {rule for each in held for rule in each if not all(rule in other for other in held)}
+    if missing:
+        group, _ = min(missing)
+        name = "what belongs to no group" if group < 0 else f'what "{groups[group].pattern}" matches'
+        message = (
+            f"{name} is not on all {stages} stages alike, and DeepSpeed wants every group on every stage"
+        )
+        yield Problem(
+            "optimizer.groups", message, "choose parameters of all stages, or leave [deepspeed] out"
+        )
+
+
+def _shape(facts: Facts) -> ModelShape:
+    """The shape as far as names go: none depends on the vocabulary, which a tokenizer may still have to say."""
+    values = {name: getattr(facts.model, name) for name in ModelConfig.model_fields}
+    return ModelConfig.model_construct(**values).shape(vocab_size=1)
 
 
 def values_are_clipped_without_zero(facts: Facts) -> Iterator[Problem]:
@@ -61,6 +96,7 @@ def the_loss_scale_starts_above_its_minimum(facts: Facts) -> Iterator[Problem]:
 
 OPTIMIZER_RULES = (
     patterns_choose_whole_parameters,
+    zero_finds_every_group_on_every_stage,
     values_are_clipped_without_zero,
     the_average_has_whole_runs,
     the_stable_rate_follows_the_warmup,

@@ -292,15 +292,35 @@ class TokenizerConfig(Section):
     end_of_document: Text = Field("<|endoftext|>", description="token between documents")
 
 
+class BlendPart(Section):
+    """One of several sets that a run's samples are drawn from."""
+
+    source: Text | Annotated[tuple[Text, ...], Lenient] = Field(description="as data.source")
+    weight: float = Field(description="share of the samples, against the others' weights")
+    text_column: Text | None = Field(None, description="default: data.text_column")
+    pattern: Text | None = Field(None, description="default: data.pattern")
+
+
 class DataConfig(Section):
     """The text."""
 
-    source: Text | Annotated[tuple[Text, ...], Lenient] = Field(
-        description='text file, folder, .jsonl, .gz, a list of these; "stdlib": the Python library\'s sources; '
-        "or X of prepared X.bin and X.idx",
+    source: Text | Annotated[tuple[Text, ...], Lenient] | None = Field(
+        None,
+        description='text file, folder, .jsonl, .parquet, .gz, saved data set, a list of these; "stdlib": the Python '
+        "library's sources; or X of prepared X.bin and X.idx",
     )
-    text_column: Text = Field("text", description="field of a .jsonl line")
+    blend: Annotated[tuple[BlendPart, ...], Lenient] | None = Field(
+        None, description="in place of source: [[data.blend]] tables of source and weight"
+    )
+    validation: Text | Annotated[tuple[Text, ...], Lenient] | None = Field(
+        None, description="text to validate on, likewise; or name split"
+    )
+    split: Annotated[tuple[float, ...], Lenient] | None = Field(
+        None, description="shares of the documents for training, validation and test, [0.98, 0.01, 0.01]"
+    )
+    text_column: Text = Field("text", description="field of a .jsonl line, column of a table")
     pattern: Text = Field("*", description="files of a folder to read")
+    min_length: int = Field(0, ge=0, lt=2**31, description="documents of less tokens are left out")
     shuffle: bool = Field(True, description="order of sequences anew in every epoch")
     workers: int = Field(2, ge=0, lt=1024, description="processes that encode text")
 

@@ -45,7 +45,7 @@ def parse_value(text: str) -> Any:
 
 
 def format_value(value: Any) -> str:
-    """One value as TOML. Raises TypeError for what TOML has not, such as None."""
+    """One value as TOML. Raises TypeError for what TOML has not, such as None; a table's None values are left out."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):

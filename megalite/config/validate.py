@@ -8,7 +8,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from megalite.config.describe import section_models
+from megalite.config.describe import item_model, section_models
 from megalite.config.draft import DERIVED, Draft, did_you_mean
 from megalite.config.schema import (
     CheckpointConfig,
@@ -30,6 +30,7 @@ _WORDS = {
     "string": "text",
     "boolean": "true or false",
     "number": "a number",
+    "dictionary or instance of BlendPart": "a table",
     "String should have at least 1 character": "text that is not empty",
 }
 
@@ -120,7 +121,10 @@ def _known_values(draft: Draft, name: str, model: type[Section]) -> dict[str, An
         for each in error.errors(include_url=False):
             wrong.setdefault(str(each["loc"][0]), []).append(each)
     for key, errors in wrong.items():
-        if not (_is_missing(errors) and name in draft.incomplete):
+        in_tables = [each for each in errors if _is_in_table(each)]
+        if in_tables:
+            draft.problems += _table_problems(draft, name, model.model_fields[key], in_tables)
+        elif not (_is_missing(errors) and name in draft.incomplete):
             draft.problems.append(_problem(draft, name, key, model, errors))
     right = {}
     for key, info in model.model_fields.items():
@@ -150,6 +154,31 @@ def _problem(
     words = [word for each in errors for word in _words(each)]
     remedy = did_you_mean(value, words) if isinstance(value, str) else ""
     return Problem(full, f"{shown(value)}{where} should be {rules}", remedy)
+
+
+def _is_in_table(error: ErrorDetails) -> bool:
+    """Whether it is about a key in one of a list of tables ([[section.key]])."""
+    return len(error["loc"]) > 2 and isinstance(error["loc"][1], int) and isinstance(error["loc"][2], str)
+
+
+def _table_problems(
+    draft: Draft, section: str, info: FieldInfo, errors: list[ErrorDetails]
+) -> Iterator[Problem]:
+    wrong: dict[tuple[str, int, str], list[ErrorDetails]] = {}
+    for each in errors:
+        key, place, name = each["loc"][:3]
+        assert isinstance(place, int)
+        wrong.setdefault((str(key), place, str(name)), []).append(each)
+    for (key, place, name), about in wrong.items():
+        full = f"{section}.{key}[{place + 1}].{name}"
+        known = item_model(info.annotation).model_fields
+        if about[0]["type"] == "missing":
+            yield Problem(full, f"is required ({known[name].description})")
+        elif name not in known:
+            yield Problem(full, "unknown key", did_you_mean(name, known) or f"there are {', '.join(known)}")
+        else:
+            rules = " or ".join(dict.fromkeys(_rules([{**each, "loc": each["loc"][3:]} for each in about])))
+            yield Problem(full, f"{shown(draft.values[section][key][place][name])} should be {rules}")
 
 
 def _is_missing(errors: list[ErrorDetails]) -> bool:

@@ -1,4 +1,4 @@
-"""Documents from text files, folders, .jsonl, .gz of these, and the standard library; never a whole file in memory."""
+"""Documents from text, .jsonl, .gz of these, parquet, Arrow, and the standard library; never a whole file in memory."""
 
 import codecs
 import gzip
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from megalite.data.tables import column_texts, is_saved_dataset, saved_dataset_files
 from megalite.errors import DataError
 
 STANDARD_LIBRARY = "stdlib"
@@ -20,6 +21,18 @@ STANDARD_LIBRARY = "stdlib"
 # Characters of one piece: the unit of work, of memory, and of the cuts in a long document.
 PIECE_CHARACTERS = 1 << 18
 _BLOCK_BYTES = 1 << 20
+# How files begin that no one means to train on as text.
+_BINARY = {
+    b"PAR1": "a parquet file; call it .parquet",
+    b"ARROW1": "an Arrow file; call it .arrow",
+    b"\x1f\x8b": "a gzip file; call it .gz",
+    b"PK\x03\x04": "a zip file; unpack it",
+    b"\x28\xb5\x2f\xfd": "a zstandard file; unpack it",
+    b"BZh": "a bzip2 file; unpack it",
+    b"\xfd7zXZ": "an xz file; unpack it",
+    b"%PDF": "a PDF file; extract its text",
+    b"MMIDIDX": "the index of a prepared token file; name its prefix, alone",
+}
 _NOT_THE_LIBRARY = {"site-packages", "dist-packages", "__pycache__"}
 
 
@@ -34,16 +47,26 @@ class Piece:
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One file of a corpus: "text" is one document, "jsonl" one a line, "optional" one, left out if not UTF-8."""
+    """One file of a corpus: "text" is one document, "jsonl" one a line, "table" (parquet, Arrow) one a row, "optional"
+    one, left out if not UTF-8."""
 
     path: Path
-    kind: Literal["text", "jsonl", "optional"]
+    kind: Literal["text", "jsonl", "table", "optional"]
     size_bytes: int
     modified_ns: int
 
     @property
     def compressed(self) -> bool:
         return self.path.suffix == ".gz"
+
+
+@dataclass(frozen=True)
+class Place:
+    """How much of a corpus is behind: whole files, pieces of the next one, and bytes on disk in all."""
+
+    files: int = 0
+    pieces: int = 0
+    bytes_read: int = 0
 
 
 @dataclass(frozen=True)
@@ -75,15 +98,18 @@ class Corpus:
         files = [(str(file.path), file.kind, file.size_bytes, file.modified_ns) for file in self.files]
         return hashlib.blake2b(json.dumps([files, self.text_column]).encode(), digest_size=16).hexdigest()
 
-    def pieces(self) -> Iterator[tuple[Piece, int]]:
-        """The text of every document in order, each piece with the bytes of the corpus read so far.
+    def pieces(self, after: Place | None = None) -> Iterator[tuple[Piece, Place]]:
+        """The text of every document in order, each piece with the place behind it; from `after` on, if given.
 
         Documents without a character are left out. Raises DataError with file, line and remedy.
         """
-        before = 0
-        for file in self.files:
-            for piece, position in _read(file, self.text_column):
-                yield piece, before + min(position, file.size_bytes)
+        after = after or Place()
+        before = sum(file.size_bytes for file in self.files[: after.files])
+        for index, file in enumerate(self.files[after.files :], start=after.files):
+            skipped = after.pieces if index == after.files else 0
+            for count, (piece, position) in enumerate(_read(file, self.text_column), start=1):
+                if count > skipped:
+                    yield piece, Place(index, count, before + min(position, file.size_bytes))
             before += file.size_bytes
 
 
@@ -125,7 +151,9 @@ def _files(source: str, pattern: str) -> Iterator[SourceFile]:
         return
     path = Path(source).expanduser()
     try:
-        if path.is_dir():
+        if path.is_dir() and is_saved_dataset(path):
+            yield from map(_source_file, saved_dataset_files(path.resolve()))
+        elif path.is_dir():
             yield from _folder_files(path, pattern)
         elif path.exists():
             yield _source_file(path.resolve())
@@ -133,7 +161,7 @@ def _files(source: str, pattern: str) -> Iterator[SourceFile]:
             raise DataError(f"{source} is a prepared token file, not text; name the text it was made from")
         else:
             raise DataError(
-                f"{source} does not exist; name a text file, a folder, a .jsonl, a .gz of these or {STANDARD_LIBRARY!r}"
+                f"{source} does not exist; name a text file, a folder, a .jsonl, a .parquet or {STANDARD_LIBRARY!r}"
             )
     except OSError as error:
         raise _cannot_read(Path(error.filename or source), error) from error
@@ -171,7 +199,9 @@ def _standard_library_files() -> Iterator[SourceFile]:
 def _source_file(path: Path, kind: Literal["optional"] | None = None) -> SourceFile:
     facts = path.stat()
     name = path.stem if path.suffix == ".gz" else path.name
-    by_name: Literal["text", "jsonl"] = "jsonl" if name.endswith(".jsonl") else "text"
+    by_name: Literal["text", "jsonl", "table"] = "jsonl" if name.endswith(".jsonl") else "text"
+    if path.suffix in (".parquet", ".arrow"):
+        by_name = "table"
     return SourceFile(path, kind or by_name, facts.st_size, facts.st_mtime_ns)
 
 
@@ -181,9 +211,16 @@ def _hidden(path: Path) -> bool:
 
 def _read(file: SourceFile, text_column: str) -> Iterator[tuple[Piece, int]]:
     """The pieces of one file, each with the position in the file on disk."""
+    if file.kind == "table":
+        for text, position in column_texts(file.path, text_column):
+            for piece in cut_document([text]):
+                yield piece, position
+        return
     try:
         with file.path.open("rb") as raw:
             stream: io.BufferedIOBase = gzip.GzipFile(fileobj=raw) if file.compressed else raw
+            if not file.compressed:
+                _refuse_binary(file.path, raw.peek(8))
             documents: Iterator[Iterable[str]]
             if file.kind == "jsonl":
                 documents = _json_lines(file.path, stream, text_column)
@@ -211,10 +248,23 @@ def _text_blocks(path: Path, stream: io.BufferedIOBase) -> Iterator[str]:
             text = decoder.decode(block, final=not block)
         except UnicodeDecodeError as error:
             raise _not_utf8(path, line + error.object.count(b"\n", 0, error.start), error) from error
+        null = text.find("\0")
+        if null >= 0:
+            number = line + text.count("\n", 0, null)
+            raise DataError(
+                f"{path}, line {number}: a null character, so this is no UTF-8 text; "
+                "convert the file (iconv -f utf-16 -t utf-8) or leave it out (data.pattern, --pattern)"
+            )
         line += text.count("\n")
         yield text
         if not block:
             return
+
+
+def _refuse_binary(path: Path, start: bytes) -> None:
+    for mark, what in _BINARY.items():
+        if start.startswith(mark):
+            raise DataError(f"{path} is {what}, or leave it out (data.pattern, --pattern)")
 
 
 def _whole_text(stream: io.BufferedIOBase) -> Iterator[str]:

@@ -1,6 +1,6 @@
-"""The tokenizer and the token file of a run, made when they are missing. Call it before ranks start, on one process.
+"""The tokenizer and the token files of a run, made when they are missing. Call it before ranks start, on one process.
 
-All heavy work happens in worker processes: this one starts no thread, so that ranks can be forked from it.
+All heavy work happens in worker processes: this one starts no thread pool, so that ranks can be forked from it.
 """
 
 import json
@@ -8,17 +8,40 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megalite.config.schema import RunConfig
+from megalite.config.schema import DataConfig, RunConfig
 from megalite.data.corpus import Corpus
-from megalite.data.prepare import Progress, prepare, prepared_facts, prepared_fingerprint
+from megalite.data.prepare import Preparation, Progress, prepare_outputs, prepared_facts
+from megalite.data.split import PARTS, Split
 from megalite.data.token_file import TokenFile, idx_path
-from megalite.data.tokenizer import SENTENCEPIECE_FILE, load_tokenizer, tokenizer_file
+from megalite.data.tokenizer import SENTENCEPIECE_FILE, Tokenizer, load_tokenizer, tokenizer_file
 from megalite.data.tokenizer_import import ForeignTokenizer, foreign_tokenizer
 from megalite.data.tokenizer_training import train_into
 from megalite.data.workers import ordered_map
 from megalite.errors import DataError
 
 _RECORD = "trained_from.json"
+
+
+@dataclass(frozen=True)
+class RunData:
+    """Prefixes of the token files of a run: those that it trains on, each with its weight, and those held out."""
+
+    train: tuple[Path, ...]
+    weights: tuple[float, ...]
+    validation: tuple[Path, ...] = ()
+    test: tuple[Path, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Set:
+    """One set of a run: text, or the prefix of a token file that was given in its place."""
+
+    source: Corpus | Path
+    part: str
+    """One of PARTS; of a set that is divided, the first."""
+    number: str = ""
+    """Tells the sets of a blend apart, in the names of their files."""
+    weight: float = 1.0
 
 
 def ensure_tokenizer(config: RunConfig, run_folder: Path) -> Path:
@@ -28,52 +51,125 @@ def ensure_tokenizer(config: RunConfig, run_folder: Path) -> Path:
     or its settings changed.
     Raises DataError, also when they changed under a run that already has checkpoints.
     """
-    return _tokenizer_folder(config, run_folder, _text_or_prefix(config))
+    return _tokenizer_folder(config, run_folder, _sets(config))
 
 
 def ensure_data(
     config: RunConfig, run_folder: Path, *, progress: Callable[[Progress], None] | None = None
-) -> Path:
-    """The prefix of the run's token file: the given one, or run_folder/data/train, prepared when out of date.
+) -> RunData:
+    """The token files of the run: the given ones, or those in run_folder/data, prepared when out of date.
 
     Raises DataError, also when a given token file was made with another tokenizer than the run's, and when the
     text changed under a run that already has checkpoints.
     """
-    source = _text_or_prefix(config)
-    folder = _tokenizer_folder(config, run_folder, source)
+    sets = _sets(config)
+    folder = _tokenizer_folder(config, run_folder, sets)
     tokenizer = load_tokenizer(folder, end_of_document=config.tokenizer.end_of_document)
-    if isinstance(source, Path):
-        TokenFile.open(source)
-        facts = prepared_facts(source)
-        if facts is not None and facts.tokenizer_sha256 != tokenizer.sha256:
+    found: dict[str, list[Path]] = {part: [] for part in PARTS}
+    for each in sets:
+        if isinstance(each.source, Path):
+            _check_prepared(each.source, tokenizer, config.data)
+            found[each.part].append(each.source)
+            continue
+        preparation = _preparation(config, each, tokenizer, run_folder / "data")
+        if preparation.done() is None and any(map(prepared_facts, preparation.outputs)):
+            _refuse_change(config, run_folder, preparation.outputs[0])
+        prepare_outputs(preparation, workers=max(1, config.data.workers), progress=progress)
+        parts = (
+            [each.part]
+            if len(preparation.outputs) == 1
+            else [PARTS[part] for part in preparation.split.parts]
+        )
+        for part, prefix in zip(parts, preparation.outputs, strict=True):
+            found[part].append(prefix)
+    return RunData(
+        train=tuple(found["train"]),
+        weights=tuple(each.weight for each in sets if each.part == "train"),
+        validation=tuple(found["validation"]),
+        test=tuple(found["test"]),
+    )
+
+
+def _sets(config: RunConfig) -> list[_Set]:
+    """Every set of the run, opened; DataError where the text of one is also that of another."""
+    data = config.data
+    sets = []
+    if data.source is not None:
+        sets.append(_Set(_text_or_prefix(data.source, data.text_column, data.pattern), "train"))
+    for number, part in enumerate(data.blend or ()):
+        source = _text_or_prefix(
+            part.source, part.text_column or data.text_column, part.pattern or data.pattern
+        )
+        sets.append(_Set(source, "train", f"-{number}", part.weight))
+    if data.validation is not None:
+        sets.append(_Set(_text_or_prefix(data.validation, data.text_column, data.pattern), "validation"))
+        trained = {file for each in sets[:-1] for file in _files(each)}
+        shared = sorted(str(file) for file in _files(sets[-1]) & trained)
+        if shared:
             raise DataError(
-                f"{source} was prepared with {facts.tokenizer}, and the run's tokenizer is {tokenizer.file}; "
-                "set tokenizer.path to the former, or prepare the text again with the latter"
+                f"data.validation: {shared[0]} is trained on too; name other text, or set data.split"
             )
-        return source
-    prefix = run_folder / "data" / "train"
+    return sets
+
+
+def _files(each: _Set) -> set[Path]:
+    if isinstance(each.source, Path):
+        return {idx_path(each.source).resolve()}
+    return {file.path for file in each.source.files}
+
+
+def _preparation(config: RunConfig, each: _Set, tokenizer: Tokenizer, folder: Path) -> Preparation:
+    assert isinstance(each.source, Corpus)
+    shares = config.data.split if each.part == "train" and config.data.split is not None else (1.0,)
+    split = Split(shares, config.run.seed)
+    names = [each.part] if len(split.parts) == 1 else [PARTS[part] for part in split.parts]
+    return Preparation(
+        each.source,
+        tokenizer,
+        outputs=tuple(folder / f"{name}{each.number}" for name in names),
+        min_length=config.data.min_length,
+        split=split,
+    )
+
+
+def _check_prepared(prefix: Path, tokenizer: Tokenizer, data: DataConfig) -> None:
+    """DataError unless a given token file opens, is of this tokenizer, and is what the settings ask for."""
+    TokenFile.open(prefix)
     facts = prepared_facts(prefix)
-    if facts is not None and facts.fingerprint != prepared_fingerprint(source, tokenizer):
-        _refuse_change(config, run_folder, prefix)
-    prepare(source, tokenizer, prefix, workers=max(1, config.data.workers), progress=progress)
-    return prefix
+    if facts is not None and facts.tokenizer_sha256 != tokenizer.sha256:
+        raise DataError(
+            f"{prefix} was prepared with {facts.tokenizer}, and the run's tokenizer is {tokenizer.file}; "
+            "set tokenizer.path to the former, or prepare the text again with the latter"
+        )
+    if data.split is not None and len(Split(data.split).parts) > 1:
+        raise DataError(
+            f"{prefix} is a prepared token file, which data.split does not divide; prepare its text with "
+            "megalite data prepare --split, and name the parts as data.source and data.validation"
+        )
+    if data.min_length and facts is not None and facts.min_length != data.min_length:
+        raise DataError(
+            f"{prefix} was prepared with min_length {facts.min_length}, not data.min_length = {data.min_length}; "
+            "leave the setting out, or prepare the text again"
+        )
 
 
-def _tokenizer_folder(config: RunConfig, run_folder: Path, source: Corpus | Path) -> Path:
+def _tokenizer_folder(config: RunConfig, run_folder: Path, sets: Sequence[_Set]) -> Path:
     settings = config.tokenizer
     folder = run_folder / "tokenizer"
     job: _Training | _Import
+    prefixes = [each.source for each in sets if isinstance(each.source, Path)]
+    texts = tuple(each.source for each in sets if isinstance(each.source, Corpus) and each.part == "train")
     if settings.path is not None:
         foreign = foreign_tokenizer(Path(settings.path))
         if foreign is None:
             return _folder_of(tokenizer_file(Path(settings.path)), settings.end_of_document)
         job = _Import(foreign, settings.end_of_document, folder)
-    elif isinstance(source, Path):
-        return _tokenizer_of(source)
+    elif prefixes:
+        return _tokenizer_of(prefixes[0])
     elif settings.vocab_size is None:
         raise DataError("there is no tokenizer; set tokenizer.path, or tokenizer.vocab_size to train one")
     else:
-        job = _Training(source, settings.vocab_size, settings.kind, settings.end_of_document, folder)
+        job = _Training(texts, settings.vocab_size, settings.kind, settings.end_of_document, folder)
     if _is_done(job):
         return folder
     if (folder / "tokenizer.json").exists():
@@ -87,7 +183,7 @@ def _tokenizer_folder(config: RunConfig, run_folder: Path, source: Corpus | Path
 class _Training:
     """A tokenizer to train, and where it goes."""
 
-    corpus: Corpus
+    texts: tuple[Corpus, ...]
     vocab_size: int
     kind: str
     end_of_document: str
@@ -96,14 +192,14 @@ class _Training:
     def record(self) -> dict[str, str | int]:
         kind: dict[str, str | int] = {} if self.kind == "bpe" else {"kind": self.kind}
         return {
-            "corpus": self.corpus.fingerprint(),
+            "corpus": " ".join(text.fingerprint() for text in self.texts),
             "vocab_size": self.vocab_size,
             "end_of_document": self.end_of_document,
             **kind,
         }
 
     def make(self) -> None:
-        pieces = (piece for piece, _ in self.corpus.pieces())
+        pieces = (piece for text in self.texts for piece, _ in text.pieces())
         train_into(self.folder, pieces, self.vocab_size, kind=self.kind, end_of_document=self.end_of_document)
 
 
@@ -149,13 +245,10 @@ def _refuse_change(config: RunConfig, run_folder: Path, made: Path) -> None:
         )
 
 
-def _text_or_prefix(config: RunConfig) -> Corpus | Path:
-    """The text to train on, or the prefix of a token file that was given in its place."""
-    data = config.data
-    sources = [data.source] if isinstance(data.source, str) else data.source
-    return _prepared_prefix(sources) or Corpus.open(
-        sources, text_column=data.text_column, pattern=data.pattern
-    )
+def _text_or_prefix(source: str | Sequence[str], text_column: str, pattern: str) -> Corpus | Path:
+    """The text of a source, or the prefix of a token file that was given in its place."""
+    sources = [source] if isinstance(source, str) else source
+    return _prepared_prefix(sources) or Corpus.open(sources, text_column=text_column, pattern=pattern)
 
 
 def _prepared_prefix(sources: Sequence[str]) -> Path | None:

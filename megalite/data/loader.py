@@ -1,15 +1,15 @@
 """The batch of a step on one data-parallel rank: a pure function of the files, the seed and the samples consumed."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from megalite.data.packing import IGNORE_INDEX, PackedSamples
-from megalite.data.sampler import Sampler
+from megalite.data.blend import BlendedSamples, Rows
+from megalite.data.packing import IGNORE_INDEX
 from megalite.data.token_file import TokenFile, bin_path
 from megalite.errors import DataError
 from megalite.parallel.pipeline import StepBatch
@@ -30,7 +30,8 @@ class LoadedBatch(StepBatch):
 class StepLoader:
     """Reads, for data-parallel rank `dp_rank`, its share of each global batch of G = M * dp_size * b samples.
 
-    The global batch after c consumed samples is positions c .. c + G - 1 of the sampler's order. Micro batch m of
+    The global batch after c consumed samples is places c .. c + G - 1 of the order that seed, files and weights give,
+    `weights` being the share of each token file where there are several (BlendedSamples). Micro batch m of
     rank d takes b of them from m * dp_size * b + d * b, so every split of the same G covers the same samples.
     `vocab_size`, where given, is the model's: a larger id in the file is a DataError instead of a silent zero.
     `epochs`, where given, ends the data: rows of the last global batch that lie beyond have no labels.
@@ -38,8 +39,9 @@ class StepLoader:
 
     def __init__(
         self,
-        token_file: TokenFile,
+        token_file: TokenFile | Sequence[TokenFile],
         *,
+        weights: Sequence[float] = (1.0,),
         sequence_length: int,
         micro_batch_size: int,
         micro_batches: int,
@@ -51,8 +53,8 @@ class StepLoader:
         vocab_size: int | None = None,
         epochs: float | None = None,
     ):
-        self._samples = PackedSamples(token_file, sequence_length)
-        self._sampler = Sampler(len(self._samples), seed, shuffle)
+        files = [token_file] if isinstance(token_file, TokenFile) else token_file
+        self._samples = BlendedSamples(files, weights, sequence_length, seed=seed, shuffle=shuffle)
         self._pad_id, self._vocab_size = pad_id, vocab_size
         self._end = None if epochs is None else ceil(epochs * len(self._samples))
         self.global_batch_size = micro_batches * dp_size * micro_batch_size
@@ -74,9 +76,9 @@ class StepLoader:
     def step_batch(self, samples_consumed: int, *, dtype: torch.dtype = torch.float32) -> LoadedBatch:
         """What this rank works on after `samples_consumed` samples; the loss mask is of `dtype`."""
         places = samples_consumed + self._offsets
-        sample_ids = self._sampler.sample_ids(places)
-        input_ids, labels = self._samples.read(sample_ids, self._pad_id)
-        self._check_ids(input_ids, labels, sample_ids)
+        rows = self._samples.read(places, self._pad_id)
+        self._check_ids(rows)
+        input_ids, labels = rows.input_ids, rows.labels
         if self._end is not None:
             labels[places >= self._end] = IGNORE_INDEX
         return LoadedBatch(
@@ -85,18 +87,17 @@ class StepLoader:
             labels=torch.from_numpy(labels),
             loss_mask=torch.from_numpy(labels != IGNORE_INDEX).to(dtype),
             samples=torch.from_numpy(places),
-            sample_ids=torch.from_numpy(sample_ids),
+            sample_ids=torch.from_numpy(rows.sample_ids),
         )
 
-    def _check_ids(
-        self, input_ids: NDArray[np.int64], labels: NDArray[np.int64], sample_ids: NDArray[np.int64]
-    ) -> None:
+    def _check_ids(self, rows: Rows) -> None:
         if self._vocab_size is None:
             return
-        largest = np.maximum(input_ids.max(axis=1), labels.max(axis=1))
+        largest = np.maximum(rows.input_ids.max(axis=1), rows.labels.max(axis=1))
         if (largest >= self._vocab_size).any():
             row = int(largest.argmax())
             raise DataError(
-                f"{bin_path(self._samples.token_file.prefix)}, sample {sample_ids[row]}: id {largest[row]} is outside "
-                f"the model's vocabulary of {self._vocab_size}; prepare the text with the model's own tokenizer"
+                f"{bin_path(self._samples.token_files[rows.sets[row]].prefix)}, sample {rows.sample_ids[row]}: id "
+                f"{largest[row]} is outside the model's vocabulary of {self._vocab_size}; prepare the text with the "
+                "model's own tokenizer"
             )

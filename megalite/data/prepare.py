@@ -1,23 +1,30 @@
-"""From a corpus to X.bin, X.idx and X.json: encoded by several processes, published whole or not at all."""
+"""From a corpus to X.bin, X.idx and X.json: by several processes, published whole, taken up where one was killed."""
 
-import contextlib
 import errno
-import fcntl
 import hashlib
 import json
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megalite.data.corpus import Corpus, Piece
+from megalite.data.corpus import Corpus, Piece, Place
 from megalite.data.encoding import PieceEncoder
-from megalite.data.token_file import TokenWriter, bin_path, idx_path, token_dtype
+from megalite.data.partial_files import (
+    PartialFiles,
+    journal_path,
+    json_path,
+    partial_files,
+    publish,
+    read_journal,
+    write_journal,
+)
+from megalite.data.split import PARTS, WHOLE, Split
+from megalite.data.token_file import TokenWriter, WriterState, bin_path, idx_path, token_dtype
 from megalite.data.tokenizer import Tokenizer, load_tokenizer
 from megalite.data.workers import ordered_map
 from megalite.errors import DataError
@@ -26,8 +33,8 @@ from megalite.errors import DataError
 _FORMAT = 1
 # Characters that travel to a worker at once: long enough to hide the pipe, short enough to keep all workers busy.
 _BATCH_CHARACTERS = 1 << 19
-# File systems without locks (Lustre mounted without flock) answer so.
-_NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK}
+# Batches between two journal entries: what a kill costs at most, some ten seconds of one core.
+_JOURNAL_BATCHES = 64
 
 
 @dataclass(frozen=True)
@@ -47,6 +54,9 @@ class PreparedFacts:
     vocab_size: int
     end_of_document: str
     end_of_document_id: int
+    min_length: int = 0
+    short_documents: int = 0
+    """Left out, having less than min_length tokens."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +69,42 @@ class Progress:
     tokens: int
 
 
+@dataclass(frozen=True)
+class Preparation:
+    """What is to be made of a corpus.
+
+    outputs: a prefix for each part of `split` that gets documents. min_length: of a document in tokens, its end not
+    counted; shorter ones are left out.
+    """
+
+    corpus: Corpus
+    tokenizer: Tokenizer
+    outputs: tuple[Path, ...]
+    min_length: int = 0
+    split: Split = WHOLE
+
+    def fingerprint(self) -> str:
+        """Equal for two preparations exactly when they would write the same files."""
+        parts: list[Any] = [
+            _FORMAT,
+            self.corpus.fingerprint(),
+            self.tokenizer.sha256,
+            self.tokenizer.end_of_document_id,
+        ]
+        if self.min_length:
+            parts.append({"min_length": self.min_length})
+        if len(self.outputs) > 1:
+            parts.append({"split": [self.split.shares, self.split.seed]})
+        return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
+
+    def done(self) -> list[PreparedFacts] | None:
+        """The facts of all outputs if they stand as this preparation would write them, else None."""
+        found = [prepared_facts(prefix) for prefix in self.outputs]
+        fingerprint = self.fingerprint()
+        facts = [each for each in found if each is not None and each.fingerprint == fingerprint]
+        return facts if len(facts) == len(found) else None
+
+
 def prepare(
     corpus: Corpus,
     tokenizer: Tokenizer,
@@ -67,46 +113,47 @@ def prepare(
     workers: int = 0,
     progress: Callable[[Progress], None] | None = None,
 ) -> PreparedFacts:
-    """Encode every document of `corpus`, each closed by the end-of-document id, into `prefix`.bin and .idx.
-
-    Nothing is done when `prefix`.json says that these files were made from the same files with the same tokenizer.
-    The bytes do not depend on `workers` (processes beside this one; 0: none). Memory does not grow with the corpus.
-    Raises DataError; then, and when interrupted, files that stood there before still do, and no other.
-    """
-    fingerprint = prepared_fingerprint(corpus, tokenizer)
-    facts = prepared_facts(prefix)
-    if facts is not None and facts.fingerprint == fingerprint:
-        return facts
-    written = 0
-    try:
-        prefix.parent.mkdir(parents=True, exist_ok=True)
-        with _partial_files(prefix) as (bin_file, idx_file):
-            with contextlib.closing(
-                TokenWriter(bin_file, idx_file, token_dtype(tokenizer.vocab_size))
-            ) as writer:
-                for encoded, position in _encoded(corpus, tokenizer, workers):
-                    encoded.write(writer)
-                    written = bin_file.tell()
-                    if progress is not None:
-                        progress(Progress(position, corpus.size_bytes, writer.documents, writer.tokens))
-                if writer.tokens == 0:
-                    raise DataError(f"{', '.join(corpus.sources)} has no text; name a source that has")
-                writer.finish()
-            facts = _facts(corpus, tokenizer, fingerprint, writer, bin_file.tell(), idx_file.tell())
-            _publish(prefix, bin_file, idx_file, facts)
-    except OSError as error:
-        raise _cannot_write(prefix, written, error) from error
+    """`prepare_outputs` of every document into `prefix`.bin and .idx."""
+    [facts] = prepare_outputs(Preparation(corpus, tokenizer, (prefix,)), workers=workers, progress=progress)
     return facts
 
 
-def prepared_fingerprint(corpus: Corpus, tokenizer: Tokenizer) -> str:
-    """Equal for two calls of `prepare` exactly when they would write the same files."""
-    parts = [_FORMAT, corpus.fingerprint(), tokenizer.sha256, tokenizer.end_of_document_id]
-    return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
+def prepare_outputs(
+    preparation: Preparation,
+    *,
+    workers: int = 0,
+    progress: Callable[[Progress], None] | None = None,
+) -> list[PreparedFacts]:
+    """Encode the documents of a corpus, each closed by the end-of-document id, into one or more token files.
 
-
-def json_path(prefix: Path) -> Path:
-    return prefix.with_name(prefix.name + ".json")
+    Nothing is done when the .json files say that these were made from the same files with the same tokenizer.
+    The bytes do not depend on `workers` (processes beside this one; 0: none), nor on how often the preparation was
+    killed and started again. Memory does not grow with the corpus.
+    Raises DataError; then files that stood there before still do, and no other.
+    """
+    done = preparation.done()
+    if done is not None:
+        return done
+    written = 0
+    first = preparation.outputs[0]
+    try:
+        for prefix in preparation.outputs:
+            prefix.parent.mkdir(parents=True, exist_ok=True)
+        with partial_files(preparation.outputs) as files:
+            state, writers = _taken_up(preparation, files)
+            for count, (batch, place) in enumerate(_encoded(preparation, state.place, workers), start=1):
+                state.document = batch.write(writers, preparation.split, state.document)
+                state.place = place
+                written = sum(each.bin_file.tell() for each in files)
+                if count % _JOURNAL_BATCHES == 0 and not any(writer.undecided for writer in writers):
+                    write_journal(first, state.entry(preparation, writers))
+                if progress is not None:
+                    progress(_progress(preparation.corpus, place, writers))
+            _check_not_empty(preparation, writers)
+            facts = _published(preparation, files, writers)
+    except OSError as error:
+        raise _cannot_write(first, written, error) from error
+    return facts
 
 
 def prepared_facts(prefix: Path) -> PreparedFacts | None:
@@ -120,12 +167,91 @@ def prepared_facts(prefix: Path) -> PreparedFacts | None:
     return facts if sizes == (facts.bin_bytes, facts.idx_bytes) else None
 
 
+class _Documents:
+    """Passes documents of at least `min_length` tokens on to a TokenWriter, and counts the others."""
+
+    def __init__(self, writer: TokenWriter, min_length: int, short: int = 0):
+        self.writer, self.short = writer, short
+        self._min_length = min_length
+        self._open_tokens = 0
+        self._waiting: list[NDArray[Any]] = []
+        # A document that is taken up was long enough, or nothing would have been written of it.
+        self._passing = writer.in_document
+
+    @property
+    def undecided(self) -> bool:
+        return bool(self._waiting)
+
+    def add(self, tokens: NDArray[Any], *, closing: bool) -> None:
+        """A run of the open document; with `closing` its last, which ends in the end-of-document id."""
+        self._open_tokens += len(tokens) - closing
+        self._waiting.append(tokens)
+        if self._passing or self._open_tokens >= self._min_length:
+            self._passing = True
+            for run in self._waiting:
+                self.writer.add(run)
+            self._waiting = []
+        if closing:
+            if self._passing:
+                self.writer.end_document()
+            else:
+                self.short += 1
+            self._open_tokens, self._waiting, self._passing = 0, [], False
+
+
+@dataclass
+class _State:
+    """How far a preparation is, between two batches: what has been read, and the number of the next document."""
+
+    place: Place
+    document: int
+
+    def entry(self, preparation: Preparation, writers: Sequence[_Documents]) -> dict[str, Any]:
+        """For the journal."""
+        return {
+            "fingerprint": preparation.fingerprint(),
+            "outputs": [str(prefix) for prefix in preparation.outputs],
+            "place": asdict(self.place),
+            "document": self.document,
+            "writers": [{"short": each.short, **asdict(each.writer.saved_state())} for each in writers],
+        }
+
+
+def _taken_up(preparation: Preparation, files: Sequence[PartialFiles]) -> tuple[_State, list[_Documents]]:
+    """State and writers as the journal has them, where it is of this very preparation; else as at the beginning."""
+    journal = read_journal(preparation.outputs[0])
+    state = _State(Place(), 0)
+    saved: list[dict[str, Any]] = [{"short": 0, **asdict(WriterState())} for _ in files]
+    fitting = {
+        "fingerprint": preparation.fingerprint(),
+        "outputs": [str(prefix) for prefix in preparation.outputs],
+    }
+    if fitting.items() <= journal.items():
+        sizes = [(each["bin_bytes"], each["lengths_bytes"]) for each in journal["writers"]]
+        if all(each.cut(*size) for each, size in zip(files, sizes, strict=True)):
+            state, saved = _State(Place(**journal["place"]), journal["document"]), journal["writers"]
+    writers = []
+    for each, fields in zip(files, saved, strict=True):
+        short = fields.pop("short")
+        writer_state = WriterState(**fields)
+        each.cut(writer_state.bin_bytes, writer_state.lengths_bytes)
+        writer = TokenWriter(
+            each.bin_file,
+            each.idx_file,
+            token_dtype(preparation.tokenizer.vocab_size),
+            lengths_file=each.lengths_file,
+            state=writer_state,
+        )
+        writers.append(_Documents(writer, preparation.min_length, short))
+    return state, writers
+
+
 @dataclass(frozen=True)
 class _Batch:
-    """Consecutive pieces, and how much of the corpus has been read with the last of them."""
+    """Consecutive pieces, and the place in the corpus behind the last of them."""
 
     pieces: list[Piece]
-    position: int
+    place: Place
 
 
 @dataclass(frozen=True)
@@ -136,13 +262,16 @@ class _EncodedBatch:
     lengths: list[int]
     ends_document: list[bool]
 
-    def write(self, writer: TokenWriter) -> None:
+    def write(self, writers: Sequence[_Documents], split: Split, document: int) -> int:
+        """Write each piece to the part that its document belongs to; `document` is the number of the first, and
+        of the next one what is returned."""
         start = 0
+        writing = dict(zip(split.parts, writers, strict=True))
         for length, ends in zip(self.lengths, self.ends_document, strict=True):
-            writer.add(self.tokens[start : start + length])
+            writing[split.part(document)].add(self.tokens[start : start + length], closing=ends)
             start += length
-            if ends:
-                writer.end_document()
+            document += ends
+        return document
 
 
 @dataclass(frozen=True)
@@ -152,7 +281,7 @@ class _Encode:
     file: Path
     end_of_document: str
 
-    def __call__(self, batch: _Batch) -> tuple[_EncodedBatch, int]:
+    def __call__(self, batch: _Batch) -> tuple[_EncodedBatch, Place]:
         encoder, end_id, dtype = self._tools
         lengths, arrays = [], []
         for piece in batch.pieces:
@@ -162,7 +291,7 @@ class _Encode:
             arrays.append(np.array(ids, dtype=dtype))
             lengths.append(len(ids))
         ends = [piece.ends_document for piece in batch.pieces]
-        return _EncodedBatch(np.concatenate(arrays), lengths, ends), batch.position
+        return _EncodedBatch(np.concatenate(arrays), lengths, ends), batch.place
 
     @cached_property
     def _tools(self) -> tuple[PieceEncoder, int, np.dtype[Any]]:
@@ -170,111 +299,80 @@ class _Encode:
         return PieceEncoder(tokenizer), tokenizer.end_of_document_id, token_dtype(tokenizer.vocab_size)
 
 
-def _encoded(corpus: Corpus, tokenizer: Tokenizer, workers: int) -> Iterator[tuple[_EncodedBatch, int]]:
-    encode = _Encode(tokenizer.file, tokenizer.end_of_document)
-    return ordered_map(encode, _batches(corpus), workers=workers)
+def _encoded(preparation: Preparation, after: Place, workers: int) -> Iterator[tuple[_EncodedBatch, Place]]:
+    encode = _Encode(preparation.tokenizer.file, preparation.tokenizer.end_of_document)
+    return ordered_map(encode, _batches(preparation.corpus, after), workers=workers)
 
 
-def _batches(corpus: Corpus) -> Iterator[_Batch]:
+def _batches(corpus: Corpus, after: Place) -> Iterator[_Batch]:
     pieces: list[Piece] = []
-    characters = position = 0
-    for piece, position in corpus.pieces():
+    characters, place = 0, after
+    for piece, place in corpus.pieces(after):
         pieces.append(piece)
         characters += len(piece.text)
         if characters >= _BATCH_CHARACTERS:
-            yield _Batch(pieces, position)
+            yield _Batch(pieces, place)
             pieces, characters = [], 0
     if pieces:
-        yield _Batch(pieces, position)
+        yield _Batch(pieces, place)
 
 
-def _facts(
-    corpus: Corpus,
-    tokenizer: Tokenizer,
-    fingerprint: str,
-    writer: TokenWriter,
-    bin_bytes: int,
-    idx_bytes: int,
-) -> PreparedFacts:
-    return PreparedFacts(
-        fingerprint=fingerprint,
-        sources=corpus.sources,
-        files=len(corpus.files),
-        documents=writer.documents,
-        tokens=writer.tokens,
-        dtype=str(token_dtype(tokenizer.vocab_size)),
-        bin_bytes=bin_bytes,
-        idx_bytes=idx_bytes,
-        tokenizer=str(tokenizer.file.resolve()),
-        tokenizer_sha256=tokenizer.sha256,
-        vocab_size=tokenizer.vocab_size,
-        end_of_document=tokenizer.end_of_document,
-        end_of_document_id=tokenizer.end_of_document_id,
+def _progress(corpus: Corpus, place: Place, writers: Sequence[_Documents]) -> Progress:
+    documents = sum(each.writer.documents for each in writers)
+    return Progress(
+        place.bytes_read, corpus.size_bytes, documents, sum(each.writer.tokens for each in writers)
     )
 
 
-@contextlib.contextmanager
-def _partial_files(prefix: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
-    """Two files to write and publish, beside where they will stand and ours alone; removed on any exception."""
-    bin_partial, idx_partial = _partial(bin_path(prefix)), _partial(idx_path(prefix))
-    with _locked(bin_partial) as bin_file:
-        try:
-            with idx_partial.open("wb") as idx_file:
-                yield bin_file, idx_file
-        except BaseException:
-            # Only here: once published, these names may already be another process's.
-            bin_partial.unlink(missing_ok=True)
-            idx_partial.unlink(missing_ok=True)
-            raise
+def _check_not_empty(preparation: Preparation, writers: Sequence[_Documents]) -> None:
+    kept = sum(each.writer.documents for each in writers)
+    short = sum(each.short for each in writers)
+    sources = ", ".join(preparation.corpus.sources)
+    if not kept and short:
+        raise DataError(
+            f"all {short} documents of {sources} have less than {preparation.min_length} tokens; "
+            "lower data.min_length (--min-length)"
+        )
+    if not kept:
+        raise DataError(f"{sources} has no text; name a source that has")
+    for part, each in zip(preparation.split.parts, writers, strict=True):
+        if not each.writer.documents:
+            raise DataError(
+                f"the {PARTS[part]} part gets none of the {kept} documents of {sources}; raise its share in data.split "
+                "(--split), or name a text of its own (data.validation)"
+            )
 
 
-def _partial(path: Path) -> Path:
-    # Always the same name: what a killed process leaves behind, the next one overwrites.
-    return path.with_name(f".{path.name}.partial")
-
-
-def _locked(path: Path) -> IO[bytes]:
-    """Open `path` for writing, empty; DataError when another process has it open so. The lock dies with its process."""
-    while True:
-        file = path.open("ab")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                file.close()
-                if isinstance(error, BlockingIOError):
-                    raise DataError(
-                        f"another process is preparing {path.parent}; wait for it or choose another output"
-                    ) from error
-                raise
-        # Between opening and locking, its last owner may have published it under another name: then begin anew.
-        if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
-            file.truncate(0)
-            return file
-        file.close()
-
-
-def _publish(prefix: Path, bin_file: IO[bytes], idx_file: IO[bytes], facts: PreparedFacts) -> None:
-    """Rename .bin, then .idx, then write .json: at no moment does an index stand beside another corpus's tokens."""
-    json_partial = _partial(json_path(prefix))
-    try:
-        with json_partial.open("w", encoding="utf-8") as file:
-            json.dump(asdict(facts), file, indent=2)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        json_path(prefix).unlink(missing_ok=True)
-        idx_path(prefix).unlink(missing_ok=True)
-        Path(bin_file.name).replace(bin_path(prefix))
-        Path(idx_file.name).replace(idx_path(prefix))
-        json_partial.replace(json_path(prefix))
-    finally:
-        json_partial.unlink(missing_ok=True)
-    folder = os.open(prefix.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+def _published(
+    preparation: Preparation, files: Sequence[PartialFiles], writers: Sequence[_Documents]
+) -> list[PreparedFacts]:
+    facts = []
+    tokenizer = preparation.tokenizer
+    for each, documents in zip(files, writers, strict=True):
+        documents.writer.finish()
+        facts.append(
+            PreparedFacts(
+                fingerprint=preparation.fingerprint(),
+                sources=preparation.corpus.sources,
+                files=len(preparation.corpus.files),
+                documents=documents.writer.documents,
+                tokens=documents.writer.tokens,
+                dtype=str(token_dtype(tokenizer.vocab_size)),
+                bin_bytes=each.bin_file.tell(),
+                idx_bytes=each.idx_file.tell(),
+                tokenizer=str(tokenizer.file.resolve()),
+                tokenizer_sha256=tokenizer.sha256,
+                vocab_size=tokenizer.vocab_size,
+                end_of_document=tokenizer.end_of_document,
+                end_of_document_id=tokenizer.end_of_document_id,
+                min_length=preparation.min_length,
+                short_documents=documents.short,
+            )
+        )
+    journal_path(preparation.outputs[0]).unlink(missing_ok=True)
+    for each, fact in zip(files, facts, strict=True):
+        publish(each, asdict(fact))
+    return facts
 
 
 def _cannot_write(prefix: Path, written_bytes: int, error: OSError) -> DataError:

@@ -43,10 +43,25 @@ def idx_path(prefix: Path) -> Path:
     return prefix.with_name(prefix.name + ".idx")
 
 
+@dataclass(frozen=True)
+class WriterState:
+    """How far a TokenWriter is: documents and tokens, the bytes of its two growing files, and the open sequence."""
+
+    documents: int = 0
+    tokens: int = 0
+    bin_bytes: int = 0
+    lengths_bytes: int = 0
+    open_tokens: int = 0
+    continued: bool = False
+    """Whether the open sequence goes on with the document of the one before it."""
+
+
 class TokenWriter:
     """Writes one .bin and one .idx through files opened by the caller; memory does not grow with the corpus.
 
     A document of more than `longest_sequence` tokens (a length is an int32) becomes several sequences.
+    lengths_file: collects what the index is made of in the end; unnamed where none is given. With it, and `bin_file`,
+    both cut to the bytes that `state` names, writing goes on from there.
     """
 
     def __init__(
@@ -55,20 +70,44 @@ class TokenWriter:
         idx_file: IO[bytes],
         dtype: np.dtype[Any],
         longest_sequence: int = LONGEST_SEQUENCE,
+        *,
+        lengths_file: IO[bytes] | None = None,
+        state: WriterState | None = None,
     ):
-        self.documents = 0
-        self.tokens = 0
+        state = state or WriterState()
+        self.documents, self.tokens = state.documents, state.tokens
         self._bin, self._idx, self._dtype = bin_file, idx_file, dtype
         self._longest = longest_sequence
-        self._open_tokens = 0  # of the sequence being written
-        self._sign = 1
-        # int32 a sequence; negative where it goes on with the document before it. Unnamed: nothing to clean up.
-        self._lengths = tempfile.TemporaryFile(dir=Path(idx_file.name).parent)  # noqa: SIM115 - closed by close()
+        self.open_tokens = state.open_tokens  # of the sequence being written
+        self._sign = -1 if state.continued else 1
+        # int32 a sequence; negative where it goes on with the document before it.
+        self._lengths = lengths_file or tempfile.TemporaryFile(  # noqa: SIM115 - closed by close()
+            dir=Path(idx_file.name).parent
+        )
+
+    @property
+    def in_document(self) -> bool:
+        """Whether something was written of a document that has not ended."""
+        return self.open_tokens > 0 or self._sign < 0
+
+    def saved_state(self) -> WriterState:
+        """Where writing can go on, once this has returned: what it names is on the disk."""
+        for file in (self._bin, self._lengths):
+            file.flush()
+            os.fsync(file.fileno())
+        return WriterState(
+            self.documents,
+            self.tokens,
+            self._bin.tell(),
+            self._lengths.tell(),
+            self.open_tokens,
+            self._sign < 0,
+        )
 
     def add(self, tokens: NDArray[Any]) -> None:
         """Append tokens to the open document."""
-        while self._open_tokens + len(tokens) > self._longest:
-            fitting = self._longest - self._open_tokens
+        while self.open_tokens + len(tokens) > self._longest:
+            fitting = self._longest - self.open_tokens
             self._write(tokens[:fitting])
             self._end_sequence()
             self._sign = -1
@@ -106,12 +145,12 @@ class TokenWriter:
 
     def _write(self, tokens: NDArray[Any]) -> None:
         self._bin.write(np.ascontiguousarray(tokens, dtype=self._dtype.newbyteorder("<")).data)
-        self._open_tokens += len(tokens)
+        self.open_tokens += len(tokens)
         self.tokens += len(tokens)
 
     def _end_sequence(self) -> None:
-        self._lengths.write(struct.pack("<i", self._sign * self._open_tokens))
-        self._open_tokens = 0
+        self._lengths.write(struct.pack("<i", self._sign * self.open_tokens))
+        self.open_tokens = 0
 
     def _read_lengths(self) -> Iterator[NDArray[np.int32]]:
         self._lengths.seek(0)

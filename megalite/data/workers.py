@@ -40,6 +40,10 @@ def ordered_map(
             worker.join()
 
 
+class WorkerDied(DataError):
+    """A worker process ended before its work did; what was done until then is good."""
+
+
 class _Worker(Generic[Item, Result]):
     """A process that answers one item at a time over a pipe."""
 
@@ -80,11 +84,11 @@ class _Worker(Generic[Item, Result]):
             self._process.kill()
             self._process.join()
 
-    def _died(self) -> DataError:
+    def _died(self) -> WorkerDied:
         self._process.join(_STOP_SECONDS)
         code = self._process.exitcode
         cause = f"killed by signal {-code}" if code is not None and code < 0 else f"exit code {code}"
-        return DataError(
+        return WorkerDied(
             f"a worker process died ({cause}); if memory ran out, use fewer workers (data.workers, --workers)"
         )
 

@@ -103,7 +103,7 @@ class Console:
         shares = [] if metrics.mfu is None else [f"{metrics.mfu:.0%} of {self._peak}"]
         scale = []
         if metrics.loss_scale is not None:
-            scale = [f"loss scale {metrics.loss_scale:g}", f"{metrics.skipped_steps} skipped"]
+            scale = [f"loss scale {metrics.loss_scale:,.10g}", f"{metrics.skipped_steps} skipped"]
         return [
             f"loss {metrics.loss:.4f}",
             f"grad norm {metrics.grad_norm:.3f}",

@@ -1,6 +1,6 @@
 """Parameters that are updated in another way than the rest, chosen by patterns over canonical names."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -26,6 +26,13 @@ class ParameterGroup:
 def group_of(parameter: Parameter, groups: Sequence[ParameterGroup]) -> ParameterGroup | None:
     """The group that a parameter belongs to; None: the rest."""
     return next((group for group in groups if group.matches(parameter)), None)
+
+
+def rules_of(parameters: Iterable[Parameter], groups: Sequence[ParameterGroup]) -> set[tuple[int, bool]]:
+    """The rules by which the parameters are updated: the place of the group, -1 for none, and whether they decay."""
+    places = {group: place for place, group in enumerate(groups)}
+    found = ((group_of(each, groups), each.decay) for each in parameters)
+    return {(-1 if group is None else places[group], decays) for group, decays in found}
 
 
 def group_problems(parameters: Sequence[Parameter], groups: Sequence[ParameterGroup]) -> Iterator[str]:

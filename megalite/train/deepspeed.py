@@ -1,7 +1,7 @@
 """DeepSpeed's engine behind the trainer's optimizer protocol: ZeRO shards the optimizer, the pipeline is ours.
 
-One engine a rank owns the rank's stage module; gradients are reduced once a step, after the pipeline and the tied
-sums, through the public `coalesce_grad_reduction`.
+One engine a rank owns the rank's stage module. Under ZeRO 1 gradients are reduced once a step, after the pipeline and
+the tied sums, through the public `coalesce_grad_reduction`; ZeRO 2 and 3, at one stage, reduce them in every backward.
 """
 
 import logging
@@ -16,21 +16,25 @@ from torch import Tensor, nn
 from megalite.parallel.gradients import complete_gradients, copy_shared_weights
 from megalite.parallel.mesh import ParallelMesh, ProcessGroup
 from megalite.topology.parameters import Parameter
-from megalite.topology.state import OptimizerState, StateShard
+from megalite.topology.state import OptimizerState
+from megalite.train.loss_scale import LossScale
+from megalite.train.nonfinite import FiniteFlags
 from megalite.train.optimizer import (
     OptimizerSettings,
     Update,
-    ensure_state,
-    require_finite,
+    accumulate_in_float32,
     set_learning_rate,
-    set_step_count,
-    step_count,
+    skip_update,
     torch_optimizer,
 )
+from megalite.train.zero_state import zero_state
 
 
 class DeepSpeedOptimizer:
-    """ZeRO stage 1 or 2 over the data-parallel ranks, its master weights in float32."""
+    """ZeRO over the data-parallel ranks, its master weights in float32.
+
+    Building it needs the whole stage of this rank in memory, under ZeRO 3 too, which partitions it from there.
+    """
 
     def __init__(
         self,
@@ -42,29 +46,52 @@ class DeepSpeedOptimizer:
     ):
         """`config`: DeepSpeed's own JSON, with the micro batches of a step counted as one (config/deepspeed.py)."""
         _quieten()
-        self._parameters, self._mesh = parameters, mesh
+        self._stage, self._parameters, self._mesh = stage, parameters, mesh
         self._tensors = dict(stage.named_parameters())
         _mark(parameters, self._tensors, mesh)
+        narrow = any(tensor.element_size() < 4 for tensor in self._tensors.values())
+        if narrow and settings.accumulate_wide:
+            accumulate_in_float32(self._tensors)
+        handed, self._once_a_step = _handed(config, accumulate_wide=narrow and settings.accumulate_wide)
+        self._finite = FiniteFlags(parameters, mesh)
+        if not self._once_a_step:
+            # These hooks run before DeepSpeed's, which take the gradient away.
+            for parameter in parameters:
+                tensor = self._tensors[parameter.name]
+                tensor.register_post_accumulate_grad_hook(lambda _, parameter=parameter: self._see(parameter))
         self._engine, self._zero, *_ = deepspeed.initialize(
             model=stage,
             optimizer=torch_optimizer(settings, parameters, self._tensors),
             mpu=_ModelParallelUnit(mesh),
-            config=dict(config),
+            config=handed,
         )
-        self.state: OptimizerState = _ZeroState(self._zero, parameters, self._tensors)
+        self._scale = LossScale(settings.loss_scale) if settings.loss_scale is not None else None
+        if self._scale is not None:
+            self._zero.override_loss_scale(self._scale.value)
+        self.state: OptimizerState = zero_state(self._zero, parameters, self._tensors, mesh, self._scale)
 
     @property
     def loss_scale(self) -> float:
-        return float(self._zero.loss_scale)
+        return 1.0 if self._scale is None else self._scale.value
 
     def forward(self, input_ids: Tensor, **arguments: Tensor) -> Tensor:
-        losses: Tensor = self._engine(input_ids, **arguments)
+        # As a pipeline runs it: the engine has a part in a backward only where it reduces in it.
+        run = self._stage if self._once_a_step else self._engine
+        losses: Tensor = run(input_ids, **arguments)
+        if self._scale is not None and not self._once_a_step and losses.requires_grad:
+            # The runner scales the loss; the engine refuses a backward if it has not been told so.
+            self._engine.scale(losses.sum())
         return losses
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
+        if not self._once_a_step:
+            yield
+            return
         with self._engine.coalesce_grad_reduction():
             yield
+            for parameter in self._parameters:
+                self._see(parameter)
             if self._zero.use_grad_accum_attribute:
                 # Where the pipeline ran the raw module, no engine hook has moved the gradients to their fp32 sums.
                 self._zero.fill_grad_accum_attribute()
@@ -74,12 +101,53 @@ class DeepSpeedOptimizer:
 
     def step(self, learning_rate: float) -> Update:
         set_learning_rate(self._zero.optimizer, learning_rate)
+        if self._scale is not None:
+            self._zero.override_loss_scale(self._scale.value)
         self._engine.step()
         norm = float(self._engine.get_global_grad_norm())
         # On an overflow DeepSpeed has skipped the update, so the weights are still those of the step before.
-        require_finite(norm)
+        tensor = self._finite.first_nonfinite() if self._zero.overflow else None
+        self._finite.clear()
+        if self._zero.overflow:
+            return skip_update(self._scale, norm, tensor)
         copy_shared_weights(self._parameters, self._tensors, self._mesh)
+        if self._scale is not None:
+            self._scale.passed()
         return Update(norm)
+
+    def _see(self, parameter: Parameter) -> None:
+        gradient = self._tensors[parameter.name].grad
+        if gradient is not None:
+            self._finite.see(parameter, gradient)
+
+
+def _handed(config: Mapping[str, Any], *, accumulate_wide: bool) -> tuple[dict[str, Any], bool]:
+    """What DeepSpeed is given to do what `config` asks for; and whether it reduces gradients once a step.
+
+    accumulate_wide: gradients of 16-bit parameters are summed and reduced in float32.
+    """
+    zero = dict(config["zero_optimization"])
+    stage = zero["stage"]
+    offloads = zero.get("offload_optimizer", {}).get("device", "none") != "none"
+    once_a_step = stage == 1
+    handed = {**config, "zero_optimization": zero}
+    if config.get("fp16", {}).get("enabled"):
+        # The scale is ours, so that it goes the same way with and without ZeRO; DeepSpeed is told it at every step.
+        handed["fp16"] = {"enabled": True, "loss_scale": 1}
+    if accumulate_wide:
+        handed["data_types"] = {**config.get("data_types", {}), "grad_accum_dtype": "fp32"}
+        handed.setdefault("communication_data_type", "fp32")
+        if stage == 2 and offloads:
+            # DeepSpeed would sum micro batches on the CPU in 16 bits: stage 1 there has the sums of autograd.
+            zero["stage"], once_a_step = 1, True
+        elif stage == 2 or (stage == 1 and not offloads):
+            # Stage 1 would become BF16_Optimizer, which cannot reduce once a step: stage 2's optimizer can, and is then
+            # the same. Its contiguous buckets have 16 bits.
+            zero |= {"stage": 2, "contiguous_gradients": False}
+    if not once_a_step:
+        # It is ours to say when a step ends; until then DeepSpeed sums what each backward brings.
+        handed["managed_gradient_accumulation"] = False
+    return handed, once_a_step
 
 
 class _ModelParallelUnit:
@@ -138,32 +206,3 @@ def _quieten() -> None:
     # DeepSpeed 0.19 calls a collective by the name it had before torch 2.13, at every step of every rank.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed.c10d_logger")
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-
-
-class _ZeroState:
-    """The state of ZeRO 1 and 2 for the checkpoint: this rank's partition, cut where parameters begin and end."""
-
-    def __init__(self, zero: Any, parameters: Sequence[Parameter], tensors: Mapping[str, nn.Parameter]):
-        self._zero, self._parameters, self._tensors = zero, parameters, tensors
-
-    def shards(self) -> Iterator[StateShard]:
-        ensure_state(self._zero.optimizer)
-        for parameter in self._parameters:
-            fragment = self._tensors[parameter.name]._hp_mapping  # type: ignore[attr-defined]
-            if fragment is None:
-                continue
-            partition = self._zero.single_partition_of_fp32_groups[fragment.param_group_index]
-            address = fragment.hp_fragment_address
-            for key, values in self._zero.optimizer.state[partition].items():
-                if key != "step":
-                    run = values.view(-1).narrow(0, address.start, address.numel)
-                    yield StateShard(parameter, key, fragment.lp_fragment_address.start, run)
-
-    def scalars(self) -> dict[str, Any]:
-        return {"step": step_count(self._zero.optimizer)}
-
-    def load(self, scalars: Mapping[str, Any]) -> None:
-        ensure_state(self._zero.optimizer)
-        set_step_count(self._zero.optimizer, float(scalars["step"]))
-        # The master weights follow the module's, which the checkpoint has just filled.
-        self._zero.refresh_fp32_params()

@@ -11,7 +11,7 @@ from megalite.checkpoint.folder import find_checkpoint, find_latest, read_manife
 from megalite.checkpoint.huggingface import export
 from megalite.config.load import write_resolved
 from megalite.config.schema import RunConfig
-from megalite.data.ensure import ensure_data, ensure_tokenizer
+from megalite.data.ensure import RunData, ensure_data, ensure_tokenizer
 from megalite.data.loader import StepLoader
 from megalite.data.token_file import TokenFile
 from megalite.data.tokenizer import load_tokenizer
@@ -77,7 +77,7 @@ class RunInputs:
     """What a run reads, made once and shared by all ranks."""
 
     tokenizer_folder: Path
-    data_prefix: Path
+    data: RunData
 
 
 def prepare_inputs(config: RunConfig, folder: RunFolder) -> RunInputs:
@@ -144,7 +144,8 @@ def _trainer(config: RunConfig, mesh: ParallelMesh, inputs: RunInputs, weights: 
     tokenizer = load_tokenizer(inputs.tokenizer_folder, end_of_document=config.tokenizer.end_of_document)
     shape = config.model.shape(tokenizer.vocab_size)
     loader = StepLoader(
-        TokenFile.open(inputs.data_prefix),
+        [TokenFile.open(prefix) for prefix in inputs.data.train],
+        weights=inputs.data.weights,
         sequence_length=config.training.sequence_length,
         micro_batch_size=config.batch.micro_batch_size,
         micro_batches=config.batch.micro_batches,

@@ -89,25 +89,34 @@ class OptimizerSettings:
 def update_groups(
     settings: OptimizerSettings, parameters: Sequence[Parameter], tensors: Mapping[str, nn.Parameter]
 ) -> list[dict[str, Any]]:
-    """The parameters as torch's groups, one for each rule of update; what is in no group of the settings has the
-    schedule's learning rate, and weight decay unless it is a norm or a bias."""
-    members: dict[tuple[float, float], list[nn.Parameter]] = {}
-    for parameter in parameters:
-        group = group_of(parameter, settings.groups) or ParameterGroup("*")
-        decay = settings.weight_decay if parameter.decay else 0.0
-        rule = (group.learning_rate_ratio, decay if group.weight_decay is None else group.weight_decay)
-        members.setdefault(rule, []).append(tensors[parameter.name])
-    return [
-        {"params": held, "learning_rate_ratio": ratio, "weight_decay": decay, "ema_decay": settings.ema_decay}
-        for (ratio, decay), held in members.items()
-    ]
+    """The parameters as torch's groups, one for each rule of update: the same on every rank, some with nobody.
+
+    What is in no group of the settings has the schedule's learning rate, and weight decay unless it is a norm or
+    a bias.
+    """
+    found: list[dict[str, Any]] = []
+    for group in (None, *settings.groups):
+        ratio = 1.0 if group is None else group.learning_rate_ratio
+        given = None if group is None else group.weight_decay
+        for decays in (True, False):
+            members = [p for p in parameters if group_of(p, settings.groups) == group and p.decay == decays]
+            decay = settings.weight_decay if decays else 0.0
+            found.append(
+                {
+                    "params": [tensors[each.name] for each in members],
+                    "learning_rate_ratio": ratio,
+                    "weight_decay": decay if given is None else given,
+                    "ema_decay": settings.ema_decay,
+                }
+            )
+    return found
 
 
 def torch_optimizer(
     settings: OptimizerSettings, parameters: Sequence[Parameter], tensors: Mapping[str, nn.Parameter]
 ) -> torch.optim.Optimizer:
     """AdamW (Loshchilov and Hutter 2019) or SGD, which also keeps the average of the weights if it is asked for."""
-    groups = update_groups(settings, parameters, tensors)
+    groups = [group for group in update_groups(settings, parameters, tensors) if group["params"]]
     optimizer: torch.optim.Optimizer
     if settings.name == "sgd":
         optimizer = torch.optim.SGD(groups, lr=0.0, momentum=settings.momentum)
@@ -141,6 +150,22 @@ def require_finite(norm: float, tensor: str | None = None) -> None:
             f"the gradient norm is {norm}{where}: no weight was changed; lower optimizer.learning_rate, set"
             " optimizer.gradient_clipping, or look at the data of this step, then run again to resume"
         )
+
+
+def skip_update(scale: LossScale | None, norm: float, tensor: str | None) -> Update:
+    """Lower the scale for the overflow that arose in the gradient of `tensor`. Raises TrainingError where it cannot
+    be lowered, or is none: `norm` is not finite."""
+    if scale is None:
+        require_finite(norm, tensor)
+    elif scale.exhausted:
+        raise TrainingError(
+            f"fp16 overflows in the gradient of {tensor} at the smallest loss scale, {scale.value:g}:"
+            ' no weight was changed; use training.precision = "bf16", or lower optimizer.learning_rate,'
+            " then run again to resume"
+        )
+    else:
+        scale.overflowed()
+    return Update(norm, skipped=True, overflow=tensor)
 
 
 def accumulate_in_float32(tensors: Mapping[str, nn.Parameter]) -> None:
@@ -211,19 +236,10 @@ class TorchOptimizer:
     def _skip(self, norm: float) -> Update:
         """Leave out the update of an overflow, on every rank alike. Raises TrainingError where it is none."""
         tensor = first_nonfinite(self._parameters, self._tensors, self._mesh)
-        if self._scale is None:
-            require_finite(norm, tensor)
-        elif self._scale.exhausted:
-            raise TrainingError(
-                f"fp16 overflows in the gradient of {tensor} at the smallest loss scale, {self._scale.value:g}:"
-                ' no weight was changed; use training.precision = "bf16", or lower optimizer.learning_rate,'
-                " then run again to resume"
-            )
-        else:
-            self._scale.overflowed()
+        update = skip_update(self._scale, norm, tensor)
         for held in self._tensors.values():
             held.grad = None
-        return Update(norm, skipped=True, overflow=tensor)
+        return update
 
     def _hand_gradients_to_masters(self) -> None:
         for name, master in self._masters.items():
@@ -301,6 +317,9 @@ class _TorchState:
     ):
         self._optimizer, self._parameters, self._mesh = optimizer, parameters, mesh
         self._tensors, self._masters, self._scale = tensors, masters, scale
+
+    def weights(self) -> None:
+        return None
 
     def shards(self) -> Iterator[StateShard]:
         ensure_state(self._optimizer)

@@ -86,7 +86,8 @@ def test_config_show_is_the_run_as_toml_with_origins(
 
     again = tmp_path / "again.toml"
     again.write_text(shown)
-    parallel = {"tensor": 2, "pipeline": 2, "data": 2, "schedule": "1f1b", "virtual_stages": 1}
+    parallel = {"tensor": 2, "sequence": False, "pipeline": 2, "data": 2}
+    parallel |= {"schedule": "1f1b", "virtual_stages": 1}
     assert tomllib.loads(shown)["parallel"] == parallel
     assert load_config(again) == config
 

@@ -6,9 +6,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from megalite.checkpoint.save import save_checkpoint
 from megalite.cli import convert, generate
 from megalite.errors import CheckpointError, ConfigError
+from megalite.model.options import ModelOptions
+from megalite.model.stages import build_stage
+from megalite.parallel.mesh import ParallelMesh
+from megalite.topology.layout import pipeline_split
+from megalite.topology.parameters import ModelShape, model_parameters
+from megalite.train.optimizer import OptimizerSettings, TorchOptimizer
+from tests.support.parity import assert_close
 from tests.support.tiny import tiny_shape, tiny_tokenizer
 from tests.unit.checkpoint.exporting import lively_stage, save_stage
 
@@ -66,6 +76,45 @@ def test_export_then_generate_from_either(
     tokenizer, model = (kind.from_pretrained(output) for kind in (AutoTokenizer, AutoModelForCausalLM))
     ids = model.generate(**tokenizer(prompt, return_tensors="pt"), max_new_tokens=20, do_sample=False)[0]
     assert text == tokenizer.decode(ids, skip_special_tokens=True) + "\n"
+
+
+def averaged_run(run: Path, shape: ModelShape) -> None:
+    """A bf16 run after one step, with a moving average of the weights."""
+    split, mesh = pipeline_split(shape.num_hidden_layers), ParallelMesh.single()
+    stage = build_stage(shape, mesh, split, ModelOptions(dtype=torch.bfloat16), seed=3)
+    settings = OptimizerSettings("sgd", (0.9, 0.95), 1e-8, 0.0, 0.0, 0.0, ema_decay=0.5)
+    optimizer = TorchOptimizer(stage, model_parameters(shape), mesh, settings)
+    for tensor in stage.parameters():
+        tensor.grad = torch.full_like(tensor, 1e-3, dtype=torch.float32)
+    optimizer.step(1.0)
+    save_checkpoint(
+        run / "checkpoints",
+        mesh=mesh,
+        shape=shape,
+        split=split,
+        stage=stage,
+        optimizer=optimizer.state,
+        trainer_state={"step": 1, "samples": 8, "tokens": 96},
+        config={},
+    )
+
+
+def test_masters_and_the_moving_average_can_be_exported(
+    run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    averaged_run(tmp_path, replace(tiny_shape(layers=2), vocab_size=384))
+    exported = {}
+    for kind in ("weight", "master", "ema"):
+        output = tmp_path / kind
+        assert convert.run(["export", str(tmp_path), str(output), "--weights", kind]) == 0
+        exported[kind] = load_file(output / "model.safetensors")
+    for name, master in exported["master"].items():
+        assert torch.equal(exported["weight"][name], master.bfloat16().float()), name
+        # The average is half-way between the master after the only step and before it.
+        assert_close(exported["ema"][name], master + 0.5e-3, rtol=1e-6, what=name)
+    assert "float32, from the checkpoint's ema" in (tmp_path / "ema" / "README.md").read_text()
+    with pytest.raises(CheckpointError, match="step-000020 has no ema; it has weight"):
+        convert.run(["export", str(run_folder), str(tmp_path / "none"), "--weights", "ema"])
 
 
 def test_generate_finds_the_tokenizer_of_the_run(run_folder: Path, capsys: pytest.CaptureFixture) -> None:

@@ -32,7 +32,9 @@ def test_from_text_to_a_token_file(text: Path, tmp_path: Path, capsys: pytest.Ca
     assert data.run(prepare) == 0
     file = TokenFile.open(out)
     printed = capsys.readouterr()
-    assert f"40 documents, {file.num_tokens:,} tokens of uint16, in " in printed.out
+    assert (
+        f"40 documents, {file.num_tokens:,} tokens of uint16\n{file.num_tokens:,} tokens in " in printed.out
+    )
     assert printed.err == ""  # a progress bar is for terminals
 
     assert data.run(prepare) == 0
@@ -71,6 +73,50 @@ def test_a_token_file_without_its_tokenizer_is_shown_as_ids(
     (tok / "tokenizer.json").unlink()
     assert data.run(["inspect", out]) == 0
     assert str(TokenFile.open(out).document(0)[:5].tolist())[:-1] in capsys.readouterr().out
+
+
+def test_parts_by_share_without_short_documents(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tok, out = tmp_path / "tok", tmp_path / "x"
+    (text / "short.txt").write_text("a")
+    tokenizer.run(["train", "--source", str(text), "--vocab-size", "300", "--output", str(tok)])
+    capsys.readouterr()
+    prepare = [
+        "prepare",
+        "--source",
+        str(text),
+        "--tokenizer",
+        str(tok),
+        "--output",
+        str(out),
+        "--workers",
+        "0",
+    ]
+    options = ["--split", "0.5", "0.25", "0.25", "--min-length", "5", "--seed", "3"]
+    assert data.run([*prepare, *options]) == 0
+    printed = capsys.readouterr().out
+    assert "(1 shorter ones left out)" in printed
+    parts = [TokenFile.open(tmp_path / f"x-{name}").num_documents for name in ("train", "validation", "test")]
+    assert sum(parts) == 40 and min(parts) > 0
+    assert data.run([*prepare, *options]) == 0
+    assert capsys.readouterr().out.count("up to date") == 3
+    with pytest.raises(SystemExit):
+        data.run([*prepare, "--split", "0.5", "0.6"])
+    assert "argument --split: [0.5, 0.6] adds up to 1.1, not 1; write for example" in capsys.readouterr().err
+
+
+def test_a_sentencepiece_model_prepares(text: Path, tmp_path: Path) -> None:
+    tok, out = tmp_path / "tok", tmp_path / "out" / "x"
+    source = ["--source", str(text)]
+    kind = ["--vocab-size", "280", "--kind", "sentencepiece_bpe"]
+    tokenizer.run(["train", *source, *kind, "--output", str(tok)])
+    model = str(tok / "tokenizer.model")
+    data.run(["prepare", *source, "--tokenizer", model, "--output", str(out), "--workers", "0"])
+    shown = load_tokenizer(tmp_path / "out" / "x-tokenizer").decode(
+        TokenFile.open(out).document(0)[:-1].tolist()
+    )
+    assert shown == tiny_corpus()[0]
 
 
 def test_several_sources_in_the_order_given(text: Path, tmp_path: Path) -> None:

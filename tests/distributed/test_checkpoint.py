@@ -27,6 +27,7 @@ from tests.support.training import (
     full_tensors,
     local_batch,
     shards_of,
+    whole_weights,
 )
 
 ADAMW = OptimizerSettings("adamw", (0.9, 0.95), 1e-8, 0.1, 0.0, 0.5)
@@ -51,7 +52,9 @@ def train_and_save(job: Job, folder: str) -> RankResult:
         result.norms.append(optimizer.step(job.learning_rate).grad_norm)
     counters = {"step": job.steps, "samples": 8 * job.steps, "tokens": 96 * job.steps}
     save_checkpoint(Path(folder), **common, optimizer=optimizer.state, trainer_state=counters, config={})
-    result.final = shards_of(parts.parameters, dict(parts.stage.named_parameters()), mesh)
+    tensors = dict(parts.stage.named_parameters())
+    with whole_weights(job, tensors):
+        result.final = shards_of(parts.parameters, tensors, mesh)
     return result
 
 
@@ -88,6 +91,12 @@ def job_of(
         (Layout(pipeline=2, data=2, tensor=2), 1, False),
         (Layout(data=3), 2, False),
         (Layout(pipeline=2, data=2), 1, True),
+        (
+            Layout(data=3),
+            3,
+            True,
+        ),  # three ranks divide no parameter: every partition of the last ends in padding
+        (Layout(data=2, tensor=2), 3, False),
     ],
 )
 def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(
@@ -112,6 +121,9 @@ def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(
         (job_of(Layout(2, 1, 4), 0), job_of(Layout(1, 4, 1), 0), True),
         (job_of(Layout(), 0), replace(job_of(Layout(4, 1, 2), 0), layers_per_stage=(1, 1, 1, 1)), True),
         (replace(job_of(Layout(data=2), 0), dtype=torch.float32), job_of(Layout(2, 2, 1), 1), True),
+        (job_of(Layout(1, 3, 1), 3), job_of(Layout(2, 1, 2), 1), True),
+        (job_of(Layout(1, 2, 2), 2), job_of(Layout(1, 2, 1), 3), False),
+        (replace(job_of(Layout(data=2), 0), dtype=torch.float32), job_of(Layout(1, 1, 2), 3), True),
         (job_of(Layout(1, 2, 2), 0, dropout=DROPOUT), job_of(Layout(2, 1, 1), 0, dropout=DROPOUT), True),
     ],
 )

@@ -16,8 +16,29 @@ LAYOUT_RTOL = 1e-10
 ZERO_RTOL = 1e-6
 # Training in float32: twenty AdamW steps of another layout, or another implementation with the same weights.
 FLOAT32_RTOL = 1e-5
+# 16-bit types, beside twice the error of one process in the same type: one of their rounding steps.
+NARROW_FLOOR = {"bf16": 2**-8, "fp16": 2**-11}
+# Copies of one tensor on several ranks, which compute it from the same values.
+COPIES_RTOL = 1e-9
+
+
+def layout_bounds(precision: str, zero_stage: int) -> dict[str, float]:
+    """How far a run in fp64 or fp32 may be from one process, for each quantity of a few steps.
+
+    gradients are the first step's; DeepSpeed holds its sums of them in float32, as it does its master weights.
+    """
+    exact = LAYOUT_RTOL if precision == "fp64" else FLOAT32_RTOL
+    bound = max(exact, ZERO_RTOL if zero_stage else 0.0)
+    return dict.fromkeys(("losses", "norms", "gradients", "weights"), bound)
+
+
 # Beside a tensor with values of 1, one with values below this is sums that cancel.
 _NOISE = 1e-6
+
+
+def narrow_bound(precision: str, own_error: float) -> float:
+    """How far a 16-bit run may be from the exact one, where one process in the same type is off by `own_error`."""
+    return 2 * own_error + NARROW_FLOOR[precision]
 
 
 def relative_error(actual: Any, expected: Any, *, floor: float = 0.0) -> float:

@@ -1,7 +1,10 @@
 """A few training steps of a tiny model on one rank of any layout, reported as full canonical tensors."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,6 +43,7 @@ class Job:
     optimizer: OptimizerSettings = SGD
     learning_rate: float = 0.1
     zero_stage: int = 0
+    offload: str = "none"  # "optimizer"; "parameters": these too
     dtype: torch.dtype = torch.float64
     label_smoothing: float = 0.0
     z_loss: float = 0.0
@@ -89,6 +93,7 @@ class Parts:
     parameters: list[Parameter]
     optimizer: Optimizer
     pipeline: PipelineRunner
+    reduced: dict[str, Tensor]
 
 
 def build(job: Job) -> Parts:
@@ -116,29 +121,58 @@ def build(job: Job) -> Parts:
     stage = build_stage(job.shape, mesh, split, options, seed=job.seed)
     parameters = list(stage_parameters(job.shape, split, mesh.at.pp))
     micro_batches = SEQUENCES // job.layout.data // job.micro_batch_size
+    # Before DeepSpeed's own hooks.
+    reduced = _reduced_gradients(dict(stage.named_parameters())) if job.zero_stage >= 2 else {}
     optimizer = job_optimizer(job, stage, parameters, mesh, micro_batches)
     shapes = PipelineShapes(micro_batches, job.shape.hidden_size, job.dtype, options.loss_dtype)
     pipeline = pipeline_runner(
         stage.chunks, split, mesh, shapes, schedule=job.schedule, forward=optimizer.forward
     )
-    return Parts(mesh, split, stage, parameters, optimizer, pipeline)
+    return Parts(mesh, split, stage, parameters, optimizer, pipeline, reduced)
 
 
 def _train(job: Job) -> RankResult:
     parts = build(job)
     mesh, parameters, optimizer = parts.mesh, parts.parameters, parts.optimizer
     tensors = dict(parts.stage.named_parameters())
-    result = RankResult(mesh.dp.rank, initial=shards_of(parameters, tensors, mesh))
+    with whole_weights(job, tensors):
+        result = RankResult(mesh.dp.rank, initial=shards_of(parameters, tensors, mesh))
     for step in range(job.steps):
         batch = local_batch(job, mesh, step)
         with optimizer.accumulating():
             result.losses.append(parts.pipeline.forward_backward(batch, optimizer.loss_scale))
             if step == 0:
-                gradients = {name: _gradient(tensor) for name, tensor in tensors.items()}
+                gradients = parts.reduced or {name: _gradient(tensor) for name, tensor in tensors.items()}
                 result.gradients = shards_of(parameters, gradients, mesh)
+                parts.reduced.clear()
         result.norms.append(optimizer.step(job.learning_rate).grad_norm)
-    result.final = shards_of(parameters, tensors, mesh)
+    with whole_weights(job, tensors):
+        result.final = shards_of(parameters, tensors, mesh)
     return result
+
+
+@contextmanager
+def whole_weights(job: Job, tensors: dict[str, torch.nn.Parameter]) -> Iterator[None]:
+    """With this rank's shards whole, where ZeRO 3 has partitioned them."""
+    if job.zero_stage < 3:
+        yield
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(list(tensors.values())):
+        yield
+
+
+def _reduced_gradients(tensors: dict[str, torch.nn.Parameter]) -> dict[str, Tensor]:
+    """Will hold the sums of the gradients that ZeRO 2 and 3 take away in each backward, as they were before."""
+    sums: dict[str, Tensor] = {}
+
+    def add(name: str, tensor: Tensor) -> None:
+        sums[name] = sums.get(name, 0) + _gradient(tensor)
+
+    for name, tensor in tensors.items():
+        tensor.register_post_accumulate_grad_hook(partial(add, name))
+    return sums
 
 
 def job_optimizer(
@@ -148,11 +182,22 @@ def job_optimizer(
         return TorchOptimizer(stage, parameters, mesh, job.optimizer)
     from megalite.train.deepspeed import DeepSpeedOptimizer
 
+    zero: dict[str, Any] = {"stage": job.zero_stage}
+    if job.offload != "none":
+        zero["offload_optimizer"] = {"device": "cpu"}
+    if job.offload == "parameters":
+        zero["offload_param"] = {"device": "cpu"}
+    if (
+        job.zero_stage == 3
+    ):  # without this it would leave all weights whole, as they are small; now only the norms
+        zero["stage3_param_persistence_threshold"] = 100
     config = {
         "train_micro_batch_size_per_gpu": job.micro_batch_size * micro_batches,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": job.optimizer.gradient_clipping,
-        "zero_optimization": {"stage": job.zero_stage},
+        "zero_optimization": zero,
+        "bf16": {"enabled": job.dtype == torch.bfloat16},
+        "fp16": {"enabled": job.dtype == torch.float16, "initial_scale_power": 16, "hysteresis": 1},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 1_000_000,

@@ -1,6 +1,5 @@
 """Every rule that spans settings: broken, it says so and nothing else does; cured as it says, the run loads."""
 
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -9,93 +8,11 @@ import pytest
 from megalite.config.batch import BatchProblem
 from megalite.config.check import RULES, divisors
 from megalite.config.validate import Unknown
+from tests.unit.config.rule_cases import FAMILY_CASES, Case
 from tests.unit.config.runs import REMOVED, load, problems
 
-
-@dataclass(frozen=True)
-class Case:
-    """Settings that break one rule, what is said of them, and the settings that the remedy names."""
-
-    rule: str
-    changes: dict[str, Any]
-    said: str
-    cure: dict[str, Any]
-    world_size: int | None = None
-    cured_world_size: int | None = None
-    also: tuple[str, ...] = field(default=())
-    """Keys of the problems that cannot be had apart from this one."""
-
-
 CASES = [
-    Case(
-        "family_can_be_exported",
-        {"model.sliding_window": 8},
-        "model.sliding_window: 8 cannot be said by a llama folder, which has None; "
-        "use None, another model.family, or checkpoint.export = false",
-        {"model.sliding_window": 8, "model.family": "mistral"},
-    ),
-    Case(
-        "family_can_be_exported",
-        {"model.norm_placement": "post"},
-        'model.norm_placement: "post" cannot be said by a llama folder, which has "pre"; '
-        'use "pre", another model.family, or checkpoint.export = false',
-        {"model.norm_placement": "post", "checkpoint.export": False},
-    ),
-    Case(
-        "family_can_be_exported",
-        {"model.family": "gpt2"},
-        "model.num_key_value_heads: 4 cannot be said by a gpt2 folder, which has 8; "
-        "use 8, another model.family, or checkpoint.export = false",
-        {"model.family": "gpt2", "model.num_key_value_heads": 8},
-    ),
-    Case(
-        "family_can_be_exported",
-        {
-            "model.family": "gpt2",
-            "model.num_key_value_heads": 8,
-            "model.rope_type": "linear",
-            "model.rope_factor": 2.0,
-        },
-        'model.rope_type: "linear" has no meaning for gpt2; use "default"',
-        {
-            "model.family": "gpt2",
-            "model.num_key_value_heads": 8,
-            "model.rope_type": "default",
-            "model.rope_factor": 1.0,
-        },
-    ),
-    Case(
-        "rope_settings_belong_to_their_type",
-        {"model.rope_factor": 2.0},
-        'model.rope_factor: has no meaning for model.rope_type = "default"; '
-        'use rope_type "llama3" or "linear", or take it out',
-        {"model.rope_factor": 2.0, "model.rope_type": "linear"},
-    ),
-    Case(
-        "rope_settings_belong_to_their_type",
-        {"model.rope_type": "llama3"},
-        'model.rope_factor: 1 scales nothing; set it, or rope_type "default"',
-        {"model.rope_type": "llama3", "model.rope_factor": 8.0},
-    ),
-    Case(
-        "rope_settings_belong_to_their_type",
-        {"model.rope_type": "llama3", "model.rope_factor": 8.0, "model.rope_low_freq_factor": 4.0},
-        "model.rope_low_freq_factor: 4.0 is not less than model.rope_high_freq_factor; llama 3.1 has 1 and 4",
-        {"model.rope_type": "llama3", "model.rope_factor": 8.0, "model.rope_low_freq_factor": 1.0},
-    ),
-    Case(
-        "window_leaves_layers",
-        {"model.full_attention_layers": 2, "model.family": "qwen2"},
-        "model.full_attention_layers: 2 has no meaning without model.sliding_window; set the window, or take it out",
-        {"model.full_attention_layers": 2, "model.family": "qwen2", "model.sliding_window": 4},
-    ),
-    Case(
-        "window_leaves_layers",
-        {"model.full_attention_layers": 4, "model.family": "qwen2", "model.sliding_window": 4},
-        "model.full_attention_layers: 4 leaves none of model.num_hidden_layers = 4 to the window; "
-        "use at most 3, or no window",
-        {"model.full_attention_layers": 3, "model.family": "qwen2", "model.sliding_window": 4},
-    ),
+    *FAMILY_CASES,
     Case(
         "tensor_divides_attention_heads",
         {"parallel.tensor": 3, "model.num_key_value_heads": 3, "model.num_attention_heads": 8},
@@ -441,6 +358,17 @@ CASES = [
         {"optimizer.groups": [{"pattern": "*norm*"}]},
     ),
     Case(
+        "zero_finds_every_group_on_every_stage",
+        {
+            "optimizer.groups": [{"pattern": "model.embed_tokens.weight"}],
+            "parallel.pipeline": 2,
+            "deepspeed.zero_optimization.stage": 1,
+        },
+        'optimizer.groups: what "model.embed_tokens.weight" matches is not on all 2 stages alike, and '
+        "DeepSpeed wants every group on every stage; choose parameters of all stages, or leave [deepspeed] out",
+        {"optimizer.groups": [{"pattern": "*norm*"}]},
+    ),
+    Case(
         "values_are_clipped_without_zero",
         {"optimizer.clip_value": 0.5, "deepspeed.zero_optimization.stage": 1},
         "optimizer.clip_value: 0.5 is not run with ZeRO 1: DeepSpeed clips inside its own step, and only by the norm; "
@@ -484,6 +412,89 @@ CASES = [
         {"model.vocab_size": 299},
         'model.vocab_size: 299 is less than tokenizer.vocab_size = 300; use 300 or more, or "auto"',
         {"model.vocab_size": "auto"},
+    ),
+    Case(
+        "text_is_given_once",
+        {"data.source": REMOVED},
+        "data.source: is required; name a text, or several by weight in [[data.blend]]",
+        {"data.source": "stdlib"},
+    ),
+    Case(
+        "text_is_given_once",
+        {"data.blend": [{"source": "a", "weight": 1.0}]},
+        "data.source: stands beside [[data.blend]]; name its text in the blend, or leave that out",
+        {"data.source": REMOVED},
+    ),
+    Case(
+        "text_is_given_once",
+        {"data.source": REMOVED, "data.blend": []},
+        "data.blend: names no set; add one with source and weight",
+        {"data.blend": [{"source": "a", "weight": 1}]},
+    ),
+    Case(
+        "blend_weights_are_positive",
+        {
+            "data.source": REMOVED,
+            "data.blend": [{"source": "a", "weight": 1}, {"source": "b", "weight": 0.0}],
+        },
+        "data.blend[2].weight: 0 is not above 0; set its share of the samples, or leave the set out",
+        {"data.blend": [{"source": "a", "weight": 1}]},
+    ),
+    Case(
+        "blend_weights_are_positive",
+        {
+            "data.source": REMOVED,
+            "data.blend": [{"source": "a", "weight": -0.5}, {"source": "b", "weight": 1}],
+        },
+        "data.blend[1].weight: -0.5 is not above 0; set its share of the samples, or leave the set out",
+        {"data.blend": [{"source": "a", "weight": 0.5}, {"source": "b", "weight": 1}]},
+    ),
+    Case(
+        "blend_names_each_set_once",
+        {"data.source": REMOVED, "data.blend": [{"source": "a", "weight": 1}, {"source": "a", "weight": 2}]},
+        'data.blend[2].source: "a" is set 1 already; name it once, with the sum of the weights',
+        {"data.blend": [{"source": "a", "weight": 3}]},
+    ),
+    Case(
+        "split_shares_add_up",
+        {"data.split": [0.9, 0.2]},
+        "data.split: [0.9, 0.2] adds up to 1.1, not 1; write for example [0.98, 0.01, 0.01]: of the documents for "
+        "training, validation and test",
+        {"data.split": [0.98, 0.01, 0.01]},
+    ),
+    Case(
+        "split_shares_add_up",
+        {"data.split": [0, 1]},
+        "data.split: [0, 1] leaves nothing to train on; write for example [0.98, 0.01, 0.01]: of the documents for "
+        "training, validation and test",
+        {"data.split": [0.9, 0.1]},
+    ),
+    Case(
+        "split_shares_add_up",
+        {"data.split": [1.2, -0.2]},
+        "data.split: [1.2, -0.2] has a share below 0; write for example [0.98, 0.01, 0.01]: of the documents for "
+        "training, validation and test",
+        {"data.split": [0.9, 0, 0.1]},
+    ),
+    Case(
+        "split_shares_add_up",
+        {"data.split": [0.4, 0.3, 0.2, 0.1]},
+        "data.split: [0.4, 0.3, 0.2, 0.1] has 4 shares, not 2 or 3; write for example [0.98, 0.01, 0.01]: of the "
+        "documents for training, validation and test",
+        {"data.split": REMOVED},
+    ),
+    Case(
+        "validation_is_other_text",
+        {"data.validation": "stdlib"},
+        'data.validation: "stdlib" is what is trained on; name other text, or set data.split',
+        {"data.validation": "held-out.txt"},
+    ),
+    Case(
+        "validation_is_other_text",
+        {"data.validation": "held-out.txt", "data.split": [0.9, 0.1]},
+        "data.split: 0.1 of the documents would validate, and data.validation names others; set one of the two, or its "
+        "second share to 0",
+        {"data.split": [0.9, 0.0, 0.1]},
     ),
 ]
 

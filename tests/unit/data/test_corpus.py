@@ -116,6 +116,12 @@ def test_library_files_that_are_not_utf8_are_left_out(
         ("a.jsonl", b'{"text": "\xff"}\n', r"a\.jsonl, line 1: not UTF-8"),
         ("a.jsonl", b'{"text": "a\\ud800"}\n', r"line 1: half a surrogate pair"),
         ("a.txt.gz", b"not gzip at all", r"a\.txt\.gz is not a whole gzip file"),
+        ("a.txt", b"good\nb\0ad\n", r"a\.txt, line 2: a null character, .*iconv -f utf-16 .*leave it out"),
+        ("a.txt", "utf-16".encode("utf-16-le") * 9, r"a\.txt, line 1: a null character"),
+        ("a.txt", b"PAR1....", r"a\.txt is a parquet file; call it \.parquet, or leave it out"),
+        ("a.txt", gzip.compress(b"text"), r"a\.txt is a gzip file; call it \.gz"),
+        ("a.jsonl", b"PK\x03\x04...", r"a\.jsonl is a zip file; unpack it"),
+        ("a.txt", b"\x28\xb5\x2f\xfd...", r"a\.txt is a zstandard file; unpack it"),
         (
             "a.txt.gz",
             gzip.compress(os.urandom(1000).hex().encode())[:-200],
@@ -161,8 +167,19 @@ def test_positions_end_at_the_size_of_the_corpus(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a" * 100)
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b'{"text": "b"}\n' * 1000))
     corpus = Corpus.open([str(tmp_path)])
-    positions = [position for _, position in corpus.pieces()]
+    positions = [place.bytes_read for _, place in corpus.pieces()]
     assert positions == sorted(positions) and positions[-1] == corpus.size_bytes
+
+
+def test_reading_goes_on_from_any_place(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("word " * 120_000)
+    (tmp_path / "b.jsonl").write_text('{"text": "b"}\n' * 5)
+    (tmp_path / "c.txt").write_text("c")
+    corpus = Corpus.open([str(tmp_path)])
+    whole = list(corpus.pieces())
+    assert len({place for _, place in whole}) == len(whole) > 8
+    for index, (_, place) in enumerate(whole, start=1):
+        assert list(corpus.pieces(after=place)) == whole[index:]
 
 
 def test_the_fingerprint_sees_every_change(tmp_path: Path) -> None:

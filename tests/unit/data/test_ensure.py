@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import ANY
@@ -21,6 +22,14 @@ from tests.support.tiny import tiny_corpus
 from tests.unit.data.test_sentencepiece_model import VARIANTS, model
 
 ROOT = Path(__file__).parents[3]
+
+
+def ensure_train(config: RunConfig, run_folder: Path) -> Path:
+    """The one token file that is trained on."""
+    [prefix] = ensure_data(config, run_folder).train
+    return prefix
+
+
 SHAPE = {
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -68,12 +77,12 @@ def times(folder: Path) -> dict[str, int]:
 
 def test_a_run_gets_its_tokenizer_and_its_token_file_once(text: Path, run_folder: Path) -> None:
     folder = ensure_tokenizer(config(text), run_folder)
-    prefix = ensure_data(config(text), run_folder)
+    prefix = ensure_train(config(text), run_folder)
     assert (folder, prefix) == (run_folder / "tokenizer", run_folder / "data" / "train")
     assert load_tokenizer(folder).vocab_size == 300
     assert TokenFile.open(prefix).num_documents == len(tiny_corpus())
     made = times(run_folder)
-    assert (ensure_tokenizer(config(text), run_folder), ensure_data(config(text), run_folder)) == (
+    assert (ensure_tokenizer(config(text), run_folder), ensure_train(config(text), run_folder)) == (
         folder,
         prefix,
     )
@@ -81,46 +90,46 @@ def test_a_run_gets_its_tokenizer_and_its_token_file_once(text: Path, run_folder
 
 
 def test_other_text_or_settings_make_them_again(text: Path, run_folder: Path) -> None:
-    ensure_data(config(text), run_folder)
+    ensure_train(config(text), run_folder)
     assert (
         load_tokenizer(ensure_tokenizer(config(text, tokenizer={"vocab_size": 310}), run_folder)).vocab_size
         == 310
     )
     text.write_text(text.read_text() * 2)
-    facts = prepared_facts(ensure_data(config(text), run_folder))
+    facts = prepared_facts(ensure_train(config(text), run_folder))
     assert facts is not None and (facts.documents, facts.vocab_size) == (2 * len(tiny_corpus()), 300)
 
 
 def test_nothing_changes_under_a_run_with_checkpoints(text: Path, run_folder: Path) -> None:
-    prefix = ensure_data(config(text), run_folder)
+    prefix = ensure_train(config(text), run_folder)
     with_checkpoint(run_folder)
     before = times(run_folder)
-    ensure_data(config(text), run_folder)
+    ensure_train(config(text), run_folder)
     text.write_text(text.read_text() * 2)
     with pytest.raises(DataError, match=r"checkpoints in .*run rest on it; set run\.folder to a new folder"):
-        ensure_data(config(text), run_folder)
+        ensure_train(config(text), run_folder)
     assert times(run_folder) == before
     # The two ways out that the message names.
-    assert ensure_data(config(prefix), run_folder) == prefix
+    assert ensure_train(config(prefix), run_folder) == prefix
     assert times(run_folder) == before
-    facts = prepared_facts(ensure_data(config(text, checkpoint={"resume": "never"}), run_folder))
+    facts = prepared_facts(ensure_train(config(text, checkpoint={"resume": "never"}), run_folder))
     assert facts is not None and facts.documents == 2 * len(tiny_corpus())
 
 
 def test_the_token_file_alone_is_protected_too(text: Path, run_folder: Path, tokenizer: Tokenizer) -> None:
     given = {"path": str(tokenizer.file.parent)}
-    ensure_data(config(text, tokenizer=given), run_folder)
+    ensure_train(config(text, tokenizer=given), run_folder)
     with_checkpoint(run_folder)
     text.write_text(text.read_text() * 2)
     with pytest.raises(DataError, match=r"since .*data/train was made"):
-        ensure_data(config(text, tokenizer=given), run_folder)
+        ensure_train(config(text, tokenizer=given), run_folder)
 
 
 def test_a_given_tokenizer_is_used_where_it_lies(text: Path, run_folder: Path, tokenizer: Tokenizer) -> None:
     for given in (tokenizer.file.parent, tokenizer.file):
         settings = config(text, tokenizer={"path": str(given)})
         assert ensure_tokenizer(settings, run_folder) == tokenizer.file.parent
-    prefix = ensure_data(settings, run_folder)
+    prefix = ensure_train(settings, run_folder)
     assert TokenFile.open(prefix).document(0)[:-1].tolist() == tokenizer.encode(tiny_corpus()[0])
     assert not (run_folder / "tokenizer").exists()
 
@@ -131,7 +140,7 @@ def test_prepared_files_bring_their_tokenizer(
 ) -> None:
     prepare(Corpus.open([str(text)]), tokenizer, tmp_path / "corpus.v1")
     settings = config(f"{tmp_path}/corpus.v1{suffix}", tokenizer={})
-    assert ensure_data(settings, run_folder) == tmp_path / "corpus.v1"
+    assert ensure_train(settings, run_folder) == tmp_path / "corpus.v1"
     assert ensure_tokenizer(settings, run_folder) == tokenizer.file.parent
     assert not run_folder.exists()
 
@@ -145,16 +154,16 @@ def test_prepared_files_and_the_tokenizer_must_belong_together(
     with pytest.raises(
         DataError, match=r"x was prepared with .*, and the run's tokenizer is .*; set tokenizer\.path"
     ):
-        ensure_data(config(prefix, tokenizer={"path": str(other)}), run_folder)
+        ensure_train(config(prefix, tokenizer={"path": str(other)}), run_folder)
     with pytest.raises(DataError, match="cannot be one of several sources"):
-        ensure_data(config([str(text), str(prefix)]), run_folder)
+        ensure_train(config([str(text), str(prefix)]), run_folder)
     (tmp_path / "x.json").unlink()
     with pytest.raises(
         DataError, match=r"does not say which tokenizer it was made with; set tokenizer\.path"
     ):
-        ensure_data(config(prefix), run_folder)
+        ensure_train(config(prefix), run_folder)
     # Files of another program say nothing of a tokenizer, and are believed.
-    assert ensure_data(config(prefix, tokenizer={"path": str(other)}), run_folder) == prefix
+    assert ensure_train(config(prefix, tokenizer={"path": str(other)}), run_folder) == prefix
 
 
 def test_a_vanished_tokenizer_of_prepared_files_is_named(
@@ -164,7 +173,7 @@ def test_a_vanished_tokenizer_of_prepared_files_is_named(
     prepare(Corpus.open([str(text)]), load_tokenizer(folder), tmp_path / "x")
     (folder / "tokenizer.json").unlink()
     with pytest.raises(DataError, match=r"tokenizer\.json, which is gone; set tokenizer\.path"):
-        ensure_data(config(tmp_path / "x"), run_folder)
+        ensure_train(config(tmp_path / "x"), run_folder)
 
 
 def test_without_a_tokenizer_there_is_an_error(text: Path, run_folder: Path, tmp_path: Path) -> None:
@@ -184,14 +193,14 @@ def test_the_process_can_be_forked_afterwards(text: Path, run_folder: Path) -> N
     script = f"""if True:
         import os, re
         from pathlib import Path
-        from tests.unit.data.test_ensure import config, ensure_data, ensure_tokenizer, load_tokenizer
+        from tests.unit.data.test_ensure import config, ensure_train, ensure_tokenizer, load_tokenizer
 
         def threads():
             return int(re.search(r"Threads:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
 
         before = threads()
         settings, folder = config({str(text)!r}), Path({str(run_folder)!r})
-        ensure_data(settings, folder)
+        ensure_train(settings, folder)
         tokenizer = load_tokenizer(ensure_tokenizer(settings, folder))
         assert threads() == before, (threads(), before)
         if os.fork():
@@ -210,16 +219,16 @@ def test_the_process_can_be_forked_afterwards(text: Path, run_folder: Path) -> N
 @pytest.mark.parametrize("kind", ["unigram", "sentencepiece_bpe"])
 def test_a_sentencepiece_tokenizer_is_trained_for_a_run(text: Path, run_folder: Path, kind: str) -> None:
     settings = config(text, tokenizer={"vocab_size": 280, "kind": kind})
-    prefix = ensure_data(settings, run_folder)
+    prefix = ensure_train(settings, run_folder)
     tokenizer = load_tokenizer(run_folder / "tokenizer")
     file = TokenFile.open(prefix)
     shown = [tokenizer.decode(file.document(index)[:-1].tolist()) for index in range(file.num_documents)]
     assert shown == tiny_corpus()
     made = times(run_folder)
-    ensure_data(settings, run_folder)
+    ensure_train(settings, run_folder)
     assert times(run_folder) == made
     # Another kind is another tokenizer, and leaves no model of the first beside it.
-    ensure_data(config(text, tokenizer={"vocab_size": 280}), run_folder)
+    ensure_train(config(text, tokenizer={"vocab_size": 280}), run_folder)
     assert sorted(path.name for path in (run_folder / "tokenizer").iterdir()) == [
         "tokenizer.json",
         "tokenizer_config.json",
@@ -232,7 +241,7 @@ def test_a_sentencepiece_model_is_converted_into_the_run(
 ) -> None:
     (tmp_path / "a.model").write_bytes(model("unigram", **VARIANTS["llama"]))
     settings = config(text, tokenizer={"path": str(tmp_path / "a.model"), "end_of_document": "</s>"})
-    prefix = ensure_data(settings, run_folder)
+    prefix = ensure_train(settings, run_folder)
     assert ensure_tokenizer(settings, run_folder) == run_folder / "tokenizer"
     processor = SentencePieceProcessor(model_file=str(tmp_path / "a.model"))
     assert TokenFile.open(prefix).document(0).tolist() == [
@@ -240,10 +249,96 @@ def test_a_sentencepiece_model_is_converted_into_the_run(
         processor.eos_id(),
     ]
     made = times(run_folder)
-    ensure_data(settings, run_folder)
+    ensure_train(settings, run_folder)
     assert times(run_folder) == made
     with_checkpoint(run_folder)
     (tmp_path / "a.model").write_bytes(model("bpe", **VARIANTS["llama"]))
     with pytest.raises(DataError, match=r"checkpoints in .*run rest on it"):
-        ensure_data(settings, run_folder)
+        ensure_train(settings, run_folder)
     assert times(run_folder) == {**made, str(run_folder / "checkpoints" / "latest"): ANY}
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
+    texts = [f"{text} and more" for text in tiny_corpus(12)]
+    (tmp_path / "other.jsonl").write_text("".join(json.dumps({"body": each}) + "\n" for each in texts))
+    return tmp_path / "other.jsonl"
+
+
+def counts(prefixes: Sequence[Path]) -> list[int]:
+    return [TokenFile.open(prefix).num_documents for prefix in prefixes]
+
+
+def test_documents_are_held_out_by_share(text: Path, run_folder: Path) -> None:
+    settings = config(text, data={"split": [0.5, 0.25, 0.25]})
+    data = ensure_data(settings, run_folder)
+    assert (data.train, data.weights) == ((run_folder / "data" / "train",), (1.0,))
+    assert (data.validation, data.test) == (
+        (run_folder / "data" / "validation",),
+        (run_folder / "data" / "test",),
+    )
+    assert sum(counts([*data.train, *data.validation, *data.test])) == len(tiny_corpus())
+    made = times(run_folder)
+    assert ensure_data(settings, run_folder) == data
+    assert times(run_folder) == made
+    with_checkpoint(run_folder)
+    with pytest.raises(DataError, match=r"since .*data/train was made, and the checkpoints"):
+        ensure_data(config(text, data={"split": [0.6, 0.4]}), run_folder)
+
+
+def test_validation_text_of_its_own(text: Path, other: Path, run_folder: Path) -> None:
+    other.write_text(other.read_text().replace('"body"', '"text"'))
+    data = ensure_data(config(text, data={"validation": str(other)}), run_folder)
+    assert counts(data.train) == [40] and counts(data.validation) == [12] and not data.test
+    # Held-out text does not shape the tokenizer.
+    alone = ensure_tokenizer(config(text), run_folder / "alone")
+    assert (alone / "tokenizer.json").read_bytes() == (
+        run_folder / "tokenizer" / "tokenizer.json"
+    ).read_bytes()
+
+
+def test_the_same_file_under_another_name_does_not_validate(text: Path, run_folder: Path) -> None:
+    with pytest.raises(
+        DataError, match=r"data\.validation: .*text\.jsonl is trained on too; name other text"
+    ):
+        ensure_data(config(text, data={"validation": [str(text.parent)], "pattern": "*.jsonl"}), run_folder)
+
+
+def blend(*parts: dict[str, Any], **data: Any) -> RunConfig:
+    return config("unused", data={"source": None, "blend": list(parts), **data})
+
+
+def test_sets_by_weight_each_in_files_of_its_own(text: Path, other: Path, run_folder: Path) -> None:
+    settings = blend(
+        {"source": str(text), "weight": 3},
+        {"source": str(other), "weight": 1.5, "text_column": "body"},
+        split=[0.5, 0.5],
+    )
+    data = ensure_data(settings, run_folder)
+    folder = run_folder / "data"
+    assert data.train == (folder / "train-0", folder / "train-1") and data.weights == (3, 1.5)
+    assert data.validation == (folder / "validation-0", folder / "validation-1") and not data.test
+    halves = zip(counts(data.train), counts(data.validation), strict=True)
+    assert [sum(each) for each in halves] == [40, 12]
+    made = times(run_folder)
+    assert ensure_data(settings, run_folder) == data
+    assert times(run_folder) == made
+
+
+def test_text_and_prepared_files_by_weight(text: Path, other: Path, run_folder: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(ensure_tokenizer(config(text), tmp_path / "first"))
+    prepare(Corpus.open([str(other)], text_column="body"), tokenizer, tmp_path / "x")
+    parts = ({"source": str(text), "weight": 1}, {"source": str(tmp_path / "x"), "weight": 1})
+    data = ensure_data(blend(*parts), run_folder)
+    assert data.train == (run_folder / "data" / "train-0", tmp_path / "x")
+    assert not (run_folder / "tokenizer").exists()  # the prepared files brought theirs
+    with pytest.raises(DataError, match=r"x is a prepared token file, which data\.split does not divide"):
+        ensure_data(blend(*parts, split=[0.5, 0.5]), run_folder / "other")
+    with pytest.raises(DataError, match=r"x was prepared with min_length 0, not data\.min_length = 3"):
+        ensure_data(blend(*parts, min_length=3), run_folder / "other")
+
+
+def test_short_documents_are_left_out_of_a_run(text: Path, run_folder: Path) -> None:
+    facts = prepared_facts(ensure_train(config(text, data={"min_length": 30}), run_folder))
+    assert facts is not None and facts.short_documents > 0
+    assert facts.documents + facts.short_documents == len(tiny_corpus())

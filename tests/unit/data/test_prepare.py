@@ -15,7 +15,7 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
 
-from megalite.data import prepare as prepare_module
+from megalite.data import partial_files
 from megalite.data.corpus import PIECE_CHARACTERS, Corpus
 from megalite.data.prepare import Progress, prepare, prepared_facts
 from megalite.data.token_file import TokenFile, TokenWriter
@@ -290,7 +290,7 @@ def test_a_file_published_while_waiting_for_its_lock_is_not_touched(
         lock(descriptor, operation)
 
     monkeypatch.setattr(fcntl, "flock", published_meanwhile)
-    with prepare_module._locked(partial) as file:
+    with partial_files.locked(partial) as file:
         file.write(b"mine")
     assert (final.read_bytes(), partial.read_bytes()) == (b"whole", b"mine")
 

@@ -2,6 +2,7 @@
 
 import io
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,19 @@ def test_one_line_every_few_steps_and_for_the_last() -> None:
         "step  4/10  loss 0.7500  grad norm 0.500  2,000 tokens/s  64% of sgemm  1.50 GiB  0:03 left"
     )
     assert lines[-1].endswith("0:00 left")
+
+
+def test_fp16_shows_its_loss_scale_and_what_was_skipped() -> None:
+    stream = io.StringIO()
+    scaled = replace(metrics(1), loss_scale=2.0**16, skipped_steps=3)
+    Console(total_steps=1, stream=stream).step(scaled)
+    assert "grad norm 0.500  loss scale 65,536  3 skipped  2,000 tokens/s" in stream.getvalue()
+    assert scaled.record().items() >= {"loss_scale": 65536.0, "skipped_steps": 3, "mfu": 0.64}.items()
+
+
+def test_a_record_has_only_what_its_precision_has() -> None:
+    record = metrics(1, mfu=None).record()
+    assert record["mfu"] is None and not {"loss_scale", "skipped_steps"} & record.keys()
 
 
 def test_an_unknown_peak_is_left_out() -> None:

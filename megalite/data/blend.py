@@ -1,0 +1,152 @@
+"""Samples of several sets by weight: which set each place of a run falls to, each set in its own order and epochs."""
+
+import hashlib
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from math import lcm
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalite.data.packing import PackedSamples
+from megalite.data.sampler import Sampler
+from megalite.data.token_file import TokenFile
+from megalite.errors import DataError
+
+# Weights are taken as whole shares of at most so many; the order of sets recurs after them.
+_LONGEST_PERIOD = 1 << 20
+_FIRST_STEPS = 1 << 12
+
+
+def whole_shares(weights: Sequence[float]) -> list[int]:
+    """The weights as whole numbers: exact where their decimals allow, else of 2**20, none below 1."""
+    exact = [Fraction(repr(float(weight))) for weight in weights]
+    total = sum(exact)
+    period = lcm(*((weight / total).denominator for weight in exact))
+    if period <= _LONGEST_PERIOD:
+        return [int(weight / total * period) for weight in exact]
+    quotas = [weight / total * _LONGEST_PERIOD for weight in exact]
+    shares = [max(1, int(quota)) for quota in quotas]
+    # Largest remainders; those raised to 1 have none left.
+    order = sorted(range(len(quotas)), key=lambda index: shares[index] - quotas[index])
+    for index in order[: max(0, _LONGEST_PERIOD - sum(shares))]:
+        shares[index] += 1
+    return shares
+
+
+class SetOrder:
+    """Which set each step of an endless sequence takes, `shares` of `period` = sum(shares) steps falling to each.
+
+    After any number of steps every set is within one step of its share: Tijdeman, "The chairman assignment problem",
+    1980, whose bound is 1 - 1 / (2 sets - 2). Each turn of a set has a first and a last step within that bound, and of
+    the turns that may come now the most urgent does. A step is looked up; only one period is ever computed.
+    """
+
+    def __init__(self, shares: Sequence[int]):
+        self.shares = np.array(shares, dtype=np.int64)
+        self.period = sum(shares)
+        self._sets = np.zeros(0, dtype=np.int64)
+        self._turns = np.zeros(0, dtype=np.int64)
+        self._scale = max(1, 2 * len(shares) - 2)
+        self._taken = [0] * len(shares)
+        self._waiting: list[tuple[int, int]] = []
+        self._due: list[tuple[int, int]] = []
+        for each in range(len(shares)):
+            self._enter(each)
+
+    def look_up(self, steps: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """For each step its set, and how many steps before it fell to the same set."""
+        periods, places = np.divmod(steps, self.period)
+        self._compute(int(places.max(initial=0)) + 1)
+        sets = self._sets[places]
+        return sets, periods * self.shares[sets] + self._turns[places]
+
+    def _enter(self, each: int) -> None:
+        """Queue the next turn of a set by the first step that may be its."""
+        share, turn = int(self.shares[each]), self._taken[each]
+        first = -(-((turn * self._scale + 1) * self.period) // (self._scale * share))
+        heapq.heappush(self._waiting, (first, each))
+
+    def _compute(self, steps: int) -> None:
+        start = len(self._sets)
+        if steps <= start:
+            return
+        stop = min(self.period, max(steps, 2 * start, _FIRST_STEPS))
+        sets, turns = [], []
+        for step in range(start + 1, stop + 1):
+            while self._waiting and self._waiting[0][0] <= step:
+                _, each = heapq.heappop(self._waiting)
+                share, turn = int(self.shares[each]), self._taken[each]
+                last = ((turn + 1) * self._scale - 1) * self.period // (self._scale * share)
+                heapq.heappush(self._due, (last, each))
+            _, each = heapq.heappop(self._due)
+            sets.append(each)
+            turns.append(self._taken[each])
+            self._taken[each] += 1
+            self._enter(each)
+        self._sets = np.concatenate([self._sets, np.array(sets, dtype=np.int64)])
+        self._turns = np.concatenate([self._turns, np.array(turns, dtype=np.int64)])
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Samples by their places in the run's order.
+
+    input_ids, labels: [places, S]. sample_ids: of all sets end to end, the same in every epoch. sets: of each row.
+    """
+
+    input_ids: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    sample_ids: NDArray[np.int64]
+    sets: NDArray[np.int64]
+
+
+class BlendedSamples:
+    """The samples of one or more token files in the order of a run; its length is that of all sets together.
+
+    Each set is shuffled by a seed of its own and begins its next epoch when it is through, whatever the others do.
+    """
+
+    def __init__(
+        self,
+        token_files: Sequence[TokenFile],
+        weights: Sequence[float],
+        sequence_length: int,
+        *,
+        seed: int,
+        shuffle: bool,
+    ):
+        if len(token_files) != len(weights) or not weights or min(weights) <= 0:
+            raise DataError(
+                f"{len(token_files)} token files have the weights {list(weights)}; give each one above 0 (data.blend)"
+            )
+        self.token_files = tuple(token_files)
+        self._samples = [PackedSamples(file, sequence_length) for file in token_files]
+        sizes = [len(each) for each in self._samples]
+        self._first_ids = np.cumsum([0, *sizes[:-1]])
+        self._order = SetOrder(whole_shares(weights))
+        seeds = [seed] if len(sizes) == 1 else [_seed(seed, index) for index in range(len(sizes))]
+        self._samplers = [Sampler(size, each, shuffle) for size, each in zip(sizes, seeds, strict=True)]
+
+    def __len__(self) -> int:
+        return sum(map(len, self._samples))
+
+    def read(self, places: NDArray[np.int64], pad_id: int) -> Rows:
+        sets, turns = self._order.look_up(places)
+        length = self._samples[0].sequence_length
+        input_ids = np.empty((len(places), length), dtype=np.int64)
+        labels = np.empty_like(input_ids)
+        sample_ids = np.empty_like(places)
+        for each in np.unique(sets):
+            rows = sets == each
+            ids = self._samplers[each].sample_ids(turns[rows])
+            input_ids[rows], labels[rows] = self._samples[each].read(ids, pad_id)
+            sample_ids[rows] = ids + self._first_ids[each]
+        return Rows(input_ids, labels, sample_ids, sets)
+
+
+def _seed(seed: int, index: int) -> int:
+    digest = hashlib.blake2b(f"{seed}:blend:{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")

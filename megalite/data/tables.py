@@ -1,0 +1,152 @@
+"""Text out of columns: parquet, Arrow, and the folders that `datasets` saves; a few rows in memory at once."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megalite.errors import DataError
+
+if TYPE_CHECKING:
+    import pyarrow
+
+# Values made into Python text at once.
+_ROWS = 64
+_BUFFER_BYTES = 1 << 20
+_ARROW_FILE = b"ARROW1"  # how Arrow's random-access form begins; its stream form has no mark
+
+
+def is_saved_dataset(folder: Path) -> bool:
+    """Whether `folder` is what Dataset.save_to_disk or DatasetDict.save_to_disk wrote."""
+    return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
+
+
+def saved_dataset_files(folder: Path) -> list[Path]:
+    """The Arrow files of a saved data set, in the order of its rows.
+
+    Raises DataError for several splits, for a damaged folder, and for a selection of rows that was not written out.
+    """
+    if (folder / "dataset_dict.json").is_file():
+        splits = [str(folder / name) for name in _json(folder / "dataset_dict.json").get("splits", [])]
+        raise DataError(f"{folder} holds several splits; name one of them as the source: {', '.join(splits)}")
+    state = _json(folder / "state.json")
+    if state.get("_indices_data_files"):
+        raise DataError(
+            f"{folder} is a selection of rows of other files; write it out with datasets: flatten_indices(), then save"
+        )
+    try:
+        files = [folder / entry["filename"] for entry in state["_data_files"]]
+    except (KeyError, TypeError) as error:
+        raise DataError(
+            f"{folder / 'state.json'} names no data files; save the data set again (save_to_disk)"
+        ) from error
+    missing = [file.name for file in files if not file.is_file()]
+    if missing or not files:
+        raise DataError(
+            f"{folder} lacks {missing or 'all data files'}; copy the whole folder, or save it again"
+        )
+    return files
+
+
+def column_texts(path: Path, column: str) -> Iterator[tuple[str, int]]:
+    """Each row's text in order, with the bytes of the file read by then; raises DataError with file, row and remedy."""
+    with _explained(path):
+        table, size = (_parquet if path.suffix == ".parquet" else _arrow), path.stat().st_size
+        row = 0
+        for values, share in table(path, column):
+            for value in values:
+                yield _text(value, path, column, row), int(share * size)
+                row += 1
+
+
+def _parquet(path: Path, column: str) -> Iterator[tuple["pyarrow.Array[Any]", float]]:
+    from pyarrow import parquet
+
+    # Without threads of its own: ranks may be forked from this process.
+    options = {"memory_map": True, "pre_buffer": False, "buffer_size": _BUFFER_BYTES}
+    with parquet.ParquetFile(path, page_checksum_verification=True, **options) as file:
+        _check_column(path, column, file.schema_arrow)
+        read = 0
+        for batch in file.iter_batches(batch_size=_ROWS, columns=[column], use_threads=False):
+            read += batch.num_rows
+            yield batch.column(0), read / file.metadata.num_rows
+
+
+def _arrow(path: Path, column: str) -> Iterator[tuple["pyarrow.Array[Any]", float]]:
+    import pyarrow
+
+    with pyarrow.memory_map(str(path)) as source:
+        size = max(1, source.size())
+        if source.read(len(_ARROW_FILE)) == _ARROW_FILE:
+            source.seek(0)
+            opened = pyarrow.ipc.open_file(source)
+            batches = (opened.get_batch(index) for index in range(opened.num_record_batches))
+            schema = opened.schema
+            shares = ((index + 1) / opened.num_record_batches for index in range(opened.num_record_batches))
+        else:
+            source.seek(0)
+            stream = pyarrow.ipc.open_stream(source)
+            schema, batches = stream.schema, iter(stream)
+            shares = (source.tell() / size for _ in iter(int, 1))
+        _check_column(path, column, schema)
+        for batch in batches:
+            values, share = batch.column(schema.get_field_index(column)), next(shares)
+            for start in range(0, len(values), _ROWS):
+                yield values.slice(start, _ROWS), share
+
+
+def _check_column(path: Path, column: str, schema: "pyarrow.Schema") -> None:
+    from pyarrow import types
+
+    if column not in schema.names:
+        raise DataError(
+            f"{path}: no column {column!r} (columns: {sorted(schema.names)}); set data.text_column (--text-column)"
+        )
+    kind = schema.field(column).type
+    kind = kind.value_type if types.is_dictionary(kind) else kind
+    if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
+        raise DataError(
+            f"{path}: column {column!r} holds {kind}, not text; set data.text_column (--text-column) to another"
+        )
+
+
+def _text(value: "pyarrow.Scalar[Any]", path: Path, column: str, row: int) -> str:
+    try:
+        text = value.as_py()
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}, row {row}: column {column!r} is not UTF-8; write the file again") from error
+    if text is None:
+        raise DataError(f"{path}, row {row}: column {column!r} has no value; remove such rows")
+    assert isinstance(text, str)
+    return text
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Turn what pyarrow raises, or its absence, into a DataError."""
+    try:
+        import pyarrow
+    except ImportError as error:
+        raise DataError(f"{path} needs pyarrow to be read; install it: pip install pyarrow") from error
+    try:
+        yield
+    except (pyarrow.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.strerror:
+            raise DataError(
+                f"{path} cannot be read ({error.strerror}); check its permissions and the disk"
+            ) from error
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise DataError(
+            f"{path} is not a whole {path.suffix.removeprefix('.')} file ({reason}); copy or download it again"
+        ) from error
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise DataError(f"{file} cannot be read ({error}); save the data set again (save_to_disk)") from error
+    if not isinstance(content, dict):
+        raise DataError(f"{file} holds no table; save the data set again (save_to_disk)")
+    return content

@@ -1,0 +1,46 @@
+"""bf16 and fp16 through the command line: what is said, what is recorded, and what a resumed run keeps."""
+
+from pathlib import Path
+
+import pytest
+
+from megalite.checkpoint.folder import find_latest, read_manifest
+from megalite.config.load import load_config
+from megalite.monitor.jsonl import read_metrics
+from megalite.topology.state import EMA, MASTER
+from tests.support.jobs import Job
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    """One process, without DeepSpeed and with precision "auto"."""
+    job = Job.write(tmp_path, tensor=1, pipeline=1)
+    text = job.run_file.read_text().replace("[deepspeed.zero_optimization]\nstage = 1\n", "")
+    job.run_file.write_text(text)
+    return job
+
+
+def test_fp16_tells_of_overflows_and_bf16_of_its_price(job: Job, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    first = ("--training.precision", "fp16", "--training.initial_loss_scale_power", "26")
+    output = job.run(run, *first, "--training.steps", "6")
+    assert "warning: step 1: fp16 overflow in the gradient of model." in output
+    records = read_metrics(run / "metrics.jsonl")
+    skipped, scales = [[each[key] for each in records] for key in ("skipped_steps", "loss_scale")]
+    assert records[0]["grad_norm"] is None and 0 < skipped[-1] < 6
+    assert scales[0] == 2.0**26 and scales[-1] == 2.0**26 / 2 ** skipped[-2]
+    assert load_config(run / "run.toml", ()).training.precision == "fp16"
+
+    output = job.run(run, "--training.steps", "8", "--training.initial_loss_scale_power", "26")
+    assert 'training.precision: "auto" goes on with "fp16", as the run began' in output
+    later = read_metrics(run / "metrics.jsonl")
+    assert len(later) == 8 and later[:6] == records
+    # Neither the scale nor the count starts anew.
+    assert later[6]["loss_scale"] <= scales[-1] and later[6]["skipped_steps"] >= skipped[-1]
+
+    output = job.run(
+        run, "--training.steps", "10", "--training.precision", "bf16", "--optimizer.ema_decay", "0.9"
+    )
+    assert "loss_scale" not in read_metrics(run / "metrics.jsonl")[-1]
+    latest = find_latest(run / "checkpoints")
+    assert latest is not None and {MASTER, EMA} < read_manifest(latest).tensors.keys()

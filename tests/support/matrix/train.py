@@ -1,0 +1,250 @@
+"""A row's run, trained by the real trainer on the ranks of its layout, and held against one process."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any, cast
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from megalite.config.schema import RunConfig
+from megalite.data.loader import StepLoader
+from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.pipeline import StepBatch
+from megalite.topology.parameters import ModelShape, Parameter, stage_parameters
+from megalite.train import deepspeed, optimizer
+from megalite.train.trainer import Trainer
+from tests.support.matrix.axes import Row, Settings
+from tests.support.matrix.rows import config_of, reference_of, settings_of
+from tests.support.mutations import planted_fault
+from tests.support.parity import COPIES_RTOL, NARROW_FLOOR, layout_bounds, narrow_bound, relative_error
+from tests.support.ranks import RankPool
+from tests.support.tiny import tiny_batch
+from tests.support.training import RankResult, full_tensors, shards_of
+
+ROW_SECONDS = 120
+
+
+class TinyLoader:
+    """In a StepLoader's place: this rank's rows of a small global batch whose tokens weigh unequally."""
+
+    def __init__(self, config: RunConfig, mesh: ParallelMesh, shape: ModelShape):
+        self._config, self._mesh, self._shape = config, mesh, shape
+
+    def step_batch(self, samples_consumed: int, *, dtype: torch.dtype) -> StepBatch:
+        sequences = self._config.batch.global_batch_size
+        whole = tiny_batch(
+            self._shape,
+            sequences,
+            sequence_length=self._config.training.sequence_length,
+            step=samples_consumed // sequences,
+        )
+        share = sequences // self._mesh.dp.size
+        mine = slice(self._mesh.dp.rank * share, (self._mesh.dp.rank + 1) * share)
+        tensors = (
+            whole.input_ids,
+            whole.position_ids,
+            whole.labels,
+            whole.loss_mask.to(dtype),
+            whole.samples,
+        )
+        return StepBatch(*(tensor[mine] for tensor in tensors))
+
+
+def train_settings(settings: Settings, fault: str | None = None) -> RankResult:
+    """Train the run on this rank of the current process group.
+
+    gradients: of the first step, complete within a replica of the model, before the mean over dp.
+    """
+    with planted_fault(fault):
+        config = config_of(settings)
+        mesh = ParallelMesh.over_world(config.layout)
+        assert config.model.vocab_size != "auto"
+        shape = config.model.shape(config.model.vocab_size)
+        trainer = Trainer(config, mesh, shape, cast(StepLoader, TinyLoader(config, mesh, shape)))
+        parameters = list(stage_parameters(shape, trainer.split, mesh.at.pp))
+        tensors = dict(trainer.stage.named_parameters())
+        result = RankResult(mesh.dp.rank, initial=shards_of(parameters, tensors, mesh))
+        with _recorded_gradients(result, trainer, parameters):
+            for _ in range(trainer.total_steps):
+                report = trainer.train_step()
+                result.losses.append(report.loss)
+                result.norms.append(report.grad_norm)
+        result.final = shards_of(parameters, tensors, mesh)
+        return result
+
+
+@contextmanager
+def _recorded_gradients(
+    result: RankResult, trainer: Trainer, parameters: Sequence[Parameter]
+) -> Iterator[None]:
+    """Keep the first gradients that are complete over tp and pp, without the loss's scale.
+
+    ZeRO 2 and 3 partition gradients in every backward: there is no moment at which they are complete, and none is kept.
+    """
+
+    def recording(original: Any) -> Any:
+        def complete(
+            given: Sequence[Parameter],
+            tensors: Mapping[str, Tensor],
+            mesh: ParallelMesh,
+            gradient_of: Callable[[Tensor], Tensor | None] = attrgetter("grad"),
+        ) -> None:
+            original(given, tensors, mesh, gradient_of)
+            if not result.gradients:
+                scale = trainer.optimizer.loss_scale
+                found = {name: gradient_of(tensor) for name, tensor in tensors.items()}
+                gradients = {
+                    name: (torch.zeros_like(tensors[name]) if each is None else each).double() / scale
+                    for name, each in found.items()
+                }
+                result.gradients = shards_of(parameters, gradients, mesh)
+
+        return complete
+
+    with ExitStack() as patches:
+        for module in (optimizer, deepspeed):
+            name = "complete_gradients"
+            patches.enter_context(mock.patch.object(module, name, recording(getattr(module, name))))
+        yield
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a run gave, put together over its ranks. gradients: of the first step, of the global mean loss."""
+
+    losses: list[float]
+    norms: list[float]
+    initial: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, shape: ModelShape, results: Sequence[RankResult]) -> "Trained":
+        """Raises AssertionError where ranks that hold the same do not agree."""
+        first = results[0]
+        for rank, result in enumerate(results):
+            same = result.losses == first.losses and result.norms == first.norms
+            assert same, f"rank {rank} reports {result.losses}, {result.norms}: not what rank 0 does"
+        return cls(
+            first.losses,
+            first.norms,
+            full_tensors(shape, [shard for result in results for shard in result.initial], add=False),
+            mean_gradients(shape, results),
+            full_tensors(shape, [shard for result in results for shard in result.final], add=False),
+        )
+
+
+def mean_gradients(shape: ModelShape, results: Sequence[RankResult]) -> dict[str, Tensor]:
+    """The mean over the replicas of the model of their full gradients.
+
+    Raises AssertionError where copies within a replica differ; of shared heads all copies but one are zero.
+    """
+    if not any(result.gradients for result in results):
+        return {}
+    replicas = sorted({result.dp_rank for result in results})
+    whole: dict[str, Tensor] = {}
+    for replica in replicas:
+        kept: dict[Any, Any] = {}
+        for shard in (shard for result in results if result.dp_rank == replica for shard in result.gradients):
+            before = kept.setdefault((shard.name, shard.box), shard)
+            if not before.values.any():
+                kept[shard.name, shard.box] = shard
+            elif shard.values.any():
+                same = relative_error(shard.values, before.values) <= COPIES_RTOL
+                assert same, f"copies of the gradient of {shard.name} differ"
+        for name, gradient in full_tensors(shape, list(kept.values()), add=True).items():
+            whole[name] = whole.get(name, 0) + gradient / len(replicas)
+    return whole
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How far a row is from its reference, the worst of each quantity, and how far it may be."""
+
+    errors: Mapping[str, float]
+    allowed: Mapping[str, float]
+    worst: Mapping[str, str] = field(default_factory=dict)
+    """The tensor or step that differs most."""
+
+    @property
+    def problems(self) -> list[str]:
+        return [
+            f"{what}: relative error {error:.2e} at {self.worst[what]}, allowed {self.allowed[what]:.1e}"
+            for what, error in self.errors.items()
+            if not error <= self.allowed[what]
+        ]
+
+    def require(self) -> None:
+        assert not self.problems, "; ".join(self.problems)
+
+
+class Matrix:
+    """Runs rows on a pool of ranks; a reference is trained once for all rows that share it."""
+
+    def __init__(self, pool: RankPool):
+        self._pool = pool
+        self._references: dict[str, Trained] = {}
+
+    def run(self, row: Row, fault: str | None = None) -> Outcome:
+        """Train the row and compare. Raises AssertionError where its ranks contradict each other."""
+        settings, alone = settings_of(row), reference_of(row)
+        trained = self._train(settings, fault)
+        one = self._reference(alone)
+        for name, initial in one.initial.items():
+            assert torch.equal(trained.initial[name], initial), f"{name} starts from other values"
+        if row["precision"] in NARROW_FLOOR:
+            exact = self._reference({**alone, "training.precision": "fp64"})
+            own = _worst(_errors(one, exact))
+            allowed = {what: narrow_bound(row["precision"], error) for what, (error, _) in own.items()}
+            return _outcome(_errors(trained, exact), allowed)
+        return _outcome(_errors(trained, one), layout_bounds(row["precision"], int(row["zero"])))
+
+    def _reference(self, settings: Settings) -> Trained:
+        key = repr(sorted(settings.items()))
+        if key not in self._references:
+            self._references[key] = self._train(settings)
+        return self._references[key]
+
+    def _train(self, settings: Settings, fault: str | None = None) -> Trained:
+        config = config_of(settings)
+        results = self._pool.run(
+            train_settings, config.layout.world_size, timeout=ROW_SECONDS, settings=settings, fault=fault
+        )
+        assert config.model.vocab_size != "auto"
+        return Trained.of(config.model.shape(config.model.vocab_size), results)
+
+
+def _errors(trained: Trained, reference: Trained) -> dict[str, dict[str, float]]:
+    """Quantity -> step or tensor -> relative error."""
+    pairs: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
+        "losses": (_by_step(trained.losses), _by_step(reference.losses)),
+        "norms": (_by_step(trained.norms), _by_step(reference.norms)),
+        "gradients": (trained.gradients, reference.gradients),
+        "weights": (trained.weights, reference.weights),
+    }
+    return {
+        what: {name: relative_error(ours[name], theirs[name]) for name in theirs}
+        for what, (ours, theirs) in pairs.items()
+        if ours
+    }
+
+
+def _by_step(values: Sequence[float]) -> dict[str, float]:
+    return {f"step {step}": value for step, value in enumerate(values, start=1)}
+
+
+def _worst(errors: Mapping[str, Mapping[str, float]]) -> dict[str, tuple[float, str]]:
+    return {what: max((error, name) for name, error in each.items()) for what, each in errors.items()}
+
+
+def _outcome(errors: Mapping[str, Mapping[str, float]], allowed: Mapping[str, float]) -> Outcome:
+    worst = _worst(errors)
+    return Outcome(
+        {what: error for what, (error, _) in worst.items()},
+        allowed,
+        {what: name for what, (_, name) in worst.items()},
+    )

@@ -1,0 +1,105 @@
+"""What breaks a rule, what is said of it, and what cures it: the rules of families and of ZeRO."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Case:
+    """Settings that break one rule, what is said of them, and the settings that the remedy names."""
+
+    rule: str
+    changes: dict[str, Any]
+    said: str
+    cure: dict[str, Any]
+    world_size: int | None = None
+    cured_world_size: int | None = None
+    also: tuple[str, ...] = field(default=())
+    """Keys of the problems that cannot be had apart from this one."""
+
+
+FAMILY_CASES = [
+    Case(
+        "family_can_be_exported",
+        {"model.sliding_window": 8},
+        "model.sliding_window: 8 cannot be said by a llama folder, which has None; "
+        "use None, another model.family, or checkpoint.export = false",
+        {"model.sliding_window": 8, "model.family": "mistral"},
+    ),
+    Case(
+        "family_can_be_exported",
+        {"model.norm_placement": "post"},
+        'model.norm_placement: "post" cannot be said by a llama folder, which has "pre"; '
+        'use "pre", another model.family, or checkpoint.export = false',
+        {"model.norm_placement": "post", "checkpoint.export": False},
+    ),
+    Case(
+        "family_can_be_exported",
+        {"model.family": "gpt2"},
+        "model.num_key_value_heads: 4 cannot be said by a gpt2 folder, which has 8; "
+        "use 8, another model.family, or checkpoint.export = false",
+        {"model.family": "gpt2", "model.num_key_value_heads": 8},
+    ),
+    Case(
+        "family_can_be_exported",
+        {
+            "model.family": "gpt2",
+            "model.num_key_value_heads": 8,
+            "model.rope_type": "linear",
+            "model.rope_factor": 2.0,
+        },
+        'model.rope_type: "linear" has no meaning for gpt2; use "default"',
+        {
+            "model.family": "gpt2",
+            "model.num_key_value_heads": 8,
+            "model.rope_type": "default",
+            "model.rope_factor": 1.0,
+        },
+    ),
+    Case(
+        "rope_settings_belong_to_their_type",
+        {"model.rope_factor": 2.0},
+        'model.rope_factor: has no meaning for model.rope_type = "default"; '
+        'use rope_type "llama3" or "linear", or take it out',
+        {"model.rope_factor": 2.0, "model.rope_type": "linear"},
+    ),
+    Case(
+        "rope_settings_belong_to_their_type",
+        {"model.rope_type": "llama3"},
+        'model.rope_factor: 1 scales nothing; set it, or rope_type "default"',
+        {"model.rope_type": "llama3", "model.rope_factor": 8.0},
+    ),
+    Case(
+        "rope_settings_belong_to_their_type",
+        {"model.rope_type": "llama3", "model.rope_factor": 8.0, "model.rope_low_freq_factor": 4.0},
+        "model.rope_low_freq_factor: 4.0 is not less than model.rope_high_freq_factor; llama 3.1 has 1 and 4",
+        {"model.rope_type": "llama3", "model.rope_factor": 8.0, "model.rope_low_freq_factor": 1.0},
+    ),
+    Case(
+        "window_leaves_layers",
+        {"model.full_attention_layers": 2, "model.family": "qwen2"},
+        "model.full_attention_layers: 2 has no meaning without model.sliding_window; set the window, or take it out",
+        {"model.full_attention_layers": 2, "model.family": "qwen2", "model.sliding_window": 4},
+    ),
+    Case(
+        "window_leaves_layers",
+        {"model.full_attention_layers": 4, "model.family": "qwen2", "model.sliding_window": 4},
+        "model.full_attention_layers: 4 leaves none of model.num_hidden_layers = 4 to the window; "
+        "use at most 3, or no window",
+        {"model.full_attention_layers": 3, "model.family": "qwen2", "model.sliding_window": 4},
+    ),
+    Case(
+        "zero_reduces_whole_gradients",
+        {"parallel.tensor": 2, "parallel.sequence": True, "deepspeed.zero_optimization.stage": 2},
+        "deepspeed.zero_optimization.stage: 2 reduces gradients before the ranks of parallel.sequence have summed "
+        "theirs; use stage 1, or parallel.tensor 1",
+        {"parallel.tensor": 2, "parallel.sequence": True, "deepspeed.zero_optimization.stage": 1},
+    ),
+    Case(
+        "zero_reduces_whole_gradients",
+        {"parallel.tensor": 2, "model.family": "qwen3", "deepspeed.zero_optimization.stage": 3},
+        "deepspeed.zero_optimization.stage: 3 reduces gradients before tensor ranks have summed qwen3's "
+        "norms of query and key; use stage 1, or parallel.tensor 1",
+        {"parallel.tensor": 1, "model.family": "qwen3", "deepspeed.zero_optimization.stage": 3},
+    ),
+]
