@@ -5,8 +5,8 @@
 The 17M model, a batch of 8 x 256 tokens, two cores. "One process" computes with two threads; every other row splits
 the same batch over two ranks of one thread, or does in one process what its name says. Every row is the same work
 on the same cores, so a ratio of 1 means that the axis is free; with a pipeline the bubble is part of it, as two
-stages of one core each wait for each other. All rows are measured in one pair of processes, one after the other in
-rounds (built anew, warmed up by one step, then timed), so that a busy machine hurts all alike.
+stages of one core each wait for each other. A round measures all rows one after the other in one pair of
+processes (built anew, warmed up by one step, then timed), so that a busy machine hurts all alike.
 
 ratio       median over all rounds of the step's time by that of the base in the same round.
 of          what the row is compared with: one process, or the same setting without the one that is named.
@@ -22,7 +22,7 @@ suffers more than two ranks that meet once a step: see the load in the file befo
 import gc
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -53,17 +53,25 @@ class Contender:
 
 def _contenders() -> dict[str, Contender]:
     one, data = Setup(sequences=8), Setup(Layout(data=2), sequences=8)
+    tensor = Setup(Layout(tensor=2), sequences=8)
     pipeline = Setup(Layout(pipeline=2), micro_batches=8, sequences=8)
     contenders = {
         ONE: Contender(one),
         ACCUMULATED: Contender(replace(one, micro_batches=8)),
         DATA: Contender(data),
-        "tensor 2": Contender(Setup(Layout(tensor=2), sequences=8)),
+        "tensor 2": Contender(tensor),
+        "tensor 2, sequence parallel": Contender(replace(tensor, sequence_parallel=True), "tensor 2"),
     }
     for schedule in SCHEDULES:
         contenders[f"pipeline 2, {schedule}"] = Contender(replace(pipeline, schedule=schedule), ACCUMULATED)
-    for stage in (1, 2):
-        contenders[f"data 2, ZeRO {stage}"] = Contender(replace(data, zero={"stage": stage}), DATA)
+    offload = {"offload_optimizer": {"device": "cpu"}}
+    for name, zero in {
+        "ZeRO 1": {"stage": 1},
+        "ZeRO 2": {"stage": 2},
+        "ZeRO 3": {"stage": 3},
+        "ZeRO 2, optimizer offloaded": {"stage": 2, **offload},
+    }.items():
+        contenders[f"data 2, {name}"] = Contender(replace(data, zero=zero), DATA)
     options = {
         "recompute selective": ModelOptions(recompute=Recompute("selective")),
         "recompute half of the layers": ModelOptions(recompute=Recompute("full", ratio=0.5)),
@@ -90,15 +98,15 @@ class Times:
     cpu_seconds: float
 
 
-def time_on_rank(names: Sequence[str], rounds: int, steps: int) -> list[dict[str, Times | None]]:
-    """Times of every contender in every round, on this rank of the current process group."""
+def time_on_rank(names: Sequence[str], steps: int) -> dict[str, Times | None]:
+    """Times of every contender in one round, on this rank of the current process group."""
     keep_freed_memory()
-    return [{name: _times(CONTENDERS[name].setup, steps) for name in names} for _ in range(rounds)]
-
-
-def _times(setup: Setup, steps: int) -> Times | None:
-    """None on a rank that the setup does not need."""
     world = ParallelMesh.over_world(Layout(data=WORLD))
+    return {name: _times(CONTENDERS[name].setup, world, steps) for name in names}
+
+
+def _times(setup: Setup, world: ParallelMesh, steps: int) -> Times | None:
+    """None on a rank that the setup does not need."""
     alone = setup.layout.world_size == 1
     torch.set_num_threads(WORLD if alone else 1)
     times = None
@@ -144,18 +152,23 @@ def rows_of(rounds: Sequence[Mapping[str, Times]]) -> list[dict[str, Any]]:
     return rows
 
 
-def measure(*, quick: bool) -> list[dict[str, Any]]:
-    names, rounds, steps = (QUICK, 1, 1) if quick else (tuple(CONTENDERS), 3, 2)
-    return rows_of(run_ranks(time_on_rank, WORLD, names, rounds, steps)[0])
+def measure(*, quick: bool) -> Iterator[list[dict[str, Any]]]:
+    """The rows after each round."""
+    names, steps = (QUICK, 1) if quick else (tuple(CONTENDERS), 2)
+    rounds = []
+    for _ in range(1 if quick else 5):
+        rounds.append(run_ranks(time_on_rank, WORLD, names, steps)[0])
+        yield rows_of(rounds)
 
 
 def main() -> None:
     arguments = report.arguments(__doc__)
     facts = report.machine()
-    rows = measure(quick=arguments.quick)
     columns = {key: key for key in ("case", "ratio", "of", "low", "high", "cpu", "seconds")}
-    report.show("Step time of each axis", rows, columns)
-    report.write("axis-overhead", facts, {"quick": arguments.quick}, rows, arguments.results)
+    for number, rows in enumerate(measure(quick=arguments.quick), start=1):
+        report.show(f"Step time of each axis, {number} rounds", rows, columns)
+        settings = {"quick": arguments.quick, "rounds": number}
+        report.write("axis-overhead", facts, settings, rows, arguments.results)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,8 @@ H hidden, I intermediate, V vocabulary, a heads, d head size, L layers:
 parameters   e N; ZeRO 3: e N / D.
 optimizer    none: 8 N, and 4 N master weights where e < 4.   ZeRO 1-3: 12 N / D (DeepSpeed has its own float32 master
              weights even where the model is float32).
-gradients    4 N until the end of the backward: a step's micro batches are summed first and reduced once.
+gradients    none, ZeRO 1: 4 N, as a step's micro batches are summed first and reduced once. ZeRO 2, 3: 4 N / D, as
+             every backward reduces them; a bucket and the largest gradient come for a moment (`peak`).
 activations  L layers of e T (8 H + 3 I) + 4 T (a + 2): the inputs of both norms, what they give, q, k, v, attention's
              output, gate and up, their product; and attention's log-sum-exp and the norms' statistics. Selective
              recompute keeps attention's output, as the projection after it reads that, and drops 4 T a. Full keeps
@@ -70,11 +71,14 @@ CASES: dict[str, Setup] = {
     "torch optimizer": Setup(DATA),
     "ZeRO 1": Setup(DATA, zero=zero(1)),
     "ZeRO 2": Setup(DATA, zero=zero(2)),
+    "ZeRO 2, optimizer offloaded": Setup(DATA, zero=zero(2, offload_optimizer={"device": "cpu"})),
+    "ZeRO 3": Setup(DATA, zero=zero(3)),
     "ZeRO 2, DeepSpeed's bucket": Setup(DATA, zero={"stage": 2}),
     "recompute selective": Setup(DATA, options=recomputing("selective")),
     "recompute half of the layers": Setup(DATA, options=recomputing("full", ratio=0.5)),
     "recompute full": Setup(DATA, options=recomputing("full")),
     "bf16": Setup(DATA, options=ModelOptions(dtype=torch.bfloat16)),
+    "bf16, ZeRO 2": Setup(DATA, zero=zero(2), options=ModelOptions(dtype=torch.bfloat16)),
     "ZeRO 2, recompute full": Setup(DATA, zero=zero(2), options=recomputing("full")),
 }
 QUICK = ("torch optimizer", "ZeRO 2", "recompute full")
@@ -242,7 +246,7 @@ def formula(setup: Setup) -> dict[str, float]:
     return {
         "parameters": value * parameters / (ranks if stage == 3 else 1),
         "optimizer": (8 + master) * parameters / (ranks if stage else 1),
-        "gradients": 4 * parameters,
+        "gradients": 4 * parameters / (ranks if stage >= 2 else 1),
         "activations": _activations(setup.options, setup.sequences // ranks * SEQUENCE_LENGTH),
     }
 

@@ -8,11 +8,12 @@ gloo's transfers (of a few bytes). A stage's forward sleeps as long whatever the
 rows of one (stages, micro batches) do the same work.
 
 bubble      the share of all ranks' time in a step in which they do not sleep their calibrated time: waiting for
-            others, and everything that the runner and torch cost. Median of several steps, one of warm-up before.
+            others, and everything that the runner and torch cost. Median of several rounds over all rows, one of
+            warm-up before; fastest: of the fastest step, which other work on the machine has hurt least.
 ideal       of topology.schedule_timeline, transfers and runner free: F = I = W, B = I + W. (Of the model's first
             chunk, whose input wants no gradient, torch does all of a split backward in W; that moves work, and no
             ideal bubble here: `as_torch_bubble` in the file.)
-over        measured - ideal, in points of a percent: what the runner costs, and a busy machine.
+over        fastest - ideal, in points of a percent: what the runner costs (and a machine busy all the time).
 ms/action   the same in time: what the step takes longer, for each F, B, I or W of a rank. It hardly depends on how
             long a chunk works, so a real model's `over` follows from it.
 in flight   the most (chunk, micro batch) pairs whose activations any rank held at once: measured / by the data.
@@ -150,41 +151,56 @@ class SleepingChunk(nn.Module):
         return outputs.sum(dim=(1, 2)) if self.is_last else outputs
 
 
-def measure_on_rank(cases: Sequence[Case], steps: int) -> list[RankFigures]:
-    """Every case in turn, on this rank of the current process group."""
-    mesh = ParallelMesh.over_world(Layout(pipeline=cases[0].stages))
-    return [_measure(case, mesh, steps) for case in cases]
+class CaseOnRank:
+    """A case's chunks of one rank, and what their steps took."""
 
+    def __init__(self, case: Case, mesh: ParallelMesh):
+        chunks = case.stages * case.chunks
+        split = PipelineSplit(
+            tuple(range(chunk, chunk + 1) for chunk in range(chunks)),
+            case.stages,
+            SCHEDULES[case.schedule].v_shaped,
+        )
+        self._mesh, self._sleeper = mesh, Sleeper()
+        held = [
+            SleepingChunk(index, chunks, self._sleeper, case.chunk_unit)
+            for index in split.chunks_of(mesh.at.pp)
+        ]
+        shapes = PipelineShapes(case.micro_batches, HIDDEN, torch.float32, torch.float32)
+        self._runner = pipeline_runner(held, split, mesh, shapes, schedule=case.schedule)
+        ids = torch.zeros(case.micro_batches, TOKENS, dtype=torch.int64)
+        self._batch = StepBatch(ids, ids, ids, torch.ones(ids.shape), torch.arange(case.micro_batches))
+        self._runner.forward_backward(self._batch)
+        self._sleeper.busy = 0.0
+        self._seconds: list[float] = []
 
-def _measure(case: Case, mesh: ParallelMesh, steps: int) -> RankFigures:
-    chunks = case.stages * case.chunks
-    split = PipelineSplit(
-        tuple(range(chunk, chunk + 1) for chunk in range(chunks)),
-        case.stages,
-        SCHEDULES[case.schedule].v_shaped,
-    )
-    sleeper = Sleeper()
-    held = [SleepingChunk(index, chunks, sleeper, case.chunk_unit) for index in split.chunks_of(mesh.at.pp)]
-    shapes = PipelineShapes(case.micro_batches, HIDDEN, torch.float32, torch.float32)
-    runner = pipeline_runner(held, split, mesh, shapes, schedule=case.schedule)
-    ids = torch.zeros(case.micro_batches, TOKENS, dtype=torch.int64)
-    batch = StepBatch(ids, ids, ids, torch.ones(ids.shape), torch.arange(case.micro_batches))
-    runner.forward_backward(batch)
-    sleeper.busy = 0.0
-    seconds = []
-    for _ in range(steps):
-        mesh.barrier()
+    def step(self) -> None:
+        self._mesh.barrier()
         started = time.perf_counter()
         # Ends on all ranks together: the loss is summed over them.
-        runner.forward_backward(batch)
-        seconds.append(time.perf_counter() - started)
-    return RankFigures(tuple(seconds), sleeper.busy / steps, sleeper.in_flight)
+        self._runner.forward_backward(self._batch)
+        self._seconds.append(time.perf_counter() - started)
+
+    def figures(self) -> RankFigures:
+        busy = self._sleeper.busy / len(self._seconds)
+        return RankFigures(tuple(self._seconds), busy, self._sleeper.in_flight)
+
+
+def measure_on_rank(cases: Sequence[Case], rounds: int) -> list[RankFigures]:
+    """A step of every case in turn, round after round, on this rank of the current process group."""
+    mesh = ParallelMesh.over_world(Layout(pipeline=cases[0].stages))
+    held = [CaseOnRank(case, mesh) for case in cases]
+    for _ in range(rounds):
+        for case in held:
+            case.step()
+    return [case.figures() for case in held]
 
 
 def row_of(case: Case, ranks: Sequence[RankFigures]) -> dict[str, Any]:
     shape = (case.schedule, case.stages, case.micro_batches, case.chunks)
-    seconds = statistics.median(max(step) for step in zip(*(rank.seconds for rank in ranks), strict=True))
-    measured = 1 - sum(rank.busy for rank in ranks) / (case.stages * seconds)
+    steps = [max(step) for step in zip(*(rank.seconds for rank in ranks), strict=True)]
+    busy = sum(rank.busy for rank in ranks) / case.stages
+    measured, fastest = 1 - busy / statistics.median(steps), 1 - busy / min(steps)
     ideal = bubble_fraction(*shape)
     as_torch = ideal_timeline(*shape, FirstChunkInW())
     actions = max(len(order) for order in orders_of(*shape))
@@ -196,10 +212,12 @@ def row_of(case: Case, ranks: Sequence[RankFigures]) -> dict[str, Any]:
         "ideal_bubble": round(ideal, 4),
         "as_torch_bubble": round(as_torch.bubble, 4),
         "measured_bubble": round(measured, 4),
-        "over": round(measured - ideal, 4),
-        "step_seconds": round(seconds, 4),
+        "fastest_bubble": round(fastest, 4),
+        "over": round(fastest - ideal, 4),
+        "step_seconds": round(statistics.median(steps), 4),
+        "fastest_step_seconds": round(min(steps), 4),
         "ideal_step_seconds": round(as_torch.length * case.chunk_unit, 4),
-        "over_ms_an_action": round((seconds - as_torch.length * case.chunk_unit) / actions * 1e3, 3),
+        "over_ms_an_action": round((min(steps) - as_torch.length * case.chunk_unit) / actions * 1e3, 3),
         "busy_seconds": [round(rank.busy, 4) for rank in ranks],
         "in_flight": max(rank.in_flight for rank in ranks),
         "in_flight_by_data": max(in_flight_chunks(order) for order in orders_of(*shape)),
@@ -220,12 +238,12 @@ def cases_of(stages: int, micro_batches: int, unit: float) -> list[Case]:
 
 
 def measure(*, quick: bool) -> list[dict[str, Any]]:
-    unit, steps = (0.012, 2) if quick else (0.040, 3)
+    unit, rounds = (0.012, 2) if quick else (0.040, 4)
     worlds = [[(2, 4)]] if quick else [[(4, 8), (4, 16)], [(8, 16)]]
     rows = []
     for shapes in worlds:
         cases = [case for shape in shapes for case in cases_of(*shape, unit)]
-        ranks = run_ranks(measure_on_rank, cases[0].stages, cases, steps)
+        ranks = run_ranks(measure_on_rank, cases[0].stages, cases, rounds)
         rows += [row_of(case, figures) for case, *figures in zip(cases, *ranks, strict=True)]
     return rows
 
@@ -237,6 +255,7 @@ COLUMNS = {
     "chunks": "v",
     "ideal": "ideal",
     "measured": "measured",
+    "fastest": "fastest",
     "over": "over",
     "over_ms_an_action": "ms/action",
     "in_flight": "in flight",
@@ -244,7 +263,7 @@ COLUMNS = {
 
 
 def _shown(row: dict[str, Any]) -> dict[str, Any]:
-    percent = {key: f"{row[f'{key}_bubble'] * 100:.1f} %" for key in ("ideal", "measured")}
+    percent = {key: f"{row[f'{key}_bubble'] * 100:.1f} %" for key in ("ideal", "measured", "fastest")}
     in_flight = f"{row['in_flight']} / {row['in_flight_by_data']}"
     return {**row, **percent, "over": f"{row['over'] * 100:+.1f}", "in_flight": in_flight}
 

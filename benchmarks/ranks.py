@@ -3,13 +3,12 @@
 import multiprocessing
 import os
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
-
-from megalite.launcher.process import die_with_parent
 
 # One server imports these once, computes nothing with them, and forks every rank.
 PRELOADED = ["torch", "torch.distributed.pipelining", "deepspeed"]
@@ -73,7 +72,7 @@ def _run_rank(
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> None:
-    die_with_parent(os.getppid())
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     # DeepSpeed looks for a launcher's variables even where the group exists.
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
@@ -97,3 +96,11 @@ def _run_rank(
         sender.send((None, value))
     except BaseException:
         sender.send((traceback.format_exc(), None))
+
+
+def _end_with_parent() -> None:
+    # The benchmark's process, not the server that forked this one.
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

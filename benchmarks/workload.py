@@ -50,10 +50,11 @@ class Setup:
     options: ModelOptions = PLAIN
     zero: Mapping[str, Any] | None = None
     sequences: int = SEQUENCES
+    sequence_parallel: bool = False
 
     def mesh(self) -> ParallelMesh:
         """Over the ranks of the default process group."""
-        return ParallelMesh.over_world(self.layout)
+        return ParallelMesh.over_world(self.layout, sequence_parallel=self.sequence_parallel)
 
 
 class Training:
@@ -100,6 +101,7 @@ def _optimizer(setup: Setup, stage: Stage, parameters: Sequence[Parameter], mesh
         "gradient_accumulation_steps": 1,
         "gradient_clipping": SETTINGS.gradient_clipping,
         "zero_optimization": dict(setup.zero),
+        "bf16": {"enabled": setup.options.dtype == torch.bfloat16},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 1_000_000,

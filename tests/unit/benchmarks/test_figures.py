@@ -30,8 +30,8 @@ def test_pipeline_bubble(tmp_path: Path) -> None:
         assert row["busy_seconds"] == pytest.approx([3 * 0.012 * row["micro_batches"]] * row["stages"]), row
         assert row["in_flight"] == row["in_flight_by_data"], row
         # Nothing is faster than the data allow.
-        assert row["step_seconds"] >= row["ideal_step_seconds"], row
-        assert row["measured_bubble"] >= row["as_torch_bubble"] - 1e-4, row
+        assert row["fastest_step_seconds"] >= row["ideal_step_seconds"], row
+        assert row["measured_bubble"] >= row["fastest_bubble"] >= row["ideal_bubble"] - 1e-4, row
     assert next(row for row in rows if row["schedule"] == "1f1b")["ideal_bubble"] == 0.2
 
 
