@@ -87,7 +87,7 @@ def megalite(*arguments: str) -> None:
 
 
 def samples_of(prefix: Path) -> NDArray[np.uint16]:
-    """[samples, LENGTH + 1]: tokens i * LENGTH to (i + 1) * LENGTH, the inputs of sample i and, one later, its labels."""
+    """[samples, LENGTH + 1]: from token i * LENGTH on, the inputs of sample i and, one later, its labels."""
     tokens = np.fromfile(prefix.with_suffix(".bin"), dtype=np.uint16)
     windows = np.lib.stride_tricks.sliding_window_view(tokens, LENGTH + 1)
     return windows[::LENGTH]
