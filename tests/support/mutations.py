@@ -58,8 +58,8 @@ def _reduce_without_reduce(ctx: Any, partial_sums: Tensor, axis: Any) -> Tensor:
     return partial_sums
 
 
-def _split_instead_of_reduce_scatter(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-    return grad.chunk(ctx.axis.size, dim=1)[ctx.axis.rank].contiguous(), None
+def _split_instead_of_reduce_scatter(values: Tensor, axis: Any) -> Callable[[], Tensor]:
+    return lambda: values.chunk(axis.size, dim=1)[axis.rank].contiguous()
 
 
 # --------------------------------------------------------------------------------------------------------------- loss
@@ -208,6 +208,14 @@ def _norm_of_this_rank(parameters: Any, tensors: Any, mesh: Any) -> float:
     return float(torch.nn.utils.get_total_norm(held))
 
 
+def _forget_reduced_micro_batches(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def forgetting(self: Any, *inputs: Any, **arguments: Any) -> Tensor:
+        self._zero.averaged_gradients.clear()
+        return forward(self, *inputs, **arguments)
+
+    return forgetting
+
+
 def _forget_earlier_micro_batches(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def forgetting(self: Any, *inputs: Any, **arguments: Any) -> Tensor:
         for tensor in self._tensors.values():
@@ -265,7 +273,10 @@ FAULTS: dict[str, Fault] = {
         pipeline.StepBatch, "micro_batches", _keep_the_last_micro_batch, DP
     ),
     "a ZeRO stage that drops micro steps": Fault(
-        deepspeed.DeepSpeedOptimizer, "forward", _forget_earlier_micro_batches, {**DP, "zero": "2"}
+        deepspeed.DeepSpeedOptimizer, "forward", _forget_earlier_micro_batches, {**DP, "zero": "1"}
+    ),
+    "a ZeRO stage that drops micro steps it has reduced": Fault(
+        deepspeed.DeepSpeedOptimizer, "forward", _forget_reduced_micro_batches, {**DP, "zero": "2"}
     ),
     "missing mean over data-parallel ranks": Fault(optimizer, "average_over_data", _instead(_nothing), DP),
     "tied copies that drift": Fault(optimizer, "complete_gradients", _sum_no_tied_copies, PP),
@@ -285,10 +296,7 @@ FAULTS: dict[str, Fault] = {
         gradients, "partial_over_tp", _partial_gradients_only_where_whole, {**TP, "kv_heads": "1"}
     ),
     "sequence gather whose backward only splits": Fault(
-        collectives._GatherSequence,
-        "backward",
-        _instead(staticmethod(_split_instead_of_reduce_scatter)),
-        SEQUENCE,
+        layers, "start_reduce_scatter", _instead(_split_instead_of_reduce_scatter), SEQUENCE
     ),
     "fresh dropout in recompute": Fault(
         recompute._Region, "run_again", _draw_anew_in_recompute, {**DROPOUT, "recompute": "full"}
