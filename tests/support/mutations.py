@@ -154,6 +154,26 @@ def _drop_from_feature_zero(keep_mask: Callable[..., Any]) -> Callable[..., Any]
     return local
 
 
+def _drop_from_head_zero(attention_mask: Callable[..., Any]) -> Callable[..., Any]:
+    def local(self: Any, places: Any) -> Any:
+        with mock.patch.object(self, "_heads", range(len(self._heads))):
+            return attention_mask(self, places)
+
+    return local
+
+
+def _drop_alike_in_all_layers(keep_mask: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda seed, name, *places, **rest: keep_mask(seed, name.split(".")[-1], *places, **rest)
+
+
+def _keep_without_scaling(mask: Callable[..., Any]) -> Callable[..., Any]:
+    def unscaled(self: Any, *arguments: Any) -> Any:
+        drawn = mask(self, *arguments)
+        return None if drawn is None else drawn._replace(scale=1.0)
+
+    return unscaled
+
+
 def _draw_anew_in_recompute(run_again: Callable[..., None]) -> Callable[..., None]:
     def with_other_masks(self: Any) -> None:
         keep_mask = dropout.keep_mask
@@ -309,6 +329,19 @@ FAULTS: dict[str, Fault] = {
     ),
     "dropout keyed by the rank's own features": Fault(
         dropout, "keep_mask", _drop_from_feature_zero, {**TP, **DROPOUT}
+    ),
+    "attention dropout keyed by the rank's own heads": Fault(
+        dropout.DropoutSites, "attention_mask", _drop_from_head_zero, {**TP, "dropout": "attention"}
+    ),
+    "one dropout mask in all layers": Fault(dropout, "keep_mask", _drop_alike_in_all_layers, DROPOUT),
+    "dropout that does not scale what it keeps": Fault(
+        dropout.DropoutSites, "_mask", _keep_without_scaling, DROPOUT
+    ),
+    "fresh dropout in selective recompute": Fault(
+        recompute._Region,
+        "run_again",
+        _draw_anew_in_recompute,
+        {"dropout": "attention", "recompute": "selective"},
     ),
     "loss scale not divided out": Fault(
         optimizer, "scale_gradients", _instead(_nothing), {"precision": "fp16", "clipping": "none"}
