@@ -325,6 +325,22 @@ class DataConfig(Section):
     workers: int = Field(2, ge=0, lt=1024, description="processes that encode text")
 
 
+class ValidationConfig(Section):
+    """The loss on held-out text (data.validation or data.split), without dropout; after the last step in any case."""
+
+    every: Count | None = Field(None, description="steps between validations; default: only after the last")
+    at_start: bool = Field(False, description="validate before the first step too")
+    samples: Count | None = Field(
+        None, description="sequences of each set, always the same ones, drawn by run.seed; default: all"
+    )
+    patience: Count | None = Field(
+        None, description="end the run after so many validations in a row without an improvement"
+    )
+    minimum_improvement: float = Field(
+        0.0, ge=0, description="for patience: how much lower a loss has to be to be an improvement"
+    )
+
+
 class CheckpointConfig(Section):
     """When the run is saved and where it goes on; the last step is always saved."""
 
@@ -360,6 +376,7 @@ class RunConfig(Section):
     deepspeed: DeepSpeedSection | None = None
     tokenizer: TokenizerConfig = TokenizerConfig()
     data: DataConfig
+    validation: ValidationConfig = ValidationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     monitor: MonitorConfig = MonitorConfig()
 

@@ -1,6 +1,8 @@
 """The numbers of one step, as every reader of a run sees them."""
 
-from dataclasses import asdict, dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 _FP16_ONLY = ("loss_scale", "skipped_steps")
@@ -33,4 +35,37 @@ class StepMetrics:
         """As it stands in metrics.jsonl, without what only another precision has."""
         return {
             key: value for key, value in asdict(self).items() if value is not None or key not in _FP16_ONLY
+        }
+
+
+@dataclass(frozen=True)
+class ValidationMetrics:
+    """A validation with the weights after `step` steps.
+
+    loss: the mean over every counted token of all sets. tokens: their weight. sets: each set's mean, by name.
+    """
+
+    step: int
+    loss: float
+    tokens: float
+    seconds: float
+    sets: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss); infinite where that is too large for a number."""
+        try:
+            return math.exp(self.loss)
+        except OverflowError:
+            return math.inf
+
+    def record(self) -> dict[str, Any]:
+        """As it stands in metrics.jsonl; sets by name only where there are several."""
+        several = self.sets if len(self.sets) > 1 else {}
+        return {
+            "validation_loss": self.loss,
+            "validation_perplexity": self.perplexity,
+            "validation_tokens": round(self.tokens),
+            "validation_seconds": self.seconds,
+            **{f"validation_loss_{name}": loss for name, loss in several.items()},
         }

@@ -1,7 +1,9 @@
 """The whole life of one rank: meet the others, find the inputs, resume, train, save, export."""
 
 import fcntl
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -22,6 +24,7 @@ from megalite.train.precision import Precision, choose_precision
 from megalite.train.report import RunReporter
 from megalite.train.supported import asked_precision
 from megalite.train.trainer import Trainer
+from megalite.train.validation import HeldOutSet, held_out_set, validate
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,8 @@ def train_rank(info: RankInfo, config: RunConfig, threads: int) -> int:
     precision = _precision(config, mesh, resumed_from)
     config = config.in_precision(precision.name)
     start = Path(config.model.weights) if config.model.weights and resumed_from is None else None
-    trainer = _trainer(config, mesh, inputs, start)
+    run = _run(config, mesh, inputs, start)
+    trainer = run.trainer
     if resumed_from is not None:
         trainer.resume(resumed_from)
     if mesh.rank == 0:
@@ -114,7 +118,7 @@ def train_rank(info: RankInfo, config: RunConfig, threads: int) -> int:
         reporter.say(f"resumed after step {trainer.state.step} from {resumed_from}")
         if trainer.state.step >= trainer.total_steps:
             reporter.say(f"nothing left to train: this run has {trainer.total_steps} steps")
-    checkpoint = _train(trainer, reporter, folder) or resumed_from
+    checkpoint = _train(run, reporter, folder) or resumed_from
     # Not when something failed: leaving a broken group can hang, and the failure is still to be told.
     disconnect()
     # Only now: the others need not wait while one rank writes and checks the export.
@@ -129,36 +133,54 @@ def train_rank(info: RankInfo, config: RunConfig, threads: int) -> int:
     return 0
 
 
-def _train(trainer: Trainer, reporter: RunReporter, folder: RunFolder) -> Path | None:
+def _train(run: "_Run", reporter: RunReporter, folder: RunFolder) -> Path | None:
     """Train to the end; the last checkpoint written, None if there was no step left to do."""
-    saved = None
-    every = trainer.config.checkpoint.every
+    trainer, saved = run.trainer, None
+    every, settings = trainer.config.checkpoint.every, trainer.config.validation
+    if run.held_out and settings.at_start and trainer.state.step == 0:
+        reporter.start(validate(trainer, run.held_out))
     while trainer.state.step < trainer.total_steps:
-        reporter.step(trainer.train_step())
-        step = trainer.state.step
-        if step == trainer.total_steps or (every is not None and step % every == 0):
+        report = trainer.train_step()
+        step, last = report.step, report.step == trainer.total_steps
+        due = last or (settings.every is not None and step % settings.every == 0)
+        reporter.step(report, validate(trainer, run.held_out) if run.held_out and due else None)
+        if last or (every is not None and step % every == 0):
             saved = trainer.save(folder.checkpoints)
     return saved
 
 
-def _trainer(config: RunConfig, mesh: ParallelMesh, inputs: RunInputs, weights: Path | None) -> Trainer:
+@dataclass(frozen=True)
+class _Run:
+    """What one rank trains, and what it validates on."""
+
+    trainer: Trainer
+    held_out: Mapping[str, HeldOutSet]
+
+
+def _run(config: RunConfig, mesh: ParallelMesh, inputs: RunInputs, weights: Path | None) -> _Run:
     tokenizer = load_tokenizer(inputs.tokenizer_folder, end_of_document=config.tokenizer.end_of_document)
     shape = config.model.shape(tokenizer.vocab_size)
-    loader = StepLoader(
-        [TokenFile.open(prefix) for prefix in inputs.data.train],
-        weights=inputs.data.weights,
+    # All that the samples of training and validation have in common.
+    load = partial(
+        StepLoader,
         sequence_length=config.training.sequence_length,
         micro_batch_size=config.batch.micro_batch_size,
         micro_batches=config.batch.micro_batches,
         dp_rank=mesh.dp.rank,
         dp_size=mesh.dp.size,
         seed=config.run.seed,
-        shuffle=config.data.shuffle,
         pad_id=tokenizer.end_of_document_id,
         vocab_size=shape.vocab_size,
+    )
+    loader = load(
+        [TokenFile.open(prefix) for prefix in inputs.data.train],
+        weights=inputs.data.weights,
+        shuffle=config.data.shuffle,
         epochs=None if config.training.steps else config.training.epochs,
     )
-    return Trainer(config, mesh, shape, loader, weights=weights)
+    files = {prefix.name: TokenFile.open(prefix) for prefix in inputs.data.validation}
+    held_out = {name: held_out_set(load, file, config.validation.samples) for name, file in files.items()}
+    return _Run(Trainer(config, mesh, shape, loader, weights=weights), held_out)
 
 
 def _checkpoint_to_resume(config: RunConfig, mesh: ParallelMesh, folder: RunFolder) -> Path | None:

@@ -13,7 +13,7 @@ from megalite.errors import TrainingError
 from megalite.model.options import Dropout, ModelOptions, Recompute
 from megalite.model.stages import build_stage
 from megalite.parallel.mesh import ParallelMesh
-from megalite.parallel.pipeline import PipelineShapes, pipeline_runner
+from megalite.parallel.pipeline import PipelineShapes, StepBatch, pipeline_runner
 from megalite.topology.parameters import ModelShape, stage_parameters
 from megalite.topology.schedules import SCHEDULES
 from megalite.train.learning_rate import LearningRate
@@ -185,6 +185,14 @@ class Trainer:
             skipped_steps=self.state.skipped_steps,
             overflow=update.overflow if update.skipped else None,
         )
+
+    def evaluate(self, batch: StepBatch) -> tuple[float, float]:
+        """As of PipelineRunner, in evaluation mode: nothing is dropped, and the loss is the plain cross entropy."""
+        self.stage.train(False)
+        try:
+            return self.pipeline.evaluate(batch)
+        finally:
+            self.stage.train(True)
 
     def save(self, folder: Path) -> Path:
         """Write `folder`/step-NNNNNN as one checkpoint of the whole job; collective."""
