@@ -119,9 +119,9 @@ class Console:
 
     def _numbers(self, metrics: StepMetrics) -> list[str]:
         shares = [] if metrics.mfu is None else [f"{metrics.mfu:.0%} of {self._peak}"]
-        scale = []
-        if metrics.loss_scale is not None:
-            scale = [f"loss scale {metrics.loss_scale:,.10g}", f"{metrics.skipped_steps} skipped"]
+        scale = [] if metrics.loss_scale is None else [f"loss scale {metrics.loss_scale:,.10g}"]
+        if metrics.skipped_steps is not None:
+            scale.append(f"{metrics.skipped_steps} skipped")
         return [
             f"loss {metrics.loss:.4f}",
             f"grad norm {metrics.grad_norm:.3f}",
@@ -129,6 +129,7 @@ class Console:
             f"{metrics.tokens_per_second:,.0f} tokens/s",
             *shares,
             f"{metrics.memory_bytes / 2**30:.2f} GiB",
+            *(f"{name} {value:.4g}" for name, value in metrics.custom.items()),
         ]
 
     def _time_left(self, metrics: StepMetrics) -> str:

@@ -1,43 +1,17 @@
 """The validation loss: every held-out token counted once, the same number in every layout, no trace in the training."""
 
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from megalite.config.load import load_run
-from megalite.data.loader import StepLoader
 from megalite.data.packing import PackedSamples
-from megalite.data.token_file import TokenFile, TokenWriter
+from megalite.data.token_file import TokenFile
 from megalite.monitor.metrics import ValidationMetrics
-from megalite.parallel.mesh import ParallelMesh
-from megalite.train.trainer import Trainer
 from megalite.train.validation import held_out_set, validate
 from tests.support.parity import LAYOUT_RTOL, ZERO_RTOL, assert_close
-
-VOCABULARY, LENGTH = 101, 12
-SETTINGS: dict[str, Any] = {
-    "model.vocab_size": VOCABULARY,
-    "model.hidden_size": 32,
-    "model.intermediate_size": 56,
-    "model.num_hidden_layers": 4,
-    "model.num_attention_heads": 4,
-    "model.num_key_value_heads": 2,
-    "model.residual_dropout": 0.2,
-    "training.steps": 4,
-    "training.sequence_length": LENGTH,
-    "training.micro_batch_size": 1,
-    "training.global_batch_size": 4,
-    "training.precision": "fp64",
-    "training.label_smoothing": 0.1,
-    "training.z_loss": 0.01,
-    "optimizer.learning_rate": 0.01,
-    "checkpoint.export": "false",
-    "tokenizer.path": "none-needed",
-}
+from tests.support.tiny_run import HELD_OUT_TOKENS, LENGTH, ranks_of, tiny_trainer, write_token_files
 
 
 @dataclass(frozen=True)
@@ -53,21 +27,7 @@ class Task:
 
 def train(task: Task) -> tuple[list[float], list[ValidationMetrics]]:
     """The losses of the training's steps, and the validations."""
-    flags = [f"--{name}={value}" for name, value in (SETTINGS | task.changes).items()]
-    config = load_run(None, [*flags, f"--data.source={task.folder / 'train'}"]).config
-    mesh = ParallelMesh.over_world(config.layout, sequence_parallel=config.parallel.sequence)
-    load = partial(
-        StepLoader,
-        sequence_length=LENGTH,
-        micro_batch_size=config.batch.micro_batch_size,
-        micro_batches=config.batch.micro_batches,
-        dp_rank=mesh.dp.rank,
-        dp_size=mesh.dp.size,
-        seed=config.run.seed,
-    )
-    trainer = Trainer(
-        config, mesh, config.model.shape(VOCABULARY), load(TokenFile.open(task.folder / "train"))
-    )
+    trainer, load = tiny_trainer(task.folder, task.changes)
     held_out = {"held": held_out_set(load, TokenFile.open(task.folder / "held"), task.samples)}
     losses, found = [], []
     for step in range(task.steps + 1):
@@ -80,16 +40,8 @@ def train(task: Task) -> tuple[list[float], list[ValidationMetrics]]:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Token files; the held-out one has 11 sequences, the last of them short: no batch of 4 divides them."""
     folder = tmp_path_factory.mktemp("data")
-    draw = np.random.default_rng(5)
-    for name, tokens in (("train", 400), ("held", 10 * LENGTH + 6)):
-        with (folder / f"{name}.bin").open("wb") as bin_file, (folder / f"{name}.idx").open("wb") as idx_file:
-            writer = TokenWriter(bin_file, idx_file, np.dtype(np.uint16))
-            writer.add(draw.integers(0, VOCABULARY, tokens))
-            writer.end_document()
-            writer.finish()
-            writer.close()
+    write_token_files(folder)
     return folder
 
 
@@ -105,10 +57,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def ranks_of(changes: dict[str, Any]) -> int:
-    return int(np.prod([changes.get(f"parallel.{axis}", 1) for axis in ("tensor", "pipeline", "data")]))
-
-
 @pytest.fixture(scope="module")
 def reference(ranks: Any, data: Path) -> ValidationMetrics:
     [(_, [found])] = ranks.run(train, task=Task(data))
@@ -119,7 +67,7 @@ def test_it_is_the_mean_over_every_held_out_token(ranks, data, reference):
     """Against sums over single sequences, in a loader of their own."""
     samples = PackedSamples(TokenFile.open(data / "held"), LENGTH)
     assert len(samples) == 11
-    assert reference.tokens == 10 * LENGTH + 5
+    assert reference.tokens == HELD_OUT_TOKENS - 1
     [(_, [alone])] = ranks.run(train, task=Task(data, {"training.global_batch_size": 1}))
     assert_close(alone.loss, reference.loss, what="loss of one sequence at a time")
     # Neither what shapes the training's loss nor dropout is in it.
@@ -138,16 +86,16 @@ def test_every_layout_finds_the_number_of_one_process(ranks, data, reference, na
         assert found.tokens == reference.tokens
 
 
-@pytest.mark.parametrize("name", ["zbv-dp2", "zero1-dp2", "zero2-dp2", "zero3-dp2"])
+@pytest.mark.parametrize("name", ["zbv-dp2", "zero3-dp2"])
 def test_the_training_is_the_same_to_the_bit_without_it(ranks, data, name):
     changes = LAYOUTS[name]
     with_it, without = (
-        ranks.run(train, ranks_of(changes), task=Task(data, changes, steps=4, validated=validated))
-        for validated in ((0, 1, 3, 4), ())
+        ranks.run(train, ranks_of(changes), task=Task(data, changes, steps=3, validated=validated))
+        for validated in ((0, 1, 3), ())
     )
     for (losses, found), (undisturbed, _) in zip(with_it, without, strict=True):
         assert losses == undisturbed
-        assert len({each.loss for each in found}) == 4
+        assert len({each.loss for each in found}) == 3
 
 
 def test_a_few_samples_are_the_same_ones_in_every_layout(ranks, data, reference):

@@ -142,4 +142,24 @@ VALIDATION_CASES = [
         "validation.minimum_improvement: 0.1 has no meaning without patience; set validation.patience, or leave it out",
         {"validation.patience": 3},
     ),
+    Case(
+        "best_checkpoint_needs_text",
+        {"checkpoint.best": True},
+        "checkpoint.best: true stands without held-out text, whose loss says which is the best; "
+        "set data.validation, or data.split",
+        {"data.validation": "held-out.txt"},
+    ),
+    Case(
+        "best_export_needs_its_checkpoint",
+        HELD_OUT | {"checkpoint.export": "best"},
+        'checkpoint.export: "best" stands without a best checkpoint; set checkpoint.best = true',
+        {"checkpoint.best": True},
+    ),
+    Case(
+        "loss_scale_skips_by_itself",
+        {"training.nonfinite": "skip", "training.precision": "fp16"},
+        'training.nonfinite: "skip" stands beside training.precision = "fp16", whose loss scale leaves steps out by '
+        'itself; use "stop", which then means: at the smallest scale',
+        {"training.nonfinite": "stop"},
+    ),
 ]
