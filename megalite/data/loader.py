@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from math import ceil
 
 import numpy as np
@@ -51,7 +52,7 @@ class StepLoader:
         shuffle: bool = True,
         pad_id: int = 0,
         vocab_size: int | None = None,
-        epochs: float | None = None,
+        epochs: float | Fraction | None = None,
     ):
         files = [token_file] if isinstance(token_file, TokenFile) else token_file
         self._samples = BlendedSamples(files, weights, sequence_length, seed=seed, shuffle=shuffle)
@@ -69,7 +70,7 @@ class StepLoader:
     def samples_per_epoch(self) -> int:
         return len(self._samples)
 
-    def steps_for_epochs(self, epochs: float) -> int:
+    def steps_for_epochs(self, epochs: float | Fraction) -> int:
         """Steps until every sample was seen `epochs` times."""
         return max(1, ceil(epochs * self.samples_per_epoch / self.global_batch_size))
 
