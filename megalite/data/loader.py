@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
+from typing import Any
 
 import numpy as np
 import torch
@@ -85,10 +86,15 @@ class StepLoader:
             input_ids=torch.from_numpy(input_ids),
             position_ids=self._position_ids,
             labels=torch.from_numpy(labels),
-            loss_mask=torch.from_numpy(labels != IGNORE_INDEX).to(dtype),
+            loss_mask=torch.from_numpy((labels != IGNORE_INDEX).astype(self._numpy_dtype(dtype))),
             samples=torch.from_numpy(places),
             sample_ids=torch.from_numpy(rows.sample_ids),
         )
+
+    @staticmethod
+    def _numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
+        """Converted by numpy: torch, called by a loader's thread, would start a team of threads beside the model's."""
+        return np.dtype(str(dtype).removeprefix("torch."))
 
     def _check_ids(self, rows: Rows) -> None:
         if self._vocab_size is None:

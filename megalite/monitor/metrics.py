@@ -14,6 +14,7 @@ class StepMetrics:
     grad_norm: global L2 norm before clipping. tokens: seen since the run began, all ranks together.
     tokens_per_second: of all ranks, over the last steps. mfu: share of the peak FLOP/s; None where the peak is unknown.
     memory_bytes: the most that any rank holds. step_seconds: the wall time of this step.
+    data_seconds: of these, what rank 0 waited for its batch.
     loss_scale, skipped_steps: of fp16 alone: this step's scale, and how many steps were left out since the run began.
     """
 
@@ -26,6 +27,7 @@ class StepMetrics:
     mfu: float | None
     memory_bytes: int
     step_seconds: float
+    data_seconds: float
     loss_scale: float | None = None
     skipped_steps: int | None = None
 

@@ -114,7 +114,8 @@ def train_rank(info: RankInfo, config: RunConfig, threads: int) -> int:
         reporter.say(f"resumed after step {trainer.state.step} from {resumed_from}")
         if trainer.state.step >= trainer.total_steps:
             reporter.say(f"nothing left to train: this run has {trainer.total_steps} steps")
-    checkpoint = _train(trainer, reporter, folder) or resumed_from
+    with trainer.batches:
+        checkpoint = _train(trainer, reporter, folder) or resumed_from
     # Not when something failed: leaving a broken group can hang, and the failure is still to be told.
     disconnect()
     # Only now: the others need not wait while one rank writes and checks the export.
