@@ -71,7 +71,7 @@ def wrong_shares(shares: Sequence[float]) -> tuple[str, str] | None:
         wrong = "has a share below 0"
     elif shares[0] == 0:
         wrong = "leaves nothing to train on"
-    elif abs(sum(shares) - 1) > _LARGEST_ERROR:
+    elif not abs(sum(shares) - 1) <= _LARGEST_ERROR:  # nor nan
         wrong = f"adds up to {sum(shares):g}, not 1"
     else:
         return None

@@ -105,5 +105,5 @@ class StepLoader:
             raise DataError(
                 f"{bin_path(self._samples.token_files[rows.sets[row]].prefix)}, sample {rows.sample_ids[row]}: id "
                 f"{largest[row]} is outside the model's vocabulary of {self._vocab_size}; prepare the text with the "
-                "model's own tokenizer"
+                "model's own tokenizer, or raise model.vocab_size"
             )
