@@ -328,6 +328,10 @@ class DataConfig(Section):
     min_length: int = Field(0, ge=0, lt=2**31, description="documents of less tokens are left out")
     shuffle: bool = Field(True, description="order of sequences anew in every epoch")
     workers: int = Field(2, ge=0, lt=1024, description="processes that encode text")
+    loader_workers: int = Field(
+        1, ge=0, lt=1024, description="threads that read later steps' batches; 0: each step reads its own"
+    )
+    prefetch: Count = Field(2, description="steps whose batches those threads keep ready")
 
 
 class ValidationConfig(Section):

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
+from typing import Any
 
 import numpy as np
 import torch
@@ -86,10 +87,15 @@ class StepLoader:
             input_ids=torch.from_numpy(input_ids),
             position_ids=self._position_ids,
             labels=torch.from_numpy(labels),
-            loss_mask=torch.from_numpy(labels != IGNORE_INDEX).to(dtype),
+            loss_mask=torch.from_numpy((labels != IGNORE_INDEX).astype(self._numpy_dtype(dtype))),
             samples=torch.from_numpy(places),
             sample_ids=torch.from_numpy(rows.sample_ids),
         )
+
+    @staticmethod
+    def _numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
+        """Converted by numpy: torch, called by a loader's thread, would start a team of threads beside the model's."""
+        return np.dtype(str(dtype).removeprefix("torch."))
 
     def _check_ids(self, rows: Rows) -> None:
         if self._vocab_size is None:
@@ -100,5 +106,5 @@ class StepLoader:
             raise DataError(
                 f"{bin_path(self._samples.token_files[rows.sets[row]].prefix)}, sample {rows.sample_ids[row]}: id "
                 f"{largest[row]} is outside the model's vocabulary of {self._vocab_size}; prepare the text with the "
-                "model's own tokenizer"
+                "model's own tokenizer, or raise model.vocab_size"
             )

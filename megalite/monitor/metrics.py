@@ -16,6 +16,7 @@ class StepMetrics:
     grad_norm: global L2 norm before clipping. tokens: seen since the run began, all ranks together.
     tokens_per_second: of all ranks, over the last steps. mfu: share of the peak FLOP/s; None where the peak is unknown.
     memory_bytes: the most that any rank holds. step_seconds: the wall time of this step.
+    data_seconds: of these, what rank 0 waited for its batch.
     loss_scale: of fp16 alone. skipped_steps: how many were left out since the run began, where any may be.
     custom: what callbacks add, by their own names.
     """
@@ -29,6 +30,7 @@ class StepMetrics:
     mfu: float | None
     memory_bytes: int
     step_seconds: float
+    data_seconds: float
     loss_scale: float | None = None
     skipped_steps: int | None = None
     custom: Mapping[str, float] = field(default_factory=dict)

@@ -162,7 +162,9 @@ def _train(
     loop = TrainingLoop(
         trainer, held_out, reporter, folder.checkpoints, callbacks=callbacks, resumed_from=resumed_from
     )
-    if reason := loop.run():
+    with trainer.batches:
+        reason = loop.run()
+    if reason:
         reporter.say(f"stopped after step {trainer.state.step}: {reason}")
     return _Done(config, inputs.tokenizer_folder, reporter, loop.saved)
 

@@ -100,6 +100,7 @@ class RunReporter:
             mfu=speed.mfu,
             memory_bytes=self._memory_bytes,
             step_seconds=report.step_seconds,
+            data_seconds=report.data_seconds,
             loss_scale=report.loss_scale if self._scaled else None,
             skipped_steps=report.skipped_steps if self._skips else None,
             custom=custom,

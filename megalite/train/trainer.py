@@ -3,6 +3,7 @@
 import math
 import time
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from megalite.checkpoint.hf_import import load_huggingface
@@ -10,6 +11,7 @@ from megalite.checkpoint.load import load_checkpoint
 from megalite.checkpoint.save import save_checkpoint
 from megalite.config.schema import RunConfig, TrainingConfig
 from megalite.data.loader import StepLoader
+from megalite.data.prefetch import Prefetch
 from megalite.errors import TrainingError
 from megalite.model.options import Dropout, ModelOptions, Recompute
 from megalite.model.stages import build_stage
@@ -66,6 +68,7 @@ class TrainerState:
 class StepReport:
     """What one step gave: the loss before its update, the gradient norm before clipping, and its time.
 
+    data_seconds: of step_seconds, what the step waited for its batch, on this rank.
     loss_scale: of this step. overflow: the first tensor with a gradient that is not finite, for which the step was
     left out.
     """
@@ -76,6 +79,7 @@ class StepReport:
     learning_rate: float
     tokens: int
     step_seconds: float
+    data_seconds: float
     loss_scale: float = 1.0
     skipped_steps: int = 0
     overflow: str | None = None
@@ -167,6 +171,13 @@ class Trainer:
             schedule=config.parallel.schedule,
             forward=self.optimizer.forward,
         )
+        self.batches = Prefetch(
+            partial(loader.step_batch, dtype=self.loss_dtype),
+            stride=config.batch.global_batch_size,
+            end=self.total_steps * config.batch.global_batch_size,
+            workers=config.data.loader_workers,
+            depth=config.data.prefetch,
+        )
         self.learning_rate = LearningRate(
             config.optimizer.learning_rate,
             config.optimizer.schedule,
@@ -189,7 +200,8 @@ class Trainer:
     def train_step(self) -> StepReport:
         """One global batch: forward and backward of all micro batches, then one update."""
         started = time.perf_counter()
-        batch = self.loader.step_batch(self.state.samples, dtype=self.loss_dtype)
+        batch = self.batches.step_batch(self.state.samples)
+        data_seconds = time.perf_counter() - started
         loss_scale = self.optimizer.loss_scale
         with self.optimizer.accumulating():
             loss = self.pipeline.forward_backward(batch, loss_scale)
@@ -214,6 +226,7 @@ class Trainer:
             learning_rate=learning_rate,
             tokens=self.state.tokens,
             step_seconds=time.perf_counter() - started,
+            data_seconds=data_seconds,
             loss_scale=loss_scale,
             skipped_steps=self.state.skipped_steps,
             overflow=update.overflow if update.skipped else None,

@@ -504,6 +504,13 @@ CASES = [
         "second share to 0",
         {"data.split": [0.9, 0.0, 0.1]},
     ),
+    Case(
+        "every_loader_worker_has_a_step",
+        {"data.loader_workers": 3},
+        "data.loader_workers: 3 threads have 2 steps to read ahead (data.prefetch); use at most 2, or "
+        "raise data.prefetch",
+        {"data.loader_workers": 3, "data.prefetch": 3},
+    ),
 ]
 
 
