@@ -321,6 +321,12 @@ class DataConfig(Section):
     text_column: Text = Field("text", description="field of a .jsonl line, column of a table")
     pattern: Text = Field("*", description="files of a folder to read")
     min_length: int = Field(0, ge=0, lt=2**31, description="documents of less tokens are left out")
+    document_mask: bool = Field(
+        False, description="tokens attend within their own document only, and positions start anew with each"
+    )
+    check_document_mask: bool = Field(
+        True, description="show on the first samples that no document sees another, before the first step"
+    )
     shuffle: bool = Field(True, description="order of sequences anew in every epoch")
     workers: int = Field(2, ge=0, lt=1024, description="processes that encode text")
 

@@ -18,6 +18,7 @@ from megalite.data.tokenizer import load_tokenizer
 from megalite.errors import ConfigError, Problem
 from megalite.launcher.environment import RankInfo
 from megalite.parallel.mesh import ParallelMesh, connect, disconnect
+from megalite.train.document_probe import check_documents
 from megalite.train.precision import Precision, choose_precision
 from megalite.train.report import RunReporter
 from megalite.train.supported import asked_precision
@@ -114,6 +115,8 @@ def train_rank(info: RankInfo, config: RunConfig, threads: int) -> int:
         reporter.say(f"resumed after step {trainer.state.step} from {resumed_from}")
         if trainer.state.step >= trainer.total_steps:
             reporter.say(f"nothing left to train: this run has {trainer.total_steps} steps")
+    if config.data.document_mask and config.data.check_document_mask:
+        _check_documents(trainer, inputs, reporter)
     checkpoint = _train(trainer, reporter, folder) or resumed_from
     # Not when something failed: leaving a broken group can hang, and the failure is still to be told.
     disconnect()
@@ -157,8 +160,27 @@ def _trainer(config: RunConfig, mesh: ParallelMesh, inputs: RunInputs, weights: 
         pad_id=tokenizer.end_of_document_id,
         vocab_size=shape.vocab_size,
         epochs=None if config.training.steps else config.training.epochs,
+        end_of_document_id=tokenizer.end_of_document_id if config.data.document_mask else None,
     )
     return Trainer(config, mesh, shape, loader, weights=weights)
+
+
+def _check_documents(trainer: Trainer, inputs: RunInputs, reporter: RunReporter) -> None:
+    """Before the first step; raises TrainingError."""
+    if trainer.state.step >= trainer.total_steps:
+        return
+    end = trainer.config.tokenizer.end_of_document
+    found = check_documents(
+        trainer, load_tokenizer(inputs.tokenizer_folder, end_of_document=end).end_of_document_id
+    )
+    if found.documents:
+        reporter.say(
+            f"data.document_mask: {found.documents} documents of the first samples do not see each other"
+        )
+    else:
+        reporter.say(
+            "data.document_mask: none of the first samples has two documents, so nothing could be checked"
+        )
 
 
 def _checkpoint_to_resume(config: RunConfig, mesh: ParallelMesh, folder: RunFolder) -> Path | None:
