@@ -38,11 +38,19 @@ def _processor() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def arguments(description: str | None) -> argparse.Namespace:
-    """--quick, and where the figures go; quick ones are kept only where --results says so."""
-    parser = argparse.ArgumentParser(
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+
+
+def arguments(description: str | None) -> argparse.Namespace:
+    """Those of every benchmark."""
+    return arguments_of(parser_of(description))
+
+
+def arguments_of(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The parser's own, --quick, and where the figures go; quick ones are kept only where --results says so."""
     parser.add_argument("--quick", action="store_true", help="few cases, short: does it work")
     parser.add_argument("--results", type=Path, metavar="FOLDER", help="default: benchmarks/results")
     parsed = parser.parse_args()

@@ -42,7 +42,7 @@ class Block(nn.Module):
 
 
 class Counter(TorchDispatchMode):
-    """Counts collectives, and products by the shape of what they give."""
+    """Counts collectives, and products by the shape of what they give; notes the shapes of all that is computed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,8 @@ class Counter(TorchDispatchMode):
         elif isinstance(result, Tensor):
             if name in ("mm", "addmm", "bmm", "matmul"):
                 self.products.append(tuple(result.shape))
-            self.shapes.add(tuple(result.shape))
+            if func._schema.returns[0].alias_info is None:  # a view computes nothing
+                self.shapes.add(tuple(result.shape))
         return result
 
 

@@ -67,17 +67,26 @@ def assert_close(actual: Any, expected: Any, *, rtol: float = LAYOUT_RTOL, what:
     assert error <= rtol, f"{what}: relative error {error:.2e}, allowed {rtol:.0e}"
 
 
+def tensor_errors(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
+    """The relative error of each tensor of `expected`.
+
+    One that is zero but for rounding (the gradient of a key's bias) is measured by the largest of the others.
+    """
+    sizes = {name: tensor.abs().max().item() if tensor.numel() else 0.0 for name, tensor in expected.items()}
+    largest = max(sizes.values(), default=0.0)
+    zeros = {name for name, size in sizes.items() if size < _NOISE * largest < float("inf")}
+    return {
+        name: relative_error(actual[name], tensor, floor=largest if name in zeros else 0.0)
+        for name, tensor in expected.items()
+    }
+
+
 def assert_same_tensors(
     actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, rtol: float = LAYOUT_RTOL
 ) -> None:
-    """The same names, and each tensor within `rtol`; the message names the worst.
-
-    A tensor that is zero but for rounding (the gradient of a key's bias) is measured by the others.
-    """
+    """The same names, and each tensor within `rtol` (of `tensor_errors`); the message names the worst."""
     assert actual.keys() == expected.keys(), f"names differ: {sorted(actual.keys() ^ expected.keys())}"
-    largest = max((tensor.abs().max().item() for tensor in expected.values() if tensor.numel()), default=0.0)
-    floor = _NOISE * largest if largest < float("inf") else 0.0
-    errors = {name: relative_error(actual[name], expected[name], floor=floor) for name in expected}
+    errors = tensor_errors(actual, expected)
     wrong = {name: error for name, error in errors.items() if not error <= rtol}
     if wrong:
         worst = max(wrong, key=wrong.__getitem__)

@@ -22,7 +22,14 @@ from megalite.train.trainer import Trainer
 from tests.support.matrix.axes import Row, Settings
 from tests.support.matrix.rows import config_of, reference_of, settings_of
 from tests.support.mutations import planted_fault
-from tests.support.parity import COPIES_RTOL, NARROW_FLOOR, layout_bounds, narrow_bound, relative_error
+from tests.support.parity import (
+    COPIES_RTOL,
+    NARROW_FLOOR,
+    layout_bounds,
+    narrow_bound,
+    relative_error,
+    tensor_errors,
+)
 from tests.support.ranks import RankPool
 from tests.support.tiny import tiny_batch
 from tests.support.training import (
@@ -128,7 +135,10 @@ def _watched(complete_gradients: Callable[..., None], found: list[dict[str, Tens
         gradients = {name: gradient_of(tensor) for name, tensor in tensors.items()}
         found.append(
             {
-                name: torch.zeros(tensors[name].shape) if gradient is None else gradient.double()
+                # A copy: what is clipped in place later would else be clipped here too.
+                name: torch.zeros(tensors[name].shape)
+                if gradient is None
+                else gradient.to(torch.float64, copy=True)
                 for name, gradient in gradients.items()
             }
         )
@@ -251,20 +261,19 @@ class Matrix:
 
 def _errors(trained: Trained, reference: Trained) -> dict[str, dict[str, float]]:
     """Quantity -> step or tensor -> relative error."""
-    pairs: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
-        "losses": (_by_step(trained.losses), _by_step(reference.losses)),
-        "norms": (_by_step(trained.norms), _by_step(reference.norms)),
-        "gradients": (trained.gradients, reference.gradients),
-        "weights": (trained.weights, reference.weights),
-    }
     return {
-        what: {name: relative_error(ours[name], theirs[name]) for name in theirs}
-        for what, (ours, theirs) in pairs.items()
+        "losses": _step_errors(trained.losses, reference.losses),
+        "norms": _step_errors(trained.norms, reference.norms),
+        "gradients": tensor_errors(trained.gradients, reference.gradients),
+        "weights": tensor_errors(trained.weights, reference.weights),
     }
 
 
-def _by_step(values: Sequence[float]) -> dict[str, float]:
-    return {f"step {step}": value for step, value in enumerate(values, start=1)}
+def _step_errors(values: Sequence[float], expected: Sequence[float]) -> dict[str, float]:
+    return {
+        f"step {step}": relative_error(*pair)
+        for step, pair in enumerate(zip(values, expected, strict=True), start=1)
+    }
 
 
 def _worst(errors: Mapping[str, Mapping[str, float]]) -> dict[str, tuple[float, str]]:

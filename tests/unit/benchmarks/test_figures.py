@@ -11,9 +11,9 @@ import pytest
 ROOT = Path(__file__).parents[3]
 
 
-def quick_rows(name: str, folder: Path) -> list[dict[str, Any]]:
+def quick_rows(name: str, folder: Path, *arguments: str) -> list[dict[str, Any]]:
     """The rows that `python -m benchmarks.<name> --quick` writes."""
-    command = [sys.executable, "-m", f"benchmarks.{name}", "--quick", "--results", str(folder)]
+    command = [sys.executable, "-m", f"benchmarks.{name}", *arguments, "--quick", "--results", str(folder)]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert run.returncode == 0, run.stderr[-3000:]
     (path,) = folder.glob("*.json")
@@ -54,3 +54,13 @@ def test_axis_overhead(tmp_path: Path) -> None:
     for row in rows.values():
         assert row["of"] in rows and row["low"] <= row["ratio"] <= row["high"]
         assert row["seconds"] > 0 and row["cpu_seconds"] > 0
+
+
+@pytest.mark.slow
+def test_training_on_wikitext2_equals_a_plain_loop(tmp_path: Path, shared_data: Path) -> None:
+    untrained, reference, *ours = quick_rows("wikitext2", tmp_path, str(shared_data / "wikitext-2"))
+    assert reference["perplexity"] < 0.8 * untrained["perplexity"]
+    assert len(ours) == 2
+    for row in ours:
+        assert abs(row["difference_percent"]) < 0.1, row
+        assert row["largest_gap"] < 1e-5, row
