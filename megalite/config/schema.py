@@ -289,7 +289,10 @@ class TokenizerConfig(Section):
     kind: Literal["bpe", "unigram", "sentencepiece_bpe"] = Field(
         "bpe", description="what is trained: byte-level BPE, or sentencepiece's unigram or BPE"
     )
-    end_of_document: Text = Field("<|endoftext|>", description="token between documents")
+    end_of_document: Text | None = Field(
+        None,
+        description="token that closes a document; default: the tokenizer's own eos_token, else <|endoftext|>",
+    )
 
 
 class BlendPart(Section):

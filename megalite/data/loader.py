@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megalite.data.blend import BlendedSamples, Rows
-from megalite.data.documents import numbered_documents, require_ends
+from megalite.data.documents import numbered_documents
 from megalite.data.packing import IGNORE_INDEX
 from megalite.data.token_file import TokenFile, bin_path
 from megalite.errors import DataError
@@ -60,9 +60,6 @@ class StepLoader:
         self._samples = BlendedSamples(files, weights, sequence_length, seed=seed, shuffle=shuffle)
         self._pad_id, self._vocab_size = pad_id, vocab_size
         self._end_of_document_id = end_of_document_id
-        if end_of_document_id is not None:
-            for file in files:
-                require_ends(file, end_of_document_id)
         self._end = None if epochs is None else ceil(epochs * len(self._samples))
         self.global_batch_size = micro_batches * dp_size * micro_batch_size
         micro_batch_starts = (

@@ -1,6 +1,6 @@
 """Shows on the model itself that no document of a sample sees another one: data.check_document_mask.
 
-The tokens of every second document are changed. Of the others no token's loss may move by one bit, whatever path its
+The tokens of every second document are changed. Of the others no loss may move by one bit, whatever path its
 attention takes; of the changed ones the losses must move, the one behind the end-of-document token too. Then the
 first document of each row goes to its end: all losses must stay, up to rounding, or positions count from the row's
 beginning. Where documents begin is found here from the tokens alone, not from what the loader says.
@@ -51,10 +51,13 @@ def check_documents(trainer: "Trainer", end_of_document_id: int) -> DocumentFind
         dtype=trainer.options.dtype,
         moved=not any((dropout.embedding, dropout.residual, dropout.mlp, dropout.attention)),
     )
-    everywhere = trainer.mesh.gather_objects(findings)
-    documents = sum(each.documents for each in everywhere) if everywhere is not None else 0
-    leaks = next((each.leaks for each in everywhere if each.leaks), ()) if everywhere is not None else ()
-    found: DocumentFindings = trainer.mesh.broadcast_object(DocumentFindings(documents, leaks))
+    mesh = trainer.mesh
+    if mesh.tp.rank or mesh.pp.rank:  # the same rows as its replica's first rank
+        findings = replace(findings, documents=0)
+    everywhere = mesh.gather_objects(findings) or []
+    documents = sum(each.documents for each in everywhere)
+    leaks = next((each.leaks for each in everywhere if each.leaks), ())
+    found: DocumentFindings = mesh.broadcast_object(DocumentFindings(documents, leaks))
     if found.leaks:
         raise TrainingError(
             f"data.document_mask does not hold: {'; '.join(found.leaks[:3])}; this is a fault of megalite: report it "
@@ -80,7 +83,9 @@ def probe_documents(
     counted = micro_batch.labels != IGNORE_INDEX
     leaks = list(_wrong_numbers(micro_batch, documents, positions, counted))
     everything = replace(micro_batch, loss_mask=torch.ones_like(micro_batch.loss_mask))
-    base = pipeline.token_losses(everything)
+    base, again = pipeline.token_losses(everything), pipeline.token_losses(everything)
+    # 0 but for kernels that round differently from call to call.
+    noise = 0.0 if base is None or again is None else 10 * (base - again).abs().max().item()
     for parity in (0, 1):
         chosen = (documents % 2 == parity) & (micro_batch.input_ids != end_of_document_id)
         ids = torch.where(
@@ -88,7 +93,7 @@ def probe_documents(
         )
         losses = pipeline.token_losses(replace(everything, input_ids=ids))
         if base is not None and losses is not None:
-            leaks += _wrongly_moved(base != losses, chosen, documents, counted, micro_batch)
+            leaks += _wrongly_moved((base - losses).abs() > noise, chosen, documents, counted, micro_batch)
     if moved and micro_batch.document_ids is not None:
         order = _first_to_the_end(documents)
         losses = pipeline.token_losses(_reordered(everything, order))
@@ -112,8 +117,10 @@ def _numbered(batch: StepBatch, end_of_document_id: int) -> tuple[Tensor, Tensor
             place += 1
             if token == end_of_document_id:
                 document, place = document + 1, 0
-    shape = batch.input_ids.shape
-    return torch.tensor(documents).view(shape), torch.tensor(positions).view(shape)
+    ids = batch.input_ids
+    return torch.tensor(documents).to(ids.device).view_as(ids), torch.tensor(positions).to(
+        ids.device
+    ).view_as(ids)
 
 
 def _sharing(batch: StepBatch, end_of_document_id: int) -> int:
@@ -149,7 +156,9 @@ def _wrongly_moved(
 ) -> Iterator[str]:
     """Losses that moved though their documents did not change, or the other way round."""
     size = int(documents.max()) + 1
-    of_document = torch.zeros(len(documents), size).scatter_add_(1, documents, changed.float())
+    of_document = changed.new_zeros(len(documents), size, dtype=torch.int64).scatter_add_(
+        1, documents, changed.long()
+    )
     touched = of_document.gather(1, documents) > 0
     yield from _told(moved & ~touched & counted, batch, "changes with another document")
     yield from _told(~moved & touched & counted, batch, "does not change with its own document")
@@ -165,7 +174,7 @@ def _first_to_the_end(documents: Tensor) -> Tensor:
     """Indices [b, S] of an order in which each row's first document stands behind the others."""
     length = documents.shape[1]
     first = (documents == 0).sum(dim=1, keepdim=True)
-    return (torch.arange(length) + first) % length
+    return (torch.arange(length, device=documents.device) + first) % length
 
 
 def _reordered(batch: StepBatch, order: Tensor) -> StepBatch:

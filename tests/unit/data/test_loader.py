@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megalite.data.documents import require_ends
 from megalite.data.loader import LoadedBatch, StepLoader
 from megalite.data.packing import IGNORE_INDEX, PackedSamples
 from megalite.data.token_file import TokenFile, TokenWriter, bin_path, idx_path
@@ -214,6 +215,6 @@ def test_documents_are_numbered_in_a_row_and_positions_begin_anew_with_each(tmp_
 
 def test_a_file_whose_documents_do_not_end_is_refused(tmp_path: Path) -> None:
     file = in_documents(tmp_path, [[1, 2, 9], [3, 4], [5, 9]])
-    loader(file)
     with pytest.raises(DataError, match=r"document 1 ends in id 4, .* is 9; set tokenizer.end_of_document"):
-        loader(file, end_of_document_id=9)
+        require_ends(file, 9)
+    require_ends(in_documents(tmp_path, [[1, 2, 9], [9], [5, 9]]), 9)
