@@ -294,7 +294,10 @@ class TokenizerConfig(Section):
     kind: Literal["bpe", "unigram", "sentencepiece_bpe"] = Field(
         "bpe", description="what is trained: byte-level BPE, or sentencepiece's unigram or BPE"
     )
-    end_of_document: Text = Field("<|endoftext|>", description="token between documents")
+    end_of_document: Text | None = Field(
+        None,
+        description="token that closes a document; default: the tokenizer's own eos_token, else <|endoftext|>",
+    )
 
 
 class BlendPart(Section):
@@ -326,6 +329,12 @@ class DataConfig(Section):
     text_column: Text = Field("text", description="field of a .jsonl line, column of a table")
     pattern: Text = Field("*", description="files of a folder to read")
     min_length: int = Field(0, ge=0, lt=2**31, description="documents of less tokens are left out")
+    document_mask: bool = Field(
+        False, description="tokens attend within their own document only, and positions start anew with each"
+    )
+    check_document_mask: bool = Field(
+        True, description="show on the first samples that no document sees another, before the first step"
+    )
     shuffle: bool = Field(True, description="order of sequences anew in every epoch")
     workers: int = Field(2, ge=0, lt=1024, description="processes that encode text")
     loader_workers: int = Field(

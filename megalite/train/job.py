@@ -21,6 +21,7 @@ from megalite.errors import ConfigError, Problem
 from megalite.launcher.environment import RankInfo
 from megalite.parallel.mesh import ParallelMesh, connect, disconnect
 from megalite.train.callbacks import Callback
+from megalite.train.document_probe import check_documents
 from megalite.train.loop import TrainingLoop
 from megalite.train.precision import Precision, choose_precision
 from megalite.train.report import RunReporter
@@ -159,6 +160,8 @@ def _train(
         reporter.say(f"resumed after step {trainer.state.step} from {resumed_from}")
         if trainer.state.step >= trainer.total_steps:
             reporter.say(f"nothing left to train: this run has {trainer.total_steps} steps")
+    if config.data.document_mask and config.data.check_document_mask:
+        _check_documents(trainer, inputs, reporter)
     loop = TrainingLoop(
         trainer, held_out, reporter, folder.checkpoints, callbacks=callbacks, resumed_from=resumed_from
     )
@@ -204,6 +207,7 @@ def _trainer(
         seed=config.run.seed,
         pad_id=tokenizer.end_of_document_id,
         vocab_size=shape.vocab_size,
+        end_of_document_id=tokenizer.end_of_document_id if config.data.document_mask else None,
     )
     loader = load(
         [TokenFile.open(prefix) for prefix in inputs.data.train],
@@ -214,6 +218,24 @@ def _trainer(
     files = {prefix.name: TokenFile.open(prefix) for prefix in inputs.data.validation}
     held_out = {name: held_out_set(load, file, config.validation.samples) for name, file in files.items()}
     return Trainer(config, mesh, shape, loader, weights=weights), held_out
+
+
+def _check_documents(trainer: Trainer, inputs: RunInputs, reporter: RunReporter) -> None:
+    """Before the first step; raises TrainingError."""
+    if trainer.state.step >= trainer.total_steps:
+        return
+    end = trainer.config.tokenizer.end_of_document
+    found = check_documents(
+        trainer, load_tokenizer(inputs.tokenizer_folder, end_of_document=end).end_of_document_id
+    )
+    if found.documents:
+        reporter.say(
+            f"data.document_mask: {found.documents} documents of the first samples do not see each other"
+        )
+    else:
+        reporter.say(
+            "data.document_mask: none of the first samples has two documents, so nothing could be checked"
+        )
 
 
 def _checkpoint_to_resume(config: RunConfig, mesh: ParallelMesh, folder: RunFolder) -> Path | None:

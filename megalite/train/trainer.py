@@ -151,7 +151,7 @@ class Trainer:
         self.config, self.mesh, self.shape, self.loader = config, mesh, shape, loader
         self.state = TrainerState()
         self.split = config.split
-        options = model_options(config)
+        self.options = options = model_options(config)
         self.loss_dtype = options.loss_dtype
         seed = config.run.seed if weights is None else None
         self.stage = build_stage(shape, mesh, self.split, options, seed=seed)
