@@ -83,6 +83,8 @@ def _contenders() -> dict[str, Contender]:
     }
     for name, option in options.items():
         contenders[name] = Contender(replace(one, options=option))
+    for tokens in (200, 50):
+        contenders[f"documents of {tokens} tokens"] = Contender(replace(one, document_tokens=tokens))
     return contenders
 
 

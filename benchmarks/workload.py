@@ -51,6 +51,7 @@ class Setup:
     zero: Mapping[str, Any] | None = None
     sequences: int = SEQUENCES
     sequence_parallel: bool = False
+    document_tokens: int | None = None  # on average; None: no documents are told apart
 
     def mesh(self) -> ParallelMesh:
         """Over the ranks of the default process group."""
@@ -79,6 +80,8 @@ class Training:
             self.stage.chunks, split, mesh, shapes, schedule=setup.schedule, forward=self.forward
         )
         self.batch = _batch(setup.sequences, mesh)
+        if setup.document_tokens is not None:
+            self.batch = _in_documents(self.batch, setup.document_tokens)
 
     def forward(self, input_ids: torch.Tensor, **arguments: torch.Tensor) -> torch.Tensor:
         return self.optimizer.forward(input_ids, **arguments)
@@ -117,6 +120,15 @@ def _batch(sequences: int, mesh: ParallelMesh) -> StepBatch:
     positions = torch.arange(SEQUENCE_LENGTH).repeat(count, 1)
     labels, mask = input_ids.roll(-1, dims=1), torch.ones(input_ids.shape)
     return StepBatch(input_ids, positions, labels, mask, torch.arange(sequences)[mine])
+
+
+def _in_documents(batch: StepBatch, tokens: int) -> StepBatch:
+    """Rows that are cut at random, by the same generator on every rank."""
+    cut = torch.rand(batch.input_ids.shape, generator=torch.Generator().manual_seed(1)) < 1 / tokens
+    cut[:, 0] = False
+    places = torch.arange(SEQUENCE_LENGTH).expand_as(cut)
+    first = places.masked_fill(~cut, 0).cummax(dim=1).values
+    return replace(batch, position_ids=places - first, document_ids=cut.cumsum(dim=1))
 
 
 def transformers_step() -> Callable[[], float]:

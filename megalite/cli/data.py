@@ -93,7 +93,7 @@ def _tokenizer_folder(options: argparse.Namespace) -> Path:
         given: Path = options.tokenizer
         return given
     folder: Path = options.output.with_name(f"{options.output.name}-tokenizer")
-    foreign.write_into(folder, options.end_of_document)
+    foreign.write_into(folder, options.end_of_document or foreign.end_of_document)
     return folder
 
 

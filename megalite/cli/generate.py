@@ -89,11 +89,11 @@ def _generate_on_rank(info: RankInfo, request: _Request, threads: int) -> int:
 
 def _generate(request: _Request, mesh: "ParallelMesh") -> None:
     """Load the model, draw the tokens, print the text on the first rank."""
-    from megalite.data.tokenizer import END_OF_DOCUMENT, load_tokenizer
+    from megalite.data.tokenizer import load_tokenizer
     from megalite.generate.engine import generate, load_model
     from megalite.generate.sampling import Sampling
 
-    tokenizer = load_tokenizer(request.tokenizer, end_of_document=request.end_of_document or END_OF_DOCUMENT)
+    tokenizer = load_tokenizer(request.tokenizer, end_of_document=request.end_of_document)
     model = load_model(request.checkpoint, mesh)
     started = time.perf_counter()
     new_ids = generate(

@@ -22,6 +22,7 @@ def _train(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from megalite.data.corpus import Corpus
+    from megalite.data.tokenizer import END_OF_DOCUMENT
     from megalite.data.tokenizer_training import train_into
 
     started = time.perf_counter()
@@ -32,7 +33,7 @@ def _train(options: argparse.Namespace) -> int:
             (piece for piece, _ in corpus.pieces()),
             options.vocab_size,
             kind=options.kind,
-            end_of_document=options.end_of_document,
+            end_of_document=options.end_of_document or END_OF_DOCUMENT,
         )
     seconds = time.perf_counter() - started
     print(f"{options.output}: {options.vocab_size} ids from {len(corpus.files)} files in {seconds:.1f} s")
@@ -45,7 +46,8 @@ def _convert(options: argparse.Namespace) -> int:
 
     import_tokenizer(options.path, options.output, options.end_of_document)
     tokenizer = load_tokenizer(options.output, end_of_document=options.end_of_document)
-    print(f"{options.output}: {tokenizer.vocab_size} ids of {options.path}")
+    ends = f"documents end in {tokenizer.end_of_document!r}"
+    print(f"{options.output}: {tokenizer.vocab_size} ids of {options.path}; {ends}")
     return 0
 
 
@@ -72,9 +74,8 @@ def add_end_of_document(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--end-of-document",
         type=_token,
-        default="<|endoftext|>",
         metavar="TOKEN",
-        help="the token that closes each document",
+        help="the token that closes each document; default: the tokenizer's own eos_token, else <|endoftext|>",
     )
 
 

@@ -10,10 +10,17 @@ from pathlib import Path
 
 from megalite.config.schema import DataConfig, RunConfig
 from megalite.data.corpus import Corpus
+from megalite.data.documents import require_ends
 from megalite.data.prepare import Preparation, Progress, prepare_outputs, prepared_facts
 from megalite.data.split import PARTS, Split
 from megalite.data.token_file import TokenFile, idx_path
-from megalite.data.tokenizer import SENTENCEPIECE_FILE, Tokenizer, load_tokenizer, tokenizer_file
+from megalite.data.tokenizer import (
+    END_OF_DOCUMENT,
+    SENTENCEPIECE_FILE,
+    Tokenizer,
+    load_tokenizer,
+    tokenizer_file,
+)
 from megalite.data.tokenizer_import import ForeignTokenizer, foreign_tokenizer
 from megalite.data.tokenizer_training import train_into
 from megalite.data.workers import ordered_map
@@ -135,7 +142,9 @@ def _preparation(config: RunConfig, each: _Set, tokenizer: Tokenizer, folder: Pa
 
 def _check_prepared(prefix: Path, tokenizer: Tokenizer, data: DataConfig) -> None:
     """DataError unless a given token file opens, is of this tokenizer, and is what the settings ask for."""
-    TokenFile.open(prefix)
+    file = TokenFile.open(prefix)
+    if data.document_mask:
+        require_ends(file, tokenizer.end_of_document_id)
     facts = prepared_facts(prefix)
     if facts is not None and facts.tokenizer_sha256 != tokenizer.sha256:
         raise DataError(
@@ -174,13 +183,14 @@ def _tokenizer_folder(config: RunConfig, run_folder: Path, sets: Sequence[_Set])
         foreign = foreign_tokenizer(Path(settings.path))
         if foreign is None:
             return _folder_of(tokenizer_file(Path(settings.path)), settings.end_of_document)
-        job = _Import(foreign, settings.end_of_document, folder)
+        job = _Import(foreign, settings.end_of_document or foreign.end_of_document, folder)
     elif prefixes:
         return _tokenizer_of(prefixes[0])
     elif settings.vocab_size is None:
         raise DataError("there is no tokenizer; set tokenizer.path, or tokenizer.vocab_size to train one")
     else:
-        job = _Training(texts, settings.vocab_size, settings.kind, settings.end_of_document, folder)
+        end_of_document = settings.end_of_document or END_OF_DOCUMENT
+        job = _Training(texts, settings.vocab_size, settings.kind, end_of_document, folder)
     if _is_done(job):
         return folder
     if (folder / "tokenizer.json").exists():
@@ -289,7 +299,7 @@ def _tokenizer_of(prefix: Path) -> Path:
     return _folder_of(file, facts.end_of_document)
 
 
-def _folder_of(file: Path, end_of_document: str) -> Path:
+def _folder_of(file: Path, end_of_document: str | None) -> Path:
     if file.name != "tokenizer.json":
         raise DataError(
             f"{file} is not called tokenizer.json; put it under that name into a folder of its own"

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from math import ceil
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megalite.data.blend import BlendedSamples, Rows
+from megalite.data.documents import numbered_documents
 from megalite.data.packing import IGNORE_INDEX
 from megalite.data.token_file import TokenFile, bin_path
 from megalite.errors import DataError
@@ -36,6 +38,7 @@ class StepLoader:
     rank d takes b of them from m * dp_size * b + d * b, so every split of the same G covers the same samples.
     `vocab_size`, where given, is the model's: a larger id in the file is a DataError instead of a silent zero.
     `epochs`, where given, ends the data: rows of the last global batch that lie beyond have no labels.
+    `end_of_document_id`, where given, tells documents apart: batches number them, and positions start anew with each.
     """
 
     def __init__(
@@ -52,11 +55,13 @@ class StepLoader:
         shuffle: bool = True,
         pad_id: int = 0,
         vocab_size: int | None = None,
-        epochs: float | None = None,
+        epochs: float | Fraction | None = None,
+        end_of_document_id: int | None = None,
     ):
         files = [token_file] if isinstance(token_file, TokenFile) else token_file
         self._samples = BlendedSamples(files, weights, sequence_length, seed=seed, shuffle=shuffle)
         self._pad_id, self._vocab_size = pad_id, vocab_size
+        self._end_of_document_id = end_of_document_id
         self._end = None if epochs is None else ceil(epochs * len(self._samples))
         self.global_batch_size = micro_batches * dp_size * micro_batch_size
         micro_batch_starts = (
@@ -70,7 +75,7 @@ class StepLoader:
     def samples_per_epoch(self) -> int:
         return len(self._samples)
 
-    def steps_for_epochs(self, epochs: float) -> int:
+    def steps_for_epochs(self, epochs: float | Fraction) -> int:
         """Steps until every sample was seen `epochs` times."""
         return max(1, ceil(epochs * self.samples_per_epoch / self.global_batch_size))
 
@@ -80,14 +85,20 @@ class StepLoader:
         rows = self._samples.read(places, self._pad_id)
         self._check_ids(rows)
         input_ids, labels = rows.input_ids, rows.labels
+        position_ids, document_ids = self._position_ids, None
+        if self._end_of_document_id is not None:
+            # While labels tell the filling of a short sample.
+            documents, positions = numbered_documents(input_ids, labels, self._end_of_document_id)
+            position_ids, document_ids = torch.from_numpy(positions), torch.from_numpy(documents)
         if self._end is not None:
             labels[places >= self._end] = IGNORE_INDEX
         return LoadedBatch(
             input_ids=torch.from_numpy(input_ids),
-            position_ids=self._position_ids,
+            position_ids=position_ids,
             labels=torch.from_numpy(labels),
             loss_mask=torch.from_numpy((labels != IGNORE_INDEX).astype(self._numpy_dtype(dtype))),
             samples=torch.from_numpy(places),
+            document_ids=document_ids,
             sample_ids=torch.from_numpy(rows.sample_ids),
         )
 

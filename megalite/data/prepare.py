@@ -166,9 +166,8 @@ def prepared_facts(prefix: Path) -> PreparedFacts | None:
         sizes = (bin_path(prefix).stat().st_size, idx_path(prefix).stat().st_size)
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None  # another program's .json, or half a set: as good as none
-    typed = all(
-        isinstance(getattr(facts, each.name), get_origin(each.type) or each.type) for each in fields_of(facts)
-    )
+    kinds: dict[str, Any] = {each.name: get_origin(each.type) or each.type for each in fields_of(facts)}
+    typed = all(isinstance(getattr(facts, name), kind) for name, kind in kinds.items())
     return facts if typed and sizes == (facts.bin_bytes, facts.idx_bytes) else None
 
 

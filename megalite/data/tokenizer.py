@@ -101,9 +101,10 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
             _write(folder / name, contents[name])
 
 
-def load_tokenizer(path: Path | str, *, end_of_document: str = END_OF_DOCUMENT) -> Tokenizer:
+def load_tokenizer(path: Path | str, *, end_of_document: str | None = None) -> Tokenizer:
     """The tokenizer of a Hugging Face folder, or of a tokenizer.json itself.
 
+    end_of_document: None stands for the eos_token that the folder names, else END_OF_DOCUMENT.
     Raises DataError when there is none, or when it does not know `end_of_document`.
     """
     file = tokenizer_file(Path(path))
@@ -117,6 +118,7 @@ def load_tokenizer(path: Path | str, *, end_of_document: str = END_OF_DOCUMENT) 
     # A file may ask for either; documents are never shortened or filled up.
     backend.no_truncation()
     backend.no_padding()
+    end_of_document = end_of_document or _own_end_of_document(file.parent) or END_OF_DOCUMENT
     end_of_document_id = backend.token_to_id(end_of_document)
     if end_of_document_id is None:
         raise DataError(_unknown_end_of_document(file, backend, end_of_document))
@@ -140,6 +142,16 @@ def tokenizer_file(path: Path) -> Path:
         f"{path} has no tokenizer.json (it has {others}); "
         "write one with transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
     )
+
+
+def _own_end_of_document(folder: Path) -> str | None:
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        if (folder / name).is_file():
+            token = _config(folder / name).get("eos_token")
+            content = token.get("content") if isinstance(token, dict) else token
+            if isinstance(content, str) and content:
+                return content
+    return None
 
 
 def _unknown_end_of_document(file: Path, backend: Backend, wanted: str) -> str:

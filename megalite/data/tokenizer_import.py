@@ -12,6 +12,7 @@ from tokenizers import Tokenizer as Backend
 
 from megalite.data.sentencepiece_model import convert_sentencepiece, read_sentencepiece, special_tokens
 from megalite.data.tokenizer import (
+    END_OF_DOCUMENT,
     SENTENCEPIECE_FILE,
     copy_tokenizer,
     load_tokenizer,
@@ -29,12 +30,18 @@ class ForeignTokenizer:
 
     files: tuple[Path, ...]
     _convert: Callable[[tuple[Path, ...], Path, str], None]
+    _end: Callable[[tuple[Path, ...]], str | None]
 
     def fingerprint(self) -> str:
         digest = hashlib.sha256()
         for file in self.files:
             digest.update(_read(file))
         return digest.hexdigest()
+
+    @property
+    def end_of_document(self) -> str:
+        """Its own token for the end of a text, else END_OF_DOCUMENT."""
+        return self._end(self.files) or END_OF_DOCUMENT
 
     def write_into(self, folder: Path, end_of_document: str) -> None:
         """Write it as tokenizer.json and tokenizer_config.json; DataError when the same ids cannot be had, or when
@@ -54,7 +61,7 @@ def foreign_tokenizer(path: Path) -> ForeignTokenizer | None:
         if (path / SENTENCEPIECE_FILE).is_file():
             path /= SENTENCEPIECE_FILE
         elif (path / "vocab.json").is_file() and (path / "merges.txt").is_file():
-            return ForeignTokenizer((path / "vocab.json", path / "merges.txt"), _convert_gpt2)
+            return ForeignTokenizer((path / "vocab.json", path / "merges.txt"), _convert_gpt2, _gpt2_end)
         else:
             found = sorted(path.glob("*.model"))
             if len(found) != 1:
@@ -67,21 +74,37 @@ def foreign_tokenizer(path: Path) -> ForeignTokenizer | None:
                 "name the sentencepiece .model"
             )
         path = path.with_suffix(".model")
-    return ForeignTokenizer((path,), _convert_sentencepiece) if path.suffix == ".model" else None
+    if path.suffix != ".model":
+        return None
+    return ForeignTokenizer((path,), _convert_sentencepiece, _sentencepiece_end)
 
 
-def import_tokenizer(path: Path, folder: Path, end_of_document: str) -> None:
-    """Write the tokenizer of `path`, whatever its form, as a folder that AutoTokenizer and we read alike."""
+def import_tokenizer(path: Path, folder: Path, end_of_document: str | None = None) -> None:
+    """Write the tokenizer of `path`, whatever its form, as a folder that AutoTokenizer and we read alike.
+
+    end_of_document: None stands for its own.
+    """
     foreign = foreign_tokenizer(path)
     if foreign is not None:
-        foreign.write_into(folder, end_of_document)
+        foreign.write_into(folder, end_of_document or foreign.end_of_document)
         return
     file = tokenizer_file(path)
     tokenizer = load_tokenizer(file, end_of_document=end_of_document)
     if (file.parent / "tokenizer_config.json").is_file():
         copy_tokenizer(file.parent, folder)
     else:
-        save_tokenizer(tokenizer.backend, folder, end_of_document)
+        save_tokenizer(tokenizer.backend, folder, tokenizer.end_of_document)
+
+
+def _sentencepiece_end(files: tuple[Path, ...]) -> str | None:
+    [file] = files
+    return special_tokens(read_sentencepiece(file)).get("eos_token")
+
+
+def _gpt2_end(files: tuple[Path, ...]) -> str | None:
+    config = files[0].with_name("tokenizer_config.json")
+    token = _json(config).get("eos_token") if config.is_file() else None
+    return token if isinstance(token, str) else None
 
 
 def _convert_sentencepiece(files: tuple[Path, ...], folder: Path, end_of_document: str) -> None:

@@ -19,7 +19,7 @@ from megalite.model.norms import build_norm
 from megalite.model.options import PLAIN, ModelOptions, RecomputeMode
 from megalite.model.recompute import recomputed
 from megalite.model.rope import Rotation, rotary_embedding
-from megalite.ops.attention import causal_attention
+from megalite.ops.attention import Documents, causal_attention, document_spans, documents_seen
 from megalite.ops.dropout import dropout
 from megalite.parallel.collectives import gather_last_dim
 from megalite.parallel.cross_entropy import LossTerms, vocab_parallel_cross_entropy
@@ -57,9 +57,10 @@ class DecoderLayer(nn.Module):
         rotation: Rotation | None,
         places: Places | None = None,
         cache: KeyValueCache | None = None,
+        documents: Documents | None = None,
     ) -> Tensor:
         """[B, S, H] -> [B, S, H]; drops values where `places` are given."""
-        run = partial(self._draw_and_run, rotation=rotation, places=places, cache=cache)
+        run = partial(self._draw_and_run, rotation=rotation, places=places, cache=cache, documents=documents)
         return recomputed(run, hidden_states) if self.recompute == "full" else run(hidden_states)
 
     def _draw_and_run(
@@ -69,15 +70,16 @@ class DecoderLayer(nn.Module):
         rotation: Rotation | None,
         places: Places | None,
         cache: KeyValueCache | None,
+        documents: Documents | None,
     ) -> Tensor:
         """Masks are drawn outside of what is compiled, whose code is then the same for all layers."""
         masks, attend = LayerMasks(), None
         if self.recompute == "selective":
-            attend = partial(recomputed, partial(self._draw_and_attend, places))
+            attend = partial(recomputed, partial(self._draw_and_attend, places, documents))
         if places is not None:
             masks = self.sites.layer_masks(places, attention=attend is None)
         run = _compiled_layer() if self.compile_layer else DecoderLayer._run
-        return run(self, hidden_states, rotation, masks, cache, attend)
+        return run(self, hidden_states, rotation, masks, cache, attend, documents)
 
     def _run(
         self,
@@ -86,8 +88,11 @@ class DecoderLayer(nn.Module):
         masks: LayerMasks,
         cache: KeyValueCache | None,
         attend: Attend | None,
+        documents: Documents | None,
     ) -> Tensor:
-        attend = attend or partial(causal_attention, window=self.window, mask=masks.attention)
+        attend = attend or partial(
+            causal_attention, window=self.window, mask=masks.attention, documents=documents
+        )
         # In place on the projections' outputs, which no backward needs.
         normed = hidden_states if self.post_norm else self.input_layernorm(hidden_states)
         attended = self.self_attn(normed, rotation, cache, attend)
@@ -98,9 +103,11 @@ class DecoderLayer(nn.Module):
         output: Tensor = dropout(self.mlp(normed, masks.mlp), masks.mlp_residual).add_(attended)
         return self.post_attention_layernorm(output) if self.post_norm else output
 
-    def _draw_and_attend(self, places: Places | None, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _draw_and_attend(
+        self, places: Places | None, documents: Documents | None, query: Tensor, key: Tensor, value: Tensor
+    ) -> Tensor:
         mask = None if places is None else self.sites.attention_mask(places)
-        return causal_attention(query, key, value, window=self.window, mask=mask)
+        return causal_attention(query, key, value, window=self.window, mask=mask, documents=documents)
 
 
 @cache
@@ -157,6 +164,7 @@ class Chunk(nn.Module):
         super().__init__()
         self.index, self.mesh, self.tp = index, mesh, mesh.tp
         self.split_backward = options.split_backward
+        self.compiled, self.drops_attention = options.compile, options.dropout.attention > 0
         self.is_first, self.is_last = index == 0, index == len(split.layers) - 1
         self.vocabulary = balanced_split(stage.shape.vocab_size, mesh.tp.size)
         self.loss_terms = LossTerms(stage.shape.vocab_size, options.label_smoothing, options.z_loss)
@@ -174,11 +182,24 @@ class Chunk(nn.Module):
             self.head = stage.model.embed_tokens if stage.shape.tie_word_embeddings else stage.lm_head
 
     def forward(
-        self, inputs: Tensor, *, position_ids: Tensor, labels: Tensor, loss_mask: Tensor, samples: Tensor
+        self,
+        inputs: Tensor,
+        *,
+        position_ids: Tensor,
+        labels: Tensor,
+        loss_mask: Tensor,
+        samples: Tensor,
+        document_ids: Tensor | None = None,
+        each_token: bool = False,
     ) -> Tensor:
-        """One micro batch; position_ids, labels and loss_mask are [B, S] on every stage, samples [B]."""
+        """One micro batch; position_ids, labels and loss_mask are [B, S] on every stage, samples [B].
+
+        document_ids: [B, S], ascending in a row; given, a token attends to those of its own document only.
+        each_token: the last chunk returns the losses [B, S] themselves.
+        """
         places = Places(samples, position_ids.shape[1]) if self.training else None
-        hidden_states = self.decode(inputs, position_ids, places)
+        documents = None if document_ids is None else self._documents(document_ids)
+        hidden_states = self.decode(inputs, position_ids, places, documents=documents)
         if not self.is_last:
             return hidden_states
         losses = vocab_parallel_cross_entropy(
@@ -187,9 +208,10 @@ class Chunk(nn.Module):
             loss_mask,
             self.vocabulary[self.tp.rank],
             self.tp,
-            self.loss_terms,
+            # What shapes the training is no part of an evaluation's loss.
+            self.loss_terms if self.training else LossTerms(self.loss_terms.vocabulary),
         )
-        return losses.sum(dim=-1)
+        return losses if each_token else losses.sum(dim=-1)
 
     def decode(
         self,
@@ -197,6 +219,7 @@ class Chunk(nn.Module):
         position_ids: Tensor,
         places: Places | None = None,
         cache: KeyValueCache | None = None,
+        documents: Documents | None = None,
     ) -> Tensor:
         """input_ids [B, S] for the first chunk, else hidden states [B, S, H] -> hidden states [B, S, H].
 
@@ -209,8 +232,14 @@ class Chunk(nn.Module):
                 hidden_states = dropout(hidden_states, self.sites.embedding_mask(places))
         rotation = None if self.learned_positions else self.rotary(position_ids)
         for layer in self.layers:
-            hidden_states = layer(hidden_states, rotation, places, cache)
+            hidden_states = layer(hidden_states, rotation, places, cache, documents)
         return hidden_states
+
+    def _documents(self, document_ids: Tensor) -> Documents:
+        """Once a micro batch, for all layers. Compiled code and probabilities written out want one shape; on a GPU
+        spans would have the host wait for the ids."""
+        one_shape = self.compiled or (self.training and self.drops_attention) or document_ids.is_cuda
+        return documents_seen(document_ids) if one_shape else document_spans(document_ids)
 
     def _embed(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         embedded: Tensor = self.embed_tokens(input_ids)

@@ -1,7 +1,7 @@
 """Runs the micro batches of one step through the stages: torch.distributed.pipelining, or the plain loop at pp = 1."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
 import torch
@@ -41,6 +41,7 @@ class StepBatch:
     """What one data-parallel rank works on in one step: M micro batches of b sequences, stacked, [M * b, S] each.
 
     samples: [M * b] int64, each row's place in the run's order of samples: equal in every layout, never repeated.
+    document_ids: int64, ascending in a row; where given, tokens attend within their own document only.
     """
 
     input_ids: Tensor
@@ -48,12 +49,12 @@ class StepBatch:
     labels: Tensor
     loss_mask: Tensor
     samples: Tensor
+    document_ids: Tensor | None = field(default=None, kw_only=True)
 
     def micro_batches(self, count: int) -> list["StepBatch"]:
-        tensors = (self.input_ids, self.position_ids, self.labels, self.loss_mask, self.samples)
-        return [
-            StepBatch(*pieces) for pieces in zip(*(tensor.chunk(count) for tensor in tensors), strict=True)
-        ]
+        tensors = {each.name: getattr(self, each.name) for each in fields(StepBatch)}
+        pieces = {name: tensor.chunk(count) for name, tensor in tensors.items() if tensor is not None}
+        return [StepBatch(**{name: each[index] for name, each in pieces.items()}) for index in range(count)]
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,10 @@ class PipelineRunner(Protocol):
 
     def evaluate(self, batch: StepBatch) -> tuple[float, float]:
         """Forward only: the sum of the weighted token losses of the global batch, and of the weights."""
+        ...
+
+    def token_losses(self, micro_batch: StepBatch) -> Tensor | None:
+        """Forward only: the weighted losses [b, S] of one micro batch, where the last chunk is; None elsewhere."""
         ...
 
 
@@ -129,6 +134,10 @@ class _LoopRunner:
             total += self._forward(micro_batch.input_ids, **_stage_arguments(micro_batch)).sum().item()
         return _sums_over_replicas(total, batch, self._mesh)
 
+    @torch.no_grad()
+    def token_losses(self, micro_batch: StepBatch) -> Tensor | None:
+        return self._forward(micro_batch.input_ids, each_token=True, **_stage_arguments(micro_batch))
+
 
 class _ScheduleRunner:
     """The chunks of one stage of several, driven by a schedule of torch.distributed.pipelining."""
@@ -167,21 +176,26 @@ class _ScheduleRunner:
     def evaluate(self, batch: StepBatch) -> tuple[float, float]:
         # Not the schedule's own `eval`, which torch runs wrongly for V-shaped ones.
         micro_batches = batch.micro_batches(self._shapes.micro_batches)
-        return _sums_over_replicas(sum(map(self._loss_of, micro_batches)), batch, self._mesh)
+        losses = (self._losses_of(each) for each in micro_batches)
+        total = sum(0.0 if each is None else each.sum().item() for each in losses)
+        return _sums_over_replicas(total, batch, self._mesh)
 
-    def _loss_of(self, micro_batch: StepBatch) -> float:
-        """The sum of its losses where the last chunk is, 0 elsewhere."""
+    @torch.no_grad()
+    def token_losses(self, micro_batch: StepBatch) -> Tensor | None:
+        return self._losses_of(micro_batch, each_token=True)
+
+    def _losses_of(self, micro_batch: StepBatch, **options: bool) -> Tensor | None:
+        """What the last chunk gives, where it is."""
 
         def run(chunk: nn.Module, hidden_states: Tensor | None) -> Tensor:
             inputs = micro_batch.input_ids if hidden_states is None else hidden_states
-            output: Tensor = chunk(inputs, **_stage_arguments(micro_batch))
+            output: Tensor = chunk(inputs, **options, **_stage_arguments(micro_batch))
             return output
 
         rows, length = micro_batch.input_ids.shape
         between = (rows, len(self._mesh.sequence_range(length)), self._shapes.hidden_size)
         hidden = torch.empty(between, dtype=self._shapes.dtype, device=self._mesh.device)
-        losses = along_chunks(self._chunks, self._split, self._mesh, run, hidden)
-        return 0.0 if losses is None else losses.sum().item()
+        return along_chunks(self._chunks, self._split, self._mesh, run, hidden)
 
     def _executor(self, size: torch.Size) -> PipelineScheduleSingle | PipelineScheduleMulti:
         rows, length = size
@@ -220,12 +234,13 @@ class _ScheduleRunner:
 
 
 def _stage_arguments(batch: StepBatch) -> dict[str, Any]:
-    return {
+    arguments = {
         "position_ids": batch.position_ids,
         "labels": batch.labels,
         "loss_mask": batch.loss_mask,
         "samples": batch.samples,
     }
+    return arguments if batch.document_ids is None else {**arguments, "document_ids": batch.document_ids}
 
 
 def _token_weight(batch: StepBatch, mesh: ParallelMesh) -> float:

@@ -1,7 +1,8 @@
 """The training loop: one trainer for every layout and every optimizer."""
 
+import math
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from megalite.errors import TrainingError
 from megalite.model.options import Dropout, ModelOptions, Recompute
 from megalite.model.stages import build_stage
 from megalite.parallel.mesh import ParallelMesh
-from megalite.parallel.pipeline import PipelineShapes, pipeline_runner
+from megalite.parallel.pipeline import PipelineShapes, StepBatch, pipeline_runner
 from megalite.topology.parameters import ModelShape, stage_parameters
 from megalite.topology.schedules import SCHEDULES
 from megalite.train.learning_rate import LearningRate
@@ -26,17 +27,41 @@ from megalite.train.precision import DTYPES
 
 @dataclass(frozen=True)
 class TrainerState:
-    """Where a run stands. The data position is `samples`, one global counter."""
+    """Where a run stands. The data position is `samples`, one global counter.
+
+    best_loss, best_step: the lowest validation loss, and after which step it was found. improved_loss: the last one
+    that was an improvement to patience, which may ask for more than that it is lower.
+    """
 
     step: int = 0
     samples: int = 0
     tokens: int = 0
     skipped_steps: int = 0
+    skipped_in_a_row: int = 0
+    best_loss: float | None = None
+    best_step: int | None = None
+    improved_loss: float | None = None
+    validations_without_improvement: int = 0
 
     def advanced(self, *, samples: int, tokens: int, skipped: bool) -> "TrainerState":
-        return TrainerState(
-            self.step + 1, self.samples + samples, self.tokens + tokens, self.skipped_steps + skipped
+        return replace(
+            self,
+            step=self.step + 1,
+            samples=self.samples + samples,
+            tokens=self.tokens + tokens,
+            skipped_steps=self.skipped_steps + skipped,
+            skipped_in_a_row=self.skipped_in_a_row + 1 if skipped else 0,
         )
+
+    def validated(self, loss: float, minimum_improvement: float) -> "TrainerState":
+        """After a validation at this step; a loss that is not finite is no improvement."""
+        state = self
+        if math.isfinite(loss) and (self.best_loss is None or loss < self.best_loss):
+            state = replace(state, best_loss=loss, best_step=self.step)
+        before = math.inf if self.improved_loss is None else self.improved_loss
+        if math.isfinite(loss) and loss < before and before - loss >= minimum_improvement:
+            return replace(state, improved_loss=loss, validations_without_improvement=0)
+        return replace(state, validations_without_improvement=self.validations_without_improvement + 1)
 
 
 @dataclass(frozen=True)
@@ -44,7 +69,8 @@ class StepReport:
     """What one step gave: the loss before its update, the gradient norm before clipping, and its time.
 
     data_seconds: of step_seconds, what the step waited for its batch, on this rank.
-    loss_scale: of this step. overflow: the tensor where an overflow arose that made the optimizer leave the step out.
+    loss_scale: of this step. overflow: the first tensor with a gradient that is not finite, for which the step was
+    left out.
     """
 
     step: int
@@ -93,6 +119,7 @@ def optimizer_settings(config: RunConfig) -> OptimizerSettings:
         groups=tuple(each.group for each in optimizer.groups),
         ema_decay=optimizer.ema_decay,
         accumulate_wide=training.accumulation == "fp32",
+        skip_nonfinite=training.nonfinite == "skip",
         loss_scale=_loss_scale_settings(training) if training.precision == "fp16" else None,
     )
 
@@ -124,7 +151,7 @@ class Trainer:
         self.config, self.mesh, self.shape, self.loader = config, mesh, shape, loader
         self.state = TrainerState()
         self.split = config.split
-        options = model_options(config)
+        self.options = options = model_options(config)
         self.loss_dtype = options.loss_dtype
         seed = config.run.seed if weights is None else None
         self.stage = build_stage(shape, mesh, self.split, options, seed=seed)
@@ -183,9 +210,15 @@ class Trainer:
             update = self.optimizer.step(learning_rate)
         except TrainingError as error:
             raise TrainingError(f"step {self.state.step + 1}: {error}") from error
+        if not math.isfinite(loss) and not update.skipped:
+            raise TrainingError(
+                f"step {self.state.step + 1}: the loss is {loss}, though its gradient is finite; look at the data of "
+                "this step, and at training.z_loss, then run again to resume"
+            )
         self.state = self.state.advanced(
             samples=self.config.batch.global_batch_size, tokens=self.tokens_per_step, skipped=update.skipped
         )
+        self._require_progress(update.overflow)
         return StepReport(
             step=self.state.step,
             loss=loss,
@@ -198,6 +231,23 @@ class Trainer:
             skipped_steps=self.state.skipped_steps,
             overflow=update.overflow if update.skipped else None,
         )
+
+    def _require_progress(self, tensor: str | None) -> None:
+        limit = self.config.training.nonfinite_limit
+        if self.config.training.nonfinite == "skip" and self.state.skipped_in_a_row >= limit:
+            raise TrainingError(
+                f"step {self.state.step}: the gradient of {tensor} is not finite, and {limit} steps in a row were left"
+                " out (training.nonfinite_limit); lower optimizer.learning_rate, or look at the data of these steps,"
+                " then run again to resume"
+            )
+
+    def evaluate(self, batch: StepBatch) -> tuple[float, float]:
+        """As of PipelineRunner, in evaluation mode: nothing is dropped, and the loss is the plain cross entropy."""
+        self.stage.train(False)
+        try:
+            return self.pipeline.evaluate(batch)
+        finally:
+            self.stage.train(True)
 
     def save(self, folder: Path) -> Path:
         """Write `folder`/step-NNNNNN as one checkpoint of the whole job; collective."""

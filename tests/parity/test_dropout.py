@@ -1,15 +1,10 @@
 """Dropout drops the same values in every layout: loss, norm, every gradient and the weights after, in float64."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from typing import Any
-from unittest import mock
 
 import pytest
-import torch
 
-from megalite.model import dropout
 from megalite.model.options import Dropout
 from megalite.topology.layout import Layout
 from tests.support.parity import assert_close, assert_same_tensors, relative_error
@@ -83,69 +78,3 @@ def test_each_site_drops_in_a_layout_as_in_one_process(ranks, reference, site):
     job = replace(alone, layout=Layout(tensor=2, data=2), micro_batch_size=2)
     results = ranks.run(train_on_rank, world_size=4, job=job)
     assert_same_training(job, results, reference(alone))
-
-
-def _by_the_local_row(keep_mask: Callable[..., Any]) -> Callable[..., Any]:
-    def draw(seed: int, name: str, samples: torch.Tensor, *slices: range, dropped: int) -> Any:
-        return keep_mask(seed, name, torch.arange(len(samples)), *slices, dropped=dropped)
-
-    return draw
-
-
-def _by_the_local_feature(keep_mask: Callable[..., Any]) -> Callable[..., Any]:
-    def draw(
-        seed: int, name: str, samples: torch.Tensor, positions: range, features: range, *, dropped: int
-    ) -> Any:
-        return keep_mask(seed, name, samples, positions, range(len(features)), dropped=dropped)
-
-    return draw
-
-
-def _by_the_local_head(attention_mask: Callable[..., Any]) -> Callable[..., Any]:
-    def draw(self: Any, places: Any) -> Any:
-        with mock.patch.object(self, "_heads", range(len(self._heads))):
-            return attention_mask(self, places)
-
-    return draw
-
-
-def _alike_on_all_layers(keep_mask: Callable[..., Any]) -> Callable[..., Any]:
-    def draw(seed: int, name: str, *arguments: Any, dropped: int) -> Any:
-        return keep_mask(seed, name.split(".")[-1], *arguments, dropped=dropped)
-
-    return draw
-
-
-def _not_scaled(mask: Callable[..., Any]) -> Callable[..., Any]:
-    def draw(self: Any, *arguments: Any) -> Any:
-        drawn = mask(self, *arguments)
-        return None if drawn is None else drawn._replace(scale=1.0)
-
-    return draw
-
-
-FAULTS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
-    "dropout keyed by the local row": (dropout, "keep_mask", _by_the_local_row),
-    "dropout keyed by the local feature": (dropout, "keep_mask", _by_the_local_feature),
-    "attention dropout keyed by the local head": (
-        dropout.DropoutSites,
-        "attention_mask",
-        _by_the_local_head,
-    ),
-    "one mask on all layers": (dropout, "keep_mask", _alike_on_all_layers),
-    "masks not scaled": (dropout.DropoutSites, "_mask", _not_scaled),
-}
-
-
-def train_with(job: Job, fault: str) -> RankResult:
-    target, attribute, replacement = FAULTS[fault]
-    with mock.patch.object(target, attribute, replacement(getattr(target, attribute))):
-        return train_on_rank(job)
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_departs_from_one_process(ranks, reference, fault):
-    job = replace(JOB, layout=Layout(data=2, tensor=2))
-    results = ranks.run(train_with, world_size=4, job=job, fault=fault)
-    with pytest.raises(AssertionError):
-        assert_same_training(job, results, reference(JOB))

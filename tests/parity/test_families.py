@@ -11,7 +11,13 @@ from tests.support.tiny import FAMILY_SHAPES
 from tests.support.training import Job, train_on_rank
 
 
-@pytest.mark.parametrize("layout", [Layout(2, 1, 2), Layout(1, 2, 4)], ids=["tp2-pp2", "tp4-dp2"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(Layout(2, 1, 2), id="tp2-pp2"),
+        pytest.param(Layout(1, 2, 4), id="tp4-dp2", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("shape", FAMILY_SHAPES.values(), ids=FAMILY_SHAPES)
 def test_every_family_equals_one_process(ranks, shape, layout):
     job = Job(shape, layout, steps=2)

@@ -21,7 +21,7 @@ LAYOUTS = [
     for tensor in SIZES[:3]
     if 1 < pipeline * data * tensor <= 8
 ]
-LONG_RUNS = (Layout(2, 2, 2), Layout(1, 2, 4), Layout(4, 2, 1))
+LONG_RUNS = (Layout(2, 2, 2), Layout(4, 2, 1))
 ADAMW = OptimizerSettings("adamw", (0.9, 0.95), 1e-8, 0.1, 0.0, 1.0)
 
 
@@ -70,7 +70,9 @@ def _assert_equal_to_one_process(job: Job, results: list[RankResult], alone: Ran
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=_id)
-@pytest.mark.parametrize("shape", [TIED, UNTIED], ids=["tied", "untied"])
+@pytest.mark.parametrize(
+    "shape", [pytest.param(TIED, id="tied"), pytest.param(UNTIED, id="untied", marks=pytest.mark.slow)]
+)
 def test_torch_path_equals_one_process_in_float64(ranks, reference, layout, shape):
     job = Job(shape, layout, steps=2)
     results = ranks.run(train_on_rank, world_size=layout.world_size, job=job)

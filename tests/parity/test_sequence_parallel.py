@@ -45,7 +45,9 @@ def _check(ranks, reference, job: Job, rtol: float = LAYOUT_RTOL) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=_id)
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize(
+    "tied", [pytest.param(True, id="tied"), pytest.param(False, id="untied", marks=pytest.mark.slow)]
+)
 def test_layouts_equal_one_process(ranks, reference, layout, tied):
     _check(ranks, reference, _job(tiny_shape(tied=tied), layout))
 

@@ -58,8 +58,8 @@ def _reduce_without_reduce(ctx: Any, partial_sums: Tensor, axis: Any) -> Tensor:
     return partial_sums
 
 
-def _split_instead_of_reduce_scatter(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-    return grad.chunk(ctx.axis.size, dim=1)[ctx.axis.rank].contiguous(), None
+def _split_instead_of_reduce_scatter(values: Tensor, axis: Any) -> Callable[[], Tensor]:
+    return lambda: values.chunk(axis.size, dim=1)[axis.rank].contiguous()
 
 
 # --------------------------------------------------------------------------------------------------------------- loss
@@ -154,6 +154,26 @@ def _drop_from_feature_zero(keep_mask: Callable[..., Any]) -> Callable[..., Any]
     return local
 
 
+def _drop_from_head_zero(attention_mask: Callable[..., Any]) -> Callable[..., Any]:
+    def local(self: Any, places: Any) -> Any:
+        with mock.patch.object(self, "_heads", range(len(self._heads))):
+            return attention_mask(self, places)
+
+    return local
+
+
+def _drop_alike_in_all_layers(keep_mask: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda seed, name, *places, **rest: keep_mask(seed, name.split(".")[-1], *places, **rest)
+
+
+def _keep_without_scaling(mask: Callable[..., Any]) -> Callable[..., Any]:
+    def unscaled(self: Any, *arguments: Any) -> Any:
+        drawn = mask(self, *arguments)
+        return None if drawn is None else drawn._replace(scale=1.0)
+
+    return unscaled
+
+
 def _draw_anew_in_recompute(run_again: Callable[..., None]) -> Callable[..., None]:
     def with_other_masks(self: Any) -> None:
         keep_mask = dropout.keep_mask
@@ -206,6 +226,14 @@ def _sum_the_shared_embedding(complete: Callable[..., None]) -> Callable[..., No
 def _norm_of_this_rank(parameters: Any, tensors: Any, mesh: Any) -> float:
     held = [tensors[each.name].grad for each in parameters if gradients.counted_here(each, mesh)]
     return float(torch.nn.utils.get_total_norm(held))
+
+
+def _forget_reduced_micro_batches(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def forgetting(self: Any, *inputs: Any, **arguments: Any) -> Tensor:
+        self._zero.averaged_gradients.clear()
+        return forward(self, *inputs, **arguments)
+
+    return forgetting
 
 
 def _forget_earlier_micro_batches(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -265,7 +293,10 @@ FAULTS: dict[str, Fault] = {
         pipeline.StepBatch, "micro_batches", _keep_the_last_micro_batch, DP
     ),
     "a ZeRO stage that drops micro steps": Fault(
-        deepspeed.DeepSpeedOptimizer, "forward", _forget_earlier_micro_batches, {**DP, "zero": "2"}
+        deepspeed.DeepSpeedOptimizer, "forward", _forget_earlier_micro_batches, {**DP, "zero": "1"}
+    ),
+    "a ZeRO stage that drops micro steps it has reduced": Fault(
+        deepspeed.DeepSpeedOptimizer, "forward", _forget_reduced_micro_batches, {**DP, "zero": "2"}
     ),
     "missing mean over data-parallel ranks": Fault(optimizer, "average_over_data", _instead(_nothing), DP),
     "tied copies that drift": Fault(optimizer, "complete_gradients", _sum_no_tied_copies, PP),
@@ -285,10 +316,7 @@ FAULTS: dict[str, Fault] = {
         gradients, "partial_over_tp", _partial_gradients_only_where_whole, {**TP, "kv_heads": "1"}
     ),
     "sequence gather whose backward only splits": Fault(
-        collectives._GatherSequence,
-        "backward",
-        _instead(staticmethod(_split_instead_of_reduce_scatter)),
-        SEQUENCE,
+        layers, "start_reduce_scatter", _instead(_split_instead_of_reduce_scatter), SEQUENCE
     ),
     "fresh dropout in recompute": Fault(
         recompute._Region, "run_again", _draw_anew_in_recompute, {**DROPOUT, "recompute": "full"}
@@ -301,6 +329,19 @@ FAULTS: dict[str, Fault] = {
     ),
     "dropout keyed by the rank's own features": Fault(
         dropout, "keep_mask", _drop_from_feature_zero, {**TP, **DROPOUT}
+    ),
+    "attention dropout keyed by the rank's own heads": Fault(
+        dropout.DropoutSites, "attention_mask", _drop_from_head_zero, {**TP, "dropout": "attention"}
+    ),
+    "one dropout mask in all layers": Fault(dropout, "keep_mask", _drop_alike_in_all_layers, DROPOUT),
+    "dropout that does not scale what it keeps": Fault(
+        dropout.DropoutSites, "_mask", _keep_without_scaling, DROPOUT
+    ),
+    "fresh dropout in selective recompute": Fault(
+        recompute._Region,
+        "run_again",
+        _draw_anew_in_recompute,
+        {"dropout": "attention", "recompute": "selective"},
     ),
     "loss scale not divided out": Fault(
         optimizer, "scale_gradients", _instead(_nothing), {"precision": "fp16", "clipping": "none"}

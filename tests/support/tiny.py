@@ -75,6 +75,27 @@ def tiny_batch(
     return StepBatch(ids[:, :-1].contiguous(), positions, labels, (order < counted).float(), samples)
 
 
+def in_documents(batch: "StepBatch", *, end_of_document_id: int = 0) -> "StepBatch":
+    """The same rows cut into documents of 1 to S tokens, four on average, as a loader gives them."""
+    import torch
+
+    from megalite.data.documents import numbered_documents
+
+    ends = torch.rand(batch.input_ids.shape, generator=torch.Generator().manual_seed(int(batch.samples[0])))
+    ids, labels = batch.input_ids.clone(), batch.labels.clone()
+    ids[ends < 0.25] = end_of_document_id
+    following = labels[:, :-1]
+    following[following >= 0] = ids[:, 1:][following >= 0]
+    documents, positions = numbered_documents(ids.numpy(), labels.numpy(), end_of_document_id)
+    return replace(
+        batch,
+        input_ids=ids,
+        labels=labels,
+        position_ids=torch.from_numpy(positions),
+        document_ids=torch.from_numpy(documents),
+    )
+
+
 def tiny_corpus(documents: int = 40) -> list[str]:
     """Short texts of recurring words, which a model learns within twenty steps, and of bytes beyond ASCII."""
     subjects = ("the tensor", "a pipeline", "the gradient", "one rank", "das Maß", "每个阶段")

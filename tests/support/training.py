@@ -20,7 +20,7 @@ from megalite.topology.parameters import ModelShape, Parameter, canonical_tensor
 from megalite.topology.schedules import SCHEDULES
 from megalite.topology.sharding import Box
 from megalite.train.optimizer import Optimizer, OptimizerSettings, TorchOptimizer
-from tests.support.tiny import tiny_batch
+from tests.support.tiny import in_documents, tiny_batch
 
 SEQUENCES = 8
 ALONE = Layout()
@@ -51,6 +51,7 @@ class Job:
     dropout: Dropout = PLAIN.dropout
     recompute: Recompute = PLAIN.recompute
     compile: bool = False
+    documents: bool = False
 
 
 @dataclass(frozen=True)
@@ -201,13 +202,19 @@ def job_optimizer(
 def global_batch(job: Job, step: int) -> StepBatch:
     """The same SEQUENCES sequences for every layout, with loss masks of very unequal weight."""
     batch = tiny_batch(job.shape, SEQUENCES, step=step)
+    batch = in_documents(batch) if job.documents else batch
     return replace(batch, loss_mask=batch.loss_mask.to(job.dtype))
 
 
 def local_batch(job: Job, mesh: ParallelMesh, step: int) -> StepBatch:
     whole = global_batch(job, step)
     mine = slice(mesh.dp.rank * SEQUENCES // mesh.dp.size, (mesh.dp.rank + 1) * SEQUENCES // mesh.dp.size)
-    return StepBatch(*(getattr(whole, each.name)[mine] for each in fields(whole)))
+    return rows_of(whole, mine)
+
+
+def rows_of(batch: StepBatch, rows: slice) -> StepBatch:
+    tensors = {each.name: getattr(batch, each.name) for each in fields(batch)}
+    return StepBatch(**{name: tensor[rows] for name, tensor in tensors.items() if tensor is not None})
 
 
 def _gradient(parameter: Tensor) -> Tensor:

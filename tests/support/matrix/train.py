@@ -31,12 +31,13 @@ from tests.support.parity import (
     tensor_errors,
 )
 from tests.support.ranks import RankPool
-from tests.support.tiny import tiny_batch
+from tests.support.tiny import in_documents, tiny_batch
 from tests.support.training import (
     RankResult,
     Shard,
     full_tensors,
     reduced_gradients,
+    rows_of,
     shards_of,
     whole_weights,
 )
@@ -58,16 +59,11 @@ class TinyLoader:
             sequence_length=self._config.training.sequence_length,
             step=samples_consumed // sequences,
         )
+        if self._config.data.document_mask:
+            whole = in_documents(whole)
         share = sequences // self._mesh.dp.size
         mine = slice(self._mesh.dp.rank * share, (self._mesh.dp.rank + 1) * share)
-        tensors = (
-            whole.input_ids,
-            whole.position_ids,
-            whole.labels,
-            whole.loss_mask.to(dtype),
-            whole.samples,
-        )
-        return StepBatch(*(tensor[mine] for tensor in tensors))
+        return rows_of(replace(whole, loss_mask=whole.loss_mask.to(dtype)), mine)
 
 
 def train_settings(settings: Settings, fault: str | None = None) -> RankResult:

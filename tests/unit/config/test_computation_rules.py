@@ -13,6 +13,12 @@ def test_attention_dropout_says_what_it_costs(tmp_path: Path) -> None:
     assert not load(tmp_path, {"model.residual_dropout": 0.1}).notes
 
 
+def test_compiled_layers_say_what_documents_cost(tmp_path: Path) -> None:
+    [note] = load(tmp_path, {"training.compile": True, "data.document_mask": True}).notes
+    assert note.startswith("training.compile has all documents of a sequence in one attention mask")
+    assert not load(tmp_path, {"data.document_mask": True}).notes
+
+
 def test_sequence_parallelism_of_one_rank_is_said_to_do_nothing(tmp_path: Path) -> None:
     [note] = load(tmp_path, {"parallel.sequence": True}).notes
     assert note == "parallel.sequence = true does nothing beside parallel.tensor = 1"

@@ -8,11 +8,12 @@ import pytest
 from megalite.config.batch import BatchProblem
 from megalite.config.check import RULES, divisors
 from megalite.config.validate import Unknown
-from tests.unit.config.rule_cases import FAMILY_CASES, Case
+from tests.unit.config.rule_cases import FAMILY_CASES, VALIDATION_CASES, Case
 from tests.unit.config.runs import REMOVED, load, problems
 
 CASES = [
     *FAMILY_CASES,
+    *VALIDATION_CASES,
     Case(
         "tensor_divides_attention_heads",
         {"parallel.tensor": 3, "model.num_key_value_heads": 3, "model.num_attention_heads": 8},

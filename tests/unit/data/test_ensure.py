@@ -240,7 +240,7 @@ def test_a_sentencepiece_model_is_converted_into_the_run(
     text: Path, run_folder: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "a.model").write_bytes(model("unigram", **VARIANTS["llama"]))
-    settings = config(text, tokenizer={"path": str(tmp_path / "a.model"), "end_of_document": "</s>"})
+    settings = config(text, tokenizer={"path": str(tmp_path / "a.model")})  # its own end is </s>
     prefix = ensure_train(settings, run_folder)
     assert ensure_tokenizer(settings, run_folder) == run_folder / "tokenizer"
     processor = SentencePieceProcessor(model_file=str(tmp_path / "a.model"))
@@ -339,6 +339,20 @@ def test_text_and_prepared_files_by_weight(text: Path, other: Path, run_folder: 
 
 
 def test_short_documents_are_left_out_of_a_run(text: Path, run_folder: Path) -> None:
-    facts = prepared_facts(ensure_train(config(text, data={"min_length": 30}), run_folder))
-    assert facts is not None and facts.short_documents > 0
+    every = TokenFile.open(ensure_train(config(text), run_folder / "all"))
+    # Without the token that ends a document.
+    lengths = sorted(len(every.document(index)) - 1 for index in range(every.num_documents))
+    middle = lengths[len(lengths) // 2]
+    facts = prepared_facts(ensure_train(config(text, data={"min_length": middle}), run_folder / "long"))
+    assert facts is not None and facts.short_documents == sum(length < middle for length in lengths) > 0
     assert facts.documents + facts.short_documents == len(tiny_corpus())
+
+
+def test_documents_that_do_not_end_cannot_be_told_apart(text: Path, run_folder: Path, tmp_path: Path) -> None:
+    folder = ensure_tokenizer(config(text), tmp_path / "first")
+    prepare(Corpus.open([str(text)]), load_tokenizer(folder), tmp_path / "x")
+    tokenizer = {"path": str(folder), "end_of_document": "a"}
+    ensure_data(config(tmp_path / "x", tokenizer=tokenizer), run_folder)
+    ensure_data(config(tmp_path / "x", data={"document_mask": True}), run_folder)
+    with pytest.raises(DataError, match=r"x\.bin: document 0 ends in id 0, .*set tokenizer\.end_of_document"):
+        ensure_data(config(tmp_path / "x", tokenizer=tokenizer, data={"document_mask": True}), run_folder)

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megalite.data.documents import require_ends
 from megalite.data.loader import LoadedBatch, StepLoader
 from megalite.data.packing import IGNORE_INDEX, PackedSamples
 from megalite.data.token_file import TokenFile, TokenWriter, bin_path, idx_path
@@ -179,3 +180,41 @@ def test_epochs_end_where_they_end_whatever_the_batch(file: TokenFile, epochs: f
     whole, rest = divmod(round(epochs * each.samples_per_epoch), each.samples_per_epoch)
     expected = Counter({whole: each.samples_per_epoch - rest, whole + 1: rest})
     assert Counter(counted.values()) == +expected
+
+
+def in_documents(folder: Path, documents: list[list[int]]) -> TokenFile:
+    prefix = folder / "documents"
+    with bin_path(prefix).open("wb") as bin_file, idx_path(prefix).open("wb") as idx_file:
+        writer = TokenWriter(bin_file, idx_file, np.dtype(np.uint16))
+        for ids in documents:
+            writer.add(np.array(ids, dtype=np.uint16))
+            writer.end_document()
+        writer.finish()
+        writer.close()
+    return TokenFile.open(prefix)
+
+
+def test_documents_are_numbered_in_a_row_and_positions_begin_anew_with_each(tmp_path: Path) -> None:
+    # Cut within the third document; the fourth is empty.
+    file = in_documents(tmp_path, [[1, 2, 9], [3, 9], [4, 5, 6, 9], [9], [7, 8, 9]])
+    options = {"b": 1, "m": 2, "shuffle": False, "pad_id": 9, "end_of_document_id": 9}
+    batch = loader(file, **options).step_batch(0)  # type: ignore[arg-type]
+    assert batch.input_ids.tolist() == [[1, 2, 9, 3, 9, 4, 5], [6, 9, 9, 7, 8, 9, 9]]
+    assert batch.document_ids is not None
+    # The last token of the second row is filling.
+    assert batch.document_ids.tolist() == [[0, 0, 0, 1, 1, 2, 2], [0, 0, 1, 2, 2, 2, 2]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 0, 1, 0, 1], [0, 1, 0, 0, 1, 2, 3]]
+    for piece, whole in zip(batch.micro_batches(2), batch.document_ids, strict=True):
+        assert piece.document_ids is not None and piece.document_ids.tolist() == [whole.tolist()]
+    assert loader(file).step_batch(0).document_ids is None
+    # Beyond the end of the data rows count nothing, and are still the documents that they are.
+    beyond = loader(file, **options, epochs=0.5).step_batch(0)  # type: ignore[arg-type]
+    assert beyond.document_ids is not None and beyond.document_ids.equal(batch.document_ids)
+    assert (beyond.labels[1] == IGNORE_INDEX).all()
+
+
+def test_a_file_whose_documents_do_not_end_is_refused(tmp_path: Path) -> None:
+    file = in_documents(tmp_path, [[1, 2, 9], [3, 4], [5, 9]])
+    with pytest.raises(DataError, match=r"document 1 ends in id 4, .* is 9; set tokenizer.end_of_document"):
+        require_ends(file, 9)
+    require_ends(in_documents(tmp_path, [[1, 2, 9], [9], [5, 9]]), 9)

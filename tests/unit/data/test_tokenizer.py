@@ -159,12 +159,36 @@ def test_bad_tokenizers_are_named(tmp_path: Path, files: dict[str, str], complai
         load_tokenizer(folder)
 
 
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"tokenizer_config.json": '{"eos_token": "</s>"}'}, "</s>"),
+        ({"tokenizer_config.json": '{"eos_token": {"content": "</s>", "lstrip": false}}'}, "</s>"),
+        ({"tokenizer_config.json": "{}", "special_tokens_map.json": '{"eos_token": "</s>"}'}, "</s>"),
+        ({"tokenizer_config.json": '{"eos_token": null}'}, "<|endoftext|>"),
+        ({}, "<|endoftext|>"),
+    ],
+    ids=str,
+)
+def test_documents_end_in_the_tokenizers_own_token(
+    tmp_path: Path, files: dict[str, str], expected: str
+) -> None:
+    backend = train_bpe(pieces(tiny_corpus()), 311)
+    backend.add_special_tokens(["</s>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.end_of_document == expected
+    assert tokenizer.end_of_document_id == backend.token_to_id(expected)
+
+
 def test_an_unknown_end_of_document_lists_the_special_tokens(tmp_path: Path) -> None:
     trained(tmp_path, end_of_document="</s>")
     with pytest.raises(
         DataError, match=r"no token '<\|endoftext\|>'; set tokenizer\.end_of_document.*\['</s>'\]"
     ):
-        load_tokenizer(tmp_path)
+        load_tokenizer(tmp_path, end_of_document="<|endoftext|>")
     assert (
         tokenizer_file(tmp_path) == tokenizer_file(tmp_path / "tokenizer.json") == tmp_path / "tokenizer.json"
     )

@@ -1,0 +1,190 @@
+"""Shows on the model itself that no document of a sample sees another one: data.check_document_mask.
+
+The tokens of every second document are changed. Of the others no loss may move by one bit, whatever path its
+attention takes; of the changed ones the losses must move, the one behind the end-of-document token too. Then the
+first document of each row goes to its end: all losses must stay, up to rounding, or positions count from the row's
+beginning. Where documents begin is found here from the tokens alone, not from what the loader says.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megalite.errors import TrainingError
+from megalite.parallel.cross_entropy import IGNORE_INDEX
+from megalite.parallel.pipeline import PipelineRunner, StepBatch
+
+if TYPE_CHECKING:
+    from megalite.train.trainer import Trainer
+
+# Relative, of documents that stand elsewhere in their rows: other kernels' shapes round otherwise.
+_MOVED = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
+
+
+@dataclass(frozen=True)
+class DocumentFindings:
+    """What a probe of one micro batch found: how many documents share their row with another one, and each leak."""
+
+    documents: int
+    leaks: tuple[str, ...] = ()
+
+
+def check_documents(trainer: "Trainer", end_of_document_id: int) -> DocumentFindings:
+    """Probe the trainer's model, as it is, with samples of its next step; collective over the world.
+
+    Raises TrainingError where a document sees another one.
+    """
+    batch = trainer.loader.step_batch(trainer.state.samples, dtype=trainer.loss_dtype)
+    micro_batches = batch.micro_batches(trainer.config.batch.micro_batches)
+    shared = [_sharing(each, end_of_document_id) for each in micro_batches]
+    chosen = micro_batches[shared.index(max(shared))]
+    # In evaluation mode too only where the two differ: dropout is keyed by the place in the row.
+    dropout = trainer.options.dropout
+    findings = probe_documents(
+        trainer.pipeline,
+        chosen,
+        end_of_document_id=end_of_document_id,
+        vocab_size=trainer.shape.vocab_size,
+        dtype=trainer.options.dtype,
+        moved=not any((dropout.embedding, dropout.residual, dropout.mlp, dropout.attention)),
+    )
+    mesh = trainer.mesh
+    if mesh.tp.rank or mesh.pp.rank:  # the same rows as its replica's first rank
+        findings = replace(findings, documents=0)
+    everywhere = mesh.gather_objects(findings) or []
+    documents = sum(each.documents for each in everywhere)
+    leaks = next((each.leaks for each in everywhere if each.leaks), ())
+    found: DocumentFindings = mesh.broadcast_object(DocumentFindings(documents, leaks))
+    if found.leaks:
+        raise TrainingError(
+            f"data.document_mask does not hold: {'; '.join(found.leaks[:3])}; this is a fault of megalite: report it "
+            "with the run file, or set data.document_mask = false to train across documents"
+        )
+    return found
+
+
+def probe_documents(
+    pipeline: PipelineRunner,
+    micro_batch: StepBatch,
+    *,
+    end_of_document_id: int,
+    vocab_size: int,
+    dtype: torch.dtype,
+    moved: bool = True,
+) -> DocumentFindings:
+    """What the stages of `pipeline` give away of one document to another; every rank of a replica calls it alike.
+
+    dtype: the model's. moved: whether documents are moved within their rows too, which dropout would notice.
+    """
+    documents, positions = _numbered(micro_batch, end_of_document_id)
+    counted = micro_batch.labels != IGNORE_INDEX
+    leaks = list(_wrong_numbers(micro_batch, documents, positions, counted))
+    everything = replace(micro_batch, loss_mask=torch.ones_like(micro_batch.loss_mask))
+    base, again = pipeline.token_losses(everything), pipeline.token_losses(everything)
+    # 0 but for kernels that round differently from call to call.
+    noise = 0.0 if base is None or again is None else 10 * (base - again).abs().max().item()
+    for parity in (0, 1):
+        chosen = (documents % 2 == parity) & (micro_batch.input_ids != end_of_document_id)
+        ids = torch.where(
+            chosen, _others(micro_batch.input_ids, end_of_document_id, vocab_size), micro_batch.input_ids
+        )
+        losses = pipeline.token_losses(replace(everything, input_ids=ids))
+        if base is not None and losses is not None:
+            leaks += _wrongly_moved((base - losses).abs() > noise, chosen, documents, counted, micro_batch)
+    if moved and micro_batch.document_ids is not None:
+        order = _first_to_the_end(documents)
+        losses = pipeline.token_losses(_reordered(everything, order))
+        if base is not None and losses is not None:
+            before = base.gather(1, order)
+            elsewhere = (losses - before).abs() > _MOVED[dtype] * base.abs().max()
+            leaks += _told(
+                elsewhere & counted.gather(1, order), everything, "changes with its document's place"
+            )
+    return DocumentFindings(_sharing(micro_batch, end_of_document_id), tuple(leaks))
+
+
+def _numbered(batch: StepBatch, end_of_document_id: int) -> tuple[Tensor, Tensor]:
+    """Of every token its document and its place in there, by walking along."""
+    documents, positions = [], []
+    for row in batch.input_ids.tolist():
+        document = place = 0
+        for token in row:
+            documents.append(document)
+            positions.append(place)
+            place += 1
+            if token == end_of_document_id:
+                document, place = document + 1, 0
+    ids = batch.input_ids
+    return torch.tensor(documents).to(ids.device).view_as(ids), torch.tensor(positions).to(
+        ids.device
+    ).view_as(ids)
+
+
+def _sharing(batch: StepBatch, end_of_document_id: int) -> int:
+    """Documents that are not alone in their rows, the filling left out."""
+    documents, _ = _numbered(batch, end_of_document_id)
+    last = documents.masked_fill(batch.labels == IGNORE_INDEX, 0).amax(dim=1)
+    return int((last + 1)[last > 0].sum())
+
+
+def _wrong_numbers(batch: StepBatch, documents: Tensor, positions: Tensor, counted: Tensor) -> Iterator[str]:
+    if batch.document_ids is None:
+        yield "the batch does not number its documents"
+        return
+    for name, given, expected in (
+        ("document", batch.document_ids - batch.document_ids[:, :1], documents),
+        ("position", batch.position_ids, positions),
+    ):
+        for row, column in ((given != expected) & counted).nonzero()[:1].tolist():
+            yield (
+                f"token {column} of sample {int(batch.samples[row])} has {name} {int(given[row, column])}, "
+                f"not {int(expected[row, column])}"
+            )
+
+
+def _others(ids: Tensor, end_of_document_id: int, vocab_size: int) -> Tensor:
+    """Another id for each, that ends no document."""
+    following = (ids + 1) % vocab_size
+    return torch.where(following == end_of_document_id, (ids + 2) % vocab_size, following)
+
+
+def _wrongly_moved(
+    moved: Tensor, changed: Tensor, documents: Tensor, counted: Tensor, batch: StepBatch
+) -> Iterator[str]:
+    """Losses that moved though their documents did not change, or the other way round."""
+    size = int(documents.max()) + 1
+    of_document = changed.new_zeros(len(documents), size, dtype=torch.int64).scatter_add_(
+        1, documents, changed.long()
+    )
+    touched = of_document.gather(1, documents) > 0
+    yield from _told(moved & ~touched & counted, batch, "changes with another document")
+    yield from _told(~moved & touched & counted, batch, "does not change with its own document")
+
+
+def _told(where: Tensor, batch: StepBatch, what: str) -> Iterator[str]:
+    """The first of the tokens."""
+    for row, column in where.nonzero()[:1].tolist():
+        yield f"the loss at token {column} of sample {int(batch.samples[row])} {what}"
+
+
+def _first_to_the_end(documents: Tensor) -> Tensor:
+    """Indices [b, S] of an order in which each row's first document stands behind the others."""
+    length = documents.shape[1]
+    first = (documents == 0).sum(dim=1, keepdim=True)
+    return (torch.arange(length, device=documents.device) + first) % length
+
+
+def _reordered(batch: StepBatch, order: Tensor) -> StepBatch:
+    assert batch.document_ids is not None
+    ids = batch.document_ids
+    behind = torch.where(ids == ids[:, :1], ids[:, -1:] + 1, ids)
+    return replace(
+        batch,
+        input_ids=batch.input_ids.gather(1, order),
+        labels=batch.labels.gather(1, order),
+        position_ids=batch.position_ids.gather(1, order),
+        document_ids=behind.gather(1, order),
+    )

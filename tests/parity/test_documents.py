@@ -1,0 +1,137 @@
+"""Documents in one row train as each does alone: token losses and every gradient, in every layout and family."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalite.model.options import Dropout, Recompute
+from megalite.parallel.cross_entropy import IGNORE_INDEX
+from megalite.topology.layout import Layout
+from tests.support.parity import assert_close, assert_same_tensors
+from tests.support.tiny import FAMILY_SHAPES, tiny_shape
+from tests.support.training import (
+    SEQUENCES,
+    Job,
+    RankResult,
+    build,
+    full_gradients,
+    global_batch,
+    local_batch,
+    shards_of,
+    train_on_rank,
+)
+
+FAMILIES = ("llama 3", "gpt2", "mistral", "qwen3")
+JOB = Job(tiny_shape(tied=True), documents=True)
+
+
+def train_each_document_alone(job: Job) -> tuple[RankResult, Tensor]:
+    """One step with every document as a row of its own, at position 0 and without a mask; and the token losses."""
+    parts = build(job)
+    batch = global_batch(job, 0)
+    assert batch.document_ids is not None
+    weight = (batch.loss_mask * (batch.labels != IGNORE_INDEX)).sum()
+    token_losses = torch.zeros_like(batch.loss_mask)
+    for row, documents in enumerate(batch.document_ids):
+        for document in documents.unique():
+            mine = (documents == document).nonzero().flatten()
+            losses = parts.stage(
+                batch.input_ids[row : row + 1, mine],
+                position_ids=torch.arange(len(mine)).unsqueeze(0),
+                labels=batch.labels[row : row + 1, mine],
+                loss_mask=batch.loss_mask[row : row + 1, mine],
+                samples=batch.samples[row : row + 1],
+                each_token=True,
+            )
+            (losses.sum() / weight).backward()
+            token_losses[row, mine] = losses.detach()[0]
+    tensors = {name: tensor.grad.double() for name, tensor in parts.stage.named_parameters()}
+    result = RankResult(0, [float(token_losses.sum() / weight)])
+    result.gradients = shards_of(parts.parameters, tensors, parts.mesh)
+    return result, token_losses
+
+
+@pytest.fixture(scope="module")
+def alone(ranks):
+    @cache
+    def run(job: Job) -> tuple[RankResult, Tensor]:
+        [result] = ranks.run(train_each_document_alone, world_size=1, job=job)
+        return result
+
+    return run
+
+
+def train_and_evaluate(job: Job) -> tuple[RankResult, Tensor | None, float]:
+    """A step, and what one micro batch of all sequences and the evaluation of the batch gave before it."""
+    parts = build(job)
+    parts.stage.eval()
+    batch = local_batch(job, parts.mesh, 0)
+    token_losses = parts.pipeline.token_losses(batch)
+    total, weight = parts.pipeline.evaluate(batch)
+    return train_on_rank(job), token_losses, total / weight
+
+
+def _check(ranks, alone, job: Job) -> None:
+    one = replace(
+        job, layout=Layout(), sequence_parallel=False, schedule="1f1b", chunks_a_stage=1, recompute=Recompute(),
+        micro_batch_size=1, compile=False,
+    )  # fmt: skip
+    expected, token_losses = alone(one)
+    results = ranks.run(train_and_evaluate, world_size=job.layout.world_size, job=job)
+    trained = [result for result, _, _ in results]
+    share = SEQUENCES // job.layout.data
+    seen = 0
+    for result, losses, mean in results:
+        assert_close(result.losses, expected.losses, what="loss")
+        assert_close(mean, expected.losses[0], what="evaluation")
+        if losses is not None:
+            mine = slice(result.dp_rank * share, (result.dp_rank + 1) * share)
+            assert_close(losses, token_losses[mine], what="token losses")
+            seen += 1
+    assert seen == job.layout.data * job.layout.tensor
+    assert_same_tensors(full_gradients(job, trained), full_gradients(one, [expected]))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_process_trains_each_document_as_if_it_were_alone(ranks, alone, family):
+    _check(ranks, alone, replace(JOB, shape=FAMILY_SHAPES[family], micro_batch_size=2))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("gpt2", {"layout": Layout(tensor=2), "sequence_parallel": True}),
+        ("llama 3", {"layout": Layout(pipeline=2)}),
+        ("mistral", {"layout": Layout(pipeline=2), "schedule": "zbv", "chunks_a_stage": 2}),
+        ("gpt2", {"layout": Layout(pipeline=2), "schedule": "interleaved_1f1b", "chunks_a_stage": 2}),
+        ("qwen3", {"layout": Layout(tensor=2, data=2)}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())),
+)
+def test_every_layout_trains_each_document_as_if_it_were_alone(ranks, alone, family, changes):
+    _check(ranks, alone, replace(JOB, shape=FAMILY_SHAPES[family], micro_batch_size=2, **changes))
+
+
+@pytest.mark.parametrize("how", ["selective", "full"])
+def test_recomputed_attention_sees_its_document_only(ranks, alone, how):
+    _check(ranks, alone, replace(JOB, shape=FAMILY_SHAPES["mistral"], recompute=Recompute(how)))
+
+
+def test_dropped_attention_in_documents_is_the_same_in_every_layout(ranks):
+    """The mask's counter is keyed by the place in the row, so there is no document alone to compare with."""
+    job = replace(JOB, dropout=Dropout(attention=0.25), recompute=Recompute("selective"))
+    [one] = ranks.run(train_on_rank, world_size=1, job=replace(job, recompute=Recompute()))
+    results = ranks.run(train_on_rank, world_size=2, job=replace(job, layout=Layout(tensor=2)))
+    for result in results:
+        assert_close(result.losses, one.losses, what="loss")
+    assert_same_tensors(
+        full_gradients(replace(job, layout=Layout(tensor=2)), results), full_gradients(job, [one])
+    )
+
+
+@pytest.mark.slow
+def test_compiled_layers_see_their_document_only(ranks, alone):
+    _check(ranks, alone, replace(JOB, shape=FAMILY_SHAPES["mistral"], compile=True))
