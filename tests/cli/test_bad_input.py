@@ -48,7 +48,7 @@ def run(
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS)
         return done.returncode, done.stderr
     # What `megalite train` does to its process is for a process of its own.
-    monkeypatch.setattr("megalite.cli.train.prepare_process", lambda *_, **__: 1)
+    monkeypatch.setattr("megalite.train.run.prepare_process", lambda *_, **__: 1)
     if case.patch is not None:
         case.patch(monkeypatch)
     try:
