@@ -168,8 +168,8 @@ CASES = [
     ),
     Case(
         "a .model without the end of a document",
-        spoiled_model(eos_id=-1),
-        ("spm.model has no token '<|endoftext|>'", "--end-of-document"),
+        spoiled_model(bytes, "--end-of-document", "<|endoftext|>"),
+        ("spm.model has no token '<|endoftext|>'", "--end-of-document", "</s>"),
     ),
     Case(
         "a .model of whole words",
