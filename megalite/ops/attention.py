@@ -98,14 +98,13 @@ def causal_attention(
     query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     new, total = query.shape[2], key.shape[2]
     if mask is not None:
-        seen = _seen(new, total, window, query.device) if documents is None else _within(documents, window)
-        return _dropped_attention(query, key, value, seen, mask)
-    if documents is not None:
-        seen = _within(documents, window)
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=seen).transpose(1, 2)
+        whole = _seen(new, total, window, query.device) if documents is None else _within(documents, window)
+        return _dropped_attention(query, key, value, whole, mask)
     # One new token sees everything; a longer piece after a cache needs the mask aligned at the end.
     cut = window is not None and window < total
     seen = _seen(new, total, window, query.device) if cut or 1 < new < total else None
+    if documents is not None:
+        seen = _within(documents, window)
     is_causal = seen is None and new == total
     attended = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, is_causal=is_causal)
     return attended.transpose(1, 2)
