@@ -1,3 +1,35 @@
-"""megalite: a 3D-parallel runtime for training large language models."""
+"""megalite: a 3D-parallel runtime for training large language models.
+
+from megalite import RunConfig, Trainer
+
+Trainer(RunConfig.load("run.toml", training={"steps": 100})).train()
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megalite.config.schema import RunConfig as RunConfig
+    from megalite.train.callbacks import ActiveRun as ActiveRun
+    from megalite.train.callbacks import Callback as Callback
+    from megalite.train.run import Trainer as Trainer
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "ActiveRun": "megalite.train.callbacks",
+    "Callback": "megalite.train.callbacks",
+    "RunConfig": "megalite.config.schema",
+    "Trainer": "megalite.train.run",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Imported when used: `import megalite` costs nothing.
+    if name not in _HOMES:
+        raise AttributeError(f"module megalite has no attribute {name}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

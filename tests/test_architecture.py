@@ -22,9 +22,9 @@ PACKAGE = ROOT / "megalite"
 ROWS = {
     "errors": 0,
     "topology": 1,
+    "launcher": 1,
     "config": 2,
     "ops": 2,
-    "launcher": 2,
     "parallel": 3,
     "monitor": 3,
     "model": 4,
@@ -36,6 +36,7 @@ ROWS = {
     "train": 8,
     "cli": 9,
     "__main__": 10,
+    "__init__": 10,
 }
 # They take numbers, tensors and groups, so that they can be used without a run's configuration.
 WITHOUT_CONFIG = ("parallel", "ops")

@@ -1,4 +1,4 @@
-"""Folders of checkpoints: names, the `latest` file, what a killed save leaves behind; what lies beside. No torch.
+"""Folders of checkpoints: names, the `latest` and `best` files, what a killed save leaves behind. No torch.
 
 A save is written to `.step-000100.partial-<token>` and renamed to `step-000100` when it is whole; then
 `latest` is made to name it.
@@ -8,12 +8,15 @@ import logging
 import os
 import re
 import shutil
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from megalite.checkpoint.format import MANIFEST, Manifest, from_json
 from megalite.errors import CheckpointError
 
 LATEST = "latest"
+BEST = "best"
 _STEP = re.compile(r"step-(\d{6,})")
 _PARTIAL = re.compile(r"\.(step-\d{6,})\.partial-\w+")
 
@@ -64,16 +67,14 @@ def find_latest(folder: Path) -> Path | None:
     logged and the whole checkpoint with the highest step is taken. Sizes are checked here, hashes on loading.
     Raises CheckpointError when there are checkpoints but none is whole.
     """
-    named, problem = _named_by_latest(folder), f"{folder / LATEST} is missing or names no checkpoint"
+    named, problem = _named_by(folder / LATEST), f"{folder / LATEST} is missing or names no checkpoint"
     if named is not None:
         try:
             require_whole(named)
             return named
         except CheckpointError as error:
             problem = f"{folder / LATEST} names a broken checkpoint: {error}"
-    candidates = {
-        int(match[1]): path for path in folder.glob("step-*") if (match := _STEP.fullmatch(path.name))
-    }
+    candidates = _published(folder)
     for _, path in sorted(candidates.items(), reverse=True):
         try:
             require_whole(path)
@@ -88,10 +89,15 @@ def find_latest(folder: Path) -> Path | None:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """The checkpoint that `path` means: one itself, a folder of them, or a run's folder.
+    """The checkpoint that `path` means: one itself, a folder of them, a run's folder, or its checkpoints/best.
 
     Raises CheckpointError when there is none.
     """
+    if path.name == BEST and not path.is_dir():
+        best = find_best(path.parent)
+        if best is None:
+            raise CheckpointError(f"{path} names no checkpoint; checkpoint.best = true keeps one")
+        return best
     if (path / MANIFEST).is_file():
         return path
     for folder in (path / "checkpoints", path):
@@ -101,6 +107,15 @@ def find_checkpoint(path: Path) -> Path:
     raise CheckpointError(
         f"{path} is neither a checkpoint nor a run's folder with one; no {MANIFEST} is there"
     )
+
+
+def find_best(folder: Path) -> Path | None:
+    """What `best` names in a `checkpoints` folder, None where there is none. Raises CheckpointError if broken."""
+    named = _named_by(folder / BEST)
+    if named is None:
+        return None
+    require_whole(named)
+    return named
 
 
 def find_tokenizer(checkpoint: Path, manifest: Manifest) -> Path | None:
@@ -115,7 +130,7 @@ def find_tokenizer(checkpoint: Path, manifest: Manifest) -> Path | None:
 
 def remove_stale(folder: Path) -> None:
     """Remove what killed saves left behind; never what `latest` names."""
-    named = _named_by_latest(folder)
+    named = _named_by(folder / LATEST)
     for path in folder.glob(".step-*.partial-*"):
         if _PARTIAL.fullmatch(path.name) and path != named:
             shutil.rmtree(path, ignore_errors=True)
@@ -132,25 +147,50 @@ def publish(partial: Path, published: Path) -> None:
     if published.exists() and _same_numbers(partial, published):
         shutil.rmtree(partial)
     elif published.exists():
-        if _named_by_latest(folder) == published:
+        if _named_by(folder / LATEST) == published:
             # Until it has its final name the new one is found under the present one.
-            write_latest(folder, partial.name)
+            point_to(folder, LATEST, partial.name)
         replaced = partial.with_name(f"{partial.name}_replaced")
         published.rename(replaced)
         partial.rename(published)
     else:
         partial.rename(published)
     sync_folder(folder)
-    write_latest(folder, published.name)
+    point_to(folder, LATEST, published.name)
     remove_stale(folder)
 
 
-def write_latest(folder: Path, name: str) -> None:
-    """Make `latest` name a checkpoint, atomically."""
-    temporary = folder / f".{LATEST}.new"
-    write_durably(temporary, f"{name}\n")
-    temporary.replace(folder / LATEST)
+def point_to(folder: Path, pointer: str, name: str) -> None:
+    """Make `latest` or `best` name a checkpoint of the folder, atomically; without effect where there is none."""
+    named = f"{name}\n"
+    if not (folder / name).is_dir():
+        return
+    with suppress(OSError, UnicodeDecodeError):
+        if (folder / pointer).read_text(encoding="utf-8") == named:
+            return
+    temporary = folder / f".{pointer}.new"
+    write_durably(temporary, named)
+    temporary.replace(folder / pointer)
     sync_folder(folder)
+
+
+def remove_older(folder: Path, step: int, *, keep: int, spared: Sequence[Path] = ()) -> None:
+    """Of the whole checkpoints up to `step` remove all but the last `keep`; never what is spared, `latest` or `best`.
+
+    Each loses its name at once, so that a crash leaves none that is whole by name alone; `remove_stale` removes it.
+    """
+    kept = {path.resolve() for path in spared}
+    kept |= {
+        named.resolve() for pointer in (LATEST, BEST) if (named := _named_by(folder / pointer)) is not None
+    }
+    found = sorted((number, path) for number, path in _published(folder).items() if number <= step)
+    whole = [path for _, path in found if _is_whole(path)]
+    for path in whole[: max(0, len(whole) - keep)]:
+        if path.resolve() not in kept:
+            removed = folder / f".{path.name}.partial-removed"
+            shutil.rmtree(removed, ignore_errors=True)
+            path.rename(removed)
+            shutil.rmtree(removed, ignore_errors=True)
 
 
 def write_durably(path: Path, text: str) -> None:
@@ -170,10 +210,24 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def _named_by_latest(folder: Path) -> Path | None:
-    """None where `latest` is missing, cannot be read or holds something else than a checkpoint's name."""
+def _published(folder: Path) -> dict[int, Path]:
+    """Step -> what is named as its checkpoint."""
+    return {int(match[1]): path for path in folder.glob("step-*") if (match := _STEP.fullmatch(path.name))}
+
+
+def _is_whole(checkpoint: Path) -> bool:
     try:
-        name = (folder / LATEST).read_text(encoding="utf-8").strip()
+        require_whole(checkpoint)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _named_by(pointer: Path) -> Path | None:
+    """None where `latest` or `best` is missing, cannot be read or holds something else than a checkpoint's name."""
+    folder = pointer.parent
+    try:
+        name = pointer.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
         return None
     partial = _PARTIAL.fullmatch(name)

@@ -67,6 +67,7 @@ def _prepare(options: argparse.Namespace) -> int:
         min_length=options.min_length,
         split=split,
     )
+    _refuse_foreign(preparation.outputs)
     standing = preparation.done()
     for prefix, facts in zip(preparation.outputs, standing or (), strict=False):
         print(f"{prefix}: up to date, {_counts(facts)}")
@@ -102,6 +103,21 @@ def _outputs(prefix: Path, split: "Split") -> list[Path]:
     if len(split.shares) == 1:
         return [prefix]
     return [prefix.with_name(f"{prefix.name}-{PARTS[part]}") for part in split.parts]
+
+
+def _refuse_foreign(prefixes: Sequence[Path]) -> None:
+    """DataError where a token file of another program stands; one of ours has its .json, or was to get it."""
+    from megalite.data.partial_files import json_path, partial
+    from megalite.data.token_file import bin_path, idx_path
+    from megalite.errors import DataError
+
+    for prefix in prefixes:
+        ours = json_path(prefix).exists() or partial(json_path(prefix)).exists()
+        if not ours and bin_path(prefix).exists() and idx_path(prefix).exists():
+            raise DataError(
+                f"{bin_path(prefix)} was not written by megalite data prepare, and would be replaced; "
+                "choose another --output, or remove it"
+            )
 
 
 def _inspect(options: argparse.Namespace) -> int:
@@ -148,10 +164,9 @@ def _counts(facts: "PreparedFacts") -> str:
 
 
 def _count(text: str) -> int:
-    number = int(text)
-    if number < 0:
-        raise ValueError
-    return number
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 0 or more")
+    return int(text)
 
 
 class _Shares(argparse.Action):

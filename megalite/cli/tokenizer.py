@@ -64,9 +64,16 @@ def add_source_options(parser: argparse.ArgumentParser) -> None:
     add_end_of_document(parser)
 
 
+def _token(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("the token is empty; name one, for example <|endoftext|>")
+    return text
+
+
 def add_end_of_document(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--end-of-document",
+        type=_token,
         metavar="TOKEN",
         help="the token that closes each document; default: the tokenizer's own eos_token, else <|endoftext|>",
     )

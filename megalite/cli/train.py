@@ -8,8 +8,8 @@ from megalite.config.describe import describe_keys
 from megalite.config.flags import split_overrides
 from megalite.config.load import load_run
 from megalite.errors import ConfigError
-from megalite.launcher.environment import prepare_process, rank_info
-from megalite.train.supported import require_supported
+from megalite.launcher.environment import rank_info
+from megalite.train.run import Trainer
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -19,32 +19,14 @@ def run(arguments: Sequence[str]) -> int:
     info = rank_info()
     try:
         loaded = load_run(options.run_file, overrides, world_size=info.world_size if info else None)
-        config = loaded.config
-        require_supported(config, str(options.run_file))
+        if info is None or info.rank == 0:
+            for note in loaded.notes:
+                print(f"note: {note}")
+        return Trainer(loaded.config).run(str(options.run_file))
     except ConfigError as error:
         if info is not None and info.rank > 0:
             return error.exit_code  # rank 0 says it for all
         raise
-    if info is None or info.rank == 0:
-        for note in loaded.notes:
-            print(f"note: {note}")
-    threads = prepare_process(config.training.threads, local_ranks=config.layout.world_size, info=info)
-
-    # From here on torch may be imported: everything a user can get wrong in the file is known to be right.
-    from megalite.train.job import RunFolder, prepare_inputs, train_rank
-    from megalite.train.local import run_local_ranks, run_rank
-
-    folder = RunFolder(Path(config.run.folder))
-    if info is not None:
-        return run_rank(train_rank, info, config.layout, folder.failures, arguments=(config, threads))
-    folder.occupy().close()  # a folder that rank 0 could not use is better known before the text is prepared
-    prepare_inputs(config, folder)
-    preload = ["torch", "megalite.train.job", "torch.distributed.pipelining"]
-    if config.zero_stage:
-        preload.append("megalite.train.deepspeed")
-    return run_local_ranks(
-        train_rank, config.layout, folder.failures, arguments=(config, threads), preload=preload
-    )
 
 
 def _parser(*, with_settings: bool) -> argparse.ArgumentParser:

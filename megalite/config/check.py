@@ -10,6 +10,7 @@ from megalite.config.family_rules import FAMILY_RULES
 from megalite.config.optimizer_rules import OPTIMIZER_RULES
 from megalite.config.pipeline_rules import PIPELINE_RULES
 from megalite.config.validate import Facts, Unknown
+from megalite.config.validation_rules import VALIDATION_RULES
 from megalite.errors import Problem
 from megalite.topology.families import FAMILIES
 from megalite.topology.sharding import units_fit
@@ -214,5 +215,6 @@ RULES: tuple[Rule, ...] = (
     decay_follows_the_warmup,
     momentum_is_for_sgd,
     *DATA_RULES,
+    *VALIDATION_RULES,
     *FAMILY_RULES,
 )

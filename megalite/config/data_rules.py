@@ -71,7 +71,7 @@ def wrong_shares(shares: Sequence[float]) -> tuple[str, str] | None:
         wrong = "has a share below 0"
     elif shares[0] == 0:
         wrong = "leaves nothing to train on"
-    elif abs(sum(shares) - 1) > _LARGEST_ERROR:
+    elif not abs(sum(shares) - 1) <= _LARGEST_ERROR:  # nor nan
         wrong = f"adds up to {sum(shares):g}, not 1"
     else:
         return None
@@ -95,6 +95,13 @@ def validation_is_other_text(facts: Facts) -> Iterator[Problem]:
         )
 
 
+def every_loader_worker_has_a_step(facts: Facts) -> Iterator[Problem]:
+    workers, steps = facts.data.loader_workers, facts.data.prefetch
+    if workers > steps:
+        message = f"{workers} threads have {steps} steps to read ahead (data.prefetch)"
+        yield Problem("data.loader_workers", message, f"use at most {steps}, or raise data.prefetch")
+
+
 DATA_RULES = (
     tokenizer_is_given_once,
     model_holds_every_token,
@@ -103,4 +110,5 @@ DATA_RULES = (
     blend_names_each_set_once,
     split_shares_add_up,
     validation_is_other_text,
+    every_loader_worker_has_a_step,
 )

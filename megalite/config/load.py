@@ -1,6 +1,7 @@
 """From RUN.toml and flags to a resolved RunConfig, or to one ConfigError with everything that is wrong."""
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,17 @@ from megalite.config.check import problems_of
 from megalite.config.computation_rules import notes_of
 from megalite.config.deepspeed import apply_deepspeed
 from megalite.config.draft import DEFAULT, DERIVED, Draft
-from megalite.config.flags import COMMAND_LINE, apply_overrides
+from megalite.config.flags import COMMAND_LINE, UNSET, apply_overrides
 from megalite.config.huggingface import apply_hf_config
 from megalite.config.pipeline_rules import chunks_a_stage
 from megalite.config.presets import apply_preset, require_shape
 from megalite.config.schema import RunConfig
-from megalite.config.toml import format_table, read_toml
+from megalite.config.toml import format_table, format_value, read_toml, shown
 from megalite.config.validate import Facts, validate
-from megalite.errors import ConfigError
+from megalite.errors import ConfigError, Problem
+from megalite.launcher.environment import rank_info
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,39 @@ def load_run(
         if value != getattr(getattr(facts, section), name):
             draft.set(section, name, value, DERIVED)
     return LoadedRun(RunConfig.model_validate(draft.values), draft.origins, (*draft.notes, *notes_of(facts)))
+
+
+def load_with(path: Path | str | None, flags: Sequence[str], settings: Mapping[str, Any]) -> RunConfig:
+    """As `RunConfig.load`."""
+    info = rank_info()
+    loaded = load_run(path, [*_as_flags(settings), *flags], info.world_size if info else None)
+    if info is None or info.rank == 0:
+        for note in loaded.notes:
+            logger.warning(note)
+    return loaded.config
+
+
+def _as_flags(settings: Mapping[str, Any]) -> Iterator[str]:
+    """What a call gives, section by section, in the words of the command line."""
+    for section, table in settings.items():
+        if not isinstance(table, Mapping) and "." not in section:
+            problem = Problem(
+                section, f"{shown(table)} stands for a section", f"write {section}={{key: value}}"
+            )
+            raise ConfigError([problem], "the call")
+        yield from _flags_of(section, table)
+
+
+def _flags_of(name: str, value: Any) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _flags_of(f"{name}.{key}", each)
+    else:
+        value = str(value) if isinstance(value, Path) else value
+        try:
+            yield f"--{name}={UNSET if value is None else format_value(value)}"
+        except TypeError as error:
+            raise ConfigError([Problem(name, str(error), "use numbers, text, lists")], "the call") from None
 
 
 def write_resolved(config: RunConfig, path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -198,6 +199,10 @@ class TrainingConfig(Section):
         1, description="fp16: the overflow since the last doubling that halves the loss scale"
     )
     minimum_loss_scale: Count = Field(1, description="fp16: an overflow at this loss scale ends the run")
+    nonfinite: Literal["stop", "skip"] = Field(
+        "stop", description="what a gradient that is not finite does: end the run, or leave the step out"
+    )
+    nonfinite_limit: Count = Field(10, description="so many steps left out in a row end the run after all")
     recompute: Literal["none", "selective", "full"] = Field(
         "none",
         description="what backward computes again to keep less: attention's core (selective), whole layers (full)",
@@ -332,20 +337,53 @@ class DataConfig(Section):
     )
     shuffle: bool = Field(True, description="order of sequences anew in every epoch")
     workers: int = Field(2, ge=0, lt=1024, description="processes that encode text")
+    loader_workers: int = Field(
+        1, ge=0, lt=1024, description="threads that read later steps' batches; 0: each step reads its own"
+    )
+    prefetch: Count = Field(2, description="steps whose batches those threads keep ready")
+
+
+class ValidationConfig(Section):
+    """The loss on held-out text (data.validation or data.split), without dropout; after the last step in any case."""
+
+    every: Count | None = Field(None, description="steps between validations; default: only after the last")
+    at_start: bool = Field(False, description="validate before the first step too")
+    samples: Count | None = Field(
+        None, description="sequences of each set, always the same ones, drawn by run.seed; default: all"
+    )
+    patience: Count | None = Field(
+        None, description="end the run after so many validations in a row without an improvement"
+    )
+    minimum_improvement: float = Field(
+        0.0, ge=0, description="for patience: how much lower a loss has to be to be an improvement"
+    )
 
 
 class CheckpointConfig(Section):
     """When the run is saved and where it goes on; the last step is always saved."""
 
     every: Count | None = Field(None, description="steps between checkpoints; default: only the last")
+    best: bool = Field(
+        False,
+        description="also save whenever the validation loss is the lowest so far; checkpoints/best names it",
+    )
+    keep_last: Count | None = Field(
+        None, description="delete all but so many of the last, the best, and what the run resumed from"
+    )
     resume: Text = Field("auto", description='"auto": the latest of run.folder; "never"; or a checkpoint')
-    export: bool = Field(True, description="write run.folder/export for Hugging Face at the end")
+    export: bool | Literal["best"] = Field(
+        True,
+        description='write run.folder/export for Hugging Face at the end; "best": of the best checkpoint',
+    )
 
 
 class MonitorConfig(Section):
     """What is reported while training; metrics.jsonl has every step."""
 
     every: Count = Field(1, description="steps between console lines")
+    tensorboard: bool = Field(
+        False, description="also write run.folder/tensorboard; needs the package tensorboard"
+    )
 
 
 @dataclass(frozen=True)
@@ -369,8 +407,21 @@ class RunConfig(Section):
     deepspeed: DeepSpeedSection | None = None
     tokenizer: TokenizerConfig = TokenizerConfig()
     data: DataConfig
+    validation: ValidationConfig = ValidationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     monitor: MonitorConfig = MonitorConfig()
+
+    @classmethod
+    def load(cls, path: Path | str | None, *flags: str, **settings: Any) -> "RunConfig":
+        """Read RUN.toml, resolved for the ranks that a launcher started, if one did.
+
+        settings: laid over the file, section by section: training={"steps": 100}, model={"preset": "small"}.
+        flags: over both, in the words of the command line: "--training.steps", "100".
+        Raises ConfigError with every problem.
+        """
+        from megalite.config.load import load_with
+
+        return load_with(path, flags, settings)
 
     @property
     def layout(self) -> Layout:

@@ -19,6 +19,7 @@ from megalite.config.schema import (
     Section,
     TokenizerConfig,
     TrainingConfig,
+    ValidationConfig,
 )
 from megalite.config.toml import shown
 from megalite.errors import Problem
@@ -62,6 +63,7 @@ class Facts:
     optimizer: OptimizerConfig
     tokenizer: TokenizerConfig
     data: DataConfig
+    validation: ValidationConfig
     checkpoint: CheckpointConfig
     deepspeed: Mapping[str, Any]
     """What is passed on to DeepSpeed; empty without [deepspeed]."""
@@ -98,6 +100,7 @@ def validate(draft: Draft, world_size: int | None) -> Facts:
         optimizer=cast(OptimizerConfig, _Known(sections["optimizer"])),
         tokenizer=cast(TokenizerConfig, _Known(sections["tokenizer"])),
         data=cast(DataConfig, _Known(sections["data"])),
+        validation=cast(ValidationConfig, _Known(sections["validation"])),
         checkpoint=cast(CheckpointConfig, _Known(sections["checkpoint"])),
         deepspeed=deepspeed if isinstance(deepspeed, Mapping) else {},
         world_size=world_size,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import lcm
+from threading import Lock
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,6 +50,7 @@ class SetOrder:
         self.period = sum(shares)
         self._sets = np.zeros(0, dtype=np.int64)
         self._turns = np.zeros(0, dtype=np.int64)
+        self._computing = Lock()  # threads of a loader look up at once
         self._scale = max(1, 2 * len(shares) - 2)
         self._taken = [0] * len(shares)
         self._waiting: list[tuple[int, int]] = []
@@ -59,9 +61,11 @@ class SetOrder:
     def look_up(self, steps: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """For each step its set, and how many steps before it fell to the same set."""
         periods, places = np.divmod(steps, self.period)
-        self._compute(int(places.max(initial=0)) + 1)
-        sets = self._sets[places]
-        return sets, periods * self.shares[sets] + self._turns[places]
+        with self._computing:
+            self._compute(int(places.max(initial=0)) + 1)
+            sets = self._sets[places]
+            turns = self._turns[places]
+        return sets, periods * self.shares[sets] + turns
 
     def _enter(self, each: int) -> None:
         """Queue the next turn of a set by the first step that may be its."""

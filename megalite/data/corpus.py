@@ -283,10 +283,8 @@ def _json_lines(path: Path, stream: io.BufferedIOBase, text_column: str) -> Iter
             row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
         except UnicodeDecodeError as error:
             raise _not_utf8(path, number, error) from error
-        except json.JSONDecodeError as error:
-            raise DataError(
-                f"{where}: not JSON ({error.msg} at column {error.colno}); mend or remove the line"
-            ) from error
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{where}: not JSON ({_reason(error)}); mend or remove the line") from error
         if not isinstance(row, dict) or text_column not in row:
             columns = sorted(row) if isinstance(row, dict) else "none: it is not an object"
             raise DataError(
@@ -298,6 +296,13 @@ def _json_lines(path: Path, stream: io.BufferedIOBase, text_column: str) -> Iter
                 f"{where}: column {text_column!r} holds {kind}, not text; choose another or mend the line"
             )
         yield (_without_surrogates(row[text_column], where),)
+
+
+def _reason(error: Exception) -> str:
+    """What is wrong with a line; a number of very many digits, and deep nesting, are no JSONDecodeError."""
+    if isinstance(error, json.JSONDecodeError):
+        return f"{error.msg} at column {error.colno}"
+    return "nested too deeply" if isinstance(error, RecursionError) else str(error).partition(";")[0]
 
 
 def _without_surrogates(text: str, where: str) -> str:

@@ -231,7 +231,7 @@ class _Import:
 def _is_done(job: _Training | _Import) -> bool:
     try:
         found = json.loads((job.folder / _RECORD).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False
     return bool(found == job.record()) and (job.folder / "tokenizer.json").is_file()
 

@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from math import ceil
+from typing import Any
 
 import numpy as np
 import torch
@@ -53,7 +55,7 @@ class StepLoader:
         shuffle: bool = True,
         pad_id: int = 0,
         vocab_size: int | None = None,
-        epochs: float | None = None,
+        epochs: float | Fraction | None = None,
         end_of_document_id: int | None = None,
     ):
         files = [token_file] if isinstance(token_file, TokenFile) else token_file
@@ -73,7 +75,7 @@ class StepLoader:
     def samples_per_epoch(self) -> int:
         return len(self._samples)
 
-    def steps_for_epochs(self, epochs: float) -> int:
+    def steps_for_epochs(self, epochs: float | Fraction) -> int:
         """Steps until every sample was seen `epochs` times."""
         return max(1, ceil(epochs * self.samples_per_epoch / self.global_batch_size))
 
@@ -94,11 +96,16 @@ class StepLoader:
             input_ids=torch.from_numpy(input_ids),
             position_ids=position_ids,
             labels=torch.from_numpy(labels),
-            loss_mask=torch.from_numpy(labels != IGNORE_INDEX).to(dtype),
+            loss_mask=torch.from_numpy((labels != IGNORE_INDEX).astype(self._numpy_dtype(dtype))),
             samples=torch.from_numpy(places),
             document_ids=document_ids,
             sample_ids=torch.from_numpy(rows.sample_ids),
         )
+
+    @staticmethod
+    def _numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
+        """Converted by numpy: torch, called by a loader's thread, would start a team of threads beside the model's."""
+        return np.dtype(str(dtype).removeprefix("torch."))
 
     def _check_ids(self, rows: Rows) -> None:
         if self._vocab_size is None:
@@ -109,5 +116,5 @@ class StepLoader:
             raise DataError(
                 f"{bin_path(self._samples.token_files[rows.sets[row]].prefix)}, sample {rows.sample_ids[row]}: id "
                 f"{largest[row]} is outside the model's vocabulary of {self._vocab_size}; prepare the text with the "
-                "model's own tokenizer"
+                "model's own tokenizer, or raise model.vocab_size"
             )

@@ -88,7 +88,7 @@ def read_journal(prefix: Path) -> dict[str, Any]:
     """What was last written there; empty where there is nothing of use."""
     try:
         content = json.loads(journal_path(prefix).read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
 

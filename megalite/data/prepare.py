@@ -5,9 +5,10 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from dataclasses import fields as fields_of
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 import numpy as np
 from numpy.typing import NDArray
@@ -134,6 +135,7 @@ def prepare_outputs(
     done = preparation.done()
     if done is not None:
         return done
+    _check_outputs(preparation)
     written = 0
     first = preparation.outputs[0]
     try:
@@ -160,11 +162,13 @@ def prepared_facts(prefix: Path) -> PreparedFacts | None:
     """What was prepared at `prefix`; None unless the three files are there and fit each other by their size."""
     try:
         fields = json.loads(json_path(prefix).read_text(encoding="utf-8"))
-        facts = PreparedFacts(**{**fields, "sources": tuple(fields["sources"])})
+        facts = PreparedFacts(**{**fields, "sources": tuple(map(str, fields["sources"]))})
         sizes = (bin_path(prefix).stat().st_size, idx_path(prefix).stat().st_size)
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None  # another program's .json, or half a set: as good as none
-    return facts if sizes == (facts.bin_bytes, facts.idx_bytes) else None
+    kinds: dict[str, Any] = {each.name: get_origin(each.type) or each.type for each in fields_of(facts)}
+    typed = all(isinstance(getattr(facts, name), kind) for name, kind in kinds.items())
+    return facts if typed and sizes == (facts.bin_bytes, facts.idx_bytes) else None
 
 
 class _Documents:
@@ -322,6 +326,15 @@ def _progress(corpus: Corpus, place: Place, writers: Sequence[_Documents]) -> Pr
     return Progress(
         place.bytes_read, corpus.size_bytes, documents, sum(each.writer.tokens for each in writers)
     )
+
+
+def _check_outputs(preparation: Preparation) -> None:
+    """DataError where what is read would be replaced by what is made of it."""
+    read = {file.path for file in preparation.corpus.files} | {preparation.tokenizer.file.resolve()}
+    for prefix in preparation.outputs:
+        for path in (bin_path(prefix), idx_path(prefix), json_path(prefix)):
+            if path.resolve() in read:
+                raise DataError(f"{path} is read, and would be written; choose another output (--output)")
 
 
 def _check_not_empty(preparation: Preparation, writers: Sequence[_Documents]) -> None:

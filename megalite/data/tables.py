@@ -28,7 +28,12 @@ def saved_dataset_files(folder: Path) -> list[Path]:
     Raises DataError for several splits, for a damaged folder, and for a selection of rows that was not written out.
     """
     if (folder / "dataset_dict.json").is_file():
-        splits = [str(folder / name) for name in _json(folder / "dataset_dict.json").get("splits", [])]
+        names = _json(folder / "dataset_dict.json").get("splits")
+        if not isinstance(names, list):
+            raise DataError(
+                f"{folder / 'dataset_dict.json'} names no splits; save the data set again (save_to_disk)"
+            )
+        splits = [str(folder / str(name)) for name in names]
         raise DataError(f"{folder} holds several splits; name one of them as the source: {', '.join(splits)}")
     state = _json(folder / "state.json")
     if state.get("_indices_data_files"):
@@ -145,7 +150,7 @@ def _explained(path: Path) -> Iterator[None]:
 def _json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{file} cannot be read ({error}); save the data set again (save_to_disk)") from error
     if not isinstance(content, dict):
         raise DataError(f"{file} holds no table; save the data set again (save_to_disk)")

@@ -2,7 +2,8 @@
 
 X.idx, little-endian: b"MMIDIDX\\0\\0", uint64 version 1, uint8 dtype code, uint64 sequences, uint64 documents + 1;
 then int32 length of each sequence in tokens, int64 offset of each in X.bin in bytes, int64 first sequence of each
-document and, last, the number of sequences. As megatron-core's IndexedDataset writes and reads it.
+document and, last, the number of sequences. As megatron-core's IndexedDataset writes and reads it; its multimodal sets
+end in an int8 mode of each sequence, of which only 0, text, is read here.
 """
 
 import os
@@ -267,8 +268,10 @@ def _read_header(idx: Path) -> tuple[np.dtype[Any], int, int]:
         raise DataError(f"{idx} has dtype code {code}, which holds no token ids; known are {sorted(_DTYPES)}")
     expected = _HEADER.size + 12 * sequences + 8 * rows
     size = idx.stat().st_size
-    if rows < 1 or size != expected:
+    if rows < 1 or size - expected not in (0, sequences):
         raise DataError(f"{idx} has {size} bytes where its header says {expected}; {_PREPARE_AGAIN}")
+    if size > expected and _mapped(idx, "i1", expected, sequences).any():
+        raise DataError(f"{idx} has sequences of another mode than 0, text; prepare the text alone")
     return np.dtype(_DTYPES[code]), sequences, rows - 1
 
 

@@ -90,13 +90,15 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
     which gives other ids where a text begins with a space.
     """
     with _writing(folder):
-        for name in TOKENIZER_FILES:
-            if (source / name).is_file():
-                _write(folder / name, (source / name).read_bytes())
-        config = _config(folder / "tokenizer_config.json")
+        present = (name for name in TOKENIZER_FILES if (source / name).is_file())
+        contents = {name: (source / name).read_bytes() for name in present}
+        config = _config(source / "tokenizer_config.json")
         rebuilding = ("auto_map", "add_prefix_space", "legacy", "tokenizer_file", "vocab_file", "merges_file")
         kept = {key: value for key, value in config.items() if key not in rebuilding}
-        _write(folder / "tokenizer_config.json", _as_json({**kept, "tokenizer_class": _AS_WRITTEN}))
+        contents["tokenizer_config.json"] = _as_json({**kept, "tokenizer_class": _AS_WRITTEN})
+        # tokenizer.json last: where it stands, the folder is whole.
+        for name in sorted(contents, key="tokenizer.json".__eq__):
+            _write(folder / name, contents[name])
 
 
 def load_tokenizer(path: Path | str, *, end_of_document: str | None = None) -> Tokenizer:
@@ -174,7 +176,7 @@ def _writing(folder: Path) -> Iterator[None]:
 def _config(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{file} is not a tokenizer's configuration ({error}); save it again") from error
     if not isinstance(content, dict):
         raise DataError(f"{file} holds no table; save it again with save_pretrained")

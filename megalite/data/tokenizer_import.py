@@ -154,7 +154,7 @@ def _convert_gpt2(files: tuple[Path, ...], folder: Path, end_of_document: str) -
 def _json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(_read(file))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{file} is not JSON ({error}); copy or download it again") from error
     if not isinstance(content, dict):
         raise DataError(f"{file} holds no table; copy or download it again")

@@ -28,6 +28,7 @@ _COVERAGE = 0.99995
 # sentencepiece sums over threads in their order: the number of them is part of the result.
 _THREADS = 4
 _LINE_CHARACTERS = 1 << 12
+_NO_TEXT = "there is no text to train a tokenizer on; name a source that has some (--source, data.source)"
 
 
 def train_into(
@@ -83,7 +84,7 @@ def train_bpe(
     )
     sample = evenly_spaced(pieces, sample_characters)
     if not sample:
-        raise DataError("the source has no text; name one that has")
+        raise DataError(_NO_TEXT)
     backend.train_from_iterator(sample, trainer)
     reached = backend.get_vocab_size()
     if reached != vocab_size:
@@ -115,7 +116,7 @@ def train_sentencepiece(
     for text in sample:
         characters.update(text)
     if not set(characters) - {"\n", "\r"}:
-        raise DataError("the source has no text; name one that has")
+        raise DataError(_NO_TEXT)
     covered = _covered(characters)
     own = min((vocab_size - _RESERVED + 1) // 2, len(covered))
     while True:

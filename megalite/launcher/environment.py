@@ -6,7 +6,8 @@ The only reader and writer of os.environ; its functions take the variables as an
 import os
 import re
 import socket
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -141,6 +142,19 @@ def export_rank(info: RankInfo, environ: MutableMapping[str, str] | None = None)
         MASTER_ADDR=info.master_addr,
         MASTER_PORT=str(info.master_port),
     )
+
+
+@contextmanager
+def exported_rank(info: RankInfo) -> Iterator[None]:
+    """`export_rank` for as long as it is entered: in a process that goes on as no rank."""
+    before = dict(os.environ)
+    export_rank(info)
+    told = os.environ.keys() - before.keys()
+    try:
+        yield
+    finally:
+        for name in told:
+            os.environ.pop(name, None)
 
 
 def prepare_process(

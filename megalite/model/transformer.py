@@ -208,7 +208,8 @@ class Chunk(nn.Module):
             loss_mask,
             self.vocabulary[self.tp.rank],
             self.tp,
-            self.loss_terms,
+            # What shapes the training is no part of an evaluation's loss.
+            self.loss_terms if self.training else LossTerms(self.loss_terms.vocabulary),
         )
         return losses if each_token else losses.sum(dim=-1)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
-from megalite.monitor.metrics import StepMetrics
+from megalite.monitor.metrics import StepMetrics, ValidationMetrics
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What the last lines say. `places`: what lies where, in the order in which it is shown."""
+    """What the last lines say.
+
+    validation: a line of its own about it; empty where there was none. places: what lies where, in the order shown.
+    """
 
     steps: int
     tokens: int
@@ -24,6 +27,7 @@ class RunSummary:
     first_loss: float
     last_loss: float
     places: Mapping[str, Path]
+    validation: str = ""
 
 
 class Console:
@@ -59,6 +63,18 @@ class Console:
         numbers = [*self._numbers(metrics), self._time_left(metrics)]
         self.say(f"step {metrics.step:>{width}}/{self._total_steps}  " + "  ".join(numbers))
 
+    def validation(self, metrics: ValidationMetrics) -> None:
+        """Show a validation."""
+        sets = (
+            "".join(f"  {name} {loss:.4f}" for name, loss in metrics.sets.items())
+            if len(metrics.sets) > 1
+            else ""
+        )
+        self.say(
+            f"validation after step {metrics.step}: loss {metrics.loss:.4f}{sets}  perplexity "
+            f"{metrics.perplexity:,.2f}  {round(metrics.tokens):,} tokens in {duration(metrics.seconds)}"
+        )
+
     def say(self, text: str) -> None:
         """A line of its own, above the bar."""
         if self._bar is None:
@@ -78,6 +94,8 @@ class Console:
             f"({rate:,.0f} tokens/s)"
         )
         self.say(f"loss: {summary.first_loss:.4f} before, {summary.last_loss:.4f} after")
+        if summary.validation:
+            self.say(summary.validation)
         width = max((len(name) for name in summary.places), default=0)
         for name, path in summary.places.items():
             self.say(f"  {name:<{width}}  {path}")
@@ -101,9 +119,9 @@ class Console:
 
     def _numbers(self, metrics: StepMetrics) -> list[str]:
         shares = [] if metrics.mfu is None else [f"{metrics.mfu:.0%} of {self._peak}"]
-        scale = []
-        if metrics.loss_scale is not None:
-            scale = [f"loss scale {metrics.loss_scale:,.10g}", f"{metrics.skipped_steps} skipped"]
+        scale = [] if metrics.loss_scale is None else [f"loss scale {metrics.loss_scale:,.10g}"]
+        if metrics.skipped_steps is not None:
+            scale.append(f"{metrics.skipped_steps} skipped")
         return [
             f"loss {metrics.loss:.4f}",
             f"grad norm {metrics.grad_norm:.3f}",
@@ -111,6 +129,7 @@ class Console:
             f"{metrics.tokens_per_second:,.0f} tokens/s",
             *shares,
             f"{metrics.memory_bytes / 2**30:.2f} GiB",
+            *(f"{name} {value:.4g}" for name, value in metrics.custom.items()),
         ]
 
     def _time_left(self, metrics: StepMetrics) -> str:

@@ -1,9 +1,11 @@
 """The numbers of one step, as every reader of a run sees them."""
 
-from dataclasses import asdict, dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-_FP16_ONLY = ("loss_scale", "skipped_steps")
+_OPTIONAL = ("loss_scale", "skipped_steps")
 
 
 @dataclass(frozen=True)
@@ -14,7 +16,9 @@ class StepMetrics:
     grad_norm: global L2 norm before clipping. tokens: seen since the run began, all ranks together.
     tokens_per_second: of all ranks, over the last steps. mfu: share of the peak FLOP/s; None where the peak is unknown.
     memory_bytes: the most that any rank holds. step_seconds: the wall time of this step.
-    loss_scale, skipped_steps: of fp16 alone: this step's scale, and how many steps were left out since the run began.
+    data_seconds: of these, what rank 0 waited for its batch.
+    loss_scale: of fp16 alone. skipped_steps: how many were left out since the run began, where any may be.
+    custom: what callbacks add, by their own names.
     """
 
     step: int
@@ -26,11 +30,67 @@ class StepMetrics:
     mfu: float | None
     memory_bytes: int
     step_seconds: float
+    data_seconds: float
     loss_scale: float | None = None
     skipped_steps: int | None = None
+    custom: Mapping[str, float] = field(default_factory=dict)
+
+    def scalars(self) -> dict[str, float]:
+        """As they are shown as curves, by tag."""
+        shown = ("loss", "grad_norm", "learning_rate", "tokens_per_second", "loss_scale", "skipped_steps")
+        values = {name: getattr(self, name) for name in shown}
+        return {f"train/{name}": value for name, value in values.items() if value is not None} | dict(
+            self.custom
+        )
 
     def record(self) -> dict[str, Any]:
-        """As it stands in metrics.jsonl, without what only another precision has."""
+        """As it stands in metrics.jsonl, without what another run has."""
+        own = asdict(self)
+        custom = own.pop("custom")
         return {
-            key: value for key, value in asdict(self).items() if value is not None or key not in _FP16_ONLY
+            key: value for key, value in own.items() if value is not None or key not in _OPTIONAL
+        } | custom
+
+
+@dataclass(frozen=True)
+class ValidationMetrics:
+    """A validation with the weights after `step` steps.
+
+    loss: the mean over every counted token of all sets. tokens: their weight. sets: each set's mean, by name.
+    """
+
+    step: int
+    loss: float
+    tokens: float
+    seconds: float
+    sets: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss); infinite where that is too large for a number."""
+        try:
+            return math.exp(self.loss)
+        except OverflowError:
+            return math.inf
+
+    def scalars(self) -> dict[str, float]:
+        """As they are shown as curves, by tag."""
+        several = self.sets if len(self.sets) > 1 else {}
+        curves = {"validation/loss": self.loss, "validation/perplexity": self.perplexity}
+        return curves | {f"validation/loss_{name}": loss for name, loss in several.items()}
+
+    def record(self) -> dict[str, Any]:
+        """As it stands in metrics.jsonl; sets by name only where there are several."""
+        several = self.sets if len(self.sets) > 1 else {}
+        return {
+            "validation_loss": self.loss,
+            "validation_perplexity": self.perplexity,
+            "validation_tokens": round(self.tokens),
+            "validation_seconds": self.seconds,
+            **{f"validation_loss_{name}": loss for name, loss in several.items()},
         }
+
+
+def is_own_metric(name: str) -> bool:
+    """Whether a key of metrics.jsonl is one that every run may have."""
+    return name in {each.name for each in fields(StepMetrics)} or name.startswith("validation_")

@@ -97,16 +97,17 @@ def causal_attention(
         return _attention_of_spans(query, key, value, window, documents)
     query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     new, total = query.shape[2], key.shape[2]
+    within = None if documents is None else _within(documents, window)
     if mask is not None:
-        whole = _seen(new, total, window, query.device) if documents is None else _within(documents, window)
-        return _dropped_attention(query, key, value, whole, mask)
+        seen = _seen(new, total, window, query.device) if within is None else within
+        return _dropped_attention(query, key, value, seen, mask)
+    if within is not None:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=within).transpose(1, 2)
     # One new token sees everything; a longer piece after a cache needs the mask aligned at the end.
     cut = window is not None and window < total
-    seen = _seen(new, total, window, query.device) if cut or 1 < new < total else None
-    if documents is not None:
-        seen = _within(documents, window)
-    is_causal = seen is None and new == total
-    attended = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, is_causal=is_causal)
+    aligned = _seen(new, total, window, query.device) if cut or 1 < new < total else None
+    is_causal = aligned is None and new == total
+    attended = F.scaled_dot_product_attention(query, key, value, attn_mask=aligned, is_causal=is_causal)
     return attended.transpose(1, 2)
 
 

@@ -47,6 +47,7 @@ class DeepSpeedOptimizer:
         """`config`: DeepSpeed's own JSON, with the micro batches of a step counted as one (config/deepspeed.py)."""
         _quieten()
         self._stage, self._parameters, self._mesh = stage, parameters, mesh
+        self._skip_nonfinite = settings.skip_nonfinite
         self._tensors = dict(stage.named_parameters())
         _mark(parameters, self._tensors, mesh)
         narrow = any(tensor.element_size() < 4 for tensor in self._tensors.values())
@@ -110,7 +111,7 @@ class DeepSpeedOptimizer:
         tensor = self._finite.first_nonfinite() if self._zero.overflow else None
         self._finite.clear()
         if self._zero.overflow:
-            return skip_update(self._scale, norm, tensor)
+            return skip_update(self._scale, norm, tensor, skip_nonfinite=self._skip_nonfinite)
         copy_shared_weights(self._parameters, self._tensors, self._mesh)
         if self._scale is not None:
             self._scale.passed()

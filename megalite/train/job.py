@@ -1,13 +1,15 @@
 """The whole life of one rank: meet the others, find the inputs, resume, train, save, export."""
 
 import fcntl
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO
 
 import torch
 
-from megalite.checkpoint.folder import find_checkpoint, find_latest, read_manifest
+from megalite.checkpoint.folder import find_best, find_checkpoint, find_latest, read_manifest
 from megalite.checkpoint.huggingface import export
 from megalite.config.load import write_resolved
 from megalite.config.schema import RunConfig
@@ -18,11 +20,14 @@ from megalite.data.tokenizer import load_tokenizer
 from megalite.errors import ConfigError, Problem
 from megalite.launcher.environment import RankInfo
 from megalite.parallel.mesh import ParallelMesh, connect, disconnect
+from megalite.train.callbacks import Callback
 from megalite.train.document_probe import check_documents
+from megalite.train.loop import TrainingLoop
 from megalite.train.precision import Precision, choose_precision
 from megalite.train.report import RunReporter
 from megalite.train.supported import asked_precision
 from megalite.train.trainer import Trainer
+from megalite.train.validation import HeldOutSet, held_out_set
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,10 @@ class RunFolder:
     @property
     def metrics(self) -> Path:
         return self.root / "metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.root / "tensorboard"
 
     def occupy(self) -> IO[bytes]:
         """Claim the folder for this process, for as long as the returned file is open.
@@ -88,25 +97,61 @@ def prepare_inputs(config: RunConfig, folder: RunFolder) -> RunInputs:
     return RunInputs(tokenizer_folder, ensure_data(config, folder.root))
 
 
-def train_rank(info: RankInfo, config: RunConfig, threads: int) -> int:
+def train_rank(info: RankInfo, config: RunConfig, threads: int, callbacks: Sequence[Callback] = ()) -> int:
     """Be one rank of the job that `config` describes, until its last step is saved; 0 when all is done."""
     torch.set_num_threads(threads)
     folder = RunFolder(Path(config.run.folder))
     claim = folder.occupy() if info.rank == 0 else None
     device = _device(info)
     connect(info.rank, info.world_size, device=device, rendezvous=info.rendezvous)
+    try:
+        done = _train(info, config, folder, device, callbacks)
+    except BaseException:
+        # Others may be gone, and leaving a broken group can hang, while the failure is still to be told.
+        if info.world_size == 1:
+            disconnect()
+        raise
+    else:
+        disconnect()
+        # Only now: the others need not wait while one rank writes and checks the export.
+        if info.rank == 0 and done.last is not None:
+            done.reporter.summary(_finish(done, folder))
+    finally:
+        if claim is not None:
+            claim.close()
+    return 0
+
+
+@dataclass(frozen=True)
+class _Done:
+    """What is left of a rank when its last step is saved. last: the last checkpoint, if there is any."""
+
+    config: RunConfig
+    tokenizer_folder: Path
+    reporter: RunReporter
+    last: Path | None
+
+
+def _train(
+    info: RankInfo,
+    config: RunConfig,
+    folder: RunFolder,
+    device: torch.device,
+    callbacks: Sequence[Callback],
+) -> _Done:
+    """From the first look at the inputs to the last checkpoint."""
     mesh = ParallelMesh.over_world(config.layout, device, sequence_parallel=config.parallel.sequence)
     inputs = mesh.broadcast_object(prepare_inputs(config, folder) if mesh.rank == 0 else None)
     resumed_from = _checkpoint_to_resume(config, mesh, folder)
     precision = _precision(config, mesh, resumed_from)
     config = config.in_precision(precision.name)
     start = Path(config.model.weights) if config.model.weights and resumed_from is None else None
-    trainer = _trainer(config, mesh, inputs, start)
+    trainer, held_out = _trainer(config, mesh, inputs, start)
     if resumed_from is not None:
         trainer.resume(resumed_from)
     if mesh.rank == 0:
         write_resolved(config, folder.root / "run.toml")
-    reporter = RunReporter(trainer, info, folder.metrics)
+    reporter = RunReporter(trainer, info, folder.metrics, folder.tensorboard)
     if precision.warning:
         reporter.warn(precision.warning)
     if precision.note:
@@ -117,52 +162,62 @@ def train_rank(info: RankInfo, config: RunConfig, threads: int) -> int:
             reporter.say(f"nothing left to train: this run has {trainer.total_steps} steps")
     if config.data.document_mask and config.data.check_document_mask:
         _check_documents(trainer, inputs, reporter)
-    checkpoint = _train(trainer, reporter, folder) or resumed_from
-    # Not when something failed: leaving a broken group can hang, and the failure is still to be told.
-    disconnect()
-    # Only now: the others need not wait while one rank writes and checks the export.
-    if info.rank == 0 and checkpoint is not None:
-        places = {"checkpoint": checkpoint, "metrics": folder.metrics}
-        if config.checkpoint.export:
-            export(checkpoint, folder.export, inputs.tokenizer_folder)
-            places["export"] = folder.export
-        reporter.summary(places)
-    if claim is not None:
-        claim.close()
-    return 0
+    loop = TrainingLoop(
+        trainer, held_out, reporter, folder.checkpoints, callbacks=callbacks, resumed_from=resumed_from
+    )
+    with trainer.batches:
+        reason = loop.run()
+    if reason:
+        reporter.say(f"stopped after step {trainer.state.step}: {reason}")
+    return _Done(config, inputs.tokenizer_folder, reporter, loop.saved)
 
 
-def _train(trainer: Trainer, reporter: RunReporter, folder: RunFolder) -> Path | None:
-    """Train to the end; the last checkpoint written, None if there was no step left to do."""
-    saved = None
-    every = trainer.config.checkpoint.every
-    while trainer.state.step < trainer.total_steps:
-        reporter.step(trainer.train_step())
-        step = trainer.state.step
-        if step == trainer.total_steps or (every is not None and step % every == 0):
-            saved = trainer.save(folder.checkpoints)
-    return saved
+def _finish(done: _Done, folder: RunFolder) -> dict[str, Path]:
+    """Export what is to be exported; what lies where."""
+    config, last = done.config, done.last
+    assert last is not None
+    places = {"checkpoint": last}
+    best = find_best(folder.checkpoints) if config.checkpoint.best else None
+    if best is not None:
+        places["best"] = best
+    places["metrics"] = folder.metrics
+    if config.monitor.tensorboard:
+        places["tensorboard"] = folder.tensorboard
+    if config.checkpoint.export:
+        exported = best if config.checkpoint.export == "best" and best is not None else last
+        export(exported, folder.export, done.tokenizer_folder)
+        places["export"] = folder.export
+    return places
 
 
-def _trainer(config: RunConfig, mesh: ParallelMesh, inputs: RunInputs, weights: Path | None) -> Trainer:
+def _trainer(
+    config: RunConfig, mesh: ParallelMesh, inputs: RunInputs, weights: Path | None
+) -> tuple[Trainer, Mapping[str, HeldOutSet]]:
+    """This rank's trainer, and what the run validates on, by name."""
     tokenizer = load_tokenizer(inputs.tokenizer_folder, end_of_document=config.tokenizer.end_of_document)
     shape = config.model.shape(tokenizer.vocab_size)
-    loader = StepLoader(
-        [TokenFile.open(prefix) for prefix in inputs.data.train],
-        weights=inputs.data.weights,
+    # All that the samples of training and validation have in common.
+    load = partial(
+        StepLoader,
         sequence_length=config.training.sequence_length,
         micro_batch_size=config.batch.micro_batch_size,
         micro_batches=config.batch.micro_batches,
         dp_rank=mesh.dp.rank,
         dp_size=mesh.dp.size,
         seed=config.run.seed,
-        shuffle=config.data.shuffle,
         pad_id=tokenizer.end_of_document_id,
         vocab_size=shape.vocab_size,
-        epochs=None if config.training.steps else config.training.epochs,
         end_of_document_id=tokenizer.end_of_document_id if config.data.document_mask else None,
     )
-    return Trainer(config, mesh, shape, loader, weights=weights)
+    loader = load(
+        [TokenFile.open(prefix) for prefix in inputs.data.train],
+        weights=inputs.data.weights,
+        shuffle=config.data.shuffle,
+        epochs=None if config.training.steps else config.training.epochs,
+    )
+    files = {prefix.name: TokenFile.open(prefix) for prefix in inputs.data.validation}
+    held_out = {name: held_out_set(load, file, config.validation.samples) for name, file in files.items()}
+    return Trainer(config, mesh, shape, loader, weights=weights), held_out
 
 
 def _check_documents(trainer: Trainer, inputs: RunInputs, reporter: RunReporter) -> None:

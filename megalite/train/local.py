@@ -21,7 +21,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from megalite.errors import LaunchError, MegaliteError
-from megalite.launcher.environment import RankInfo, export_rank, local_rank_infos
+from megalite.launcher.environment import RankInfo, export_rank, exported_rank, local_rank_infos
 from megalite.launcher.process import adopt_orphans, children, die_with_parent, identity
 from megalite.topology.layout import Layout
 from megalite.train.failures import FailureFolder, FailureReport
@@ -70,7 +70,8 @@ def run_local_ranks(
     with tempfile.TemporaryDirectory(prefix="megalite-ranks-") as scratch:
         infos = local_rank_infos(layout.world_size, Path(scratch) / "rendezvous")
         if layout.world_size == 1:
-            return run_rank(worker, infos[0], layout, failures, arguments=arguments)
+            with exported_rank(infos[0]):
+                return run_rank(worker, infos[0], layout, failures, arguments=arguments)
         for module in preload:
             importlib.import_module(module)
         with _orphans_killed(), _Signals() as signals:

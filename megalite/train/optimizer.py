@@ -32,7 +32,7 @@ class Update:
     """What one `step` did.
 
     grad_norm: the global norm of the gradient, without the loss scale, before clipping.
-    skipped: an fp16 overflow: no weight was changed. overflow: the first tensor with a gradient that is not finite.
+    skipped: no weight was changed, since the gradient is not finite. overflow: the first tensor where it is not.
     """
 
     grad_norm: float
@@ -61,7 +61,8 @@ class Optimizer(Protocol):
     def step(self, learning_rate: float) -> Update:
         """Clip, update, clear gradients.
 
-        Raises TrainingError, on every rank alike and before any weight changes, when the norm is not finite.
+        Raises TrainingError, on every rank alike and before any weight changes, when the norm is not finite, unless
+        the settings leave such a step out.
         """
         ...
 
@@ -70,7 +71,8 @@ class Optimizer(Protocol):
 class OptimizerSettings:
     """Hyperparameters as the config has them; 0 switches clipping and the average of weights off.
 
-    accumulate_wide: gradients of 16-bit weights are summed in float32. loss_scale: None where there is none.
+    accumulate_wide: gradients of 16-bit weights are summed in float32. skip_nonfinite: leave out an update that is not
+    finite, where no loss scale does so. loss_scale: None where there is none.
     """
 
     name: str
@@ -83,6 +85,7 @@ class OptimizerSettings:
     groups: tuple[ParameterGroup, ...] = ()
     ema_decay: float = 0.0
     accumulate_wide: bool = True
+    skip_nonfinite: bool = False
     loss_scale: LossScaleSettings | None = None
 
 
@@ -152,11 +155,12 @@ def require_finite(norm: float, tensor: str | None = None) -> None:
         )
 
 
-def skip_update(scale: LossScale | None, norm: float, tensor: str | None) -> Update:
+def skip_update(scale: LossScale | None, norm: float, tensor: str | None, *, skip_nonfinite: bool) -> Update:
     """Lower the scale for the overflow that arose in the gradient of `tensor`. Raises TrainingError where it cannot
-    be lowered, or is none: `norm` is not finite."""
+    be lowered, or is none and the step is not to be left out: `norm` is not finite."""
     if scale is None:
-        require_finite(norm, tensor)
+        if not skip_nonfinite:
+            require_finite(norm, tensor)
     elif scale.exhausted:
         raise TrainingError(
             f"fp16 overflows in the gradient of {tensor} at the smallest loss scale, {scale.value:g}:"
@@ -236,7 +240,7 @@ class TorchOptimizer:
     def _skip(self, norm: float) -> Update:
         """Leave out the update of an overflow, on every rank alike. Raises TrainingError where it is none."""
         tensor = first_nonfinite(self._parameters, self._tensors, self._mesh)
-        update = skip_update(self._scale, norm, tensor)
+        update = skip_update(self._scale, norm, tensor, skip_nonfinite=self._settings.skip_nonfinite)
         for held in self._tensors.values():
             held.grad = None
         return update

@@ -2,7 +2,9 @@
 
 import math
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -11,7 +13,8 @@ from megalite.launcher.process import available_cores
 from megalite.monitor.console import Console, RunSummary
 from megalite.monitor.jsonl import MetricsFile, read_metrics
 from megalite.monitor.memory import device_memory, process_memory
-from megalite.monitor.metrics import StepMetrics
+from megalite.monitor.metrics import StepMetrics, ValidationMetrics
+from megalite.monitor.tensorboard import TensorBoardFile
 from megalite.monitor.throughput import (
     Throughput,
     flops_per_token,
@@ -28,10 +31,12 @@ _LAST_STEPS = 10
 class RunReporter:
     """Turns step reports into metrics for people and files."""
 
-    def __init__(self, trainer: Trainer, info: RankInfo, metrics_file: Path):
+    def __init__(self, trainer: Trainer, info: RankInfo, metrics_file: Path, tensorboard: Path):
+        """tensorboard: the folder for its files, where the configuration asks for them."""
         self._mesh, self._every = trainer.mesh, trainer.config.monitor.every
         self._total_steps = trainer.total_steps
         self._scaled = trainer.config.training.precision == "fp16"
+        self._skips = self._scaled or trainer.config.training.nonfinite == "skip"
         self._tokens_per_step = trainer.tokens_per_step
         self._memory_bytes = 0
         self._started = time.perf_counter()
@@ -43,9 +48,13 @@ class RunReporter:
             peak_flops_per_second=peak,
         )
         self._metrics: MetricsFile | None = None
+        self._curves: TensorBoardFile | None = None
         self.console: Console | None = None
         if trainer.mesh.rank == 0:
-            self._metrics = MetricsFile(metrics_file, after_step=trainer.state.step)
+            after_step = trainer.state.step or -1  # a validation at the start stands at step 0
+            self._metrics = MetricsFile(metrics_file, after_step=after_step)
+            if trainer.config.monitor.tensorboard:
+                self._curves = TensorBoardFile(tensorboard, after_step=after_step)
             on_cpu = trainer.mesh.device.type == "cpu"
             self.console = Console(
                 total_steps=self._total_steps, every=self._every, peak="sgemm" if on_cpu else "peak"
@@ -61,8 +70,20 @@ class RunReporter:
         if self.console is not None:
             self.console.warn(text)
 
-    def step(self, report: StepReport) -> None:
-        """Record one step; now and then collective, to find the rank that holds the most memory."""
+    def start(self, validation: ValidationMetrics, custom: Mapping[str, float]) -> None:
+        """Record the validation of a run that has not made a step yet, and what callbacks add to it."""
+        if self._metrics is not None and self.console is not None:
+            self._metrics.append({"step": validation.step, **validation.record(), **custom})
+            self._draw(validation.step, {**validation.scalars(), **custom})
+            self.console.validation(validation)
+
+    def step(
+        self, report: StepReport, validation: ValidationMetrics | None, custom: Mapping[str, float]
+    ) -> None:
+        """Record one step, the validation after it, and what callbacks add.
+
+        Now and then collective, to find the rank that holds the most memory.
+        """
         if not self._memory_bytes or report.step % self._every == 0 or report.step == self._total_steps:
             held = device_memory() if self._mesh.device.type == "cuda" else process_memory()
             self._memory_bytes = int(self._mesh.max_over_world(held.peak_bytes))
@@ -79,34 +100,62 @@ class RunReporter:
             mfu=speed.mfu,
             memory_bytes=self._memory_bytes,
             step_seconds=report.step_seconds,
+            data_seconds=report.data_seconds,
             loss_scale=report.loss_scale if self._scaled else None,
-            skipped_steps=report.skipped_steps if self._scaled else None,
+            skipped_steps=report.skipped_steps if self._skips else None,
+            custom=custom,
         )
-        self._metrics.append(metrics.record())
+        self._metrics.append({**metrics.record(), **({} if validation is None else validation.record())})
+        self._draw(report.step, {**metrics.scalars(), **({} if validation is None else validation.scalars())})
         self.console.step(metrics)
         if report.overflow is not None:
-            self.console.warn(
-                f"step {report.step}: fp16 overflow in the gradient of {report.overflow}; the step is left out"
+            what = (
+                "fp16 overflow in the gradient"
+                if self._scaled
+                else "a value that is not finite in the gradient"
             )
+            self.console.warn(f"step {report.step}: {what} of {report.overflow}; the step is left out")
+        if validation is not None:
+            self.console.validation(validation)
+
+    def _draw(self, step: int, scalars: Mapping[str, float]) -> None:
+        if self._curves is not None:
+            self._curves.add(step, scalars)
 
     def summary(self, places: dict[str, Path]) -> None:
         """The last lines: the loss before and after, the speed, and where things lie."""
         if self._metrics is None or self.console is None:
             return
         self._metrics.close()
+        if self._curves is not None:
+            self._curves.close()
         records = read_metrics(self._path)
+        steps = [record for record in records if "loss" in record]
         # An overflow's loss may be none.
-        losses = [record["loss"] for record in records if record["loss"] is not None] or [math.nan]
+        losses = [record["loss"] for record in steps if record["loss"] is not None] or [math.nan]
         self.console.summary(
             RunSummary(
-                steps=len(records),
-                tokens=records[-1]["tokens"],
-                seconds=sum(record["step_seconds"] for record in records),
+                steps=len(steps),
+                tokens=steps[-1]["tokens"] if steps else 0,
+                seconds=sum(record["step_seconds"] for record in steps),
                 first_loss=losses[0],
                 last_loss=sum(losses[-_LAST_STEPS:]) / len(losses[-_LAST_STEPS:]),
+                validation=_validation_line(records),
                 places=places,
             )
         )
+
+
+def _validation_line(records: Sequence[Mapping[str, Any]]) -> str:
+    """The last validation, and the best; empty where there was none."""
+    found = [record for record in records if record.get("validation_loss") is not None]
+    if not found:
+        return ""
+    last, best = found[-1], min(found, key=lambda record: record["validation_loss"])
+    line = f"validation loss: {last['validation_loss']:.4f} after step {last['step']}"
+    if best is not last:
+        line += f", lowest {best['validation_loss']:.4f} after step {best['step']}"
+    return line
 
 
 def _peak_flops_per_second(mesh: ParallelMesh, world_size: int, nodes: int) -> float | None:

@@ -1,5 +1,6 @@
 """What the configuration allows and this version of the trainer does not run yet; torch-free, asked before all else."""
 
+import importlib.util
 from collections.abc import Iterator
 
 from megalite.config.schema import RunConfig
@@ -20,6 +21,12 @@ def asked_precision(config: RunConfig) -> str:
 
 
 def _unsupported(config: RunConfig) -> Iterator[Problem]:
+    if config.monitor.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        yield Problem(
+            "monitor.tensorboard",
+            "the package tensorboard is not installed",
+            "install it (pip install tensorboard), or leave the setting out: metrics.jsonl has the same numbers",
+        )
     if config.training.precision == "fp16" and config.zero_stage:
         yield Problem(
             "training.precision",

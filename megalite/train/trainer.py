@@ -1,7 +1,9 @@
 """The training loop: one trainer for every layout and every optimizer."""
 
+import math
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from megalite.checkpoint.hf_import import load_huggingface
@@ -9,11 +11,12 @@ from megalite.checkpoint.load import load_checkpoint
 from megalite.checkpoint.save import save_checkpoint
 from megalite.config.schema import RunConfig, TrainingConfig
 from megalite.data.loader import StepLoader
+from megalite.data.prefetch import Prefetch
 from megalite.errors import TrainingError
 from megalite.model.options import Dropout, ModelOptions, Recompute
 from megalite.model.stages import build_stage
 from megalite.parallel.mesh import ParallelMesh
-from megalite.parallel.pipeline import PipelineShapes, pipeline_runner
+from megalite.parallel.pipeline import PipelineShapes, StepBatch, pipeline_runner
 from megalite.topology.parameters import ModelShape, stage_parameters
 from megalite.topology.schedules import SCHEDULES
 from megalite.train.learning_rate import LearningRate
@@ -24,24 +27,50 @@ from megalite.train.precision import DTYPES
 
 @dataclass(frozen=True)
 class TrainerState:
-    """Where a run stands. The data position is `samples`, one global counter."""
+    """Where a run stands. The data position is `samples`, one global counter.
+
+    best_loss, best_step: the lowest validation loss, and after which step it was found. improved_loss: the last one
+    that was an improvement to patience, which may ask for more than that it is lower.
+    """
 
     step: int = 0
     samples: int = 0
     tokens: int = 0
     skipped_steps: int = 0
+    skipped_in_a_row: int = 0
+    best_loss: float | None = None
+    best_step: int | None = None
+    improved_loss: float | None = None
+    validations_without_improvement: int = 0
 
     def advanced(self, *, samples: int, tokens: int, skipped: bool) -> "TrainerState":
-        return TrainerState(
-            self.step + 1, self.samples + samples, self.tokens + tokens, self.skipped_steps + skipped
+        return replace(
+            self,
+            step=self.step + 1,
+            samples=self.samples + samples,
+            tokens=self.tokens + tokens,
+            skipped_steps=self.skipped_steps + skipped,
+            skipped_in_a_row=self.skipped_in_a_row + 1 if skipped else 0,
         )
+
+    def validated(self, loss: float, minimum_improvement: float) -> "TrainerState":
+        """After a validation at this step; a loss that is not finite is no improvement."""
+        state = self
+        if math.isfinite(loss) and (self.best_loss is None or loss < self.best_loss):
+            state = replace(state, best_loss=loss, best_step=self.step)
+        before = math.inf if self.improved_loss is None else self.improved_loss
+        if math.isfinite(loss) and loss < before and before - loss >= minimum_improvement:
+            return replace(state, improved_loss=loss, validations_without_improvement=0)
+        return replace(state, validations_without_improvement=self.validations_without_improvement + 1)
 
 
 @dataclass(frozen=True)
 class StepReport:
     """What one step gave: the loss before its update, the gradient norm before clipping, and its time.
 
-    loss_scale: of this step. overflow: the tensor where an overflow arose that made the optimizer leave the step out.
+    data_seconds: of step_seconds, what the step waited for its batch, on this rank.
+    loss_scale: of this step. overflow: the first tensor with a gradient that is not finite, for which the step was
+    left out.
     """
 
     step: int
@@ -50,6 +79,7 @@ class StepReport:
     learning_rate: float
     tokens: int
     step_seconds: float
+    data_seconds: float
     loss_scale: float = 1.0
     skipped_steps: int = 0
     overflow: str | None = None
@@ -89,6 +119,7 @@ def optimizer_settings(config: RunConfig) -> OptimizerSettings:
         groups=tuple(each.group for each in optimizer.groups),
         ema_decay=optimizer.ema_decay,
         accumulate_wide=training.accumulation == "fp32",
+        skip_nonfinite=training.nonfinite == "skip",
         loss_scale=_loss_scale_settings(training) if training.precision == "fp16" else None,
     )
 
@@ -140,6 +171,13 @@ class Trainer:
             schedule=config.parallel.schedule,
             forward=self.optimizer.forward,
         )
+        self.batches = Prefetch(
+            partial(loader.step_batch, dtype=self.loss_dtype),
+            stride=config.batch.global_batch_size,
+            end=self.total_steps * config.batch.global_batch_size,
+            workers=config.data.loader_workers,
+            depth=config.data.prefetch,
+        )
         self.learning_rate = LearningRate(
             config.optimizer.learning_rate,
             config.optimizer.schedule,
@@ -162,7 +200,8 @@ class Trainer:
     def train_step(self) -> StepReport:
         """One global batch: forward and backward of all micro batches, then one update."""
         started = time.perf_counter()
-        batch = self.loader.step_batch(self.state.samples, dtype=self.loss_dtype)
+        batch = self.batches.step_batch(self.state.samples)
+        data_seconds = time.perf_counter() - started
         loss_scale = self.optimizer.loss_scale
         with self.optimizer.accumulating():
             loss = self.pipeline.forward_backward(batch, loss_scale)
@@ -171,9 +210,15 @@ class Trainer:
             update = self.optimizer.step(learning_rate)
         except TrainingError as error:
             raise TrainingError(f"step {self.state.step + 1}: {error}") from error
+        if not math.isfinite(loss) and not update.skipped:
+            raise TrainingError(
+                f"step {self.state.step + 1}: the loss is {loss}, though its gradient is finite; look at the data of "
+                "this step, and at training.z_loss, then run again to resume"
+            )
         self.state = self.state.advanced(
             samples=self.config.batch.global_batch_size, tokens=self.tokens_per_step, skipped=update.skipped
         )
+        self._require_progress(update.overflow)
         return StepReport(
             step=self.state.step,
             loss=loss,
@@ -181,10 +226,28 @@ class Trainer:
             learning_rate=learning_rate,
             tokens=self.state.tokens,
             step_seconds=time.perf_counter() - started,
+            data_seconds=data_seconds,
             loss_scale=loss_scale,
             skipped_steps=self.state.skipped_steps,
             overflow=update.overflow if update.skipped else None,
         )
+
+    def _require_progress(self, tensor: str | None) -> None:
+        limit = self.config.training.nonfinite_limit
+        if self.config.training.nonfinite == "skip" and self.state.skipped_in_a_row >= limit:
+            raise TrainingError(
+                f"step {self.state.step}: the gradient of {tensor} is not finite, and {limit} steps in a row were left"
+                " out (training.nonfinite_limit); lower optimizer.learning_rate, or look at the data of these steps,"
+                " then run again to resume"
+            )
+
+    def evaluate(self, batch: StepBatch) -> tuple[float, float]:
+        """As of PipelineRunner, in evaluation mode: nothing is dropped, and the loss is the plain cross entropy."""
+        self.stage.train(False)
+        try:
+            return self.pipeline.evaluate(batch)
+        finally:
+            self.stage.train(True)
 
     def save(self, folder: Path) -> Path:
         """Write `folder`/step-NNNNNN as one checkpoint of the whole job; collective."""

@@ -26,7 +26,7 @@ def test_what_the_settings_cost_is_told_once_at_the_start(
 
     info = None if rank is None else SimpleNamespace(rank=rank, world_size=2)
     monkeypatch.setattr(train, "rank_info", lambda: info)
-    monkeypatch.setattr(train, "prepare_process", stop)
+    monkeypatch.setattr(train.Trainer, "run", stop)
     path = write_run(tmp_path, changed({"model.attention_dropout": 0.1}))
     with pytest.raises(Started):
         train.run([str(path)])

@@ -53,7 +53,7 @@ def train_and_save(job: Job, folder: str) -> RankResult:
     counters = {"step": job.steps, "samples": 8 * job.steps, "tokens": 96 * job.steps}
     save_checkpoint(Path(folder), **common, optimizer=optimizer.state, trainer_state=counters, config={})
     tensors = dict(parts.stage.named_parameters())
-    with whole_weights(job, tensors):
+    with whole_weights(job.zero_stage, tensors):
         result.final = shards_of(parts.parameters, tensors, mesh)
     return result
 

@@ -167,7 +167,7 @@ def overflow(parts: Parts) -> Iterator[None]:
 
 def held(job: Job, parts: Parts) -> list[Tensor]:
     states = [shard.values.clone() for shard in parts.optimizer.state.shards()]
-    with whole_weights(job, dict(parts.stage.named_parameters())):
+    with whole_weights(job.zero_stage, dict(parts.stage.named_parameters())):
         return states + [tensor.detach().clone() for tensor in parts.stage.parameters()]
 
 

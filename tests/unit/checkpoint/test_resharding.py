@@ -20,7 +20,7 @@ LEGAL = [
     Layout(pipeline=pipeline, data=data, tensor=tensor)
     for pipeline in (1, 2, 4)
     for data in (1, 2, 3, 4)
-    for tensor in (1, 2, 3, 4)
+    for tensor in (1, 2, 4, 8)
     if pipeline * data * tensor <= 8
 ]
 partitions = st.none() | st.lists(st.floats(0, 1), min_size=3, max_size=3).map(tuple)

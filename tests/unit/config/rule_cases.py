@@ -1,4 +1,4 @@
-"""What breaks a rule, what is said of it, and what cures it: the rules of families and of ZeRO."""
+"""What breaks a rule, what is said of it, and what cures it: the rules of families and of validation."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -118,5 +118,48 @@ FAMILY_CASES = [
         'deepspeed.zero_optimization.offload_param: device "cpu" has no effect: stage 2 has no partition of the '
         "weights to move; use stage 3, or leave it out",
         {"deepspeed.zero_optimization.stage": 3, "deepspeed.zero_optimization.offload_param.device": "cpu"},
+    ),
+]
+
+
+HELD_OUT = {"data.split": [0.9, 0.1]}
+VALIDATION_CASES = [
+    Case(
+        "validation_has_text",
+        {"validation.every": 5},
+        "validation.every: 5 stands without held-out text; set data.validation, or data.split, or leave it out",
+        HELD_OUT,
+    ),
+    Case(
+        "patience_needs_validations",
+        HELD_OUT | {"validation.patience": 3},
+        "validation.patience: 3 counts validations, and there is only the last; set validation.every",
+        {"validation.every": 5},
+    ),
+    Case(
+        "improvement_is_for_patience",
+        HELD_OUT | {"validation.every": 5, "validation.minimum_improvement": 0.1},
+        "validation.minimum_improvement: 0.1 has no meaning without patience; set validation.patience, or leave it out",
+        {"validation.patience": 3},
+    ),
+    Case(
+        "best_checkpoint_needs_text",
+        {"checkpoint.best": True},
+        "checkpoint.best: true stands without held-out text, whose loss says which is the best; "
+        "set data.validation, or data.split",
+        {"data.validation": "held-out.txt"},
+    ),
+    Case(
+        "best_export_needs_its_checkpoint",
+        HELD_OUT | {"checkpoint.export": "best"},
+        'checkpoint.export: "best" stands without a best checkpoint; set checkpoint.best = true',
+        {"checkpoint.best": True},
+    ),
+    Case(
+        "loss_scale_skips_by_itself",
+        {"training.nonfinite": "skip", "training.precision": "fp16"},
+        'training.nonfinite: "skip" stands beside training.precision = "fp16", whose loss scale leaves steps out by '
+        'itself; use "stop", which then means: at the smallest scale',
+        {"training.nonfinite": "stop"},
     ),
 ]

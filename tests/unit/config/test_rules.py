@@ -8,11 +8,12 @@ import pytest
 from megalite.config.batch import BatchProblem
 from megalite.config.check import RULES, divisors
 from megalite.config.validate import Unknown
-from tests.unit.config.rule_cases import FAMILY_CASES, Case
+from tests.unit.config.rule_cases import FAMILY_CASES, VALIDATION_CASES, Case
 from tests.unit.config.runs import REMOVED, load, problems
 
 CASES = [
     *FAMILY_CASES,
+    *VALIDATION_CASES,
     Case(
         "tensor_divides_attention_heads",
         {"parallel.tensor": 3, "model.num_key_value_heads": 3, "model.num_attention_heads": 8},
@@ -502,6 +503,13 @@ CASES = [
         "data.split: 0.1 of the documents would validate, and data.validation names others; set one of the two, or its "
         "second share to 0",
         {"data.split": [0.9, 0.0, 0.1]},
+    ),
+    Case(
+        "every_loader_worker_has_a_step",
+        {"data.loader_workers": 3},
+        "data.loader_workers: 3 threads have 2 steps to read ahead (data.prefetch); use at most 2, or "
+        "raise data.prefetch",
+        {"data.loader_workers": 3, "data.prefetch": 3},
     ),
 ]
 

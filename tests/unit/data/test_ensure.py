@@ -339,8 +339,12 @@ def test_text_and_prepared_files_by_weight(text: Path, other: Path, run_folder: 
 
 
 def test_short_documents_are_left_out_of_a_run(text: Path, run_folder: Path) -> None:
-    facts = prepared_facts(ensure_train(config(text, data={"min_length": 30}), run_folder))
-    assert facts is not None and facts.short_documents > 0
+    every = TokenFile.open(ensure_train(config(text), run_folder / "all"))
+    # Without the token that ends a document.
+    lengths = sorted(len(every.document(index)) - 1 for index in range(every.num_documents))
+    middle = lengths[len(lengths) // 2]
+    facts = prepared_facts(ensure_train(config(text, data={"min_length": middle}), run_folder / "long"))
+    assert facts is not None and facts.short_documents == sum(length < middle for length in lengths) > 0
     assert facts.documents + facts.short_documents == len(tiny_corpus())
 
 

@@ -1,6 +1,7 @@
 """The .bin/.idx layout, byte by byte, and what is said about damaged pairs."""
 
 import struct
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -98,12 +99,97 @@ def test_every_integer_type_of_megatron_is_read(tmp_path: Path, code: int, dtype
     assert TokenFile.open(tmp_path / "x").tokens.tolist() == [7, 1, 2, 0]
 
 
-def test_megatron_core_reads_ours(tmp_path: Path) -> None:
-    indexed = pytest.importorskip(
-        "megatron.core.datasets.indexed_dataset", reason="megatron-core is not installed"
+def read_as_specified(prefix: Path) -> list[list[list[int]]]:
+    """The sequences of each document, by a reader that knows the description of the format and none of our code."""
+    idx, data = (
+        prefix.with_name(prefix.name + ".idx").read_bytes(),
+        prefix.with_name(prefix.name + ".bin").read_bytes(),
     )
-    dataset = indexed.IndexedDataset(str(write(tmp_path / "x", [[1, 2, 3], [4]])))
-    assert [dataset[index].tolist() for index in range(len(dataset))] == [[1, 2, 3], [4]]
+    assert idx[:9] == b"MMIDIDX\0\0"
+    version, code, sequences, rows = struct.unpack_from("<QBQQ", idx, 9)
+    assert version == 1
+    kind, size = {8: ("H", 2), 4: ("i", 4)}[code]
+    lengths = struct.unpack_from(f"<{sequences}i", idx, 34)
+    offsets = struct.unpack_from(f"<{sequences}q", idx, 34 + 4 * sequences)
+    firsts = struct.unpack_from(f"<{rows}q", idx, 34 + 12 * sequences)
+    assert len(idx) == 34 + 12 * sequences + 8 * rows and len(data) == sum(lengths) * size
+    read = [list(struct.unpack_from(f"<{n}{kind}", data, at)) for n, at in zip(lengths, offsets, strict=True)]
+    assert firsts[0] == 0 and firsts[-1] == sequences
+    return [read[first:end] for first, end in pairwise(firsts)]
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 65535), min_size=1, max_size=9), min_size=1, max_size=9), st.booleans()
+)
+def test_a_reader_of_the_description_reads_ours(
+    tmp_path_factory: pytest.TempPathFactory, documents: list[list[int]], wide: bool
+) -> None:
+    prefix = tmp_path_factory.mktemp("ours") / "x"
+    write(prefix, documents, np.int32 if wide else np.uint16)
+    assert read_as_specified(prefix) == [[document] for document in documents]
+    write(prefix, documents, longest=4)
+    assert [list(chain.from_iterable(each)) for each in read_as_specified(prefix)] == documents
+
+
+@pytest.mark.parametrize(("code", "dtype"), [(8, "<u2"), (4, "<i4")])
+@pytest.mark.parametrize("modes", [b"", bytes(5)], ids=["text", "modes"])
+def test_megatrons_documents_of_several_sequences_are_read(
+    tmp_path: Path, code: int, dtype: str, modes: bytes
+) -> None:
+    """Two sentences, none, three: as preprocess_data.py --split-sentences and an empty document give them."""
+    tokens = np.arange(1, 16, dtype=dtype)
+    (tmp_path / "x.bin").write_bytes(tokens.tobytes())
+    idx = megatron_idx([4, 3, 1, 5, 2], [0, 2, 2, 5], code, tokens.itemsize)
+    (tmp_path / "x.idx").write_bytes(idx + modes)
+    file = TokenFile.open(tmp_path / "x")
+    file.check_index()
+    assert [file.document(index).tolist() for index in range(3)] == [
+        list(range(1, 8)),
+        [],
+        list(range(8, 16)),
+    ]
+
+
+def test_sequences_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.bin").write_bytes(bytes(8))
+    (tmp_path / "x.idx").write_bytes(GOOD + b"\0\1")
+    with pytest.raises(
+        DataError, match=r"x\.idx has sequences of another mode than 0, text; prepare the text alone"
+    ):
+        TokenFile.open(tmp_path / "x")
+
+
+@pytest.fixture
+def indexed_dataset() -> Any:
+    name = "megatron.core.datasets.indexed_dataset"
+    return pytest.importorskip(name, reason="megatron-core is not installed")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_megatron_core_reads_ours(tmp_path: Path, indexed_dataset: Any) -> None:
+    documents = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
+    dataset = indexed_dataset.IndexedDataset(str(write(tmp_path / "x", documents, longest=3)))
+    assert [dataset[index].tolist() for index in range(len(dataset))] == [[1, 2, 3], [4], [5, 6, 7], [8, 9]]
+    assert dataset.document_indices.tolist() == [0, 1, 2, 4]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("multimodal", [False, True])
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32])
+def test_megatron_cores_files_are_read(
+    tmp_path: Path, indexed_dataset: Any, dtype: Any, multimodal: bool
+) -> None:
+    torch = pytest.importorskip("torch")
+    builder = indexed_dataset.IndexedDatasetBuilder(str(tmp_path / "x.bin"), dtype, multimodal)
+    for document in ([[1, 2], [3]], [[4, 5, 6]]):
+        for sequence in document:
+            builder.add_item(torch.tensor(sequence))
+        builder.end_document()
+    builder.finalize(str(tmp_path / "x.idx"))
+    file = TokenFile.open(tmp_path / "x")
+    file.check_index()
+    assert (file.dtype, file.num_sequences) == (np.dtype(dtype), 3)
+    assert [file.document(index).tolist() for index in range(2)] == [[1, 2, 3], [4, 5, 6]]
 
 
 def damage(idx: bytes, at: int, new: bytes) -> bytes:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megalite.monitor.console import Console, RunSummary, duration
-from megalite.monitor.metrics import StepMetrics
+from megalite.monitor.metrics import StepMetrics, ValidationMetrics
 
 
 class Terminal(io.StringIO):
@@ -29,6 +29,7 @@ def metrics(step: int, mfu: float | None = 0.64) -> StepMetrics:
         mfu=mfu,
         memory_bytes=3 * 2**29,
         step_seconds=0.5,
+        data_seconds=0.001,
     )
 
 
@@ -53,6 +54,17 @@ def test_one_line_every_few_steps_and_for_the_last() -> None:
         "step  4/10  loss 0.7500  grad norm 0.500  2,000 tokens/s  64% of sgemm  1.50 GiB  0:03 left"
     )
     assert lines[-1].endswith("0:00 left")
+
+
+def test_a_validation_has_a_line_of_its_own_with_each_set_where_there_are_several() -> None:
+    stream = io.StringIO()
+    console = Console(total_steps=10, stream=stream)
+    console.validation(ValidationMetrics(4, 2.0, 12_345.0, 61.0, {"books": 2.0}))
+    console.validation(ValidationMetrics(8, 800.0, 12_345.0, 1.0, {"books": 1.0, "code": 1599.0}))
+    assert stream.getvalue().splitlines() == [
+        "validation after step 4: loss 2.0000  perplexity 7.39  12,345 tokens in 1:01",
+        "validation after step 8: loss 800.0000  books 1.0000  code 1599.0000  perplexity inf  12,345 tokens in 0:01",
+    ]
 
 
 def test_fp16_shows_its_loss_scale_and_what_was_skipped() -> None:

@@ -29,6 +29,14 @@ def test_what_is_not_run_yet_is_named(flags, key):
     assert caught.value.problems[0].remedy
 
 
+def test_a_missing_tensorboard_is_named_with_the_command_that_installs_it(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(
+        ConfigError, match=r"monitor\.tensorboard: .* not installed; .*pip install tensorboard"
+    ):
+        require_supported(load_config(RUN_FILE, ("--monitor.tensorboard", "true")), "run.toml")
+
+
 def test_auto_leaves_out_what_is_not_run():
     config = load_config(RUN_FILE, ())
     assert (config.training.precision, asked_precision(config)) == ("auto", "fp32")

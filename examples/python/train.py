@@ -1,0 +1,40 @@
+"""The run of run.toml from Python, with a metric and a reason to stop of our own.
+
+From the repository's root: .venv/bin/python examples/python/train.py [--training.steps 50 ...]
+"""
+
+import sys
+import time
+from collections.abc import Mapping
+
+from megalite import ActiveRun, Callback, RunConfig, Trainer
+
+
+class TimeLimit(Callback):
+    """Ends the run, with a checkpoint, when its time is over; the same command goes on from there."""
+
+    def __init__(self, seconds: float):
+        self._seconds, self._started = seconds, time.monotonic()
+
+    def on_step_end(self, run: ActiveRun, report: object) -> None:
+        if time.monotonic() - self._started > self._seconds:
+            run.stop(f"{self._seconds:g} seconds are over")
+
+
+class WeightNorm(Callback):
+    """A metric: it goes to the console, metrics.jsonl and TensorBoard like any other."""
+
+    def on_step_end(self, run: ActiveRun, report: object) -> Mapping[str, float]:
+        squares = sum(float(weight.detach().square().sum()) for weight in run.model.parameters())
+        return {"weight_norm": squares**0.5}
+
+
+def main() -> None:
+    config = RunConfig.load("examples/python/run.toml", *sys.argv[1:])
+    result = Trainer(config, callbacks=[WeightNorm(), TimeLimit(600)]).train()
+    last = result.metrics[-1]
+    print(f"validation loss {last['validation_loss']:.3f}, best checkpoint {result.best}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""Code of the user's own in a run: hooks that see every step, add metrics, and may ask the run to end. No torch."""
+
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megalite.errors import MegaliteError, TrainingError
+from megalite.monitor.metrics import ValidationMetrics, is_own_metric
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from megalite.config.schema import RunConfig
+    from megalite.train.trainer import StepReport, Trainer, TrainerState
+
+Metrics = Mapping[str, float]
+
+
+class ActiveRun:
+    """What a callback sees of the run, and how it asks it to end; one a rank."""
+
+    def __init__(self, trainer: "Trainer"):
+        self._trainer = trainer
+        self.asked_to_stop: str | None = None
+        """Why some callback of this rank wants the run to end; None as long as none does."""
+
+    @property
+    def config(self) -> "RunConfig":
+        return self._trainer.config
+
+    @property
+    def rank(self) -> int:
+        return self._trainer.mesh.rank
+
+    @property
+    def state(self) -> "TrainerState":
+        """Steps, samples and tokens so far, the best validation."""
+        return self._trainer.state
+
+    @property
+    def total_steps(self) -> int:
+        return self._trainer.total_steps
+
+    @property
+    def model(self) -> "nn.Module":
+        """This rank's stage: its shards of the parameters, by their canonical names."""
+        return self._trainer.stage
+
+    def stop(self, reason: str = "a callback asked for it") -> None:
+        """End the run after this step, with a checkpoint; enough that one rank calls it."""
+        self.asked_to_stop = reason
+
+
+class Callback:
+    """Derive from this and override what is needed. Every rank has its own copies and calls them alike.
+
+    The metrics that a hook returns, name -> number, go to the console, metrics.jsonl and TensorBoard; those of rank 0
+    count. A hook that raises ends the run.
+    """
+
+    def on_train_start(self, run: ActiveRun) -> None:
+        """Before the first step of this process; `run.state` says where a resumed run goes on."""
+
+    def on_step_end(self, run: ActiveRun, report: "StepReport") -> Metrics | None:
+        """After every step's update."""
+
+    def on_validation_end(self, run: ActiveRun, validation: ValidationMetrics) -> Metrics | None:
+        """After every validation."""
+
+    def on_checkpoint(self, run: ActiveRun, checkpoint: Path) -> None:
+        """When a checkpoint was published."""
+
+    def on_train_end(self, run: ActiveRun) -> None:
+        """After the last step, when everything is saved but the export."""
+
+
+class Callbacks:
+    """Calls the hooks of several callbacks, in their order, and joins what they return."""
+
+    def __init__(self, callbacks: Sequence[Callback], run: ActiveRun):
+        self._callbacks, self._run = tuple(callbacks), run
+
+    def __bool__(self) -> bool:
+        return bool(self._callbacks)
+
+    def train_start(self) -> None:
+        self._call("on_train_start")
+
+    def step_end(self, report: "StepReport") -> dict[str, float]:
+        return self._call("on_step_end", report)
+
+    def validation_end(self, validation: ValidationMetrics) -> dict[str, float]:
+        return self._call("on_validation_end", validation)
+
+    def checkpoint(self, path: Path) -> None:
+        self._call("on_checkpoint", path)
+
+    def train_end(self) -> None:
+        self._call("on_train_end")
+
+    def _call(self, hook: str, *arguments: Any) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for callback in self._callbacks:
+            name = f"{type(callback).__name__}.{hook}"
+            metrics = self._guarded(name, getattr(callback, hook), arguments)
+            for key, value in metrics.items():
+                if is_own_metric(key) or key in found:
+                    raise TrainingError(
+                        f"{name} returned the metric {key}, which there is already; rename it"
+                    )
+                found[key] = value
+        return found
+
+    def _guarded(self, name: str, hook: Callable[..., Any], arguments: tuple[Any, ...]) -> dict[str, float]:
+        try:
+            given = hook(self._run, *arguments) or {}
+            return {str(key): float(value) for key, value in given.items()}
+        except MegaliteError:
+            raise
+        except Exception as error:
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            failure = TrainingError(
+                f"the callback {name} raised {type(error).__name__}: {error} ({place.filename}:{place.lineno}, "
+                f"after step {self._run.state.step})"
+            )
+            # Not as its cause: a connection that user code lost must not be taken for that of a rank.
+            failure.__context__ = error
+        raise failure

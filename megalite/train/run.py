@@ -1,0 +1,142 @@
+"""Training from Python: `Trainer(config).train()` does what `megalite train` does, which is made of it. No torch.
+
+Like the command it is a rank where a launcher started it, trains here where one rank is enough, and else forks the
+ranks from this process.
+"""
+
+import os
+import select
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megalite.checkpoint.folder import find_best, find_latest
+from megalite.config.schema import RunConfig
+from megalite.errors import ConfigError, LaunchError, Problem
+from megalite.launcher.environment import RankInfo, prepare_process, rank_info
+from megalite.monitor.jsonl import read_metrics
+from megalite.train.callbacks import Callback
+from megalite.train.supported import require_supported
+
+_PROBE_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """Where a run stands, as its folder has it."""
+
+    folder: Path
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """The last one, to go on from."""
+        return find_latest(self.folder / "checkpoints")
+
+    @property
+    def best(self) -> Path | None:
+        """The one with the lowest validation loss; None without checkpoint.best."""
+        return find_best(self.folder / "checkpoints")
+
+    @property
+    def export(self) -> Path:
+        """The Hugging Face folder, where checkpoint.export asks for one; rank 0 writes it."""
+        return self.folder / "export"
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """What metrics.jsonl has, a dict a step."""
+        return read_metrics(self.folder / "metrics.jsonl")
+
+
+class Trainer:
+    """Trains the run that a configuration describes, in the layout it asks for."""
+
+    def __init__(self, config: RunConfig, *, callbacks: Sequence[Callback] = ()):
+        self.config, self.callbacks = config, tuple(callbacks)
+
+    def train(self) -> TrainingResult:
+        """Train to the end, going on from the last checkpoint as checkpoint.resume says.
+
+        Raises MegaliteError: of the input before anything starts, RankFailure with the first cause among all ranks.
+        Raises SystemExit where the ranks were stopped in good order to be resumed.
+        """
+        if code := self.run("the configuration"):
+            raise SystemExit(code)
+        return TrainingResult(Path(self.config.run.folder))
+
+    def run(self, source: str) -> int:
+        """As `train`; the exit code of the job. `source`: where the user wrote the settings, for messages."""
+        config, info = self.config, rank_info()
+        _require_ranks(config, info, source)
+        require_supported(config, source)
+        computed = "torch" in sys.modules
+        threads = prepare_process(config.training.threads, local_ranks=config.layout.world_size, info=info)
+
+        # From here on torch may be imported: everything a user can get wrong in the file is known to be right.
+        from megalite.train.job import RunFolder, prepare_inputs, train_rank
+        from megalite.train.local import run_local_ranks, run_rank
+
+        folder = RunFolder(Path(config.run.folder))
+        arguments = (config, threads, self.callbacks)
+        if info is not None:
+            return run_rank(train_rank, info, config.layout, folder.failures, arguments=arguments)
+        if computed and config.layout.world_size > 1:
+            _require_forkable(config.layout.world_size, threads)
+        folder.occupy().close()  # a folder that rank 0 could not use is better known before the text is prepared
+        prepare_inputs(config, folder)
+        preload = ["torch", "megalite.train.job", "torch.distributed.pipelining"]
+        if config.zero_stage:
+            preload.append("megalite.train.deepspeed")
+        return run_local_ranks(
+            train_rank, config.layout, folder.failures, arguments=arguments, preload=preload
+        )
+
+
+def _require_ranks(config: RunConfig, info: RankInfo | None, source: str) -> None:
+    """ConfigError where the launcher started another number of ranks than the configuration was resolved for."""
+    if info is not None and info.world_size != config.layout.world_size:
+        message = f"the layout has {config.layout.world_size} ranks, and {info.world_size} were started"
+        remedy = 'load the configuration in each rank, with parallel.data = "auto" or as many as were started'
+        raise ConfigError([Problem("parallel.data", message, remedy)], source)
+
+
+def _require_forkable(ranks: int, threads: int) -> None:
+    """LaunchError where ranks that are forked from this process, which knows torch already, could not compute."""
+    import torch
+
+    if threading.current_thread() is not threading.main_thread():
+        wrong = "this is not the main thread"
+    elif torch.cuda.is_initialized():
+        wrong = "CUDA is in use here, and does not survive a fork"
+    elif threads > 1 and not _computes_after_fork(threads):
+        wrong = "this process has computed with several threads, which do not survive a fork"
+    else:
+        return
+    script = Path(sys.argv[0]).name or "script.py"
+    raise LaunchError(
+        f"the run asks for {ranks} ranks, which cannot be started from here: {wrong}; "
+        f"use torchrun --nproc-per-node {ranks} {script}, or train before anything is computed"
+    )
+
+
+def _computes_after_fork(threads: int) -> bool:
+    """Whether a fork of this process ends a product on several threads: those of an OpenMP pool would be missing."""
+    import torch
+
+    receiver, sender = os.pipe()
+    child = os.fork()
+    if child == 0:
+        torch.set_num_threads(threads)
+        torch.rand(512, 512).mul_(2).sum()
+        os.write(sender, b"done")
+        os._exit(0)
+    done = bool(select.select([receiver], [], [], _PROBE_SECONDS)[0])
+    if not done:
+        os.kill(child, 9)
+    os.waitpid(child, 0)
+    os.close(receiver)
+    os.close(sender)
+    return done

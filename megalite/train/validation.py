@@ -1,0 +1,62 @@
+"""The loss on held-out text: each sequence counted once, the same number in every layout."""
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
+from megalite.data.loader import StepLoader
+from megalite.data.token_file import TokenFile
+from megalite.errors import DataError
+from megalite.monitor.metrics import ValidationMetrics
+
+if TYPE_CHECKING:
+    from megalite.train.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class HeldOutSet:
+    """Token losses are summed over its first `samples` sequences, in the order of its loader.
+
+    The loader's `epochs` end there, so that what fills up the last batch counts nothing.
+    """
+
+    loader: StepLoader
+    samples: int
+
+    @property
+    def steps(self) -> int:
+        return math.ceil(self.samples / self.loader.global_batch_size)
+
+
+def held_out_set(load: Callable[..., StepLoader], file: TokenFile, limit: int | None) -> HeldOutSet:
+    """All samples of a file in their order, or `limit` of them drawn at random, by the seed, once and for all.
+
+    load: makes a StepLoader, but for what is said here of files, order and end.
+    """
+    whole = load(file, shuffle=False, epochs=1)
+    if limit is None or limit >= whole.samples_per_epoch:
+        return HeldOutSet(whole, whole.samples_per_epoch)
+    return HeldOutSet(load(file, shuffle=True, epochs=Fraction(limit, whole.samples_per_epoch)), limit)
+
+
+def validate(trainer: "Trainer", sets: Mapping[str, HeldOutSet]) -> ValidationMetrics:
+    """Evaluate the trainer's model on the sets; collective over the world, and without effect on the training.
+
+    Raises DataError where there is not one token to predict.
+    """
+    started = time.perf_counter()
+    total, tokens, means = 0.0, 0.0, {}
+    for name, each in sets.items():
+        sums = [0.0, 0.0]
+        for step in range(each.steps):
+            batch = each.loader.step_batch(step * each.loader.global_batch_size, dtype=trainer.loss_dtype)
+            for place, value in enumerate(trainer.evaluate(batch)):
+                sums[place] += value
+        if sums[1] == 0:
+            raise DataError(f"the validation set {name} has no token that counts; name other text")
+        means[name] = sums[0] / sums[1]
+        total, tokens = total + sums[0], tokens + sums[1]
+    return ValidationMetrics(trainer.state.step, total / tokens, tokens, time.perf_counter() - started, means)

@@ -1,0 +1,99 @@
+"""A gradient that is not finite: the step is left out on every rank or ends the run, and the tensor is named."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megalite.errors import TrainingError
+from tests.support.tiny_run import ranks_of, tiny_trainer, write_token_files
+
+POISONED = "model.layers.2.self_attn.o_proj.weight"
+SKIP = {"training.nonfinite": "skip", "training.precision": "fp32"}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "pp2": {"parallel.pipeline": 2},
+    "zero1-tp2": {"parallel.tensor": 2, "deepspeed.zero_optimization.stage": 1},
+    "zero2-dp2": {"parallel.data": 2, "deepspeed.zero_optimization.stage": 2},
+    "zero3-dp2": {"parallel.data": 2, "deepspeed.zero_optimization.stage": 3},
+}
+
+
+@dataclass
+class Steps:
+    """What one rank saw: each step's loss, the tensor that was named, and whether all it holds stayed as it was."""
+
+    losses: list[float] = field(default_factory=list)
+    named: list[str | None] = field(default_factory=list)
+    unchanged: list[bool] = field(default_factory=list)
+    skipped: int = 0
+    error: str = ""
+
+
+def train(folder: Path, changes: dict[str, Any], poisoned: tuple[int, ...], steps: int = 4) -> Steps:
+    """Train with a gradient that is nan at the steps `poisoned`, counted from 1, on one rank."""
+    trainer, _ = tiny_trainer(folder, changes)
+    tensors, found = dict(trainer.stage.named_parameters()), Steps()
+
+    def poison(gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * torch.nan if trainer.state.step + 1 in poisoned else gradient
+
+    mesh = trainer.mesh
+    if POISONED in tensors and mesh.tp.rank == mesh.tp.size - 1 and mesh.dp.rank == 0:
+        tensors[POISONED].register_hook(poison)
+    for _ in range(steps):
+        before = _held(tensors)
+        try:
+            report = trainer.train_step()
+        except TrainingError as error:
+            found.error = str(error)
+            return found
+        found.losses.append(report.loss)
+        found.named.append(report.overflow)
+        found.unchanged.append(all(map(torch.equal, before, _held(tensors))))
+        found.skipped = report.skipped_steps
+    return found
+
+
+def _held(tensors: dict[str, torch.nn.Parameter]) -> list[torch.Tensor]:
+    return [getattr(tensor, "ds_tensor", tensor).detach().clone() for tensor in tensors.values()]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    write_token_files(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "poisoned"), [("pp2", 2), ("zero1-tp2", 1), ("zero2-dp2", 1), ("zero3-dp2", 2)]
+)
+def test_the_step_is_left_out_on_every_rank_and_the_tensor_named(ranks, data, name, poisoned):
+    changes = LAYOUTS[name] | SKIP
+    results = ranks.run(train, ranks_of(changes), folder=data, changes=changes, poisoned=(poisoned,), steps=3)
+    for result in results:
+        assert not result.error
+        assert result.unchanged == [step == poisoned for step in range(1, 4)]
+        assert result.named == [f"{POISONED} (layer 2)" if step == poisoned else None for step in range(1, 4)]
+        assert result.skipped == 1 and torch.tensor(result.losses).isfinite().all()
+
+
+def test_too_many_in_a_row_end_the_run(ranks, data):
+    changes = SKIP | {"training.nonfinite_limit": 2}
+    [alternating] = ranks.run(train, folder=data, changes=changes, poisoned=(1, 3))
+    assert not alternating.error and alternating.skipped == 2
+    [result] = ranks.run(train, folder=data, changes=changes, poisoned=(2, 3, 4))
+    assert len(result.losses) == 2
+    assert result.error.startswith(
+        f"step 3: the gradient of {POISONED} (layer 2) is not finite, and 2 steps in a row were left out"
+    )
+
+
+def test_without_the_policy_the_run_ends_at_its_step(ranks, data):
+    [result] = ranks.run(train, folder=data, changes={"training.precision": "fp32"}, poisoned=(2,))
+    assert len(result.losses) == 1
+    assert result.error.startswith(
+        f"step 2: the gradient norm is nan, from the gradient of {POISONED} (layer 2)"
+    )

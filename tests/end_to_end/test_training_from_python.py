@@ -1,0 +1,250 @@
+"""Trainer(config).train(): validation, the best checkpoint and patience over resumes, callbacks, ranks of its own."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from megalite import Callback, RunConfig, Trainer
+from megalite.checkpoint.folder import read_manifest
+from megalite.errors import ConfigError, TrainingError
+from megalite.train import report
+from megalite.train.run import TrainingResult
+from tests.support.jobs import ROOT, Job, curve, tensor_hashes
+
+VALIDATION = ("validation_loss", "validation_perplexity", "validation_tokens")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def process_as_before() -> Iterator[None]:
+    """What training here sets for this process does not reach other tests; the machine's speed is not measured."""
+    environment, threads = dict(os.environ), torch.get_num_threads()
+    with mock.patch.object(report, "sgemm_flops_per_second", lambda: 1e12):
+        yield
+    torch.set_num_threads(threads)
+    for name in os.environ.keys() - environment.keys():
+        del os.environ[name]
+    os.environ.update(environment)
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one process, its tokens prepared; DeepSpeed has no part in it."""
+    folder = tmp_path_factory.mktemp("run")
+    run_file = Job.write(folder, tensor=1, pipeline=1).run_file
+    text = run_file.read_text().replace("[deepspeed.zero_optimization]\nstage = 1\n", "")
+    text = text.replace("warmup_steps = 2", "warmup_steps = 0")
+    run_file.write_text(text + "\n[validation]\nevery = 2\n")
+    prepared = train(run_file, folder / "prepared", data={"split": [0.8, 0.2]}, training={"steps": 3})
+    tokens = {name: str(prepared.folder / "data" / name) for name in ("train", "validation")}
+    tables = f'source = "{tokens["train"]}"\nvalidation = "{tokens["validation"]}"'
+    text = run_file.read_text()
+    run_file.write_text(text.replace(f'source = "{folder / "corpus.jsonl"}"', tables))
+    vocabulary = f'path = "{prepared.folder / "tokenizer"}"'
+    run_file.write_text(run_file.read_text().replace("vocab_size = 300", vocabulary))
+    return run_file
+
+
+def train(run_file: Path, folder: Path, *callbacks: Callback, **settings: Any) -> TrainingResult:
+    settings["run"] = {"folder": str(folder), **settings.get("run", {})}
+    return Trainer(RunConfig.load(run_file, **settings), callbacks=callbacks).train()
+
+
+def validations(result: TrainingResult) -> list[tuple[Any, ...]]:
+    return [
+        (record["step"], *(record[name] for name in VALIDATION))
+        for record in result.metrics
+        if "validation_loss" in record
+    ]
+
+
+class Stop(Callback):
+    """Ends the run after a step."""
+
+    def __init__(self, step: int):
+        self._step = step
+
+    def on_step_end(self, run: Any, step: Any) -> Mapping[str, float]:
+        if step.step == self._step:
+            run.stop("enough")
+        return {"half_loss": step.loss / 2}
+
+
+def test_a_run_in_pieces_is_the_whole_one(run_file: Path, tmp_path: Path) -> None:
+    """With validations, a best checkpoint and few kept; stopped within a period, and resumed."""
+    checkpoint = {"every": 3, "best": True, "keep_last": 2}
+    whole = train(run_file, tmp_path / "whole", checkpoint=checkpoint, validation={"at_start": True})
+    stopped = train(
+        run_file, tmp_path / "pieces", Stop(5), checkpoint=checkpoint, validation={"at_start": True}
+    )
+    assert [record["step"] for record in stopped.metrics] == [0, 1, 2, 3, 4, 5]
+    assert stopped.metrics[3]["half_loss"] == stopped.metrics[3]["loss"] / 2
+    resumed = train(run_file, tmp_path / "pieces", checkpoint=checkpoint, validation={"at_start": True})
+
+    assert tensor_hashes(resumed.folder) == tensor_hashes(whole.folder)
+    steps = {folder: [record for record in folder.metrics if record["step"]] for folder in (whole, resumed)}
+    assert [record["loss"] for record in steps[resumed]] == [record["loss"] for record in steps[whole]]
+    # The stop at step 5 has a validation of its own, as every end of a run.
+    assert [each for each in validations(resumed) if each[0] != 5] == validations(whole)
+    assert [each[0] for each in validations(whole)] == [0, 2, 4, 6, 8, 10, 12]
+    lowest = min(validations(whole), key=lambda each: each[1])
+    assert whole.best is not None and read_manifest(whole.best).trainer_state["best_loss"] == lowest[1]
+    assert int(whole.best.name.removeprefix("step-")) == lowest[0]
+    kept = sorted(path.name for path in (whole.folder / "checkpoints").glob("step-*"))
+    assert len(kept) <= 3 and kept[-1] == "step-000012" and whole.best.name in kept
+
+
+def test_training_is_the_same_without_validation(run_file: Path, tmp_path: Path) -> None:
+    with_it = train(run_file, tmp_path / "with", training={"steps": 4}, optimizer={"decay_steps": 12})
+    without = train(
+        run_file,
+        tmp_path / "without",
+        training={"steps": 4},
+        optimizer={"decay_steps": 12},
+        data={"validation": None},
+        validation={"every": None},
+    )
+    assert validations(with_it) and not validations(without)
+    assert curve(with_it.folder) == curve(without.folder)
+    assert tensor_hashes(with_it.folder) == tensor_hashes(without.folder)
+
+
+def test_patience_ends_the_run_and_a_resume_knows_it(
+    run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings: dict[str, Any] = {
+        "optimizer": {"learning_rate": 0.5, "warmup_steps": 0, "schedule": "constant"},
+        "validation": {"every": 1, "patience": 2, "minimum_improvement": 20.0},
+        "checkpoint": {"export": "best", "best": True},
+    }
+    result = train(run_file, tmp_path / "run", **settings)
+    # No loss can be lower by 20 than the first, so the second and the third are the two in a row.
+    assert [record["step"] for record in result.metrics] == [1, 2, 3]
+    told = "stopped after step 3: the validation loss has not improved by 20 or more 2 times in a row"
+    assert told in capsys.readouterr().out
+    assert (result.export / "model.safetensors").is_file()
+    again = train(run_file, tmp_path / "run", **settings)
+    assert len(again.metrics) == 3 and told in capsys.readouterr().out
+    settings["validation"]["patience"] = 4
+    assert len(train(run_file, tmp_path / "run", **settings).metrics) == 5
+
+
+def test_a_callback_that_raises_ends_the_run_and_another_can_follow(run_file: Path, tmp_path: Path) -> None:
+    class Broken(Callback):
+        def on_validation_end(self, run: Any, validation: Any) -> None:
+            raise KeyError("no such metric")
+
+    with pytest.raises(
+        TrainingError, match=r"Broken\.on_validation_end raised KeyError: 'no such metric' \(.*:\d+"
+    ):
+        train(run_file, tmp_path / "run", Broken())
+    assert len(train(run_file, tmp_path / "run", training={"steps": 2}).metrics) == 2
+
+
+def test_what_a_call_sets_is_checked_like_the_file(run_file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"training\.micro_batchsize: unknown key; did you mean") as raised:
+        RunConfig.load(run_file, training={"micro_batchsize": 1}, model={"family": "lama"})
+    assert len(raised.value.problems) == 2
+    with pytest.raises(ConfigError, match=r"steps: 5 stands for a section; write steps=\{key: value\}"):
+        RunConfig.load(run_file, steps=5)
+    config = RunConfig.load(run_file, **{"training.steps": None, "training": {"epochs": 1}})
+    assert (config.training.steps, config.training.epochs) == (None, 1.0)
+
+
+def test_a_rank_of_a_launcher_resolves_the_layout_by_it(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = RunConfig.load(run_file)
+    told = {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": 29500}
+    for name, value in told.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    assert RunConfig.load(run_file, parallel={"data": "auto"}).layout.data == 2
+    with pytest.raises(ConfigError, match=r"the layout has 1 ranks, and 2 were started"):
+        Trainer(alone).train()
+
+
+SCRIPT = """
+import json, sys
+from megalite import Callback, RunConfig, Trainer
+from megalite.errors import LaunchError, RankFailure
+
+class OnRankOne(Callback):
+    def __init__(self, error):
+        self.error = error
+    def on_step_end(self, run, report):
+        if run.rank == 1 and report.step == 2:
+            if self.error:
+                raise self.error
+            run.stop("rank 1 has seen enough")
+
+def train(folder, *callbacks):
+    config = RunConfig.load(sys.argv[1], run={"folder": folder}, parallel={"data": 2})
+    return Trainer(config, callbacks=callbacks).train()
+
+told = {"torch": "torch" in sys.modules}
+told["steps"] = len(train(sys.argv[2] + "/stopped", OnRankOne(None)).metrics)
+try:
+    train(sys.argv[2] + "/failed", OnRankOne(ConnectionRefusedError("the dashboard is down")))
+except RankFailure as failure:
+    told["failure"] = str(failure)
+import torch
+torch.set_num_threads(2)
+torch.rand(2000, 2000) @ torch.rand(2000, 2000)
+torch.rand(4000, 4000).exp().sum()
+try:
+    RunConfig.load(sys.argv[1])
+    config = RunConfig.load(
+        sys.argv[1], run={"folder": sys.argv[2] + "/late"}, parallel={"data": 2}, training={"threads": 2}
+    )
+    Trainer(config).train()
+except LaunchError as failure:
+    told["late"] = str(failure)
+print(json.dumps(told))
+"""
+
+
+def test_a_script_starts_ranks_and_hears_of_what_any_of_them_does(run_file: Path, tmp_path: Path) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(run_file), str(tmp_path)],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    told = json.loads(ran.stdout.splitlines()[-1])
+    assert not told["torch"], "RunConfig and Trainer load torch before they need it"
+    assert told["steps"] == 2
+    assert "stopped after step 2: rank 1 has seen enough" in ran.stdout
+    failure = "rank 1 (pp 0, dp 1, tp 0)"
+    assert told["failure"].startswith(failure), told["failure"]
+    assert "OnRankOne.on_step_end raised ConnectionRefusedError: the dashboard is down" in told["failure"]
+    assert "use torchrun --nproc-per-node 2" in told["late"]
+
+
+def test_the_example_trains_by_its_own_words(tmp_path: Path) -> None:
+    command = [sys.executable, "examples/python/train.py", "--run.folder", str(tmp_path / "run")]
+    ran = subprocess.run(
+        [*command, "--training.steps", "24"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    records = TrainingResult(tmp_path / "run").metrics
+    assert records[0]["validation_loss"] > 6 > 5.9 > records[-1]["validation_loss"]
+    assert records[-1]["weight_norm"] > 0
+    assert ran.stdout.splitlines()[-1].startswith("validation loss 5.")

@@ -1,0 +1,116 @@
+"""`best`, and which older checkpoints are removed when."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megalite.checkpoint import folder as folder_module
+from megalite.checkpoint.folder import (
+    BEST,
+    LATEST,
+    find_best,
+    find_checkpoint,
+    find_latest,
+    point_to,
+    published_name,
+    remove_older,
+    remove_stale,
+)
+from megalite.checkpoint.format import MANIFEST, Manifest, to_json
+from megalite.errors import CheckpointError
+from megalite.topology.layout import Layout
+from tests.support.tiny import tiny_shape
+
+
+def checkpoint(folder: Path, step: int) -> Path:
+    """A whole one, of no tensors."""
+    path = folder / published_name(step)
+    path.mkdir()
+    manifest = Manifest(
+        megalite="0",
+        torch="0",
+        trainer_state={"step": step},
+        layout=Layout(),
+        stage_layers=((0,),),
+        model=tiny_shape(),
+        config={},
+        optimizer={},
+        tensors={},
+        files={},
+    )
+    (path / MANIFEST).write_text(to_json(manifest))
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Checkpoints after steps 10 to 50; `latest` is the last."""
+    for step in range(10, 60, 10):
+        checkpoint(tmp_path, step)
+    point_to(tmp_path, LATEST, published_name(50))
+    return tmp_path
+
+
+def steps(folder: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in folder.glob("step-*"))
+
+
+def test_the_last_ones_stay(folder: Path) -> None:
+    remove_older(folder, 50, keep=2)
+    assert steps(folder) == [40, 50]
+    assert not list(folder.glob(".step-*"))
+    remove_older(folder, 50, keep=2)
+    assert steps(folder) == [40, 50]
+
+
+def test_what_is_named_or_spared_stays(folder: Path) -> None:
+    point_to(folder, BEST, published_name(20))
+    remove_older(folder, 50, keep=1, spared=[folder / published_name(10)])
+    assert steps(folder) == [10, 20, 50]
+
+
+def test_later_ones_of_an_abandoned_run_stay(folder: Path) -> None:
+    point_to(folder, LATEST, published_name(30))
+    remove_older(folder, 30, keep=1)
+    assert steps(folder) == [30, 40, 50]
+
+
+def test_one_that_is_not_whole_is_neither_counted_nor_removed(folder: Path) -> None:
+    (folder / published_name(40) / MANIFEST).write_text("{")
+    remove_older(folder, 50, keep=2)
+    assert steps(folder) == [30, 40, 50]
+
+
+def test_a_crash_while_one_is_removed_leaves_whole_ones_only(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    def half(path: Path, ignore_errors: bool = False) -> None:
+        if path.is_dir():
+            (path / MANIFEST).unlink()
+            raise Killed
+
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        patched.setattr(folder_module.shutil, "rmtree", half)
+        remove_older(folder, 50, keep=2)
+    assert steps(folder) == [20, 30, 40, 50]
+    assert all(find_checkpoint(path) == path for path in folder.glob("step-*"))
+    remove_stale(folder)
+    assert not list(folder.glob(".step-*"))
+
+
+def test_best_leads_to_its_checkpoint(folder: Path) -> None:
+    assert find_best(folder) is None
+    with pytest.raises(CheckpointError, match=r"best names no checkpoint; checkpoint\.best = true keeps one"):
+        find_checkpoint(folder / BEST)
+    point_to(folder, BEST, published_name(70))
+    assert find_best(folder) is None
+    point_to(folder, BEST, published_name(30))
+    assert find_best(folder) == find_checkpoint(folder / BEST) == folder / published_name(30)
+    assert find_latest(folder) == folder / published_name(50)
+    shutil.rmtree(folder / published_name(30))
+    with pytest.raises(CheckpointError, match=r"step-000030.* is not a checkpoint"):
+        find_best(folder)

@@ -1,0 +1,24 @@
+"""TensorBoard's curves hold each step once, however often a run was resumed."""
+
+from pathlib import Path
+
+import pytest
+
+from megalite.monitor.tensorboard import TensorBoardFile
+
+pytest.importorskip("tensorboard")
+
+
+def test_a_resumed_run_goes_on_with_its_curves_without_doubles(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for first, last, loss in ((0, 6, 3.0), (4, 8, 2.0)):
+        file = TensorBoardFile(tmp_path, after_step=first - 1)
+        for step in range(first, last):
+            file.add(step, {"train/loss": loss})
+        # What is added is on the disk at once: the first run is killed, not closed.
+    events = EventAccumulator(str(tmp_path)).Reload().Scalars("train/loss")
+    assert [(event.step, event.value) for event in events] == [
+        *((step, 3.0) for step in range(4)),
+        *((step, 2.0) for step in range(4, 8)),
+    ]

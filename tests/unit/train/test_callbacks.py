@@ -1,0 +1,73 @@
+"""Callbacks: what they return, and what is said of one that raises."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from megalite.errors import DataError, TrainingError
+from megalite.topology.layout import Layout
+from megalite.train.callbacks import ActiveRun, Callback, Callbacks
+from megalite.train.failures import FailureFolder
+
+RUN = cast(ActiveRun, SimpleNamespace(state=SimpleNamespace(step=3)))
+REPORT = cast(Any, SimpleNamespace(step=3, loss=2.0))
+
+
+class Gives(Callback):
+    def __init__(self, **metrics: Any):
+        self._metrics = metrics
+
+    def on_step_end(self, run: ActiveRun, report: Any) -> Any:
+        return self._metrics
+
+
+class Raises(Callback):
+    def __init__(self, error: Exception):
+        self._error = error
+
+    def on_step_end(self, run: ActiveRun, report: Any) -> None:
+        raise self._error
+
+
+def step_end(*callbacks: Callback) -> dict[str, float]:
+    return Callbacks(callbacks, RUN).step_end(REPORT)
+
+
+def test_metrics_of_all_are_joined() -> None:
+    assert step_end(Gives(a=1), Callback(), Gives(b=True)) == {"a": 1.0, "b": 1.0}
+
+
+@pytest.mark.parametrize("callbacks", [(Gives(loss=1),), (Gives(a=1), Gives(a=2)), (Gives(validation_x=1),)])
+def test_a_metric_that_there_is_already_is_refused(callbacks: tuple[Callback, ...]) -> None:
+    with pytest.raises(
+        TrainingError, match=r"Gives\.on_step_end returned the metric \w+, which there is already"
+    ):
+        step_end(*callbacks)
+
+
+def test_a_metric_that_is_no_number_is_refused() -> None:
+    with pytest.raises(TrainingError, match=r"Gives\.on_step_end raised ValueError: could not convert"):
+        step_end(Gives(a="much"))
+
+
+def test_an_exception_is_told_with_hook_place_and_step() -> None:
+    with pytest.raises(TrainingError) as raised:
+        step_end(Raises(KeyError("missing")))
+    assert str(raised.value).startswith("the callback Raises.on_step_end raised KeyError: 'missing' (")
+    assert "test_callbacks.py:" in str(raised.value) and "after step 3)" in str(raised.value)
+
+
+def test_an_error_written_for_the_user_stays_as_it_is() -> None:
+    with pytest.raises(DataError, match=r"^no text$"):
+        step_end(Raises(DataError("no text")))
+
+
+def test_a_connection_of_the_users_is_not_taken_for_that_of_a_rank(tmp_path: Any) -> None:
+    folder = FailureFolder(tmp_path, Layout(data=2), "job")
+    info = cast(Any, SimpleNamespace(rank=1, node="here"))
+    with pytest.raises(TrainingError) as raised:
+        step_end(Raises(ConnectionRefusedError("the dashboard is down")))
+    report = folder.of_exception(info, raised.value)
+    assert not report.secondary and "the dashboard is down" in report.headline
+    assert "ConnectionRefusedError" in report.traceback
