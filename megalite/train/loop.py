@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megalite.checkpoint.folder import BEST, point_to, published_name, remove_older
+from megalite.checkpoint.folder import published_name, remove_older, write_best
 from megalite.monitor.metrics import ValidationMetrics
 from megalite.train.callbacks import ActiveRun, Callback, Callbacks
 from megalite.train.report import RunReporter
@@ -88,7 +88,7 @@ class TrainingLoop:
         """Also at the start: a run may have been killed before `best` named what it had just saved."""
         step = self._trainer.state.best_step
         if self._trainer.mesh.rank == 0 and self._config.checkpoint.best and step is not None:
-            point_to(self._checkpoints, BEST, published_name(step))
+            write_best(self._checkpoints, published_name(step))
 
     def _ends_here(self) -> bool:
         """Whether this step is the last one. Collective where there are callbacks: any rank's may ask for it."""
