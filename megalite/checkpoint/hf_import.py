@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from megalite.checkpoint.families import FamilyTensor, family_tensors
+from megalite.checkpoint.folder import find_latest
 from megalite.checkpoint.huggingface import INDEX
 from megalite.checkpoint.load import load_parameter
 from megalite.checkpoint.save import all_or_none, save_checkpoint
@@ -25,6 +26,7 @@ from megalite.topology.state import NoOptimizer
 # What older exports hold beside the weights: masks and frequencies, which follow from the configuration.
 _BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 _GPT2_PREFIX = "transformer."
+_TYPES = ("F64", "F32", "BF16", "F16")
 
 
 def load_huggingface(
@@ -89,9 +91,14 @@ class HuggingFaceReader:
                 f"{self._folder} {' and '.join(parts)}; is its config.json that of these weights?"
             )
         for name, tensor in expected.items():
-            found = tuple(self._files[self._names[name]].get_slice(name).get_shape())
+            stored = self._files[self._names[name]].get_slice(name)
+            found, kind = tuple(stored.get_shape()), stored.get_dtype()
             if found != tensor.shape:
                 raise CheckpointError(f"{self._folder}: {name} is {found}, the model's is {tensor.shape}")
+            if kind not in _TYPES:
+                raise CheckpointError(
+                    f"{self._folder}: {name} is of {kind}; use weights of {', '.join(_TYPES)}"
+                )
 
     def _stored(self, tensor: FamilyTensor) -> str:
         return tensor.name.removeprefix(self._prefix) if self._prefix else tensor.name
@@ -102,11 +109,14 @@ class HuggingFaceReader:
 
 
 def _open_files(folder: Path) -> Mapping[str, Any]:
-    names = _file_names(folder)
+    return {name: _open(folder / name) for name in _file_names(folder)}
+
+
+def _open(path: Path) -> Any:
     try:
-        return {name: safe_open(folder / name, framework="pt") for name in names}
+        return safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{folder}: its weights cannot be read ({error}); fetch them again") from error
+        raise CheckpointError(f"{path} cannot be read ({error}); fetch it again") from error
 
 
 def _file_names(folder: Path) -> list[str]:
@@ -134,8 +144,11 @@ def _listed(names: list[str]) -> str:
 def import_checkpoint(folder: Path, shape: ModelShape, run_folder: Path) -> Path:
     """Write a folder's weights as a checkpoint without optimizer state: step 0 of a run; one process, the model once.
 
-    Its tokenizer files come along to `run_folder`/tokenizer. Raises CheckpointError as load_huggingface does.
+    Its tokenizer files come along to `run_folder`/tokenizer. Raises CheckpointError as load_huggingface does, and
+    where the run has a checkpoint already.
     """
+    if (before := find_latest(run_folder / "checkpoints")) is not None:
+        raise CheckpointError(f"{before} is there already; name another folder to write")
     mesh, split = ParallelMesh.single(), pipeline_split(shape.num_hidden_layers)
     stage = build_stage(shape, mesh, split, seed=None)
     load_huggingface(folder, mesh=mesh, shape=shape, split=split, stage=stage)

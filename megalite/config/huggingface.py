@@ -42,16 +42,18 @@ def apply_hf_config(draft: Draft) -> None:
             raise ValueError("holds no JSON object")
     except (OSError, ValueError, RuntimeError) as error:
         reason = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
-        draft.problem(_KEY, f"{shown(given)} cannot be read: {reason}", "name a config.json or its folder")
+        draft.problem(
+            named_by, f"{shown(given)} cannot be read: {reason}", "name a config.json or its folder"
+        )
         draft.incomplete.add("model")
         return
     family = FAMILIES.get(str(found.get("model_type")))
     if family is None:
         kind = shown(found.get("model_type"))
-        draft.problem(_KEY, f"{path} is of model_type {kind}", f"{', '.join(FAMILIES)} are built")
+        draft.problem(named_by, f"{path} is of model_type {kind}", f"{', '.join(FAMILIES)} are built")
         draft.incomplete.add("model")
         return
-    draft.problems += _unsupported(family, found, path)
+    draft.problems += _unsupported(family, found, path, named_by)
     shape = {field: found[key] for field, key in family.keys.items() if found.get(key) is not None}
     shape |= _biases(family, found) | _rope(family, found) | _window(family, found)
     if family.model_type == "gpt2":
@@ -77,20 +79,24 @@ def shape_of_folder(folder: Path) -> ModelShape:
     return model.shape(0)
 
 
-def _unsupported(family: Family, found: Mapping[str, Any], path: Path) -> Iterator[Problem]:
+def _unsupported(family: Family, found: Mapping[str, Any], path: Path, named_by: str) -> Iterator[Problem]:
+    if found.get("quantization_config"):
+        yield Problem(
+            named_by, f"{path} has a quantization_config", "use the weights from before they were quantised"
+        )
     for name, allowed in family.required.items():
         if name in found and found[name] not in allowed:
             words = " or ".join(map(shown, allowed))
-            yield Problem(_KEY, f"{path} has {name} = {shown(found[name])}", f"only {words} is built")
+            yield Problem(named_by, f"{path} has {name} = {shown(found[name])}", f"only {words} is built")
     kind = _rope_of(found).get("rope_type", _rope_of(found).get("type", "default"))
     if kind not in _ROPE_TYPES:
         words = ", ".join(map(shown, _ROPE_TYPES))
-        yield Problem(_KEY, f"{path} scales its rotary frequencies ({shown(kind)})", f"{words} are built")
+        yield Problem(named_by, f"{path} scales its rotary frequencies ({shown(kind)})", f"{words} are built")
     elif _rope_of(found).get("partial_rotary_factor", 1.0) != 1.0:
-        yield Problem(_KEY, f"{path} rotates a part of each head", "only whole heads are built")
+        yield Problem(named_by, f"{path} rotates a part of each head", "only whole heads are built")
     if _sliding_from(family, found) is None:
         yield Problem(
-            _KEY, f"{path} mixes layer_types", "sliding_attention may only follow after full_attention"
+            named_by, f"{path} mixes layer_types", "sliding_attention may only follow after full_attention"
         )
 
 

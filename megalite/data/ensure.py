@@ -72,6 +72,7 @@ def ensure_data(
     sets = _sets(config)
     folder = _tokenizer_folder(config, run_folder, sets)
     tokenizer = load_tokenizer(folder, end_of_document=config.tokenizer.end_of_document)
+    _check_rows(config, tokenizer)
     found: dict[str, list[Path]] = {part: [] for part in PARTS}
     for each in sets:
         if isinstance(each.source, Path):
@@ -159,6 +160,16 @@ def _check_prepared(prefix: Path, tokenizer: Tokenizer, data: DataConfig) -> Non
         raise DataError(
             f"{prefix} was prepared with min_length {facts.min_length}, not data.min_length = {data.min_length}; "
             "leave the setting out, or prepare the text again"
+        )
+
+
+def _check_rows(config: RunConfig, tokenizer: Tokenizer) -> None:
+    """DataError where the model lacks rows for ids of the tokenizer; else the export would say so in the end."""
+    rows, ids = config.model.vocab_size, tokenizer.vocab_size
+    if rows != "auto" and rows < ids:
+        raise DataError(
+            f"model.vocab_size: {rows} is less than the {ids} ids of {tokenizer.file}; "
+            f'use {ids} or more, or "auto", or name a smaller tokenizer'
         )
 
 

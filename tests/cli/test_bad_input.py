@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from megalite import cli
-from tests.cli.bad_input import texts, token_files, tokenizers
+from tests.cli.bad_input import checkpoints, configs, hf_folders, texts, token_files, tokenizers
 from tests.cli.bad_input.case import Case, build_world
 
 ROOT = Path(__file__).parents[2]
-CASES = [*texts.CASES, *token_files.CASES, *tokenizers.CASES]
+MODULES = (texts, token_files, tokenizers, configs, checkpoints, hf_folders)
+CASES: list[Case] = [case for module in MODULES for case in module.CASES]
 SECONDS = 60
 
 
@@ -48,7 +49,7 @@ def run(
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS)
         return done.returncode, done.stderr
     # What `megalite train` does to its process is for a process of its own.
-    monkeypatch.setattr("megalite.cli.train.prepare_process", lambda *_, **__: 1)
+    monkeypatch.setattr("megalite.train.run.prepare_process", lambda *_, **__: 1)
     if case.patch is not None:
         case.patch(monkeypatch)
     try:

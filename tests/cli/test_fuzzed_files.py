@@ -129,7 +129,7 @@ def spoiled(content: bytes, data: st.DataObject) -> bytes:
 def test_a_command_says_what_is_wrong(
     world: Path, monkeypatch: pytest.MonkeyPatch, kind: str, data: st.DataObject
 ) -> None:
-    monkeypatch.setattr("megalite.cli.train.prepare_process", lambda *_, **__: 1)
+    monkeypatch.setattr("megalite.train.run.prepare_process", lambda *_, **__: 1)
     with tempfile.TemporaryDirectory() as name:
         copy = Path(shutil.copytree(world, Path(name) / "world"))
         path = copy / KINDS[kind].file

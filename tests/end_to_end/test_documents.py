@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.jobs import Job, curve, tensor_hashes
 
-FLAGS = ("--data.document_mask", "true", "--optimizer.schedule", "constant")
+FLAGS = ("--data.document_mask", "true", "--optimizer.schedule", "constant", "--optimizer.warmup_steps", "0")
 
 
 @pytest.fixture

@@ -168,7 +168,7 @@ CASES = [
     ),
     Case(
         "a .model without the end of a document",
-        spoiled_model(),
+        spoiled_model(bytes, "--end-of-document", "<|endoftext|>"),
         ("spm.model has no token '<|endoftext|>'", "--end-of-document", "</s>"),
     ),
     Case(

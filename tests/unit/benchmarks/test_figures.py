@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -64,3 +65,19 @@ def test_training_on_wikitext2_equals_a_plain_loop(tmp_path: Path, shared_data: 
     for row in ours:
         assert abs(row["difference_percent"]) < 0.1, row
         assert row["largest_gap"] < 1e-5, row
+
+
+def test_loader(tmp_path: Path) -> None:
+    rows = quick_rows("loader", tmp_path)
+    assert [(row["file"], row["loader_workers"]) for row in rows] == list(product(["cold", "warm"], [0, 1]))
+    assert all(
+        0 < row["median_data_ms"] <= row["longest_data_ms"] < row["median_step_ms"] * 100 for row in rows
+    )
+
+
+def test_data_preparation(tmp_path: Path) -> None:
+    """Fails where the ids of `datasets.map` are others."""
+    pytest.importorskip("datasets")
+    rows = {row["case"]: row for row in quick_rows("data_preparation", tmp_path)}
+    assert set(rows) == {"megalite", "datasets", "map alone", "1 MB of text", "2 MB of text"}
+    assert rows["2 MB of text"]["tokens"] > 1.8 * rows["1 MB of text"]["tokens"] > 0

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 
 from megalite.data.corpus import Piece
 from megalite.data.tokenizer import Tokenizer, copy_tokenizer, load_tokenizer, save_tokenizer, tokenizer_file
@@ -90,6 +91,31 @@ def test_a_copy_of_a_real_llama_tokenizer_keeps_its_first_token(tmp_path: Path, 
     for text in HARD_TEXTS:
         assert theirs(text, add_special_tokens=False)["input_ids"] == ours.encode(text)
         assert theirs(text)["input_ids"] == [1, *ours.encode(text)]
+
+
+def test_added_tokens_are_the_same_in_every_form(tmp_path: Path) -> None:
+    """Of every kind that transformers adds: special or not, eating spaces, only as a word, in the text as it is."""
+    transformers = pytest.importorskip("transformers")
+    trained(tmp_path / "ours")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "ours")
+    theirs.add_tokens(["<tool>", AddedToken("word", single_word=True), AddedToken(" <l>", lstrip=True)])
+    special = [AddedToken("<s>", rstrip=True, normalized=False, special=True), "<pad>"]
+    theirs.add_special_tokens({"additional_special_tokens": special, "pad_token": "<mask>"})
+    theirs.save_pretrained(tmp_path / "theirs")
+    copy_tokenizer(tmp_path / "theirs", tmp_path / "copy")
+    ours = load_tokenizer(tmp_path / "copy")
+    again = transformers.AutoTokenizer.from_pretrained(tmp_path / "copy")
+    texts = [
+        *HARD_TEXTS,
+        "a<tool>b <tool> word words sword",
+        "x   <l> y<s>  z<pad><mask>",
+        " <s>",
+        "\n<pad>\x01<l>",
+    ]
+    expected = [theirs(text)["input_ids"] for text in texts]
+    assert [again(text)["input_ids"] for text in texts] == expected
+    assert [ours.encode(text) for text in texts] == expected
+    assert ours.vocab_size == len(theirs) == len(again) == 306
 
 
 def test_a_damaged_configuration_is_named(tmp_path: Path) -> None:
