@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from megalite.checkpoint.format import MANIFEST, Manifest, from_json
@@ -149,29 +148,33 @@ def publish(partial: Path, published: Path) -> None:
     elif published.exists():
         if _named_by(folder / LATEST) == published:
             # Until it has its final name the new one is found under the present one.
-            point_to(folder, LATEST, partial.name)
+            write_latest(folder, partial.name)
         replaced = partial.with_name(f"{partial.name}_replaced")
         published.rename(replaced)
         partial.rename(published)
     else:
         partial.rename(published)
     sync_folder(folder)
-    point_to(folder, LATEST, published.name)
+    write_latest(folder, published.name)
     remove_stale(folder)
 
 
-def point_to(folder: Path, pointer: str, name: str) -> None:
-    """Make `latest` or `best` name a checkpoint of the folder, atomically; without effect where there is none."""
-    named = f"{name}\n"
-    if not (folder / name).is_dir():
-        return
-    with suppress(OSError, UnicodeDecodeError):
-        if (folder / pointer).read_text(encoding="utf-8") == named:
-            return
-    temporary = folder / f".{pointer}.new"
-    write_durably(temporary, named)
-    temporary.replace(folder / pointer)
-    sync_folder(folder)
+def write_latest(folder: Path, name: str) -> None:
+    """Make `latest` name a checkpoint, atomically."""
+    _write_pointer(folder / LATEST, name)
+
+
+def write_best(folder: Path, name: str) -> None:
+    """Make `best` name a checkpoint, atomically; without effect where there is none of that name."""
+    if (folder / name).is_dir() and _named_by(folder / BEST) != folder / name:
+        _write_pointer(folder / BEST, name)
+
+
+def _write_pointer(pointer: Path, name: str) -> None:
+    temporary = pointer.with_name(f".{pointer.name}.new")
+    write_durably(temporary, f"{name}\n")
+    temporary.replace(pointer)
+    sync_folder(pointer.parent)
 
 
 def remove_older(folder: Path, step: int, *, keep: int, spared: Sequence[Path] = ()) -> None:

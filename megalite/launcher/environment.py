@@ -149,12 +149,13 @@ def exported_rank(info: RankInfo) -> Iterator[None]:
     """`export_rank` for as long as it is entered: in a process that goes on as no rank."""
     before = dict(os.environ)
     export_rank(info)
-    told = os.environ.keys() - before.keys()
+    told = [name for name, value in os.environ.items() if before.get(name) != value]
     try:
         yield
     finally:
         for name in told:
             os.environ.pop(name, None)
+        os.environ.update({name: before[name] for name in told if name in before})
 
 
 def prepare_process(

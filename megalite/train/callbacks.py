@@ -81,9 +81,6 @@ class Callbacks:
     def __init__(self, callbacks: Sequence[Callback], run: ActiveRun):
         self._callbacks, self._run = tuple(callbacks), run
 
-    def __bool__(self) -> bool:
-        return bool(self._callbacks)
-
     def train_start(self) -> None:
         self._call("on_train_start")
 

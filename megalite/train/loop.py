@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megalite.checkpoint.folder import BEST, point_to, published_name, remove_older
+from megalite.checkpoint.folder import published_name, remove_older, write_best
 from megalite.monitor.metrics import ValidationMetrics
 from megalite.train.callbacks import ActiveRun, Callback, Callbacks
 from megalite.train.report import RunReporter
@@ -30,6 +30,8 @@ class TrainingLoop:
         self._run = ActiveRun(trainer)
         self._callbacks = Callbacks(callbacks, self._run)
         self._config = trainer.config
+        # On any rank: under a launcher each has its own script.
+        self._asks = bool(trainer.mesh.max_over_world(float(bool(callbacks))))
         self._stopped: str | None = None  # what all ranks agree on that a callback asked for
         self.saved = resumed_from
         """The last checkpoint."""
@@ -88,27 +90,28 @@ class TrainingLoop:
         """Also at the start: a run may have been killed before `best` named what it had just saved."""
         step = self._trainer.state.best_step
         if self._trainer.mesh.rank == 0 and self._config.checkpoint.best and step is not None:
-            point_to(self._checkpoints, BEST, published_name(step))
+            write_best(self._checkpoints, published_name(step))
 
     def _ends_here(self) -> bool:
-        """Whether this step is the last one. Collective where there are callbacks: any rank's may ask for it."""
+        """Whether this step is the last one. Collective where there are callbacks: any of them may ask for it."""
         mesh, run = self._trainer.mesh, self._run
-        if self._callbacks and mesh.max_over_world(float(run.asked_to_stop is not None)):
+        if self._asks and mesh.max_over_world(float(run.asked_to_stop is not None)):
             asked = [each for each in mesh.gather_objects(run.asked_to_stop) or [] if each is not None]
             self._stopped = mesh.broadcast_object(asked[0] if asked else None)
         return self._reason_to_end() is not None
 
     def _reason_to_end(self) -> str | None:
-        state, patience = self._trainer.state, self._config.validation.patience
+        """None as long as there is none; empty after the last step."""
+        state, settings = self._trainer.state, self._config.validation
         if state.step >= self._trainer.total_steps:
             return ""
-        if patience is not None and state.validations_without_improvement >= patience:
-            below = self._config.validation.minimum_improvement
-            lower = f"by {below:g} or more " if below else ""
-            return (
-                f"the validation loss has not improved {lower}{state.validations_without_improvement} times in a row "
-                f"(validation.patience); the lowest is {state.best_loss:.4f}, after step {state.best_step}"
-                if state.best_loss is not None
-                else f"no validation loss was finite {state.validations_without_improvement} times in a row"
-            )
-        return self._stopped
+        times = state.validations_without_improvement
+        if settings.patience is None or times < settings.patience:
+            return self._stopped
+        by = f" by {settings.minimum_improvement:g} or more" if settings.minimum_improvement else ""
+        lowest = "none was finite"
+        if state.best_loss is not None:
+            lowest = f"the lowest is {state.best_loss:.4f}, after step {state.best_step}"
+        return (
+            f"the validation loss has not improved{by} {times} times in a row (validation.patience); {lowest}"
+        )

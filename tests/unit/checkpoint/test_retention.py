@@ -8,14 +8,14 @@ import pytest
 from megalite.checkpoint import folder as folder_module
 from megalite.checkpoint.folder import (
     BEST,
-    LATEST,
     find_best,
     find_checkpoint,
     find_latest,
-    point_to,
     published_name,
     remove_older,
     remove_stale,
+    write_best,
+    write_latest,
 )
 from megalite.checkpoint.format import MANIFEST, Manifest, to_json
 from megalite.errors import CheckpointError
@@ -48,7 +48,7 @@ def folder(tmp_path: Path) -> Path:
     """Checkpoints after steps 10 to 50; `latest` is the last."""
     for step in range(10, 60, 10):
         checkpoint(tmp_path, step)
-    point_to(tmp_path, LATEST, published_name(50))
+    write_latest(tmp_path, published_name(50))
     return tmp_path
 
 
@@ -65,13 +65,13 @@ def test_the_last_ones_stay(folder: Path) -> None:
 
 
 def test_what_is_named_or_spared_stays(folder: Path) -> None:
-    point_to(folder, BEST, published_name(20))
+    write_best(folder, published_name(20))
     remove_older(folder, 50, keep=1, spared=[folder / published_name(10)])
     assert steps(folder) == [10, 20, 50]
 
 
 def test_later_ones_of_an_abandoned_run_stay(folder: Path) -> None:
-    point_to(folder, LATEST, published_name(30))
+    write_latest(folder, published_name(30))
     remove_older(folder, 30, keep=1)
     assert steps(folder) == [30, 40, 50]
 
@@ -106,9 +106,9 @@ def test_best_leads_to_its_checkpoint(folder: Path) -> None:
     assert find_best(folder) is None
     with pytest.raises(CheckpointError, match=r"best names no checkpoint; checkpoint\.best = true keeps one"):
         find_checkpoint(folder / BEST)
-    point_to(folder, BEST, published_name(70))
+    write_best(folder, published_name(70))
     assert find_best(folder) is None
-    point_to(folder, BEST, published_name(30))
+    write_best(folder, published_name(30))
     assert find_best(folder) == find_checkpoint(folder / BEST) == folder / published_name(30)
     assert find_latest(folder) == folder / published_name(50)
     shutil.rmtree(folder / published_name(30))

@@ -11,6 +11,7 @@ from megalite.launcher import environment
 from megalite.launcher.environment import (
     RankInfo,
     export_rank,
+    exported_rank,
     local_rank_infos,
     node_names,
     prepare_process,
@@ -241,6 +242,15 @@ def test_what_is_exported_is_what_is_found_again(tmp_path):
     found = rank_info(environ)
     assert found == replace(info, launcher="the environment", rendezvous="env://")
     assert environ["LOCAL_SIZE"] == "4"
+
+
+def test_a_process_that_was_a_rank_for_a_while_is_none_afterwards(tmp_path, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MASTER_ADDR", "node-a")
+    with exported_rank(local_rank_infos(1, tmp_path / "store")[0]):
+        assert rank_info() is not None
+    assert rank_info() is None and os.environ["MASTER_ADDR"] == "node-a"
 
 
 def test_local_ranks_meet_over_a_file_and_never_on_the_network(tmp_path):
