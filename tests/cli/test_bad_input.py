@@ -15,7 +15,7 @@ from tests.cli.bad_input.case import Case, build_world
 
 ROOT = Path(__file__).parents[2]
 CASES = [*texts.CASES, *token_files.CASES, *tokenizers.CASES]
-SECONDS = 60
+SECONDS = 240
 
 
 @pytest.fixture(scope="module")
