@@ -9,7 +9,6 @@ from megalite.config.flags import split_overrides
 from megalite.config.load import load_run
 from megalite.errors import ConfigError
 from megalite.launcher.environment import prepare_process, rank_info
-from megalite.train.supported import require_supported
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -20,7 +19,6 @@ def run(arguments: Sequence[str]) -> int:
     try:
         loaded = load_run(options.run_file, overrides, world_size=info.world_size if info else None)
         config = loaded.config
-        require_supported(config, str(options.run_file))
     except ConfigError as error:
         if info is not None and info.rank > 0:
             return error.exit_code  # rank 0 says it for all
@@ -34,6 +32,10 @@ def run(arguments: Sequence[str]) -> int:
     from megalite.train.job import RunFolder, prepare_inputs, train_rank
     from megalite.train.local import run_local_ranks, run_rank
 
+    if config.zero_stage:
+        from megalite.train.deepspeed_ops import require_precision
+
+        require_precision(config.training.precision)  # before the text is prepared for a run that cannot be
     folder = RunFolder(Path(config.run.folder))
     if info is not None:
         return run_rank(train_rank, info, config.layout, folder.failures, arguments=(config, threads))
