@@ -88,36 +88,40 @@ def train_settings(settings: Settings, fault: str | None = None) -> RankResult:
                 result.losses.append(report.loss)
                 result.norms.append(report.grad_norm)
                 if step == 0:
-                    unscaled = {name: gradient.double() / scale for name, gradient in gradients().items()}
-                    result.gradients = shards_of(parameters, unscaled, mesh)
+                    found, complete = gradients()
+                    unscaled = {name: gradient.double() / scale for name, gradient in found.items()}
+                    shards = shards_of(parameters, unscaled, mesh)
+                    result.gradients = (
+                        [replace(each, partial=False) for each in shards] if complete else shards
+                    )
         with whole_weights(config.zero_stage, tensors):
             result.final = shards_of(parameters, tensors, mesh)
         return result
 
 
 @contextmanager
-def _first_gradients(zero_stage: int) -> Iterator[Callable[[], dict[str, Tensor]]]:
+def _first_gradients(zero_stage: int) -> Iterator[Callable[[], tuple[dict[str, Tensor], bool]]]:
     """Gives, after a first step of a trainer made within, the gradients as they were before their mean over dp.
 
-    ZeRO 2 and 3 take them away in every backward: there they are the sums of what the backwards brought, and else
-    what is complete over tp and pp.
+    And whether they are complete over tp and pp: where DeepSpeed takes them away in every backward (ZeRO 2 and 3, but
+    not wherever a configuration names these) they are the sums of what the backwards brought.
     """
-    found: list[dict[str, Tensor]] = []
+    complete: list[dict[str, Tensor]] = []
+    brought: list[dict[str, Tensor]] = []
 
     def build(*arguments: Any, **named: Any) -> Any:
         stage = build_stage(*arguments, **named)
         # Now, so that the hooks come before DeepSpeed's own.
-        found.append(reduced_gradients(dict(stage.named_parameters())))
+        brought.append(reduced_gradients(dict(stage.named_parameters())))
         return stage
 
     with ExitStack() as patches:
         if zero_stage >= 2:
             patches.enter_context(mock.patch.object(trainer_module, "build_stage", build))
-        else:
-            for module in (optimizer, deepspeed):
-                watched = _watched(module.complete_gradients, found)
-                patches.enter_context(mock.patch.object(module, "complete_gradients", watched))
-        yield lambda: found[0]
+        for module in (optimizer, deepspeed):
+            watched = _watched(module.complete_gradients, complete)
+            patches.enter_context(mock.patch.object(module, "complete_gradients", watched))
+        yield lambda: (complete[0], True) if complete else (brought[0], False)
 
 
 def _watched(complete_gradients: Callable[..., None], found: list[dict[str, Tensor]]) -> Callable[..., None]:
@@ -156,8 +160,8 @@ class Trained:
     weights: dict[str, Tensor]
 
     @classmethod
-    def of(cls, shape: ModelShape, results: Sequence[RankResult], *, complete: bool) -> "Trained":
-        """complete: as of mean_gradients. Raises AssertionError where ranks that hold the same do not agree."""
+    def of(cls, shape: ModelShape, results: Sequence[RankResult]) -> "Trained":
+        """Raises AssertionError where ranks that hold the same do not agree."""
         first = results[0]
         for rank, result in enumerate(results):
             same = result.losses == first.losses and result.norms == first.norms
@@ -166,16 +170,16 @@ class Trained:
             first.losses,
             first.norms,
             full_tensors(shape, [shard for result in results for shard in result.initial], add=False),
-            mean_gradients(shape, results, complete=complete),
+            mean_gradients(shape, results),
             full_tensors(shape, [shard for result in results for shard in result.final], add=False),
         )
 
 
-def mean_gradients(shape: ModelShape, results: Sequence[RankResult], *, complete: bool) -> dict[str, Tensor]:
+def mean_gradients(shape: ModelShape, results: Sequence[RankResult]) -> dict[str, Tensor]:
     """The mean over the replicas of the model of their full gradients.
 
-    complete: copies within a replica are the whole gradient, and equal, or zero where another one counts; else
-    those of a parameter that says so are parts of it. Raises AssertionError where copies differ.
+    Copies within a replica are parts of the gradient where a shard says so; else the whole, and equal, or zero where
+    another one counts. Raises AssertionError where copies differ.
     """
     replicas = sorted({result.dp_rank for result in results})
     whole: dict[str, Tensor] = {}
@@ -185,7 +189,7 @@ def mean_gradients(shape: ModelShape, results: Sequence[RankResult], *, complete
             before = kept.setdefault((shard.name, shard.box), shard)
             if before is shard:
                 continue
-            if shard.partial and not complete:
+            if shard.partial:
                 kept[shard.name, shard.box] = replace(shard, values=before.values + shard.values)
             elif not before.values.any():
                 kept[shard.name, shard.box] = shard
@@ -252,7 +256,7 @@ class Matrix:
         )
         assert config.model.vocab_size != "auto"
         shape = config.model.shape(config.model.vocab_size)
-        return Trained.of(shape, results, complete=config.zero_stage < 2)
+        return Trained.of(shape, results)
 
 
 def _errors(trained: Trained, reference: Trained) -> dict[str, dict[str, float]]:
