@@ -11,6 +11,7 @@ datasets     the whole program likewise: load_dataset("json"), then map(batched=
              AutoTokenizer loads, with the end of each document; the ids lie in Arrow files then.
 map alone    of the latter, the call of map(): imports, reading the .jsonl, and the start are left out.
 
+CPU          seconds of all processes together, the least of all rounds: another program that is busy changes it little.
 peak RSS     the most that the process and its children held together, looked at every 20 ms; what they share, as the
              code of libraries, counts in each. For --memory, of megalite alone, by the size of the input.
 """
@@ -18,6 +19,7 @@ peak RSS     the most that the process and its children held together, looked at
 import argparse
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -60,9 +62,10 @@ with open(ids_file, "wb") as file:
 
 @dataclass(frozen=True)
 class Run:
-    """Seconds to the point that is compared, the peak RSS in MiB, and what was printed."""
+    """Seconds to the point that is compared, those of all processors, the peak RSS in MiB, and what was printed."""
 
     seconds: float
+    cpu_seconds: float
     peak_mib: float
     output: str
 
@@ -123,9 +126,15 @@ def resident_bytes(process: int) -> int:
         return 0
 
 
+def cpu_seconds_of_children() -> float:
+    """Of those that have ended, and of theirs."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def watched(command: Sequence[str], until: str | None = None) -> Run:
     """Run to the end; the time ends there too, or with the line that begins with `until`."""
-    started = time.perf_counter()
+    started, before = time.perf_counter(), cpu_seconds_of_children()
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, text=True)
         peak = 0
@@ -141,7 +150,7 @@ def watched(command: Sequence[str], until: str | None = None) -> Run:
         said = output.read()
     if process.returncode:
         raise SystemExit(f"{' '.join(command)[:200]} failed:\n{said}")
-    return Run(seconds, peak / 2**20, said)
+    return Run(seconds, cpu_seconds_of_children() - before, peak / 2**20, said)
 
 
 def prepare(source: Path, tokenizer: Path, output: Path) -> Run:
@@ -165,6 +174,7 @@ def speed(source: Path, tokenizer: Path, folder: Path, rounds: int) -> list[dict
     """Tokens a second of each case; raises SystemExit where the ids differ."""
     seconds: dict[str, list[float]] = {"megalite": [], "datasets": [], "map alone": []}
     peaks = {"megalite": 0.0, "datasets": 0.0}
+    used: dict[str, list[float]] = {"megalite": [], "datasets": []}
     tokens = 0
     for _ in range(rounds):
         ours = prepare(source, tokenizer, folder / "ours")
@@ -175,6 +185,7 @@ def speed(source: Path, tokenizer: Path, folder: Path, rounds: int) -> list[dict
         tokens = len(ids) // 2
         for case, run in (("megalite", ours), ("datasets", theirs)):
             seconds[case].append(run.seconds)
+            used[case].append(run.cpu_seconds)
             peaks[case] = max(peaks[case], run.peak_mib)
         seconds["map alone"].append(of_map)
     fastest = min(seconds["megalite"])
@@ -183,6 +194,7 @@ def speed(source: Path, tokenizer: Path, folder: Path, rounds: int) -> list[dict
             "case": case,
             "median_seconds": round(statistics.median(each), 2),
             "fastest_seconds": round(min(each), 2),
+            "cpu_seconds": round(min(used[case]), 2) if case in used else None,
             "tokens_per_second": round(tokens / statistics.median(each)),
             "fastest_over_megalites": round(min(each) / fastest, 2),
             "peak_mib": round(peaks[case]) if case in peaks else None,
@@ -239,6 +251,7 @@ def main() -> None:
     seconds = {
         "median_seconds": "seconds",
         "fastest_seconds": "fastest",
+        "cpu_seconds": "CPU",
         "fastest_over_megalites": "over megalite's",
     }
     columns = {"case": "", **seconds, "tokens_per_second": "tokens/s", "peak_mib": "peak RSS, MiB"}

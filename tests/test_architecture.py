@@ -45,7 +45,7 @@ TORCH_FREE = ("__init__", "errors", "topology", "config", "launcher", "planner")
 OWNERS = {
     "torch.distributed": ("parallel/",),
     "torch.distributed.checkpoint": ("checkpoint/",),
-    "deepspeed": ("train/deepspeed.py",),
+    "deepspeed": ("train/deepspeed.py", "train/deepspeed_ops.py"),
     "pickle": (),
     "marshal": (),
     "shelve": (),

@@ -99,13 +99,32 @@ def zero_reduces_whole_gradients(facts: Facts) -> Iterator[Problem]:
 
 def offload_has_its_stage(facts: Facts) -> Iterator[Problem]:
     stage = facts.zero_stage
-    for name, least, what in (("offload_optimizer", 1, "optimizer"), ("offload_param", 3, "weights")):
-        table = facts.deepspeed.get("zero_optimization", {}).get(name)
-        device = table.get("device", "none") if isinstance(table, Mapping) else "none"
-        if device != "none" and stage < least:
+    least = {"offload_optimizer": (1, "optimizer"), "offload_param": (3, "weights")}
+    for name, device in _offload_devices(facts):
+        first, what = least[name]
+        if stage < first:
             message = f'device "{device}" has no effect: stage {stage} has no partition of the {what} to move'
-            remedy = f"use stage {least}{' or higher' * (least < 3)}, or leave it out"
+            remedy = f"use stage {first}{' or higher' * (first < 3)}, or leave it out"
             yield Problem(f"deepspeed.zero_optimization.{name}", message, remedy)
+
+
+def offload_stays_in_memory(facts: Facts) -> Iterator[Problem]:
+    for name, device in _offload_devices(facts):
+        if device != "cpu":
+            known = device == "nvme"
+            message = "is not run: checkpoints read what it would move to disk" if known else "is no device"
+            key = f"deepspeed.zero_optimization.{name}.device"
+            yield Problem(key, f'"{device}" {message}', 'use "cpu", or leave it out')
+
+
+def _offload_devices(facts: Facts) -> Iterator[tuple[str, str]]:
+    """The tables that ask for offload, and where to."""
+    zero = facts.deepspeed.get("zero_optimization", {})
+    for name in ("offload_optimizer", "offload_param"):
+        table = zero.get(name) if isinstance(zero, Mapping) else None
+        device = table.get("device", "none") if isinstance(table, Mapping) else "none"
+        if device != "none":
+            yield name, device
 
 
 def one_rank_has_the_whole_sequence(facts: Facts) -> Iterator[str]:
@@ -123,6 +142,7 @@ COMPUTATION_RULES = (
     sequence_parallel_divides_the_length,
     zero_reduces_whole_gradients,
     offload_has_its_stage,
+    offload_stays_in_memory,
 )
 
 

@@ -42,9 +42,7 @@ def apply_hf_config(draft: Draft) -> None:
             raise ValueError("holds no JSON object")
     except (OSError, ValueError, RuntimeError) as error:
         reason = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
-        draft.problem(
-            named_by, f"{shown(given)} cannot be read: {reason}", "name a config.json or its folder"
-        )
+        draft.problem(named_by, f'"{given}" cannot be read: {reason}', "name a config.json or its folder")
         draft.incomplete.add("model")
         return
     family = FAMILIES.get(str(found.get("model_type")))

@@ -25,7 +25,6 @@ from megalite.train.document_probe import check_documents
 from megalite.train.loop import TrainingLoop
 from megalite.train.precision import Precision, choose_precision
 from megalite.train.report import RunReporter
-from megalite.train.supported import asked_precision
 from megalite.train.trainer import Trainer
 from megalite.train.validation import HeldOutSet, held_out_set
 
@@ -144,6 +143,11 @@ def _train(
     inputs = mesh.broadcast_object(prepare_inputs(config, folder) if mesh.rank == 0 else None)
     resumed_from = _checkpoint_to_resume(config, mesh, folder)
     precision = _precision(config, mesh, resumed_from)
+    if config.zero_stage:
+        # DeepSpeed costs seconds to import: only a run that uses it pays.
+        from megalite.train.deepspeed_ops import require_precision
+
+        require_precision(precision.name)  # "auto" may go on with any; every rank asks, so that none waits
     config = config.in_precision(precision.name)
     start = Path(config.model.weights) if config.model.weights and resumed_from is None else None
     trainer, held_out = _trainer(config, mesh, inputs, start)
@@ -254,7 +258,7 @@ def _precision(config: RunConfig, mesh: ParallelMesh, resumed_from: Path | None)
     if mesh.rank == 0:
         written = read_manifest(resumed_from).config if resumed_from is not None else {}
         resumed = written.get("training", {}).get("precision")
-        found = choose_precision(asked_precision(config), mesh.device, resumed)
+        found = choose_precision(config.training.precision, mesh.device, resumed)
     precision: Precision = mesh.broadcast_object(found)
     return precision
 

@@ -4,6 +4,7 @@ Like the command it is a rank where a launcher started it, trains here where one
 ranks from this process.
 """
 
+import importlib.util
 import os
 import select
 import sys
@@ -19,7 +20,6 @@ from megalite.errors import ConfigError, LaunchError, Problem
 from megalite.launcher.environment import RankInfo, prepare_process, rank_info
 from megalite.monitor.jsonl import read_metrics
 from megalite.train.callbacks import Callback
-from megalite.train.supported import require_supported
 
 _PROBE_SECONDS = 10.0
 
@@ -71,7 +71,7 @@ class Trainer:
         """As `train`; the exit code of the job. `source`: where the user wrote the settings, for messages."""
         config, info = self.config, rank_info()
         _require_ranks(config, info, source)
-        require_supported(config, source)
+        _require_tensorboard(config, source)
         computed = "torch" in sys.modules
         threads = prepare_process(config.training.threads, local_ranks=config.layout.world_size, info=info)
 
@@ -79,6 +79,12 @@ class Trainer:
         from megalite.train.job import RunFolder, prepare_inputs, train_rank
         from megalite.train.local import run_local_ranks, run_rank
 
+        if config.zero_stage and config.training.precision == "fp16":
+            from megalite.train.deepspeed_ops import require_precision
+
+            require_precision(
+                config.training.precision
+            )  # before the text is prepared for a run that cannot be
         folder = RunFolder(Path(config.run.folder))
         arguments = (config, threads, self.callbacks)
         if info is not None:
@@ -101,6 +107,13 @@ def _require_ranks(config: RunConfig, info: RankInfo | None, source: str) -> Non
         message = f"the layout has {config.layout.world_size} ranks, and {info.world_size} were started"
         remedy = 'load the configuration in each rank, with parallel.data = "auto" or as many as were started'
         raise ConfigError([Problem("parallel.data", message, remedy)], source)
+
+
+def _require_tensorboard(config: RunConfig, source: str) -> None:
+    if config.monitor.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        remedy = "install it (pip install tensorboard), or leave the setting out: metrics.jsonl has the same numbers"
+        problem = Problem("monitor.tensorboard", "the package tensorboard is not installed", remedy)
+        raise ConfigError([problem], source)
 
 
 def _require_forkable(ranks: int, threads: int) -> None:

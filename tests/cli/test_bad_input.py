@@ -16,7 +16,7 @@ from tests.cli.bad_input.case import Case, build_world
 ROOT = Path(__file__).parents[2]
 MODULES = (texts, token_files, tokenizers, configs, checkpoints, hf_folders)
 CASES: list[Case] = [case for module in MODULES for case in module.CASES]
-SECONDS = 60
+SECONDS = 240
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from megalite.cli import train
+from megalite.errors import ConfigError
 from tests.unit.config.runs import changed, write_run
 
 
@@ -31,3 +32,19 @@ def test_what_the_settings_cost_is_told_once_at_the_start(
     with pytest.raises(Started):
         train.run([str(path)])
     assert capsys.readouterr().out.count("note: model.attention_dropout = 0.1") == told
+
+
+def test_fp16_under_zero_is_refused_before_the_text_is_prepared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from deepspeed.accelerator import get_accelerator
+
+    monkeypatch.setattr(train, "rank_info", lambda: None)
+    monkeypatch.setattr("megalite.train.run.rank_info", lambda: None)
+    monkeypatch.setattr("megalite.train.run.prepare_process", lambda *_, **__: 1)
+    monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: False)
+    settings = {"deepspeed.zero_optimization.stage": 1, "training.precision": "fp16"}
+    path = write_run(tmp_path, changed({**settings, "run.folder": str(tmp_path / "run")}))
+    with pytest.raises(ConfigError, match=r'training.precision: "fp16" with ZeRO needs a GPU.*use "bf16"'):
+        train.run([str(path)])
+    assert not (tmp_path / "run").exists()

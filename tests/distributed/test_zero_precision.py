@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -24,20 +23,11 @@ from megalite.train.loss_scale import LossScaleSettings
 from megalite.train.optimizer import OptimizerSettings, Update
 from tests.support.parity import ZERO_RTOL, assert_close, assert_same_tensors
 from tests.support.tiny import tiny_shape
-from tests.support.training import SGD, Job, Parts, build, local_batch, whole_weights
+from tests.support.training import SGD, Job, Parts, build, fp16_allowed, local_batch, whole_weights
 
 SHAPE = tiny_shape(tied=True)
 ADAMW = OptimizerSettings("adamw", (0.9, 0.95), 1e-8, 0.1, 0.0, 0.5)
 LARGEST_LOSS_DIFFERENCE = 2e-3
-
-
-@contextmanager
-def fp16_allowed() -> Iterator[None]:
-    """DeepSpeed refuses fp16 on a CPU, which computes in it all the same."""
-    from deepspeed.accelerator import get_accelerator
-
-    with mock.patch.object(get_accelerator(), "is_fp16_supported", lambda: True):
-        yield
 
 
 @dataclass

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -143,6 +144,15 @@ def build(job: Job) -> Parts:
         stage.chunks, split, mesh, shapes, schedule=job.schedule, forward=optimizer.forward
     )
     return Parts(mesh, split, stage, parameters, optimizer, pipeline, reduced)
+
+
+@contextmanager
+def fp16_allowed() -> Iterator[None]:
+    """DeepSpeed refuses fp16 on a CPU, which computes in it all the same."""
+    from deepspeed.accelerator import get_accelerator
+
+    with mock.patch.object(get_accelerator(), "is_fp16_supported", lambda: True):
+        yield
 
 
 @contextmanager

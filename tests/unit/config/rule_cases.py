@@ -119,6 +119,25 @@ FAMILY_CASES = [
         "weights to move; use stage 3, or leave it out",
         {"deepspeed.zero_optimization.stage": 3, "deepspeed.zero_optimization.offload_param.device": "cpu"},
     ),
+    Case(
+        "offload_stays_in_memory",
+        {
+            "deepspeed.zero_optimization.stage": 3,
+            "deepspeed.zero_optimization.offload_optimizer.device": "nvme",
+        },
+        'deepspeed.zero_optimization.offload_optimizer.device: "nvme" is not run: checkpoints read what it would move '
+        'to disk; use "cpu", or leave it out',
+        {
+            "deepspeed.zero_optimization.stage": 3,
+            "deepspeed.zero_optimization.offload_optimizer.device": "cpu",
+        },
+    ),
+    Case(
+        "offload_stays_in_memory",
+        {"deepspeed.zero_optimization.stage": 3, "deepspeed.zero_optimization.offload_param.device": "ssd"},
+        'deepspeed.zero_optimization.offload_param.device: "ssd" is no device; use "cpu", or leave it out',
+        {"deepspeed.zero_optimization.stage": 3, "deepspeed.zero_optimization.offload_param.device": "none"},
+    ),
 ]
 
 
