@@ -97,3 +97,22 @@ def test_without_the_policy_the_run_ends_at_its_step(ranks, data):
     assert result.error.startswith(
         f"step 2: the gradient norm is nan, from the gradient of {POISONED} (layer 2)"
     )
+
+
+def step_with_such_a_loss(folder: Path) -> str:
+    trainer, _ = tiny_trainer(folder, SKIP)
+    forward_backward = trainer.pipeline.forward_backward
+
+    def overflowing(*arguments: Any) -> float:
+        forward_backward(*arguments)
+        return float("inf")
+
+    trainer.pipeline.forward_backward = overflowing  # type: ignore[method-assign]
+    with pytest.raises(TrainingError) as caught:
+        trainer.train_step()
+    return str(caught.value)
+
+
+def test_a_loss_that_is_not_finite_where_its_gradient_is_ends_the_run(ranks, data):
+    [message] = ranks.run(step_with_such_a_loss, folder=data)
+    assert message.startswith("step 1: the loss is inf, though its gradient is finite")

@@ -23,12 +23,15 @@ class Task:
     steps: int = 0
     validated: tuple[int, ...] = (0,)
     samples: int | None = None
+    sets: tuple[str, ...] = ("held",)
 
 
 def train(task: Task) -> tuple[list[float], list[ValidationMetrics]]:
     """The losses of the training's steps, and the validations."""
     trainer, load = tiny_trainer(task.folder, task.changes)
-    held_out = {"held": held_out_set(load, TokenFile.open(task.folder / "held"), task.samples)}
+    held_out = {
+        name: held_out_set(load, TokenFile.open(task.folder / name), task.samples) for name in task.sets
+    }
     losses, found = [], []
     for step in range(task.steps + 1):
         if step in task.validated:
@@ -106,3 +109,13 @@ def test_a_few_samples_are_the_same_ones_in_every_layout(ranks, data, reference)
         assert found.tokens == few.tokens
     [(_, [whole])] = ranks.run(train, task=Task(data, samples=1000))
     assert whole.loss == reference.loss
+
+
+def test_of_several_sets_each_has_its_mean_and_all_tokens_count_alike(ranks, data, reference):
+    [(_, [both])] = ranks.run(train, task=Task(data, sets=("train", "held")))
+    [(_, [other])] = ranks.run(train, task=Task(data, sets=("train",)))
+    assert both.sets == {"train": other.loss, "held": reference.loss}
+    total = other.loss * other.tokens + reference.loss * reference.tokens
+    assert_close(both.loss, total / both.tokens, what="loss of both sets")
+    assert {"validation_loss_train", "validation_loss_held"} < both.record().keys()
+    assert "validation_loss_held" not in reference.record()

@@ -18,6 +18,7 @@ from megalite.errors import ConfigError, TrainingError
 from megalite.train import report
 from megalite.train.run import TrainingResult
 from tests.support.jobs import ROOT, Job, curve, tensor_hashes
+from tests.support.parity import FLOAT32_RTOL, assert_close
 
 VALIDATION = ("validation_loss", "validation_perplexity", "validation_tokens")
 
@@ -99,6 +100,41 @@ def test_a_run_in_pieces_is_the_whole_one(run_file: Path, tmp_path: Path) -> Non
     assert int(whole.best.name.removeprefix("step-")) == lowest[0]
     kept = sorted(path.name for path in (whole.folder / "checkpoints").glob("step-*"))
     assert len(kept) <= 3 and kept[-1] == "step-000012" and whole.best.name in kept
+
+
+def test_curves_go_on_after_a_resume_without_doubles(run_file: Path, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    settings: dict[str, Any] = {
+        "training": {"steps": 6},
+        "checkpoint": {"every": 2},
+        "monitor": {"tensorboard": True},
+    }
+
+    class Killed(Callback):
+        def on_train_start(self, run: Any) -> None:
+            self._left = 6
+
+        def on_step_end(self, run: Any, step: Any) -> None:
+            self._left -= 1
+            if not self._left:
+                raise RuntimeError("killed")
+
+    with pytest.raises(TrainingError, match="killed"):
+        train(run_file, tmp_path / "run", Killed(), Stop(0), **settings)
+    result = train(run_file, tmp_path / "run", Stop(0), **settings)
+    curves = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    for tag, key in (
+        ("train/loss", "loss"),
+        ("validation/loss", "validation_loss"),
+        ("half_loss", "half_loss"),
+    ):
+        written = [(record["step"], record[key]) for record in result.metrics if key in record]
+        drawn = [(event.step, event.value) for event in curves.Scalars(tag)]
+        assert [step for step, _ in drawn] == [step for step, _ in written]
+        drawn_values, written_values = [[value for _, value in each] for each in (drawn, written)]
+        assert_close(drawn_values, written_values, rtol=FLOAT32_RTOL, what=tag)
 
 
 def test_training_is_the_same_without_validation(run_file: Path, tmp_path: Path) -> None:
