@@ -7,8 +7,9 @@ from pathlib import Path
 from megalite.config.describe import describe_keys
 from megalite.config.flags import split_overrides
 from megalite.config.load import load_run
+from megalite.config.schema import RunConfig
 from megalite.errors import ConfigError
-from megalite.launcher.environment import prepare_process, rank_info
+from megalite.launcher.environment import RankInfo, prepare_process, rank_info
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -33,9 +34,7 @@ def run(arguments: Sequence[str]) -> int:
     from megalite.train.local import run_local_ranks, run_rank
 
     if config.zero_stage:
-        from megalite.train.deepspeed_ops import require_precision
-
-        require_precision(config.training.precision)  # before the text is prepared for a run that cannot be
+        _prepare_deepspeed(config, info)
     folder = RunFolder(Path(config.run.folder))
     if info is not None:
         return run_rank(train_rank, info, config.layout, folder.failures, arguments=(config, threads))
@@ -47,6 +46,16 @@ def run(arguments: Sequence[str]) -> int:
     return run_local_ranks(
         train_rank, config.layout, folder.failures, arguments=(config, threads), preload=preload
     )
+
+
+def _prepare_deepspeed(config: RunConfig, info: RankInfo | None) -> None:
+    """Have this machine ready, or refuse, before the text is prepared and ranks wait for each other."""
+    from megalite.train.deepspeed_ops import build_operator, require_precision
+
+    require_precision(config.training.precision)
+    if config.native_optimizer:
+        silent = info is not None and info.local_rank > 0
+        build_operator(config.deepspeed_json(), (lambda _: None) if silent else print)
 
 
 def _parser(*, with_settings: bool) -> argparse.ArgumentParser:

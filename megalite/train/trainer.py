@@ -90,6 +90,7 @@ def optimizer_settings(config: RunConfig) -> OptimizerSettings:
         ema_decay=optimizer.ema_decay,
         accumulate_wide=training.accumulation == "fp32",
         loss_scale=_loss_scale_settings(training) if training.precision == "fp16" else None,
+        native=config.native_optimizer,
     )
 
 
