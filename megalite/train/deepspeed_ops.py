@@ -68,7 +68,10 @@ def native_optimizer(
     parameters: Sequence[Parameter],
     tensors: Mapping[str, nn.Parameter],
 ) -> torch.optim.Optimizer:
-    """DeepSpeed's own AdamW: on the CPU where its state lies there, else fused on the GPU."""
+    """DeepSpeed's own AdamW: on the CPU where its state lies there, else fused on the GPU.
+
+    On the CPU its bias correction is a running product, and a power after a resume: the last digits may differ.
+    """
     builder = _builder(config)
     with _alone(_folder(builder)):
         builder.load(verbose=False)

@@ -287,9 +287,11 @@ def train_from_settings(settings: Settings, folder: str, stop: int) -> list[Step
 
 def test_an_fp16_run_file_trains_in_a_pipeline_under_zero(ranks, tmp_path):
     """The first steps overflow; a resumed run goes on with the scale and the count of skipped steps."""
-    row = {"layout": "tp1-pp2-dp2", "precision": "fp16", "zero": "1", "micro_batches": "2", "tied": "yes"}
+    row = {"layout": "tp1-pp2-dp2", "precision": "fp16", "zero": "1", "micro_batches": "2"}
     settings = {
-        **settings_of({**row, "chunks": "1", "layers": "balanced", "vocabulary": "101"}),
+        **settings_of(
+            {**row, "micro_batch_size": "1", "chunks": "1", "layers": "balanced", "vocabulary": "101"}
+        ),
         "optimizer.name": "adamw",
         "optimizer.learning_rate": 1e-3,
         "training.steps": 8,
