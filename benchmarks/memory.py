@@ -25,7 +25,8 @@ parameters   e N; ZeRO 3: e N / D.
 optimizer    none: 8 N, and 4 N master weights where e < 4.   ZeRO 1-3: 12 N / D (DeepSpeed has its own float32 master
              weights even where the model is float32).
 gradients    none, ZeRO 1: 4 N, as a step's micro batches are summed first and reduced once. ZeRO 2, 3: 4 N / D, as
-             every backward reduces them; a bucket and the largest gradient come for a moment (`peak`).
+             every backward reduces them; a bucket and the largest gradient come for a moment (`peak`). In float32
+             ZeRO 2 keeps the whole gradient of a parameter that the border of its partition cuts, which is not counted.
 activations  L layers of e T (8 H + 3 I) + 4 T (a + 2): the inputs of both norms, what they give, q, k, v, attention's
              output, gate and up, their product; and attention's log-sum-exp and the norms' statistics. Selective
              recompute keeps attention's output, as the projection after it reads that, and drops 4 T a. Full keeps
@@ -202,7 +203,9 @@ class Watched(Training):
     def _gradients(self) -> int:
         tensors = list(self.stage.parameters())
         zero = getattr(self.optimizer, "_zero", None)
-        partition = tree_leaves(dict(getattr(zero, "averaged_gradients", {})))
+        # What every backward adds to: ZeRO 2 keeps it under other names than what a step once reduces.
+        names = ("averaged_gradients", "all_grad_tensors", "accumulated_grads_in_cpu")
+        partition = [leaf for name in names for leaf in tree_leaves(dict(getattr(zero, name, {})))]
         kept = [getattr(tensor, name, None) for tensor in tensors for name in ("grad", "grad_accum")]
         return Storages([*kept, *partition]).total
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megalite.config.deepspeed_json import AUTO, Block, read_block
+from megalite.config.deepspeed_json import AUTO, OURS, Block, read_block
 from megalite.config.deepspeed_keys import KEYS, REMOVED, VERSION
 from megalite.config.deepspeed_optimizer import read_optimizer, read_scheduler
 from megalite.config.draft import Draft, did_you_mean
@@ -73,7 +73,8 @@ def apply_deepspeed(draft: Draft, run_folder: Path) -> None:
     read_scheduler(draft, block, passed_on.pop("scheduler", None))
     for always_ours in ("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"):
         passed_on.pop(always_ours, None)
-    draft.values["deepspeed"] = {key: value for key, value in passed_on.items() if value != AUTO}
+    ours = {key: section[key] for key in OURS[1:] if key in section}
+    draft.values["deepspeed"] = ours | {key: value for key, value in passed_on.items() if value != AUTO}
     for key in passed_on:
         draft.origins.setdefault(f"deepspeed.{key}", block.file or draft.source)
 

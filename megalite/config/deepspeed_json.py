@@ -13,6 +13,8 @@ from megalite.errors import Problem
 
 AUTO = "auto"
 """In DeepSpeed's JSON: what the trainer says."""
+OURS = ("config", "native_optimizer")
+"""Keys of [deepspeed] that are not DeepSpeed's."""
 
 
 @dataclass
@@ -45,7 +47,7 @@ class Block:
 
 def read_block(draft: Draft, section: dict[str, Any], run_folder: Path) -> Block:
     """The file that deepspeed.config names with flags laid over it, or the tables written in its place."""
-    inline = {key: value for key, value in section.items() if key != "config"}
+    inline = {key: value for key, value in section.items() if key not in OURS}
     given = section.get("config")
     if given is None:
         return _checked(draft, Block(inline, None))

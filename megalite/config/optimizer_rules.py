@@ -65,6 +65,21 @@ def values_are_clipped_without_zero(facts: Facts) -> Iterator[Problem]:
         yield Problem("optimizer.clip_value", message, "use optimizer.gradient_clipping")
 
 
+def the_native_optimizer_is_adamw_under_zero(facts: Facts) -> Iterator[Problem]:
+    if facts.deepspeed.get("native_optimizer") is not True:
+        return
+    key, name = "deepspeed.native_optimizer", facts.optimizer.name
+    if not facts.zero_stage:
+        message = "true has no effect without ZeRO, which alone DeepSpeed is used for"
+        yield Problem(key, message, "set deepspeed.zero_optimization.stage, or leave it out")
+    if name != "adamw":
+        yield Problem(
+            key,
+            f'true is AdamW, and optimizer.name = "{name}"',
+            'use optimizer.name "adamw", or leave it out',
+        )
+
+
 def the_average_has_whole_runs(facts: Facts) -> Iterator[Problem]:
     decay, stage = facts.optimizer.ema_decay, facts.zero_stage
     if decay and stage == 3:
@@ -98,6 +113,7 @@ OPTIMIZER_RULES = (
     patterns_choose_whole_parameters,
     zero_finds_every_group_on_every_stage,
     values_are_clipped_without_zero,
+    the_native_optimizer_is_adamw_under_zero,
     the_average_has_whole_runs,
     the_stable_rate_follows_the_warmup,
     the_loss_scale_starts_above_its_minimum,

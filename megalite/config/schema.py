@@ -276,6 +276,9 @@ class DeepSpeedSection(Section):
     model_config = ConfigDict(extra="allow")
 
     config: Text | None = Field(None, description="the JSON file, from here or from the folder of RUN.toml")
+    native_optimizer: bool = Field(
+        False, description="DeepSpeed's own AdamW under ZeRO, compiled once, in place of torch's"
+    )
 
     @property
     def passed_on(self) -> Mapping[str, Any]:
@@ -459,6 +462,10 @@ class RunConfig(Section):
             return 0
         return int(self.deepspeed.passed_on.get("zero_optimization", {}).get("stage", 0))
 
+    @property
+    def native_optimizer(self) -> bool:
+        return self.deepspeed is not None and self.deepspeed.native_optimizer
+
     def deepspeed_json(self) -> dict[str, Any]:
         """What DeepSpeed is handed: to it a step is one micro batch, and optimizer and learning rate are ours."""
         passed_on = dict(self.deepspeed.passed_on) if self.deepspeed is not None else {}
@@ -473,7 +480,7 @@ class RunConfig(Section):
             "train_micro_batch_size_per_gpu": self.batch.micro_batch_size * self.batch.micro_batches,
             "gradient_accumulation_steps": 1,
             "gradient_clipping": self.optimizer.gradient_clipping,
-            # The optimizer is torch's, given by us: DeepSpeed would compile its own for minutes.
+            # The optimizer is given by us: DeepSpeed would compile its own in every rank, for minutes.
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
         }

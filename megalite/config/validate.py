@@ -66,7 +66,7 @@ class Facts:
     validation: ValidationConfig
     checkpoint: CheckpointConfig
     deepspeed: Mapping[str, Any]
-    """What is passed on to DeepSpeed; empty without [deepspeed]."""
+    """native_optimizer and what is passed on to DeepSpeed; empty without [deepspeed]."""
     world_size: int | None
     """Ranks that a launcher started; None when megalite starts its own."""
     origins: Mapping[str, str]

@@ -138,6 +138,11 @@ class Console:
         return f"{duration(steps_left * tokens_a_step / metrics.tokens_per_second)} left"
 
 
+def announce(text: str) -> None:
+    """A line of what takes long before there is a run to show."""
+    print(text, flush=True)
+
+
 def duration(seconds: float) -> str:
     """Hours, minutes and seconds as 1:02:03, or 2:03 below an hour."""
     minutes, rest = divmod(round(seconds), 60)

@@ -8,6 +8,7 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import deepspeed
@@ -17,6 +18,7 @@ from megalite.parallel.gradients import complete_gradients, complete_in_backward
 from megalite.parallel.mesh import ParallelMesh, ProcessGroup
 from megalite.topology.parameters import Parameter
 from megalite.topology.state import OptimizerState
+from megalite.train.deepspeed_ops import native_optimizer
 from megalite.train.loss_scale import LossScale
 from megalite.train.nonfinite import FiniteFlags
 from megalite.train.optimizer import (
@@ -54,6 +56,7 @@ class DeepSpeedOptimizer:
         if narrow and settings.accumulate_wide:
             accumulate_in_float32(self._tensors)
         handed, self._once_a_step = _handed(config, accumulate_wide=narrow and settings.accumulate_wide)
+        make = partial(native_optimizer, config) if settings.native else torch_optimizer
         self._finite = FiniteFlags(parameters, mesh)
         if not self._once_a_step:
             complete_in_backward(parameters, self._tensors, mesh)
@@ -63,7 +66,7 @@ class DeepSpeedOptimizer:
                 tensor.register_post_accumulate_grad_hook(lambda _, parameter=parameter: self._see(parameter))
         self._engine, self._zero, *_ = deepspeed.initialize(
             model=stage,
-            optimizer=torch_optimizer(settings, parameters, self._tensors),
+            optimizer=make(settings, parameters, self._tensors),
             mpu=_ModelParallelUnit(mesh),
             config=handed,
         )

@@ -72,7 +72,8 @@ class OptimizerSettings:
     """Hyperparameters as the config has them; 0 switches clipping and the average of weights off.
 
     accumulate_wide: gradients of 16-bit weights are summed in float32. skip_nonfinite: leave out an update that is not
-    finite, where no loss scale does so. loss_scale: None where there is none.
+    finite, where no loss scale does so. loss_scale: None where there is none. native: DeepSpeed's own AdamW updates,
+    which ZeRO alone has.
     """
 
     name: str
@@ -87,6 +88,7 @@ class OptimizerSettings:
     accumulate_wide: bool = True
     skip_nonfinite: bool = False
     loss_scale: LossScaleSettings | None = None
+    native: bool = False
 
 
 def update_groups(
@@ -115,21 +117,32 @@ def update_groups(
     return found
 
 
+def filled_groups(
+    settings: OptimizerSettings, parameters: Sequence[Parameter], tensors: Mapping[str, nn.Parameter]
+) -> list[dict[str, Any]]:
+    """Those of `update_groups` that have somebody, as an optimizer takes them."""
+    return [group for group in update_groups(settings, parameters, tensors) if group["params"]]
+
+
 def torch_optimizer(
     settings: OptimizerSettings, parameters: Sequence[Parameter], tensors: Mapping[str, nn.Parameter]
 ) -> torch.optim.Optimizer:
     """AdamW (Loshchilov and Hutter 2019) or SGD, which also keeps the average of the weights if it is asked for."""
-    groups = [group for group in update_groups(settings, parameters, tensors) if group["params"]]
+    groups = filled_groups(settings, parameters, tensors)
     optimizer: torch.optim.Optimizer
     if settings.name == "sgd":
         optimizer = torch.optim.SGD(groups, lr=0.0, momentum=settings.momentum)
     else:
         optimizer = torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, eps=settings.eps, fused=True)
+    keep_average(optimizer, settings)
+    return optimizer
+
+
+def keep_average(optimizer: torch.optim.Optimizer, settings: OptimizerSettings) -> None:
+    """Have it average what it updates, if that is asked for: by hooks, as these may be masters or ZeRO's partitions."""
     if settings.ema_decay:
-        # Hooks, so that the average is kept of whatever the optimizer updates: masters, or ZeRO's partitions.
         optimizer.register_step_pre_hook(lambda self, _arguments, _keywords: ensure_state(self))
         optimizer.register_step_post_hook(lambda self, _arguments, _keywords: _average_weights(self))
-    return optimizer
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
@@ -280,13 +293,15 @@ def _gradients(tensors: Mapping[str, Tensor]) -> list[Tensor]:
 
 def ensure_state(optimizer: torch.optim.Optimizer) -> None:
     """Create the state that the first step would create, so that a checkpoint has a place to load into."""
-    adam = isinstance(optimizer, torch.optim.AdamW)
+    adam = "betas" in optimizer.defaults
+    counts_in_tensors = isinstance(optimizer, torch.optim.AdamW)
     for group in optimizer.param_groups:
         for tensor in group["params"]:
             state = optimizer.state[tensor]
             if adam and "step" not in state:
-                # As torch itself has it: a float32 tensor for the count, where the fused update looks for it.
-                state["step"] = torch.zeros((), dtype=torch.float32, device=tensor.device)
+                # As each has it itself: torch's fused update wants a float32 tensor, DeepSpeed's a number.
+                zero = torch.zeros((), dtype=torch.float32, device=tensor.device)
+                state["step"] = zero if counts_in_tensors else 0
                 state["exp_avg"] = torch.zeros_like(tensor)
                 state["exp_avg_sq"] = torch.zeros_like(tensor)
             elif not adam and group["momentum"] and state.get("momentum_buffer") is None:
@@ -303,8 +318,10 @@ def step_count(optimizer: torch.optim.Optimizer) -> float:
 
 def set_step_count(optimizer: torch.optim.Optimizer, count: float) -> None:
     for state in optimizer.state.values():
-        if "step" in state:
+        if isinstance(state.get("step"), Tensor):
             state["step"].fill_(count)
+        elif "step" in state:
+            state["step"] = int(count)
 
 
 class _TorchState:

@@ -121,6 +121,7 @@ def optimizer_settings(config: RunConfig) -> OptimizerSettings:
         accumulate_wide=training.accumulation == "fp32",
         skip_nonfinite=training.nonfinite == "skip",
         loss_scale=_loss_scale_settings(training) if training.precision == "fp16" else None,
+        native=config.native_optimizer,
     )
 
 

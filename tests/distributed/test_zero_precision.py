@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -15,12 +16,18 @@ from megalite.checkpoint.folder import find_latest, read_manifest
 from megalite.checkpoint.load import load_checkpoint
 from megalite.checkpoint.save import save_checkpoint
 from megalite.checkpoint.tensor_file import CheckpointReader
+from megalite.data.loader import StepLoader
 from megalite.errors import TrainingError
+from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.layout import Coordinates, Layout
 from megalite.topology.sharding import Box
 from megalite.topology.state import MASTER, WEIGHT
 from megalite.train.loss_scale import LossScaleSettings
 from megalite.train.optimizer import OptimizerSettings, Update
+from megalite.train.trainer import StepReport, Trainer
+from tests.support.matrix.axes import Settings
+from tests.support.matrix.rows import config_of, settings_of
+from tests.support.matrix.train import TinyLoader
 from tests.support.parity import ZERO_RTOL, assert_close, assert_same_tensors
 from tests.support.tiny import tiny_shape
 from tests.support.training import SGD, Job, Parts, build, fp16_allowed, local_batch, whole_weights
@@ -261,6 +268,56 @@ def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(ranks, tmp_path, stage
     first, second = (read_manifest(tmp_path / name / "step-000004") for name in ("whole", "parts"))
     assert (first.tensors, first.optimizer) == (second.tensors, second.optimizer)
     assert MASTER in first.tensors
+
+
+def train_from_settings(settings: Settings, folder: str, stop: int) -> list[StepReport]:
+    """As `megalite train` does: up to step `stop`, from the folder's latest checkpoint on."""
+    config = config_of(settings)
+    mesh = ParallelMesh.over_world(config.layout)
+    assert config.model.vocab_size != "auto"
+    shape = config.model.shape(config.model.vocab_size)
+    with fp16_allowed():
+        trainer = Trainer(config, mesh, shape, cast(StepLoader, TinyLoader(config, mesh, shape)))
+        if (latest := find_latest(Path(folder))) is not None:
+            trainer.resume(latest)
+        reports = [trainer.train_step() for _ in range(trainer.state.step, stop)]
+        trainer.save(Path(folder))
+        return reports
+
+
+def test_an_fp16_run_file_trains_in_a_pipeline_under_zero(ranks, tmp_path):
+    """The first steps overflow; a resumed run goes on with the scale and the count of skipped steps."""
+    row = {"layout": "tp1-pp2-dp2", "precision": "fp16", "zero": "1", "micro_batches": "2"}
+    settings = {
+        **settings_of(
+            {**row, "micro_batch_size": "1", "chunks": "1", "layers": "balanced", "vocabulary": "101"}
+        ),
+        "optimizer.name": "adamw",
+        "optimizer.learning_rate": 1e-3,
+        "training.steps": 8,
+        "training.initial_loss_scale_power": 24,
+        "training.loss_scale_window": 3,
+    }
+
+    def run(name: str, stop: int, **changes: object) -> list[list[tuple[object, ...]]]:
+        results = ranks.run(
+            train_from_settings,
+            world_size=4,
+            settings={**settings, **changes},
+            folder=str(tmp_path / name),
+            stop=stop,
+        )
+        return [[(r.loss, r.loss_scale, r.skipped_steps, r.overflow) for r in result] for result in results]
+
+    whole = run("whole", 8)
+    assert all(result == whole[0] for result in whole)
+    _, scales, skipped, overflows = zip(*whole[0], strict=True)
+    assert scales[0] == 2.0**24 and 0 < skipped[-1] < 8
+    assert str(overflows[0]).startswith("model.") and overflows[-1] is None
+    run("parts", skipped[-1] + 1)
+    assert run("parts", 8) == [result[skipped[-1] + 1 :] for result in whole]
+    plain = run("plain", 8, **{"deepspeed.zero_optimization.stage": 0})
+    assert [each[1:3] for each in plain[0]] == [each[1:3] for each in whole[0]], "as without ZeRO"
 
 
 def test_a_run_changes_stage_layout_and_precision_without_losing_a_digit(ranks, tmp_path):

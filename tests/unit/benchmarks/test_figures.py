@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[3]
+# The gradient of the benchmarks' largest weight but for the embedding, gate and up: a partition's border may cut it.
+LARGEST_CUT = 4 * 2 * 1024 * 384
 
 
 def quick_rows(name: str, folder: Path, *arguments: str) -> list[dict[str, Any]]:
@@ -41,8 +43,12 @@ def test_memory(tmp_path: Path) -> None:
     rows = {row["case"]: row for row in quick_rows("memory", tmp_path)}
     for row in rows.values():
         for part in ("parameters", "optimizer", "gradients", "activations"):
+            by_formula = row[f"{part}_by_formula"]
             # ZeRO pads its partitions; small tensors (statistics, counts) are left out of the formulas.
-            assert row[part] == pytest.approx(row[f"{part}_by_formula"], rel=0.01), (row["case"], part)
+            allowed = 0.01 * by_formula
+            if (row["case"], part) == ("ZeRO 2", "gradients"):
+                allowed += LARGEST_CUT
+            assert row[part] == pytest.approx(by_formula, abs=allowed), (row["case"], part)
         assert row["peak"] >= row["parameters"] + row["optimizer"] + row["gradients"]
     assert rows["ZeRO 2"]["optimizer"] < rows["torch optimizer"]["optimizer"]
     assert rows["recompute full"]["activations"] < rows["torch optimizer"]["activations"] / 2

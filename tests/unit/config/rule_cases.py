@@ -138,6 +138,28 @@ FAMILY_CASES = [
         'deepspeed.zero_optimization.offload_param.device: "ssd" is no device; use "cpu", or leave it out',
         {"deepspeed.zero_optimization.stage": 3, "deepspeed.zero_optimization.offload_param.device": "none"},
     ),
+    Case(
+        "the_native_optimizer_is_adamw_under_zero",
+        {"deepspeed.native_optimizer": True},
+        "deepspeed.native_optimizer: true has no effect without ZeRO, which alone DeepSpeed is used for; "
+        "set deepspeed.zero_optimization.stage, or leave it out",
+        {"deepspeed.native_optimizer": True, "deepspeed.zero_optimization.stage": 1},
+    ),
+    Case(
+        "the_native_optimizer_is_adamw_under_zero",
+        {
+            "deepspeed.native_optimizer": True,
+            "deepspeed.zero_optimization.stage": 1,
+            "optimizer.name": "sgd",
+        },
+        'deepspeed.native_optimizer: true is AdamW, and optimizer.name = "sgd"; use optimizer.name "adamw", or leave '
+        "it out",
+        {
+            "deepspeed.native_optimizer": False,
+            "deepspeed.zero_optimization.stage": 1,
+            "optimizer.name": "sgd",
+        },
+    ),
 ]
 
 

@@ -1,0 +1,98 @@
+"""DeepSpeed's own AdamW: the curve of torch's, and a state that checkpoints carry from the one to the other."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalite.checkpoint.folder import find_latest
+from megalite.checkpoint.load import load_checkpoint
+from megalite.checkpoint.save import save_checkpoint
+from megalite.checkpoint.tensor_file import CheckpointReader
+from megalite.topology.layout import Layout
+from megalite.topology.parameter_groups import ParameterGroup
+from megalite.topology.sharding import Box
+from megalite.train.optimizer import OptimizerSettings
+from tests.support.parity import assert_same_tensors
+from tests.support.tiny import tiny_shape
+from tests.support.training import Job, build, local_batch
+
+# Compiles an operator, once for all of them.
+pytestmark = pytest.mark.slow
+BUILD_SECONDS = 900
+
+SHAPE = tiny_shape(tied=True)
+GROUPS = (ParameterGroup("*.mlp.*", learning_rate_ratio=0.5, weight_decay=0.3),)
+OURS = OptimizerSettings("adamw", (0.9, 0.95), 1e-8, 0.1, 0.0, 0.5, groups=GROUPS)
+NATIVE = replace(OURS, native=True)
+STEPS = 10
+RTOL, BF16_RTOL = 1e-6, 1e-2
+
+JOBS = [
+    (1, Layout(2, 2, 1), "none", torch.float32),
+    (2, Layout(data=2), "optimizer", torch.float32),
+    (3, Layout(data=2), "parameters", torch.float32),
+    (2, Layout(data=2), "optimizer", torch.bfloat16),
+]
+
+
+def train_and_save(job: Job, folder: str) -> list[tuple[float, float]]:
+    """Losses and norms from the folder's latest checkpoint, if any, up to step `job.steps`, then save."""
+    latest = find_latest(Path(folder))
+    parts = build(replace(job, seed=99) if latest else job)
+    common = {"mesh": parts.mesh, "shape": SHAPE, "split": parts.split, "stage": parts.stage}
+    first = load_checkpoint(latest, **common, optimizer=parts.optimizer.state).step if latest else 0
+    curve = []
+    for step in range(first, job.steps):
+        with parts.optimizer.accumulating():
+            loss = parts.pipeline.forward_backward(local_batch(job, parts.mesh, step), 1.0)
+        curve.append((loss, parts.optimizer.step(1e-3 * (step + 1) / STEPS).grad_norm))
+    counters = {"step": job.steps, "samples": 8 * job.steps, "tokens": 96 * job.steps}
+    save_checkpoint(
+        Path(folder), **common, optimizer=parts.optimizer.state, trainer_state=counters, config={}
+    )
+    return curve
+
+
+def contents(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of every kind of the latest checkpoint, whole."""
+    latest = find_latest(folder)
+    assert latest is not None
+    with CheckpointReader(latest) as reader:
+        return {
+            f"{kind} {name}": reader.read(kind, name, Box((0,) * len(entry.shape), entry.shape)).double()
+            for kind, entries in reader.manifest.tensors.items()
+            for name, entry in entries.items()
+        }
+
+
+@pytest.mark.parametrize(("stage", "layout", "offload", "dtype"), JOBS)
+def test_it_updates_as_torch_does_and_goes_on_where_it_stopped(
+    ranks, tmp_path, stage, layout, offload, dtype
+):
+    def run(name: str, settings: OptimizerSettings, steps: int = STEPS) -> list[list[tuple[float, float]]]:
+        job = Job(SHAPE, layout, zero_stage=stage, offload=offload, dtype=dtype, steps=steps)
+        return ranks.run(
+            train_and_save,
+            world_size=layout.world_size,
+            timeout=BUILD_SECONDS,
+            job=replace(job, optimizer=settings),
+            folder=str(tmp_path / name),
+        )
+
+    def same(found: list[list[tuple[float, float]]], expected: list[list[tuple[float, float]]]) -> None:
+        for one, other in zip(found, expected, strict=True):
+            rtol = RTOL if dtype == torch.float32 else BF16_RTOL
+            assert one == [pytest.approx(pair, rel=rtol) for pair in other]
+
+    native, ours = run("native", NATIVE), run("ours", OURS)
+    assert all(norm > 0.5 for _, norm in native[0]), "clipping is not active"
+    same(native, ours)
+    if dtype == torch.float32:
+        assert_same_tensors(contents(tmp_path / "native"), contents(tmp_path / "ours"), rtol=1e-5)
+    second_half = [curve[STEPS // 2 :] for curve in ours]
+    for name, first in (("parts", NATIVE), ("mixed", OURS)):
+        run(name, first, STEPS // 2)
+        same(run(name, NATIVE), second_half)

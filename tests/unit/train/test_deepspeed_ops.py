@@ -1,0 +1,91 @@
+"""DeepSpeed's compiled operators: built once, by one process, and what is said where that fails. Compiles nothing."""
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deepspeed.ops.op_builder import CPUAdamBuilder
+
+from megalite.errors import ConfigError
+from megalite.train import deepspeed_ops
+from megalite.train.deepspeed_ops import build_operator
+
+CONFIG = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Of the operator, with the lock of a build that was killed."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(deepspeed_ops, "_missing_programs", lambda: "")
+    folder = tmp_path / "cpu_adam"
+    folder.mkdir()
+    (folder / "lock").touch()
+    return folder
+
+
+def compiler(monkeypatch: pytest.MonkeyPatch, load: Callable[[], None]) -> None:
+    monkeypatch.setattr(CPUAdamBuilder, "load", lambda self, **_: load())
+
+
+def test_it_is_built_once_and_no_stale_lock_is_waited_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+
+    def load() -> None:
+        assert not (folder / "lock").exists()
+        (folder / "cpu_adam.so").touch(exist_ok=False)
+
+    compiler(monkeypatch, load)
+    build_operator(CONFIG, said.append)
+    build_operator(CONFIG, said.append)
+    [line] = said
+    assert line.startswith(f"deepspeed.native_optimizer: compiling cpu_adam in {folder}, once")
+
+
+def fail() -> None:
+    raise RuntimeError("Error building extension 'cpu_adam': no such header")
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("load", "said"),
+    [
+        (fail, "Error building extension 'cpu_adam': no such header"),
+        (die, "the compiling process was killed"),
+    ],
+)
+def test_a_build_that_fails_names_the_setting(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, load: Callable[[], None], said: str
+) -> None:
+    compiler(monkeypatch, load)
+    with pytest.raises(ConfigError) as caught:
+        build_operator(CONFIG, lambda _: None)
+    [problem] = caught.value.problems
+    assert problem.key == "deepspeed.native_optimizer" and said in problem.message
+    assert problem.remedy == "see what the compiler says, or set it to false"
+
+
+def test_missing_programs_are_named_before_anything_is_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.utils import cpp_extension
+
+    def refuse() -> Any:
+        raise AssertionError("compiled")
+
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(cpp_extension, "is_ninja_available", lambda: False)
+    monkeypatch.setattr(cpp_extension, "get_cxx_compiler", lambda: "no-such-compiler")
+    compiler(monkeypatch, refuse)
+    with pytest.raises(
+        ConfigError, match="ninja and no-such-compiler is missing; install it, or set it to f"
+    ):
+        build_operator(CONFIG, lambda _: None)
