@@ -126,6 +126,14 @@ def _keep_the_last_micro_batch(micro_batches: Callable[..., Any]) -> Callable[..
     return lambda self, count: micro_batches(self, count)[-1:]
 
 
+def _documents_of_the_first(micro_batches: Callable[..., Any]) -> Callable[..., Any]:
+    def alike(self: Any, count: int) -> Any:
+        pieces = micro_batches(self, count)
+        return [replace(piece, document_ids=pieces[0].document_ids) for piece in pieces]
+
+    return alike
+
+
 def _draw_the_first_shard(normal_box: Callable[..., Any]) -> Callable[..., Any]:
     def alike(seed: int, name: str, box: Box, std: float) -> Any:
         return normal_box(seed, name, Box(tuple(0 for _ in box.offsets), box.shape), std)
@@ -297,6 +305,9 @@ FAULTS: dict[str, Fault] = {
     ),
     "a ZeRO stage that drops micro steps it has reduced": Fault(
         deepspeed.DeepSpeedOptimizer, "forward", _forget_reduced_micro_batches, {**DP, "zero": "2"}
+    ),
+    "documents of the first micro batch for all": Fault(
+        pipeline.StepBatch, "micro_batches", _documents_of_the_first, {**DP, "documents": "on"}
     ),
     "missing mean over data-parallel ranks": Fault(optimizer, "average_over_data", _instead(_nothing), DP),
     "tied copies that drift": Fault(optimizer, "complete_gradients", _sum_no_tied_copies, PP),

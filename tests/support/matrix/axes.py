@@ -127,6 +127,7 @@ AXES: Mapping[str, Axis] = {
         },
         changes_numbers=True,
     ),
+    "documents": Axis({"off": {}, "on": {"data.document_mask": True}}, changes_numbers=True),
     "loss": Axis(
         {
             "plain": {},
