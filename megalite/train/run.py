@@ -18,6 +18,7 @@ from megalite.checkpoint.folder import find_best, find_latest
 from megalite.config.schema import RunConfig
 from megalite.errors import ConfigError, LaunchError, Problem
 from megalite.launcher.environment import RankInfo, prepare_process, rank_info
+from megalite.monitor.console import announce
 from megalite.monitor.jsonl import read_metrics
 from megalite.train.callbacks import Callback
 
@@ -79,12 +80,7 @@ class Trainer:
         from megalite.train.job import RunFolder, prepare_inputs, train_rank
         from megalite.train.local import run_local_ranks, run_rank
 
-        if config.zero_stage and config.training.precision == "fp16":
-            from megalite.train.deepspeed_ops import require_precision
-
-            require_precision(
-                config.training.precision
-            )  # before the text is prepared for a run that cannot be
+        _prepare_deepspeed(config, info)
         folder = RunFolder(Path(config.run.folder))
         arguments = (config, threads, self.callbacks)
         if info is not None:
@@ -114,6 +110,18 @@ def _require_tensorboard(config: RunConfig, source: str) -> None:
         remedy = "install it (pip install tensorboard), or leave the setting out: metrics.jsonl has the same numbers"
         problem = Problem("monitor.tensorboard", "the package tensorboard is not installed", remedy)
         raise ConfigError([problem], source)
+
+
+def _prepare_deepspeed(config: RunConfig, info: RankInfo | None) -> None:
+    """Have this machine ready, or refuse, before the text is prepared and ranks wait for each other."""
+    if not config.zero_stage or not (config.native_optimizer or config.training.precision == "fp16"):
+        return
+    from megalite.train.deepspeed_ops import build_operator, require_precision
+
+    require_precision(config.training.precision)
+    if config.native_optimizer:
+        silent = info is not None and info.local_rank > 0
+        build_operator(config.deepspeed_json(), (lambda _: None) if silent else announce)
 
 
 def _require_forkable(ranks: int, threads: int) -> None:
