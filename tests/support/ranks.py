@@ -32,6 +32,8 @@ PRELOADED = ["pytest", "torch", "torch.distributed.pipelining", "deepspeed"]
 START_SECONDS = 120
 # How long the others may still take once one rank has failed; most notice within half a second.
 GRACE_SECONDS = 5.0
+# A gloo group that somebody keeps a reference to has three threads, which wake up a hundred times a second.
+MOST_THREADS = 60
 RELEASE = pickle.dumps("release")
 READY = b"ready"
 
@@ -85,7 +87,7 @@ class Worker:
 
 
 class RankPool:
-    """The workers, started when first needed, replaced together when one of them hangs or dies."""
+    """The workers, started when first needed, replaced together when one of them hangs, dies, or is worn out."""
 
     def __init__(self) -> None:
         self._workers: list[Worker] = []
@@ -108,6 +110,8 @@ class RankPool:
         __tracebackhide__ = True
         store = self._folder / f"store-{next(self._calls)}"
         task = Task(function, arguments, world_size, str(store), timeout)
+        if any(_threads(worker) > MOST_THREADS for worker in self._workers):
+            self._kill()
         try:
             workers = self._first_workers(world_size)
             outcomes = _outcomes(workers, pickle.dumps(task), timeout)
@@ -175,6 +179,12 @@ def _start(rank: int, folder: Path) -> Worker:
         process.start()
     theirs.close()
     return Worker(process, ours, stack)
+
+
+def _threads(worker: Worker) -> int:
+    """How many the process has; 0 where the system does not say."""
+    tasks = Path(f"/proc/{worker.process.pid}/task")
+    return len(list(tasks.iterdir())) if tasks.is_dir() else 0
 
 
 def _expect_ready(workers: Iterable[Worker], seconds: float) -> None:
