@@ -276,9 +276,7 @@ class DeepSpeedSection(Section):
     model_config = ConfigDict(extra="allow")
 
     config: Text | None = Field(None, description="the JSON file, from here or from the folder of RUN.toml")
-    native_optimizer: bool = Field(
-        False, description="DeepSpeed's own AdamW under ZeRO, compiled once, in place of torch's"
-    )
+    native_optimizer: bool = Field(False, description="DeepSpeed's own AdamW under ZeRO, compiled once")
 
     @property
     def passed_on(self) -> Mapping[str, Any]:

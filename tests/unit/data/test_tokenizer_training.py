@@ -112,7 +112,7 @@ def test_a_vocabulary_that_cannot_be_reached_is_refused(train: Callable[..., Bac
         train(pieces(["abc abc"]), 5000)
     with pytest.raises(DataError, match=r"200 has no room for 256 bytes.*at least 25[79]"):
         train(pieces(["abc"]), 200)
-    with pytest.raises(DataError, match="has no text"):
+    with pytest.raises(DataError, match="there is no text"):
         train([], 300)
 
 
