@@ -73,7 +73,8 @@ def apply_deepspeed(draft: Draft, run_folder: Path) -> None:
     read_scheduler(draft, block, passed_on.pop("scheduler", None))
     for always_ours in ("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"):
         passed_on.pop(always_ours, None)
-    ours = {key: section[key] for key in OURS[1:] if key in section}
+    # The file that `config` names has been read by now.
+    ours = {key: section[key] for key in OURS if key in section and key != "config"}
     draft.values["deepspeed"] = ours | {key: value for key, value in passed_on.items() if value != AUTO}
     for key in passed_on:
         draft.origins.setdefault(f"deepspeed.{key}", block.file or draft.source)

@@ -1,5 +1,6 @@
 """ZeRO's optimizer state for the checkpoint: runs of flattened shards, as they lie in DeepSpeed's partitions."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -42,7 +43,7 @@ class _Run:
         return values.detach().view(-1).narrow(0, self.offset, self.size)
 
 
-class _ZeroState:
+class _ZeroState(ABC):
     """What all stages have in common: where the runs of this rank lie is the stage's to say."""
 
     def __init__(
@@ -57,8 +58,9 @@ class _ZeroState:
         self._dp_rank, self._scale = mesh.dp.rank, scale
         self._narrow = any(tensor.element_size() < 4 for tensor in tensors.values())
 
+    @abstractmethod
     def _runs(self) -> Iterator[_Run]:
-        raise NotImplementedError
+        """Those of this rank's partitions."""
 
     @contextmanager
     def _updatable(self) -> Iterator[torch.optim.Optimizer]:

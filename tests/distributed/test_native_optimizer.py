@@ -5,16 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from megalite.checkpoint.folder import find_latest
 from megalite.checkpoint.load import load_checkpoint
 from megalite.checkpoint.save import save_checkpoint
-from megalite.checkpoint.tensor_file import CheckpointReader
 from megalite.topology.layout import Layout
 from megalite.topology.parameter_groups import ParameterGroup
-from megalite.topology.sharding import Box
 from megalite.train.optimizer import OptimizerSettings
+from tests.distributed.test_zero_precision import contents
 from tests.support.parity import assert_same_tensors
 from tests.support.tiny import tiny_shape
 from tests.support.training import Job, build, local_batch
@@ -56,18 +54,6 @@ def train_and_save(job: Job, folder: str) -> list[tuple[float, float]]:
     return curve
 
 
-def contents(folder: Path) -> dict[str, Tensor]:
-    """Every tensor of every kind of the latest checkpoint, whole."""
-    latest = find_latest(folder)
-    assert latest is not None
-    with CheckpointReader(latest) as reader:
-        return {
-            f"{kind} {name}": reader.read(kind, name, Box((0,) * len(entry.shape), entry.shape)).double()
-            for kind, entries in reader.manifest.tensors.items()
-            for name, entry in entries.items()
-        }
-
-
 @pytest.mark.parametrize(("stage", "layout", "offload", "dtype"), JOBS)
 def test_it_updates_as_torch_does_and_goes_on_where_it_stopped(
     ranks, tmp_path, stage, layout, offload, dtype
@@ -91,7 +77,8 @@ def test_it_updates_as_torch_does_and_goes_on_where_it_stopped(
     assert all(norm > 0.5 for _, norm in native[0]), "clipping is not active"
     same(native, ours)
     if dtype == torch.float32:
-        assert_same_tensors(contents(tmp_path / "native"), contents(tmp_path / "ours"), rtol=1e-5)
+        found, expected = (contents(find_latest(tmp_path / name)) for name in ("native", "ours"))
+        assert_same_tensors(found, expected, rtol=1e-5)
     second_half = [curve[STEPS // 2 :] for curve in ours]
     for name, first in (("parts", NATIVE), ("mixed", OURS)):
         run(name, first, STEPS // 2)

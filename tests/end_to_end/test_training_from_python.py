@@ -247,9 +247,10 @@ print(json.dumps(told))
 """
 
 
-def test_a_script_starts_ranks_and_hears_of_what_any_of_them_does(run_file: Path, tmp_path: Path) -> None:
+def run_python(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    """A Python process of its own, which has to end well."""
     ran = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(run_file), str(tmp_path)],
+        [sys.executable, *arguments],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -258,6 +259,11 @@ def test_a_script_starts_ranks_and_hears_of_what_any_of_them_does(run_file: Path
         check=False,
     )
     assert ran.returncode == 0, ran.stderr
+    return ran
+
+
+def test_a_script_starts_ranks_and_hears_of_what_any_of_them_does(run_file: Path, tmp_path: Path) -> None:
+    ran = run_python("-c", SCRIPT, str(run_file), str(tmp_path))
     told = json.loads(ran.stdout.splitlines()[-1])
     assert not told["torch"], "RunConfig and Trainer load torch before they need it"
     assert told["steps"] == 2
@@ -269,17 +275,9 @@ def test_a_script_starts_ranks_and_hears_of_what_any_of_them_does(run_file: Path
 
 
 def test_the_example_trains_by_its_own_words(tmp_path: Path) -> None:
-    command = [sys.executable, "examples/python/train.py", "--run.folder", str(tmp_path / "run")]
-    ran = subprocess.run(
-        [*command, "--training.steps", "24"],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
+    ran = run_python(
+        "examples/python/train.py", "--run.folder", str(tmp_path / "run"), "--training.steps", "24"
     )
-    assert ran.returncode == 0, ran.stderr
     records = TrainingResult(tmp_path / "run").metrics
     assert records[0]["validation_loss"] > 6 > 5.9 > records[-1]["validation_loss"]
     assert records[-1]["weight_norm"] > 0
