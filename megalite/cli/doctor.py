@@ -61,6 +61,7 @@ def _used() -> dict[str, str]:
     """Torch's side, from torch itself."""
     import torch
 
+    from megalite.ops import apex
     from megalite.parallel.mesh import available_backends
 
     backends = available_backends()
@@ -83,6 +84,7 @@ def _used() -> dict[str, str]:
         used["device"] = "the CPU: torch sees no GPU"
         used["collectives"] = "gloo" if backends["gloo"] else "none: this torch has no gloo, use one rank"
     used["attention"] = "torch's scaled_dot_product_attention"
+    used["Apex"] = "; ".join(f"{part}: {choice}" for part, choice in apex.choices().items())
     used["norms, SwiGLU, rotary"] = "torch operators behind autograd nodes of our own"
     return used
 

@@ -5,6 +5,7 @@ AdamW is that of Loshchilov and Hutter (2019) with the bias corrections of Kingm
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,6 +35,16 @@ def sum_of_squares(tensors: Sequence[Tensor], *, fused: bool = False) -> Tensor:
         wide = tensor if tensor.element_size() >= 4 else tensor.float()
         total += torch.linalg.vector_norm(wide).double().square()
     return total
+
+
+def scale_(tensors: Sequence[Tensor], factor: float) -> None:
+    """Multiply all tensors in place, by Apex where there is a GPU for it."""
+    scale = apex.scale(tensors[0].device) if tensors else None
+    if scale is None:
+        torch._foreach_mul_([*tensors], factor)
+    else:
+        for alike in _by_type(tensors):
+            scale(alike, factor)
 
 
 @torch.no_grad()
@@ -67,22 +78,16 @@ def adamw_(
         gradient.to(weight.dtype) * gradient_scale
         for weight, gradient in zip(weights, gradients, strict=True)
     ]
-    counts = [torch.full((), step, dtype=torch.float32, device=weight.device) for weight in weights]
-    torch._fused_adamw_(
-        [*weights],
-        scaled,
-        [*exp_avgs],
-        [*exp_avg_sqs],
-        [],
-        counts,
-        lr=learning_rate,
-        beta1=betas[0],
-        beta2=betas[1],
-        weight_decay=weight_decay,
-        eps=eps,
-        amsgrad=False,
-        maximize=False,
-    )
+    rules: dict[str, Any] = {"weight_decay": weight_decay, "eps": eps}
+    update = apex.adamw(weights[0].device) if weights and weights[0].dtype == torch.float32 else None
+    if update is not None:
+        rules |= {"learning_rate": learning_rate, "betas": betas, "step": int(step)}
+        update(weights, scaled, exp_avgs, exp_avg_sqs, **rules)
+    else:
+        rules |= {"lr": learning_rate, "beta1": betas[0], "beta2": betas[1]}
+        counts = [torch.full((), step, dtype=torch.float32, device=weight.device) for weight in weights]
+        lists = [[*weights], scaled, [*exp_avgs], [*exp_avg_sqs], [], counts]
+        torch._fused_adamw_(*lists, amsgrad=False, maximize=False, **rules)
     for copy, weight in zip(copies, weights, strict=bool(copies)):
         copy.copy_(weight)
 
@@ -109,8 +114,6 @@ def _no_output(*_arguments: object) -> None:
     return None
 
 
-extension.register(
-    "sum_of_squares", fake=lambda tensors: tensors[0].new_empty((), dtype=torch.float64)
-)
+extension.register("sum_of_squares", fake=lambda tensors: tensors[0].new_empty((), dtype=torch.float64))
 extension.register("adamw_", fake=_no_output)
 extension.register("accumulate_", fake=_no_output)

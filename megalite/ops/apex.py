@@ -57,7 +57,7 @@ def choices() -> dict[str, str]:
     """Each part, and whether it is used on this machine's GPU or why not."""
     device = _device()
     if device is None:
-        return dict.fromkeys(PARTS, f"not used: {_why_no_device()}")
+        return dict.fromkeys(PARTS, "not used: torch sees no GPU")
     return {part: _choose(part, device)[1] for part in PARTS}
 
 
@@ -69,10 +69,6 @@ def _serve(part: str, device: torch.device) -> Any:
 def _device() -> torch.device | None:
     """Where Apex's kernels run."""
     return torch.device("cuda") if torch.cuda.is_available() else None
-
-
-def _why_no_device() -> str:
-    return "torch sees no GPU"
 
 
 @cache
@@ -99,7 +95,9 @@ def _compiled(name: str, symbol: str) -> Any:
 
 def _require(what: str, actual: Tensor, expected: Tensor) -> None:
     if not torch.allclose(actual, expected.to(actual.dtype), rtol=1e-3, atol=1e-5):
-        raise ValueError(f"{what} gave {actual.flatten()[:4].tolist()}, not {expected.flatten()[:4].tolist()}")
+        raise ValueError(
+            f"{what} gave {actual.flatten()[:4].tolist()}, not {expected.flatten()[:4].tolist()}"
+        )
 
 
 def _flag(device: torch.device) -> Tensor:
@@ -112,7 +110,11 @@ def _norm(function: Any, device: torch.device) -> Norm:
         found: Tensor = function(_CHUNK, _flag(tensors[0].device), [[*tensors]], False)[0]
         return found.view(())
 
-    _require("the norm of 3 and 4", norm([torch.tensor([3.0, 4.0], device=device)]), torch.tensor(5.0, device=device))
+    _require(
+        "the norm of 3 and 4",
+        norm([torch.tensor([3.0, 4.0], device=device)]),
+        torch.tensor(5.0, device=device),
+    )
     return norm
 
 

@@ -107,7 +107,9 @@ def why_not(device_type: str) -> str:
         return "torch sees no GPU"
     chip = torch.cuda.get_device_capability()
     if not any(_runs_on(arch, chip) for arch in archs):
-        return f"its CUDA kernels are for chips {', '.join(archs)}, this one is {chip[0]}.{chip[1]}; {REBUILD}"
+        return (
+            f"its CUDA kernels are for chips {', '.join(archs)}, this one is {chip[0]}.{chip[1]}; {REBUILD}"
+        )
     return ""
 
 
