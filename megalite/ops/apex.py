@@ -158,7 +158,13 @@ def _adamw(function: Any, device: torch.device) -> Update:
 
     weight, mean, square = (torch.full((3,), value, device=device) for value in (2.0, 0.0, 0.0))
     gradient = torch.tensor([1.0, -1.0, 3.0], device=device)
-    rules = {"learning_rate": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.5, "step": 1}
+    rules: dict[str, Any] = {
+        "learning_rate": 0.1,
+        "betas": (0.9, 0.95),
+        "eps": 1e-8,
+        "weight_decay": 0.5,
+        "step": 1,
+    }
     update([weight], [gradient], [mean], [square], **rules)
     # The first update goes one learning rate against the gradient's sign, from weights decayed by 0.1 * 0.5.
     _require("an update", weight, torch.tensor([1.8, 2.0, 1.8], device=device))

@@ -22,11 +22,12 @@ from megalite.parallel.gradients import (
     global_norm,
     scale_gradients,
 )
+from megalite.parallel.layers import sum_in_place
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.parameter_groups import ParameterGroup, group_of
 from megalite.topology.parameters import Parameter
 from megalite.topology.state import EMA, MASTER, OptimizerState, StateShard
-from megalite.train.fused_adamw import MasterAdamW
+from megalite.train.fused_adamw import OnePassAdamW
 from megalite.train.loss_scale import LossScale, LossScaleSettings
 
 
@@ -77,6 +78,7 @@ class OptimizerSettings:
     accumulate_wide: gradients of 16-bit weights are summed in float32. skip_nonfinite: leave out an update that is not
     finite, where no loss scale does so. loss_scale: None where there is none. native: DeepSpeed's own AdamW updates,
     which ZeRO alone has. fused: compiled operators do what they are the faster for.
+    sum_in_place: as of parallel.layers, where `accumulate_wide` is.
     """
 
     name: str
@@ -93,6 +95,7 @@ class OptimizerSettings:
     loss_scale: LossScaleSettings | None = None
     native: bool = False
     fused: bool = False
+    sum_in_place: bool = False
 
 
 def update_groups(
@@ -143,7 +146,7 @@ def torch_optimizer(
     if settings.name == "sgd":
         optimizer = torch.optim.SGD(groups, lr=0.0, momentum=settings.momentum)
     elif copies is not None:
-        optimizer = MasterAdamW(groups, copies, betas=settings.betas, eps=settings.eps, fused=settings.fused)
+        optimizer = OnePassAdamW(groups, copies, betas=settings.betas, eps=settings.eps, fused=settings.fused)
         optimizer.register_step_pre_hook(lambda self, _arguments, _keywords: ensure_state(self))
     else:
         optimizer = torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, eps=settings.eps, fused=True)
@@ -222,6 +225,8 @@ class TorchOptimizer:
         self._tensors = dict(stage.named_parameters())
         if settings.accumulate_wide:
             accumulate_in_float32(self._tensors)
+            if settings.sum_in_place:
+                sum_in_place(self._tensors.values())
         self._masters = {name: _master(tensor) for name, tensor in self._tensors.items()}
         self._optimizer = torch_optimizer(settings, parameters, self._masters, self._copies())
         self._scale = LossScale(settings.loss_scale) if settings.loss_scale is not None else None
@@ -250,7 +255,7 @@ class TorchOptimizer:
         if not math.isfinite(norm):
             return self._skip(norm)
         set_learning_rate(self._optimizer, learning_rate)
-        if isinstance(self._optimizer, MasterAdamW):
+        if isinstance(self._optimizer, OnePassAdamW):
             self._step_in_one_pass(self._optimizer, norm)
         else:
             self._hand_gradients_to_masters()
@@ -267,21 +272,21 @@ class TorchOptimizer:
         return Update(norm)
 
     def _copies(self) -> Mapping[Tensor, nn.Parameter] | None:
-        """The 16-bit weight of each master, where one pass over both is the faster way.
-
-        Measured, fp32 weights are better left to torch's own. Values of 16 bits are not clipped: that rounds them.
-        """
-        settings = self._settings
-        copies = {master: self._tensors[name] for name, master in self._masters.items()}
-        narrow = all(master is not copy for master, copy in copies.items())
-        ours = settings.fused or apex.adamw(self._mesh.device) is not None
-        exact = settings.accumulate_wide or settings.clip_value == 0
-        return copies if narrow and ours and exact and settings.name == "adamw" else None
+        """The 16-bit weight of each master, if there are masters; None where torch's own update is to be taken."""
+        settings, device = self._settings, self._mesh.device
+        named = {master: self._tensors[name] for name, master in self._masters.items()}
+        copies: dict[Tensor, nn.Parameter] = {
+            master: copy for master, copy in named.items() if master is not copy
+        }
+        faster = settings.fused and (device.type == "cpu" or bool(copies))
+        # In place, clipping values of 16 bits would round them.
+        rounds = bool(copies) and settings.clip_value > 0 and not settings.accumulate_wide
+        return copies if (faster or apex.adamw(device)) and not rounds else None
 
     def _norm(self, tensors: Mapping[str, nn.Parameter]) -> float:
         return global_norm(self._parameters, tensors, self._mesh, fused=self._settings.fused)
 
-    def _step_in_one_pass(self, optimizer: MasterAdamW, norm: float) -> None:
+    def _step_in_one_pass(self, optimizer: OnePassAdamW, norm: float) -> None:
         """From the 16-bit weights' own gradients, which are read once more for each value that is clipped."""
         settings, scale = self._settings, 1 / self.loss_scale
         if settings.clip_value > 0:

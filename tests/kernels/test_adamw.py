@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megalite.ops.adamw import accumulate_, adamw_, sum_of_squares
-from megalite.train.fused_adamw import MasterAdamW
+from megalite.parallel import layers
+from megalite.parallel.mesh import ParallelMesh
+from megalite.train.fused_adamw import OnePassAdamW
 from megalite.train.optimizer import OptimizerSettings, TorchOptimizer
 from tests.support.kernels import assert_no_worse, needs_library
 from tests.support.parity import FLOAT32_RTOL, assert_close
@@ -195,13 +197,15 @@ def state_of(optimizer: TorchOptimizer) -> dict[tuple[str, str], Tensor]:
 @pytest.mark.parametrize(
     "changes", [{}, {"clip_value": 0.1}, {"ema_decay": 0.5}, {"gradient_clipping": 0.0}], ids=str
 )
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_the_trainers_step_is_the_same(dtype, changes, wide):
     plain = replace(ADAMW, accumulate_wide=wide, **changes)
     one, other = trained(plain, dtype, 5), trained(replace(plain, fused=True), dtype, 5)
     # Clipping values of 16 bits in place would round them: torch's form does it in float32.
-    assert isinstance(other._optimizer, MasterAdamW) == (wide or "clip_value" not in changes)
-    assert not isinstance(one._optimizer, MasterAdamW)
+    assert isinstance(other._optimizer, OnePassAdamW) == (
+        wide or "clip_value" not in changes or dtype == torch.float32
+    )
+    assert not isinstance(one._optimizer, OnePassAdamW)
     expected, actual = state_of(one), state_of(other)
     assert actual.keys() == expected.keys()
     for key, values in expected.items():
@@ -209,11 +213,6 @@ def test_the_trainers_step_is_the_same(dtype, changes, wide):
     assert one.state.scalars() == other.state.scalars()
     for name, tensor in other._tensors.items():
         assert torch.equal(tensor, other._masters[name].to(dtype)) and tensor.grad is None
-
-
-def test_float32_weights_stay_with_torchs_own():
-    optimizer, _ = made(replace(ADAMW, fused=True), torch.float32)
-    assert type(optimizer._optimizer) is torch.optim.AdamW
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["on then off", "off then on"])
@@ -243,3 +242,40 @@ def test_a_gradient_that_is_not_finite_changes_nothing():
     update = optimizer.step(1e-2)
     assert update.skipped and update.overflow == NORM
     assert all(torch.equal(tensor, before[name]) for name, tensor in tensors.items())
+
+
+class _Counted:
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, total: Tensor, gradient: Tensor, *, fused: bool) -> None:
+        self.calls += 1
+        accumulate_(total, gradient, fused=fused)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_linears_add_to_the_sums_that_are_there(monkeypatch, bias):
+    """To the bit what autograd sums, and without its float32 copy of each gradient."""
+
+    def summed(in_place: bool) -> tuple[list[Tensor], int]:
+        monkeypatch.setattr(layers, "accumulate_", counted := _Counted())
+        torch.manual_seed(4)
+        mesh = ParallelMesh.single()
+        up = layers.ColumnParallelLinear(6, 10, mesh=mesh, dtype=torch.bfloat16, bias=bias)
+        down = layers.RowParallelLinear(10, 6, mesh=mesh, dtype=torch.bfloat16, bias=bias)
+        parameters = [*up.parameters(), *down.parameters()]
+        for each in parameters:
+            torch.nn.init.normal_(each)
+            each.grad_dtype = torch.float32
+        if in_place:
+            layers.sum_in_place(parameters)
+        for _ in range(3):
+            inputs = torch.randn(2, 4, 6).bfloat16().requires_grad_()
+            down(up(inputs).tanh()).square().sum().backward()
+        return [inputs.grad, *(each.grad for each in parameters)], counted.calls
+
+    expected, none = summed(in_place=False)
+    actual, calls = summed(in_place=True)
+    assert none == 0 and calls == 2 * 2, "both weights, in all micro batches but the first"
+    for ours, torchs in zip(actual, expected, strict=True):
+        assert torch.equal(ours, torchs) and ours.dtype == torchs.dtype

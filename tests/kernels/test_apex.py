@@ -14,7 +14,7 @@ from megalite.cli import doctor
 from megalite.launcher.environment import without_apex
 from megalite.ops import apex
 from megalite.ops.adamw import adamw_, scale_, sum_of_squares
-from megalite.train.fused_adamw import MasterAdamW
+from megalite.train.fused_adamw import OnePassAdamW
 from tests.kernels.test_adamw import ADAMW
 from tests.support.parity import FLOAT32_RTOL, assert_close
 from tests.unit.train.test_optimizer import made
@@ -96,7 +96,7 @@ def test_what_is_there_and_right_is_used(fake, caplog):
 
 
 def test_the_trainer_updates_by_it(fake):
-    def stepped() -> tuple[MasterAdamW | torch.optim.Optimizer, dict[str, Tensor]]:
+    def stepped() -> tuple[OnePassAdamW | torch.optim.Optimizer, dict[str, Tensor]]:
         optimizer, tensors = made(ADAMW, torch.bfloat16)
         torch.manual_seed(2)
         for _ in range(3):
@@ -108,7 +108,7 @@ def test_the_trainer_updates_by_it(fake):
         }
 
     by_apex, weights = stepped()
-    assert isinstance(by_apex, MasterAdamW) and fake.calls["multi_tensor_adam"] > 3
+    assert isinstance(by_apex, OnePassAdamW) and fake.calls["multi_tensor_adam"] > 3
     del sys.modules["amp_C"]
     apex._choose.cache_clear()
     by_torch, expected = stepped()
