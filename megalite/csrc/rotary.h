@@ -14,13 +14,14 @@ struct MegaliteHeads {
   int turns;
 };
 
-// cosines, sines: [rows, head_dim / 2]; positions: [entries], or null where the tables have a row for each of
-// `entries` tokens. batch * sequence is a multiple of entries. inverse: by the opposite angle.
+// cosines, sines: [rows, head_dim / 2]. Token (b, s) turns by row positions[b * batch_stride + s], or where positions
+// is null by row b * batch_stride + s; a batch_stride of 0 shares them over the batch. inverse: by the opposite angle.
 struct MegaliteAngles {
   const void* cosines;
   const void* sines;
   const int64_t* positions;
-  int64_t entries;
+  int64_t rows;
+  int64_t batch_stride;
   int interleaved;
   int inverse;
 };
@@ -28,8 +29,13 @@ struct MegaliteAngles {
 constexpr int kMegaliteMostParts = 3;
 
 extern "C" {
-int megalite_rotary_cpu(const MegaliteHeads* parts, int count, const MegaliteAngles* angles, int64_t batch,
-                        int64_t sequence, int64_t head_dim, int dtype);
-int megalite_rotary_cuda(const MegaliteHeads* parts, int count, const MegaliteAngles* angles, int64_t batch,
-                         int64_t sequence, int64_t head_dim, int dtype, void* stream);
+
+int megalite_rotary_cpu(
+    const MegaliteHeads* parts, int count, const MegaliteAngles* angles, int64_t batch, int64_t sequence,
+    int64_t head_dim, int dtype);
+// Traps where a position has no row; on the CPU that is for the caller to see.
+int megalite_rotary_cuda(
+    const MegaliteHeads* parts, int count, const MegaliteAngles* angles, int64_t batch, int64_t sequence,
+    int64_t head_dim, int dtype, void* stream);
+
 }

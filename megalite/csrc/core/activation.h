@@ -52,22 +52,19 @@ struct GeluTanh {
   }
 };
 
-// run(A()) for an Activation, or kUnsupported.
+// run(A(), T()) for kGelu or kGeluTanh and a DType; kUnsupported for others.
 template <typename Run>
-inline int for_activation(int activation, Run run) {
-  switch (activation) {
-    case kSilu:
-      run(Silu{});
-      return 0;
-    case kGelu:
-      run(Gelu{});
-      return 0;
-    case kGeluTanh:
-      run(GeluTanh{});
-      return 0;
-    default:
-      return kUnsupported;
-  }
+inline int for_gelu(int activation, int dtype, Run run) {
+  if (activation == kGelu) return for_dtype(dtype, [&](auto type) { run(Gelu{}, type); });
+  if (activation == kGeluTanh) return for_dtype(dtype, [&](auto type) { run(GeluTanh{}, type); });
+  return kUnsupported;
+}
+
+// The same for every Activation.
+template <typename Run>
+inline int for_activation(int activation, int dtype, Run run) {
+  if (activation == kSilu) return for_dtype(dtype, [&](auto type) { run(Silu{}, type); });
+  return for_gelu(activation, dtype, run);
 }
 
 }  // namespace ml

@@ -26,10 +26,10 @@ ML_HD Point<W> turned(W first, W second, W cosine, W sine) {
   return {first * cosine - second * sine, second * cosine + first * sine};
 }
 
-// The row of the tables of token `token`: that of its position id, or its own; tables and ids may be shared by rows
-// of the batch.
-ML_HD int64_t table_row(int64_t token, const int64_t* positions, int64_t entries) {
-  return positions != nullptr ? positions[token % entries] : token % entries;
+// The row of the tables that token (b, s) turns by.
+ML_HD int64_t table_row(int64_t b, int64_t s, const int64_t* positions, int64_t batch_stride) {
+  const int64_t entry = b * batch_stride + s;
+  return positions != nullptr ? positions[entry] : entry;
 }
 
 }  // namespace ml

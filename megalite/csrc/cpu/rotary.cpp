@@ -18,16 +18,17 @@ void turn_head(const T* from, T* to, const T* cosines, const T* sines, Wide<T> d
 #pragma omp simd
   for (int64_t i = 0; i < pairs; ++i) {
     const Pair at = pair_of<kInterleaved>(i, pairs);
-    const auto point = turned(to_wide(from[at.first]), to_wide(from[at.second]), to_wide(cosines[i]),
-                              direction * to_wide(sines[i]));
+    const auto point = turned(
+        to_wide(from[at.first]), to_wide(from[at.second]), to_wide(cosines[i]), direction * to_wide(sines[i]));
     to[at.first] = from_wide<T>(point.first);
     to[at.second] = from_wide<T>(point.second);
   }
 }
 
 template <bool kInterleaved, typename T>
-void turn(const MegaliteHeads* parts, int count, const MegaliteAngles& angles, int64_t batch, int64_t sequence,
-          int64_t head_dim) {
+void turn(
+    const MegaliteHeads* parts, int count, const MegaliteAngles& angles, int64_t batch, int64_t sequence,
+    int64_t head_dim) {
   const int64_t pairs = head_dim / 2;
   const Wide<T> direction = angles.inverse ? -1 : 1;
   int64_t heads = 0;
@@ -35,7 +36,7 @@ void turn(const MegaliteHeads* parts, int count, const MegaliteAngles& angles, i
 #pragma omp parallel for schedule(static) if (batch * sequence * heads * head_dim > kParallel)
   for (int64_t token = 0; token < batch * sequence; ++token) {
     const int64_t row = token / sequence, column = token % sequence;
-    const int64_t angle = table_row(token, angles.positions, angles.entries) * pairs;
+    const int64_t angle = table_row(row, column, angles.positions, angles.batch_stride) * pairs;
     const T* cosines = static_cast<const T*>(angles.cosines) + angle;
     const T* sines = static_cast<const T*>(angles.sines) + angle;
     for (int part = 0; part < count; ++part) {

@@ -1,5 +1,5 @@
 // Gated activations and bias + GELU on the CPU.
-#include "activation.h"
+#include "activations.h"
 
 #include "core/activation.h"
 
@@ -55,7 +55,7 @@ void glu_backward(const T* grad, const T* gate_up, T* gate_up_grad, int64_t rows
 }
 
 template <typename A, typename T>
-void bias_activation(const T* inputs, const T* bias, T* out, int64_t rows, int64_t features) {
+void bias_gelu(const T* inputs, const T* bias, T* out, int64_t rows, int64_t features) {
   over_tiles(rows, features, [=](int64_t row, int64_t begin, int64_t end) {
     const T* from = inputs + row * features;
     T* to = out + row * features;
@@ -72,7 +72,7 @@ void bias_activation(const T* inputs, const T* bias, T* out, int64_t rows, int64
 }
 
 template <typename A, typename T>
-void activation_backward(const T* grad, const T* inputs, T* inputs_grad, int64_t rows, int64_t features) {
+void gelu_backward(const T* grad, const T* inputs, T* inputs_grad, int64_t rows, int64_t features) {
   over_tiles(rows, features, [=](int64_t row, int64_t begin, int64_t end) {
     const int64_t start = row * features;
 #pragma omp simd
@@ -83,8 +83,9 @@ void activation_backward(const T* grad, const T* inputs, T* inputs_grad, int64_t
 }
 
 template <typename A, typename T>
-void bias_activation_backward(const T* grad, const T* inputs, const T* bias, T* inputs_grad, T* bias_grad,
-                              Wide<T>* partials, int64_t rows, int64_t features) {
+void bias_gelu_backward(
+    const T* grad, const T* inputs, const T* bias, T* inputs_grad, T* bias_grad, Wide<T>* partials, int64_t rows,
+    int64_t features) {
   const int64_t taken = rows_per_block(rows), blocks = (rows + taken - 1) / taken;
 #pragma omp parallel if (rows * features > kParallel)
   {
@@ -114,23 +115,13 @@ void bias_activation_backward(const T* grad, const T* inputs, const T* bias, T* 
   }
 }
 
-// run(A(), T()) for the activation and the storage type of these codes.
-template <typename Run>
-int over_types(int activation, int dtype, Run run) {
-  int code = 0;
-  const int known = for_dtype(dtype, [&](auto type) {
-    code = for_activation(activation, [&](auto kind) { run(kind, type); });
-  });
-  return known != 0 ? known : code;
-}
-
 }  // namespace
 
 extern "C" {
 
 int megalite_glu_cpu(
     const void* gate_up, void* out, int64_t rows, int64_t features, int activation, int dtype) {
-  return over_types(activation, dtype, [=](auto kind, auto type) {
+  return for_activation(activation, dtype, [=](auto kind, auto type) {
     using T = decltype(type);
     glu<decltype(kind)>(static_cast<const T*>(gate_up), static_cast<T*>(out), rows, features);
   });
@@ -139,18 +130,18 @@ int megalite_glu_cpu(
 int megalite_glu_backward_cpu(
     const void* grad, const void* gate_up, void* gate_up_grad, int64_t rows, int64_t features, int activation,
     int dtype) {
-  return over_types(activation, dtype, [=](auto kind, auto type) {
+  return for_activation(activation, dtype, [=](auto kind, auto type) {
     using T = decltype(type);
     glu_backward<decltype(kind)>(
         static_cast<const T*>(grad), static_cast<const T*>(gate_up), static_cast<T*>(gate_up_grad), rows, features);
   });
 }
 
-int megalite_bias_activation_cpu(
+int megalite_bias_gelu_cpu(
     const void* inputs, const void* bias, void* out, int64_t rows, int64_t features, int activation, int dtype) {
-  return over_types(activation, dtype, [=](auto kind, auto type) {
+  return for_gelu(activation, dtype, [=](auto kind, auto type) {
     using T = decltype(type);
-    bias_activation<decltype(kind)>(
+    bias_gelu<decltype(kind)>(
         static_cast<const T*>(inputs), static_cast<const T*>(bias), static_cast<T*>(out), rows, features);
   });
 }
@@ -160,17 +151,17 @@ int64_t megalite_bias_blocks(int64_t rows) {
   return (rows + taken - 1) / taken;
 }
 
-int megalite_bias_activation_backward_cpu(
+int megalite_bias_gelu_backward_cpu(
     const void* grad, const void* inputs, const void* bias, void* inputs_grad, void* bias_grad, void* partials,
     int64_t rows, int64_t features, int activation, int dtype) {
-  return over_types(activation, dtype, [=](auto kind, auto type) {
+  return for_gelu(activation, dtype, [=](auto kind, auto type) {
     using T = decltype(type);
     const T *from = static_cast<const T*>(grad), *of = static_cast<const T*>(inputs);
     T* to = static_cast<T*>(inputs_grad);
     if (bias == nullptr) {
-      activation_backward<decltype(kind)>(from, of, to, rows, features);
+      gelu_backward<decltype(kind)>(from, of, to, rows, features);
     } else {
-      bias_activation_backward<decltype(kind)>(
+      bias_gelu_backward<decltype(kind)>(
           from, of, static_cast<const T*>(bias), to, static_cast<T*>(bias_grad), static_cast<Wide<T>*>(partials),
           rows, features);
     }
