@@ -5,7 +5,7 @@
 
 namespace ml {
 
-// The places of pair i in a head of 2 `pairs` values: (i, i + pairs), or (2 i, 2 i + 1) where interleaved.
+// The places of pair i among 2 `pairs` values: (i, i + pairs), or (2 i, 2 i + 1) where interleaved.
 struct Pair {
   int64_t first, second;
 };

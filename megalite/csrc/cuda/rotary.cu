@@ -28,11 +28,11 @@ __device__ __forceinline__ void turn_values(
   }
 #pragma unroll
   for (int i = 0; i < N; ++i) {
-    const int first = kInterleaved ? 2 * i : i, second = kInterleaved ? 2 * i + 1 : N + i;
+    const Pair at = pair_of<kInterleaved>(i, N);
     const auto point = turned(
-        values[first], values[second], to_wide(cosines.values[i]), direction * to_wide(sines.values[i]));
-    values[first] = point.first;
-    values[second] = point.second;
+        values[at.first], values[at.second], to_wide(cosines.values[i]), direction * to_wide(sines.values[i]));
+    values[at.first] = point.first;
+    values[at.second] = point.second;
   }
 #pragma unroll
   for (int i = 0; i < N; ++i) {
@@ -52,7 +52,8 @@ __global__ void __launch_bounds__(kThreads)
   for (int64_t pair = int64_t(threadIdx.x) * N; pair < pairs; pair += blockDim.x * N) {
     const auto cosines = load<N>(static_cast<const T*>(angles.cosines) + row * pairs + pair);
     const auto sines = load<N>(static_cast<const T*>(angles.sines) + row * pairs + pair);
-    const int64_t low_at = kInterleaved ? 2 * pair : pair, high_at = kInterleaved ? 2 * pair + N : pairs + pair;
+    const Pair at = pair_of<kInterleaved>(pair, pairs);
+    const int64_t low_at = at.first, high_at = kInterleaved ? low_at + N : at.second;
     for (int64_t head = threadIdx.y; head < parts.heads; head += blockDim.y) {
       int64_t own = head;
       int which = 0;
