@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
@@ -9,7 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.ops import norms
+from megalite.ops.activations import bias_gelu, geglu, swiglu
 from megalite.ops.adamw import accumulate_, adamw_, sum_of_squares
+from megalite.ops.rotary import rotary_frequencies, rotary_table, split_and_rotate
 
 Shape = tuple[int, ...]
 Form = Callable[..., Any]
@@ -141,6 +144,101 @@ NORMS = [
 ]
 
 
+def _plain_swiglu(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def _plain_geglu(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate) * up
+
+
+def _plain_bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
+    return F.gelu(x + bias, approximate="tanh")
+
+
+GATED_ROWS: tuple[Shape, ...] = ((1, 8), (5, 34), (3, 130), (64, 256))
+LARGE_GATED: Shape = (16384, 2 * 5632)
+
+ACTIVATIONS = [
+    Operator(
+        name="SwiGLU",
+        needs=("glu", "glu_backward"),
+        make=_rows(1, 0),
+        fused=lambda gate_up: swiglu(gate_up, fused=True),
+        plain=_plain_swiglu,
+        peers={"F.silu(gate) * up": _plain_swiglu, "our autograd node": swiglu},
+        gradients=1,
+        shapes=GATED_ROWS,
+        timed=LARGE_GATED,
+        bytes=_passes(1.5, 2.5),
+        targets=(0.8, 0.8),
+    ),
+    Operator(
+        name="GeGLU",
+        needs=("glu", "glu_backward"),
+        make=_rows(1, 0),
+        fused=lambda gate_up: geglu(gate_up, fused=True),
+        plain=_plain_geglu,
+        peers={"F.gelu(gate) * up": _plain_geglu},
+        gradients=1,
+        shapes=GATED_ROWS,
+        timed=LARGE_GATED,
+        bytes=_passes(1.5, 2.5),
+        targets=(0.8, 0.8),
+    ),
+    Operator(
+        name="bias + GELU (tanh)",
+        needs=("bias_gelu", "bias_gelu_backward"),
+        make=_rows(1, 1),
+        fused=lambda x, bias: bias_gelu(x, bias, approximate="tanh", fused=True),
+        plain=_plain_bias_gelu,
+        peers={"F.gelu(x + b)": _plain_bias_gelu},
+        gradients=2,
+        shapes=ROWS,
+        timed=LARGE_ROWS,
+        bytes=_passes(2, 3),
+        targets=(0.8, 0.8),
+    ),
+]
+
+
+def _make_rotary(shape: Shape, dtype: torch.dtype, random: Form) -> list[Tensor]:
+    """The packed projection of four query heads for each key-value head, then the angles of consecutive positions."""
+    batch, sequence, key_value_heads, head_dim = shape
+    qkv = random(batch, sequence, 6 * key_value_heads, head_dim)
+    angles = rotary_table(sequence, rotary_frequencies(head_dim, 10000.0), dtype)
+    return [qkv, *(each.view(1, sequence, 1, -1).to(qkv.device) for each in angles)]
+
+
+def _rotary(interleaved: bool, fused: bool) -> Form:
+    def form(qkv: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, ...]:
+        key_value_heads = qkv.shape[2] // 6
+        heads = (4 * key_value_heads, key_value_heads)
+        return split_and_rotate(qkv, *heads, cosines, sines, interleaved=interleaved, fused=fused)
+
+    return form
+
+
+ROTARY = [
+    Operator(
+        name=f"rotary embedding, {name}",
+        needs=("rotary_split",),
+        make=_make_rotary,
+        fused=_rotary(interleaved, fused=True),
+        plain=_rotary(interleaved, fused=False),
+        peers={"torch, one node": _rotary(interleaved, fused=False)},
+        gradients=1,
+        shapes=((1, 1, 1, 2), (2, 5, 1, 6), (1, 33, 2, 64), (2, 17, 1, 128)),
+        timed=(4, 4096, 8, 128),
+        bytes=lambda shape, size: (2 * 6 * prod(shape) * size,) * 2,
+        targets=(0.8, 0.8),
+    )
+    for name, interleaved in (("halves", False), ("interleaved", True))
+]
+
+
 RULES: dict[str, Any] = {
     "learning_rate": 1e-2,
     "betas": (0.9, 0.95),
@@ -219,4 +317,4 @@ OPTIMIZER = [
     ),
 ]
 
-OPERATORS: list[Operator] = [*NORMS, *OPTIMIZER]
+OPERATORS: list[Operator] = [*NORMS, *ROTARY, *ACTIVATIONS, *OPTIMIZER]
