@@ -153,10 +153,8 @@ ML_TILE void add_to_queries(
   }
   m.sync();  // all keys' dS are there; the sync that begins the next block lets nobody overwrite them too early
   const int slice = warp % kSlices, first_column = warp / kSlices * kColumns;
-  typename ScoreTile::Lane left_lane = ScoreTile::lane(tile_place(Order::kRight, m.lane()));
-  typename Tile::Lane right_lane = Tile::lane(tile_place(Order::kDown, m.lane()));
-  m.forget(left_lane.exchange);
-  m.forget(right_lane.exchange);
+  const typename ScoreTile::Lane left_lane = ScoreTile::lane(tile_place(Order::kRight, m.lane()));
+  const typename Tile::Lane right_lane = Tile::lane(tile_place(Order::kDown, m.lane()));
   float sums[kColumns / 8][4] = {};
   ML_UNROLL
   for (int k = 0; k < Shape::kKeys / 16; ++k) {
@@ -203,24 +201,25 @@ ML_TILE void attention_key_gradients(Machine& m, const MegaliteAttention& a, int
   const int first_block = seen.begin / kQueries;
   const int blocks = seen.empty() ? 0 : blocks_of(seen.end, kQueries) - first_block;
   const int group = static_cast<int>(a.heads / a.kv_heads), steps = blocks * group;
-  int block_of_queries = first_block, shared_head = kv_head * group;  // of the copies
-  const auto copy_next = [&](int step) {
+  const auto copy_next = [&](int step, int shared_head, int block_of_queries) {
     copy_queries<Shape>(
         m, a, piece, shared_head, block_of_queries * kQueries, stages + step % 2 * Shape::kStageBytes);
-    if (++block_of_queries == first_block + blocks) block_of_queries = first_block, ++shared_head;
   };
   const auto* key = static_cast<const uint16_t*>(a.key) + token * a.key_token + kv_head * a.key_head;
   const auto* value = static_cast<const uint16_t*>(a.value) + token * a.value_token + kv_head * a.value_head;
   copy_tile<Tile, kKeys>(m, key_tile, key, a.key_token, past_key - first_key);
   copy_tile<Tile, kKeys>(m, value_tile, value, a.value_token, past_key - first_key);
-  if (steps > 0) copy_next(0);
+  int shared_head = kv_head * group, block_of_queries = first_block;
+  if (steps > 0) copy_next(0, shared_head, block_of_queries);
 
   float key_grads[kTiles][kHead / 8][4] = {}, value_grads[kTiles][kHead / 8][4] = {};
   for (int step = 0; step < steps; ++step) {
     m.wait_all();
     m.sync();  // this step's queries are there, and nobody reads those of the step before any more
-    const int first_query = (first_block + step % blocks) * kQueries;
-    if (step + 1 < steps) copy_next(step + 1);
+    const int first_query = block_of_queries * kQueries;
+    [[maybe_unused]] const int head = shared_head;
+    if (++block_of_queries == first_block + blocks) block_of_queries = first_block, ++shared_head;
+    if (step + 1 < steps) copy_next(step + 1, shared_head, block_of_queries);
     const uint32_t query_tile = stages + step % 2 * Shape::kStageBytes, grad_tile = query_tile + Shape::kGradTile;
     const uint32_t lses = query_tile + Shape::kRows, deltas = lses + kQueries * 4;
     const bool full = band.full(
@@ -235,7 +234,6 @@ ML_TILE void attention_key_gradients(Machine& m, const MegaliteAttention& a, int
     key_score_gradients<kTiles, kQueries>(m, scores, grads, deltas);
     add_product_of_sums<Element, kTiles, kHead, kQueries>(m, key_grads, grads, query_tile);
     if constexpr (Shape::kSumQueries) {
-      const int head = kv_head * group + step / blocks;
       add_to_queries<Shape>(m, a, piece, head, first_query, grads, key_tile, key_tile + Shape::kScoreTile);
     }
   }

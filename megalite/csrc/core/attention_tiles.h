@@ -13,9 +13,11 @@
 #ifdef __CUDACC__
 #define ML_TILE __device__ __forceinline__
 #define ML_UNROLL _Pragma("unroll")
+#define ML_UNROLL_TWICE _Pragma("unroll 2")
 #else
 #define ML_TILE inline
 #define ML_UNROLL
+#define ML_UNROLL_TWICE
 #endif
 
 namespace ml {
@@ -44,8 +46,8 @@ ML_TILE void copy_tile(Machine& m, uint32_t tile, const uint16_t* source, int64_
   const int chunk = m.thread() % Tile::kChunks, first = m.thread() / Tile::kChunks;
   source += first * stride + chunk * 8;
   ML_UNROLL
-  for (int row = 0; row < kRows; row += kStep) {
-    m.template copy<16>(tile + Tile::offset(first + row, chunk), source + row * stride, first + row < rows);
+  for (int row = 0; row < kRows; row += kStep, source += kStep * stride) {
+    m.template copy<16>(tile + Tile::offset(first + row, chunk), source, first + row < rows);
   }
 }
 
@@ -54,12 +56,10 @@ template <class Element, int kTiles, int kColumns, int kSum, class Machine>
 ML_TILE void add_product_of_rows(
     Machine& m, float (&sums)[kTiles][kColumns / 8][4], uint32_t left, int row, uint32_t right) {
   using Tile = Swizzle<kSum>;
-  typename Tile::Lane left_lane = Tile::lane(tile_place(Order::kDown, m.lane()));
-  typename Tile::Lane right_lane = Tile::lane(tile_place(Order::kRight, m.lane()));
-  m.forget(left_lane.exchange);
-  m.forget(right_lane.exchange);
+  const typename Tile::Lane left_lane = Tile::lane(tile_place(Order::kDown, m.lane()));
+  const typename Tile::Lane right_lane = Tile::lane(tile_place(Order::kRight, m.lane()));
   left += row * Tile::kRowBytes;
-  ML_UNROLL
+  ML_UNROLL_TWICE  // in whole, its addresses would fill the registers
   for (int k = 0; k < kSum / 16; ++k) {
     uint32_t a[kTiles][4];
     ML_UNROLL
@@ -92,8 +92,7 @@ template <class Element, int kTiles, int kColumns, int kSum, class Machine>
 ML_TILE void add_product_of_sums(
     Machine& m, float (&sums)[kTiles][kColumns / 8][4], const float (&left)[kTiles][kSum / 8][4], uint32_t right) {
   using Tile = Swizzle<kColumns>;
-  typename Tile::Lane right_lane = Tile::lane(tile_place(Order::kDown, m.lane()));
-  m.forget(right_lane.exchange);
+  const typename Tile::Lane right_lane = Tile::lane(tile_place(Order::kDown, m.lane()));
   ML_UNROLL
   for (int k = 0; k < kSum / 16; ++k) {
     uint32_t a[kTiles][4];
@@ -228,12 +227,9 @@ ML_TILE void attention_forward(Machine& m, const MegaliteAttention& a, int block
   const int first_row = block * Shape::kRows;
   if (first_row >= band.queries) return;
   const int past_row = at_most(first_row + Shape::kRows, band.queries);
-  const int64_t kv_head = head / (a.heads / a.kv_heads);
-  const int64_t first_token = static_cast<int64_t>(piece.first_query) + first_row;
-  const auto* query = static_cast<const uint16_t*>(a.query) + first_token * a.query_token + head * a.query_head;
-  const auto* key = static_cast<const uint16_t*>(a.key) + piece.first_key * a.key_token + kv_head * a.key_head;
-  const auto* value =
-      static_cast<const uint16_t*>(a.value) + piece.first_key * a.value_token + kv_head * a.value_head;
+  const int kv_head = head / static_cast<int>(a.heads / a.kv_heads);
+  const auto* query = static_cast<const uint16_t*>(a.query) +
+                      (static_cast<int64_t>(piece.first_query) + first_row) * a.query_token + head * a.query_head;
   const uint32_t query_tile = m.shared(), key_tile = query_tile + Shape::kKeyTile;
   const uint32_t value_tile = query_tile + Shape::kValueTile;
   const int warp_row = m.thread() / 32 * kTiles * 16;
@@ -241,12 +237,15 @@ ML_TILE void attention_forward(Machine& m, const MegaliteAttention& a, int block
 
   const Range seen = band.keys_of_block(first_row, past_row);
   const int past_key = seen.empty() ? 0 : seen.end;
-  const auto copy_keys = [&](uint32_t tile, const uint16_t* source, int64_t stride, int first) {
-    copy_tile<Tile, kKeys>(m, tile, source + first * stride, stride, band.keys - first);
+  // Of keys, or of values; addresses are made anew each time, registers being scarce.
+  const auto copy_keys = [&](uint32_t tile, const void* all, int64_t token, int64_t own_head, int first) {
+    const auto* source = static_cast<const uint16_t*>(all) + kv_head * own_head;
+    const int64_t row = static_cast<int64_t>(piece.first_key) + first;
+    copy_tile<Tile, kKeys>(m, tile, source + row * token, token, band.keys - first);
   };
   int first_key = seen.begin / kKeys * kKeys;
   copy_tile<Tile, Shape::kRows>(m, query_tile, query, a.query_token, past_row - first_row);
-  if (first_key < past_key) copy_keys(key_tile, key, a.key_token, first_key);
+  if (first_key < past_key) copy_keys(key_tile, a.key, a.key_token, a.key_head, first_key);
 
   float sums[kTiles][kHead / 8][4] = {};
   SoftmaxRows<kTiles> rows;
@@ -258,7 +257,7 @@ ML_TILE void attention_forward(Machine& m, const MegaliteAttention& a, int block
   for (; first_key < past_key; first_key += kKeys) {
     m.wait_all();
     m.sync();  // the keys are there, and nobody reads the last values any more
-    copy_keys(value_tile, value, a.value_token, first_key);
+    copy_keys(value_tile, a.value, a.value_token, a.value_head, first_key);
     float scores[kTiles][kKeys / 8][4] = {};
     add_product_of_rows<Element, kTiles, kKeys, kHead>(m, scores, query_tile, warp_row, key_tile);
     if (!band.full(first_row, past_row, first_key, first_key + kKeys)) {
@@ -266,12 +265,18 @@ ML_TILE void attention_forward(Machine& m, const MegaliteAttention& a, int block
     }
     m.wait_all();
     m.sync();  // the values are there, and nobody reads these keys any more
-    if (first_key + kKeys < past_key) copy_keys(key_tile, key, a.key_token, first_key + kKeys);
+    if (first_key + kKeys < past_key) {
+      copy_keys(key_tile, a.key, a.key_token, a.key_head, first_key + kKeys);
+    }
     online_softmax<kTiles, kKeys, kHead>(m, scores, rows, sums, scale);
     add_product_of_sums<Element, kTiles, kHead, kKeys>(m, sums, scores, value_tile);
   }
 
   float factors[kTiles][2];
+  // Looked up again, since kept through the loop they would take registers.
+  const Sequence again = sequence_of(a, sequence);
+  const int64_t first_token = static_cast<int64_t>(again.first_query) + first_row;
+  const int count = at_most(Shape::kRows, again.band.queries - first_row);
   float* lse = static_cast<float*>(a.lse) + head * a.queries + first_token;
   ML_UNROLL
   for (int t = 0; t < kTiles; ++t) {
@@ -283,7 +288,7 @@ ML_TILE void attention_forward(Machine& m, const MegaliteAttention& a, int block
       const bool nothing = total == 0.0f;
       factors[t][half] = nothing ? 0.0f : 1.0f / total;
       const int row = warp_row + t * 16 + accumulator_place(m.lane(), half * 2).row;
-      if (m.lane() % 4 == 0 && first_row + row < past_row) {
+      if (m.lane() % 4 == 0 && row < count) {
         const float log_total = m.log2(total) + rows.greatest[t][half] * scale;
         lse[row] = nothing ? -kInfinity : log_total / kLog2E;
       }
@@ -293,7 +298,7 @@ ML_TILE void attention_forward(Machine& m, const MegaliteAttention& a, int block
   m.sync();  // where no key is seen the queries may still be on their way to the rows that are now overwritten
   auto* output = static_cast<uint16_t*>(a.output) + (first_token * a.heads + head) * kHead;
   store_rows<Element, kTiles, kHead>(
-      m, sums, factors, query_tile, warp_row, output, a.heads * kHead, past_row - first_row);
+      m, sums, factors, query_tile, warp_row, output, a.heads * kHead, count);
 }
 
 }  // namespace ml

@@ -9,27 +9,12 @@
 
 namespace ml {
 
-// Blocks of one sequence and head next to each other: they read the same keys. Those that see the most go first.
-struct Grid {
-  int64_t blocks, heads, sequences;
-};
-
-struct GridPlace {
-  int block, head, sequence;
-};
-
-ML_TILE GridPlace grid_place(const Grid& grid) {
-  const int64_t index = blockIdx.x, rest = index / grid.blocks;
-  return {static_cast<int>(index % grid.blocks), static_cast<int>(rest % grid.heads),
-          static_cast<int>(rest / grid.heads)};
-}
-
+// Grids are (blocks of the longest sequence, heads, sequences); blocks that see the most keys go first.
 template <class Shape>
-__global__ void __launch_bounds__(Shape::kThreads, Shape::kHead == 64 ? 3 : 2) forward_kernel(
-    const __grid_constant__ MegaliteAttention a, const __grid_constant__ Grid grid) {
+__global__ void __launch_bounds__(Shape::kThreads, 2) forward_kernel(
+    const __grid_constant__ MegaliteAttention a) {
   DeviceMachine<Shape::kThreads> machine;
-  const GridPlace at = grid_place(grid);
-  attention_forward<Shape>(machine, a, static_cast<int>(grid.blocks) - 1 - at.block, at.head, at.sequence);
+  attention_forward<Shape>(machine, a, gridDim.x - 1 - blockIdx.x, blockIdx.y, blockIdx.z);
 }
 
 template <class Element, int kHead>
@@ -41,18 +26,16 @@ __global__ void __launch_bounds__(128) statistics_kernel(const __grid_constant__
 
 template <class Shape>
 __global__ void __launch_bounds__(Shape::kThreads) key_gradients_kernel(
-    const __grid_constant__ MegaliteAttention a, const __grid_constant__ Grid grid) {
+    const __grid_constant__ MegaliteAttention a) {
   DeviceMachine<Shape::kThreads> machine;
-  const GridPlace at = grid_place(grid);
-  attention_key_gradients<Shape>(machine, a, at.block, at.head, at.sequence);
+  attention_key_gradients<Shape>(machine, a, blockIdx.x, blockIdx.y, blockIdx.z);
 }
 
 template <class Shape>
 __global__ void __launch_bounds__(Shape::kThreads) query_gradients_kernel(
-    const __grid_constant__ MegaliteAttention a, const __grid_constant__ Grid grid) {
+    const __grid_constant__ MegaliteAttention a) {
   DeviceMachine<Shape::kThreads> machine;
-  const GridPlace at = grid_place(grid);
-  attention_query_gradients<Shape>(machine, a, static_cast<int>(grid.blocks) - 1 - at.block, at.head, at.sequence);
+  attention_query_gradients<Shape>(machine, a, gridDim.x - 1 - blockIdx.x, blockIdx.y, blockIdx.z);
 }
 
 template <class Element>
@@ -69,16 +52,14 @@ __global__ void __launch_bounds__(256) narrow_query_sums_kernel(
 // Launches a tile kernel over blocks of `block` rows of the longest sequence.
 template <class Shape>
 int launch(
-    void (*kernel)(const MegaliteAttention, const Grid), const MegaliteAttention& a, int64_t longest, int block,
-    int64_t heads, cudaStream_t stream) {
-  const Grid grid{(longest + block - 1) / block, heads, a.sequences};
-  const int64_t count = grid.blocks * grid.heads * grid.sequences;
-  if (count == 0) return 0;
-  if (count > 0x7fffffff) return cudaErrorInvalidConfiguration;
+    void (*kernel)(const MegaliteAttention), const MegaliteAttention& a, int64_t longest, int block, int64_t heads,
+    cudaStream_t stream) {
+  if (longest == 0 || heads == 0 || a.sequences == 0) return 0;
+  const dim3 grid((longest + block - 1) / block, heads, a.sequences);  // more than 65535 heads or sequences: an error
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kSharedBytes);
   if (error != cudaSuccess) return error;
-  kernel<<<static_cast<unsigned>(count), Shape::kThreads, Shape::kSharedBytes, stream>>>(a, grid);
+  kernel<<<grid, Shape::kThreads, Shape::kSharedBytes, stream>>>(a);
   return cudaGetLastError();
 }
 

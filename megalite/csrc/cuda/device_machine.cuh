@@ -20,9 +20,6 @@ struct DeviceMachine {
     return static_cast<uint32_t>(__cvta_generic_to_shared(memory));
   }
 
-  // A value that is computed anew from here on: kept through a loop, all addresses made of it would fill registers.
-  __device__ __forceinline__ void forget(uint32_t& value) const { asm volatile("" : "+r"(value)); }
-
   __device__ __forceinline__ void sync() const { __syncthreads(); }
   __device__ __forceinline__ void sync_warp() const { __syncwarp(); }
 

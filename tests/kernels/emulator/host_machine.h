@@ -193,7 +193,6 @@ class HostMachine {
   int thread() const { return thread_; }
   int lane() const { return thread_ % 32; }
   uint32_t shared() const { return 0; }
-  void forget(uint32_t&) {}
 
   void sync() {
     if (syncs_++ != block_.settings.left_out_sync) block_.crew.meet(thread_, 0, kThreads);
