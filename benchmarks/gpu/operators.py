@@ -1,6 +1,7 @@
 """The table of operators that the GPU suite checks and times: one entry each."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -8,10 +9,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megalite.ops import norms
 from megalite.ops.activations import bias_gelu, geglu, swiglu
 from megalite.ops.adamw import accumulate_, adamw_, sum_of_squares
+from megalite.ops.attention import Starts, causal_attention
 from megalite.ops.rotary import rotary_frequencies, rotary_table, split_and_rotate
 
 Shape = tuple[int, ...]
@@ -239,6 +242,117 @@ ROTARY = [
 ]
 
 
+def _make_attention(shape: Shape, dtype: torch.dtype, random: Form) -> list[Tensor]:
+    """Four query heads for each key-value head, as of `_causal`."""
+    batch, sequence, key_value_heads, head_dim = shape
+    query = random(batch, sequence, 4 * key_value_heads, head_dim)
+    return [query, *(random(batch, sequence, key_value_heads, head_dim) for _ in range(2))]
+
+
+def _sdpa(*backends: SDPBackend) -> Form:
+    """torch's attention by one of its backends, or whichever it prefers; it knows the groups of heads itself."""
+
+    def form(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        heads = (each.transpose(1, 2) for each in (query, key, value))
+        with sdpa_kernel([*backends]) if backends else nullcontext():
+            attended = F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
+        return attended.transpose(1, 2)
+
+    return form
+
+
+def _window(sequence: int) -> int:
+    return sequence // 4 + 5
+
+
+def _document(sequence: int) -> int:
+    return sequence // 3 + 2
+
+
+def _windowed(fused: bool) -> Form:
+    def form(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return causal_attention(query, key, value, window=_window(query.shape[1]), fused=fused)
+
+    return form
+
+
+def _make_documents(shape: Shape, dtype: torch.dtype, random: Form) -> list[Tensor]:
+    """As of `_make_attention`, and where documents begin: some in each row, the last the shortest."""
+    heads = _make_attention(shape, dtype, random)
+    rows, length = shape[:2]
+    starts = [row * length + at for row in range(rows) for at in range(0, length, _document(length))]
+    return [*heads, torch.tensor([*starts, rows * length], dtype=torch.int32, device=heads[0].device)]
+
+
+def _documents(fused: bool) -> Form:
+    def form(query: Tensor, key: Tensor, value: Tensor, places: Tensor) -> Tensor:
+        documents = Starts(places, min(_document(query.shape[1]), query.shape[1]))
+        return causal_attention(query, key, value, documents=documents, fused=fused)
+
+    return form
+
+
+def _causal_flops(shape: Shape, seen: float) -> tuple[float, float]:
+    """Two products of `seen` keys a query forward, five backward: as FlashAttention counts them."""
+    batch, sequence, key_value_heads, head_dim = shape
+    product = 2 * batch * sequence * seen * 4 * key_value_heads * head_dim
+    return 2 * product, 5 * product
+
+
+ATTENTION_NEEDS = ("attention_forward", "attention_backward")
+ATTENTION_SHAPES: tuple[Shape, ...] = ((1, 1, 1, 64), (2, 65, 1, 64), (1, 200, 2, 64), (2, 129, 1, 128))
+
+ATTENTION = [
+    Operator(
+        name="attention, causal",
+        needs=ATTENTION_NEEDS,
+        make=_make_attention,
+        fused=lambda *heads: causal_attention(*heads, fused=True),
+        plain=_sdpa(),
+        peers={
+            "SDPA flash": _sdpa(SDPBackend.FLASH_ATTENTION),
+            "SDPA cuDNN": _sdpa(SDPBackend.CUDNN_ATTENTION),
+        },
+        compiled=False,
+        dtypes=NARROW,
+        gradients=3,
+        shapes=ATTENTION_SHAPES,
+        timed=(2, 8192, 8, 128),
+        flops=lambda shape, size: _causal_flops(shape, shape[1] / 2),
+        # 350 and 220 TFLOP/s where products reach 790.
+        targets=(0.44, 0.28),
+    ),
+    Operator(
+        name="attention, sliding window",
+        needs=ATTENTION_NEEDS,
+        make=_make_attention,
+        fused=_windowed(fused=True),
+        plain=_windowed(fused=False),
+        compiled=False,
+        dtypes=NARROW,
+        gradients=3,
+        shapes=ATTENTION_SHAPES,
+        timed=(2, 8192, 8, 128),
+        flops=lambda shape, size: _causal_flops(shape, _window(shape[1])),
+        targets=(0, 0),
+    ),
+    Operator(
+        name="attention, packed documents",
+        needs=ATTENTION_NEEDS,
+        make=_make_documents,
+        fused=_documents(fused=True),
+        plain=_documents(fused=False),
+        compiled=False,
+        dtypes=NARROW,
+        gradients=3,
+        shapes=ATTENTION_SHAPES,
+        timed=(2, 8192, 8, 128),
+        flops=lambda shape, size: _causal_flops(shape, _document(shape[1]) / 2),
+        targets=(0, 0),
+    ),
+]
+
+
 RULES: dict[str, Any] = {
     "learning_rate": 1e-2,
     "betas": (0.9, 0.95),
@@ -317,4 +431,4 @@ OPTIMIZER = [
     ),
 ]
 
-OPERATORS: list[Operator] = [*NORMS, *ROTARY, *ACTIVATIONS, *OPTIMIZER]
+OPERATORS: list[Operator] = [*NORMS, *ROTARY, *ACTIVATIONS, *ATTENTION, *OPTIMIZER]
