@@ -61,6 +61,7 @@ def train(kernels: str, *, device: str, product: float | None, tiny: bool = Fals
     model = TINY if tiny else MODEL
     sequence, sequences, steps = (32, 2, 2) if tiny else (SEQUENCE_LENGTH, SEQUENCES, STEPS)
     values: dict[str, Any] = {f"model.{name}": value for name, value in model.items()} | {
+        "model.kernels": kernels,
         "training.steps": steps,
         "training.precision": "bf16",
         "training.sequence_length": sequence,

@@ -115,6 +115,9 @@ def _bias_gelu_grads_like(
 extension.register("glu", _glu_like, _glu_backward, _keep_gate_up)
 extension.register("glu_backward", lambda grad, gate_up, activation: gate_up.new_empty(gate_up.shape))
 extension.register(
-    "bias_gelu", lambda inputs, bias, activation: inputs.new_empty(inputs.shape), _bias_gelu_backward, _keep_inputs
+    "bias_gelu",
+    lambda inputs, bias, activation: inputs.new_empty(inputs.shape),
+    _bias_gelu_backward,
+    _keep_inputs,
 )
 extension.register("bias_gelu_backward", _bias_gelu_grads_like)

@@ -78,7 +78,7 @@ class OptimizerSettings:
     accumulate_wide: gradients of 16-bit weights are summed in float32. skip_nonfinite: leave out an update that is not
     finite, where no loss scale does so. loss_scale: None where there is none. native: DeepSpeed's own AdamW updates,
     which ZeRO alone has. fused: compiled operators do what they are the faster for.
-    sum_in_place: as of parallel.layers, where `accumulate_wide` is.
+    sum_in_place: a backward runs each linear once, which may then add to the sum of earlier micro batches itself.
     """
 
     name: str
@@ -225,7 +225,8 @@ class TorchOptimizer:
         self._tensors = dict(stage.named_parameters())
         if settings.accumulate_wide:
             accumulate_in_float32(self._tensors)
-            if settings.sum_in_place:
+            adds = settings.fused or apex.accumulate_weight_gradient(mesh.device) is not None
+            if settings.sum_in_place and adds:
                 sum_in_place(self._tensors.values())
         self._masters = {name: _master(tensor) for name, tensor in self._tensors.items()}
         self._optimizer = torch_optimizer(settings, parameters, self._masters, self._copies())
