@@ -55,7 +55,9 @@ def _compare(packed: Packed, dtype: torch.dtype) -> None:
     found = torch.autograd.grad([output, lse], inputs, [grads[0], grads[1]])
     ours, theirs = [output, *found], [exact, *gradients(packed, wide, *grads)]
     plain = [attention(packed, *inputs)[0], *gradients(packed, inputs, *grads)]
-    for what, one, naive, reference in zip(("output", "query", "key", "value"), ours, plain, theirs, strict=True):
+    for what, one, naive, reference in zip(
+        ("output", "query", "key", "value"), ours, plain, theirs, strict=True
+    ):
         if dtype in (torch.bfloat16, torch.float16):
             assert_as_accurate_as(one, naive, reference, what=what)
         else:
@@ -158,7 +160,9 @@ def test_opcheck(dtype) -> None:
 def test_compiled_as_one_graph() -> None:
     packed = Packed((5, 9), (6, 9), head_size=8)
     inputs = packed.inputs(torch.float32)
-    compiled = torch.compile(lambda *each: _run(packed, list(each))[0] * 2, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(
+        lambda *each: _run(packed, list(each))[0] * 2, fullgraph=True, backend="aot_eager"
+    )
     assert torch.equal(compiled(*inputs), _run(packed, inputs)[0] * 2)
     found = torch.autograd.grad(compiled(*inputs).sum(), inputs)
     expected = torch.autograd.grad((_run(packed, inputs)[0] * 2).sum(), inputs)
