@@ -8,8 +8,8 @@
 Builds or loads the compiled operators, then: checks each against float64, over poisoned memory and repeated; measures
 what copies and matrix products reach; times each operator beside its peers as a share of that; trains a Llama of 1.1
 billion parameters for some steps; runs the 3D job over 1 to 16 CPU ranks. Prints the tables, and writes them into
-benchmarks/results. torch 2.11 is enough, the Trainer wants megalite's other requirements too (pydantic, tokenizers,
-safetensors). A part that fails is told, and the others go on; the exit code is 1 then, and 2 where there is no GPU.
+benchmarks/results unless a part was left out. torch 2.11 is enough; the Trainer wants megalite's other requirements
+too (pydantic, tokenizers, safetensors). A part that fails is told, and the others go on; the exit code is 1 then, and 2 where there is no GPU.
 """
 
 import argparse
@@ -58,15 +58,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    if options.sanitize:
-        return sanitize(options)
     if complaint := built(options.device):
         print(f"no compiled operators: {complaint}", file=sys.stderr)
         return 1
+    if options.sanitize:
+        return sanitize(options)
     parts = ["checks"] if options.device == "cpu" else options.parts
     report = run(parts, options)
     print(markdown(report))
-    if options.device == "cuda" or options.results:
+    complete = set(parts) == set(PARTS) and not options.operators
+    if complete or options.results:
         write(report, options.results or RESULTS)
     return 1 if report["failed"] or any(not row["right"] for row in report.get("checks", [])) else 0
 
@@ -282,7 +283,7 @@ def _times_table(report: Mapping[str, Any]) -> list[str]:
     found = {(row["operator"], row["direction"]): row for row in report.get("times", [])}
     rows = []
     for operator in OPERATORS:
-        for index, direction in enumerate(("forward", "backward") if operator.gradients else ("forward",)):
+        for index, direction in enumerate(operator.directions):
             target = f"{operator.targets[index]:.0%}"
             row = found.get((operator.name, direction))
             if row is None:

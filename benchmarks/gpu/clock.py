@@ -58,39 +58,46 @@ def times(operator: Operator, dtype: torch.dtype, copied: float, product: float)
     size = torch.empty((), dtype=dtype).element_size()
     work, ceiling = (operator.flops, product) if operator.flops else (operator.bytes, copied)
     amounts = work(operator.timed, size) if work else (0.0, 0.0)
-    for backward in (False, True) if operator.gradients else (False,):
-        ours = _direction(operator.fused, inputs, operator.gradients, backward)
+    for index, direction in enumerate(operator.directions):
+        ours = _direction(operator.fused, inputs, operator.gradients, direction)
         said: dict[str, Any] = {}
         for name, form in peers.items():
             try:
-                said[name] = round(_direction(form, inputs, operator.gradients, backward), 4)
+                said[name] = round(_direction(form, inputs, operator.gradients, direction), 4)
             except Exception as error:  # a backend that this chip, torch or shape does not have
                 said[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[
                     :120
                 ]
-        rate = amounts[backward] / ours * 1e3
+        rate = amounts[index] / ours * 1e3
         yield {
             "operator": operator.name,
             "dtype": str(dtype).removeprefix("torch."),
             "shape": "x".join(map(str, operator.timed)),
-            "direction": "backward" if backward else "forward",
+            "direction": direction,
             "ms": round(ours, 4),
             "per_second": rate,
             "unit": "FLOP/s" if operator.flops else "B/s",
             "share": round(rate / ceiling, 3),
-            "target": operator.targets[backward],
+            "target": operator.targets[index],
             "peers_ms": said,
         }
     gc.collect()
     torch.cuda.empty_cache()
 
 
-def _direction(form: Form, inputs: list[Tensor], gradients: int, backward: bool) -> float:
-    if not backward:
+def _direction(form: Form, inputs: list[Tensor], gradients: int, direction: str) -> float:
+    if direction == "forward":
         with torch.no_grad():
             return milliseconds(lambda: form(*inputs))
     leaves = [each.detach().requires_grad_(index < gradients) for index, each in enumerate(inputs)]
-    made = form(*leaves)
-    outputs = [made] if isinstance(made, Tensor) else [*made]
+    outputs = _listed(form(*leaves))
     grads = [torch.randn_like(each) for each in outputs]
-    return milliseconds(lambda: torch.autograd.grad(outputs, leaves[:gradients], grads, retain_graph=True))
+    if direction == "backward":
+        return milliseconds(
+            lambda: torch.autograd.grad(outputs, leaves[:gradients], grads, retain_graph=True)
+        )
+    return milliseconds(lambda: torch.autograd.grad(_listed(form(*leaves)), leaves[:gradients], grads))
+
+
+def _listed(made: Any) -> list[Tensor]:
+    return [made] if isinstance(made, Tensor) else [*made]

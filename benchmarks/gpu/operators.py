@@ -31,7 +31,7 @@ class Operator:
     plain in float64 is the reference. peers: name -> another form to time beside it. needs: registered operators.
     shapes: what is checked, tiny. timed: the shape of the measurement. bytes, flops: (shape, bytes of an element) ->
     those of a forward and of a backward, each input read and each output written once. targets: the shares of the
-    ceiling that a forward and a backward are to reach.
+    ceiling that a forward and a backward are to reach. joint: both are timed as one, whose figures come first.
     """
 
     name: str
@@ -45,9 +45,17 @@ class Operator:
     dtypes: tuple[torch.dtype, ...] = WIDE
     peers: Mapping[str, Form] = field(default_factory=dict)
     compiled: bool = True
+    joint: bool = False
     bytes: Callable[[Shape, int], tuple[float, float]] | None = None
     flops: Callable[[Shape, int], tuple[float, float]] | None = None
     targets: tuple[float, float] = (0.8, 0.75)
+
+    @property
+    def directions(self) -> tuple[str, ...]:
+        """What is timed; figures for it stand at the same places of `bytes`, `flops` and `targets`."""
+        if self.joint:
+            return ("both",)
+        return ("forward", "backward") if self.gradients else ("forward",)
 
     def missing(self) -> list[str]:
         """Those of `needs` that this library does not have."""

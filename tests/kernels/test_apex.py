@@ -14,6 +14,8 @@ from megalite.cli import doctor
 from megalite.launcher.environment import without_apex
 from megalite.ops import apex
 from megalite.ops.adamw import adamw_, scale_, sum_of_squares
+from megalite.parallel import layers
+from megalite.parallel.mesh import ParallelMesh
 from megalite.train.fused_adamw import OnePassAdamW
 from tests.kernels.test_adamw import ADAMW
 from tests.support.parity import FLOAT32_RTOL, assert_close
@@ -115,6 +117,22 @@ def test_the_trainer_updates_by_it(fake):
     assert type(by_torch) is torch.optim.AdamW
     for name, weight in expected.items():
         assert_close(weights[name], weight, rtol=FLOAT32_RTOL, what=name)
+
+
+def test_linears_add_to_their_gradients_by_it(fake):
+    linear = layers.RowParallelLinear(8, 4, mesh=ParallelMesh.single(), dtype=torch.bfloat16)
+    torch.nn.init.normal_(linear.weight)
+    linear.weight.grad_dtype = torch.float32
+    layers.sum_in_place([linear.weight])
+    apex.accumulate_weight_gradient(CPU)
+    fake.calls.clear()
+    batches = [torch.randn(2, 3, 8).bfloat16() for _ in range(3)]
+    for inputs in batches:
+        linear(inputs).sum().backward()
+    assert fake.calls == {"wgrad_gemm_accum_fp32": 2}, "autograd takes the first as it is"
+    exact = sum(inputs.float().sum(dim=(0, 1)).expand(4, 8) for inputs in batches)
+    # The first product is rounded to 16 bits.
+    assert_close(linear.weight.grad, exact, rtol=2**-8)
 
 
 def test_float64_is_not_given_to_it(fake):
