@@ -8,8 +8,10 @@
 Builds or loads the compiled operators, then: checks each against float64, over poisoned memory and repeated; measures
 what copies and matrix products reach; times each operator beside its peers as a share of that; trains a Llama of 1.1
 billion parameters for some steps; runs the 3D job over 1 to 16 CPU ranks. Prints the tables, and writes them into
-benchmarks/results unless a part was left out. torch 2.11 is enough; the Trainer wants megalite's other requirements
-too (pydantic, tokenizers, safetensors). A part that fails is told, and the others go on; the exit code is 1 then, and 2 where there is no GPU.
+benchmarks/results unless a part was left out. A part that fails is told, and the others go on; the exit code is 1
+then, and 2 where there is no GPU.
+
+torch 2.11 is enough; the Trainer wants megalite's other requirements too (pydantic, tokenizers, safetensors).
 """
 
 import argparse
