@@ -166,7 +166,7 @@ def times(report: dict[str, Any], options: argparse.Namespace, deadline: float) 
     for operator in chosen(options):
         for dtype in operator.dtypes[-2:-1]:  # of two or more, the last but one: bfloat16
             try:
-                if time.monotonic() > deadline - 150:
+                if time.monotonic() > deadline - 200:
                     raise TimeoutError("no time was left")
                 rows += times(operator, dtype, limits["copy"], limits["product"])
             except Exception as error:
