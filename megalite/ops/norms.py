@@ -193,6 +193,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     x, residual, weight, bias, _ = inputs
     total, _, mean, inverse = output
     ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(mean, inverse, *((total,) if residual is None else ()))
     ctx.save_for_backward(x if residual is None else total, weight, None if bias is None else mean, inverse)
 
 

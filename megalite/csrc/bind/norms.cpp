@@ -25,6 +25,7 @@ Maybe checked(const Maybe& tensor, const Tensor& x, int64_t elements, const char
 std::tuple<Tensor, Tensor, Tensor, Tensor> norm(
     Tensor given, Maybe given_residual, Tensor given_weight, Maybe given_bias, double eps) {
   const Tensor x = ml::contiguous(given);
+  const int dtype = ml::dtype_of(x);
   const int64_t rows = ml::rows_of(x), columns = ml::columns_of(x);
   const Tensor weight = checked(given_weight, x, columns, "weight");
   const Maybe residual = checked(given_residual, x, x.numel(), "residual");
@@ -35,7 +36,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> norm(
   ML_CALL(
       x, megalite_norm_forward, x.const_data_ptr(), data(residual), weight.const_data_ptr(), data(bias),
       residual ? sum.mutable_data_ptr() : nullptr, output.mutable_data_ptr(),
-      bias ? mean.mutable_data_ptr() : nullptr, inverse.mutable_data_ptr(), rows, columns, eps, ml::dtype_of(x));
+      bias ? mean.mutable_data_ptr() : nullptr, inverse.mutable_data_ptr(), rows, columns, eps, dtype);
   return {sum, output, mean, inverse};
 }
 
@@ -66,7 +67,8 @@ Gradients gradients(
   ML_CALL(
       x, megalite_norm_backward, grad.const_data_ptr(), data(sum_grad), x.const_data_ptr(), data(weight), data(mean),
       inverse.const_data_ptr(), weight ? made.x.mutable_data_ptr() : nullptr,
-      of_weight ? made.weight.mutable_data_ptr() : nullptr, of_weight ? made.bias.mutable_data_ptr() : nullptr,
+      of_weight ? made.weight.mutable_data_ptr() : nullptr,
+      of_weight && mean ? made.bias.mutable_data_ptr() : nullptr,
       partials.mutable_data_ptr(), blocks, rows, columns, ml::dtype_of(x));
   return made;
 }

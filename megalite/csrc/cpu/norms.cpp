@@ -9,7 +9,7 @@ namespace {
 
 using namespace ml;
 
-constexpr int64_t kMostBlocks = 256, kFewestRows = 32;
+constexpr int64_t kMostBlocks = 256, kFewestRows = 16;
 // Of the weights' gradients that one thread adds up at a time.
 constexpr int64_t kColumns = 256;
 
@@ -122,14 +122,14 @@ void backward(
 #pragma omp for schedule(static)
       for (int64_t begin = 0; begin < sums * columns; begin += kColumns) {
         const int64_t width = std::min(kColumns, sums * columns - begin);
-        Wide<T> totals[kColumns] = {};
+        double totals[kColumns] = {};  // many small sums: their own roundings would be the largest
         for (int64_t block = 0; block < blocks; ++block) {
           const Wide<T>* own = partials + block * sums * columns + begin;
           for (int64_t i = 0; i < width; ++i) totals[i] += own[i];
         }
         for (int64_t i = 0; i < width; ++i) {
           const int64_t at = begin + i;
-          (at < columns ? weight_grad[at] : bias_grad[at - columns]) = from_wide<T>(totals[i]);
+          (at < columns ? weight_grad[at] : bias_grad[at - columns]) = from_wide<T>(static_cast<Wide<T>>(totals[i]));
         }
       }
     }
@@ -162,7 +162,8 @@ extern "C" int megalite_norm_backward_cpu(
   return for_dtype(dtype, [&](auto type) {
     using T = decltype(type);
     using W = Wide<T>;
-    const auto run = mean != nullptr ? backward<T, true> : backward<T, false>;
+    // The mean of no rows has no address.
+    const auto run = mean != nullptr || bias_grad != nullptr ? backward<T, true> : backward<T, false>;
     run(static_cast<const T*>(grad), static_cast<const T*>(sum_grad), static_cast<const T*>(x),
         static_cast<const T*>(weight), static_cast<const W*>(mean), static_cast<const W*>(inverse),
         static_cast<T*>(x_grad), static_cast<T*>(weight_grad), static_cast<T*>(bias_grad), static_cast<W*>(partials),

@@ -432,7 +432,8 @@ extern "C" int megalite_norm_backward_cuda(
   const int code = for_dtype(dtype, [&](auto type) {
     using T = decltype(type);
     using W = Wide<T>;
-    const auto run = mean != nullptr ? backward<T, true> : backward<T, false>;
+    // The mean of no rows has no address.
+    const auto run = mean != nullptr || bias_grad != nullptr ? backward<T, true> : backward<T, false>;
     run(static_cast<const T*>(grad), static_cast<const T*>(sum_grad), static_cast<const T*>(x),
         static_cast<const T*>(weight), static_cast<const W*>(mean), static_cast<const W*>(inverse),
         static_cast<T*>(x_grad), static_cast<T*>(weight_grad), static_cast<T*>(bias_grad), static_cast<W*>(partials),
