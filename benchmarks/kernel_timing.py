@@ -2,7 +2,7 @@
 
 A benchmark of kernels gives `run` its cases and prints nothing of its own:
 
-    CASES = [Case("add + RMSNorm", forms_of(...), {"eager": 4.0, "compiled": 2.0})]
+    CASES = [Case("add + RMSNorm", make_forms, {"eager": 4.0, "compiled": 2.0})]
     if __name__ == "__main__":
         run("kernels-norms", __doc__, CASES)
 

@@ -18,13 +18,14 @@ needs_library = pytest.mark.skipif(
 
 def assert_no_worse(fused: Tensor, plain: Tensor, exact: Tensor, *, what: str) -> None:
     """The error of `fused` against `exact` (float64) is at most twice that of the plain form in the same dtype, plus
-    one unit in the last place of the largest value."""
+    one unit in the last place of the largest value; in float64, where the plain form is exact itself, 16 units."""
     assert fused.dtype == plain.dtype and fused.shape == plain.shape == exact.shape, what
     if not exact.numel():
         return
     error, allowed = ((each.double() - exact).abs().max().item() for each in (fused, plain))
     unit = torch.finfo(fused.dtype).eps * exact.abs().max().item()
-    assert error <= 2 * allowed + unit, f"{what}: error {error:.2e}, of the plain form {allowed:.2e}"
+    units = 16 if fused.dtype == torch.float64 else 1
+    assert error <= 2 * allowed + units * unit, f"{what}: error {error:.2e}, of the plain form {allowed:.2e}"
 
 
 def with_gradients(
