@@ -266,15 +266,16 @@ class Chunk(nn.Module):
         return embedded.add_(self.embed_positions(position_ids[:, held.start : held.stop]))
 
     def local_logits(self, hidden_states: Tensor) -> Tensor:
-        """Last chunk: [B, S, H] -> logits over this rank's rows of the vocabulary [B, S, V / tp], >= float32."""
+        """Last chunk: [B, S, H] -> logits over this rank's rows of the vocabulary [B, S, V / tp]."""
         normed, split_backward = self.norm(hidden_states), self.split_backward
-        logits = column_linear(normed, self.head.weight, mesh=self.mesh, split_backward=split_backward)
-        return logits.float() if logits.element_size() < 4 else logits
+        return column_linear(normed, self.head.weight, mesh=self.mesh, split_backward=split_backward)
 
     def logits(self, hidden_states: Tensor) -> Tensor:
-        """Last chunk: [B, S, H] -> full logits [B, S, V] on every tensor parallel rank; outside autograd."""
+        """Last chunk: [B, S, H] -> full logits [B, S, V], >= float32, on every tensor parallel rank; outside
+        autograd."""
         sizes = tuple(len(rows) for rows in self.vocabulary)
-        return gather_last_dim(self.local_logits(hidden_states), sizes, self.tp)
+        logits = gather_last_dim(self.local_logits(hidden_states), sizes, self.tp)
+        return logits.float() if logits.element_size() < 4 else logits
 
 
 class Stage(nn.Module):
