@@ -47,7 +47,10 @@ NVCC = (12, 0)
 V3 = {"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave"}
 # Sums may be reordered into vector code; infinities and NaN keep their meaning.
 MATH = ["-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno"]
-PROBE = "#include <span>\n#include <omp.h>\nint threads() { return std::span<int>{}.empty() ? omp_get_max_threads() : 0; }\n"
+PROBE = """#include <span>
+#include <omp.h>
+int threads() { return std::span<int>{}.empty() ? omp_get_max_threads() : 0; }
+"""
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class Tools:
 def find_tools(environ: dict[str, str]) -> Tools:
     why: dict[str, str] = {}
     cxx = environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or ""
-    march = "x86-64-v3" if platform.machine() == "x86_64" and V3 <= cpu_flags() else ""
+    march = "x86-64-v3" if platform.machine() == "x86_64" and cpu_flags() >= V3 else ""
     torch, torch_version = find_torch()
     if platform.system() != "Linux":
         why["all"] = f"{platform.system()} is not supported"
@@ -83,7 +86,7 @@ def find_tools(environ: dict[str, str]) -> Tools:
         raise SetupError(f"MEGALITE_CUDA is '{wanted}'; it is 0, 1 or auto")
     archs = tuple(arch.strip() for arch in environ.get("MEGALITE_ARCHS", ARCHS).split(";"))
     if bad := [arch for arch in archs if not re.fullmatch(r"\d+\.\d[af]?", arch)]:
-        raise SetupError(f'MEGALITE_ARCHS has \'{bad[0]}\'; it reads like "{ARCHS}"')
+        raise SetupError(f"MEGALITE_ARCHS has '{bad[0]}'; it reads like \"{ARCHS}\"")
     nvcc, nvcc_version = "", ""
     if wanted == "0":
         why["CUDA"] = "MEGALITE_CUDA=0"
@@ -149,7 +152,10 @@ def try_compiler(cxx: str, march: str) -> str:
         flags = ["-std=c++20", "-fopenmp", *([f"-march={march}"] if march else []), "-shared", "-fPIC"]
         try:
             done = subprocess.run(
-                [cxx, *flags, str(source), "-o", f"{folder}/probe.so"], capture_output=True, text=True, check=False
+                [cxx, *flags, str(source), "-o", f"{folder}/probe.so"],
+                capture_output=True,
+                text=True,
+                check=False,
             )
         except OSError as error:
             return str(error)
@@ -231,10 +237,12 @@ def objects_of(tools: Tools) -> list[Object]:
     numeric_abi = sum(number << shift for number, shift in zip(numbers(STABLE_ABI), (56, 48), strict=True))
     torch_headers = ["-isystem", f"{tools.torch}/include", f"-DTORCH_TARGET_VERSION={numeric_abi:#018x}"]
     cuda = ["-DMEGALITE_CUDA"] if tools.nvcc else []
-    codes = [f"-gencode=arch=compute_{code},code=sm_{code}" for code in (a.replace(".", "") for a in tools.archs)]
+    codes = [
+        f"-gencode=arch=compute_{code},code=sm_{code}" for code in (a.replace(".", "") for a in tools.archs)
+    ]
+    device = ["-std=c++20", "-O3", f"-I{CSRC}", "-Xcompiler", "-fPIC,-Wall", "-Xptxas", "-v"]
     commands = {
-        "cuda": [tools.nvcc, "-ccbin", tools.cxx, "-std=c++20", "-O3", f"-I{CSRC}", *codes]
-        + ["-Xcompiler", "-fPIC,-Wall", "-Xptxas", "-v"],
+        "cuda": [tools.nvcc, "-ccbin", tools.cxx, *device, *codes],
         "cpu": [tools.cxx, *host, *march, "-fopenmp", *MATH],
         "bind": [tools.cxx, *host, *torch_headers, *cuda],
     }

@@ -17,6 +17,8 @@ import torch
 
 LIBRARY = Path(__file__).parent / "libmegalite.so"
 SOURCES = Path(__file__).parents[1] / "csrc"
+# Of the stable ABI's versions; what a machine has not run, it does not claim.
+TORCH_VERSIONS = "2.11 or newer by its stable ABI; run with 2.13, not run with 2.11, 2.12 and 2.14"
 REBUILD = "build it: python setup.py build_ext --inplace in a checkout, else install megalite again"
 
 
@@ -49,9 +51,8 @@ def built() -> Built:
     record = LIBRARY.with_suffix(".json")
     if not record.exists():
         return Built()
-    content = json.loads(record.read_text(encoding="utf-8"))
-    return Built(**{name: tuple(value) if name in ("cpu_flags", "archs") else value
-                    for name, value in content.items()})  # fmt: skip
+    content: dict[str, Any] = json.loads(record.read_text(encoding="utf-8"))
+    return Built(**content | {name: tuple(content.get(name, ())) for name in ("cpu_flags", "archs")})
 
 
 def misfit(record: Built) -> str:
@@ -107,7 +108,9 @@ def why_not(device_type: str) -> str:
         return "torch sees no GPU"
     chip = torch.cuda.get_device_capability()
     if not any(_runs_on(arch, chip) for arch in archs):
-        return f"its CUDA kernels are for chips {', '.join(archs)}, this one is {chip[0]}.{chip[1]}; {REBUILD}"
+        return (
+            f"its CUDA kernels are for chips {', '.join(archs)}, this one is {chip[0]}.{chip[1]}; {REBUILD}"
+        )
     return ""
 
 

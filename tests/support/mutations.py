@@ -326,6 +326,12 @@ FAULTS: dict[str, Fault] = {
     "shared key-value heads' gradients of own queries only": Fault(
         gradients, "partial_over_tp", _partial_gradients_only_where_whole, {**TP, "kv_heads": "1"}
     ),
+    "norm weights' gradients of own positions reduced by ZeRO": Fault(
+        deepspeed,
+        "complete_in_backward",
+        _instead(_nothing),
+        {"layout": "tp2-pp1-dp2", "zero": "2", "sequence": "on"},
+    ),
     "sequence gather whose backward only splits": Fault(
         layers, "start_reduce_scatter", _instead(_split_instead_of_reduce_scatter), SEQUENCE
     ),

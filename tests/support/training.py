@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from megalite.model.options import PLAIN, Dropout, ModelOptions, Recompute
+from megalite.model.options import PLAIN, Dropout, Kernels, ModelOptions, Recompute
 from megalite.model.stages import build_stage
 from megalite.model.transformer import Stage
 from megalite.parallel.gradients import partial_over_tp
@@ -53,6 +53,7 @@ class Job:
     recompute: Recompute = PLAIN.recompute
     compile: bool = False
     documents: bool = False
+    kernels: Kernels = "reference"
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,7 @@ def build(job: Job) -> Parts:
         compile=job.compile,
         label_smoothing=job.label_smoothing,
         z_loss=job.z_loss,
+        kernels=job.kernels,
     )
     split = pipeline_split(
         job.shape.num_hidden_layers,

@@ -110,3 +110,18 @@ class __attribute__((visibility("hidden"))) OnDevice {
 };
 
 }  // namespace ml
+
+// Calls the C interface of the tensor's device: entry_cpu(arguments), or entry_cuda(arguments, its current stream).
+#ifdef MEGALITE_CUDA
+#define ML_CALL(tensor, entry, ...)                                    \
+  do {                                                                 \
+    if ((tensor).is_cuda()) {                                          \
+      const ml::OnDevice device(tensor);                               \
+      ml::check(entry##_cuda(__VA_ARGS__, device.stream()), #entry);   \
+    } else {                                                           \
+      ml::check(entry##_cpu(__VA_ARGS__), #entry);                     \
+    }                                                                  \
+  } while (0)
+#else
+#define ML_CALL(tensor, entry, ...) ml::check(entry##_cpu(__VA_ARGS__), #entry)
+#endif

@@ -9,7 +9,9 @@ namespace {
 
 using namespace ml;
 
-constexpr int64_t kMostBlocks = 64, kFewestRows = 16;
+constexpr int64_t kMostBlocks = 256, kFewestRows = 16;
+// Of the weights' gradients that one thread adds up at a time.
+constexpr int64_t kColumns = 256;
 
 template <typename T, bool kCentred>
 void forward_row(
@@ -95,8 +97,8 @@ void forward(
 template <typename T, bool kCentred>
 void backward(
     const T* grad, const T* sum_grad, const T* x, const T* weight, const Wide<T>* mean, const Wide<T>* inverse,
-    T* x_grad, T* weight_grad, T* bias_grad, Wide<T>* partials, int64_t rows, int64_t columns) {
-  const int64_t blocks = megalite_norm_blocks_cpu(rows), sums = kCentred ? 2 : 1;
+    T* x_grad, T* weight_grad, T* bias_grad, Wide<T>* partials, int64_t blocks, int64_t rows, int64_t columns) {
+  const int64_t sums = kCentred ? 2 : 1;
 #pragma omp parallel
   {
 #pragma omp for schedule(static)
@@ -118,11 +120,17 @@ void backward(
     }
     if (weight_grad != nullptr) {
 #pragma omp for schedule(static)
-      for (int64_t column = 0; column < sums * columns; ++column) {
-        Wide<T> total = 0;
-        for (int64_t block = 0; block < blocks; ++block) total += partials[block * sums * columns + column];
-        T* target = column < columns ? weight_grad + column : bias_grad + (column - columns);
-        *target = from_wide<T>(total);
+      for (int64_t begin = 0; begin < sums * columns; begin += kColumns) {
+        const int64_t width = std::min(kColumns, sums * columns - begin);
+        double totals[kColumns] = {};  // many small sums: their own roundings would be the largest
+        for (int64_t block = 0; block < blocks; ++block) {
+          const Wide<T>* own = partials + block * sums * columns + begin;
+          for (int64_t i = 0; i < width; ++i) totals[i] += own[i];
+        }
+        for (int64_t i = 0; i < width; ++i) {
+          const int64_t at = begin + i;
+          (at < columns ? weight_grad[at] : bias_grad[at - columns]) = from_wide<T>(static_cast<Wide<T>>(totals[i]));
+        }
       }
     }
   }
@@ -130,7 +138,7 @@ void backward(
 
 }  // namespace
 
-extern "C" int64_t megalite_norm_blocks_cpu(int64_t rows) {
+extern "C" int64_t megalite_norm_blocks_cpu(int64_t rows, int64_t) {
   return std::clamp<int64_t>(rows / kFewestRows, 1, kMostBlocks);
 }
 
@@ -149,14 +157,16 @@ extern "C" int megalite_norm_forward_cpu(
 
 extern "C" int megalite_norm_backward_cpu(
     const void* grad, const void* sum_grad, const void* x, const void* weight, const void* mean, const void* inverse,
-    void* x_grad, void* weight_grad, void* bias_grad, void* partials, int64_t rows, int64_t columns, int dtype) {
+    void* x_grad, void* weight_grad, void* bias_grad, void* partials, int64_t blocks, int64_t rows, int64_t columns,
+    int dtype) {
   return for_dtype(dtype, [&](auto type) {
     using T = decltype(type);
     using W = Wide<T>;
-    const auto run = mean != nullptr ? backward<T, true> : backward<T, false>;
+    // The mean of no rows has no address.
+    const auto run = mean != nullptr || bias_grad != nullptr ? backward<T, true> : backward<T, false>;
     run(static_cast<const T*>(grad), static_cast<const T*>(sum_grad), static_cast<const T*>(x),
         static_cast<const T*>(weight), static_cast<const W*>(mean), static_cast<const W*>(inverse),
         static_cast<T*>(x_grad), static_cast<T*>(weight_grad), static_cast<T*>(bias_grad), static_cast<W*>(partials),
-        rows, columns);
+        blocks, rows, columns);
   });
 }
