@@ -16,6 +16,8 @@ from megalite.ops.activations import bias_gelu, geglu, swiglu
 from megalite.ops.adamw import accumulate_, adamw_, sum_of_squares
 from megalite.ops.attention import Starts, causal_attention
 from megalite.ops.rotary import rotary_frequencies, rotary_table, split_and_rotate
+from megalite.parallel.cross_entropy import IGNORE_INDEX, LossTerms, vocab_parallel_cross_entropy
+from megalite.parallel.mesh import ParallelMesh
 
 Shape = tuple[int, ...]
 Form = Callable[..., Any]
@@ -361,6 +363,47 @@ ATTENTION = [
 ]
 
 
+def _make_losses(shape: Shape, dtype: torch.dtype, random: Form) -> list[Tensor]:
+    """Logits [tokens, vocabulary], labels of which the last counts nothing, weights with a 0 among them."""
+    logits = 4 * random(*shape)
+    labels = torch.arange(shape[0], device=logits.device).mul_(7919).remainder_(shape[1])
+    labels[-1] = IGNORE_INDEX
+    weights = torch.ones(shape[0], dtype=torch.promote_types(dtype, torch.float32), device=logits.device)
+    weights[shape[0] // 2] = 0
+    return [logits, labels, weights]
+
+
+def _fused_losses(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+    mesh, columns = ParallelMesh.single(logits.device), logits.shape[-1]
+    batch = (each.unsqueeze(0) for each in (logits, labels, weights))
+    losses = vocab_parallel_cross_entropy(*batch, range(columns), mesh.tp, LossTerms(columns), fused=True)
+    return losses.squeeze(0)
+
+
+def _plain_losses(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+    wide = logits.to(weights.dtype)
+    return F.cross_entropy(wide, labels, ignore_index=IGNORE_INDEX, reduction="none") * weights
+
+
+CROSS_ENTROPY = [
+    Operator(
+        name="cross entropy",
+        needs=("cross_entropy_statistics", "cross_entropy_gradient_"),
+        make=_make_losses,
+        fused=_fused_losses,
+        plain=_plain_losses,
+        peers={"F.cross_entropy": _plain_losses},
+        gradients=1,
+        shapes=((1, 2), (5, 33), (7, 1030), (3, 50257)),
+        timed=(8192, 131072),
+        joint=True,
+        # The logits are read twice, and their gradient is written over them.
+        bytes=_passes(3, 0),
+        targets=(0.75, 0),
+    ),
+]
+
+
 RULES: dict[str, Any] = {
     "learning_rate": 1e-2,
     "betas": (0.9, 0.95),
@@ -439,4 +482,4 @@ OPTIMIZER = [
     ),
 ]
 
-OPERATORS: list[Operator] = [*NORMS, *ROTARY, *ACTIVATIONS, *ATTENTION, *OPTIMIZER]
+OPERATORS: list[Operator] = [*NORMS, *ROTARY, *ACTIVATIONS, *ATTENTION, *CROSS_ENTROPY, *OPTIMIZER]
