@@ -21,6 +21,9 @@ class Part:
 
 PARTS = {
     "norms": Part("norm", "compiled, with the residual add before", "torch behind autograd nodes of our own"),
+    "loss": Part(
+        "cross_entropy_statistics", "compiled, the gradient over the logits", "torch, over the logits"
+    ),
 }
 
 

@@ -22,6 +22,7 @@ def test_the_configuration_reaches_the_model(tmp_path: Path) -> None:
         "training.compile": False,
         "training.label_smoothing": 0.1,
         "training.z_loss": 1e-4,
+        "model.chunked_loss": 512,
     }
     assert model_options(load(tmp_path, changes).config) == ModelOptions(
         dtype=torch.float32,
@@ -30,6 +31,7 @@ def test_the_configuration_reaches_the_model(tmp_path: Path) -> None:
         recompute=Recompute("selective", layers=3),
         label_smoothing=0.1,
         z_loss=1e-4,
+        chunked_loss=512,
     )
 
 
