@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.ops.cross_entropy import Targets, shard_statistics, write_gradient
@@ -144,3 +145,92 @@ def vocab_parallel_cross_entropy(
     loss = _ShardLoss.of(labels, loss_mask, rows, tp, terms, fused, logits.dtype)
     losses: Tensor = _VocabParallelCrossEntropy.apply(logits, loss)  # type: ignore[no-untyped-call]
     return losses
+
+
+@torch.no_grad()
+def _in_chunks(
+    hidden_states: Tensor,
+    weight: Tensor,
+    loss: _ShardLoss,
+    tokens: int,
+    hidden_grad: Tensor | None,
+    weight_grad: Tensor | None,
+) -> Tensor:
+    """Losses [T] of hidden_states [T, H]; fills the gradients of their sum that are wanted (weight_grad holds 0)."""
+    losses, at = [], 0
+    for inputs, chunk in zip(hidden_states.split(tokens), loss.in_chunks(tokens), strict=True):
+        logits = chunk.working_logits(F.linear(inputs, weight))
+        of_chunk, *for_gradient = chunk.losses(logits)
+        losses.append(of_chunk)
+        if hidden_grad is None and weight_grad is None:
+            continue
+        chunk.write_gradient(logits, *for_gradient)
+        logits = logits.to(weight.dtype)
+        if hidden_grad is not None:
+            torch.mm(logits, weight, out=hidden_grad[at : at + len(inputs)])
+        if weight_grad is not None:
+            _add_product(weight_grad, logits.t(), inputs)
+        at += len(inputs)
+    return torch.cat(losses)
+
+
+class _KnownGradient(torch.autograd.Function):
+    """Gives `values`, whose sum has the known gradient by `source`; one node for each source, since a schedule that
+    splits the backward asks for them at different times."""
+
+    @staticmethod
+    def forward(ctx: Any, source: Tensor, gradient: Tensor | None, values: Tensor) -> Tensor:
+        ctx.gradient = gradient
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        gradient, ctx.gradient = ctx.gradient, None
+        return gradient.mul_(_one_number(grad)), None, None
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Narrower products are rounded to their own type before they are added."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    else:
+        total.add_(left @ right)
+
+
+def _one_number(grad: Tensor) -> Tensor:
+    """The number that every element is. Raises ValueError where they differ."""
+    # A sum's gradient is one number in memory, and known to be; else a GPU would have to be waited for.
+    if any(stride for size, stride in zip(grad.shape, grad.stride(), strict=True) if size > 1) and bool(
+        (grad != grad.flatten()[0]).any()
+    ):
+        raise ValueError("the losses of a chunked cross entropy may only be summed, with equal weights")
+    return grad.flatten()[0]
+
+
+def chunked_cross_entropy(
+    hidden_states: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    loss_mask: Tensor,
+    rows: range,
+    tp: Axis,
+    terms: LossTerms,
+    *,
+    chunk_tokens: int,
+    fused: bool = False,
+) -> Tensor:
+    """`vocab_parallel_cross_entropy` of hidden_states @ weight.T, of which no more than `chunk_tokens` tokens exist.
+
+    Only the sum of the losses may be differentiated, and once, times any number: forward computes its gradients.
+    Those of the weight are summed in at least float32. One small collective a chunk.
+    hidden_states: [B, S, H], equal on every rank of tp; their gradient is of this rank's rows. weight: [rows, H].
+    """
+    loss = _ShardLoss.of(labels, loss_mask, rows, tp, terms, fused, hidden_states.dtype)
+    flat = hidden_states.reshape(-1, hidden_states.shape[-1])
+    for_hidden, for_weight = (torch.is_grad_enabled() and each.requires_grad for each in (flat, weight))
+    hidden_grad = torch.empty_like(flat) if for_hidden else None
+    weight_grad = torch.zeros_like(weight, dtype=loss.weights.dtype) if for_weight else None
+    losses = _in_chunks(flat, weight, loss, chunk_tokens, hidden_grad, weight_grad)
+    by_hidden: Tensor = _KnownGradient.apply(flat, hidden_grad, losses)  # type: ignore[no-untyped-call]
+    by_weight: Tensor = _KnownGradient.apply(weight, weight_grad, torch.zeros_like(losses))  # type: ignore[no-untyped-call]
+    return (by_hidden + by_weight).view(labels.shape)

@@ -50,7 +50,7 @@ __device__ Softmax<W> joined_over_block(Softmax<W> state) {
 
 template <typename T, bool kExcess>
 __global__ void __launch_bounds__(kMostThreads)
-    statistics_kernel(const T* __restrict__ logits, const int64_t* __restrict__ labels,
+    cross_entropy_statistics(const T* __restrict__ logits, const int64_t* __restrict__ labels,
                       const Wide<T>* __restrict__ weights, Wide<T>* __restrict__ results, int64_t rows,
                       int64_t columns, int64_t first_id, Wide<T> on_label, Wide<T> uniform) {
   using W = Wide<T>;
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kMostThreads)
 
 template <typename T>
 __global__ void __launch_bounds__(kMostThreads)
-    gradient_kernel(T* __restrict__ logits, const int64_t* __restrict__ labels, const Wide<T>* __restrict__ maximum,
+    cross_entropy_gradient(T* __restrict__ logits, const int64_t* __restrict__ labels, const Wide<T>* __restrict__ maximum,
                     const Wide<T>* __restrict__ factor, const Wide<T>* __restrict__ weight, int64_t columns,
                     int64_t first_id, Wide<T> on_label, Wide<T> uniform) {
   using W = Wide<T>;
@@ -109,7 +109,7 @@ extern "C" int megalite_cross_entropy_statistics_cuda(const void* logits, const 
   if (rows == 0) return 0;
   return ml::of_type(dtype, [&]<typename T>(T*) {
     using W = ml::Wide<T>;
-    const auto kernel = uniform > 0 ? ml::statistics_kernel<T, true> : ml::statistics_kernel<T, false>;
+    const auto kernel = uniform > 0 ? ml::cross_entropy_statistics<T, true> : ml::cross_entropy_statistics<T, false>;
     kernel<<<static_cast<unsigned>(rows), ml::threads_for<T>(columns), 0, static_cast<cudaStream_t>(stream)>>>(
         static_cast<const T*>(logits), labels, static_cast<const W*>(weights), static_cast<W*>(statistics), rows,
         columns, first_id, static_cast<W>(on_label), static_cast<W>(uniform));
@@ -127,7 +127,7 @@ extern "C" int megalite_cross_entropy_gradient_cuda(void* logits, const int64_t*
     int64_t blocks = (packs + ml::kPacksOfBlock - 1) / ml::kPacksOfBlock;
     blocks = blocks < 1 ? 1 : blocks > ml::kMostBlocksOfRow ? ml::kMostBlocksOfRow : blocks;
     const dim3 grid(static_cast<unsigned>(rows), static_cast<unsigned>(blocks));
-    ml::gradient_kernel<T><<<grid, ml::threads_for<T>(columns / blocks), 0, static_cast<cudaStream_t>(stream)>>>(
+    ml::cross_entropy_gradient<T><<<grid, ml::threads_for<T>(columns / blocks), 0, static_cast<cudaStream_t>(stream)>>>(
         static_cast<T*>(logits), labels, static_cast<const W*>(maximum), static_cast<const W*>(factor),
         static_cast<const W*>(weight), columns, first_id, static_cast<W>(on_label), static_cast<W>(uniform));
   });
