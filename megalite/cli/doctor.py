@@ -113,7 +113,6 @@ def _used() -> dict[str, str]:
         used["device"] = "the CPU: torch sees no GPU"
         used["collectives"] = "gloo" if backends["gloo"] else "none: this torch has no gloo, use one rank"
     used["attention"] = "torch's scaled_dot_product_attention"
-    used["SwiGLU, rotary"] = "torch operators behind autograd nodes of our own"
     return used | used_parts("cuda" if torch.cuda.is_available() else "cpu")
 
 

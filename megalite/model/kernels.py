@@ -21,6 +21,9 @@ class Part:
 
 PARTS = {
     "norms": Part("norm", "compiled, with the residual add before", "torch behind autograd nodes of our own"),
+    "rotary": Part("rotary_split", "compiled, from the packed heads", "torch behind autograd nodes of our own"),
+    "SwiGLU": Part("glu", "compiled", "torch behind an autograd node of our own"),
+    "bias + GELU": Part("bias_gelu", "compiled", "torch's GELU of the product with its bias"),
 }
 
 
