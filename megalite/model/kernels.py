@@ -20,6 +20,9 @@ class Part:
 
 
 PARTS = {
+    "optimizer": Part(
+        "adamw_", "compiled: norm, clipping, AdamW and the rounded weights", "torch's fused AdamW"
+    ),
     "norms": Part("norm", "compiled, with the residual add before", "torch behind autograd nodes of our own"),
     "rotary": Part("rotary_split", "compiled, from the packed heads", "torch behind autograd nodes of our own"),
     "SwiGLU": Part("glu", "compiled", "torch behind an autograd node of our own"),
