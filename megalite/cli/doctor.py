@@ -115,7 +115,6 @@ def _used() -> dict[str, str]:
         used["collectives"] = "gloo" if backends["gloo"] else "none: this torch has no gloo, use one rank"
     used["attention"] = "torch's scaled_dot_product_attention"
     used["Apex"] = "; ".join(f"{part}: {choice}" for part, choice in apex.choices().items())
-    used["SwiGLU, rotary"] = "torch operators behind autograd nodes of our own"
     return used | used_parts("cuda" if torch.cuda.is_available() else "cpu")
 
 

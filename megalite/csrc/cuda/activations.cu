@@ -266,7 +266,7 @@ int megalite_bias_gelu_backward_cuda(
           static_cast<const T*>(grad), static_cast<const T*>(inputs), static_cast<const T*>(bias),
           static_cast<T*>(inputs_grad), sums, rows, features, taken);
     }
-    if (sums != nullptr) {
+    if (bias != nullptr) {
       sum_partials<T><<<divided_up(features, kSumLanes), threads, 0, static_cast<cudaStream_t>(stream)>>>(
           sums, static_cast<T*>(bias_grad), blocks, features);
     }
