@@ -15,6 +15,7 @@ from megalite.ops import norms
 from megalite.ops.activations import bias_gelu, geglu, swiglu
 from megalite.ops.adamw import accumulate_, adamw_, sum_of_squares
 from megalite.ops.attention import Starts, causal_attention
+from megalite.ops.packed_attention import why_not_packed
 from megalite.ops.rotary import rotary_frequencies, rotary_table, split_and_rotate
 from megalite.parallel.cross_entropy import IGNORE_INDEX, LossTerms, vocab_parallel_cross_entropy
 from megalite.parallel.mesh import ParallelMesh
@@ -279,9 +280,16 @@ def _document(sequence: int) -> int:
     return sequence // 3 + 2
 
 
+def _attention(query: Tensor, key: Tensor, value: Tensor, fused: bool, **seen: Any) -> Tensor:
+    """As the model has it, but where it would fall back to torch's: that is not what is to be seen here."""
+    if fused and (complaint := why_not_packed(query)):
+        raise LookupError(complaint)
+    return causal_attention(query, key, value, fused=fused, **seen)
+
+
 def _windowed(fused: bool) -> Form:
     def form(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return causal_attention(query, key, value, window=_window(query.shape[1]), fused=fused)
+        return _attention(query, key, value, fused, window=_window(query.shape[1]))
 
     return form
 
@@ -297,7 +305,7 @@ def _make_documents(shape: Shape, dtype: torch.dtype, random: Form) -> list[Tens
 def _documents(fused: bool) -> Form:
     def form(query: Tensor, key: Tensor, value: Tensor, places: Tensor) -> Tensor:
         documents = Starts(places, min(_document(query.shape[1]), query.shape[1]))
-        return causal_attention(query, key, value, documents=documents, fused=fused)
+        return _attention(query, key, value, fused, documents=documents)
 
     return form
 
@@ -317,7 +325,7 @@ ATTENTION = [
         name="attention, causal",
         needs=ATTENTION_NEEDS,
         make=_make_attention,
-        fused=lambda *heads: causal_attention(*heads, fused=True),
+        fused=lambda *heads: _attention(*heads, fused=True),
         plain=_sdpa(),
         peers={
             "SDPA flash": _sdpa(SDPBackend.FLASH_ATTENTION),
