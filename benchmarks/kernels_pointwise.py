@@ -72,7 +72,9 @@ def _rotary() -> dict[str, Callable[[], Any]]:
 
 
 def _split() -> dict[str, Callable[[], Any]]:
-    def ours(qkv: Tensor, cosines: Tensor, sines: Tensor, fused: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    def ours(
+        qkv: Tensor, cosines: Tensor, sines: Tensor, fused: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor]:
         return split_and_rotate(qkv, HEADS, HEADS, cosines, sines, fused=fused)
 
     return _forms(_eager_split, ours, partial(ours, fused=True), [_heads(3 * HEADS), *_angles()])
@@ -83,14 +85,22 @@ def _gated(eager: Callable[[Tensor], Tensor], ours: Form) -> dict[str, Callable[
         gate, up = gate_up.chunk(2, dim=-1)
         return eager(gate) * up
 
-    return _forms(product, ours, partial(ours, fused=True), [torch.randn(TOKENS, 2 * GATED, requires_grad=True)])
+    return _forms(
+        product, ours, partial(ours, fused=True), [torch.randn(TOKENS, 2 * GATED, requires_grad=True)]
+    )
 
 
 def _bias_gelu(approximate: str) -> dict[str, Callable[[], Any]]:
-    inputs = [torch.randn(TOKENS, 4 * HIDDEN, requires_grad=True), torch.randn(4 * HIDDEN, requires_grad=True)]
+    inputs = [
+        torch.randn(TOKENS, 4 * HIDDEN, requires_grad=True),
+        torch.randn(4 * HIDDEN, requires_grad=True),
+    ]
     ours = partial(bias_gelu, approximate=approximate)
     return _forms(
-        lambda inputs, bias: F.gelu(inputs + bias, approximate=approximate), ours, partial(ours, fused=True), inputs
+        lambda inputs, bias: F.gelu(inputs + bias, approximate=approximate),
+        ours,
+        partial(ours, fused=True),
+        inputs,
     )
 
 
