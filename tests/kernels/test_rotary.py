@@ -139,7 +139,9 @@ def test_gradients_are_those_of_the_outputs(interleaved: bool) -> None:
     assert torch.autograd.gradcheck(
         lambda qkv: split_and_rotate(qkv, HEADS, KEY_VALUE_HEADS, cosines, sines, **form), [qkv]
     )
-    assert torch.autograd.gradcheck(lambda *heads: rotate(*heads, cosines, sines, **form), [query.requires_grad_(), key.requires_grad_()])
+    assert torch.autograd.gradcheck(
+        lambda *heads: rotate(*heads, cosines, sines, **form), [query.requires_grad_(), key.requires_grad_()]
+    )
 
 
 def test_operators_keep_torchs_rules() -> None:
