@@ -24,6 +24,14 @@ PARTS = {
         "adamw_", "compiled: norm, clipping, AdamW and the rounded weights", "torch's fused AdamW"
     ),
     "norms": Part("norm", "compiled, with the residual add before", "torch behind autograd nodes of our own"),
+    "loss": Part(
+        "cross_entropy_statistics", "compiled, the gradient over the logits", "torch, over the logits"
+    ),
+    "rotary": Part(
+        "rotary_split", "compiled, from the packed heads", "torch behind autograd nodes of our own"
+    ),
+    "SwiGLU": Part("glu", "compiled", "torch behind an autograd node of our own"),
+    "bias + GELU": Part("bias_gelu", "compiled", "torch's GELU of the product with its bias"),
 }
 
 
