@@ -74,7 +74,9 @@ def document_starts(document_ids: Tensor) -> Starts:
 def _first_tokens(document_ids: Tensor) -> Tensor:
     """Of each document, in a batch [B, S] laid end to end."""
     new_row = torch.ones(len(document_ids), 1, dtype=torch.bool, device=document_ids.device)
-    return torch.cat((new_row, document_ids[:, 1:] != document_ids[:, :-1]), dim=1).flatten().nonzero().flatten()
+    return (
+        torch.cat((new_row, document_ids[:, 1:] != document_ids[:, :-1]), dim=1).flatten().nonzero().flatten()
+    )
 
 
 def _merged(bounds: list[int], row: int) -> list[tuple[int, int, bool]]:

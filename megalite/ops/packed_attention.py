@@ -54,7 +54,17 @@ def packed_attention(
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     output, lse = torch.ops.megalite.attention_forward(
-        query, key, value, query_starts, key_starts, longest_query, longest_key, left, right, scale, deterministic
+        query,
+        key,
+        value,
+        query_starts,
+        key_starts,
+        longest_query,
+        longest_key,
+        left,
+        right,
+        scale,
+        deterministic,
     )
     return output, lse
 
