@@ -91,6 +91,7 @@ def _used() -> dict[str, str]:
     import torch
 
     from megalite.model.kernels import used_parts
+    from megalite.ops import apex
     from megalite.parallel.mesh import available_backends
 
     backends = available_backends()
@@ -113,6 +114,7 @@ def _used() -> dict[str, str]:
         used["device"] = "the CPU: torch sees no GPU"
         used["collectives"] = "gloo" if backends["gloo"] else "none: this torch has no gloo, use one rank"
     used["attention"] = "torch's scaled_dot_product_attention"
+    used["Apex"] = "; ".join(f"{part}: {choice}" for part, choice in apex.choices().items())
     used["SwiGLU, rotary"] = "torch operators behind autograd nodes of our own"
     return used | used_parts("cuda" if torch.cuda.is_available() else "cpu")
 

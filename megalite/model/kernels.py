@@ -20,6 +20,9 @@ class Part:
 
 
 PARTS = {
+    "optimizer": Part(
+        "adamw_", "compiled: norm, clipping, AdamW and the rounded weights", "torch's fused AdamW"
+    ),
     "norms": Part("norm", "compiled, with the residual add before", "torch behind autograd nodes of our own"),
 }
 

@@ -107,8 +107,8 @@ def model_options(config: RunConfig, device_type: str = "cpu") -> ModelOptions:
     )
 
 
-def optimizer_settings(config: RunConfig) -> OptimizerSettings:
-    """All that the configuration has to say to the optimizer."""
+def optimizer_settings(config: RunConfig, options: ModelOptions) -> OptimizerSettings:
+    """All that the configuration has to say to the optimizer of a model with these options."""
     optimizer, training = config.optimizer, config.training
     return OptimizerSettings(
         name=optimizer.name,
@@ -124,6 +124,8 @@ def optimizer_settings(config: RunConfig) -> OptimizerSettings:
         skip_nonfinite=training.nonfinite == "skip",
         loss_scale=_loss_scale_settings(training) if training.precision == "fp16" else None,
         native=config.native_optimizer,
+        fused=options.fused,
+        sum_in_place=not options.split_backward,
     )
 
 
@@ -280,7 +282,7 @@ class Trainer:
     def _build_optimizer(self) -> Optimizer:
         config = self.config
         parameters = list(stage_parameters(self.shape, self.split, self.mesh.at.pp))
-        settings = optimizer_settings(config)
+        settings = optimizer_settings(config, self.options)
         if config.zero_stage == 0:
             return TorchOptimizer(self.stage, parameters, self.mesh, settings)
         # DeepSpeed costs seconds to import: only a run that uses it pays.

@@ -231,7 +231,7 @@ def _sum_the_shared_embedding(complete: Callable[..., None]) -> Callable[..., No
     return twice
 
 
-def _norm_of_this_rank(parameters: Any, tensors: Any, mesh: Any) -> float:
+def _norm_of_this_rank(parameters: Any, tensors: Any, mesh: Any, **_: Any) -> float:
     held = [tensors[each.name].grad for each in parameters if gradients.counted_here(each, mesh)]
     return float(torch.nn.utils.get_total_norm(held))
 

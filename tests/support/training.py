@@ -185,7 +185,9 @@ def job_optimizer(
     job: Job, stage: torch.nn.Module, parameters: list[Parameter], mesh: ParallelMesh, micro_batches: int
 ) -> Optimizer:
     if job.zero_stage == 0:
-        return TorchOptimizer(stage, parameters, mesh, job.optimizer)
+        fused, split = job.kernels == "fused", SCHEDULES[job.schedule].splits_backward
+        settings = replace(job.optimizer, fused=fused, sum_in_place=not split)
+        return TorchOptimizer(stage, parameters, mesh, settings)
     from megalite.train.deepspeed import DeepSpeedOptimizer
 
     zero: dict[str, Any] = {"stage": job.zero_stage}
