@@ -19,8 +19,15 @@ from megalite.model.norms import build_norm
 from megalite.model.options import PLAIN, ModelOptions, RecomputeMode
 from megalite.model.recompute import recomputed
 from megalite.model.rope import Rotation, rotary_embedding
-from megalite.ops.attention import Documents, causal_attention, document_spans, documents_seen
-from megalite.ops.dropout import dropout
+from megalite.ops.attention import (
+    Documents,
+    causal_attention,
+    document_spans,
+    document_starts,
+    documents_seen,
+    fused_pays,
+)
+from megalite.ops.dropout import Mask, dropout
 from megalite.parallel.collectives import column_input, gather_last_dim
 from megalite.parallel.cross_entropy import LossTerms, chunked_cross_entropy, vocab_parallel_cross_entropy
 from megalite.parallel.layers import VocabParallelEmbedding, column_linear
@@ -50,6 +57,7 @@ class DecoderLayer(nn.Module):
         self.leaves_sum_open = options.fused and not (
             options.compile or self.post_norm or recompute == "full"
         )
+        self.fused_attention = options.fused and not options.compile
         self.input_layernorm = build_norm(shape, options)
         self.self_attn = SelfAttention(shape, layer, mesh, options)
         self.post_attention_layernorm = build_norm(shape, options)
@@ -96,9 +104,7 @@ class DecoderLayer(nn.Module):
         attend: Attend | None,
         documents: Documents | None,
     ) -> Stream:
-        attend = attend or partial(
-            causal_attention, window=self.window, mask=masks.attention, documents=documents
-        )
+        attend = attend or partial(self._attend, masks.attention, documents)
         # Sums in place on the projections' outputs, which no backward needs.
         if isinstance(stream, tuple):
             stream, normed = self.input_layernorm(*stream)
@@ -118,7 +124,17 @@ class DecoderLayer(nn.Module):
         self, places: Places | None, documents: Documents | None, query: Tensor, key: Tensor, value: Tensor
     ) -> Tensor:
         mask = None if places is None else self.sites.attention_mask(places)
-        return causal_attention(query, key, value, window=self.window, mask=mask, documents=documents)
+        return self._attend(mask, documents, query, key, value)
+
+    def _attend(
+        self, mask: Mask | None, documents: Documents | None, query: Tensor, key: Tensor, value: Tensor
+    ) -> Tensor:
+        fused = (
+            self.fused_attention and mask is None and fused_pays(query.device.type, self.window, documents)
+        )
+        return causal_attention(
+            query, key, value, window=self.window, mask=mask, documents=documents, fused=fused
+        )
 
 
 def closed(stream: Stream) -> Tensor:
@@ -249,7 +265,9 @@ class Chunk(nn.Module):
         """Once a micro batch, for all layers. Compiled code and probabilities written out want one shape; on a GPU
         spans would have the host wait for the ids."""
         one_shape = self.compiled or (self.training and self.drops_attention) or document_ids.is_cuda
-        return documents_seen(document_ids) if one_shape else document_spans(document_ids)
+        if one_shape:
+            return documents_seen(document_ids)
+        return document_starts(document_ids) if self.fused else document_spans(document_ids)
 
     def _embed(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         embedded: Tensor = self.embed_tokens(input_ids)
