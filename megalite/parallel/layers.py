@@ -39,7 +39,7 @@ _SUMS_IN_PLACE = "sums_in_place"
 
 
 def _sums_in_place(weight: Tensor) -> bool:
-    return getattr(weight, _SUMS_IN_PLACE, False) and not torch.compiler.is_compiling()
+    return not torch.compiler.is_compiling() and getattr(weight, _SUMS_IN_PLACE, False)
 
 
 def _weight_gradient(weight: Tensor, grad: Tensor, inputs: Tensor) -> Tensor | None:
