@@ -9,6 +9,7 @@ parameters   of the model, as the rank keeps them between steps.
 optimizer    all that the optimizer keeps: Adam's two moments, and the master weights where it has its own.
 gradients    at the end of the backward (`.grad`), or after the reduction (the optimizer's partition): the larger.
 activations  what was born in the forward and lives when it ends: what the backward will read, and the logits' share.
+gathered     the weights that ZeRO 3 has put together in the forward and still holds when it ends.
 other        the rest that lives between steps: rotary tables, the batch, an engine's buffers.
 peak         of all tensors at once during the step, those of a moment included; and when that was.
 built        the peak RSS of the process when all is built, over what it was before: initial weights are drawn in
@@ -18,10 +19,11 @@ RSS          the same after three steps; torch's own buffers and the C library's
 ZeRO's buckets are of 4 M values here, not of DeepSpeed's own 500 M: ZeRO 2 allocates one of them each step. The row
 that says so shows it; as a CPU gives no memory before it is written, it is in `peak` and not in RSS.
 
-By formula, with N parameters (16.98 M; tied head counted once), D ranks, e bytes a model value, T tokens of the rank,
+By formula, with N parameters (16.91 M; tied head counted once), D ranks, e bytes a model value, T tokens of the rank,
 H hidden, I intermediate, V vocabulary, a heads, d head size, L layers:
 
-parameters   e N; ZeRO 3: e N / D.
+parameters   e N; ZeRO 3: e N / D, and beside it, whole on every rank, the weights of at most 10^5 values
+             (`stage3_param_persistence_threshold`).
 optimizer    none: 8 N, and 4 N master weights where e < 4.   ZeRO 1-3: 12 N / D (DeepSpeed has its own float32 master
              weights even where the model is float32).
 gradients    none, ZeRO 1: 4 N, as a step's micro batches are summed first and reduced once. ZeRO 2, 3: 4 N / D, as
@@ -32,6 +34,11 @@ activations  L layers of e T (8 H + 3 I) + 4 T (a + 2): the inputs of both norms
              recompute keeps attention's output, as the projection after it reads that, and drops 4 T a. Full keeps
              the input, e T H. Around them: e T (2 H + d) for the last norm, its output, the rotation, and 4 T (V + 1)
              for the logits.
+gathered     ZeRO 3: e N, less what it never partitions, as the backward will use them: a weight is let go of after the
+             forward only where more than `stage3_max_reuse_distance` values (10^9) come before it is used again, and
+             is fetched ahead of its use within `stage3_prefetch_bucket_size`. With both 0: nothing.
+other        ZeRO 3: 4 N / D, as what sums its gradients lives on between steps (with the optimizer offloaded a second
+             time, where that is), and a bucket.
 """
 
 import gc
@@ -57,7 +64,8 @@ from megalite.topology.parameters import canonical_tensors
 DATA = Layout(data=2)
 STEPS = 3
 MIB = 2**20
-PARTS = ("parameters", "optimizer", "gradients", "activations")
+PARTS = ("parameters", "optimizer", "gradients", "activations", "gathered")
+PERSISTENT = 10**5  # DeepSpeed's own stage3_param_persistence_threshold
 
 
 def recomputing(mode: Any, **share: Any) -> ModelOptions:
@@ -74,6 +82,10 @@ CASES: dict[str, Setup] = {
     "ZeRO 2": Setup(DATA, zero=zero(2)),
     "ZeRO 2, optimizer offloaded": Setup(DATA, zero=zero(2, offload_optimizer={"device": "cpu"})),
     "ZeRO 3": Setup(DATA, zero=zero(3)),
+    "ZeRO 3, optimizer offloaded": Setup(DATA, zero=zero(3, offload_optimizer={"device": "cpu"})),
+    "ZeRO 3, weights let go of": Setup(
+        DATA, zero=zero(3, stage3_max_reuse_distance=0, stage3_prefetch_bucket_size=0)
+    ),
     "ZeRO 2, DeepSpeed's bucket": Setup(DATA, zero={"stage": 2}),
     "recompute selective": Setup(DATA, options=recomputing("selective")),
     "recompute half of the layers": Setup(DATA, options=recomputing("full", ratio=0.5)),
@@ -82,7 +94,7 @@ CASES: dict[str, Setup] = {
     "bf16, ZeRO 2": Setup(DATA, zero=zero(2), options=ModelOptions(dtype=torch.bfloat16)),
     "ZeRO 2, recompute full": Setup(DATA, zero=zero(2), options=recomputing("full")),
 }
-QUICK = ("torch optimizer", "ZeRO 2", "recompute full")
+QUICK = ("torch optimizer", "ZeRO 2", "ZeRO 3", "recompute full")
 
 
 @dataclass(frozen=True)
@@ -93,6 +105,7 @@ class Held:
     optimizer: int
     gradients: int
     activations: int
+    gathered: int
     other: int
     peak: int
     peak_in: str
@@ -125,7 +138,12 @@ class Born(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._known = Storages(_all_tensors()).bytes
+        # A weak reference keeps the address of a storage from being given to another one.
+        self._known = {
+            tensor.untyped_storage()._cdata: StorageWeakRef(tensor.untyped_storage())
+            for tensor in _all_tensors()
+            if tensor.device.type == "cpu"
+        }
         self.peak, self.peak_in = 0, ""
         self.phase = "forward"
 
@@ -147,8 +165,13 @@ class Born(TorchDispatchMode):
             self.peak, self.peak_in = total, self.phase
 
     def total(self) -> int:
+        return self.alive().total
+
+    def alive(self) -> Storages:
         self._alive = {key: born for key, born in self._alive.items() if not born[0].expired()}
-        return sum(size for _, size in self._alive.values())
+        alive = Storages()
+        alive.bytes = {key: size for key, (_, size) in self._alive.items()}
+        return alive
 
 
 def _all_tensors() -> list[Tensor]:
@@ -160,13 +183,15 @@ class Watched(Training):
 
     def __init__(self, setup: Setup, mesh: ParallelMesh):
         super().__init__(setup, mesh)
-        self.activations = self.gradients = 0
+        self.activations = self.gathered = self.gradients = 0
         self._born: Born | None = None
 
     def forward(self, input_ids: Tensor, **arguments: Tensor) -> Tensor:
         losses = super().forward(input_ids, **arguments)
         if self._born is not None:
-            self.activations = self._born.total()
+            born = self._born.alive()
+            self.activations = born.without(self._parameters()).total
+            self.gathered = born.total - self.activations
             self._born.phase = "backward"
         return losses
 
@@ -190,6 +215,7 @@ class Watched(Training):
             optimizer.total,
             self.gradients,
             self.activations,
+            self.gathered,
             other.total,
             everything.total + transient,
             peak_in,
@@ -206,7 +232,8 @@ class Watched(Training):
         # What every backward adds to: ZeRO 2 keeps it under other names than what a step once reduces.
         names = ("averaged_gradients", "all_grad_tensors", "accumulated_grads_in_cpu")
         partition = [leaf for name in names for leaf in tree_leaves(dict(getattr(zero, name, {})))]
-        kept = [getattr(tensor, name, None) for tensor in tensors for name in ("grad", "grad_accum")]
+        holders = [*tensors, *self._masters()]
+        kept = [getattr(tensor, name, None) for tensor in holders for name in ("grad", "grad_accum")]
         return Storages([*kept, *partition]).total
 
     def _optimizer_tensors(self) -> list[Any]:
@@ -214,7 +241,11 @@ class Watched(Training):
         if optimizer is None:
             optimizer = self.optimizer._zero.optimizer  # type: ignore[attr-defined]
         groups = [tensor for group in optimizer.param_groups for tensor in group["params"]]
-        return [*groups, *tree_leaves(list(optimizer.state.values()))]
+        return [*groups, *self._masters(), *tree_leaves(list(optimizer.state.values()))]
+
+    def _masters(self) -> list[Tensor]:
+        """ZeRO 3's, which its optimizer's groups have only while they are updated."""
+        return list(getattr(getattr(self.optimizer, "_zero", None), "fp32_partitioned_groups_flat", ()))
 
 
 def _peak_rss() -> int:
@@ -242,15 +273,20 @@ def grow(setup: Setup) -> tuple[int, int]:
 
 def formula(setup: Setup) -> dict[str, float]:
     """Bytes of each part, as the module's docstring says."""
-    parameters = sum(torch.Size(size).numel() for size in canonical_tensors(SHAPE).values())
+    sizes = [torch.Size(size).numel() for size in canonical_tensors(SHAPE).values()]
+    parameters = sum(sizes)
     ranks, value = setup.layout.data, setup.options.dtype.itemsize
-    stage = setup.zero["stage"] if setup.zero else 0
+    zero = setup.zero or {"stage": 0}
+    stage = zero["stage"]
+    kept = value * (sum(size for size in sizes if size <= PERSISTENT) if stage == 3 else parameters)
     master = 4 if stage or value < 4 else 0
+    gathers = stage == 3 and zero.get("stage3_max_reuse_distance", 1) > 0
     return {
-        "parameters": value * parameters / (ranks if stage == 3 else 1),
+        "parameters": kept + (value * parameters / ranks if stage == 3 else 0),
         "optimizer": (8 + master) * parameters / (ranks if stage else 1),
         "gradients": 4 * parameters / (ranks if stage >= 2 else 1),
         "activations": _activations(setup.options, setup.sequences // ranks * SEQUENCE_LENGTH),
+        "gathered": value * parameters - kept if gathers else 0,
     }
 
 

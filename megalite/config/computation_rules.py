@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping
 
 from megalite.config.validate import Facts
 from megalite.errors import Problem
-from megalite.topology.families import FAMILIES
 from megalite.topology.schedules import SCHEDULES
 
 
@@ -80,23 +79,6 @@ def sequence_parallel_divides_the_length(facts: Facts) -> Iterator[Problem]:
         yield Problem("training.sequence_length", message, remedy)
 
 
-def zero_reduces_whole_gradients(facts: Facts) -> Iterator[Problem]:
-    """ZeRO 2 and 3 reduce in every backward, before gradients that tensor-parallel ranks share are summed."""
-    if facts.zero_stage < 2 or facts.parallel.tensor == 1:
-        return
-    key, remedy = "deepspeed.zero_optimization.stage", "use stage 1, or parallel.tensor 1"
-    if facts.parallel.sequence:
-        message = (
-            f"{facts.zero_stage} reduces gradients before the ranks of parallel.sequence have summed theirs"
-        )
-        yield Problem(key, message, remedy)
-    elif FAMILIES[facts.model.family].fixed.get("qk_norm"):
-        message = (
-            f"{facts.zero_stage} reduces gradients before tensor ranks have summed {facts.model.family}'s"
-        )
-        yield Problem(key, f"{message} norms of query and key", remedy)
-
-
 def offload_has_its_stage(facts: Facts) -> Iterator[Problem]:
     stage = facts.zero_stage
     least = {"offload_optimizer": (1, "optimizer"), "offload_param": (3, "weights")}
@@ -140,7 +122,6 @@ COMPUTATION_RULES = (
     compiled_layers_are_recomputed_whole,
     compiled_layers_hold_their_weights,
     sequence_parallel_divides_the_length,
-    zero_reduces_whole_gradients,
     offload_has_its_stage,
     offload_stays_in_memory,
 )

@@ -193,6 +193,11 @@ def prepare_process(
     return threads
 
 
+def without_apex(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether NVIDIA Apex's kernels are to be left alone, however good: MEGALITE_NO_APEX=1."""
+    return (os.environ if environ is None else environ).get("MEGALITE_NO_APEX", "") == "1"
+
+
 def threads_per_rank(
     local_ranks: int, info: RankInfo | None = None, environ: Mapping[str, str] | None = None
 ) -> int:

@@ -93,15 +93,14 @@ class DecoderLayer(nn.Module):
         attend = attend or partial(
             causal_attention, window=self.window, mask=masks.attention, documents=documents
         )
-        # In place on the projections' outputs, which no backward needs.
+        # Sums in place on the projections' outputs, which no backward needs.
         normed = hidden_states if self.post_norm else self.input_layernorm(hidden_states)
         attended = self.self_attn(normed, rotation, cache, attend)
-        attended = dropout(attended, masks.attention_residual).add_(hidden_states)
-        if self.post_norm:
-            attended = self.input_layernorm(attended)
-        normed = attended if self.post_norm else self.post_attention_layernorm(attended)
-        output: Tensor = dropout(self.mlp(normed, masks.mlp), masks.mlp_residual).add_(attended)
-        return self.post_attention_layernorm(output) if self.post_norm else output
+        attended = dropout(attended, masks.attention_residual)
+        norm = self.input_layernorm if self.post_norm else self.post_attention_layernorm
+        attended, normed = norm(attended, hidden_states)
+        output: Tensor = dropout(self.mlp(normed, masks.mlp), masks.mlp_residual)
+        return self.post_attention_layernorm(output, normed)[1] if self.post_norm else output.add_(attended)
 
     def _draw_and_attend(
         self, places: Places | None, documents: Documents | None, query: Tensor, key: Tensor, value: Tensor

@@ -68,10 +68,7 @@ def native_optimizer(
     parameters: Sequence[Parameter],
     tensors: Mapping[str, nn.Parameter],
 ) -> torch.optim.Optimizer:
-    """DeepSpeed's own AdamW: on the CPU where its state lies there, else fused on the GPU.
-
-    On the CPU its bias correction is a running product, and a power after a resume: the last digits may differ.
-    """
+    """DeepSpeed's own AdamW: on the CPU where its state lies there, else fused on the GPU."""
     builder = _builder(config)
     with _alone(_folder(builder)):
         builder.load(verbose=False)
@@ -80,6 +77,21 @@ def native_optimizer(
     optimizer: torch.optim.Optimizer = adam(groups, lr=0.0, betas=settings.betas, eps=settings.eps)
     keep_average(optimizer, settings)
     return optimizer
+
+
+def replay_steps(optimizer: torch.optim.Optimizer, steps: int) -> None:
+    """Bring what DeepSpeed's AdamW on the CPU hides from its state to where so many updates leave it, to the bit.
+
+    It multiplies the powers of the betas up in float32, step by step; of a step out of turn, as the first after a
+    resume would be, it takes std::pow, whose last digits differ (IncrementStep in csrc/includes/cpu_adam.h).
+    """
+    if not isinstance(optimizer, DeepSpeedCPUAdam):
+        return
+    nothing, group = torch.empty(0), optimizer.param_groups[0]
+    for step in range(steps + 1):  # 0 sets both powers to 1, whatever was there
+        optimizer.ds_opt_adam.adam_update(
+            optimizer.opt_id, step, 0.0, *group["betas"], group["eps"], 0.0, True, *[nothing] * 4
+        )
 
 
 def _builder(config: Mapping[str, Any]) -> Any:

@@ -20,6 +20,7 @@ from megalite.data.token_file import TokenFile
 from megalite.data.tokenizer import load_tokenizer
 from megalite.errors import CheckpointError, ConfigError, Problem
 from megalite.launcher.environment import RankInfo
+from megalite.model.kernels import choose_kernels
 from megalite.parallel.mesh import ParallelMesh, connect, disconnect
 from megalite.train.callbacks import Callback
 from megalite.train.document_probe import check_documents
@@ -150,6 +151,7 @@ def _train(
 
         require_precision(precision.name)  # "auto" may go on with any; every rank asks, so that none waits
     config = config.in_precision(precision.name)
+    kernels = choose_kernels(config.model.kernels, device.type)
     start = Path(config.model.weights) if config.model.weights and resumed_from is None else None
     trainer, held_out = _trainer(config, mesh, inputs, start)
     if resumed_from is not None:
@@ -161,6 +163,7 @@ def _train(
         reporter.warn(precision.warning)
     if precision.note:
         reporter.say(precision.note)
+    reporter.say(f"kernels: {kernels}")
     if resumed_from is not None:
         reporter.say(f"resumed after step {trainer.state.step} from {resumed_from}")
         if trainer.state.step >= trainer.total_steps:

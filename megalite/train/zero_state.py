@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.parameters import Parameter
 from megalite.topology.state import MASTER, WEIGHT, OptimizerState, StateShard
+from megalite.train.deepspeed_ops import replay_steps
 from megalite.train.loss_scale import LossScale
 from megalite.train.optimizer import ensure_state, set_step_count, step_count
 
@@ -88,6 +89,7 @@ class _ZeroState(ABC):
         with self._updatable() as optimizer:
             ensure_state(optimizer)
         set_step_count(optimizer, float(scalars["step"]))
+        replay_steps(optimizer, int(scalars["step"]))
         if self._scale is not None:
             self._scale.load(scalars)
         if not self._narrow:

@@ -231,7 +231,7 @@ def _sum_the_shared_embedding(complete: Callable[..., None]) -> Callable[..., No
     return twice
 
 
-def _norm_of_this_rank(parameters: Any, tensors: Any, mesh: Any) -> float:
+def _norm_of_this_rank(parameters: Any, tensors: Any, mesh: Any, **_: Any) -> float:
     held = [tensors[each.name].grad for each in parameters if gradients.counted_here(each, mesh)]
     return float(torch.nn.utils.get_total_norm(held))
 
@@ -325,6 +325,12 @@ FAULTS: dict[str, Fault] = {
     ),
     "shared key-value heads' gradients of own queries only": Fault(
         gradients, "partial_over_tp", _partial_gradients_only_where_whole, {**TP, "kv_heads": "1"}
+    ),
+    "norm weights' gradients of own positions reduced by ZeRO": Fault(
+        deepspeed,
+        "complete_in_backward",
+        _instead(_nothing),
+        {"layout": "tp2-pp1-dp2", "zero": "2", "sequence": "on"},
     ),
     "sequence gather whose backward only splits": Fault(
         layers, "start_reduce_scatter", _instead(_split_instead_of_reduce_scatter), SEQUENCE

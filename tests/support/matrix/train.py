@@ -88,23 +88,19 @@ def train_settings(settings: Settings, fault: str | None = None) -> RankResult:
                 result.losses.append(report.loss)
                 result.norms.append(report.grad_norm)
                 if step == 0:
-                    found, complete = gradients()
-                    unscaled = {name: gradient.double() / scale for name, gradient in found.items()}
-                    shards = shards_of(parameters, unscaled, mesh)
-                    result.gradients = (
-                        [replace(each, partial=False) for each in shards] if complete else shards
-                    )
+                    unscaled = {name: gradient.double() / scale for name, gradient in gradients().items()}
+                    result.gradients = shards_of(parameters, unscaled, mesh)
         with whole_weights(config.zero_stage, tensors):
             result.final = shards_of(parameters, tensors, mesh)
         return result
 
 
 @contextmanager
-def _first_gradients(zero_stage: int) -> Iterator[Callable[[], tuple[dict[str, Tensor], bool]]]:
-    """Gives, after a first step of a trainer made within, the gradients as they were before their mean over dp.
+def _first_gradients(zero_stage: int) -> Iterator[Callable[[], dict[str, Tensor]]]:
+    """Gives, after a first step of a trainer made within, the gradients, complete but for their mean over dp.
 
-    And whether they are complete over tp and pp: where DeepSpeed takes them away in every backward (ZeRO 2 and 3, but
-    not wherever a configuration names these) they are the sums of what the backwards brought.
+    Where DeepSpeed takes them away in every backward (ZeRO 2 and 3, but not wherever a configuration names these) they
+    are the sums of what the backwards brought.
     """
     complete: list[dict[str, Tensor]] = []
     brought: list[dict[str, Tensor]] = []
@@ -121,7 +117,7 @@ def _first_gradients(zero_stage: int) -> Iterator[Callable[[], tuple[dict[str, T
         for module in (optimizer, deepspeed):
             watched = _watched(module.complete_gradients, complete)
             patches.enter_context(mock.patch.object(module, "complete_gradients", watched))
-        yield lambda: (complete[0], True) if complete else (brought[0], False)
+        yield lambda: (complete or brought)[0]
 
 
 def _watched(complete_gradients: Callable[..., None], found: list[dict[str, Tensor]]) -> Callable[..., None]:
@@ -178,8 +174,8 @@ class Trained:
 def mean_gradients(shape: ModelShape, results: Sequence[RankResult]) -> dict[str, Tensor]:
     """The mean over the replicas of the model of their full gradients.
 
-    Copies within a replica are parts of the gradient where a shard says so; else the whole, and equal, or zero where
-    another one counts. Raises AssertionError where copies differ.
+    Copies within a replica are the whole and equal, or zero where another one counts. Raises AssertionError where
+    they differ.
     """
     replicas = sorted({result.dp_rank for result in results})
     whole: dict[str, Tensor] = {}
@@ -189,9 +185,7 @@ def mean_gradients(shape: ModelShape, results: Sequence[RankResult]) -> dict[str
             before = kept.setdefault((shard.name, shard.box), shard)
             if before is shard:
                 continue
-            if shard.partial:
-                kept[shard.name, shard.box] = replace(shard, values=before.values + shard.values)
-            elif not before.values.any():
+            if not before.values.any():
                 kept[shard.name, shard.box] = shard
             elif shard.values.any():
                 same = relative_error(shard.values, before.values) <= COPIES_RTOL

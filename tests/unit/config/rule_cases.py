@@ -89,20 +89,6 @@ FAMILY_CASES = [
         {"model.full_attention_layers": 3, "model.family": "qwen2", "model.sliding_window": 4},
     ),
     Case(
-        "zero_reduces_whole_gradients",
-        {"parallel.tensor": 2, "parallel.sequence": True, "deepspeed.zero_optimization.stage": 2},
-        "deepspeed.zero_optimization.stage: 2 reduces gradients before the ranks of parallel.sequence have summed "
-        "theirs; use stage 1, or parallel.tensor 1",
-        {"parallel.tensor": 2, "parallel.sequence": True, "deepspeed.zero_optimization.stage": 1},
-    ),
-    Case(
-        "zero_reduces_whole_gradients",
-        {"parallel.tensor": 2, "model.family": "qwen3", "deepspeed.zero_optimization.stage": 3},
-        "deepspeed.zero_optimization.stage: 3 reduces gradients before tensor ranks have summed qwen3's "
-        "norms of query and key; use stage 1, or parallel.tensor 1",
-        {"parallel.tensor": 1, "model.family": "qwen3", "deepspeed.zero_optimization.stage": 3},
-    ),
-    Case(
         "offload_has_its_stage",
         {"deepspeed.zero_optimization.offload_optimizer.device": "cpu"},
         'deepspeed.zero_optimization.offload_optimizer: device "cpu" has no effect: stage 0 has no partition of the '

@@ -1,0 +1,117 @@
+"""The CUDA kernels of attention without a GPU: their own source, run on emulated threads, against float64.
+
+The emulator (tests/kernels/emulator) does ldmatrix and mma.sync lane by lane; asynchronous copies land as early or as
+late as they may. What is proved is the algorithm and its movements of data, not what a compiler makes of it.
+"""
+
+import ctypes
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support import emulator
+from tests.support.attention import Packed, attention, gradients, starts
+from tests.support.parity import FLOAT32_RTOL, assert_as_accurate_as, assert_close
+
+pytestmark = pytest.mark.skipif(emulator.COMPILER is None, reason="no C++ compiler")
+
+SIXTEEN_BITS = [torch.bfloat16, torch.float16]
+# Blocks are of 128 queries and 64 keys, in the backward of 128 keys and 64 queries: all cross some of them.
+CASES = {
+    "documents": Packed((150, 1, 0, 70), (150, 1, 0, 70)),
+    "unmasked": Packed((70, 40), (130, 7), right=-1),
+    "a cache": Packed((10, 130), (200, 133), heads=2, kv_heads=2),
+    "rows that see nothing": Packed((200,), (70,), heads=1),
+    "window": Packed((200,), (330,), left=60),
+    "band": Packed((150,), (130,), left=20, right=15, heads=1),
+    "no keys": Packed((5,), (0,), heads=1),
+    "wide heads": Packed((140, 3), (140, 3), head_size=128),
+    "wide heads in a window": Packed((130,), (140,), left=40, head_size=128, heads=1),
+}
+
+
+def _poisoned(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.full(shape, float("nan"), dtype=dtype)
+
+
+def _forward(
+    packed: Packed, inputs: list[Tensor], **how: bool | int
+) -> tuple[Tensor, Tensor, emulator.Report]:
+    ends = starts(packed.queries), starts(packed.keys)
+    output = _poisoned(*inputs[0].shape, dtype=inputs[0].dtype)
+    lse = _poisoned(packed.heads, len(output), dtype=torch.float32)
+    told = emulator.problem(packed, *inputs, ends)
+    told.output, told.lse = output.data_ptr(), lse.data_ptr()
+    return output, lse, emulator.run(told, [*inputs, output, lse], backward=False, **how)
+
+
+def _backward(
+    packed: Packed, inputs: list[Tensor], results: tuple[Tensor, Tensor], grads: tuple[Tensor, Tensor],
+    *, in_order: bool, **how: bool | int,
+) -> tuple[list[Tensor], emulator.Report]:  # fmt: skip
+    ends = starts(packed.queries), starts(packed.keys)
+    found = [_poisoned(*each.shape, dtype=each.dtype) for each in inputs]
+    statistics = _poisoned(2, packed.heads, len(inputs[0]), dtype=torch.float32)
+    sums = torch.zeros(inputs[0].shape)
+    told = emulator.problem(packed, *inputs, ends)
+    told.output, told.lse = (each.data_ptr() for each in results)
+    told.output_grad, told.lse_grad = (each.data_ptr() for each in grads)
+    told.query_grad, told.key_grad, told.value_grad = (each.data_ptr() for each in found)
+    told.statistics = statistics.data_ptr()
+    told.query_sums = None if in_order else sums.data_ptr()
+    report = emulator.run(told, [*inputs, *results, *grads, *found, statistics, sums], backward=True, **how)
+    if not in_order:  # what the last small kernel does
+        found[0] = (sums * packed.scale).to(found[0].dtype)
+    return found, report
+
+
+def test_bands_are_those_of_a_naive_mask() -> None:
+    wrong = (ctypes.c_int * 4)()
+    limit = 9
+    compared = emulator.library().compare_bands(limit, wrong)
+    assert compared == (limit + 1) ** 2 * (limit + 2) ** 2, f"queries, keys, left, right: {list(wrong)}"
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("dtype", SIXTEEN_BITS)
+@pytest.mark.parametrize("case", CASES)
+def test_forward(case, dtype, late) -> None:
+    packed = CASES[case]
+    inputs = packed.inputs(dtype)
+    output, lse, report = _forward(packed, inputs, late=late)
+    assert report.problem is None, report.problem.decode()
+    assert report.conflicts == 0
+    exact, exact_lse = attention(packed, *(each.double() for each in inputs))
+    assert_as_accurate_as(output, attention(packed, *inputs)[0], exact, what="output")
+    nothing = exact_lse == float("-inf")
+    assert torch.equal(lse == float("-inf"), nothing)
+    assert_close(lse[~nothing], exact_lse[~nothing], rtol=FLOAT32_RTOL, what="log-sum-exps")
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("in_order", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_backward(case, in_order, late) -> None:
+    packed, dtype = CASES[case], SIXTEEN_BITS[len(case) % 2]
+    inputs = packed.inputs(dtype)
+    wide = [each.double() for each in inputs]
+    output, lse = (each.detach() for each in attention(packed, *wide))
+    results = output.to(dtype), lse.float()
+    grads = packed.output_grads(dtype, results[1])
+    found, report = _backward(packed, inputs, results, grads, in_order=in_order, late=late)
+    assert report.problem is None, report.problem.decode()
+    assert report.conflicts == 0
+    plain, exact = gradients(packed, inputs, *grads), gradients(packed, wide, *grads)
+    for name, ours, naive, reference in zip(("query", "key", "value"), found, plain, exact, strict=True):
+        assert_as_accurate_as(ours, naive, reference, what=f"gradient of the {name}")
+
+
+@pytest.mark.parametrize("barrier", [0, 1, 2, 3])
+def test_a_deleted_barrier_is_caught(barrier) -> None:
+    """Of a block of queries over two blocks of keys: each of the four barriers within its loop is needed."""
+    packed = Packed((128,), (128,), heads=1, kv_heads=1, right=-1)
+    inputs = packed.inputs(torch.bfloat16)
+    runs = [_forward(packed, inputs, late=late, left_out_sync=barrier)[0] for late in (False, True)]
+    right = _forward(packed, inputs, late=True)[0]
+    assert not all(torch.equal(each, right) for each in runs)
