@@ -29,6 +29,14 @@ PARTS = {
         "torch's scaled_dot_product_attention",
     ),
     "norms": Part("norm", "compiled, with the residual add before", "torch behind autograd nodes of our own"),
+    "loss": Part(
+        "cross_entropy_statistics", "compiled, the gradient over the logits", "torch, over the logits"
+    ),
+    "rotary": Part(
+        "rotary_split", "compiled, from the packed heads", "torch behind autograd nodes of our own"
+    ),
+    "SwiGLU": Part("glu", "compiled", "torch behind an autograd node of our own"),
+    "bias + GELU": Part("bias_gelu", "compiled", "torch's GELU of the product with its bias"),
 }
 
 

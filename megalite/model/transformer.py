@@ -28,8 +28,8 @@ from megalite.ops.attention import (
     fused_pays,
 )
 from megalite.ops.dropout import Mask, dropout
-from megalite.parallel.collectives import gather_last_dim
-from megalite.parallel.cross_entropy import LossTerms, vocab_parallel_cross_entropy
+from megalite.parallel.collectives import column_input, gather_last_dim
+from megalite.parallel.cross_entropy import LossTerms, chunked_cross_entropy, vocab_parallel_cross_entropy
 from megalite.parallel.layers import VocabParallelEmbedding, column_linear
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.layout import PipelineSplit, balanced_split
@@ -197,7 +197,7 @@ class Chunk(nn.Module):
         self.index, self.mesh, self.tp = index, mesh, mesh.tp
         self.split_backward = options.split_backward
         self.compiled, self.drops_attention = options.compile, options.dropout.attention > 0
-        self.fused = options.fused
+        self.chunked_loss, self.fused = options.chunked_loss, options.fused
         self.is_first, self.is_last = index == 0, index == len(split.layers) - 1
         self.vocabulary = balanced_split(stage.shape.vocab_size, mesh.tp.size)
         self.loss_terms = LossTerms(stage.shape.vocab_size, options.label_smoothing, options.z_loss)
@@ -235,15 +235,7 @@ class Chunk(nn.Module):
         hidden_states = self.decode(inputs, position_ids, places, documents=documents)
         if not self.is_last:
             return hidden_states
-        losses = vocab_parallel_cross_entropy(
-            self.local_logits(hidden_states),
-            labels,
-            loss_mask,
-            self.vocabulary[self.tp.rank],
-            self.tp,
-            # What shapes the training is no part of an evaluation's loss.
-            self.loss_terms if self.training else LossTerms(self.loss_terms.vocabulary),
-        )
+        losses = self._token_losses(hidden_states, labels, loss_mask)
         return losses if each_token else losses.sum(dim=-1)
 
     def decode(
@@ -284,16 +276,29 @@ class Chunk(nn.Module):
         held = self.mesh.sequence_range(position_ids.shape[1])
         return embedded.add_(self.embed_positions(position_ids[:, held.start : held.stop]))
 
+    def _token_losses(self, hidden_states: Tensor, labels: Tensor, loss_mask: Tensor) -> Tensor:
+        """Last chunk: [B, S, H] -> weighted losses [B, S]."""
+        # What shapes the training is no part of an evaluation's loss.
+        terms = self.loss_terms if self.training else LossTerms(self.loss_terms.vocabulary)
+        tokens = (labels, loss_mask, self.vocabulary[self.tp.rank], self.tp, terms)
+        if not self.chunked_loss:
+            return vocab_parallel_cross_entropy(self.local_logits(hidden_states), *tokens, fused=self.fused)
+        inputs = column_input(self.norm(hidden_states), self.mesh)
+        return chunked_cross_entropy(
+            inputs, self.head.weight, *tokens, chunk_tokens=self.chunked_loss, fused=self.fused
+        )
+
     def local_logits(self, hidden_states: Tensor) -> Tensor:
-        """Last chunk: [B, S, H] -> logits over this rank's rows of the vocabulary [B, S, V / tp], >= float32."""
+        """Last chunk: [B, S, H] -> logits over this rank's rows of the vocabulary [B, S, V / tp]."""
         normed, split_backward = self.norm(hidden_states), self.split_backward
-        logits = column_linear(normed, self.head.weight, mesh=self.mesh, split_backward=split_backward)
-        return logits.float() if logits.element_size() < 4 else logits
+        return column_linear(normed, self.head.weight, mesh=self.mesh, split_backward=split_backward)
 
     def logits(self, hidden_states: Tensor) -> Tensor:
-        """Last chunk: [B, S, H] -> full logits [B, S, V] on every tensor parallel rank; outside autograd."""
+        """Last chunk: [B, S, H] -> full logits [B, S, V], >= float32, on every tensor parallel rank; outside
+        autograd."""
         sizes = tuple(len(rows) for rows in self.vocabulary)
-        return gather_last_dim(self.local_logits(hidden_states), sizes, self.tp)
+        logits = gather_last_dim(self.local_logits(hidden_states), sizes, self.tp)
+        return logits.float() if logits.element_size() < 4 else logits
 
 
 class Stage(nn.Module):

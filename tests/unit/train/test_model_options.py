@@ -26,6 +26,7 @@ def test_the_configuration_reaches_the_model(tmp_path: Path, monkeypatch: pytest
         "model.kernels": "fused",
         "training.label_smoothing": 0.1,
         "training.z_loss": 1e-4,
+        "model.chunked_loss": 512,
     }
     assert model_options(load(tmp_path, changes).config) == ModelOptions(
         dtype=torch.float32,
@@ -35,6 +36,7 @@ def test_the_configuration_reaches_the_model(tmp_path: Path, monkeypatch: pytest
         label_smoothing=0.1,
         z_loss=1e-4,
         kernels="fused",
+        chunked_loss=512,
     )
 
 
