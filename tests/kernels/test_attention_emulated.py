@@ -160,3 +160,21 @@ def test_a_deleted_barrier_gives_wrong_results() -> None:
     for barrier in range(4):
         runs = [_forward(packed, inputs, late=late, left_out_sync=barrier)[0] for late in (False, True)]
         assert not all(torch.equal(each, right) for each in runs), barrier
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_documents_know_nothing_of_each_other(in_order) -> None:
+    """Another document becomes NaN, though its rows lie where this one's last tile ends, and no bit moves."""
+    packed = Packed((30, 70, 5), (30, 70, 5), heads=1, right=-1)
+    inputs = packed.inputs(torch.bfloat16)
+    leaked = [each.detach().clone() for each in inputs]
+    for each in leaked:
+        each[30:100] = float("nan")
+    runs = []
+    for given in (inputs, leaked):
+        output, lse, _ = _forward(packed, given, late=True)
+        grads = packed.output_grads(torch.bfloat16, torch.zeros_like(lse))
+        found, _ = _backward(packed, given, (output, lse), grads, in_order=in_order, late=True)
+        runs.append([output, lse.T, *found])
+    for own in (slice(0, 30), slice(100, 105)):
+        assert all(torch.equal(one[own], other[own]) for one, other in zip(*runs, strict=True))

@@ -19,7 +19,10 @@ Tensor readable(const Tensor& tensor) {
   return tensor.is_contiguous() ? torch::stable::clone(tensor) : torch::stable::contiguous(tensor);
 }
 
-void check_starts(const Tensor& starts, int64_t tokens, int64_t longest, const char* what) {
+void check_starts(const Tensor& starts, const Tensor& query, int64_t tokens, int64_t longest, const char* what) {
+  STD_TORCH_CHECK(
+      starts.is_cuda() == query.is_cuda() && starts.get_device_index() == query.get_device_index(), "megalite: ", what,
+      " is on another device than attention's query");
   STD_TORCH_CHECK(
       starts.scalar_type() == torch::headeronly::ScalarType::Int && starts.dim() == 1 && starts.is_contiguous() &&
           starts.numel() > 0,
@@ -57,8 +60,8 @@ MegaliteAttention told(
       key.size(1) > 0 && query.size(1) % key.size(1) == 0, "megalite: ", query.size(1),
       " heads are no multiple of ", key.size(1), " key-value heads");
   STD_TORCH_CHECK(scale > 0, "megalite: attention's scale is above 0, not ", scale);
-  check_starts(inputs.query_starts, query.size(0), longest_query, "query_starts");
-  check_starts(inputs.key_starts, key.size(0), longest_key, "key_starts");
+  check_starts(inputs.query_starts, query, query.size(0), longest_query, "query_starts");
+  check_starts(inputs.key_starts, query, key.size(0), longest_key, "key_starts");
   STD_TORCH_CHECK(
       inputs.query_starts.numel() == inputs.key_starts.numel(),
       "megalite: attention has other sequences of queries than of keys");
@@ -138,7 +141,9 @@ std::tuple<Tensor, Tensor, Tensor> backward(
   ml::check_size(output_grad, numbers, "the gradient of attention's output");
   ml::check_size(output, numbers, "attention's output");
   ml::check_size(lse, rows, "attention's log-sum-exps");
-  STD_TORCH_CHECK(lse.scalar_type() == ml::wide_type(query), "megalite: attention's log-sum-exps have another dtype");
+  STD_TORCH_CHECK(
+      lse.scalar_type() == ml::wide_type(query) && lse.is_cuda() == query.is_cuda(),
+      "megalite: attention's log-sum-exps have another dtype or device");
   output_grad = ml::contiguous(output_grad);
   output = ml::contiguous(output);
   lse = ml::contiguous(lse);
