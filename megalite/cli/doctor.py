@@ -93,6 +93,7 @@ def _used() -> dict[str, str]:
     from megalite.model.kernels import used_parts
     from megalite.ops import apex
     from megalite.parallel.mesh import available_backends
+    from megalite.train.precision import choose_precision
 
     backends = available_backends()
 
@@ -108,14 +109,13 @@ def _used() -> dict[str, str]:
                 f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, {capability}"
             )
         used["collectives"] = "NCCL" if backends["nccl"] else "gloo: this torch has no NCCL"
-        bf16 = torch.cuda.is_bf16_supported()
-        used["precision"] = "bf16" if bf16 else "fp32: this GPU has no bf16"
     else:
         used["device"] = "the CPU: torch sees no GPU"
         used["collectives"] = "gloo" if backends["gloo"] else "none: this torch has no gloo, use one rank"
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    used["precision"] = f"{choose_precision('auto', device).name}, the faster one here"
     used["attention"] = "torch's scaled_dot_product_attention"
     used["Apex"] = "; ".join(f"{part}: {choice}" for part, choice in apex.choices().items())
-    used["SwiGLU, rotary"] = "torch operators behind autograd nodes of our own"
     return used | used_parts("cuda" if torch.cuda.is_available() else "cpu")
 
 
