@@ -26,7 +26,7 @@ TERMS = {
     "both": {"label_smoothing": 0.3, "z_loss": 1e-4},
 }
 # Within a block of the kernel, at its edges, over several, and none a multiple of anything.
-WIDTHS = (1, 7, 16, 2048, 2049, 10007)
+WIDTHS = (1, 7, 16, 8192, 8193, 20007)
 
 
 def tokens(rows: int, columns: int, dtype: torch.dtype, spread: float = 3.0) -> tuple[Tensor, Tensor, Tensor]:
