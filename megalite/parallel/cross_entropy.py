@@ -55,7 +55,7 @@ class _ShardLoss:
     ) -> "_ShardLoss":
         """labels, loss_mask: of any shape. dtype: that of the logits."""
         smoothing = terms.label_smoothing
-        flat = labels.reshape(-1)
+        flat = labels.reshape(-1).contiguous()
         targets = Targets(flat, rows.start, 1 - smoothing, smoothing / terms.vocabulary)
         weights = loss_mask.reshape(-1).to(torch.promote_types(dtype, torch.float32)) * (flat != IGNORE_INDEX)
         return cls(targets, weights, tp, terms, fused)

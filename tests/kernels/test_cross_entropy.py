@@ -14,6 +14,7 @@ from megalite.ops.cross_entropy import Targets, shard_statistics, write_gradient
 from megalite.parallel.cross_entropy import IGNORE_INDEX, LossTerms, vocab_parallel_cross_entropy
 from megalite.parallel.mesh import ALONE
 from tests.support.kernels import DTYPES, assert_no_worse, needs_library
+from tests.support.parity import FLOAT32_RTOL, assert_close
 from tests.unit.parallel.test_cross_entropy import torchs
 
 pytestmark = needs_library
@@ -25,7 +26,7 @@ TERMS = {
     "both": {"label_smoothing": 0.3, "z_loss": 1e-4},
 }
 # Within a block of the kernel, at its edges, over several, and none a multiple of anything.
-WIDTHS = (1, 7, 16, 2048, 2049, 10007)
+WIDTHS = (1, 7, 16, 8192, 8193, 20007)
 
 
 def tokens(rows: int, columns: int, dtype: torch.dtype, spread: float = 3.0) -> tuple[Tensor, Tensor, Tensor]:
@@ -54,13 +55,14 @@ def assert_as_good_as_torch(logits: Tensor, labels: Tensor, loss_mask: Tensor, t
     wide = torch.promote_types(logits.dtype, torch.float32)
     plain_losses, plain_gradient = torchs(logits.to(wide), labels, loss_mask.to(wide), terms)
     losses, gradient = loss_and_gradient(logits, labels, loss_mask, terms, fused=True)
-    assert_no_worse(losses, plain_losses, exact[0], what=f"losses of {tuple(logits.shape)}, {terms}")
-    assert_no_worse(
-        gradient,
-        plain_gradient.to(logits.dtype),
-        exact[1],
-        what=f"gradient of {tuple(logits.shape)}, {terms}",
-    )
+    what = f"of {tuple(logits.shape)}, {terms}"
+    assert_no_worse(losses, plain_losses, exact[0], what=f"losses {what}")
+    # Softmax less target is a difference of two numbers of up to the largest weight, 2, and measured beside those;
+    # in 16 bits its own rounding is more.
+    scale = 4.0 if logits.element_size() >= 4 else 0.0
+    gradients = (gradient, plain_gradient.to(logits.dtype), exact[1])
+    scaled = [torch.cat([each.flatten(), each.new_full((1,), scale)]) for each in gradients]
+    assert_no_worse(*scaled, what=f"gradient {what}")
 
 
 @pytest.mark.parametrize("terms", TERMS)
@@ -77,13 +79,18 @@ def test_losses_and_gradients_are_as_good_as_torchs(dtype, terms):
     spread=st.sampled_from([0.0, 1.0, 30.0, 1000.0]),
     offset=st.sampled_from([0.0, -300.0, 1e4]),
     terms=st.sampled_from(sorted(TERMS)),
-    dtype=st.sampled_from([torch.float32, torch.float64]),
     seed=st.integers(0, 2**32),
 )
-def test_any_rows_of_huge_logits_are_as_good_as_torchs(rows, columns, spread, offset, terms, dtype, seed):
+def test_any_rows_of_huge_logits_have_torchs_losses(rows, columns, spread, offset, terms, seed):
+    """In float32 against float64: a row alone may be one of which torch's error happens to be none."""
     torch.manual_seed(seed)
-    logits, labels, loss_mask = tokens(rows, columns, dtype, spread)
-    assert_as_good_as_torch(logits + offset, labels, loss_mask, LossTerms(columns, **TERMS[terms]))
+    logits, labels, loss_mask = tokens(rows, columns, torch.float32, spread)
+    logits, loss = logits + offset, LossTerms(columns, **TERMS[terms])
+    exact = torchs(logits.double(), labels, loss_mask.double(), loss)
+    for seen, expected in zip(
+        loss_and_gradient(logits, labels, loss_mask, loss, fused=True), exact, strict=True
+    ):
+        assert_close(1 + seen.double(), 1 + expected, rtol=FLOAT32_RTOL)
 
 
 def test_a_vocabulary_of_256k_is_as_good_as_torchs():
@@ -156,7 +163,7 @@ def test_statistics_of_unequal_shards_are_those_of_the_whole(cuts, fused):
     whole = of(range(37))
     shift = maxima - whole[0]
     here = torch.stack([(labels >= each.start) & (labels < each.stop) for each in shards])
-    mass = 0.9 * here + torch.tensor([[len(each) * uniform] for each in shards], dtype=torch.float64)
+    mass = 0.9 * here.double() + torch.tensor([[len(each) * uniform] for each in shards], dtype=torch.float64)
     assert torch.equal(maxima.amax(dim=0), whole[0])
     assert torch.allclose((sums * shift.exp()).sum(dim=0), whole[1], rtol=1e-13)
     assert torch.allclose((expected + mass * shift).sum(dim=0), whole[2], rtol=1e-12)

@@ -1,6 +1,7 @@
 // e^x for x <= 0, as a softmax needs it. On the host without calls and branches, so that loops over it become vector code.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -15,9 +16,10 @@ ML_HD float exp_nonpositive(float x) {
 #else
   constexpr float kLowest = -88.0f;  // there the power is -127, whose bits are those of 0
   const float bounded = x < kLowest ? kLowest : x;
-  // x = power * ln 2 + rest, with ln 2 in two parts (Cody and Waite 1980).
+  // x = power * ln 2 + rest, with ln 2 in two parts (Cody and Waite 1980), which fma keeps apart.
   const int32_t power = static_cast<int32_t>(bounded * 1.44269504f - 0.5f);
-  const float rest = (bounded - static_cast<float>(power) * 0.693359375f) + static_cast<float>(power) * 2.12194440e-4f;
+  const float n = static_cast<float>(power);
+  const float rest = std::fma(n, 2.12194440e-4f, std::fma(n, -0.693359375f, bounded));
   // The minimax polynomial of the Cephes library's expf.
   float sum = 1.9875691500e-4f;
   sum = sum * rest + 1.3981999507e-3f;
@@ -37,7 +39,8 @@ ML_HD double exp_nonpositive(double x) {
   constexpr double kLowest = -709.0;  // there the power is -1023, whose bits are those of 0
   const double bounded = x < kLowest ? kLowest : x;
   const int32_t power = static_cast<int32_t>(bounded * 1.4426950408889634 - 0.5);
-  const double rest = (bounded - power * 6.93145751953125e-1) - power * 1.42860682030941723212e-6;
+  const double n = power;
+  const double rest = std::fma(n, -1.42860682030941723212e-6, std::fma(n, -6.93145751953125e-1, bounded));
   // Taylor's series to x^13 / 13!: what is left out is below 5e-18 for |rest| <= ln 2 / 2.
   double sum = 1.6059043836821613e-10;
   sum = sum * rest + 2.08767569878681e-9;

@@ -9,8 +9,8 @@
 namespace ml {
 namespace {
 
-// Elements at once: two blocks stay in the first-level cache.
-constexpr int64_t kBlock = 2048;
+// Elements at once: they stay in the first-level cache from the maximum to the sum.
+constexpr int64_t kBlock = 8192;
 
 // Whole numbers in the order of what they stand for: compilers make vector code of their maximum.
 inline int32_t ordered(float value) {
@@ -52,54 +52,33 @@ const Wide<T>* widened(const T* block, int64_t count, Wide<T>* space) {
 }
 
 template <typename W>
-struct Block {
-  const W* values;
-  int64_t count;
-  W maximum;
-};
-
-// Sums over `block`, whose maximum is known, and meanwhile takes the maximum of `next`, which is no longer: its way
-// from memory is as long as the sums take.
-template <typename W>
-Softmax<W> block_softmax(const Block<W>& block, Block<W>& next, bool with_excess) {
-  const W maximum = block.maximum;
-  W sum = 0, excess = 0;
+Softmax<W> block_softmax(const W* values, int64_t count, bool with_excess) {
   auto highest = ordered(lowest_of<W>());
-#pragma omp simd reduction(+ : sum) reduction(max : highest)
-  for (int64_t i = 0; i < next.count; ++i) {
-    sum += exp_nonpositive(block.values[i] - maximum);
-    const auto key = ordered(next.values[i]);
+#pragma omp simd reduction(max : highest)
+  for (int64_t i = 0; i < count; ++i) {
+    const auto key = ordered(values[i]);
     highest = key > highest ? key : highest;
   }
+  const W maximum = of_ordered(highest);
+  W sum = 0, excess = 0;
 #pragma omp simd reduction(+ : sum)
-  for (int64_t i = next.count; i < block.count; ++i) sum += exp_nonpositive(block.values[i] - maximum);
+  for (int64_t i = 0; i < count; ++i) sum += exp_nonpositive(values[i] - maximum);
   if (with_excess) {
 #pragma omp simd reduction(+ : excess)
-    for (int64_t i = 0; i < block.count; ++i) excess += block.values[i] - maximum;
+    for (int64_t i = 0; i < count; ++i) excess += values[i] - maximum;
   }
-  next.maximum = of_ordered(highest);
   Softmax<W> state;
-  state.maximum = maximum, state.sum = sum, state.excess = excess, state.count = static_cast<W>(block.count);
+  state.maximum = maximum, state.sum = sum, state.excess = excess, state.count = static_cast<W>(count);
   return state;
 }
 
 template <typename T>
 Softmax<Wide<T>> row_softmax(const T* row, int64_t columns, bool with_excess) {
-  using W = Wide<T>;
-  W space[2][kBlock];
-  const auto block_at = [&](int64_t begin) {
-    const int64_t count = std::max<int64_t>(0, std::min(kBlock, columns - begin));
-    return Block<W>{widened(row + begin, count, space[begin / kBlock % 2]), count, lowest_of<W>()};
-  };
-  Block<W> next = block_at(0);
-  for (int64_t i = 0; i < next.count; ++i) {
-    next.maximum = next.values[i] > next.maximum ? next.values[i] : next.maximum;
-  }
-  Softmax<W> all;
+  Wide<T> space[kBlock];
+  Softmax<Wide<T>> all;
   for (int64_t begin = 0; begin < columns; begin += kBlock) {
-    const Block<W> block = next;
-    next = block_at(begin + kBlock);
-    all = joined(all, block_softmax(block, next, with_excess));
+    const int64_t count = std::min(kBlock, columns - begin);
+    all = joined(all, block_softmax(widened(row + begin, count, space), count, with_excess));
   }
   return all;
 }
