@@ -164,7 +164,7 @@ def try_compiler(cxx: str, march: str) -> str:
 
 @dataclass(frozen=True)
 class Object:
-    """One translation unit: its source, and the command that makes `path` of it."""
+    """One translation unit: its source in csrc, and the command, run there, that makes `path` of it."""
 
     source: Path
     path: Path
@@ -188,17 +188,17 @@ class Object:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         makefile, partial = self.path.with_suffix(".d"), self.path.with_suffix(f".{os.getpid()}.o")
         command = [*self.command, "-MMD", "-MF", str(makefile), "-c", str(self.source), "-o", str(partial)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, cwd=CSRC, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             partial.unlink(missing_ok=True)
             raise SetupError(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
-        prefix = f"{CSRC}{os.sep}"
-        words = makefile.read_text().replace("\\\n", " ").split()
-        names = sorted({str(Path(word).resolve()) for word in words if word.startswith(prefix)})
+        _, _, words = makefile.read_text().replace("\\\n", " ").partition(":")
+        read = {(CSRC / word).resolve() for word in words.split()}
+        names = sorted(str(path.relative_to(CSRC)) for path in read if path.is_relative_to(CSRC))
         made = {
             "command": self.command,
             "compiler": self.compiler,
-            "sources": {name.removeprefix(prefix): digest(Path(name)) for name in names},
+            "sources": {name: digest(CSRC / name) for name in names},
             "kernels": kernels_of(done.stderr),
         }
         partial.replace(self.path)
@@ -232,7 +232,7 @@ def kernels_of(said: str) -> list[dict[str, object]]:
 
 def objects_of(tools: Tools) -> list[Object]:
     """The longest to compile first."""
-    host = ["-std=c++20", "-O3", "-fPIC", "-Wall", "-Wextra", f"-I{CSRC}"]
+    host = ["-std=c++20", "-O3", "-fPIC", "-Wall", "-Wextra", "-I."]
     march = [f"-march={tools.march}"] if tools.march else []
     numeric_abi = sum(number << shift for number, shift in zip(numbers(STABLE_ABI), (56, 48), strict=True))
     torch_headers = ["-isystem", f"{tools.torch}/include", f"-DTORCH_TARGET_VERSION={numeric_abi:#018x}"]
@@ -240,7 +240,7 @@ def objects_of(tools: Tools) -> list[Object]:
     codes = [
         f"-gencode=arch=compute_{code},code=sm_{code}" for code in (a.replace(".", "") for a in tools.archs)
     ]
-    device = ["-std=c++20", "-O3", f"-I{CSRC}", "-Xcompiler", "-fPIC,-Wall", "-Xptxas", "-v"]
+    device = ["-std=c++20", "-O3", "-I.", "-Xcompiler", "-fPIC,-Wall", "-Xptxas", "-v"]
     commands = {
         "cuda": [tools.nvcc, "-ccbin", tools.cxx, *device, *codes],
         "cpu": [tools.cxx, *host, *march, "-fopenmp", *MATH],
@@ -249,7 +249,7 @@ def objects_of(tools: Tools) -> list[Object]:
     versions = {"cuda": tools.nvcc_version + tools.cxx_version, "cpu": tools.cxx_version}
     versions["bind"] = f"{tools.cxx_version}, torch {tools.torch_version}"
     return [
-        Object(source, OBJECTS / folder / f"{source.stem}.o", command, versions[folder])
+        Object(source.relative_to(CSRC), OBJECTS / folder / f"{source.stem}.o", command, versions[folder])
         for folder, command in commands.items()
         if folder != "cuda" or tools.nvcc
         for source in sorted((CSRC / folder).glob("*.cu" if folder == "cuda" else "*.cpp"))
@@ -307,7 +307,7 @@ def build(tools: Tools, folder: Path) -> str:
             "nvcc": tools.nvcc_version if tools.nvcc else "",
             "sources": sources_digest(),
             "kernels": {
-                str(each.source.relative_to(CSRC)): json.loads(each.record.read_text())["kernels"]
+                str(each.source): json.loads(each.record.read_text())["kernels"]
                 for each in objects
                 if each.source.suffix == ".cu"
             },

@@ -15,7 +15,10 @@ from megalite.ops import norms
 from megalite.ops.activations import bias_gelu, geglu, swiglu
 from megalite.ops.adamw import accumulate_, adamw_, sum_of_squares
 from megalite.ops.attention import Starts, causal_attention
+from megalite.ops.packed_attention import why_not_packed
 from megalite.ops.rotary import rotary_frequencies, rotary_table, split_and_rotate
+from megalite.parallel.cross_entropy import IGNORE_INDEX, LossTerms, vocab_parallel_cross_entropy
+from megalite.parallel.mesh import ParallelMesh
 
 Shape = tuple[int, ...]
 Form = Callable[..., Any]
@@ -277,9 +280,16 @@ def _document(sequence: int) -> int:
     return sequence // 3 + 2
 
 
+def _attention(query: Tensor, key: Tensor, value: Tensor, fused: bool, **seen: Any) -> Tensor:
+    """As the model has it, but where it would fall back to torch's: that is not what is to be seen here."""
+    if fused and (complaint := why_not_packed(query)):
+        raise LookupError(complaint)
+    return causal_attention(query, key, value, fused=fused, **seen)
+
+
 def _windowed(fused: bool) -> Form:
     def form(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return causal_attention(query, key, value, window=_window(query.shape[1]), fused=fused)
+        return _attention(query, key, value, fused, window=_window(query.shape[1]))
 
     return form
 
@@ -295,7 +305,7 @@ def _make_documents(shape: Shape, dtype: torch.dtype, random: Form) -> list[Tens
 def _documents(fused: bool) -> Form:
     def form(query: Tensor, key: Tensor, value: Tensor, places: Tensor) -> Tensor:
         documents = Starts(places, min(_document(query.shape[1]), query.shape[1]))
-        return causal_attention(query, key, value, documents=documents, fused=fused)
+        return _attention(query, key, value, fused, documents=documents)
 
     return form
 
@@ -315,7 +325,7 @@ ATTENTION = [
         name="attention, causal",
         needs=ATTENTION_NEEDS,
         make=_make_attention,
-        fused=lambda *heads: causal_attention(*heads, fused=True),
+        fused=lambda *heads: _attention(*heads, fused=True),
         plain=_sdpa(),
         peers={
             "SDPA flash": _sdpa(SDPBackend.FLASH_ATTENTION),
@@ -357,6 +367,47 @@ ATTENTION = [
         timed=(2, 8192, 8, 128),
         flops=lambda shape, size: _causal_flops(shape, _document(shape[1]) / 2),
         targets=(0, 0),
+    ),
+]
+
+
+def _make_losses(shape: Shape, dtype: torch.dtype, random: Form) -> list[Tensor]:
+    """Logits [tokens, vocabulary], labels of which the last counts nothing, weights with a 0 among them."""
+    logits = random(*shape)
+    labels = torch.arange(shape[0], device=logits.device).mul_(7919).remainder_(shape[1])
+    labels[-1] = IGNORE_INDEX
+    weights = torch.ones(shape[0], dtype=torch.promote_types(dtype, torch.float32), device=logits.device)
+    weights[shape[0] // 2] = 0
+    return [logits, labels, weights]
+
+
+def _fused_losses(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+    mesh, columns = ParallelMesh.single(logits.device), logits.shape[-1]
+    batch = (each.unsqueeze(0) for each in (logits, labels, weights))
+    losses = vocab_parallel_cross_entropy(*batch, range(columns), mesh.tp, LossTerms(columns), fused=True)
+    return losses.squeeze(0)
+
+
+def _plain_losses(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+    wide = logits.to(weights.dtype)
+    return F.cross_entropy(wide, labels, ignore_index=IGNORE_INDEX, reduction="none") * weights
+
+
+CROSS_ENTROPY = [
+    Operator(
+        name="cross entropy",
+        needs=("cross_entropy_statistics", "cross_entropy_gradient_"),
+        make=_make_losses,
+        fused=_fused_losses,
+        plain=_plain_losses,
+        peers={"F.cross_entropy": _plain_losses},
+        gradients=1,
+        shapes=((1, 2), (5, 33), (7, 1030), (3, 50257)),
+        timed=(8192, 131072),
+        joint=True,
+        # The logits are read twice, and their gradient is written over them.
+        bytes=_passes(3, 0),
+        targets=(0.75, 0),
     ),
 ]
 
@@ -439,4 +490,4 @@ OPTIMIZER = [
     ),
 ]
 
-OPERATORS: list[Operator] = [*NORMS, *ROTARY, *ACTIVATIONS, *ATTENTION, *OPTIMIZER]
+OPERATORS: list[Operator] = [*NORMS, *ROTARY, *ACTIVATIONS, *ATTENTION, *CROSS_ENTROPY, *OPTIMIZER]

@@ -116,7 +116,6 @@ def _used() -> dict[str, str]:
     used["precision"] = f"{choose_precision('auto', device).name}, the faster one here"
     used["attention"] = "torch's scaled_dot_product_attention"
     used["Apex"] = "; ".join(f"{part}: {choice}" for part, choice in apex.choices().items())
-    used["SwiGLU, rotary"] = "torch operators behind autograd nodes of our own"
     return used | used_parts("cuda" if torch.cuda.is_available() else "cpu")
 
 

@@ -101,6 +101,7 @@ class ModelConfig(Section):
     kernels: Literal["auto", "fused", "reference"] = Field(
         "reference", description='compiled operators, or plain torch; "auto": compiled where they are built'
     )
+    chunked_loss: int = Field(0, ge=0, lt=2**31, description="tokens whose logits exist at once; 0: all")
 
     def shape(self, vocab_size: int) -> ModelShape:
         """The shape; `vocab_size` (the tokenizer's) counts where the setting is "auto"."""

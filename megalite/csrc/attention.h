@@ -32,6 +32,9 @@ struct MegaliteAttention {
 extern "C" {
 int megalite_attention_forward_cpu(const MegaliteAttention* attention, int dtype);
 int megalite_attention_backward_cpu(const MegaliteAttention* attention, int dtype);
-int megalite_attention_forward_cuda(const MegaliteAttention* attention, int dtype, void* stream);
-int megalite_attention_backward_cuda(const MegaliteAttention* attention, int dtype, void* stream);
+// For head_size 64 and 128.
+int megalite_attention_forward_64_cuda(const MegaliteAttention* attention, int dtype, void* stream);
+int megalite_attention_forward_128_cuda(const MegaliteAttention* attention, int dtype, void* stream);
+int megalite_attention_backward_64_cuda(const MegaliteAttention* attention, int dtype, void* stream);
+int megalite_attention_backward_128_cuda(const MegaliteAttention* attention, int dtype, void* stream);
 }

@@ -23,7 +23,20 @@ PARTS = {
     "optimizer": Part(
         "adamw_", "compiled: norm, clipping, AdamW and the rounded weights", "torch's fused AdamW"
     ),
+    "attention": Part(
+        "attention_forward",
+        "on a CPU compiled for windows and documents, else torch's",
+        "torch's scaled_dot_product_attention",
+    ),
     "norms": Part("norm", "compiled, with the residual add before", "torch behind autograd nodes of our own"),
+    "loss": Part(
+        "cross_entropy_statistics", "compiled, the gradient over the logits", "torch, over the logits"
+    ),
+    "rotary": Part(
+        "rotary_split", "compiled, from the packed heads", "torch behind autograd nodes of our own"
+    ),
+    "SwiGLU": Part("glu", "compiled", "torch behind an autograd node of our own"),
+    "bias + GELU": Part("bias_gelu", "compiled", "torch's GELU of the product with its bias"),
 }
 
 

@@ -11,12 +11,13 @@ from megalite.topology.parameters import ModelShape
 class Norm(nn.Module):
     """A norm of the last dim with what is learned of it [hidden_size]; alone, or of the sum with a residual."""
 
-    bias: nn.Parameter | None = None
+    bias: nn.Parameter | None
 
     def __init__(self, hidden_size: int, eps: float, options: ModelOptions = PLAIN):
         super().__init__()
         self.eps, self.split_backward, self.fused = eps, options.split_backward, options.fused
         self.weight = nn.Parameter(torch.empty(hidden_size, dtype=options.dtype))
+        self.register_parameter("bias", None)
 
     def forward(
         self, hidden_states: Tensor, residual: Tensor | None = None

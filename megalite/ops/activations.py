@@ -63,23 +63,16 @@ def geglu(gate_up: Tensor, *, approximate: Approximate = "none", fused: bool = F
 
 
 def bias_gelu(
-    inputs: Tensor,
-    bias: Tensor | None,
-    *,
-    approximate: Approximate = "none",
-    split_backward: bool = False,
-    fused: bool = False,
+    inputs: Tensor, bias: Tensor | None, *, approximate: Approximate = "none", fused: bool = False
 ) -> Tensor:
     """gelu(inputs + bias), [..., I] -> [..., I]; without a bias gelu(inputs).
 
-    split_backward: the gradients of inputs and bias come from nodes of their own.
+    Fused, one node gives both gradients: a schedule that splits the backward leaves the bias to the product before.
     """
-    if bias is not None and (split_backward or not fused):
-        inputs, bias = inputs + bias, None
     if fused:
         activated: Tensor = torch.ops.megalite.bias_gelu(inputs, bias, _GELU[approximate])
         return activated
-    return F.gelu(inputs, approximate=approximate)
+    return F.gelu(inputs if bias is None else inputs + bias, approximate=approximate)
 
 
 def _glu_like(gate_up: Tensor, activation: int) -> Tensor:

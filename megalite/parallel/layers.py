@@ -155,10 +155,11 @@ class ColumnParallelLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(local_out_features, in_features, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(local_out_features, dtype=dtype)) if bias else None
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """[B, S or S / tp, in] -> [B, S, out / tp]."""
+    def forward(self, hidden_states: Tensor, *, with_bias: bool = True) -> Tensor:
+        """[B, S or S / tp, in] -> [B, S, out / tp]; without the bias where the caller adds it."""
+        bias = self.bias if with_bias else None
         return column_linear(
-            hidden_states, self.weight, self.bias, mesh=self.mesh, split_backward=self.split_backward
+            hidden_states, self.weight, bias, mesh=self.mesh, split_backward=self.split_backward
         )
 
 

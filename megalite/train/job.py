@@ -163,7 +163,8 @@ def _train(
         reporter.warn(precision.warning)
     if precision.note:
         reporter.say(precision.note)
-    reporter.say(f"kernels: {kernels}")
+    if config.model.kernels != "reference":
+        reporter.say(f"model.kernels: {kernels}")
     if resumed_from is not None:
         reporter.say(f"resumed after step {trainer.state.step} from {resumed_from}")
         if trainer.state.step >= trainer.total_steps:

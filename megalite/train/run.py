@@ -99,6 +99,7 @@ class Trainer:
         from megalite.train.job import RunFolder, prepare_inputs, train_rank
 
         _prepare_deepspeed(config, info)
+        _require_kernels(config)
         folder = RunFolder(Path(config.run.folder))
         arguments = (config, threads, self.callbacks)
         if info is not None:
@@ -140,6 +141,15 @@ def _prepare_deepspeed(config: RunConfig, info: RankInfo | None) -> None:
     if config.native_optimizer:
         silent = info is not None and info.local_rank > 0
         build_operator(config.deepspeed_json(), (lambda _: None) if silent else announce)
+
+
+def _require_kernels(config: RunConfig) -> None:
+    """ConfigError where compiled operators are asked for and there are none; each rank asks for its own device."""
+    if config.model.kernels == "fused":
+        from megalite.model.kernels import choose_kernels
+
+        # A GPU is not asked here: the question would start CUDA, which no fork survives.
+        choose_kernels(config.model.kernels, "cpu")
 
 
 def _require_forkable(ranks: int, threads: int) -> None:

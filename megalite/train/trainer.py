@@ -103,6 +103,7 @@ def model_options(config: RunConfig, device_type: str = "cpu") -> ModelOptions:
         z_loss=config.training.z_loss,
         recompute=Recompute(training.recompute, training.recompute_layers, training.recompute_ratio),
         compile=training.compile,
+        chunked_loss=model.chunked_loss,
         kernels=choose_kernels(model.kernels, device_type).name,
     )
 

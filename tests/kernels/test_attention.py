@@ -1,5 +1,7 @@
 """The compiled attention operator on the CPU: against float64, its gradients, what torch asks of an operator."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,14 +9,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megalite.ops import attention as ops
-from megalite.ops import extension
 from megalite.ops.packed_attention import packed_attention, why_not_packed
 from tests.support.attention import Packed, attention, gradients, starts
-from tests.support.parity import FLOAT32_RTOL, LAYOUT_RTOL, assert_as_accurate_as, assert_close
+from tests.support.kernels import DTYPES, assert_no_worse, needs_library
+from tests.support.parity import FLOAT32_RTOL, LAYOUT_RTOL, assert_close
 
-pytestmark = pytest.mark.skipif(not extension.available("cpu"), reason=extension.why_not("cpu"))
-
-DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+pytestmark = needs_library
 # Blocks are of 64 queries and 64 keys.
 CASES = {
     "documents": Packed((70, 1, 0, 130), (70, 1, 0, 130), head_size=20),
@@ -58,10 +58,10 @@ def _compare(packed: Packed, dtype: torch.dtype) -> None:
     for what, one, naive, reference in zip(
         ("output", "query", "key", "value"), ours, plain, theirs, strict=True
     ):
-        if dtype in (torch.bfloat16, torch.float16):
-            assert_as_accurate_as(one, naive, reference, what=what)
-        else:
+        if dtype == torch.float64:  # the plain form is the reference itself
             assert_close(one, reference, rtol=rtol, what=what)
+        else:
+            assert_no_worse(one, naive, reference, what=what)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -71,7 +71,7 @@ def test_it_is_attention(case, dtype) -> None:
 
 
 @given(st.data())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_ragged_sequences(data) -> None:
     lengths = st.lists(st.integers(0, 90), min_size=1, max_size=4)
     queries = tuple(data.draw(lengths))
@@ -88,7 +88,7 @@ def test_ragged_sequences(data) -> None:
 
 
 def test_gradcheck_of_output_and_log_sum_exps() -> None:
-    packed = Packed((3, 0, 5), (4, 2, 5), left=3, right=1, heads=4, kv_heads=2, head_size=3)
+    packed = Packed((2, 0, 4), (3, 1, 4), left=2, right=1, heads=2, kv_heads=1, head_size=2)
     inputs = [each.detach().clone().requires_grad_() for each in packed.inputs(torch.float64)]
     assert torch.autograd.gradcheck(lambda *each: _run(packed, list(each)), inputs)
 
@@ -145,10 +145,9 @@ def test_results_do_not_depend_on_the_number_of_threads() -> None:
     assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_opcheck(dtype) -> None:
+def test_opcheck() -> None:
     packed = Packed((5, 9), (6, 9), head_size=8)
-    inputs = packed.inputs(dtype)
+    inputs = packed.inputs(torch.bfloat16)
     rest = (starts(packed.queries), starts(packed.keys), 9, 9, 4, 0)
     torch.library.opcheck(torch.ops.megalite.attention_forward, (*inputs, *rest, 0.3, True))
     output, lse = (each.detach() for each in torch.ops.megalite.attention_forward(*inputs, *rest, 0.3, True))
@@ -244,4 +243,12 @@ def test_what_the_operator_lacks_is_told_and_torch_serves() -> None:
     with pytest.warns(UserWarning, match="not fused: it takes documents by their starts only"):
         spans = ops.causal_attention(*heads, documents=ops.document_spans(ids), fused=True)
     assert_close(spans, ops.causal_attention(*heads))
-    assert "16-bit types" in why_not_packed(torch.empty(1, 1, 64, device="meta").to("meta")) or True
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_size", "words"),
+    [(torch.float32, 64, "for 16-bit types, not torch.float32"), (torch.bfloat16, 96, "64 and 128, not 96")],
+)
+def test_what_cuda_has_no_kernel_for_is_said(dtype, head_size, words) -> None:
+    query = SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=(1, 1, head_size))
+    assert words in why_not_packed(query)

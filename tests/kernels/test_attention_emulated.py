@@ -5,6 +5,8 @@ late as they may. What is proved is the algorithm and its movements of data, not
 """
 
 import ctypes
+import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +14,8 @@ from torch import Tensor
 
 from tests.support import emulator
 from tests.support.attention import Packed, attention, gradients, starts
-from tests.support.parity import FLOAT32_RTOL, assert_as_accurate_as, assert_close
+from tests.support.kernels import assert_no_worse
+from tests.support.parity import FLOAT32_RTOL, assert_close
 
 pytestmark = pytest.mark.skipif(emulator.COMPILER is None, reason="no C++ compiler")
 
@@ -68,30 +71,42 @@ def _backward(
 
 def test_bands_are_those_of_a_naive_mask() -> None:
     wrong = (ctypes.c_int * 4)()
-    limit = 9
+    limit = 8
     compared = emulator.library().compare_bands(limit, wrong)
     assert compared == (limit + 1) ** 2 * (limit + 2) ** 2, f"queries, keys, left, right: {list(wrong)}"
 
 
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("dtype", SIXTEEN_BITS)
 @pytest.mark.parametrize("case", CASES)
-def test_forward(case, dtype, late) -> None:
+def test_forward(case) -> None:
     packed = CASES[case]
+    dtype, late = SIXTEEN_BITS[len(case) % 2], len(case) % 4 < 2
     inputs = packed.inputs(dtype)
     output, lse, report = _forward(packed, inputs, late=late)
     assert report.problem is None, report.problem.decode()
     assert report.conflicts == 0
     exact, exact_lse = attention(packed, *(each.double() for each in inputs))
-    assert_as_accurate_as(output, attention(packed, *inputs)[0], exact, what="output")
+    assert_no_worse(output, attention(packed, *inputs)[0], exact, what="output")
     nothing = exact_lse == float("-inf")
     assert torch.equal(lse == float("-inf"), nothing)
     assert_close(lse[~nothing], exact_lse[~nothing], rtol=FLOAT32_RTOL, what="log-sum-exps")
 
 
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("in_order", [False, True])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "in_order", "late"),
+    [
+        ("documents", False, True),
+        ("documents", True, False),
+        ("unmasked", True, True),
+        ("a cache", False, False),
+        ("rows that see nothing", True, True),
+        ("window", True, False),
+        ("window", False, True),
+        ("band", False, False),
+        ("no keys", True, True),
+        ("wide heads", True, True),
+        ("wide heads in a window", False, False),
+    ],
+)
 def test_backward(case, in_order, late) -> None:
     packed, dtype = CASES[case], SIXTEEN_BITS[len(case) % 2]
     inputs = packed.inputs(dtype)
@@ -104,14 +119,44 @@ def test_backward(case, in_order, late) -> None:
     assert report.conflicts == 0
     plain, exact = gradients(packed, inputs, *grads), gradients(packed, wide, *grads)
     for name, ours, naive, reference in zip(("query", "key", "value"), found, plain, exact, strict=True):
-        assert_as_accurate_as(ours, naive, reference, what=f"gradient of the {name}")
+        assert_no_worse(ours, naive, reference, what=f"gradient of the {name}")
 
 
-@pytest.mark.parametrize("barrier", [0, 1, 2, 3])
-def test_a_deleted_barrier_is_caught(barrier) -> None:
-    """Of a block of queries over two blocks of keys: each of the four barriers within its loop is needed."""
+# Barriers within the loop of a small block over three others; of keys, also the one before their gradients take
+# their place. Without it a race is certain.
+BARRIERS = {"forward": 6, "queries": 3, "keys": 7}
+
+
+@pytest.fixture(scope="module")
+def race() -> Path:
+    """The kernels on threads of the system, watched by ThreadSanitizer."""
+    return emulator.compiled("race.cpp", "-O1", "-g1", "-fsanitize=thread")
+
+
+def _races(race: Path, kernel: str, *, late: bool, left_out: int = -1) -> bool:
+    environ = {"TSAN_OPTIONS": "halt_on_error=1 exitcode=66 symbolize=0"}
+    command = [str(race), kernel, str(int(late)), str(left_out)]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode in (0, 66), done.stdout + done.stderr
+    return done.returncode == 66
+
+
+@pytest.mark.parametrize("kernel", BARRIERS)
+def test_no_two_threads_race(race, kernel) -> None:
+    assert not any(_races(race, kernel, late=late) for late in (False, True))
+
+
+@pytest.mark.parametrize("kernel", BARRIERS)
+def test_a_deleted_barrier_is_a_race(race, kernel) -> None:
+    needed = range(BARRIERS[kernel])
+    assert [n for n in needed if not _races(race, kernel, late=n % 2 == 0, left_out=n)] == []
+
+
+def test_a_deleted_barrier_gives_wrong_results() -> None:
+    """Where the block's memory is NaN at first: of a block of queries over two blocks of keys, each barrier counts."""
     packed = Packed((128,), (128,), heads=1, kv_heads=1, right=-1)
     inputs = packed.inputs(torch.bfloat16)
-    runs = [_forward(packed, inputs, late=late, left_out_sync=barrier)[0] for late in (False, True)]
     right = _forward(packed, inputs, late=True)[0]
-    assert not all(torch.equal(each, right) for each in runs)
+    for barrier in range(4):
+        runs = [_forward(packed, inputs, late=late, left_out_sync=barrier)[0] for late in (False, True)]
+        assert not all(torch.equal(each, right) for each in runs), barrier

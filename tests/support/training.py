@@ -54,6 +54,7 @@ class Job:
     compile: bool = False
     documents: bool = False
     kernels: Kernels = "reference"
+    chunked_loss: int = 0
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,7 @@ def build(job: Job) -> Parts:
         label_smoothing=job.label_smoothing,
         z_loss=job.z_loss,
         kernels=job.kernels,
+        chunked_loss=job.chunked_loss,
     )
     split = pipeline_split(
         job.shape.num_hidden_layers,

@@ -83,20 +83,36 @@ MegaliteAttention told(
   return a;
 }
 
-// Calls the CPU's kernel, or CUDA's on the tensor's device and stream.
-template <class OnCpu, class OnCuda>
-void call(const Tensor& tensor, const MegaliteAttention& a, OnCpu on_cpu, OnCuda on_cuda, const char* entry) {
-  if (!tensor.is_cuda()) return ml::check(on_cpu(&a, ml::dtype_of(tensor)), entry);
-  const ml::OnDevice device(tensor);
-  ml::check(on_cuda(&a, ml::dtype_of(tensor), device.stream()), entry);
-}
+using OnCpu = int (*)(const MegaliteAttention*, int);
+using OnCuda = int (*)(const MegaliteAttention*, int, void*);
+
+struct Kernels {
+  OnCpu cpu;
+  OnCuda cuda_64, cuda_128;
+  const char* name;
+};
 
 #ifdef MEGALITE_CUDA
-constexpr auto kForwardCuda = megalite_attention_forward_cuda, kBackwardCuda = megalite_attention_backward_cuda;
+constexpr Kernels kForward{
+    megalite_attention_forward_cpu, megalite_attention_forward_64_cuda, megalite_attention_forward_128_cuda,
+    "attention_forward"};
+constexpr Kernels kBackward{
+    megalite_attention_backward_cpu, megalite_attention_backward_64_cuda, megalite_attention_backward_128_cuda,
+    "attention_backward"};
 #else
-int without_cuda(const MegaliteAttention*, int, void*) { return ml::kUnsupported; }
-constexpr auto kForwardCuda = without_cuda, kBackwardCuda = without_cuda;
+constexpr Kernels kForward{megalite_attention_forward_cpu, nullptr, nullptr, "attention_forward"};
+constexpr Kernels kBackward{megalite_attention_backward_cpu, nullptr, nullptr, "attention_backward"};
 #endif
+
+// Calls the CPU's kernel, or CUDA's on the tensor's device and stream.
+void call(const Kernels& kernels, const Tensor& tensor, const MegaliteAttention& a) {
+  const int dtype = ml::dtype_of(tensor);
+  if (!tensor.is_cuda()) return ml::check(kernels.cpu(&a, dtype), kernels.name);
+  const OnCuda kernel = a.head_size == 64 ? kernels.cuda_64 : a.head_size == 128 ? kernels.cuda_128 : nullptr;
+  if (kernel == nullptr) return ml::check(ml::kUnsupported, kernels.name);
+  const ml::OnDevice device(tensor);
+  ml::check(kernel(&a, dtype, device.stream()), kernels.name);
+}
 
 std::tuple<Tensor, Tensor> forward(
     Tensor query, Tensor key, Tensor value, Tensor query_starts, Tensor key_starts, int64_t longest_query,
@@ -106,7 +122,7 @@ std::tuple<Tensor, Tensor> forward(
   Tensor output = ml::new_empty(query, {a.queries, a.heads, a.head_size});
   Tensor lse = ml::new_empty(query, {a.heads, a.queries}, ml::wide_type(query));
   a.output = output.mutable_data_ptr(), a.lse = lse.mutable_data_ptr();
-  call(query, a, megalite_attention_forward_cpu, kForwardCuda, "attention_forward");
+  call(kForward, query, a);
   return {output, lse};
 }
 
@@ -148,7 +164,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(
       a.query_sums = static_cast<float*>(sums.mutable_data_ptr());
     }
   }
-  call(query, a, megalite_attention_backward_cpu, kBackwardCuda, "attention_backward");
+  call(kBackward, query, a);
   return {query_grad, key_grad, value_grad};
 }
 

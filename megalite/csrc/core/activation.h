@@ -9,7 +9,7 @@ namespace ml {
 // threads does not change.
 ML_HD int64_t rows_per_block(int64_t rows) {
   const int64_t of_256 = (rows + 255) / 256;
-  return of_256 > 64 ? of_256 : 64;
+  return of_256 > 16 ? of_256 : 16;
 }
 
 enum Activation { kSilu = 0, kGelu = 1, kGeluTanh = 2 };

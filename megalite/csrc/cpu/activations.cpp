@@ -108,9 +108,9 @@ void bias_gelu_backward(
     }
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < features; ++i) {
-      Wide<T> sum = 0;
+      double sum = 0;  // of up to 256 partial sums, which float32 would add some error to
       for (int64_t block = 0; block < blocks; ++block) sum += partials[block * features + i];
-      bias_grad[i] = from_wide<T>(sum);
+      bias_grad[i] = from_wide<T>(static_cast<Wide<T>>(sum));
     }
   }
 }

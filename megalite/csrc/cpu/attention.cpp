@@ -33,7 +33,7 @@ struct Left {
   int row_step, k_step;
 };
 
-// kRows rows of two vectors: as many sums as the processor's additions take to follow each other at full rate.
+// kRows rows of two vectors, all of them in registers: of the 16 that there are, 6 rows leave 4.
 template <int kRows, typename W>
 inline void add_rows(W* sums, int sums_step, Left<W> left, const W* right, int right_step, int depth) {
   using V = typename Vector<W>::Type;
@@ -62,12 +62,16 @@ inline void add_rows(W* sums, int sums_step, Left<W> left, const W* right, int r
 template <typename W>
 void add_product(
     W* sums, int sums_step, Left<W> left, const W* right, int right_step, int rows, int columns, int depth) {
+  constexpr int kMost = 6;
   for (int column = 0; column < columns; column += Vector<W>::kPair) {
     W* target = sums + column;
     Left<W> from = left;
     int row = 0;
-    for (; row + 4 <= rows; row += 4, target += 4 * sums_step, from.data += 4 * left.row_step) {
-      add_rows<4>(target, sums_step, from, right + column, right_step, depth);
+    for (; row + kMost <= rows; row += kMost, target += kMost * sums_step, from.data += kMost * left.row_step) {
+      add_rows<kMost>(target, sums_step, from, right + column, right_step, depth);
+    }
+    for (; row + 2 <= rows; row += 2, target += 2 * sums_step, from.data += 2 * left.row_step) {
+      add_rows<2>(target, sums_step, from, right + column, right_step, depth);
     }
     for (; row < rows; ++row, target += sums_step, from.data += left.row_step) {
       add_rows<1>(target, sums_step, from, right + column, right_step, depth);
@@ -135,9 +139,16 @@ W scale_seen(W* scores, Range seen, W scale) {
   const int begin = std::clamp(seen.begin, 0, kBlock), end = std::clamp(seen.end, begin, kBlock);
   std::fill(scores, scores + begin, -kInfinity<W>);
   std::fill(scores + end, scores + kBlock, -kInfinity<W>);
-  W greatest = -kInfinity<W>;
   for (int i = begin; i < end; ++i) scores[i] *= scale;
-  for (int i = 0; i < kBlock; ++i) greatest = scores[i] > greatest ? scores[i] : greatest;
+  // In vectors by hand: a compiler that heeds NaN compares one number after the other.
+  using V = typename Vector<W>::Type;
+  V most = *reinterpret_cast<const V*>(scores);
+  for (int i = Vector<W>::kLanes; i < kBlock; i += Vector<W>::kLanes) {
+    const V next = *reinterpret_cast<const V*>(scores + i);
+    most = next > most ? next : most;
+  }
+  W greatest = most[0];
+  for (int i = 1; i < Vector<W>::kLanes; ++i) greatest = most[i] > greatest ? most[i] : greatest;
   return greatest;
 }
 

@@ -9,8 +9,12 @@ namespace {
 using namespace ml;
 
 constexpr int kLanes = 128;
-// Rows a thread takes: their loads are on their way together.
-constexpr int kRows = 4;
+// Columns and rows that a thread takes: their loads are on their way together. float64's exp and erfc are functions
+// that are called, and what lives across a call spills.
+template <typename T>
+constexpr int kColumns = sizeof(T) == 8 ? 1 : kPerLoad<T>;
+template <typename T>
+constexpr int kRows = sizeof(T) == 8 ? 1 : 4;
 // Threads of a block that sums over rows: lanes over columns, and as many groups of rows.
 constexpr int kSumLanes = 32, kSumGroups = 8;
 
@@ -19,20 +23,20 @@ struct Place {
   int64_t row, column;
 };
 
-template <int N>
+template <typename T, int N>
 __device__ __forceinline__ Place place_of(int64_t features) {
   const int64_t tiles = (features + kLanes * N - 1) / (kLanes * N);
-  return {blockIdx.x / tiles * kRows, (blockIdx.x % tiles * kLanes + threadIdx.x) * N};
+  return {blockIdx.x / tiles * kRows<T>, (blockIdx.x % tiles * kLanes + threadIdx.x) * N};
 }
 
 template <typename A, typename T, int N>
 __global__ void __launch_bounds__(kLanes)
     glu(const T* __restrict__ gate_up, T* __restrict__ out, int64_t rows, int64_t features) {
-  const Place at = place_of<N>(features);
+  const Place at = place_of<T, N>(features);
   if (at.column >= features) return;
-  Values<T, N> gate[kRows], up[kRows];
+  Values<T, N> gate[kRows<T>], up[kRows<T>];
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) {
+  for (int r = 0; r < kRows<T>; ++r) {
     if (at.row + r < rows) {
       const T* from = gate_up + (at.row + r) * 2 * features + at.column;
       gate[r] = load<N>(from);
@@ -40,7 +44,7 @@ __global__ void __launch_bounds__(kLanes)
     }
   }
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) {
+  for (int r = 0; r < kRows<T>; ++r) {
     if (at.row + r < rows) {
       Values<T, N> made;
 #pragma unroll
@@ -56,11 +60,11 @@ template <typename A, typename T, int N>
 __global__ void __launch_bounds__(kLanes) glu_backward(
     const T* __restrict__ grad, const T* __restrict__ gate_up, T* __restrict__ gate_up_grad, int64_t rows,
     int64_t features) {
-  const Place at = place_of<N>(features);
+  const Place at = place_of<T, N>(features);
   if (at.column >= features) return;
-  Values<T, N> given[kRows], gate[kRows], up[kRows];
+  Values<T, N> given[kRows<T>], gate[kRows<T>], up[kRows<T>];
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) {
+  for (int r = 0; r < kRows<T>; ++r) {
     if (at.row + r < rows) {
       const T* from = gate_up + (at.row + r) * 2 * features + at.column;
       given[r] = load<N>(grad + (at.row + r) * features + at.column);
@@ -69,7 +73,7 @@ __global__ void __launch_bounds__(kLanes) glu_backward(
     }
   }
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) {
+  for (int r = 0; r < kRows<T>; ++r) {
     if (at.row + r < rows) {
       Values<T, N> gate_grad, up_grad;
 #pragma unroll
@@ -97,17 +101,17 @@ template <typename A, typename T, int N>
 __global__ void __launch_bounds__(kLanes) bias_gelu(
     const T* __restrict__ inputs, const T* __restrict__ bias, T* __restrict__ out, int64_t rows,
     int64_t features) {
-  const Place at = place_of<N>(features);
+  const Place at = place_of<T, N>(features);
   if (at.column >= features) return;
-  Values<T, N> given[kRows];
+  Values<T, N> given[kRows<T>];
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) {
+  for (int r = 0; r < kRows<T>; ++r) {
     if (at.row + r < rows) given[r] = load<N>(inputs + (at.row + r) * features + at.column);
   }
   Wide<T> shift[N];
   load_bias<N>(bias, at.column, shift);
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) {
+  for (int r = 0; r < kRows<T>; ++r) {
     if (at.row + r < rows) {
       Values<T, N> made;
 #pragma unroll
@@ -130,7 +134,7 @@ __global__ void __launch_bounds__(kSumLanes * kSumGroups) bias_gelu_backward(
   Wide<T> shift[N], sum[N] = {};
   if (column < features) {
     load_bias<N>(bias, column, shift);
-#pragma unroll 4
+#pragma unroll(kRows<T>)
     for (int64_t row = first + threadIdx.y; row < end; row += kSumGroups) {
       const Values<T, N> from = load<N>(grad + row * features + column);
       const Values<T, N> of = load<N>(inputs + row * features + column);
@@ -181,12 +185,12 @@ __global__ void __launch_bounds__(kSumLanes * kSumGroups)
 // Whether rows of `features` values at these addresses can be read 16 bytes at a time.
 template <typename T, typename... Addresses>
 bool packs(int64_t features, Addresses... addresses) {
-  return features % kPerLoad<T> == 0 && (on_16_bytes(addresses) && ...);
+  return features % kColumns<T> == 0 && (on_16_bytes(addresses) && ...);
 }
 
-template <int N>
+template <typename T, int N>
 unsigned tiles_of(int64_t rows, int64_t features) {
-  return static_cast<unsigned>(divided_up(rows, kRows) * divided_up(features, kLanes * N));
+  return static_cast<unsigned>(divided_up(rows, kRows<T>) * divided_up(features, kLanes * N));
 }
 
 }  // namespace
@@ -199,10 +203,10 @@ int megalite_glu_cuda(
   const int unknown = for_activation(activation, dtype, [&](auto kind, auto type) {
     using A = decltype(kind);
     using T = decltype(type);
-    constexpr int N = kPerLoad<T>;
+    constexpr int N = kColumns<T>;
     const bool wide = packs<T>(features, gate_up, out);
     const auto kernel = wide ? glu<A, T, N> : glu<A, T, 1>;
-    const unsigned tiles = wide ? tiles_of<N>(rows, features) : tiles_of<1>(rows, features);
+    const unsigned tiles = wide ? tiles_of<T, N>(rows, features) : tiles_of<T, 1>(rows, features);
     kernel<<<tiles, kLanes, 0, static_cast<cudaStream_t>(stream)>>>(
         static_cast<const T*>(gate_up), static_cast<T*>(out), rows, features);
   });
@@ -216,10 +220,10 @@ int megalite_glu_backward_cuda(
   const int unknown = for_activation(activation, dtype, [&](auto kind, auto type) {
     using A = decltype(kind);
     using T = decltype(type);
-    constexpr int N = kPerLoad<T>;
+    constexpr int N = kColumns<T>;
     const bool wide = packs<T>(features, grad, gate_up, gate_up_grad);
     const auto kernel = wide ? glu_backward<A, T, N> : glu_backward<A, T, 1>;
-    const unsigned tiles = wide ? tiles_of<N>(rows, features) : tiles_of<1>(rows, features);
+    const unsigned tiles = wide ? tiles_of<T, N>(rows, features) : tiles_of<T, 1>(rows, features);
     kernel<<<tiles, kLanes, 0, static_cast<cudaStream_t>(stream)>>>(
         static_cast<const T*>(grad), static_cast<const T*>(gate_up), static_cast<T*>(gate_up_grad), rows, features);
   });
@@ -233,10 +237,10 @@ int megalite_bias_gelu_cuda(
   const int unknown = for_gelu(activation, dtype, [&](auto kind, auto type) {
     using A = decltype(kind);
     using T = decltype(type);
-    constexpr int N = kPerLoad<T>;
+    constexpr int N = kColumns<T>;
     const bool wide = packs<T>(features, inputs, out);
     const auto kernel = wide ? bias_gelu<A, T, N> : bias_gelu<A, T, 1>;
-    const unsigned tiles = wide ? tiles_of<N>(rows, features) : tiles_of<1>(rows, features);
+    const unsigned tiles = wide ? tiles_of<T, N>(rows, features) : tiles_of<T, 1>(rows, features);
     kernel<<<tiles, kLanes, 0, static_cast<cudaStream_t>(stream)>>>(
         static_cast<const T*>(inputs), static_cast<const T*>(bias), static_cast<T*>(out), rows, features);
   });
@@ -250,7 +254,7 @@ int megalite_bias_gelu_backward_cuda(
   const int unknown = for_gelu(activation, dtype, [&](auto kind, auto type) {
     using A = decltype(kind);
     using T = decltype(type);
-    constexpr int N = kPerLoad<T>;
+    constexpr int N = kColumns<T>;
     const bool wide = packs<T>(features, grad, inputs, inputs_grad);
     const auto kernel = wide ? bias_gelu_backward<A, T, N> : bias_gelu_backward<A, T, 1>;
     const int64_t taken = rows_per_block(rows), blocks = divided_up(rows, taken);
@@ -262,7 +266,7 @@ int megalite_bias_gelu_backward_cuda(
           static_cast<const T*>(grad), static_cast<const T*>(inputs), static_cast<const T*>(bias),
           static_cast<T*>(inputs_grad), sums, rows, features, taken);
     }
-    if (sums != nullptr) {
+    if (bias != nullptr) {
       sum_partials<T><<<divided_up(features, kSumLanes), threads, 0, static_cast<cudaStream_t>(stream)>>>(
           sums, static_cast<T*>(bias_grad), blocks, features);
     }

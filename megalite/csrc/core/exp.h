@@ -1,0 +1,62 @@
+// e^x for x <= 0, as a softmax needs it. On the host without calls and branches, so that loops over it become vector code.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "core/scalar.h"
+
+namespace ml {
+
+// At most 2 units in the last place; 0 below the smallest normal number, and of -infinity; NaN stays NaN.
+ML_HD float exp_nonpositive(float x) {
+#ifdef __CUDA_ARCH__
+  return expf(x);
+#else
+  constexpr float kLowest = -88.0f;  // there the power is -127, whose bits are those of 0
+  const float bounded = x < kLowest ? kLowest : x;
+  // x = power * ln 2 + rest, with ln 2 in two parts (Cody and Waite 1980).
+  const int32_t power = static_cast<int32_t>(bounded * 1.44269504f - 0.5f);
+  const float rest = (bounded - static_cast<float>(power) * 0.693359375f) + static_cast<float>(power) * 2.12194440e-4f;
+  // The minimax polynomial of the Cephes library's expf.
+  float sum = 1.9875691500e-4f;
+  sum = sum * rest + 1.3981999507e-3f;
+  sum = sum * rest + 8.3334519073e-3f;
+  sum = sum * rest + 4.1665795894e-2f;
+  sum = sum * rest + 1.6666665459e-1f;
+  sum = sum * rest + 5.0000001201e-1f;
+  sum = sum * rest * rest + rest + 1.0f;
+  return sum * float_of(static_cast<uint32_t>(power + 127) << 23);
+#endif
+}
+
+ML_HD double exp_nonpositive(double x) {
+#ifdef __CUDA_ARCH__
+  return exp(x);
+#else
+  constexpr double kLowest = -709.0;  // there the power is -1023, whose bits are those of 0
+  const double bounded = x < kLowest ? kLowest : x;
+  const int32_t power = static_cast<int32_t>(bounded * 1.4426950408889634 - 0.5);
+  const double rest = (bounded - power * 6.93145751953125e-1) - power * 1.42860682030941723212e-6;
+  // Taylor's series to x^13 / 13!: what is left out is below 5e-18 for |rest| <= ln 2 / 2.
+  double sum = 1.6059043836821613e-10;
+  sum = sum * rest + 2.08767569878681e-9;
+  sum = sum * rest + 2.505210838544172e-8;
+  sum = sum * rest + 2.755731922398589e-7;
+  sum = sum * rest + 2.7557319223985893e-6;
+  sum = sum * rest + 2.48015873015873e-5;
+  sum = sum * rest + 1.984126984126984e-4;
+  sum = sum * rest + 1.388888888888889e-3;
+  sum = sum * rest + 8.333333333333333e-3;
+  sum = sum * rest + 4.1666666666666664e-2;
+  sum = sum * rest + 1.6666666666666666e-1;
+  sum = sum * rest + 0.5;
+  sum = sum * rest * rest + rest + 1.0;
+  const uint64_t bits = static_cast<uint64_t>(static_cast<int64_t>(power) + 1023) << 52;
+  double scale;
+  memcpy(&scale, &bits, sizeof scale);
+  return sum * scale;
+#endif
+}
+
+}  // namespace ml
