@@ -191,7 +191,8 @@ class Object:
         done = subprocess.run(command, cwd=CSRC, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             partial.unlink(missing_ok=True)
-            raise SetupError(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
+            remedy = "\nMEGALITE_CUDA=0 builds without CUDA kernels" if self.source.suffix == ".cu" else ""
+            raise SetupError(f"{' '.join(command)}\n{done.stdout}{done.stderr}{remedy}")
         _, _, words = makefile.read_text().replace("\\\n", " ").partition(":")
         read = {(CSRC / word).resolve() for word in words.split()}
         names = sorted(str(path.relative_to(CSRC)) for path in read if path.is_relative_to(CSRC))
@@ -317,7 +318,9 @@ def build(tools: Tools, folder: Path) -> str:
             f"({content['cxx']}) and {chips}; {len(stale)} of {len(objects)} files compiled "
             f"in {time.monotonic() - started:.0f} s"
         )
-    record.write_text(json.dumps(content | {"said": said}, indent=1) + "\n")
+    partial = record.with_suffix(f".{os.getpid()}.json")
+    partial.write_text(json.dumps(content | {"said": said}, indent=1) + "\n")
+    partial.replace(record)
     return said
 
 

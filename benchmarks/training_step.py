@@ -20,10 +20,10 @@ from pathlib import Path
 from megalite.launcher.process import available_cores, keep_freed_memory
 from megalite.topology.layout import Layout
 
-# name -> (peer, layout, threads a process, allocator settings)
+# name -> (peer, layout, threads a process, our settings of the allocator and of waiting threads)
 CASES: dict[str, tuple[str, Layout, int, bool]] = {
     "transformers, as installed": ("transformers", Layout(), 2, False),
-    "transformers, our allocator settings": ("transformers", Layout(), 2, True),
+    "transformers, our settings": ("transformers", Layout(), 2, True),
     "megalite, one process, 2 threads": ("megalite", Layout(), 2, True),
     "megalite, tensor 2, 1 thread each": ("megalite", Layout(tensor=2), 1, True),
     "megalite, pipeline 2, 1 thread each": ("megalite", Layout(pipeline=2), 1, True),
@@ -32,9 +32,10 @@ CASES: dict[str, tuple[str, Layout, int, bool]] = {
 
 
 def _run_rank(rank: int, case: str, store: str, results: Connection) -> None:
-    peer, layout, threads, allocator = CASES[case]
+    peer, layout, threads, ours = CASES[case]
     os.environ["OMP_NUM_THREADS"] = str(threads)
-    if allocator:
+    if ours:
+        os.environ["GOMP_SPINCOUNT"] = "1000"
         keep_freed_memory()
     import torch
 

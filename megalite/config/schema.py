@@ -99,7 +99,7 @@ class ModelConfig(Section):
     mlp_dropout: Fraction = Field(0.0, description="of the MLP's activations")
     attention_dropout: Fraction = Field(0.0, description="of its probabilities; no fused attention then")
     kernels: Literal["auto", "fused", "reference"] = Field(
-        "reference", description='compiled operators, or plain torch; "auto": compiled where they are built'
+        "auto", description='compiled operators, or plain torch; "auto": compiled where they are built'
     )
     chunked_loss: int = Field(0, ge=0, lt=2**31, description="tokens whose logits exist at once; 0: all")
 

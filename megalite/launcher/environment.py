@@ -176,6 +176,10 @@ def prepare_process(
     threads = threads_per_rank(local_ranks, info, environ) if threads == "auto" else threads
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         environ[name] = str(threads)
+    if "OMP_WAIT_POLICY" not in environ:
+        # Threads that wait for one another spin for milliseconds else, and ten times as long as they compute where the
+        # kernel or another job has them share a core.
+        environ.setdefault("GOMP_SPINCOUNT", "1000")
     keep_freed_memory()
 
     loopback = any(name == "lo" for _, name in socket.if_nameindex())

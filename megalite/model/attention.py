@@ -64,9 +64,14 @@ class SelfAttention(nn.Module):
 
     def _heads(self, qkv: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
         if rotation is not None and not self.qk_norm:
-            # Nobody else holds the projection's output.
-            form = {"overwrite": not torch.is_grad_enabled(), "fused": self.fused}
-            return split_and_rotate(qkv, self.heads, self.key_value_heads, *rotation, **form)
+            return split_and_rotate(
+                qkv,
+                self.heads,
+                self.key_value_heads,
+                *rotation,
+                overwrite=not torch.is_grad_enabled(),  # nobody else holds the projection's output
+                fused=self.fused,
+            )
         query, key, value = qkv.split((self.heads, self.key_value_heads, self.key_value_heads), dim=2)
         if self.qk_norm:
             query, key = self.q_norm(query.contiguous()), self.k_norm(key.contiguous())

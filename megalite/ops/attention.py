@@ -1,6 +1,7 @@
 """Scaled dot-product attention with grouped key-value heads (Ainslie et al., "GQA", 2023)."""
 
 import warnings
+from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from typing import NamedTuple
@@ -26,7 +27,8 @@ class Span(NamedTuple):
     seen: Tensor | None = None
 
 
-class Starts(NamedTuple):
+@dataclass(frozen=True)
+class Starts:
     """Where each document of a batch laid end to end begins, and the end: [documents + 1] int32; the longest's length.
 
     What the compiled operator takes.
@@ -124,7 +126,8 @@ def causal_attention(
             return _fused_attention(query, key, value, window, documents)
         _tell(complaint)
     if isinstance(documents, Starts):
-        documents = tuple(Span(length) for length in documents.places.diff().tolist())
+        lengths = documents.places.diff().tolist()
+        return causal_attention(query, key, value, window=window, documents=tuple(map(Span, lengths)))
     grouped = query.shape[2] // key.shape[2]
     if grouped > 1:
         key, value = key.repeat_interleave(grouped, dim=2), value.repeat_interleave(grouped, dim=2)

@@ -8,7 +8,7 @@ import hashlib
 import json
 import platform
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,11 @@ def built() -> Built:
     record = LIBRARY.with_suffix(".json")
     if not record.exists():
         return Built()
-    content: dict[str, Any] = json.loads(record.read_text(encoding="utf-8"))
+    written = json.loads(record.read_text(encoding="utf-8"))
+    # Another version's setup.py may say more or less.
+    content: dict[str, Any] = {
+        each.name: written[each.name] for each in fields(Built) if each.name in written
+    }
     return Built(**content | {name: tuple(content.get(name, ())) for name in ("cpu_flags", "archs")})
 
 

@@ -42,11 +42,10 @@ struct GeluTanh {
   template <typename W>
   static ML_HD Activated<W> at(W x) {
     constexpr W scale = W(1.5957691216057307118), cubic = W(0.044715);
-    // Beyond these the gate is exactly 0 or 1, and the cube of x stays finite.
-    W bounded = x > W(64) ? W(64) : x;
-    bounded = bounded < W(-64) ? W(-64) : bounded;
-    const W square = cubic * bounded * bounded;
-    const Logistic<W> gate = logistic(scale * bounded * (1 + square));
+    // Beyond 64 the gate is exactly 0 or 1, and the slope's square stays finite.
+    W square = x * x;
+    square = cubic * (square > W(4096) ? W(4096) : square);
+    const Logistic<W> gate = logistic(scale * x * (1 + square));
     const W steepness = scale * (1 + 3 * square);
     return {x * gate.value, gate.value + x * (gate.value * gate.complement) * steepness};
   }

@@ -156,7 +156,7 @@ ML_TILE void add_to_queries(
   const typename ScoreTile::Lane left_lane = ScoreTile::lane(tile_place(Order::kRight, m.lane()));
   const typename Tile::Lane right_lane = Tile::lane(tile_place(Order::kDown, m.lane()));
   float sums[kColumns / 8][4] = {};
-  ML_UNROLL
+  ML_UNROLL_TWICE
   for (int k = 0; k < Shape::kKeys / 16; ++k) {
     uint32_t left[4];
     m.load_matrix_transposed(left, score_tile + left_lane.offset(k * 16, slice * 2));
@@ -217,9 +217,9 @@ ML_TILE void attention_key_gradients(Machine& m, const MegaliteAttention& a, int
     m.wait_all();
     m.sync();  // this step's queries are there, and nobody reads those of the step before any more
     const int first_query = block_of_queries * kQueries;
-    [[maybe_unused]] const int head = shared_head;
-    if (++block_of_queries == first_block + blocks) block_of_queries = first_block, ++shared_head;
-    if (step + 1 < steps) copy_next(step + 1, shared_head, block_of_queries);
+    const bool wraps = block_of_queries + 1 == first_block + blocks;
+    const int next_head = shared_head + wraps, next_block = wraps ? first_block : block_of_queries + 1;
+    if (step + 1 < steps) copy_next(step + 1, next_head, next_block);
     const uint32_t query_tile = stages + step % 2 * Shape::kStageBytes, grad_tile = query_tile + Shape::kGradTile;
     const uint32_t lses = query_tile + Shape::kRows, deltas = lses + kQueries * 4;
     const bool full = band.full(
@@ -234,8 +234,11 @@ ML_TILE void attention_key_gradients(Machine& m, const MegaliteAttention& a, int
     key_score_gradients<kTiles, kQueries>(m, scores, grads, deltas);
     add_product_of_sums<Element, kTiles, kHead, kQueries>(m, key_grads, grads, query_tile);
     if constexpr (Shape::kSumQueries) {
-      add_to_queries<Shape>(m, a, piece, head, first_query, grads, key_tile, key_tile + Shape::kScoreTile);
+      const Sequence again = sequence_of(a, sequence);  // not kept till here, where registers are scarce
+      add_to_queries<Shape>(
+          m, a, again, shared_head, first_query, grads, key_tile, key_tile + Shape::kScoreTile);
     }
+    shared_head = next_head, block_of_queries = next_block;
   }
 
   float ones[kTiles][2], scales[kTiles][2];

@@ -93,19 +93,22 @@ ML_TILE void add_product_of_sums(
     Machine& m, float (&sums)[kTiles][kColumns / 8][4], const float (&left)[kTiles][kSum / 8][4], uint32_t right) {
   using Tile = Swizzle<kColumns>;
   const typename Tile::Lane right_lane = Tile::lane(tile_place(Order::kDown, m.lane()));
+  uint32_t a[kSum / 16][kTiles][4];
   ML_UNROLL
   for (int k = 0; k < kSum / 16; ++k) {
-    uint32_t a[kTiles][4];
     ML_UNROLL
-    for (int t = 0; t < kTiles; ++t) narrow<Element>(m, a[t], left[t][2 * k], left[t][2 * k + 1]);
+    for (int t = 0; t < kTiles; ++t) narrow<Element>(m, a[k][t], left[t][2 * k], left[t][2 * k + 1]);
+  }
+  ML_UNROLL
+  for (int n = 0; n < kColumns / 16; ++n) {
     ML_UNROLL
-    for (int n = 0; n < kColumns / 16; ++n) {
+    for (int k = 0; k < kSum / 16; ++k) {
       uint32_t b[4];
       m.load_matrix_transposed(b, right + right_lane.offset(k * 16, n * 2));
       ML_UNROLL
       for (int t = 0; t < kTiles; ++t) {
-        m.template multiply<Element>(sums[t][2 * n], a[t], b[0], b[1]);
-        m.template multiply<Element>(sums[t][2 * n + 1], a[t], b[2], b[3]);
+        m.template multiply<Element>(sums[t][2 * n], a[k][t], b[0], b[1]);
+        m.template multiply<Element>(sums[t][2 * n + 1], a[k][t], b[2], b[3]);
       }
     }
   }
@@ -227,7 +230,6 @@ ML_TILE void attention_forward(Machine& m, const MegaliteAttention& a, int block
   const int first_row = block * Shape::kRows;
   if (first_row >= band.queries) return;
   const int past_row = at_most(first_row + Shape::kRows, band.queries);
-  const int kv_head = head / static_cast<int>(a.heads / a.kv_heads);
   const auto* query = static_cast<const uint16_t*>(a.query) +
                       (static_cast<int64_t>(piece.first_query) + first_row) * a.query_token + head * a.query_head;
   const uint32_t query_tile = m.shared(), key_tile = query_tile + Shape::kKeyTile;
@@ -239,6 +241,7 @@ ML_TILE void attention_forward(Machine& m, const MegaliteAttention& a, int block
   const int past_key = seen.empty() ? 0 : seen.end;
   // Of keys, or of values; addresses are made anew each time, registers being scarce.
   const auto copy_keys = [&](uint32_t tile, const void* all, int64_t token, int64_t own_head, int first) {
+    const int kv_head = head / static_cast<int>(a.heads / a.kv_heads);
     const auto* source = static_cast<const uint16_t*>(all) + kv_head * own_head;
     const int64_t row = static_cast<int64_t>(piece.first_key) + first;
     copy_tile<Tile, kKeys>(m, tile, source + row * token, token, band.keys - first);
