@@ -373,7 +373,7 @@ ATTENTION = [
 
 def _make_losses(shape: Shape, dtype: torch.dtype, random: Form) -> list[Tensor]:
     """Logits [tokens, vocabulary], labels of which the last counts nothing, weights with a 0 among them."""
-    logits = random(*shape)
+    logits = 4 * random(*shape)
     labels = torch.arange(shape[0], device=logits.device).mul_(7919).remainder_(shape[1])
     labels[-1] = IGNORE_INDEX
     weights = torch.ones(shape[0], dtype=torch.promote_types(dtype, torch.float32), device=logits.device)

@@ -11,6 +11,9 @@ namespace {
 
 // Elements at once: they stay in the first-level cache from the maximum to the sum.
 constexpr int64_t kBlock = 8192;
+// Exponentials summed in their own type, before their sum goes to a float64 one: beside the one of the maximum, which is
+// 1, a longer float32 sum loses the many that are small.
+constexpr int64_t kRun = 64;
 
 // Whole numbers in the order of what they stand for: compilers make vector code of their maximum.
 inline int32_t ordered(float value) {
@@ -60,15 +63,21 @@ Softmax<W> block_softmax(const W* values, int64_t count, bool with_excess) {
     highest = key > highest ? key : highest;
   }
   const W maximum = of_ordered(highest);
-  W sum = 0, excess = 0;
-#pragma omp simd reduction(+ : sum)
-  for (int64_t i = 0; i < count; ++i) sum += exp_nonpositive(values[i] - maximum);
+  double sum = 0;
+  for (int64_t begin = 0; begin < count; begin += kRun) {
+    const int64_t end = std::min(begin + kRun, count);
+    W of_run = 0;
+#pragma omp simd reduction(+ : of_run)
+    for (int64_t i = begin; i < end; ++i) of_run += exp_nonpositive(values[i] - maximum);
+    sum += of_run;
+  }
+  W excess = 0;
   if (with_excess) {
 #pragma omp simd reduction(+ : excess)
     for (int64_t i = 0; i < count; ++i) excess += values[i] - maximum;
   }
   Softmax<W> state;
-  state.maximum = maximum, state.sum = sum, state.excess = excess, state.count = static_cast<W>(count);
+  state.maximum = maximum, state.sum = static_cast<W>(sum), state.excess = excess, state.count = static_cast<W>(count);
   return state;
 }
 
