@@ -1,34 +1,12 @@
-// exp, the logistic function and the normal distribution, without branches: loops over them become vector code.
+// The logistic function and the normal distribution, without branches: loops over them become vector code.
 #pragma once
 
 #include <cmath>
 
+#include "core/exp.h"
 #include "core/scalar.h"
 
 namespace ml {
-
-// exp(x) of x <= 0. On the host: Cody and Waite's reduction to |r| <= log(2) / 2 and a minimax polynomial of degree 6,
-// to about one unit in the last place; results below the smallest normal number are 0, NaN stays NaN. fma is written
-// where reassociation would take the two parts of log(2) together.
-ML_HD float exp_below(float x) {
-#ifdef __CUDA_ARCH__
-  return expf(x);
-#else
-  x = x < -88.0f ? -88.0f : x;
-  const float power = std::rint(x * 1.44269504f);
-  const float rest = std::fma(power, -1.42860677e-6f, std::fma(power, -0.693145752f, x));
-  float series = 0.00138146046f;
-  series = std::fma(series, rest, 0.00836871192f);
-  series = std::fma(series, rest, 0.041668389f);
-  series = std::fma(series, rest, 0.166665211f);
-  series = std::fma(series, rest, 0.49999994f);
-  const float value = std::fma(series * rest, rest, rest) + 1.0f;
-  // The power of -127, which -88 has, gives the bits of 0.
-  return value * float_of(static_cast<uint32_t>(static_cast<int32_t>(power) + 127) << 23);
-#endif
-}
-
-ML_HD double exp_below(double x) { return exp(x); }
 
 ML_HD float reciprocal(float x) {
 #ifdef __CUDA_ARCH__
@@ -48,7 +26,7 @@ struct Logistic {
 // 1 / (1 + exp(-x)) and one minus it, neither by a difference.
 template <typename W>
 ML_HD Logistic<W> logistic(W x) {
-  const W small = exp_below(x < 0 ? x : -x);
+  const W small = exp_nonpositive(x < 0 ? x : -x);
   const W larger = reciprocal(1 + small), smaller = small * larger;
   return {x < 0 ? smaller : larger, x < 0 ? larger : smaller};
 }
@@ -66,7 +44,7 @@ ML_HD Normal<float> normal(float x) {
   size = size > 16.0f ? 16.0f : size;
   const float square = size * size;
   const float lost = fmaf(size, size, -square);
-  const float bell = exp_below(-0.5f * square) * (1.0f - 0.5f * lost);
+  const float bell = exp_nonpositive(-0.5f * square) * (1.0f - 0.5f * lost);
   const float share = reciprocal(size + 3.5f);
   const float place = fmaf(-7.0f, share, 1.0f);
   float series = 1.10692978e-4f;

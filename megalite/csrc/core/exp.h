@@ -1,4 +1,4 @@
-// e^x for x <= 0, as a softmax needs it. On the host without calls and branches, so that loops over it become vector code.
+// e^x for x <= 0, as a softmax and the activations need it. On the host without calls and branches, so that loops over it become vector code.
 #pragma once
 
 #include <cmath>
@@ -9,26 +9,24 @@
 
 namespace ml {
 
-// At most 2 units in the last place; 0 below the smallest normal number, and of -infinity; NaN stays NaN.
+// At most 2 units in the last place; 0 below the smallest normal number, and of -infinity; NaN stays NaN. On the host:
+// Cody and Waite's reduction (1980) to |rest| <= ln(2) / 2 and a minimax polynomial of degree 6. fma is written where
+// reassociation would take the two parts of ln(2) together.
 ML_HD float exp_nonpositive(float x) {
 #ifdef __CUDA_ARCH__
   return expf(x);
 #else
-  constexpr float kLowest = -88.0f;  // there the power is -127, whose bits are those of 0
-  const float bounded = x < kLowest ? kLowest : x;
-  // x = power * ln 2 + rest, with ln 2 in two parts (Cody and Waite 1980), which fma keeps apart.
-  const int32_t power = static_cast<int32_t>(bounded * 1.44269504f - 0.5f);
-  const float n = static_cast<float>(power);
-  const float rest = std::fma(n, 2.12194440e-4f, std::fma(n, -0.693359375f, bounded));
-  // The minimax polynomial of the Cephes library's expf.
-  float sum = 1.9875691500e-4f;
-  sum = sum * rest + 1.3981999507e-3f;
-  sum = sum * rest + 8.3334519073e-3f;
-  sum = sum * rest + 4.1665795894e-2f;
-  sum = sum * rest + 1.6666665459e-1f;
-  sum = sum * rest + 5.0000001201e-1f;
-  sum = sum * rest * rest + rest + 1.0f;
-  return sum * float_of(static_cast<uint32_t>(power + 127) << 23);
+  x = x < -88.0f ? -88.0f : x;
+  const float power = std::rint(x * 1.44269504f);
+  const float rest = std::fma(power, -1.42860677e-6f, std::fma(power, -0.693145752f, x));
+  float series = 0.00138146046f;
+  series = std::fma(series, rest, 0.00836871192f);
+  series = std::fma(series, rest, 0.041668389f);
+  series = std::fma(series, rest, 0.166665211f);
+  series = std::fma(series, rest, 0.49999994f);
+  const float value = std::fma(series * rest, rest, rest) + 1.0f;
+  // The power of -127, which -88 has, gives the bits of 0.
+  return value * float_of(static_cast<uint32_t>(static_cast<int32_t>(power) + 127) << 23);
 #endif
 }
 
