@@ -1,5 +1,6 @@
 """The deepspeed launcher and torchrun train the same run file to the same losses as megalite's own ranks."""
 
+import json
 import os
 import subprocess
 import sys
@@ -36,3 +37,39 @@ def test_a_launcher_gives_the_same_losses(job, by_itself, tmp_path, script):
     )
     assert result.returncode == 0, result.stdout + result.stderr
     assert curve(tmp_path / "run") == by_itself
+
+
+# Without a guard for __name__: the processes that prepare the data are not to run it again.
+SCRIPT = """
+import sys
+from megalite import Callback, RunConfig, Trainer
+
+class Double(Callback):
+    def on_step_end(self, run, report):
+        return {{"double_loss": 2 * report.loss}}
+
+result = Trainer(RunConfig.load({run_file!r}, *sys.argv[1:]), callbacks=[Double()]).train()
+print("checkpoint", result.checkpoint)
+"""
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
+# As a user writes it: with --local_rank among the script's arguments.
+DEEPSPEED = ("-m", "deepspeed.launcher.runner", "--num_gpus", "4")
+
+
+@pytest.mark.parametrize("launcher", [TORCHRUN, DEEPSPEED], ids=["torchrun", "deepspeed"])
+def test_a_script_under_a_launcher_gives_the_same_losses(job, by_itself, tmp_path, launcher):
+    script, folder = tmp_path / "script.py", tmp_path / "run"
+    script.write_text(SCRIPT.format(run_file=str(job.run_file)))
+    result = subprocess.run(
+        [sys.executable, *launcher, str(script), "--run.folder", str(folder), *STEPS],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert curve(folder) == by_itself
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [record["double_loss"] for record in records] == [2 * record["loss"] for record in records]
+    assert result.stdout.count(f"checkpoint {folder}") == 4
