@@ -18,7 +18,7 @@ from megalite.parallel.gradients import complete_gradients, complete_in_backward
 from megalite.parallel.mesh import ParallelMesh, ProcessGroup
 from megalite.topology.parameters import Parameter
 from megalite.topology.state import OptimizerState
-from megalite.train.deepspeed_ops import native_optimizer
+from megalite.train.deepspeed_ops import load_operators, native_optimizer, operators
 from megalite.train.loss_scale import LossScale
 from megalite.train.nonfinite import FiniteFlags
 from megalite.train.optimizer import (
@@ -56,6 +56,7 @@ class DeepSpeedOptimizer:
         if narrow and settings.accumulate_wide:
             accumulate_in_float32(self._tensors)
         handed, self._once_a_step = _handed(config, accumulate_wide=narrow and settings.accumulate_wide)
+        load_operators(operators(config, native=settings.native))
         make = partial(native_optimizer, config) if settings.native else torch_optimizer
         self._finite = FiniteFlags(parameters, mesh)
         if not self._once_a_step:
@@ -135,6 +136,9 @@ def _handed(config: Mapping[str, Any], *, accumulate_wide: bool) -> tuple[dict[s
     stage = zero["stage"]
     offloads = zero.get("offload_optimizer", {}).get("device", "none") != "none"
     once_a_step = stage == 1
+    if zero.get("offload_optimizer", {}).get("device") == "nvme":
+        # For the masters, two moments, an average of the weights and the gradient, all of one sub-group.
+        zero["offload_optimizer"] = {"buffer_count": 5, **zero["offload_optimizer"]}
     handed = {**config, "zero_optimization": zero}
     if config.get("fp16", {}).get("enabled"):
         # The scale is ours, so that it goes the same way with and without ZeRO; DeepSpeed is told it at every step.
