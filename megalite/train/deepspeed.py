@@ -136,9 +136,6 @@ def _handed(config: Mapping[str, Any], *, accumulate_wide: bool) -> tuple[dict[s
     stage = zero["stage"]
     offloads = zero.get("offload_optimizer", {}).get("device", "none") != "none"
     once_a_step = stage == 1
-    if zero.get("offload_optimizer", {}).get("device") == "nvme":
-        # For the masters, two moments, an average of the weights and the gradient, all of one sub-group.
-        zero["offload_optimizer"] = {"buffer_count": 5, **zero["offload_optimizer"]}
     handed = {**config, "zero_optimization": zero}
     if config.get("fp16", {}).get("enabled"):
         # The scale is ours, so that it goes the same way with and without ZeRO; DeepSpeed is told it at every step.
