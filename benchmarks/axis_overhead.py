@@ -33,6 +33,7 @@ from benchmarks.ranks import run_ranks
 from benchmarks.workload import Setup, Training
 from megalite.launcher.process import keep_freed_memory
 from megalite.model.options import Dropout, ModelOptions, Recompute
+from megalite.ops import extension
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.layout import Layout
 from megalite.topology.schedules import SCHEDULES
@@ -81,6 +82,8 @@ def _contenders() -> dict[str, Contender]:
         "label smoothing, z-loss": ModelOptions(label_smoothing=0.1, z_loss=1e-4),
         "bf16": ModelOptions(dtype=torch.bfloat16),
     }
+    if extension.available("cpu"):
+        options["compiled operators"] = ModelOptions(kernels="fused")
     for name, option in options.items():
         contenders[name] = Contender(replace(one, options=option))
     for tokens in (200, 50):

@@ -3,8 +3,8 @@
     python -m benchmarks.data_preparation [--text FILE] [--megabytes 30] [--memory 10 100] [--rounds 3] [--quick]
 
 The text (by default the Python library's sources) is repeated to a .jsonl of so many MB, in documents of about 2000
-characters; a byte-level BPE of 16384 ids is trained on it, or read from --tokenizer. Rounds alternate between the
-cases, each in a process of its own, and the ids of both are compared to the last:
+characters; a byte-level BPE of 16384 ids (4096 with --quick) is trained on it, or read from --tokenizer. Rounds
+alternate between the cases, each in a process of its own, and the ids of both are compared to the last:
 
 megalite     the whole command with two workers, from the start of its process to the published files.
 datasets     the whole program likewise: load_dataset("json"), then map(batched=True, num_proc=2) of the tokenizer that
@@ -23,7 +23,6 @@ import resource
 import statistics
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -31,10 +30,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import report
+from megalite.data.corpus import STANDARD_LIBRARY, Corpus
 
 ROOT = Path(__file__).parents[1]
 WORKERS = 2
-VOCABULARY = 16384
+VOCABULARY, QUICK_VOCABULARY = 16384, 4096
 DOCUMENT_CHARACTERS = 2000
 MB = 10**6
 LOOK_SECONDS = 0.02
@@ -84,10 +84,9 @@ def own_arguments(parser: argparse.ArgumentParser) -> None:
 
 def documents(text: Path | None) -> list[str]:
     """The text in documents of whole lines."""
-    files = [text] if text is not None else sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     found, lines, size = [], [], 0
-    for file in files:
-        for line in file.read_text(encoding="utf-8").splitlines(keepends=True):
+    for piece, _ in Corpus.open([STANDARD_LIBRARY if text is None else str(text)]).pieces():
+        for line in piece.text.splitlines(keepends=True):
             lines.append(line)
             size += len(line)
             if size >= DOCUMENT_CHARACTERS:
@@ -99,9 +98,10 @@ def documents(text: Path | None) -> list[str]:
 def write_corpus(path: Path, texts: Sequence[str], megabytes: int) -> Path:
     """`texts` over and over, in a .jsonl of so many MB."""
     written = 0
+    rows = [json.dumps({"text": text}) + "\n" for text in texts]
     with path.open("w", encoding="utf-8") as file:
         while written < megabytes * MB:
-            for line in (json.dumps({"text": text}) + "\n" for text in texts):
+            for line in rows:
                 written += file.write(line)
                 if written >= megabytes * MB:
                     break
@@ -223,9 +223,9 @@ def memory(
     return rows
 
 
-def trained_tokenizer(source: Path, folder: Path) -> Path:
+def trained_tokenizer(source: Path, folder: Path, vocabulary: int) -> Path:
     command = [sys.executable, "-m", "megalite", "tokenizer", "train", "--source", str(source)]
-    watched([*command, "--vocab-size", str(VOCABULARY), "--output", str(folder)])
+    watched([*command, "--vocab-size", str(vocabulary), "--output", str(folder)])
     return folder
 
 
@@ -240,12 +240,13 @@ def main() -> None:
         raise SystemExit(f"{error.name} is missing; install it: pip install 'megalite[benchmark]'") from error
     sizes = [1, 2] if options.quick else options.memory
     megabytes, rounds = (1, 1) if options.quick else (options.megabytes, options.rounds)
+    vocabulary = QUICK_VOCABULARY if options.quick else VOCABULARY
     facts = report.machine()
     texts = documents(options.text)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         source = write_corpus(folder / "text.jsonl", texts, megabytes)
-        tokenizer = options.tokenizer or trained_tokenizer(source, folder / "tokenizer")
+        tokenizer = options.tokenizer or trained_tokenizer(source, folder / "tokenizer", vocabulary)
         rows = speed(source, tokenizer, folder, rounds)
         by_size = memory(texts, tokenizer, folder, sizes)
     seconds = {

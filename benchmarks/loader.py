@@ -24,6 +24,7 @@ from benchmarks.workload import SEQUENCE_LENGTH, SHAPE
 from megalite.data.token_file import TokenWriter, bin_path, idx_path
 
 MB = 10**6
+IDS = 256  # in the token file; a larger vocabulary would be most of the tiny model's step
 DOCUMENT_TOKENS = 1000
 MODELS = {
     "17M": (
@@ -31,12 +32,13 @@ MODELS = {
         SHAPE.intermediate_size,
         SHAPE.num_hidden_layers,
         SHAPE.num_attention_heads,
+        SHAPE.vocab_size,
         4,
         12,
     ),
-    "tiny": (32, 64, 1, 2, 64, 30),
+    "tiny": (32, 64, 1, 2, IDS, 64, 30),
 }
-"""Name -> sizes of the model, sequences of a batch, and steps."""
+"""Name -> sizes of the model and its vocabulary, sequences of a batch, and steps."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ def write_tokens(prefix: Path, megabytes: int) -> None:
     with bin_path(prefix).open("wb") as bin_file, idx_path(prefix).open("wb") as idx_file:
         writer = TokenWriter(bin_file, idx_file, np.dtype(np.uint16))
         for _ in range(megabytes * MB // (2 * DOCUMENT_TOKENS)):
-            writer.add(ids.integers(0, SHAPE.vocab_size, DOCUMENT_TOKENS, dtype=np.uint16))
+            writer.add(ids.integers(0, IDS, DOCUMENT_TOKENS, dtype=np.uint16))
             writer.end_document()
         writer.finish()
         writer.close()
@@ -73,9 +75,9 @@ def measure(case: Case, prefix: Path, steps: int) -> tuple[list[float], list[flo
     from megalite.train.trainer import Trainer
 
     torch.set_num_threads(2)
-    hidden, intermediate, layers, heads, sequences, _ = MODELS[case.model]
+    hidden, intermediate, layers, heads, vocabulary, sequences, _ = MODELS[case.model]
     values = {
-        "model.vocab_size": SHAPE.vocab_size,
+        "model.vocab_size": vocabulary,
         "model.hidden_size": hidden,
         "model.intermediate_size": intermediate,
         "model.num_hidden_layers": layers,
@@ -100,9 +102,9 @@ def measure(case: Case, prefix: Path, steps: int) -> tuple[list[float], list[flo
         micro_batch_size=sequences,
         micro_batches=1,
         seed=0,
-        vocab_size=SHAPE.vocab_size,
+        vocab_size=vocabulary,
     )
-    trainer = Trainer(config, ParallelMesh.single(), config.model.shape(SHAPE.vocab_size), loader)
+    trainer = Trainer(config, ParallelMesh.single(), config.model.shape(vocabulary), loader)
     with trainer.batches:
         reports = [trainer.train_step() for _ in range(steps)][1:]
     return [each.step_seconds for each in reports], [each.data_seconds for each in reports]

@@ -232,6 +232,8 @@ class Watched(Training):
         # What every backward adds to: ZeRO 2 keeps it under other names than what a step once reduces.
         names = ("averaged_gradients", "all_grad_tensors", "accumulated_grads_in_cpu")
         partition = [leaf for name in names for leaf in tree_leaves(dict(getattr(zero, name, {})))]
+        # A list of DeepSpeed's own kind is a leaf.
+        partition = [getattr(leaf, "flat_partition", leaf) for leaf in partition]
         holders = [*tensors, *self._masters()]
         kept = [getattr(tensor, name, None) for tensor in holders for name in ("grad", "grad_accum")]
         return Storages([*kept, *partition]).total

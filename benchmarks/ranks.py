@@ -12,7 +12,13 @@ from typing import Any
 
 # One server imports these once, computes nothing with them, and forks every rank.
 PRELOADED = ["torch", "torch.distributed.pipelining", "deepspeed"]
-ENVIRONMENT = {"DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+# As megalite's own processes have it (launcher/environment.py).
+ENVIRONMENT = {
+    "DS_ACCELERATOR": "cpu",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "GOMP_SPINCOUNT": "1000",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+}
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:

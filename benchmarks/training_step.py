@@ -20,10 +20,12 @@ from pathlib import Path
 from megalite.launcher.process import available_cores, keep_freed_memory
 from megalite.topology.layout import Layout
 
-# name -> (peer, layout, threads a process, allocator settings)
+# name -> (peer, layout, threads a process, our settings of the allocator and of waiting threads); "megalite" takes the
+# operators that model.kernels = "auto" does, "plain" those of torch.
 CASES: dict[str, tuple[str, Layout, int, bool]] = {
     "transformers, as installed": ("transformers", Layout(), 2, False),
-    "transformers, our allocator settings": ("transformers", Layout(), 2, True),
+    "transformers, our settings": ("transformers", Layout(), 2, True),
+    "megalite, plain operators, 2 threads": ("plain", Layout(), 2, True),
     "megalite, one process, 2 threads": ("megalite", Layout(), 2, True),
     "megalite, tensor 2, 1 thread each": ("megalite", Layout(tensor=2), 1, True),
     "megalite, pipeline 2, 1 thread each": ("megalite", Layout(pipeline=2), 1, True),
@@ -32,13 +34,16 @@ CASES: dict[str, tuple[str, Layout, int, bool]] = {
 
 
 def _run_rank(rank: int, case: str, store: str, results: Connection) -> None:
-    peer, layout, threads, allocator = CASES[case]
+    peer, layout, threads, ours = CASES[case]
     os.environ["OMP_NUM_THREADS"] = str(threads)
-    if allocator:
+    if ours:
+        os.environ["GOMP_SPINCOUNT"] = "1000"
         keep_freed_memory()
     import torch
 
     from benchmarks.workload import Setup, Training, step_seconds, transformers_step
+    from megalite.model.kernels import choose_kernels
+    from megalite.model.options import ModelOptions
     from megalite.monitor.throughput import sgemm_flops_per_second
     from megalite.parallel.mesh import ParallelMesh, connect, disconnect
 
@@ -46,7 +51,10 @@ def _run_rank(rank: int, case: str, store: str, results: Connection) -> None:
     if layout.world_size > 1:
         connect(rank, layout.world_size, device=torch.device("cpu"), rendezvous=f"file://{store}")
     mesh = ParallelMesh.over_world(layout) if layout.world_size > 1 else ParallelMesh.single()
-    setup = Setup(layout, micro_batches=4 if layout.pipeline > 1 else 1)
+    kernels = choose_kernels("reference" if peer == "plain" else "auto", "cpu").name
+    setup = Setup(
+        layout, micro_batches=4 if layout.pipeline > 1 else 1, options=ModelOptions(kernels=kernels)
+    )
     step = transformers_step() if peer == "transformers" else Training(setup, mesh).step
     seconds = step_seconds(step)
     if rank == 0:

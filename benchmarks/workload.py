@@ -96,7 +96,7 @@ class Training:
 
 def _optimizer(setup: Setup, stage: Stage, parameters: Sequence[Parameter], mesh: ParallelMesh) -> Optimizer:
     if setup.zero is None:
-        return TorchOptimizer(stage, parameters, mesh, SETTINGS)
+        return TorchOptimizer(stage, parameters, mesh, replace(SETTINGS, fused=setup.options.fused))
     from megalite.train.deepspeed import DeepSpeedOptimizer
 
     config = {

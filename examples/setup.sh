@@ -8,7 +8,10 @@ stamp=$venv/set-up-done
 
 say() { echo "set-up: $*"; }
 # The folder is part of it: a virtual environment that was moved no longer works. So is a Python that went away.
-state() { "$venv/bin/python" -V 2>/dev/null && pwd && sha256sum setup.py pyproject.toml constraints.txt; }
+state() {
+    "$venv/bin/python" -V 2>/dev/null && pwd && sha256sum setup.py pyproject.toml constraints.txt &&
+        find megalite/csrc -type f -exec sha256sum {} + | sort && ls megalite/ops/libmegalite.json
+}
 is_done() { [ -f "$stamp" ] && [ "$(state)" = "$(cat "$stamp")" ]; }
 
 is_done && exit
@@ -43,7 +46,8 @@ install() {
 }
 install setuptools
 install torch
-# DeepSpeed comes as source, and its build looks at the torch that it will run with.
+# DeepSpeed comes as source, and its build looks at the torch that it will run with, as does ours of the kernels.
 install --no-build-isolation --editable '.[test]'
+say "$("$venv/bin/python" -c 'import json; print(json.load(open("megalite/ops/libmegalite.json"))["said"])')"
 state >"$stamp"
 say "done in $SECONDS s"

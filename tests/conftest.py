@@ -1,5 +1,6 @@
 """Fixtures and reporting for all tests."""
 
+import os
 import random
 import sys
 from collections import Counter
@@ -7,6 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+# Read when torch is first imported. Tensors here are tiny: a second thread costs more than it brings, and where the
+# kernel puts both on one core (some virtual machines do) they wait for each other ten times as long as they compute.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from tests.support.ranks import RankPool
 

@@ -117,6 +117,13 @@ def find_best(folder: Path) -> Path | None:
     return named
 
 
+def older_checkpoints(checkpoint: Path) -> list[Path]:
+    """What stands beside a checkpoint as one of an earlier step, the newest first; they need not be whole."""
+    steps = _published(checkpoint.parent)
+    own = next((step for step, path in steps.items() if path.name == checkpoint.name), None)
+    return [path for step, path in sorted(steps.items(), reverse=True) if own is None or step < own]
+
+
 def find_tokenizer(checkpoint: Path, manifest: Manifest) -> Path | None:
     """The tokenizer of the run that wrote a checkpoint: where its configuration says, or in the run's folder."""
     run = checkpoint.resolve().parent.parent

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from megalite.checkpoint.folder import older_checkpoints
 from megalite.checkpoint.format import WEIGHT, Manifest, check_coverage
 from megalite.checkpoint.regions import split_run
 from megalite.checkpoint.save import all_or_none
@@ -63,6 +64,26 @@ def load_checkpoint(
     if optimizer is not None:
         optimizer.load(manifest.optimizer)
     return manifest
+
+
+def intact_instead(checkpoint: Path) -> Path | None:
+    """In place of a damaged checkpoint the newest older one that has all the bytes that were written to it.
+
+    None where there is none, or where `checkpoint` itself is intact, so that something else is wrong.
+    """
+    if _is_intact(checkpoint):
+        return None
+    return next((each for each in older_checkpoints(checkpoint) if _is_intact(each)), None)
+
+
+def _is_intact(checkpoint: Path) -> bool:
+    try:
+        with CheckpointReader(checkpoint) as reader:
+            check_coverage(reader.manifest, checkpoint)
+            reader.read_all()
+    except CheckpointError:
+        return False
+    return True
 
 
 class WeightReader(Protocol):

@@ -136,6 +136,13 @@ class CheckpointReader:
             values = self._assemble(name, entry, box).view(-1)[start:stop]
         return values if run else values.view(box.shape)
 
+    def read_all(self) -> None:
+        """Every shard once: a whole checkpoint may still hold other bytes than were written."""
+        for entries in self.manifest.tensors.values():
+            for name, entry in entries.items():
+                for shard in entry.shards:
+                    self._shard(name, entry, shard)
+
     def _runs(self, name: str, entry: TensorEntry, shards: list[Shard], start: int, stop: int) -> Tensor:
         """Elements start to stop of a box, from the runs of that same box."""
         values = torch.empty(stop - start, dtype=DTYPES[entry.dtype])

@@ -7,6 +7,7 @@ from importlib import import_module
 
 from megalite import __version__
 from megalite.errors import MegaliteError
+from megalite.launcher.arguments import without_local_rank
 
 # Each has a module of its name here with `run(arguments) -> exit code`, imported only when it runs.
 COMMANDS = {
@@ -25,7 +26,7 @@ _USER_ERROR = 2
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code: 0 done, 2 the user's input, 1 the run, 75 stopped to be resumed, 130 Ctrl-C."""
-    name, *rest = (list(sys.argv[1:] if argv is None else argv)) or ["--help"]
+    name, *rest = without_local_rank(sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("-h", "--help", "help"):
         print(overview())
         return 0

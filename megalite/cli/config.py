@@ -93,12 +93,16 @@ def _preset_lines() -> Iterator[str]:
     for name, preset in PRESETS.items():
         model = ModelConfig(**preset)
         count = parameter_count(model.shape(_OWN_VOCABULARY))
-        weights, state = (f"{count * each / 2**30:,.1f} GiB" for each in (2, _STATE_BYTES))
+        weights, state = (_size(count * each) for each in (2, _STATE_BYTES))
         yield f"{name:<18}{model.family:<9}{count:>15,}{weights:>14}{state:>14}"
     yield ""
     yield f"AdamW state: {_STATE_BYTES} bytes a parameter over all ranks (bf16 weights 2, gradients 4, fp32 weights 4,"
     yield "moments 8), to which activations come."
     yield f"Presets without a vocabulary of their own are counted with {_OWN_VOCABULARY:,} rows."
+
+
+def _size(size_bytes: int) -> str:
+    return f"{size_bytes / 2**30:,.1f} GiB" if size_bytes >= 0.1 * 2**30 else f"{size_bytes / 2**20:.0f} MiB"
 
 
 def _ranks(text: str) -> int:

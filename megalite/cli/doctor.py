@@ -20,12 +20,13 @@ def run(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     findings = {"packages": packages(), "programs": programs(), "optional": [apex()]}
     facts = {"megalite": __version__, **system(), "launcher": _launcher()}
-    used = _used() if _found(findings["packages"], "torch") else {}
+    has_torch = _found(findings["packages"], "torch")
+    kernels, used = (_kernels(), _used()) if has_torch else ({}, {})
     if options.json:
         content = {name: [asdict(each) for each in found] for name, found in findings.items()}
-        print(json.dumps({"facts": facts, **content, "used": used}, indent=2))
+        print(json.dumps({"facts": facts, **content, "kernels": kernels, "used": used}, indent=2))
     else:
-        for line in _lines(facts, findings, used):
+        for line in _lines(facts, findings, kernels, used):
             print(line)
     return (
         0 if all(_found(findings["packages"], name) for name in ("torch", "tokenizers", "safetensors")) else 1
@@ -33,7 +34,10 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _lines(
-    facts: Mapping[str, str], findings: Mapping[str, list[Finding]], used: Mapping[str, str]
+    facts: Mapping[str, str],
+    findings: Mapping[str, list[Finding]],
+    kernels: Mapping[str, str],
+    used: Mapping[str, str],
 ) -> Iterator[str]:
     for name, fact in facts.items():
         yield f"{name:<{_WIDTH}} {fact}"
@@ -44,6 +48,11 @@ def _lines(
             mark = "+" if each.found else "-"
             rest = f"{each.found}  ({each.purpose})" if each.found else f"not found: {each.without}"
             yield f" {mark} {each.name:<{_WIDTH - 2}} {rest}"
+    if kernels:
+        yield ""
+        yield "compiled operators:"
+    for name, fact in kernels.items():
+        yield f"   {name:<{_WIDTH - 2}} {fact}"
     yield ""
     yield "what would be used here:" if used else "nothing can run here without torch"
     for name, fact in used.items():
@@ -57,11 +66,34 @@ def _launcher() -> str:
     return f"{info.launcher}, rank {info.rank} of {info.world_size} on {info.node}"
 
 
+def _kernels() -> dict[str, str]:
+    """What the library of compiled operators holds, whether it can be used, and with which versions of torch it ran."""
+    from megalite.ops import extension
+
+    built = extension.built()
+    facts = {"built": built.said}
+    if built.library:
+        facts["for"] = ", ".join(
+            [built.cpu or built.machine, *(f"sm_{arch.replace('.', '')}" for arch in built.archs)]
+        )
+        facts["from"] = f"sources {built.sources[:12]}, with torch {built.torch}, {built.cxx}" + (
+            f", nvcc {built.nvcc}" if built.nvcc else ""
+        )
+        facts["torch"] = extension.TORCH_VERSIONS
+    facts |= {f"left out: {name}": why for name, why in built.left_out.items()}
+    for device in ("cpu", "cuda"):
+        facts[f"on {device}"] = extension.why_not(device) or "usable"
+    return facts
+
+
 def _used() -> dict[str, str]:
     """Torch's side, from torch itself."""
     import torch
 
+    from megalite.model.kernels import used_parts
+    from megalite.ops import apex
     from megalite.parallel.mesh import available_backends
+    from megalite.train.precision import choose_precision
 
     backends = available_backends()
 
@@ -77,14 +109,14 @@ def _used() -> dict[str, str]:
                 f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, {capability}"
             )
         used["collectives"] = "NCCL" if backends["nccl"] else "gloo: this torch has no NCCL"
-        bf16 = torch.cuda.is_bf16_supported()
-        used["precision"] = "bf16" if bf16 else "fp32: this GPU has no bf16"
     else:
         used["device"] = "the CPU: torch sees no GPU"
         used["collectives"] = "gloo" if backends["gloo"] else "none: this torch has no gloo, use one rank"
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    used["precision"] = f"{choose_precision('auto', device).name}, the faster one here"
     used["attention"] = "torch's scaled_dot_product_attention"
-    used["norms, SwiGLU, rotary"] = "torch operators behind autograd nodes of our own"
-    return used
+    used["Apex"] = "; ".join(f"{part}: {choice}" for part, choice in apex.choices().items())
+    return used | used_parts("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _found(findings: Sequence[Finding], name: str) -> Any:

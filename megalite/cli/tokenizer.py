@@ -26,6 +26,7 @@ def _train(options: argparse.Namespace) -> int:
     from megalite.data.tokenizer_training import train_into
 
     started = time.perf_counter()
+    _refuse_standing(options)
     corpus = Corpus.open(options.source, text_column=options.text_column, pattern=options.pattern)
     with Console(file=sys.stderr).status(f"training on {len(corpus.files)} files"):
         train_into(
@@ -35,20 +36,43 @@ def _train(options: argparse.Namespace) -> int:
             kind=options.kind,
             end_of_document=options.end_of_document or END_OF_DOCUMENT,
         )
+    for name in _left_over(options.kind):
+        (options.output / name).unlink(missing_ok=True)
     seconds = time.perf_counter() - started
     print(f"{options.output}: {options.vocab_size} ids from {len(corpus.files)} files in {seconds:.1f} s")
     return 0
+
+
+def _left_over(kind: str) -> set[str]:
+    """What only a tokenizer that stood there before can have; AutoTokenizer would read some of it."""
+    from megalite.data.tokenizer import SENTENCEPIECE_FILE, TOKENIZER_FILES
+
+    written = {"tokenizer.json", "tokenizer_config.json"} | ({SENTENCEPIECE_FILE} if kind != "bpe" else set())
+    return set(TOKENIZER_FILES) - written
 
 
 def _convert(options: argparse.Namespace) -> int:
     from megalite.data.tokenizer import load_tokenizer
     from megalite.data.tokenizer_import import import_tokenizer
 
+    _refuse_standing(options)
     import_tokenizer(options.path, options.output, options.end_of_document)
     tokenizer = load_tokenizer(options.output, end_of_document=options.end_of_document)
     ends = f"documents end in {tokenizer.end_of_document!r}"
     print(f"{options.output}: {tokenizer.vocab_size} ids of {options.path}; {ends}")
     return 0
+
+
+def _refuse_standing(options: argparse.Namespace) -> None:
+    """DataError where a tokenizer stands in the output folder: other ids would make its token files and models void."""
+    from megalite.data.tokenizer import TOKENIZER_FILES
+    from megalite.errors import DataError
+
+    standing = next((name for name in TOKENIZER_FILES if (options.output / name).exists()), None)
+    if standing is not None and not options.overwrite:
+        raise DataError(
+            f"{options.output / standing} exists, and would be replaced; choose another --output, or add --overwrite"
+        )
 
 
 def add_source_options(parser: argparse.ArgumentParser) -> None:
@@ -79,6 +103,11 @@ def add_end_of_document(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="where to write it")
+    parser.add_argument("--overwrite", action="store_true", help="replace a tokenizer that stands there")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="megalite tokenizer", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -88,13 +117,13 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument(
         "--kind", choices=_KINDS, default="bpe", help="byte-level BPE, or sentencepiece's unigram or BPE"
     )
-    train.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="where to write it")
+    _add_output(train)
     train.set_defaults(command=_train)
     convert = commands.add_parser(
         "convert", help="write a sentencepiece model or GPT-2's files as a tokenizer.json"
     )
     convert.add_argument("path", type=Path, metavar="PATH", help="a .model, or a folder with a tokenizer")
     add_end_of_document(convert)
-    convert.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="where to write it")
+    _add_output(convert)
     convert.set_defaults(command=_convert)
     return parser

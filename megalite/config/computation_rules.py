@@ -148,4 +148,15 @@ def compiled_documents_cost(facts: Facts) -> Iterator[str]:
         )
 
 
-NOTES = (attention_dropout_costs, compiled_documents_cost, one_rank_has_the_whole_sequence)
+def chunks_of_the_loss_are_smaller_than_a_micro_batch(facts: Facts) -> Iterator[str]:
+    chunk, sequences = facts.model.chunked_loss, facts.training.micro_batch_size
+    if sequences and chunk >= (tokens := sequences * facts.training.sequence_length):
+        yield f"model.chunked_loss = {chunk} saves nothing: a micro batch has {tokens} tokens"
+
+
+NOTES = (
+    chunks_of_the_loss_are_smaller_than_a_micro_batch,
+    attention_dropout_costs,
+    compiled_documents_cost,
+    one_rank_has_the_whole_sequence,
+)

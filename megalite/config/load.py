@@ -19,6 +19,7 @@ from megalite.config.schema import RunConfig
 from megalite.config.toml import format_table, format_value, read_toml, shown
 from megalite.config.validate import Facts, validate
 from megalite.errors import ConfigError, Problem
+from megalite.launcher.arguments import without_local_rank
 from megalite.launcher.environment import rank_info
 
 logger = logging.getLogger(__name__)
@@ -77,7 +78,9 @@ def load_run(
 def load_with(path: Path | str | None, flags: Sequence[str], settings: Mapping[str, Any]) -> RunConfig:
     """As `RunConfig.load`."""
     info = rank_info()
-    loaded = load_run(path, [*_as_flags(settings), *flags], info.world_size if info else None)
+    loaded = load_run(
+        path, [*_as_flags(settings), *without_local_rank(flags)], info.world_size if info else None
+    )
     if info is None or info.rank == 0:
         for note in loaded.notes:
             logger.warning(note)

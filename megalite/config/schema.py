@@ -64,9 +64,7 @@ class ModelConfig(Section):
     intermediate_size: Count = Field(description="width of the gated MLP")
     num_hidden_layers: Count = Field(description="decoder layers")
     num_attention_heads: Count = Field(description="query heads")
-    num_key_value_heads: Count | None = Field(
-        None, description="key and value heads; default: num_attention_heads"
-    )
+    num_key_value_heads: Count | None = Field(None, description="key and value heads; default: as many")
     head_dim: Count | None = Field(None, description="default: hidden_size / num_attention_heads")
     max_position_embeddings: Count = Field(2048, description="longest sequence the model is meant for")
     rope_theta: float = Field(10000.0, gt=0, description="base of the rotary frequencies")
@@ -99,9 +97,11 @@ class ModelConfig(Section):
         0.0, description="of what attention and MLP add to the residual stream"
     )
     mlp_dropout: Fraction = Field(0.0, description="of the MLP's activations")
-    attention_dropout: Fraction = Field(
-        0.0, description="of attention's probabilities; no fused attention then"
+    attention_dropout: Fraction = Field(0.0, description="of its probabilities; no fused attention then")
+    kernels: Literal["auto", "fused", "reference"] = Field(
+        "auto", description='compiled operators, or plain torch; "auto": compiled where they are built'
     )
+    chunked_loss: int = Field(0, ge=0, lt=2**31, description="tokens whose logits exist at once; 0: all")
 
     def shape(self, vocab_size: int) -> ModelShape:
         """The shape; `vocab_size` (the tokenizer's) counts where the setting is "auto"."""

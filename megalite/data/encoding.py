@@ -3,10 +3,13 @@
 import json
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from tokenizers import Tokenizer as Backend
 
 from megalite.data.corpus import Piece, cut_point
 from megalite.data.tokenizer import Tokenizer
+from megalite.data.words import word_table
 
 _PROBES = (
     "The first words, then more of them\nand a second line with some more words",
@@ -19,17 +22,21 @@ _PROBE_LIMITS = (20, 36, 50)
 class PieceEncoder:
     """Encodes pieces one by one. A text that spells a special token, as code about language models does, gives none."""
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: Tokenizer, dtype: np.dtype[Any]):
+        self._dtype = dtype
         self._start = tokenizer.backend
         self._start.encode_special_tokens = True
         self._after = {space: _continuation(self._start, space) for space in (True, False)}
+        # Where words are encoded by themselves, it makes no difference what stands before them.
+        self._words = word_table(self._start, dtype)
 
-    def ids(self, piece: Piece) -> list[int]:
+    def ids(self, piece: Piece) -> NDArray[Any]:
+        if self._words is not None:
+            return self._words.ids(piece.text)
         backend = self._start if piece.starts_document else self._after[piece.text.startswith(" ")]
         # One text at a time runs on this process's own core; "fast" leaves out the offsets in the text.
         [encoding] = backend.encode_batch_fast([piece.text], add_special_tokens=False)
-        ids: list[int] = encoding.ids
-        return ids
+        return np.array(encoding.ids, dtype=self._dtype)
 
 
 def _continuation(backend: Backend, space: bool) -> Backend:

@@ -286,21 +286,20 @@ class _Encode:
     end_of_document: str
 
     def __call__(self, batch: _Batch) -> tuple[_EncodedBatch, Place]:
-        encoder, end_id, dtype = self._tools
+        encoder, end = self._tools
         lengths, arrays = [], []
         for piece in batch.pieces:
             ids = encoder.ids(piece)
-            if piece.ends_document:
-                ids.append(end_id)
-            arrays.append(np.array(ids, dtype=dtype))
-            lengths.append(len(ids))
+            arrays += [ids, end] if piece.ends_document else [ids]
+            lengths.append(len(ids) + piece.ends_document)
         ends = [piece.ends_document for piece in batch.pieces]
         return _EncodedBatch(np.concatenate(arrays), lengths, ends), batch.place
 
     @cached_property
-    def _tools(self) -> tuple[PieceEncoder, int, np.dtype[Any]]:
+    def _tools(self) -> tuple[PieceEncoder, NDArray[Any]]:
         tokenizer = load_tokenizer(self.file, end_of_document=self.end_of_document)
-        return PieceEncoder(tokenizer), tokenizer.end_of_document_id, token_dtype(tokenizer.vocab_size)
+        dtype = token_dtype(tokenizer.vocab_size)
+        return PieceEncoder(tokenizer, dtype), np.array([tokenizer.end_of_document_id], dtype=dtype)
 
 
 def _encoded(preparation: Preparation, after: Place, workers: int) -> Iterator[tuple[_EncodedBatch, Place]]:

@@ -2,8 +2,11 @@
 
 import multiprocessing
 import signal
+import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
+from types import ModuleType
 from typing import Any, Generic, TypeVar
 
 from megalite.errors import DataError
@@ -52,7 +55,8 @@ class _Worker(Generic[Item, Result]):
         self.connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(function, theirs), daemon=True)
         try:
-            self._process.start()
+            with _without_main():
+                self._process.start()
         except OSError as error:
             raise DataError(f"cannot start a worker process ({error.strerror}); use fewer workers") from error
         finally:
@@ -127,6 +131,18 @@ def _collect(
         worker, index = busy.pop(connection)
         finished[index] = worker.receive()
         idle.append(worker)
+
+
+@contextmanager
+def _without_main() -> Iterator[None]:
+    """A spawned process runs the program of the one that started it anew, to know its names. It needs none of them
+    here, and a user's script that trains would train there too."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 def _serve(function: Callable[[Any], Any], connection: Connection) -> None:

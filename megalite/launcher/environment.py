@@ -176,6 +176,10 @@ def prepare_process(
     threads = threads_per_rank(local_ranks, info, environ) if threads == "auto" else threads
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         environ[name] = str(threads)
+    if "OMP_WAIT_POLICY" not in environ:
+        # Threads that wait for one another spin for milliseconds else, and ten times as long as they compute where the
+        # kernel or another job has them share a core.
+        environ.setdefault("GOMP_SPINCOUNT", "1000")
     keep_freed_memory()
 
     loopback = any(name == "lo" for _, name in socket.if_nameindex())
@@ -191,6 +195,11 @@ def prepare_process(
     environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     environ.setdefault("TORCH_EXTENSIONS_DIR", str(_user_cache(environ) / "megalite" / "torch_extensions"))
     return threads
+
+
+def without_apex(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether NVIDIA Apex's kernels are to be left alone, however good: MEGALITE_NO_APEX=1."""
+    return (os.environ if environ is None else environ).get("MEGALITE_NO_APEX", "") == "1"
 
 
 def threads_per_rank(

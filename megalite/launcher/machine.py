@@ -18,6 +18,7 @@ PACKAGES = {
     "tokenizers": ("tokenizers", "no data can be prepared"),
     "safetensors": ("checkpoints", "no checkpoint"),
     "sentencepiece": ("sentencepiece models", "only tokenizer.json files"),
+    "pyarrow": ("parquet and Arrow files, folders of datasets", "text and .jsonl files only"),
     "tensorboard": ("monitor.tensorboard, optional", "metrics.jsonl has the same numbers"),
     "mpi4py": (
         "mpirun's ranks on clusters that need it",

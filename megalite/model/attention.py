@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor, nn
 
 from megalite.model.kv_cache import KeyValueCache
@@ -23,7 +24,7 @@ class SelfAttention(nn.Module):
 
     def __init__(self, shape: ModelShape, layer: int, mesh: ParallelMesh, options: ModelOptions):
         super().__init__()
-        self.layer, self.head_dim = layer, shape.head_dim
+        self.layer, self.head_dim, self.fused = layer, shape.head_dim, options.fused
         self.heads = mesh.local_heads(shape.num_attention_heads)
         self.key_value_heads = mesh.local_heads(shape.num_key_value_heads)
         rows = (self.heads + 2 * self.key_value_heads) * shape.head_dim
@@ -63,10 +64,17 @@ class SelfAttention(nn.Module):
 
     def _heads(self, qkv: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
         if rotation is not None and not self.qk_norm:
-            return split_and_rotate(qkv, self.heads, self.key_value_heads, *rotation)
+            return split_and_rotate(
+                qkv,
+                self.heads,
+                self.key_value_heads,
+                *rotation,
+                overwrite=not torch.is_grad_enabled(),  # nobody else holds the projection's output
+                fused=self.fused,
+            )
         query, key, value = qkv.split((self.heads, self.key_value_heads, self.key_value_heads), dim=2)
         if self.qk_norm:
             query, key = self.q_norm(query.contiguous()), self.k_norm(key.contiguous())
         if rotation is not None:
-            query, key = rotate(query, *rotation), rotate(key, *rotation)
+            query, key = rotate(query, key, *rotation, fused=self.fused)
         return query, key, value

@@ -1,10 +1,9 @@
 """The feed-forward block."""
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.model.options import ModelOptions
-from megalite.ops.activations import swiglu
+from megalite.ops.activations import Approximate, bias_gelu, swiglu
 from megalite.ops.dropout import Mask, dropout
 from megalite.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.mesh import ParallelMesh
@@ -17,6 +16,7 @@ class GatedMLP(nn.Module):
     def __init__(self, shape: ModelShape, mesh: ParallelMesh, options: ModelOptions):
         super().__init__()
         features = mesh.local(shape.intermediate_size)
+        self.fused = options.fused
         self.gate_up_proj = ColumnParallelLinear(
             shape.hidden_size,
             2 * features,
@@ -31,7 +31,8 @@ class GatedMLP(nn.Module):
 
     def forward(self, hidden_states: Tensor, mask: Mask | None = None) -> Tensor:
         """[B, S, H] -> [B, S, H]; the mask is of the activations [B, S, intermediate / tp]."""
-        return self.down_proj(dropout(swiglu(self.gate_up_proj(hidden_states)), mask))
+        activated = swiglu(self.gate_up_proj(hidden_states), fused=self.fused)
+        return self.down_proj(dropout(activated, mask))
 
 
 class PlainMLP(nn.Module):
@@ -40,7 +41,8 @@ class PlainMLP(nn.Module):
     def __init__(self, shape: ModelShape, mesh: ParallelMesh, options: ModelOptions):
         super().__init__()
         features = mesh.local(shape.intermediate_size)
-        self.approximate = "tanh" if shape.hidden_act == "gelu_pytorch_tanh" else "none"
+        self.approximate: Approximate = "tanh" if shape.hidden_act == "gelu_pytorch_tanh" else "none"
+        self.fused, self.split_backward = options.fused, options.split_backward
         self.up_proj = ColumnParallelLinear(
             shape.hidden_size,
             features,
@@ -55,7 +57,14 @@ class PlainMLP(nn.Module):
 
     def forward(self, hidden_states: Tensor, mask: Mask | None = None) -> Tensor:
         """[B, S, H] -> [B, S, H]; the mask is of the activations [B, S, intermediate / tp]."""
-        activated = F.gelu(self.up_proj(hidden_states), approximate=self.approximate)
+        # The activation's backward has the bias's gradient at hand; a split one asks for it at another time.
+        apart = self.fused and not self.split_backward
+        activated = bias_gelu(
+            self.up_proj(hidden_states, with_bias=not apart),
+            self.up_proj.bias if apart else None,
+            approximate=self.approximate,
+            fused=self.fused,
+        )
         return self.down_proj(dropout(activated, mask))
 
 

@@ -1,39 +1,60 @@
 """Normalisation layers."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.model.options import PLAIN, ModelOptions
-from megalite.ops.norms import rms_norm
+from megalite.ops.norms import fused_add_norm, layer_norm, rms_norm
 from megalite.topology.parameters import ModelShape
 
 
-class RMSNorm(nn.Module):
-    """Root-mean-square normalisation with a learned weight [hidden_size]."""
+class Norm(nn.Module):
+    """A norm of the last dim with what is learned of it [hidden_size]; alone, or of the sum with a residual."""
+
+    bias: nn.Parameter | None
 
     def __init__(self, hidden_size: int, eps: float, options: ModelOptions = PLAIN):
         super().__init__()
-        self.eps, self.split_backward = eps, options.split_backward
+        self.eps, self.split_backward, self.fused = eps, options.split_backward, options.fused
         self.weight = nn.Parameter(torch.empty(hidden_size, dtype=options.dtype))
+        self.register_parameter("bias", None)
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """[..., H] -> [..., H]."""
-        return rms_norm(hidden_states, self.weight, self.eps, split_backward=self.split_backward)
+    def forward(
+        self, hidden_states: Tensor, residual: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """[..., H] -> [..., H]; with a residual the sum of both, which may overwrite hidden_states, and its norm."""
+        if residual is None:
+            return self.normalised(hidden_states)
+        if self.fused:
+            parameters = (self.weight, self.bias, self.eps)
+            return fused_add_norm(hidden_states, residual, *parameters, split_backward=self.split_backward)
+        total = hidden_states.add_(residual)
+        return total, self.normalised(total)
+
+    def normalised(self, hidden_states: Tensor) -> Tensor:
+        raise NotImplementedError
 
 
-class LayerNorm(nn.Module):
-    """Layer normalisation (Ba et al. 2016) with a learned weight and bias [hidden_size]."""
+class RMSNorm(Norm):
+    """Root-mean-square normalisation."""
+
+    def normalised(self, hidden_states: Tensor) -> Tensor:
+        form = {"split_backward": self.split_backward, "fused": self.fused}
+        return rms_norm(hidden_states, self.weight, self.eps, **form)
+
+
+class LayerNorm(Norm):
+    """Layer normalisation (Ba et al. 2016), with a bias."""
+
+    bias: nn.Parameter
 
     def __init__(self, hidden_size: int, eps: float, options: ModelOptions = PLAIN):
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.empty(hidden_size, dtype=options.dtype))
+        super().__init__(hidden_size, eps, options)
         self.bias = nn.Parameter(torch.empty(hidden_size, dtype=options.dtype))
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """[..., H] -> [..., H]."""
-        return F.layer_norm(hidden_states, self.weight.shape, self.weight, self.bias, self.eps)
+    def normalised(self, hidden_states: Tensor) -> Tensor:
+        form = {"split_backward": self.split_backward, "fused": self.fused}
+        return layer_norm(hidden_states, self.weight, self.bias, self.eps, **form)
 
 
 def build_norm(shape: ModelShape, options: ModelOptions = PLAIN) -> nn.Module:

@@ -19,6 +19,7 @@ class Dropout:
 
 
 RecomputeMode = Literal["none", "selective", "full"]
+Kernels = Literal["fused", "reference"]
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,8 @@ class ModelOptions:
 
     split_backward: the schedule asks for the gradients of inputs and weights at different times, so that an
     autograd node that gives both would run twice. compile: decoder layers run through torch.compile.
-    label_smoothing, z_loss: as of cross_entropy.LossTerms.
+    label_smoothing, z_loss: as of cross_entropy.LossTerms. kernels: the compiled operators, or plain torch.
+    chunked_loss: how many tokens' logits exist at once, as of chunked_cross_entropy; 0: all.
     """
 
     dtype: torch.dtype = torch.float32
@@ -62,6 +64,12 @@ class ModelOptions:
     compile: bool = False
     label_smoothing: float = 0.0
     z_loss: float = 0.0
+    kernels: Kernels = "reference"
+    chunked_loss: int = 0
+
+    @property
+    def fused(self) -> bool:
+        return self.kernels == "fused"
 
     @property
     def loss_dtype(self) -> torch.dtype:

@@ -6,7 +6,7 @@ schedule runs. One stage of one chunk is the whole model.
 
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -19,14 +19,24 @@ from megalite.model.norms import build_norm
 from megalite.model.options import PLAIN, ModelOptions, RecomputeMode
 from megalite.model.recompute import recomputed
 from megalite.model.rope import Rotation, rotary_embedding
-from megalite.ops.attention import Documents, causal_attention, document_spans, documents_seen
-from megalite.ops.dropout import dropout
-from megalite.parallel.collectives import gather_last_dim
-from megalite.parallel.cross_entropy import LossTerms, vocab_parallel_cross_entropy
+from megalite.ops.attention import (
+    Documents,
+    causal_attention,
+    document_spans,
+    document_starts,
+    documents_seen,
+    fused_pays,
+)
+from megalite.ops.dropout import Mask, dropout
+from megalite.parallel.collectives import column_input, gather_last_dim
+from megalite.parallel.cross_entropy import LossTerms, chunked_cross_entropy, vocab_parallel_cross_entropy
 from megalite.parallel.layers import VocabParallelEmbedding, column_linear
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.layout import PipelineSplit, balanced_split
 from megalite.topology.parameters import ModelShape
+
+Stream = Tensor | tuple[Tensor, Tensor]
+"""The residual stream between layers [B, S, H]: itself, or the two parts whose sum it is, which the next norm adds."""
 
 
 class DecoderLayer(nn.Module):
@@ -44,6 +54,10 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.recompute, self.compile_layer = recompute, options.compile
         self.post_norm = shape.norm_placement == "post"
+        self.leaves_sum_open = options.fused and not (
+            options.compile or self.post_norm or recompute == "full"
+        )
+        self.fused_attention = options.fused and not options.compile
         self.input_layernorm = build_norm(shape, options)
         self.self_attn = SelfAttention(shape, layer, mesh, options)
         self.post_attention_layernorm = build_norm(shape, options)
@@ -53,25 +67,25 @@ class DecoderLayer(nn.Module):
 
     def forward(
         self,
-        hidden_states: Tensor,
+        stream: Stream,
         rotation: Rotation | None,
         places: Places | None = None,
         cache: KeyValueCache | None = None,
         documents: Documents | None = None,
-    ) -> Tensor:
-        """[B, S, H] -> [B, S, H]; drops values where `places` are given."""
+    ) -> Stream:
+        """[B, S, H] -> [B, S, H], in two parts where the norms can add them; drops values where `places` are given."""
         run = partial(self._draw_and_run, rotation=rotation, places=places, cache=cache, documents=documents)
-        return recomputed(run, hidden_states) if self.recompute == "full" else run(hidden_states)
+        return recomputed(run, closed(stream)) if self.recompute == "full" else run(stream)
 
     def _draw_and_run(
         self,
-        hidden_states: Tensor,
+        stream: Stream,
         *,
         rotation: Rotation | None,
         places: Places | None,
         cache: KeyValueCache | None,
         documents: Documents | None,
-    ) -> Tensor:
+    ) -> Any:
         """Masks are drawn outside of what is compiled, whose code is then the same for all layers."""
         masks, attend = LayerMasks(), None
         if self.recompute == "selective":
@@ -79,41 +93,59 @@ class DecoderLayer(nn.Module):
         if places is not None:
             masks = self.sites.layer_masks(places, attention=attend is None)
         run = _compiled_layer() if self.compile_layer else DecoderLayer._run
-        return run(self, hidden_states, rotation, masks, cache, attend, documents)
+        return run(self, stream, rotation, masks, cache, attend, documents)
 
     def _run(
         self,
-        hidden_states: Tensor,
+        stream: Stream,
         rotation: Rotation | None,
         masks: LayerMasks,
         cache: KeyValueCache | None,
         attend: Attend | None,
         documents: Documents | None,
-    ) -> Tensor:
-        attend = attend or partial(
-            causal_attention, window=self.window, mask=masks.attention, documents=documents
-        )
-        # In place on the projections' outputs, which no backward needs.
-        normed = hidden_states if self.post_norm else self.input_layernorm(hidden_states)
+    ) -> Stream:
+        attend = attend or partial(self._attend, masks.attention, documents)
+        # Sums in place on the projections' outputs, which no backward needs.
+        if isinstance(stream, tuple):
+            stream, normed = self.input_layernorm(*stream)
+        else:
+            normed = stream if self.post_norm else self.input_layernorm(stream)
         attended = self.self_attn(normed, rotation, cache, attend)
-        attended = dropout(attended, masks.attention_residual).add_(hidden_states)
+        attended = dropout(attended, masks.attention_residual)
+        norm = self.input_layernorm if self.post_norm else self.post_attention_layernorm
+        attended, normed = norm(attended, stream)
+        output: Tensor = dropout(self.mlp(normed, masks.mlp), masks.mlp_residual)
         if self.post_norm:
-            attended = self.input_layernorm(attended)
-        normed = attended if self.post_norm else self.post_attention_layernorm(attended)
-        output: Tensor = dropout(self.mlp(normed, masks.mlp), masks.mlp_residual).add_(attended)
-        return self.post_attention_layernorm(output) if self.post_norm else output
+            output = self.post_attention_layernorm(output, normed)[1]
+            return output
+        return (output, attended) if self.leaves_sum_open else output.add_(attended)
 
     def _draw_and_attend(
         self, places: Places | None, documents: Documents | None, query: Tensor, key: Tensor, value: Tensor
     ) -> Tensor:
         mask = None if places is None else self.sites.attention_mask(places)
-        return causal_attention(query, key, value, window=self.window, mask=mask, documents=documents)
+        return self._attend(mask, documents, query, key, value)
+
+    def _attend(
+        self, mask: Mask | None, documents: Documents | None, query: Tensor, key: Tensor, value: Tensor
+    ) -> Tensor:
+        fused = (
+            self.fused_attention and mask is None and fused_pays(query.device.type, self.window, documents)
+        )
+        return causal_attention(
+            query, key, value, window=self.window, mask=mask, documents=documents, fused=fused
+        )
+
+
+def closed(stream: Stream) -> Tensor:
+    """The sum; in place on the first part, an output of a projection that no backward needs."""
+    return stream[0].add_(stream[1]) if isinstance(stream, tuple) else stream
 
 
 @cache
-def _compiled_layer() -> Callable[..., Tensor]:
+def _compiled_layer() -> Callable[..., Stream]:
     """One compiled function for all layers of a process; whatever it could not trace is an error, not a break."""
-    compiled: Callable[..., Tensor] = torch.compile(DecoderLayer._run, fullgraph=True)
+    compiled: Callable[..., Stream] = torch.compile(DecoderLayer._run, fullgraph=True)
     return compiled
 
 
@@ -165,6 +197,7 @@ class Chunk(nn.Module):
         self.index, self.mesh, self.tp = index, mesh, mesh.tp
         self.split_backward = options.split_backward
         self.compiled, self.drops_attention = options.compile, options.dropout.attention > 0
+        self.chunked_loss, self.fused = options.chunked_loss, options.fused
         self.is_first, self.is_last = index == 0, index == len(split.layers) - 1
         self.vocabulary = balanced_split(stage.shape.vocab_size, mesh.tp.size)
         self.loss_terms = LossTerms(stage.shape.vocab_size, options.label_smoothing, options.z_loss)
@@ -202,15 +235,7 @@ class Chunk(nn.Module):
         hidden_states = self.decode(inputs, position_ids, places, documents=documents)
         if not self.is_last:
             return hidden_states
-        losses = vocab_parallel_cross_entropy(
-            self.local_logits(hidden_states),
-            labels,
-            loss_mask,
-            self.vocabulary[self.tp.rank],
-            self.tp,
-            # What shapes the training is no part of an evaluation's loss.
-            self.loss_terms if self.training else LossTerms(self.loss_terms.vocabulary),
-        )
+        losses = self._token_losses(hidden_states, labels, loss_mask)
         return losses if each_token else losses.sum(dim=-1)
 
     def decode(
@@ -231,15 +256,18 @@ class Chunk(nn.Module):
             if places is not None:
                 hidden_states = dropout(hidden_states, self.sites.embedding_mask(places))
         rotation = None if self.learned_positions else self.rotary(position_ids)
+        stream: Stream = hidden_states
         for layer in self.layers:
-            hidden_states = layer(hidden_states, rotation, places, cache, documents)
-        return hidden_states
+            stream = layer(stream, rotation, places, cache, documents)
+        return closed(stream)
 
     def _documents(self, document_ids: Tensor) -> Documents:
         """Once a micro batch, for all layers. Compiled code and probabilities written out want one shape; on a GPU
         spans would have the host wait for the ids."""
         one_shape = self.compiled or (self.training and self.drops_attention) or document_ids.is_cuda
-        return documents_seen(document_ids) if one_shape else document_spans(document_ids)
+        if one_shape:
+            return documents_seen(document_ids)
+        return document_starts(document_ids) if self.fused else document_spans(document_ids)
 
     def _embed(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         embedded: Tensor = self.embed_tokens(input_ids)
@@ -248,16 +276,29 @@ class Chunk(nn.Module):
         held = self.mesh.sequence_range(position_ids.shape[1])
         return embedded.add_(self.embed_positions(position_ids[:, held.start : held.stop]))
 
+    def _token_losses(self, hidden_states: Tensor, labels: Tensor, loss_mask: Tensor) -> Tensor:
+        """Last chunk: [B, S, H] -> weighted losses [B, S]."""
+        # What shapes the training is no part of an evaluation's loss.
+        terms = self.loss_terms if self.training else LossTerms(self.loss_terms.vocabulary)
+        tokens = (labels, loss_mask, self.vocabulary[self.tp.rank], self.tp, terms)
+        if not self.chunked_loss:
+            return vocab_parallel_cross_entropy(self.local_logits(hidden_states), *tokens, fused=self.fused)
+        inputs = column_input(self.norm(hidden_states), self.mesh)
+        return chunked_cross_entropy(
+            inputs, self.head.weight, *tokens, chunk_tokens=self.chunked_loss, fused=self.fused
+        )
+
     def local_logits(self, hidden_states: Tensor) -> Tensor:
-        """Last chunk: [B, S, H] -> logits over this rank's rows of the vocabulary [B, S, V / tp], >= float32."""
+        """Last chunk: [B, S, H] -> logits over this rank's rows of the vocabulary [B, S, V / tp]."""
         normed, split_backward = self.norm(hidden_states), self.split_backward
-        logits = column_linear(normed, self.head.weight, mesh=self.mesh, split_backward=split_backward)
-        return logits.float() if logits.element_size() < 4 else logits
+        return column_linear(normed, self.head.weight, mesh=self.mesh, split_backward=split_backward)
 
     def logits(self, hidden_states: Tensor) -> Tensor:
-        """Last chunk: [B, S, H] -> full logits [B, S, V] on every tensor parallel rank; outside autograd."""
+        """Last chunk: [B, S, H] -> full logits [B, S, V], >= float32, on every tensor parallel rank; outside
+        autograd."""
         sizes = tuple(len(rows) for rows in self.vocabulary)
-        return gather_last_dim(self.local_logits(hidden_states), sizes, self.tp)
+        logits = gather_last_dim(self.local_logits(hidden_states), sizes, self.tp)
+        return logits.float() if logits.element_size() < 4 else logits
 
 
 class Stage(nn.Module):

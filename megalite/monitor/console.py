@@ -139,7 +139,7 @@ class Console:
 
 
 def announce(text: str) -> None:
-    """A line of what takes long before there is a run to show."""
+    """A line of what takes long before there is a run to show, or of what ended it."""
     print(text, flush=True)
 
 

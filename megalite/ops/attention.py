@@ -1,5 +1,8 @@
 """Scaled dot-product attention with grouped key-value heads (Ainslie et al., "GQA", 2023)."""
 
+import warnings
+from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -8,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.ops.dropout import Mask, dropout
+from megalite.ops.packed_attention import packed_attention, why_not_packed
 
 # Neighbouring documents that have no more tokens together are attended to at once: a call costs more than their square.
 _SHARED_SPAN = 64
@@ -23,8 +27,20 @@ class Span(NamedTuple):
     seen: Tensor | None = None
 
 
-# What tells the documents of [B, S] tokens apart: [B, 1, S, S], which keys each token sees; or all spans in order.
-Documents = Tensor | tuple[Span, ...]
+@dataclass(frozen=True)
+class Starts:
+    """Where each document of a batch laid end to end begins, and the end: [documents + 1] int32; the longest's length.
+
+    What the compiled operator takes.
+    """
+
+    places: Tensor
+    longest: int
+
+
+# What tells the documents of [B, S] tokens apart: [B, 1, S, S], which keys each token sees; or all spans in order; or
+# their starts.
+Documents = Tensor | tuple[Span, ...] | Starts
 
 
 def documents_seen(document_ids: Tensor) -> Tensor:
@@ -43,15 +59,26 @@ def document_spans(document_ids: Tensor) -> tuple[Span, ...]:
     165 (121), plain causal attention 286 (319), a boolean mask 479 (490), documents filled up to one length
     1086 (703). Flex attention has no backward on a CPU, nested tensors no kernel.
     """
-    rows, length = document_ids.shape
-    new_row = torch.ones(rows, 1, dtype=torch.bool, device=document_ids.device)
-    starts = torch.cat((new_row, document_ids[:, 1:] != document_ids[:, :-1]), dim=1).flatten().nonzero()
-    bounds = [*starts.flatten().tolist(), rows * length]
+    bounds = [*_first_tokens(document_ids).tolist(), document_ids.numel()]
     spans: list[Span] = []
     flat = document_ids.flatten()
-    for begin, end, several in _merged(bounds, length):
+    for begin, end, several in _merged(bounds, document_ids.shape[1]):
         spans.append(Span(end - begin, _own_document(flat[begin:end]) if several else None))
     return tuple(spans)
+
+
+def document_starts(document_ids: Tensor) -> Starts:
+    """[B, S], ascending in a row -> where documents begin. Waits for the ids where they are on a device."""
+    places = F.pad(_first_tokens(document_ids), (0, 1), value=document_ids.numel()).to(torch.int32)
+    return Starts(places, int(places.diff().max()))
+
+
+def _first_tokens(document_ids: Tensor) -> Tensor:
+    """Of each document, in a batch [B, S] laid end to end."""
+    new_row = torch.ones(len(document_ids), 1, dtype=torch.bool, device=document_ids.device)
+    return (
+        torch.cat((new_row, document_ids[:, 1:] != document_ids[:, :-1]), dim=1).flatten().nonzero().flatten()
+    )
 
 
 def _merged(bounds: list[int], row: int) -> list[tuple[int, int, bool]]:
@@ -78,6 +105,7 @@ def causal_attention(
     window: int | None = None,
     mask: Mask | None = None,
     documents: Documents | None = None,
+    fused: bool = False,
 ) -> Tensor:
     """softmax(Q K^T / sqrt(D)) V where position i sees the keys up to i, aligned at the end.
 
@@ -89,7 +117,17 @@ def causal_attention(
 
     mask: [B, heads, S, T], of the probabilities to drop. It has them written out, since no fused kernel takes a
     given mask, and keeps two matrices of its shape for the backward, where otherwise there is none.
+
+    fused: by the compiled operator if it can; what it lacks is told once, and torch computes it.
     """
+    if fused:
+        complaint = why_not_fused(query, mask, documents)
+        if not complaint:
+            return _fused_attention(query, key, value, window, documents)
+        _tell(complaint)
+    if isinstance(documents, Starts):
+        lengths = documents.places.diff().tolist()
+        return causal_attention(query, key, value, window=window, documents=tuple(map(Span, lengths)))
     grouped = query.shape[2] // key.shape[2]
     if grouped > 1:
         key, value = key.repeat_interleave(grouped, dim=2), value.repeat_interleave(grouped, dim=2)
@@ -109,6 +147,57 @@ def causal_attention(
     is_causal = aligned is None and new == total
     attended = F.scaled_dot_product_attention(query, key, value, attn_mask=aligned, is_causal=is_causal)
     return attended.transpose(1, 2)
+
+
+def why_not_fused(query: Tensor, mask: Mask | None = None, documents: Documents | None = None) -> str:
+    """Why the compiled operator cannot serve `causal_attention`; empty where it can."""
+    if mask is not None:
+        return "it takes no mask of dropped probabilities"
+    if documents is not None and not isinstance(documents, Starts):
+        return "it takes documents by their starts only"
+    return why_not_packed(query)
+
+
+def fused_pays(device_type: str, window: int | None, documents: Documents | None) -> bool:
+    """Whether the compiled operator is the faster one: benchmarks/kernels_attention.py, on a CPU. On a GPU neither
+    was measured.
+
+    There it is 3 times as fast as torch with the mask of a window, as fast with documents, and takes 1.1 to 1.3 times
+    as long where a token sees all earlier ones.
+    """
+    return device_type == "cpu" and (window is not None or isinstance(documents, Starts))
+
+
+@cache
+def _tell(complaint: str) -> None:
+    warnings.warn(f"attention is not fused: {complaint}", stacklevel=3)
+
+
+def _fused_attention(
+    query: Tensor, key: Tensor, value: Tensor, window: int | None, documents: Documents | None
+) -> Tensor:
+    (rows, new), total = query.shape[:2], key.shape[1]
+    if isinstance(documents, Starts):
+        starts = (documents.places, documents.places)
+        new = total = documents.longest
+    else:
+        starts = _row_starts(rows, new, query.device), _row_starts(rows, total, query.device)
+    attended, _ = packed_attention(
+        query.flatten(0, 1),
+        key.flatten(0, 1),
+        value.flatten(0, 1),
+        starts[0],
+        starts[1],
+        longest_query=new,
+        longest_key=total,
+        left=-1 if window is None else window - 1,
+        right=0,
+    )
+    return attended.view_as(query)
+
+
+def _row_starts(rows: int, length: int, device: torch.device) -> Tensor:
+    return torch.arange(rows + 1, dtype=torch.int32, device=device).mul_(length)
 
 
 def _attention_of_spans(

@@ -1,9 +1,16 @@
-"""Root-mean-square layer normalisation (Zhang and Sennrich 2019)."""
+"""Root-mean-square norm (Zhang and Sennrich 2019) and layer norm (Ba et al. 2016), also of a sum with the residual.
 
+Each in two forms: plain torch, and the compiled operators of csrc/norms.h (`fused`).
+"""
+
+import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from megalite.ops import extension
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -56,11 +63,15 @@ class _Normalise(torch.autograd.Function):
         return scaled_grad.mul_(inverse_rms).to(normalised.dtype), None
 
 
-def rms_norm(hidden_states: Tensor, weight: Tensor, eps: float, *, split_backward: bool = False) -> Tensor:
+def rms_norm(
+    hidden_states: Tensor, weight: Tensor, eps: float, *, split_backward: bool = False, fused: bool = False
+) -> Tensor:
     """weight * x / sqrt(mean(x^2) + eps) over the last dim: [..., H], weight [H] -> [..., H].
 
     split_backward: the gradients of x and of the weight come from nodes of their own.
     """
+    if fused:
+        return _fused(hidden_states, None, weight, None, eps, split_backward)[1]
     if torch.compiler.is_compiling():  # which fuses what it sees, and sees no further than a node of ours
         wide = hidden_states.float() if hidden_states.element_size() < 4 else hidden_states
         inverse_rms = wide.square().mean(dim=-1, keepdim=True).add(eps).rsqrt()
@@ -71,3 +82,140 @@ def rms_norm(hidden_states: Tensor, weight: Tensor, eps: float, *, split_backwar
         return normalised * weight
     normalised = _RMSNorm.apply(hidden_states, weight, eps)
     return normalised
+
+
+def layer_norm(
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    *,
+    split_backward: bool = False,
+    fused: bool = False,
+) -> Tensor:
+    """weight * (x - mean(x)) / sqrt(var(x) + eps) + bias over the last dim: [..., H] -> [..., H]."""
+    if fused:
+        return _fused(hidden_states, None, weight, bias, eps, split_backward)[1]
+    return F.layer_norm(hidden_states, weight.shape, weight, bias, eps)  # computes what a pass asks for
+
+
+def fused_add_norm(
+    hidden_states: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    *,
+    split_backward: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """hidden_states + residual, and its norm: the layer norm where there is a bias, else the root-mean-square norm."""
+    return _fused(hidden_states, residual, weight, bias, eps, split_backward)
+
+
+def _fused(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, split_backward: bool
+) -> tuple[Tensor, Tensor]:
+    """What was normalised (x, or its sum with the residual), and the norm."""
+    operator = torch.ops.megalite.norm
+    if not (split_backward and weight.requires_grad and torch.is_grad_enabled()):
+        total, output, _, _ = operator(x, residual, weight, bias, eps)
+        return x if residual is None else total, output
+    shift = None if bias is None else bias.detach()
+    total, output, mean, inverse = operator(x, residual, weight.detach(), shift, eps)
+    if residual is None:
+        total = x
+    statistics = (inverse.detach(),) if bias is None else (mean.detach(), inverse.detach())
+    nothing = _WeightGradient.apply(weight, bias, total.detach(), *statistics)
+    output = _Joined.apply(output, nothing)
+    return total, output
+
+
+class _WeightGradient(torch.autograd.Function):
+    """Of x's shape and without memory, a constant; its backward computes the gradients of weight and bias, for a pass
+    that asks for these."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, bias: Tensor | None, x: Tensor, *statistics: Tensor) -> Tensor:
+        ctx.save_for_backward(x, *statistics)
+        return weight.new_zeros(()).expand_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, *mean, inverse = ctx.saved_tensors
+        operator = torch.ops.megalite.norm_weight_grad
+        weight_grad, bias_grad = operator(grad, x, mean[0] if mean else None, inverse)
+        return weight_grad, bias_grad if mean else None, None, *(None for _ in (*mean, inverse))
+
+
+class _Joined(torch.autograd.Function):
+    """The first, whose gradient both get."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, nothing: Tensor) -> Tensor:
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, grad
+
+
+def _norm_like(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows, wide = math.prod(x.shape[:-1]), torch.promote_types(x.dtype, torch.float32)
+    return (
+        x.new_empty((0,) if residual is None else x.shape),
+        x.new_empty(x.shape),
+        x.new_empty(0 if bias is None else rows, dtype=wide),
+        x.new_empty(rows, dtype=wide),
+    )
+
+
+def _norm_weight_grad_like(
+    grad: Tensor, x: Tensor, mean: Tensor | None, inverse: Tensor
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape[-1]), x.new_empty(0 if mean is None else x.shape[-1])
+
+
+def _norm_backward_like(
+    grad: Tensor, sum_grad: Tensor | None, x: Tensor, weight: Tensor, mean: Tensor | None, inverse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    return x.new_empty(x.shape), *_norm_weight_grad_like(grad, x, mean, inverse)
+
+
+def _norm_input_grad_like(
+    grad: Tensor, sum_grad: Tensor | None, x: Tensor, weight: Tensor, mean: Tensor | None, inverse: Tensor
+) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, residual, weight, bias, _ = inputs
+    total, _, mean, inverse = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(mean, inverse, *((total,) if residual is None else ()))
+    ctx.save_for_backward(x if residual is None else total, weight, None if bias is None else mean, inverse)
+
+
+def _norm_backward(
+    ctx: Any, sum_grad: Tensor | None, grad: Tensor | None, mean_grad: None, inverse_grad: None
+) -> tuple[Tensor | None, ...]:
+    x, weight, mean, inverse = ctx.saved_tensors
+    of_x, of_weight = any(ctx.needs_input_grad[:2]), any(ctx.needs_input_grad[2:4])
+    grad = torch.zeros_like(x) if grad is None else grad
+    operators = torch.ops.megalite
+    x_grad = weight_grad = bias_grad = None
+    if of_x and of_weight:
+        x_grad, weight_grad, bias_grad = operators.norm_backward(grad, sum_grad, x, weight, mean, inverse)
+    elif of_x:
+        x_grad = operators.norm_input_grad(grad, sum_grad, x, weight, mean, inverse)
+    else:
+        weight_grad, bias_grad = operators.norm_weight_grad(grad, x, mean, inverse)
+    wanted = zip(ctx.needs_input_grad, (x_grad, x_grad, weight_grad, bias_grad, None), strict=True)
+    return tuple(each if needed else None for needed, each in wanted)
+
+
+extension.register("norm", _norm_like, _norm_backward, _save)
+extension.register("norm_backward", _norm_backward_like)
+extension.register("norm_input_grad", _norm_input_grad_like)
+extension.register("norm_weight_grad", _norm_weight_grad_like)

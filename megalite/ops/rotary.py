@@ -1,4 +1,7 @@
-"""Rotary position embedding (Su et al., "RoFormer", 2021), in the half-split form of Llama."""
+"""Rotary position embedding (Su et al., "RoFormer", 2021), in the half-split form of Llama and the interleaved one.
+
+In two forms: plain torch, and the compiled operators of csrc/rotary.h (`fused`).
+"""
 
 import math
 from collections.abc import Mapping
@@ -6,6 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from megalite.ops import extension
 
 
 def rotary_frequencies(head_dim: int, theta: float, scaling: Mapping[str, Any] | None = None) -> Tensor:
@@ -32,84 +37,195 @@ def rotary_table(positions: int, frequencies: Tensor, dtype: torch.dtype) -> tup
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
+def split_and_rotate(
+    qkv: Tensor,
+    heads: int,
+    key_value_heads: int,
+    cosines: Tensor,
+    sines: Tensor,
+    *,
+    position_ids: Tensor | None = None,
+    interleaved: bool = False,
+    overwrite: bool = False,
+    fused: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value from their packed projection, query and key rotated by their positions' angles.
+
+    qkv: [B, S, heads + 2 key_value_heads, head_dim]; cosines, sines: [B or 1, S, 1, head_dim / 2], same dtype, or
+    with position_ids [B or 1, S] tables of all positions [positions, head_dim / 2]. Dimension i of a head is paired
+    with i + head_dim / 2, or 2 i with 2 i + 1 where interleaved. overwrite: qkv may become the result, since nobody
+    reads it later; it does where that saves time and no gradient is recorded. Returns [B, S, heads, head_dim] and
+    twice [B, S, key_value_heads, head_dim].
+    """
+    parts = (heads, key_value_heads, key_value_heads)
+    query: Tensor
+    if fused and overwrite and not torch.is_grad_enabled():
+        turning = qkv[:, :, : heads + key_value_heads]
+        torch.ops.megalite.rotary_(turning, cosines, sines, position_ids, interleaved)
+        query, key, value = qkv.split(parts, dim=2)
+        return query, key, value
+    if fused:
+        query, key, value = torch.ops.megalite.rotary_split(
+            qkv, heads, key_value_heads, cosines, sines, position_ids, interleaved
+        )
+        return query, key, value
+    cosines, sines = _of_positions(position_ids, cosines, sines)
+    if torch.compiler.is_compiling():  # which fuses what it sees, and sees no further than a node of ours
+        query, key, value = qkv.split(parts, dim=2)
+        query, key = (_rotated(each, cosines, sines, interleaved) for each in (query, key))
+        return query, key, value
+    query, key, value = _SplitAndRotate.apply(qkv, heads, key_value_heads, cosines, sines, interleaved)
+    return query, key, value
+
+
+def rotate(
+    query: Tensor,
+    key: Tensor,
+    cosines: Tensor,
+    sines: Tensor,
+    *,
+    position_ids: Tensor | None = None,
+    interleaved: bool = False,
+    fused: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """[B, S, heads, head_dim] and [B, S, key_value_heads, head_dim] -> the same, rotated; for heads that something
+    happens to before the rotation. The rest as of split_and_rotate."""
+    turned: Tensor
+    if fused:
+        turned, turned_key = torch.ops.megalite.rotary(
+            query, key, cosines, sines, position_ids, interleaved, False
+        )
+        return turned, turned_key
+    cosines, sines = _of_positions(position_ids, cosines, sines)
+    run = _rotated if torch.compiler.is_compiling() else _Rotate.apply
+    turned, turned_key = (run(each, cosines, sines, interleaved) for each in (query, key))
+    return turned, turned_key
+
+
 class _SplitAndRotate(torch.autograd.Function):
     """One node for query, key and value: their gradients are written straight into the packed one."""
 
     @staticmethod
     def forward(
-        ctx: Any, qkv: Tensor, heads: int, key_value_heads: int, cosines: Tensor, sines: Tensor
+        ctx: Any,
+        qkv: Tensor,
+        heads: int,
+        key_value_heads: int,
+        cosines: Tensor,
+        sines: Tensor,
+        interleaved: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(cosines, sines)
-        ctx.heads = (heads, key_value_heads, key_value_heads)
+        ctx.heads, ctx.interleaved = (heads, key_value_heads, key_value_heads), interleaved
         rotated = torch.empty_like(qkv)
         query, key, value = rotated.split(ctx.heads, dim=2)
         turning = heads + key_value_heads
-        _rotate(qkv[:, :, :turning], cosines, sines, out=rotated[:, :, :turning])
+        _rotate(qkv[:, :, :turning], cosines, sines, interleaved, out=rotated[:, :, :turning])
         value.copy_(qkv[:, :, turning:])
         return query, key, value
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         cosines, sines = ctx.saved_tensors
         batch, sequence, _, head_dim = grads[0].shape
         packed = grads[0].new_empty(batch, sequence, sum(ctx.heads), head_dim)
         query_grad, key_grad, value_grad = packed.split(ctx.heads, dim=2)
         # A rotation's transpose is the rotation by the opposite angle.
-        _rotate(grads[0], cosines, -sines, out=query_grad)
-        _rotate(grads[1], cosines, -sines, out=key_grad)
+        _rotate(grads[0], cosines, -sines, ctx.interleaved, out=query_grad)
+        _rotate(grads[1], cosines, -sines, ctx.interleaved, out=key_grad)
         value_grad.copy_(grads[2])
-        return packed, None, None, None, None
-
-
-def split_and_rotate(
-    qkv: Tensor, heads: int, key_value_heads: int, cosines: Tensor, sines: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value from their packed projection, query and key rotated by their positions' angles.
-
-    qkv: [B, S, heads + 2 key_value_heads, head_dim]; cosines, sines: [B or 1, S, 1, head_dim / 2], same dtype.
-    Dimension i of a head is paired with i + head_dim / 2. Returns [B, S, heads, head_dim] and twice
-    [B, S, key_value_heads, head_dim].
-    """
-    if torch.compiler.is_compiling():  # which fuses what it sees, and sees no further than a node of ours
-        query, key, value = qkv.split((heads, key_value_heads, key_value_heads), dim=2)
-        return _rotated(query, cosines, sines), _rotated(key, cosines, sines), value
-    query, key, value = _SplitAndRotate.apply(qkv, heads, key_value_heads, cosines, sines)
-    return query, key, value
+        return packed, None, None, None, None, None
 
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    def forward(ctx: Any, heads: Tensor, cosines: Tensor, sines: Tensor, interleaved: bool) -> Tensor:
         ctx.save_for_backward(cosines, sines)
+        ctx.interleaved = interleaved
         rotated = torch.empty_like(heads)
-        _rotate(heads, cosines, sines, out=rotated)
+        _rotate(heads, cosines, sines, interleaved, out=rotated)
         return rotated
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         cosines, sines = ctx.saved_tensors
         turned_back = torch.empty_like(grad)
-        _rotate(grad, cosines, -sines, out=turned_back)
-        return turned_back, None, None
+        _rotate(grad, cosines, -sines, ctx.interleaved, out=turned_back)
+        return turned_back, None, None, None
 
 
-def rotate(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """[B, S, heads, head_dim] -> the same, rotated; for heads that something happens to before the rotation."""
-    if torch.compiler.is_compiling():
-        return _rotated(heads, cosines, sines)
-    rotated: Tensor = _Rotate.apply(heads, cosines, sines)
-    return rotated
-
-
-def _rotate(heads: Tensor, cosines: Tensor, sines: Tensor, *, out: Tensor) -> None:
-    first, second = heads.chunk(2, dim=-1)
-    out_first, out_second = out.chunk(2, dim=-1)
+def _rotate(heads: Tensor, cosines: Tensor, sines: Tensor, interleaved: bool, *, out: Tensor) -> None:
+    first, second = _pairs(heads, interleaved)
+    out_first, out_second = _pairs(out, interleaved)
     torch.mul(first, cosines, out=out_first)
     out_first.addcmul_(second, sines, value=-1)
     torch.mul(second, cosines, out=out_second)
     out_second.addcmul_(first, sines)
 
 
-def _rotated(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+def _rotated(heads: Tensor, cosines: Tensor, sines: Tensor, interleaved: bool) -> Tensor:
+    first, second = _pairs(heads, interleaved)
+    turned = (first * cosines - second * sines, second * cosines + first * sines)
+    return torch.stack(turned, dim=-1).flatten(-2) if interleaved else torch.cat(turned, dim=-1)
+
+
+def _pairs(heads: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """The first and the second values of all pairs: views [..., head_dim / 2]."""
+    if interleaved:
+        return heads[..., 0::2], heads[..., 1::2]
     first, second = heads.chunk(2, dim=-1)
-    return torch.cat((first * cosines - second * sines, second * cosines + first * sines), dim=-1)
+    return first, second
+
+
+def _of_positions(position_ids: Tensor | None, cosines: Tensor, sines: Tensor) -> tuple[Tensor, Tensor]:
+    if position_ids is None:
+        return cosines, sines
+    return cosines[position_ids].unsqueeze(2), sines[position_ids].unsqueeze(2)
+
+
+def _split_like(
+    qkv: Tensor, heads: int, key_value_heads: int, *angles: Tensor | bool | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    batch, sequence, _, head_dim = qkv.shape
+    query, key, value = (
+        qkv.new_empty(batch, sequence, each, head_dim) for each in (heads, key_value_heads, key_value_heads)
+    )
+    return query, key, value
+
+
+def _packed_like(query: Tensor, key: Tensor, value: Tensor, *angles: Tensor | bool | None) -> Tensor:
+    batch, sequence, heads, head_dim = query.shape
+    return query.new_empty(batch, sequence, heads + 2 * key.shape[2], head_dim)
+
+
+def _pair_like(query: Tensor, key: Tensor, *angles: Tensor | bool | None) -> tuple[Tensor, Tensor]:
+    return query.new_empty(query.shape), key.new_empty(key.shape)
+
+
+def _nothing(*inputs: Tensor | bool | None) -> None: ...
+
+
+def _keep_split_angles(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs[3:6])
+    ctx.interleaved = inputs[6]
+
+
+def _split_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    packed = torch.ops.megalite.rotary_split_backward(*grads, *ctx.saved_tensors, ctx.interleaved)
+    return packed, *(None for _ in range(6))
+
+
+def _keep_angles(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs[2:5])
+    ctx.interleaved, ctx.inverse = inputs[5:]
+
+
+def _rotate_back(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    turned_back = torch.ops.megalite.rotary(*grads, *ctx.saved_tensors, ctx.interleaved, not ctx.inverse)
+    return *turned_back, *(None for _ in range(5))
+
+
+extension.register("rotary_split", _split_like, _split_backward, _keep_split_angles)
+extension.register("rotary_split_backward", _packed_like)
+extension.register("rotary", _pair_like, _rotate_back, _keep_angles)
+extension.register("rotary_", _nothing)

@@ -122,6 +122,15 @@ def all_reduce(values: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.Re
     return values
 
 
+def gather_ranks(values: Tensor, axis: Axis) -> Tensor:
+    """Every rank's `values` [...], of one shape, in rank order: [n, ...]; outside autograd."""
+    if axis.size == 1:
+        return values.unsqueeze(0)
+    gathered = values.new_empty(axis.size, *values.shape)
+    dist.all_gather_single(gathered.flatten(0, 1), values.contiguous(), group=axis.group)
+    return gathered
+
+
 def start_all_reduce(values: Tensor, axis: Axis) -> Pending:
     """Begin to sum contiguous `values` over the axis, in place; outside autograd, as all that starts here."""
     work = dist.all_reduce(values, group=axis.group, async_op=True)

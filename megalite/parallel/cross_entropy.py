@@ -1,13 +1,15 @@
 """Cross entropy of logits whose vocabulary is split over the tensor-parallel axis, never gathering them."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
-from megalite.parallel.collectives import all_reduce
+from megalite.ops.cross_entropy import Targets, shard_statistics, write_gradient
+from megalite.parallel.collectives import gather_ranks
 from megalite.parallel.mesh import Axis
 
 IGNORE_INDEX = -100
@@ -27,67 +29,208 @@ class LossTerms:
     z_loss: float = 0.0
 
 
-class _VocabParallelCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits: Tensor,
+@dataclass(frozen=True)
+class _ShardLoss:
+    """The losses of some tokens, as far as this rank's rows of the vocabulary go, and all that their gradient takes.
+
+    targets, weights: of T tokens; a masked token weighs 0.
+    """
+
+    targets: Targets
+    weights: Tensor
+    tp: Axis
+    terms: LossTerms
+    fused: bool
+
+    @classmethod
+    def of(
+        cls,
         labels: Tensor,
         loss_mask: Tensor,
         rows: range,
         tp: Axis,
         terms: LossTerms,
-    ) -> Tensor:
-        # `.data`: the logits' memory becomes the softmax and then the gradient; the head's linear needs neither.
-        softmax = logits.data.view(-1, logits.shape[-1])
-        counted = (labels != IGNORE_INDEX).view(-1)
-        flat_labels = labels.view(-1)
-        here = counted & (flat_labels >= rows.start) & (flat_labels < rows.stop)
-        local_labels = torch.where(here, flat_labels - rows.start, 0).unsqueeze(-1)
+        fused: bool,
+        dtype: torch.dtype,
+    ) -> "_ShardLoss":
+        """labels, loss_mask: of any shape. dtype: that of the logits."""
         smoothing = terms.label_smoothing
+        flat = labels.reshape(-1).contiguous()
+        targets = Targets(flat, rows.start, 1 - smoothing, smoothing / terms.vocabulary)
+        weights = loss_mask.reshape(-1).to(torch.promote_types(dtype, torch.float32)) * (flat != IGNORE_INDEX)
+        return cls(targets, weights, tp, terms, fused)
 
-        maximum = all_reduce(softmax.amax(dim=-1), tp, dist.ReduceOp.MAX)
-        softmax.sub_(maximum.unsqueeze(-1))
-        target = softmax.gather(-1, local_labels).squeeze(-1) * here * (1 - smoothing)
-        if smoothing:
-            # A shard's part of the mean over the whole vocabulary, so that the one sum over tp below serves both.
-            target += softmax.sum(dim=-1) * (smoothing / terms.vocabulary)
-        softmax.exp_()
-        sums, target = all_reduce(torch.stack([softmax.sum(dim=-1), target]), tp)
-        normaliser = sums.log()
-        losses = normaliser - target
-        scale = 1 / sums
-        if terms.z_loss:
-            normaliser += maximum
-            losses += terms.z_loss * normaliser.square()
-            scale *= 1 + 2 * terms.z_loss * normaliser
-        weights = loss_mask.view(-1).to(softmax.dtype) * counted
-        ctx.save_for_backward(scale, weights, here, local_labels)
-        ctx.softmax, ctx.shape, ctx.terms = softmax, logits.shape, terms
-        # A masked position may hold any logits, inf too: it must not reach the loss as 0 * inf.
-        return torch.where(weights != 0, losses * weights, 0).view(labels.shape)
+    def in_chunks(self, tokens: int) -> Iterator["_ShardLoss"]:
+        """The same of `tokens` tokens at a time."""
+        for labels, weights in zip(
+            self.targets.labels.split(tokens), self.weights.split(tokens), strict=True
+        ):
+            targets = Targets(labels, self.targets.first_id, self.targets.on_label, self.targets.uniform)
+            yield _ShardLoss(targets, weights, self.tp, self.terms, self.fused)
+
+    def working_logits(self, logits: Tensor) -> Tensor:
+        """[..., columns] -> [T, columns] to compute in: their own memory, but without fused operators float32 for
+        narrower ones."""
+        flat = logits.detach().view(-1, logits.shape[-1])
+        return flat if self.fused else flat.to(self.weights.dtype)
+
+    def losses(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Weighted losses [T], the same on every rank of tp; and for the gradient the shard's maximum [T] and the
+        factor [T] that makes probabilities, times what z-loss brings, of its exponentials."""
+        statistics = shard_statistics(logits, self.weights, self.targets, fused=self.fused)
+        maximum, sums, expected = statistics
+        shift, normaliser = None, maximum
+        if self.tp.size > 1:
+            here = self.targets.here(logits.shape[-1])
+            # How much of the target this shard has: its expected logit is relative to its own maximum.
+            mass = here.to(sums.dtype) * self.targets.on_label + logits.shape[-1] * self.targets.uniform
+            of_ranks = gather_ranks(torch.cat([statistics, mass.unsqueeze(0)]), self.tp)
+            maxima, sums_of_ranks, expected_of_ranks, masses = of_ranks.unbind(dim=1)
+            normaliser = maxima.amax(dim=0)
+            shifts = maxima - normaliser
+            sums = (sums_of_ranks * shifts.exp()).sum(dim=0)
+            expected = (expected_of_ranks + masses * shifts).sum(dim=0)
+            shift = shifts[self.tp.rank]
+        losses = sums.log() - expected
+        factor = sums.reciprocal() if shift is None else shift.exp() / sums
+        if self.terms.z_loss:
+            normaliser = normaliser + sums.log()
+            losses += self.terms.z_loss * normaliser.square()
+            factor *= 1 + 2 * self.terms.z_loss * normaliser
+        # z-loss may overflow where a masked token has huge logits.
+        return torch.where(self.weights != 0, losses * self.weights, 0), maximum, factor
+
+    def write_gradient(
+        self, logits: Tensor, maximum: Tensor, factor: Tensor, grad: Tensor | None = None
+    ) -> None:
+        """Over what `losses` was given; grad: by the weighted losses [T], 1 if it is None."""
+        weights = self.weights if grad is None else self.weights * grad
+        factors = torch.where(weights != 0, factor * weights, 0)
+        write_gradient(logits, maximum, factors, weights, self.targets, fused=self.fused)
+
+
+class _VocabParallelCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, loss: _ShardLoss) -> Tensor:
+        # The logits' memory becomes the gradient; the head's linear needs them no more.
+        ctx.logits, ctx.loss = loss.working_logits(logits), loss
+        losses, *ctx.for_gradient = loss.losses(ctx.logits)
+        ctx.shape, ctx.dtype = logits.shape, logits.dtype
+        return losses.view(logits.shape[:-1])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-        scale, weights, here, local_labels = ctx.saved_tensors
-        smoothing = ctx.terms.label_smoothing
-        weighted = grad.reshape(-1) * weights
-        logits_grad = ctx.softmax.mul_((scale * weighted).unsqueeze(-1))
-        if smoothing:
-            logits_grad.sub_((weighted * (smoothing / ctx.terms.vocabulary)).unsqueeze(-1))
-        logits_grad.scatter_add_(-1, local_labels, (-weighted * here * (1 - smoothing)).unsqueeze(-1))
-        ctx.softmax = None
-        return logits_grad.view(ctx.shape), None, None, None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.loss.write_gradient(ctx.logits, *ctx.for_gradient, grad.reshape(-1))
+        logits_grad, ctx.logits = ctx.logits, None
+        return logits_grad.view(ctx.shape).to(ctx.dtype), None
 
 
 def vocab_parallel_cross_entropy(
-    logits: Tensor, labels: Tensor, loss_mask: Tensor, rows: range, tp: Axis, terms: LossTerms
+    logits: Tensor,
+    labels: Tensor,
+    loss_mask: Tensor,
+    rows: range,
+    tp: Axis,
+    terms: LossTerms,
+    *,
+    fused: bool = False,
 ) -> Tensor:
-    """Token losses, weighted by `loss_mask`: [B, S], equal on every rank of `tp`.
+    """Token losses, weighted by `loss_mask`: [B, S], equal on every rank of `tp`, in at least float32.
 
     logits: [B, S, rows held here], CONSUMED: its memory holds the gradient afterwards; so backward runs once.
-    labels: [B, S] global ids; IGNORE_INDEX (-100) counts as masked. loss_mask: [B, S], any non-negative weights.
-    rows: the range of the vocabulary that this rank holds. terms: what comes to the plain cross entropy.
+    labels: [B, S] global ids; IGNORE_INDEX (-100) counts as masked. loss_mask: [B, S], any non-negative weights;
+    where it is 0 logits may be anything, infinite too. rows: the range of the vocabulary that this rank holds.
+    terms: what comes to the plain cross entropy.
     """
-    losses: Tensor = _VocabParallelCrossEntropy.apply(logits, labels, loss_mask, rows, tp, terms)  # type: ignore[no-untyped-call]
+    loss = _ShardLoss.of(labels, loss_mask, rows, tp, terms, fused, logits.dtype)
+    losses: Tensor = _VocabParallelCrossEntropy.apply(logits, loss)  # type: ignore[no-untyped-call]
     return losses
+
+
+@torch.no_grad()
+def _in_chunks(
+    hidden_states: Tensor,
+    weight: Tensor,
+    loss: _ShardLoss,
+    tokens: int,
+    hidden_grad: Tensor | None,
+    weight_grad: Tensor | None,
+) -> Tensor:
+    """Losses [T] of hidden_states [T, H]; fills the gradients of their sum that are wanted (weight_grad holds 0)."""
+    losses, at = [], 0
+    for inputs, chunk in zip(hidden_states.split(tokens), loss.in_chunks(tokens), strict=True):
+        logits = chunk.working_logits(F.linear(inputs, weight))
+        of_chunk, *for_gradient = chunk.losses(logits)
+        losses.append(of_chunk)
+        if hidden_grad is None and weight_grad is None:
+            continue
+        chunk.write_gradient(logits, *for_gradient)
+        logits = logits.to(weight.dtype)
+        if hidden_grad is not None:
+            torch.mm(logits, weight, out=hidden_grad[at : at + len(inputs)])
+        if weight_grad is not None:
+            _add_product(weight_grad, logits.t(), inputs)
+        at += len(inputs)
+    return torch.cat(losses)
+
+
+class _KnownGradient(torch.autograd.Function):
+    """Gives `values`, whose sum has the known gradient by `source`; one node for each source, since a schedule that
+    splits the backward asks for them at different times."""
+
+    @staticmethod
+    def forward(ctx: Any, source: Tensor, gradient: Tensor | None, values: Tensor) -> Tensor:
+        ctx.gradient = gradient
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        gradient, ctx.gradient = ctx.gradient, None
+        return gradient.mul_(_one_number(grad)), None, None
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Narrower products are rounded to their own type before they are added."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    else:
+        total.add_(left @ right)
+
+
+def _one_number(grad: Tensor) -> Tensor:
+    """The number that every element is. Raises ValueError where they differ."""
+    # A sum's gradient is one number in memory, and known to be; else a GPU would have to be waited for.
+    if any(stride for size, stride in zip(grad.shape, grad.stride(), strict=True) if size > 1) and bool(
+        (grad != grad.flatten()[0]).any()
+    ):
+        raise ValueError("the losses of a chunked cross entropy may only be summed, with equal weights")
+    return grad.flatten()[0]
+
+
+def chunked_cross_entropy(
+    hidden_states: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    loss_mask: Tensor,
+    rows: range,
+    tp: Axis,
+    terms: LossTerms,
+    *,
+    chunk_tokens: int,
+    fused: bool = False,
+) -> Tensor:
+    """`vocab_parallel_cross_entropy` of hidden_states @ weight.T, of which no more than `chunk_tokens` tokens exist.
+
+    Only the sum of the losses may be differentiated, and once, times any number: forward computes its gradients.
+    Those of the weight are summed in at least float32. One small collective a chunk.
+    hidden_states: [B, S, H], equal on every rank of tp; their gradient is of this rank's rows. weight: [rows, H].
+    """
+    loss = _ShardLoss.of(labels, loss_mask, rows, tp, terms, fused, hidden_states.dtype)
+    flat = hidden_states.reshape(-1, hidden_states.shape[-1])
+    for_hidden, for_weight = (torch.is_grad_enabled() and each.requires_grad for each in (flat, weight))
+    hidden_grad = torch.empty_like(flat) if for_hidden else None
+    weight_grad = torch.zeros_like(weight, dtype=loss.weights.dtype) if for_weight else None
+    losses = _in_chunks(flat, weight, loss, chunk_tokens, hidden_grad, weight_grad)
+    by_hidden: Tensor = _KnownGradient.apply(flat, hidden_grad, losses)  # type: ignore[no-untyped-call]
+    by_weight: Tensor = _KnownGradient.apply(weight, weight_grad, torch.zeros_like(losses))  # type: ignore[no-untyped-call]
+    return (by_hidden + by_weight).view(labels.shape)

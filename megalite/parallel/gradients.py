@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megalite.ops.adamw import scale_, sum_of_squares
 from megalite.parallel.collectives import all_reduce
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.parameters import EMBEDDING, Parameter
@@ -174,17 +175,20 @@ def counted_here(parameter: Parameter, mesh: ParallelMesh) -> bool:
     return len(spec.stages) < 2 or mesh.at.pp == spec.stages[0]
 
 
-def global_norm(parameters: Sequence[Parameter], tensors: Mapping[str, Tensor], mesh: ParallelMesh) -> float:
+def global_norm(
+    parameters: Sequence[Parameter],
+    tensors: Mapping[str, Tensor],
+    mesh: ParallelMesh,
+    *,
+    fused: bool = False,
+) -> float:
     """L2 norm of the whole model's gradient, every element counted once; equal on all ranks of a replica.
 
-    Accumulated in float64 over parameters. Collective over tp x pp.
+    Accumulated in float64 over parameters. Collective over tp x pp. fused: as of ops.adamw.sum_of_squares.
     """
-    total = torch.zeros((), dtype=torch.float64, device=mesh.device)
-    for parameter in parameters:
-        gradient = tensors[parameter.name].grad
-        if gradient is not None and counted_here(parameter, mesh):
-            wide = gradient if gradient.element_size() >= 4 else gradient.float()
-            total += torch.linalg.vector_norm(wide).double().square()
+    found = [tensors[each.name].grad for each in parameters if counted_here(each, mesh)]
+    gradients = [gradient for gradient in found if gradient is not None]
+    total = sum_of_squares(gradients, fused=fused).to(mesh.device)
     return float(all_reduce(total, mesh.replica).sqrt())
 
 
@@ -223,7 +227,7 @@ def _first_part(parameter: Parameter, gradient: Tensor, mesh: ParallelMesh) -> s
 
 def scale_gradients(gradients: Sequence[Tensor], factor: float) -> None:
     """Multiply all gradients in place."""
-    torch._foreach_mul_(list(gradients), factor)
+    scale_(gradients, factor)
 
 
 def clip_values(gradients: Sequence[Tensor], *, limit: float) -> None:
@@ -232,9 +236,16 @@ def clip_values(gradients: Sequence[Tensor], *, limit: float) -> None:
     torch._foreach_clamp_max_(list(gradients), limit)
 
 
+def clip_factor(norm: float, max_norm: float) -> float:
+    """What gradients of the global norm `norm` are multiplied by, to be of `max_norm` at most; 0 does not clip."""
+    if max_norm <= 0:
+        return 1.0
+    return min(1.0, max_norm / (norm + 1e-6))  # the same epsilon as torch's and DeepSpeed's clipping
+
+
 def clip_gradients(gradients: Sequence[Tensor], *, norm: float, max_norm: float) -> None:
     """Scale all gradients in place so that their global norm, now `norm`, is at most `max_norm`."""
-    factor = max_norm / (norm + 1e-6)  # the same epsilon as torch's and DeepSpeed's clipping
+    factor = clip_factor(norm, max_norm)
     if factor < 1.0:
         scale_gradients(gradients, factor)
 

@@ -5,12 +5,15 @@ Where the mesh splits the sequence (sequence parallelism), S / tp positions go i
 Weights are allocated, not filled: model/stages.py fills them by name, so that every layout starts alike.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megalite.ops import apex
+from megalite.ops.adamw import accumulate_
 from megalite.parallel.collectives import (
     column_input,
     row_output,
@@ -20,6 +23,63 @@ from megalite.parallel.collectives import (
 )
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.layout import balanced_split
+
+
+def sum_in_place(weights: Iterable[nn.Parameter]) -> None:
+    """Have linears add to the float32 gradients of these 16-bit weights what autograd would widen first, then add.
+
+    Only for backwards that run each node once, and for gradients that nobody takes or watches before all are there.
+    """
+    for weight in weights:
+        if weight.dim() == 2 and weight.element_size() < 4 and weight.grad_dtype == torch.float32:
+            setattr(weight, _SUMS_IN_PLACE, True)
+
+
+_SUMS_IN_PLACE = "sums_in_place"
+
+
+def _sums_in_place(weight: Tensor) -> bool:
+    return not torch.compiler.is_compiling() and getattr(weight, _SUMS_IN_PLACE, False)
+
+
+def _weight_gradient(weight: Tensor, grad: Tensor, inputs: Tensor) -> Tensor | None:
+    """grad [N, out]^T inputs [N, in], or None where it was added to the sum that the weight has."""
+    total = weight.grad if _sums_in_place(weight) else None
+    if total is None:
+        return grad.t() @ inputs
+    accumulate = apex.accumulate_weight_gradient(total.device)
+    if accumulate is not None:
+        accumulate(inputs.contiguous(), grad.contiguous(), total)
+    else:
+        accumulate_(total, grad.t() @ inputs, fused=True)
+    return None
+
+
+class _SummingLinear(torch.autograd.Function):
+    """A linear whose backward adds the weight's gradient to the sum that is there."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(inputs, weight)
+        return F.linear(inputs, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        inputs, weight = ctx.saved_tensors
+        for_inputs, for_weight, for_bias = ctx.needs_input_grad
+        flat_grad = grad.flatten(0, -2)
+        return (
+            grad @ weight if for_inputs else None,
+            _weight_gradient(weight, flat_grad, inputs.flatten(0, -2)) if for_weight else None,
+            flat_grad.sum(dim=0) if for_bias else None,
+        )
+
+
+def _linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if not (_sums_in_place(weight) and torch.is_grad_enabled()):
+        return F.linear(inputs, weight, bias)
+    output: Tensor = _SummingLinear.apply(inputs, weight, bias)  # type: ignore[no-untyped-call]
+    return output
 
 
 class _OverlappedColumnLinear(torch.autograd.Function):
@@ -48,7 +108,7 @@ class _OverlappedColumnLinear(torch.autograd.Function):
             (start_reduce_scatter if split else start_all_reduce)(grad @ weight, tp) if for_inputs else None
         )
         flat_grad = grad.flatten(0, -2)
-        weight_grad = flat_grad.t() @ gathering().flatten(0, -2) if for_weight else None
+        weight_grad = _weight_gradient(weight, flat_grad, gathering().flatten(0, -2)) if for_weight else None
         bias_grad = flat_grad.sum(dim=0) if for_bias else None
         return summing() if summing is not None else None, weight_grad, bias_grad, None
 
@@ -67,7 +127,7 @@ def column_linear(
     their own, which overlap nothing; all positions of the inputs are kept until then.
     """
     if mesh.tp.size == 1 or split_backward:
-        return F.linear(column_input(hidden_states, mesh), weight, bias)
+        return _linear(column_input(hidden_states, mesh), weight, bias)
     output: Tensor = _OverlappedColumnLinear.apply(hidden_states, weight, bias, mesh)  # type: ignore[no-untyped-call]
     return output
 
@@ -95,10 +155,11 @@ class ColumnParallelLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(local_out_features, in_features, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(local_out_features, dtype=dtype)) if bias else None
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """[B, S or S / tp, in] -> [B, S, out / tp]."""
+    def forward(self, hidden_states: Tensor, *, with_bias: bool = True) -> Tensor:
+        """[B, S or S / tp, in] -> [B, S, out / tp]; without the bias where the caller adds it."""
+        bias = self.bias if with_bias else None
         return column_linear(
-            hidden_states, self.weight, self.bias, mesh=self.mesh, split_backward=self.split_backward
+            hidden_states, self.weight, bias, mesh=self.mesh, split_backward=self.split_backward
         )
 
 
@@ -126,7 +187,7 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """[B, S, in / tp] -> [B, S or S / tp, out]."""
-        summed = row_output(F.linear(hidden_states, self.weight), self.mesh)
+        summed = row_output(_linear(hidden_states, self.weight), self.mesh)
         # After the sum: every rank has the whole bias, and it counts once.
         return summed if self.bias is None else summed.add_(self.bias)
 

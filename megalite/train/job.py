@@ -11,14 +11,16 @@ import torch
 
 from megalite.checkpoint.folder import find_best, find_checkpoint, find_latest, read_manifest
 from megalite.checkpoint.huggingface import export
+from megalite.checkpoint.load import intact_instead
 from megalite.config.load import write_resolved
 from megalite.config.schema import RunConfig
 from megalite.data.ensure import RunData, ensure_data, ensure_tokenizer
 from megalite.data.loader import StepLoader
 from megalite.data.token_file import TokenFile
 from megalite.data.tokenizer import load_tokenizer
-from megalite.errors import ConfigError, Problem
+from megalite.errors import CheckpointError, ConfigError, Problem
 from megalite.launcher.environment import RankInfo
+from megalite.model.kernels import choose_kernels
 from megalite.parallel.mesh import ParallelMesh, connect, disconnect
 from megalite.train.callbacks import Callback
 from megalite.train.document_probe import check_documents
@@ -150,10 +152,11 @@ def _train(
 
         # "auto" may go on with any; every rank asks, so that none waits.
         require_precision(precision.name, config.deepspeed_json())
+    kernels = choose_kernels(config.model.kernels, device.type)
     start = Path(config.model.weights) if config.model.weights and resumed_from is None else None
     trainer, held_out = _trainer(config, mesh, inputs, start)
     if resumed_from is not None:
-        trainer.resume(resumed_from)
+        _resume(trainer, resumed_from)
     if mesh.rank == 0:
         write_resolved(config, folder.root / "run.toml")
     reporter = RunReporter(trainer, info, folder.metrics, folder.tensorboard)
@@ -161,6 +164,8 @@ def _train(
         reporter.warn(precision.warning)
     if precision.note:
         reporter.say(precision.note)
+    if config.model.kernels != "reference":
+        reporter.say(f"model.kernels: {kernels}")
     if resumed_from is not None:
         reporter.say(f"resumed after step {trainer.state.step} from {resumed_from}")
         if trainer.state.step >= trainer.total_steps:
@@ -251,6 +256,21 @@ def _checkpoint_to_resume(config: RunConfig, mesh: ParallelMesh, folder: RunFold
         found = find_latest(folder.checkpoints) if auto else find_checkpoint(Path(config.checkpoint.resume))
     resumed: Path | None = mesh.broadcast_object(found)
     return resumed
+
+
+def _resume(trainer: Trainer, checkpoint: Path) -> None:
+    """Go on from a checkpoint; CheckpointError, which names an older one to take instead of one that is damaged."""
+    try:
+        trainer.resume(checkpoint)
+    except CheckpointError as error:
+        mesh = trainer.mesh
+        instead = mesh.broadcast_object(intact_instead(checkpoint) if mesh.rank == 0 else None)
+        if instead is None:
+            raise
+        raise CheckpointError(
+            f"{error}\n  {instead} is intact: remove {checkpoint.name}, and resume from that one "
+            f'(checkpoint.resume = "{instead}")'
+        ) from error
 
 
 def _precision(config: RunConfig, mesh: ParallelMesh, resumed_from: Path | None) -> Precision:

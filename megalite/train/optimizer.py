@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from megalite.errors import TrainingError
+from megalite.ops import apex
 from megalite.parallel.gradients import (
     average_over_data,
+    clip_factor,
     clip_gradients,
     clip_values,
     complete_gradients,
@@ -20,10 +22,12 @@ from megalite.parallel.gradients import (
     global_norm,
     scale_gradients,
 )
+from megalite.parallel.layers import sum_in_place
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.parameter_groups import ParameterGroup, group_of
 from megalite.topology.parameters import Parameter
 from megalite.topology.state import EMA, MASTER, OptimizerState, StateShard
+from megalite.train.fused_adamw import OnePassAdamW
 from megalite.train.loss_scale import LossScale, LossScaleSettings
 
 
@@ -73,7 +77,8 @@ class OptimizerSettings:
 
     accumulate_wide: gradients of 16-bit weights are summed in float32. skip_nonfinite: leave out an update that is not
     finite, where no loss scale does so. loss_scale: None where there is none. native: DeepSpeed's own AdamW updates,
-    which ZeRO alone has.
+    which ZeRO alone has. fused: compiled operators do what they are the faster for.
+    sum_in_place: a backward runs each linear once, which may then add to the sum of earlier micro batches itself.
     """
 
     name: str
@@ -89,6 +94,8 @@ class OptimizerSettings:
     skip_nonfinite: bool = False
     loss_scale: LossScaleSettings | None = None
     native: bool = False
+    fused: bool = False
+    sum_in_place: bool = False
 
 
 def update_groups(
@@ -125,13 +132,22 @@ def filled_groups(
 
 
 def torch_optimizer(
-    settings: OptimizerSettings, parameters: Sequence[Parameter], tensors: Mapping[str, nn.Parameter]
+    settings: OptimizerSettings,
+    parameters: Sequence[Parameter],
+    tensors: Mapping[str, nn.Parameter],
+    copies: Mapping[Tensor, nn.Parameter] | None = None,
 ) -> torch.optim.Optimizer:
-    """AdamW (Loshchilov and Hutter 2019) or SGD, which also keeps the average of the weights if it is asked for."""
+    """AdamW (Loshchilov and Hutter 2019) or SGD, which also keeps the average of the weights if it is asked for.
+
+    copies: the 16-bit weights that AdamW is to write with `tensors`, their masters.
+    """
     groups = filled_groups(settings, parameters, tensors)
     optimizer: torch.optim.Optimizer
     if settings.name == "sgd":
         optimizer = torch.optim.SGD(groups, lr=0.0, momentum=settings.momentum)
+    elif copies is not None:
+        optimizer = OnePassAdamW(groups, copies, betas=settings.betas, eps=settings.eps, fused=settings.fused)
+        optimizer.register_step_pre_hook(lambda self, _arguments, _keywords: ensure_state(self))
     else:
         optimizer = torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, eps=settings.eps, fused=True)
     keep_average(optimizer, settings)
@@ -209,8 +225,11 @@ class TorchOptimizer:
         self._tensors = dict(stage.named_parameters())
         if settings.accumulate_wide:
             accumulate_in_float32(self._tensors)
+            adds = settings.fused or apex.accumulate_weight_gradient(mesh.device) is not None
+            if settings.sum_in_place and adds:
+                sum_in_place(self._tensors.values())
         self._masters = {name: _master(tensor) for name, tensor in self._tensors.items()}
-        self._optimizer = torch_optimizer(settings, parameters, self._masters)
+        self._optimizer = torch_optimizer(settings, parameters, self._masters, self._copies())
         self._scale = LossScale(settings.loss_scale) if settings.loss_scale is not None else None
         self.state: OptimizerState = _TorchState(
             self._optimizer, parameters, self._tensors, self._masters, self._scale, mesh
@@ -232,23 +251,54 @@ class TorchOptimizer:
 
     def step(self, learning_rate: float) -> Update:
         scale = self.loss_scale
-        norm = global_norm(self._parameters, self._tensors, self._mesh) / scale
+        norm = self._norm(self._tensors) / scale
         # The norm is finite on all ranks or on none: a gradient that is not has reached all by the collectives.
         if not math.isfinite(norm):
             return self._skip(norm)
-        self._hand_gradients_to_masters()
-        gradients = _gradients(self._masters)
-        if scale != 1:
-            scale_gradients(gradients, 1 / scale)
-        self._clip(gradients, norm)
         set_learning_rate(self._optimizer, learning_rate)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        _copy_masters(self._masters, self._tensors)
+        if isinstance(self._optimizer, OnePassAdamW):
+            self._step_in_one_pass(self._optimizer, norm)
+        else:
+            self._hand_gradients_to_masters()
+            gradients = _gradients(self._masters)
+            if scale != 1:
+                scale_gradients(gradients, 1 / scale)
+            self._clip(gradients, norm)
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+            _copy_masters(self._masters, self._tensors)
         copy_shared_weights(self._parameters, self._tensors, self._mesh)
         if self._scale is not None:
             self._scale.passed()
         return Update(norm)
+
+    def _copies(self) -> Mapping[Tensor, nn.Parameter] | None:
+        """The 16-bit weight of each master, if there are masters; None where torch's own update is to be taken."""
+        settings, device = self._settings, self._mesh.device
+        named = {master: self._tensors[name] for name, master in self._masters.items()}
+        copies: dict[Tensor, nn.Parameter] = {
+            master: copy for master, copy in named.items() if master is not copy
+        }
+        faster = settings.fused and (device.type == "cpu" or bool(copies))
+        # In place, clipping values of 16 bits would round them.
+        rounds = bool(copies) and settings.clip_value > 0 and not settings.accumulate_wide
+        return copies if (faster or apex.adamw(device)) and not rounds else None
+
+    def _norm(self, tensors: Mapping[str, nn.Parameter]) -> float:
+        return global_norm(self._parameters, tensors, self._mesh, fused=self._settings.fused)
+
+    def _step_in_one_pass(self, optimizer: OnePassAdamW, norm: float) -> None:
+        """From the 16-bit weights' own gradients, which are read once more for each value that is clipped."""
+        settings, scale = self._settings, 1 / self.loss_scale
+        if settings.clip_value > 0:
+            gradients = _gradients(self._tensors)
+            scale_gradients(gradients, scale)
+            clip_values(gradients, limit=settings.clip_value)
+            norm, scale = self._norm(self._tensors), 1.0
+        optimizer.gradient_scale = scale * clip_factor(norm, settings.gradient_clipping)
+        optimizer.step()
+        for tensor in self._tensors.values():
+            tensor.grad = None
 
     def _skip(self, norm: float) -> Update:
         """Leave out the update of an overflow, on every rank alike. Raises TrainingError where it is none."""
@@ -269,7 +319,7 @@ class TorchOptimizer:
         settings = self._settings
         if settings.clip_value > 0:
             clip_values(gradients, limit=settings.clip_value)
-            norm = global_norm(self._parameters, self._masters, self._mesh)
+            norm = self._norm(self._masters)
         if settings.gradient_clipping > 0:
             clip_gradients(gradients, norm=norm, max_norm=settings.gradient_clipping)
 

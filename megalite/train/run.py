@@ -22,6 +22,8 @@ from megalite.launcher.environment import RankInfo, prepare_process, rank_info
 from megalite.monitor.console import announce
 from megalite.monitor.jsonl import read_metrics
 from megalite.train.callbacks import Callback
+from megalite.train.interruption import Terminated, tell_interruption, termination_raised
+from megalite.train.local import TERMINATED, run_local_ranks, run_rank
 
 _PROBE_SECONDS = 10.0
 
@@ -70,8 +72,25 @@ class Trainer:
         return TrainingResult(Path(self.config.run.folder))
 
     def run(self, source: str) -> int:
-        """As `train`; the exit code of the job. `source`: where the user wrote the settings, for messages."""
+        """As `train`; the exit code of the job. `source`: where the user wrote the settings, for messages.
+
+        What SIGINT (KeyboardInterrupt) and SIGTERM (143) end has said where it can be taken up.
+        """
         config, info = self.config, rank_info()
+        try:
+            with termination_raised(info, config.layout.world_size):
+                code = self._run(info, source)
+        except KeyboardInterrupt:
+            tell_interruption(config, info)
+            raise
+        except Terminated:
+            code = TERMINATED
+        if code == TERMINATED:
+            tell_interruption(config, info)
+        return code
+
+    def _run(self, info: RankInfo | None, source: str) -> int:
+        config = self.config
         _require_ranks(config, info, source)
         _require_tensorboard(config, source)
         computed = "torch" in sys.modules
@@ -79,9 +98,9 @@ class Trainer:
 
         # From here on torch may be imported: everything a user can get wrong in the file is known to be right.
         from megalite.train.job import RunFolder, prepare_inputs, train_rank
-        from megalite.train.local import run_local_ranks, run_rank
 
         _prepare_deepspeed(config, info)
+        _require_kernels(config)
         folder = RunFolder(Path(config.run.folder))
         arguments = (config, threads, self.callbacks)
         if info is not None:
@@ -127,6 +146,15 @@ def _prepare_deepspeed(config: RunConfig, info: RankInfo | None) -> None:
     silent = info is not None and info.local_rank > 0
     wanted = operators(settings, native=config.native_optimizer)
     build_operators(wanted, (lambda _: None) if silent else announce)
+
+
+def _require_kernels(config: RunConfig) -> None:
+    """ConfigError where compiled operators are asked for and there are none; each rank asks for its own device."""
+    if config.model.kernels == "fused":
+        from megalite.model.kernels import choose_kernels
+
+        # A GPU is not asked here: the question would start CUDA, which no fork survives.
+        choose_kernels(config.model.kernels, "cpu")
 
 
 def _require_forkable(ranks: int, threads: int) -> None:

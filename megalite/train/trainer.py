@@ -13,6 +13,7 @@ from megalite.config.schema import RunConfig, TrainingConfig
 from megalite.data.loader import StepLoader
 from megalite.data.prefetch import Prefetch
 from megalite.errors import TrainingError
+from megalite.model.kernels import choose_kernels
 from megalite.model.options import Dropout, ModelOptions, Recompute
 from megalite.model.stages import build_stage
 from megalite.parallel.mesh import ParallelMesh
@@ -85,8 +86,8 @@ class StepReport:
     overflow: str | None = None
 
 
-def model_options(config: RunConfig) -> ModelOptions:
-    """All that the configuration has to say to the model beyond its shape."""
+def model_options(config: RunConfig, device_type: str = "cpu") -> ModelOptions:
+    """All that the configuration has to say to the model beyond its shape, on devices of this type."""
     model, parallel, training = config.model, config.parallel, config.training
     return ModelOptions(
         dtype=DTYPES[config.training.precision],
@@ -102,11 +103,13 @@ def model_options(config: RunConfig) -> ModelOptions:
         z_loss=config.training.z_loss,
         recompute=Recompute(training.recompute, training.recompute_layers, training.recompute_ratio),
         compile=training.compile,
+        chunked_loss=model.chunked_loss,
+        kernels=choose_kernels(model.kernels, device_type).name,
     )
 
 
-def optimizer_settings(config: RunConfig) -> OptimizerSettings:
-    """All that the configuration has to say to the optimizer."""
+def optimizer_settings(config: RunConfig, options: ModelOptions) -> OptimizerSettings:
+    """All that the configuration has to say to the optimizer of a model with these options."""
     optimizer, training = config.optimizer, config.training
     return OptimizerSettings(
         name=optimizer.name,
@@ -122,6 +125,8 @@ def optimizer_settings(config: RunConfig) -> OptimizerSettings:
         skip_nonfinite=training.nonfinite == "skip",
         loss_scale=_loss_scale_settings(training) if training.precision == "fp16" else None,
         native=config.native_optimizer,
+        fused=options.fused,
+        sum_in_place=not options.split_backward,
     )
 
 
@@ -152,7 +157,7 @@ class Trainer:
         self.config, self.mesh, self.shape, self.loader = config, mesh, shape, loader
         self.state = TrainerState()
         self.split = config.split
-        self.options = options = model_options(config)
+        self.options = options = model_options(config, mesh.device.type)
         self.loss_dtype = options.loss_dtype
         seed = config.run.seed if weights is None else None
         self.stage = build_stage(shape, mesh, self.split, options, seed=seed)
@@ -278,7 +283,7 @@ class Trainer:
     def _build_optimizer(self) -> Optimizer:
         config = self.config
         parameters = list(stage_parameters(self.shape, self.split, self.mesh.at.pp))
-        settings = optimizer_settings(config)
+        settings = optimizer_settings(config, self.options)
         if config.zero_stage == 0:
             return TorchOptimizer(self.stage, parameters, self.mesh, settings)
         # DeepSpeed costs seconds to import: only a run that uses it pays.

@@ -58,6 +58,11 @@ def test_an_unknown_command_is_the_users_error(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().err == "error: megalite has no command trian; did you mean train?\n"
 
 
+def test_what_the_deepspeed_launcher_adds_is_no_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--local_rank=1", "--version"]) == 0
+    assert capsys.readouterr().out.startswith("megalite ")
+
+
 def test_an_interrupt_has_its_own_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(arguments: list[str]) -> int:
         raise KeyboardInterrupt
@@ -137,4 +142,5 @@ def test_presets_are_listed_with_their_size(capsys: pytest.CaptureFixture[str]) 
     assert main(["config", "presets"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert {line[0] for line in lines if line} >= set(PRESETS)
+    assert ["tiny", "llama", "2,835,584", "5", "MiB", "49", "MiB"] in lines
     assert ["gpt2", "gpt2", "124,439,808", "0.2", "GiB", "2.1", "GiB"] in lines

@@ -64,6 +64,19 @@ def test_a_sentencepiece_tokenizer_is_trained_and_converted(
         )
 
 
+def test_a_tokenizer_is_replaced_on_demand_only(text: Path, tmp_path: Path) -> None:
+    tok = tmp_path / "tok"
+    train = ["train", "--source", str(text), "--output", str(tok)]
+    assert tokenizer.run([*train, "--vocab-size", "280", "--kind", "unigram"]) == 0
+    (tok / "special_tokens_map.json").write_text("{}")
+    with pytest.raises(DataError, match="--overwrite"):
+        tokenizer.run([*train, "--vocab-size", "300"])
+    assert load_tokenizer(tok).vocab_size == 280
+    assert tokenizer.run([*train, "--vocab-size", "300", "--overwrite"]) == 0
+    assert load_tokenizer(tok).vocab_size == 300
+    assert {path.name for path in tok.iterdir()} == {"tokenizer.json", "tokenizer_config.json"}
+
+
 def test_a_token_file_without_its_tokenizer_is_shown_as_ids(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,7 +12,7 @@ from megalite.launcher import machine
 def test_the_report_names_every_package_and_what_would_be_used(capsys):
     assert main(["doctor"]) == 0
     said = capsys.readouterr().out
-    for name in (*machine.PACKAGES, *machine.PROGRAMS, "collectives", "attention", "launcher"):
+    for name in (*machine.PACKAGES, *machine.PROGRAMS, "collectives", "precision", "attention", "launcher"):
         assert name in said
     assert f" + torch        {machine._version('torch')}" in said
 

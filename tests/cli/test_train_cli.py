@@ -7,6 +7,7 @@ import pytest
 
 from megalite.cli import train
 from megalite.errors import ConfigError
+from megalite.ops import extension
 from tests.unit.config.runs import changed, write_run
 
 
@@ -46,5 +47,18 @@ def test_fp16_under_zero_is_refused_before_the_text_is_prepared(
     settings = {"deepspeed.zero_optimization.stage": 1, "training.precision": "fp16"}
     path = write_run(tmp_path, changed({**settings, "run.folder": str(tmp_path / "run")}))
     with pytest.raises(ConfigError, match=r'training.precision: "fp16" with ZeRO needs a GPU.*use "bf16"'):
+        train.run([str(path)])
+    assert not (tmp_path / "run").exists()
+
+
+def test_compiled_operators_that_are_not_there_are_refused_before_the_text_is_prepared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train, "rank_info", lambda: None)
+    monkeypatch.setattr("megalite.train.run.rank_info", lambda: None)
+    monkeypatch.setattr("megalite.train.run.prepare_process", lambda *_, **__: 1)
+    monkeypatch.setattr(extension, "load", lambda: "no C++ compiler; build it: so")
+    path = write_run(tmp_path, changed({"model.kernels": "fused", "run.folder": str(tmp_path / "run")}))
+    with pytest.raises(ConfigError, match=r'model.kernels: "fused".*no C\+\+ compiler; build it: so'):
         train.run([str(path)])
     assert not (tmp_path / "run").exists()

@@ -1,21 +1,20 @@
 """The loss over a vocabulary cut unevenly, against torch's over the whole: random cases, and what it communicates."""
 
 import random
-from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megalite.parallel.cross_entropy import LossTerms, vocab_parallel_cross_entropy
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.layout import Layout, balanced_split
+from tests.distributed.test_split_backward import Counter
 from tests.support.parity import assert_close
 from tests.unit.parallel.test_cross_entropy import tokens, torchs
 
 
-def random_losses_on_rank(tp: int, cases: list[tuple[int, int, float, float, float]]) -> list[int]:
-    """Compare each case with torch; the number of collectives that each took, backward included."""
+def random_losses_on_rank(tp: int, cases: list[tuple[int, int, float, float, float]]) -> list[list[str]]:
+    """Compare each case with torch; the collectives that each took, backward included."""
     mesh = ParallelMesh.over_world(Layout(tensor=tp))
     collectives = []
     for seed, vocabulary, spread, label_smoothing, z_loss in cases:
@@ -23,10 +22,10 @@ def random_losses_on_rank(tp: int, cases: list[tuple[int, int, float, float, flo
         terms = LossTerms(vocabulary, label_smoothing, z_loss)
         rows = balanced_split(vocabulary, tp)[mesh.tp.rank]
         shard = logits[..., rows.start : rows.stop].clone().requires_grad_()
-        with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
+        with Counter() as counter:
             losses = vocab_parallel_cross_entropy(shard, labels, loss_mask, rows, mesh.tp, terms)
             (gradient,) = torch.autograd.grad(losses.sum(), shard)
-        collectives.append(all_reduce.call_count)
+        collectives.append(counter.collectives)
         expected_losses, expected_gradient = torchs(logits, labels, loss_mask, terms)
         what = f"of seed {seed}, {terms}"
         assert_close(1 + losses, 1 + expected_losses, what=f"token losses {what}")
@@ -48,5 +47,6 @@ def test_random_losses_are_torchs(ranks, tp):
         )
         for _ in range(40)
     ]
-    # The maximum, and one sum of all that the terms need.
-    assert ranks.run(random_losses_on_rank, world_size=tp, tp=tp, cases=cases) == [[2] * len(cases)] * tp
+    # A few numbers a token, whatever the terms.
+    collectives = [["_allgather_base_"]] * len(cases)
+    assert ranks.run(random_losses_on_rank, world_size=tp, tp=tp, cases=cases) == [collectives] * tp

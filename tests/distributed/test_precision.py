@@ -56,7 +56,7 @@ def _clip_before_unscaling(clip_gradients: Callable[..., None]) -> Callable[...,
     )
 
 
-def _norm_of_this_rank(parameters: Any, tensors: Any, mesh: Any) -> float:
+def _norm_of_this_rank(parameters: Any, tensors: Any, mesh: Any, **_: Any) -> float:
     counted = [tensors[each.name].grad.double() for each in parameters]
     return float(sum(gradient.square().sum() for gradient in counted)) ** 0.5
 

@@ -1,5 +1,6 @@
 """A job that is killed, wherever it stands, goes on from its last checkpoint as if nothing had happened."""
 
+import json
 import os
 import random
 import re
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from megalite.checkpoint.folder import find_latest
 from tests.support.jobs import Job, curve, descendants, running, tensor_hashes
 
 # The longest that a job may take to end after one of its ranks died.
@@ -97,3 +99,35 @@ def test_the_same_command_again_has_nothing_left_to_do(job, undisturbed):
     assert "resumed after step 12" in output
     assert "nothing left to train: this run has 12 steps" in output
     assert curve(undisturbed) == before
+
+
+@pytest.mark.parametrize(("ranks", "number", "code"), [(1, signal.SIGTERM, 143), (2, signal.SIGINT, 130)])
+def test_an_interrupted_run_says_where_it_goes_on(tmp_path, ranks, number, code):
+    """And one whose last checkpoint was damaged since then, which older one is intact."""
+    job = Job.write(tmp_path, tensor=ranks, pipeline=1)
+    folder = tmp_path / "run"
+    process = job.start(folder, "--training.steps", "100000")
+    _wait_for(lambda: (folder / "checkpoints" / "step-000006" / "manifest.json").exists())
+    os.killpg(process.pid, number)
+    output, _ = process.communicate(timeout=60)
+    last = find_latest(folder / "checkpoints")
+    told = f"interrupted: the last checkpoint is {last}; the same command goes on from there"
+    assert (process.returncode, output.splitlines()[-1]) == (code, told)
+
+    _flip_a_bit_of_the_optimizer(last)
+    older = folder / "checkpoints" / f"step-{int(last.name[5:]) - 3:06d}"
+    process = job.start(folder)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 2 and "sha256 differs" in output
+    assert f"{older} is intact: remove {last.name}" in output
+    assert f'checkpoint.resume = "{older}"' in output
+
+
+def _flip_a_bit_of_the_optimizer(checkpoint: Path) -> None:
+    path = min(checkpoint.glob("*.safetensors"))
+    content = bytearray(path.read_bytes())
+    header = int.from_bytes(content[:8], "little")
+    table = json.loads(content[8 : 8 + header])
+    place = next(entry["data_offsets"][0] for key, entry in table.items() if "exp_avg" in key)
+    content[8 + header + place] ^= 1
+    path.write_bytes(content)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from megalite.checkpoint.folder import find_best
 from tests.support.jobs import ROOT, curve
 
 RUN_FILE = ROOT / "examples" / "quickstart" / "run.toml"
@@ -29,7 +30,7 @@ def finished(tmp_path_factory) -> tuple[Path, str]:
     sources = f'["{library / "json"}", "{library / "email"}"]'
     flags = ["--run.folder", str(folder), "--training.steps", "20", "--data.source", sources]
     flags += ["--data.pattern", "*.py", "--tokenizer.vocab_size", "1024", "--checkpoint.every", "10"]
-    flags += ["--optimizer.warmup_steps", "4"]
+    flags += ["--optimizer.warmup_steps", "4", "--validation.every", "10", "--data.split", "[0.8, 0.2]"]
     return folder, _megalite("train", str(RUN_FILE), *flags)
 
 
@@ -40,6 +41,10 @@ def test_it_learns_and_says_where_things_lie(finished):
     assert sum(losses[-5:]) / 5 < losses[0] - 1
     for name in ("checkpoint", "metrics", "export"):
         assert name in output.splitlines()[-1] or f"  {name}" in output
+    validated = [
+        line for line in (folder / "metrics.jsonl").read_text().splitlines() if "validation_loss" in line
+    ]
+    assert len(validated) == 2 and find_best(folder / "checkpoints") is not None
     assert "before" in output and "after" in output and "tokens/s" in output
 
 

@@ -9,9 +9,12 @@ import pytest
 from torch import Tensor
 
 from megalite.model import transformer
+from megalite.model.options import Recompute
 from megalite.parallel.cross_entropy import IGNORE_INDEX
 from megalite.topology.layout import Layout
+from tests.distributed.test_zero import assert_equal_to_one_process
 from tests.parity.test_layouts import _assert_equal_to_one_process
+from tests.support.kernels import needs_library
 from tests.support.parity import LAYOUT_RTOL
 from tests.support.tiny import tiny_shape
 from tests.support.training import Job, RankResult, train_on_rank
@@ -28,33 +31,63 @@ def test_the_loss_of_every_layout_is_one_processs(ranks, layout, label_smoothing
     _assert_equal_to_one_process(job, results, alone, LAYOUT_RTOL)
 
 
+@pytest.mark.parametrize("kernels", ["reference", pytest.param("fused", marks=needs_library)])
+@pytest.mark.parametrize(
+    ("layout", "changes"),
+    [
+        (Layout(), {"recompute": Recompute("full")}),
+        (Layout(data=2, tensor=2), {"sequence_parallel": True}),
+        (Layout(2, 1, 2), {"micro_batch_size": 2}),
+        (Layout(pipeline=2), {"schedule": "zbv", "chunks_a_stage": 2}),
+    ],
+    ids=["alone", "sequence parallel", "pipeline", "zbv"],
+)
+def test_a_loss_in_chunks_is_the_whole_one(ranks, layout, changes, kernels):
+    job = replace(JOB, layout=layout, chunked_loss=5, kernels=kernels, **changes)
+    [alone] = ranks.run(train_on_rank, world_size=1, job=JOB)
+    results = ranks.run(train_on_rank, world_size=layout.world_size, job=job)
+    _assert_equal_to_one_process(job, results, alone, LAYOUT_RTOL)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_loss_in_chunks_is_the_whole_one_under_zero(ranks, stage):
+    job = replace(JOB, layout=Layout(data=2), zero_stage=stage, chunked_loss=5)
+    [alone] = ranks.run(train_on_rank, world_size=1, job=JOB)
+    results = ranks.run(train_on_rank, world_size=2, job=job)
+    assert_equal_to_one_process(job, results, alone)
+
+
 Loss = Callable[..., Tensor]
 
 
 def _smooth_over_the_shard(loss: Loss) -> Loss:
     """Megatron-LM#7452: the mean of the log probabilities over the vocabulary that the rank holds."""
 
-    def wrong(logits: Tensor, labels: Tensor, loss_mask: Tensor, rows: range, tp: Any, terms: Any) -> Tensor:
+    def wrong(
+        logits: Tensor, labels: Tensor, loss_mask: Tensor, rows: range, tp: Any, terms: Any, **form: Any
+    ) -> Tensor:
         counted = loss_mask * (labels != IGNORE_INDEX)
         own_mean = -logits.log_softmax(dim=-1).mean(dim=-1) * counted
-        plain = loss(logits.clone(), labels, loss_mask, rows, tp, replace(terms, label_smoothing=0.0))
+        plain = loss(logits.clone(), labels, loss_mask, rows, tp, replace(terms, label_smoothing=0.0), **form)
         return (1 - terms.label_smoothing) * plain + terms.label_smoothing * own_mean
 
     return wrong
 
 
 def _divide_by_the_shards_size(loss: Loss) -> Loss:
-    def wrong(logits: Tensor, labels: Tensor, loss_mask: Tensor, rows: range, tp: Any, terms: Any) -> Tensor:
-        return loss(logits, labels, loss_mask, rows, tp, replace(terms, vocabulary=len(rows)))
+    def wrong(
+        logits: Tensor, labels: Tensor, loss_mask: Tensor, rows: range, tp: Any, terms: Any, **form: Any
+    ) -> Tensor:
+        return loss(logits, labels, loss_mask, rows, tp, replace(terms, vocabulary=len(rows)), **form)
 
     return wrong
 
 
 def _leave_out_the_gradient_of_z_loss(loss: Loss) -> Loss:
-    def wrong(logits: Tensor, *arguments: Any) -> Tensor:
+    def wrong(logits: Tensor, *arguments: Any, **form: Any) -> Tensor:
         *others, terms = arguments
-        right = loss(logits.detach().clone(), *others, terms)
-        without = loss(logits, *others, replace(terms, z_loss=0.0))
+        right = loss(logits.detach().clone(), *others, terms, **form)
+        without = loss(logits, *others, replace(terms, z_loss=0.0), **form)
         return without + (right - without).detach()
 
     return wrong

@@ -71,16 +71,18 @@ def _normalise_by_own_tokens(batch: Any, mesh: Any) -> float:
 
 
 def _smooth_over_own_vocabulary(cross_entropy: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def smoothed(logits: Tensor, labels: Tensor, mask: Tensor, rows: range, tp: Any, terms: Any) -> Tensor:
-        return cross_entropy(logits, labels, mask, rows, tp, replace(terms, vocabulary=len(rows)))
+    def smoothed(logits: Tensor, *others: Any, **form: Any) -> Tensor:
+        labels, mask, rows, tp, terms = others
+        return cross_entropy(logits, labels, mask, rows, tp, replace(terms, vocabulary=len(rows)), **form)
 
     return smoothed
 
 
 def _z_loss_of_own_vocabulary(cross_entropy: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def with_z_loss(logits: Tensor, labels: Tensor, mask: Tensor, rows: range, tp: Any, terms: Any) -> Tensor:
+    def with_z_loss(logits: Tensor, *others: Any, **form: Any) -> Tensor:
+        labels, mask, rows, tp, terms = others
         normaliser = logits.clone().logsumexp(dim=-1)
-        plain = cross_entropy(logits, labels, mask, rows, tp, replace(terms, z_loss=0.0))
+        plain = cross_entropy(logits, labels, mask, rows, tp, replace(terms, z_loss=0.0), **form)
         return plain + terms.z_loss * normaliser.square() * mask * (labels >= 0)
 
     return with_z_loss
@@ -231,7 +233,7 @@ def _sum_the_shared_embedding(complete: Callable[..., None]) -> Callable[..., No
     return twice
 
 
-def _norm_of_this_rank(parameters: Any, tensors: Any, mesh: Any) -> float:
+def _norm_of_this_rank(parameters: Any, tensors: Any, mesh: Any, **_: Any) -> float:
     held = [tensors[each.name].grad for each in parameters if gradients.counted_here(each, mesh)]
     return float(torch.nn.utils.get_total_norm(held))
 

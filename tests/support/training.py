@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from megalite.model.options import PLAIN, Dropout, ModelOptions, Recompute
+from megalite.model.options import PLAIN, Dropout, Kernels, ModelOptions, Recompute
 from megalite.model.stages import build_stage
 from megalite.model.transformer import Stage
 from megalite.parallel.gradients import partial_over_tp
@@ -54,6 +54,8 @@ class Job:
     recompute: Recompute = PLAIN.recompute
     compile: bool = False
     documents: bool = False
+    kernels: Kernels = "reference"
+    chunked_loss: int = 0
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,8 @@ def build(job: Job) -> Parts:
         compile=job.compile,
         label_smoothing=job.label_smoothing,
         z_loss=job.z_loss,
+        kernels=job.kernels,
+        chunked_loss=job.chunked_loss,
     )
     split = pipeline_split(
         job.shape.num_hidden_layers,
@@ -184,7 +188,9 @@ def job_optimizer(
     job: Job, stage: torch.nn.Module, parameters: list[Parameter], mesh: ParallelMesh, micro_batches: int
 ) -> Optimizer:
     if job.zero_stage == 0:
-        return TorchOptimizer(stage, parameters, mesh, job.optimizer)
+        fused, split = job.kernels == "fused", SCHEDULES[job.schedule].splits_backward
+        settings = replace(job.optimizer, fused=fused, sum_in_place=not split)
+        return TorchOptimizer(stage, parameters, mesh, settings)
     from megalite.train.deepspeed import DeepSpeedOptimizer
 
     zero: dict[str, Any] = {"stage": job.zero_stage}

@@ -272,6 +272,16 @@ CASES = [
         ("for a vocabulary of", "not 50000", "--vocab-size"),
     ),
     Case(
+        "a training over another tokenizer",
+        training(output="tok"),
+        ("tok/tokenizer.json exists, and would be replaced", "--overwrite"),
+    ),
+    Case(
+        "a conversion over another tokenizer",
+        lambda world: ["tokenizer", "convert", str(world / "tok"), "--output", str(world / "tok")],
+        ("tok/tokenizer.json exists, and would be replaced", "--overwrite"),
+    ),
+    Case(
         "a tokenizer below a file",
         training(output="text.txt/made"),
         ("text.txt", "cannot be written", "choose another folder"),

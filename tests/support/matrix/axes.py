@@ -152,6 +152,7 @@ AXES: Mapping[str, Axis] = {
         changes_numbers=True,
     ),
     "layers": Axis({"balanced": {}, "uneven": {}}),
+    "kernels": Axis(_each("model.kernels", "reference", "fused")),
     "micro_batch_size": Axis(_each("training.micro_batch_size", 1, 2)),
     "tied": Axis(
         {

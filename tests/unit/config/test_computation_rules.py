@@ -23,3 +23,10 @@ def test_sequence_parallelism_of_one_rank_is_said_to_do_nothing(tmp_path: Path) 
     [note] = load(tmp_path, {"parallel.sequence": True}).notes
     assert note == "parallel.sequence = true does nothing beside parallel.tensor = 1"
     assert not load(tmp_path, {"parallel.sequence": True, "parallel.tensor": 2}).notes
+
+
+def test_a_loss_in_one_chunk_is_said_to_save_nothing(tmp_path: Path) -> None:
+    changes = {"training.micro_batch_size": 2, "training.sequence_length": 64, "model.chunked_loss": 128}
+    [note] = load(tmp_path, changes).notes
+    assert note == "model.chunked_loss = 128 saves nothing: a micro batch has 128 tokens"
+    assert not load(tmp_path, changes | {"model.chunked_loss": 127}).notes

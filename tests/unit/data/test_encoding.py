@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, normalizers, pre_tokenizers
@@ -19,7 +20,7 @@ TEXT = "".join(tiny_corpus()) + "def f(x):\n    return x\n\n\n  end  of\tit "
 
 
 def in_pieces(tokenizer: Tokenizer, text: str, limit: int) -> list[int]:
-    encoder = PieceEncoder(tokenizer)
+    encoder = PieceEncoder(tokenizer, np.dtype(np.uint16))
     pieces = list(cut_document([text], limit))
     assert len(pieces) > 3
     return [token for piece in pieces for token in encoder.ids(piece)]

@@ -115,3 +115,17 @@ def _running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def test_a_script_is_not_run_again_in_the_workers(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from tests.unit.data.test_workers import process_of\n"
+        "from megalite.data.workers import ordered_map\n"
+        "print(len(set(ordered_map(process_of, range(4), workers=1))))\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
+    ran = subprocess.run(
+        [sys.executable, script], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert (ran.returncode, ran.stdout) == (0, "1\n"), ran.stderr

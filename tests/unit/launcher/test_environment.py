@@ -295,12 +295,14 @@ def test_a_process_is_prepared_but_what_the_user_set_stays(four_cores, tmp_path)
     assert environ["TORCH_EXTENSIONS_DIR"] == str(tmp_path / "megalite" / "torch_extensions")
     assert environ["TOKENIZERS_PARALLELISM"] == "false"
     assert environ["GLOO_SOCKET_IFNAME"] == "lo"
+    assert environ["GOMP_SPINCOUNT"] == "1000"
     assert "HF_HUB_OFFLINE" not in environ
 
     mine = {"GLOO_SOCKET_IFNAME": "eth7", "TOKENIZERS_PARALLELISM": "true", "DS_ACCELERATOR": "hpu"}
-    environ = dict(mine, OMP_NUM_THREADS="7")
+    environ = dict(mine, OMP_NUM_THREADS="7", OMP_WAIT_POLICY="active")
     assert prepare_process(3, local_ranks=2, environ=environ) == 3
     assert environ["OMP_NUM_THREADS"] == "3"
+    assert "GOMP_SPINCOUNT" not in environ
     assert {name: environ[name] for name in mine} == mine
 
 

@@ -1,0 +1,79 @@
+"""The head and its loss in chunks of tokens against whole logits: the peak of memory they add, and their time.
+
+    python -m benchmarks.chunked_loss [--quick]
+
+Losses of hidden states in float32 and the gradients of hidden states and of the head's weight, one process for each
+row, two threads. Beside both gradients a chunk keeps its own logits only.
+"""
+
+import multiprocessing
+import resource
+import time
+from typing import Any
+
+import torch
+
+from benchmarks import report
+from megalite.launcher.process import keep_freed_memory
+from megalite.ops import extension
+from megalite.parallel.cross_entropy import LossTerms, chunked_cross_entropy, vocab_parallel_cross_entropy
+from megalite.parallel.mesh import ALONE
+
+TOKENS, HIDDEN, VOCABULARY, THREADS, ROUNDS = 2048, 512, 32000, 2, 3
+COLUMNS = {name: name for name in ("chunk", "form", "peak MB", "seconds")}
+
+
+def _once(hidden_states: torch.Tensor, weight: torch.Tensor, chunk: int, fused: bool) -> None:
+    labels = torch.randint(VOCABULARY, hidden_states.shape[:2])
+    tokens = (labels, torch.ones(labels.shape), range(VOCABULARY), ALONE, LossTerms(VOCABULARY))
+    if chunk:
+        losses = chunked_cross_entropy(hidden_states, weight, *tokens, chunk_tokens=chunk, fused=fused)
+    else:
+        losses = vocab_parallel_cross_entropy(hidden_states @ weight.t(), *tokens, fused=fused)
+    torch.autograd.grad(losses.sum(), (hidden_states, weight))
+
+
+def _peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _measure(case: tuple[int, bool, int]) -> dict[str, Any]:
+    chunk, fused, rounds = case
+    torch.set_num_threads(THREADS)
+    keep_freed_memory()
+    weight = torch.randn(VOCABULARY, HIDDEN, requires_grad=True)
+    # What libraries take on their first use is no part of it.
+    _once(torch.randn(1, 8, HIDDEN, requires_grad=True), weight, min(chunk, 8), fused)
+    hidden_states = torch.randn(1, TOKENS, HIDDEN, requires_grad=True)
+    before, seconds = _peak_bytes(), []
+    for _ in range(rounds):
+        started = time.perf_counter()
+        _once(hidden_states, weight, chunk, fused)
+        seconds.append(time.perf_counter() - started)
+    return {
+        "chunk": chunk or "all tokens",
+        "form": "fused" if fused else "plain",
+        "peak MB": round((_peak_bytes() - before) / 1e6),
+        "seconds": round(sorted(seconds)[len(seconds) // 2], 2),
+    }
+
+
+def main() -> None:
+    options = report.arguments(__doc__)
+    if complaint := extension.why_not("cpu"):
+        raise SystemExit(f"no compiled operators here: {complaint}")
+    facts = report.machine()
+    rounds = 1 if options.quick else ROUNDS
+    rows = []
+    for chunk in (0, 1024, 256):
+        for fused in (False, True):
+            # A process of its own, since a peak never falls.
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                rows.append(pool.apply(_measure, ((chunk, fused, rounds),)))
+    setting = {"tokens": TOKENS, "hidden": HIDDEN, "vocabulary": VOCABULARY, "threads": THREADS}
+    report.show(f"{TOKENS} tokens, {VOCABULARY} ids, {THREADS} threads", rows, COLUMNS)
+    report.write("chunked-loss", facts, setting, rows, options.results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""Times on a GPU: the ceilings that copies and products set, and operators as shares of them."""
+
+import gc
+import statistics
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.checks import inputs_of
+from benchmarks.gpu.operators import Form, Operator
+
+WARM_UP, LEAST, SECONDS = 3, 10, 0.15
+COPIED = 1 << 30  # bytes: many times the largest cache
+PRODUCT = 8192
+
+
+def milliseconds(work: Callable[[], Any]) -> float:
+    """The median of a few launches, each between two events of the device."""
+    for _ in range(WARM_UP):
+        work()
+    torch.cuda.synchronize()
+    first = _timed(work)
+    count = max(LEAST, min(200, int(SECONDS * 1e3 / max(first, 1e-3))))
+    return statistics.median(_timed(work) for _ in range(count))
+
+
+def _timed(work: Callable[[], Any]) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    work()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
+def ceilings() -> list[dict[str, Any]]:
+    """What the chip's memory and tensor cores reach here: bytes a second, read and written; FLOP/s of bf16 products."""
+    source = torch.randint(256, (COPIED,), dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    copied = 2 * COPIED / milliseconds(lambda: target.copy_(source)) * 1e3
+    # Of random numbers: a product of zeros draws less power and runs faster.
+    left, right = (torch.randn(PRODUCT, PRODUCT, device="cuda").bfloat16() for _ in range(2))
+    product = 2 * PRODUCT**3 / milliseconds(lambda: left @ right) * 1e3
+    return [
+        {"ceiling": "copy", "what": f"{COPIED >> 20} MiB to another place", "per_second": copied},
+        {"ceiling": "product", "what": f"bf16, {PRODUCT} cubed", "per_second": product},
+    ]
+
+
+def times(operator: Operator, dtype: torch.dtype, copied: float, product: float) -> Iterator[dict[str, Any]]:
+    """A row for each direction: our time, the share of the ceiling, and the peers' times. A peer may fail."""
+    inputs = inputs_of(operator, operator.timed, dtype, "cuda", seed=0)
+    peers = dict(operator.peers)
+    if operator.compiled:
+        peers["torch.compile"] = torch.compile(operator.plain, dynamic=False)
+    size = torch.empty((), dtype=dtype).element_size()
+    work, ceiling = (operator.flops, product) if operator.flops else (operator.bytes, copied)
+    amounts = work(operator.timed, size) if work else (0.0, 0.0)
+    for index, direction in enumerate(operator.directions):
+        ours = _direction(operator.fused, inputs, operator.gradients, direction)
+        said: dict[str, Any] = {}
+        for name, form in peers.items():
+            try:
+                said[name] = round(_direction(form, inputs, operator.gradients, direction), 4)
+            except Exception as error:  # a backend that this chip, torch or shape does not have
+                said[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[
+                    :120
+                ]
+        rate = amounts[index] / ours * 1e3
+        yield {
+            "operator": operator.name,
+            "dtype": str(dtype).removeprefix("torch."),
+            "shape": "x".join(map(str, operator.timed)),
+            "direction": direction,
+            "ms": round(ours, 4),
+            "per_second": rate,
+            "unit": "FLOP/s" if operator.flops else "B/s",
+            "share": round(rate / ceiling, 3),
+            "target": operator.targets[index],
+            "peers_ms": said,
+        }
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def _direction(form: Form, inputs: list[Tensor], gradients: int, direction: str) -> float:
+    if direction == "forward":
+        with torch.no_grad():
+            return milliseconds(lambda: form(*inputs))
+    leaves = [each.detach().requires_grad_(index < gradients) for index, each in enumerate(inputs)]
+    outputs = _listed(form(*leaves))
+    grads = [torch.randn_like(each) for each in outputs]
+    if direction == "backward":
+        return milliseconds(
+            lambda: torch.autograd.grad(outputs, leaves[:gradients], grads, retain_graph=True)
+        )
+    return milliseconds(lambda: torch.autograd.grad(_listed(form(*leaves)), leaves[:gradients], grads))
+
+
+def _listed(made: Any) -> list[Tensor]:
+    return [made] if isinstance(made, Tensor) else [*made]

@@ -1,0 +1,151 @@
+"""Whole training: a Llama of about 1.1 billion parameters through the Trainer, and the 3D job over CPU ranks."""
+
+import gc
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.ranks import run_ranks
+from benchmarks.workload import TOKENS, Setup, Training
+from megalite.data.token_file import TokenWriter, bin_path, idx_path
+from megalite.launcher.process import available_cores
+from megalite.monitor.throughput import flops_per_token, gpu_flops_per_second
+from megalite.topology.layout import Layout
+
+# TinyLlama's shape: 1.1 billion parameters.
+MODEL = {
+    "vocab_size": 32000,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 22,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+}
+TINY = MODEL | {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+SEQUENCE_LENGTH, SEQUENCES, MICRO_BATCHES, STEPS, WARM_UP = 2048, 8, 2, 10, 3
+KERNELS = ("reference", "fused")
+# Ranks -> layout: an axis more each time, then more of each.
+LAYOUTS = {
+    1: Layout(),
+    2: Layout(data=2),
+    4: Layout(tensor=2, data=2),
+    8: Layout(tensor=2, pipeline=2, data=2),
+    16: Layout(tensor=2, pipeline=2, data=4),
+}
+SCALED_SEQUENCES, SCALED_STEPS = 8, 2
+
+
+def _write_tokens(prefix: Path, count: int, vocab_size: int) -> None:
+    with bin_path(prefix).open("wb") as bin_file, idx_path(prefix).open("wb") as idx_file:
+        writer = TokenWriter(bin_file, idx_file, np.dtype(np.uint16))
+        writer.add(np.random.default_rng(0).integers(0, vocab_size, count, dtype=np.uint16))
+        writer.end_document()
+        writer.finish()
+        writer.close()
+
+
+def train(kernels: str, *, device: str, product: float | None, tiny: bool = False) -> dict[str, Any]:
+    """A few steps of the Trainer with `model.kernels` so set; one row. product: measured FLOP/s of bf16 products."""
+    from megalite.config.load import load_config
+    from megalite.data.loader import StepLoader
+    from megalite.data.token_file import TokenFile
+    from megalite.parallel.mesh import ParallelMesh
+    from megalite.train.trainer import Trainer
+
+    model = TINY if tiny else MODEL
+    sequence, sequences, steps = (32, 2, 2) if tiny else (SEQUENCE_LENGTH, SEQUENCES, STEPS)
+    values: dict[str, Any] = {f"model.{name}": value for name, value in model.items()} | {
+        "model.kernels": kernels,
+        "training.steps": steps,
+        "training.precision": "bf16",
+        "training.sequence_length": sequence,
+        "training.micro_batch_size": sequences,
+        "training.micro_batches": MICRO_BATCHES,
+        "tokenizer.path": "none is needed",
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        prefix = Path(folder) / "tokens"
+        _write_tokens(prefix, steps * sequences * MICRO_BATCHES * (sequence + 1) + 1, model["vocab_size"])
+        values["data.source"] = str(prefix)
+        words = [word for key, value in values.items() for word in (f"--{key}", str(value))]
+        config = load_config(None, words)
+        loader = StepLoader(
+            TokenFile.open(prefix),
+            sequence_length=sequence,
+            micro_batch_size=sequences,
+            micro_batches=MICRO_BATCHES,
+            seed=0,
+            vocab_size=model["vocab_size"],
+        )
+        shape = config.model.shape(model["vocab_size"])
+        trainer = Trainer(config, ParallelMesh.single(device), shape, loader)
+        with trainer.batches:
+            reports = [trainer.train_step() for _ in range(steps)]
+        tokens, losses = trainer.tokens_per_step, [report.loss for report in reports]
+        del trainer, loader
+    gc.collect()
+    seconds = statistics.median(report.step_seconds for report in reports[min(WARM_UP, steps - 1) :])
+    rate = flops_per_token(shape, sequence) * tokens / seconds
+    row: dict[str, Any] = {"kernels": kernels, "parameters": _parameters(shape), "tokens": tokens}
+    row |= {"step_seconds": round(seconds, 4), "tokens_per_second": round(tokens / seconds)}
+    row |= {"first_loss": losses[0], "last_loss": losses[-1]}
+    if device == "cuda":
+        peak = gpu_flops_per_second(torch.cuda.get_device_name())
+        row["mfu"] = round(rate / peak, 3) if peak else None
+        row["share_of_product"] = round(rate / product, 3) if product else None
+        row["peak_memory_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 1)
+        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.empty_cache()
+    return row
+
+
+def _parameters(shape: Any) -> int:
+    from megalite.topology.parameters import model_parameters
+
+    return sum(parameter.numel for parameter in model_parameters(shape))
+
+
+def _step_seconds(setup: Setup, steps: int) -> float:
+    mesh = setup.mesh()
+    training = Training(setup, mesh)
+    training.step()
+    seconds = []
+    for _ in range(steps):
+        mesh.barrier()
+        started = time.perf_counter()
+        training.step()
+        mesh.barrier()
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds)
+
+
+def scaling(most: int | None = None) -> list[dict[str, Any]]:
+    """The 17M Llama of the other benchmarks, the same batch over ever more CPU ranks of one thread each."""
+    cores = available_cores()
+    rows: list[dict[str, Any]] = []
+    for world, layout in LAYOUTS.items():
+        if world > (cores if most is None else most):
+            rows.append(
+                {"ranks": world, "layout": str(layout), "left_out": f"this machine has {cores} cores"}
+            )
+            continue
+        micro_batches = 2 if layout.pipeline > 1 else 1
+        setup = Setup(layout, micro_batches=micro_batches, sequences=SCALED_SEQUENCES)
+        seconds = max(run_ranks(_step_seconds, world, setup, SCALED_STEPS))
+        tokens = TOKENS * SCALED_SEQUENCES // 4
+        rows.append(
+            {
+                "ranks": world,
+                "layout": f"tensor {layout.tensor}, pipeline {layout.pipeline}, data {layout.data}",
+                "step_seconds": round(seconds, 3),
+                "tokens_per_second": round(tokens / seconds),
+                "speedup": round(rows[0]["step_seconds"] / seconds, 2) if rows else 1.0,
+            }
+        )
+    return rows

@@ -1,0 +1,46 @@
+"""Attention: our compiled operator against torch's own on the CPU.
+
+    python -m benchmarks.kernels_attention [--quick]
+
+2 rows of 1024 tokens, 8 heads of 64, float32, causal, on two threads. Documents are of 200 tokens; "torch" attends to
+each by a call of its own, and has a mask written out for the window, as the model does.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from benchmarks.kernel_timing import Case, run
+from megalite.ops.attention import causal_attention, document_spans, document_starts
+
+ROWS, LENGTH, HEADS, HEAD_SIZE, DOCUMENT, WINDOW = 2, 1024, 8, 64, 200, 128
+
+
+def _forms(
+    *, documents: bool = False, window: int | None = None, kv_heads: int = HEADS, backward: bool = True
+) -> Mapping[str, Callable[[], Any]]:
+    shapes = [(ROWS, LENGTH, heads, HEAD_SIZE) for heads in (HEADS, kv_heads, kv_heads)]
+    leaves = [torch.randn(shape, requires_grad=backward) for shape in shapes]
+    grad = torch.randn(shapes[0])
+    ids = (torch.arange(LENGTH) // DOCUMENT).expand(ROWS, LENGTH)
+    spans, starts = (document_spans(ids), document_starts(ids)) if documents else (None, None)
+
+    def once(**how: Any) -> Any:
+        output = causal_attention(*leaves, window=window, **how)
+        return torch.autograd.grad(output, leaves, grad) if backward else output
+
+    return {"torch": partial(once, documents=spans), "fused": partial(once, documents=starts, fused=True)}
+
+
+CASES = [
+    Case("causal, forward", partial(_forms, backward=False)),
+    Case("causal, forward + backward", _forms),
+    Case("causal, 2 key-value heads, forward + backward", partial(_forms, kv_heads=2)),
+    Case("documents, forward + backward", partial(_forms, documents=True)),
+    Case("window, forward + backward", partial(_forms, window=WINDOW)),
+]
+
+if __name__ == "__main__":
+    run("kernels-attention", __doc__, CASES)

@@ -1,0 +1,57 @@
+"""Cross entropy: our compiled operators against eager torch, torch.compile and our own plain form.
+
+    python -m benchmarks.kernels_cross_entropy [--quick]
+
+Losses of float32 logits and the gradient of their sum, on two threads. Ours write it over the logits; torch's goes to
+new memory.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.kernel_timing import Case, run
+from megalite.parallel.cross_entropy import LossTerms, vocab_parallel_cross_entropy
+from megalite.parallel.mesh import ALONE
+
+TARGETS = {"eager": 3.0, "compiled": 4.0}
+
+
+def _forms(tokens: int, vocabulary: int, label_smoothing: float = 0.0) -> Mapping[str, Callable[[], Any]]:
+    logits = torch.randn(1, tokens, vocabulary, requires_grad=True)
+    labels, loss_mask = torch.randint(vocabulary, (1, tokens)), torch.ones(1, tokens)
+
+    def torchs(logits: Tensor) -> Tensor:
+        return F.cross_entropy(
+            logits.flatten(0, 1), labels.flatten(), reduction="sum", label_smoothing=label_smoothing
+        )
+
+    def ours(logits: Tensor, *, fused: bool) -> Tensor:
+        terms = LossTerms(vocabulary, label_smoothing)
+        rows = range(vocabulary)
+        return vocab_parallel_cross_entropy(logits, labels, loss_mask, rows, ALONE, terms, fused=fused).sum()
+
+    def once(loss: Callable[[Tensor], Tensor]) -> Any:
+        return torch.autograd.grad(loss(logits), logits)
+
+    forms = {
+        "eager": torchs,
+        "compiled": torch.compile(torchs),
+        "plain": partial(ours, fused=False),
+        "fused": partial(ours, fused=True),
+    }
+    return {name: partial(once, loss) for name, loss in forms.items()}
+
+
+CASES = [
+    Case("512 tokens, 32000 ids", partial(_forms, 512, 32000), TARGETS),
+    Case("256 tokens, 131072 ids", partial(_forms, 256, 131072), TARGETS),
+    Case("512 tokens, 32000 ids, label smoothing", partial(_forms, 512, 32000, 0.1)),
+]
+
+if __name__ == "__main__":
+    run("kernels-cross-entropy", __doc__, CASES)

@@ -1,0 +1,40 @@
+// Attention over packed sequences: the C interface, and what the kernels are told.
+#pragma once
+
+#include <cstdint>
+
+// Sequence n has the queries [query_starts[n], query_starts[n + 1]) and likewise its keys: all sequences lie end to
+// end. A row of a head is head_size neighbouring numbers; tokens and heads are any distance apart (in elements; for
+// CUDA a multiple of 8, from addresses that are a multiple of 16 bytes). What has no strides here is contiguous:
+// output and its gradient [queries, heads, head_size], the gradients of query, key and value as those.
+struct MegaliteAttention {
+  int64_t sequences, queries, keys;      // counts; queries and keys of all sequences together
+  int64_t longest_query, longest_key;    // of one sequence
+  int64_t heads, kv_heads, head_size;    // heads is a multiple of kv_heads
+  int64_t left, right;                   // keys before and behind its own place that a query sees; -1: all
+  double scale;                          // of the scores, above 0
+
+  const void *query, *key, *value;
+  int64_t query_token, query_head, key_token, key_head, value_token, value_head;
+  const int32_t *query_starts, *key_starts;  // [sequences + 1]
+
+  void* output;
+  void* lse;  // [heads, queries] of Wide<T>: log of the sum of exp(score); -inf where nothing is seen
+
+  // Of the backward alone.
+  const void* output_grad;
+  const void* lse_grad;  // as lse, or null
+  void *query_grad, *key_grad, *value_grad;
+  float* statistics;  // CUDA: room for [2, heads, queries]
+  float* query_sums;  // CUDA: room for [queries, heads, head_size] to add up query_grad in any order; null: in order
+};
+
+extern "C" {
+int megalite_attention_forward_cpu(const MegaliteAttention* attention, int dtype);
+int megalite_attention_backward_cpu(const MegaliteAttention* attention, int dtype);
+// For head_size 64 and 128.
+int megalite_attention_forward_64_cuda(const MegaliteAttention* attention, int dtype, void* stream);
+int megalite_attention_forward_128_cuda(const MegaliteAttention* attention, int dtype, void* stream);
+int megalite_attention_backward_64_cuda(const MegaliteAttention* attention, int dtype, void* stream);
+int megalite_attention_backward_128_cuda(const MegaliteAttention* attention, int dtype, void* stream);
+}

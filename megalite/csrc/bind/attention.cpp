@@ -1,0 +1,199 @@
+#include "attention.h"
+
+#include <algorithm>
+#include <optional>
+
+#include "bind/tensor.h"
+
+namespace {
+
+using ml::Tensor;
+using Maybe = std::optional<Tensor>;
+
+// What a kernel reads in steps of 16 bytes, on a GPU; else neighbouring numbers of a row suffice.
+Tensor readable(const Tensor& tensor) {
+  const bool aligned = reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0 && tensor.stride(0) % 8 == 0 &&
+                       tensor.stride(1) % 8 == 0;
+  const bool readable = tensor.stride(2) == 1 && (aligned || !tensor.is_cuda());
+  if (readable) return tensor;
+  return tensor.is_contiguous() ? torch::stable::clone(tensor) : torch::stable::contiguous(tensor);
+}
+
+void check_starts(const Tensor& starts, const Tensor& query, int64_t tokens, int64_t longest, const char* what) {
+  STD_TORCH_CHECK(
+      starts.is_cuda() == query.is_cuda() && starts.get_device_index() == query.get_device_index(), "megalite: ", what,
+      " is on another device than attention's query");
+  STD_TORCH_CHECK(
+      starts.scalar_type() == torch::headeronly::ScalarType::Int && starts.dim() == 1 && starts.is_contiguous() &&
+          starts.numel() > 0,
+      "megalite: ", what, " is a contiguous vector of int32, one more than there are sequences");
+  if (starts.is_cuda()) return;  // its values are not worth waiting for
+  const auto* places = static_cast<const int32_t*>(starts.const_data_ptr());
+  const int64_t last = starts.numel() - 1;
+  STD_TORCH_CHECK(
+      places[0] == 0 && places[last] == tokens, "megalite: ", what, " goes from 0 to the number of tokens, ", tokens);
+  for (int64_t i = 0; i < last; ++i) {
+    const int64_t length = places[i + 1] - places[i];
+    STD_TORCH_CHECK(
+        0 <= length && length <= longest, "megalite: ", what, " has a sequence of ", length, " tokens, of 0 to ",
+        longest);
+  }
+}
+
+struct Inputs {
+  Tensor query, key, value, query_starts, key_starts;
+};
+
+// Checks what the operators are given, and tells the kernels of it.
+MegaliteAttention told(
+    Inputs& inputs, int64_t longest_query, int64_t longest_key, int64_t left, int64_t right, double scale) {
+  for (const Tensor* each : {&inputs.key, &inputs.value}) {
+    ml::check_same_type(inputs.query, *each, "attention's key or value");
+    STD_TORCH_CHECK(each->dim() == 3, "megalite: attention takes [tokens, heads, head size]");
+  }
+  const Tensor &query = inputs.query, &key = inputs.key, &value = inputs.value;
+  STD_TORCH_CHECK(
+      query.dim() == 3 && query.size(2) == key.size(2) && query.size(2) == value.size(2) &&
+          key.size(0) == value.size(0) && key.size(1) == value.size(1),
+      "megalite: attention's query, key and value have shapes that do not fit each other");
+  STD_TORCH_CHECK(
+      key.size(1) > 0 && query.size(1) % key.size(1) == 0, "megalite: ", query.size(1),
+      " heads are no multiple of ", key.size(1), " key-value heads");
+  STD_TORCH_CHECK(scale > 0, "megalite: attention's scale is above 0, not ", scale);
+  check_starts(inputs.query_starts, query, query.size(0), longest_query, "query_starts");
+  check_starts(inputs.key_starts, query, key.size(0), longest_key, "key_starts");
+  STD_TORCH_CHECK(
+      inputs.query_starts.numel() == inputs.key_starts.numel(),
+      "megalite: attention has other sequences of queries than of keys");
+  constexpr int64_t kFarthest = 1 << 30;
+  STD_TORCH_CHECK(
+      query.size(0) < kFarthest && key.size(0) < kFarthest, "megalite: attention over more than 2^30 tokens");
+  inputs.query = readable(query);
+  inputs.key = readable(key);
+  inputs.value = readable(value);
+  MegaliteAttention a{};
+  a.sequences = inputs.query_starts.numel() - 1;
+  a.queries = query.size(0), a.keys = key.size(0);
+  a.longest_query = longest_query, a.longest_key = longest_key;
+  a.heads = query.size(1), a.kv_heads = key.size(1), a.head_size = query.size(2);
+  a.left = std::min(left, kFarthest), a.right = std::min(right, kFarthest), a.scale = scale;
+  a.query = query.const_data_ptr(), a.key = key.const_data_ptr(), a.value = value.const_data_ptr();
+  a.query_token = query.stride(0), a.query_head = query.stride(1);
+  a.key_token = key.stride(0), a.key_head = key.stride(1);
+  a.value_token = value.stride(0), a.value_head = value.stride(1);
+  a.query_starts = static_cast<const int32_t*>(inputs.query_starts.const_data_ptr());
+  a.key_starts = static_cast<const int32_t*>(inputs.key_starts.const_data_ptr());
+  return a;
+}
+
+using OnCpu = int (*)(const MegaliteAttention*, int);
+using OnCuda = int (*)(const MegaliteAttention*, int, void*);
+
+struct Kernels {
+  OnCpu cpu;
+  OnCuda cuda_64, cuda_128;
+  const char* name;
+};
+
+#ifdef MEGALITE_CUDA
+constexpr Kernels kForward{
+    megalite_attention_forward_cpu, megalite_attention_forward_64_cuda, megalite_attention_forward_128_cuda,
+    "attention_forward"};
+constexpr Kernels kBackward{
+    megalite_attention_backward_cpu, megalite_attention_backward_64_cuda, megalite_attention_backward_128_cuda,
+    "attention_backward"};
+#else
+constexpr Kernels kForward{megalite_attention_forward_cpu, nullptr, nullptr, "attention_forward"};
+constexpr Kernels kBackward{megalite_attention_backward_cpu, nullptr, nullptr, "attention_backward"};
+#endif
+
+// Calls the CPU's kernel, or CUDA's on the tensor's device and stream.
+void call(const Kernels& kernels, const Tensor& tensor, const MegaliteAttention& a) {
+  const int dtype = ml::dtype_of(tensor);
+  if (!tensor.is_cuda()) return ml::check(kernels.cpu(&a, dtype), kernels.name);
+  const OnCuda kernel = a.head_size == 64 ? kernels.cuda_64 : a.head_size == 128 ? kernels.cuda_128 : nullptr;
+  if (kernel == nullptr) return ml::check(ml::kUnsupported, kernels.name);
+  const ml::OnDevice device(tensor);
+  ml::check(kernel(&a, dtype, device.stream()), kernels.name);
+}
+
+std::tuple<Tensor, Tensor> forward(
+    Tensor query, Tensor key, Tensor value, Tensor query_starts, Tensor key_starts, int64_t longest_query,
+    int64_t longest_key, int64_t left, int64_t right, double scale, bool) {  // the last is for the backward
+  Inputs inputs{query, key, value, query_starts, key_starts};
+  MegaliteAttention a = told(inputs, longest_query, longest_key, left, right, scale);
+  Tensor output = ml::new_empty(query, {a.queries, a.heads, a.head_size});
+  Tensor lse = ml::new_empty(query, {a.heads, a.queries}, ml::wide_type(query));
+  a.output = output.mutable_data_ptr(), a.lse = lse.mutable_data_ptr();
+  call(kForward, query, a);
+  return {output, lse};
+}
+
+std::tuple<Tensor, Tensor, Tensor> backward(
+    Tensor output_grad, Maybe lse_grad, Tensor query, Tensor key, Tensor value, Tensor output, Tensor lse,
+    Tensor query_starts, Tensor key_starts, int64_t longest_query, int64_t longest_key, int64_t left, int64_t right,
+    double scale, bool deterministic) {
+  Inputs inputs{query, key, value, query_starts, key_starts};
+  MegaliteAttention a = told(inputs, longest_query, longest_key, left, right, scale);
+  const int64_t numbers = a.queries * a.heads * a.head_size, rows = a.heads * a.queries;
+  ml::check_same_type(query, output_grad, "the gradient of attention's output");
+  ml::check_same_type(query, output, "attention's output");
+  ml::check_size(output_grad, numbers, "the gradient of attention's output");
+  ml::check_size(output, numbers, "attention's output");
+  ml::check_size(lse, rows, "attention's log-sum-exps");
+  STD_TORCH_CHECK(
+      lse.scalar_type() == ml::wide_type(query) && lse.is_cuda() == query.is_cuda(),
+      "megalite: attention's log-sum-exps have another dtype or device");
+  output_grad = ml::contiguous(output_grad);
+  output = ml::contiguous(output);
+  lse = ml::contiguous(lse);
+  a.output = const_cast<void*>(output.const_data_ptr()), a.output_grad = output_grad.const_data_ptr();
+  a.lse = const_cast<void*>(lse.const_data_ptr());
+  if (lse_grad) {
+    ml::check_same_type(lse, *lse_grad, "the gradient of attention's log-sum-exps");
+    ml::check_size(*lse_grad, rows, "the gradient of attention's log-sum-exps");
+    lse_grad = ml::contiguous(*lse_grad);
+    a.lse_grad = lse_grad->const_data_ptr();
+  }
+  Tensor query_grad = ml::new_empty(query, {a.queries, a.heads, a.head_size});
+  Tensor key_grad = ml::new_empty(key, {a.keys, a.kv_heads, a.head_size});
+  Tensor value_grad = ml::new_empty(value, {a.keys, a.kv_heads, a.head_size});
+  a.query_grad = query_grad.mutable_data_ptr(), a.key_grad = key_grad.mutable_data_ptr();
+  a.value_grad = value_grad.mutable_data_ptr();
+  Tensor statistics = lse, sums = lse;  // room that only CUDA needs
+  if (query.is_cuda()) {
+    statistics = ml::new_empty(lse, {2, a.heads, a.queries});
+    a.statistics = static_cast<float*>(statistics.mutable_data_ptr());
+    if (!deterministic) {
+      sums = ml::new_empty(lse, {numbers});
+      a.query_sums = static_cast<float*>(sums.mutable_data_ptr());
+    }
+  }
+  call(kBackward, query, a);
+  return {query_grad, key_grad, value_grad};
+}
+
+void implement(torch::stable::detail::StableLibrary& m) {
+  m.impl("attention_forward", TORCH_BOX(&forward));
+  m.impl("attention_backward", TORCH_BOX(&backward));
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(megalite, m) {
+  m.def(
+      "attention_forward(Tensor query, Tensor key, Tensor value, Tensor query_starts, Tensor key_starts, "
+      "int longest_query, int longest_key, int left, int right, float scale, bool deterministic) -> "
+      "(Tensor output, Tensor lse)");
+  m.def(
+      "attention_backward(Tensor output_grad, Tensor? lse_grad, Tensor query, Tensor key, Tensor value, "
+      "Tensor output, Tensor lse, Tensor query_starts, Tensor key_starts, int longest_query, int longest_key, "
+      "int left, int right, float scale, bool deterministic) -> "
+      "(Tensor query_grad, Tensor key_grad, Tensor value_grad)");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(megalite, CPU, m) { implement(m); }
+
+#ifdef MEGALITE_CUDA
+STABLE_TORCH_LIBRARY_IMPL(megalite, CUDA, m) { implement(m); }
+#endif

@@ -1,0 +1,78 @@
+#include "cross_entropy.h"
+
+#include "bind/tensor.h"
+
+namespace {
+
+using ml::Tensor;
+
+void check_device(const Tensor& tensor, const Tensor& logits, const char* what) {
+  STD_TORCH_CHECK(
+      tensor.is_cuda() == logits.is_cuda() && tensor.get_device_index() == logits.get_device_index(), "megalite: ",
+      what, " is on another device");
+}
+
+// logits [rows, columns] are contiguous: they are large, and one of the operators writes over them.
+const int64_t* checked_labels(const Tensor& labels, const Tensor& logits) {
+  STD_TORCH_CHECK(logits.dim() == 2 && logits.is_contiguous(), "megalite: logits must be contiguous rows and columns");
+  STD_TORCH_CHECK(
+      labels.scalar_type() == torch::headeronly::ScalarType::Long && labels.is_contiguous(),
+      "megalite: labels must be contiguous int64");
+  check_device(labels, logits, "labels");
+  ml::check_size(labels, logits.size(0), "labels");
+  return static_cast<const int64_t*>(labels.const_data_ptr());
+}
+
+// One number a row, in the wide type.
+const void* checked(const Tensor& values, const Tensor& logits, const char* what) {
+  STD_TORCH_CHECK(
+      values.scalar_type() == ml::wide_type(logits) && values.is_contiguous(), "megalite: ", what,
+      " must be contiguous, float64 beside float64 logits, else float32");
+  check_device(values, logits, what);
+  ml::check_size(values, logits.size(0), what);
+  return values.const_data_ptr();
+}
+
+Tensor statistics(Tensor logits, Tensor labels, Tensor weights, int64_t first_id, double on_label, double uniform) {
+  const int dtype = ml::dtype_of(logits);
+  const int64_t* ids = checked_labels(labels, logits);
+  const void* of_rows = checked(weights, logits, "weights");
+  Tensor made = ml::new_empty(logits, {3, logits.size(0)}, ml::wide_type(logits));
+  ML_CALL(
+      logits, megalite_cross_entropy_statistics, logits.const_data_ptr(), ids, of_rows, made.mutable_data_ptr(),
+      logits.size(0), logits.size(1), first_id, on_label, uniform, dtype);
+  return made;
+}
+
+void gradient(
+    Tensor logits, Tensor labels, Tensor maximum, Tensor factor, Tensor weights, int64_t first_id, double on_label,
+    double uniform) {
+  const int dtype = ml::dtype_of(logits);
+  const int64_t* ids = checked_labels(labels, logits);
+  ML_CALL(
+      logits, megalite_cross_entropy_gradient, logits.mutable_data_ptr(), ids, checked(maximum, logits, "maximum"),
+      checked(factor, logits, "factor"), checked(weights, logits, "weights"), logits.size(0), logits.size(1), first_id,
+      on_label, uniform, dtype);
+}
+
+void implement(torch::stable::detail::StableLibrary& m) {
+  m.impl("cross_entropy_statistics", TORCH_BOX(&statistics));
+  m.impl("cross_entropy_gradient_", TORCH_BOX(&gradient));
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(megalite, m) {
+  m.def(
+      "cross_entropy_statistics(Tensor logits, Tensor labels, Tensor weights, int first_id, float on_label, "
+      "float uniform) -> Tensor");
+  m.def(
+      "cross_entropy_gradient_(Tensor(a!) logits, Tensor labels, Tensor maximum, Tensor factor, Tensor weights, "
+      "int first_id, float on_label, float uniform) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(megalite, CPU, m) { implement(m); }
+
+#ifdef MEGALITE_CUDA
+STABLE_TORCH_LIBRARY_IMPL(megalite, CUDA, m) { implement(m); }
+#endif

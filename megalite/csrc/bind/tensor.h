@@ -1,0 +1,127 @@
+// All that the bindings know of torch, over its stable ABI: one library serves every torch from 2.11 on.
+#pragma once
+
+#include <dlfcn.h>
+
+#include <cstdint>
+#include <initializer_list>
+#include <tuple>
+#include <vector>
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include "core/scalar.h"
+
+namespace ml {
+
+using Tensor = torch::stable::Tensor;
+
+inline int dtype_of(const Tensor& tensor) {
+  using torch::headeronly::ScalarType;
+  switch (tensor.scalar_type()) {
+    case ScalarType::Float:
+      return kFloat32;
+    case ScalarType::Double:
+      return kFloat64;
+    case ScalarType::BFloat16:
+      return kBFloat16;
+    case ScalarType::Half:
+      return kFloat16;
+    default:
+      STD_TORCH_CHECK(false, "megalite: of float32, float64, bfloat16 and float16 only");
+  }
+}
+
+// The type of statistics and sums over `tensor`'s values, as Wide<T>.
+inline torch::headeronly::ScalarType wide_type(const Tensor& tensor) {
+  using torch::headeronly::ScalarType;
+  return tensor.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+}
+
+inline Tensor contiguous(const Tensor& tensor) {
+  return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
+}
+
+inline Tensor empty_like(const Tensor& tensor) { return torch::stable::empty_like(tensor); }
+
+// Uninitialised, on the device of `tensor`, of its type unless another is named.
+inline Tensor new_empty(
+    const Tensor& tensor, std::initializer_list<int64_t> sizes,
+    std::optional<torch::headeronly::ScalarType> dtype = std::nullopt) {
+  return torch::stable::new_empty(tensor, {sizes.begin(), sizes.size()}, dtype);
+}
+
+// [..., columns] as rows of its last dim.
+inline int64_t columns_of(const Tensor& tensor) { return tensor.dim() == 0 ? 1 : tensor.size(tensor.dim() - 1); }
+
+inline int64_t rows_of(const Tensor& tensor) {
+  const int64_t columns = columns_of(tensor);
+  return columns == 0 ? 0 : tensor.numel() / columns;
+}
+
+inline void check_same_type(const Tensor& one, const Tensor& other, const char* what) {
+  STD_TORCH_CHECK(one.scalar_type() == other.scalar_type(), "megalite: ", what, " has another dtype");
+  STD_TORCH_CHECK(
+      one.is_cuda() == other.is_cuda() && one.get_device_index() == other.get_device_index(),
+      "megalite: ", what, " is on another device");
+}
+
+inline void check_size(const Tensor& tensor, int64_t elements, const char* what) {
+  STD_TORCH_CHECK(
+      tensor.numel() == elements, "megalite: ", what, " has ", tensor.numel(), " elements, not ", elements);
+}
+
+// Turns the code that an entry of the C interfaces returned into an exception.
+inline void check(int code, const char* entry) {
+  STD_TORCH_CHECK(code != kUnsupported, "megalite: ", entry, " has no kernel for this dtype or size");
+  STD_TORCH_CHECK(code == 0, "megalite: ", entry, " failed with CUDA error ", code);
+}
+
+// Makes the tensor's device the current one for a scope, and has that device's current stream.
+class __attribute__((visibility("hidden"))) OnDevice {
+ public:
+  explicit OnDevice(const Tensor& tensor)
+      : guard_(tensor.get_device_index()), stream_(current_stream(tensor.get_device_index())) {}
+
+  void* stream() const { return stream_; }
+
+ private:
+  using StreamOf = AOTITorchError (*)(int32_t device, void** stream);
+
+  // The CPU build of torch has no such function, and this library is to load there too: looked up when first needed.
+  static void* current_stream(int32_t device) {
+    static const StreamOf stream_of = [] {
+      void* library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
+      return reinterpret_cast<StreamOf>(
+          dlsym(library ? library : RTLD_DEFAULT, "aoti_torch_get_current_cuda_stream"));
+    }();
+    STD_TORCH_CHECK(stream_of != nullptr, "megalite: this torch has no CUDA streams");
+    void* stream = nullptr;
+    STD_TORCH_CHECK(stream_of(device, &stream) == 0, "megalite: torch told no current CUDA stream");
+    return stream;
+  }
+
+  torch::stable::accelerator::DeviceGuard guard_;
+  void* stream_;
+};
+
+}  // namespace ml
+
+// Calls the C interface of the tensor's device: entry_cpu(arguments), or entry_cuda(arguments, its current stream).
+#ifdef MEGALITE_CUDA
+#define ML_CALL(tensor, entry, ...)                                    \
+  do {                                                                 \
+    if ((tensor).is_cuda()) {                                          \
+      const ml::OnDevice device(tensor);                               \
+      ml::check(entry##_cuda(__VA_ARGS__, device.stream()), #entry);   \
+    } else {                                                           \
+      ml::check(entry##_cpu(__VA_ARGS__), #entry);                     \
+    }                                                                  \
+  } while (0)
+#else
+#define ML_CALL(tensor, entry, ...) ml::check(entry##_cpu(__VA_ARGS__), #entry)
+#endif

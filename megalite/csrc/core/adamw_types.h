@@ -1,0 +1,49 @@
+// Which combinations of types the optimizer's operators serve, said once for host and device.
+#pragma once
+
+#include "core/scalar.h"
+
+namespace ml {
+
+template <typename T>
+struct TypeTag {
+  using type = T;
+};
+struct NoCopy {};
+
+// visit(TypeTag<weight>, TypeTag<gradient>); -1 for what is not served.
+template <typename Visit>
+int visit_weight_and_gradient(int weight_dtype, int gradient_dtype, const Visit& visit) {
+  if (weight_dtype == kFloat64 && gradient_dtype == kFloat64) return visit(TypeTag<double>{}, TypeTag<double>{});
+  if (weight_dtype != kFloat32) return -1;
+  switch (gradient_dtype) {
+    case kFloat32: return visit(TypeTag<float>{}, TypeTag<float>{});
+    case kBFloat16: return visit(TypeTag<float>{}, TypeTag<bf16>{});
+    case kFloat16: return visit(TypeTag<float>{}, TypeTag<fp16>{});
+    default: return -1;
+  }
+}
+
+// visit(TypeTag<copy>), where NoCopy stands for none; copy_dtype is looked at only if there are copies.
+template <typename Visit>
+int visit_copy(bool copies, int copy_dtype, const Visit& visit) {
+  if (!copies) return visit(TypeTag<NoCopy>{});
+  switch (copy_dtype) {
+    case kBFloat16: return visit(TypeTag<bf16>{});
+    case kFloat16: return visit(TypeTag<fp16>{});
+    default: return -1;
+  }
+}
+
+template <typename Visit>
+int visit_type(int dtype, const Visit& visit) {
+  switch (dtype) {
+    case kFloat32: return visit(TypeTag<float>{});
+    case kFloat64: return visit(TypeTag<double>{});
+    case kBFloat16: return visit(TypeTag<bf16>{});
+    case kFloat16: return visit(TypeTag<fp16>{});
+    default: return -1;
+  }
+}
+
+}  // namespace ml

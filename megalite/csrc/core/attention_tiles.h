@@ -1,0 +1,307 @@
+// Attention by tiles on the tensor cores, forward (Dao, "FlashAttention-2", 2023), for one block of threads.
+//
+// `Machine` is what a thread can do: on a GPU an empty class of intrinsics (cuda/device_machine.cuh), in the tests an
+// emulated block that runs this same source on a CPU. Its copies from global to shared memory may arrive at any time
+// until wait_all(), and what other threads copied or stored is there after the sync() that follows.
+#pragma once
+
+#include "attention.h"
+#include "core/attention_mask.h"
+#include "core/fragments.h"
+#include "core/scalar.h"
+
+#ifdef __CUDACC__
+#define ML_TILE __device__ __forceinline__
+#define ML_UNROLL _Pragma("unroll")
+#define ML_UNROLL_TWICE _Pragma("unroll 2")
+#else
+#define ML_TILE inline
+#define ML_UNROLL
+#define ML_UNROLL_TWICE
+#endif
+
+namespace ml {
+
+constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kInfinity = __builtin_huge_valf();
+
+// One sequence of the packed ones, and the band of it that is seen.
+struct Sequence {
+  int first_query, first_key;
+  Band band;
+};
+
+ML_TILE Sequence sequence_of(const MegaliteAttention& a, int sequence) {
+  const int query = a.query_starts[sequence], key = a.key_starts[sequence];
+  return {query, key,
+          {a.query_starts[sequence + 1] - query, a.key_starts[sequence + 1] - key, static_cast<int>(a.left),
+           static_cast<int>(a.right)}};
+}
+
+// Begins to copy the rows of a tile into shared memory; rows from `rows` on become zero. All threads take part.
+template <class Tile, int kRows, class Machine>
+ML_TILE void copy_tile(Machine& m, uint32_t tile, const uint16_t* source, int64_t stride, int rows) {
+  constexpr int kStep = Machine::kThreads / Tile::kChunks;
+  static_assert(Machine::kThreads % Tile::kChunks == 0 && kRows % kStep == 0);
+  const int chunk = m.thread() % Tile::kChunks, first = m.thread() / Tile::kChunks;
+  source += first * stride + chunk * 8;
+  ML_UNROLL
+  for (int row = 0; row < kRows; row += kStep, source += kStep * stride) {
+    m.template copy<16>(tile + Tile::offset(first + row, chunk), source, first + row < rows);
+  }
+}
+
+// sums [kTiles x 16, kColumns] += left x right^T, both stored [.., kSum] in shared memory; left from row `row` on.
+template <class Element, int kTiles, int kColumns, int kSum, class Machine>
+ML_TILE void add_product_of_rows(
+    Machine& m, float (&sums)[kTiles][kColumns / 8][4], uint32_t left, int row, uint32_t right) {
+  using Tile = Swizzle<kSum>;
+  const typename Tile::Lane left_lane = Tile::lane(tile_place(Order::kDown, m.lane()));
+  const typename Tile::Lane right_lane = Tile::lane(tile_place(Order::kRight, m.lane()));
+  left += row * Tile::kRowBytes;
+  ML_UNROLL_TWICE  // in whole, its addresses would fill the registers
+  for (int k = 0; k < kSum / 16; ++k) {
+    uint32_t a[kTiles][4];
+    ML_UNROLL
+    for (int t = 0; t < kTiles; ++t) m.load_matrix(a[t], left + left_lane.offset(t * 16, k * 2));
+    ML_UNROLL
+    for (int n = 0; n < kColumns / 16; ++n) {
+      uint32_t b[4];
+      m.load_matrix(b, right + right_lane.offset(n * 16, k * 2));
+      ML_UNROLL
+      for (int t = 0; t < kTiles; ++t) {
+        m.template multiply<Element>(sums[t][2 * n], a[t], b[0], b[1]);
+        m.template multiply<Element>(sums[t][2 * n + 1], a[t], b[2], b[3]);
+      }
+    }
+  }
+}
+
+// Two neighbouring 16 x 8 accumulators hold, once narrowed, a 16 x 16 left operand: lane by lane the same places.
+template <class Element, class Machine>
+ML_TILE void narrow(Machine& m, uint32_t (&left)[4], const float (&low)[4], const float (&high)[4]) {
+  left[0] = m.template pack<Element>(low[0], low[1]);
+  left[1] = m.template pack<Element>(low[2], low[3]);
+  left[2] = m.template pack<Element>(high[0], high[1]);
+  left[3] = m.template pack<Element>(high[2], high[3]);
+}
+
+// sums [kTiles x 16, kColumns] += left x right, left the accumulators [kTiles x 16, kSum] of an earlier product,
+// right stored [kSum, kColumns] in shared memory.
+template <class Element, int kTiles, int kColumns, int kSum, class Machine>
+ML_TILE void add_product_of_sums(
+    Machine& m, float (&sums)[kTiles][kColumns / 8][4], const float (&left)[kTiles][kSum / 8][4], uint32_t right) {
+  using Tile = Swizzle<kColumns>;
+  const typename Tile::Lane right_lane = Tile::lane(tile_place(Order::kDown, m.lane()));
+  uint32_t a[kSum / 16][kTiles][4];
+  ML_UNROLL
+  for (int k = 0; k < kSum / 16; ++k) {
+    ML_UNROLL
+    for (int t = 0; t < kTiles; ++t) narrow<Element>(m, a[k][t], left[t][2 * k], left[t][2 * k + 1]);
+  }
+  ML_UNROLL
+  for (int n = 0; n < kColumns / 16; ++n) {
+    ML_UNROLL
+    for (int k = 0; k < kSum / 16; ++k) {
+      uint32_t b[4];
+      m.load_matrix_transposed(b, right + right_lane.offset(k * 16, n * 2));
+      ML_UNROLL
+      for (int t = 0; t < kTiles; ++t) {
+        m.template multiply<Element>(sums[t][2 * n], a[k][t], b[0], b[1]);
+        m.template multiply<Element>(sums[t][2 * n + 1], a[k][t], b[2], b[3]);
+      }
+    }
+  }
+}
+
+// Writes a warp's accumulators, each row times its factor, as rows of `target`, by way of its own rows of `tile`.
+template <class Element, int kTiles, int kHead, class Machine>
+ML_TILE void store_rows(
+    Machine& m, const float (&sums)[kTiles][kHead / 8][4], const float (&factors)[kTiles][2], uint32_t tile, int row,
+    uint16_t* target, int64_t stride, int rows) {
+  using Tile = Swizzle<kHead>;
+  ML_UNROLL
+  for (int t = 0; t < kTiles; ++t) {
+    ML_UNROLL
+    for (int n = 0; n < kHead / 8; ++n) {
+      ML_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        const Place place = accumulator_place(m.lane(), half * 2);
+        m.store_shared(
+            tile + Tile::offset(row + t * 16 + place.row, n) + place.column * 2,
+            m.template pack<Element>(
+                sums[t][n][half * 2] * factors[t][half], sums[t][n][half * 2 + 1] * factors[t][half]));
+      }
+    }
+  }
+  m.sync_warp();
+  ML_UNROLL
+  for (int i = m.lane(); i < kTiles * 16 * Tile::kChunks; i += 32) {
+    const int stored = row + i / Tile::kChunks, chunk = i % Tile::kChunks;
+    if (stored < rows) m.store_chunk(target + stored * stride + chunk * 8, tile + Tile::offset(stored, chunk));
+  }
+}
+
+template <class Element_, int kHead_, int kWarps_, int kTiles_, int kKeys_>
+struct ForwardShape {
+  using Element = Element_;
+  static constexpr int kHead = kHead_, kThreads = kWarps_ * 32, kTiles = kTiles_, kKeys = kKeys_;
+  static constexpr int kRows = kWarps_ * kTiles * 16;  // queries of a block, kTiles x 16 of each warp
+  using Tile = Swizzle<kHead>;
+  static constexpr int kKeyTile = kRows * Tile::kRowBytes;
+  static constexpr int kValueTile = kKeyTile + kKeys * Tile::kRowBytes;
+  static constexpr int kSharedBytes = kValueTile + kKeys * Tile::kRowBytes;
+};
+
+// Rows of the running softmax that a thread shares with the three others of its quad; `total` is its own part.
+template <int kTiles>
+struct SoftmaxRows {
+  float greatest[kTiles][2], total[kTiles][2];
+};
+
+// Makes exp2 of the scores, below the greatest so far, of them; what was summed before shrinks with its base.
+template <int kTiles, int kKeys, int kHead, class Machine>
+ML_TILE void online_softmax(
+    Machine& m, float (&scores)[kTiles][kKeys / 8][4], SoftmaxRows<kTiles>& rows,
+    float (&sums)[kTiles][kHead / 8][4], float scale) {
+  ML_UNROLL
+  for (int t = 0; t < kTiles; ++t) {
+    ML_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      float greatest = rows.greatest[t][half];
+      ML_UNROLL
+      for (int n = 0; n < kKeys / 8; ++n) {
+        greatest = m.larger(greatest, m.larger(scores[t][n][half * 2], scores[t][n][half * 2 + 1]));
+      }
+      greatest = m.larger(greatest, m.shuffle_xor(greatest, 1));
+      greatest = m.larger(greatest, m.shuffle_xor(greatest, 2));
+      // Where nothing is seen yet the base is 0: exp2(-inf - 0) is 0, and -inf - -inf would be no number.
+      const float base = greatest == -kInfinity ? 0.0f : greatest * scale;
+      const float factor = m.exp2(rows.greatest[t][half] * scale - base);
+      rows.greatest[t][half] = greatest;
+      float total = rows.total[t][half] * factor;
+      ML_UNROLL
+      for (int n = 0; n < kKeys / 8; ++n) {
+        ML_UNROLL
+        for (int i = half * 2; i < half * 2 + 2; ++i) {
+          scores[t][n][i] = m.exp2(scores[t][n][i] * scale - base);
+          total += scores[t][n][i];
+        }
+      }
+      rows.total[t][half] = total;
+      ML_UNROLL
+      for (int n = 0; n < kHead / 8; ++n) {
+        sums[t][n][half * 2] *= factor;
+        sums[t][n][half * 2 + 1] *= factor;
+      }
+    }
+  }
+}
+
+// Sets the scores that are not seen to -infinity: queries from `row` on down, keys from `first_key` on across.
+template <int kTiles, int kKeys, class Machine>
+ML_TILE void mask_keys(
+    Machine& m, float (&scores)[kTiles][kKeys / 8][4], const Band& band, int row, int first_key) {
+  ML_UNROLL
+  for (int t = 0; t < kTiles; ++t) {
+    ML_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      const Range seen = band.keys_of(row + t * 16 + accumulator_place(m.lane(), half * 2).row);
+      ML_UNROLL
+      for (int n = 0; n < kKeys / 8; ++n) {
+        ML_UNROLL
+        for (int i = half * 2; i < half * 2 + 2; ++i) {
+          const int key = first_key + n * 8 + accumulator_place(m.lane(), i).column;
+          if (!seen.holds(key)) scores[t][n][i] = -kInfinity;
+        }
+      }
+    }
+  }
+}
+
+// Output and log-sum-exp of the queries of one block: of `head`, from block x kRows on in `sequence`.
+template <class Shape, class Machine>
+ML_TILE void attention_forward(Machine& m, const MegaliteAttention& a, int block, int head, int sequence) {
+  using Element = typename Shape::Element;
+  using Tile = typename Shape::Tile;
+  constexpr int kTiles = Shape::kTiles, kKeys = Shape::kKeys, kHead = Shape::kHead;
+  const Sequence piece = sequence_of(a, sequence);
+  const Band& band = piece.band;
+  const int first_row = block * Shape::kRows;
+  if (first_row >= band.queries) return;
+  const int past_row = at_most(first_row + Shape::kRows, band.queries);
+  const auto* query = static_cast<const uint16_t*>(a.query) +
+                      (static_cast<int64_t>(piece.first_query) + first_row) * a.query_token + head * a.query_head;
+  const uint32_t query_tile = m.shared(), key_tile = query_tile + Shape::kKeyTile;
+  const uint32_t value_tile = query_tile + Shape::kValueTile;
+  const int warp_row = m.thread() / 32 * kTiles * 16;
+  const float scale = static_cast<float>(a.scale) * kLog2E;
+
+  const Range seen = band.keys_of_block(first_row, past_row);
+  const int past_key = seen.empty() ? 0 : seen.end;
+  // Of keys, or of values; addresses are made anew each time, registers being scarce.
+  const auto copy_keys = [&](uint32_t tile, const void* all, int64_t token, int64_t own_head, int first) {
+    const int kv_head = head / static_cast<int>(a.heads / a.kv_heads);
+    const auto* source = static_cast<const uint16_t*>(all) + kv_head * own_head;
+    const int64_t row = static_cast<int64_t>(piece.first_key) + first;
+    copy_tile<Tile, kKeys>(m, tile, source + row * token, token, band.keys - first);
+  };
+  int first_key = seen.begin / kKeys * kKeys;
+  copy_tile<Tile, Shape::kRows>(m, query_tile, query, a.query_token, past_row - first_row);
+  if (first_key < past_key) copy_keys(key_tile, a.key, a.key_token, a.key_head, first_key);
+
+  float sums[kTiles][kHead / 8][4] = {};
+  SoftmaxRows<kTiles> rows;
+  ML_UNROLL
+  for (int i = 0; i < kTiles * 2; ++i) {
+    rows.greatest[i / 2][i % 2] = -kInfinity;
+    rows.total[i / 2][i % 2] = 0.0f;
+  }
+  for (; first_key < past_key; first_key += kKeys) {
+    m.wait_all();
+    m.sync();  // the keys are there, and nobody reads the last values any more
+    copy_keys(value_tile, a.value, a.value_token, a.value_head, first_key);
+    float scores[kTiles][kKeys / 8][4] = {};
+    add_product_of_rows<Element, kTiles, kKeys, kHead>(m, scores, query_tile, warp_row, key_tile);
+    if (!band.full(first_row, past_row, first_key, first_key + kKeys)) {
+      mask_keys<kTiles, kKeys>(m, scores, band, first_row + warp_row, first_key);
+    }
+    m.wait_all();
+    m.sync();  // the values are there, and nobody reads these keys any more
+    if (first_key + kKeys < past_key) {
+      copy_keys(key_tile, a.key, a.key_token, a.key_head, first_key + kKeys);
+    }
+    online_softmax<kTiles, kKeys, kHead>(m, scores, rows, sums, scale);
+    add_product_of_sums<Element, kTiles, kHead, kKeys>(m, sums, scores, value_tile);
+  }
+
+  float factors[kTiles][2];
+  // Looked up again, since kept through the loop they would take registers.
+  const Sequence again = sequence_of(a, sequence);
+  const int64_t first_token = static_cast<int64_t>(again.first_query) + first_row;
+  const int count = at_most(Shape::kRows, again.band.queries - first_row);
+  float* lse = static_cast<float*>(a.lse) + head * a.queries + first_token;
+  ML_UNROLL
+  for (int t = 0; t < kTiles; ++t) {
+    ML_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      float total = rows.total[t][half];
+      total += m.shuffle_xor(total, 1);
+      total += m.shuffle_xor(total, 2);
+      const bool nothing = total == 0.0f;
+      factors[t][half] = nothing ? 0.0f : 1.0f / total;
+      const int row = warp_row + t * 16 + accumulator_place(m.lane(), half * 2).row;
+      if (m.lane() % 4 == 0 && row < count) {
+        const float log_total = m.log2(total) + rows.greatest[t][half] * scale;
+        lse[row] = nothing ? -kInfinity : log_total / kLog2E;
+      }
+    }
+  }
+  m.wait_all();
+  m.sync();  // where no key is seen the queries may still be on their way to the rows that are now overwritten
+  auto* output = static_cast<uint16_t*>(a.output) + (first_token * a.heads + head) * kHead;
+  store_rows<Element, kTiles, kHead>(
+      m, sums, factors, query_tile, warp_row, output, a.heads * kHead, count);
+}
+
+}  // namespace ml

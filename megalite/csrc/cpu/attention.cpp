@@ -1,0 +1,423 @@
+// Attention on a CPU by blocks of queries and keys, in Wide<T> throughout: the twin of the CUDA kernels.
+#include "attention.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "core/attention_mask.h"
+#include "core/exponential.h"
+
+namespace {
+
+using namespace ml;
+
+constexpr int kBlock = 64;  // queries, and keys, of a block
+constexpr double kLn2 = 0.69314718055994530942;
+
+template <typename W>
+constexpr W kInfinity = std::numeric_limits<W>::infinity();
+
+// Two vectors of it are what products are computed in at once.
+template <typename W>
+struct Vector {
+  typedef W Type __attribute__((vector_size(32), aligned(sizeof(W)), may_alias));
+  static constexpr int kLanes = 32 / sizeof(W), kPair = 2 * kLanes;
+};
+
+// Numbers left(row, k) = data[row * row_step + k * k_step].
+template <typename W>
+struct Left {
+  const W* data;
+  int row_step, k_step;
+};
+
+// kRows rows of two vectors, all of them in registers: of the 16 that there are, 6 rows leave 4.
+template <int kRows, typename W>
+inline void add_rows(W* sums, int sums_step, Left<W> left, const W* right, int right_step, int depth) {
+  using V = typename Vector<W>::Type;
+  constexpr int kLanes = Vector<W>::kLanes;
+  V low[kRows], high[kRows];
+  for (int r = 0; r < kRows; ++r) {
+    low[r] = *reinterpret_cast<const V*>(sums + r * sums_step);
+    high[r] = *reinterpret_cast<const V*>(sums + r * sums_step + kLanes);
+  }
+  for (int k = 0; k < depth; ++k) {
+    const V right_low = *reinterpret_cast<const V*>(right + k * right_step);
+    const V right_high = *reinterpret_cast<const V*>(right + k * right_step + kLanes);
+    for (int r = 0; r < kRows; ++r) {
+      const W factor = left.data[r * left.row_step + k * left.k_step];
+      low[r] += factor * right_low;
+      high[r] += factor * right_high;
+    }
+  }
+  for (int r = 0; r < kRows; ++r) {
+    *reinterpret_cast<V*>(sums + r * sums_step) = low[r];
+    *reinterpret_cast<V*>(sums + r * sums_step + kLanes) = high[r];
+  }
+}
+
+// sums [rows, columns] += left [rows, depth] x right [depth, columns]; columns is a multiple of Vector::kPair.
+template <typename W>
+void add_product(
+    W* sums, int sums_step, Left<W> left, const W* right, int right_step, int rows, int columns, int depth) {
+  constexpr int kMost = 6;
+  for (int column = 0; column < columns; column += Vector<W>::kPair) {
+    W* target = sums + column;
+    Left<W> from = left;
+    int row = 0;
+    for (; row + kMost <= rows; row += kMost, target += kMost * sums_step, from.data += kMost * left.row_step) {
+      add_rows<kMost>(target, sums_step, from, right + column, right_step, depth);
+    }
+    for (; row + 2 <= rows; row += 2, target += 2 * sums_step, from.data += 2 * left.row_step) {
+      add_rows<2>(target, sums_step, from, right + column, right_step, depth);
+    }
+    for (; row < rows; ++row, target += sums_step, from.data += left.row_step) {
+      add_rows<1>(target, sums_step, from, right + column, right_step, depth);
+    }
+  }
+}
+
+template <typename W>
+int padded(int64_t columns) {
+  return static_cast<int>((columns + Vector<W>::kPair - 1) / Vector<W>::kPair * Vector<W>::kPair);
+}
+
+// Strided rows of one head.
+template <typename T>
+struct Rows {
+  const T* data;
+  int64_t step;
+};
+
+template <typename T>
+Rows<T> rows_of(const void* data, int64_t first, int64_t token, int64_t head, int64_t head_step) {
+  return {static_cast<const T*>(data) + first * token + head * head_step, token};
+}
+
+// [rows, columns] -> `to` [rows, step], as Wide<T>; what is past the columns becomes 0.
+template <typename T>
+void widen(Wide<T>* to, int step, Rows<T> from, int rows, int columns) {
+  for (int row = 0; row < rows; ++row, to += step) {
+    const T* source = from.data + row * from.step;
+    for (int column = 0; column < columns; ++column) to[column] = to_wide(source[column]);
+    std::fill(to + columns, to + step, Wide<T>(0));
+  }
+}
+
+// [rows, columns] -> `to` [columns, kBlock], as Wide<T>, transposed; what is past the rows becomes 0.
+template <typename T>
+void widen_transposed(Wide<T>* to, Rows<T> from, int rows, int columns) {
+  if (rows < kBlock) std::fill(to, to + columns * kBlock, Wide<T>(0));
+  for (int row = 0; row < rows; ++row) {
+    const T* source = from.data + row * from.step;
+    for (int column = 0; column < columns; ++column) to[column * kBlock + row] = to_wide(source[column]);
+  }
+}
+
+struct Sequence {
+  int64_t first_query, first_key;
+  Band band;
+};
+
+Sequence sequence_of(const MegaliteAttention& a, int64_t sequence) {
+  const int32_t query = a.query_starts[sequence], key = a.key_starts[sequence];
+  return {query, key,
+          {a.query_starts[sequence + 1] - query, a.key_starts[sequence + 1] - key, static_cast<int>(a.left),
+           static_cast<int>(a.right)}};
+}
+
+// Blocks of kBlock queries, or keys, that hold any of a range.
+Range blocks_of_range(Range range) {
+  return range.empty() ? Range{0, 0} : Range{range.begin / kBlock, blocks_of(range.end, kBlock)};
+}
+
+// What a row of scores [kBlock] has within `seen` times `scale`, -infinity elsewhere; the greatest of it.
+template <typename W>
+W scale_seen(W* scores, Range seen, W scale) {
+  const int begin = std::clamp(seen.begin, 0, kBlock), end = std::clamp(seen.end, begin, kBlock);
+  std::fill(scores, scores + begin, -kInfinity<W>);
+  std::fill(scores + end, scores + kBlock, -kInfinity<W>);
+  for (int i = begin; i < end; ++i) scores[i] *= scale;
+  // In vectors by hand: a compiler that heeds NaN compares one number after the other.
+  using V = typename Vector<W>::Type;
+  V most = *reinterpret_cast<const V*>(scores);
+  for (int i = Vector<W>::kLanes; i < kBlock; i += Vector<W>::kLanes) {
+    const V next = *reinterpret_cast<const V*>(scores + i);
+    most = next > most ? next : most;
+  }
+  W greatest = most[0];
+  for (int i = 1; i < Vector<W>::kLanes; ++i) greatest = most[i] > greatest ? most[i] : greatest;
+  return greatest;
+}
+
+Range keys_in_block(const Band& band, int query, int block) {
+  const Range seen = band.keys_of(query);
+  return {seen.begin - block * kBlock, seen.end - block * kBlock};
+}
+
+// Keys and values of one key-value head of one sequence, as the products of the forward want them.
+template <typename W>
+struct PackedKeys {
+  std::vector<W> keys, values;  // blocks of [head_size, kBlock], of [kBlock, columns]
+  int head_size, columns;
+
+  template <typename T>
+  void pack(const MegaliteAttention& a, const Sequence& piece, int64_t kv_head) {
+    head_size = static_cast<int>(a.head_size);
+    columns = padded<W>(a.head_size);
+    const int count = piece.band.keys, blocks = blocks_of(count, kBlock);
+    keys.resize(static_cast<size_t>(blocks) * kBlock * head_size);
+    values.resize(static_cast<size_t>(blocks) * kBlock * columns);
+    for (int block = 0; block < blocks; ++block) {
+      const int rows = std::min(kBlock, count - block * kBlock);
+      const int64_t first = piece.first_key + block * kBlock;
+      widen_transposed<T>(
+          keys_of(block), rows_of<T>(a.key, first, a.key_token, kv_head, a.key_head), rows, head_size);
+      W* target = values_of(block);
+      widen<T>(target, columns, rows_of<T>(a.value, first, a.value_token, kv_head, a.value_head), rows, head_size);
+      std::fill(target + rows * columns, target + kBlock * columns, W(0));
+    }
+  }
+
+  W* keys_of(int block) { return keys.data() + static_cast<size_t>(block) * kBlock * head_size; }
+  W* values_of(int block) { return values.data() + static_cast<size_t>(block) * kBlock * columns; }
+};
+
+// What one thread works in.
+template <typename W>
+struct ForwardRoom {
+  std::vector<W> queries, scores, sums;
+  W greatest[kBlock], total[kBlock];
+  ForwardRoom(int64_t head_size)
+      : queries(kBlock * padded<W>(head_size)), scores(kBlock * kBlock), sums(queries.size()) {}
+};
+
+// One row's part of the softmax over a block of keys; the sums so far shrink with their base.
+template <typename W>
+void online_row(W* scores, W* sums, int columns, Range seen, W scale, W& greatest, W& total) {
+  const W above = std::max(greatest, scale_seen(scores, seen, scale));
+  const W base = above == -kInfinity<W> ? W(0) : above;
+  const W factor = exp2_below(greatest - base);
+  W sum = 0;
+  for (int i = 0; i < kBlock; ++i) {
+    scores[i] = exp2_below(scores[i] - base);
+    sum += scores[i];
+  }
+  total = total * factor + sum;
+  greatest = above;
+  if (factor != W(1)) {
+    for (int i = 0; i < columns; ++i) sums[i] *= factor;
+  }
+}
+
+template <typename T>
+void forward_block(
+    const MegaliteAttention& a, const Sequence& piece, PackedKeys<Wide<T>>& packed, int64_t head, int block,
+    ForwardRoom<Wide<T>>& room) {
+  using W = Wide<T>;
+  const Band& band = piece.band;
+  const int first = block * kBlock, past = std::min(first + kBlock, band.queries), rows = past - first;
+  const int columns = packed.columns, head_size = packed.head_size;
+  const int64_t token = piece.first_query + first;
+  const W scale = static_cast<W>(a.scale / kLn2);
+  W *queries = room.queries.data(), *scores = room.scores.data(), *sums = room.sums.data();
+  widen<T>(queries, columns, rows_of<T>(a.query, token, a.query_token, head, a.query_head), rows, head_size);
+  std::fill(sums, sums + kBlock * columns, W(0));
+  std::fill(room.greatest, room.greatest + kBlock, -kInfinity<W>);
+  std::fill(room.total, room.total + kBlock, W(0));
+  const Range blocks = blocks_of_range(band.keys_of_block(first, past));
+  for (int key_block = blocks.begin; key_block < blocks.end; ++key_block) {
+    std::fill(scores, scores + rows * kBlock, W(0));
+    add_product<W>(
+        scores, kBlock, {queries, columns, 1}, packed.keys_of(key_block), kBlock, rows, kBlock, head_size);
+    for (int row = 0; row < rows; ++row) {
+      online_row(
+          scores + row * kBlock, sums + row * columns, columns, keys_in_block(band, first + row, key_block), scale,
+          room.greatest[row], room.total[row]);
+    }
+    add_product<W>(
+        sums, columns, {scores, kBlock, 1}, packed.values_of(key_block), columns, rows, columns, kBlock);
+  }
+  T* output = static_cast<T*>(a.output) + (token * a.heads + head) * a.head_size;
+  W* lse = static_cast<W*>(a.lse) + head * a.queries + token;
+  for (int row = 0; row < rows; ++row, output += a.heads * a.head_size) {
+    const W total = room.total[row], inverse = total == W(0) ? W(0) : W(1) / total;
+    for (int i = 0; i < head_size; ++i) output[i] = from_wide<T>(sums[row * columns + i] * inverse);
+    const W log_total = (room.greatest[row] + std::log2(total)) * static_cast<W>(kLn2);
+    lse[row] = total == W(0) ? -kInfinity<W> : log_total;
+  }
+}
+
+template <typename T>
+void forward(const MegaliteAttention& a) {
+  using W = Wide<T>;
+  std::vector<PackedKeys<W>> packed(a.sequences * a.kv_heads);
+  const int64_t blocks = (a.longest_query + kBlock - 1) / kBlock, items = a.sequences * a.heads * blocks;
+#pragma omp parallel if (items > 1)
+  {
+#pragma omp for schedule(dynamic)
+    for (int64_t i = 0; i < a.sequences * a.kv_heads; ++i) {
+      packed[i].template pack<T>(a, sequence_of(a, i / a.kv_heads), i % a.kv_heads);
+    }
+    ForwardRoom<W> room(a.head_size);
+#pragma omp for schedule(dynamic)
+    for (int64_t item = 0; item < items; ++item) {
+      const int64_t head = item / blocks % a.heads, sequence = item / blocks / a.heads;
+      const Sequence piece = sequence_of(a, sequence);
+      const int block = static_cast<int>(item % blocks);
+      if (block * kBlock >= piece.band.queries) continue;
+      forward_block<T>(a, piece, packed[sequence * a.kv_heads + head / (a.heads / a.kv_heads)], head, block, room);
+    }
+  }
+}
+
+// Everything of one key-value head of one sequence that the backward reads and adds to.
+template <typename W>
+struct BackwardRoom {
+  int head_size, columns;
+  std::vector<W> keys, keys_across, values_across;  // [keys, columns]; blocks of [head_size, kBlock]
+  std::vector<W> key_grads, value_grads;            // [keys, columns]
+  std::vector<W> queries, output_grads, query_grads;  // of a block: [kBlock, columns]
+  std::vector<W> scores, grads;                       // [kBlock, kBlock]
+  W lse[kBlock], delta[kBlock];
+
+  BackwardRoom(int64_t head_size)
+      : head_size(static_cast<int>(head_size)), columns(padded<W>(head_size)), queries(kBlock * columns),
+        output_grads(kBlock * columns), query_grads(kBlock * columns), scores(kBlock * kBlock),
+        grads(kBlock * kBlock) {}
+
+  template <typename T>
+  void begin(const MegaliteAttention& a, const Sequence& piece, int64_t kv_head) {
+    const int count = piece.band.keys, blocks = blocks_of(count, kBlock);
+    keys.assign(static_cast<size_t>(blocks) * kBlock * columns, W(0));
+    keys_across.resize(static_cast<size_t>(blocks) * kBlock * head_size);
+    values_across.resize(keys_across.size());
+    key_grads.assign(keys.size(), W(0));
+    value_grads.assign(keys.size(), W(0));
+    widen<T>(
+        keys.data(), columns, rows_of<T>(a.key, piece.first_key, a.key_token, kv_head, a.key_head), count, head_size);
+    for (int block = 0; block < blocks; ++block) {
+      const int rows = std::min(kBlock, count - block * kBlock);
+      const int64_t first = piece.first_key + block * kBlock;
+      const size_t place = static_cast<size_t>(block) * kBlock * head_size;
+      widen_transposed<T>(
+          keys_across.data() + place, rows_of<T>(a.key, first, a.key_token, kv_head, a.key_head), rows, head_size);
+      widen_transposed<T>(
+          values_across.data() + place, rows_of<T>(a.value, first, a.value_token, kv_head, a.value_head), rows,
+          head_size);
+    }
+  }
+
+  // The queries [token, token + rows) of a head, and what the backward needs of each.
+  template <typename T>
+  void take_queries(const MegaliteAttention& a, int64_t token, int64_t head, int rows) {
+    const int64_t place = (token * a.heads + head) * head_size, step = a.heads * head_size;
+    widen<T>(queries.data(), columns, rows_of<T>(a.query, token, a.query_token, head, a.query_head), rows, head_size);
+    widen<T>(output_grads.data(), columns, {static_cast<const T*>(a.output_grad) + place, step}, rows, head_size);
+    std::fill(query_grads.begin(), query_grads.end(), W(0));
+    for (int row = 0; row < rows; ++row) {
+      const T* output = static_cast<const T*>(a.output) + place + row * step;
+      const W* grad = output_grads.data() + row * columns;
+      W sum = 0;
+      for (int i = 0; i < head_size; ++i) sum += grad[i] * to_wide(output[i]);
+      const int64_t at = head * a.queries + token + row;
+      const W own = static_cast<const W*>(a.lse)[at];
+      const bool nothing = own == -kInfinity<W>;  // then infinity makes every probability 0
+      if (a.lse_grad != nullptr) sum -= static_cast<const W*>(a.lse_grad)[at];
+      lse[row] = nothing ? kInfinity<W> : own / static_cast<W>(kLn2);
+      delta[row] = nothing ? W(0) : sum;
+    }
+  }
+};
+
+template <typename T>
+void backward_block(
+    const MegaliteAttention& a, const Sequence& piece, int64_t head, int block, BackwardRoom<Wide<T>>& room) {
+  using W = Wide<T>;
+  const Band& band = piece.band;
+  const int first = block * kBlock, past = std::min(first + kBlock, band.queries), rows = past - first;
+  const int columns = room.columns, head_size = room.head_size;
+  const int64_t token = piece.first_query + first;
+  const W scale = static_cast<W>(a.scale / kLn2);
+  room.template take_queries<T>(a, token, head, rows);
+  W *scores = room.scores.data(), *grads = room.grads.data();
+  const Range blocks = blocks_of_range(band.keys_of_block(first, past));
+  for (int key_block = blocks.begin; key_block < blocks.end; ++key_block) {
+    const size_t across = static_cast<size_t>(key_block) * kBlock * head_size;
+    const size_t along = static_cast<size_t>(key_block) * kBlock * columns;
+    std::fill(scores, scores + rows * kBlock, W(0));
+    std::fill(grads, grads + rows * kBlock, W(0));
+    add_product<W>(
+        scores, kBlock, {room.queries.data(), columns, 1}, room.keys_across.data() + across, kBlock, rows, kBlock,
+        head_size);
+    add_product<W>(
+        grads, kBlock, {room.output_grads.data(), columns, 1}, room.values_across.data() + across, kBlock, rows,
+        kBlock, head_size);
+    for (int row = 0; row < rows; ++row) {
+      W *score = scores + row * kBlock, *grad = grads + row * kBlock;
+      scale_seen(score, keys_in_block(band, first + row, key_block), scale);
+      const W lse = room.lse[row], delta = room.delta[row];
+      for (int i = 0; i < kBlock; ++i) {
+        score[i] = exp2_below(score[i] - lse);
+        grad[i] = score[i] * (grad[i] - delta);
+      }
+    }
+    add_product<W>(
+        room.value_grads.data() + along, columns, {scores, 1, kBlock}, room.output_grads.data(), columns, kBlock,
+        columns, rows);
+    add_product<W>(
+        room.key_grads.data() + along, columns, {grads, 1, kBlock}, room.queries.data(), columns, kBlock, columns,
+        rows);
+    add_product<W>(
+        room.query_grads.data(), columns, {grads, kBlock, 1}, room.keys.data() + along, columns, rows, columns,
+        kBlock);
+  }
+  T* target = static_cast<T*>(a.query_grad) + (token * a.heads + head) * head_size;
+  for (int row = 0; row < rows; ++row, target += a.heads * head_size) {
+    const W* from = room.query_grads.data() + row * columns;
+    for (int i = 0; i < head_size; ++i) target[i] = from_wide<T>(from[i] * static_cast<W>(a.scale));
+  }
+}
+
+template <typename T>
+void backward(const MegaliteAttention& a) {
+  using W = Wide<T>;
+  const int64_t items = a.sequences * a.kv_heads, group = a.heads / a.kv_heads;
+#pragma omp parallel if (items > 1)
+  {
+    BackwardRoom<W> room(a.head_size);
+#pragma omp for schedule(dynamic)
+    for (int64_t item = 0; item < items; ++item) {
+      const Sequence piece = sequence_of(a, item / a.kv_heads);
+      const int64_t kv_head = item % a.kv_heads;
+      room.template begin<T>(a, piece, kv_head);
+      for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
+        for (int block = 0; block * kBlock < piece.band.queries; ++block) {
+          backward_block<T>(a, piece, head, block, room);
+        }
+      }
+      const int64_t place = (piece.first_key * a.kv_heads + kv_head) * a.head_size, step = a.kv_heads * a.head_size;
+      T* key_grad = static_cast<T*>(a.key_grad) + place;
+      T* value_grad = static_cast<T*>(a.value_grad) + place;
+      for (int key = 0; key < piece.band.keys; ++key, key_grad += step, value_grad += step) {
+        const size_t from = static_cast<size_t>(key) * room.columns;
+        for (int i = 0; i < room.head_size; ++i) {
+          key_grad[i] = from_wide<T>(room.key_grads[from + i] * static_cast<W>(a.scale));
+          value_grad[i] = from_wide<T>(room.value_grads[from + i]);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+
+int megalite_attention_forward_cpu(const MegaliteAttention* attention, int dtype) {
+  return for_dtype(dtype, [&](auto zero) { forward<decltype(zero)>(*attention); });
+}
+
+int megalite_attention_backward_cpu(const MegaliteAttention* attention, int dtype) {
+  return for_dtype(dtype, [&](auto zero) { backward<decltype(zero)>(*attention); });
+}

@@ -1,0 +1,172 @@
+#include "norms.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "core/norm.h"
+
+namespace {
+
+using namespace ml;
+
+constexpr int64_t kMostBlocks = 256, kFewestRows = 16;
+// Of the weights' gradients that one thread adds up at a time.
+constexpr int64_t kColumns = 256;
+
+template <typename T, bool kCentred>
+void forward_row(
+    const T* x, const T* residual, const T* weight, const T* bias, T* sum, T* output, Wide<T>* mean, Wide<T>* inverse,
+    int64_t columns, double eps) {
+  using W = Wide<T>;
+  W total = 0;
+  if (residual != nullptr) {
+    for (int64_t i = 0; i < columns; ++i) {
+      sum[i] = from_wide<T>(to_wide(x[i]) + to_wide(residual[i]));
+      // Statistics are of the sum as it is stored, which is what the backward reads.
+      const W value = to_wide(sum[i]);
+      total += kCentred ? value : value * value;
+    }
+    x = sum;
+  } else {
+    for (int64_t i = 0; i < columns; ++i) {
+      const W value = to_wide(x[i]);
+      total += kCentred ? value : value * value;
+    }
+  }
+  W centre = 0;
+  if (kCentred) {
+    centre = total / static_cast<W>(columns);
+    total = 0;
+    for (int64_t i = 0; i < columns; ++i) {
+      const W deviation = to_wide(x[i]) - centre;
+      total += deviation * deviation;
+    }
+    *mean = centre;
+  }
+  const W scale = 1 / std::sqrt(total / static_cast<W>(columns) + static_cast<W>(eps));
+  *inverse = scale;
+  for (int64_t i = 0; i < columns; ++i) {
+    const W value = normalised(to_wide(x[i]), centre, scale) * to_wide(weight[i]);
+    output[i] = from_wide<T>(kCentred ? value + to_wide(bias[i]) : value);
+  }
+}
+
+template <typename T, bool kCentred>
+void input_grad_row(
+    const T* grad, const T* sum_grad, const T* x, const T* weight, Wide<T> mean, Wide<T> inverse, T* x_grad,
+    int64_t columns) {
+  using W = Wide<T>;
+  W average = 0, projection = 0;
+  for (int64_t i = 0; i < columns; ++i) {
+    const W weighted = to_wide(grad[i]) * to_wide(weight[i]);
+    if (kCentred) average += weighted;
+    projection += weighted * normalised(to_wide(x[i]), mean, inverse);
+  }
+  average /= static_cast<W>(columns);
+  projection /= static_cast<W>(columns);
+  for (int64_t i = 0; i < columns; ++i) {
+    const W weighted = to_wide(grad[i]) * to_wide(weight[i]);
+    const W through = input_grad(weighted, normalised(to_wide(x[i]), mean, inverse), average, projection, inverse);
+    x_grad[i] = from_wide<T>(sum_grad != nullptr ? through + to_wide(sum_grad[i]) : through);
+  }
+}
+
+template <typename T, bool kCentred>
+void add_weight_grad_row(
+    const T* grad, const T* x, Wide<T> mean, Wide<T> inverse, Wide<T>* weight_grad, Wide<T>* bias_grad,
+    int64_t columns) {
+  for (int64_t i = 0; i < columns; ++i) {
+    weight_grad[i] += to_wide(grad[i]) * normalised(to_wide(x[i]), mean, inverse);
+    if (kCentred) bias_grad[i] += to_wide(grad[i]);
+  }
+}
+
+template <typename T, bool kCentred>
+void forward(
+    const T* x, const T* residual, const T* weight, const T* bias, T* sum, T* output, Wide<T>* mean, Wide<T>* inverse,
+    int64_t rows, int64_t columns, double eps) {
+#pragma omp parallel for schedule(static)
+  for (int64_t row = 0; row < rows; ++row) {
+    const int64_t at = row * columns;
+    forward_row<T, kCentred>(
+        x + at, residual != nullptr ? residual + at : nullptr, weight, bias, sum != nullptr ? sum + at : nullptr,
+        output + at, kCentred ? mean + row : nullptr, inverse + row, columns, eps);
+  }
+}
+
+template <typename T, bool kCentred>
+void backward(
+    const T* grad, const T* sum_grad, const T* x, const T* weight, const Wide<T>* mean, const Wide<T>* inverse,
+    T* x_grad, T* weight_grad, T* bias_grad, Wide<T>* partials, int64_t blocks, int64_t rows, int64_t columns) {
+  const int64_t sums = kCentred ? 2 : 1;
+#pragma omp parallel
+  {
+#pragma omp for schedule(static)
+    for (int64_t block = 0; block < blocks; ++block) {
+      Wide<T>* own = weight_grad != nullptr ? partials + block * sums * columns : nullptr;
+      if (own != nullptr) std::fill_n(own, sums * columns, Wide<T>(0));
+      for (int64_t row = rows * block / blocks; row < rows * (block + 1) / blocks; ++row) {
+        const int64_t at = row * columns;
+        const Wide<T> centre = kCentred ? mean[row] : Wide<T>(0);
+        if (x_grad != nullptr) {
+          input_grad_row<T, kCentred>(
+              grad + at, sum_grad != nullptr ? sum_grad + at : nullptr, x + at, weight, centre, inverse[row],
+              x_grad + at, columns);
+        }
+        if (own != nullptr) {
+          add_weight_grad_row<T, kCentred>(grad + at, x + at, centre, inverse[row], own, own + columns, columns);
+        }
+      }
+    }
+    if (weight_grad != nullptr) {
+#pragma omp for schedule(static)
+      for (int64_t begin = 0; begin < sums * columns; begin += kColumns) {
+        const int64_t width = std::min(kColumns, sums * columns - begin);
+        double totals[kColumns] = {};  // many small sums: their own roundings would be the largest
+        for (int64_t block = 0; block < blocks; ++block) {
+          const Wide<T>* own = partials + block * sums * columns + begin;
+          for (int64_t i = 0; i < width; ++i) totals[i] += own[i];
+        }
+        for (int64_t i = 0; i < width; ++i) {
+          const int64_t at = begin + i;
+          (at < columns ? weight_grad[at] : bias_grad[at - columns]) = from_wide<T>(static_cast<Wide<T>>(totals[i]));
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+
+extern "C" int64_t megalite_norm_blocks_cpu(int64_t rows, int64_t) {
+  return std::clamp<int64_t>(rows / kFewestRows, 1, kMostBlocks);
+}
+
+extern "C" int megalite_norm_forward_cpu(
+    const void* x, const void* residual, const void* weight, const void* bias, void* sum, void* output, void* mean,
+    void* inverse, int64_t rows, int64_t columns, double eps, int dtype) {
+  return for_dtype(dtype, [&](auto type) {
+    using T = decltype(type);
+    using W = Wide<T>;
+    const auto run = bias != nullptr ? forward<T, true> : forward<T, false>;
+    run(static_cast<const T*>(x), static_cast<const T*>(residual), static_cast<const T*>(weight),
+        static_cast<const T*>(bias), static_cast<T*>(sum), static_cast<T*>(output), static_cast<W*>(mean),
+        static_cast<W*>(inverse), rows, columns, eps);
+  });
+}
+
+extern "C" int megalite_norm_backward_cpu(
+    const void* grad, const void* sum_grad, const void* x, const void* weight, const void* mean, const void* inverse,
+    void* x_grad, void* weight_grad, void* bias_grad, void* partials, int64_t blocks, int64_t rows, int64_t columns,
+    int dtype) {
+  return for_dtype(dtype, [&](auto type) {
+    using T = decltype(type);
+    using W = Wide<T>;
+    // The mean of no rows has no address.
+    const auto run = mean != nullptr || bias_grad != nullptr ? backward<T, true> : backward<T, false>;
+    run(static_cast<const T*>(grad), static_cast<const T*>(sum_grad), static_cast<const T*>(x),
+        static_cast<const T*>(weight), static_cast<const W*>(mean), static_cast<const W*>(inverse),
+        static_cast<T*>(x_grad), static_cast<T*>(weight_grad), static_cast<T*>(bias_grad), static_cast<W*>(partials),
+        blocks, rows, columns);
+  });
+}

@@ -1,0 +1,70 @@
+// The rotary embedding on the CPU: one pass over the heads of every token.
+#include "rotary.h"
+
+#include <cstring>
+
+#include "core/rotary.h"
+
+namespace {
+
+using namespace ml;
+
+// How many values are worth more than one thread.
+constexpr int64_t kParallel = 32768;
+
+template <bool kInterleaved, typename T>
+void turn_head(const T* from, T* to, const T* cosines, const T* sines, Wide<T> direction, int64_t pairs) {
+  // In place, every pair is read before it is written, and no other pair touches it.
+#pragma omp simd
+  for (int64_t i = 0; i < pairs; ++i) {
+    const Pair at = pair_of<kInterleaved>(i, pairs);
+    const auto point = turned(
+        to_wide(from[at.first]), to_wide(from[at.second]), to_wide(cosines[i]), direction * to_wide(sines[i]));
+    to[at.first] = from_wide<T>(point.first);
+    to[at.second] = from_wide<T>(point.second);
+  }
+}
+
+template <bool kInterleaved, typename T>
+void turn(
+    const MegaliteHeads* parts, int count, const MegaliteAngles& angles, int64_t batch, int64_t sequence,
+    int64_t head_dim) {
+  const int64_t pairs = head_dim / 2;
+  const Wide<T> direction = angles.inverse ? -1 : 1;
+  int64_t heads = 0;
+  for (int part = 0; part < count; ++part) heads += parts[part].heads;
+#pragma omp parallel for schedule(static) if (batch * sequence * heads * head_dim > kParallel)
+  for (int64_t token = 0; token < batch * sequence; ++token) {
+    const int64_t row = token / sequence, column = token % sequence;
+    const int64_t angle = table_row(row, column, angles.positions, angles.batch_stride) * pairs;
+    const T* cosines = static_cast<const T*>(angles.cosines) + angle;
+    const T* sines = static_cast<const T*>(angles.sines) + angle;
+    for (int part = 0; part < count; ++part) {
+      const MegaliteHeads& each = parts[part];
+      const T* from =
+          static_cast<const T*>(each.from) + row * each.from_strides[0] + column * each.from_strides[1];
+      T* to = static_cast<T*>(each.to) + row * each.to_strides[0] + column * each.to_strides[1];
+      for (int64_t head = 0; head < each.heads; ++head) {
+        if (each.turns) {
+          turn_head<kInterleaved>(from, to, cosines, sines, direction, pairs);
+        } else {
+          memcpy(to, from, head_dim * sizeof(T));
+        }
+        from += each.from_strides[2];
+        to += each.to_strides[2];
+      }
+    }
+  }
+}
+
+}  // namespace
+
+extern "C" int megalite_rotary_cpu(
+    const MegaliteHeads* parts, int count, const MegaliteAngles* angles, int64_t batch, int64_t sequence,
+    int64_t head_dim, int dtype) {
+  return for_dtype(dtype, [&](auto type) {
+    using T = decltype(type);
+    const auto run = angles->interleaved ? turn<true, T> : turn<false, T>;
+    run(parts, count, *angles, batch, sequence, head_dim);
+  });
+}

@@ -1,0 +1,113 @@
+// The rotary embedding: a block turns all heads of a token, and reads its angles once.
+#include "rotary.h"
+
+#include "core/rotary.h"
+#include "cuda/values.cuh"
+
+namespace {
+
+using namespace ml;
+
+constexpr int kThreads = 256;
+
+struct Parts {
+  MegaliteHeads part[kMegaliteMostParts];
+  int64_t heads;
+};
+
+// N pairs of a head and the N angles they turn by; the halves hold the pairs' first and second values, or, where
+// interleaved, pairs that lie behind one another.
+template <bool kInterleaved, int N, typename T>
+__device__ __forceinline__ void turn_values(
+    Values<T, N>& low, Values<T, N>& high, const Values<T, N>& cosines, const Values<T, N>& sines, Wide<T> direction) {
+  Wide<T> values[2 * N];
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    values[i] = to_wide(low.values[i]);
+    values[N + i] = to_wide(high.values[i]);
+  }
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    const Pair at = pair_of<kInterleaved>(i, N);
+    const auto point = turned(
+        values[at.first], values[at.second], to_wide(cosines.values[i]), direction * to_wide(sines.values[i]));
+    values[at.first] = point.first;
+    values[at.second] = point.second;
+  }
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    low.values[i] = from_wide<T>(values[i]);
+    high.values[i] = from_wide<T>(values[N + i]);
+  }
+}
+
+// Block (s, b) is token s of row b; threads are groups of pairs by heads.
+template <bool kInterleaved, typename T, int N>
+__global__ void __launch_bounds__(kThreads)
+    turn(const __grid_constant__ Parts parts, const __grid_constant__ MegaliteAngles angles, int64_t pairs) {
+  const int64_t s = blockIdx.x, b = blockIdx.y;
+  const int64_t row = table_row(b, s, angles.positions, angles.batch_stride);
+  if (row < 0 || row >= angles.rows) __trap();
+  const Wide<T> direction = angles.inverse ? -1 : 1;
+  for (int64_t pair = int64_t(threadIdx.x) * N; pair < pairs; pair += blockDim.x * N) {
+    const auto cosines = load<N>(static_cast<const T*>(angles.cosines) + row * pairs + pair);
+    const auto sines = load<N>(static_cast<const T*>(angles.sines) + row * pairs + pair);
+    const Pair at = pair_of<kInterleaved>(pair, pairs);
+    const int64_t low_at = at.first, high_at = kInterleaved ? low_at + N : at.second;
+    for (int64_t head = threadIdx.y; head < parts.heads; head += blockDim.y) {
+      int64_t own = head;
+      int which = 0;
+      while (own >= parts.part[which].heads) own -= parts.part[which++].heads;
+      const MegaliteHeads& part = parts.part[which];
+      const T* from = static_cast<const T*>(part.from) + b * part.from_strides[0] + s * part.from_strides[1] +
+                      own * part.from_strides[2];
+      T* to = static_cast<T*>(part.to) + b * part.to_strides[0] + s * part.to_strides[1] +
+              own * part.to_strides[2];
+      auto low = load<N>(from + low_at), high = load<N>(from + high_at);
+      if (part.turns) turn_values<kInterleaved>(low, high, cosines, sines, direction);
+      store(to + low_at, low);
+      store(to + high_at, high);
+    }
+  }
+}
+
+// Whether every group of pairs starts on 16 bytes.
+template <typename T>
+bool packs(const MegaliteHeads* parts, int count, const MegaliteAngles& angles, int64_t pairs) {
+  constexpr int N = kPerLoad<T>;
+  bool aligned = pairs % N == 0 && on_16_bytes(angles.cosines) && on_16_bytes(angles.sines);
+  for (int part = 0; part < count; ++part) {
+    aligned = aligned && on_16_bytes(parts[part].from) && on_16_bytes(parts[part].to);
+    for (int dim = 0; dim < 3; ++dim) {
+      aligned = aligned && parts[part].from_strides[dim] % N == 0 && parts[part].to_strides[dim] % N == 0;
+    }
+  }
+  return aligned;
+}
+
+}  // namespace
+
+extern "C" int megalite_rotary_cuda(
+    const MegaliteHeads* parts, int count, const MegaliteAngles* angles, int64_t batch, int64_t sequence,
+    int64_t head_dim, int dtype, void* stream) {
+  Parts given{};
+  for (int part = 0; part < count; ++part) {
+    given.part[part] = parts[part];
+    given.heads += parts[part].heads;
+  }
+  const int64_t pairs = head_dim / 2;
+  if (batch * sequence * given.heads * pairs == 0) return 0;
+  const int unknown = for_dtype(dtype, [&](auto type) {
+    using T = decltype(type);
+    constexpr int N = kPerLoad<T>;
+    const bool wide = packs<T>(parts, count, *angles, pairs);
+    const auto kernel = angles->interleaved ? (wide ? turn<true, T, N> : turn<true, T, 1>)
+                                            : (wide ? turn<false, T, N> : turn<false, T, 1>);
+    const int64_t columns = wide ? pairs / N : pairs;
+    const unsigned lanes = static_cast<unsigned>(columns < kThreads ? columns : kThreads);
+    const unsigned groups = static_cast<unsigned>(given.heads < kThreads / lanes ? given.heads : kThreads / lanes);
+    const dim3 grid(static_cast<unsigned>(sequence), static_cast<unsigned>(batch));
+    kernel<<<grid, dim3(lanes, groups), 0, static_cast<cudaStream_t>(stream)>>>(given, *angles, pairs);
+  });
+  return unknown != 0 ? unknown : cudaGetLastError();
+}

@@ -1,0 +1,47 @@
+// Several values of a row at once: 16 bytes a load or store where sizes and addresses allow it.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "core/scalar.h"
+
+namespace ml {
+
+template <typename T>
+constexpr int kPerLoad = 16 / sizeof(T);
+
+template <typename T, int N>
+struct Values {
+  T values[N];
+};
+
+template <int N, typename T>
+__device__ __forceinline__ Values<T, N> load(const T* from) {
+  Values<T, N> some;
+  if constexpr (N * sizeof(T) == 16) {
+    const uint4 bits = *reinterpret_cast<const uint4*>(from);
+    memcpy(&some, &bits, 16);
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) some.values[i] = from[i];
+  }
+  return some;
+}
+
+template <int N, typename T>
+__device__ __forceinline__ void store(T* to, const Values<T, N>& some) {
+  if constexpr (N * sizeof(T) == 16) {
+    uint4 bits;
+    memcpy(&bits, &some, 16);
+    *reinterpret_cast<uint4*>(to) = bits;
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) to[i] = some.values[i];
+  }
+}
+
+inline bool on_16_bytes(const void* address) { return reinterpret_cast<uintptr_t>(address) % 16 == 0; }
+
+inline int64_t divided_up(int64_t number, int64_t by) { return (number + by - 1) / by; }
+
+}  // namespace ml

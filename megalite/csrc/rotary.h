@@ -1,0 +1,41 @@
+// The C interface of the rotary embedding.
+#pragma once
+
+#include <cstdint>
+
+// Heads read at `from` and written at `to` (which may be the same): [batch, sequence, heads, head_dim], the last
+// dim contiguous; strides of the first three in elements. turns: 0 for heads that are copied as they are.
+struct MegaliteHeads {
+  const void* from;
+  void* to;
+  int64_t from_strides[3];
+  int64_t to_strides[3];
+  int64_t heads;
+  int turns;
+};
+
+// cosines, sines: [rows, head_dim / 2]. Token (b, s) turns by row positions[b * batch_stride + s], or where positions
+// is null by row b * batch_stride + s; a batch_stride of 0 shares them over the batch. inverse: by the opposite angle.
+struct MegaliteAngles {
+  const void* cosines;
+  const void* sines;
+  const int64_t* positions;
+  int64_t rows;
+  int64_t batch_stride;
+  int interleaved;
+  int inverse;
+};
+
+constexpr int kMegaliteMostParts = 3;
+
+extern "C" {
+
+int megalite_rotary_cpu(
+    const MegaliteHeads* parts, int count, const MegaliteAngles* angles, int64_t batch, int64_t sequence,
+    int64_t head_dim, int dtype);
+// Traps where a position has no row; on the CPU that is for the caller to see.
+int megalite_rotary_cuda(
+    const MegaliteHeads* parts, int count, const MegaliteAngles* angles, int64_t batch, int64_t sequence,
+    int64_t head_dim, int dtype, void* stream);
+
+}

@@ -1,0 +1,119 @@
+"""What an update does to lists of tensors: their sum of squares, AdamW over float32 masters, sums of gradients.
+
+AdamW is that of Loshchilov and Hutter (2019) with the bias corrections of Kingma and Ba (2015), as torch computes it.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite.ops import apex, extension
+
+
+def sum_of_squares(tensors: Sequence[Tensor], *, fused: bool = False) -> Tensor:
+    """The sum of the squares of all elements of tensors on one device, a float64 number there.
+
+    fused: added in float64 over blocks that only the sizes decide, so equal from run to run whatever the threads.
+    Else each tensor's norm is taken in float32, or by Apex where there is a GPU for it.
+    """
+    if not tensors:
+        return torch.zeros((), dtype=torch.float64)
+    if fused:
+        sums = [torch.ops.megalite.sum_of_squares(alike) for alike in _by_type(tensors)]
+        total: Tensor = sums[0] if len(sums) == 1 else torch.stack(sums).sum()
+        return total
+    total = torch.zeros((), dtype=torch.float64, device=tensors[0].device)
+    norm = apex.l2_norm(tensors[0].device)
+    if norm is not None:
+        for alike in _by_type(tensors):
+            total += norm(alike).double().square()
+        return total
+    for tensor in tensors:
+        wide = tensor if tensor.element_size() >= 4 else tensor.float()
+        total += torch.linalg.vector_norm(wide).double().square()
+    return total
+
+
+def scale_(tensors: Sequence[Tensor], factor: float) -> None:
+    """Multiply all tensors in place, by Apex where there is a GPU for it."""
+    scale = apex.scale(tensors[0].device) if tensors else None
+    if scale is None:
+        torch._foreach_mul_([*tensors], factor)
+    else:
+        for alike in _by_type(tensors):
+            scale(alike, factor)
+
+
+@torch.no_grad()
+def adamw_(
+    weights: Sequence[Tensor],
+    copies: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    *,
+    learning_rate: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    step: float,
+    gradient_scale: float = 1.0,
+    fused: bool = False,
+) -> None:
+    """Update weights and moments in place, from gradients times `gradient_scale`; round the weights into `copies`.
+
+    weights, moments: float32 or float64. gradients: of that type or, of float32 weights, of 16 bits. copies: empty,
+    or of 16 bits. step: how many updates there are with this one.
+    """
+    if fused:
+        lists = [[*each] for each in (weights, copies, gradients, exp_avgs, exp_avg_sqs)]
+        torch.ops.megalite.adamw_(*lists, learning_rate, *betas, eps, weight_decay, step, gradient_scale)
+        # So that autograd sees where a weight was saved before it changed.
+        torch.autograd.graph.increment_version([*weights, *copies])
+        return
+    scaled = [
+        gradient.to(weight.dtype) * gradient_scale
+        for weight, gradient in zip(weights, gradients, strict=True)
+    ]
+    rules: dict[str, Any] = {"weight_decay": weight_decay, "eps": eps}
+    update = apex.adamw(weights[0].device) if weights and weights[0].dtype == torch.float32 else None
+    if update is not None:
+        rules |= {"learning_rate": learning_rate, "betas": betas, "step": int(step)}
+        update(weights, scaled, exp_avgs, exp_avg_sqs, **rules)
+    else:
+        rules |= {"lr": learning_rate, "beta1": betas[0], "beta2": betas[1]}
+        counts = [torch.full((), step, dtype=torch.float32, device=weight.device) for weight in weights]
+        lists = [[*weights], scaled, [*exp_avgs], [*exp_avg_sqs], [], counts]
+        torch._fused_adamw_(*lists, amsgrad=False, maximize=False, **rules)
+    for copy, weight in zip(copies, weights, strict=bool(copies)):
+        copy.copy_(weight)
+
+
+@torch.no_grad()
+def accumulate_(total: Tensor, gradient: Tensor, *, fused: bool = False) -> None:
+    """total += gradient: float32 with a gradient of float32 or 16 bits, or both float64."""
+    if fused:
+        torch.ops.megalite.accumulate_(total, gradient)
+        torch.autograd.graph.increment_version(total)
+    else:
+        total.add_(gradient)
+
+
+def _by_type(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Lists of tensors of one type each, in the order of their first."""
+    found: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        found[tensor.dtype].append(tensor)
+    return [*found.values()]
+
+
+def _no_output(*_arguments: object) -> None:
+    return None
+
+
+extension.register("sum_of_squares", fake=lambda tensors: tensors[0].new_empty((), dtype=torch.float64))
+extension.register("adamw_", fake=_no_output)
+extension.register("accumulate_", fake=_no_output)

@@ -1,0 +1,101 @@
+"""Softmax cross entropy of the logits that one shard of the vocabulary holds: what is read of them, and the gradient
+written over them. What joins the shards stands in parallel/cross_entropy.py.
+
+A row is a token. Weights, statistics and factors are at least float32. Both forms overwrite logits; only the gradient
+can follow the statistics.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megalite.ops import extension
+
+
+@dataclass(frozen=True)
+class Targets:
+    """The distribution that each row's softmax should be: `on_label` at its label beside `uniform` at every id.
+
+    labels: [T] int64, ids of the whole vocabulary; those of other shards, or of none, are elsewhere.
+    first_id: the id of the shard's first column.
+    """
+
+    labels: Tensor
+    first_id: int
+    on_label: float = 1.0
+    uniform: float = 0.0
+
+    def here(self, columns: int) -> Tensor:
+        """Which rows have their label among the shard's columns: [T] bool."""
+        return (self.labels >= self.first_id) & (self.labels < self.first_id + columns)
+
+
+def shard_statistics(logits: Tensor, weights: Tensor, targets: Targets, *, fused: bool) -> Tensor:
+    """[3, T]: of each row the maximum, sum(exp(logit - maximum)), and sum(target * (logit - maximum)).
+
+    logits: [T, columns], to be handed on to `write_gradient` and read by nobody else. weights: [T]; rows of weight 0
+    may hold anything, and give numbers without a meaning, but finite ones.
+    """
+    if fused:
+        statistics: Tensor = torch.ops.megalite.cross_entropy_statistics(
+            logits, targets.labels, weights, targets.first_id, targets.on_label, targets.uniform
+        )
+        return statistics
+    logits.index_fill_(0, (weights == 0).nonzero().squeeze(-1), 0)
+    # A shard may hold nothing but -inf, which then adds 0 to the others' sums, and no NaN.
+    maximum = logits.amax(dim=-1).clamp_(min=torch.finfo(logits.dtype).min)
+    logits.sub_(maximum.unsqueeze(-1))
+    here = targets.here(logits.shape[-1])
+    at_label = logits.gather(-1, _local_labels(targets, here)).squeeze(-1)
+    expected = torch.where(here, at_label * targets.on_label, 0)
+    if targets.uniform:
+        expected += logits.sum(dim=-1) * targets.uniform
+    return torch.stack([maximum, logits.exp_().sum(dim=-1), expected])
+
+
+def write_gradient(
+    logits: Tensor, maximum: Tensor, factor: Tensor, weights: Tensor, targets: Targets, *, fused: bool
+) -> None:
+    """Make of logits their gradient: exp(logit - maximum) * factor - target * weight; maximum to weights: [T].
+
+    maximum: of the statistics. Rows whose factor and weight are 0 become 0.
+    """
+    if fused:
+        torch.ops.megalite.cross_entropy_gradient_(
+            logits,
+            targets.labels,
+            maximum,
+            factor,
+            weights,
+            targets.first_id,
+            targets.on_label,
+            targets.uniform,
+        )
+        return
+    # The statistics have left exp(logit - maximum).
+    logits.mul_(factor.unsqueeze(-1))
+    if targets.uniform:
+        logits.sub_((weights * targets.uniform).unsqueeze(-1))
+    here = targets.here(logits.shape[-1])
+    at_label = torch.where(here, weights * -targets.on_label, 0)
+    logits.scatter_add_(-1, _local_labels(targets, here), at_label.unsqueeze(-1))
+
+
+def _local_labels(targets: Targets, here: Tensor) -> Tensor:
+    """Columns [T, 1]; 0 where the label is elsewhere."""
+    return torch.where(here, targets.labels - targets.first_id, 0).unsqueeze(-1)
+
+
+def _fake_statistics(
+    logits: Tensor, labels: Tensor, weights: Tensor, first_id: int, on_label: float, uniform: float
+) -> Tensor:
+    return weights.new_empty(3, logits.shape[0])
+
+
+def _fake_gradient(logits: Tensor, *others: object) -> None:
+    """Only writes over what it is given."""
+
+
+extension.register("cross_entropy_statistics", _fake_statistics)
+extension.register("cross_entropy_gradient_", _fake_gradient)

@@ -1,0 +1,107 @@
+"""Attention over sequences laid end to end, by the compiled operators (Dao, "FlashAttention-2", 2023).
+
+No matrix of queries x keys exists, nor are key-value heads repeated; what documents, a window or a causal mask do
+not let be seen is not worked on.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite.ops.extension import register, why_not
+
+# What the CUDA kernels are compiled for; the CPU's take any size, and float32 and float64 too.
+CUDA_HEAD_SIZES = (64, 128)
+CUDA_DTYPES = (torch.bfloat16, torch.float16)
+
+
+def why_not_packed(query: Tensor) -> str:
+    """Why `packed_attention` cannot be computed for tensors like `query`; empty where it can."""
+    kind = query.device.type
+    if kind == "cuda" and query.dtype not in CUDA_DTYPES:
+        return f"its CUDA kernels are for 16-bit types, not {query.dtype}"
+    if kind == "cuda" and query.shape[-1] not in CUDA_HEAD_SIZES:
+        sizes = " and ".join(map(str, CUDA_HEAD_SIZES))
+        return f"its CUDA kernels are for heads of {sizes}, not {query.shape[-1]}"
+    return "" if kind == "meta" else why_not(kind)
+
+
+def packed_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_starts: Tensor,
+    key_starts: Tensor,
+    *,
+    longest_query: int,
+    longest_key: int,
+    left: int = -1,
+    right: int = -1,
+    scale: float | None = None,
+    deterministic: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """softmax(scale Q K^T) V within each sequence, and the log of the softmax's sums.
+
+    query: [tokens, heads, D]; key, value: [key tokens, kv heads, D], views of a packed projection too; heads is a
+    multiple of kv heads. query_starts, key_starts: [sequences + 1] int32, where each sequence begins, and the end;
+    longest_query, longest_key: tokens of the longest one. A query of sequence n sees `left` keys before its own place
+    and `right` behind it (-1: all), aligned at the ends of both. scale: above 0, 1 / sqrt(D) by default.
+    deterministic: the gradient of `query` is summed in one order, where a GPU would else take any.
+
+    Returns [tokens, heads, D], 0 where nothing is seen, and [heads, tokens] float32 (float64 for float64), -inf there.
+    Both have gradients. Memory but for these is in proportion to the tokens.
+    """
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    output, lse = torch.ops.megalite.attention_forward(
+        query,
+        key,
+        value,
+        query_starts,
+        key_starts,
+        longest_query,
+        longest_key,
+        left,
+        right,
+        scale,
+        deterministic,
+    )
+    return output, lse
+
+
+def _fake_forward(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    lse = query.new_empty((query.shape[1], query.shape[0]), dtype=wide)
+    return query.new_empty(query.shape), lse
+
+
+def _fake_backward(
+    output_grad: Tensor, lse_grad: Tensor | None, query: Tensor, key: Tensor, value: Tensor, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.longest_query, ctx.longest_key, ctx.left, ctx.right, ctx.scale, ctx.deterministic = inputs
+    ctx.save_for_backward(*tensors[:3], *output, *tensors[3:])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, output_grad: Tensor | None, lse_grad: Tensor | None) -> tuple[Any, ...]:
+    output = ctx.saved_tensors[3]
+    grads = torch.ops.megalite.attention_backward(
+        torch.zeros_like(output) if output_grad is None else output_grad,
+        lse_grad,
+        *ctx.saved_tensors,
+        ctx.longest_query,
+        ctx.longest_key,
+        ctx.left,
+        ctx.right,
+        ctx.scale,
+        ctx.deterministic,
+    )
+    return (*grads, *(None,) * 8)
+
+
+register("attention_forward", _fake_forward, _backward, _keep)
+register("attention_backward", _fake_backward)

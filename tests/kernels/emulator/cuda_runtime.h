@@ -1,0 +1,257 @@
+// Runs CUDA kernels on a CPU, to see on a machine without a GPU that they compute what they should: each thread of a
+// block is a fiber, blocks run one after another, and barriers and shuffles are where fibers wait.
+//
+// Whichever fiber may run, the first in a shuffled order runs until it waits: some warps are then as far ahead of the
+// others as the barriers allow. A kernel with a barrier too few reads what was not written yet, or was overwritten, in
+// one order or another; compiled with -fsanitize=thread it is reported as a data race, since fibers are threads to the
+// sanitizer, and only barriers order them. Compiled in place of CUDA's own header, over sources in which tests/support/emulated_cuda.py has
+// replaced what is no C++: launches, and shared memory of a size that the launch gives.
+#pragma once
+
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <numeric>
+#include <random>
+#include <vector>
+
+#ifdef __SANITIZE_THREAD__
+#include <sanitizer/tsan_interface.h>
+#define EMULATOR_UNSEEN __attribute__((no_sanitize("thread"), noinline))
+#else
+#define EMULATOR_UNSEEN
+inline void __tsan_acquire(void*) {}
+inline void __tsan_release(void*) {}
+inline void* __tsan_create_fiber(unsigned) { return nullptr; }
+inline void* __tsan_get_current_fiber() { return nullptr; }
+inline void __tsan_switch_to_fiber(void*, unsigned) {}
+constexpr unsigned __tsan_switch_to_fiber_no_sync = 0;
+#endif
+
+#define __global__
+#define __device__
+#define __host__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __shared__ static
+#define __align__(bytes) alignas(bytes)
+
+struct dim3 {
+  unsigned x, y, z;
+  dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
+};
+
+struct uint2 {
+  unsigned x, y;
+};
+
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
+
+using cudaStream_t = void*;
+constexpr int cudaSuccess = 0;
+inline int cudaGetLastError() { return cudaSuccess; }
+
+inline dim3 blockIdx, blockDim, gridDim;
+#define threadIdx (emulator::thread_index())
+inline unsigned megalite_emulator_order = 0;  // which shuffled order; 0: threads by number
+
+namespace emulator {
+
+constexpr size_t kStack = 256 * 1024, kMostThreads = 1024;
+
+struct Fiber;
+
+// Where fibers wait until all that are still alive of their group have come.
+struct Barrier {
+  int arrived = 0, alive = 0;
+  unsigned generation = 0;
+  char order[2];  // addresses by which the sanitizer knows who comes after whom
+
+  EMULATOR_UNSEEN void open_if_complete() {
+    if (arrived > 0 && arrived == alive) {
+      arrived = 0;
+      ++generation;
+    }
+  }
+};
+
+struct Warp {
+  Barrier barrier;
+  uint64_t values[2][32];
+};
+
+struct Fiber {
+  ucontext_t context;
+  void* known = nullptr;  // to the sanitizer
+  std::unique_ptr<char[]> stack;
+  dim3 index;
+  unsigned number = 0, shuffles = 0;
+  bool finished = false;
+  Barrier* waits_at = nullptr;
+  unsigned generation = 0;
+
+  EMULATOR_UNSEEN bool may_run() const { return !finished && (waits_at == nullptr || waits_at->generation != generation); }
+};
+
+struct Block {
+  ucontext_t scheduler;
+  void* known = nullptr;
+  char begun, ended;
+  Fiber fibers[kMostThreads];
+  Warp warps[kMostThreads / 32];
+  Barrier barrier;
+  Fiber* running = nullptr;
+  void (*body)(void*) = nullptr;
+  void* arguments = nullptr;
+  std::vector<uint64_t> shared;
+};
+
+inline Block block;
+
+inline void* dynamic_shared() { return block.shared.data(); }
+
+EMULATOR_UNSEEN inline dim3 thread_index() { return block.running->index; }
+
+EMULATOR_UNSEEN inline void wait(Barrier& barrier) {
+  Fiber& self = *block.running;
+  self.waits_at = &barrier;
+  self.generation = barrier.generation;
+  char* order = &barrier.order[self.generation % 2];
+  __tsan_release(order);
+  ++barrier.arrived;
+  barrier.open_if_complete();
+  __tsan_switch_to_fiber(block.known, __tsan_switch_to_fiber_no_sync);
+  swapcontext(&self.context, &block.scheduler);
+  self.waits_at = nullptr;
+  __tsan_acquire(order);
+}
+
+EMULATOR_UNSEEN inline void start() {
+  Fiber& self = *block.running;
+  __tsan_acquire(&block.begun);
+  block.body(block.arguments);
+  __tsan_release(&block.ended);
+  self.finished = true;
+  for (Barrier* each : {&block.barrier, &block.warps[self.number / 32].barrier}) {
+    --each->alive;
+    each->open_if_complete();
+  }
+  __tsan_switch_to_fiber(block.known, __tsan_switch_to_fiber_no_sync);
+}
+
+EMULATOR_UNSEEN inline void run_block(const std::vector<unsigned>& order) {
+  const int threads = static_cast<int>(order.size());
+  block.known = __tsan_get_current_fiber();
+  block.barrier = {0, threads, 0, {}};
+  for (Warp& warp : block.warps) warp.barrier = {0, 0, 0, {}};
+  for (int number = 0; number < threads; ++number) {
+    Fiber& fiber = block.fibers[number];
+    ++block.warps[number / 32].barrier.alive;
+    fiber.number = number;
+    fiber.index = dim3(number % blockDim.x, number / blockDim.x % blockDim.y, number / (blockDim.x * blockDim.y));
+    fiber.finished = false;
+    fiber.waits_at = nullptr;
+    fiber.shuffles = 0;
+    if (fiber.stack == nullptr) {
+      fiber.stack.reset(new char[kStack]);
+      fiber.known = __tsan_create_fiber(0);
+    }
+    getcontext(&fiber.context);
+    fiber.context.uc_stack.ss_sp = fiber.stack.get();
+    fiber.context.uc_stack.ss_size = kStack;
+    fiber.context.uc_link = &block.scheduler;
+    makecontext(&fiber.context, start, 0);
+  }
+  __tsan_release(&block.begun);
+  for (int left = threads; left > 0;) {
+    Fiber* next = nullptr;
+    for (size_t i = 0; i < order.size() && next == nullptr; ++i) {
+      if (block.fibers[order[i]].may_run()) next = &block.fibers[order[i]];
+    }
+    if (next == nullptr) {
+      std::fprintf(stderr, "emulated CUDA: %d threads wait at barriers that the others do not come to\n", left);
+      std::abort();
+    }
+    block.running = next;
+    __tsan_switch_to_fiber(next->known, __tsan_switch_to_fiber_no_sync);
+    swapcontext(&block.scheduler, &next->context);
+    if (next->finished) --left;
+  }
+  __tsan_acquire(&block.ended);
+}
+
+// kernel<<<grid, threads, shared, stream>>>, to be called with the kernel's arguments.
+template <typename... Parameters>
+auto launch(void (*kernel)(Parameters...), dim3 grid, dim3 threads, size_t shared = 0, cudaStream_t = nullptr) {
+  return [=](Parameters... arguments) {
+    const size_t count = static_cast<size_t>(threads.x) * threads.y * threads.z;
+    if (count == 0 || count > kMostThreads || grid.x == 0) {
+      std::fprintf(stderr, "emulated CUDA: no GPU takes a launch of %u blocks of %zu threads\n", grid.x, count);
+      std::abort();
+    }
+    auto body = [&] { kernel(arguments...); };
+    block.body = [](void* self) { (*static_cast<decltype(body)*>(self))(); };
+    block.arguments = &body;
+    // What a block finds in shared memory is nothing to rely on.
+    block.shared.assign((shared + 7) / 8, 0x7ff8dead7fc0deadu);
+    std::vector<unsigned> order(count);
+    std::iota(order.begin(), order.end(), 0u);
+    std::mt19937 random(megalite_emulator_order);
+    blockDim = threads;
+    gridDim = grid;
+    for (unsigned z = 0; z < grid.z; ++z) {
+      for (unsigned y = 0; y < grid.y; ++y) {
+        for (unsigned x = 0; x < grid.x; ++x) {
+          if (megalite_emulator_order != 0) std::shuffle(order.begin(), order.end(), random);
+          blockIdx = dim3(x, y, z);
+          run_block(order);
+        }
+      }
+    }
+  };
+}
+
+// Every live lane of the warp gives a value and gets that of lane `from(own lane)`.
+template <typename T, typename From>
+EMULATOR_UNSEEN T exchange(T value, From from) {
+  static_assert(sizeof(T) <= 8);
+  Fiber& self = *block.running;
+  Warp& warp = block.warps[self.number / 32];
+  uint64_t* values = warp.values[self.shuffles++ % 2];
+  const int lane = static_cast<int>(self.number % 32);
+  std::memcpy(&values[lane], &value, sizeof value);
+  wait(warp.barrier);
+  std::memcpy(&value, &values[from(lane)], sizeof value);
+  return value;
+}
+
+}  // namespace emulator
+
+EMULATOR_UNSEEN inline void __syncthreads() { emulator::wait(emulator::block.barrier); }
+
+EMULATOR_UNSEEN inline void __syncwarp(unsigned = 0xffffffffu) {
+  emulator::wait(emulator::block.warps[emulator::block.running->number / 32].barrier);
+}
+
+template <typename T>
+T __shfl_xor_sync(unsigned, T value, int distance, int = 32) {
+  return emulator::exchange(value, [=](int lane) { return lane ^ distance; });
+}
+
+template <typename T>
+T __shfl_down_sync(unsigned, T value, int distance, int = 32) {
+  return emulator::exchange(value, [=](int lane) { return lane + distance < 32 ? lane + distance : lane; });
+}
+
+template <typename T>
+T __shfl_sync(unsigned, T value, int source, int = 32) {
+  return emulator::exchange(value, [=](int) { return source; });
+}

@@ -1,0 +1,113 @@
+// What the tests call: bands compared with a naive mask, and the attention kernels on emulated threads.
+#include "emulate.h"
+
+namespace {
+
+using ml::Band;
+using ml::Range;
+
+bool naive(const Band& band, int query, int key) {
+  const int distance = key - (query + band.keys - band.queries);
+  return (band.left < 0 || distance >= -band.left) && (band.right < 0 || distance <= band.right);
+}
+
+// Whether `range` is [first, last + 1) of the indices below `count` that `seen` is true of, or empty where it is never.
+template <class Seen>
+bool exactly(Range range, int count, const Seen& seen) {
+  for (int i = 0; i < count; ++i) {
+    if (seen(i) != range.holds(i)) return false;
+  }
+  return range.empty() || (range.begin >= 0 && range.end <= count);
+}
+
+bool rows_and_columns_agree(const Band& band) {
+  for (int query = 0; query < band.queries; ++query) {
+    if (!exactly(band.keys_of(query), band.keys, [&](int key) { return naive(band, query, key); })) return false;
+  }
+  for (int key = 0; key < band.keys; ++key) {
+    if (!exactly(band.queries_of(key), band.queries, [&](int query) { return naive(band, query, key); })) return false;
+  }
+  return true;
+}
+
+// What is seen within the queries [query, query_end) and keys [key, key_end): how many pairs.
+int seen_pairs(const Band& band, Range queries, Range keys) {
+  int pairs = 0;
+  for (int query = queries.begin; query < queries.end; ++query) {
+    for (int key = keys.begin; key < keys.end; ++key) pairs += naive(band, query, key);
+  }
+  return pairs;
+}
+
+bool blocks_agree(const Band& band, int rows, int columns) {
+  for (int query = 0; query < band.queries; query += rows) {
+    const Range queries{query, ml::at_most(query + rows, band.queries)};
+    const Range seen = band.keys_of_block(queries.begin, queries.end);
+    for (int key = 0; key < band.keys; key += columns) {
+      const Range keys{key, ml::at_most(key + columns, band.keys)};
+      const int pairs = seen_pairs(band, queries, keys);
+      const bool visited = !seen.empty() && seen.begin / columns * columns <= key && key < seen.end;
+      const Range seeing = band.queries_of_block(keys.begin, keys.end);
+      const bool passes = !seeing.empty() && seeing.begin / rows * rows <= query && query < seeing.end;
+      if (pairs > 0 && (!visited || !passes)) return false;
+      const bool full = pairs == (queries.end - query) * columns;
+      if (band.full(query, queries.end, key, key + columns) != full) return false;
+    }
+  }
+  return true;
+}
+
+template <class Element, int kHead>
+void run(emulator::Grid& grid, const MegaliteAttention& a, bool backward) {
+  if (!backward) return grid.forward<ml::ForwardShapeOf<Element, kHead>>(a);
+  grid.statistics<Element, kHead>(a);
+  if (a.query_sums != nullptr) {
+    grid.key_gradients<ml::KeyShapeOf<Element, kHead, true>>(a);
+  } else {
+    grid.key_gradients<ml::KeyShapeOf<Element, kHead, false>>(a);
+    grid.query_gradients<ml::QueryShapeOf<Element, kHead>>(a);
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+// Compares every band of up to `limit` queries and keys, by elements and by blocks, with the naive mask. Returns how
+// many it compared; the first that differs is written to `wrong`: queries, keys, left, right.
+int compare_bands(int limit, int* wrong) {
+  int compared = 0;
+  for (int queries = 0; queries <= limit; ++queries) {
+    for (int keys = 0; keys <= limit; ++keys) {
+      for (int left = -1; left <= limit; ++left) {
+        for (int right = -1; right <= limit; ++right, ++compared) {
+          const Band band{queries, keys, left, right};
+          bool agree = rows_and_columns_agree(band);
+          for (int sizes = 0; sizes < 12 && agree; ++sizes) agree = blocks_agree(band, 1 + sizes / 3, 1 + sizes % 3);
+          if (agree) continue;
+          const int what[4] = {queries, keys, left, right};
+          std::copy(what, what + 4, wrong);
+          return compared;
+        }
+      }
+    }
+  }
+  return compared;
+}
+
+// Runs the forward or the backward kernels; `begins` and `bytes` say what of memory they may touch.
+void emulate(
+    const MegaliteAttention* attention, int dtype, int backward, int late_copies, int left_out_sync, int regions,
+    const void* const* begins, const int64_t* bytes, emulator::Report* report) {
+  std::vector<emulator::Region> memory;
+  for (int i = 0; i < regions; ++i) memory.push_back({begins[i], static_cast<size_t>(bytes[i])});
+  emulator::Fibers fibers;
+  emulator::Grid grid(fibers, {late_copies != 0, left_out_sync}, memory);
+  const auto& a = *attention;
+  if (dtype == ml::kBFloat16 && a.head_size == 64) run<ml::bf16, 64>(grid, a, backward);
+  if (dtype == ml::kBFloat16 && a.head_size == 128) run<ml::bf16, 128>(grid, a, backward);
+  if (dtype == ml::kFloat16 && a.head_size == 64) run<ml::fp16, 64>(grid, a, backward);
+  if (dtype == ml::kFloat16 && a.head_size == 128) run<ml::fp16, 128>(grid, a, backward);
+  *report = grid.report;
+}
+}

@@ -1,0 +1,254 @@
+"""The compiled attention operator on the CPU: against float64, its gradients, what torch asks of an operator."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megalite.ops import attention as ops
+from megalite.ops.packed_attention import packed_attention, why_not_packed
+from tests.support.attention import Packed, attention, gradients, starts
+from tests.support.kernels import DTYPES, assert_no_worse, needs_library
+from tests.support.parity import FLOAT32_RTOL, LAYOUT_RTOL, assert_close
+
+pytestmark = needs_library
+# Blocks are of 64 queries and 64 keys.
+CASES = {
+    "documents": Packed((70, 1, 0, 130), (70, 1, 0, 130), head_size=20),
+    "unmasked": Packed((70, 3), (130, 7), right=-1, heads=3, kv_heads=3),
+    "a cache": Packed((10, 65), (200, 66), heads=4, kv_heads=2, head_size=8),
+    "rows that see nothing": Packed((130,), (70,)),
+    "window": Packed((150,), (200,), left=60),
+    "band": Packed((90,), (130,), left=20, right=15),
+    "no keys": Packed((5,), (0,)),
+    "no tokens": Packed((0,), (0,)),
+    "wide heads": Packed((66,), (66,), head_size=128),
+}
+
+
+def _run(packed: Packed, inputs: list[Tensor], **how: bool) -> tuple[Tensor, Tensor]:
+    return packed_attention(
+        *inputs,
+        starts(packed.queries),
+        starts(packed.keys),
+        longest_query=max(packed.queries),
+        longest_key=max(packed.keys),
+        left=packed.left,
+        right=packed.right,
+        **how,
+    )
+
+
+def _compare(packed: Packed, dtype: torch.dtype) -> None:
+    inputs = packed.inputs(dtype)
+    output, lse = _run(packed, inputs)
+    wide = [each.double() for each in inputs]
+    exact, exact_lse = attention(packed, *wide)
+    nothing = exact_lse == float("-inf")
+    assert torch.equal(lse == float("-inf"), nothing)
+    rtol = LAYOUT_RTOL if dtype == torch.float64 else FLOAT32_RTOL
+    assert_close(lse[~nothing], exact_lse[~nothing], rtol=rtol, what="log-sum-exps")
+    grads = packed.output_grads(dtype, lse.detach())
+    found = torch.autograd.grad([output, lse], inputs, [grads[0], grads[1]])
+    ours, theirs = [output, *found], [exact, *gradients(packed, wide, *grads)]
+    plain = [attention(packed, *inputs)[0], *gradients(packed, inputs, *grads)]
+    for what, one, naive, reference in zip(
+        ("output", "query", "key", "value"), ours, plain, theirs, strict=True
+    ):
+        if dtype == torch.float64:  # the plain form is the reference itself
+            assert_close(one, reference, rtol=rtol, what=what)
+        else:
+            assert_no_worse(one, naive, reference, what=what)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_attention(case, dtype) -> None:
+    _compare(CASES[case], dtype)
+
+
+@given(st.data())
+@settings(max_examples=15, deadline=None)
+def test_ragged_sequences(data) -> None:
+    lengths = st.lists(st.integers(0, 90), min_size=1, max_size=4)
+    queries = tuple(data.draw(lengths))
+    keys = tuple(data.draw(st.integers(0, 90)) for _ in queries)
+    group, kv_heads = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 2))
+    reach = st.sampled_from([-1, 0, 1, 5, 63, 64, 65])
+    _compare(
+        Packed(
+            queries, keys, left=data.draw(reach), right=data.draw(reach), heads=group * kv_heads, kv_heads=kv_heads,
+            head_size=data.draw(st.integers(1, 40)),
+        ),
+        torch.float64,
+    )  # fmt: skip
+
+
+def test_gradcheck_of_output_and_log_sum_exps() -> None:
+    packed = Packed((2, 0, 4), (3, 1, 4), left=2, right=1, heads=2, kv_heads=1, head_size=2)
+    inputs = [each.detach().clone().requires_grad_() for each in packed.inputs(torch.float64)]
+    assert torch.autograd.gradcheck(lambda *each: _run(packed, list(each)), inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_huge_scores_stay_finite(dtype) -> None:
+    packed = Packed((100,), (100,))
+    inputs = packed.inputs(dtype)
+    huge = [inputs[0] * 1e4, inputs[1] * 1e4, inputs[2]]
+    output, lse = _run(packed, huge)
+    found = torch.autograd.grad(output.float().sum() + lse.sum(), inputs)
+    assert all(torch.isfinite(each).all() for each in (output, lse, *found))
+    exact, _ = attention(packed, *(each.double() for each in huge))
+    assert_close(output, exact, rtol=1e-2 if dtype == torch.bfloat16 else FLOAT32_RTOL)
+
+
+def test_documents_know_nothing_of_each_other() -> None:
+    """Another document becomes NaN, and no bit of this one moves."""
+    packed = Packed((30, 70, 5), (30, 70, 5), head_size=16)
+    inputs = packed.inputs(torch.float32)
+    output, lse = _run(packed, inputs)
+    with torch.no_grad():
+        for each in inputs:
+            each[30:100] = float("nan")
+    leaked, leaked_lse = _run(packed, inputs)
+    for own in (slice(0, 30), slice(100, 105)):
+        assert torch.equal(leaked[own], output[own])
+        assert torch.equal(leaked_lse[:, own], lse[:, own])
+    found = torch.autograd.grad(leaked[:30].sum(), inputs)
+    assert all(torch.isfinite(each[:30]).all() for each in found)
+
+
+def test_the_order_of_documents_does_not_matter() -> None:
+    packed = Packed((30, 70, 5), (30, 70, 5), head_size=16)
+    inputs = packed.inputs(torch.float32)
+    order = [2, 0, 1]
+    turned = [torch.cat([each.split(packed.queries)[i] for i in order]) for each in inputs]
+    lengths = tuple(packed.queries[i] for i in order)
+    output = _run(packed._replace(queries=lengths, keys=lengths), turned)[0]
+    expected = torch.cat([_run(packed, inputs)[0].split(packed.queries)[i] for i in order])
+    assert torch.equal(output, expected)
+
+
+def test_results_do_not_depend_on_the_number_of_threads() -> None:
+    packed = Packed((200, 30), (200, 30), heads=4, kv_heads=2)
+    runs = []
+    threads = torch.get_num_threads()
+    for count in (1, 2):
+        torch.set_num_threads(count)
+        inputs = packed.inputs(torch.float32)
+        output, lse = _run(packed, inputs)
+        runs.append([output, lse, *torch.autograd.grad(output.sum(), inputs)])
+    torch.set_num_threads(threads)
+    assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
+
+
+def test_opcheck() -> None:
+    packed = Packed((5, 9), (6, 9), head_size=8)
+    inputs = packed.inputs(torch.bfloat16)
+    rest = (starts(packed.queries), starts(packed.keys), 9, 9, 4, 0)
+    torch.library.opcheck(torch.ops.megalite.attention_forward, (*inputs, *rest, 0.3, True))
+    output, lse = (each.detach() for each in torch.ops.megalite.attention_forward(*inputs, *rest, 0.3, True))
+    plain = [each.detach() for each in inputs]
+    arguments = (torch.ones_like(output), None, *plain, output, lse, *rest, 0.3, True)
+    torch.library.opcheck(torch.ops.megalite.attention_backward, arguments)
+
+
+def test_compiled_as_one_graph() -> None:
+    packed = Packed((5, 9), (6, 9), head_size=8)
+    inputs = packed.inputs(torch.float32)
+    compiled = torch.compile(
+        lambda *each: _run(packed, list(each))[0] * 2, fullgraph=True, backend="aot_eager"
+    )
+    assert torch.equal(compiled(*inputs), _run(packed, inputs)[0] * 2)
+    found = torch.autograd.grad(compiled(*inputs).sum(), inputs)
+    expected = torch.autograd.grad((_run(packed, inputs)[0] * 2).sum(), inputs)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_meta_tensors() -> None:
+    query, key = torch.empty(7, 4, 8, device="meta"), torch.empty(9, 2, 8, device="meta")
+    ends = torch.empty(2, dtype=torch.int32, device="meta")
+    assert not why_not_packed(query)
+    output, lse = packed_attention(query, key, key, ends, ends, longest_query=7, longest_key=9)
+    assert (output.shape, lse.shape, lse.dtype) == ((7, 4, 8), (4, 7), torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"query_starts": torch.tensor([0, 9], dtype=torch.int32)}, "from 0 to the number of tokens"),
+        ({"query_starts": torch.tensor([0, 8])}, "vector of int32"),
+        ({"longest_key": 7}, "a sequence of 8 tokens, of 0 to 7"),
+        ({"key_starts": torch.tensor([0, 2, 8], dtype=torch.int32)}, "other sequences of queries"),
+        ({"key": torch.zeros(8, 3, 4)}, "do not fit"),
+        ({"scale": -1.0}, "above 0"),
+        ({"value": torch.zeros(8, 2, 4, dtype=torch.float64)}, "another dtype"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change, words) -> None:
+    given = {"query": torch.zeros(8, 4, 4), "key": torch.zeros(8, 2, 4), "value": torch.zeros(8, 2, 4)}
+    ends = {"query_starts": starts((8,)), "key_starts": starts((8,)), "longest_query": 8, "longest_key": 8}
+    with pytest.raises(RuntimeError, match=words):
+        packed_attention(**{**given, **ends, **change})
+
+
+def _heads(rows: int, new: int, total: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [
+        torch.randn(rows, length, heads, 8, dtype=torch.float64, generator=generator).requires_grad_()
+        for length, heads in ((new, 4), (total, 2), (total, 2))
+    ]
+
+
+@pytest.mark.parametrize("window", [None, 7, 200])
+@pytest.mark.parametrize(("new", "total"), [(80, 80), (1, 90), (5, 90)])
+def test_causal_attention_fused_is_what_it_is_otherwise(new, total, window) -> None:
+    heads = _heads(2, new, total)
+    fused = ops.causal_attention(*heads, window=window, fused=True)
+    assert fused.grad_fn is not None and "attention_forward" in str(fused.grad_fn.next_functions)
+    _same_gradients(fused, ops.causal_attention(*heads, window=window), heads)
+
+
+@pytest.mark.parametrize("window", [None, 7])
+def test_documents_by_their_starts(window) -> None:
+    heads = _heads(2, 90, 90)
+    lengths = torch.tensor([60, 1, 29]), torch.tensor([90])
+    ids = torch.stack([torch.repeat_interleave(torch.arange(len(each)), each) for each in lengths])
+    places = ops.document_starts(ids)
+    assert (places.places.tolist(), places.longest) == ([0, 60, 61, 90, 180], 90)
+    expected = ops.causal_attention(*heads, window=window, documents=ops.document_spans(ids))
+    for fused in (True, False):
+        _same_gradients(
+            ops.causal_attention(*heads, window=window, documents=places, fused=fused), expected, heads
+        )
+
+
+def _same_gradients(one: Tensor, other: Tensor, heads: list[Tensor]) -> None:
+    assert_close(one, other, what="attended")
+    weights = torch.randn(one.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    found, expected = (
+        torch.autograd.grad((each * weights).sum(), heads, retain_graph=True) for each in (one, other)
+    )
+    for mine, theirs in zip(found, expected, strict=True):
+        assert_close(mine, theirs, what="gradients")
+
+
+def test_what_the_operator_lacks_is_told_and_torch_serves() -> None:
+    heads = _heads(1, 6, 6)
+    ids = torch.zeros(1, 6, dtype=torch.int64)
+    ops._tell.cache_clear()
+    with pytest.warns(UserWarning, match="not fused: it takes documents by their starts only"):
+        spans = ops.causal_attention(*heads, documents=ops.document_spans(ids), fused=True)
+    assert_close(spans, ops.causal_attention(*heads))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_size", "words"),
+    [(torch.float32, 64, "for 16-bit types, not torch.float32"), (torch.bfloat16, 96, "64 and 128, not 96")],
+)
+def test_what_cuda_has_no_kernel_for_is_said(dtype, head_size, words) -> None:
+    query = SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=(1, 1, head_size))
+    assert words in why_not_packed(query)

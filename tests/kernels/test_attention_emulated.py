@@ -1,0 +1,180 @@
+"""The CUDA kernels of attention without a GPU: their own source, run on emulated threads, against float64.
+
+The emulator (tests/kernels/emulator) does ldmatrix and mma.sync lane by lane; asynchronous copies land as early or as
+late as they may. What is proved is the algorithm and its movements of data, not what a compiler makes of it.
+"""
+
+import ctypes
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support import emulator
+from tests.support.attention import Packed, attention, gradients, starts
+from tests.support.kernels import assert_no_worse
+from tests.support.parity import FLOAT32_RTOL, assert_close
+
+pytestmark = pytest.mark.skipif(emulator.COMPILER is None, reason="no C++ compiler")
+
+SIXTEEN_BITS = [torch.bfloat16, torch.float16]
+# Blocks are of 128 queries and 64 keys, in the backward of 128 keys and 64 queries: all cross some of them.
+CASES = {
+    "documents": Packed((150, 1, 0, 70), (150, 1, 0, 70)),
+    "unmasked": Packed((70, 40), (130, 7), right=-1),
+    "a cache": Packed((10, 130), (200, 133), heads=2, kv_heads=2),
+    "rows that see nothing": Packed((200,), (70,), heads=1),
+    "window": Packed((200,), (330,), left=60),
+    "band": Packed((150,), (130,), left=20, right=15, heads=1),
+    "no keys": Packed((5,), (0,), heads=1),
+    "wide heads": Packed((140, 3), (140, 3), head_size=128),
+    "wide heads in a window": Packed((130,), (140,), left=40, head_size=128, heads=1),
+}
+
+
+def _poisoned(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.full(shape, float("nan"), dtype=dtype)
+
+
+def _forward(
+    packed: Packed, inputs: list[Tensor], **how: bool | int
+) -> tuple[Tensor, Tensor, emulator.Report]:
+    ends = starts(packed.queries), starts(packed.keys)
+    output = _poisoned(*inputs[0].shape, dtype=inputs[0].dtype)
+    lse = _poisoned(packed.heads, len(output), dtype=torch.float32)
+    told = emulator.problem(packed, *inputs, ends)
+    told.output, told.lse = output.data_ptr(), lse.data_ptr()
+    return output, lse, emulator.run(told, [*inputs, output, lse], backward=False, **how)
+
+
+def _backward(
+    packed: Packed, inputs: list[Tensor], results: tuple[Tensor, Tensor], grads: tuple[Tensor, Tensor],
+    *, in_order: bool, **how: bool | int,
+) -> tuple[list[Tensor], emulator.Report]:  # fmt: skip
+    ends = starts(packed.queries), starts(packed.keys)
+    found = [_poisoned(*each.shape, dtype=each.dtype) for each in inputs]
+    statistics = _poisoned(2, packed.heads, len(inputs[0]), dtype=torch.float32)
+    sums = torch.zeros(inputs[0].shape)
+    told = emulator.problem(packed, *inputs, ends)
+    told.output, told.lse = (each.data_ptr() for each in results)
+    told.output_grad, told.lse_grad = (each.data_ptr() for each in grads)
+    told.query_grad, told.key_grad, told.value_grad = (each.data_ptr() for each in found)
+    told.statistics = statistics.data_ptr()
+    told.query_sums = None if in_order else sums.data_ptr()
+    report = emulator.run(told, [*inputs, *results, *grads, *found, statistics, sums], backward=True, **how)
+    if not in_order:  # what the last small kernel does
+        found[0] = (sums * packed.scale).to(found[0].dtype)
+    return found, report
+
+
+def test_bands_are_those_of_a_naive_mask() -> None:
+    wrong = (ctypes.c_int * 4)()
+    limit = 8
+    compared = emulator.library().compare_bands(limit, wrong)
+    assert compared == (limit + 1) ** 2 * (limit + 2) ** 2, f"queries, keys, left, right: {list(wrong)}"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_forward(case) -> None:
+    packed = CASES[case]
+    dtype, late = SIXTEEN_BITS[len(case) % 2], len(case) % 4 < 2
+    inputs = packed.inputs(dtype)
+    output, lse, report = _forward(packed, inputs, late=late)
+    assert report.problem is None, report.problem.decode()
+    assert report.conflicts == 0
+    exact, exact_lse = attention(packed, *(each.double() for each in inputs))
+    assert_no_worse(output, attention(packed, *inputs)[0], exact, what="output")
+    nothing = exact_lse == float("-inf")
+    assert torch.equal(lse == float("-inf"), nothing)
+    assert_close(lse[~nothing], exact_lse[~nothing], rtol=FLOAT32_RTOL, what="log-sum-exps")
+
+
+@pytest.mark.parametrize(
+    ("case", "in_order", "late"),
+    [
+        ("documents", False, True),
+        ("documents", True, False),
+        ("unmasked", True, True),
+        ("a cache", False, False),
+        ("rows that see nothing", True, True),
+        ("window", True, False),
+        ("window", False, True),
+        ("band", False, False),
+        ("no keys", True, True),
+        ("wide heads", True, True),
+        ("wide heads in a window", False, False),
+    ],
+)
+def test_backward(case, in_order, late) -> None:
+    packed, dtype = CASES[case], SIXTEEN_BITS[len(case) % 2]
+    inputs = packed.inputs(dtype)
+    wide = [each.double() for each in inputs]
+    output, lse = (each.detach() for each in attention(packed, *wide))
+    results = output.to(dtype), lse.float()
+    grads = packed.output_grads(dtype, results[1])
+    found, report = _backward(packed, inputs, results, grads, in_order=in_order, late=late)
+    assert report.problem is None, report.problem.decode()
+    assert report.conflicts == 0
+    plain, exact = gradients(packed, inputs, *grads), gradients(packed, wide, *grads)
+    for name, ours, naive, reference in zip(("query", "key", "value"), found, plain, exact, strict=True):
+        assert_no_worse(ours, naive, reference, what=f"gradient of the {name}")
+
+
+# Barriers of a small block over three others, by their number: of each kind one. The last of keys is before their
+# gradients take their place.
+BARRIERS = {"forward": (0, 1, 2), "queries": (0, 1), "keys": (1, 2, 6)}
+
+
+@pytest.fixture(scope="module")
+def race() -> Path:
+    """The kernels on threads of the system, watched by ThreadSanitizer."""
+    return emulator.compiled("race.cpp", "-O1", "-g1", "-fsanitize=thread")
+
+
+def _races(race: Path, kernel: str, *, late: bool, left_out: int = -1) -> bool:
+    environ = {"TSAN_OPTIONS": "halt_on_error=1 exitcode=66 symbolize=0"}
+    command = [str(race), kernel, str(int(late)), str(left_out)]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode in (0, 66), done.stdout + done.stderr
+    return done.returncode == 66
+
+
+@pytest.mark.parametrize("kernel", BARRIERS)
+def test_no_two_threads_race(race, kernel) -> None:
+    assert not any(_races(race, kernel, late=late) for late in (False, True))
+
+
+@pytest.mark.parametrize("kernel", BARRIERS)
+def test_a_deleted_barrier_is_a_race(race, kernel) -> None:
+    harmless = [n for n in BARRIERS[kernel] if not _races(race, kernel, late=n % 2 == 0, left_out=n)]
+    assert not harmless
+
+
+def test_a_deleted_barrier_gives_wrong_results() -> None:
+    """Where the block's memory is NaN at first: of a block of queries over two blocks of keys, each barrier counts."""
+    packed = Packed((128,), (128,), heads=1, kv_heads=1, right=-1)
+    inputs = packed.inputs(torch.bfloat16)
+    right = _forward(packed, inputs, late=True)[0]
+    for barrier in range(4):
+        runs = [_forward(packed, inputs, late=late, left_out_sync=barrier)[0] for late in (False, True)]
+        assert not all(torch.equal(each, right) for each in runs), barrier
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_documents_know_nothing_of_each_other(in_order) -> None:
+    """Another document becomes NaN, though its rows lie where this one's last tile ends, and no bit moves."""
+    packed = Packed((30, 70, 5), (30, 70, 5), heads=1, right=-1)
+    inputs = packed.inputs(torch.bfloat16)
+    leaked = [each.detach().clone() for each in inputs]
+    for each in leaked:
+        each[30:100] = float("nan")
+    runs = []
+    for given in (inputs, leaked):
+        output, lse, _ = _forward(packed, given, late=True)
+        grads = packed.output_grads(torch.bfloat16, torch.zeros_like(lse))
+        found, _ = _backward(packed, given, (output, lse), grads, in_order=in_order, late=True)
+        runs.append([output, lse.T, *found])
+    for own in (slice(0, 30), slice(100, 105)):
+        assert all(torch.equal(one[own], other[own]) for one, other in zip(*runs, strict=True))

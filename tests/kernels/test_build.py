@@ -1,0 +1,217 @@
+"""setup.py builds what the machine can, says so in one line, and compiles again only what changed.
+
+The library that these tests look at is the one the set-up built; what they build themselves is a few lines.
+"""
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from unittest import mock
+
+import pytest
+import setuptools
+import torch
+from setuptools.errors import SetupError
+
+from megalite.ops import extension
+
+ROOT = Path(__file__).parents[2]
+RESOURCES = Path(__file__).parent / "kernel_resources.json"
+HAS_COMPILER, HAS_NVCC = (any(map(shutil.which, names)) for names in (("g++", "c++"), ("nvcc",)))
+WITHOUT_NVCC = "LOUD: nvcc is not in PATH, so no CUDA kernel was compiled and none of this was checked"
+
+
+@pytest.fixture(scope="module")
+def build() -> ModuleType:
+    """setup.py, without its call of setup()."""
+    spec = importlib.util.spec_from_file_location("megalite_setup", ROOT / "setup.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    with mock.patch.object(setuptools, "setup"), mock.patch.dict(sys.modules, megalite_setup=module):
+        spec.loader.exec_module(module)
+        yield module
+
+
+@pytest.fixture
+def small(build: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of sources of two lines, in place of csrc."""
+    csrc = tmp_path / "csrc"
+    for folder in ("core", "cpu", "bind", "cuda"):
+        (csrc / folder).mkdir(parents=True)
+    (csrc / "core" / "one.h").write_text("constexpr int kOne = 1;\n")
+    (csrc / "cpu" / "one.cpp").write_text('#include "core/one.h"\nextern "C" int one() { return kOne; }\n')
+    (csrc / "bind" / "two.cpp").write_text('extern "C" int two() { return 2; }\n')
+    monkeypatch.setattr(build, "CSRC", csrc)
+    monkeypatch.setattr(build, "OBJECTS", tmp_path / "objects")
+    return csrc
+
+
+def _without(name: str, **environ: str) -> dict[str, str]:
+    """The environment without CUDA_HOME and CXX, PATH without the folders that hold `name`."""
+    folders = [each for each in os.environ["PATH"].split(":") if not shutil.which(name, path=each)]
+    kept = {key: value for key, value in os.environ.items() if key not in ("CUDA_HOME", "CXX")}
+    return kept | {"PATH": ":".join(folders)} | environ
+
+
+@pytest.mark.skipif(not HAS_COMPILER, reason="no C++ compiler here")
+def test_the_library_is_here_and_fits_wherever_there_is_a_compiler() -> None:
+    assert extension.load() == "" and extension.available("cpu"), extension.load()
+
+
+@pytest.mark.skipif(not HAS_COMPILER, reason="no C++ compiler here")
+def test_every_operator_has_a_kernel_for_the_cpu_and_where_nvcc_is_for_cuda() -> None:
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("megalite::")]
+    assert names
+    keys = ["CPU", "CUDA"] if extension.built().archs else ["CPU"]
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    assert not [(name, key) for name in names for key in keys if not has(name, key)]
+
+
+@pytest.mark.skipif(not HAS_NVCC, reason=WITHOUT_NVCC)
+def test_the_kernels_are_compiled_for_both_chips() -> None:
+    built = extension.built()
+    assert built.archs == ("8.0", "9.0a") and built.nvcc, built.said
+    sources = {f"cuda/{each.name}" for each in (extension.SOURCES / "cuda").glob("*.cu")}
+    assert built.kernels.keys() == sources
+    for source, kernels in built.kernels.items():
+        assert {kernel["arch"] for kernel in kernels} == {"sm_80", "sm_90a"}, source
+
+
+def _function(mangled: str) -> str:
+    """The name of a kernel, without its namespaces and template arguments."""
+    rest, name = re.sub(r"^_ZN?", "", mangled), ""
+    while length := re.match(r"\d+", rest):
+        begin = length.end()
+        name, rest = rest[begin : begin + int(length[0])], rest[begin + int(length[0]) :]
+    return name
+
+
+@pytest.mark.skipif(not HAS_NVCC, reason=WITHOUT_NVCC)
+def test_no_kernel_takes_more_than_the_table_allows() -> None:
+    """The table has registers a thread, the most over all types and chips; stack and spills where there are any."""
+    table = json.loads(RESOURCES.read_text())
+    worst: dict[str, dict[str, int]] = {}
+    for source, kernels in extension.built().kernels.items():
+        for kernel in kernels:
+            seen = worst.setdefault(f"{Path(source).name}: {_function(kernel['kernel'])}", {})
+            for what in ("registers", "stack", "spilled"):
+                if kernel[what] or what == "registers":
+                    seen[what] = max(seen.get(what, 0), kernel[what])
+    complaints = [
+        f"{name} takes {seen}, the table has {table.get(name)}"
+        for name, seen in worst.items()
+        if any(value > table.get(name, {}).get(what, 0) for what, value in seen.items())
+    ]
+    assert not complaints, "\n".join([*complaints, f"all: {json.dumps(dict(sorted(worst.items())))}"])
+    assert table.keys() <= worst.keys(), "the table names kernels that are no more"
+
+
+def test_the_function_of_a_kernel_is_read_from_its_mangled_name() -> None:
+    assert _function("_ZN2ml12norm_forwardIfLi4EEEvPKT_") == "norm_forward"
+    assert _function("_Z5scalePf") == "scale"
+
+
+def test_what_ptxas_says_is_read(build: ModuleType) -> None:
+    said = """ptxas info    : Compiling entry function '_Z5scalePf' for 'sm_80'
+ptxas info    : Function properties for _Z5scalePf
+    16 bytes stack frame, 48 bytes spill stores, 64 bytes spill loads
+ptxas info    : Used 128 registers, used 1 barriers, 512 bytes smem, 428 bytes cmem[0]"""
+    assert build.kernels_of(said) == [
+        {"kernel": "_Z5scalePf", "arch": "sm_80", "registers": 128, "stack": 16, "spilled": 112}
+    ]
+
+
+@pytest.mark.skipif(not HAS_COMPILER, reason="no C++ compiler here")
+def test_only_what_changed_is_compiled_again(build: ModuleType, small: Path, tmp_path: Path) -> None:
+    tools = build.find_tools({"MEGALITE_CUDA": "0"})
+    assert "; 2 of 2 files compiled" in build.build(tools, tmp_path / "ops")
+    assert "; 0 of 2 files compiled" in build.build(tools, tmp_path / "ops")
+    (small / "core" / "one.h").write_text("constexpr int kOne = 11;\n")
+    said = build.build(tools, tmp_path / "ops")
+    assert "; 1 of 2 files compiled" in said and "no CUDA: MEGALITE_CUDA=0" in said
+    record = json.loads((tmp_path / "ops" / build.RECORD).read_text())
+    assert (
+        record["said"] == said and record["left_out"] == {"CUDA": "MEGALITE_CUDA=0"} and not record["archs"]
+    )
+    assert record["sources"] == extension.sources_digest(small)
+
+
+@pytest.mark.skipif(not HAS_COMPILER, reason="no C++ compiler here")
+def test_a_source_that_does_not_compile_ends_the_build(
+    build: ModuleType, small: Path, tmp_path: Path
+) -> None:
+    (small / "cpu" / "one.cpp").write_text("int one() { return missing; }\n")
+    with pytest.raises(SetupError, match=r"missing.* was not declared"):
+        build.build(build.find_tools({"MEGALITE_CUDA": "0"}), tmp_path / "ops")
+
+
+@pytest.mark.skipif(not HAS_COMPILER, reason="no C++ compiler here")
+def test_without_nvcc_cuda_is_left_out_or_an_error(
+    build: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", _without("nvcc")["PATH"])
+    if shutil.which("g++") is None:
+        pytest.skip("g++ and nvcc lie in one folder")
+    assert build.find_tools({}).why == {"CUDA": "no nvcc in PATH, and no CUDA_HOME"}
+    with pytest.raises(SetupError, match="MEGALITE_CUDA=1, but: no nvcc"):
+        build.find_tools({"MEGALITE_CUDA": "1"})
+    with pytest.raises(SetupError, match="no nvcc in CUDA_HOME"):
+        build.find_tools({"MEGALITE_CUDA": "1", "CUDA_HOME": "/nowhere"})
+
+
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        ({"MEGALITE_CUDA": "yes"}, "MEGALITE_CUDA is 'yes'; it is 0, 1 or auto"),
+        ({"MEGALITE_ARCHS": "8.0;hopper"}, "MEGALITE_ARCHS has 'hopper'"),
+    ],
+)
+def test_a_setting_without_meaning_is_refused(build: ModuleType, environ: dict[str, str], said: str) -> None:
+    with pytest.raises(SetupError, match=re.escape(said)):
+        build.find_tools(environ)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"CXX": "/nowhere/g++"}, "cannot compile C++20 with OpenMP"),
+        ({"torch": None}, "torch is not in the environment that builds"),
+    ],
+    ids=["compiler", "torch"],
+)
+def test_without_a_compiler_or_torch_it_is_pure_python(
+    build: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict, said: str
+) -> None:
+    if "torch" in change:
+        monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: None)
+    (tmp_path / build.LIBRARY).write_text("of an earlier build")
+    line = build.build(build.find_tools({key: value for key, value in change.items() if value}), tmp_path)
+    assert line.startswith("megalite: pure Python, no compiled operators: ") and said in line
+    record = json.loads((tmp_path / build.RECORD).read_text())
+    assert not record["library"] and said in record["left_out"]["all"]
+    assert not (tmp_path / build.LIBRARY).exists()
+
+
+def test_a_machine_without_a_compiler_installs_it_all_the_same(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("setup.py", "pyproject.toml", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    shutil.copytree(
+        ROOT / "megalite", source / "megalite", ignore=shutil.ignore_patterns("__pycache__", "libmegalite.*")
+    )
+    command = [sys.executable, "setup.py", "--quiet", "build", "--build-lib", str(tmp_path / "built")]
+    environ = _without("c++", PATH=str(tmp_path / "empty"))
+    done = subprocess.run(command, cwd=source, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "megalite: pure Python, no compiled operators: no C++ compiler" in done.stdout
+    record = json.loads((tmp_path / "built" / "megalite" / "ops" / "libmegalite.json").read_text())
+    assert extension.misfit(extension.Built(**record)).startswith(
+        "no C++ compiler (g++, c++ or CXX); build it"
+    )

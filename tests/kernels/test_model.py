@@ -1,0 +1,34 @@
+"""A model on the compiled operators has the numbers of one on plain torch, gradients recorded or not."""
+
+import pytest
+import torch
+
+from megalite.model.options import Kernels, ModelOptions
+from megalite.model.stages import build_stage
+from megalite.parallel.mesh import ParallelMesh
+from megalite.topology.layout import pipeline_split
+from megalite.topology.parameters import ModelShape
+from tests.support.kernels import needs_library
+from tests.support.parity import assert_close, assert_same_tensors
+from tests.support.tiny import FAMILY_SHAPES, tiny_batch
+
+pytestmark = needs_library
+
+
+@pytest.mark.parametrize("split_backward", [False, True])
+@pytest.mark.parametrize("shape", FAMILY_SHAPES.values(), ids=FAMILY_SHAPES)
+def test_every_family(shape: ModelShape, split_backward: bool) -> None:
+    batch = tiny_batch(shape, 2)
+
+    def run(kernels: Kernels) -> dict[str, torch.Tensor]:
+        options = ModelOptions(torch.float64, split_backward, kernels=kernels)
+        split = pipeline_split(shape.num_hidden_layers)
+        stage = build_stage(shape, ParallelMesh.single(), split, options, seed=1)
+        hidden = stage.whole.decode(batch.input_ids, batch.position_ids)
+        hidden.square().sum().backward()
+        with torch.no_grad():
+            assert_close(stage.whole.decode(batch.input_ids, batch.position_ids), hidden)
+        grads = {name: each.grad for name, each in stage.named_parameters() if each.grad is not None}
+        return grads | {"hidden states": hidden.detach()}
+
+    assert_same_tensors(run("fused"), run("reference"))

@@ -1,0 +1,194 @@
+"""The compiled norms: no worse than plain torch, with its gradients, in every type, form and shape."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megalite.ops.norms import fused_add_norm, layer_norm, rms_norm
+from tests.support.kernels import DTYPES, assert_no_worse, needs_library, with_gradients
+
+pytestmark = needs_library
+EPS = 1e-5
+Norm = Callable[..., tuple[Tensor, Tensor]]
+
+
+def _plain(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return total, rms_norm(total, weight, EPS) if bias is None else layer_norm(total, weight, bias, EPS)
+
+
+def _fused(split_backward: bool) -> Norm:
+    def norm(
+        x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return fused_add_norm(x, residual, weight, bias, EPS, split_backward=split_backward)
+
+    return norm
+
+
+def _inputs(rows: int, columns: int, centred: bool) -> tuple[list[Tensor], list[Tensor]]:
+    """x, residual, weight (and bias), far from a mean of 0; gradients of both outputs. float64."""
+    generator = torch.Generator().manual_seed(1000 * rows + columns)
+    x, residual, *grads = (
+        torch.randn(rows, columns, dtype=torch.float64, generator=generator) for _ in range(4)
+    )
+    parameters = [torch.randn(columns, dtype=torch.float64, generator=generator) for _ in range(1 + centred)]
+    return [x + 0.5, residual * 2, *parameters], grads
+
+
+def _names(centred: bool) -> list[str]:
+    names = ["sum", "output", "x_grad", "residual_grad", "weight_grad", "bias_grad"]
+    return names if centred else names[:-1]
+
+
+def _compare(rows: int, columns: int, dtype: torch.dtype, *, centred: bool, split_backward: bool) -> None:
+    inputs, grads = ([each.to(dtype) for each in group] for group in _inputs(rows, columns, centred))
+    exact = with_gradients(_plain, [each.double() for each in inputs], [each.double() for each in grads])
+    plain = with_gradients(_plain, inputs, grads)
+    fused = with_gradients(_fused(split_backward), inputs, grads)
+    for name, *results in zip(_names(centred), fused, plain, exact, strict=True):
+        assert_no_worse(*results, what=name)
+
+
+@pytest.mark.parametrize("split_backward", [False, True])
+@pytest.mark.parametrize("centred", [False, True], ids=["rms", "layer"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sum_norm_and_gradients(dtype: torch.dtype, centred: bool, split_backward: bool) -> None:
+    _compare(70, 96, dtype, centred=centred, split_backward=split_backward)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.integers(1, 70), st.integers(8, 300), st.sampled_from(DTYPES), st.booleans(), st.booleans())
+def test_ragged_shapes(rows: int, columns: int, dtype: torch.dtype, centred: bool, split: bool) -> None:
+    """Not of fewer columns: a layer norm of two values has gradients that cancel to nothing but rounding."""
+    _compare(rows, columns, dtype, centred=centred, split_backward=split)
+
+
+@pytest.mark.parametrize("split_backward", [False, True])
+@pytest.mark.parametrize("centred", [False, True], ids=["rms", "layer"])
+def test_without_a_residual(centred: bool, split_backward: bool) -> None:
+    (x, _, *parameters), (grad, _) = _inputs(6, 40, centred)
+    norm = layer_norm if centred else rms_norm
+
+    def run(fused: bool) -> list[Tensor]:
+        form = {"fused": fused, "split_backward": split_backward}
+        return with_gradients(lambda *inputs: norm(*inputs, EPS, **form), [x, *parameters], [grad])
+
+    torch.testing.assert_close(run(True), run(False), rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("split_backward", [False, True])
+@pytest.mark.parametrize("centred", [False, True], ids=["rms", "layer"])
+def test_gradients_are_those_of_the_outputs(centred: bool, split_backward: bool) -> None:
+    inputs, _ = _inputs(3, 7, centred)
+    assert torch.autograd.gradcheck(_fused(split_backward), [each.requires_grad_() for each in inputs])
+
+
+@pytest.mark.parametrize("centred", [False, True], ids=["rms", "layer"])
+def test_operators_keep_torchs_rules(centred: bool) -> None:
+    (x, residual, weight, *bias), (grad, sum_grad) = _inputs(5, 12, centred)
+    operators, shift = torch.ops.megalite, bias[0] if bias else None
+    total, _, mean, inverse = operators.norm(x, residual, weight, shift, EPS)
+    centre = mean if centred else None
+    leaves = [each if each is None else each.requires_grad_() for each in (x, residual, weight, shift)]
+    for arguments in ((*leaves, EPS), (x, None, weight, shift, EPS)):
+        torch.library.opcheck(operators.norm.default, arguments)
+    for given_sum in (sum_grad, None):
+        arguments = (grad, given_sum, total, weight.detach(), centre, inverse)
+        torch.library.opcheck(operators.norm_backward.default, arguments)
+        torch.library.opcheck(operators.norm_input_grad.default, arguments)
+    torch.library.opcheck(operators.norm_weight_grad.default, (grad, total, centre, inverse))
+
+
+@pytest.mark.parametrize("centred", [False, True], ids=["rms", "layer"])
+def test_tensors_without_data(centred: bool) -> None:
+    inputs, _ = _inputs(4, 8, centred)
+    outputs = _fused(False)(*(each.to("meta") for each in inputs))
+    assert [(each.shape, each.dtype, each.is_meta) for each in outputs] == [((4, 8), torch.float64, True)] * 2
+
+
+@pytest.mark.parametrize("split_backward", [False, True])
+def test_compiled_without_a_break(split_backward: bool) -> None:
+    inputs, grads = _inputs(4, 8, True)
+    norm = _fused(split_backward)
+    compiled = torch.compile(norm, fullgraph=True, backend="aot_eager")
+    for one, two in zip(
+        with_gradients(compiled, inputs, grads), with_gradients(norm, inputs, grads), strict=True
+    ):
+        assert torch.equal(one, two)
+
+
+def test_inputs_with_gaps_count_as_their_values() -> None:
+    inputs, _ = _inputs(6, 10, True)
+    spread = [torch.stack([each, each + 1], dim=-1)[..., 0] for each in inputs]
+    assert not any(each.is_contiguous() for each in spread)
+    for one, two in zip(_fused(False)(*spread), _fused(False)(*inputs), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_the_number_of_threads_changes_no_bit() -> None:
+    inputs, grads = _inputs(300, 64, True)
+    results, threads = [], torch.get_num_threads()
+    try:
+        for number in (1, 2, 3):
+            torch.set_num_threads(number)
+            results.append(with_gradients(_fused(False), inputs, grads))
+    finally:
+        torch.set_num_threads(threads)
+    for other in results[1:]:
+        assert all(torch.equal(one, two) for one, two in zip(results[0], other, strict=True))
+
+
+def test_no_rows_give_gradients_of_zero() -> None:
+    inputs, grads = _inputs(0, 8, True)
+    *_, weight_grad, bias_grad = with_gradients(_fused(False), inputs, grads)
+    assert not weight_grad.any() and not bias_grad.any() and len(weight_grad) == len(bias_grad) == 8
+
+
+def test_a_pass_for_inputs_computes_no_weight_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, (_, grad) = _inputs(4, 8, True)
+    x, residual, weight, bias = (each.requires_grad_() for each in inputs)
+    _, output = _fused(True)(x, residual, weight, bias)
+
+    def refuse(*_: Tensor) -> None:
+        raise AssertionError("computed for a pass that did not ask for it")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.ops.megalite, "norm_weight_grad", refuse)
+        torch.autograd.grad(output, [x], grad, retain_graph=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.ops.megalite, "norm_input_grad", refuse)
+        torch.autograd.grad(output, [weight], grad)
+
+
+def test_values_that_are_not_finite_stay_seen() -> None:
+    x = torch.ones(2, 16, dtype=torch.bfloat16)
+    x[0, 3] = float("nan")
+    output = rms_norm(x, torch.ones(16, dtype=torch.bfloat16), EPS, fused=True)
+    assert output[0].isnan().all() and torch.equal(output[1], F.rms_norm(x[1], (16,), eps=EPS))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"weight": torch.ones(7)}, "weight has 7 elements, not 8"),
+        ({"residual": torch.ones(3, 8)}, "residual has 24 elements, not 32"),
+        ({"bias": torch.ones(8, dtype=torch.float64)}, "bias has another dtype"),
+        ({"x": torch.ones(4, 8, dtype=torch.int64)}, "float32, float64, bfloat16 and float16 only"),
+    ],
+    ids=lambda case: "" if isinstance(case, str) else next(iter(case)),
+)
+def test_what_does_not_fit_is_refused(change: dict[str, Tensor], said: str) -> None:
+    fitting = {
+        "x": torch.ones(4, 8),
+        "residual": torch.ones(4, 8),
+        "weight": torch.ones(8),
+        "bias": torch.ones(8),
+    }
+    with pytest.raises(RuntimeError, match=said):
+        torch.ops.megalite.norm(*(fitting | change).values(), EPS)

@@ -1,0 +1,53 @@
+"""Windows and documents on the compiled attention: the numbers of plain torch, with it and in the layouts it meets."""
+
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+
+from megalite.model import transformer
+from megalite.model.options import Dropout, Recompute
+from megalite.topology.layout import Layout
+from tests.parity.test_layouts import _assert_equal_to_one_process
+from tests.support.kernels import needs_library
+from tests.support.parity import LAYOUT_RTOL
+from tests.support.tiny import FAMILY_SHAPES, tiny_shape
+from tests.support.training import Job, RankResult, train_on_rank
+
+pytestmark = needs_library
+
+
+def train_and_count(job: Job) -> tuple[RankResult, int]:
+    """A run, and how often the compiled operator attended."""
+    fused = []
+
+    def attend(*inputs, **how):
+        fused.append(how["fused"])
+        return attention(*inputs, **how)
+
+    attention = transformer.causal_attention
+    with mock.patch.object(transformer, "causal_attention", attend):
+        return train_on_rank(job), sum(fused)
+
+
+@pytest.mark.parametrize(
+    ("job", "calls"),
+    [
+        (Job(FAMILY_SHAPES["mistral"], Layout(tensor=2)), True),
+        (
+            Job(tiny_shape(tied=True), Layout(pipeline=2), documents=True, schedule="zbv", chunks_a_stage=2),
+            True,
+        ),
+        (Job(FAMILY_SHAPES["mistral"], documents=True, recompute=Recompute("selective")), True),
+        (Job(tiny_shape(tied=True)), False),
+        (Job(tiny_shape(tied=True), documents=True, dropout=Dropout(attention=0.1)), False),
+    ],
+    ids=["window", "documents, zbv", "both, recomputed", "neither", "dropped probabilities"],
+)
+def test_it_has_the_numbers_of_plain_torch(ranks, job: Job, calls: bool) -> None:
+    plain = replace(job, layout=Layout(), schedule="1f1b", chunks_a_stage=1, recompute=Recompute())
+    [alone] = ranks.run(train_on_rank, world_size=1, job=plain)
+    fused = replace(job, kernels="fused")
+    results = ranks.run(train_and_count, world_size=job.layout.world_size, job=fused)
+    assert all((count > 0) == calls for _, count in results)
+    _assert_equal_to_one_process(fused, [result for result, _ in results], alone, LAYOUT_RTOL)

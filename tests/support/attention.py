@@ -1,0 +1,93 @@
+"""Packed attention written out, to compare kernels with: the whole matrix of each sequence, its mask from a formula."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Packed(NamedTuple):
+    """Sequences laid end to end: how many queries and keys each has, and how much of them is seen (-1: all)."""
+
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+    left: int = -1
+    right: int = 0
+    heads: int = 2
+    kv_heads: int = 1
+    head_size: int = 64
+
+    @property
+    def scale(self) -> float:
+        return float(self.head_size**-0.5)
+
+    def inputs(self, dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
+        """Query, key and value; views of one packed projection where there are as many queries as keys."""
+        generator = torch.Generator().manual_seed(seed)
+        counts = (self.heads, self.kv_heads, self.kv_heads)
+        tokens = (sum(self.queries), sum(self.keys))
+        if tokens[0] == tokens[1]:
+            shape = (tokens[0], sum(counts), self.head_size)
+            packed = torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype)
+            return [each.requires_grad_() for each in packed.split(counts, dim=1)]
+        shapes = [(tokens[min(i, 1)], count, self.head_size) for i, count in enumerate(counts)]
+        drawn = [torch.randn(shape, dtype=torch.float64, generator=generator) for shape in shapes]
+        return [each.to(dtype).requires_grad_() for each in drawn]
+
+    def output_grads(self, dtype: torch.dtype, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """Of the output, and of the log-sum-exps, which have none where nothing is seen."""
+        generator = torch.Generator().manual_seed(17)
+        shape = (sum(self.queries), self.heads, self.head_size)
+        output = torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype)
+        drawn = torch.randn(lse.shape, dtype=torch.float64, generator=generator).to(lse.dtype)
+        return output, drawn.masked_fill(~torch.isfinite(lse), 0.0)
+
+
+def starts(lengths: Sequence[int]) -> Tensor:
+    """[n + 1] int32: where each sequence begins, and the end."""
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+
+
+def seen(queries: int, keys: int, left: int, right: int) -> Tensor:
+    """[queries, keys]: the band that ends in the bottom right corner."""
+    distance = torch.arange(keys) - torch.arange(queries).unsqueeze(1) - (keys - queries)
+    mask = torch.ones(queries, keys, dtype=torch.bool)
+    if left >= 0:
+        mask &= distance >= -left
+    if right >= 0:
+        mask &= distance <= right
+    return mask
+
+
+def attention(packed: Packed, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exps [heads, tokens] of plain torch in the type given; softmax in float32 at least."""
+    wide = torch.promote_types(query.dtype, torch.float32)
+    group = packed.heads // packed.kv_heads
+    outputs, sums = [], []
+    pieces = zip(query.split(packed.queries), key.split(packed.keys), value.split(packed.keys), strict=True)
+    for piece in pieces:
+        q, k, v = (each.transpose(0, 1) for each in piece)
+        k, v = k.repeat_interleave(group, dim=0), v.repeat_interleave(group, dim=0)
+        mask = seen(q.shape[1], k.shape[1], packed.left, packed.right)
+        scores = torch.matmul(q, k.transpose(1, 2)).to(wide) * packed.scale
+        scores = scores.masked_fill(~mask, float("-inf"))
+        lse = torch.logsumexp(scores, dim=-1)
+        # Rows that see nothing give 0, and send no gradient back.
+        base = torch.where(mask.any(dim=1), lse, torch.zeros_like(lse)).unsqueeze(-1)
+        probabilities = torch.exp(torch.where(mask, scores - base, torch.full_like(scores, float("-inf"))))
+        outputs.append(torch.matmul(probabilities.to(query.dtype), v).transpose(0, 1))
+        sums.append(lse)
+    return torch.cat(outputs), torch.cat(sums, dim=1)
+
+
+def gradients(
+    packed: Packed, inputs: Sequence[Tensor], output_grad: Tensor, lse_grad: Tensor
+) -> list[Tensor]:
+    """Of query, key and value, by plain torch in the type of `inputs`."""
+    leaves = [each.detach().clone().requires_grad_() for each in inputs]
+    output, lse = attention(packed, *leaves)
+    finite = torch.where(torch.isfinite(lse), lse, torch.zeros_like(lse))
+    sent = [output_grad.to(output.dtype), lse_grad.to(lse.dtype)]
+    return list(torch.autograd.grad([output, finite], leaves, sent))

@@ -1,0 +1,99 @@
+"""The emulator of tests/kernels/emulator, compiled once a run, and its C interface."""
+
+import ctypes
+import functools
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tests.support.attention import Packed
+
+SOURCES = Path(__file__).parents[1] / "kernels" / "emulator"
+CSRC = Path(__file__).parents[2] / "megalite" / "csrc"
+COMPILER = shutil.which("g++")
+_DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
+
+
+class Problem(ctypes.Structure):
+    """MegaliteAttention of megalite/csrc/attention.h."""
+
+    _fields_ = (
+        [(name, ctypes.c_int64) for name in ("sequences", "queries", "keys", "longest_query", "longest_key")]
+        + [(name, ctypes.c_int64) for name in ("heads", "kv_heads", "head_size", "left", "right")]
+        + [("scale", ctypes.c_double)]
+        + [(name, ctypes.c_void_p) for name in ("query", "key", "value")]
+        + [(f"{name}_{of}", ctypes.c_int64) for name in ("query", "key", "value") for of in ("token", "head")]
+        + [(name, ctypes.c_void_p) for name in ("query_starts", "key_starts", "output", "lse")]
+        + [(name, ctypes.c_void_p) for name in ("output_grad", "lse_grad")]
+        + [(name, ctypes.c_void_p) for name in ("query_grad", "key_grad", "value_grad")]
+        + [(name, ctypes.c_void_p) for name in ("statistics", "query_sums")]
+    )
+
+
+class Report(ctypes.Structure):
+    """What a run noticed: conflicts of shared memory's banks, and what was done that must not be."""
+
+    _fields_ = (("conflicts", ctypes.c_int), ("problem", ctypes.c_char_p))
+
+
+def compiled(source: str, *flags: str) -> Path:
+    """`source` of tests/kernels/emulator, compiled into a folder of its own."""
+    assert COMPILER is not None, "a C++ compiler is needed to test the kernels' source"
+    target = Path(tempfile.mkdtemp(prefix="megalite-emulator-")) / source.removesuffix(".cpp")
+    command = [
+        COMPILER,
+        "-std=c++20",
+        f"-I{CSRC}",
+        f"-I{SOURCES}",
+        *flags,
+        str(SOURCES / source),
+        "-o",
+        str(target),
+    ]
+    subprocess.run([*command, "-lpthread"], check=True, capture_output=True, text=True)
+    return target
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The emulator on fibers."""
+    return ctypes.CDLL(str(compiled("emulate.cpp", "-O2", "-fPIC", "-shared")))
+
+
+def problem(
+    packed: Packed, query: Tensor, key: Tensor, value: Tensor, starts: tuple[Tensor, Tensor]
+) -> Problem:
+    """What the kernels are told but for where their results go."""
+    told = Problem(
+        sequences=len(packed.queries), queries=len(query), keys=len(key),
+        longest_query=max(packed.queries), longest_key=max(packed.keys), heads=packed.heads,
+        kv_heads=packed.kv_heads, head_size=packed.head_size, left=packed.left, right=packed.right,
+        scale=packed.scale, query_starts=starts[0].data_ptr(), key_starts=starts[1].data_ptr(),
+    )  # fmt: skip
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        setattr(told, name, tensor.data_ptr())
+        setattr(told, f"{name}_token", tensor.stride(0))
+        setattr(told, f"{name}_head", tensor.stride(1))
+    return told
+
+
+def run(
+    told: Problem, tensors: list[Tensor], *, backward: bool, late: bool, left_out_sync: int = -1
+) -> Report:
+    """Runs the kernels, which may touch the memory of `tensors` alone, the first of them of the kernels' type.
+
+    late: asynchronous copies land when they are waited for, else at once. left_out_sync: the number of the barrier
+    that all threads leave out.
+    """
+    begins = (ctypes.c_void_p * len(tensors))(*(each.untyped_storage().data_ptr() for each in tensors))
+    sizes = (ctypes.c_int64 * len(tensors))(*(each.untyped_storage().nbytes() for each in tensors))
+    report = Report()
+    library().emulate(
+        ctypes.byref(told), _DTYPES[tensors[0].dtype], int(backward), int(late), left_out_sync, len(tensors),
+        begins, sizes, ctypes.byref(report),
+    )  # fmt: skip
+    return report
