@@ -1,7 +1,8 @@
 """Rules and notes over how a step is computed: dropout, recompute, torch.compile, sequence parallelism."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
+from megalite.config.deepspeed import offload_devices
 from megalite.config.validate import Facts
 from megalite.errors import Problem
 from megalite.topology.schedules import SCHEDULES
@@ -90,23 +91,34 @@ def offload_has_its_stage(facts: Facts) -> Iterator[Problem]:
             yield Problem(f"deepspeed.zero_optimization.{name}", message, remedy)
 
 
-def offload_stays_in_memory(facts: Facts) -> Iterator[Problem]:
+def offload_has_a_device(facts: Facts) -> Iterator[Problem]:
     for name, device in _offload_devices(facts):
-        if device != "cpu":
-            known = device == "nvme"
-            message = "is not run: checkpoints read what it would move to disk" if known else "is no device"
+        if device not in ("cpu", "nvme"):
             key = f"deepspeed.zero_optimization.{name}.device"
-            yield Problem(key, f'"{device}" {message}', 'use "cpu", or leave it out')
+            yield Problem(key, f'"{device}" is no device', 'use "cpu" or "nvme", or leave it out')
+
+
+def offload_to_disk_has_its_folder(facts: Facts) -> Iterator[Problem]:
+    for name, device in _offload_devices(facts):
+        key = f"deepspeed.zero_optimization.{name}"
+        table = facts.deepspeed["zero_optimization"][name]
+        if device != "nvme":
+            continue
+        if facts.zero_stage in (1, 2):
+            message = f'"nvme" is read by stage 3 alone, and this is stage {facts.zero_stage}'
+            yield Problem(f"{key}.device", message, 'use stage 3, or "cpu"')
+        elif not isinstance(table.get("nvme_path"), str):
+            yield Problem(
+                f"{key}.nvme_path", 'is needed beside device = "nvme"', "name a folder of that disk"
+            )
+        for pipelined in ("pipeline_read", "pipeline_write"):
+            if table.get(pipelined):
+                message = "is not run: what a checkpoint reads might still be on its way to the disk"
+                yield Problem(f"{key}.{pipelined}", message, "leave it out")
 
 
 def _offload_devices(facts: Facts) -> Iterator[tuple[str, str]]:
-    """The tables that ask for offload, and where to."""
-    zero = facts.deepspeed.get("zero_optimization", {})
-    for name in ("offload_optimizer", "offload_param"):
-        table = zero.get(name) if isinstance(zero, Mapping) else None
-        device = table.get("device", "none") if isinstance(table, Mapping) else "none"
-        if device != "none":
-            yield name, device
+    yield from offload_devices(facts.deepspeed.get("zero_optimization", {})).items()
 
 
 def one_rank_has_the_whole_sequence(facts: Facts) -> Iterator[str]:
@@ -123,7 +135,8 @@ COMPUTATION_RULES = (
     compiled_layers_hold_their_weights,
     sequence_parallel_divides_the_length,
     offload_has_its_stage,
-    offload_stays_in_memory,
+    offload_has_a_device,
+    offload_to_disk_has_its_folder,
 )
 
 

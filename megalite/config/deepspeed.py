@@ -51,6 +51,7 @@ _IDLE = {
     "datastates_ckpt": "checkpoints are megalite's own",
     "dataloader_drop_last": "the data is loaded by megalite",
 }
+_OFFLOADS = ("offload_optimizer", "offload_param")
 
 
 def apply_deepspeed(draft: Draft, run_folder: Path) -> None:
@@ -78,6 +79,15 @@ def apply_deepspeed(draft: Draft, run_folder: Path) -> None:
     draft.values["deepspeed"] = ours | {key: value for key, value in passed_on.items() if value != AUTO}
     for key in passed_on:
         draft.origins.setdefault(f"deepspeed.{key}", block.file or draft.source)
+
+
+def offload_devices(zero: object) -> dict[str, Any]:
+    """Which tables of `zero_optimization` ask for offload, and where to."""
+    tables = {name: zero.get(name) for name in _OFFLOADS} if isinstance(zero, Mapping) else {}
+    devices = {
+        name: table.get("device", "none") for name, table in tables.items() if isinstance(table, Mapping)
+    }
+    return {name: device for name, device in devices.items() if device != "none"}
 
 
 def _key_problems(block: Block, table: Mapping[str, Any], path: str) -> Iterator[Problem]:

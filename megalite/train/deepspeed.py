@@ -18,7 +18,7 @@ from megalite.parallel.gradients import complete_gradients, complete_in_backward
 from megalite.parallel.mesh import ParallelMesh, ProcessGroup
 from megalite.topology.parameters import Parameter
 from megalite.topology.state import OptimizerState
-from megalite.train.deepspeed_ops import native_optimizer
+from megalite.train.deepspeed_ops import load_operators, native_optimizer, operators
 from megalite.train.loss_scale import LossScale
 from megalite.train.nonfinite import FiniteFlags
 from megalite.train.optimizer import (
@@ -56,6 +56,7 @@ class DeepSpeedOptimizer:
         if narrow and settings.accumulate_wide:
             accumulate_in_float32(self._tensors)
         handed, self._once_a_step = _handed(config, accumulate_wide=narrow and settings.accumulate_wide)
+        load_operators(operators(config, native=settings.native))
         make = partial(native_optimizer, config) if settings.native else torch_optimizer
         self._finite = FiniteFlags(parameters, mesh)
         if not self._once_a_step:

@@ -5,6 +5,7 @@ import multiprocessing
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -12,54 +13,100 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-from deepspeed.ops.op_builder import CPUAdamBuilder, FusedAdamBuilder
+from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder, FusedAdamBuilder, PinMemoryBuilder
 from torch import nn
 from torch.utils import cpp_extension
 
+from megalite.config.deepspeed import offload_devices
 from megalite.errors import ConfigError, Problem
 from megalite.topology.parameters import Parameter
 from megalite.train.optimizer import OptimizerSettings, filled_groups, keep_average
 
 
-def require_precision(precision: str) -> None:
-    """Raises ConfigError where DeepSpeed refuses the number type on this machine, as most CPUs' fp16."""
+def require_precision(precision: str, config: Mapping[str, Any]) -> None:
+    """Raises ConfigError where DeepSpeed refuses the number type on this machine, as most CPUs' fp16.
+
+    config: DeepSpeed's JSON. Files of weights have 16 bits on a CPU without fp16, whatever the model's type
+    (`Init._set_dtype` in runtime/zero/partition_parameters.py).
+    """
     accelerator = get_accelerator()
     # A GPU is not asked here: the question would start CUDA, which no fork survives.
-    if precision == "fp16" and accelerator.device_name() == "cpu" and not accelerator.is_fp16_supported():
+    if accelerator.device_name() != "cpu" or accelerator.is_fp16_supported():
+        return
+    devices = offload_devices(config["zero_optimization"])
+    if precision == "fp16":
         problem = Problem(
             "training.precision",
             '"fp16" with ZeRO needs a GPU: DeepSpeed refuses it on this CPU',
             'use "bf16" or "fp32", or leave [deepspeed] out',
         )
-        raise ConfigError([problem])
-
-
-def build_operator(config: Mapping[str, Any], say: Callable[[str], None]) -> None:
-    """Compile DeepSpeed's AdamW for what `config`, its JSON, asks for, where that was not done before.
-
-    In a process of its own, since to find out what a GPU can do starts CUDA, which no fork survives. Raises
-    ConfigError when it cannot be compiled.
-    """
-    builder = _builder(config)
-    folder = _folder(builder)
-    if (folder / f"{builder.name}.so").exists():
+    elif devices.get("offload_param") == "nvme" and precision not in ("bf16", "auto"):
+        problem = Problem(
+            "deepspeed.zero_optimization.offload_param.device",
+            f'"nvme" with training.precision = "{precision}" needs a GPU: DeepSpeed would write bf16 on this CPU',
+            'use "cpu", or training.precision "bf16"',
+        )
+    else:
         return
-    missing = _missing_programs()
-    if missing:
-        raise _cannot_be_built(builder, f"it is compiled here, and {missing} is missing", "install it")
-    say(f"deepspeed.native_optimizer: compiling {builder.name} in {folder}, once; it takes a minute or more")
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_build, args=(builder, sender))
-    process.start()
-    sender.close()
-    try:
-        error = receiver.recv()
-    except EOFError:
-        error = "the compiling process was killed"
-    process.join()
-    if error:
-        raise _cannot_be_built(builder, f"it does not compile: {error}", "see what the compiler says")
+    raise ConfigError([problem])
+
+
+@dataclass(frozen=True)
+class Operator:
+    """Something of DeepSpeed's that is compiled where it runs.
+
+    key: the setting that asks for it. otherwise: what to set instead.
+    """
+
+    builder: Any
+    key: str
+    otherwise: str
+
+    @property
+    def folder(self) -> Path:
+        return Path(cpp_extension._get_build_directory(self.builder.name, False))
+
+    def refused(self, message: str, remedy: str) -> ConfigError:
+        message = f"needs {self.builder.name}: {message}"
+        return ConfigError([Problem(self.key, message, f"{remedy}, or {self.otherwise}")])
+
+
+def operators(config: Mapping[str, Any], *, native: bool) -> list[Operator]:
+    """Those that a run needs. config: DeepSpeed's JSON; native: whether its own AdamW updates."""
+    zero = config["zero_optimization"]
+    to_disk = [key for key, device in offload_devices(zero).items() if device == "nvme"]
+    found = [Operator(_adam_builder(zero), "deepspeed.native_optimizer", "set it to false")] if native else []
+    if to_disk:
+        key = f"deepspeed.zero_optimization.{to_disk[0]}.device"
+        found += [Operator(builder(), key, 'use "cpu"') for builder in (PinMemoryBuilder, AsyncIOBuilder)]
+    return found
+
+
+def build_operators(wanted: Sequence[Operator], say: Callable[[str], None]) -> None:
+    """Compile those that were not compiled before. Raises ConfigError when one cannot be.
+
+    In a process of its own, since to find out what a GPU can do starts CUDA, which no fork survives.
+    """
+    for operator in wanted:
+        builder, folder = operator.builder, operator.folder
+        if (folder / f"{builder.name}.so").exists():
+            continue
+        missing = _missing_programs()
+        if missing:
+            raise operator.refused(f"it is compiled here, and {missing} is missing", "install it")
+        if isinstance(builder, AsyncIOBuilder) and not builder.is_compatible():
+            message = "it is compiled here, and the library libaio is missing"
+            raise operator.refused(message, "install it with its headers (libaio-dev, libaio-devel)")
+        say(f"{operator.key}: compiling {builder.name} in {folder}, once; it takes a minute or more")
+        if error := _built_apart(operator):
+            raise operator.refused(f"it does not compile: {error}", "see what the compiler says")
+
+
+def load_operators(wanted: Sequence[Operator]) -> None:
+    """Have them in this process, for DeepSpeed to find."""
+    for operator in wanted:
+        with _alone(operator.folder):
+            operator.builder.load(verbose=False)
 
 
 def native_optimizer(
@@ -69,11 +116,9 @@ def native_optimizer(
     tensors: Mapping[str, nn.Parameter],
 ) -> torch.optim.Optimizer:
     """DeepSpeed's own AdamW: on the CPU where its state lies there, else fused on the GPU."""
-    builder = _builder(config)
-    with _alone(_folder(builder)):
-        builder.load(verbose=False)
     groups = filled_groups(settings, parameters, tensors)
-    adam = DeepSpeedCPUAdam if isinstance(builder, CPUAdamBuilder) else FusedAdam
+    on_cpu = isinstance(_adam_builder(config["zero_optimization"]), CPUAdamBuilder)
+    adam = DeepSpeedCPUAdam if on_cpu else FusedAdam
     optimizer: torch.optim.Optimizer = adam(groups, lr=0.0, betas=settings.betas, eps=settings.eps)
     keep_average(optimizer, settings)
     return optimizer
@@ -94,14 +139,10 @@ def replay_steps(optimizer: torch.optim.Optimizer, steps: int) -> None:
         )
 
 
-def _builder(config: Mapping[str, Any]) -> Any:
-    offload = config["zero_optimization"].get("offload_optimizer", {}).get("device", "none")
-    on_cpu = offload == "cpu" or get_accelerator().device_name() == "cpu"
+def _adam_builder(zero: Mapping[str, Any]) -> Any:
+    offloads = "offload_optimizer" in offload_devices(zero)
+    on_cpu = offloads or get_accelerator().device_name() == "cpu"
     return CPUAdamBuilder() if on_cpu else FusedAdamBuilder()
-
-
-def _folder(builder: Any) -> Path:
-    return Path(cpp_extension._get_build_directory(builder.name, False))
 
 
 def _missing_programs() -> str:
@@ -110,10 +151,24 @@ def _missing_programs() -> str:
     return " and ".join(name for name, there in found.items() if not there)
 
 
-def _build(builder: Any, sender: Connection) -> None:
+def _built_apart(operator: Operator) -> str:
+    """Compile it in a process of its own; returns what went wrong."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_build, args=(operator, sender))
+    process.start()
+    sender.close()
     try:
-        with _alone(_folder(builder)):
-            builder.load(verbose=False)
+        error = str(receiver.recv())
+    except EOFError:
+        error = "the compiling process was killed"
+    process.join()
+    return error
+
+
+def _build(operator: Operator, sender: Connection) -> None:
+    try:
+        load_operators([operator])
     except Exception as error:
         sender.send(str(error) or type(error).__name__)
     else:
@@ -131,10 +186,3 @@ def _alone(folder: Path) -> Iterator[None]:
         fcntl.flock(turn, fcntl.LOCK_EX)
         (folder / "lock").unlink(missing_ok=True)
         yield
-
-
-def _cannot_be_built(builder: Any, message: str, remedy: str) -> ConfigError:
-    problem = Problem(
-        "deepspeed.native_optimizer", f"needs {builder.name}: {message}", f"{remedy}, or set it to false"
-    )
-    return ConfigError([problem])

@@ -145,12 +145,13 @@ def _train(
     inputs = mesh.broadcast_object(prepare_inputs(config, folder) if mesh.rank == 0 else None)
     resumed_from = _checkpoint_to_resume(config, mesh, folder)
     precision = _precision(config, mesh, resumed_from)
+    config = config.in_precision(precision.name)
     if config.zero_stage:
         # DeepSpeed costs seconds to import: only a run that uses it pays.
         from megalite.train.deepspeed_ops import require_precision
 
-        require_precision(precision.name)  # "auto" may go on with any; every rank asks, so that none waits
-    config = config.in_precision(precision.name)
+        # "auto" may go on with any; every rank asks, so that none waits.
+        require_precision(precision.name, config.deepspeed_json())
     kernels = choose_kernels(config.model.kernels, device.type)
     start = Path(config.model.weights) if config.model.weights and resumed_from is None else None
     trainer, held_out = _trainer(config, mesh, inputs, start)

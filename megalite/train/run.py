@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.checkpoint.folder import find_best, find_latest
+from megalite.config.deepspeed import offload_devices
 from megalite.config.schema import RunConfig
 from megalite.errors import ConfigError, LaunchError, Problem
 from megalite.launcher.environment import RankInfo, prepare_process, rank_info
@@ -133,14 +134,18 @@ def _require_tensorboard(config: RunConfig, source: str) -> None:
 
 def _prepare_deepspeed(config: RunConfig, info: RankInfo | None) -> None:
     """Have this machine ready, or refuse, before the text is prepared and ranks wait for each other."""
-    if not config.zero_stage or not (config.native_optimizer or config.training.precision == "fp16"):
+    if not config.zero_stage:
         return
-    from megalite.train.deepspeed_ops import build_operator, require_precision
+    settings = config.deepspeed_json()
+    compiles = config.native_optimizer or "nvme" in offload_devices(settings["zero_optimization"]).values()
+    if not compiles and config.training.precision != "fp16":
+        return
+    from megalite.train.deepspeed_ops import build_operators, operators, require_precision
 
-    require_precision(config.training.precision)
-    if config.native_optimizer:
-        silent = info is not None and info.local_rank > 0
-        build_operator(config.deepspeed_json(), (lambda _: None) if silent else announce)
+    require_precision(config.training.precision, settings)
+    silent = info is not None and info.local_rank > 0
+    wanted = operators(settings, native=config.native_optimizer)
+    build_operators(wanted, (lambda _: None) if silent else announce)
 
 
 def _require_kernels(config: RunConfig) -> None:

@@ -2,7 +2,6 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,13 +30,17 @@ def zero_state(
 
 @dataclass(frozen=True)
 class _Run:
-    """A run of one parameter: `start` in its flattened shard, `offset` in the flat partition `flat` of its group."""
+    """A run of one parameter: `start` in its flattened shard, `offset` in the flat partition `flat` of its group.
+
+    group: which of the partitions that is.
+    """
 
     parameter: Parameter
     start: int
     size: int
     flat: Tensor
     offset: int
+    group: int
 
     def of(self, values: Tensor) -> Tensor:
         """The run's elements of a tensor that lies as the partition does."""
@@ -63,38 +66,41 @@ class _ZeroState(ABC):
     def _runs(self) -> Iterator[_Run]:
         """Those of this rank's partitions."""
 
-    @contextmanager
-    def _updatable(self) -> Iterator[torch.optim.Optimizer]:
-        """The torch optimizer, with the partitions as the parameters of its groups."""
-        yield self._zero.optimizer
+    def _ensure_state(self) -> None:
+        """Have the optimizer make its state of every partition."""
+        ensure_state(self._zero.optimizer)
 
     def weights(self) -> Iterable[StateShard] | None:
         return None
 
     def shards(self) -> Iterator[StateShard]:
-        with self._updatable() as optimizer:
-            ensure_state(optimizer)
+        self._ensure_state()
         for run in self._runs():
-            held = {key: values for key, values in optimizer.state[run.flat].items() if key != "step"}
-            if self._narrow:
-                held[MASTER] = run.flat
-            for key, values in held.items():
-                yield StateShard(run.parameter, key, run.start, run.of(values))
+            for key, values in self._held(run.group, run.flat).items():
+                if key != MASTER or self._narrow:
+                    yield StateShard(run.parameter, key, run.start, run.of(values))
+
+    def _held(self, group: int, flat: Tensor) -> dict[str, Tensor]:
+        """A partition and what the optimizer has of it."""
+        state = self._zero.optimizer.state[flat]
+        return {MASTER: flat, **{key: values for key, values in state.items() if key != "step"}}
 
     def scalars(self) -> dict[str, Any]:
         scale = {} if self._scale is None else self._scale.scalars()
         return {"step": step_count(self._zero.optimizer), **scale}
 
     def load(self, scalars: Mapping[str, Any]) -> None:
-        with self._updatable() as optimizer:
-            ensure_state(optimizer)
-        set_step_count(optimizer, float(scalars["step"]))
-        replay_steps(optimizer, int(scalars["step"]))
+        self._ensure_state()
+        set_step_count(self._zero.optimizer, float(scalars["step"]))
+        replay_steps(self._zero.optimizer, int(scalars["step"]))
         if self._scale is not None:
             self._scale.load(scalars)
         if not self._narrow:
             # Nobody stored these masters: they follow the weights, which the checkpoint has just filled.
-            self._zero.refresh_fp32_params()
+            self._refresh_masters()
+
+    def _refresh_masters(self) -> None:
+        self._zero.refresh_fp32_params()
 
 
 class _PartitionedState(_ZeroState):
@@ -106,7 +112,8 @@ class _PartitionedState(_ZeroState):
             if fragment is not None:
                 flat = self._zero.single_partition_of_fp32_groups[fragment.param_group_index]
                 place = fragment.hp_fragment_address
-                yield _Run(parameter, fragment.lp_fragment_address.start, place.numel, flat, place.start)
+                start, group = fragment.lp_fragment_address.start, fragment.param_group_index
+                yield _Run(parameter, start, place.numel, flat, place.start, group)
 
 
 class _ShardedState(_ZeroState):
@@ -120,25 +127,50 @@ class _ShardedState(_ZeroState):
             size = min(length, tensor.ds_numel - start)
             if size > 0:
                 flat = self._zero.fp32_partitioned_groups_flat[group]
-                yield _Run(parameter, start, size, flat, offset)
+                yield _Run(parameter, start, size, flat, offset, group)
 
-    @contextmanager
-    def _updatable(self) -> Iterator[torch.optim.Optimizer]:
-        # DeepSpeed leaves the groups empty but for the one that it updates.
-        groups = self._zero.optimizer.param_groups
-        for place, flat in enumerate(self._zero.fp32_partitioned_groups_flat):
-            groups[self._zero.sub_group_to_group_id[place]]["params"].append(flat)
-        try:
-            yield self._zero.optimizer
-        finally:
-            for group in groups:
-                group["params"] = []
+    def _ensure_state(self) -> None:
+        for group, flat in enumerate(self._zero.fp32_partitioned_groups_flat):
+            # DeepSpeed leaves the groups of the optimizer empty but for the partition that it updates.
+            updated = self._zero.optimizer.param_groups[self._zero.sub_group_to_group_id[group]]
+            on_disk = self._on_disk(group) and not self._zero.optimizer.state[flat]
+            if on_disk:
+                self._zero._optimizer_states_and_gradient_swap_in(group)
+            updated["params"] = [flat]
+            ensure_state(self._zero.optimizer)
+            updated["params"] = []
+            if on_disk:
+                self._zero._optimizer_states_and_gradient_swap_out(group)
+
+    def _on_disk(self, group: int) -> bool:
+        """Whether DeepSpeed keeps this partition in files between steps; small ones it does not."""
+        return bool(self._zero._swappable_optimizer_subgroup(group))
+
+    def _held(self, group: int, flat: Tensor) -> dict[str, Tensor]:
+        held = super()._held(group, flat)
+        if not self._on_disk(group):
+            return held
+        swapped = self._zero.optimizer_swapper.swap_params_info[flat.ds_id]  # type: ignore[attr-defined]
+        files = {id(each.compute_tensor): each.swap_path for each in swapped.tensors}
+        return {key: _mapped(files[id(each)], swapped.numel(), each.dtype) for key, each in held.items()}
 
     def weights(self) -> Iterable[StateShard]:
         for run in self._runs():
-            partition = self._tensors[run.parameter.name].ds_tensor  # type: ignore[attr-defined]
-            values = partition.detach().view(-1).narrow(0, 0, run.size)
+            values = self._weight(self._tensors[run.parameter.name]).narrow(0, 0, run.size)
             yield StateShard(run.parameter, WEIGHT, run.start, values)
+
+    def _weight(self, tensor: Any) -> Tensor:
+        """This rank's partition of a parameter."""
+        partition = tensor.ds_tensor
+        if partition.status.name == "NOT_AVAILABLE":  # it lies in a file
+            return _mapped(tensor.nvme_swapper.get_path(tensor), partition.ds_numel, tensor.dtype)
+        values: Tensor = partition.detach().view(-1)
+        return values
+
+    def _refresh_masters(self) -> None:
+        for run in self._runs():
+            weight = self._weight(self._tensors[run.parameter.name])
+            run.of(self._held(run.group, run.flat)[MASTER]).copy_(weight.narrow(0, 0, run.size))
 
     def load(self, scalars: Mapping[str, Any]) -> None:
         super().load(scalars)
@@ -147,3 +179,8 @@ class _ShardedState(_ZeroState):
         persistent = self._zero.persistent_parameters
         if persistent:
             persistent[0].all_gather(persistent)
+
+
+def _mapped(path: str, values: int, dtype: torch.dtype) -> Tensor:
+    """The values in a file, read and written as they are touched: none of them is in memory before."""
+    return torch.from_file(path, shared=True, size=values, dtype=dtype)

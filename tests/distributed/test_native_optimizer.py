@@ -42,7 +42,7 @@ def train_and_save(job: Job, folder: str) -> list[tuple[float, float]]:
     """Losses and norms from the folder's latest checkpoint, if any, up to step `job.steps`, then save."""
     latest = find_latest(Path(folder))
     parts = build(replace(job, seed=99) if latest else job)
-    common = {"mesh": parts.mesh, "shape": SHAPE, "split": parts.split, "stage": parts.stage}
+    common = {"mesh": parts.mesh, "shape": job.shape, "split": parts.split, "stage": parts.stage}
     first = load_checkpoint(latest, **common, optimizer=parts.optimizer.state).step if latest else 0
     curve = []
     for step in range(first, job.steps):

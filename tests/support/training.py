@@ -44,6 +44,7 @@ class Job:
     learning_rate: float = 0.1
     zero_stage: int = 0
     offload: str = "none"  # "optimizer"; "parameters": these too
+    disk: str | None = None  # the folder to offload to; None: to the CPU's memory
     dtype: torch.dtype = torch.float64
     label_smoothing: float = 0.0
     z_loss: float = 0.0
@@ -193,10 +194,11 @@ def job_optimizer(
     from megalite.train.deepspeed import DeepSpeedOptimizer
 
     zero: dict[str, Any] = {"stage": job.zero_stage}
+    there = {"device": "cpu"} if job.disk is None else {"device": "nvme", "nvme_path": job.disk}
     if job.offload != "none":
-        zero["offload_optimizer"] = {"device": "cpu"}
+        zero["offload_optimizer"] = there
     if job.offload == "parameters":
-        zero["offload_param"] = {"device": "cpu"}
+        zero["offload_param"] = {**there, "buffer_size": 1 << 20, "max_in_cpu": 0}
     if (
         job.zero_stage == 3
     ):  # without this it would leave all weights whole, as they are small; now only the norms

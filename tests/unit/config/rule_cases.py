@@ -106,23 +106,58 @@ FAMILY_CASES = [
         {"deepspeed.zero_optimization.stage": 3, "deepspeed.zero_optimization.offload_param.device": "cpu"},
     ),
     Case(
-        "offload_stays_in_memory",
+        "offload_has_a_device",
         {
             "deepspeed.zero_optimization.stage": 3,
-            "deepspeed.zero_optimization.offload_optimizer.device": "nvme",
+            "deepspeed.zero_optimization.offload_optimizer.device": "disk",
         },
-        'deepspeed.zero_optimization.offload_optimizer.device: "nvme" is not run: checkpoints read what it would move '
-        'to disk; use "cpu", or leave it out',
+        'deepspeed.zero_optimization.offload_optimizer.device: "disk" is no device; use "cpu" or "nvme", '
+        "or leave it out",
         {
             "deepspeed.zero_optimization.stage": 3,
             "deepspeed.zero_optimization.offload_optimizer.device": "cpu",
         },
     ),
     Case(
-        "offload_stays_in_memory",
-        {"deepspeed.zero_optimization.stage": 3, "deepspeed.zero_optimization.offload_param.device": "ssd"},
-        'deepspeed.zero_optimization.offload_param.device: "ssd" is no device; use "cpu", or leave it out',
-        {"deepspeed.zero_optimization.stage": 3, "deepspeed.zero_optimization.offload_param.device": "none"},
+        "offload_to_disk_has_its_folder",
+        {
+            "deepspeed.zero_optimization.stage": 2,
+            "deepspeed.zero_optimization.offload_optimizer.device": "nvme",
+        },
+        'deepspeed.zero_optimization.offload_optimizer.device: "nvme" is read by stage 3 alone, and this is stage 2; '
+        'use stage 3, or "cpu"',
+        {
+            "deepspeed.zero_optimization.stage": 2,
+            "deepspeed.zero_optimization.offload_optimizer.device": "cpu",
+        },
+    ),
+    Case(
+        "offload_to_disk_has_its_folder",
+        {"deepspeed.zero_optimization.stage": 3, "deepspeed.zero_optimization.offload_param.device": "nvme"},
+        'deepspeed.zero_optimization.offload_param.nvme_path: is needed beside device = "nvme"; '
+        "name a folder of that disk",
+        {
+            "deepspeed.zero_optimization.stage": 3,
+            "deepspeed.zero_optimization.offload_param.device": "nvme",
+            "deepspeed.zero_optimization.offload_param.nvme_path": "disk",
+        },
+    ),
+    Case(
+        "offload_to_disk_has_its_folder",
+        {
+            "deepspeed.zero_optimization.stage": 3,
+            "deepspeed.zero_optimization.offload_optimizer.device": "nvme",
+            "deepspeed.zero_optimization.offload_optimizer.nvme_path": "disk",
+            "deepspeed.zero_optimization.offload_optimizer.pipeline_read": True,
+        },
+        "deepspeed.zero_optimization.offload_optimizer.pipeline_read: is not run: what a checkpoint reads might still "
+        "be on its way to the disk; leave it out",
+        {
+            "deepspeed.zero_optimization.stage": 3,
+            "deepspeed.zero_optimization.offload_optimizer.device": "nvme",
+            "deepspeed.zero_optimization.offload_optimizer.nvme_path": "disk",
+            "deepspeed.zero_optimization.offload_optimizer.pipeline_read": False,
+        },
     ),
     Case(
         "the_native_optimizer_is_adamw_under_zero",

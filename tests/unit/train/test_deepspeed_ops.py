@@ -4,14 +4,18 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from deepspeed.ops.op_builder import CPUAdamBuilder
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder
+from deepspeed.runtime.zero.partition_parameters import Init
 
 from megalite.errors import ConfigError
 from megalite.train import deepspeed_ops
-from megalite.train.deepspeed_ops import build_operator
+from megalite.train.deepspeed_ops import build_operators, operators, require_precision
 
 CONFIG = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
 
@@ -41,8 +45,8 @@ def test_it_is_built_once_and_no_stale_lock_is_waited_for(
         (folder / "cpu_adam.so").touch(exist_ok=False)
 
     compiler(monkeypatch, load)
-    build_operator(CONFIG, said.append)
-    build_operator(CONFIG, said.append)
+    build_operators(operators(CONFIG, native=True), said.append)
+    build_operators(operators(CONFIG, native=True), said.append)
     [line] = said
     assert line.startswith(f"deepspeed.native_optimizer: compiling cpu_adam in {folder}, once")
 
@@ -67,7 +71,7 @@ def test_a_build_that_fails_names_the_setting(
 ) -> None:
     compiler(monkeypatch, load)
     with pytest.raises(ConfigError) as caught:
-        build_operator(CONFIG, lambda _: None)
+        build_operators(operators(CONFIG, native=True), lambda _: None)
     [problem] = caught.value.problems
     assert problem.key == "deepspeed.native_optimizer" and said in problem.message
     assert problem.remedy == "see what the compiler says, or set it to false"
@@ -88,4 +92,39 @@ def test_missing_programs_are_named_before_anything_is_compiled(
     with pytest.raises(
         ConfigError, match="ninja and no-such-compiler is missing; install it, or set it to f"
     ):
-        build_operator(CONFIG, lambda _: None)
+        build_operators(operators(CONFIG, native=True), lambda _: None)
+
+
+def test_offload_to_disk_names_the_library_that_is_missing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder.parent / "pin_memory").mkdir()
+    (folder.parent / "pin_memory" / "pin_memory.so").touch()
+    monkeypatch.setattr(AsyncIOBuilder, "is_compatible", lambda self: False)
+    config = {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}
+    with pytest.raises(ConfigError) as caught:
+        build_operators(operators(config, native=False), lambda _: None)
+    [problem] = caught.value.problems
+    assert str(problem) == (
+        "deepspeed.zero_optimization.offload_param.device: needs async_io: it is compiled here, and the library "
+        'libaio is missing; install it with its headers (libaio-dev, libaio-devel), or use "cpu"'
+    )
+
+
+def test_weights_on_disk_are_refused_where_deepspeed_would_round_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}
+    monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: False)
+    require_precision("bf16", config)
+    with pytest.raises(ConfigError) as caught:
+        require_precision("fp32", config)
+    [problem] = caught.value.problems
+    assert str(problem) == (
+        'deepspeed.zero_optimization.offload_param.device: "nvme" with training.precision = "fp32" needs a GPU: '
+        'DeepSpeed would write bf16 on this CPU; use "cpu", or training.precision "bf16"'
+    )
+    # The reason: once DeepSpeed takes the type that it is told, this is to be allowed.
+    told = SimpleNamespace()
+    Init._set_dtype(told, None, torch.float32)
+    assert told.dtype == torch.bfloat16
