@@ -284,7 +284,7 @@ def build(tools: Tools, folder: Path) -> str:
     """Puts library and record into `folder`; one line about them."""
     folder.mkdir(parents=True, exist_ok=True)
     library, record = folder / LIBRARY, folder / RECORD
-    started = time.monotonic()
+    started, compiled = time.monotonic(), ""
     content: dict[str, object] = {"library": "all" not in tools.why, "left_out": tools.why}
     if "all" in tools.why:
         library.unlink(missing_ok=True)
@@ -315,13 +315,13 @@ def build(tools: Tools, folder: Path) -> str:
         }
         said = (
             f"megalite: compiled operators for CPU {tools.march or platform.machine()} "
-            f"({content['cxx']}) and {chips}; {len(stale)} of {len(objects)} files compiled "
-            f"in {time.monotonic() - started:.0f} s"
+            f"({content['cxx']}) and {chips}"
         )
+        compiled = f"; {len(stale)} of {len(objects)} files compiled in {time.monotonic() - started:.0f} s"
     partial = record.with_suffix(f".{os.getpid()}.json")
     partial.write_text(json.dumps(content | {"said": said}, indent=1) + "\n")
     partial.replace(record)
-    return said
+    return said + compiled
 
 
 class BuildKernels(build_ext):

@@ -1,5 +1,7 @@
 """Normalisation layers."""
 
+from abc import ABC, abstractmethod
+
 import torch
 from torch import Tensor, nn
 
@@ -8,7 +10,7 @@ from megalite.ops.norms import fused_add_norm, layer_norm, rms_norm
 from megalite.topology.parameters import ModelShape
 
 
-class Norm(nn.Module):
+class Norm(nn.Module, ABC):
     """A norm of the last dim with what is learned of it [hidden_size]; alone, or of the sum with a residual."""
 
     bias: nn.Parameter | None
@@ -31,12 +33,13 @@ class Norm(nn.Module):
         total = hidden_states.add_(residual)
         return total, self.normalised(total)
 
+    @abstractmethod
     def normalised(self, hidden_states: Tensor) -> Tensor:
-        raise NotImplementedError
+        """[..., H] -> [..., H]: the norm alone."""
 
 
 class RMSNorm(Norm):
-    """Root-mean-square normalisation."""
+    """Root-mean-square normalisation (Zhang and Sennrich 2019) with a weight [hidden_size]."""
 
     def normalised(self, hidden_states: Tensor) -> Tensor:
         form = {"split_backward": self.split_backward, "fused": self.fused}
@@ -44,7 +47,7 @@ class RMSNorm(Norm):
 
 
 class LayerNorm(Norm):
-    """Layer normalisation (Ba et al. 2016), with a bias."""
+    """Layer normalisation (Ba et al. 2016) with a weight and a bias [hidden_size]."""
 
     bias: nn.Parameter
 

@@ -1,8 +1,8 @@
 """torch's AdamW with its update replaced by one pass over weights, moments, gradients and 16-bit copies.
 
-Measured on two cores (AMD Zen 3, torch 2.13, benchmarks/kernels_optimizer.py): torch's fused update takes 3 times
-the CPU time of ours for float32 weights, and 3 to 11 times with norm, clipping and the rounding of 16-bit copies. On
-a GPU nothing is measured yet: float32 weights stay with torch's there, which reads and writes as little as ours.
+benchmarks/kernels_optimizer.py measures it beside torch's fused update; the look that chose it for every type on a CPU
+was taken on a busy machine (torch's took 3 times the CPU time). On a GPU nothing is measured yet: float32 weights stay
+with torch's there, which reads and writes as little as ours.
 """
 
 from collections import defaultdict
