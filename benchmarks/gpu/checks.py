@@ -1,6 +1,7 @@
 """Whether each operator computes what it should: against float64, over poisoned memory, equal when repeated."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -46,10 +47,18 @@ def run(form: Form, inputs: Sequence[Tensor], gradients: int, dtype: torch.dtype
     return [*detached, *torch.autograd.grad(outputs, leaves[:gradients], grads)]
 
 
-def poison(like: Sequence[Tensor]) -> None:
-    """Leave NaN in the memory that the allocator hands out next: an element nobody writes shows."""
-    held = [torch.full_like(each, torch.nan) for each in like if each.is_floating_point() for _ in range(2)]
-    del held
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Every tensor that torch makes "empty" in here is NaN: an element nobody writes shows.
+
+    That is what torch does in its deterministic mode (torch.utils.deterministic.fill_uninitialized_memory).
+    """
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 def excess(fused: Tensor, plain: Tensor, exact: Tensor, largest: float) -> float:
@@ -74,10 +83,8 @@ def check(operator: Operator, shape: Shape, dtype: torch.dtype, device: str, see
     wide = [each.double() if each.is_floating_point() else each for each in inputs]
     exact = run(operator.plain, wide, operator.gradients, dtype)
     plain = run(operator.plain, inputs, operator.gradients, dtype)
-    poison(plain)
-    fused = run(operator.fused, inputs, operator.gradients, dtype)
-    poison(fused)
-    again = run(operator.fused, inputs, operator.gradients, dtype)
+    with poisoned():
+        fused, again = (run(operator.fused, inputs, operator.gradients, dtype) for _ in range(2))
     largest = max((each.abs().max().item() for each in exact if each.numel()), default=0.0)
     worst = max(excess(*each, largest) for each in zip(fused, plain, exact, strict=True))
     equal = all(torch.equal(one, other) for one, other in zip(fused, again, strict=True))
