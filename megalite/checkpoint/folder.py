@@ -184,22 +184,29 @@ def _write_pointer(pointer: Path, name: str) -> None:
     sync_folder(pointer.parent)
 
 
-def remove_older(folder: Path, step: int, *, keep: int, spared: Sequence[Path] = ()) -> None:
-    """Of the whole checkpoints up to `step` remove all but the last `keep`; never what is spared, `latest` or `best`.
+def remove_older(
+    folder: Path, step: int, *, keep: int, every: int | None = None, spared: Sequence[Path] = ()
+) -> None:
+    """Of the whole checkpoints up to `step` remove all but the last `keep` and those of multiples of `every` steps.
 
-    Each loses its name at once, so that a crash leaves none that is whole by name alone; `remove_stale` removes it.
+    Never what is spared, `latest` or `best`. Each loses its name at once, so that a crash leaves none that is whole by
+    name alone; `remove_stale` removes it. One that cannot be removed is a warning: the run has its newest.
     """
     kept = {path.resolve() for path in spared}
     kept |= {
         named.resolve() for pointer in (LATEST, BEST) if (named := _named_by(folder / pointer)) is not None
     }
     found = sorted((number, path) for number, path in _published(folder).items() if number <= step)
+    kept |= {path.resolve() for number, path in found if every is not None and number % every == 0}
     whole = [path for _, path in found if _is_whole(path)]
     for path in whole[: max(0, len(whole) - keep)]:
         if path.resolve() not in kept:
             removed = folder / f".{path.name}.partial-removed"
             shutil.rmtree(removed, ignore_errors=True)
-            path.rename(removed)
+            try:
+                path.rename(removed)
+            except OSError as error:
+                logger.warning("%s is not needed and cannot be removed (%s): remove it", path, error.strerror)
             shutil.rmtree(removed, ignore_errors=True)
 
 

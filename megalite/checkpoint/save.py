@@ -2,9 +2,12 @@
 
 import errno
 import json
+import os
 import secrets
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
@@ -41,6 +44,11 @@ from megalite.topology.state import OptimizerState, StateShard
 
 T = TypeVar("T")
 
+_ROOM = (
+    "free space there, set checkpoint.keep_last to keep fewer, or set run.folder to another disk, then run again to"
+    " resume"
+)
+
 
 @dataclass(frozen=True)
 class _Piece:
@@ -67,6 +75,51 @@ class _Piece:
         return self.values.view(self.shape)
 
 
+class Draft:
+    """A checkpoint that is being made: what this rank writes of it, and on rank 0 how it is published.
+
+    partial: the folder that it is written to. published: its name in the end.
+    """
+
+    def __init__(
+        self, partial: Path, published: Path, rank: int, pieces: Mapping[str, _Piece], manifest: Manifest
+    ):
+        """manifest: without tensors and files, which the ranks' tables tell."""
+        self.partial, self.published = partial, published
+        self.path = partial / f"rank-{rank:05d}.safetensors"
+        self._pieces, self._manifest = pieces, manifest
+
+    @property
+    def step(self) -> int:
+        return self._manifest.trainer_state["step"]
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the numbers that this rank writes."""
+        return sum(piece.values.nbytes for piece in self._pieces.values())
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Key -> what this rank writes under it: no copies, but what training goes on with."""
+        return {key: piece.shaped for key, piece in self._pieces.items()}
+
+    def write(self, read: Callable[[str], Tensor]) -> str:
+        """Write this rank's file and wait until it is on the disk; what rank 0 has to know of it.
+
+        read: gives `tensors`, or a copy of them, one after the other.
+        """
+        return _write(self.path, self._pieces, read)
+
+    def publish(self, tables: Sequence[str]) -> None:
+        """On one rank, with what `write` gave on each: check that nothing is missing, and give it its name."""
+        manifest = replace(self._manifest, **_merge(tables))
+        check_coverage(manifest, self.partial)
+        check_files(manifest, self.partial)
+        write_durably(self.partial / MANIFEST, to_json(manifest))
+        sync_folder(self.partial)
+        publish(self.partial, self.published)
+
+
 def save_checkpoint(
     folder: Path,
     *,
@@ -85,37 +138,70 @@ def save_checkpoint(
     them, tied tensors by their first stage. Raises CheckpointError, on every rank alike, when any rank fails;
     older checkpoints stay as they were.
     """
-    step = trainer_state["step"]
-    partial = folder / mesh.broadcast_object(partial_name(step, secrets.token_hex(4)))
+    draft = draft_checkpoint(
+        folder,
+        mesh=mesh,
+        shape=shape,
+        split=split,
+        stage=stage,
+        optimizer=optimizer,
+        trainer_state=trainer_state,
+        config=config,
+    )
+    write_draft(draft, mesh)
+    return draft.published
+
+
+def write_draft(draft: Draft, mesh: ParallelMesh, then: Callable[[], None] = lambda: None) -> None:
+    """Write and publish it, now; `then` is called on rank 0. Collective; raises as `save_checkpoint` does."""
+
+    def finish(tables: Sequence[str]) -> None:
+        draft.publish(tables)
+        then()
+
     try:
-        all_or_none(mesh, "prepare", folder, lambda: _prepare(folder, partial) if mesh.rank == 0 else None)
-        parameters = list(stage_parameters(shape, split, mesh.at.pp))
-        path = partial / f"rank-{mesh.rank:05d}.safetensors"
-        table = all_or_none(
-            mesh, "write", path, lambda: _write(path, list(_pieces(mesh, parameters, stage, optimizer)))
-        )
+        table = all_or_none(mesh, "write", draft.path, lambda: draft.write(draft.tensors.__getitem__))
         tables = mesh.gather_objects(table)
-
-        def complete() -> None:
-            manifest = Manifest(
-                megalite=megalite.__version__,
-                torch=torch.__version__,
-                trainer_state=dict(trainer_state),
-                layout=mesh.layout,
-                stage_layers=tuple(split.layers_of(stage) for stage in range(split.stages)),
-                model=shape,
-                config=config,
-                optimizer=dict(optimizer.scalars()),
-                **_merge(tables or []),
-            )
-            _complete(partial, folder / published_name(step), manifest)
-
-        all_or_none(mesh, "publish", partial, lambda: complete() if mesh.rank == 0 else None)
+        all_or_none(mesh, "publish", draft.partial, lambda: finish(tables) if tables is not None else None)
     except CheckpointError:
         if mesh.rank == 0:
-            remove_stale(folder)
+            remove_stale(draft.partial.parent)
         raise
-    return folder / published_name(step)
+
+
+def draft_checkpoint(
+    folder: Path,
+    *,
+    mesh: ParallelMesh,
+    shape: ModelShape,
+    split: PipelineSplit,
+    stage: nn.Module,
+    optimizer: OptimizerState,
+    trainer_state: Mapping[str, int],
+    config: Mapping[str, Any],
+) -> Draft:
+    """Make the folder for it, once there is room for what all ranks have to write; as `save_checkpoint`."""
+    step = trainer_state["step"]
+    parameters = list(stage_parameters(shape, split, mesh.at.pp))
+    manifest = Manifest(
+        megalite=megalite.__version__,
+        torch=torch.__version__,
+        trainer_state=dict(trainer_state),
+        layout=mesh.layout,
+        stage_layers=tuple(split.layers_of(stage) for stage in range(split.stages)),
+        model=shape,
+        config=config,
+        optimizer=dict(optimizer.scalars()),
+        tensors={},
+        files={},
+    )
+    pieces = all_or_none(mesh, "list", folder, lambda: _by_key(_pieces(mesh, parameters, stage, optimizer)))
+    where = folder / mesh.broadcast_object(partial_name(step, secrets.token_hex(4)))
+    draft = Draft(where, folder / published_name(step), mesh.rank, pieces, manifest)
+    sizes = mesh.gather_objects(draft.size_bytes)
+    make = partial(_prepare, folder, where, sum(sizes or []))
+    all_or_none(mesh, "prepare", folder, lambda: make() if mesh.rank == 0 else None)
+    return draft
 
 
 def all_or_none(mesh: ParallelMesh, verb: str, path: Path, action: Callable[[], T]) -> T:
@@ -126,7 +212,7 @@ def all_or_none(mesh: ParallelMesh, verb: str, path: Path, action: Callable[[], 
     # Whatever it is: the other ranks would wait for this one for ever.
     except Exception as error:
         cause = error
-        failure = f"{mesh.layout.describe(mesh.rank)} could not {verb} {path}: {_explain(error, path)}"
+        failure = explain(error, mesh, verb, path)
     failures = [text for text in mesh.gather_objects(failure) or [] if text is not None]
     first = mesh.broadcast_object(failures[0] if failures else None)
     if first is not None:
@@ -134,20 +220,31 @@ def all_or_none(mesh: ParallelMesh, verb: str, path: Path, action: Callable[[], 
     return result  # type: ignore[return-value]
 
 
-def _explain(error: Exception, path: Path) -> str:
+def explain(error: Exception, mesh: ParallelMesh, verb: str, path: Path) -> str:
+    """Which rank could not do what, why, and what to do."""
+    return f"{mesh.layout.describe(mesh.rank)} could not {verb} {path}: {_reason(error)}"
+
+
+def _reason(error: Exception) -> str:
     if isinstance(error, CheckpointError):
         return str(error)
     number = error.errno if isinstance(error, OSError) else None
     if number in (errno.ENOSPC, errno.EDQUOT):
-        return f"{error}; free space there or set run.folder to another disk, then run again to resume"
+        return f"{error}; {_ROOM}"
     if number in (errno.EACCES, errno.EPERM, errno.EROFS):
         return f"{error}; make it writable or set run.folder to a folder that is, then run again to resume"
     return f"{type(error).__name__}: {error}"
 
 
-def _prepare(folder: Path, partial: Path) -> None:
+def _prepare(folder: Path, partial: Path, needed_bytes: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     remove_stale(folder)
+    free_bytes = shutil.disk_usage(folder).free
+    if free_bytes < needed_bytes:
+        raise CheckpointError(
+            f"{os.strerror(errno.ENOSPC)}: the checkpoint has {needed_bytes:,} bytes, and {free_bytes:,} are free; "
+            f"{_ROOM}"
+        )
     partial.mkdir()
 
 
@@ -166,6 +263,14 @@ def _pieces(
                 yield _Piece(shard.key, run, shard.values[run.offset : run.offset + run.numel])
 
 
+def _by_key(pieces: Iterable[_Piece]) -> dict[str, _Piece]:
+    found: dict[str, _Piece] = {}
+    for piece in pieces:
+        if found.setdefault(piece.key, piece) is not piece:
+            raise AssertionError("a rank holds the same run of the same tensor twice")
+    return found
+
+
 def _whole_weights(
     mesh: ParallelMesh, parameters: Sequence[Parameter], tensors: Mapping[str, Tensor]
 ) -> Iterator[StateShard]:
@@ -182,15 +287,12 @@ def _written(mesh: ParallelMesh, parameter: Parameter, runs: Iterable[PartRun]) 
         yield from (run for run in runs if spec.first_holder(run.part, rank, size) == rank)
 
 
-def _write(path: Path, pieces: Sequence[_Piece]) -> str:
+def _write(path: Path, by_key: Mapping[str, _Piece], read: Callable[[str], Tensor]) -> str:
     """Write one rank's file; returns what the manifest has to say of it, as JSON."""
-    if not pieces:
+    if not by_key:
         return json.dumps({"file": path.name, "size_bytes": None, "shards": []})
-    by_key = {piece.key: piece for piece in pieces}
-    if len(by_key) != len(pieces):
-        raise AssertionError("a rank holds the same run of the same tensor twice")
     infos = {key: TensorInfo(piece.values.dtype, piece.shape) for key, piece in by_key.items()}
-    hashes, size_bytes = write_tensor_file(path, infos, lambda key: by_key[key].shaped)
+    hashes, size_bytes = write_tensor_file(path, infos, read)
     shards = [
         {
             "kind": piece.kind,
@@ -225,12 +327,3 @@ def _merge(tables: Sequence[str]) -> dict[str, Any]:
             shard = shard_from_json({"file": table["file"], **row["shard"]})
             entries[row["name"]] = TensorEntry(known.shape, known.dtype, (*known.shards, shard))
     return {"tensors": tensors, "files": files}
-
-
-def _complete(partial: Path, published: Path, manifest: Manifest) -> None:
-    """Check that nothing is missing, then publish."""
-    check_coverage(manifest, partial)
-    check_files(manifest, partial)
-    write_durably(partial / MANIFEST, to_json(manifest))
-    sync_folder(partial)
-    publish(partial, published)

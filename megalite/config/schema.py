@@ -364,13 +364,12 @@ class CheckpointConfig(Section):
     """When the run is saved and where it goes on; the last step is always saved."""
 
     every: Count | None = Field(None, description="steps between checkpoints; default: only the last")
-    best: bool = Field(
-        False,
-        description="also save whenever the validation loss is the lowest so far; checkpoints/best names it",
-    )
+    async_save: bool = Field(True, description="train on while a copy in memory is written, if there is room")
+    best: bool = Field(False, description="also save at the lowest validation loss, for checkpoints/best")
     keep_last: Count | None = Field(
         None, description="delete all but so many of the last, the best, and what the run resumed from"
     )
+    keep_every: Count | None = Field(None, description="with keep_last, also keep every so many steps")
     resume: Text = Field("auto", description='"auto": the latest of run.folder; "never"; or a checkpoint')
     export: bool | Literal["best"] = Field(
         True,

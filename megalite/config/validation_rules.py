@@ -50,6 +50,12 @@ def best_export_needs_its_checkpoint(facts: Facts) -> Iterator[Problem]:
         )
 
 
+def keeping_some_means_deleting_others(facts: Facts) -> Iterator[Problem]:
+    if facts.checkpoint.keep_every is not None and facts.checkpoint.keep_last is None:
+        message = f"{facts.checkpoint.keep_every} has no meaning where no checkpoint is deleted"
+        yield Problem("checkpoint.keep_every", message, "set checkpoint.keep_last, or leave it out")
+
+
 def loss_scale_skips_by_itself(facts: Facts) -> Iterator[Problem]:
     if facts.training.nonfinite == "skip" and facts.training.precision == "fp16":
         message = (
@@ -64,5 +70,6 @@ VALIDATION_RULES = (
     improvement_is_for_patience,
     best_checkpoint_needs_text,
     best_export_needs_its_checkpoint,
+    keeping_some_means_deleting_others,
     loss_scale_skips_by_itself,
 )

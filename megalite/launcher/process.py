@@ -69,15 +69,42 @@ def available_cores() -> int:
     """The cores this process may use at once: its affinity mask, capped by its control groups' quotas."""
     affinity = getattr(os, "sched_getaffinity", None)
     cores = float(len(affinity(0)) if affinity else os.cpu_count() or 1)
-    for folder in _control_groups(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")):
+    for folder in _control_groups(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"), "cpu"):
         quota = _quota(folder)
         if quota is not None:
             cores = min(cores, quota)
     return max(1, int(cores))
 
 
-def _control_groups(membership: Path, root: Path) -> list[Path]:
-    """The folders, own group first and then its ancestors, whose CPU quota holds for this process."""
+def available_memory_bytes() -> int | None:
+    """What this node can still hand out, or this process's control groups; None where nobody says."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return None
+    for folder in _control_groups(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"), "memory"):
+        left = _memory_left(folder)
+        if left is not None:
+            available = min(available, left)
+    return available
+
+
+def _memory_left(folder: Path) -> int | None:
+    """Bytes that a control group of version 2 or 1 has left, its page cache counted as such; None without a limit."""
+    names = ("memory.max", "memory.current", "inactive_file")
+    if not (folder / names[0]).exists():
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    try:
+        limit, used = ((folder / name).read_text().strip() for name in names[:2])
+        cached = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return None
+    return None if limit == "max" else int(limit) - int(used) + int(cached.get(names[2], 0))
+
+
+def _control_groups(membership: Path, root: Path, controller: str) -> list[Path]:
+    """The folders, own group first and then its ancestors, whose limits on "cpu" or "memory" hold for this process."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:
@@ -85,7 +112,7 @@ def _control_groups(membership: Path, root: Path) -> list[Path]:
     folders = []
     for line in lines:
         _, controllers, group = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
         mount = root / controllers if controllers else root
         # In a container the path is often that of the host, which is not mounted here: the mount itself

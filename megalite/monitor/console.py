@@ -7,7 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
-from megalite.monitor.metrics import StepMetrics, ValidationMetrics
+from megalite.monitor.metrics import SaveMetrics, StepMetrics, ValidationMetrics
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -74,6 +74,16 @@ class Console:
             f"validation after step {metrics.step}: loss {metrics.loss:.4f}{sets}  perplexity "
             f"{metrics.perplexity:,.2f}  {round(metrics.tokens):,} tokens in {duration(metrics.seconds)}"
         )
+
+    def saved(self, metrics: SaveMetrics) -> None:
+        """Show a checkpoint and what it cost."""
+        text = f"saved {metrics.path.name}: training waited {metrics.stall_seconds:.2f} s"
+        if metrics.staging_bytes:
+            text += f", written in {metrics.write_seconds:.2f} s beside {metrics.steps_beside} steps"
+            if metrics.slowdown is not None:
+                text += f" (each {metrics.slowdown:.2f} times as long)"
+            text += f", {metrics.staging_bytes / 2**20:,.0f} MiB of copies a rank"
+        self.say(text)
 
     def say(self, text: str) -> None:
         """A line of its own, above the bar."""

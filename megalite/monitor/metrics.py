@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 _OPTIONAL = ("loss_scale", "skipped_steps")
@@ -91,6 +92,37 @@ class ValidationMetrics:
         }
 
 
+@dataclass(frozen=True)
+class SaveMetrics:
+    """A checkpoint that was published, and what it cost.
+
+    step: after which it was taken. stall_seconds: what training waited for it, all in all. write_seconds: until the
+    slowest rank's file was on the disk. staging_bytes: the copy that training went on beside, of the rank that holds
+    most; 0 where training waited. steps_beside: made while it was written. slowdown: how many times as long as others
+    these took; None where there was none to compare.
+    """
+
+    step: int
+    path: Path
+    stall_seconds: float
+    write_seconds: float
+    staging_bytes: int = 0
+    steps_beside: int = 0
+    slowdown: float | None = None
+
+    def record(self) -> dict[str, Any]:
+        """As it stands in metrics.jsonl, in the record of the first step that ends after it was published."""
+        return {
+            "checkpoint_step": self.step,
+            "checkpoint_stall_seconds": self.stall_seconds,
+            "checkpoint_write_seconds": self.write_seconds,
+            "checkpoint_staging_bytes": self.staging_bytes,
+            "checkpoint_slowdown": self.slowdown,
+        }
+
+
 def is_own_metric(name: str) -> bool:
     """Whether a key of metrics.jsonl is one that every run may have."""
-    return name in {each.name for each in fields(StepMetrics)} or name.startswith("validation_")
+    return name in {each.name for each in fields(StepMetrics)} or name.startswith(
+        ("validation_", "checkpoint_")
+    )

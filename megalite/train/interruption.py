@@ -1,8 +1,11 @@
-"""What is said of a run that was told to end: where its last checkpoint is, and how it goes on from there."""
+"""A run that is told to end: SIGTERM lets it save first; what is said of where it goes on from there."""
 
+import os
+import select
 import signal
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -12,6 +15,11 @@ from megalite.config.schema import RunConfig
 from megalite.errors import CheckpointError
 from megalite.launcher.environment import RankInfo
 from megalite.monitor.console import announce
+
+# A signal may arrive twice at once: by the process group and from the parent, which passes it on.
+_ONCE_SECONDS = 1.0
+# launch/slurm.sbatch has 300 between SIGTERM and the end of the time.
+_GRACE_SECONDS = 240.0
 
 
 class Terminated(BaseException):
@@ -30,6 +38,58 @@ def termination_raised(info: RankInfo | None, ranks: int) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@contextmanager
+def termination_noted(ended: Callable[[str], None]) -> Iterator[Callable[[], bool]]:
+    """Whether SIGTERM has arrived, for the run to ask between two steps; in the main thread.
+
+    `ended` is told why, and ends the process, in a thread: when the signal comes again, a second later or more, or when
+    the run is not over within the grace time. What others have done about the signal stands.
+    """
+    in_main = threading.current_thread() is threading.main_thread()
+    if not in_main or signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, _raise):
+        yield lambda: False
+        return
+    noted = threading.Event()
+    receiver, sender = os.pipe()
+    os.set_blocking(sender, False)
+    # By its number in a pipe: that arrives where the main thread hangs in a collective, and runs no Python code.
+    previous_sender = signal.set_wakeup_fd(sender, warn_on_full_buffer=False)
+    previous = signal.signal(signal.SIGTERM, lambda *_: None)
+    signal.siginterrupt(
+        signal.SIGTERM, False
+    )  # not every library goes on with a system call that was cut short
+    watch = threading.Thread(target=_watch, args=(receiver, noted, ended), name="SIGTERM", daemon=True)
+    watch.start()
+    try:
+        yield noted.is_set
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+        signal.set_wakeup_fd(previous_sender)
+        os.close(sender)
+        watch.join()
+        os.close(receiver)
+
+
+def _watch(receiver: int, noted: threading.Event, ended: Callable[[str], None]) -> None:
+    first: float | None = None
+    while True:
+        left = None if first is None else max(0.0, first + _GRACE_SECONDS - time.monotonic())
+        if not select.select([receiver], [], [], left)[0]:
+            ended(f"the run was not over {_GRACE_SECONDS:g} s after SIGTERM")
+            return
+        numbers = os.read(receiver, 4096)
+        if not numbers:
+            return
+        if signal.SIGTERM not in numbers:
+            continue
+        if first is None:
+            first = time.monotonic()
+            noted.set()
+        elif time.monotonic() - first >= _ONCE_SECONDS:
+            ended("SIGTERM came again")
+            return
 
 
 def tell_interruption(config: RunConfig, info: RankInfo | None) -> None:

@@ -1,6 +1,7 @@
 """The whole life of one rank: meet the others, find the inputs, resume, train, save, export."""
 
 import fcntl
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,12 +22,16 @@ from megalite.data.tokenizer import load_tokenizer
 from megalite.errors import CheckpointError, ConfigError, Problem
 from megalite.launcher.environment import RankInfo
 from megalite.model.kernels import choose_kernels
+from megalite.monitor.console import announce
 from megalite.parallel.mesh import ParallelMesh, connect, disconnect
 from megalite.train.callbacks import Callback
 from megalite.train.document_probe import check_documents
+from megalite.train.interruption import termination_noted
+from megalite.train.local import STOPPED, TERMINATED
 from megalite.train.loop import TrainingLoop
 from megalite.train.precision import Precision, choose_precision
 from megalite.train.report import RunReporter
+from megalite.train.saving import RunSaver
 from megalite.train.trainer import Trainer
 from megalite.train.validation import HeldOutSet, held_out_set
 
@@ -99,7 +104,10 @@ def prepare_inputs(config: RunConfig, folder: RunFolder) -> RunInputs:
 
 
 def train_rank(info: RankInfo, config: RunConfig, threads: int, callbacks: Sequence[Callback] = ()) -> int:
-    """Be one rank of the job that `config` describes, until its last step is saved; 0 when all is done."""
+    """Be one rank of the job that `config` describes, until its last step is saved.
+
+    0 when all is done, 75 when SIGTERM ended it before.
+    """
     torch.set_num_threads(threads)
     folder = RunFolder(Path(config.run.folder))
     claim = folder.occupy() if info.rank == 0 else None
@@ -115,6 +123,8 @@ def train_rank(info: RankInfo, config: RunConfig, threads: int, callbacks: Seque
     else:
         disconnect()
         # Only now: the others need not wait while one rank writes and checks the export.
+        if done.told_to_end:
+            return STOPPED
         if info.rank == 0 and done.last is not None:
             done.reporter.summary(_finish(done, folder))
     finally:
@@ -125,12 +135,16 @@ def train_rank(info: RankInfo, config: RunConfig, threads: int, callbacks: Seque
 
 @dataclass(frozen=True)
 class _Done:
-    """What is left of a rank when its last step is saved. last: the last checkpoint, if there is any."""
+    """What is left of a rank when its last step is saved.
+
+    last: the last checkpoint, if there is any. told_to_end: SIGTERM came before the last step.
+    """
 
     config: RunConfig
     tokenizer_folder: Path
     reporter: RunReporter
     last: Path | None
+    told_to_end: bool
 
 
 def _train(
@@ -172,14 +186,30 @@ def _train(
             reporter.say(f"nothing left to train: this run has {trainer.total_steps} steps")
     if config.data.document_mask and config.data.check_document_mask:
         _check_documents(trainer, inputs, reporter)
-    loop = TrainingLoop(
-        trainer, held_out, reporter, folder.checkpoints, callbacks=callbacks, resumed_from=resumed_from
+    saver = RunSaver(
+        trainer, folder.checkpoints, resumed_from=resumed_from, ranks_a_node=info.local_world_size
     )
-    with trainer.batches:
+    with trainer.batches, termination_noted(partial(_end_now, info)) as told_to_end:
+        loop = TrainingLoop(
+            trainer,
+            held_out,
+            reporter,
+            saver,
+            callbacks=callbacks,
+            told_to_end=told_to_end,
+            saved=resumed_from,
+        )
         reason = loop.run()
     if reason:
         reporter.say(f"stopped after step {trainer.state.step}: {reason}")
-    return _Done(config, inputs.tokenizer_folder, reporter, loop.saved)
+    return _Done(config, inputs.tokenizer_folder, reporter, loop.saved, loop.told_to_end)
+
+
+def _end_now(info: RankInfo, reason: str) -> None:
+    """For a thread: the main one may wait for others for ever."""
+    if info.rank == 0:
+        announce(f"ended without a checkpoint of this moment: {reason}")
+    os._exit(TERMINATED)
 
 
 def _finish(done: _Done, folder: RunFolder) -> dict[str, Path]:

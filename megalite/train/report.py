@@ -13,7 +13,7 @@ from megalite.launcher.process import available_cores
 from megalite.monitor.console import Console, RunSummary
 from megalite.monitor.jsonl import MetricsFile, read_metrics
 from megalite.monitor.memory import device_memory, process_memory
-from megalite.monitor.metrics import StepMetrics, ValidationMetrics
+from megalite.monitor.metrics import SaveMetrics, StepMetrics, ValidationMetrics
 from megalite.monitor.tensorboard import TensorBoardFile
 from megalite.monitor.throughput import (
     Throughput,
@@ -39,6 +39,7 @@ class RunReporter:
         self._skips = self._scaled or trainer.config.training.nonfinite == "skip"
         self._tokens_per_step = trainer.tokens_per_step
         self._memory_bytes = 0
+        self._costs: dict[str, Any] = {}  # of a save, for the next step's record
         self._started = time.perf_counter()
         self._path = metrics_file
         nodes = info.world_size // info.local_world_size
@@ -69,6 +70,12 @@ class RunReporter:
         """A warning on rank 0's console."""
         if self.console is not None:
             self.console.warn(text)
+
+    def saved(self, metrics: SaveMetrics) -> None:
+        """Record a checkpoint that was published."""
+        if self.console is not None:
+            self._costs = metrics.record()
+            self.console.saved(metrics)
 
     def start(self, validation: ValidationMetrics, custom: Mapping[str, float]) -> None:
         """Record the validation of a run that has not made a step yet, and what callbacks add to it."""
@@ -105,7 +112,9 @@ class RunReporter:
             skipped_steps=report.skipped_steps if self._skips else None,
             custom=custom,
         )
-        self._metrics.append({**metrics.record(), **({} if validation is None else validation.record())})
+        validated = {} if validation is None else validation.record()
+        self._metrics.append({**metrics.record(), **validated, **self._costs})
+        self._costs = {}
         self._draw(report.step, {**metrics.scalars(), **({} if validation is None else validation.scalars())})
         self.console.step(metrics)
         if report.overflow is not None:

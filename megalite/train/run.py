@@ -23,7 +23,7 @@ from megalite.monitor.console import announce
 from megalite.monitor.jsonl import read_metrics
 from megalite.train.callbacks import Callback
 from megalite.train.interruption import Terminated, tell_interruption, termination_raised
-from megalite.train.local import TERMINATED, run_local_ranks, run_rank
+from megalite.train.local import STOPPED, TERMINATED, run_local_ranks, run_rank
 
 _PROBE_SECONDS = 10.0
 
@@ -74,7 +74,8 @@ class Trainer:
     def run(self, source: str) -> int:
         """As `train`; the exit code of the job. `source`: where the user wrote the settings, for messages.
 
-        What SIGINT (KeyboardInterrupt) and SIGTERM (143) end has said where it can be taken up.
+        What SIGINT (KeyboardInterrupt) and SIGTERM end has said where it can be taken up: 75 with a checkpoint of
+        its last step, 143 before the first step or at once.
         """
         config, info = self.config, rank_info()
         try:
@@ -85,7 +86,7 @@ class Trainer:
             raise
         except Terminated:
             code = TERMINATED
-        if code == TERMINATED:
+        if code in (TERMINATED, STOPPED):
             tell_interruption(config, info)
         return code
 

@@ -2,13 +2,14 @@
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from megalite.checkpoint.hf_import import load_huggingface
 from megalite.checkpoint.load import load_checkpoint
-from megalite.checkpoint.save import save_checkpoint
+from megalite.checkpoint.save import Draft, draft_checkpoint, write_draft
 from megalite.config.schema import RunConfig, TrainingConfig
 from megalite.data.loader import StepLoader
 from megalite.data.prefetch import Prefetch
@@ -156,6 +157,8 @@ class Trainer:
         """`weights`: a Hugging Face folder to start from instead of random values."""
         self.config, self.mesh, self.shape, self.loader = config, mesh, shape, loader
         self.state = TrainerState()
+        self.before_update: Callable[[], None] = lambda: None
+        """Called in every step before weights and optimizer state change; nothing else changes them."""
         self.split = config.split
         self.options = options = model_options(config, mesh.device.type)
         self.loss_dtype = options.loss_dtype
@@ -212,6 +215,7 @@ class Trainer:
         with self.optimizer.accumulating():
             loss = self.pipeline.forward_backward(batch, loss_scale)
         learning_rate = self.learning_rate(self.state.step)
+        self.before_update()
         try:
             update = self.optimizer.step(learning_rate)
         except TrainingError as error:
@@ -257,7 +261,13 @@ class Trainer:
 
     def save(self, folder: Path) -> Path:
         """Write `folder`/step-NNNNNN as one checkpoint of the whole job; collective."""
-        return save_checkpoint(
+        draft = self.draft(folder)
+        write_draft(draft, self.mesh)
+        return draft.published
+
+    def draft(self, folder: Path) -> Draft:
+        """A checkpoint of this moment, to be written to `folder`; collective."""
+        return draft_checkpoint(
             folder,
             mesh=self.mesh,
             shape=self.shape,

@@ -101,9 +101,11 @@ def test_the_same_command_again_has_nothing_left_to_do(job, undisturbed):
     assert curve(undisturbed) == before
 
 
-@pytest.mark.parametrize(("ranks", "number", "code"), [(1, signal.SIGTERM, 143), (2, signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("ranks", "number", "code"), [(1, signal.SIGTERM, 75), (2, signal.SIGTERM, 75), (2, signal.SIGINT, 130)]
+)
 def test_an_interrupted_run_says_where_it_goes_on(tmp_path, ranks, number, code):
-    """And one whose last checkpoint was damaged since then, which older one is intact."""
+    """SIGTERM lets it save first. And one whose last checkpoint was damaged since then, which older one is intact."""
     job = Job.write(tmp_path, tensor=ranks, pipeline=1)
     folder = tmp_path / "run"
     process = job.start(folder, "--training.steps", "100000")
@@ -112,10 +114,14 @@ def test_an_interrupted_run_says_where_it_goes_on(tmp_path, ranks, number, code)
     output, _ = process.communicate(timeout=60)
     last = find_latest(folder / "checkpoints")
     told = f"interrupted: the last checkpoint is {last}; the same command goes on from there"
-    assert (process.returncode, output.splitlines()[-1]) == (code, told)
+    assert (process.returncode, output.splitlines()[-1]) == (code, told), output
+    if number == signal.SIGTERM:
+        # To the whole group, so that each rank had it twice: from there and from the parent.
+        assert last.name == f"step-{curve(folder)[-1][0]:06d}"
+        assert f"stopped after step {curve(folder)[-1][0]}: SIGTERM" in output
 
     _flip_a_bit_of_the_optimizer(last)
-    older = folder / "checkpoints" / f"step-{int(last.name[5:]) - 3:06d}"
+    *_, older, _ = sorted((folder / "checkpoints").glob("step-*"))
     process = job.start(folder)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 2 and "sha256 differs" in output

@@ -64,6 +64,27 @@ def test_the_last_ones_stay(folder: Path) -> None:
     assert steps(folder) == [40, 50]
 
 
+def test_some_stay_for_good(folder: Path) -> None:
+    remove_older(folder, 50, keep=1, every=20)
+    assert steps(folder) == [20, 40, 50]
+
+
+def test_one_that_cannot_be_removed_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real = Path.rename
+
+    def rename(path: Path, target: Path) -> Path:
+        if path.name == published_name(20):
+            raise PermissionError(13, "Permission denied")
+        return real(path, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    remove_older(folder, 50, keep=1)
+    assert steps(folder) == [20, 50]
+    assert "step-000020 is not needed and cannot be removed (Permission denied): remove it" in caplog.text
+
+
 def test_what_is_named_or_spared_stays(folder: Path) -> None:
     write_best(folder, published_name(20))
     remove_older(folder, 50, keep=1, spared=[folder / published_name(10)])

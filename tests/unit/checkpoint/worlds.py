@@ -40,6 +40,9 @@ class ThreadMesh:
     def broadcast_object(self, value: Any) -> Any:
         return self._exchange.all(self.rank, value)[0]
 
+    def max_over_world(self, value: float) -> float:
+        return max(self._exchange.all(self.rank, value))
+
 
 class Exchange:
     """A place where all threads leave a value and take everyone's."""

@@ -205,6 +205,13 @@ VALIDATION_CASES = [
         {"validation.patience": 3},
     ),
     Case(
+        "keeping_some_means_deleting_others",
+        {"checkpoint.keep_every": 1000},
+        "checkpoint.keep_every: 1000 has no meaning where no checkpoint is deleted; "
+        "set checkpoint.keep_last, or leave it out",
+        {"checkpoint.keep_last": 3},
+    ),
+    Case(
         "best_checkpoint_needs_text",
         {"checkpoint.best": True},
         "checkpoint.best: true stands without held-out text, whose loss says which is the best; "

@@ -40,7 +40,7 @@ def test_the_quota_of_every_enclosing_group_counts(tmp_path):
     membership = tmp_path / "cgroup"
     membership.write_text("5:memory:/elsewhere\n2:cpu,cpuacct:/jobs/17\n0::/user.slice/session\n")
     root = Path("/sys/fs/cgroup")
-    folders = process._control_groups(membership, root)
+    folders = process._control_groups(membership, root, "cpu")
     assert [str(folder.relative_to(root)) for folder in folders] == [
         "cpu,cpuacct/jobs/17",
         "cpu,cpuacct/jobs",
@@ -49,7 +49,31 @@ def test_the_quota_of_every_enclosing_group_counts(tmp_path):
         "user.slice",
         ".",
     ]
-    assert process._control_groups(tmp_path / "absent", root) == []
+    assert process._control_groups(tmp_path / "absent", root, "cpu") == []
+
+
+def test_the_memory_that_a_group_has_left_counts_files_that_can_be_dropped(tmp_path):
+    for name, files in {
+        "v2": {
+            "memory.max": "1000\n",
+            "memory.current": "700\n",
+            "memory.stat": "anon 1\ninactive_file 200\n",
+        },
+        "v2-free": {"memory.max": "max\n", "memory.current": "7\n", "memory.stat": "inactive_file 2\n"},
+        "v1": {
+            "memory.limit_in_bytes": "1000\n",
+            "memory.usage_in_bytes": "400\n",
+            "memory.stat": "total_inactive_file 100\n",
+        },
+        "none": {},
+    }.items():
+        (tmp_path / name).mkdir()
+        for file, text in files.items():
+            (tmp_path / name / file).write_text(text)
+    left = [process._memory_left(tmp_path / name) for name in ("v2", "v2-free", "v1", "none")]
+    assert left == [500, None, 700, None]
+    available = process.available_memory_bytes()
+    assert available is None or available > 0
 
 
 def test_a_process_is_told_from_a_later_one_with_its_id():

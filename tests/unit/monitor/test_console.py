@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megalite.monitor.console import Console, RunSummary, duration
-from megalite.monitor.metrics import StepMetrics, ValidationMetrics
+from megalite.monitor.metrics import SaveMetrics, StepMetrics, ValidationMetrics, is_own_metric
 
 
 class Terminal(io.StringIO):
@@ -54,6 +54,30 @@ def test_one_line_every_few_steps_and_for_the_last() -> None:
         "step  4/10  loss 0.7500  grad norm 0.500  2,000 tokens/s  64% of sgemm  1.50 GiB  0:03 left"
     )
     assert lines[-1].endswith("0:00 left")
+
+
+def test_a_checkpoint_has_a_line_with_what_it_cost() -> None:
+    stream = io.StringIO()
+    console = Console(total_steps=10, stream=stream)
+    waited = SaveMetrics(10, Path("checkpoints/step-000010"), stall_seconds=1.25, write_seconds=1.25)
+    console.saved(waited)
+    beside = replace(waited, stall_seconds=0.014, staging_bytes=200 << 20, steps_beside=4)
+    console.saved(beside)
+    console.saved(replace(beside, slowdown=1.31))
+    assert stream.getvalue().splitlines() == [
+        "saved step-000010: training waited 1.25 s",
+        "saved step-000010: training waited 0.01 s, written in 1.25 s beside 4 steps, 200 MiB of copies a rank",
+        "saved step-000010: training waited 0.01 s, written in 1.25 s beside 4 steps (each 1.31 times as long), "
+        "200 MiB of copies a rank",
+    ]
+    assert waited.record() == {
+        "checkpoint_step": 10,
+        "checkpoint_stall_seconds": 1.25,
+        "checkpoint_write_seconds": 1.25,
+        "checkpoint_staging_bytes": 0,
+        "checkpoint_slowdown": None,
+    }
+    assert all(is_own_metric(key) for key in waited.record())
 
 
 def test_a_validation_has_a_line_of_its_own_with_each_set_where_there_are_several() -> None:

@@ -1,6 +1,9 @@
 """What an interrupted run says of the checkpoints there are."""
 
 import signal
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ from megalite.config.schema import RunConfig
 from megalite.errors import CheckpointError
 from megalite.launcher.environment import RankInfo
 from megalite.train import interruption
-from megalite.train.interruption import Terminated, tell_interruption, termination_raised
+from megalite.train.interruption import Terminated, tell_interruption, termination_noted, termination_raised
 from tests.unit.config.runs import changed, write_run
 
 
@@ -58,3 +61,59 @@ def test_sigterm_is_raised_where_a_process_trains_alone() -> None:
         with termination_raised(info, ranks):
             assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def wait_for(event: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not event():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_sigterm_is_noted_and_a_second_one_later_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[str] = []
+    with termination_noted(ended.append) as told_to_end:
+        assert not told_to_end()
+        signal.raise_signal(signal.SIGTERM)
+        wait_for(told_to_end)
+        signal.raise_signal(signal.SIGTERM)  # the same once more: from the process group and from the parent
+        time.sleep(0.1)
+        assert not ended
+        monkeypatch.setattr(interruption, "_ONCE_SECONDS", 0.0)
+        signal.raise_signal(signal.SIGTERM)
+        wait_for(lambda: bool(ended))
+    assert ended == ["SIGTERM came again"]
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_run_that_does_not_end_in_time_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[str] = []
+    monkeypatch.setattr(interruption, "_GRACE_SECONDS", 0.1)
+    with termination_noted(ended.append) as told_to_end:
+        time.sleep(0.2)
+        assert not ended and not told_to_end()
+        signal.raise_signal(signal.SIGTERM)
+        wait_for(lambda: bool(ended))
+    assert ended == ["the run was not over 0.1 s after SIGTERM"]
+
+
+def test_what_others_do_about_sigterm_stands() -> None:
+    def others(number: int, frame: object) -> None:
+        pass
+
+    signal.signal(signal.SIGTERM, others)
+    try:
+        with termination_noted(lambda _: None) as told_to_end:
+            assert signal.getsignal(signal.SIGTERM) is others and not told_to_end()
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    noted: list[bool] = []
+
+    def off_the_main_thread() -> None:
+        with termination_noted(lambda _: None) as told_to_end:
+            noted.append(told_to_end())
+
+    thread = threading.Thread(target=off_the_main_thread)
+    thread.start()
+    thread.join()
+    assert noted == [False]

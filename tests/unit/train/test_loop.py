@@ -35,8 +35,8 @@ class Mesh:
     def __init__(self, world: World, rank: int):
         self._world, self.rank = world, rank
 
-    def max_over_world(self, value: float) -> float:
-        return max(self._world.exchange(self.rank, value))
+    def sum_over_world(self, values: list[float]) -> list[float]:
+        return [sum(each) for each in zip(*self._world.exchange(self.rank, values), strict=True)]
 
     def gather_objects(self, value: Any) -> list[Any] | None:
         seen = self._world.exchange(self.rank, value)
@@ -52,11 +52,11 @@ class Trainer:
     total_steps = 6
 
     def __init__(self, mesh: Mesh):
-        self.mesh, self.saved = mesh, list[int]()
+        self.mesh = mesh
         self.state = SimpleNamespace(step=0, best_step=None, validations_without_improvement=0)
         validation = {"every": None, "at_start": False, "patience": None}
         self.config = SimpleNamespace(
-            checkpoint=SimpleNamespace(best=False, every=2, keep_last=None),
+            checkpoint=SimpleNamespace(best=False, every=2),
             validation=SimpleNamespace(**validation),
         )
 
@@ -64,9 +64,32 @@ class Trainer:
         self.state.step += 1
         return SimpleNamespace(step=self.state.step)
 
-    def save(self, folder: Path) -> Path:
-        self.saved.append(self.state.step)
-        return folder / str(self.state.step)
+
+class Saver:
+    """In a saver's place: what is saved at a step is published after the next, unless it is the last."""
+
+    busy = failed = False
+
+    def __init__(self, trainer: Trainer):
+        self.trainer, self.saved, self._in_flight = trainer, list[int](), list[Any]()
+
+    def point_to_best(self) -> None:
+        pass
+
+    def stepped(self, report: Any) -> None:
+        pass
+
+    def save(self, *, at_once: bool) -> list[Any]:
+        self.saved.append(self.trainer.state.step)
+        self._in_flight.append(SimpleNamespace(path=Path(str(self.trainer.state.step))))
+        return self.finish() if at_once else []
+
+    def advance(self, *, busy: bool, failed: bool) -> list[Any]:
+        return self.finish()
+
+    def finish(self) -> list[Any]:
+        done, self._in_flight = self._in_flight, []
+        return done
 
 
 class AsksAfterStep3(Callback):
@@ -80,15 +103,30 @@ class AsksWhenSaved(Callback):
         run.stop("there is a checkpoint")
 
 
-def run(callbacks: Sequence[Sequence[Callback]]) -> list[tuple[str, int, list[int]]]:
-    """Of each rank, which has callbacks of its own: the reason to end, the last step, the steps that were saved."""
+def run(
+    callbacks: Sequence[Sequence[Callback]], told_at: Sequence[int | None] = (None, None)
+) -> list[tuple[str, int, list[int]]]:
+    """Of each rank, which has callbacks of its own: the reason to end, the last step, the steps that were saved.
+
+    told_at: the step in which each rank is told to end.
+    """
     world, ended = World(), dict[int, tuple[str, int, list[int]]]()
 
     def be_rank(rank: int) -> None:
         trainer: Any = Trainer(Mesh(world, rank))
-        reporter = cast(Any, SimpleNamespace(step=lambda *_: None))
-        loop = TrainingLoop(trainer, {}, reporter, Path("checkpoints"), callbacks=callbacks[rank])
-        ended[rank] = (loop.run(), trainer.state.step, trainer.saved)
+        reporter = cast(Any, SimpleNamespace(step=lambda *_: None, saved=lambda _: None))
+        saver: Any = Saver(trainer)
+        loop = TrainingLoop(
+            trainer,
+            {},
+            reporter,
+            saver,
+            callbacks=callbacks[rank],
+            told_to_end=lambda: told_at[rank] is not None and trainer.state.step >= told_at[rank],
+        )
+        ended[rank] = (loop.run(), trainer.state.step, saver.saved)
+        assert loop.told_to_end == (ended[rank][0] == "SIGTERM")
+        assert loop.saved == Path(str(saver.saved[-1]))
 
     ranks = [threading.Thread(target=be_rank, args=(rank,)) for rank in range(RANKS)]
     for each in ranks:
@@ -111,4 +149,15 @@ def test_one_rank_that_asks_ends_all_after_the_step_with_a_checkpoint(rank: int)
 
 
 def test_what_is_asked_for_between_two_steps_ends_the_run_after_the_next() -> None:
-    assert run([[AsksWhenSaved()], [Callback()]]) == [("there is a checkpoint", 3, [2, 3])] * RANKS
+    assert run([[AsksWhenSaved()], [Callback()]]) == [("there is a checkpoint", 4, [2, 4])] * RANKS
+
+
+@pytest.mark.parametrize("told_at", [(3, None), (None, 3), (3, 5)])
+def test_one_rank_that_is_told_to_end_ends_all_after_the_step_with_a_checkpoint(
+    told_at: tuple[int | None, int | None],
+) -> None:
+    assert run([[], []], told_at) == [("SIGTERM", 3, [2, 3])] * RANKS
+
+
+def test_a_run_that_is_told_to_end_in_its_last_step_is_done() -> None:
+    assert run([[], []], (6, 6)) == [("", 6, [2, 4, 6])] * RANKS

@@ -1,0 +1,135 @@
+"""What a run saves and keeps, beside its training or in its way, and what that costs it."""
+
+import statistics
+import time
+from collections import deque
+from functools import partial
+from pathlib import Path
+
+from megalite.checkpoint.background import BackgroundWriter, Written
+from megalite.checkpoint.folder import published_name, remove_older, write_best
+from megalite.checkpoint.save import Draft, write_draft
+from megalite.checkpoint.staging import Staging
+from megalite.config.deepspeed import offload_devices
+from megalite.config.schema import RunConfig
+from megalite.launcher.process import available_memory_bytes
+from megalite.monitor.metrics import SaveMetrics
+from megalite.train.trainer import StepReport, Trainer
+
+# Steps that those beside a save are compared with.
+_COMPARED_STEPS = 20
+
+
+class RunSaver:
+    """The checkpoints of one run; one a rank, called alike on every rank. What it returns was published."""
+
+    def __init__(
+        self, trainer: Trainer, folder: Path, *, resumed_from: Path | None = None, ranks_a_node: int = 1
+    ):
+        """resumed_from: what may not be deleted. ranks_a_node: those that share this one's memory."""
+        self._trainer, self._folder = trainer, folder
+        self._spared = () if resumed_from is None else (resumed_from,)
+        self._ranks_a_node = ranks_a_node
+        self._writer = BackgroundWriter(trainer.mesh)
+        self._in_background = saves_in_background(trainer.config)
+        self._waited_seconds = 0.0
+        self._alone: deque[float] = deque(maxlen=_COMPARED_STEPS)
+        self._beside: list[float] = []
+        trainer.before_update = self._before_update
+
+    @property
+    def busy(self) -> bool:
+        """Whether this rank is writing."""
+        return self._writer.busy
+
+    @property
+    def failed(self) -> bool:
+        """Whether this rank has failed to write."""
+        return self._writer.failed
+
+    def save(self, *, at_once: bool) -> list[SaveMetrics]:
+        """Save where the run stands, after what is in flight; collective.
+
+        at_once: it is published when this returns. Raises CheckpointError on every rank alike.
+        """
+        done = self.finish()
+        started, state = time.perf_counter(), self._trainer.state
+        draft = self._trainer.draft(self._folder)
+        tidy = partial(self._tidy, state.step, state.best_step)
+        if not at_once and self._in_background and self._has_room(draft):
+            self._writer.start(draft, tidy, stalled=time.perf_counter() - started)
+            return done
+        write_draft(draft, self._trainer.mesh, tidy)
+        seconds = time.perf_counter() - started
+        return [*done, SaveMetrics(state.step, draft.published, seconds, seconds)]
+
+    def stepped(self, report: StepReport) -> None:
+        """Take note of what a step took."""
+        seconds = report.step_seconds - self._waited_seconds
+        (self._beside if self._writer.in_flight else self._alone).append(seconds)
+
+    def advance(self, *, busy: bool, failed: bool) -> list[SaveMetrics]:
+        """Go on with what is in flight, between two steps; collective.
+
+        busy, failed: whether any rank is. Raises CheckpointError on every rank alike when any has failed.
+        """
+        return self._told(self._writer.advance(busy=busy, failed=failed))
+
+    def finish(self) -> list[SaveMetrics]:
+        """Wait until what is in flight is published; collective."""
+        return self._told(self._writer.finish())
+
+    def point_to_best(self) -> None:
+        """At the start: a run may have been killed before `best` named what it had just saved."""
+        if self._trainer.mesh.rank == 0:
+            self._point_to(self._trainer.state.best_step)
+
+    def _before_update(self) -> None:
+        started = time.perf_counter()
+        self._writer.before_update()
+        self._waited_seconds = time.perf_counter() - started
+
+    def _tidy(self, step: int, best_step: int | None) -> None:
+        """On rank 0, once the checkpoint of `step` is published, from when `best_step` was the best."""
+        self._point_to(best_step)
+        settings = self._trainer.config.checkpoint
+        if settings.keep_last is not None:
+            keep, every = settings.keep_last, settings.keep_every
+            remove_older(self._folder, step, keep=keep, every=every, spared=self._spared)
+
+    def _point_to(self, best_step: int | None) -> None:
+        if self._trainer.config.checkpoint.best and best_step is not None:
+            write_best(self._folder, published_name(best_step))
+
+    def _told(self, written: Written | None) -> list[SaveMetrics]:
+        if written is None:
+            return []
+        beside, self._beside = self._beside, []
+        compared = bool(beside and self._alone)
+        return [
+            SaveMetrics(
+                step=written.step,
+                path=written.path,
+                stall_seconds=written.stall_seconds,
+                write_seconds=written.write_seconds,
+                staging_bytes=written.staging_bytes,
+                steps_beside=len(beside),
+                slowdown=statistics.mean(beside) / statistics.median(self._alone) if compared else None,
+            )
+        ]
+
+    def _has_room(self, draft: Draft) -> bool:
+        """Whether the copies of all ranks fit into memory. Collective; asked until they are there."""
+        more_bytes = Staging.needed_bytes(draft.tensors) - self._writer.staging_bytes
+        available = available_memory_bytes()
+        short = more_bytes > 0 and available is not None and more_bytes * self._ranks_a_node > available
+        return not self._trainer.mesh.max_over_world(float(short))
+
+
+def saves_in_background(config: RunConfig) -> bool:
+    """Whether the run saves beside its training: not what lies on a disk, for which there is no memory."""
+    if not config.checkpoint.async_save:
+        return False
+    if config.zero_stage == 0:
+        return True
+    return "nvme" not in offload_devices(config.deepspeed_json()["zero_optimization"]).values()
