@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megalite.checkpoint.hf_import import load_huggingface
 from megalite.checkpoint.load import load_checkpoint
-from megalite.checkpoint.save import Draft, draft_checkpoint, write_draft
+from megalite.checkpoint.save import Draft, draft_checkpoint
 from megalite.config.schema import RunConfig, TrainingConfig
 from megalite.data.loader import StepLoader
 from megalite.data.prefetch import Prefetch
@@ -258,12 +258,6 @@ class Trainer:
             return self.pipeline.evaluate(batch)
         finally:
             self.stage.train(True)
-
-    def save(self, folder: Path) -> Path:
-        """Write `folder`/step-NNNNNN as one checkpoint of the whole job; collective."""
-        draft = self.draft(folder)
-        write_draft(draft, self.mesh)
-        return draft.published
 
     def draft(self, folder: Path) -> Draft:
         """A checkpoint of this moment, to be written to `folder`; collective."""

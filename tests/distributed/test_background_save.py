@@ -16,7 +16,6 @@ STEPS = 3
 CASES: dict[str, dict[str, Any]] = {
     "tp2-average": {"parallel.tensor": 2, "optimizer.ema_decay": 0.9},
     "pp2-bf16": {"parallel.pipeline": 2, "training.precision": "bf16"},
-    "zero1-dp2": {"parallel.data": 2, "deepspeed.zero_optimization.stage": 1, "training.precision": "bf16"},
     "zero2-offload": {
         "parallel.data": 2,
         "deepspeed.zero_optimization.stage": 2,

@@ -24,6 +24,7 @@ from megalite.topology.sharding import Box
 from megalite.topology.state import MASTER, WEIGHT
 from megalite.train.loss_scale import LossScaleSettings
 from megalite.train.optimizer import OptimizerSettings, Update
+from megalite.train.saving import RunSaver
 from megalite.train.trainer import StepReport, Trainer
 from tests.support.matrix.axes import Settings
 from tests.support.matrix.rows import config_of, settings_of
@@ -281,7 +282,7 @@ def train_from_settings(settings: Settings, folder: str, stop: int) -> list[Step
         if (latest := find_latest(Path(folder))) is not None:
             trainer.resume(latest)
         reports = [trainer.train_step() for _ in range(trainer.state.step, stop)]
-        trainer.save(Path(folder))
+        RunSaver(trainer, Path(folder)).save(at_once=True)
         return reports
 
 

@@ -112,6 +112,14 @@ def be_rank(rank: int, folder: Path, mode: str, store: str, sender: int, parent:
     """A rank's whole life, which somebody else ends."""
     die_with_parent(parent)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    try:
+        save_for_ever(rank, folder, mode, store, sender)
+    except RuntimeError as error:
+        if "peer" not in str(error):
+            raise
+
+
+def save_for_ever(rank: int, folder: Path, mode: str, store: str, sender: int) -> None:
     connect(rank, 2, device=torch.device("cpu"), rendezvous=f"file://{store}")
     mesh = ParallelMesh.over_world(WORLD.layout)
     writer, step = BackgroundWriter(mesh), 0
@@ -159,7 +167,7 @@ def be_rank(rank: int, folder: Path, mode: str, store: str, sender: int, parent:
 
 def kill_once(folder: Path, mode: str, window: float, chance: random.Random) -> str:
     """Let a job go on, kill it within its next save but some, and check; where in the save that was."""
-    job = Job(folder, mode)
+    job, before = Job(folder, mode), set(steps_in(folder))
     with job.running() as ranks:
         job.wait_for(BEGUN, chance.randint(1, 3))
         time.sleep(chance.uniform(0, window))
@@ -168,7 +176,7 @@ def kill_once(folder: Path, mode: str, window: float, chance: random.Random) -> 
         time.sleep(chance.choice([0, chance.uniform(0, LONGEST_ALONE_SECONDS)]))
         os.kill(order[1].pid or 0, signal.SIGKILL)
     place = where(folder, job)
-    check(folder, job)
+    check(folder, job, before)
     return place
 
 
@@ -184,24 +192,30 @@ def where(folder: Path, job: Job) -> str:
     return "between two saves"
 
 
-def check(folder: Path, job: Job) -> None:
-    """Raise AssertionError where something that was published is gone, or is not what was written."""
-    held = sorted(int(path.name.removeprefix("step-")) for path in folder.glob("step-*"))
-    told = job.steps(PUBLISHED)
-    latest = find_latest(folder)
-    assert latest is not None or not told, f"published {told[-1]}, and nothing is found"
+def check(folder: Path, job: Job, before: set[int]) -> set[int]:
+    """Raise AssertionError where something that was published is gone, or is not what was written.
+
+    before: the steps that there were before the job; those there are now are returned.
+    """
+    told, latest = job.steps(PUBLISHED), find_latest(folder)
     if latest is None:
-        return
-    last = read_manifest(latest).step
-    assert last == held[-1] >= max(told, default=0), f"latest is {last}, of {held}, and {told} were published"
-    published = sorted({*told, last})
+        assert not told and not before, f"{told or before} were published, and nothing is found"
+        return set()
+    last, held = read_manifest(latest).step, set(steps_in(folder))
+    assert last in held and last >= max(told, default=0), f"{last} is the latest, and {told} were published"
+    published = sorted({*before, *told, last})
     needed = {*published[-KEPT:], *(step for step in published if step % EVERY == 0)}
-    assert needed <= {*held}, f"{sorted(needed - {*held})} are gone; there are {held}"
+    assert needed <= held, f"{sorted(needed - held)} are gone; there are {sorted(held)}"
     for step in held:
         WORLD.assert_loaded(WORLD.load(folder / f"step-{step:06d}"), version=step)
         if step < last - 2 * EVERY:  # it was looked at often enough, and would make each look longer
             shutil.rmtree(folder / f"step-{step:06d}")
     truth.cache_clear()
+    return set(steps_in(folder))
+
+
+def steps_in(folder: Path) -> list[int]:
+    return [int(path.name.removeprefix("step-")) for path in folder.glob("step-*")]
 
 
 def measured_window(folder: Path, mode: str) -> float:
@@ -209,7 +223,7 @@ def measured_window(folder: Path, mode: str) -> float:
     job = Job(folder, mode)
     with job.running():
         job.wait_for(TIDIED, 6)
-    check(folder, job)
+    check(folder, job, set())
     return statistics.median(job.save_seconds())
 
 

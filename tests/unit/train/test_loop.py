@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 
+from megalite.errors import TrainingError
 from megalite.train.callbacks import Callback
 from megalite.train.loop import TrainingLoop
 
@@ -150,6 +151,37 @@ def test_one_rank_that_asks_ends_all_after_the_step_with_a_checkpoint(rank: int)
 
 def test_what_is_asked_for_between_two_steps_ends_the_run_after_the_next() -> None:
     assert run([[AsksWhenSaved()], [Callback()]]) == [("there is a checkpoint", 4, [2, 4])] * RANKS
+
+
+def test_a_run_that_fails_on_all_ranks_completes_what_it_saved_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world, published = World(), list[tuple[int, Path]]()
+
+    def train_step(trainer: Trainer) -> Any:
+        trainer.state.step += 1
+        if trainer.state.step == 3:
+            raise TrainingError("step 3: the gradient norm is nan")
+        return SimpleNamespace(step=trainer.state.step)
+
+    monkeypatch.setattr(Trainer, "train_step", train_step)
+
+    def be_rank(rank: int) -> None:
+        trainer: Any = Trainer(Mesh(world, rank))
+        saver: Any = Saver(trainer)
+        reporter = cast(
+            Any,
+            SimpleNamespace(step=lambda *_: None, saved=lambda each: published.append((rank, each.path))),
+        )
+        with pytest.raises(TrainingError, match="step 3"):
+            TrainingLoop(trainer, {}, reporter, saver).run()
+
+    ranks = [threading.Thread(target=be_rank, args=(rank,)) for rank in range(RANKS)]
+    for each in ranks:
+        each.start()
+    for each in ranks:
+        each.join()
+    assert sorted(published) == [(rank, Path("2")) for rank in range(RANKS)]
 
 
 @pytest.mark.parametrize("told_at", [(3, None), (None, 3), (3, 5)])
