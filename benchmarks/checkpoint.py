@@ -11,6 +11,7 @@ load of what was saved, forgotten too.
 stall        what training waits for a save beside it, all in all: agreement, listing, and what of the copy is not done
              when the first step wants to update; also as a share of the save that it waits for.
 slowdown     a step while a save is written beside it, as a multiple of one without.
+cost         by how much a save beside the training makes it end later: the stall, and what the steps take longer.
 staging      the copy in memory, of a rank; held from the first save to the end of the run.
 """
 
@@ -140,7 +141,8 @@ def measure(ranks: int, folder: Path, rounds: int) -> dict[str, Any]:
                 "stall": saved.stall_seconds,
                 "beside": saved.write_seconds,
                 "steps": saved.steps_beside,
-                "slowdown": saved.slowdown or 0.0,
+                "slowdown": saved.slowdown,
+                "cost": saved.stall_seconds + saved.steps_beside * (saved.slowdown - 1) * row["step"],
                 "staging": saved.staging_bytes,
                 "load": timed(lambda path=saved.path: trainer.resume(path)),
             }
@@ -185,6 +187,7 @@ def row_of(ranks: int, found: dict[str, Any]) -> dict[str, Any]:
         "beside_ms": round(1000 * found["beside"]),
         "steps_beside": found["steps"],
         "slowdown": round(found["slowdown"], 2),
+        "cost_ms": round(1000 * found["cost"]),
         "staging_mib": round(found["staging"] / 2**20),
     }
 
@@ -221,7 +224,12 @@ def main() -> None:
     report.show("throughput", rows, speeds)
     stalls = {"ranks": "ranks", "save_ms": "save, ms", "step_ms": "step, ms", "stall_ms": "stall, ms"}
     stalls |= {"first_stall_ms": "first, ms", "stall_percent_of_save": "% of save", "beside_ms": "beside, ms"}
-    stalls |= {"steps_beside": "steps beside", "slowdown": "slowdown", "staging_mib": "staging, MiB a rank"}
+    stalls |= {
+        "steps_beside": "steps beside",
+        "slowdown": "slowdown",
+        "cost_ms": "cost, ms",
+        "staging_mib": "staging, MiB a rank",
+    }
     report.show("what training waits for a save, and what it slows", rows, stalls)
     settings = {"quick": options.quick, "rounds": rounds, "threads": 2}
     report.write("checkpoint", facts, settings, rows, options.results)
