@@ -14,6 +14,7 @@ from megalite.checkpoint.folder import find_latest
 from megalite.checkpoint.huggingface import INDEX
 from megalite.checkpoint.load import load_parameter
 from megalite.checkpoint.save import all_or_none, save_checkpoint
+from megalite.checkpoint.tensor_header import read_header
 from megalite.data.tokenizer import copy_tokenizer
 from megalite.errors import CheckpointError
 from megalite.model.stages import build_stage
@@ -114,8 +115,9 @@ def _open_files(folder: Path) -> Mapping[str, Any]:
 
 def _open(path: Path) -> Any:
     try:
+        read_header(path)
         return safe_open(path, framework="pt")
-    except (OSError, SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}); fetch it again") from error
 
 
