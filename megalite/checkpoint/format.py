@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from megalite.checkpoint.regions import contains, intersection
-from megalite.checkpoint.strict_json import is_int, parse
+from megalite.checkpoint.strict_json import is_int, parse, without_collections
 from megalite.errors import CheckpointError
 from megalite.topology.families import FAMILIES
 from megalite.topology.layout import Layout
@@ -112,6 +112,11 @@ def from_json(text: str, source: Path) -> Manifest:
 
     Raises CheckpointError when it is damaged or of another version, or is none that megalite would write.
     """
+    with without_collections():
+        return _from_json(text, source)
+
+
+def _from_json(text: str, source: Path) -> Manifest:
     try:
         outer = parse(text)
         content, digest = outer["manifest"], outer["sha256"]
@@ -201,20 +206,20 @@ def _entry(whose: str, content: Mapping[str, Any], files: Mapping[str, int]) -> 
     shape, dtype, shards = content["shape"], content["dtype"], content["shards"]
     _require(_are_ints(shape), whose, "shape", shape)
     _require(isinstance(dtype, str) and dtype in ITEM_BYTES, whose, "dtype", dtype)
-    made = tuple(map(shard_from_json, shards))
-    for shard in made:
-        _require(isinstance(shard.file, str) and shard.file in files, whose, "file", shard.file)
-        for name, text in (("key", shard.key), ("sha256", shard.sha256)):
-            _require(isinstance(text, str), whose, name, text)
-        for name, values in (("offsets", shard.offsets), ("shape", shard.shape), ("flat", shard.flat or ())):
-            _require(_are_ints(values), whose, name, values)
-        _require(shard.flat is None or len(shard.flat) == 2, whose, "flat", shard.flat)
-        _require(len(shard.shape) == len(shape) == len(shard.offsets), whose, "shape", shard.shape)
-    return TensorEntry(tuple(shape), dtype, made)
+    for shard in shards:
+        offsets, box, flat = shard["offsets"], shard["shape"], shard["flat"]
+        _require(shard["file"] in files, whose, "file", shard["file"])
+        texts = isinstance(shard["key"], str) and isinstance(shard["sha256"], str)
+        right = texts and len(offsets) == len(box) == len(shape) and (flat is None or len(flat) == 2)
+        _require(right and _are_ints([*offsets, *box, *(flat or ())]), whose, "shard", shard)
+    return TensorEntry(tuple(shape), dtype, tuple(map(shard_from_json, shards)))
 
 
 def _are_ints(values: object) -> bool:
-    return isinstance(values, list | tuple) and all(map(is_int, values))
+    # There are hundreds of thousands of them: one call each would take most of the time.
+    if not isinstance(values, list) or {*map(type, values)} - {int}:
+        return False
+    return not values or (is_int(min(values)) and is_int(max(values)))
 
 
 def _require(right: bool, where: str, name: str, value: object) -> None:
@@ -225,10 +230,9 @@ def _require(right: bool, where: str, name: str, value: object) -> None:
 
 def shard_from_json(content: Mapping[str, Any]) -> Shard:
     """A shard from its fields, whose lists become tuples."""
-    fields: dict[str, Any] = {
-        key: tuple(value) if isinstance(value, list) else value for key, value in content.items()
-    }
-    return Shard(**fields)
+    flat = content["flat"]
+    lists = {"offsets": tuple(content["offsets"]), "shape": tuple(content["shape"])}
+    return Shard(**{**content, **lists, "flat": None if flat is None else tuple(flat)})
 
 
 def check_coverage(manifest: Manifest, source: Path) -> None:

@@ -3,6 +3,7 @@
 import gc
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -11,10 +12,21 @@ from typing import Any, NoReturn
 def parse(text: str) -> Any:
     """The value of `text`; raises ValueError where it is no JSON, or has a key twice or a number beyond bounds."""
     try:
-        with _without_collections():
-            return json.loads(text, object_pairs_hook=_once_each, parse_constant=_refuse, parse_float=_finite)
+        return json.loads(text, object_pairs_hook=_once_each, parse_constant=_refuse, parse_float=_finite)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
+
+
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """Nothing of what is parsed is garbage, and to look through all of it again and again takes most of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def is_int(value: object) -> bool:
@@ -25,8 +37,8 @@ def is_int(value: object) -> bool:
 def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"it has {next(key for key in keys if keys.count(key) > 1)!r} twice")
+        key = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"it has {key[:100]!r} twice")
     return found
 
 
@@ -39,15 +51,3 @@ def _finite(digits: str) -> float:
     if not math.isfinite(value):
         raise ValueError(f"{digits} is no number")
     return value
-
-
-@contextmanager
-def _without_collections() -> Iterator[None]:
-    """Nothing that is parsed is garbage, and looking through all of it again and again takes most of the time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
