@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from megalite.checkpoint.format import MANIFEST, Manifest, from_json
+from megalite.checkpoint.format import MANIFEST, Manifest, check_sizes, from_json
 from megalite.errors import CheckpointError
 
 LATEST = "latest"
@@ -32,7 +32,7 @@ def partial_name(step: int, token: str) -> str:
 
 def read_manifest(checkpoint: Path) -> Manifest:
     """The manifest of one checkpoint folder; raises CheckpointError when it is missing or damaged."""
-    path = checkpoint / MANIFEST
+    path = own_file(checkpoint, MANIFEST)
     try:
         return from_json(path.read_text(encoding="utf-8"), path)
     except FileNotFoundError as error:
@@ -48,10 +48,21 @@ def require_whole(checkpoint: Path) -> Manifest:
     return manifest
 
 
+def own_file(checkpoint: Path, name: str) -> Path:
+    """The path of a checkpoint's file; raises CheckpointError where it leads out of the folder, or is no file."""
+    path = checkpoint / name
+    if path.is_symlink() and path.resolve().parent != checkpoint.resolve():
+        raise CheckpointError(f"{path} is a link out of its folder; put the file itself there")
+    if path.exists() and not path.is_file():
+        raise CheckpointError(f"{path} is no file; use another checkpoint")
+    return path
+
+
 def check_files(manifest: Manifest, checkpoint: Path) -> None:
-    """Raise CheckpointError unless every file is there with the size the manifest gives."""
+    """Raise CheckpointError unless every file is there with its size, and large enough for its tensors."""
+    check_sizes(manifest, checkpoint)
     for name, size_bytes in manifest.files.items():
-        path = checkpoint / name
+        path = own_file(checkpoint, name)
         if not path.is_file():
             raise CheckpointError(f"{path} is missing; every rank must write to (and keep) one shared folder")
         found_bytes = path.stat().st_size

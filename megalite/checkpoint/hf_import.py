@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megalite.checkpoint.families import FamilyTensor, family_tensors
 from megalite.checkpoint.folder import find_latest
-from megalite.checkpoint.huggingface import INDEX
+from megalite.checkpoint.hf_files import headers
 from megalite.checkpoint.load import load_parameter
 from megalite.checkpoint.save import all_or_none, save_checkpoint
 from megalite.data.tokenizer import copy_tokenizer
@@ -109,7 +109,7 @@ class HuggingFaceReader:
 
 
 def _open_files(folder: Path) -> Mapping[str, Any]:
-    return {name: _open(folder / name) for name in _file_names(folder)}
+    return {name: _open(folder / name) for name in headers(folder)}
 
 
 def _open(path: Path) -> Any:
@@ -117,24 +117,6 @@ def _open(path: Path) -> Any:
         return safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}); fetch it again") from error
-
-
-def _file_names(folder: Path) -> list[str]:
-    if (folder / INDEX).is_file():
-        try:
-            index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-            names = sorted(set(index["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise CheckpointError(f"{folder / INDEX} is not an index of weights ({error})") from error
-        if any(Path(name).name != name for name in names):
-            raise CheckpointError(f"{folder / INDEX} names files outside of its folder")
-        return names
-    if (folder / "model.safetensors").is_file():
-        return ["model.safetensors"]
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder}: no such folder; name one with config.json and safetensors files")
-    remedy = "save it again with transformers, which writes safetensors"
-    raise CheckpointError(f"{folder} has no model.safetensors and no {INDEX}; {remedy}")
 
 
 def _listed(names: list[str]) -> str:

@@ -15,6 +15,7 @@ from megalite.checkpoint.families import FamilyTensor, family_tensors
 from megalite.checkpoint.folder import sync_folder, write_durably
 from megalite.checkpoint.format import WEIGHT, Manifest, check_coverage
 from megalite.checkpoint.hf_config import hf_config
+from megalite.checkpoint.hf_files import INDEX, SINGLE
 from megalite.checkpoint.model_card import is_our_card, model_card
 from megalite.checkpoint.parity import Comparison, compare_with_transformers
 from megalite.checkpoint.tensor_file import (
@@ -28,7 +29,6 @@ from megalite.data.tokenizer import Tokenizer, copy_tokenizer, load_tokenizer, s
 from megalite.errors import CheckpointError
 
 CARD = "README.md"
-INDEX = "model.safetensors.index.json"
 SHARD_SIZE_BYTES = 5_000_000_000
 
 
@@ -95,7 +95,7 @@ def plan_files(sizes_bytes: Mapping[str, int], shard_size_bytes: int) -> dict[st
         groups[-1].append(name)
         filled += size_bytes
     if len(groups) == 1:
-        return {"model.safetensors": groups[0]}
+        return {SINGLE: groups[0]}
     return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, 1)}
 
 

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -14,9 +14,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megalite.checkpoint.folder import read_manifest
-from megalite.checkpoint.format import WEIGHT, Manifest, Shard, TensorEntry
+from megalite.checkpoint.folder import own_file, read_manifest
+from megalite.checkpoint.format import WEIGHT, Manifest, Shard, TensorEntry, check_sizes
 from megalite.checkpoint.regions import intersection, slices
+from megalite.checkpoint.tensor_header import HeaderEntry, read_header
 from megalite.errors import CheckpointError
 from megalite.topology.sharding import Box
 
@@ -114,7 +115,9 @@ class CheckpointReader:
         self.manifest: Manifest = read_manifest(checkpoint)
         if weights not in self.manifest.tensors:
             raise CheckpointError(f"{checkpoint} has no {weights}; it has {', '.join(self.manifest.tensors)}")
+        check_sizes(self.manifest, checkpoint)
         self._files: dict[str, Any] = {}
+        self._headers: dict[str, dict[str, HeaderEntry]] = {}
 
     def __enter__(self) -> "CheckpointReader":
         return self
@@ -145,29 +148,36 @@ class CheckpointReader:
 
     def _runs(self, name: str, entry: TensorEntry, shards: list[Shard], start: int, stop: int) -> Tensor:
         """Elements start to stop of a box, from the runs of that same box."""
+        held = [shard for shard in shards if max(start, shard.run[0]) < min(stop, shard.run[1])]
+        self._require_files(name, held)
         values = torch.empty(stop - start, dtype=DTYPES[entry.dtype])
-        for shard in shards:
-            low, high = max(start, shard.run[0]), min(stop, shard.run[1])
-            if low < high:
-                values[low - start : high - start] = self._shard(name, entry, shard)[
-                    low - shard.run[0] : high - shard.run[0]
-                ]
+        for shard in held:
+            first = shard.run[0]
+            low, high = max(start, first), min(stop, shard.run[1])
+            values[low - start : high - start] = self._shard(name, entry, shard)[low - first : high - first]
         return values
 
     def _assemble(self, name: str, entry: TensorEntry, box: Box) -> Tensor:
         """The region `box`, from every box that overlaps it."""
+        groups = {source: shards for source, shards in entry.by_box().items() if intersection(source, box)}
+        self._require_files(name, [shard for shards in groups.values() for shard in shards])
         values = torch.empty(box.shape, dtype=DTYPES[entry.dtype])
-        for source, shards in entry.by_box().items():
+        for source, shards in groups.items():
             overlap = intersection(source, box)
-            if overlap is not None:
-                held = self._runs(name, entry, shards, 0, source.numel).view(source.shape)
-                values[slices(overlap, box)] = held[slices(overlap, source)]
+            assert overlap is not None
+            held = self._runs(name, entry, shards, 0, source.numel).view(source.shape)
+            values[slices(overlap, box)] = held[slices(overlap, source)]
         return values
 
+    def _require_files(self, name: str, shards: Iterable[Shard]) -> None:
+        """Before anything as large as the manifest says is made: files of that size there must be."""
+        for shard in shards:
+            self._place(name, shard)
+
     def _shard(self, name: str, entry: TensorEntry, shard: Shard) -> Tensor:
-        path = self.checkpoint / shard.file
+        path, place = self.checkpoint / shard.file, self._place(name, shard)
         try:
-            values: Tensor = self._open(path, shard.file).get_tensor(shard.key)
+            values: Tensor = self._files[shard.file].get_tensor(shard.key)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{path}: {name} cannot be read ({error}); {_REMEDY}") from error
         elements = shard.run[1] - shard.run[0]
@@ -178,14 +188,30 @@ class CheckpointReader:
             )
         if self.verify_hashes and hashlib.sha256(tensor_bytes(values)).hexdigest() != shard.sha256:
             raise CheckpointError(
-                f"{path}: the bytes of {name} are not those that were written (sha256 differs); {_REMEDY}"
+                f"{path}: the bytes of {name} are not those that were written ({shard.key}, bytes {place.start} to"
+                f" {place.stop} of the file: sha256 differs); {_REMEDY}"
             )
         return values.view(-1)
 
-    def _open(self, path: Path, file: str) -> Any:
-        if file not in self._files:
-            expected_bytes = self.manifest.files.get(file)
-            if path.is_file() and path.stat().st_size != expected_bytes:
-                raise OSError(f"the file has {path.stat().st_size} bytes instead of {expected_bytes}")
-            self._files[file] = safe_open(path, framework="pt")
-        return self._files[file]
+    def _place(self, name: str, shard: Shard) -> HeaderEntry:
+        """Where a shard lies in its file, which is opened for `name` if it was not before."""
+        path = own_file(self.checkpoint, shard.file)
+        try:
+            if shard.file not in self._files:
+                self._open(path, shard.file)
+            if shard.key not in self._headers[shard.file]:
+                raise ValueError(f"it has no {shard.key}")
+        except (OSError, ValueError, SafetensorError) as error:
+            raise CheckpointError(f"{path}: {name} cannot be read ({error}); {_REMEDY}") from error
+        return self._headers[shard.file][shard.key]
+
+    def _open(self, path: Path, file: str) -> None:
+        found_bytes, expected_bytes = path.stat().st_size, self.manifest.files[file]
+        cut = f"the file has {found_bytes} bytes instead of {expected_bytes}"
+        try:
+            self._headers[file] = read_header(path)
+        except ValueError as error:
+            raise ValueError(f"{cut}; {error}" if found_bytes != expected_bytes else str(error)) from error
+        if found_bytes != expected_bytes:
+            raise ValueError(cut)
+        self._files[file] = safe_open(path, framework="pt")

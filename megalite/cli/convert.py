@@ -7,7 +7,10 @@ from math import prod
 from pathlib import Path
 
 from megalite.checkpoint.folder import find_checkpoint, find_tokenizer, require_whole
-from megalite.checkpoint.format import WEIGHT, Manifest, check_coverage
+from megalite.checkpoint.format import MANIFEST, WEIGHT, Manifest, check_coverage
+from megalite.checkpoint.hf_files import headers, is_folder_of_weights
+from megalite.checkpoint.strict_json import parse
+from megalite.errors import CheckpointError
 from megalite.topology.state import EMA, MASTER
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -57,6 +60,8 @@ def _import(options: argparse.Namespace) -> int:
 
 
 def _inspect(options: argparse.Namespace) -> int:
+    if is_folder_of_weights(options.checkpoint) and not (options.checkpoint / MANIFEST).is_file():
+        return _inspect_huggingface(options.checkpoint)
     checkpoint = find_checkpoint(options.checkpoint)
     manifest = require_whole(checkpoint)
     check_coverage(manifest, checkpoint)
@@ -69,9 +74,34 @@ def _inspect(options: argparse.Namespace) -> int:
             width = max(map(len, entries))
             for name, entry in entries.items():
                 shards = len(entry.shards)
-                size = " x ".join(map(str, entry.shape))
-                print(f"  {name:<{width}}  {size:>16}  {entry.dtype}  {shards} shard{'s' * (shards > 1)}")
+                where = f"{shards} shard{'s' * (shards > 1)}"
+                print(f"  {name:<{width}}  {_by(entry.shape):>16}  {entry.dtype}  {where}")
     return 0
+
+
+def _inspect_huggingface(folder: Path) -> int:
+    found = headers(folder)
+    tensors = {name: (entry, file) for file, entries in found.items() for name, entry in entries.items()}
+    size_bytes = sum((folder / name).stat().st_size for name in found)
+    elements = sum(prod(entry.shape) for entry, _ in tensors.values())
+    print(f"{folder}: a Hugging Face folder, {len(tensors):,} tensors, each whole in one file")
+    if (config := folder / "config.json").is_file():
+        try:
+            content = parse(config.read_text(encoding="utf-8"))
+            facts = {key: value for key, value in content.items() if isinstance(value, int | float | str)}
+        except (OSError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"{config} is no model's configuration ({error})") from error
+        print("  config.json:", ", ".join(f"{key} {value}" for key, value in facts.items()))
+    print(f"  {size_bytes:,} bytes in {len(found)} files")
+    print(f"{WEIGHT}: {elements:,} elements")
+    width = max(map(len, tensors), default=0)
+    for name, (entry, file) in tensors.items():
+        print(f"  {name:<{width}}  {_by(entry.shape):>16}  {entry.dtype}  {file}")
+    return 0
+
+
+def _by(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape))
 
 
 def _facts(manifest: Manifest) -> list[str]:
@@ -80,7 +110,7 @@ def _facts(manifest: Manifest) -> list[str]:
     stages = ", ".join(_runs(layers) for layers in manifest.stage_layers)
     model = ", ".join(f"{name} {value}" for name, value in vars(manifest.model).items())
     return [
-        f"step {state['step']:,}, {state['samples']:,} sequences, {state['tokens']:,} tokens",
+        f"step {state['step']:,}, {state.get('samples', 0):,} sequences, {state.get('tokens', 0):,} tokens",
         f"written by tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data}, layers {stages}",
         f"{total:,} bytes in {len(manifest.files)} files",
         f"megalite {manifest.megalite}, torch {manifest.torch}",
@@ -130,7 +160,9 @@ def _parser() -> argparse.ArgumentParser:
     importing.add_argument("folder", type=Path, metavar="FOLDER", help="config.json and safetensors files")
     importing.add_argument("output", type=Path, metavar="RUN", help="run folder to write; its step 0")
     importing.set_defaults(command=_import)
-    inspect = commands.add_parser("inspect", help="names, shapes, layout, step and sizes of a checkpoint")
+    inspect = commands.add_parser(
+        "inspect", help="names, shapes, layout, step and sizes; of a Hugging Face folder too"
+    )
     _add_checkpoint(inspect)
     inspect.add_argument("--all", action="store_true", help="list the optimizer's tensors too")
     inspect.set_defaults(command=_inspect)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megalite.checkpoint.folder import find_checkpoint, find_tokenizer, require_whole
-from megalite.checkpoint.format import Manifest
+from megalite.checkpoint.format import Manifest, check_coverage
 from megalite.errors import CheckpointError, ConfigError, Problem
 from megalite.launcher.environment import RankInfo, prepare_process
 from megalite.topology.layout import Layout
@@ -42,6 +42,7 @@ def run(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
     checkpoint = find_checkpoint(options.checkpoint)
     manifest = require_whole(checkpoint)
+    check_coverage(manifest, checkpoint)
     tokenizer = options.tokenizer or find_tokenizer(checkpoint, manifest)
     if tokenizer is None:
         raise CheckpointError(f"no tokenizer was found beside {checkpoint}; name one with --tokenizer")

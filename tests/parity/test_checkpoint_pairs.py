@@ -1,0 +1,53 @@
+"""What one layout saves another one goes on from; `python -m tests.parity.run_checkpoint_pairs` runs every pair."""
+
+from collections import Counter
+
+import pytest
+
+from tests.support.checkpoint_pairs import (
+    EVERY_PAIR,
+    LAYOUTS,
+    PRECISION_PAIRS,
+    PRECISIONS,
+    Pairs,
+    pairs_for_every_change,
+)
+
+CHOSEN = pairs_for_every_change()
+# Into 16 bits and back, and from one 16-bit type to the other.
+CHOSEN_PRECISIONS = [
+    ("fp32 one process", "bf16 dp2 zero1"),
+    ("bf16 dp2 zero1", "fp32 one process"),
+    ("fp16 one process", "fp16 one process"),
+]
+
+
+@pytest.fixture(scope="module")
+def pairs(ranks, tmp_path_factory):
+    return Pairs(ranks, tmp_path_factory.mktemp("pairs"))
+
+
+@pytest.fixture(scope="module")
+def precisions(ranks, tmp_path_factory):
+    return Pairs(ranks, tmp_path_factory.mktemp("precisions"), PRECISIONS)
+
+
+def test_the_chosen_pairs_have_every_layout_on_both_sides():
+    assert len(set(CHOSEN)) == 24 and set(CHOSEN) < set(EVERY_PAIR) and len(LAYOUTS) >= 12
+    for side in (0, 1):
+        assert Counter(pair[side] for pair in CHOSEN).keys() == LAYOUTS.keys()
+
+
+def _params(every, chosen):
+    marks = {pair: () if pair in chosen else pytest.mark.slow for pair in every}
+    return [pytest.param(*pair, marks=marks[pair], id=" to ".join(pair)) for pair in every]
+
+
+@pytest.mark.parametrize(("writer", "reader"), _params(EVERY_PAIR, CHOSEN))
+def test_a_run_goes_on_in_another_layout(pairs, writer, reader):
+    assert pairs.run(writer, reader).problems == []
+
+
+@pytest.mark.parametrize(("writer", "reader"), _params(PRECISION_PAIRS, CHOSEN_PRECISIONS))
+def test_a_run_goes_on_in_other_numbers(precisions, writer, reader):
+    assert precisions.run(writer, reader).problems == []
