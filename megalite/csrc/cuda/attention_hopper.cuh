@@ -8,6 +8,9 @@
 
 #include <cuda_runtime.h>
 
+#include <cstdlib>
+#include <string_view>
+
 #include "attention.h"
 #include "core/attention_tiles.h"
 #include "cuda/device_machine.cuh"
@@ -328,23 +331,25 @@ bool make_map(
   return result == CUDA_SUCCESS;
 }
 
-// Whether the current device is one that this kernel is compiled for.
-inline bool is_hopper() {
+// Whether the current device is one that this kernel is compiled for, and MEGALITE_NO_HOPPER is not 1: a switch to
+// compare it with the kernel for every chip, looked at in each call.
+inline bool takes_hopper() {
+  const char* without = std::getenv("MEGALITE_NO_HOPPER");
   int device = 0, major = 0, minor = 0;
-  return cudaGetDevice(&device) == cudaSuccess &&
+  return (without == nullptr || std::string_view(without) != "1") && cudaGetDevice(&device) == cudaSuccess &&
          cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
          cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) == cudaSuccess && major == 9 &&
          minor == 0;
 }
 
-// kUnsupported where another kernel is to do it: on another chip, or where no map has such strides.
+// kUnsupported where another kernel is to do it: on another chip, if asked for, or where no map has such strides.
 template <class Shape>
 int launch_hopper(const MegaliteAttention& a, cudaStream_t stream) {
   using Element = typename Shape::Element;
   if (a.longest_query == 0 || a.heads == 0 || a.sequences == 0) return 0;
   AttentionMaps maps;
   const bool maps_made =
-      a.keys > 0 && is_hopper() &&
+      a.keys > 0 && takes_hopper() &&
       make_map<Element>(
           maps.query, a.query, a.queries, a.heads, Shape::kHead, a.query_token, a.query_head, Shape::kGroupRows) &&
       make_map<Element>(

@@ -53,7 +53,8 @@ struct CountingBarrier {
 };
 
 struct Copy {
-  const CUtensorMap* map = nullptr;
+  bool under_way = false;
+  CUtensorMap map;  // as it was: threads have copies of their own, and may end before
   uint32_t target = 0;
   CountingBarrier* barrier = nullptr;
   int at[3];
@@ -111,13 +112,13 @@ struct Hopper : Beside {
   int zero_count[kMostThreads], registers[kMostThreads];
   int threads = 0;
   void* copier = nullptr;
-  std::mt19937 random;
+  uint32_t state = 1;
 
   EMULATOR_UNSEEN void begin(int count) override {
     threads = count;
-    random.seed(megalite_emulator_order);
+    state = 2 * megalite_emulator_order + 1;
     for (auto& each : barriers) each = {};
-    for (auto& each : copies) each.map = nullptr;
+    for (auto& each : copies) each.under_way = false;
     for (auto& each : numbered) each = {};
     for (Group& group : groups) {
       group.executed = 0;
@@ -143,7 +144,7 @@ struct Hopper : Beside {
       if (each.barrier.arrived != 0) fail("a numbered barrier that not all came to");
     }
     for (const Copy& each : copies) {
-      if (each.map != nullptr) fail("a copy that nobody waited for");
+      if (each.under_way) fail("a copy that nobody waited for");
     }
     for (const Group& group : groups) {
       if (group.queue[group.executed % Group::kQueue].registered != 0) fail("products that nobody waited for");
@@ -153,18 +154,28 @@ struct Hopper : Beside {
     }
   }
 
+  EMULATOR_UNSEEN uint32_t random() {  // Marsaglia, "Xorshift RNGs", 2003
+    state ^= state << 13, state ^= state >> 17, state ^= state << 5;
+    return state >> 8;
+  }
+
   EMULATOR_UNSEEN bool late() {
     return megalite_emulator_order == 1 || (megalite_emulator_order > 1 && random() % 2 == 1);
   }
 
-  EMULATOR_UNSEEN bool step() override {
-    const unsigned first = random();
+  EMULATOR_UNSEEN bool step() override { return random() % 2 == 0 ? copied() || multiplied() : multiplied() || copied(); }
+
+  EMULATOR_UNSEEN bool copied() {
+    int count = 0, chosen[kCopies];
     for (int i = 0; i < kCopies; ++i) {
-      Copy& each = copies[(first + i) % kCopies];
-      if (each.map == nullptr) continue;
-      land(each);
-      return true;
+      if (copies[i].under_way) chosen[count++] = i;
     }
+    if (count > 0) land(copies[chosen[random() % count]]);
+    return count > 0;
+  }
+
+  EMULATOR_UNSEEN bool multiplied() {
+    const unsigned first = random();
     for (int i = 0; i < kMostGroups; ++i) {
       if (execute(groups[(first + i) % kMostGroups])) return true;
     }
@@ -185,15 +196,15 @@ struct Hopper : Beside {
       each_chunk(copy, false);
       __tsan_release(&copy.barrier->phase.order[copy.barrier->phase.generation % 2]);
     });
-    const CUtensorMap& map = *copy.map;
-    copy.map = nullptr;
+    const CUtensorMap& map = copy.map;
+    copy.under_way = false;
     copy.barrier->bytes -= static_cast<int64_t>(map.box[0]) * map.box[1] * map.box[2] * 2;
     copy.barrier->end_if_complete();
   }
 
   // Writes the box, row by row of numbers of 16 bits; outside of the tensor zeros, `poisoned` as NaN.
   static void each_chunk(const Copy& copy, bool poisoned) {
-    const CUtensorMap& map = *copy.map;
+    const CUtensorMap& map = copy.map;
     uint32_t offset = 0;
     for (uint32_t z = 0; z < map.box[2]; ++z) {
       for (uint32_t y = 0; y < map.box[1]; ++y) {
@@ -405,8 +416,8 @@ EMULATOR_UNSEEN inline void load_box(
   auto& machine = emulator::hopper();
   if (target % 128 != 0) emulator::fail("a copy to where boxes cannot lie");
   for (auto& each : machine.copies) {
-    if (each.map != nullptr) continue;
-    each.map = map, each.target = target, each.barrier = &machine.at(barrier);
+    if (each.under_way) continue;
+    each.under_way = true, each.map = *map, each.target = target, each.barrier = &machine.at(barrier);
     each.at[0] = column, each.at[1] = head, each.at[2] = token;
     if (!each.barrier->published) emulator::fail("a barrier that was not published");
     __tsan_release(&each.issued);
