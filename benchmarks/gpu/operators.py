@@ -1,5 +1,6 @@
 """The table of operators that the GPU suite checks and times: one entry each."""
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -287,6 +288,16 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, fused: bool, **seen: A
     return causal_attention(query, key, value, fused=fused, **seen)
 
 
+def _without_hopper(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Ours by the kernel for every chip, on a Hopper GPU too, to compare the two."""
+    before = os.environ.pop("MEGALITE_NO_HOPPER", "")
+    os.environ["MEGALITE_NO_HOPPER"] = "1"
+    try:
+        return _attention(query, key, value, fused=True)
+    finally:
+        os.environ["MEGALITE_NO_HOPPER"] = before
+
+
 def _windowed(fused: bool) -> Form:
     def form(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return _attention(query, key, value, fused, window=_window(query.shape[1]))
@@ -331,6 +342,21 @@ ATTENTION = [
             "SDPA flash": _sdpa(SDPBackend.FLASH_ATTENTION),
             "SDPA cuDNN": _sdpa(SDPBackend.CUDNN_ATTENTION),
         },
+        compiled=False,
+        dtypes=NARROW,
+        gradients=3,
+        shapes=ATTENTION_SHAPES,
+        timed=(2, 8192, 8, 128),
+        flops=lambda shape, size: _causal_flops(shape, shape[1] / 2),
+        # 500 and 220 TFLOP/s where products reach 790.
+        targets=(0.63, 0.28),
+    ),
+    Operator(
+        name="attention, causal, by mma.sync",
+        needs=ATTENTION_NEEDS,
+        make=_make_attention,
+        fused=_without_hopper,
+        plain=_sdpa(),
         compiled=False,
         dtypes=NARROW,
         gradients=3,

@@ -35,6 +35,10 @@ int megalite_attention_backward_cpu(const MegaliteAttention* attention, int dtyp
 // For head_size 64 and 128.
 int megalite_attention_forward_64_cuda(const MegaliteAttention* attention, int dtype, void* stream);
 int megalite_attention_forward_128_cuda(const MegaliteAttention* attention, int dtype, void* stream);
+// The same on chips of compute capability 9.0 alone; the unsupported dtype's code where it is not to be had: on others,
+// or for strides that no copy of boxes takes. megalite_attention_forward_*_cuda ask it first.
+int megalite_attention_forward_hopper_64_cuda(const MegaliteAttention* attention, int dtype, void* stream);
+int megalite_attention_forward_hopper_128_cuda(const MegaliteAttention* attention, int dtype, void* stream);
 int megalite_attention_backward_64_cuda(const MegaliteAttention* attention, int dtype, void* stream);
 int megalite_attention_backward_128_cuda(const MegaliteAttention* attention, int dtype, void* stream);
 }

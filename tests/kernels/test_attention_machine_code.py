@@ -1,4 +1,8 @@
-"""What nvcc makes of attention's forward: products on the tensor cores, fragments and tiles in single instructions."""
+"""What nvcc makes of attention's forward: products on the tensor cores, fragments and tiles in single instructions.
+
+For compute capability 9.0: products of warp groups, copies of boxes, barriers that count bytes, and an order of them in
+which the softmax goes on beside products.
+"""
 
 import shutil
 import struct
@@ -12,10 +16,15 @@ CSRC = Path(__file__).parents[2] / "megalite" / "csrc"
 NVCC = shutil.which("nvcc")
 # The low 12 bits of an instruction, sm_80 to sm_90: a product on the tensor cores, ldmatrix, cp.async of 16 bytes.
 HMMA, LDSM, LDGSTS = 0x23C, 0x83B, 0xFAE
+# The low 9 bits, where the next three say what kinds of operands it has: of sm_90a a product of a warp group, what
+# begins or waits for such (bit 47: waits; bits 72 to 79: of how many it need not), the copy of a box, the making and
+# arriving at or waiting for a barrier, the change of a group's registers; exp2; loads and stores of local memory.
+HGMMA, WARPGROUP, UTMALDG, SYNCS, USETMAXREG = 0x1F0, 0x1C5, 0x1B4, (0x1B2, 0x1A7), 0x1C8
+MUFU, LDL, STL = 0x108, 0x183, 0x187
 
 
-def _instructions(cubin: bytes) -> dict[str, Counter[int]]:
-    """Kernel -> how often each operation stands in it: the sections .text.* of an ELF file, 16 bytes an instruction."""
+def _words(cubin: bytes) -> dict[str, list[tuple[int, int]]]:
+    """Kernel -> its instructions of two words: the sections .text.* of an ELF file, 16 bytes an instruction."""
     first, size, count, names = (
         struct.unpack_from(kind, cubin, at)[0]
         for kind, at in (("<Q", 0x28), ("<H", 0x3A), ("<H", 0x3C), ("<H", 0x3E))
@@ -26,23 +35,69 @@ def _instructions(cubin: bytes) -> dict[str, Counter[int]]:
         begin = sections[names][4] + name_at
         name = cubin[begin : cubin.index(b"\0", begin)].decode()
         if name.startswith(".text."):
-            words = struct.iter_unpack("<QQ", cubin[offset : offset + length])
-            found[name.removeprefix(".text.")] = Counter(low & 0xFFF for low, _ in words)
+            found[name.removeprefix(".text.")] = [*struct.iter_unpack("<QQ", cubin[offset : offset + length])]
     return found
 
 
-@pytest.mark.skipif(
+def _compiled(name: str, folder: Path) -> tuple[dict[str, list[tuple[int, int]]], str]:
+    """The machine code of cuda/<name>.cu for sm_90a, and what the compiler said."""
+    cubin = folder / f"{name}.cubin"
+    command = [
+        str(NVCC),
+        "-std=c++20",
+        "-O3",
+        "-I.",
+        "-arch=sm_90a",
+        "-Xptxas=-v",
+        "-cubin",
+        "-o",
+        str(cubin),
+    ]
+    done = subprocess.run([*command, f"cuda/{name}.cu"], cwd=CSRC, check=True, capture_output=True, text=True)
+    return _words(cubin.read_bytes()), done.stdout + done.stderr
+
+
+needs_nvcc = pytest.mark.skipif(
     NVCC is None, reason="LOUD: nvcc is not in PATH, so no machine code of attention was looked at"
 )
+
+
+@needs_nvcc
 def test_the_forward_is_made_of_tensor_core_products(tmp_path: Path) -> None:
-    cubin = tmp_path / "forward.cubin"
-    command = [str(NVCC), "-std=c++20", "-O3", "-I.", "-arch=sm_90a", "-cubin", "-o", str(cubin)]
-    subprocess.run([*command, "cuda/attention_forward_128.cu"], cwd=CSRC, check=True, capture_output=True)
-    kernels = _instructions(cubin.read_bytes())
+    kernels, _ = _compiled("attention_forward_128", tmp_path)
     assert len(kernels) == 2, "one for each 16-bit type"
-    for counts in kernels.values():
+    for words in kernels.values():
+        counts = Counter(low & 0xFFF for low, _ in words)
         # A warp's probabilities [32, 64] times values [64, 128], unrolled in whole: 2 x 4 x 16 products of 16 x 16 x 8
         # and 4 x 8 ldmatrix of 16 x 16; to that comes the product of the scores, unrolled twice.
         assert counts[HMMA] >= 2 * 4 * 16 + 32 and counts[LDSM] >= 4 * 8 + 12
         # 128 rows of queries, twice 64 of keys and 64 of values, 8 of them by an instruction of each thread.
         assert counts[LDGSTS] >= (128 + 2 * 64 + 64) // 8
+
+
+@needs_nvcc
+@pytest.mark.parametrize("head_size", [64, 128])
+def test_on_hopper_the_softmax_goes_on_beside_products_of_warp_groups(head_size: int, tmp_path: Path) -> None:
+    kernels, said = _compiled(f"attention_hopper_{head_size}", tmp_path)
+    assert len(kernels) == 2, "one for each 16-bit type"
+    # Of products it makes one wait for another, of registers that it does not hand over, of begins that it adds.
+    for complaint in ("Potential Performance Loss", "serialized", "setmaxnreg", "injected"):
+        assert complaint not in said, said
+    for words in kernels.values():
+        counts = Counter(low & 0x1FF for low, _ in words)
+        assert not counts[LDL] and not counts[STL], "local memory"
+        # Products of a tile of scores, and of values, 16 deep: once before and in the loop, in the loop and after it.
+        assert counts[HGMMA] == 2 * (head_size // 16) + 2 * (128 // 16)
+        # Boxes of 64 columns: queries of each group, the first keys and the next, values.
+        assert counts[UTMALDG] == (head_size // 64) * ((2 if head_size == 128 else 3) + 3)
+        assert counts[USETMAXREG] == 2 and all(counts[each] for each in SYNCS)
+        assert _between_waits(words) >= 64, "the probabilities of 64 x 128 scores, of 128 threads"
+
+
+def _between_waits(words: list[tuple[int, int]]) -> int:
+    """How many exp2 stand in the loop between its wait for scores alone, and that for all products."""
+    waits = [i for i, (low, _) in enumerate(words) if low & 0x1FF == WARPGROUP and low >> 47 & 1]
+    [first] = [i for i in waits if words[i][1] >> 8 & 0xFF == 1]
+    last = waits[waits.index(first) + 1]
+    assert words[last][1] >> 8 & 0xFF == 0
+    return sum(low & 0x1FF == MUFU for low, _ in words[first:last])

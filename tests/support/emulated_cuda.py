@@ -27,7 +27,7 @@ def emulated(name: str, folder: Path, *, without: str = "") -> ctypes.CDLL:
     """The library of csrc/cuda/<name>.cu, built in `folder`; without: a text whose first occurrence is left out."""
     library = folder / f"{name}.so"
     level = "-O0" if without else "-O1"  # the broken one runs once
-    _compile([level, "-shared", "-fPIC", str(_source(name, folder, without)), "-o", str(library)])
+    _compile(folder, [level, "-shared", "-fPIC", str(_source(name, folder, without)), "-o", str(library)])
     return ctypes.CDLL(str(library))
 
 
@@ -41,7 +41,7 @@ def races(name: str, folder: Path, *, without: str = "") -> str:
     program = folder / "program"
     driver = EMULATOR / f"run_{name}.cpp"
     sources = [str(_source(name, folder, without)), str(driver)]
-    _compile(["-g", "-O1", "-fsanitize=thread", *sources, "-o", str(program)])
+    _compile(folder, ["-g", "-O1", "-fsanitize=thread", *sources, "-o", str(program)])
     # Some kernels place memory where the sanitizer has its own.
     command = ["setarch", platform.machine(), "-R", str(program)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -50,16 +50,23 @@ def races(name: str, folder: Path, *, without: str = "") -> str:
 
 
 def _source(name: str, folder: Path, without: str) -> Path:
-    text = (SOURCES / "cuda" / f"{name}.cu").read_text()
-    if without:
-        assert without in text, f"{name}.cu has no {without}"
-        text = text.replace(without, "", 1)
+    """csrc/cuda/<name>.cu in C++, and beside it the headers of csrc/cuda that the emulator has no others for."""
     source = folder / f"{name}.cpp"
-    source.write_text(translated(text))
+    texts = {source: (SOURCES / "cuda" / f"{name}.cu").read_text()}
+    (folder / "cuda").mkdir(exist_ok=True)
+    for header in (SOURCES / "cuda").glob("*.cuh"):
+        if not (EMULATOR / "cuda" / header.name).exists():
+            texts[folder / "cuda" / header.name] = header.read_text()
+    if without:
+        broken = next((path for path, text in texts.items() if without in text), None)
+        assert broken is not None, f"neither {name}.cu nor a header has {without}"
+        texts[broken] = texts[broken].replace(without, "", 1)
+    for path, text in texts.items():
+        path.write_text(translated(text))
     return source
 
 
-def _compile(arguments: list[str]) -> None:
-    command = ["g++", "-std=c++20", f"-I{EMULATOR}", f"-I{SOURCES}", *arguments]
+def _compile(folder: Path, arguments: list[str]) -> None:
+    command = ["g++", "-std=c++20", f"-I{EMULATOR}", f"-I{folder}", f"-I{SOURCES}", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -159,7 +159,44 @@ struct SoftmaxRows {
   float greatest[kTiles][2], total[kTiles][2];
 };
 
-// Makes exp2 of the scores, below the greatest so far, of them; what was summed before shrinks with its base.
+// Makes exp2 of a row's scores, below the greatest so far, of them; returns by what all that was summed before shrinks,
+// to have the same base.
+template <int kTiles, int kKeys, class Machine>
+ML_TILE float softmax_row(
+    Machine& m, float (&scores)[kTiles][kKeys / 8][4], SoftmaxRows<kTiles>& rows, int t, int half, float scale) {
+  float greatest = rows.greatest[t][half];
+  ML_UNROLL
+  for (int n = 0; n < kKeys / 8; ++n) {
+    greatest = m.larger(greatest, m.larger(scores[t][n][half * 2], scores[t][n][half * 2 + 1]));
+  }
+  greatest = m.larger(greatest, m.shuffle_xor(greatest, 1));
+  greatest = m.larger(greatest, m.shuffle_xor(greatest, 2));
+  // Where nothing is seen yet the base is 0: exp2(-inf - 0) is 0, and -inf - -inf would be no number.
+  const float base = greatest == -kInfinity ? 0.0f : greatest * scale;
+  const float factor = m.exp2(rows.greatest[t][half] * scale - base);
+  rows.greatest[t][half] = greatest;
+  float total = rows.total[t][half] * factor;
+  ML_UNROLL
+  for (int n = 0; n < kKeys / 8; ++n) {
+    ML_UNROLL
+    for (int i = half * 2; i < half * 2 + 2; ++i) {
+      scores[t][n][i] = m.exp2(scores[t][n][i] * scale - base);
+      total += scores[t][n][i];
+    }
+  }
+  rows.total[t][half] = total;
+  return factor;
+}
+
+template <int kTiles, int kHead>
+ML_TILE void scale_row(float (&sums)[kTiles][kHead / 8][4], int t, int half, float factor) {
+  ML_UNROLL
+  for (int n = 0; n < kHead / 8; ++n) {
+    sums[t][n][half * 2] *= factor;
+    sums[t][n][half * 2 + 1] *= factor;
+  }
+}
+
 template <int kTiles, int kKeys, int kHead, class Machine>
 ML_TILE void online_softmax(
     Machine& m, float (&scores)[kTiles][kKeys / 8][4], SoftmaxRows<kTiles>& rows,
@@ -168,53 +205,57 @@ ML_TILE void online_softmax(
   for (int t = 0; t < kTiles; ++t) {
     ML_UNROLL
     for (int half = 0; half < 2; ++half) {
-      float greatest = rows.greatest[t][half];
-      ML_UNROLL
-      for (int n = 0; n < kKeys / 8; ++n) {
-        greatest = m.larger(greatest, m.larger(scores[t][n][half * 2], scores[t][n][half * 2 + 1]));
-      }
-      greatest = m.larger(greatest, m.shuffle_xor(greatest, 1));
-      greatest = m.larger(greatest, m.shuffle_xor(greatest, 2));
-      // Where nothing is seen yet the base is 0: exp2(-inf - 0) is 0, and -inf - -inf would be no number.
-      const float base = greatest == -kInfinity ? 0.0f : greatest * scale;
-      const float factor = m.exp2(rows.greatest[t][half] * scale - base);
-      rows.greatest[t][half] = greatest;
-      float total = rows.total[t][half] * factor;
-      ML_UNROLL
-      for (int n = 0; n < kKeys / 8; ++n) {
-        ML_UNROLL
-        for (int i = half * 2; i < half * 2 + 2; ++i) {
-          scores[t][n][i] = m.exp2(scores[t][n][i] * scale - base);
-          total += scores[t][n][i];
-        }
-      }
-      rows.total[t][half] = total;
-      ML_UNROLL
-      for (int n = 0; n < kHead / 8; ++n) {
-        sums[t][n][half * 2] *= factor;
-        sums[t][n][half * 2 + 1] *= factor;
+      scale_row<kTiles, kHead>(sums, t, half, softmax_row<kTiles, kKeys>(m, scores, rows, t, half, scale));
+    }
+  }
+}
+
+// The log-sum-exps of a warp's rows from `row` on, of `count` that there are, and what their sums are to be times.
+template <int kTiles, class Machine>
+ML_TILE void finish_rows(
+    Machine& m, const SoftmaxRows<kTiles>& rows, float (&factors)[kTiles][2], float scale, float* lse, int row,
+    int count) {
+  ML_UNROLL
+  for (int t = 0; t < kTiles; ++t) {
+    ML_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      float total = rows.total[t][half];
+      total += m.shuffle_xor(total, 1);
+      total += m.shuffle_xor(total, 2);
+      const bool nothing = total == 0.0f;
+      factors[t][half] = nothing ? 0.0f : 1.0f / total;
+      const int own = row + t * 16 + accumulator_place(m.lane(), half * 2).row;
+      if (m.lane() % 4 == 0 && own < count) {
+        const float log_total = m.log2(total) + rows.greatest[t][half] * scale;
+        lse[own] = nothing ? -kInfinity : log_total / kLog2E;
       }
     }
   }
 }
 
-// Sets the scores that are not seen to -infinity: queries from `row` on down, keys from `first_key` on across.
+// Sets those of a row's scores to -infinity that are not seen; its thread's first is of key `first`.
+template <int kTiles, int kKeys>
+ML_TILE void mask_row(float (&scores)[kTiles][kKeys / 8][4], int t, int half, Range seen, int first) {
+  ML_UNROLL
+  for (int n = 0; n < kKeys / 8; ++n) {
+    ML_UNROLL
+    for (int i = half * 2; i < half * 2 + 2; ++i) {
+      if (!seen.holds(first + n * 8 + i % 2)) scores[t][n][i] = -kInfinity;
+    }
+  }
+}
+
+// The same of all rows: queries from `row` on down, keys from `first_key` on across.
 template <int kTiles, int kKeys, class Machine>
 ML_TILE void mask_keys(
     Machine& m, float (&scores)[kTiles][kKeys / 8][4], const Band& band, int row, int first_key) {
+  const Place own = accumulator_place(m.lane(), 0);
   ML_UNROLL
   for (int t = 0; t < kTiles; ++t) {
     ML_UNROLL
     for (int half = 0; half < 2; ++half) {
-      const Range seen = band.keys_of(row + t * 16 + accumulator_place(m.lane(), half * 2).row);
-      ML_UNROLL
-      for (int n = 0; n < kKeys / 8; ++n) {
-        ML_UNROLL
-        for (int i = half * 2; i < half * 2 + 2; ++i) {
-          const int key = first_key + n * 8 + accumulator_place(m.lane(), i).column;
-          if (!seen.holds(key)) scores[t][n][i] = -kInfinity;
-        }
-      }
+      const Range seen = band.keys_of(row + own.row + t * 16 + half * 8);
+      mask_row<kTiles, kKeys>(scores, t, half, seen, first_key + own.column);
     }
   }
 }
@@ -281,22 +322,7 @@ ML_TILE void attention_forward(Machine& m, const MegaliteAttention& a, int block
   const int64_t first_token = static_cast<int64_t>(again.first_query) + first_row;
   const int count = at_most(Shape::kRows, again.band.queries - first_row);
   float* lse = static_cast<float*>(a.lse) + head * a.queries + first_token;
-  ML_UNROLL
-  for (int t = 0; t < kTiles; ++t) {
-    ML_UNROLL
-    for (int half = 0; half < 2; ++half) {
-      float total = rows.total[t][half];
-      total += m.shuffle_xor(total, 1);
-      total += m.shuffle_xor(total, 2);
-      const bool nothing = total == 0.0f;
-      factors[t][half] = nothing ? 0.0f : 1.0f / total;
-      const int row = warp_row + t * 16 + accumulator_place(m.lane(), half * 2).row;
-      if (m.lane() % 4 == 0 && row < count) {
-        const float log_total = m.log2(total) + rows.greatest[t][half] * scale;
-        lse[row] = nothing ? -kInfinity : log_total / kLog2E;
-      }
-    }
-  }
+  finish_rows<kTiles>(m, rows, factors, scale, lse, warp_row, count);
   m.wait_all();
   m.sync();  // where no key is seen the queries may still be on their way to the rows that are now overwritten
   auto* output = static_cast<uint16_t*>(a.output) + (first_token * a.heads + head) * kHead;

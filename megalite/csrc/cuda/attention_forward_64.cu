@@ -1,6 +1,8 @@
 #include "cuda/attention_launch.cuh"
 
 int megalite_attention_forward_64_cuda(const MegaliteAttention* attention, int dtype, void* stream) {
+  const int done = megalite_attention_forward_hopper_64_cuda(attention, dtype, stream);
+  if (done != ml::kUnsupported) return done;
   const auto queue = static_cast<cudaStream_t>(stream);
   if (dtype == ml::kBFloat16) return ml::launch_forward<ml::bf16, 64>(*attention, queue);
   if (dtype == ml::kFloat16) return ml::launch_forward<ml::fp16, 64>(*attention, queue);

@@ -39,6 +39,7 @@ constexpr unsigned __tsan_switch_to_fiber_no_sync = 0;
 #define __host__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __grid_constant__
 #define __shared__ static
 #define __align__(bytes) alignas(bytes)
 
@@ -56,16 +57,43 @@ struct alignas(16) uint4 {
 };
 
 using cudaStream_t = void*;
+using cudaError_t = int;
 constexpr int cudaSuccess = 0;
 inline int cudaGetLastError() { return cudaSuccess; }
+
+// A device of compute capability 9.0.
+#define CUDART_VERSION 13000
+enum cudaDeviceAttr { cudaDevAttrComputeCapabilityMajor, cudaDevAttrComputeCapabilityMinor };
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
+enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess };
+constexpr int cudaEnableDefault = 0;
+inline cudaError_t cudaGetDevice(int* device) { return *device = 0; }
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr which, int) {
+  *value = which == cudaDevAttrComputeCapabilityMajor ? 9 : 0;
+  return cudaSuccess;
+}
+inline cudaError_t cudaFuncSetAttribute(auto*, cudaFuncAttribute, int bytes) { return bytes > 227 * 1024; }
 
 inline dim3 blockIdx, blockDim, gridDim;
 #define threadIdx (emulator::thread_index())
 inline unsigned megalite_emulator_order = 0;  // which shuffled order; 0: threads by number
+inline const char* megalite_emulator_problem = nullptr;  // the first thing done that must not be
 
 namespace emulator {
 
 constexpr size_t kStack = 256 * 1024, kMostThreads = 1024;
+
+inline void fail(const char* what) {
+  if (megalite_emulator_problem == nullptr) megalite_emulator_problem = what;
+}
+
+// What goes on beside the threads of a block, where it can do such things.
+struct Beside {
+  virtual void begin(int threads) = 0;
+  virtual bool step() = 0;  // does one thing that is under way; false: there is none
+  virtual void end() = 0;
+};
+inline Beside* beside = nullptr;
 
 struct Fiber;
 
@@ -170,11 +198,16 @@ EMULATOR_UNSEEN inline void run_block(const std::vector<unsigned>& order) {
     fiber.context.uc_link = &block.scheduler;
     makecontext(&fiber.context, start, 0);
   }
+  if (beside != nullptr) beside->begin(threads);
   __tsan_release(&block.begun);
   for (int left = threads; left > 0;) {
     Fiber* next = nullptr;
     for (size_t i = 0; i < order.size() && next == nullptr; ++i) {
       if (block.fibers[order[i]].may_run()) next = &block.fibers[order[i]];
+    }
+    if (next == nullptr && beside != nullptr) {
+      if (beside->step()) continue;
+      return fail("threads that wait for each other");
     }
     if (next == nullptr) {
       std::fprintf(stderr, "emulated CUDA: %d threads wait at barriers that the others do not come to\n", left);
@@ -186,6 +219,7 @@ EMULATOR_UNSEEN inline void run_block(const std::vector<unsigned>& order) {
     if (next->finished) --left;
   }
   __tsan_acquire(&block.ended);
+  if (beside != nullptr) beside->end();
 }
 
 // kernel<<<grid, threads, shared, stream>>>, to be called with the kernel's arguments.

@@ -1,0 +1,190 @@
+// What only a GPU of compute capability 9.0 can do, an instruction each: barriers in shared memory that count bytes,
+// copies of boxes by tensor maps, products of a group of four warps, registers that move between such groups (PTX ISA:
+// "mbarrier", "cp.async.bulk.tensor", "wgmma", "setmaxnreg"). In the tests tests/kernels/emulator/cuda/hopper.cuh takes
+// this file's place.
+//
+// Shared memory is addressed by 32 bits, as by DeviceMachine::shared().
+#pragma once
+
+#include <cuda.h>
+
+#include <type_traits>
+
+#include "core/scalar.h"
+
+namespace ml::hopper {
+
+constexpr int kGroup = 128;  // threads that multiply together: four warps, the first a multiple of four
+
+// The same in all threads of a warp, and known to be: what it addresses takes registers of the warp.
+__device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
+
+// A barrier of 8 bytes: a phase ends once `arrivals` have come and as many bytes as were announced.
+__device__ __forceinline__ void init_barrier(uint32_t barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+// Before anybody uses barriers that this thread has made; what follows is a sync of the block.
+__device__ __forceinline__ void publish_barriers() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Arrives, and announces bytes that the phase waits for too.
+__device__ __forceinline__ void arrive_expecting(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// Waits until the phase of this parity has ended: at first that of 0 is under way, and that of 1 counts as ended.
+__device__ __forceinline__ void wait(uint32_t barrier, uint32_t parity) {
+  uint32_t ended = 0;
+  while (ended == 0) {
+    asm volatile(
+        "{\n"
+        ".reg .pred ended;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 ended, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, ended;\n"
+        "}\n"
+        : "=r"(ended)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+  }
+}
+
+__device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// Begins to copy the map's box at these coordinates; its bytes arrive at the barrier, those outside of the tensor too,
+// which become zero.
+__device__ __forceinline__ void load_box(
+    uint32_t target, const CUtensorMap* map, uint32_t barrier, int column, int head, int token) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(
+          target),
+      "l"(map), "r"(barrier), "r"(column), "r"(head), "r"(token)
+      : "memory");
+}
+
+__device__ __forceinline__ void store_zeros(uint32_t address) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(address), "r"(0) : "memory");
+}
+
+// Lets products and copies see what this thread stored in shared memory, once a barrier has told of it.
+__device__ __forceinline__ void publish_stores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Barriers of `threads` of the block, by number; 0 is the whole block's.
+__device__ __forceinline__ void sync(int number, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+
+__device__ __forceinline__ void arrive(int number, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+
+template <int kCount>
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
+}
+
+template <int kCount>
+__device__ __forceinline__ void leave_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
+}
+
+// Products: begin_products(), add_product() some times, commit_products(); then wait_products<n>(sums), until all but
+// the last n committed are done. Until then neither their sums nor operands in registers may be touched.
+__device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+__device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+template <int kUnder, int kBlocks>
+__device__ __forceinline__ void wait_products(float (&sums)[kBlocks][4]) {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kUnder) : "memory");
+  // No use of a sum moves to before the wait.
+#pragma unroll
+  for (int n = 0; n < kBlocks; ++n) {
+    asm volatile("" : "+f"(sums[n][0]), "+f"(sums[n][1]), "+f"(sums[n][2]), "+f"(sums[n][3])::"memory");
+  }
+}
+
+// Holds the compiler to an order: what `sum`, 0 or more, is made of comes before the products that are waited for next.
+// Without it it waits first, and nothing is left to do beside the products.
+__device__ __forceinline__ void before_products(float sum) {
+  asm volatile(
+      "{\n"
+      ".reg .pred never;\n"
+      "setp.lt.f32 never, %0, 0f00000000;\n"
+      "@never nanosleep.u32 0;\n"
+      "}\n" ::"f"(sum)
+      : "memory");
+}
+
+#define ML_SUMS_8(from)                                                                                           \
+  "+f"(sums[from][0]), "+f"(sums[from][1]), "+f"(sums[from][2]), "+f"(sums[from][3]), "+f"(sums[from + 1][0]),     \
+      "+f"(sums[from + 1][1]), "+f"(sums[from + 1][2]), "+f"(sums[from + 1][3])
+#define ML_SUMS_32 ML_SUMS_8(0), ML_SUMS_8(2), ML_SUMS_8(4), ML_SUMS_8(6)
+#define ML_SUMS_64 ML_SUMS_32, ML_SUMS_8(8), ML_SUMS_8(10), ML_SUMS_8(12), ML_SUMS_8(14)
+#define ML_NAMES_32                                                                                              \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, " \
+  "%24, %25, %26, %27, %28, %29, %30, %31"
+#define ML_NAMES_64                                                                                               \
+  ML_NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, "   \
+              "%51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+// Both operands by row of the sum, or (the second) the right one by column of it and the left one in registers.
+#define ML_FROM_SHARED(columns, type, last, left, right, first)                                                \
+  asm volatile(                                                                                                \
+      "{\n.reg .pred add;\nsetp.ne.b32 add, " first ", 0;\n"                                                   \
+      "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type " {" ML_NAMES_##last "}, " left ", " right \
+      ", add, 1, 1, 0, 0;\n}\n"                                                                                \
+      : ML_SUMS_##last                                                                                         \
+      : "l"(left_tile), "l"(right_tile), "r"(static_cast<int>(add)))
+#define ML_FROM_REGISTERS(columns, type, last, left, right)                                                    \
+  asm volatile(                                                                                                \
+      "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type " {" ML_NAMES_##last "}, {" left "}, " right \
+      ", 1, 1, 1, 1;\n"                                                                                        \
+      : ML_SUMS_##last                                                                                         \
+      : "r"(left_words[0]), "r"(left_words[1]), "r"(left_words[2]), "r"(left_words[3]), "l"(right_tile))
+
+// sums [64, 8 kBlocks] of a group = (or, if `add`, +=) left [64, 16] x right^T [16, 8 kBlocks], both in shared memory
+// as descriptors say, with the columns of the sum as neighbours.
+template <class Element, int kBlocks>
+__device__ __forceinline__ void add_product(
+    float (&sums)[kBlocks][4], uint64_t left_tile, uint64_t right_tile, bool add) {
+  static_assert(kBlocks == 16, "the only size in use");
+  if constexpr (std::is_same_v<Element, bf16>) {
+    ML_FROM_SHARED(128, "bf16", 64, "%64", "%65", "%66");
+  } else {
+    ML_FROM_SHARED(128, "f16", 64, "%64", "%65", "%66");
+  }
+}
+
+// sums [64, 8 kBlocks] of a group += left [64, 16] x right [16, 8 kBlocks]: left in the registers of its warps, each a
+// 16 x 16 operand as of mma.sync; right in shared memory, with the columns of the result as neighbours.
+template <class Element, int kBlocks>
+__device__ __forceinline__ void add_product(
+    float (&sums)[kBlocks][4], const uint32_t (&left_words)[4], uint64_t right_tile) {
+  static_assert(kBlocks == 8 || kBlocks == 16);
+  if constexpr (kBlocks == 16 && std::is_same_v<Element, bf16>) {
+    ML_FROM_REGISTERS(128, "bf16", 64, "%64, %65, %66, %67", "%68");
+  } else if constexpr (kBlocks == 16) {
+    ML_FROM_REGISTERS(128, "f16", 64, "%64, %65, %66, %67", "%68");
+  } else if constexpr (std::is_same_v<Element, bf16>) {
+    ML_FROM_REGISTERS(64, "bf16", 32, "%32, %33, %34, %35", "%36");
+  } else {
+    ML_FROM_REGISTERS(64, "f16", 32, "%32, %33, %34, %35", "%36");
+  }
+}
+
+#undef ML_SUMS_8
+#undef ML_SUMS_32
+#undef ML_SUMS_64
+#undef ML_NAMES_32
+#undef ML_NAMES_64
+#undef ML_FROM_SHARED
+#undef ML_FROM_REGISTERS
+
+}  // namespace ml::hopper
