@@ -11,6 +11,7 @@ CXX             the C++ compiler (default: g++ or c++)
 CUDA_HOME       where nvcc is (default: the one in PATH)
 MEGALITE_CUDA   0: no CUDA kernels; 1: an error where they cannot be built; auto (default): what is possible
 MEGALITE_ARCHS  the chips to compile for (default: "8.0;9.0a")
+MEGALITE_CPU    the processors to compile for: x86-64-v3 (AVX2) or x86-64-v4 (AVX-512; default: what this machine has)
 MAX_JOBS        how many compilers at once (default: the cores)
 """
 
@@ -43,8 +44,12 @@ STABLE_ABI = "2.11"
 ARCHS = "8.0;9.0a"
 NVCC = (12, 0)
 """The oldest with C++20 and sm_90a."""
-# What x86-64-v3 means, as /proc/cpuinfo names it.
-V3 = {"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave"}
+# What levels of x86-64 mean, as /proc/cpuinfo names it; the best first.
+_V3 = {"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave"}
+LEVELS = {
+    "x86-64-v4": _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
+    "x86-64-v3": _V3,
+}
 # Sums may be reordered into vector code; infinities and NaN keep their meaning.
 MATH = ["-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno"]
 PROBE = """#include <span>
@@ -71,7 +76,7 @@ class Tools:
 def find_tools(environ: dict[str, str]) -> Tools:
     why: dict[str, str] = {}
     cxx = environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or ""
-    march = "x86-64-v3" if platform.machine() == "x86_64" and cpu_flags() >= V3 else ""
+    march = find_level(environ)
     torch, torch_version = find_torch()
     if platform.system() != "Linux":
         why["all"] = f"{platform.system()} is not supported"
@@ -98,6 +103,15 @@ def find_tools(environ: dict[str, str]) -> Tools:
         raise SetupError(f"MEGALITE_CUDA=1, but: {complaint}")
     version = output_of([cxx, "-dumpfullversion", "-dumpversion"]) if "all" not in why else ""
     return Tools(cxx, version, march, torch, torch_version, nvcc, nvcc_version, archs, why)
+
+
+def find_level(environ: dict[str, str]) -> str:
+    """The level of x86-64 to compile for; empty for the compiler's own choice, as on other processors."""
+    wanted = environ.get("MEGALITE_CPU", "")
+    if wanted and wanted not in LEVELS:
+        raise SetupError(f"MEGALITE_CPU is '{wanted}'; it is one of {', '.join(LEVELS)}")
+    found = [level for level, flags in LEVELS.items() if cpu_flags() >= flags]
+    return wanted or next(iter(found), "")
 
 
 def cpu_flags() -> set[str]:
@@ -235,6 +249,8 @@ def objects_of(tools: Tools) -> list[Object]:
     """The longest to compile first."""
     host = ["-std=c++20", "-O3", "-fPIC", "-Wall", "-Wextra", "-I."]
     march = [f"-march={tools.march}"] if tools.march else []
+    if tools.march == "x86-64-v4":
+        march.append("-mprefer-vector-width=512")  # else compilers stop at 256, for processors that slow down
     numeric_abi = sum(number << shift for number, shift in zip(numbers(STABLE_ABI), (56, 48), strict=True))
     torch_headers = ["-isystem", f"{tools.torch}/include", f"-DTORCH_TARGET_VERSION={numeric_abi:#018x}"]
     cuda = ["-DMEGALITE_CUDA"] if tools.nvcc else []
@@ -302,7 +318,7 @@ def build(tools: Tools, folder: Path) -> str:
             "stable_abi": STABLE_ABI,
             "machine": platform.machine(),
             "cpu": tools.march,
-            "cpu_flags": sorted(V3) if tools.march else [],
+            "cpu_flags": sorted(LEVELS[tools.march]) if tools.march else [],
             "archs": list(tools.archs) if tools.nvcc else [],
             "cxx": f"{Path(tools.cxx).name} {tools.cxx_version}",
             "nvcc": tools.nvcc_version if tools.nvcc else "",
