@@ -27,4 +27,11 @@ int megalite_cross_entropy_gradient_cpu(void* logits, const int64_t* labels, con
 int megalite_cross_entropy_gradient_cuda(void* logits, const int64_t* labels, const void* maximum, const void* factor,
                                          const void* weight, int64_t rows, int64_t columns, int64_t first_id,
                                          double on_label, double uniform, int dtype, void* stream);
+
+// Both at once, of the whole vocabulary: losses (wide [rows]) are weight * (log(sum(exp(logit))) - sum(target * logit) +
+// z_loss * log(sum(exp(logit)))^2), and their sum's gradient is written over the logits. Of a row whose weight is 0 both
+// are 0, whatever it holds. float32 and float64 only: a narrower gradient can not be multiplied afterwards without loss.
+int megalite_cross_entropy_losses_cpu(void* logits, const int64_t* labels, const void* weights, void* losses,
+                                      int64_t rows, int64_t columns, int64_t first_id, double on_label, double uniform,
+                                      double z_loss, int dtype);
 }

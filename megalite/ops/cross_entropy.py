@@ -2,7 +2,7 @@
 written over them. What joins the shards stands in parallel/cross_entropy.py.
 
 A row is a token. Weights, statistics and factors are at least float32. Both forms overwrite logits; only the gradient
-can follow the statistics.
+can follow the statistics. Where no other shard has a part, one visit of each row can do both (`losses_over_gradient`).
 """
 
 from dataclasses import dataclass
@@ -82,6 +82,23 @@ def write_gradient(
     logits.scatter_add_(-1, _local_labels(targets, here), at_label.unsqueeze(-1))
 
 
+def visits_rows_once(logits: Tensor) -> bool:
+    """Whether `losses_over_gradient` takes them: compiled code on the CPU, whose caches hold a row. What is narrower
+    than its statistics would lose by a factor that comes afterwards; a GPU would have to be waited for to see it."""
+    return logits.device.type == "cpu" and logits.dtype in (torch.float32, torch.float64)
+
+
+def losses_over_gradient(logits: Tensor, weights: Tensor, targets: Targets, z_loss: float) -> Tensor:
+    """Weighted losses [T], of logits [T, the whole vocabulary], which become the gradient of their sum.
+
+    weights: [T]; a row of weight 0 may hold anything, and has loss and gradient 0.
+    """
+    losses: Tensor = torch.ops.megalite.cross_entropy_losses_(
+        logits, targets.labels, weights, targets.first_id, targets.on_label, targets.uniform, z_loss
+    )
+    return losses
+
+
 def _local_labels(targets: Targets, here: Tensor) -> Tensor:
     """Columns [T, 1]; 0 where the label is elsewhere."""
     return torch.where(here, targets.labels - targets.first_id, 0).unsqueeze(-1)
@@ -97,5 +114,10 @@ def _fake_gradient(logits: Tensor, *others: object) -> None:
     """Only writes over what it is given."""
 
 
+def _fake_losses(logits: Tensor, labels: Tensor, weights: Tensor, *others: object) -> Tensor:
+    return torch.empty_like(weights)
+
+
 extension.register("cross_entropy_statistics", _fake_statistics)
 extension.register("cross_entropy_gradient_", _fake_gradient)
+extension.register("cross_entropy_losses_", _fake_losses)

@@ -55,6 +55,21 @@ void gradient(
       on_label, uniform, dtype);
 }
 
+Tensor losses(
+    Tensor logits, Tensor labels, Tensor weights, int64_t first_id, double on_label, double uniform, double z_loss) {
+  const int dtype = ml::dtype_of(logits);
+  STD_TORCH_CHECK(logits.scalar_type() == ml::wide_type(logits), "megalite: logits must be float32 or float64");
+  const int64_t* ids = checked_labels(labels, logits);
+  const void* of_rows = checked(weights, logits, "weights");
+  Tensor made = ml::new_empty(logits, {logits.size(0)}, ml::wide_type(logits));
+  ml::check(
+      megalite_cross_entropy_losses_cpu(
+          logits.mutable_data_ptr(), ids, of_rows, made.mutable_data_ptr(), logits.size(0), logits.size(1), first_id,
+          on_label, uniform, z_loss, dtype),
+      "megalite_cross_entropy_losses");
+  return made;
+}
+
 void implement(torch::stable::detail::StableLibrary& m) {
   m.impl("cross_entropy_statistics", TORCH_BOX(&statistics));
   m.impl("cross_entropy_gradient_", TORCH_BOX(&gradient));
@@ -69,9 +84,15 @@ STABLE_TORCH_LIBRARY_FRAGMENT(megalite, m) {
   m.def(
       "cross_entropy_gradient_(Tensor(a!) logits, Tensor labels, Tensor maximum, Tensor factor, Tensor weights, "
       "int first_id, float on_label, float uniform) -> ()");
+  m.def(
+      "cross_entropy_losses_(Tensor(a!) logits, Tensor labels, Tensor weights, int first_id, float on_label, "
+      "float uniform, float z_loss) -> Tensor");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(megalite, CPU, m) { implement(m); }
+STABLE_TORCH_LIBRARY_IMPL(megalite, CPU, m) {
+  implement(m);
+  m.impl("cross_entropy_losses_", TORCH_BOX(&losses));
+}
 
 #ifdef MEGALITE_CUDA
 STABLE_TORCH_LIBRARY_IMPL(megalite, CUDA, m) { implement(m); }

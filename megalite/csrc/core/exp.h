@@ -17,16 +17,19 @@ ML_HD float exp_nonpositive(float x) {
   return expf(x);
 #else
   x = x < -88.0f ? -88.0f : x;
-  const float power = std::rint(x * 1.44269504f);
+  // Added to a number of 2^23 and more, what is not whole is rounded away, and the power beside the 127 of an exponent
+  // stands in the lowest bits.
+  const float shifted = std::fma(x, 1.44269504f, 12583039.0f);
+  const float power = shifted - 12583039.0f;
   const float rest = std::fma(power, -1.42860677e-6f, std::fma(power, -0.693145752f, x));
   float series = 0.00138146046f;
   series = std::fma(series, rest, 0.00836871192f);
   series = std::fma(series, rest, 0.041668389f);
   series = std::fma(series, rest, 0.166665211f);
   series = std::fma(series, rest, 0.49999994f);
-  const float value = std::fma(series * rest, rest, rest) + 1.0f;
+  const float value = std::fma(std::fma(series, rest, 1.0f), rest, 1.0f);
   // The power of -127, which -88 has, gives the bits of 0.
-  return value * float_of(static_cast<uint32_t>(static_cast<int32_t>(power) + 127) << 23);
+  return value * float_of(bits_of(shifted) << 23);
 #endif
 }
 

@@ -2,7 +2,8 @@
 #include "cross_entropy.h"
 
 #include <algorithm>
-#include <cstring>
+#include <cmath>
+#include <vector>
 
 #include "core/cross_entropy.h"
 
@@ -10,36 +11,21 @@ namespace ml {
 namespace {
 
 // Elements at once: they stay in the first-level cache from the maximum to the sum.
-constexpr int64_t kBlock = 8192;
-// Exponentials summed in their own type, before their sum goes to a float64 one: beside the one of the maximum, which is
-// 1, a longer float32 sum loses the many that are small.
-constexpr int64_t kRun = 64;
+constexpr int64_t kBlock = 2048;
+// Sums under way at once. Each gets 64 exponentials of a block in their own type, before it goes to a float64 one: beside
+// the one of the maximum, which is 1, a longer float32 sum loses the many that are small.
+constexpr int64_t kLanes = 32;
+// How far ahead of what is computed memory is read: the processor's own reading ahead ends with a page of 4 KiB.
+constexpr int64_t kAheadBytes = 16384;
+constexpr int64_t kLineBytes = 64;
+// The share of the next row that is read while this one's gradient is written.
+constexpr int64_t kReadAhead = 8;
 
-// Whole numbers in the order of what they stand for: compilers make vector code of their maximum.
-inline int32_t ordered(float value) {
-  int32_t bits;
-  memcpy(&bits, &value, sizeof bits);
-  return bits ^ ((bits >> 31) & INT32_MAX);
-}
-
-inline int64_t ordered(double value) {
-  int64_t bits;
-  memcpy(&bits, &value, sizeof bits);
-  return bits ^ ((bits >> 63) & INT64_MAX);
-}
-
-inline float of_ordered(int32_t key) {
-  key ^= (key >> 31) & INT32_MAX;
-  float value;
-  memcpy(&value, &key, sizeof value);
-  return value;
-}
-
-inline double of_ordered(int64_t key) {
-  key ^= (key >> 63) & INT64_MAX;
-  double value;
-  memcpy(&value, &key, sizeof value);
-  return value;
+// Has the second-level cache read `count` elements, or none if they begin at or beyond `end`.
+template <typename T>
+ML_HD void fetch(const T* from, int64_t count, const T* end) {
+  if (from >= end) return;
+  for (int64_t i = 0; i < count; i += kLineBytes / static_cast<int64_t>(sizeof(T))) __builtin_prefetch(from + i, 0, 2);
 }
 
 // A block in its wide type: itself, or copied into `space`.
@@ -54,42 +40,86 @@ const Wide<T>* widened(const T* block, int64_t count, Wide<T>* space) {
   }
 }
 
+// NaN is passed over: the sum will have it.
 template <typename W>
-Softmax<W> block_softmax(const W* values, int64_t count, bool with_excess) {
-  auto highest = ordered(lowest_of<W>());
-#pragma omp simd reduction(max : highest)
-  for (int64_t i = 0; i < count; ++i) {
-    const auto key = ordered(values[i]);
-    highest = key > highest ? key : highest;
+W highest_of(const W* values, int64_t count) {
+  W lanes[kLanes];
+  std::fill_n(lanes, kLanes, lowest_of<W>());
+  const int64_t whole = count - count % kLanes;
+  for (int64_t first = 0; first < whole; first += kLanes) {
+#pragma omp simd
+    for (int64_t l = 0; l < kLanes; ++l) lanes[l] = values[first + l] > lanes[l] ? values[first + l] : lanes[l];
   }
-  const W maximum = of_ordered(highest);
+  for (int64_t i = whole; i < count; ++i) lanes[i - whole] = std::max(lanes[i - whole], values[i]);
+  return *std::max_element(lanes, lanes + kLanes);
+}
+
+// The sum of what `of(i)` gives for every i below `count`, of type W. `before(i)` goes before every kLanes of them.
+template <typename W, typename Of, typename Before>
+ML_HD double sum_over(int64_t count, Of of, Before before) {
+  W lanes[kLanes] = {};
+  const int64_t whole = count - count % kLanes;
+  for (int64_t first = 0; first < whole; first += kLanes) {
+    before(first);
+#pragma omp simd
+    for (int64_t l = 0; l < kLanes; ++l) lanes[l] += of(first + l);
+  }
+  for (int64_t i = whole; i < count; ++i) lanes[i - whole] += of(i);
   double sum = 0;
-  for (int64_t begin = 0; begin < count; begin += kRun) {
-    const int64_t end = std::min(begin + kRun, count);
-    W of_run = 0;
-#pragma omp simd reduction(+ : of_run)
-    for (int64_t i = begin; i < end; ++i) of_run += exp_nonpositive(values[i] - maximum);
-    sum += of_run;
+  for (const W lane : lanes) sum += lane;
+  return sum;
+}
+
+// As Softmax, of the blocks of a row one after the other, summed in float64.
+template <typename W>
+struct RowSums {
+  W maximum = lowest_of<W>();
+  double sum = 0, excess = 0;
+  int64_t count = 0;
+
+  void rise_to(W highest) {
+    if (!(highest > maximum)) return;
+    const W shift = maximum - highest;
+    sum *= exp_nonpositive(shift);
+    // Of no logits there is none: the difference of the lowest number may be infinite.
+    if (count > 0) excess += static_cast<double>(count) * shift;
+    maximum = highest;
   }
-  W excess = 0;
+
+  // The shard's part of sum(target * (logit - maximum)).
+  double expected(const Target<W>& target, bool here, W at_label) const {
+    const double of_all = target.uniform > 0 ? target.uniform * excess : 0.0;
+    return here ? of_all + static_cast<double>(target.on_label) * (at_label - maximum) : of_all;
+  }
+};
+
+// Takes a block; keep(i, exp(values[i] - maximum)) is called with the maximum so far.
+template <typename W, typename Keep, typename Before>
+ML_HD void take_block(RowSums<W>& sums, const W* values, int64_t count, bool with_excess, Keep keep, Before before) {
+  sums.rise_to(highest_of(values, count));
+  const W maximum = sums.maximum;
   if (with_excess) {
-#pragma omp simd reduction(+ : excess)
-    for (int64_t i = 0; i < count; ++i) excess += values[i] - maximum;
+    sums.excess += sum_over<W>(count, [&](int64_t i) { return values[i] - maximum; }, [](int64_t) {});
   }
-  Softmax<W> state;
-  state.maximum = maximum, state.sum = static_cast<W>(sum), state.excess = excess, state.count = static_cast<W>(count);
-  return state;
+  sums.sum += sum_over<W>(
+      count, [&](int64_t i) { return keep(i, exp_nonpositive(values[i] - maximum)); }, before);
+  sums.count += count;
 }
 
 template <typename T>
-Softmax<Wide<T>> row_softmax(const T* row, int64_t columns, bool with_excess) {
-  Wide<T> space[kBlock];
-  Softmax<Wide<T>> all;
+RowSums<Wide<T>> row_sums(const T* row, int64_t columns, bool with_excess, const T* end) {
+  using W = Wide<T>;
+  constexpr int64_t kAhead = kAheadBytes / sizeof(T);
+  W space[kBlock];
+  RowSums<W> sums;
   for (int64_t begin = 0; begin < columns; begin += kBlock) {
+    const T* block = row + begin;
     const int64_t count = std::min(kBlock, columns - begin);
-    all = joined(all, block_softmax(widened(row + begin, count, space), count, with_excess));
+    take_block(
+        sums, widened(block, count, space), count, with_excess, [](int64_t, W value) { return value; },
+        [&](int64_t first) { fetch(block + first + kAhead, kLanes, end); });
   }
-  return all;
+  return sums;
 }
 
 template <typename T>
@@ -102,9 +132,70 @@ void statistics(const T* logits, const int64_t* labels, const Wide<T>* weights, 
     *maximum = 0, *sum = 1, *expected = 0;
     if (weights[r] == 0) continue;
     const T* row = logits + r * columns;
-    const Softmax<W> all = row_softmax(row, columns, uniform > 0);
-    *maximum = all.maximum, *sum = all.sum;
-    *expected = expected_excess(row, columns, Target<W>{labels[r] - first_id, on_label, uniform}, all);
+    const Target<W> target{labels[r] - first_id, on_label, uniform};
+    const bool here = target.label >= 0 && target.label < columns;
+    const RowSums<W> sums = row_sums(row, columns, uniform > 0, logits + rows * columns);
+    *maximum = sums.maximum, *sum = static_cast<W>(sums.sum);
+    *expected = static_cast<W>(sums.expected(target, here, here ? to_wide(row[target.label]) : W(0)));
+  }
+}
+
+// Makes of a row its gradient, and gives its loss, both weighted, while its blocks are in the second-level cache: the
+// exponentials are written over the logits, and multiplied once their sum is known. `following` is the row that comes
+// next, or `end`. maxima: of each block, the maximum of the row when it was taken.
+template <typename W>
+W loss_over_gradient(W* row, const W* following, const W* end, int64_t columns, const Target<W>& target, W weight,
+                     W z_loss, W* maxima) {
+  const bool here = target.label >= 0 && target.label < columns;
+  const W at_label = here ? row[target.label] : W(0);
+  // What is read ahead in the second round over a row, which is the shorter one: so memory is busy all the time.
+  const int64_t ahead = columns / kReadAhead;
+  RowSums<W> sums;
+  for (int64_t begin = 0; begin < columns; begin += kBlock) {
+    W* block = row + begin;
+    take_block(
+        sums, block, std::min(kBlock, columns - begin), target.uniform > 0,
+        [&](int64_t i, W value) { return block[i] = value; },
+        [&](int64_t first) { fetch(block + first + ahead, kLanes, row + columns); });
+    maxima[begin / kBlock] = sums.maximum;
+  }
+  const double log_sum = std::log(sums.sum), normaliser = sums.maximum + log_sum;
+  const double loss = log_sum - sums.expected(target, here, at_label) + z_loss * normaliser * normaliser;
+  const double factor = weight * (1 + 2 * z_loss * normaliser) / sums.sum;
+  const W of_all = weight * target.uniform;
+  for (int64_t begin = 0; begin < columns; begin += kBlock) {
+    W* block = row + begin;
+    const int64_t count = std::min(kBlock, columns - begin);
+    const W of_block = static_cast<W>(factor * exp_nonpositive(maxima[begin / kBlock] - sums.maximum));
+    for (int64_t first = 0; first < count; first += kLanes * kReadAhead) {
+      fetch(following + (begin + first) / kReadAhead, kLanes, end);
+      const int64_t stop = std::min(count, first + kLanes * kReadAhead);
+#pragma omp simd
+      for (int64_t i = first; i < stop; ++i) block[i] = block[i] * of_block - of_all;
+    }
+  }
+  if (here) row[target.label] -= weight * target.on_label;
+  return static_cast<W>(loss * weight);
+}
+
+template <typename W>
+void losses_over_gradient(W* logits, const int64_t* labels, const W* weights, W* losses, int64_t rows, int64_t columns,
+                          int64_t first_id, W on_label, W uniform, W z_loss) {
+#pragma omp parallel
+  {
+    std::vector<W> maxima((columns + kBlock - 1) / kBlock);
+#pragma omp for schedule(static)
+    for (int64_t r = 0; r < rows; ++r) {
+      W* row = logits + r * columns;
+      losses[r] = 0;
+      if (weights[r] == 0) {
+        std::fill_n(row, columns, W(0));
+        continue;
+      }
+      losses[r] = loss_over_gradient(
+          row, row + columns, logits + rows * columns, columns, Target<W>{labels[r] - first_id, on_label, uniform},
+          weights[r], z_loss, maxima.data());
+    }
   }
 }
 
@@ -112,6 +203,7 @@ template <typename T>
 void gradient(T* logits, const int64_t* labels, const Wide<T>* maximum, const Wide<T>* factor, const Wide<T>* weight,
               int64_t rows, int64_t columns, int64_t first_id, Wide<T> on_label, Wide<T> uniform) {
   using W = Wide<T>;
+  const T* end = logits + rows * columns;
 #pragma omp parallel for schedule(static)
   for (int64_t r = 0; r < rows; ++r) {
     T* row = logits + r * columns;
@@ -123,8 +215,12 @@ void gradient(T* logits, const int64_t* labels, const Wide<T>* maximum, const Wi
     const int64_t label = labels[r] - first_id;
     const bool here = label >= 0 && label < columns;
     const W at_label = here ? of_row.of(to_wide(row[label]), uniform) - of_row.weight * on_label : W(0);
+    for (int64_t begin = 0; begin < columns; begin += kLanes) {
+      fetch(row + begin + kAheadBytes / sizeof(T), kLanes, end);
+      const int64_t stop = std::min(columns, begin + kLanes);
 #pragma omp simd
-    for (int64_t i = 0; i < columns; ++i) row[i] = from_wide<T>(of_row.of(to_wide(row[i]), uniform));
+      for (int64_t i = begin; i < stop; ++i) row[i] = from_wide<T>(of_row.of(to_wide(row[i]), uniform));
+    }
     if (here) row[label] = from_wide<T>(at_label);
   }
 }
@@ -163,5 +259,18 @@ extern "C" int megalite_cross_entropy_gradient_cpu(void* logits, const int64_t* 
     ml::gradient(static_cast<T*>(logits), labels, static_cast<const W*>(maximum), static_cast<const W*>(factor),
                  static_cast<const W*>(weight), rows, columns, first_id, static_cast<W>(on_label),
                  static_cast<W>(uniform));
+  });
+}
+
+extern "C" int megalite_cross_entropy_losses_cpu(void* logits, const int64_t* labels, const void* weights, void* losses,
+                                                 int64_t rows, int64_t columns, int64_t first_id, double on_label,
+                                                 double uniform, double z_loss, int dtype) {
+  if (dtype != ml::kFloat32 && dtype != ml::kFloat64) return ml::kUnsupported;
+  return ml::of_type(dtype, [&]<typename T>(T*) {
+    if constexpr (sizeof(T) == sizeof(ml::Wide<T>)) {
+      ml::losses_over_gradient(static_cast<T*>(logits), labels, static_cast<const T*>(weights), static_cast<T*>(losses),
+                               rows, columns, first_id, static_cast<T>(on_label), static_cast<T>(uniform),
+                               static_cast<T>(z_loss));
+    }
   });
 }
