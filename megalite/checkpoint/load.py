@@ -43,10 +43,14 @@ def load_checkpoint(
     checkpoint does not fit or is damaged; then the stage may be filled in part.
     """
 
+    wanted = None if optimizer is None else _kinds_of_all_ranks(optimizer, mesh, checkpoint)
+
     def load() -> Manifest:
         with CheckpointReader(checkpoint, verify_hashes=verify_hashes) as reader:
             check_fits(reader.manifest, shape, checkpoint)
             check_coverage(reader.manifest, checkpoint)
+            if wanted is not None:
+                _check_optimizer(reader.manifest, wanted, checkpoint)
             # A run that goes on takes all the digits there are; other readers take the model's.
             kind = WEIGHT if optimizer is None else _exact_weights(reader.manifest)
             runs = None if optimizer is None else optimizer.weights()
@@ -122,14 +126,34 @@ def _exact_weights(manifest: Manifest) -> str:
     return MASTER if MASTER in manifest.optimizer_kinds else WEIGHT
 
 
-def _load_optimizer(reader: CheckpointReader, shards: Sequence[StateShard], mesh: ParallelMesh) -> None:
-    wanted, held = {shard.key for shard in shards}, reader.manifest.optimizer_kinds
-    # A rank whose partition is empty wants nothing; the others speak for it.
-    if shards and wanted - _COPIES != held - _COPIES:
+def _kinds_of_all_ranks(optimizer: OptimizerState, mesh: ParallelMesh, checkpoint: Path) -> frozenset[str]:
+    """The kinds of state that the optimizer keeps: a rank whose partition is empty has none itself. Collective."""
+    own = all_or_none(mesh, "load", checkpoint, lambda: {shard.key for shard in optimizer.shards()})
+    gathered = mesh.gather_objects(own)
+    kinds: frozenset[str] = mesh.broadcast_object(frozenset().union(*gathered or []))
+    return kinds
+
+
+def _check_optimizer(manifest: Manifest, wanted: frozenset[str], checkpoint: Path) -> None:
+    """Raise CheckpointError unless the checkpoint's optimizer is the one that goes on: no state is made up or lost."""
+    held = manifest.optimizer_kinds
+    if "step" not in manifest.optimizer:
+        raise CheckpointError(
+            f"{checkpoint} holds weights alone, and no optimizer to go on with; start a run from them with"
+            " model.weights = a Hugging Face folder (megalite convert export writes one)"
+        )
+    if wanted - _COPIES != held - _COPIES:
+        written = manifest.config.get("optimizer") or {}
+        settings = (f"optimizer.{name} = {written[name]}" for name in ("name", "momentum") if name in written)
         raise CheckpointError(
             f"the checkpoint's optimizer state is {sorted(held) or 'empty'}, this optimizer's is"
-            f" {sorted(wanted)}; set optimizer.name and its settings to those of the checkpoint"
+            f" {sorted(wanted) or 'empty'}; set optimizer.name and its settings to those of the checkpoint"
+            f" ({', '.join(settings)}), or start a run from its weights with model.weights = its export"
         )
+
+
+def _load_optimizer(reader: CheckpointReader, shards: Sequence[StateShard], mesh: ParallelMesh) -> None:
+    held = reader.manifest.optimizer_kinds
     for shard in shards:
         kind = _exact_weights(reader.manifest) if shard.key in _COPIES - held else shard.key
         _load_run(reader, shard, kind, mesh)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from megalite.checkpoint.strict_json import is_int, parse
 
@@ -80,5 +80,5 @@ def _misplaced(entries: Mapping[str, HeaderEntry], data_start: int, size_bytes: 
         yield f"its tensors end at byte {reached}, and the file at {size_bytes}"
 
 
-def _are_ints(values: Any) -> bool:
+def _are_ints(values: Any) -> TypeGuard[list[int]]:
     return isinstance(values, list) and all(is_int(value) for value in values)

@@ -75,9 +75,10 @@ class StepLoader:
     def samples_per_epoch(self) -> int:
         return len(self._samples)
 
-    def steps_for_epochs(self, epochs: float | Fraction) -> int:
-        """Steps until every sample was seen `epochs` times."""
-        return max(1, ceil(epochs * self.samples_per_epoch / self.global_batch_size))
+    def steps_for_epochs(self, epochs: float | Fraction, *, after: int = 0) -> int:
+        """Steps until every sample was seen `epochs` times, at least one; with `after` samples, those still to do."""
+        left = max(ceil(epochs * self.samples_per_epoch) - after, 0 if after else 1)
+        return ceil(left / self.global_batch_size)
 
     def step_batch(self, samples_consumed: int, *, dtype: torch.dtype = torch.float32) -> LoadedBatch:
         """What this rank works on after `samples_consumed` samples; the loss mask is of `dtype`."""

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from megalite.checkpoint.save import Draft, draft_checkpoint
 from megalite.config.schema import RunConfig, TrainingConfig
 from megalite.data.loader import StepLoader
 from megalite.data.prefetch import Prefetch
-from megalite.errors import TrainingError
+from megalite.errors import CheckpointError, TrainingError
 from megalite.model.kernels import choose_kernels
 from megalite.model.options import Dropout, ModelOptions, Recompute
 from megalite.model.stages import build_stage
@@ -187,20 +187,16 @@ class Trainer:
             workers=config.data.loader_workers,
             depth=config.data.prefetch,
         )
-        self.learning_rate = LearningRate(
-            config.optimizer.learning_rate,
-            config.optimizer.schedule,
-            config.optimizer.warmup_steps,
-            config.optimizer.decay_steps or self.total_steps,
-            config.optimizer.minimum_ratio,
-            config.optimizer.decay_fraction,
-            config.optimizer.decay_shape,
-        )
+        self.learning_rate = self._schedule()
 
     @property
     def total_steps(self) -> int:
+        """At which step the run ends; of epochs, those that what is left of them makes of today's global batch."""
         training = self.config.training
-        return training.steps or self.loader.steps_for_epochs(training.epochs or 1.0)
+        if training.steps:
+            return training.steps
+        after = self.state.samples
+        return self.state.step + self.loader.steps_for_epochs(training.epochs or 1.0, after=after)
 
     @property
     def tokens_per_step(self) -> int:
@@ -273,7 +269,10 @@ class Trainer:
         )
 
     def resume(self, checkpoint: Path) -> None:
-        """Go on from a checkpoint: weights, optimizer state, and the position in data and schedule."""
+        """Go on from a checkpoint: weights, optimizer state, and the position in data and schedule.
+
+        Layout, precision, global batch, length, schedule, groups and the optimizer's numbers are those of this run.
+        """
         loaded = load_checkpoint(
             checkpoint,
             mesh=self.mesh,
@@ -282,7 +281,26 @@ class Trainer:
             stage=self.stage,
             optimizer=self.optimizer.state,
         )
+        unknown = loaded.trainer_state.keys() - {each.name for each in fields(TrainerState)}
+        if unknown:
+            raise CheckpointError(
+                f"{checkpoint}: trainer_state has {', '.join(sorted(unknown))}, which this version of megalite does not"
+                " know; use the version that wrote it"
+            )
         self.state = TrainerState(**loaded.trainer_state)
+        self.learning_rate = self._schedule()
+
+    def _schedule(self) -> LearningRate:
+        optimizer = self.config.optimizer
+        return LearningRate(
+            optimizer.learning_rate,
+            optimizer.schedule,
+            optimizer.warmup_steps,
+            optimizer.decay_steps or self.total_steps,
+            optimizer.minimum_ratio,
+            optimizer.decay_fraction,
+            optimizer.decay_shape,
+        )
 
     def _build_optimizer(self) -> Optimizer:
         config = self.config

@@ -14,7 +14,7 @@ from megalite.errors import CheckpointError
 from megalite.topology.layout import Layout
 from megalite.topology.parameters import canonical_tensors
 from tests.support.tiny import tiny_shape
-from tests.unit.checkpoint.worlds import HeldState, World
+from tests.unit.checkpoint.worlds import KINDS, HeldState, World
 
 LEGAL = [
     Layout(pipeline=pipeline, data=data, tensor=tensor)
@@ -90,13 +90,35 @@ def test_another_model_is_refused_on_all_ranks_with_the_setting_named(tmp_path: 
     longer.assert_loaded(longer.load(path))
 
 
-def test_another_optimizers_state_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(tiny_shape(), Layout(data=2))
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        (KINDS, ("momentum_buffer",)),
+        (KINDS, ()),  # as SGD without momentum, which has no state that could miss something
+        ((), KINDS),
+        (("momentum_buffer",), ()),
+    ],
+)
+def test_another_optimizers_state_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: tuple[str, ...], read: tuple[str, ...]
+) -> None:
+    world = World(tiny_shape(), Layout(data=2), cuts=(0.0,))  # the first rank's partition is empty
+    monkeypatch.setattr("tests.unit.checkpoint.worlds.KINDS", written)
     [path, *_] = world.save(tmp_path)
-    monkeypatch.setattr("tests.unit.checkpoint.worlds.KINDS", ("momentum_buffer",))
-    for outcome in world.load(path):
-        assert isinstance(outcome, CheckpointError)
-        assert "['exp_avg', 'exp_avg_sq'], this optimizer's is ['momentum_buffer']" in str(outcome)
+    monkeypatch.setattr("tests.unit.checkpoint.worlds.KINDS", read)
+    [message] = {str(outcome) for outcome in world.load(path)}
+    assert f"is {list(written) or 'empty'}, this optimizer's is {list(read) or 'empty'}; set" in message
+    assert message.endswith("or start a run from its weights with model.weights = its export")
+
+
+def test_weights_alone_are_no_run_to_go_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(tiny_shape(), Layout())
+    monkeypatch.setattr("tests.unit.checkpoint.worlds.KINDS", ())
+    monkeypatch.setattr(HeldState, "scalars", lambda self: {})
+    [path] = world.save(tmp_path)
+    [outcome] = world.load(path)
+    assert "holds weights alone" in str(outcome) and "model.weights" in str(outcome)
+    assert not isinstance(world.load(path, with_optimizer=False)[0], Exception)
 
 
 def test_only_the_files_that_hold_a_rank_s_part_are_opened(tmp_path: Path) -> None:

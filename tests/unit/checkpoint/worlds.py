@@ -5,6 +5,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -129,7 +130,8 @@ class HeldState:
         return None
 
     def shards(self) -> Iterator[StateShard]:
-        sizes = [self.locals[KINDS[0], parameter.name].numel() for parameter in self.parameters]
+        tp = self.mesh.tp
+        sizes = [prod(parameter.spec.local_shape(tp.rank, tp.size)) for parameter in self.parameters]
         low, high = self._partition(sum(sizes))
         first = 0
         for index, (parameter, size) in enumerate(zip(self.parameters, sizes, strict=True)):

@@ -1,0 +1,165 @@
+"""What may change between a checkpoint and the run that goes on from it, and what of the old run stays."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from megalite.checkpoint.folder import read_manifest
+from megalite.checkpoint.format import to_json
+from megalite.checkpoint.tensor_file import CheckpointReader, full_box
+from megalite.data.loader import StepLoader
+from megalite.errors import CheckpointError
+from megalite.parallel.mesh import ParallelMesh
+from megalite.train.trainer import Trainer
+from tests.support.checkpoint_pairs import COMMON
+from tests.support.matrix.rows import config_of
+from tests.support.matrix.train import TinyLoader
+
+BATCH = {"training.micro_batch_size": 2, "training.micro_batches": 2}
+BEFORE = 3
+
+
+def trainer_of(**changes: Any) -> Trainer:
+    """`changes`: section__key."""
+    given = {key.replace("__", "."): value for key, value in changes.items()}
+    settings = {**COMMON, **BATCH, "model.num_hidden_layers": 1, **given}
+    config = config_of({key: value for key, value in settings.items() if value is not None})
+    assert config.model.vocab_size != "auto"
+    shape, mesh = config.model.shape(config.model.vocab_size), ParallelMesh.single()
+    return Trainer(config, mesh, shape, cast(StepLoader, _Loader(config, mesh, shape)))
+
+
+class _Loader(TinyLoader):
+    """Remembers what it was asked for."""
+
+    samples_per_epoch = 40
+
+    def step_batch(self, samples_consumed: int, *, dtype: torch.dtype) -> Any:
+        asked.append(samples_consumed)
+        return super().step_batch(samples_consumed, dtype=dtype)
+
+    def steps_for_epochs(self, epochs: float, *, after: int = 0) -> int:
+        batch = self._config.batch.global_batch_size
+        return int(-(-(epochs * self.samples_per_epoch - after) // batch))
+
+
+asked: list[int] = []
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint after three steps of four samples."""
+    trainer = trainer_of(data__loader_workers=0)
+    for _ in range(BEFORE):
+        trainer.train_step()
+    return trainer.save(tmp_path_factory.mktemp("written"))
+
+
+def resumed(written: Path, **changes: Any) -> Trainer:
+    trainer = trainer_of(data__loader_workers=0, **changes)
+    trainer.resume(written)
+    asked.clear()
+    return trainer
+
+
+def state_of(trainer: Trainer, name: str) -> Mapping[str, Any]:
+    """The group and the state of a parameter."""
+    optimizer = trainer.optimizer._optimizer  # type: ignore[attr-defined]
+    tensor = dict(trainer.stage.named_parameters())[name]
+    [group] = [group for group in optimizer.param_groups if any(each is tensor for each in group["params"])]
+    return {**optimizer.state[tensor], **{key: value for key, value in group.items() if key != "params"}}
+
+
+def stored(checkpoint: Path, kind: str, name: str) -> torch.Tensor:
+    with CheckpointReader(checkpoint) as reader:
+        return reader.read(kind, name, full_box(reader.manifest.tensors[kind][name].shape))
+
+
+def test_a_larger_batch_goes_on_behind_the_samples_that_were_seen(written: Path) -> None:
+    trainer = resumed(written, training__micro_batches=5)
+    for _ in range(2):
+        trainer.train_step()
+    assert asked == [12, 22]
+    assert (trainer.state.step, trainer.state.samples) == (5, 32)
+    assert trainer.state.tokens == 32 * 12
+
+
+def test_epochs_end_where_the_data_does_whatever_the_batch(written: Path) -> None:
+    epochs = {"training__steps": None, "training__epochs": 2}
+    assert trainer_of(**epochs).total_steps == 20
+    for micro_batches, left in ((2, 17), (1, 34), (5, 7)):
+        trainer = resumed(written, training__micro_batches=micro_batches, **epochs)
+        assert trainer.total_steps == BEFORE + left
+        trainer.train_step()
+        assert trainer.total_steps == BEFORE + left
+
+
+def test_the_schedule_stands_at_the_step_in_a_run_of_another_length(written: Path) -> None:
+    longer = trainer_of(training__steps=40)
+    trainer = resumed(written, training__steps=40)
+    assert trainer.train_step().learning_rate == longer.learning_rate(BEFORE)
+    assert longer.learning_rate(BEFORE + 1) != trainer_of().learning_rate(BEFORE + 1)
+    epochs = resumed(written, training__steps=None, training__epochs=2, training__micro_batches=5)
+    assert epochs.learning_rate.decay_steps == 10
+
+
+def test_groups_and_the_optimizer_s_numbers_are_those_of_the_run_that_goes_on(written: Path) -> None:
+    name = "model.layers.0.mlp.down_proj.weight"
+    group = {"pattern": "*.mlp.*", "learning_rate_ratio": 0.25, "weight_decay": 0.7}
+    trainer = resumed(written, optimizer__groups=[group], optimizer__betas=[0.8, 0.9])
+    state = state_of(trainer, name)
+    assert (state["learning_rate_ratio"], state["weight_decay"], state["betas"]) == (0.25, 0.7, (0.8, 0.9))
+    for kind in ("exp_avg", "exp_avg_sq"):
+        assert torch.equal(state[kind], stored(written, kind, name)) and state[kind].any()
+    assert state["step"] == BEFORE
+
+
+def test_what_was_frozen_has_its_moments_and_moves_when_it_is_freed(written: Path) -> None:
+    name = "model.layers.0.input_layernorm.weight"
+    initial = dict(trainer_of().stage.named_parameters())[name].detach()
+    assert torch.equal(stored(written, "weight", name), initial) and stored(written, "exp_avg", name).any()
+    trainer = resumed(written, optimizer__groups=[])
+    trainer.train_step()
+    assert not torch.equal(dict(trainer.stage.named_parameters())[name], initial)
+
+
+def test_an_average_of_the_weights_begins_with_them(written: Path, tmp_path: Path) -> None:
+    name = "model.norm.weight"
+    assert torch.equal(state_of(resumed(written), name)["ema"], stored(written, "ema", name))
+    without = resumed(written, optimizer__ema_decay=0.0)
+    assert "ema" not in state_of(without, name)
+    again = resumed(without.save(tmp_path), optimizer__ema_decay=0.9)
+    assert torch.equal(state_of(again, name)["ema"], stored(written, "weight", name))
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_another_update_rule_is_refused_by_name(written: Path, momentum: float) -> None:
+    rule = {"optimizer__name": "sgd", "optimizer__momentum": momentum}
+    with pytest.raises(CheckpointError, match=r"\['ema', 'exp_avg', 'exp_avg_sq'\].*optimizer.name = adamw"):
+        resumed(written, **rule)
+
+
+def test_sgd_with_or_without_momentum_goes_on_as_it_was(tmp_path: Path) -> None:
+    rule = {"optimizer__name": "sgd", "optimizer__ema_decay": 0.0}
+    for momentum in (0.0, 0.9):
+        trainer = trainer_of(**rule, optimizer__momentum=momentum)
+        trainer.train_step()
+        path = trainer.save(tmp_path / str(momentum))
+        assert resumed(path, **rule, optimizer__momentum=momentum).state == trainer.state
+        with pytest.raises(CheckpointError, match=f"optimizer.momentum = {momentum}"):
+            resumed(path, **rule, optimizer__momentum=0.9 - momentum)
+
+
+def test_a_counter_of_a_later_version_is_refused(written: Path, tmp_path: Path) -> None:
+    import shutil
+    from dataclasses import replace
+
+    copy = Path(shutil.copytree(written, tmp_path / written.name))
+    manifest = read_manifest(copy)
+    later = replace(manifest, trainer_state={**manifest.trainer_state, "moons": 2})
+    (copy / "manifest.json").write_text(to_json(later))
+    with pytest.raises(CheckpointError, match="trainer_state has moons, which this version"):
+        resumed(copy)
