@@ -25,7 +25,7 @@ PARTS = {
     ),
     "attention": Part(
         "attention_forward",
-        "on a CPU compiled for windows and documents, else torch's",
+        "on a CPU compiled for windows, documents and AVX-512, else torch's",
         "torch's scaled_dot_product_attention",
     ),
     "norms": Part("norm", "compiled, with the residual add before", "torch behind autograd nodes of our own"),

@@ -129,9 +129,7 @@ class DecoderLayer(nn.Module):
     def _attend(
         self, mask: Mask | None, documents: Documents | None, query: Tensor, key: Tensor, value: Tensor
     ) -> Tensor:
-        fused = (
-            self.fused_attention and mask is None and fused_pays(query.device.type, self.window, documents)
-        )
+        fused = self.fused_attention and mask is None and fused_pays(query, key, self.window, documents)
         return causal_attention(
             query, key, value, window=self.window, mask=mask, documents=documents, fused=fused
         )
