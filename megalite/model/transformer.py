@@ -137,7 +137,7 @@ class DecoderLayer(nn.Module):
         key: Tensor,
         value: Tensor,
     ) -> Tensor:
-        fused = self.fused_attention and fused_pays(query.device.type, self.window, documents, mask)
+        fused = self.fused_attention and fused_pays(query, key, self.window, documents, mask)
         return causal_attention(
             query, key, value, window=self.window, mask=mask, documents=documents, fused=fused
         )

@@ -26,12 +26,13 @@ from megalite.topology.layout import balanced_split
 
 
 def sum_in_place(weights: Iterable[nn.Parameter]) -> None:
-    """Have linears add to the float32 gradients of these 16-bit weights what autograd would widen first, then add.
+    """Have linears and embeddings add to the gradients of these weights themselves, in at least float32: autograd makes
+    a tensor of each part first, of a tied weight's rows that no token has too.
 
     Only for backwards that run each node once, and for gradients that nobody takes or watches before all are there.
     """
     for weight in weights:
-        if weight.dim() == 2 and weight.element_size() < 4 and weight.grad_dtype == torch.float32:
+        if weight.dim() == 2 and (weight.element_size() >= 4 or weight.grad_dtype == torch.float32):
             setattr(weight, _SUMS_IN_PLACE, True)
 
 
@@ -43,12 +44,16 @@ def _sums_in_place(weight: Tensor) -> bool:
 
 
 def _weight_gradient(weight: Tensor, grad: Tensor, inputs: Tensor) -> Tensor | None:
-    """grad [N, out]^T inputs [N, in], or None where it was added to the sum that the weight has."""
-    total = weight.grad if _sums_in_place(weight) else None
-    if total is None:
+    """grad [N, out]^T inputs [N, in], or None where it was added to the weight's own gradient."""
+    if not _sums_in_place(weight):
         return grad.t() @ inputs
-    accumulate = apex.accumulate_weight_gradient(total.device)
-    if accumulate is not None:
+    total = weight.grad
+    if total is None:
+        # Now, not when autograd has all parts of it: the embedding's is added to a tied one.
+        weight.grad = (grad.t() @ inputs).to(weight.grad_dtype)
+    elif total.dtype == grad.dtype:
+        total.addmm_(grad.t(), inputs)
+    elif (accumulate := apex.accumulate_weight_gradient(total.device)) is not None:
         accumulate(inputs.contiguous(), grad.contiguous(), total)
     else:
         accumulate_(total, grad.t() @ inputs, fused=True)
@@ -80,6 +85,32 @@ def _linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
         return F.linear(inputs, weight, bias)
     output: Tensor = _SummingLinear.apply(inputs, weight, bias)  # type: ignore[no-untyped-call]
     return output
+
+
+class _SummingEmbedding(torch.autograd.Function):
+    """A look-up whose backward adds to the rows of the weight's gradient that it is of, if there is one already."""
+
+    @staticmethod
+    def forward(ctx: Any, input_ids: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(input_ids, weight)
+        return F.embedding(input_ids, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None]:
+        input_ids, weight = ctx.saved_tensors
+        total = weight.grad
+        if total is None:
+            return None, torch.ops.aten.embedding_dense_backward(grad, input_ids, len(weight), -1, False)
+        rows = grad.flatten(0, -2).to(total.dtype)
+        total.index_add_(0, input_ids.flatten(), rows)
+        return None, None
+
+
+def _embedding(input_ids: Tensor, weight: Tensor) -> Tensor:
+    if not (_sums_in_place(weight) and torch.is_grad_enabled()):
+        return F.embedding(input_ids, weight)
+    embedded: Tensor = _SummingEmbedding.apply(input_ids, weight)  # type: ignore[no-untyped-call]
+    return embedded
 
 
 class _OverlappedColumnLinear(torch.autograd.Function):
@@ -207,8 +238,8 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, input_ids: Tensor) -> Tensor:
         """[B, S] -> [B, S or S / tp, hidden_size]."""
         if self.mesh.tp.size == 1:
-            return F.embedding(input_ids, self.weight)
+            return _embedding(input_ids, self.weight)
         elsewhere = (input_ids < self.rows.start) | (input_ids >= self.rows.stop)
         local_ids = (input_ids - self.rows.start).masked_fill(elsewhere, 0)
-        embedded = F.embedding(local_ids, self.weight).masked_fill(elsewhere.unsqueeze(-1), 0)
+        embedded = _embedding(local_ids, self.weight).masked_fill(elsewhere.unsqueeze(-1), 0)
         return row_output(embedded, self.mesh)

@@ -279,3 +279,32 @@ def test_linears_add_to_the_sums_that_are_there(monkeypatch, bias):
     assert none == 0 and calls == 2 * 2, "both weights, in all micro batches but the first"
     for ours, torchs in zip(actual, expected, strict=True):
         assert torch.equal(ours, torchs) and ours.dtype == torchs.dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_tied_embedding_adds_to_its_own_rows_of_the_heads_gradient(dtype):
+    """Autograd would make a tensor of the whole table for it, and one more for the sum."""
+
+    def summed(in_place: bool) -> tuple[Tensor, int]:
+        torch.manual_seed(5)
+        mesh = ParallelMesh.single()
+        embedding = layers.VocabParallelEmbedding(11, 6, mesh=mesh, dtype=dtype)
+        weight = embedding.weight
+        torch.nn.init.normal_(weight)
+        weight.grad_dtype = torch.promote_types(dtype, torch.float32)
+        seen: list[Tensor | None] = []
+        weight.register_hook(seen.append)
+        if in_place:
+            layers.sum_in_place([weight])
+        for _ in range(2):
+            hidden_states = embedding(torch.randint(11, (2, 8)))
+            layers.column_linear(hidden_states.tanh(), weight, mesh=mesh).square().sum().backward()
+        assert weight.grad is not None
+        return weight.grad, sum(gradient is not None for gradient in seen)
+
+    expected, through_autograd = summed(in_place=False)
+    actual, none = summed(in_place=True)
+    assert through_autograd == 2 and none == 0
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-2
+    assert actual.dtype == expected.dtype
+    assert (actual - expected).norm() <= tolerance * expected.norm()

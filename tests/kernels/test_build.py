@@ -172,6 +172,7 @@ def test_without_nvcc_cuda_is_left_out_or_an_error(
     [
         ({"MEGALITE_CUDA": "yes"}, "MEGALITE_CUDA is 'yes'; it is 0, 1 or auto"),
         ({"MEGALITE_ARCHS": "8.0;hopper"}, "MEGALITE_ARCHS has 'hopper'"),
+        ({"MEGALITE_CPU": "x86-64-v5"}, "MEGALITE_CPU is 'x86-64-v5'; it is one of x86-64-v4, x86-64-v3"),
     ],
 )
 def test_a_setting_without_meaning_is_refused(build: ModuleType, environ: dict[str, str], said: str) -> None:

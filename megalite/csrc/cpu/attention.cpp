@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <new>
 #include <vector>
 
 #include "core/attention_drop.h"
@@ -20,12 +21,32 @@ constexpr double kLn2 = 0.69314718055994530942;
 template <typename W>
 constexpr W kInfinity = std::numeric_limits<W>::infinity();
 
+// So many rows of two vectors are summed up in registers, which leaves a few for the factors.
+#ifdef __AVX512F__
+constexpr int kVectorBytes = 64, kSumRows = 8;  // of 32 registers, and a block has a multiple of 8 rows
+#else
+constexpr int kVectorBytes = 32, kSumRows = 6;  // of 16 registers
+#endif
+
 // Two vectors of it are what products are computed in at once.
 template <typename W>
 struct Vector {
-  typedef W Type __attribute__((vector_size(32), aligned(sizeof(W)), may_alias));
-  static constexpr int kLanes = 32 / sizeof(W), kPair = 2 * kLanes;
+  typedef W Type __attribute__((vector_size(kVectorBytes), aligned(sizeof(W)), may_alias));
+  static constexpr int kLanes = kVectorBytes / sizeof(W), kPair = 2 * kLanes;
 };
+
+// Whole cache lines: a vector that lies in two of them is loaded twice.
+template <typename W>
+struct LineAllocator {
+  using value_type = W;
+  static constexpr std::align_val_t kLine{64};
+  W* allocate(size_t count) { return static_cast<W*>(::operator new(count * sizeof(W), kLine)); }
+  void deallocate(W* data, size_t) { ::operator delete(data, kLine); }
+  bool operator==(const LineAllocator&) const { return true; }
+};
+
+template <typename W>
+using Buffer = std::vector<W, LineAllocator<W>>;
 
 // Numbers left(row, k) = data[row * row_step + k * k_step].
 template <typename W>
@@ -34,7 +55,7 @@ struct Left {
   int row_step, k_step;
 };
 
-// kRows rows of two vectors, all of them in registers: of the 16 that there are, 6 rows leave 4.
+// The sums of kRows rows, two vectors each, stay in registers.
 template <int kRows, typename W>
 inline void add_rows(W* sums, int sums_step, Left<W> left, const W* right, int right_step, int depth) {
   using V = typename Vector<W>::Type;
@@ -63,7 +84,7 @@ inline void add_rows(W* sums, int sums_step, Left<W> left, const W* right, int r
 template <typename W>
 void add_product(
     W* sums, int sums_step, Left<W> left, const W* right, int right_step, int rows, int columns, int depth) {
-  constexpr int kMost = 6;
+  constexpr int kMost = kSumRows;
   for (int column = 0; column < columns; column += Vector<W>::kPair) {
     W* target = sums + column;
     Left<W> from = left;
@@ -97,11 +118,19 @@ Rows<T> rows_of(const void* data, int64_t first, int64_t token, int64_t head, in
   return {static_cast<const T*>(data) + first * token + head * head_step, token};
 }
 
+// Rows lie too far apart for processors to foresee the next: a few before it is read, its lines are asked for.
+template <typename T>
+inline void fetch_ahead(const T* row, int64_t step, int columns) {
+  constexpr int kRowsAhead = 6, kLine = 64 / sizeof(T);
+  for (int column = 0; column < columns; column += kLine) __builtin_prefetch(row + kRowsAhead * step + column);
+}
+
 // [rows, columns] -> `to` [rows, step], as Wide<T>; what is past the columns becomes 0.
 template <typename T>
 void widen(Wide<T>* to, int step, Rows<T> from, int rows, int columns) {
   for (int row = 0; row < rows; ++row, to += step) {
     const T* source = from.data + row * from.step;
+    fetch_ahead(source, from.step, columns);
     for (int column = 0; column < columns; ++column) to[column] = to_wide(source[column]);
     std::fill(to + columns, to + step, Wide<T>(0));
   }
@@ -113,6 +142,7 @@ void widen_transposed(Wide<T>* to, Rows<T> from, int rows, int columns) {
   if (rows < kBlock) std::fill(to, to + columns * kBlock, Wide<T>(0));
   for (int row = 0; row < rows; ++row) {
     const T* source = from.data + row * from.step;
+    fetch_ahead(source, from.step, columns);
     for (int column = 0; column < columns; ++column) to[column * kBlock + row] = to_wide(source[column]);
   }
 }
@@ -172,7 +202,7 @@ void draw_factors(
 // Keys and values of one key-value head of one sequence, as the products of the forward want them.
 template <typename W>
 struct PackedKeys {
-  std::vector<W> keys, values;  // blocks of [head_size, kBlock], of [kBlock, columns]
+  Buffer<W> keys, values;  // blocks of [head_size, kBlock], of [kBlock, columns]
   int head_size, columns;
 
   template <typename T>
@@ -200,27 +230,39 @@ struct PackedKeys {
 // What one thread works in.
 template <typename W>
 struct ForwardRoom {
-  std::vector<W> queries, scores, sums;
-  W greatest[kBlock], total[kBlock], factors[kBlock];
+  Buffer<W> queries, scores, sums;
+  W greatest[kBlock], total[kBlock], above[kBlock], factors[kBlock];  // of a row
   ForwardRoom(int64_t head_size)
       : queries(kBlock * padded<W>(head_size)), scores(kBlock * kBlock), sums(queries.size()) {}
 };
 
-// One row's part of the softmax over a block of keys; the sums so far shrink with their base.
+// The softmax's part over a block of keys, of rows whose queries begin at `first`; the sums so far shrink with their
+// base.
 template <typename W>
-void online_row(W* scores, W* sums, int columns, Range seen, W scale, W& greatest, W& total) {
-  const W above = std::max(greatest, scale_seen(scores, seen, scale));
-  const W base = above == -kInfinity<W> ? W(0) : above;
-  const W factor = exp2_below(greatest - base);
-  W sum = 0;
-  for (int i = 0; i < kBlock; ++i) {
-    scores[i] = exp2_below(scores[i] - base);
-    sum += scores[i];
+void online_rows(ForwardRoom<W>& room, int rows, int columns, const Band& band, int first, int key_block, W scale) {
+  for (int row = 0; row < rows; ++row) {
+    const Range seen = keys_in_block(band, first + row, key_block);
+    room.above[row] = std::max(room.greatest[row], scale_seen(room.scores.data() + row * kBlock, seen, scale));
   }
-  total = total * factor + sum;
-  greatest = above;
-  if (factor != W(1)) {
-    for (int i = 0; i < columns; ++i) sums[i] *= factor;
+  for (int row = 0; row < rows; ++row) {
+    const W base = room.above[row] == -kInfinity<W> ? W(0) : room.above[row];
+    room.factors[row] = exp2_below(room.greatest[row] - base);
+    room.greatest[row] = room.above[row];
+    room.above[row] = base;
+  }
+  for (int row = 0; row < rows; ++row) {
+    W* scores = room.scores.data() + row * kBlock;
+    const W base = room.above[row], factor = room.factors[row];
+    W sum = 0;
+    for (int i = 0; i < kBlock; ++i) {
+      scores[i] = exp2_below(scores[i] - base);
+      sum += scores[i];
+    }
+    room.total[row] = room.total[row] * factor + sum;
+    if (factor != W(1)) {
+      W* sums = room.sums.data() + row * columns;
+      for (int i = 0; i < columns; ++i) sums[i] *= factor;
+    }
   }
 }
 
@@ -245,11 +287,9 @@ void forward_block(
     std::fill(scores, scores + rows * kBlock, W(0));
     add_product<W>(
         scores, kBlock, {queries, columns, 1}, packed.keys_of(key_block), kBlock, rows, kBlock, head_size);
-    for (int row = 0; row < rows; ++row) {
-      online_row(
-          scores + row * kBlock, sums + row * columns, columns, keys_in_block(band, first + row, key_block), scale,
-          room.greatest[row], room.total[row]);
-      if (a.dropped > 0) {
+    online_rows<W>(room, rows, columns, band, first, key_block, scale);
+    if (a.dropped > 0) {
+      for (int row = 0; row < rows; ++row) {
         draw_factors(room.factors, a, token + row, head, position + key_block * kBlock, W(1));
         for (int i = 0; i < kBlock; ++i) scores[row * kBlock + i] *= room.factors[i];
       }
@@ -295,10 +335,10 @@ void forward(const MegaliteAttention& a) {
 template <typename W>
 struct BackwardRoom {
   int head_size, columns;
-  std::vector<W> keys, keys_across, values_across;  // [keys, columns]; blocks of [head_size, kBlock]
-  std::vector<W> key_grads, value_grads;            // [keys, columns]
-  std::vector<W> queries, output_grads, query_grads;  // of a block: [kBlock, columns]
-  std::vector<W> scores, grads;                       // [kBlock, kBlock]
+  Buffer<W> keys, keys_across, values_across;  // [keys, columns]; blocks of [head_size, kBlock]
+  Buffer<W> key_grads, value_grads;            // [keys, columns]
+  Buffer<W> queries, output_grads, query_grads;  // of a block: [kBlock, columns]
+  Buffer<W> scores, grads;                       // [kBlock, kBlock]
   W lse[kBlock], delta[kBlock], factors[kBlock];
 
   BackwardRoom(int64_t head_size)
@@ -338,6 +378,7 @@ struct BackwardRoom {
     for (int row = 0; row < rows; ++row) {
       const T* output = static_cast<const T*>(a.output) + place + row * step;
       const W* grad = output_grads.data() + row * columns;
+      fetch_ahead(output, step, head_size);
       W sum = 0;
       for (int i = 0; i < head_size; ++i) sum += grad[i] * to_wide(output[i]);
       const int64_t at = head * a.queries + token + row;
