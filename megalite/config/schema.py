@@ -97,7 +97,7 @@ class ModelConfig(Section):
         0.0, description="of what attention and MLP add to the residual stream"
     )
     mlp_dropout: Fraction = Field(0.0, description="of the MLP's activations")
-    attention_dropout: Fraction = Field(0.0, description="of its probabilities; no fused attention then")
+    attention_dropout: Fraction = Field(0.0, description="of its probabilities; compiled kernels draw it")
     kernels: Literal["auto", "fused", "reference"] = Field(
         "auto", description='compiled operators, or plain torch; "auto": compiled where they are built'
     )

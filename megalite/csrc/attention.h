@@ -18,6 +18,12 @@ struct MegaliteAttention {
   int64_t query_token, query_head, key_token, key_head, value_token, value_head;
   const int32_t *query_starts, *key_starts;  // [sequences + 1]
 
+  // Probabilities that are dropped, by core/counter.h: `dropped` of 65536, 0 for none and then without the rest. Queries
+  // and keys are those of `rows` rows of equally many, with a sample each; positions count from a row's start, aligned
+  // at the ends. Head h of these is first_head + h of all.
+  const int64_t* samples;  // [rows]
+  int64_t rows, dropped, drop_key_low, drop_key_high, first_head;
+
   void* output;
   void* lse;  // [heads, queries] of Wide<T>: log of the sum of exp(score); -inf where nothing is seen
 
@@ -25,8 +31,9 @@ struct MegaliteAttention {
   const void* output_grad;
   const void* lse_grad;  // as lse, or null
   void *query_grad, *key_grad, *value_grad;
-  float* statistics;  // CUDA: room for [2, heads, queries]
-  float* query_sums;  // CUDA: room for [queries, heads, head_size] to add up query_grad in any order; null: in order
+  float* statistics;  // CUDA: room for [2, heads, queries], of [4, ..] where probabilities are dropped
+  float* query_sums;  // CUDA: room for [queries, heads, head_size] to add up query_grad in any order; null: in order,
+                      // as always where probabilities are dropped
 };
 
 extern "C" {
@@ -41,4 +48,9 @@ int megalite_attention_forward_hopper_64_cuda(const MegaliteAttention* attention
 int megalite_attention_forward_hopper_128_cuda(const MegaliteAttention* attention, int dtype, void* stream);
 int megalite_attention_backward_64_cuda(const MegaliteAttention* attention, int dtype, void* stream);
 int megalite_attention_backward_128_cuda(const MegaliteAttention* attention, int dtype, void* stream);
+// What those call where probabilities are dropped.
+int megalite_attention_forward_64_dropout_cuda(const MegaliteAttention* attention, int dtype, void* stream);
+int megalite_attention_forward_128_dropout_cuda(const MegaliteAttention* attention, int dtype, void* stream);
+int megalite_attention_backward_64_dropout_cuda(const MegaliteAttention* attention, int dtype, void* stream);
+int megalite_attention_backward_128_dropout_cuda(const MegaliteAttention* attention, int dtype, void* stream);
 }

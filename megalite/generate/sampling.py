@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megalite.parallel.random import key_of, philox
+from megalite.ops.counter import philox
+from megalite.parallel.random import key_of
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,13 @@
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from megalite.model.options import ModelOptions
-from megalite.ops.dropout import Mask
+from megalite.ops.counter import MASK_LEVELS
+from megalite.ops.dropout import CountedMask, Mask
 from megalite.parallel.mesh import ParallelMesh
-from megalite.parallel.random import MASK_LEVELS, keep_mask
+from megalite.parallel.random import keep_mask, key_of
 from megalite.topology.layout import balanced_split
 from megalite.topology.parameters import ModelShape
 
@@ -26,7 +26,7 @@ class Places(NamedTuple):
 class LayerMasks(NamedTuple):
     """A decoder layer's masks, each None where nothing is dropped."""
 
-    attention: Mask | None = None
+    attention: Mask | CountedMask | None = None
     attention_residual: Mask | None = None
     mlp: Mask | None = None
     mlp_residual: Mask | None = None
@@ -59,17 +59,12 @@ class DropoutSites:
             self._residual("mlp_residual", self._rates.residual, places),
         )
 
-    def attention_mask(self, places: Places) -> Mask | None:
-        """Of the probabilities [b, heads of this rank, S queries, S keys]; each head has a name of its own."""
+    def attention_mask(self, places: Places) -> CountedMask | None:
+        """Of the probabilities [b, heads of this rank, S queries, S keys]."""
         if self._rates.attention == 0:
             return None
-        everywhere = range(places.sequence_length)
-        masks = [
-            self._mask(f"attention.{head}", self._rates.attention, places.samples, everywhere, everywhere)
-            for head in self._heads
-        ]
-        keeps, scales = zip(*(mask for mask in masks if mask is not None), strict=True)
-        return Mask(torch.stack(keeps, dim=1), scales[0])
+        key = key_of(self._seed, self._key_name("attention"))
+        return CountedMask(key, places.samples, self._heads, dropped_levels(self._rates.attention))
 
     def _residual(self, site: str, rate: float, places: Places) -> Mask | None:
         held = self._mesh.sequence_range(places.sequence_length)
@@ -81,10 +76,11 @@ class DropoutSites:
         if rate == 0:
             return None
         dropped = dropped_levels(rate)
-        keep = keep_mask(
-            self._seed, f"dropout.{self._name}.{site}", samples, positions, features, dropped=dropped
-        )
+        keep = keep_mask(self._seed, self._key_name(site), samples, positions, features, dropped=dropped)
         return Mask(keep, MASK_LEVELS / (MASK_LEVELS - dropped))
+
+    def _key_name(self, site: str) -> str:
+        return f"dropout.{self._name}.{site}"
 
 
 def dropped_levels(rate: float) -> int:

@@ -25,7 +25,7 @@ PARTS = {
     ),
     "attention": Part(
         "attention_forward",
-        "on a CPU compiled for windows and documents, else torch's",
+        "compiled to drop probabilities, on a CPU for windows and documents too, else torch's",
         "torch's scaled_dot_product_attention",
     ),
     "norms": Part("norm", "compiled, with the residual add before", "torch behind autograd nodes of our own"),

@@ -27,7 +27,7 @@ from megalite.ops.attention import (
     documents_seen,
     fused_pays,
 )
-from megalite.ops.dropout import Mask, dropout
+from megalite.ops.dropout import CountedMask, Mask, dropout
 from megalite.parallel.collectives import column_input, gather_last_dim
 from megalite.parallel.cross_entropy import LossTerms, chunked_cross_entropy, vocab_parallel_cross_entropy
 from megalite.parallel.layers import VocabParallelEmbedding, column_linear
@@ -92,6 +92,9 @@ class DecoderLayer(nn.Module):
             attend = partial(recomputed, partial(self._draw_and_attend, places, documents))
         if places is not None:
             masks = self.sites.layer_masks(places, attention=attend is None)
+        if self.compile_layer and isinstance(masks.attention, CountedMask) and places is not None:
+            length = places.sequence_length
+            masks = masks._replace(attention=masks.attention.draw(length, length))
         run = _compiled_layer() if self.compile_layer else DecoderLayer._run
         return run(self, stream, rotation, masks, cache, attend, documents)
 
@@ -127,11 +130,14 @@ class DecoderLayer(nn.Module):
         return self._attend(mask, documents, query, key, value)
 
     def _attend(
-        self, mask: Mask | None, documents: Documents | None, query: Tensor, key: Tensor, value: Tensor
+        self,
+        mask: Mask | CountedMask | None,
+        documents: Documents | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
     ) -> Tensor:
-        fused = (
-            self.fused_attention and mask is None and fused_pays(query.device.type, self.window, documents)
-        )
+        fused = self.fused_attention and fused_pays(query.device.type, self.window, documents, mask)
         return causal_attention(
             query, key, value, window=self.window, mask=mask, documents=documents, fused=fused
         )
@@ -263,11 +269,13 @@ class Chunk(nn.Module):
 
     def _documents(self, document_ids: Tensor) -> Documents:
         """Once a micro batch, for all layers. Compiled code and probabilities written out want one shape; on a GPU
-        spans would have the host wait for the ids."""
-        one_shape = self.compiled or (self.training and self.drops_attention) or document_ids.is_cuda
-        if one_shape:
+        spans would have the host wait for the ids, and starts do: they spare the probabilities that drop some."""
+        drops = self.training and self.drops_attention
+        if self.fused and not self.compiled and (drops or not document_ids.is_cuda):
+            return document_starts(document_ids)
+        if self.compiled or drops or document_ids.is_cuda:
             return documents_seen(document_ids)
-        return document_starts(document_ids) if self.fused else document_spans(document_ids)
+        return document_spans(document_ids)
 
     def _embed(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         embedded: Tensor = self.embed_tokens(input_ids)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite.ops.dropout import Mask, dropout
+from megalite.ops.dropout import CountedMask, Mask, dropout
 from megalite.ops.packed_attention import packed_attention, why_not_packed
 
 # Neighbouring documents that have no more tokens together are attended to at once: a call costs more than their square.
@@ -103,7 +103,7 @@ def causal_attention(
     value: Tensor,
     *,
     window: int | None = None,
-    mask: Mask | None = None,
+    mask: Mask | CountedMask | None = None,
     documents: Documents | None = None,
     fused: bool = False,
 ) -> Tensor:
@@ -113,19 +113,25 @@ def causal_attention(
     heads is a multiple of kv heads. window: it sees so many of them, itself included
     (Beltagy et al. 2020). Returns [B, S, heads, D].
 
-    documents: where T = S, it sees those of its own document only; as a tensor where `mask` is given.
+    documents: where T = S, it sees those of its own document only; spans only where no `mask` is given.
 
-    mask: [B, heads, S, T], of the probabilities to drop. It has them written out, since no fused kernel takes a
-    given mask, and keeps two matrices of its shape for the backward, where otherwise there is none.
+    mask: [B, heads, S, T], of the probabilities to drop. The compiled operator draws a counted one as it goes. torch
+    has no fused kernel for either: mask and probabilities are written out, and two matrices kept for the backward.
 
     fused: by the compiled operator if it can; what it lacks is told once, and torch computes it.
     """
     if fused:
         complaint = why_not_fused(query, mask, documents)
         if not complaint:
-            return _fused_attention(query, key, value, window, documents)
+            assert not isinstance(mask, Mask)
+            return _fused_attention(query, key, value, window, documents, mask)
         _tell(complaint)
+    if isinstance(mask, CountedMask):
+        mask = mask.draw(query.shape[1], key.shape[1])
     if isinstance(documents, Starts):
+        if mask is not None:
+            own = documents_seen(_ids(documents, *query.shape[:2]))
+            return causal_attention(query, key, value, window=window, mask=mask, documents=own)
         lengths = documents.places.diff().tolist()
         return causal_attention(query, key, value, window=window, documents=tuple(map(Span, lengths)))
     grouped = query.shape[2] // key.shape[2]
@@ -149,22 +155,34 @@ def causal_attention(
     return attended.transpose(1, 2)
 
 
-def why_not_fused(query: Tensor, mask: Mask | None = None, documents: Documents | None = None) -> str:
+def _ids(documents: Starts, rows: int, length: int) -> Tensor:
+    """[rows, length]: the number of each token's document."""
+    lengths = documents.places.diff()
+    return torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths).view(rows, length)
+
+
+def why_not_fused(
+    query: Tensor, mask: Mask | CountedMask | None = None, documents: Documents | None = None
+) -> str:
     """Why the compiled operator cannot serve `causal_attention`; empty where it can."""
-    if mask is not None:
-        return "it takes no mask of dropped probabilities"
+    if isinstance(mask, Mask):
+        return "it takes no mask that is written out"
     if documents is not None and not isinstance(documents, Starts):
         return "it takes documents by their starts only"
     return why_not_packed(query)
 
 
-def fused_pays(device_type: str, window: int | None, documents: Documents | None) -> bool:
+def fused_pays(
+    device_type: str, window: int | None, documents: Documents | None, mask: Mask | CountedMask | None = None
+) -> bool:
     """Whether the compiled operator is the faster one: benchmarks/kernels_attention.py, on a CPU. On a GPU neither
     was measured.
 
     There it is 3 times as fast as torch with the mask of a window, as fast with documents, and takes 1.1 to 1.3 times
-    as long where a token sees all earlier ones.
+    as long where a token sees all earlier ones. Where probabilities are dropped torch has no fused form at all.
     """
+    if mask is not None:
+        return True
     return device_type == "cpu" and (window is not None or isinstance(documents, Starts))
 
 
@@ -174,7 +192,12 @@ def _tell(complaint: str) -> None:
 
 
 def _fused_attention(
-    query: Tensor, key: Tensor, value: Tensor, window: int | None, documents: Documents | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    window: int | None,
+    documents: Documents | None,
+    mask: CountedMask | None,
 ) -> Tensor:
     (rows, new), total = query.shape[:2], key.shape[1]
     if isinstance(documents, Starts):
@@ -192,6 +215,7 @@ def _fused_attention(
         longest_key=total,
         left=-1 if window is None else window - 1,
         right=0,
+        mask=mask,
     )
     return attended.view_as(query)
 

@@ -5,12 +5,32 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megalite.ops.counter import MASK_LEVELS, keep_probabilities
+
 
 class Mask(NamedTuple):
     """keep: bool, the shape of what it is applied to; scale: one over the probability that it is true."""
 
     keep: Tensor
     scale: float
+
+
+class CountedMask(NamedTuple):
+    """Of attention's probabilities, as what it is drawn from (ops/counter.py): compiled attention draws it by itself.
+
+    samples: [B] int64; heads: those of the tensors it is for, among all; dropped: of MASK_LEVELS, more than 0.
+    """
+
+    key: tuple[int, int]
+    samples: Tensor
+    heads: range
+    dropped: int
+
+    def draw(self, queries: int, keys: int) -> Mask:
+        """[B, heads, queries, keys], the queries being the last of as many positions as there are keys."""
+        places = range(keys - queries, keys), range(keys)
+        keep = keep_probabilities(self.key, self.samples, self.heads, *places, dropped=self.dropped)
+        return Mask(keep, MASK_LEVELS / (MASK_LEVELS - self.dropped))
 
 
 class _Dropout(torch.autograd.Function):

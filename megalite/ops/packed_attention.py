@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalite.ops.dropout import CountedMask
 from megalite.ops.extension import register, why_not
 
 # What the CUDA kernels are compiled for; the CPU's take any size, and float32 and float64 too.
@@ -40,6 +41,7 @@ def packed_attention(
     right: int = -1,
     scale: float | None = None,
     deterministic: bool = True,
+    mask: CountedMask | None = None,
 ) -> tuple[Tensor, Tensor]:
     """softmax(scale Q K^T) V within each sequence, and the log of the softmax's sums.
 
@@ -48,11 +50,14 @@ def packed_attention(
     longest_query, longest_key: tokens of the longest one. A query of sequence n sees `left` keys before its own place
     and `right` behind it (-1: all), aligned at the ends of both. scale: above 0, 1 / sqrt(D) by default.
     deterministic: the gradient of `query` is summed in one order, where a GPU would else take any.
+    mask: of the probabilities to drop, once normalised; queries, and keys, are those of as many rows of equal length
+    as it has samples, and their positions count from a row's start. It costs no memory: the backward draws it again.
 
     Returns [tokens, heads, D], 0 where nothing is seen, and [heads, tokens] float32 (float64 for float64), -inf there.
     Both have gradients. Memory but for these is in proportion to the tokens.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
+    drop = (None, 0, 0, 0, 0) if mask is None else (mask.samples, mask.dropped, *mask.key, mask.heads.start)
     output, lse = torch.ops.megalite.attention_forward(
         query,
         key,
@@ -65,6 +70,7 @@ def packed_attention(
         right,
         scale,
         deterministic,
+        *drop,
     )
     return output, lse
 
@@ -82,25 +88,23 @@ def _fake_backward(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.longest_query, ctx.longest_key, ctx.left, ctx.right, ctx.scale, ctx.deterministic = inputs
-    ctx.save_for_backward(*tensors[:3], *output, *tensors[3:])
+    tensors, ctx.settings, (samples, *ctx.drop) = inputs[:5], inputs[5:11], inputs[11:]
+    ctx.save_for_backward(*tensors[:3], *output, *tensors[3:], samples)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, output_grad: Tensor | None, lse_grad: Tensor | None) -> tuple[Any, ...]:
-    output = ctx.saved_tensors[3]
+    *tensors, samples = ctx.saved_tensors
+    output = tensors[3]
     grads = torch.ops.megalite.attention_backward(
         torch.zeros_like(output) if output_grad is None else output_grad,
         lse_grad,
-        *ctx.saved_tensors,
-        ctx.longest_query,
-        ctx.longest_key,
-        ctx.left,
-        ctx.right,
-        ctx.scale,
-        ctx.deterministic,
+        *tensors,
+        *ctx.settings,
+        samples,
+        *ctx.drop,
     )
-    return (*grads, *(None,) * 8)
+    return (*grads, *(None,) * 13)
 
 
 register("attention_forward", _fake_forward, _backward, _keep)

@@ -1,6 +1,6 @@
 """Random numbers that are a pure function of (seed, name, step, global index), whatever rank draws them.
 
-The generator is Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011). There is no
+The generator is Philox4x32-10 (ops/counter.py, where the masks of attention's probabilities are too). There is no
 stream to carry or save: a rank draws the slice it holds, and all layouts agree on every element.
 """
 
@@ -10,16 +10,13 @@ import math
 import torch
 from torch import Tensor
 
+from megalite.ops.counter import MASK_LEVELS, philox
 from megalite.topology.sharding import Box
 
 _MASK = 0xFFFFFFFF
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_WEYL = (0x9E3779B9, 0xBB67AE85)
-_ROUNDS = 10
 # Counters worked on at once: small enough for a cache, large enough that torch's overhead does not count.
 _BLOCK = 1 << 16
 # A mask's values are 16-bit, so that one counter gives eight of them.
-MASK_LEVELS = 1 << 16
 _OCTET = 8
 
 
@@ -27,32 +24,6 @@ def key_of(seed: int, name: str) -> tuple[int, int]:
     """The two 32-bit words of a generator key."""
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
-
-
-def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]) -> tuple[Tensor, ...]:
-    """Four int64 tensors of 32-bit words from four counter words of broadcastable shapes.
-
-    The words are best given unbroadcast: each round mixes two of them, so the first ones are then almost free.
-    """
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for _ in range(_ROUNDS):
-        # int64 products wrap, but their bits are those of the unsigned product.
-        low, high = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0, c1, c2, c3 = (
-            _xor((high >> 32).bitwise_and_(_MASK), c1, k0),
-            high.bitwise_and_(_MASK),
-            _xor((low >> 32).bitwise_and_(_MASK), c3, k1),
-            low.bitwise_and_(_MASK),
-        )
-        k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
-    return c0, c1, c2, c3
-
-
-def _xor(word: Tensor, other: Tensor, key: int) -> Tensor:
-    """word ^ other ^ key, in the memory of `word` where the shape allows it."""
-    wider = torch.broadcast_shapes(word.shape, other.shape) != word.shape
-    return (word ^ other if wider else word.bitwise_xor_(other)).bitwise_xor_(key)
 
 
 def normal_box(seed: int, name: str, box: Box, std: float, *, step: int = 0) -> Tensor:

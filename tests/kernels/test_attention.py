@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megalite.ops import attention as ops
 from megalite.ops.packed_attention import packed_attention, why_not_packed
-from tests.support.attention import Packed, attention, gradients, starts
+from tests.support.attention import Packed, attention, counted_mask, gradients, starts
 from tests.support.kernels import DTYPES, assert_no_worse, needs_library
 from tests.support.parity import FLOAT32_RTOL, LAYOUT_RTOL, assert_close
 
@@ -26,6 +26,11 @@ CASES = {
     "no keys": Packed((5,), (0,)),
     "no tokens": Packed((0,), (0,)),
     "wide heads": Packed((66,), (66,), head_size=128),
+    "dropped, documents": Packed((70, 1, 0, 129), (70, 1, 0, 129), head_size=20, mask=counted_mask(2, 2)),
+    "dropped, a window": Packed((150,), (200,), left=60, heads=4, kv_heads=2, mask=counted_mask(1, 4)),
+    "dropped, rows that see nothing": Packed((130,), (70,), mask=counted_mask(1, 2)),
+    "dropped, unmasked": Packed((40, 40), (70, 70), right=-1, mask=counted_mask(2, 2, 60000)),
+    "dropped, no keys": Packed((5,), (0,), mask=counted_mask(1, 2)),
 }
 
 
@@ -38,6 +43,7 @@ def _run(packed: Packed, inputs: list[Tensor], **how: bool) -> tuple[Tensor, Ten
         longest_key=max(packed.keys),
         left=packed.left,
         right=packed.right,
+        mask=packed.mask,
         **how,
     )
 
@@ -82,13 +88,15 @@ def test_ragged_sequences(data) -> None:
         Packed(
             queries, keys, left=data.draw(reach), right=data.draw(reach), heads=group * kv_heads, kv_heads=kv_heads,
             head_size=data.draw(st.integers(1, 40)),
+            mask=data.draw(st.sampled_from([None, counted_mask(1, group * kv_heads)])),
         ),
         torch.float64,
     )  # fmt: skip
 
 
-def test_gradcheck_of_output_and_log_sum_exps() -> None:
-    packed = Packed((2, 0, 4), (3, 1, 4), left=2, right=1, heads=2, kv_heads=1, head_size=2)
+@pytest.mark.parametrize("mask", [None, counted_mask(2, 2)], ids=["plain", "dropped"])
+def test_gradcheck_of_output_and_log_sum_exps(mask) -> None:
+    packed = Packed((2, 0, 4), (3, 1, 4), left=2, right=1, heads=2, kv_heads=1, head_size=2, mask=mask)
     inputs = [each.detach().clone().requires_grad_() for each in packed.inputs(torch.float64)]
     assert torch.autograd.gradcheck(lambda *each: _run(packed, list(each)), inputs)
 
@@ -145,19 +153,21 @@ def test_results_do_not_depend_on_the_number_of_threads() -> None:
     assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
 
 
-def test_opcheck() -> None:
-    packed = Packed((5, 9), (6, 9), head_size=8)
+@pytest.mark.parametrize("drop", [(None, 0, 0, 0, 0), (torch.arange(2), 9999, 3, 2**32 - 1, 7)])
+def test_opcheck(drop) -> None:
+    packed = Packed((5, 9), (5, 9), head_size=8)
     inputs = packed.inputs(torch.bfloat16)
-    rest = (starts(packed.queries), starts(packed.keys), 9, 9, 4, 0)
-    torch.library.opcheck(torch.ops.megalite.attention_forward, (*inputs, *rest, 0.3, True))
-    output, lse = (each.detach() for each in torch.ops.megalite.attention_forward(*inputs, *rest, 0.3, True))
+    rest = (starts(packed.queries), starts(packed.keys), 9, 9, 4, 0, 0.3, True, *drop)
+    torch.library.opcheck(torch.ops.megalite.attention_forward, (*inputs, *rest))
+    output, lse = (each.detach() for each in torch.ops.megalite.attention_forward(*inputs, *rest))
     plain = [each.detach() for each in inputs]
-    arguments = (torch.ones_like(output), None, *plain, output, lse, *rest, 0.3, True)
+    arguments = (torch.ones_like(output), None, *plain, output, lse, *rest)
     torch.library.opcheck(torch.ops.megalite.attention_backward, arguments)
 
 
-def test_compiled_as_one_graph() -> None:
-    packed = Packed((5, 9), (6, 9), head_size=8)
+@pytest.mark.parametrize("mask", [None, counted_mask(2, 2)], ids=["plain", "dropped"])
+def test_compiled_as_one_graph(mask) -> None:
+    packed = Packed((5, 9), (5, 9), head_size=8, mask=mask)
     inputs = packed.inputs(torch.float32)
     compiled = torch.compile(
         lambda *each: _run(packed, list(each))[0] * 2, fullgraph=True, backend="aot_eager"
@@ -195,6 +205,32 @@ def test_what_does_not_fit_is_refused(change, words) -> None:
         packed_attention(**{**given, **ends, **change})
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"samples": torch.zeros(3, dtype=torch.int64)}, "no 3 rows of equally many"),
+        ({"samples": torch.zeros(2)}, "vector of int64"),
+        ({"dropped": 65536}, "drops 0 to 65535"),
+    ],
+)
+def test_a_mask_that_does_not_fit_is_refused(change, words) -> None:
+    packed = Packed((8,), (8,), mask=counted_mask(1, 2)._replace(**change))
+    with pytest.raises(RuntimeError, match=words):
+        _run(packed, packed.inputs(torch.float32))
+
+
+def test_of_one_query_with_one_key_nothing_is_dropped_or_all() -> None:
+    """Hence the mask can be read off, element by element: values are unit vectors, all scores alike."""
+    mask = counted_mask(2, 3)
+    query, value = torch.zeros(2 * 16, 3, 16), torch.eye(16).repeat(2, 1).unsqueeze(1)
+    ends = starts((16, 16))
+    output, _ = packed_attention(
+        query, torch.zeros_like(value), value, ends, ends, longest_query=16, longest_key=16, mask=mask
+    )
+    keep, scale = mask.draw(16, 16)
+    assert torch.equal(output.view(2, 16, 3, 16).transpose(1, 2), keep * scale / 16)
+
+
 def _heads(rows: int, new: int, total: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(3)
     return [
@@ -203,26 +239,34 @@ def _heads(rows: int, new: int, total: int) -> list[Tensor]:
     ]
 
 
+MASKS = pytest.mark.parametrize("mask", [None, counted_mask(2, 4)], ids=["plain", "dropped"])
+
+
+@MASKS
 @pytest.mark.parametrize("window", [None, 7, 200])
 @pytest.mark.parametrize(("new", "total"), [(80, 80), (1, 90), (5, 90)])
-def test_causal_attention_fused_is_what_it_is_otherwise(new, total, window) -> None:
+def test_causal_attention_fused_is_what_it_is_otherwise(new, total, window, mask) -> None:
     heads = _heads(2, new, total)
-    fused = ops.causal_attention(*heads, window=window, fused=True)
+    fused = ops.causal_attention(*heads, window=window, mask=mask, fused=True)
     assert fused.grad_fn is not None and "attention_forward" in str(fused.grad_fn.next_functions)
-    _same_gradients(fused, ops.causal_attention(*heads, window=window), heads)
+    _same_gradients(fused, ops.causal_attention(*heads, window=window, mask=mask), heads)
 
 
+@MASKS
 @pytest.mark.parametrize("window", [None, 7])
-def test_documents_by_their_starts(window) -> None:
+def test_documents_by_their_starts(window, mask) -> None:
     heads = _heads(2, 90, 90)
     lengths = torch.tensor([60, 1, 29]), torch.tensor([90])
     ids = torch.stack([torch.repeat_interleave(torch.arange(len(each)), each) for each in lengths])
     places = ops.document_starts(ids)
     assert (places.places.tolist(), places.longest) == ([0, 60, 61, 90, 180], 90)
-    expected = ops.causal_attention(*heads, window=window, documents=ops.document_spans(ids))
+    form = ops.document_spans if mask is None else ops.documents_seen
+    expected = ops.causal_attention(*heads, window=window, mask=mask, documents=form(ids))
     for fused in (True, False):
         _same_gradients(
-            ops.causal_attention(*heads, window=window, documents=places, fused=fused), expected, heads
+            ops.causal_attention(*heads, window=window, mask=mask, documents=places, fused=fused),
+            expected,
+            heads,
         )
 
 
@@ -238,6 +282,7 @@ def _same_gradients(one: Tensor, other: Tensor, heads: list[Tensor]) -> None:
 
 def test_what_the_operator_lacks_is_told_and_torch_serves() -> None:
     heads = _heads(1, 6, 6)
+    assert "no mask that is written out" in ops.why_not_fused(heads[0], counted_mask(1, 4).draw(6, 6))
     ids = torch.zeros(1, 6, dtype=torch.int64)
     ops._tell.cache_clear()
     with pytest.warns(UserWarning, match="not fused: it takes documents by their starts only"):

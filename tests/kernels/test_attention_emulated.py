@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from megalite.ops.counter import MASK_LEVELS, keep_probabilities, philox
 from tests.support import emulator
-from tests.support.attention import Packed, attention, gradients, starts
+from tests.support.attention import Packed, attention, counted_mask, gradients, starts
 from tests.support.kernels import assert_no_worse
 from tests.support.parity import FLOAT32_RTOL, assert_close
 
@@ -31,6 +32,8 @@ CASES = {
     "no keys": Packed((5,), (0,), heads=1),
     "wide heads": Packed((140, 3), (140, 3), head_size=128),
     "wide heads in a window": Packed((130,), (140,), left=40, head_size=128, heads=1),
+    "dropped, documents": Packed((149, 1, 0, 70), (149, 1, 0, 70), mask=counted_mask(2, 2)),
+    "dropped, wide heads": Packed((135,), (140,), left=90, head_size=128, heads=1, mask=counted_mask(1, 1)),
 }
 
 
@@ -55,7 +58,8 @@ def _backward(
 ) -> tuple[list[Tensor], emulator.Report]:  # fmt: skip
     ends = starts(packed.queries), starts(packed.keys)
     found = [_poisoned(*each.shape, dtype=each.dtype) for each in inputs]
-    statistics = _poisoned(2, packed.heads, len(inputs[0]), dtype=torch.float32)
+    rows = 2 if packed.mask is None else 4
+    statistics = _poisoned(rows, packed.heads, len(inputs[0]), dtype=torch.float32)
     sums = torch.zeros(inputs[0].shape)
     told = emulator.problem(packed, *inputs, ends)
     told.output, told.lse = (each.data_ptr() for each in results)
@@ -67,6 +71,28 @@ def _backward(
     if not in_order:  # what the last small kernel does
         found[0] = (sums * packed.scale).to(found[0].dtype)
     return found, report
+
+
+def test_the_counter_is_the_one_of_python_bit_for_bit() -> None:
+    drawn = torch.Generator().manual_seed(4)
+
+    def word(below: int) -> int:
+        return int(torch.randint(below, (), generator=drawn))
+
+    for _ in range(50):
+        position, head, sample = word(2**31), word(2**20), word(2**62)
+        key, dropped, first = (word(2**32), word(2**32)), word(MASK_LEVELS - 1) + 1, word(2**31)
+        row, kept = (ctypes.c_uint32 * 2)(), (ctypes.c_uint8 * 100)()
+        emulator.library().draw(
+            position, head, ctypes.c_int64(sample), *key, ctypes.c_int64(dropped), 100, first, row, kept
+        )
+        counter = tuple(torch.tensor([each]) for each in (position, head, sample & 0xFFFFFFFF, sample >> 32))
+        assert list(row) == [int(each) for each in philox(counter, key)[:2]]
+        places = range(position, position + 1), range(first, first + 100)
+        expected = keep_probabilities(
+            key, torch.tensor([sample]), range(head, head + 1), *places, dropped=dropped
+        )
+        assert list(kept) == expected.flatten().tolist()
 
 
 def test_bands_are_those_of_a_naive_mask() -> None:
@@ -105,6 +131,8 @@ def test_forward(case) -> None:
         ("no keys", True, True),
         ("wide heads", True, True),
         ("wide heads in a window", False, False),
+        ("dropped, documents", True, False),
+        ("dropped, wide heads", True, True),
     ],
 )
 def test_backward(case, in_order, late) -> None:
@@ -124,7 +152,7 @@ def test_backward(case, in_order, late) -> None:
 
 # Barriers of a small block over three others, by their number: of each kind one. The last of keys is before their
 # gradients take their place.
-BARRIERS = {"forward": (0, 1, 2), "queries": (0, 1), "keys": (1, 2, 6)}
+BARRIERS = {"forward": (0, 1, 2), "dropping": (0,), "queries": (0, 1), "keys": (1, 2, 6)}
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,9 @@ from functools import cache
 
 import pytest
 
-from megalite.model.options import Dropout
+from megalite.model.options import Dropout, Recompute
 from megalite.topology.layout import Layout
+from tests.support.kernels import needs_library
 from tests.support.parity import assert_close, assert_same_tensors, relative_error
 from tests.support.tiny import tiny_shape
 from tests.support.training import Job, RankResult, full_gradients, full_tensors, train_on_rank
@@ -67,6 +68,22 @@ def test_every_layout_drops_the_same_values(ranks, reference, layout, changes):
     job = replace(JOB, layout=layout, **changes)
     results = ranks.run(train_on_rank, world_size=layout.world_size, job=job)
     assert_same_training(job, results, reference(JOB))
+
+
+@needs_library
+@pytest.mark.parametrize(
+    ("layout", "changes"),
+    [
+        (Layout(tensor=2, data=2), {"micro_batch_size": 2, "recompute": Recompute("selective")}),
+        (Layout(tensor=4), {"recompute": Recompute("full")}),
+        (Layout(pipeline=2), {"schedule": "zbv", "chunks_a_stage": 2}),
+    ],
+    ids=str,
+)
+def test_compiled_attention_drops_what_plain_torch_drops(ranks, reference, layout, changes):
+    job = replace(JOB, dropout=SITES["attention"], kernels="fused", layout=layout, **changes)
+    results = ranks.run(train_on_rank, world_size=layout.world_size, job=job)
+    assert_same_training(job, results, reference(replace(JOB, dropout=SITES["attention"])))
 
 
 @pytest.mark.parametrize("site", SITES)

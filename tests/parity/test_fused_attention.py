@@ -1,4 +1,4 @@
-"""Windows and documents on the compiled attention: the numbers of plain torch, with it and in the layouts it meets."""
+"""Windows, documents, dropped probabilities on compiled attention: plain torch's numbers, alone and in layouts."""
 
 from dataclasses import replace
 from unittest import mock
@@ -40,9 +40,13 @@ def train_and_count(job: Job) -> tuple[RankResult, int]:
         ),
         (Job(FAMILY_SHAPES["mistral"], documents=True, recompute=Recompute("selective")), True),
         (Job(tiny_shape(tied=True)), False),
-        (Job(tiny_shape(tied=True), documents=True, dropout=Dropout(attention=0.1)), False),
+        (Job(tiny_shape(tied=True), dropout=Dropout(attention=0.1)), True),
+        (
+            Job(FAMILY_SHAPES["mistral"], Layout(tensor=2), documents=True, dropout=Dropout(attention=0.1)),
+            True,
+        ),
     ],
-    ids=["window", "documents, zbv", "both, recomputed", "neither", "dropped probabilities"],
+    ids=["window", "documents, zbv", "both, recomputed", "neither", "dropped", "dropped, both"],
 )
 def test_it_has_the_numbers_of_plain_torch(ranks, job: Job, calls: bool) -> None:
     plain = replace(job, layout=Layout(), schedule="1f1b", chunks_a_stage=1, recompute=Recompute())

@@ -7,6 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megalite.ops.counter import MASK_LEVELS, keep_probabilities
+from megalite.ops.dropout import CountedMask
+
 
 class Packed(NamedTuple):
     """Sequences laid end to end: how many queries and keys each has, and how much of them is seen (-1: all)."""
@@ -18,6 +21,7 @@ class Packed(NamedTuple):
     heads: int = 2
     kv_heads: int = 1
     head_size: int = 64
+    mask: CountedMask | None = None
 
     @property
     def scale(self) -> float:
@@ -61,13 +65,40 @@ def seen(queries: int, keys: int, left: int, right: int) -> Tensor:
     return mask
 
 
+def counted_mask(rows: int, heads: int, dropped: int = MASK_LEVELS // 4) -> CountedMask:
+    """For `rows` rows, of the heads behind five others; samples that need both words."""
+    return CountedMask(
+        (0xFEDCBA98, 0x89ABCDEF), torch.arange(rows) * 3 + 2**33 + 5, range(5, 5 + heads), dropped
+    )
+
+
+def kept_factors(packed: Packed) -> list[Tensor | None]:
+    """What the probabilities [heads, queries, keys] of each sequence are multiplied by."""
+    mask = packed.mask
+    if mask is None:
+        return [None] * len(packed.queries)
+    rows, queries, keys = len(mask.samples), sum(packed.queries), sum(packed.keys)
+    length, seen_length = queries // rows, keys // rows
+    places = range(seen_length - length, seen_length), range(seen_length + max(packed.keys))
+    kept = keep_probabilities(mask.key, mask.samples, mask.heads, *places, dropped=mask.dropped)
+    by_token = kept.transpose(1, 2).flatten(0, 1)  # [queries, heads, places]
+    scale, factors = MASK_LEVELS / (MASK_LEVELS - mask.dropped), []
+    first_query = first_key = 0
+    for count, seen_count in zip(packed.queries, packed.keys, strict=True):
+        place = first_key % seen_length if seen_length else 0
+        own = by_token[first_query : first_query + count, :, place : place + seen_count]
+        factors.append(own.transpose(0, 1).double() * scale)
+        first_query, first_key = first_query + count, first_key + seen_count
+    return factors
+
+
 def attention(packed: Packed, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exps [heads, tokens] of plain torch in the type given; softmax in float32 at least."""
     wide = torch.promote_types(query.dtype, torch.float32)
     group = packed.heads // packed.kv_heads
     outputs, sums = [], []
     pieces = zip(query.split(packed.queries), key.split(packed.keys), value.split(packed.keys), strict=True)
-    for piece in pieces:
+    for piece, factors in zip(pieces, kept_factors(packed), strict=True):
         q, k, v = (each.transpose(0, 1) for each in piece)
         k, v = k.repeat_interleave(group, dim=0), v.repeat_interleave(group, dim=0)
         mask = seen(q.shape[1], k.shape[1], packed.left, packed.right)
@@ -77,6 +108,8 @@ def attention(packed: Packed, query: Tensor, key: Tensor, value: Tensor) -> tupl
         # Rows that see nothing give 0, and send no gradient back.
         base = torch.where(mask.any(dim=1), lse, torch.zeros_like(lse)).unsqueeze(-1)
         probabilities = torch.exp(torch.where(mask, scores - base, torch.full_like(scores, float("-inf"))))
+        if factors is not None:
+            probabilities = probabilities * factors.to(wide)
         outputs.append(torch.matmul(probabilities.to(query.dtype), v).transpose(0, 1))
         sums.append(lse)
     return torch.cat(outputs), torch.cat(sums, dim=1)

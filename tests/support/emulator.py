@@ -27,7 +27,12 @@ class Problem(ctypes.Structure):
         + [("scale", ctypes.c_double)]
         + [(name, ctypes.c_void_p) for name in ("query", "key", "value")]
         + [(f"{name}_{of}", ctypes.c_int64) for name in ("query", "key", "value") for of in ("token", "head")]
-        + [(name, ctypes.c_void_p) for name in ("query_starts", "key_starts", "output", "lse")]
+        + [(name, ctypes.c_void_p) for name in ("query_starts", "key_starts", "samples")]
+        + [
+            (name, ctypes.c_int64)
+            for name in ("rows", "dropped", "drop_key_low", "drop_key_high", "first_head")
+        ]
+        + [(name, ctypes.c_void_p) for name in ("output", "lse")]
         + [(name, ctypes.c_void_p) for name in ("output_grad", "lse_grad")]
         + [(name, ctypes.c_void_p) for name in ("query_grad", "key_grad", "value_grad")]
         + [(name, ctypes.c_void_p) for name in ("statistics", "query_sums")]
@@ -78,6 +83,10 @@ def problem(
         setattr(told, name, tensor.data_ptr())
         setattr(told, f"{name}_token", tensor.stride(0))
         setattr(told, f"{name}_head", tensor.stride(1))
+    if packed.mask is not None:
+        told.samples, told.rows = packed.mask.samples.data_ptr(), len(packed.mask.samples)
+        told.dropped, told.first_head = packed.mask.dropped, packed.mask.heads.start
+        told.drop_key_low, told.drop_key_high = packed.mask.key
     return told
 
 

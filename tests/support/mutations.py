@@ -172,6 +172,14 @@ def _drop_from_head_zero(attention_mask: Callable[..., Any]) -> Callable[..., An
     return local
 
 
+def _drop_alike_in_all_samples(attention_mask: Callable[..., Any]) -> Callable[..., Any]:
+    def alike(self: Any, places: Any) -> Any:
+        mask = attention_mask(self, places)
+        return None if mask is None else mask._replace(samples=torch.zeros_like(mask.samples))
+
+    return alike
+
+
 def _drop_alike_in_all_layers(keep_mask: Callable[..., Any]) -> Callable[..., Any]:
     return lambda seed, name, *places, **rest: keep_mask(seed, name.split(".")[-1], *places, **rest)
 
@@ -186,12 +194,15 @@ def _keep_without_scaling(mask: Callable[..., Any]) -> Callable[..., Any]:
 
 def _draw_anew_in_recompute(run_again: Callable[..., None]) -> Callable[..., None]:
     def with_other_masks(self: Any) -> None:
-        keep_mask = dropout.keep_mask
+        keep_mask, key_of = dropout.keep_mask, dropout.key_of
 
         def fresh(seed: int, *arguments: Any, **rest: Any) -> Any:
             return keep_mask(seed + 1, *arguments, **rest)
 
-        with mock.patch.object(dropout, "keep_mask", fresh):
+        with (
+            mock.patch.object(dropout, "keep_mask", fresh),
+            mock.patch.object(dropout, "key_of", lambda seed, name: key_of(seed + 1, name)),
+        ):
             run_again(self)
 
     return with_other_masks
@@ -259,6 +270,7 @@ TP, PP, DP = ({"layout": layout} for layout in ("tp2-pp1-dp1", "tp1-pp2-dp1", "t
 INTERLEAVED = {**PP, "schedule": "interleaved_1f1b", "chunks": "2"}
 SEQUENCE = {**TP, "sequence": "on"}
 DROPOUT = {"dropout": "hidden"}
+FUSED_DROPOUT = {"dropout": "attention", "kernels": "fused"}
 
 FAULTS: dict[str, Fault] = {
     "missing all-reduce of column-parallel input gradients": Fault(
@@ -351,6 +363,15 @@ FAULTS: dict[str, Fault] = {
     ),
     "attention dropout keyed by the rank's own heads": Fault(
         dropout.DropoutSites, "attention_mask", _drop_from_head_zero, {**TP, "dropout": "attention"}
+    ),
+    "fused attention dropout without the head in its key": Fault(
+        dropout.DropoutSites, "attention_mask", _drop_from_head_zero, {**TP, **FUSED_DROPOUT}
+    ),
+    "fused attention dropout without the sample in its key": Fault(
+        dropout.DropoutSites, "attention_mask", _drop_alike_in_all_samples, FUSED_DROPOUT
+    ),
+    "fused attention dropout drawn anew in recompute": Fault(
+        recompute._Region, "run_again", _draw_anew_in_recompute, {**FUSED_DROPOUT, "recompute": "selective"}
     ),
     "one dropout mask in all layers": Fault(dropout, "keep_mask", _drop_alike_in_all_layers, DROPOUT),
     "dropout that does not scale what it keeps": Fault(

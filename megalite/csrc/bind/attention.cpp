@@ -44,9 +44,38 @@ struct Inputs {
   Tensor query, key, value, query_starts, key_starts;
 };
 
+// Which probabilities are dropped: of `dropped` = 0 none, and there is nothing else then.
+struct Drop {
+  Maybe samples;
+  int64_t dropped, key_low, key_high, first_head;
+};
+
+void tell_of(const Drop& drop, const Tensor& query, MegaliteAttention& a) {
+  if (drop.dropped == 0) return;
+  STD_TORCH_CHECK(
+      0 < drop.dropped && drop.dropped < 65536, "megalite: attention drops 0 to 65535 of 65536, not ", drop.dropped);
+  STD_TORCH_CHECK(drop.samples.has_value(), "megalite: attention that drops probabilities needs samples");
+  const Tensor& samples = *drop.samples;
+  STD_TORCH_CHECK(
+      samples.is_cuda() == query.is_cuda() && samples.get_device_index() == query.get_device_index(),
+      "megalite: samples are on another device than attention's query");
+  STD_TORCH_CHECK(
+      samples.scalar_type() == torch::headeronly::ScalarType::Long && samples.dim() == 1 &&
+          samples.is_contiguous() && samples.numel() > 0,
+      "megalite: samples are a contiguous vector of int64, one a row of the batch");
+  a.rows = samples.numel();
+  STD_TORCH_CHECK(
+      a.queries % a.rows == 0 && a.keys % a.rows == 0, "megalite: ", a.queries, " queries and ", a.keys,
+      " keys are no ", a.rows, " rows of equally many");
+  a.samples = static_cast<const int64_t*>(samples.const_data_ptr());
+  a.dropped = drop.dropped, a.first_head = drop.first_head;
+  a.drop_key_low = drop.key_low, a.drop_key_high = drop.key_high;
+}
+
 // Checks what the operators are given, and tells the kernels of it.
 MegaliteAttention told(
-    Inputs& inputs, int64_t longest_query, int64_t longest_key, int64_t left, int64_t right, double scale) {
+    Inputs& inputs, int64_t longest_query, int64_t longest_key, int64_t left, int64_t right, double scale,
+    const Drop& drop) {
   for (const Tensor* each : {&inputs.key, &inputs.value}) {
     ml::check_same_type(inputs.query, *each, "attention's key or value");
     STD_TORCH_CHECK(each->dim() == 3, "megalite: attention takes [tokens, heads, head size]");
@@ -83,6 +112,7 @@ MegaliteAttention told(
   a.value_token = value.stride(0), a.value_head = value.stride(1);
   a.query_starts = static_cast<const int32_t*>(inputs.query_starts.const_data_ptr());
   a.key_starts = static_cast<const int32_t*>(inputs.key_starts.const_data_ptr());
+  tell_of(drop, query, a);
   return a;
 }
 
@@ -119,9 +149,11 @@ void call(const Kernels& kernels, const Tensor& tensor, const MegaliteAttention&
 
 std::tuple<Tensor, Tensor> forward(
     Tensor query, Tensor key, Tensor value, Tensor query_starts, Tensor key_starts, int64_t longest_query,
-    int64_t longest_key, int64_t left, int64_t right, double scale, bool) {  // the last is for the backward
+    int64_t longest_key, int64_t left, int64_t right, double scale, bool,  // this is for the backward
+    Maybe samples, int64_t dropped, int64_t drop_key_low, int64_t drop_key_high, int64_t first_head) {
   Inputs inputs{query, key, value, query_starts, key_starts};
-  MegaliteAttention a = told(inputs, longest_query, longest_key, left, right, scale);
+  const Drop drop{samples, dropped, drop_key_low, drop_key_high, first_head};
+  MegaliteAttention a = told(inputs, longest_query, longest_key, left, right, scale, drop);
   Tensor output = ml::new_empty(query, {a.queries, a.heads, a.head_size});
   Tensor lse = ml::new_empty(query, {a.heads, a.queries}, ml::wide_type(query));
   a.output = output.mutable_data_ptr(), a.lse = lse.mutable_data_ptr();
@@ -132,9 +164,11 @@ std::tuple<Tensor, Tensor> forward(
 std::tuple<Tensor, Tensor, Tensor> backward(
     Tensor output_grad, Maybe lse_grad, Tensor query, Tensor key, Tensor value, Tensor output, Tensor lse,
     Tensor query_starts, Tensor key_starts, int64_t longest_query, int64_t longest_key, int64_t left, int64_t right,
-    double scale, bool deterministic) {
+    double scale, bool deterministic, Maybe samples, int64_t dropped, int64_t drop_key_low, int64_t drop_key_high,
+    int64_t first_head) {
   Inputs inputs{query, key, value, query_starts, key_starts};
-  MegaliteAttention a = told(inputs, longest_query, longest_key, left, right, scale);
+  const Drop drop{samples, dropped, drop_key_low, drop_key_high, first_head};
+  MegaliteAttention a = told(inputs, longest_query, longest_key, left, right, scale, drop);
   const int64_t numbers = a.queries * a.heads * a.head_size, rows = a.heads * a.queries;
   ml::check_same_type(query, output_grad, "the gradient of attention's output");
   ml::check_same_type(query, output, "attention's output");
@@ -162,9 +196,9 @@ std::tuple<Tensor, Tensor, Tensor> backward(
   a.value_grad = value_grad.mutable_data_ptr();
   Tensor statistics = lse, sums = lse;  // room that only CUDA needs
   if (query.is_cuda()) {
-    statistics = ml::new_empty(lse, {2, a.heads, a.queries});
+    statistics = ml::new_empty(lse, {a.dropped > 0 ? 4 : 2, a.heads, a.queries});
     a.statistics = static_cast<float*>(statistics.mutable_data_ptr());
-    if (!deterministic) {
+    if (!deterministic && a.dropped == 0) {
       sums = ml::new_empty(lse, {numbers});
       a.query_sums = static_cast<float*>(sums.mutable_data_ptr());
     }
@@ -183,12 +217,14 @@ void implement(torch::stable::detail::StableLibrary& m) {
 STABLE_TORCH_LIBRARY_FRAGMENT(megalite, m) {
   m.def(
       "attention_forward(Tensor query, Tensor key, Tensor value, Tensor query_starts, Tensor key_starts, "
-      "int longest_query, int longest_key, int left, int right, float scale, bool deterministic) -> "
+      "int longest_query, int longest_key, int left, int right, float scale, bool deterministic, "
+      "Tensor? samples, int dropped, int drop_key_low, int drop_key_high, int first_head) -> "
       "(Tensor output, Tensor lse)");
   m.def(
       "attention_backward(Tensor output_grad, Tensor? lse_grad, Tensor query, Tensor key, Tensor value, "
       "Tensor output, Tensor lse, Tensor query_starts, Tensor key_starts, int longest_query, int longest_key, "
-      "int left, int right, float scale, bool deterministic) -> "
+      "int left, int right, float scale, bool deterministic, "
+      "Tensor? samples, int dropped, int drop_key_low, int drop_key_high, int first_head) -> "
       "(Tensor query_grad, Tensor key_grad, Tensor value_grad)");
 }
 

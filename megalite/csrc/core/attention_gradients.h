@@ -2,15 +2,19 @@
 //   dV = P^T dO,  dS = P (dO V^T - delta),  delta = sum(dO O) - dLSE,  dQ = scale dS K,  dK = scale dS^T Q.
 // Keys and values go by blocks of keys, over all queries of all heads that share them; queries by blocks of queries,
 // or, where the order of the additions may vary, from the blocks of keys by atomic additions.
+// Where probabilities are dropped, keep being 0 or s > 1: dV = (P keep)^T dO, dS = P (dO V^T keep - delta). Then dS / s
+// goes about, of delta / s, and sums are multiplied by s at their ends.
 #pragma once
+
+#include <cmath>
 
 #include "core/attention_tiles.h"
 
 namespace ml {
 
 // What the backward needs of each row: the log-sum-exp to the base 2 (infinity, which makes every P 0, where nothing
-// was seen) and delta. A warp takes one row.
-template <class Element, int kHead, class Machine>
+// was seen) and delta; with kDrops, delta / s, and the two words that it draws from. A warp takes one row.
+template <class Element, int kHead, bool kDrops, class Machine>
 ML_TILE void attention_statistics(Machine& m, const MegaliteAttention& a, int64_t token, int64_t head) {
   const int64_t first = (token * a.heads + head) * kHead;
   const auto* output = static_cast<const uint16_t*>(a.output) + first;
@@ -27,28 +31,37 @@ ML_TILE void attention_statistics(Machine& m, const MegaliteAttention& a, int64_
   const float lse = static_cast<const float*>(a.lse)[row];
   const bool nothing = lse == -kInfinity;
   if (a.lse_grad != nullptr) delta -= static_cast<const float*>(a.lse_grad)[row];
+  if constexpr (kDrops) delta /= drop_scale<float>(a);
   a.statistics[row] = nothing ? kInfinity : lse * kLog2E;
   a.statistics[a.heads * a.queries + row] = nothing ? 0.0f : delta;
+  if constexpr (kDrops) {
+    const DropRow drawn = drop_row_of(a, token, head);
+    auto* words = reinterpret_cast<uint32_t*>(a.statistics) + 2 * a.heads * a.queries + row;
+    words[0] = drawn.start, words[a.heads * a.queries] = drawn.tweak;
+  }
 }
 
 // kKeys = kWarps x kTiles x 16 keys of a block stay in shared memory, blocks of kQueries pass by, the next one on its
 // way while one is worked on.
-template <class Element_, int kHead_, int kWarps_, int kTiles_, int kQueries_, bool kSumQueries_>
+template <
+    class Element_, int kHead_, int kWarps_, int kTiles_, int kQueries_, bool kSumQueries_, bool kDrops_ = false>
 struct KeyShape {
   using Element = Element_;
   static constexpr int kHead = kHead_, kWarps = kWarps_, kThreads = kWarps * 32, kTiles = kTiles_;
   static constexpr int kQueries = kQueries_, kKeys = kWarps * kTiles * 16;
-  static constexpr bool kSumQueries = kSumQueries_;
+  static constexpr bool kSumQueries = kSumQueries_, kDrops = kDrops_;
   using Tile = Swizzle<kHead>;
   using ScoreTile = Swizzle<kQueries>;  // [kKeys, kQueries]
   static constexpr int kValueTile = kKeys * Tile::kRowBytes;
   static constexpr int kStages = 2 * kValueTile;
-  // Of a stage: queries, gradients of the output, then a row each of log-sum-exps and deltas.
+  // Of a stage: queries, gradients of the output, then a row each of log-sum-exps and deltas, starts and tweaks.
+  static constexpr int kStatistics = kDrops ? 4 : 2;
   static constexpr int kGradTile = kQueries * Tile::kRowBytes;
   static constexpr int kRows = 2 * kGradTile;
-  static constexpr int kStageBytes = kRows + 2 * kQueries * 4;
+  static constexpr int kStageBytes = kRows + kStatistics * kQueries * 4;
   static constexpr int kScoreTile = kStages + 2 * kStageBytes;
-  static constexpr int kSharedBytes = kScoreTile + (kSumQueries ? kKeys * ScoreTile::kRowBytes : 0);
+  static constexpr int kPosition = kScoreTile + (kSumQueries ? kKeys * ScoreTile::kRowBytes : 0);
+  static constexpr int kSharedBytes = kPosition + (kDrops ? 8 : 0);
 };
 
 // Begins to copy what one block of queries of one head brings.
@@ -62,8 +75,8 @@ ML_TILE void copy_queries(
   const auto* grad = static_cast<const uint16_t*>(a.output_grad) + token * stride + head * Shape::kHead;
   copy_tile<typename Shape::Tile, kQueries>(m, stage, query, a.query_token, rows);
   copy_tile<typename Shape::Tile, kQueries>(m, stage + Shape::kGradTile, grad, stride, rows);
-  static_assert(2 * kQueries <= Machine::kThreads);
-  if (m.thread() < 2 * kQueries) {
+  static_assert(Shape::kStatistics * kQueries <= Machine::kThreads);
+  if (m.thread() < Shape::kStatistics * kQueries) {
     const int which = m.thread() / kQueries, row = m.thread() % kQueries;
     const float* statistics = a.statistics + (which * a.heads + head) * a.queries + token;
     // A row past the last has queries and gradients of zero: whatever its P, it adds nothing.
@@ -109,8 +122,49 @@ ML_TILE void key_probabilities(
   }
 }
 
-// dS^T = P^T (dP^T - delta), in place of dP^T.
+// Changes the signs of the probabilities [keys, queries] that are dropped, keys from `row` on behind the block's first,
+// whose position lies in shared memory.
 template <int kTiles, int kQueries, class Machine>
+ML_TILE void mark_dropped(
+    Machine& m, float (&probabilities)[kTiles][kQueries / 8][4], uint32_t starts, uint32_t position, int row,
+    int32_t threshold) {
+  uint32_t first[2];
+  m.load_pair(first, position);
+  const uint32_t first_step = drop_step(first[0] + row + accumulator_place(m.lane(), 0).row);
+  ML_UNROLL
+  for (int n = 0; n < kQueries / 8; ++n) {
+    uint32_t start[2], tweak[2];
+    const uint32_t from = starts + (n * 8 + accumulator_place(m.lane(), 0).column) * 4;
+    m.load_pair(start, from);
+    m.load_pair(tweak, from + kQueries * 4);
+    ML_UNROLL
+    for (int t = 0; t < kTiles; ++t) {
+      ML_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        const DropRow drawn{m.opaque(start[i % 2] + first_step), tweak[i % 2]};
+        float& probability = probabilities[t][n][i];
+        if (drop_word(drawn, drop_step(t * 16 + i / 2 * 8)) < threshold) probability = -probability;
+      }
+    }
+  }
+}
+
+// (P keep)^T dO / s.
+template <class Element, int kTiles, int kHead, int kQueries, class Machine>
+ML_TILE void add_kept_product(
+    Machine& m, float (&sums)[kTiles][kHead / 8][4], const float (&marked)[kTiles][kQueries / 8][4],
+    uint32_t grad_tile) {
+  float kept[kTiles][kQueries / 8][4];
+  ML_UNROLL
+  for (int i = 0; i < kTiles * kQueries / 2; ++i) {
+    const float probability = marked[i / (kQueries / 2)][i / 4 % (kQueries / 8)][i % 4];
+    kept[i / (kQueries / 2)][i / 4 % (kQueries / 8)][i % 4] = probability < 0.0f ? 0.0f : probability;
+  }
+  add_product_of_sums<Element, kTiles, kHead, kQueries>(m, sums, kept, grad_tile);
+}
+
+// dS^T = P^T (dP^T - delta), in place of dP^T; of dropped probabilities, which are marked, dP is 0.
+template <int kTiles, int kQueries, bool kDrops, class Machine>
 ML_TILE void key_score_gradients(
     Machine& m, const float (&probabilities)[kTiles][kQueries / 8][4], float (&grads)[kTiles][kQueries / 8][4],
     uint32_t deltas) {
@@ -121,7 +175,14 @@ ML_TILE void key_score_gradients(
     ML_UNROLL
     for (int t = 0; t < kTiles; ++t) {
       ML_UNROLL
-      for (int i = 0; i < 4; ++i) grads[t][n][i] = probabilities[t][n][i] * (grads[t][n][i] - delta[i % 2]);
+      for (int i = 0; i < 4; ++i) {
+        float probability = probabilities[t][n][i];
+        if constexpr (kDrops) {
+          if (probability < 0.0f) grads[t][n][i] = 0.0f;
+          probability = fabsf(probability);
+        }
+        grads[t][n][i] = probability * (grads[t][n][i] - delta[i % 2]);
+      }
     }
   }
 }
@@ -196,6 +257,9 @@ ML_TILE void attention_key_gradients(Machine& m, const MegaliteAttention& a, int
   const uint32_t stages = key_tile + Shape::kStages;
   const int warp_row = m.thread() / 32 * kTiles * 16;
   const float scale = static_cast<float>(a.scale) * kLog2E;
+  if constexpr (Shape::kDrops) {
+    if (m.thread() == 0) m.store_shared(key_tile + Shape::kPosition, drop_position(a, piece.first_key) + first_key);
+  }
 
   const Range seen = band.queries_of_block(first_key, past_key);
   const int first_block = seen.begin / kQueries;
@@ -228,10 +292,16 @@ ML_TILE void attention_key_gradients(Machine& m, const MegaliteAttention& a, int
     add_product_of_rows<Element, kTiles, kQueries, kHead>(m, scores, key_tile, warp_row, query_tile);
     if (!full) mask_queries<kTiles, kQueries>(m, scores, band, first_key + warp_row, first_query);
     key_probabilities<kTiles, kQueries>(m, scores, scale, lses);
-    add_product_of_sums<Element, kTiles, kHead, kQueries>(m, value_grads, scores, grad_tile);
+    if constexpr (Shape::kDrops) {
+      mark_dropped<kTiles, kQueries>(
+          m, scores, deltas + kQueries * 4, key_tile + Shape::kPosition, warp_row, drop_threshold(a.dropped));
+      add_kept_product<Element, kTiles, kHead, kQueries>(m, value_grads, scores, grad_tile);
+    } else {
+      add_product_of_sums<Element, kTiles, kHead, kQueries>(m, value_grads, scores, grad_tile);
+    }
     float grads[kTiles][kQueries / 8][4] = {};
     add_product_of_rows<Element, kTiles, kQueries, kHead>(m, grads, value_tile, warp_row, grad_tile);
-    key_score_gradients<kTiles, kQueries>(m, scores, grads, deltas);
+    key_score_gradients<kTiles, kQueries, Shape::kDrops>(m, scores, grads, deltas);
     add_product_of_sums<Element, kTiles, kHead, kQueries>(m, key_grads, grads, query_tile);
     if constexpr (Shape::kSumQueries) {
       const Sequence again = sequence_of(a, sequence);  // not kept till here, where registers are scarce
@@ -241,11 +311,12 @@ ML_TILE void attention_key_gradients(Machine& m, const MegaliteAttention& a, int
     shared_head = next_head, block_of_queries = next_block;
   }
 
-  float ones[kTiles][2], scales[kTiles][2];
+  const float kept_scale = Shape::kDrops ? drop_scale<float>(a) : 1.0f;
+  float kept_scales[kTiles][2], scales[kTiles][2];
   ML_UNROLL
   for (int i = 0; i < kTiles * 2; ++i) {
-    ones[i / 2][i % 2] = 1.0f;
-    scales[i / 2][i % 2] = static_cast<float>(a.scale);
+    kept_scales[i / 2][i % 2] = kept_scale;
+    scales[i / 2][i % 2] = static_cast<float>(a.scale) * kept_scale;
   }
   m.wait_all();
   m.sync();  // nobody reads keys and values any more: each warp's rows now take its gradients
@@ -254,14 +325,15 @@ ML_TILE void attention_key_gradients(Machine& m, const MegaliteAttention& a, int
   store_rows<Element, kTiles, kHead>(
       m, key_grads, scales, key_tile, warp_row, static_cast<uint16_t*>(a.key_grad) + place, stride, rows);
   store_rows<Element, kTiles, kHead>(
-      m, value_grads, ones, value_tile, warp_row, static_cast<uint16_t*>(a.value_grad) + place, stride, rows);
+      m, value_grads, kept_scales, value_tile, warp_row, static_cast<uint16_t*>(a.value_grad) + place, stride, rows);
 }
 
 // As ForwardShape, with the gradients of the output beside the queries and two stages of keys and values.
-template <class Element_, int kHead_, int kWarps_, int kTiles_, int kKeys_>
+template <class Element_, int kHead_, int kWarps_, int kTiles_, int kKeys_, bool kDrops_ = false>
 struct QueryShape {
   using Element = Element_;
   static constexpr int kHead = kHead_, kThreads = kWarps_ * 32, kTiles = kTiles_, kKeys = kKeys_;
+  static constexpr bool kDrops = kDrops_;
   static constexpr int kRows = kWarps_ * kTiles * 16;
   using Tile = Swizzle<kHead>;
   static constexpr int kGradTile = kRows * Tile::kRowBytes;
@@ -304,6 +376,8 @@ ML_TILE void attention_query_gradients(Machine& m, const MegaliteAttention& a, i
   if (first_key < past_key) copy_keys(stages, first_key);
 
   float lses[kTiles][2], deltas[kTiles][2], scales[kTiles][2];
+  [[maybe_unused]] DropRow drawn[kTiles * 2];  // starting at the sequence's first key
+  const uint32_t first_step = Shape::kDrops ? drop_step(drop_position(a, piece.first_key)) : 0;
   ML_UNROLL
   for (int i = 0; i < kTiles * 2; ++i) {
     const int row = warp_row + i / 2 * 16 + accumulator_place(m.lane(), i % 2 * 2).row;
@@ -312,6 +386,11 @@ ML_TILE void attention_query_gradients(Machine& m, const MegaliteAttention& a, i
     lses[i / 2][i % 2] = there ? statistics[0] : kInfinity;
     deltas[i / 2][i % 2] = there ? statistics[a.heads * a.queries] : 0.0f;
     scales[i / 2][i % 2] = static_cast<float>(a.scale);
+    if constexpr (Shape::kDrops) {
+      scales[i / 2][i % 2] *= drop_scale<float>(a);
+      const auto* words = reinterpret_cast<const uint32_t*>(statistics) + 2 * a.heads * a.queries;
+      drawn[i] = {words[0] + first_step, words[a.heads * a.queries]};
+    }
   }
   float sums[kTiles][kHead / 8][4] = {};
   for (int stage = 0; first_key < past_key; first_key += kKeys, stage ^= 1) {
@@ -334,6 +413,11 @@ ML_TILE void attention_query_gradients(Machine& m, const MegaliteAttention& a, i
       for (int i = 0; i < kKeys / 2; ++i) {
         const int n = i / 4, c = i % 4, half = c / 2;
         const float probability = m.exp2(scores[t][n][c] * scale - lses[t][half]);
+        if constexpr (Shape::kDrops) {
+          const uint32_t step = drop_step(first_key + accumulator_place(m.lane(), 0).column);
+          const DropRow row{m.opaque(drawn[t * 2 + half].start + step), drawn[t * 2 + half].tweak};
+          if (drop_word(row, drop_step(n * 8 + c % 2)) < drop_threshold(a.dropped)) grads[t][n][c] = 0.0f;
+        }
         grads[t][n][c] = probability * (grads[t][n][c] - deltas[t][half]);
       }
     }
@@ -347,11 +431,11 @@ ML_TILE void attention_query_gradients(Machine& m, const MegaliteAttention& a, i
 }
 
 // Of each head size what fits the registers of a thread and the shared memory of compute capability 8.0 (163 KiB).
-template <class Element, int kHead>
-using ForwardShapeOf = ForwardShape<Element, kHead, 4, 2, 64>;
-template <class Element, int kHead, bool kSumQueries>
-using KeyShapeOf = KeyShape<Element, kHead, 8, 1, 64, kSumQueries>;
-template <class Element, int kHead>
-using QueryShapeOf = QueryShape<Element, kHead, 8, 1, 64>;
+template <class Element, int kHead, bool kDrops>
+using ForwardShapeOf = ForwardShape<Element, kHead, 4, 2, kDrops && kHead == 128 ? 32 : 64, kDrops>;
+template <class Element, int kHead, bool kSumQueries, bool kDrops>
+using KeyShapeOf = KeyShape<Element, kHead, 8, 1, 64, kSumQueries, kDrops>;
+template <class Element, int kHead, bool kDrops>
+using QueryShapeOf = QueryShape<Element, kHead, 8, 1, 64, kDrops>;
 
 }  // namespace ml

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "attention.h"
+#include "core/attention_drop.h"
 #include "core/attention_mask.h"
 #include "core/fragments.h"
 #include "core/scalar.h"
@@ -142,15 +143,17 @@ ML_TILE void store_rows(
   }
 }
 
-template <class Element_, int kHead_, int kWarps_, int kTiles_, int kKeys_>
+template <class Element_, int kHead_, int kWarps_, int kTiles_, int kKeys_, bool kDrops_ = false>
 struct ForwardShape {
   using Element = Element_;
   static constexpr int kHead = kHead_, kThreads = kWarps_ * 32, kTiles = kTiles_, kKeys = kKeys_;
+  static constexpr bool kDrops = kDrops_;  // some of the probabilities
   static constexpr int kRows = kWarps_ * kTiles * 16;  // queries of a block, kTiles x 16 of each warp
   using Tile = Swizzle<kHead>;
   static constexpr int kKeyTile = kRows * Tile::kRowBytes;
   static constexpr int kValueTile = kKeyTile + kKeys * Tile::kRowBytes;
-  static constexpr int kSharedBytes = kValueTile + kKeys * Tile::kRowBytes;
+  static constexpr int kDropRows = kValueTile + kKeys * Tile::kRowBytes;  // what each query's row draws from
+  static constexpr int kSharedBytes = kDropRows + (kDrops ? kRows * 8 : 0);
 };
 
 // Rows of the running softmax that a thread shares with the three others of its quad; `total` is its own part.
@@ -260,6 +263,44 @@ ML_TILE void mask_keys(
   }
 }
 
+// What the rows of a block draw their dropped probabilities from, starting at the sequence's first key, into shared
+// memory: registers are scarce.
+template <class Shape, class Machine>
+ML_TILE void store_drop_rows(
+    Machine& m, const MegaliteAttention& a, const Sequence& piece, int first_row, int rows, int head) {
+  const uint32_t first_step = drop_step(drop_position(a, piece.first_key));
+  static_assert(Shape::kRows <= Machine::kThreads);
+  if (const int row = m.thread(); row < rows) {
+    const DropRow drawn = drop_row_of(a, static_cast<int64_t>(piece.first_query) + first_row + row, head);
+    const uint32_t target = m.shared() + Shape::kDropRows + row * 8;
+    m.store_shared(target, drawn.start + first_step);
+    m.store_shared(target + 4, drawn.tweak);
+  }
+}
+
+// Makes 0 of the probabilities [queries, keys] that are dropped; keys from `first_key` on across.
+template <int kTiles, int kKeys, class Machine>
+ML_TILE void drop_keys(
+    Machine& m, float (&probabilities)[kTiles][kKeys / 8][4], uint32_t drop_rows, int first_key, int32_t threshold) {
+  const uint32_t first_step = drop_step(first_key + accumulator_place(m.lane(), 0).column);
+  ML_UNROLL
+  for (int t = 0; t < kTiles; ++t) {
+    ML_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      uint32_t drawn[2];
+      m.load_pair(drawn, drop_rows + (accumulator_place(m.lane(), 0).row + t * 16 + half * 8) * 8);
+      const DropRow row{m.opaque(drawn[0] + first_step), drawn[1]};
+      ML_UNROLL
+      for (int n = 0; n < kKeys / 8; ++n) {
+        ML_UNROLL
+        for (int i = half * 2; i < half * 2 + 2; ++i) {
+          if (drop_word(row, drop_step(n * 8 + i % 2)) < threshold) probabilities[t][n][i] = 0.0f;
+        }
+      }
+    }
+  }
+}
+
 // Output and log-sum-exp of the queries of one block: of `head`, from block x kRows on in `sequence`.
 template <class Shape, class Machine>
 ML_TILE void attention_forward(Machine& m, const MegaliteAttention& a, int block, int head, int sequence) {
@@ -290,6 +331,7 @@ ML_TILE void attention_forward(Machine& m, const MegaliteAttention& a, int block
   int first_key = seen.begin / kKeys * kKeys;
   copy_tile<Tile, Shape::kRows>(m, query_tile, query, a.query_token, past_row - first_row);
   if (first_key < past_key) copy_keys(key_tile, a.key, a.key_token, a.key_head, first_key);
+  if constexpr (Shape::kDrops) store_drop_rows<Shape>(m, a, piece, first_row, past_row - first_row, head);
 
   float sums[kTiles][kHead / 8][4] = {};
   SoftmaxRows<kTiles> rows;
@@ -313,6 +355,10 @@ ML_TILE void attention_forward(Machine& m, const MegaliteAttention& a, int block
       copy_keys(key_tile, a.key, a.key_token, a.key_head, first_key + kKeys);
     }
     online_softmax<kTiles, kKeys, kHead>(m, scores, rows, sums, scale);
+    if constexpr (Shape::kDrops) {
+      drop_keys<kTiles, kKeys>(
+          m, scores, m.shared() + Shape::kDropRows + warp_row * 8, first_key, drop_threshold(a.dropped));
+    }
     add_product_of_sums<Element, kTiles, kHead, kKeys>(m, sums, scores, value_tile);
   }
 
@@ -323,6 +369,10 @@ ML_TILE void attention_forward(Machine& m, const MegaliteAttention& a, int block
   const int count = at_most(Shape::kRows, again.band.queries - first_row);
   float* lse = static_cast<float*>(a.lse) + head * a.queries + first_token;
   finish_rows<kTiles>(m, rows, factors, scale, lse, warp_row, count);
+  if constexpr (Shape::kDrops) {
+    ML_UNROLL
+    for (int i = 0; i < kTiles * 2; ++i) factors[i / 2][i % 2] *= drop_scale<float>(a);
+  }
   m.wait_all();
   m.sync();  // where no key is seen the queries may still be on their way to the rows that are now overwritten
   auto* output = static_cast<uint16_t*>(a.output) + (first_token * a.heads + head) * kHead;

@@ -6,6 +6,7 @@
 #include <limits>
 #include <vector>
 
+#include "core/attention_drop.h"
 #include "core/attention_mask.h"
 #include "core/exponential.h"
 
@@ -157,6 +158,17 @@ Range keys_in_block(const Band& band, int query, int block) {
   return {seen.begin - block * kBlock, seen.end - block * kBlock};
 }
 
+// What becomes of the probabilities of one query with a block of keys from `position` on: 0, or `scale` times them.
+template <typename W>
+void draw_factors(
+    W* factors, const MegaliteAttention& a, int64_t query, int64_t head, int position, W scale) {
+  const DropRow row = drop_row_of(a, query, head);
+  const int32_t threshold = drop_threshold(a.dropped);
+  for (int i = 0; i < kBlock; ++i) {
+    factors[i] = drop_word(row, drop_step(static_cast<uint32_t>(position + i))) >= threshold ? scale : W(0);
+  }
+}
+
 // Keys and values of one key-value head of one sequence, as the products of the forward want them.
 template <typename W>
 struct PackedKeys {
@@ -189,7 +201,7 @@ struct PackedKeys {
 template <typename W>
 struct ForwardRoom {
   std::vector<W> queries, scores, sums;
-  W greatest[kBlock], total[kBlock];
+  W greatest[kBlock], total[kBlock], factors[kBlock];
   ForwardRoom(int64_t head_size)
       : queries(kBlock * padded<W>(head_size)), scores(kBlock * kBlock), sums(queries.size()) {}
 };
@@ -222,6 +234,7 @@ void forward_block(
   const int columns = packed.columns, head_size = packed.head_size;
   const int64_t token = piece.first_query + first;
   const W scale = static_cast<W>(a.scale / kLn2);
+  const int position = a.dropped > 0 ? drop_position(a, piece.first_key) : 0;
   W *queries = room.queries.data(), *scores = room.scores.data(), *sums = room.sums.data();
   widen<T>(queries, columns, rows_of<T>(a.query, token, a.query_token, head, a.query_head), rows, head_size);
   std::fill(sums, sums + kBlock * columns, W(0));
@@ -236,14 +249,19 @@ void forward_block(
       online_row(
           scores + row * kBlock, sums + row * columns, columns, keys_in_block(band, first + row, key_block), scale,
           room.greatest[row], room.total[row]);
+      if (a.dropped > 0) {
+        draw_factors(room.factors, a, token + row, head, position + key_block * kBlock, W(1));
+        for (int i = 0; i < kBlock; ++i) scores[row * kBlock + i] *= room.factors[i];
+      }
     }
     add_product<W>(
         sums, columns, {scores, kBlock, 1}, packed.values_of(key_block), columns, rows, columns, kBlock);
   }
   T* output = static_cast<T*>(a.output) + (token * a.heads + head) * a.head_size;
   W* lse = static_cast<W*>(a.lse) + head * a.queries + token;
+  const W kept_scale = a.dropped > 0 ? drop_scale<W>(a) : W(1);
   for (int row = 0; row < rows; ++row, output += a.heads * a.head_size) {
-    const W total = room.total[row], inverse = total == W(0) ? W(0) : W(1) / total;
+    const W total = room.total[row], inverse = total == W(0) ? W(0) : kept_scale / total;
     for (int i = 0; i < head_size; ++i) output[i] = from_wide<T>(sums[row * columns + i] * inverse);
     const W log_total = (room.greatest[row] + std::log2(total)) * static_cast<W>(kLn2);
     lse[row] = total == W(0) ? -kInfinity<W> : log_total;
@@ -281,7 +299,7 @@ struct BackwardRoom {
   std::vector<W> key_grads, value_grads;            // [keys, columns]
   std::vector<W> queries, output_grads, query_grads;  // of a block: [kBlock, columns]
   std::vector<W> scores, grads;                       // [kBlock, kBlock]
-  W lse[kBlock], delta[kBlock];
+  W lse[kBlock], delta[kBlock], factors[kBlock];
 
   BackwardRoom(int64_t head_size)
       : head_size(static_cast<int>(head_size)), columns(padded<W>(head_size)), queries(kBlock * columns),
@@ -341,6 +359,8 @@ void backward_block(
   const int columns = room.columns, head_size = room.head_size;
   const int64_t token = piece.first_query + first;
   const W scale = static_cast<W>(a.scale / kLn2);
+  const int position = a.dropped > 0 ? drop_position(a, piece.first_key) : 0;
+  const W kept_scale = a.dropped > 0 ? drop_scale<W>(a) : W(1);
   room.template take_queries<T>(a, token, head, rows);
   W *scores = room.scores.data(), *grads = room.grads.data();
   const Range blocks = blocks_of_range(band.keys_of_block(first, past));
@@ -359,6 +379,15 @@ void backward_block(
       W *score = scores + row * kBlock, *grad = grads + row * kBlock;
       scale_seen(score, keys_in_block(band, first + row, key_block), scale);
       const W lse = room.lse[row], delta = room.delta[row];
+      if (a.dropped > 0) {
+        draw_factors(room.factors, a, token + row, head, position + key_block * kBlock, kept_scale);
+        for (int i = 0; i < kBlock; ++i) {
+          const W probability = exp2_below(score[i] - lse);
+          score[i] = probability * room.factors[i];
+          grad[i] = probability * (grad[i] * room.factors[i] - delta);
+        }
+        continue;
+      }
       for (int i = 0; i < kBlock; ++i) {
         score[i] = exp2_below(score[i] - lse);
         grad[i] = score[i] * (grad[i] - delta);

@@ -1,6 +1,7 @@
 #include "cuda/attention_launch.cuh"
 
 int megalite_attention_backward_64_cuda(const MegaliteAttention* attention, int dtype, void* stream) {
+  if (attention->dropped > 0) return megalite_attention_backward_64_dropout_cuda(attention, dtype, stream);
   const auto queue = static_cast<cudaStream_t>(stream);
   if (dtype == ml::kBFloat16) return ml::launch_backward<ml::bf16, 64>(*attention, queue);
   if (dtype == ml::kFloat16) return ml::launch_backward<ml::fp16, 64>(*attention, queue);

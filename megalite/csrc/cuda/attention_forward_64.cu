@@ -1,6 +1,7 @@
 #include "cuda/attention_launch.cuh"
 
 int megalite_attention_forward_64_cuda(const MegaliteAttention* attention, int dtype, void* stream) {
+  if (attention->dropped > 0) return megalite_attention_forward_64_dropout_cuda(attention, dtype, stream);
   const int done = megalite_attention_forward_hopper_64_cuda(attention, dtype, stream);
   if (done != ml::kUnsupported) return done;
   const auto queue = static_cast<cudaStream_t>(stream);

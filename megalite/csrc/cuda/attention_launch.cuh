@@ -17,11 +17,12 @@ __global__ void __launch_bounds__(Shape::kThreads, 2) forward_kernel(
   attention_forward<Shape>(machine, a, gridDim.x - 1 - blockIdx.x, blockIdx.y, blockIdx.z);
 }
 
-template <class Element, int kHead>
+template <class Element, int kHead, bool kDrops>
 __global__ void __launch_bounds__(128) statistics_kernel(const __grid_constant__ MegaliteAttention a) {
   DeviceMachine<128> machine;
   const int64_t row = blockIdx.x * 4ll + threadIdx.x / 32;
-  if (row < a.queries * a.heads) attention_statistics<Element, kHead>(machine, a, row / a.heads, row % a.heads);
+  if (row >= a.queries * a.heads) return;
+  attention_statistics<Element, kHead, kDrops>(machine, a, row / a.heads, row % a.heads);
 }
 
 template <class Shape>
@@ -63,38 +64,41 @@ int launch(
   return cudaGetLastError();
 }
 
-template <class Element, int kHead>
+template <class Element, int kHead, bool kDrops = false>
 int launch_forward(const MegaliteAttention& a, cudaStream_t stream) {
-  using Shape = ForwardShapeOf<Element, kHead>;
+  using Shape = ForwardShapeOf<Element, kHead, kDrops>;
   return launch<Shape>(forward_kernel<Shape>, a, a.longest_query, Shape::kRows, a.heads, stream);
 }
 
-template <class Element, int kHead>
+// Where probabilities are dropped, always in order: the one sum more would take more registers than there are.
+template <class Element, int kHead, bool kDrops = false>
 int launch_backward(const MegaliteAttention& a, cudaStream_t stream) {
   const int64_t rows = a.queries * a.heads;
   if (rows > 0) {
-    statistics_kernel<Element, kHead><<<static_cast<unsigned>((rows + 3) / 4), 128, 0, stream>>>(a);
+    statistics_kernel<Element, kHead, kDrops><<<static_cast<unsigned>((rows + 3) / 4), 128, 0, stream>>>(a);
     if (const int error = cudaGetLastError()) return error;
   }
-  if (a.query_sums == nullptr) {
-    using Keys = KeyShapeOf<Element, kHead, false>;
-    using Queries = QueryShapeOf<Element, kHead>;
+  if (kDrops || a.query_sums == nullptr) {
+    using Keys = KeyShapeOf<Element, kHead, false, kDrops>;
+    using Queries = QueryShapeOf<Element, kHead, kDrops>;
     if (const int error =
             launch<Keys>(key_gradients_kernel<Keys>, a, a.longest_key, Keys::kKeys, a.kv_heads, stream)) {
       return error;
     }
     return launch<Queries>(query_gradients_kernel<Queries>, a, a.longest_query, Queries::kRows, a.heads, stream);
   }
-  using Keys = KeyShapeOf<Element, kHead, true>;
-  const int64_t numbers = rows * kHead;
-  if (const int error = cudaMemsetAsync(a.query_sums, 0, numbers * sizeof(float), stream)) return error;
-  if (const int error =
-          launch<Keys>(key_gradients_kernel<Keys>, a, a.longest_key, Keys::kKeys, a.kv_heads, stream)) {
-    return error;
-  }
-  if (numbers > 0) {
-    const int64_t blocks = (numbers / 2 + 255) / 256;
-    narrow_query_sums_kernel<Element><<<static_cast<unsigned>(blocks), 256, 0, stream>>>(a, numbers / 2);
+  if constexpr (!kDrops) {
+    using Keys = KeyShapeOf<Element, kHead, true, false>;
+    const int64_t numbers = rows * kHead;
+    if (const int error = cudaMemsetAsync(a.query_sums, 0, numbers * sizeof(float), stream)) return error;
+    if (const int error =
+            launch<Keys>(key_gradients_kernel<Keys>, a, a.longest_key, Keys::kKeys, a.kv_heads, stream)) {
+      return error;
+    }
+    if (numbers > 0) {
+      const int64_t blocks = (numbers / 2 + 255) / 256;
+      narrow_query_sums_kernel<Element><<<static_cast<unsigned>(blocks), 256, 0, stream>>>(a, numbers / 2);
+    }
   }
   return cudaGetLastError();
 }

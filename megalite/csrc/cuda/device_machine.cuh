@@ -83,12 +83,22 @@ struct DeviceMachine {
     return both;
   }
 
+  // The value, of which the compiler knows no more: sums with it are not taken apart, to be kept in registers.
+  __device__ __forceinline__ uint32_t opaque(uint32_t value) const {
+    asm volatile("" : "+r"(value));
+    return value;
+  }
+
   __device__ __forceinline__ void store_shared(uint32_t address, uint32_t value) const {
     asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
   }
 
   __device__ __forceinline__ void load_pair(float (&to)[2], uint32_t address) const {
     asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(to[0]), "=f"(to[1]) : "r"(address) : "memory");
+  }
+
+  __device__ __forceinline__ void load_pair(uint32_t (&to)[2], uint32_t address) const {
+    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "r"(address) : "memory");
   }
 
   // 16 bytes from shared to global memory.

@@ -57,16 +57,21 @@ bool blocks_agree(const Band& band, int rows, int columns) {
   return true;
 }
 
-template <class Element, int kHead>
+template <class Element, int kHead, bool kDrops>
 void run(emulator::Grid& grid, const MegaliteAttention& a, bool backward) {
-  if (!backward) return grid.forward<ml::ForwardShapeOf<Element, kHead>>(a);
-  grid.statistics<Element, kHead>(a);
-  if (a.query_sums != nullptr) {
-    grid.key_gradients<ml::KeyShapeOf<Element, kHead, true>>(a);
-  } else {
-    grid.key_gradients<ml::KeyShapeOf<Element, kHead, false>>(a);
-    grid.query_gradients<ml::QueryShapeOf<Element, kHead>>(a);
-  }
+  if (!backward) return grid.forward<ml::ForwardShapeOf<Element, kHead, kDrops>>(a);
+  grid.statistics<Element, kHead, kDrops>(a);
+  if (!kDrops && a.query_sums != nullptr) return grid.key_gradients<ml::KeyShapeOf<Element, kHead, true, false>>(a);
+  grid.key_gradients<ml::KeyShapeOf<Element, kHead, false, kDrops>>(a);
+  grid.query_gradients<ml::QueryShapeOf<Element, kHead, kDrops>>(a);
+}
+
+template <class Element>
+void run_any(emulator::Grid& grid, const MegaliteAttention& a, bool backward) {
+  if (a.head_size == 64 && a.dropped > 0) run<Element, 64, true>(grid, a, backward);
+  if (a.head_size == 64 && a.dropped == 0) run<Element, 64, false>(grid, a, backward);
+  if (a.head_size == 128 && a.dropped > 0) run<Element, 128, true>(grid, a, backward);
+  if (a.head_size == 128 && a.dropped == 0) run<Element, 128, false>(grid, a, backward);
 }
 
 }  // namespace
@@ -95,6 +100,17 @@ int compare_bands(int limit, int* wrong) {
   return compared;
 }
 
+// Words of core/counter.h: what a row draws from, and of its first `keys` keys what is kept.
+void draw(
+    uint32_t position, uint32_t head, int64_t sample, uint32_t key_low, uint32_t key_high, int64_t dropped, int keys,
+    uint32_t first_key, uint32_t* row, uint8_t* kept) {
+  const ml::DropRow drawn = ml::drop_row(position, head, sample, key_low, key_high);
+  row[0] = drawn.start, row[1] = drawn.tweak;
+  for (int i = 0; i < keys; ++i) {
+    kept[i] = ml::drop_word(drawn, ml::drop_step(first_key + i)) >= ml::drop_threshold(dropped);
+  }
+}
+
 // Runs the forward or the backward kernels; `begins` and `bytes` say what of memory they may touch.
 void emulate(
     const MegaliteAttention* attention, int dtype, int backward, int late_copies, int left_out_sync, int regions,
@@ -104,10 +120,8 @@ void emulate(
   emulator::Fibers fibers;
   emulator::Grid grid(fibers, {late_copies != 0, left_out_sync}, memory);
   const auto& a = *attention;
-  if (dtype == ml::kBFloat16 && a.head_size == 64) run<ml::bf16, 64>(grid, a, backward);
-  if (dtype == ml::kBFloat16 && a.head_size == 128) run<ml::bf16, 128>(grid, a, backward);
-  if (dtype == ml::kFloat16 && a.head_size == 64) run<ml::fp16, 64>(grid, a, backward);
-  if (dtype == ml::kFloat16 && a.head_size == 128) run<ml::fp16, 128>(grid, a, backward);
+  if (dtype == ml::kBFloat16) run_any<ml::bf16>(grid, a, backward);
+  if (dtype == ml::kFloat16) run_any<ml::fp16>(grid, a, backward);
   *report = grid.report;
 }
 }

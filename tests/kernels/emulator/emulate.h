@@ -25,11 +25,11 @@ class Grid {
     });
   }
 
-  template <class Element, int kHead>
+  template <class Element, int kHead, bool kDrops>
   void statistics(const MegaliteAttention& a) {
     for (int64_t row = 0; row < a.queries * a.heads; ++row) {
       block<32>(0, [&](auto& machine) {
-        ml::attention_statistics<Element, kHead>(machine, a, row / a.heads, row % a.heads);
+        ml::attention_statistics<Element, kHead, kDrops>(machine, a, row / a.heads, row % a.heads);
       });
     }
   }

@@ -240,7 +240,10 @@ class HostMachine {
     if (block_.may_share(address, 4)) std::memcpy(&block_.shared[address], &value, 4);
   }
 
-  void load_pair(float (&to)[2], uint32_t address) {
+  uint32_t opaque(uint32_t value) { return value; }
+
+  template <class Word>
+  void load_pair(Word (&to)[2], uint32_t address) {
     if (block_.may_share(address, 8)) std::memcpy(to, &block_.shared[address], 8);
   }
 

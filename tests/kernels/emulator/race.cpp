@@ -1,6 +1,6 @@
 // The attention kernels on threads of the system, for ThreadSanitizer.
 //
-//     race KERNEL LATE LEFT_OUT      KERNEL: forward, keys, queries; LEFT_OUT: the barrier that is deleted, or -1
+//     race KERNEL LATE LEFT_OUT      KERNEL: forward, dropping, keys, queries; LEFT_OUT: the barrier that is deleted, or -1
 #include <cstdlib>
 #include <random>
 #include <string_view>
@@ -11,6 +11,7 @@ namespace {
 
 // Blocks of few threads over three blocks of the others, so that every buffer is used again.
 using Forward = ml::ForwardShape<ml::bf16, 64, 2, 1, 16>;
+using Dropping = ml::ForwardShape<ml::bf16, 64, 2, 1, 16, true>;
 using Keys = ml::KeyShape<ml::bf16, 64, 4, 1, 64, true>;
 using Queries = ml::QueryShape<ml::bf16, 64, 2, 1, 16>;
 
@@ -18,6 +19,7 @@ struct Tensors {
   std::vector<uint16_t> query, key, value, output, output_grad, query_grad, key_grad, value_grad;
   std::vector<float> lse, statistics, query_sums;
   int32_t query_starts[2], key_starts[2];
+  int64_t sample = 7;
   MegaliteAttention told{};
 
   Tensors(int queries, int keys) : query_starts{0, queries}, key_starts{0, keys} {
@@ -36,6 +38,7 @@ struct Tensors {
     told.head_size = 64, told.left = told.right = -1, told.scale = 0.125;
     told.query = query.data(), told.key = key.data(), told.value = value.data();
     told.query_token = told.query_head = told.key_token = told.key_head = told.value_token = told.value_head = 64;
+    told.samples = &sample, told.rows = 1, told.dropped = 9999;
     told.query_starts = query_starts, told.key_starts = key_starts;
     told.output = output.data(), told.lse = lse.data(), told.output_grad = output_grad.data();
     told.query_grad = query_grad.data(), told.key_grad = key_grad.data(), told.value_grad = value_grad.data();
@@ -47,6 +50,7 @@ struct Tensors {
     for (auto* each : {&query, &key, &value, &output, &output_grad, &query_grad, &key_grad, &value_grad}) {
       all.push_back({each->data(), each->size() * 2});
     }
+    all.push_back({&sample, sizeof sample});
     for (auto* each : {&lse, &statistics, &query_sums}) all.push_back({each->data(), each->size() * 4});
     return all;
   }
@@ -61,6 +65,7 @@ int main(int, char** words) {
   emulator::Threads threads;
   emulator::Grid grid(threads, {std::atoi(words[2]) != 0, std::atoi(words[3])}, tensors.memory());
   if (kernel == "forward") grid.forward<Forward>(tensors.told);
+  if (kernel == "dropping") grid.forward<Dropping>(tensors.told);
   if (kernel == "keys") grid.key_gradients<Keys>(tensors.told);
   if (kernel == "queries") grid.query_gradients<Queries>(tensors.told);
   if (grid.report.problem != nullptr) std::puts(grid.report.problem);

@@ -8,8 +8,8 @@ import torch
 from megalite.model.dropout import DropoutSites, LayerMasks, Places, dropped_levels
 from megalite.model.options import Dropout, ModelOptions
 from megalite.model.stages import build_stage
+from megalite.ops.counter import MASK_LEVELS
 from megalite.parallel.mesh import Axis, ParallelMesh
-from megalite.parallel.random import MASK_LEVELS
 from megalite.topology.layout import pipeline_split
 from tests.support.tiny import tiny_batch, tiny_shape
 
@@ -50,8 +50,8 @@ def test_shards_of_tensor_ranks_are_the_slices_of_the_whole_mask(tensor):
     masks = [each.layer_masks(PLACES) for each in ranks]
     expected = whole.layer_masks(PLACES)
     assert torch.equal(torch.cat([mask.mlp.keep for mask in masks], dim=-1), expected.mlp.keep)
-    heads = torch.cat([each.attention_mask(PLACES).keep for each in ranks], dim=1)
-    assert torch.equal(heads, whole.attention_mask(PLACES).keep)
+    heads = torch.cat([each.attention_mask(PLACES).draw(12, 12).keep for each in ranks], dim=1)
+    assert torch.equal(heads, whole.attention_mask(PLACES).draw(12, 12).keep)
     for mask in masks:
         assert torch.equal(mask.attention_residual.keep, expected.attention_residual.keep)
         assert torch.equal(mask.mlp_residual.keep, expected.mlp_residual.keep)
@@ -65,7 +65,8 @@ def test_no_two_sites_have_the_same_mask():
     for index, one in enumerate(keeps):
         for other in keeps[index + 1 :]:
             assert not torch.equal(one, other)
-    heads = _sites().attention_mask(PLACES).keep.unbind(1)
+    layers = [_sites(f"layers.{layer}").attention_mask(PLACES).draw(12, 12).keep for layer in range(2)]
+    heads = torch.cat(layers, dim=1).unbind(1)
     assert len({tuple(head.flatten().tolist()) for head in heads}) == len(heads)
 
 

@@ -5,8 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megalite.ops.counter import MASK_LEVELS, philox
 from megalite.parallel import random
-from megalite.parallel.random import MASK_LEVELS, keep_mask, normal_box, philox
+from megalite.parallel.random import keep_mask, normal_box
 from megalite.topology.sharding import Box
 
 ONES = 0xFFFFFFFF

@@ -1,0 +1,8 @@
+#include "cuda/attention_launch.cuh"
+
+int megalite_attention_forward_128_dropout_cuda(const MegaliteAttention* attention, int dtype, void* stream) {
+  const auto queue = static_cast<cudaStream_t>(stream);
+  if (dtype == ml::kBFloat16) return ml::launch_forward<ml::bf16, 128, true>(*attention, queue);
+  if (dtype == ml::kFloat16) return ml::launch_forward<ml::fp16, 128, true>(*attention, queue);
+  return ml::kUnsupported;
+}

@@ -1,0 +1,81 @@
+"""Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011), and which probabilities drop.
+
+csrc/core/counter.h has the same, bit for bit.
+"""
+
+import torch
+from torch import Tensor
+
+_MASK = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+# Words worked on at once: small enough for a cache, large enough that torch's overhead does not count.
+_BLOCK = 1 << 16
+# A mask's values are 16-bit: so many equally likely ones.
+MASK_LEVELS = 1 << 16
+
+
+def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]) -> tuple[Tensor, ...]:
+    """Four int64 tensors of 32-bit words from four counter words of broadcastable shapes.
+
+    The words are best given unbroadcast: each round mixes two of them, so the first ones are then almost free.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(_ROUNDS):
+        # int64 products wrap, but their bits are those of the unsigned product.
+        low, high = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c1, c2, c3 = (
+            _xor((high >> 32).bitwise_and_(_MASK), c1, k0),
+            high.bitwise_and_(_MASK),
+            _xor((low >> 32).bitwise_and_(_MASK), c3, k1),
+            low.bitwise_and_(_MASK),
+        )
+        k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
+    return c0, c1, c2, c3
+
+
+def _xor(word: Tensor, other: Tensor, key: int) -> Tensor:
+    """word ^ other ^ key, in the memory of `word` where the shape allows it."""
+    wider = torch.broadcast_shapes(word.shape, other.shape) != word.shape
+    return (word ^ other if wider else word.bitwise_xor_(other)).bitwise_xor_(key)
+
+
+def keep_probabilities(
+    key: tuple[int, int], samples: Tensor, heads: range, queries: range, keys: range, *, dropped: int
+) -> Tensor:
+    """Which attention probabilities are kept: bool [b, heads, queries, keys].
+
+    dropped: how many (not all) of the MASK_LEVELS equally likely values of an element drop it. samples: [b] int64.
+    An element depends on (key, sample, head, position of the query, of the key) alone.
+
+    A row has two words of Philox, by the counter (position, head, sample, sample >> 32): where its sequence starts and
+    what its mixer is tweaked by. A key then costs six instructions, in a kernel too, wherever a tile begins.
+    """
+    device = samples.device
+    at = [torch.arange(each.start, each.stop, device=device) for each in (queries, heads)]
+    sample = samples.view(-1, 1, 1)
+    # Positions of queries that see nothing may lie before the first.
+    counter = (at[0] & _MASK, at[1].view(-1, 1), sample & _MASK, sample >> 32 & _MASK)
+    start, tweak = (word.to(torch.int32).reshape(-1, 1) for word in philox(counter, key)[:2])
+    steps = (torch.arange(keys.start, keys.stop, device=device) * _WEYL[0]).to(torch.int32)
+    kept = torch.empty(len(start), len(keys), dtype=torch.bool, device=device)
+    rows_a_block = max(1, _BLOCK // max(1, len(keys)))
+    for first in range(0, len(start), rows_a_block):
+        block = slice(first, first + rows_a_block)
+        word = start[block] + steps
+        word = _mixed(word, 16).bitwise_xor_(tweak[block]).mul_(_signed(0x7FEB352D))
+        word = _mixed(word, 15).mul_(_signed(0x846CA68B))
+        # Signed words, of which the high half counts: the smallest is -MASK_LEVELS / 2.
+        torch.ge(word, (dropped - MASK_LEVELS // 2) << 16, out=kept[block])
+    return kept.view(len(samples), len(heads), len(queries), len(keys))
+
+
+def _mixed(word: Tensor, by: int) -> Tensor:
+    """word ^ (word >> by) of int32, the shift a logical one."""
+    return (word >> by).bitwise_and_((1 << 32 - by) - 1).bitwise_xor_(word)
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 32) if word >> 31 else word
