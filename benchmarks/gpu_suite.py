@@ -11,6 +11,9 @@ billion parameters for some steps; runs the 3D job over 1 to 16 CPU ranks. Print
 benchmarks/results unless a part was left out. A part that fails is told, and the others go on; the exit code is 1
 then, and 2 where there is no GPU.
 
+Attention's forward is that for Hopper where the chip is one; a row of its own has the one for every chip, which
+MEGALITE_NO_HOPPER=1 chooses in any run.
+
 torch 2.11 is enough; the Trainer wants megalite's other requirements too (pydantic, tokenizers, safetensors).
 """
 

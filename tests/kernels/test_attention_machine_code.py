@@ -18,9 +18,10 @@ NVCC = shutil.which("nvcc")
 HMMA, LDSM, LDGSTS = 0x23C, 0x83B, 0xFAE
 # The low 9 bits, where the next three say what kinds of operands it has: of sm_90a a product of a warp group, what
 # begins or waits for such (bit 47: waits; bits 72 to 79: of how many it need not), the copy of a box, the making and
-# arriving at or waiting for a barrier, the change of a group's registers; exp2; loads and stores of local memory.
+# arriving at or waiting for a barrier, the change of a group's registers; exp2; loads and stores of local memory,
+# stores of global memory.
 HGMMA, WARPGROUP, UTMALDG, SYNCS, USETMAXREG = 0x1F0, 0x1C5, 0x1B4, (0x1B2, 0x1A7), 0x1C8
-MUFU, LDL, STL = 0x108, 0x183, 0x187
+MUFU, LDL, STL, STG = 0x108, 0x183, 0x187, 0x186
 
 
 def _words(cubin: bytes) -> dict[str, list[tuple[int, int]]]:
@@ -91,6 +92,8 @@ def test_on_hopper_the_softmax_goes_on_beside_products_of_warp_groups(head_size:
         # Boxes of 64 columns: queries of each group, the first keys and the next, values.
         assert counts[UTMALDG] == (head_size // 64) * ((2 if head_size == 128 else 3) + 3)
         assert counts[USETMAXREG] == 2 and all(counts[each] for each in SYNCS)
+        # A warp's 16 rows, 16 bytes of a thread at once; and two log-sum-exps.
+        assert counts[STG] == 16 * head_size * 2 // (32 * 16) + 2
         assert _between_waits(words) >= 64, "the probabilities of 64 x 128 scores, of 128 threads"
 
 

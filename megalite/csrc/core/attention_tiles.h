@@ -371,10 +371,7 @@ ML_TILE void attention_forward(Machine& m, const MegaliteAttention& a, int block
   finish_rows<kTiles>(m, rows, factors, scale, lse, warp_row, count);
   if constexpr (Shape::kDrops) {
     ML_UNROLL
-    for (int t = 0; t < kTiles; ++t) {
-      ML_UNROLL
-      for (int half = 0; half < 2; ++half) factors[t][half] *= drop_scale<float>(a);
-    }
+    for (int i = 0; i < kTiles * 2; ++i) factors[i / 2][i % 2] *= drop_scale<float>(a);
   }
   m.wait_all();
   m.sync();  // where no key is seen the queries may still be on their way to the rows that are now overwritten

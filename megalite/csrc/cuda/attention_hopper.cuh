@@ -269,6 +269,7 @@ ML_TILE void attention_forward_hopper(
 
   const int group = hopper::uniform(m.thread() / hopper::kGroup);
   if (m.thread() == 0) {
+    for (const CUtensorMap* map : {&maps.query, &maps.key, &maps.value}) hopper::prefetch_map(map);
     hopper::init_barrier(block.queries_full(), 1);
     hopper::init_barrier(block.values_landed(), 1);
     for (int stage = 0; stage < Shape::kStages; ++stage) {

@@ -103,12 +103,15 @@ struct DeviceMachine {
 
   // 16 bytes from shared to global memory.
   __device__ __forceinline__ void store_chunk(void* target, uint32_t address) const {
-    uint4 chunk;
+    uint32_t words[4];
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(chunk.x), "=r"(chunk.y), "=r"(chunk.z), "=r"(chunk.w)
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
                  : "r"(address)
                  : "memory");
-    *static_cast<uint4*>(target) = chunk;
+    // Of an assignment the compiler makes four stores.
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(target), "r"(words[0]), "r"(words[1]),
+                 "r"(words[2]), "r"(words[3])
+                 : "memory");
   }
 
   __device__ __forceinline__ void add_pair(float* target, float first, float second) const {

@@ -63,8 +63,8 @@ __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
 __device__ __forceinline__ void load_box(
     uint32_t target, const CUtensorMap* map, uint32_t barrier, int column, int head, int token) {
   asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(
-          target),
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], "
+      "[%2];" ::"r"(target),
       "l"(map), "r"(barrier), "r"(column), "r"(head), "r"(token)
       : "memory");
 }
@@ -123,63 +123,66 @@ __device__ __forceinline__ void before_products(float sum) {
       : "memory");
 }
 
-#define ML_SUMS_8(from)                                                                                           \
-  "+f"(sums[from][0]), "+f"(sums[from][1]), "+f"(sums[from][2]), "+f"(sums[from][3]), "+f"(sums[from + 1][0]),     \
-      "+f"(sums[from + 1][1]), "+f"(sums[from + 1][2]), "+f"(sums[from + 1][3])
-#define ML_SUMS_32 ML_SUMS_8(0), ML_SUMS_8(2), ML_SUMS_8(4), ML_SUMS_8(6)
-#define ML_SUMS_64 ML_SUMS_32, ML_SUMS_8(8), ML_SUMS_8(10), ML_SUMS_8(12), ML_SUMS_8(14)
-#define ML_NAMES_32                                                                                              \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, " \
-  "%24, %25, %26, %27, %28, %29, %30, %31"
-#define ML_NAMES_64                                                                                               \
-  ML_NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, "   \
+// A thread's part of the sums, as operands of an instruction and as its text names them.
+#define ML_SUMS_4(n) "+f"(sums[n][0]), "+f"(sums[n][1]), "+f"(sums[n][2]), "+f"(sums[n][3])
+#define ML_SUMS_16(n) ML_SUMS_4(n), ML_SUMS_4(n + 1), ML_SUMS_4(n + 2), ML_SUMS_4(n + 3)
+#define ML_SUMS_32 ML_SUMS_16(0), ML_SUMS_16(4)
+#define ML_SUMS_64 ML_SUMS_32, ML_SUMS_16(8), ML_SUMS_16(12)
+#define ML_NAMES_32                                                                                         \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, " \
+  "%23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define ML_NAMES_64                                                                                             \
+  ML_NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, " \
               "%51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-// Both operands by row of the sum, or (the second) the right one by column of it and the left one in registers.
-#define ML_FROM_SHARED(columns, type, last, left, right, first)                                                \
-  asm volatile(                                                                                                \
-      "{\n.reg .pred add;\nsetp.ne.b32 add, " first ", 0;\n"                                                   \
-      "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type " {" ML_NAMES_##last "}, " left ", " right \
-      ", add, 1, 1, 0, 0;\n}\n"                                                                                \
-      : ML_SUMS_##last                                                                                         \
+#define ML_FROM_SHARED(type)                                                                            \
+  asm volatile(                                                                                         \
+      "{\n"                                                                                             \
+      ".reg .pred add;\n"                                                                               \
+      "setp.ne.b32 add, %66, 0;\n"                                                                      \
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " {" ML_NAMES_64 "}, %64, %65, add, " \
+      "1, 1, 0, 0;\n"                                                                                   \
+      "}\n"                                                                                             \
+      : ML_SUMS_64                                                                                      \
       : "l"(left_tile), "l"(right_tile), "r"(static_cast<int>(add)))
-#define ML_FROM_REGISTERS(columns, type, last, left, right)                                                    \
-  asm volatile(                                                                                                \
-      "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type " {" ML_NAMES_##last "}, {" left "}, " right \
-      ", 1, 1, 1, 1;\n"                                                                                        \
-      : ML_SUMS_##last                                                                                         \
+#define ML_FROM_REGISTERS(columns, numbers, type, left, right)                                                  \
+  asm volatile(                                                                                                 \
+      "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type " {" ML_NAMES_##numbers "}, {" left \
+      "}, " right ", 1, 1, 1, 1;\n"                                                                             \
+      : ML_SUMS_##numbers                                                                                       \
       : "r"(left_words[0]), "r"(left_words[1]), "r"(left_words[2]), "r"(left_words[3]), "l"(right_tile))
 
-// sums [64, 8 kBlocks] of a group = (or, if `add`, +=) left [64, 16] x right^T [16, 8 kBlocks], both in shared memory
-// as descriptors say, with the columns of the sum as neighbours.
+// sums [64, 8 kBlocks] of a group (+)= left [64, 16] x right [8 kBlocks, 16]^T, both in shared memory where descriptors
+// say, a row's 16 numbers as neighbours. Without `add` it does not matter what the sums were.
 template <class Element, int kBlocks>
 __device__ __forceinline__ void add_product(
     float (&sums)[kBlocks][4], uint64_t left_tile, uint64_t right_tile, bool add) {
   static_assert(kBlocks == 16, "the only size in use");
   if constexpr (std::is_same_v<Element, bf16>) {
-    ML_FROM_SHARED(128, "bf16", 64, "%64", "%65", "%66");
+    ML_FROM_SHARED("bf16");
   } else {
-    ML_FROM_SHARED(128, "f16", 64, "%64", "%65", "%66");
+    ML_FROM_SHARED("f16");
   }
 }
 
 // sums [64, 8 kBlocks] of a group += left [64, 16] x right [16, 8 kBlocks]: left in the registers of its warps, each a
-// 16 x 16 operand as of mma.sync; right in shared memory, with the columns of the result as neighbours.
+// 16 x 16 operand as of mma.sync; right in shared memory, a row's 8 kBlocks numbers as neighbours.
 template <class Element, int kBlocks>
 __device__ __forceinline__ void add_product(
     float (&sums)[kBlocks][4], const uint32_t (&left_words)[4], uint64_t right_tile) {
   static_assert(kBlocks == 8 || kBlocks == 16);
   if constexpr (kBlocks == 16 && std::is_same_v<Element, bf16>) {
-    ML_FROM_REGISTERS(128, "bf16", 64, "%64, %65, %66, %67", "%68");
+    ML_FROM_REGISTERS(128, 64, "bf16", "%64, %65, %66, %67", "%68");
   } else if constexpr (kBlocks == 16) {
-    ML_FROM_REGISTERS(128, "f16", 64, "%64, %65, %66, %67", "%68");
+    ML_FROM_REGISTERS(128, 64, "f16", "%64, %65, %66, %67", "%68");
   } else if constexpr (std::is_same_v<Element, bf16>) {
-    ML_FROM_REGISTERS(64, "bf16", 32, "%32, %33, %34, %35", "%36");
+    ML_FROM_REGISTERS(64, 32, "bf16", "%32, %33, %34, %35", "%36");
   } else {
-    ML_FROM_REGISTERS(64, "f16", 32, "%32, %33, %34, %35", "%36");
+    ML_FROM_REGISTERS(64, 32, "f16", "%32, %33, %34, %35", "%36");
   }
 }
 
-#undef ML_SUMS_8
+#undef ML_SUMS_4
+#undef ML_SUMS_16
 #undef ML_SUMS_32
 #undef ML_SUMS_64
 #undef ML_NAMES_32

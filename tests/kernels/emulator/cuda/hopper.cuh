@@ -1,9 +1,9 @@
 // In place of csrc/cuda/hopper.cuh: what its instructions do according to the PTX ISA, on emulated threads.
 //
 // Copies and products run beside the threads. Either happens at once or only when no thread can go on, as the order
-// asks for (0: at once, 1: late, others: by chance); until then sums, and what a copy will overwrite, are NaN, and
-// whoever touches sums or operands meanwhile is told of. To the sanitizer they are threads of their own, which know of
-// others what barriers tell.
+// asks for (0: at once, 1: late, and copies last, others: by chance); until then sums, and what a copy will overwrite,
+// are NaN, and whoever touches sums or operands meanwhile is told of. To the sanitizer they are threads of their own,
+// which know of others what barriers tell.
 #pragma once
 
 #include <cuda.h>
@@ -116,7 +116,7 @@ struct Hopper : Beside {
 
   EMULATOR_UNSEEN void begin(int count) override {
     threads = count;
-    state = 2 * megalite_emulator_order + 1;
+    state = (megalite_emulator_order + 1) * 2654435761u;
     for (auto& each : barriers) each = {};
     for (auto& each : copies) each.under_way = false;
     for (auto& each : numbered) each = {};
@@ -163,7 +163,10 @@ struct Hopper : Beside {
     return megalite_emulator_order == 1 || (megalite_emulator_order > 1 && random() % 2 == 1);
   }
 
-  EMULATOR_UNSEEN bool step() override { return random() % 2 == 0 ? copied() || multiplied() : multiplied() || copied(); }
+  EMULATOR_UNSEEN bool step() override {
+    const bool copies_first = megalite_emulator_order != 1 && random() % 2 == 0;
+    return copies_first ? copied() || multiplied() : multiplied() || copied();
+  }
 
   EMULATOR_UNSEEN bool copied() {
     int count = 0, chosen[kCopies];
@@ -240,11 +243,13 @@ struct Hopper : Beside {
 
   // A number of a tile. Its descriptor (PTX ISA, "Matrix descriptor"): bits 0 to 13 the address, 16 to 29 and 32 to 45
   // the leading and the stride offset, all in 16 bytes; 49 to 51 the base offset; 62 and 63 how chunks are exchanged,
-  // 1 being over 128 bytes. `along`: the numbers that are neighbours; their rows of 128 bytes lie in groups of eight.
+  // 1 being over 128 bytes. The numbers of a row are neighbours, 64 to 128 bytes; eight rows follow each other, the
+  // next eight are the stride offset away, and the next 64 numbers the leading one.
   template <class Element>
   static float number(uint64_t tile, int row, int column) {
     if (tile >> 62 != 1 || (tile & 0x3fffc000c000c000u) != 0) fail("a descriptor that is none of exchanged tiles");
-    const uint32_t start = (tile & 0x3fff) << 4, leading = (tile >> 16 & 0x3fff) << 4, stride = (tile >> 32 & 0x3fff) << 4;
+    const uint32_t start = (tile & 0x3fff) << 4, stride = (tile >> 32 & 0x3fff) << 4;
+    const uint32_t leading = (tile >> 16 & 0x3fff) << 4;
     const uint32_t offset = row % 8 * 128 + row / 8 * stride + column % 64 * 2 + column / 64 * leading;
     return ml::to_wide(Element{*reinterpret_cast<const uint16_t*>(shared_place(exchanged(start + offset), 2))});
   }
@@ -501,6 +506,7 @@ void wait_products(float (&sums)[kBlocks][4]) {
 }
 
 inline void before_products(float) {}
+inline void prefetch_map(const CUtensorMap*) {}
 
 template <class Element, int kBlocks>
 void add_product(float (&sums)[kBlocks][4], uint64_t left_tile, uint64_t right_tile, bool add) {
