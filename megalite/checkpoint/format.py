@@ -27,6 +27,7 @@ FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 """What an element of each type takes."""
+_MOST_POSITIONS = 1 << 24
 # Nothing that leads to another folder.
 _FILE_NAME = re.compile(r"\w[\w.-]*", re.ASCII)
 
@@ -178,6 +179,9 @@ def _model(content: Mapping[str, Any]) -> ModelShape:
     scaling = None if given is None else _checked(RopeScaling(**given))
     model = _checked(ModelShape(**{**content, "rope_scaling": scaling}))
     _require(model.family in FAMILIES, "model", "family", model.family)
+    # Of these no file has the size: a table is made of them.
+    positions = model.max_position_embeddings
+    _require(positions <= _MOST_POSITIONS, "model", "max_position_embeddings", positions)
     return model
 
 

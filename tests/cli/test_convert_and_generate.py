@@ -1,22 +1,27 @@
 """megalite convert and megalite generate, as a user calls them."""
 
+import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
+from itertools import pairwise
+from math import prod
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from megalite.checkpoint.format import Manifest, Shard, TensorEntry, to_json
 from megalite.checkpoint.save import save_checkpoint
 from megalite.cli import convert, generate
 from megalite.errors import CheckpointError, ConfigError
 from megalite.model.options import ModelOptions
 from megalite.model.stages import build_stage
 from megalite.parallel.mesh import ParallelMesh
-from megalite.topology.layout import pipeline_split
-from megalite.topology.parameters import ModelShape, model_parameters
+from megalite.topology.layout import Layout, pipeline_split
+from megalite.topology.parameters import ModelShape, canonical_tensors, model_parameters, parameter_count
 from megalite.train.optimizer import OptimizerSettings, TorchOptimizer
 from tests.support.parity import assert_close
 from tests.support.tiny import tiny_shape, tiny_tokenizer
@@ -37,21 +42,73 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_inspect_tells_what_is_there_without_torch(run_folder: Path) -> None:
-    code = (
-        "import sys; from megalite.cli.convert import run; run(['inspect', sys.argv[1]]);"
-        " assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", code, str(run_folder)], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
-    assert result.returncode == 0, result.stderr
+    said = inspected_without_torch(run_folder)
     for fact in (
         "step-000020: whole, every element of every tensor once",
         "step 20, 160 sequences, 1,920 tokens",
         "written by tensor 1 x pipeline 1 x data 1, layers 0-1",
         "model.layers.1.self_attn.k_proj.weight 24 x 48 float32 1 shard",
     ):
-        assert fact in " ".join(result.stdout.split())
+        assert fact in said
+
+
+def test_inspect_shows_a_hugging_face_folder_without_torch(tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=101, hidden_size=48, intermediate_size=76, num_hidden_layers=2, num_attention_heads=8
+    )
+    LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path, max_shard_size="30KB")
+    files = len(list(tmp_path.glob("*.safetensors")))
+    said = inspected_without_torch(tmp_path)
+    assert files > 2 and f" bytes in {files} files" in said
+    assert "a Hugging Face folder, 21 tensors" in said and "model_type llama" in said
+    assert "model.layers.1.mlp.up_proj.weight 76 x 48 BF16 model-0000" in said
+
+
+def test_inspect_takes_a_second_for_thousands_of_tensors(tmp_path: Path) -> None:
+    """Its files are as long as they are to be, and hold nothing."""
+    shape = replace(tiny_shape(layers=300), vocab_size=128256, hidden_size=4096, intermediate_size=12288)
+    files = [f"rank-{rank:05d}.safetensors" for rank in range(8)]
+
+    def entry(kind: str, name: str, full: tuple[int, ...]) -> TensorEntry:
+        total = prod(full)
+        cuts = [total * rank // len(files) for rank in range(len(files) + 1)]
+        shards = (
+            Shard(file, f"{kind}/{name}@{low}", (0,) * len(full), full, (low, high), "0" * 64)
+            for file, (low, high) in zip(files, pairwise(cuts), strict=True)
+        )
+        return TensorEntry(full, "float32", tuple(shards))
+
+    tensors = {
+        kind: {name: entry(kind, name, full) for name, full in canonical_tensors(shape).items()}
+        for kind in ("weight", "exp_avg", "exp_avg_sq")
+    }
+    sizes = dict.fromkeys(files, 4 * parameter_count(shape))
+    counters = {"step": 7, "samples": 70, "tokens": 700}
+    manifest = Manifest("0", "2", counters, Layout(data=8), ((0,),), shape, {}, {"step": 7.0}, tensors, sizes)
+    checkpoint = tmp_path / "step-000007"
+    checkpoint.mkdir()
+    (checkpoint / "manifest.json").write_text(to_json(manifest))
+    for name, size_bytes in sizes.items():
+        (checkpoint / name).touch()
+        os.truncate(checkpoint / name, size_bytes)
+    assert sum(map(len, tensors.values())) > 8000
+    began = time.process_time()
+    assert convert.run(["inspect", str(checkpoint), "--all"]) == 0
+    assert time.process_time() - began < 3  # 0.6 s where nobody else computes
+
+
+def inspected_without_torch(path: Path) -> str:
+    """What `megalite convert inspect` says, with single spaces."""
+    code = (
+        "import sys; from megalite.cli.convert import run; run(['inspect', sys.argv[1]]);"
+        " assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
+    )
+    command = [sys.executable, "-c", code, str(path)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    return " ".join(result.stdout.split())
 
 
 def test_inspect_refuses_what_is_broken(run_folder: Path, tmp_path: Path) -> None:

@@ -192,6 +192,11 @@ CASES = [
         generating(spoil=forged(lambda m: m["model"].update(num_hidden_layers=HUGE))),
         (STEP, f"{HUGE} layers"),
     ),
+    Case(
+        "positions without end",
+        generating(spoil=forged(lambda m: m["model"].update(max_position_embeddings=HUGE))),
+        (STEP, "max_position_embeddings"),
+    ),
     Case("a family that there is not", inspecting(forged(lambda m: m["model"].update(family="x"))), (STEP, "family")),
     Case("a tokenizer that is a list", generating(spoil=forged(lambda m: m["config"].update(tokenizer=[1]))), (STEP,)),
     Case("a header as long as the world", generating(spoil=lambda c: (c / FILE).write_bytes(b"\xff" * 8)), (FILE,)),

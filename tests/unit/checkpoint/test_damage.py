@@ -4,6 +4,7 @@ import errno
 import logging
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -59,9 +60,12 @@ def test_a_flipped_bit_in_any_tensor_is_found_and_named(folder: Path) -> None:
     path = checkpoint / "rank-00001.safetensors"
     pristine = path.read_bytes()
     for _ in range(8):
-        flip_bit(path, random.randrange(data_start(path), len(pristine)))
+        position = random.randrange(data_start(path), len(pristine))
+        flip_bit(path, position)
         message = refused(checkpoint)
         assert f"{path}: the bytes of model." in message
+        start, stop = map(int, re.findall(r"bytes (\d+) to (\d+) of the file", message)[0])
+        assert start <= position < stop
         path.write_bytes(pristine)
     WORLD.assert_loaded(WORLD.load(checkpoint))
 
@@ -93,6 +97,9 @@ def test_a_truncated_file_is_refused_and_named(folder: Path, keep: float) -> Non
     os.truncate(path, int(keep * path.stat().st_size))
     message = refused(folder / "step-000100")
     assert str(path) in message and "bytes instead of" in message
+    if keep > 0.1:  # the header is whole
+        cut = f"and the file ends at {path.stat().st_size}: it was cut short"
+        assert re.search(r"\S+/\S+ is to end at byte \d+, " + cut, message)
 
 
 def test_the_newest_whole_checkpoint_is_found_when_latest_is_not(
