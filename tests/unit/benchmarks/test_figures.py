@@ -87,3 +87,11 @@ def test_data_preparation(tmp_path: Path) -> None:
     rows = {row["case"]: row for row in quick_rows("data_preparation", tmp_path)}
     assert set(rows) == {"megalite", "datasets", "map alone", "1 MB of text", "2 MB of text"}
     assert rows["2 MB of text"]["tokens"] > 1.8 * rows["1 MB of text"]["tokens"] > 0
+
+
+@pytest.mark.slow
+def test_checkpoint(tmp_path: Path) -> None:
+    (row,) = quick_rows("checkpoint", tmp_path)
+    # 16.9 million parameters, each with its two moments in float32.
+    assert row["megabytes"] == 203 and row["staging_mib"] == 194
+    assert row["steps_beside"] >= 1 and row["stall_ms"] < row["step_ms"]
