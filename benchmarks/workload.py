@@ -96,7 +96,11 @@ class Training:
 
 def _optimizer(setup: Setup, stage: Stage, parameters: Sequence[Parameter], mesh: ParallelMesh) -> Optimizer:
     if setup.zero is None:
-        return TorchOptimizer(stage, parameters, mesh, replace(SETTINGS, fused=setup.options.fused))
+        # As trainer.optimizer_settings has them.
+        settings = replace(
+            SETTINGS, fused=setup.options.fused, sum_in_place=not SCHEDULES[setup.schedule].splits_backward
+        )
+        return TorchOptimizer(stage, parameters, mesh, settings)
     from megalite.train.deepspeed import DeepSpeedOptimizer
 
     config = {

@@ -215,7 +215,8 @@ def _fused_attention(
         starts = (documents.places, documents.places)
         new = total = documents.longest
     else:
-        starts = _row_starts(rows, new, query.device), _row_starts(rows, total, query.device)
+        of_queries = _row_starts(rows, new, query.device)
+        starts = of_queries, of_queries if total == new else _row_starts(rows, total, query.device)
     attended, _ = packed_attention(
         query.flatten(0, 1),
         key.flatten(0, 1),
