@@ -29,7 +29,8 @@ def sum_in_place(weights: Iterable[nn.Parameter]) -> None:
     """Have linears and embeddings add to the gradients of these weights themselves, in at least float32: autograd makes
     a tensor of each part first, of a tied weight's rows that no token has too.
 
-    Only for backwards that run each node once, and for gradients that nobody takes or watches before all are there.
+    Only for backwards that run each node once, and for gradients that nobody takes before all are there; weights with
+    hooks are left to autograd.
     """
     for weight in weights:
         if weight.dim() == 2 and (weight.element_size() >= 4 or weight.grad_dtype == torch.float32):
@@ -40,7 +41,9 @@ _SUMS_IN_PLACE = "sums_in_place"
 
 
 def _sums_in_place(weight: Tensor) -> bool:
-    return not torch.compiler.is_compiling() and getattr(weight, _SUMS_IN_PLACE, False)
+    # A hook is shown what autograd has made; torch says of none before the first.
+    hooked = weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None)
+    return not torch.compiler.is_compiling() and not hooked and getattr(weight, _SUMS_IN_PLACE, False)
 
 
 def _weight_gradient(weight: Tensor, grad: Tensor, inputs: Tensor) -> Tensor | None:
@@ -107,7 +110,9 @@ class _SummingEmbedding(torch.autograd.Function):
 
 
 def _embedding(input_ids: Tensor, weight: Tensor) -> Tensor:
-    if not (_sums_in_place(weight) and torch.is_grad_enabled()):
+    # A GPU adds rows in any order, which a resumed run would show.
+    in_place = weight.device.type == "cpu" and _sums_in_place(weight)
+    if not (in_place and torch.is_grad_enabled()):
         return F.embedding(input_ids, weight)
     embedded: Tensor = _SummingEmbedding.apply(input_ids, weight)  # type: ignore[no-untyped-call]
     return embedded
