@@ -129,7 +129,7 @@ def pairs_for_every_change() -> list[tuple[str, str]]:
     from what they wrote themselves."""
     names = [name for name, settings in LAYOUTS.items() if world_size(settings) <= 4]
     across = [(name, names[(place + 5) % len(names)]) for place, name in enumerate(names)]
-    return across + [(name, name) for name in [*names[::2], "dp2 zero2"]]
+    return across + [(name, name) for name in ("dp2 zero2", *names[::2]) if name != "tp4"] + [("tp2", "tp2")]
 
 
 def world_size(settings: Settings) -> int:
