@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -281,7 +281,7 @@ class Trainer:
             stage=self.stage,
             optimizer=self.optimizer.state,
         )
-        unknown = loaded.trainer_state.keys() - {each.name for each in fields(TrainerState)}
+        unknown = loaded.trainer_state.keys() - asdict(TrainerState()).keys()
         if unknown:
             raise CheckpointError(
                 f"{checkpoint}: trainer_state has {', '.join(sorted(unknown))}, which this version of megalite does not"

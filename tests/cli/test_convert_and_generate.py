@@ -96,7 +96,7 @@ def test_inspect_takes_a_second_for_thousands_of_tensors(tmp_path: Path) -> None
     assert sum(map(len, tensors.values())) > 8000
     began = time.process_time()
     assert convert.run(["inspect", str(checkpoint), "--all"]) == 0
-    assert time.process_time() - began < 3  # 0.6 s where nobody else computes
+    assert time.process_time() - began < 3  # one, where others compute beside it
 
 
 def inspected_without_torch(path: Path) -> str:

@@ -7,7 +7,7 @@ half. All of it by the trainer of `megalite train`, so that groups, schedule and
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import cast
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megalite.checkpoint.folder import published_name, read_manifest
 from megalite.checkpoint.format import Manifest
+from megalite.checkpoint.save import save_checkpoint
 from megalite.checkpoint.tensor_file import CheckpointReader, full_box
 from megalite.data.loader import StepLoader
 from megalite.parallel.mesh import ParallelMesh
@@ -129,7 +130,7 @@ def pairs_for_every_change() -> list[tuple[str, str]]:
     from what they wrote themselves."""
     names = [name for name, settings in LAYOUTS.items() if world_size(settings) <= 4]
     across = [(name, names[(place + 5) % len(names)]) for place, name in enumerate(names)]
-    return across + [(name, name) for name in [*names[::2], "dp2 zero2"]]
+    return across + [(name, name) for name in ("dp2 zero2", *names[::2]) if name != "tp4"] + [("tp2", "tp2")]
 
 
 def world_size(settings: Settings) -> int:
@@ -159,7 +160,7 @@ def train(settings: Settings, folder: str, resume: str | None, saved: Sequence[i
         steps = Steps([], [], [], [])
         while True:
             if trainer.state.step in saved:
-                trainer.save(Path(folder))
+                save(trainer, Path(folder))
             if trainer.state.step == trainer.total_steps:
                 return steps
             report = trainer.train_step()
@@ -167,6 +168,20 @@ def train(settings: Settings, folder: str, resume: str | None, saved: Sequence[i
             steps.norms.append(report.grad_norm)
             steps.rates.append(report.learning_rate)
             steps.scales.append(report.loss_scale)
+
+
+def save(trainer: Trainer, folder: Path) -> Path:
+    """Where a trainer stands, as one checkpoint; collective."""
+    return save_checkpoint(
+        folder,
+        mesh=trainer.mesh,
+        shape=trainer.shape,
+        split=trainer.split,
+        stage=trainer.stage,
+        optimizer=trainer.optimizer.state,
+        trainer_state=asdict(trainer.state),
+        config=trainer.config.model_dump(mode="json"),
+    )
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from megalite.data.loader import StepLoader
 from megalite.errors import CheckpointError
 from megalite.parallel.mesh import ParallelMesh
 from megalite.train.trainer import Trainer
-from tests.support.checkpoint_pairs import COMMON
+from tests.support.checkpoint_pairs import COMMON, save
 from tests.support.matrix.rows import config_of
 from tests.support.matrix.train import TinyLoader
 
@@ -55,7 +55,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     trainer = trainer_of(data__loader_workers=0)
     for _ in range(BEFORE):
         trainer.train_step()
-    return trainer.save(tmp_path_factory.mktemp("written"))
+    return save(trainer, tmp_path_factory.mktemp("written"))
 
 
 def resumed(written: Path, **changes: Any) -> Trainer:
@@ -131,7 +131,7 @@ def test_an_average_of_the_weights_begins_with_them(written: Path, tmp_path: Pat
     assert torch.equal(state_of(resumed(written), name)["ema"], stored(written, "ema", name))
     without = resumed(written, optimizer__ema_decay=0.0)
     assert "ema" not in state_of(without, name)
-    again = resumed(without.save(tmp_path), optimizer__ema_decay=0.9)
+    again = resumed(save(without, tmp_path), optimizer__ema_decay=0.9)
     assert torch.equal(state_of(again, name)["ema"], stored(written, "weight", name))
 
 
@@ -147,7 +147,7 @@ def test_sgd_with_or_without_momentum_goes_on_as_it_was(tmp_path: Path) -> None:
     for momentum in (0.0, 0.9):
         trainer = trainer_of(**rule, optimizer__momentum=momentum)
         trainer.train_step()
-        path = trainer.save(tmp_path / str(momentum))
+        path = save(trainer, tmp_path / str(momentum))
         assert resumed(path, **rule, optimizer__momentum=momentum).state == trainer.state
         with pytest.raises(CheckpointError, match=f"optimizer.momentum = {momentum}"):
             resumed(path, **rule, optimizer__momentum=0.9 - momentum)
