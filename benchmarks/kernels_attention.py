@@ -3,7 +3,8 @@
     python -m benchmarks.kernels_attention [--quick]
 
 2 rows of 1024 tokens, 8 heads of 64, float32, causal, on two threads. Documents are of 200 tokens; "torch" attends to
-each by a call of its own, and has a mask written out for the window, as the model does.
+each by a call of its own, and has a mask written out for the window, as the model does. Where probabilities are
+dropped, 0.1 of them, there are 4 rows, and torch draws the mask and writes the probabilities out.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,21 +15,31 @@ import torch
 
 from benchmarks.kernel_timing import Case, run
 from megalite.ops.attention import causal_attention, document_spans, document_starts
+from megalite.ops.counter import MASK_LEVELS
+from megalite.ops.dropout import CountedMask
 
 ROWS, LENGTH, HEADS, HEAD_SIZE, DOCUMENT, WINDOW = 2, 1024, 8, 64, 200, 128
 
 
 def _forms(
-    *, documents: bool = False, window: int | None = None, kv_heads: int = HEADS, backward: bool = True
+    *,
+    rows: int = ROWS,
+    documents: bool = False,
+    window: int | None = None,
+    kv_heads: int = HEADS,
+    backward: bool = True,
+    dropped: bool = False,
 ) -> Mapping[str, Callable[[], Any]]:
-    shapes = [(ROWS, LENGTH, heads, HEAD_SIZE) for heads in (HEADS, kv_heads, kv_heads)]
+    shapes = [(rows, LENGTH, heads, HEAD_SIZE) for heads in (HEADS, kv_heads, kv_heads)]
     leaves = [torch.randn(shape, requires_grad=backward) for shape in shapes]
     grad = torch.randn(shapes[0])
-    ids = (torch.arange(LENGTH) // DOCUMENT).expand(ROWS, LENGTH)
+    ids = (torch.arange(LENGTH) // DOCUMENT).expand(rows, LENGTH)
     spans, starts = (document_spans(ids), document_starts(ids)) if documents else (None, None)
 
+    mask = CountedMask((1, 2), torch.arange(rows), range(HEADS), MASK_LEVELS // 10) if dropped else None
+
     def once(**how: Any) -> Any:
-        output = causal_attention(*leaves, window=window, **how)
+        output = causal_attention(*leaves, window=window, mask=mask, **how)
         return torch.autograd.grad(output, leaves, grad) if backward else output
 
     return {"torch": partial(once, documents=spans), "fused": partial(once, documents=starts, fused=True)}
@@ -40,6 +51,9 @@ CASES = [
     Case("causal, 2 key-value heads, forward + backward", partial(_forms, kv_heads=2)),
     Case("documents, forward + backward", partial(_forms, documents=True)),
     Case("window, forward + backward", partial(_forms, window=WINDOW)),
+    Case("4 rows, forward + backward", partial(_forms, rows=4)),
+    Case("4 rows, dropped, forward", partial(_forms, rows=4, dropped=True, backward=False)),
+    Case("4 rows, dropped, forward + backward", partial(_forms, rows=4, dropped=True)),
 ]
 
 if __name__ == "__main__":

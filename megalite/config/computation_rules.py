@@ -62,11 +62,12 @@ def compiled_layers_hold_their_weights(facts: Facts) -> Iterator[Problem]:
 
 
 def attention_dropout_costs(facts: Facts) -> Iterator[str]:
-    rate = facts.model.attention_dropout
-    if rate > 0:
+    rate, reference = facts.model.attention_dropout, facts.model.kernels == "reference"
+    if rate > 0 and (reference or facts.training.compile):
+        why = 'model.kernels = "reference"' if reference else "training.compile = true"
         yield (
-            f"model.attention_dropout = {rate} has attention written out instead of fused: 3 to 5 times its "
-            "time (measured on a CPU, sequences of 256 to 2048), and it keeps two values for each head and "
+            f"model.attention_dropout = {rate} with {why} has attention written out instead of fused: 3 to 5 times "
+            "its time (measured on a CPU, sequences of 256 to 2048), and it keeps two values for each head and "
             "pair of tokens"
         )
 

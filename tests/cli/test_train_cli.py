@@ -29,10 +29,10 @@ def test_what_the_settings_cost_is_told_once_at_the_start(
     info = None if rank is None else SimpleNamespace(rank=rank, world_size=2)
     monkeypatch.setattr(train, "rank_info", lambda: info)
     monkeypatch.setattr(train.Trainer, "run", stop)
-    path = write_run(tmp_path, changed({"model.attention_dropout": 0.1}))
+    path = write_run(tmp_path, changed({"model.attention_dropout": 0.1, "model.kernels": "reference"}))
     with pytest.raises(Started):
         train.run([str(path)])
-    assert capsys.readouterr().out.count("note: model.attention_dropout = 0.1") == told
+    assert capsys.readouterr().out.count("note: model.attention_dropout = 0.1 with") == told
 
 
 def test_fp16_under_zero_is_refused_before_the_text_is_prepared(

@@ -294,9 +294,8 @@ def test_a_tied_embedding_adds_to_its_own_rows_of_the_heads_gradient(dtype):
         weight.grad_dtype = torch.promote_types(dtype, torch.float32)
         seen: list[Tensor | None] = []
         # Not of the weight, which is left to autograd where somebody looks at its gradient.
-        torch.autograd.graph.get_gradient_edge(weight).node.register_prehook(
-            lambda gradients: seen.append(gradients[0])
-        )
+        node = torch.autograd.graph.get_gradient_edge(weight).node
+        node.register_prehook(lambda gradients: seen.append(gradients[0]))
         if in_place:
             layers.sum_in_place([weight])
         for _ in range(2):

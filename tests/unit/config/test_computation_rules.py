@@ -6,11 +6,16 @@ from tests.unit.config.runs import load
 
 
 def test_attention_dropout_says_what_it_costs(tmp_path: Path) -> None:
-    [note] = load(tmp_path, {"model.attention_dropout": 0.1}).notes
-    assert note.startswith(
-        "model.attention_dropout = 0.1 has attention written out instead of fused: 3 to 5 times"
-    )
-    assert not load(tmp_path, {"model.residual_dropout": 0.1}).notes
+    for setting, value, said in (
+        ("model.kernels", "reference", '"reference"'),
+        ("training.compile", True, "true"),
+    ):
+        [note] = load(tmp_path, {"model.attention_dropout": 0.1, setting: value}).notes
+        assert note.startswith(
+            f"model.attention_dropout = 0.1 with {setting} = {said} has attention written out"
+        )
+    assert not load(tmp_path, {"model.attention_dropout": 0.1}).notes
+    assert not load(tmp_path, {"model.residual_dropout": 0.1, "model.kernels": "reference"}).notes
 
 
 def test_compiled_layers_say_what_documents_cost(tmp_path: Path) -> None:
