@@ -33,12 +33,14 @@ THREADS, ROUNDS, WARM_UP = 2, 30, 3
 class Case:
     """make() gives the forms by name, "fused" among them: each a function that does the whole work once.
 
-    targets: form -> how many times the fused form's CPU time it should take at least.
+    targets: form -> how many times the fused form's CPU time it should take at least. bytes_moved: what the fused form
+    must read and write at least; 0 where that is no measure.
     """
 
     name: str
     make: Callable[[], Mapping[str, Callable[[], Any]]]
     targets: Mapping[str, float] = field(default_factory=dict)
+    bytes_moved: int = 0
 
 
 def measure(case: Case, rounds: int) -> dict[str, Any]:
@@ -59,6 +61,9 @@ def measure(case: Case, rounds: int) -> dict[str, Any]:
     for name in forms:
         row[f"{name}, CPU ms"] = round(statistics.median(cpu[name]) * 1e3, 2)
         row[f"{name}, ms"] = round(statistics.median(wall[name]) * 1e3, 2)
+    if case.bytes_moved:
+        row["moved, MB"] = round(case.bytes_moved / 1e6)
+        row["fused, GB/s"] = round(case.bytes_moved / statistics.median(wall["fused"]) / 1e9, 1)
     for name in forms:
         if name != "fused":
             row[f"{name} / fused"] = round(statistics.median(cpu[name]) / statistics.median(cpu["fused"]), 2)

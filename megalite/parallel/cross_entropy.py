@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import increment_version
 
 from megalite.ops.cross_entropy import (
     Targets,
@@ -125,27 +126,31 @@ class _ShardLoss:
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, loss: _ShardLoss) -> Tensor:
-        # The logits' memory becomes the gradient; the head's linear needs them no more.
+    def forward(ctx: Any, logits: Tensor, loss: _ShardLoss, differentiated: bool) -> Tensor:
+        # The logits' memory becomes the gradient; the head's linear needs them no more. Compiled operators leave a
+        # tensor's version as it is: it has to say so to whoever kept the logits for a gradient of their own.
         ctx.logits, ctx.loss = loss.working_logits(logits), loss
         ctx.shape, ctx.dtype = logits.shape, logits.dtype
-        losses = loss.losses_over_gradient(ctx.logits) if ctx.needs_input_grad[0] else None
+        losses = loss.losses_over_gradient(ctx.logits) if differentiated else None
         ctx.has_gradient = losses is not None
         if losses is None:
             losses, *ctx.for_gradient = loss.losses(ctx.logits)
+        else:
+            increment_version(ctx.logits)
         return losses.view(logits.shape[:-1])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         logits, ctx.logits = ctx.logits, None
         if logits is None:
             raise RuntimeError("the gradient of a cross entropy is in the logits' memory: backward runs once")
         if not ctx.has_gradient:
             ctx.loss.write_gradient(logits, *ctx.for_gradient, grad.reshape(-1))
+            increment_version(logits)
         elif not _is_one(grad):
             logits.mul_(grad.reshape(-1, 1))
-        return logits.view(ctx.shape).to(ctx.dtype), None
+        return logits.view(ctx.shape).to(ctx.dtype), None, None
 
 
 def vocab_parallel_cross_entropy(
@@ -167,7 +172,8 @@ def vocab_parallel_cross_entropy(
     terms: what comes to the plain cross entropy.
     """
     loss = _ShardLoss.of(labels, loss_mask, rows, tp, terms, fused, logits.dtype)
-    losses: Tensor = _VocabParallelCrossEntropy.apply(logits, loss)  # type: ignore[no-untyped-call]
+    differentiated = torch.is_grad_enabled() and logits.requires_grad
+    losses: Tensor = _VocabParallelCrossEntropy.apply(logits, loss, differentiated)  # type: ignore[no-untyped-call]
     return losses
 
 
@@ -228,20 +234,19 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 def _is_one(grad: Tensor) -> bool:
     """Whether every element is known to be 1, without waiting for a GPU."""
-    return (
-        grad.device.type == "cpu"
-        and not any(grad.stride())
-        and grad.numel() > 0
-        and grad.flatten()[0].item() == 1
-    )
+    return grad.device.type == "cpu" and _is_repeated(grad) and grad.flatten()[0].item() == 1
+
+
+def _is_repeated(grad: Tensor) -> bool:
+    """Whether it is one number in memory, as a sum's gradient is."""
+    varying = (size for size, stride in zip(grad.shape, grad.stride(), strict=True) if stride)
+    return grad.numel() > 0 and all(size == 1 for size in varying)
 
 
 def _one_number(grad: Tensor) -> Tensor:
     """The number that every element is. Raises ValueError where they differ."""
-    # A sum's gradient is one number in memory, and known to be; else a GPU would have to be waited for.
-    if any(stride for size, stride in zip(grad.shape, grad.stride(), strict=True) if size > 1) and bool(
-        (grad != grad.flatten()[0]).any()
-    ):
+    # Of a sum's gradient it is known; else a GPU would have to be waited for.
+    if not _is_repeated(grad) and bool((grad != grad.flatten()[0]).any()):
         raise ValueError("the losses of a chunked cross entropy may only be summed, with equal weights")
     return grad.flatten()[0]
 

@@ -1,7 +1,7 @@
 """Runs the micro batches of one step through the stages: torch.distributed.pipelining, or the plain loop at pp = 1."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol
 
 import torch
@@ -118,11 +118,10 @@ class _LoopRunner:
         self._forward, self._mesh, self._shapes = forward, mesh, shapes
 
     def forward_backward(self, batch: StepBatch, loss_scale: float = 1.0) -> float:
-        scale = _token_weight(batch, self._mesh) * loss_scale
+        weighted = _weighted(batch, _token_weight(batch, self._mesh) * loss_scale)
         total = 0.0
-        for micro_batch in batch.micro_batches(self._shapes.micro_batches):
-            losses = self._forward(micro_batch.input_ids, **_stage_arguments(micro_batch))
-            loss = losses.sum() * scale
+        for micro_batch in weighted.micro_batches(self._shapes.micro_batches):
+            loss = self._forward(micro_batch.input_ids, **_stage_arguments(micro_batch)).sum()
             loss.backward()
             total += loss.item()
         return _mean_over_replicas(total / loss_scale, self._mesh)
@@ -152,11 +151,10 @@ class _ScheduleRunner:
     ):
         self._chunks, self._split, self._mesh = chunks, split, mesh
         self._shapes, self._schedule = shapes, schedule
-        self._scale = 0.0
         self._executors: dict[torch.Size, PipelineScheduleSingle | PipelineScheduleMulti] = {}
 
     def forward_backward(self, batch: StepBatch, loss_scale: float = 1.0) -> float:
-        self._scale = _token_weight(batch, self._mesh) * loss_scale
+        weighted = _weighted(batch, _token_weight(batch, self._mesh) * loss_scale)
         # A schedule's buffers have one shape for ever: every shape gets its own, on first use.
         size = batch.input_ids.shape
         if size not in self._executors:
@@ -168,7 +166,7 @@ class _ScheduleRunner:
             target=batch.labels if last else None,
             losses=losses,
             return_outputs=False,
-            **_stage_arguments(batch),
+            **_stage_arguments(weighted),
         )
         return _mean_over_replicas(sum(loss.item() for loss in losses) / loss_scale, self._mesh)
 
@@ -203,8 +201,8 @@ class _ScheduleRunner:
         stages = [self._stage(chunk, tokens) for chunk in self._chunks]
         arguments: dict[str, Any] = {
             "n_microbatches": self._shapes.micro_batches,
-            "loss_fn": lambda losses, _labels: losses.sum() * self._scale,
-            # The loss is scaled once, by the global count of tokens; torch must not divide again.
+            "loss_fn": lambda losses, _labels: losses.sum(),
+            # The loss is scaled once, by the global count of tokens in the mask; torch must not divide again.
             "scale_grads": False,
         }
         if self._schedule in _SINGLE:
@@ -248,6 +246,11 @@ def _token_weight(batch: StepBatch, mesh: ParallelMesh) -> float:
     the batch gives the gradient of the same mean."""
     total = all_reduce(_weight(batch), mesh.dp, dist.ReduceOp.SUM).item()
     return mesh.dp.size / total if total > 0 else 0.0
+
+
+def _weighted(batch: StepBatch, scale: float) -> StepBatch:
+    """With losses times `scale`: were their sum multiplied afterwards, so would be the logits' gradient in memory."""
+    return replace(batch, loss_mask=batch.loss_mask.double() * scale)
 
 
 def _weight(batch: StepBatch) -> Tensor:

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -26,7 +27,7 @@ TERMS = {
     "both": {"label_smoothing": 0.3, "z_loss": 1e-4},
 }
 # Within a block of the kernel, at its edges, over several, and none a multiple of anything.
-WIDTHS = (1, 7, 16, 8192, 8193, 20007)
+WIDTHS = (1, 7, 16, 2048, 2049, 20007)
 
 
 def tokens(rows: int, columns: int, dtype: torch.dtype, spread: float = 3.0) -> tuple[Tensor, Tensor, Tensor]:
@@ -193,6 +194,58 @@ def test_the_gradient_is_written_over_the_logits_of_their_type():
     assert gradient.dtype == torch.bfloat16 and gradient.data_ptr() == logits.data_ptr()
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_each_loss_may_have_a_gradient_of_its_own(dtype):
+    """Beside the gradient of 1 that the forward may have made it for."""
+    logits, labels, loss_mask = tokens(5, 4099, dtype)
+    grad = 3 * torch.randn(1, 5, dtype=torch.promote_types(dtype, torch.float32))
+    exact, plain, fused = (
+        logits.to(each, copy=True).requires_grad_() for each in (torch.float64, grad.dtype, dtype)
+    )
+    for leaf in (exact, plain):
+        losses = F.cross_entropy(leaf[0], labels[0], reduction="none", ignore_index=IGNORE_INDEX)
+        losses.backward((loss_mask * grad)[0].to(leaf.dtype))
+    fused_losses(fused, labels, loss_mask).backward(grad)
+    assert_no_worse(fused.grad, plain.grad.to(dtype), exact.grad, what="gradient")
+
+
+def fused_losses(logits: Tensor, labels: Tensor, loss_mask: Tensor) -> Tensor:
+    columns = logits.shape[-1]
+    return vocab_parallel_cross_entropy(
+        logits, labels, loss_mask, range(columns), ALONE, LossTerms(columns), fused=True
+    )
+
+
+def test_without_a_gradient_the_logits_stay():
+    logits, labels, loss_mask = tokens(4, 50, torch.float32)
+    kept = logits.clone()
+    with torch.no_grad():
+        losses = fused_losses(logits.requires_grad_(), labels, loss_mask)
+    assert torch.equal(logits, kept)
+    assert torch.equal(fused_losses(logits.detach(), labels, loss_mask), losses) and torch.equal(logits, kept)
+    assert_close(fused_losses(logits, labels, loss_mask), losses, rtol=FLOAT32_RTOL)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_who_else_needs_the_logits_is_refused(dtype):
+    logits, labels, loss_mask = tokens(4, 50, dtype)
+    squares = logits.requires_grad_().square().sum()
+    losses = fused_losses(logits, labels, loss_mask).sum()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        losses.backward()
+        squares.backward()
+
+
+def test_the_gradient_exists_once_and_has_none_itself():
+    logits, labels, loss_mask = tokens(4, 50, torch.float32)
+    losses = fused_losses(logits.requires_grad_(), labels, loss_mask).sum()
+    (gradient,) = torch.autograd.grad(losses, logits, create_graph=True)
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        gradient.sum().backward()
+    with pytest.raises(RuntimeError, match="backward runs once"):
+        losses.backward()
+
+
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 @pytest.mark.parametrize("terms", TERMS)
 def test_gradients_are_those_of_small_differences(terms, fused):
@@ -232,6 +285,15 @@ def test_operators_are_registered_as_torch_wants_them(dtype):
     torch.library.opcheck(
         operators.cross_entropy_gradient_.default, (logits, labels, values, values, values, 10, 0.9, 0.1 / 40)
     )
+    if logits.dtype == values.dtype:
+        torch.library.opcheck(
+            operators.cross_entropy_losses_.default, (logits, labels, values, 10, 0.9, 0.1 / 40, 0.01)
+        )
+
+
+def test_a_narrow_gradient_is_not_made_before_its_factor_is_known():
+    with pytest.raises(RuntimeError, match="megalite: logits must be float32 or float64"):
+        torch.ops.megalite.cross_entropy_losses_(*arguments(torch.bfloat16), 10, 1.0, 0.0, 0.0)
 
 
 def both_operators(logits: Tensor, labels: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

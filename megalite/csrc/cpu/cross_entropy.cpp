@@ -17,16 +17,22 @@ constexpr int64_t kBlock = 2048;
 constexpr int64_t kLanes = 32;
 // How far ahead of what is computed memory is read: the processor's own reading ahead ends with a page of 4 KiB.
 constexpr int64_t kAheadBytes = 16384;
-constexpr int64_t kLineBytes = 64;
 // The share of the next row that is read while this one's gradient is written.
 constexpr int64_t kReadAhead = 8;
 
-// Has the second-level cache read `count` elements, or none if they begin at or beyond `end`.
+// Memory that will be read soon.
 template <typename T>
-ML_HD void fetch(const T* from, int64_t count, const T* end) {
-  if (from >= end) return;
-  for (int64_t i = 0; i < count; i += kLineBytes / static_cast<int64_t>(sizeof(T))) __builtin_prefetch(from + i, 0, 2);
-}
+struct Ahead {
+  const T *from = nullptr, *end = nullptr;
+
+  // Has the second-level cache read `count` elements, or none if they begin at or beyond the end. Always inline: the
+  // compiler takes a function that does nothing else for one without an effect.
+  ML_HD void fetch(int64_t first, int64_t count) const {
+    constexpr int64_t kLine = 64 / sizeof(T);
+    if (from + first >= end) return;
+    for (int64_t i = first; i < first + count; i += kLine) __builtin_prefetch(from + i, 0, 2);
+  }
+};
 
 // A block in its wide type: itself, or copied into `space`.
 template <typename T>
@@ -51,16 +57,20 @@ W highest_of(const W* values, int64_t count) {
     for (int64_t l = 0; l < kLanes; ++l) lanes[l] = values[first + l] > lanes[l] ? values[first + l] : lanes[l];
   }
   for (int64_t i = whole; i < count; ++i) lanes[i - whole] = std::max(lanes[i - whole], values[i]);
-  return *std::max_element(lanes, lanes + kLanes);
+  for (int64_t half = kLanes / 2; half > 0; half /= 2) {
+#pragma omp simd
+    for (int64_t l = 0; l < half; ++l) lanes[l] = lanes[l + half] > lanes[l] ? lanes[l + half] : lanes[l];
+  }
+  return lanes[0];
 }
 
-// The sum of what `of(i)` gives for every i below `count`, of type W. `before(i)` goes before every kLanes of them.
-template <typename W, typename Of, typename Before>
-ML_HD double sum_over(int64_t count, Of of, Before before) {
+// The sum of what `of(i)` gives for every i below `count`, of type W; as much is fetched from `ahead`.
+template <typename W, typename Of, typename T>
+ML_HD double sum_over(int64_t count, Of of, const Ahead<T>& ahead) {
   W lanes[kLanes] = {};
   const int64_t whole = count - count % kLanes;
   for (int64_t first = 0; first < whole; first += kLanes) {
-    before(first);
+    ahead.fetch(first, kLanes);
 #pragma omp simd
     for (int64_t l = 0; l < kLanes; ++l) lanes[l] += of(first + l);
   }
@@ -94,15 +104,15 @@ struct RowSums {
 };
 
 // Takes a block; keep(i, exp(values[i] - maximum)) is called with the maximum so far.
-template <typename W, typename Keep, typename Before>
-ML_HD void take_block(RowSums<W>& sums, const W* values, int64_t count, bool with_excess, Keep keep, Before before) {
+template <typename W, typename Keep, typename T>
+ML_HD void take_block(RowSums<W>& sums, const W* values, int64_t count, bool with_excess, Keep keep,
+                      const Ahead<T>& ahead) {
   sums.rise_to(highest_of(values, count));
   const W maximum = sums.maximum;
   if (with_excess) {
-    sums.excess += sum_over<W>(count, [&](int64_t i) { return values[i] - maximum; }, [](int64_t) {});
+    sums.excess += sum_over<W>(count, [&](int64_t i) { return values[i] - maximum; }, Ahead<T>());
   }
-  sums.sum += sum_over<W>(
-      count, [&](int64_t i) { return keep(i, exp_nonpositive(values[i] - maximum)); }, before);
+  sums.sum += sum_over<W>(count, [&](int64_t i) { return keep(i, exp_nonpositive(values[i] - maximum)); }, ahead);
   sums.count += count;
 }
 
@@ -117,7 +127,7 @@ RowSums<Wide<T>> row_sums(const T* row, int64_t columns, bool with_excess, const
     const int64_t count = std::min(kBlock, columns - begin);
     take_block(
         sums, widened(block, count, space), count, with_excess, [](int64_t, W value) { return value; },
-        [&](int64_t first) { fetch(block + first + kAhead, kLanes, end); });
+        Ahead<T>{block + kAhead, end});
   }
   return sums;
 }
@@ -156,19 +166,20 @@ W loss_over_gradient(W* row, const W* following, const W* end, int64_t columns, 
     take_block(
         sums, block, std::min(kBlock, columns - begin), target.uniform > 0,
         [&](int64_t i, W value) { return block[i] = value; },
-        [&](int64_t first) { fetch(block + first + ahead, kLanes, row + columns); });
+        Ahead<W>{block + ahead, row + columns});
     maxima[begin / kBlock] = sums.maximum;
   }
   const double log_sum = std::log(sums.sum), normaliser = sums.maximum + log_sum;
   const double loss = log_sum - sums.expected(target, here, at_label) + z_loss * normaliser * normaliser;
   const double factor = weight * (1 + 2 * z_loss * normaliser) / sums.sum;
   const W of_all = weight * target.uniform;
+  const Ahead<W> next{following, end};
   for (int64_t begin = 0; begin < columns; begin += kBlock) {
     W* block = row + begin;
     const int64_t count = std::min(kBlock, columns - begin);
     const W of_block = static_cast<W>(factor * exp_nonpositive(maxima[begin / kBlock] - sums.maximum));
     for (int64_t first = 0; first < count; first += kLanes * kReadAhead) {
-      fetch(following + (begin + first) / kReadAhead, kLanes, end);
+      next.fetch((begin + first) / kReadAhead, kLanes);
       const int64_t stop = std::min(count, first + kLanes * kReadAhead);
 #pragma omp simd
       for (int64_t i = first; i < stop; ++i) block[i] = block[i] * of_block - of_all;
@@ -215,8 +226,9 @@ void gradient(T* logits, const int64_t* labels, const Wide<T>* maximum, const Wi
     const int64_t label = labels[r] - first_id;
     const bool here = label >= 0 && label < columns;
     const W at_label = here ? of_row.of(to_wide(row[label]), uniform) - of_row.weight * on_label : W(0);
+    const Ahead<T> ahead{row + kAheadBytes / sizeof(T), end};
     for (int64_t begin = 0; begin < columns; begin += kLanes) {
-      fetch(row + begin + kAheadBytes / sizeof(T), kLanes, end);
+      ahead.fetch(begin, kLanes);
       const int64_t stop = std::min(columns, begin + kLanes);
 #pragma omp simd
       for (int64_t i = begin; i < stop; ++i) row[i] = from_wide<T>(of_row.of(to_wide(row[i]), uniform));
