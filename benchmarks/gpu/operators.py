@@ -16,6 +16,8 @@ from megalite.ops import norms
 from megalite.ops.activations import bias_gelu, geglu, swiglu
 from megalite.ops.adamw import accumulate_, adamw_, sum_of_squares
 from megalite.ops.attention import Starts, causal_attention
+from megalite.ops.counter import MASK_LEVELS
+from megalite.ops.dropout import CountedMask
 from megalite.ops.packed_attention import why_not_packed
 from megalite.ops.rotary import rotary_frequencies, rotary_table, split_and_rotate
 from megalite.parallel.cross_entropy import IGNORE_INDEX, LossTerms, vocab_parallel_cross_entropy
@@ -321,6 +323,21 @@ def _documents(fused: bool) -> Form:
     return form
 
 
+def _make_dropped(shape: Shape, dtype: torch.dtype, random: Form) -> list[Tensor]:
+    """As of `_make_attention`, and the number of each row's sample."""
+    heads = _make_attention(shape, dtype, random)
+    return [*heads, torch.arange(7, 7 + shape[0], device=heads[0].device)]
+
+
+def _dropped(fused: bool) -> Form:
+    def form(query: Tensor, key: Tensor, value: Tensor, samples: Tensor) -> Tensor:
+        mask = CountedMask((11, 13), samples, range(query.shape[2]), round(0.1 * MASK_LEVELS))
+        drawn = mask if fused else mask.draw(query.shape[1], key.shape[1])
+        return _attention(query, key, value, fused, mask=drawn)
+
+    return form
+
+
 def _causal_flops(shape: Shape, seen: float) -> tuple[float, float]:
     """Two products of `seen` keys a query forward, five backward: as FlashAttention counts them."""
     batch, sequence, key_value_heads, head_dim = shape
@@ -395,6 +412,20 @@ ATTENTION = [
         shapes=ATTENTION_SHAPES,
         timed=(2, 8192, 8, 128),
         flops=lambda shape, size: _causal_flops(shape, _document(shape[1]) / 2),
+        targets=(0, 0),
+    ),
+    Operator(
+        name="attention, dropped",
+        needs=ATTENTION_NEEDS,
+        make=_make_dropped,
+        fused=_dropped(fused=True),
+        plain=_dropped(fused=False),
+        compiled=False,
+        dtypes=NARROW,
+        gradients=3,
+        shapes=ATTENTION_SHAPES,
+        timed=(1, 2048, 8, 128),  # torch writes mask and probabilities out
+        flops=lambda shape, size: _causal_flops(shape, shape[1] / 2),
         targets=(0, 0),
     ),
 ]
