@@ -128,8 +128,11 @@ def test_closing_waits_for_the_read_under_way_and_begins_no_other() -> None:
 
 
 PROGRAM = """
+import signal
 import time
 from megalite.data.prefetch import Prefetch
+# Who starts the tests in the background has them ignore it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 def read(samples):
     if samples > 2:
         time.sleep(0.2)
