@@ -7,6 +7,7 @@ row, two threads. Beside both gradients a chunk keeps its own logits only.
 """
 
 import multiprocessing
+import os
 import resource
 import time
 from typing import Any
@@ -62,6 +63,7 @@ def main() -> None:
     options = report.arguments(__doc__)
     if complaint := extension.why_not("cpu"):
         raise SystemExit(f"no compiled operators here: {complaint}")
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as a run has it: threads that spin share cores badly
     facts = report.machine()
     rounds = 1 if options.quick else ROUNDS
     rows = []

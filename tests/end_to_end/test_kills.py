@@ -129,6 +129,29 @@ def test_an_interrupted_run_says_where_it_goes_on(tmp_path, ranks, number, code)
     assert f'checkpoint.resume = "{older}"' in output
 
 
+def test_a_second_sigterm_ends_a_run_that_cannot_save(tmp_path):
+    """One rank stands still, so that the other waits for it in a collective."""
+    job = Job.write(tmp_path, tensor=2, pipeline=1)
+    folder = tmp_path / "run"
+    process = job.start(folder, "--training.steps", "100000")
+    _wait_for(lambda: _recorded_steps(folder) >= 4)
+    ranks = _ranks(process)
+    os.kill(ranks[1], signal.SIGSTOP)
+    process.terminate()
+    time.sleep(1.5)
+    assert process.poll() is None and running(ranks) == ranks
+    process.terminate()
+    told_at = time.monotonic()
+    output, _ = process.communicate(timeout=60)
+    assert time.monotonic() - told_at < TEARDOWN_SECONDS
+    assert process.returncode == 143, output
+    assert "ended without a checkpoint of this moment: SIGTERM came again" in output
+    last = find_latest(folder / "checkpoints")
+    told = f"interrupted: the last checkpoint is {last}; the same command goes on from there"
+    assert output.splitlines()[-1] == told
+    assert not running(ranks)
+
+
 def _flip_a_bit_of_the_optimizer(checkpoint: Path) -> None:
     path = min(checkpoint.glob("*.safetensors"))
     content = bytearray(path.read_bytes())
