@@ -51,7 +51,7 @@ def keep_probabilities(
     An element depends on (key, sample, head, position of the query, of the key) alone.
 
     A row has two words of Philox, by the counter (position, head, sample, sample >> 32): where its sequence starts and
-    what its mixer is tweaked by. A key then costs six instructions, in a kernel too, wherever a tile begins.
+    what its mixer is tweaked by. A key then costs nine operations on a word, wherever a kernel's tile begins.
     """
     device = samples.device
     at = [torch.arange(each.start, each.stop, device=device) for each in (queries, heads)]

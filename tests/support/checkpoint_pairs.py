@@ -7,7 +7,7 @@ half. All of it by the trainer of `megalite train`, so that groups, schedule and
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megalite.checkpoint.folder import published_name, read_manifest
 from megalite.checkpoint.format import Manifest
-from megalite.checkpoint.save import save_checkpoint
+from megalite.checkpoint.save import write_draft
 from megalite.checkpoint.tensor_file import CheckpointReader, full_box
 from megalite.data.loader import StepLoader
 from megalite.parallel.mesh import ParallelMesh
@@ -172,16 +172,9 @@ def train(settings: Settings, folder: str, resume: str | None, saved: Sequence[i
 
 def save(trainer: Trainer, folder: Path) -> Path:
     """Where a trainer stands, as one checkpoint; collective."""
-    return save_checkpoint(
-        folder,
-        mesh=trainer.mesh,
-        shape=trainer.shape,
-        split=trainer.split,
-        stage=trainer.stage,
-        optimizer=trainer.optimizer.state,
-        trainer_state=asdict(trainer.state),
-        config=trainer.config.model_dump(mode="json"),
-    )
+    draft = trainer.draft(folder)
+    write_draft(draft, trainer.mesh)
+    return draft.published
 
 
 @dataclass(frozen=True)
