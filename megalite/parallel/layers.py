@@ -41,8 +41,8 @@ _SUMS_IN_PLACE = "sums_in_place"
 
 
 def _sums_in_place(weight: Tensor) -> bool:
-    # A hook is shown what autograd makes; the second attribute exists once there was one.
-    hooked = weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None)
+    # A tensor's hook is shown what autograd makes; one after the accumulation sees the sum either way.
+    hooked = bool(weight._backward_hooks)
     return not torch.compiler.is_compiling() and not hooked and getattr(weight, _SUMS_IN_PLACE, False)
 
 

@@ -314,20 +314,25 @@ def test_a_tied_embedding_adds_to_its_own_rows_of_the_heads_gradient(dtype):
 
 @pytest.mark.parametrize("hook", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_a_hook_of_a_weight_is_shown_every_gradient(hook):
-    def summed(in_place: bool) -> tuple[Tensor, int]:
+    def summed(in_place: bool) -> tuple[Tensor, list[float]]:
         torch.manual_seed(6)
         linear = layers.ColumnParallelLinear(
             6, 10, mesh=ParallelMesh.single(), dtype=torch.float64, bias=False
         )
         torch.nn.init.normal_(linear.weight)
-        calls: list[int] = []
-        getattr(linear.weight, hook)(lambda _: calls.append(1))
+        shown: list[float] = []
+
+        def look(shown_tensor: Tensor | None) -> None:
+            own = linear.weight.grad if hook == "register_post_accumulate_grad_hook" else shown_tensor
+            shown.append(torch.nan if own is None else own.norm().item())
+
+        getattr(linear.weight, hook)(look)
         if in_place:
             layers.sum_in_place([linear.weight])
         for _ in range(3):
             linear(torch.randn(2, 4, 6, dtype=torch.float64)).square().sum().backward()
         assert linear.weight.grad is not None
-        return linear.weight.grad, len(calls)
+        return linear.weight.grad, shown
 
-    (expected, calls), (actual, hooked) = summed(in_place=False), summed(in_place=True)
-    assert calls == hooked == 3 and torch.equal(actual, expected)
+    (expected, by_autograd), (actual, hooked) = summed(in_place=False), summed(in_place=True)
+    assert len(hooked) == 3 and hooked == by_autograd and torch.equal(actual, expected)
