@@ -57,9 +57,8 @@ def termination_noted(ended: Callable[[str], None]) -> Iterator[Callable[[], boo
     # By its number in a pipe: that arrives where the main thread hangs in a collective, and runs no Python code.
     previous_sender = signal.set_wakeup_fd(sender, warn_on_full_buffer=False)
     previous = signal.signal(signal.SIGTERM, lambda *_: None)
-    signal.siginterrupt(
-        signal.SIGTERM, False
-    )  # not every library goes on with a system call that was cut short
+    # Not every library goes on with a system call that was cut short.
+    signal.siginterrupt(signal.SIGTERM, False)
     watch = threading.Thread(target=_watch, args=(receiver, noted, ended), name="SIGTERM", daemon=True)
     watch.start()
     try:
