@@ -1,5 +1,6 @@
 """The command line: the table of commands, and the one place where an error becomes a line and an exit code."""
 
+import os
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -21,11 +22,15 @@ COMMANDS = {
 }
 
 _INTERRUPTED = 130
+_PIPE_CLOSED = 141
 _USER_ERROR = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code: 0 done, 2 the user's input, 1 the run, 75 stopped to be resumed, 130 Ctrl-C."""
+    """Run one command; the exit code: 0 done, 2 the user's input, 1 the run, 75 stopped to be resumed, 130 Ctrl-C.
+
+    141: who read its output has closed it.
+    """
     name, *rest = without_local_rank(sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("-h", "--help", "help"):
         print(overview())
@@ -40,6 +45,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _USER_ERROR
     try:
         code: int = import_module(f"megalite.cli.{name}").run(rest)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Its reader has seen enough, as `head` has; what is left unwritten must not be tried again at the exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _PIPE_CLOSED
     except MegaliteError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

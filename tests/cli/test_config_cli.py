@@ -144,3 +144,12 @@ def test_presets_are_listed_with_their_size(capsys: pytest.CaptureFixture[str]) 
     assert {line[0] for line in lines if line} >= set(PRESETS)
     assert ["tiny", "llama", "2,835,584", "5", "MiB", "49", "MiB"] in lines
     assert ["gpt2", "gpt2", "124,439,808", "0.2", "GiB", "2.1", "GiB"] in lines
+
+
+def test_output_that_nobody_reads_to_its_end_is_no_error() -> None:
+    command = [sys.executable, "-m", "megalite", "config", "presets"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert (process.wait(timeout=60), process.stderr.read()) == (141, "")
+    process.stderr.close()
