@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from megalite.checkpoint.families import FamilyTensor, family_tensors
-from megalite.checkpoint.folder import find_latest
+from megalite.checkpoint.folder import require_new_run
 from megalite.checkpoint.hf_files import headers
 from megalite.checkpoint.load import load_parameter
 from megalite.checkpoint.save import all_or_none, save_checkpoint
@@ -129,13 +129,10 @@ def import_checkpoint(folder: Path, shape: ModelShape, run_folder: Path) -> Path
     Its tokenizer files come along to `run_folder`/tokenizer. Raises CheckpointError as load_huggingface does, and
     where the run has a checkpoint already.
     """
-    if (before := find_latest(run_folder / "checkpoints")) is not None:
-        raise CheckpointError(f"{before} is there already; name another folder to write")
+    require_new_run(run_folder)
     mesh, split = ParallelMesh.single(), pipeline_split(shape.num_hidden_layers)
     stage = build_stage(shape, mesh, split, seed=None)
     load_huggingface(folder, mesh=mesh, shape=shape, split=split, stage=stage)
-    if (folder / "tokenizer.json").is_file():
-        copy_tokenizer(folder, run_folder / "tokenizer")
     return save_checkpoint(
         run_folder / "checkpoints",
         mesh=mesh,
@@ -144,8 +141,15 @@ def import_checkpoint(folder: Path, shape: ModelShape, run_folder: Path) -> Path
         stage=stage,
         optimizer=NoOptimizer(),
         trainer_state={"step": 0, "samples": 0, "tokens": 0},
-        config={"model": {"weights": str(folder)}, "tokenizer": {"end_of_document": _end_of_text(folder)}},
+        config={"model": {"weights": str(folder)}, **take_tokenizer(folder, run_folder)},
     )
+
+
+def take_tokenizer(folder: Path, run_folder: Path) -> dict[str, Any]:
+    """Copy a folder's tokenizer, if it has one, to `run_folder`/tokenizer; what a run's configuration says of it."""
+    if (folder / "tokenizer.json").is_file():
+        copy_tokenizer(folder, run_folder / "tokenizer")
+    return {"tokenizer": {"end_of_document": _end_of_text(folder)}}
 
 
 def _end_of_text(folder: Path) -> str | None:

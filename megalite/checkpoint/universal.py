@@ -1,7 +1,7 @@
 """A checkpoint as a DeepSpeed universal one: weights and AdamW's moments, under the names of Hugging Face's models.
 
-The folder is what `engine.load_checkpoint` takes with `checkpoint.load_universal` under ZeRO 1, 2 and 3, any number of
-data-parallel ranks: TAG/zero/<parameter>/{fp32,exp_avg,exp_avg_sq,step}.pt and what the engine asks for beside them.
+The folder is what `engine.load_checkpoint` takes with `checkpoint.load_universal` under ZeRO 1, 2 and 3, on any number
+of data-parallel ranks.
 """
 
 import json
@@ -19,18 +19,18 @@ from megalite.checkpoint.format import WEIGHT, Manifest, check_coverage
 from megalite.checkpoint.hf_config import hf_config
 from megalite.checkpoint.huggingface import read_family_tensor
 from megalite.checkpoint.tensor_file import CheckpointReader
+from megalite.checkpoint.universal_folder import (
+    KINDS,
+    LATEST_UNIVERSAL,
+    MODEL_STATES,
+    MOMENTS,
+    OPTIMIZER_STATE,
+    STEP,
+    ZERO,
+)
 from megalite.errors import CheckpointError
 from megalite.topology.state import MASTER
 
-LATEST_UNIVERSAL = "latest_universal"
-ZERO = "zero"
-OPTIMIZER_STATE = "optimizer_state.pt"
-STEP = "step.pt"
-MODEL_STATES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
-"""What the engine reads first: under ZeRO 0 to 2, and under ZeRO 3."""
-MOMENTS = ("exp_avg", "exp_avg_sq")
-WEIGHTS = "fp32"
-KINDS = (WEIGHTS, *MOMENTS)
 _CARD = "README.md"
 _MARK = "<!-- DeepSpeed universal checkpoint, written by megalite -->"
 # The version whose files these are.
@@ -145,8 +145,8 @@ engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters
 engine.load_checkpoint(FOLDER)
 ```
 
-Weights and AdamW's moments are float32; its step is {manifest.optimizer["step"]:g}. Learning rate, betas, eps, weight decay and their
-groups are those of your `config` or optimizer. The run had
+Weights and AdamW's moments are float32; it made {manifest.optimizer["step"]:g} updates. Learning rate, betas, eps,
+weight decay and their groups are those of your `config` or optimizer. The run had
 
 {settings}
 
