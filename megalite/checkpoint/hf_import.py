@@ -24,7 +24,7 @@ from megalite.topology.sharding import Box
 from megalite.topology.state import NoOptimizer
 
 # What older exports hold beside the weights: masks and frequencies, which follow from the configuration.
-_BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 _GPT2_PREFIX = "transformer."
 _TYPES = ("F64", "F32", "BF16", "F16")
 
@@ -81,7 +81,7 @@ class HuggingFaceReader:
     def _check(self, shape: ModelShape) -> None:
         expected = {self._stored(tensor): tensor for tensor in self._tensors.values()}
         missing = sorted(expected.keys() - self._names.keys())
-        extra = sorted(name for name in self._names.keys() - expected.keys() if not name.endswith(_BUFFERS))
+        extra = sorted(name for name in self._names.keys() - expected.keys() if not name.endswith(BUFFERS))
         if shape.tie_word_embeddings and HEAD in extra and self._head_is_the_embedding():
             extra.remove(HEAD)
         if missing or extra:

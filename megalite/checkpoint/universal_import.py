@@ -7,13 +7,14 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megalite.checkpoint.families import family_tensors
 from megalite.checkpoint.folder import require_new_run
 from megalite.checkpoint.foreign_pickle import load_pickle
 from megalite.checkpoint.format import WEIGHT
-from megalite.checkpoint.hf_import import take_tokenizer
+from megalite.checkpoint.hf_import import BUFFERS, take_tokenizer
 from megalite.checkpoint.streamed import write_streamed
 from megalite.checkpoint.universal_folder import (
     KINDS,
@@ -25,7 +26,7 @@ from megalite.checkpoint.universal_folder import (
     ZERO,
 )
 from megalite.errors import CheckpointError
-from megalite.topology.parameters import ModelShape, canonical_tensors
+from megalite.topology.parameters import EMBEDDING, HEAD, ModelShape, canonical_tensors
 
 _WRAPPER = "module."
 _SETTINGS = {"lr": "learning_rate", "betas": "betas", "eps": "eps", "weight_decay": "weight_decay"}
@@ -52,8 +53,8 @@ class UniversalFolder:
         path = self.path / ZERO / name / f"{kind}.pt"
         if not path.is_file():
             raise CheckpointError(
-                f"{path} is missing: a universal checkpoint has {', '.join(KINDS)} of each parameter, as AdamW under"
-                " ZeRO leaves them; other optimizers are not read"
+                f"{path} is missing: {', '.join(KINDS)} are read of every parameter, as AdamW under ZeRO leaves them of"
+                " those that are trained; no other optimizer's, and no frozen ones"
             )
         content = load_pickle(path)
         # Under ZeRO 3 it is the flat tensor itself.
@@ -151,6 +152,7 @@ class UniversalReader:
         self.folder = UniversalFolder(folder)
         self._shapes = canonical_tensors(shape)
         self._tensors = {part: tensor for tensor in family_tensors(shape) for part in tensor.parts}
+        self._tied = shape.tie_word_embeddings
         names = self.folder.names
         self._prefix = _WRAPPER if names and all(name.startswith(_WRAPPER) for name in names) else ""
         self._check()
@@ -169,9 +171,10 @@ class UniversalReader:
     def _check(self) -> None:
         expected = {tensor.name: tensor.shape for tensor in self._tensors.values()}
         found = {name.removeprefix(self._prefix) for name in self.folder.names}
-        lacking, extra = sorted(expected.keys() - found), sorted(found - expected.keys())
+        lacking = sorted(expected.keys() - found)
+        extra = sorted(name for name in found - expected.keys() if not self._is_spare(name))
         if lacking or extra:
-            parts = [f"lacks {_listed(lacking)}, as it does of frozen parameters"] if lacking else []
+            parts = [f"lacks {_listed(lacking)}"] if lacking else []
             parts += [f"has {_listed(extra)}, which the model has not"] if extra else []
             raise CheckpointError(
                 f"{self.folder.path / ZERO} {' and '.join(parts)}; is it of the config.json's model, not split over"
@@ -185,6 +188,14 @@ class UniversalReader:
                         f"{self.folder.path / ZERO / name / kind}.pt is {size}, the model's is {shape}; is its"
                         " config.json of this model, with the same vocabulary?"
                     )
+
+    def _is_spare(self, name: str) -> bool:
+        """What ds_to_universal adds of the model: buffers, and the embedding once more under its other name."""
+        if name == HEAD and self._tied:
+            return torch.equal(
+                self._theirs(HEAD, WEIGHTS), self._theirs(self._tensors[EMBEDDING].name, WEIGHTS)
+            )
+        return name.endswith(BUFFERS)
 
 
 def _listed(names: list[str]) -> str:

@@ -109,9 +109,11 @@ def _zero(folder: Path) -> Path:
     return found
 
 
-def _resaved(change: Callable[[Tensor], object], kind: str = "exp_avg") -> Callable[[Path], object]:
+def _resaved(
+    change: Callable[[Tensor], object], kind: str = "exp_avg", name: str = "model.norm.weight"
+) -> Callable[[Path], object]:
     def change_file(folder: Path) -> None:
-        path = _zero(folder) / "model.norm.weight" / f"{kind}.pt"
+        path = _zero(folder) / name / f"{kind}.pt"
         content = torch.load(path, weights_only=True)
         torch.save(change(content["param"] if isinstance(content, dict) else content), path)
 
@@ -134,7 +136,7 @@ BAD = {
     ),
     "another optimizer": (
         _without_moments,
-        "exp_avg.pt is missing: a universal checkpoint has fp32, exp_avg",
+        "exp_avg.pt is missing: fp32, exp_avg, exp_avg_sq are read of every parameter",
     ),
     "another shape": (
         _resaved(lambda values: {"param": values[1:].clone()}),
@@ -144,9 +146,9 @@ BAD = {
         lambda folder: shutil.copytree(_zero(folder) / "model.norm.weight", _zero(folder) / "lora_A.weight"),
         "has lora_A.weight, which the model has not",
     ),
-    "a frozen parameter": (
+    "a parameter too few": (
         lambda folder: shutil.rmtree(_zero(folder) / "model.norm.weight"),
-        "lacks model.norm.weight, as it does of frozen parameters",
+        "lacks model.norm.weight; is it of the config.json",
     ),
     "parameters updated less often": (_resaved(lambda step: step - 1, "step"), "model.norm.weight/step.pt 4"),
     "a class of theirs": (
@@ -215,6 +217,19 @@ def test_names_of_a_wrapped_model_and_flat_tensors_are_read(tmp_path: Path, left
         convert.run(["import", str(source), str(tmp_path / which)])
     flat, whole = (contents(find_checkpoint(tmp_path / which)) for which in ("flat", "whole"))
     assert [key for key, values in whole.items() if not torch.equal(values, flat[key])] == []
+
+
+def test_what_is_added_to_the_parameters_of_a_tied_model_is_passed_over(tmp_path: Path) -> None:
+    shape = replace(FAMILY_SHAPES["gpt2"], num_hidden_layers=1)
+    export_universal(saved(tmp_path / "run", shape), tmp_path / "left")
+    zero = _zero(tmp_path / "left")
+    for name in ("lm_head.weight", "transformer.h.0.attn.bias"):
+        (zero / name).mkdir()
+        shutil.copy(zero / "transformer.wte.weight" / "fp32.pt", zero / name)
+    convert.run(["import", str(tmp_path / "left"), str(tmp_path / "other")])
+    _resaved(lambda values: {"param": values + 1}, "fp32", "lm_head.weight")(tmp_path / "left")
+    with pytest.raises(CheckpointError, match=r"has lm_head\.weight, which the model has not"):
+        convert.run(["import", str(tmp_path / "left"), str(tmp_path / "again")])
 
 
 def test_the_model_may_be_named(tmp_path: Path, left: Path) -> None:
