@@ -86,8 +86,9 @@ def _write_tensors(reader: CheckpointReader, zero: Path) -> None:
         folder.mkdir()
         for kind, ours in zip(KINDS, (WEIGHT, *MOMENTS), strict=True):
             values = read_family_tensor(reader, ours, tensor).float()
-            # A view of something larger would be saved with all of it.
-            _save({"param": values.clone() if values._is_view() else values}, folder / f"{kind}.pt")
+            if values.untyped_storage().nbytes() > values.nbytes:
+                values = values.clone()  # else all of the storage would be saved
+            _save({"param": values}, folder / f"{kind}.pt")
         _save(step, folder / STEP)
 
 
@@ -150,6 +151,7 @@ weight decay and their groups are those of your `config` or optimizer. The run h
 
 {settings}
 
+Under ZeRO 3 keep `sub_group_size` above a rank's part of the model: the loading gives all sub-groups one counter.
 One of DeepSpeed's own schedules goes on with `engine.lr_scheduler.step({last})` after the loading; one of torch's has
 to be told by you, with `load_lr_scheduler_states=False`. The data begins where your loader does.
 """

@@ -63,6 +63,11 @@ class UniversalFolder:
             raise CheckpointError(f"{path} holds no tensor of a parameter; convert the checkpoint again")
         return values
 
+    def tensors(self, kind: str) -> Iterator[tuple[str, Tensor]]:
+        """That of every parameter, one after the other."""
+        for name in self.names:
+            yield name, self.tensor(name, kind)
+
     @cached_property
     def optimizer(self) -> Mapping[str, Any]:
         """What is not of a parameter: groups, loss scale."""
@@ -130,17 +135,15 @@ def _number(value: object, path: Path) -> float:
 def describe_universal(folder: Path) -> Iterator[str]:
     """What `convert inspect` shows of one, a line each."""
     found = UniversalFolder(folder)
-    tensors = {name: found.tensor(name, WEIGHTS) for name in found.names}
-    elements = sum(values.numel() for values in tensors.values())
-    yield f"{folder}: a DeepSpeed universal checkpoint, {len(tensors):,} parameters"
+    entries = {name: (values.shape, values.dtype) for name, values in found.tensors(WEIGHTS)}
+    yield f"{folder}: a DeepSpeed universal checkpoint, {len(entries):,} parameters"
     yield f"  step {found.counters['step']:,}, {found.step:g} updates; {found.size_bytes:,} bytes"
     for name, value in found.settings.items():
         yield f"  optimizer.{name} = {value}"
-    yield f"{WEIGHTS}: {elements:,} elements"
-    width = max(map(len, tensors), default=0)
-    for name, values in tensors.items():
-        by = " x ".join(map(str, values.shape))
-        kind = str(values.dtype).removeprefix("torch.")
+    yield f"{WEIGHTS}: {sum(shape.numel() for shape, _ in entries.values()):,} elements"
+    width = max(map(len, entries), default=0)
+    for name, (shape, dtype) in entries.items():
+        by, kind = " x ".join(map(str, shape)), str(dtype).removeprefix("torch.")
         yield f"  {name:<{width}}  {by:>16}  {kind}  {', '.join(found.files(name))}"
 
 
