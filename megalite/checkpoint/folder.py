@@ -98,6 +98,12 @@ def find_latest(folder: Path) -> Path | None:
     return None
 
 
+def require_new_run(run_folder: Path) -> None:
+    """Raise CheckpointError where a run's folder has a checkpoint already."""
+    if (before := find_latest(run_folder / "checkpoints")) is not None:
+        raise CheckpointError(f"{before} is there already; name another folder to write")
+
+
 def find_checkpoint(path: Path) -> Path:
     """The checkpoint that `path` means: one itself, a folder of them, a run's folder, or its checkpoints/best.
 

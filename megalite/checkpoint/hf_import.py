@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from megalite.checkpoint.families import FamilyTensor, family_tensors
-from megalite.checkpoint.folder import find_latest
+from megalite.checkpoint.folder import require_new_run
 from megalite.checkpoint.hf_files import headers
 from megalite.checkpoint.load import load_parameter
 from megalite.checkpoint.save import all_or_none, save_checkpoint
@@ -24,7 +24,7 @@ from megalite.topology.sharding import Box
 from megalite.topology.state import NoOptimizer
 
 # What older exports hold beside the weights: masks and frequencies, which follow from the configuration.
-_BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 _GPT2_PREFIX = "transformer."
 _TYPES = ("F64", "F32", "BF16", "F16")
 
@@ -81,7 +81,7 @@ class HuggingFaceReader:
     def _check(self, shape: ModelShape) -> None:
         expected = {self._stored(tensor): tensor for tensor in self._tensors.values()}
         missing = sorted(expected.keys() - self._names.keys())
-        extra = sorted(name for name in self._names.keys() - expected.keys() if not name.endswith(_BUFFERS))
+        extra = sorted(name for name in self._names.keys() - expected.keys() if not name.endswith(BUFFERS))
         if shape.tie_word_embeddings and HEAD in extra and self._head_is_the_embedding():
             extra.remove(HEAD)
         if missing or extra:
@@ -129,13 +129,10 @@ def import_checkpoint(folder: Path, shape: ModelShape, run_folder: Path) -> Path
     Its tokenizer files come along to `run_folder`/tokenizer. Raises CheckpointError as load_huggingface does, and
     where the run has a checkpoint already.
     """
-    if (before := find_latest(run_folder / "checkpoints")) is not None:
-        raise CheckpointError(f"{before} is there already; name another folder to write")
+    require_new_run(run_folder)
     mesh, split = ParallelMesh.single(), pipeline_split(shape.num_hidden_layers)
     stage = build_stage(shape, mesh, split, seed=None)
     load_huggingface(folder, mesh=mesh, shape=shape, split=split, stage=stage)
-    if (folder / "tokenizer.json").is_file():
-        copy_tokenizer(folder, run_folder / "tokenizer")
     return save_checkpoint(
         run_folder / "checkpoints",
         mesh=mesh,
@@ -144,8 +141,15 @@ def import_checkpoint(folder: Path, shape: ModelShape, run_folder: Path) -> Path
         stage=stage,
         optimizer=NoOptimizer(),
         trainer_state={"step": 0, "samples": 0, "tokens": 0},
-        config={"model": {"weights": str(folder)}, "tokenizer": {"end_of_document": _end_of_text(folder)}},
+        config={"model": {"weights": str(folder)}, **take_tokenizer(folder, run_folder)},
     )
+
+
+def take_tokenizer(folder: Path, run_folder: Path) -> dict[str, Any]:
+    """Copy a folder's tokenizer, if it has one, to `run_folder`/tokenizer; what a run's configuration says of it."""
+    if (folder / "tokenizer.json").is_file():
+        copy_tokenizer(folder, run_folder / "tokenizer")
+    return {"tokenizer": {"end_of_document": _end_of_text(folder)}}
 
 
 def _end_of_text(folder: Path) -> str | None:

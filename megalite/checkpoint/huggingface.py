@@ -1,8 +1,6 @@
 """Export to a Hugging Face folder: streamed, checked against transformers, published whole or not at all."""
 
 import json
-import secrets
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalite.checkpoint.exported_folder import exported_folder
 from megalite.checkpoint.families import FamilyTensor, family_tensors
-from megalite.checkpoint.folder import sync_folder, write_durably
+from megalite.checkpoint.folder import write_durably
 from megalite.checkpoint.format import WEIGHT, Manifest, check_coverage
 from megalite.checkpoint.hf_config import hf_config
 from megalite.checkpoint.hf_files import INDEX, SINGLE
@@ -57,13 +56,10 @@ def export(
     earlier export there is then replaced. Raises CheckpointError, leaving nothing behind, when they disagree, when
     the checkpoint is damaged or when `destination` holds something else; DataError for the tokenizer.
     """
-    _require_free(destination)
-    partial = destination.with_name(f".{destination.name}.partial-{secrets.token_hex(4)}")
-    try:
+    with exported_folder(destination, lambda folder: is_our_card(folder / CARD)) as partial:
         with CheckpointReader(checkpoint, weights=weights) as reader:
             manifest = reader.manifest
             check_coverage(manifest, checkpoint)
-            partial.mkdir(parents=True)
             files = _write_weights(reader, partial, dtype, shard_size_bytes)
             token_ids = _write_tokenizer(manifest, tokenizer_folder, partial) if tokenizer_folder else {}
             for name, content in (
@@ -74,13 +70,6 @@ def export(
             comparisons = compare_with_transformers(reader, partial, dtype)
         kind = dtype_name(dtype) + ("" if weights == WEIGHT else f", from the checkpoint's {weights}")
         write_durably(partial / CARD, model_card(manifest, kind, comparisons))
-        _publish(partial, destination)
-    except OSError as error:
-        raise CheckpointError(
-            f"{destination} cannot be written ({error}); free space or choose another folder"
-        ) from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return Export(destination, tuple(files), tuple(comparisons))
 
 
@@ -107,7 +96,7 @@ def _write_weights(
     files = plan_files({name: info.size_bytes for name, info in infos.items()}, shard_size_bytes)
 
     def read(name: str) -> Tensor:
-        return _family_tensor(reader, tensors[name]).to(dtype)
+        return read_family_tensor(reader, WEIGHT, tensors[name]).to(dtype)
 
     for file, names in files.items():
         write_tensor_file(folder / file, {name: infos[name] for name in names}, read)
@@ -118,9 +107,10 @@ def _write_weights(
     return list(files)
 
 
-def _family_tensor(reader: CheckpointReader, tensor: FamilyTensor) -> Tensor:
-    entries = reader.manifest.tensors[WEIGHT]
-    parts = [reader.read(WEIGHT, name, full_box(entries[name].shape)) for name in tensor.parts]
+def read_family_tensor(reader: CheckpointReader, kind: str, tensor: FamilyTensor) -> Tensor:
+    """What a checkpoint has of one kind, as it stands in the family's folder."""
+    shapes = {name: entry.shape for name, entry in reader.manifest.tensors[WEIGHT].items()}
+    parts = [reader.read(kind, name, full_box(shapes[name])) for name in tensor.parts]
     stacked = parts[0] if len(parts) == 1 else torch.cat(parts)
     return stacked.t().contiguous() if tensor.transposed else stacked
 
@@ -174,23 +164,3 @@ def _token_ids(tokenizer: Tokenizer, config: Mapping[str, Any]) -> dict[str, int
     bos = config.get("bos_token")
     bos_id = tokenizer.backend.token_to_id(bos) if isinstance(bos, str) else None
     return ids if bos_id is None else {"bos_token_id": bos_id, **ids}
-
-
-def _require_free(destination: Path) -> None:
-    if destination.is_dir():
-        if not any(destination.iterdir()) or is_our_card(destination / CARD):
-            return
-        raise CheckpointError(f"{destination} holds files that are no export of ours; choose another folder")
-    if destination.exists():
-        raise CheckpointError(f"{destination} is a file; choose another name for the folder")
-
-
-def _publish(partial: Path, destination: Path) -> None:
-    """Give the export its name; an earlier one makes way in one step and is then removed."""
-    sync_folder(partial)
-    replaced = partial.with_name(f"{partial.name}-replaced")
-    if destination.exists():
-        destination.rename(replaced)
-    partial.rename(destination)
-    sync_folder(destination.parent)
-    shutil.rmtree(replaced, ignore_errors=True)

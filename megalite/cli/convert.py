@@ -1,4 +1,4 @@
-"""megalite convert: a checkpoint to a Hugging Face folder and back, and a look into one."""
+"""megalite convert: a checkpoint for Hugging Face or DeepSpeed and back, and a look into one."""
 
 import argparse
 import re
@@ -10,6 +10,7 @@ from megalite.checkpoint.folder import find_checkpoint, find_tokenizer, require_
 from megalite.checkpoint.format import MANIFEST, WEIGHT, Manifest, check_coverage
 from megalite.checkpoint.hf_files import headers, is_folder_of_weights
 from megalite.checkpoint.strict_json import parse
+from megalite.checkpoint.universal_folder import find_config, find_universal
 from megalite.errors import CheckpointError
 from megalite.topology.state import EMA, MASTER
 
@@ -47,11 +48,23 @@ def _export(options: argparse.Namespace) -> int:
     return 0
 
 
+def _universal(options: argparse.Namespace) -> int:
+    checkpoint = find_checkpoint(options.checkpoint)
+    from megalite.checkpoint.universal import export_universal
+
+    manifest = export_universal(checkpoint, options.output)
+    print(f"{options.output}: from {checkpoint}, {manifest.optimizer['step']:g} updates of AdamW in float32")
+    print("load it with checkpoint.load_universal = true; its README.md shows how")
+    return 0
+
+
 def _import(options: argparse.Namespace) -> int:
     from megalite.config.huggingface import shape_of_folder
     from megalite.topology.parameters import parameter_count
 
-    shape = shape_of_folder(options.folder)
+    if (universal := find_universal(options.folder)) is not None:
+        return _import_universal(options, universal)
+    shape = shape_of_folder(options.hf_config or options.folder)
     from megalite.checkpoint.hf_import import import_checkpoint
 
     checkpoint = import_checkpoint(options.folder, shape, options.output)
@@ -59,7 +72,29 @@ def _import(options: argparse.Namespace) -> int:
     return 0
 
 
+def _import_universal(options: argparse.Namespace, universal: Path) -> int:
+    from megalite.config.huggingface import shape_of_folder
+
+    if (hf_config := options.hf_config or find_config(universal)) is None:
+        raise CheckpointError(
+            f"{universal} does not say which model it is of; name its config.json with --hf-config"
+        )
+    shape = shape_of_folder(hf_config)
+    from megalite.checkpoint.universal_import import import_universal
+
+    checkpoint = import_universal(universal, shape, hf_config, options.output)
+    settings = require_whole(checkpoint).config["optimizer"].items()
+    print(f"{checkpoint}: weights and AdamW's state of a {shape.family} from {universal}")
+    print("trained with " + ", ".join(f"optimizer.{name} = {value}" for name, value in settings))
+    return 0
+
+
 def _inspect(options: argparse.Namespace) -> int:
+    if (universal := find_universal(options.checkpoint)) is not None:
+        from megalite.checkpoint.universal_import import describe_universal
+
+        print(*describe_universal(universal), sep="\n")
+        return 0
     if is_folder_of_weights(options.checkpoint) and not (options.checkpoint / MANIFEST).is_file():
         return _inspect_huggingface(options.checkpoint)
     checkpoint = find_checkpoint(options.checkpoint)
@@ -156,12 +191,33 @@ def _parser() -> argparse.ArgumentParser:
         "--tokenizer", type=Path, metavar="FOLDER", help="tokenizer to add (default: that of the run)"
     )
     export.set_defaults(command=_export)
-    importing = commands.add_parser("import", help="write a Hugging Face folder's weights as a checkpoint")
-    importing.add_argument("folder", type=Path, metavar="FOLDER", help="config.json and safetensors files")
-    importing.add_argument("output", type=Path, metavar="RUN", help="run folder to write; its step 0")
+    universal = commands.add_parser(
+        "universal", help="write a DeepSpeed universal checkpoint, with AdamW's state"
+    )
+    _add_checkpoint(universal)
+    universal.add_argument(
+        "output",
+        type=Path,
+        metavar="OUTPUT",
+        help="folder for engine.load_checkpoint; an earlier one is replaced",
+    )
+    universal.set_defaults(command=_universal)
+    importing = commands.add_parser(
+        "import", help="write a Hugging Face folder's weights, or a DeepSpeed universal one, as a checkpoint"
+    )
+    importing.add_argument(
+        "folder", type=Path, metavar="FOLDER", help="config.json and safetensors files, or a universal folder"
+    )
+    importing.add_argument("output", type=Path, metavar="RUN", help="run folder to write")
+    importing.add_argument(
+        "--hf-config",
+        type=Path,
+        metavar="PATH",
+        help="the model's config.json or its folder, where FOLDER has none",
+    )
     importing.set_defaults(command=_import)
     inspect = commands.add_parser(
-        "inspect", help="names, shapes, layout, step and sizes; of a Hugging Face folder too"
+        "inspect", help="names, shapes, layout, step and sizes; of Hugging Face and universal folders too"
     )
     _add_checkpoint(inspect)
     inspect.add_argument("--all", action="store_true", help="list the optimizer's tensors too")

@@ -1,0 +1,51 @@
+"""Folders that are written for other programs: free before, whole when they get their name. No torch."""
+
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megalite.checkpoint.folder import sync_folder
+from megalite.errors import CheckpointError
+
+
+@contextmanager
+def exported_folder(destination: Path, is_ours: Callable[[Path], bool]) -> Iterator[Path]:
+    """An empty folder to fill, which becomes `destination` when all went well, and else leaves nothing behind.
+
+    is_ours: whether a folder is an earlier export, which may be replaced. Raises CheckpointError where
+    `destination` holds something else, and where it cannot be written.
+    """
+    _require_free(destination, is_ours)
+    partial = destination.with_name(f".{destination.name}.partial-{secrets.token_hex(4)}")
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        _publish(partial, destination)
+    except OSError as error:
+        raise CheckpointError(
+            f"{destination} cannot be written ({error}); free space or choose another folder"
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _require_free(destination: Path, is_ours: Callable[[Path], bool]) -> None:
+    if destination.is_dir():
+        if not any(destination.iterdir()) or is_ours(destination):
+            return
+        raise CheckpointError(f"{destination} holds files that are no export of ours; choose another folder")
+    if destination.exists():
+        raise CheckpointError(f"{destination} is a file; choose another name for the folder")
+
+
+def _publish(partial: Path, destination: Path) -> None:
+    """Give the export its name; an earlier one makes way in one step and is then removed."""
+    sync_folder(partial)
+    replaced = partial.with_name(f"{partial.name}-replaced")
+    if destination.exists():
+        destination.rename(replaced)
+    partial.rename(destination)
+    sync_folder(destination.parent)
+    shutil.rmtree(replaced, ignore_errors=True)

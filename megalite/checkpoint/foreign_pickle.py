@@ -1,0 +1,191 @@
+"""Pickled checkpoints of other projects: tensors, plain values, and named stand-ins for whatever else they hold.
+
+torch's restricted unpickler calls nothing but what it is given. It is given stand-ins under the full names of the
+classes that Megatron-LM and DeepSpeed are known to write, so neither need be installed and no code of theirs runs.
+"""
+
+import re
+import struct
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.serialization import add_safe_globals, clear_safe_globals, get_safe_globals
+
+from megalite.errors import CheckpointError
+
+_ZIP = b"PK\x03\x04"
+_FORBIDDEN = re.compile(r"GLOBAL ([\w.<>]+)")
+
+
+class Foreign:
+    """What stands for an object of a class that is not loaded: what it was made of, and nothing that acts.
+
+    type_name: the full name of its class. arguments: those it was made with, as an enum's value.
+    fields: its attributes, as of an argparse.Namespace. state: what it pickled that is no table of attributes.
+    """
+
+    type_name = ""
+    arguments: tuple[Any, ...]
+    fields: dict[str, Any]
+    state: Any
+
+    def __new__(cls, *arguments: Any) -> "Foreign":
+        made = super().__new__(cls)
+        made.arguments, made.fields, made.state = arguments, {}, None
+        return made
+
+    def __setstate__(self, state: Any) -> None:
+        values, slots = state if _is_of_slots(state) else (state, None)
+        if not isinstance(values, Mapping | None):
+            self.state = state
+        for table in (values, slots):
+            if isinstance(table, Mapping):
+                self.fields.update(table)
+
+    def __repr__(self) -> str:
+        return f"{self.type_name}({', '.join(map(repr, self.arguments))})"
+
+
+def load_pickle(path: Path) -> Any:
+    """What torch.save wrote, with a Foreign for each object of a class; tensors are read where they are used.
+
+    They lie in the file, unless it is of the form before torch 1.6, which is read as a whole.
+    Raises CheckpointError where the file cannot be read, is damaged, or asks for anything that has no stand-in;
+    nothing that it names was run then either.
+    """
+    try:
+        with path.open("rb") as file:
+            is_zip = file.read(len(_ZIP)) == _ZIP
+        with (
+            _only_stand_ins(),
+            warnings.catch_warnings(action="ignore"),
+        ):  # of damaged files, before they fail
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    except Exception as error:  # a hostile or damaged file can make the unpickler raise anything
+        if forbidden := _FORBIDDEN.search(str(error)):
+            raise CheckpointError(
+                f"{path} asks for {forbidden[1]}, which is none of the classes known from such files; nothing of it"
+                " was run. Load it where you trust it and save it again with tensors and plain values only"
+            ) from None
+        first = (str(error) or type(error).__name__).splitlines()[0]
+        raise CheckpointError(
+            f"{path} is no whole file of torch.save ({first}); fetch or write it again"
+        ) from error
+
+
+@contextmanager
+def _only_stand_ins() -> Iterator[None]:
+    """Nothing else is known meanwhile, whatever a library has allowed at its import."""
+    before = get_safe_globals()
+    clear_safe_globals()
+    try:
+        add_safe_globals([(stand_in, name) for name, stand_in in _STAND_INS.items()])
+        yield
+    finally:
+        clear_safe_globals()
+        add_safe_globals(before)
+
+
+def _is_of_slots(state: Any) -> bool:
+    """Whether it is what an object with __slots__ pickles: (its dictionary or None, its slots)."""
+    return isinstance(state, tuple) and len(state) == 2 and all(isinstance(x, Mapping | None) for x in state)
+
+
+def _dictionary(*_: Any) -> OrderedDict[Any, Any]:
+    """For a defaultdict, whose items are set afterwards."""
+    return OrderedDict()
+
+
+_NUMBERS = {
+    **{"f8": "d", "f4": "f", "f2": "e", "b1": "?"},
+    **{"i8": "q", "i4": "i", "i2": "h", "i1": "b", "u8": "Q", "u4": "I", "u2": "H", "u1": "B"},
+}
+
+
+def _number(dtype: Foreign, data: bytes) -> int | float | bool:
+    """numpy's scalar of a numeric type as a plain number; raises ValueError for any other."""
+    order = dtype.state[1] if isinstance(dtype.state, tuple) and len(dtype.state) > 1 else "<"
+    code = _NUMBERS.get(dtype.arguments[0]) if dtype.type_name == "numpy.dtype" else None
+    if code is None or not isinstance(data, bytes):
+        raise ValueError(f"a scalar of {dtype} is no number")
+    number: int | float | bool = struct.unpack((">" if order == ">" else "<") + code, data)[0]
+    return number
+
+
+def _named(module: str, *names: str) -> list[str]:
+    return [f"{module}.{name}" for name in names]
+
+
+_PYTHON = [
+    "argparse.Namespace",
+    "_io.BytesIO",
+    "types.SimpleNamespace",
+    *_named("pathlib", "Path", "PosixPath", "PurePosixPath"),
+    *_named("pathlib._local", "Path", "PosixPath", "PurePosixPath"),
+    *_named("datetime", "date", "datetime", "timedelta"),
+    *_named("signal", "Signals", "SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"),
+    # What a defaultdict makes of a missing key; never called.
+    *_named("builtins", "bool", "dict", "float", "int", "list", "str", "tuple"),
+]
+_NUMPY = [
+    *_named(
+        "numpy", "dtype", "ndarray", "bool_", "float16", "float32", "float64", "int32", "int64", "uint32"
+    ),
+    "numpy.core.multiarray._reconstruct",
+    "numpy._core.multiarray._reconstruct",
+]
+_ENUMS = ("ModelType", "LayerType", "AttnType", "AttnMaskType", "AttnBackend", "PositionEmbeddingType")
+_MEGATRON = [
+    *_named("megatron.enums", *_ENUMS),
+    *_named("megatron.model", *_ENUMS),
+    *_named("megatron.model.enums", *_ENUMS),
+    *_named("megatron.legacy.model.enums", *_ENUMS),
+    *_named("megatron.core.enums", *_ENUMS, "Fp8Recipe", "Fp4Recipe"),
+    *_named(
+        "megatron.core.transformer.enums",
+        *_ENUMS,
+        "CudaGraphModule",
+        "CudaGraphScope",
+        "InferenceCudaGraphScope",
+    ),
+    *_named("megatron.core.transformer.pipeline_parallel_layer_layout", "PipelineParallelLayerLayout"),
+    *_named(
+        "megatron.core.rerun_state_machine", "RerunMode", "RerunState", "RerunDiagnostic", "Call", "Caller"
+    ),
+    *_named(
+        "megatron.core.optimizer.optimizer_config",
+        "OptimizerConfig",
+        "AdamOptimizerConfig",
+        "SGDOptimizerConfig",
+    ),
+    *_named("megatron.core.optimizer", "OptimizerConfig"),
+    *_named("megatron.core.optimizer.grad_scaler", "ConstantGradScaler", "DynamicGradScaler"),
+    *_named("megatron.optimizer.grad_scaler", "ConstantGradScaler", "DynamicGradScaler"),
+    *_named("megatron.fp16.loss_scaler", "LossScaler", "DynamicLossScaler"),
+    *_named("megatron.fp16_deprecated.loss_scaler", "LossScaler", "DynamicLossScaler"),
+    *_named("fp16.loss_scaler", "LossScaler", "DynamicLossScaler"),
+]
+_DEEPSPEED = [
+    *_named("deepspeed.runtime.fp16.loss_scaler", "LossScaler", "DynamicLossScaler"),
+    *_named("deepspeed.runtime.zero.config", "ZeroStageEnum"),
+    *_named("deepspeed.runtime.zero.offload_config", "OffloadDeviceEnum"),
+    *_named("deepspeed.utils.tensor_fragment", "fragment_address"),
+    *_named("deepspeed.checkpoint.universal_checkpoint", "SubparamShape"),
+]
+
+_STAND_INS: dict[str, Callable[..., Any]] = {
+    **{
+        name: type(name.rsplit(".", 1)[1], (Foreign,), {"type_name": name})
+        for name in [*_PYTHON, *_NUMPY, *_MEGATRON, *_DEEPSPEED]
+    },
+    "collections.defaultdict": _dictionary,
+    "numpy.core.multiarray.scalar": _number,
+    "numpy._core.multiarray.scalar": _number,
+}
