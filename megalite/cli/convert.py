@@ -1,4 +1,4 @@
-"""megalite convert: a checkpoint to a Hugging Face folder and back, and a look into one."""
+"""megalite convert: a checkpoint to a Hugging Face folder and back, from Megatron-LM's, and a look into one."""
 
 import argparse
 import re
@@ -9,6 +9,7 @@ from pathlib import Path
 from megalite.checkpoint.folder import find_checkpoint, find_tokenizer, require_whole
 from megalite.checkpoint.format import MANIFEST, WEIGHT, Manifest, check_coverage
 from megalite.checkpoint.hf_files import headers, is_folder_of_weights
+from megalite.checkpoint.megatron_folder import is_megatron_folder
 from megalite.checkpoint.strict_json import parse
 from megalite.errors import CheckpointError
 from megalite.topology.state import EMA, MASTER
@@ -48,6 +49,10 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _import(options: argparse.Namespace) -> int:
+    if is_megatron_folder(options.folder):
+        return _import_megatron(options)
+    if options.vocab_size is not None:
+        raise CheckpointError(f"--vocab-size is for Megatron-LM checkpoints, and {options.folder} is none")
     from megalite.config.huggingface import shape_of_folder
     from megalite.topology.parameters import parameter_count
 
@@ -59,7 +64,26 @@ def _import(options: argparse.Namespace) -> int:
     return 0
 
 
+def _import_megatron(options: argparse.Namespace) -> int:
+    from megalite.checkpoint.megatron_import import import_megatron
+    from megalite.topology.parameters import parameter_count
+
+    done = import_megatron(options.folder, options.output, options.vocab_size)
+    count, kind = parameter_count(done.shape), str(done.dtype).removeprefix("torch.")
+    print(
+        f"{done.checkpoint}: {count:,} parameters of {kind}, iteration {done.iteration} of {options.folder}"
+    )
+    for note in done.notes:
+        print(f"  {note}")
+    return 0
+
+
 def _inspect(options: argparse.Namespace) -> int:
+    if is_megatron_folder(options.checkpoint):
+        from megalite.checkpoint.megatron_import import described
+
+        print(*described(options.checkpoint), sep="\n")
+        return 0
     if is_folder_of_weights(options.checkpoint) and not (options.checkpoint / MANIFEST).is_file():
         return _inspect_huggingface(options.checkpoint)
     checkpoint = find_checkpoint(options.checkpoint)
@@ -156,12 +180,25 @@ def _parser() -> argparse.ArgumentParser:
         "--tokenizer", type=Path, metavar="FOLDER", help="tokenizer to add (default: that of the run)"
     )
     export.set_defaults(command=_export)
-    importing = commands.add_parser("import", help="write a Hugging Face folder's weights as a checkpoint")
-    importing.add_argument("folder", type=Path, metavar="FOLDER", help="config.json and safetensors files")
+    importing = commands.add_parser(
+        "import", help="write a Hugging Face folder's or Megatron-LM checkpoint's weights as a checkpoint"
+    )
+    importing.add_argument(
+        "folder",
+        type=Path,
+        metavar="FOLDER",
+        help="config.json and safetensors files, or mp_rank_* folders of --ckpt-format torch",
+    )
     importing.add_argument("output", type=Path, metavar="RUN", help="run folder to write; its step 0")
+    importing.add_argument(
+        "--vocab-size",
+        type=int,
+        metavar="TOKENS",
+        help="the tokenizer's size, where a Megatron-LM checkpoint's table is padded and does not say it",
+    )
     importing.set_defaults(command=_import)
     inspect = commands.add_parser(
-        "inspect", help="names, shapes, layout, step and sizes; of a Hugging Face folder too"
+        "inspect", help="names, shapes, layout, step and sizes; of a Hugging Face or Megatron-LM folder too"
     )
     _add_checkpoint(inspect)
     inspect.add_argument("--all", action="store_true", help="list the optimizer's tensors too")
