@@ -1,4 +1,4 @@
-"""megalite convert: a checkpoint for Hugging Face or DeepSpeed and back, and a look into one."""
+"""megalite convert: a checkpoint for Hugging Face or DeepSpeed and back, from Megatron-LM's, and a look into one."""
 
 import argparse
 import re
@@ -9,6 +9,7 @@ from pathlib import Path
 from megalite.checkpoint.folder import find_checkpoint, find_tokenizer, require_whole
 from megalite.checkpoint.format import MANIFEST, WEIGHT, Manifest, check_coverage
 from megalite.checkpoint.hf_files import headers, is_folder_of_weights
+from megalite.checkpoint.megatron_folder import is_megatron_folder
 from megalite.checkpoint.strict_json import parse
 from megalite.checkpoint.universal_folder import find_config, find_universal
 from megalite.errors import CheckpointError
@@ -59,6 +60,10 @@ def _universal(options: argparse.Namespace) -> int:
 
 
 def _import(options: argparse.Namespace) -> int:
+    if is_megatron_folder(options.folder):
+        return _import_megatron(options)
+    if options.vocab_size is not None:
+        raise CheckpointError(f"--vocab-size is for Megatron-LM checkpoints, and {options.folder} is none")
     from megalite.config.huggingface import shape_of_folder
     from megalite.topology.parameters import parameter_count
 
@@ -89,7 +94,26 @@ def _import_universal(options: argparse.Namespace, universal: Path) -> int:
     return 0
 
 
+def _import_megatron(options: argparse.Namespace) -> int:
+    from megalite.checkpoint.megatron_import import import_megatron
+    from megalite.topology.parameters import parameter_count
+
+    done = import_megatron(options.folder, options.output, options.vocab_size)
+    count, kind = parameter_count(done.shape), str(done.dtype).removeprefix("torch.")
+    print(
+        f"{done.checkpoint}: {count:,} parameters of {kind}, iteration {done.iteration} of {options.folder}"
+    )
+    for note in done.notes:
+        print(f"  {note}")
+    return 0
+
+
 def _inspect(options: argparse.Namespace) -> int:
+    if is_megatron_folder(options.checkpoint):
+        from megalite.checkpoint.megatron_import import described
+
+        print(*described(options.checkpoint), sep="\n")
+        return 0
     if (universal := find_universal(options.checkpoint)) is not None:
         from megalite.checkpoint.universal_import import describe_universal
 
@@ -203,21 +227,32 @@ def _parser() -> argparse.ArgumentParser:
     )
     universal.set_defaults(command=_universal)
     importing = commands.add_parser(
-        "import", help="write a Hugging Face folder's weights, or a DeepSpeed universal one, as a checkpoint"
+        "import",
+        help="write a Hugging Face folder, Megatron-LM or DeepSpeed universal checkpoint as one of ours",
     )
     importing.add_argument(
-        "folder", type=Path, metavar="FOLDER", help="config.json and safetensors files, or a universal folder"
+        "folder",
+        type=Path,
+        metavar="FOLDER",
+        help="config.json and safetensors files, mp_rank_* folders of --ckpt-format torch, or a universal folder",
     )
     importing.add_argument("output", type=Path, metavar="RUN", help="run folder to write")
     importing.add_argument(
         "--hf-config",
         type=Path,
         metavar="PATH",
-        help="the model's config.json or its folder, where FOLDER has none",
+        help="the model's config.json or its folder, where a universal folder has none",
+    )
+    importing.add_argument(
+        "--vocab-size",
+        type=int,
+        metavar="TOKENS",
+        help="the tokenizer's size, where a Megatron-LM checkpoint's table is padded and does not say it",
     )
     importing.set_defaults(command=_import)
     inspect = commands.add_parser(
-        "inspect", help="names, shapes, layout, step and sizes; of Hugging Face and universal folders too"
+        "inspect",
+        help="names, shapes, layout, step and sizes; of Hugging Face, Megatron-LM and universal folders too",
     )
     _add_checkpoint(inspect)
     inspect.add_argument("--all", action="store_true", help="list the optimizer's tensors too")
