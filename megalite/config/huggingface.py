@@ -86,16 +86,26 @@ def _unsupported(family: Family, found: Mapping[str, Any], path: Path, named_by:
         if name in found and found[name] not in allowed:
             words = " or ".join(map(shown, allowed))
             yield Problem(named_by, f"{path} has {name} = {shown(found[name])}", f"only {words} is built")
-    kind = _rope_of(found).get("rope_type", _rope_of(found).get("type", "default"))
-    if kind not in _ROPE_TYPES:
-        words = ", ".join(map(shown, _ROPE_TYPES))
-        yield Problem(named_by, f"{path} scales its rotary frequencies ({shown(kind)})", f"{words} are built")
-    elif _rope_of(found).get("partial_rotary_factor", 1.0) != 1.0:
-        yield Problem(named_by, f"{path} rotates a part of each head", "only whole heads are built")
+    yield from _unsupported_rope(family, found, path, named_by)
     if _sliding_from(family, found) is None:
         yield Problem(
             named_by, f"{path} mixes layer_types", "sliding_attention may only follow after full_attention"
         )
+
+
+def _unsupported_rope(
+    family: Family, found: Mapping[str, Any], path: Path, named_by: str
+) -> Iterator[Problem]:
+    rope = _rope_of(found)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    built = _rope_types(family)
+    if kind not in built:
+        words = f"{', '.join(map(shown, built))} {'are' if len(built) > 1 else 'is'} built"
+        if kind in ("longrope", "su"):
+            words += "; longrope's change with the longest sequence of a batch"
+        yield Problem(named_by, f"{path} scales its rotary frequencies ({shown(kind)})", words)
+    elif (rope.get("partial_rotary_factor") or found.get("partial_rotary_factor") or 1.0) != 1.0:
+        yield Problem(named_by, f"{path} rotates a part of each head", "only whole heads are built")
 
 
 def _biases(family: Family, found: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,10 +123,15 @@ def _rope(family: Family, found: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     rope = _rope_of(found)
     kind = rope.get("rope_type", rope.get("type", "default"))
-    read: dict[str, Any] = {"rope_type": kind} if kind in _ROPE_TYPES and kind != "default" else {}
-    read |= {_ROPE[key]: rope[key] for key in _ROPE_TYPES.get(kind, ()) if key in rope}
+    types = _rope_types(family)
+    read: dict[str, Any] = {"rope_type": kind} if kind in types and kind != "default" else {}
+    read |= {_ROPE[key]: rope[key] for key in types.get(kind, ()) if key in rope}
     theta = rope.get("rope_theta", found.get("rope_theta"))
     return read if theta is None else {**read, "rope_theta": theta}
+
+
+def _rope_types(family: Family) -> Mapping[str, tuple[str, ...]]:
+    return _ROPE_TYPES if "rope_scaling" in family.free else {"default": ()}
 
 
 def _rope_of(found: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -54,7 +54,7 @@ class ModelConfig(Section):
     weights: Text | None = Field(
         None, description="a Hugging Face folder to start from: its weights, and its shape as of hf_config"
     )
-    family: Literal["llama", "mistral", "qwen2", "qwen3", "gpt2"] = Field(
+    family: Literal["llama", "mistral", "qwen2", "qwen3", "phi3", "gpt2"] = Field(
         "llama", description="architecture, and whose files an export is written as"
     )
     vocab_size: Count | Literal["auto"] = Field(

@@ -65,6 +65,8 @@ def read(folder) -> ModelShape:
         ("llama", {"attention_bias": True}, "model.attention_output_bias = False (llama has True)"),
         ("mistral", {"qk_norm": True}, "model.qk_norm = True (mistral has False)"),
         ("gpt2", {"num_key_value_heads": 4}, "model.num_key_value_heads = 4 (gpt2 has 8)"),
+        ("phi3", {"rope_scaling": RopeScaling("linear", 2.0)}, "model.rope_scaling = {"),
+        ("phi3", {"attention_bias": True}, "model.attention_bias = True (phi3 has False)"),
         (
             "gpt2",
             {"rope_scaling": RopeScaling("linear", 2.0)},
