@@ -134,7 +134,7 @@ def import_checkpoint(folder: Path, shape: ModelShape, run_folder: Path) -> Path
     mesh, split = ParallelMesh.single(), pipeline_split(shape.num_hidden_layers)
     stage = build_stage(shape, mesh, split, seed=None)
     load_huggingface(folder, mesh=mesh, shape=shape, split=split, stage=stage)
-    if (folder / "tokenizer.json").is_file():
+    if all((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
         copy_tokenizer(folder, run_folder / "tokenizer")
     return save_checkpoint(
         run_folder / "checkpoints",

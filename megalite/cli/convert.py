@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megalite.checkpoint.folder import find_checkpoint, find_tokenizer, require_whole
 from megalite.checkpoint.format import MANIFEST, WEIGHT, Manifest, check_coverage
-from megalite.checkpoint.hf_files import headers, is_folder_of_weights
+from megalite.checkpoint.hf_files import headers, is_folder_of_weights, local_folder
 from megalite.checkpoint.strict_json import parse
 from megalite.errors import CheckpointError
 from megalite.topology.state import EMA, MASTER
@@ -54,7 +54,7 @@ def _import(options: argparse.Namespace) -> int:
     shape = shape_of_folder(options.folder)
     from megalite.checkpoint.hf_import import import_checkpoint
 
-    checkpoint = import_checkpoint(options.folder, shape, options.output)
+    checkpoint = import_checkpoint(local_folder(options.folder), shape, options.output)
     print(f"{checkpoint}: {parameter_count(shape):,} parameters of a {shape.family} from {options.folder}")
     return 0
 
@@ -157,7 +157,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     export.set_defaults(command=_export)
     importing = commands.add_parser("import", help="write a Hugging Face folder's weights as a checkpoint")
-    importing.add_argument("folder", type=Path, metavar="FOLDER", help="config.json and safetensors files")
+    importing.add_argument(
+        "folder",
+        metavar="FOLDER",
+        help="config.json and safetensors files; or org/name[@revision] of the Hugging Face Hub",
+    )
     importing.add_argument("output", type=Path, metavar="RUN", help="run folder to write; its step 0")
     importing.set_defaults(command=_import)
     inspect = commands.add_parser(

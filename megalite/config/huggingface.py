@@ -8,9 +8,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from megalite.config.draft import Draft
+from megalite.config.hub import HubName, fetch_description
 from megalite.config.schema import ModelConfig
 from megalite.config.toml import shown
-from megalite.errors import ConfigError, Problem
+from megalite.errors import CheckpointError, ConfigError, Problem
 from megalite.topology.families import FAMILIES, Family
 from megalite.topology.parameters import ModelShape
 
@@ -33,13 +34,16 @@ def apply_hf_config(draft: Draft) -> None:
         given, named_by = draft.section("model").get("weights"), "model.weights"
     if given is None:
         return
-    path = Path(str(given))
     try:
-        path = path.expanduser()
+        path = _here(draft, str(given), named_by).expanduser()
         path = path / "config.json" if path.is_dir() else path
         found = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(found, dict):
             raise ValueError("holds no JSON object")
+    except CheckpointError as error:
+        draft.problem(named_by, str(error))
+        draft.incomplete.add("model")
+        return
     except (OSError, ValueError, RuntimeError) as error:
         reason = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
         draft.problem(named_by, f'"{given}" cannot be read: {reason}', "name a config.json or its folder")
@@ -62,9 +66,23 @@ def apply_hf_config(draft: Draft) -> None:
     draft.set_behind("model", {"family": family.model_type, **shape}, str(path), named_by=named_by)
 
 
-def shape_of_folder(folder: Path) -> ModelShape:
-    """The shape that a Hugging Face folder's config.json gives; raises ConfigError when it is not built."""
-    draft = Draft(str(folder), {"model": {"hf_config": str(folder)}})
+def _here(draft: Draft, given: str, named_by: str) -> Path:
+    """Where on this machine it is. A name of the Hub is fetched, and weights are from then on those of its commit."""
+    name = HubName.of(given)
+    if name is None:
+        return Path(given)
+    folder = fetch_description(name)
+    if named_by != _KEY:
+        draft.set("model", "weights", str(name.at(folder)), draft.origin(named_by))
+    return folder
+
+
+def shape_of_folder(folder: str) -> ModelShape:
+    """The shape that the config.json of a Hugging Face folder, here or of the Hub, gives.
+
+    Raises ConfigError when it is not built.
+    """
+    draft = Draft(folder, {"model": {"hf_config": folder}})
     apply_hf_config(draft)
     try:
         model = ModelConfig(**draft.section("model")) if not draft.problems else None

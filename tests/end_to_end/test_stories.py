@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from huggingface_hub import constants
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -18,6 +19,7 @@ from megalite.generate.engine import generate as generated
 from megalite.generate.engine import load_model
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.layout import Layout
+from megalite.train.run import TrainingResult
 from tests.support.jobs import training_here
 from tests.unit.checkpoint.exporting import our_logits
 
@@ -135,28 +137,49 @@ def in_this_process() -> Iterator[None]:
         yield
 
 
-def test_it_is_fine_tuned_from_its_folder(source: Path, text: Path, in_this_process: None) -> None:
+def fine_tuned(weights: str, text: Path, steps: int) -> tuple[TrainingResult, list[float]]:
+    """The finished run, and its validation losses before and after."""
     config = RunConfig.load(
         None,
         run={"folder": text / "run"},
-        model={"weights": source},
+        model={"weights": weights},
         training={
-            "steps": 30,
+            "steps": steps,
             "sequence_length": 64,
             "micro_batch_size": 8,
             "global_batch_size": 8,
             "precision": "fp32",
             "threads": 1,
         },
-        optimizer={"learning_rate": 2e-3, "warmup_steps": 3},
+        optimizer={"learning_rate": 2e-3, "warmup_steps": steps // 10},
         tokenizer={"end_of_document": "</s>"},
         data={"source": text / "train.txt", "validation": text / "held.txt"},
         validation={"at_start": True},
     )
     result = Trainer(config).train()
-    losses = [record["validation_loss"] for record in result.metrics if "validation_loss" in record]
+    return result, [record["validation_loss"] for record in result.metrics if "validation_loss" in record]
+
+
+def test_it_is_fine_tuned_from_its_folder(source: Path, text: Path, in_this_process: None) -> None:
+    result, losses = fine_tuned(str(source), text, 30)
     # Far from log(512) = 6.2 of a model that knows nothing: its own weights are where it starts.
     assert len(losses) == 2 and losses[0] < 5.0 and losses[1] < losses[0] - 0.5
     tuned = AutoModelForCausalLM.from_pretrained(result.export)
     before = load_file(source / "model.safetensors")
     assert all(not torch.equal(tensor, before[name]) for name, tensor in tuned.named_parameters())
+
+
+def test_a_run_starts_from_a_name_of_the_hub(
+    source: Path, text: Path, in_this_process: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its cache has the folder; asking for more would fail, as no test has a network."""
+    commit = "89abcdef" * 5
+    cached = text / "hub" / "models--org--stories"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text(commit)
+    (cached / "snapshots").mkdir()
+    (cached / "snapshots" / commit).symlink_to(source)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(text / "hub"))
+    result, losses = fine_tuned("org/stories", text, 1)
+    assert losses[0] < 5.0
+    assert f'weights = "org/stories@{commit}"' in (result.folder / "run.toml").read_text()
