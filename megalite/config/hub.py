@@ -61,17 +61,25 @@ def fetch(name: HubName, files: Sequence[str], required: Sequence[str], one_of: 
     """
     from huggingface_hub import constants, snapshot_download
 
-    wanted = {"revision": name.revision, "allow_patterns": [escape(file) for file in files]}
+    patterns = [escape(file) for file in files]
+
+    def snapshot(*, cached: bool) -> Path:
+        return Path(
+            snapshot_download(
+                name.repository, revision=name.revision, allow_patterns=patterns, local_files_only=cached
+            )
+        )
+
     with _one_at_a_time(Path(constants.HF_HUB_CACHE), name):
         try:
-            folder = Path(snapshot_download(name.repository, local_files_only=True, **wanted))
+            folder = snapshot(cached=True)
             held = {file for file in (*required, *one_of) if (folder / file).is_file()}
             if held.issuperset(required) and (not one_of or held.intersection(one_of)):
                 return folder
         except (OSError, ValueError):
             pass  # not in the cache, not all of it, or no name after all
         try:
-            folder = Path(snapshot_download(name.repository, **wanted))
+            folder = snapshot(cached=False)
         # Its client passes on the errors of several libraries.
         except Exception as error:
             reason = next(iter(str(error).splitlines()), "") or type(error).__name__
