@@ -1,4 +1,4 @@
-"""megalite convert: a checkpoint to a Hugging Face folder and back, and a look into one."""
+"""megalite convert: a checkpoint to a Hugging Face folder and back, and a look into either."""
 
 import argparse
 import re
@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from math import prod
 from pathlib import Path
 
+from megalite.checkpoint.family_table import family_page
 from megalite.checkpoint.folder import find_checkpoint, find_tokenizer, require_whole
 from megalite.checkpoint.format import MANIFEST, WEIGHT, Manifest, check_coverage
 from megalite.checkpoint.hf_files import headers, is_folder_of_weights, local_folder
@@ -17,7 +18,7 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 def run(arguments: Sequence[str]) -> int:
-    """`megalite convert export|import|inspect`; the exit code. Raises CheckpointError, DataError, ConfigError."""
+    """`megalite convert COMMAND`; the exit code. Raises CheckpointError, DataError, ConfigError."""
     options = _parser().parse_args(arguments)
     command: Callable[[argparse.Namespace], int] = options.command
     return command(options)
@@ -56,6 +57,11 @@ def _import(options: argparse.Namespace) -> int:
 
     checkpoint = import_checkpoint(local_folder(options.folder), shape, options.output)
     print(f"{checkpoint}: {parameter_count(shape):,} parameters of a {shape.family} from {options.folder}")
+    return 0
+
+
+def _families(options: argparse.Namespace) -> int:
+    print(family_page(), end="")
     return 0
 
 
@@ -164,6 +170,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     importing.add_argument("output", type=Path, metavar="RUN", help="run folder to write; its step 0")
     importing.set_defaults(command=_import)
+    families = commands.add_parser("families", help="each family's tensors, ours and how they are cut")
+    families.set_defaults(command=_families)
     inspect = commands.add_parser(
         "inspect", help="names, shapes, layout, step and sizes; of a Hugging Face folder too"
     )
