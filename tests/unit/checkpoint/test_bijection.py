@@ -4,9 +4,11 @@ Each element of the folders read here is its own number, so that what a rank hol
 """
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from math import prod
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 import torch
@@ -25,6 +27,7 @@ from megalite.topology.state import NoOptimizer
 from tests.support.tiny import FAMILY_SHAPES
 from tests.unit.checkpoint.worlds import HeldStage, ThreadMesh, World, on_all_ranks
 
+T = TypeVar("T")
 LAYOUTS = {
     "tensor 2, data 2": (Layout(tensor=2, data=2), None),
     "pipeline 4": (Layout(pipeline=4), None),
@@ -66,8 +69,8 @@ def imported(world: World, folder: Path, mesh: ThreadMesh) -> HeldStage:
     return stage
 
 
-def on_every_rank(world: World, folder: Path) -> list[HeldStage]:
-    outcomes = on_all_ranks(world.layout, lambda mesh: imported(world, folder, mesh))
+def on_every_rank(layout: Layout, action: Callable[[ThreadMesh], T]) -> list[T]:
+    outcomes = on_all_ranks(layout, action)
     for outcome in outcomes:
         if isinstance(outcome, Exception):
             raise outcome
@@ -103,7 +106,8 @@ def test_every_element_of_the_folder_lands_exactly_once(tmp_path: Path, variant:
     save_file(source, tmp_path / "model.safetensors")
     total = sum(tensor.numel() for tensor in source.values())
     counts = torch.zeros(total, dtype=torch.long)
-    for stage in on_every_rank(World(shape, Layout(tensor=tensor)), tmp_path):
+    world = World(shape, Layout(tensor=tensor))
+    for stage in on_every_rank(world.layout, lambda mesh: imported(world, tmp_path, mesh)):
         held = torch.cat([values.flatten() for values in stage.tensors.values()])
         assert not held.isnan().any(), "a parameter was left unfilled"
         once = held.long().bincount(minlength=total)
@@ -131,7 +135,7 @@ def test_export_puts_every_element_back(tmp_path: Path, variant: str, layout: st
             config={},
         )
 
-    [checkpoint, *_] = on_all_ranks(world.layout, into_a_checkpoint)
+    [checkpoint, *_] = on_every_rank(world.layout, into_a_checkpoint)
     (tmp_path / "export").mkdir()
     with CheckpointReader(checkpoint) as reader:
         huggingface._write_weights(reader, tmp_path / "export", torch.float32, 10**9)
