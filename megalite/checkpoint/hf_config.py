@@ -11,8 +11,6 @@ from megalite.errors import CheckpointError
 from megalite.topology.families import FAMILIES, Family, inexpressible
 from megalite.topology.parameters import ModelShape
 
-_NO_DROPOUT = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
-
 
 def hf_config(shape: ModelShape, dtype: torch.dtype, token_ids: Mapping[str, int]) -> dict[str, Any]:
     """config.json for transformers 5 and, by the older names beside, for 4.
@@ -34,10 +32,12 @@ def hf_config(shape: ModelShape, dtype: torch.dtype, token_ids: Mapping[str, int
         "model_type": family.model_type,
         **{key: getattr(shape, name) for name, key in family.keys.items()},
         **{key: allowed[0] for key, allowed in family.required.items()},
+        **dict.fromkeys(family.dropouts, 0.0),
         **_of_family(shape, family),
-        # Without these keys transformers takes 1 and 2, or GPT-2's own.
+        # Without these keys transformers takes the family's own ids, be they in the vocabulary or not.
         "bos_token_id": None,
         "eos_token_id": None,
+        "pad_token_id": None,
         **token_ids,
         "dtype": dtype_name(dtype),
         "torch_dtype": dtype_name(dtype),
@@ -46,9 +46,9 @@ def hf_config(shape: ModelShape, dtype: torch.dtype, token_ids: Mapping[str, int
 
 
 def _of_family(shape: ModelShape, family: Family) -> dict[str, Any]:
-    if family.model_type == "gpt2":
-        return dict.fromkeys(_NO_DROPOUT, 0.0)
-    config: dict[str, Any] = {"attention_dropout": 0.0, **_rope(shape)}
+    if "position_embedding" in family.fixed:
+        return {}
+    config: dict[str, Any] = _rope(shape)
     if "attention_bias" in family.free:
         config["attention_bias"] = shape.attention_bias
     if "mlp_bias" in family.free:

@@ -14,7 +14,7 @@ from megalite.checkpoint.families import FamilyTensor, family_tensors
 from megalite.checkpoint.folder import write_durably
 from megalite.checkpoint.format import WEIGHT, Manifest, check_coverage
 from megalite.checkpoint.hf_config import hf_config
-from megalite.checkpoint.hf_files import INDEX, SINGLE
+from megalite.checkpoint.hf_files import SINGLE
 from megalite.checkpoint.model_card import is_our_card, model_card
 from megalite.checkpoint.parity import Comparison, compare_with_transformers
 from megalite.checkpoint.tensor_file import (
@@ -24,6 +24,7 @@ from megalite.checkpoint.tensor_file import (
     full_box,
     write_tensor_file,
 )
+from megalite.config.hub import INDEX
 from megalite.data.tokenizer import Tokenizer, copy_tokenizer, load_tokenizer, save_tokenizer
 from megalite.errors import CheckpointError
 

@@ -6,12 +6,14 @@ from collections.abc import Callable, Sequence
 from math import prod
 from pathlib import Path
 
+from megalite.checkpoint.family_table import family_page
 from megalite.checkpoint.folder import find_checkpoint, find_tokenizer, require_whole
 from megalite.checkpoint.format import MANIFEST, WEIGHT, Manifest, check_coverage
 from megalite.checkpoint.hf_files import headers, is_folder_of_weights
 from megalite.checkpoint.megatron_folder import is_megatron_folder
 from megalite.checkpoint.strict_json import parse
-from megalite.checkpoint.universal_folder import find_config, find_universal
+from megalite.checkpoint.universal_folder import find_universal
+from megalite.cli.convert_import import add_import
 from megalite.errors import CheckpointError
 from megalite.topology.state import EMA, MASTER
 
@@ -19,7 +21,7 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 def run(arguments: Sequence[str]) -> int:
-    """`megalite convert export|import|inspect`; the exit code. Raises CheckpointError, DataError, ConfigError."""
+    """`megalite convert COMMAND`; the exit code. Raises CheckpointError, DataError, ConfigError."""
     options = _parser().parse_args(arguments)
     command: Callable[[argparse.Namespace], int] = options.command
     return command(options)
@@ -59,52 +61,8 @@ def _universal(options: argparse.Namespace) -> int:
     return 0
 
 
-def _import(options: argparse.Namespace) -> int:
-    if is_megatron_folder(options.folder):
-        return _import_megatron(options)
-    if options.vocab_size is not None:
-        raise CheckpointError(f"--vocab-size is for Megatron-LM checkpoints, and {options.folder} is none")
-    from megalite.config.huggingface import shape_of_folder
-    from megalite.topology.parameters import parameter_count
-
-    if (universal := find_universal(options.folder)) is not None:
-        return _import_universal(options, universal)
-    shape = shape_of_folder(options.hf_config or options.folder)
-    from megalite.checkpoint.hf_import import import_checkpoint
-
-    checkpoint = import_checkpoint(options.folder, shape, options.output)
-    print(f"{checkpoint}: {parameter_count(shape):,} parameters of a {shape.family} from {options.folder}")
-    return 0
-
-
-def _import_universal(options: argparse.Namespace, universal: Path) -> int:
-    from megalite.config.huggingface import shape_of_folder
-
-    if (hf_config := options.hf_config or find_config(universal)) is None:
-        raise CheckpointError(
-            f"{universal} does not say which model it is of; name its config.json with --hf-config"
-        )
-    shape = shape_of_folder(hf_config)
-    from megalite.checkpoint.universal_import import import_universal
-
-    checkpoint = import_universal(universal, shape, hf_config, options.output)
-    settings = require_whole(checkpoint).config["optimizer"].items()
-    print(f"{checkpoint}: weights and AdamW's state of a {shape.family} from {universal}")
-    print("trained with " + ", ".join(f"optimizer.{name} = {value}" for name, value in settings))
-    return 0
-
-
-def _import_megatron(options: argparse.Namespace) -> int:
-    from megalite.checkpoint.megatron_import import import_megatron
-    from megalite.topology.parameters import parameter_count
-
-    done = import_megatron(options.folder, options.output, options.vocab_size)
-    count, kind = parameter_count(done.shape), str(done.dtype).removeprefix("torch.")
-    print(
-        f"{done.checkpoint}: {count:,} parameters of {kind}, iteration {done.iteration} of {options.folder}"
-    )
-    for note in done.notes:
-        print(f"  {note}")
+def _families(options: argparse.Namespace) -> int:
+    print(family_page(), end="")
     return 0
 
 
@@ -226,30 +184,9 @@ def _parser() -> argparse.ArgumentParser:
         help="folder for engine.load_checkpoint; an earlier one is replaced",
     )
     universal.set_defaults(command=_universal)
-    importing = commands.add_parser(
-        "import",
-        help="write a Hugging Face folder, Megatron-LM or DeepSpeed universal checkpoint as one of ours",
-    )
-    importing.add_argument(
-        "folder",
-        type=Path,
-        metavar="FOLDER",
-        help="config.json and safetensors files, mp_rank_* folders of --ckpt-format torch, or a universal folder",
-    )
-    importing.add_argument("output", type=Path, metavar="RUN", help="run folder to write")
-    importing.add_argument(
-        "--hf-config",
-        type=Path,
-        metavar="PATH",
-        help="the model's config.json or its folder, where a universal folder has none",
-    )
-    importing.add_argument(
-        "--vocab-size",
-        type=int,
-        metavar="TOKENS",
-        help="the tokenizer's size, where a Megatron-LM checkpoint's table is padded and does not say it",
-    )
-    importing.set_defaults(command=_import)
+    add_import(commands)
+    families = commands.add_parser("families", help="each family's tensors, ours and how they are cut")
+    families.set_defaults(command=_families)
     inspect = commands.add_parser(
         "inspect",
         help="names, shapes, layout, step and sizes; of Hugging Face, Megatron-LM and universal folders too",

@@ -8,9 +8,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from megalite.config.draft import Draft
+from megalite.config.hub import HubName, fetch_description
 from megalite.config.schema import ModelConfig
 from megalite.config.toml import shown
-from megalite.errors import ConfigError, Problem
+from megalite.errors import CheckpointError, ConfigError, Problem
 from megalite.topology.families import FAMILIES, Family
 from megalite.topology.parameters import ModelShape
 
@@ -33,13 +34,16 @@ def apply_hf_config(draft: Draft) -> None:
         given, named_by = draft.section("model").get("weights"), "model.weights"
     if given is None:
         return
-    path = Path(str(given))
     try:
-        path = path.expanduser()
+        path = _here(draft, str(given), named_by).expanduser()
         path = path / "config.json" if path.is_dir() else path
         found = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(found, dict):
             raise ValueError("holds no JSON object")
+    except CheckpointError as error:
+        draft.problem(named_by, str(error))
+        draft.incomplete.add("model")
+        return
     except (OSError, ValueError, RuntimeError) as error:
         reason = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
         draft.problem(named_by, f'"{given}" cannot be read: {reason}', "name a config.json or its folder")
@@ -62,9 +66,23 @@ def apply_hf_config(draft: Draft) -> None:
     draft.set_behind("model", {"family": family.model_type, **shape}, str(path), named_by=named_by)
 
 
-def shape_of_folder(folder: Path) -> ModelShape:
-    """The shape that a Hugging Face folder's config.json gives; raises ConfigError when it is not built."""
-    draft = Draft(str(folder), {"model": {"hf_config": str(folder)}})
+def _here(draft: Draft, given: str, named_by: str) -> Path:
+    """Where on this machine it is. A name of the Hub is fetched, and weights are from then on those of its commit."""
+    name = HubName.of(given)
+    if name is None:
+        return Path(given)
+    folder = fetch_description(name)
+    if named_by != _KEY:
+        draft.set("model", "weights", str(name.at(folder)), draft.origin(named_by))
+    return folder
+
+
+def shape_of_folder(folder: str) -> ModelShape:
+    """The shape that the config.json of a Hugging Face folder, here or of the Hub, gives.
+
+    Raises ConfigError when it is not built.
+    """
+    draft = Draft(folder, {"model": {"hf_config": folder}})
     apply_hf_config(draft)
     try:
         model = ModelConfig(**draft.section("model")) if not draft.problems else None
@@ -86,16 +104,26 @@ def _unsupported(family: Family, found: Mapping[str, Any], path: Path, named_by:
         if name in found and found[name] not in allowed:
             words = " or ".join(map(shown, allowed))
             yield Problem(named_by, f"{path} has {name} = {shown(found[name])}", f"only {words} is built")
-    kind = _rope_of(found).get("rope_type", _rope_of(found).get("type", "default"))
-    if kind not in _ROPE_TYPES:
-        words = ", ".join(map(shown, _ROPE_TYPES))
-        yield Problem(named_by, f"{path} scales its rotary frequencies ({shown(kind)})", f"{words} are built")
-    elif _rope_of(found).get("partial_rotary_factor", 1.0) != 1.0:
-        yield Problem(named_by, f"{path} rotates a part of each head", "only whole heads are built")
+    yield from _unsupported_rope(family, found, path, named_by)
     if _sliding_from(family, found) is None:
         yield Problem(
             named_by, f"{path} mixes layer_types", "sliding_attention may only follow after full_attention"
         )
+
+
+def _unsupported_rope(
+    family: Family, found: Mapping[str, Any], path: Path, named_by: str
+) -> Iterator[Problem]:
+    rope = _rope_of(found)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    built = _rope_types(family)
+    if kind not in built:
+        words = f"{', '.join(map(shown, built))} {'are' if len(built) > 1 else 'is'} built"
+        if kind in ("longrope", "su"):
+            words += "; longrope's change with the longest sequence of a batch"
+        yield Problem(named_by, f"{path} scales its rotary frequencies ({shown(kind)})", words)
+    elif (rope.get("partial_rotary_factor") or found.get("partial_rotary_factor") or 1.0) != 1.0:
+        yield Problem(named_by, f"{path} rotates a part of each head", "only whole heads are built")
 
 
 def _biases(family: Family, found: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,10 +141,15 @@ def _rope(family: Family, found: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     rope = _rope_of(found)
     kind = rope.get("rope_type", rope.get("type", "default"))
-    read: dict[str, Any] = {"rope_type": kind} if kind in _ROPE_TYPES and kind != "default" else {}
-    read |= {_ROPE[key]: rope[key] for key in _ROPE_TYPES.get(kind, ()) if key in rope}
+    types = _rope_types(family)
+    read: dict[str, Any] = {"rope_type": kind} if kind in types and kind != "default" else {}
+    read |= {_ROPE[key]: rope[key] for key in types.get(kind, ()) if key in rope}
     theta = rope.get("rope_theta", found.get("rope_theta"))
     return read if theta is None else {**read, "rope_theta": theta}
+
+
+def _rope_types(family: Family) -> Mapping[str, tuple[str, ...]]:
+    return _ROPE_TYPES if "rope_scaling" in family.free else {"default": ()}
 
 
 def _rope_of(found: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -24,6 +24,8 @@ _MISTRAL = {"family": "mistral", "vocab_size": 32000}
 _QWEN = {"vocab_size": 151936, "rope_theta": 1000000.0, "rms_norm_eps": 1e-6}
 _QWEN_25 = {"family": "qwen2", **_QWEN}
 _QWEN_3 = {"family": "qwen3", **_QWEN, "head_dim": 128}
+_PHI_3 = {"family": "phi3", "vocab_size": 32064, "sliding_window": 2047}
+_PHI_4 = {"family": "phi3", "vocab_size": 100352, "rope_theta": 250000.0}
 _TIED = {"tie_word_embeddings": True}
 
 _SHAPES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
@@ -58,6 +60,9 @@ _SHAPES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "qwen3-1.7b": ((2048, 6144, 28, 16, 8, 40960), {**_QWEN_3, **_TIED}),
     "qwen3-4b": ((2560, 9728, 36, 32, 8, 40960), {**_QWEN_3, **_TIED}),
     "qwen3-8b": ((4096, 12288, 36, 32, 8, 40960), _QWEN_3),
+    "phi-3-mini-4k": ((3072, 8192, 32, 32, 32, 4096), _PHI_3),
+    "phi-3-medium-4k": ((5120, 17920, 40, 40, 10, 4096), _PHI_3),
+    "phi-4": ((5120, 17920, 40, 40, 10, 16384), _PHI_4),
     "tinyllama-1.1b": ((2048, 5632, 22, 32, 4, 2048), {"vocab_size": 32000}),
     "smollm2-135m": (
         (576, 1536, 30, 9, 3, 8192),

@@ -49,12 +49,14 @@ class ModelConfig(Section):
         description="a shape by name; keys beside it take precedence, but a flag's preset over a file's keys",
     )
     hf_config: Text | None = Field(
-        None, description="a Hugging Face config.json (or its folder) to take the shape from, likewise"
+        None,
+        description="a Hugging Face config.json, its folder or Hub name to take the shape from, likewise",
     )
     weights: Text | None = Field(
-        None, description="a Hugging Face folder to start from: its weights, and its shape as of hf_config"
+        None,
+        description="a Hugging Face folder, or org/name[@revision] of its Hub, to start from; its shape too",
     )
-    family: Literal["llama", "mistral", "qwen2", "qwen3", "gpt2"] = Field(
+    family: Literal["llama", "mistral", "qwen2", "qwen3", "phi3", "gpt2"] = Field(
         "llama", description="architecture, and whose files an export is written as"
     )
     vocab_size: Count | Literal["auto"] = Field(

@@ -32,6 +32,7 @@ class Family:
     fixed: ModelShape fields that differ from Llama's and cannot be chosen in this family.
     free: fields beyond the sizes that can; all others have ModelShape's defaults.
     required: keys of config.json that switch on what is not built here, with the values that leave it out.
+    dropouts: keys of config.json for shares that a run drops by settings of its own.
     """
 
     model_type: str
@@ -40,6 +41,7 @@ class Family:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     free: tuple[str, ...] = ()
     required: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    dropouts: tuple[str, ...] = ("attention_dropout",)
 
 
 _SILU = {"hidden_act": ("silu",)}
@@ -67,6 +69,13 @@ FAMILIES = {
         fixed={"qk_norm": True},
         free=(*_SLIDING, "attention_bias", "attention_output_bias"),
         required=_SILU,
+    ),
+    "phi3": Family(
+        "phi3",
+        "Phi3ForCausalLM",
+        free=("rope_theta", "sliding_window"),
+        required=_SILU,
+        dropouts=("attention_dropout", "resid_pdrop", "embd_pdrop"),
     ),
     "gpt2": Family(
         "gpt2",
@@ -98,6 +107,7 @@ FAMILIES = {
             "reorder_and_upcast_attn": (False,),
             "add_cross_attention": (False,),
         },
+        dropouts=("resid_pdrop", "embd_pdrop", "attn_pdrop"),
     ),
 }
 

@@ -29,7 +29,12 @@ from unittest.mock import patch
 
 ROOT = Path(__file__).parents[2]
 # DeepSpeed's engine imports inductor when it is first made, a second a process; this makes the server do it once.
-PRELOADED = ["pytest", "torch.distributed.pipelining", "torch._inductor.compile_fx", "megalite.train.deepspeed"]
+PRELOADED = [
+    "pytest",
+    "torch.distributed.pipelining",
+    "torch._inductor.compile_fx",
+    "megalite.train.deepspeed",
+]
 START_SECONDS = 120
 # How long the others may still take once one rank has failed; most notice within half a second.
 GRACE_SECONDS = 5.0

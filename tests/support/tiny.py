@@ -47,6 +47,7 @@ FAMILY_SHAPES = {
     "qwen2 tied": _of("qwen2", tie_word_embeddings=True),
     "qwen3": _of("qwen3", tie_word_embeddings=True),
     "qwen3 with biases": _of("qwen3", attention_bias=True, attention_output_bias=True),
+    "phi3": _of("phi3", rope_theta=500.0, sliding_window=5),
     "gpt2": _of("gpt2", num_key_value_heads=8, tie_word_embeddings=True),
     "gpt2 untied": _of("gpt2", num_key_value_heads=8),
 }

@@ -2,12 +2,15 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from megalite.checkpoint.families import family_tensors
+from megalite.checkpoint.family_table import family_page
 from megalite.checkpoint.hf_config import hf_config
+from megalite.cli import convert
 from megalite.config.load import load_config
 from megalite.errors import CheckpointError
 from megalite.topology.families import FAMILIES
@@ -65,6 +68,8 @@ def read(folder) -> ModelShape:
         ("llama", {"attention_bias": True}, "model.attention_output_bias = False (llama has True)"),
         ("mistral", {"qk_norm": True}, "model.qk_norm = True (mistral has False)"),
         ("gpt2", {"num_key_value_heads": 4}, "model.num_key_value_heads = 4 (gpt2 has 8)"),
+        ("phi3", {"rope_scaling": RopeScaling("linear", 2.0)}, "model.rope_scaling = {"),
+        ("phi3", {"attention_bias": True}, "model.attention_bias = True (phi3 has False)"),
         (
             "gpt2",
             {"rope_scaling": RopeScaling("linear", 2.0)},
@@ -77,6 +82,35 @@ def test_what_a_family_cannot_express_is_refused_by_name(family, change, named):
     with pytest.raises(CheckpointError) as refused:
         hf_config(shape, torch.float32, {})
     assert named in str(refused.value)
+
+
+def test_the_page_of_all_tensors_is_that_of_the_code(capsys):
+    assert convert.run(["families"]) == 0
+    page = capsys.readouterr().out
+    assert (Path(__file__).parents[3] / "docs" / "families.md").read_text() == page, (
+        "write it anew: megalite convert families > docs/families.md"
+    )
+    assert [line for line in page.splitlines() if line.startswith("## ")] == [
+        f"## {family.architecture.split('For')[0].removesuffix('LMHeadModel')}"
+        for family in FAMILIES.values()
+    ]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "| `lm_head.weight` | V x H | the same | rows | untied |",
+        "| `model.layers.*.self_attn.k_proj.bias` | K D | the same | rows, by key-value heads | `attention_bias` |",
+        "| `model.layers.*.self_attn.o_proj.weight` | H x N D | the same | columns | always |",
+        "| `model.layers.*.self_attn.qkv_proj.weight` | (N D + 2 K D) x H |"
+        " `model.layers.*.self_attn.{q, k, v}_proj.weight` | rows, by query heads; rows, by key-value heads | always |",
+        "| `transformer.h.*.mlp.c_proj.weight` | F x H | `model.layers.*.mlp.down_proj.weight`, transposed |"
+        " columns | always |",
+        "| `transformer.wpe.weight` | P x H | `model.embed_positions.weight` | whole on every rank | always |",
+    ],
+)
+def test_lines_of_the_page(line):
+    assert line in family_page().splitlines()
 
 
 def test_every_family_has_a_tiny_shape():

@@ -273,6 +273,9 @@ PARAMETERS = {
     "qwen3-1.7b": 1_720_574_976,
     "qwen3-4b": 4_022_468_096,
     "qwen3-8b": 8_190_735_360,
+    "phi-3-mini-4k": 3_821_079_552,
+    "phi-3-medium-4k": 13_960_238_080,
+    "phi-4": 14_659_507_200,
     "tinyllama-1.1b": 1_100_048_384,
     "smollm2-135m": 134_515_008,
     # With a vocabulary of 16384.
@@ -355,6 +358,15 @@ def test_a_hugging_face_config_is_a_shape(tmp_path: Path, rope: dict[str, Any], 
             {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
             "rotates a part of each head",
         ),
+        ({"model_type": "phi3", "partial_rotary_factor": 0.75}, "rotates a part of each head"),
+        (
+            {"model_type": "phi3", "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4}},
+            'rotary frequencies ("longrope"); "default" is built; longrope\'s change with the longest sequence',
+        ),
+        (
+            {"model_type": "phi3", "rope_scaling": {"type": "linear", "factor": 2}},
+            'rotary frequencies ("linear"); "default" is built',
+        ),
         (
             {"model_type": "qwen2", "layer_types": ["sliding_attention", *["full_attention"] * 3]},
             "mixes layer_types",
@@ -366,6 +378,39 @@ def test_a_shape_that_is_not_built_is_said(tmp_path: Path, changes: dict[str, An
     (tmp_path / "config.json").write_text(json.dumps(HF_CONFIG | changes))
     [found] = problems(tmp_path, WITHOUT_SHAPE | {"model.hf_config": "config.json"})
     assert said in str(found)
+
+
+PHI_3 = {
+    "architectures": ["Phi3ForCausalLM"],
+    "auto_map": {"AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"},
+    "attention_bias": False,
+    "embd_pdrop": 0.0,
+    "hidden_act": "silu",
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 4096,
+    "model_type": "phi3",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "original_max_position_embeddings": 4096,
+    "pad_token_id": 32000,
+    "resid_pdrop": 0.0,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 10000.0,
+    "sliding_window": 2047,
+    "tie_word_embeddings": False,
+    "vocab_size": 32064,
+}
+
+
+def test_a_published_configuration_is_the_preset_of_its_name(tmp_path: Path) -> None:
+    """That of Phi-3-mini-4k-instruct; it names code of its own, which nobody runs."""
+    (tmp_path / "config.json").write_text(json.dumps(PHI_3))
+    read = load(tmp_path, WITHOUT_SHAPE | {"model.hf_config": "config.json"})
+    preset = load(tmp_path, WITHOUT_SHAPE | {"model.preset": "phi-3-mini-4k"})
+    assert read.config.model == preset.config.model
 
 
 def test_the_shape_of_real_weights(tmp_path: Path, shared_data: Path) -> None:
