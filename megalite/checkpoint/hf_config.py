@@ -35,9 +35,10 @@ def hf_config(shape: ModelShape, dtype: torch.dtype, token_ids: Mapping[str, int
         **{key: getattr(shape, name) for name, key in family.keys.items()},
         **{key: allowed[0] for key, allowed in family.required.items()},
         **_of_family(shape, family),
-        # Without these keys transformers takes 1 and 2, or GPT-2's own.
+        # Without these keys transformers takes 1 and 2, or GPT-2's own; Gemma's padding would get no gradient.
         "bos_token_id": None,
         "eos_token_id": None,
+        "pad_token_id": None,
         **token_ids,
         "dtype": dtype_name(dtype),
         "torch_dtype": dtype_name(dtype),
@@ -55,10 +56,13 @@ def _of_family(shape: ModelShape, family: Family) -> dict[str, Any]:
         config["mlp_bias"] = shape.mlp_bias
     if "sliding_window" in family.free:
         config["sliding_window"] = shape.sliding_window
+    if "query_pre_attn_scalar" in family.free:
+        config["query_pre_attn_scalar"] = shape.query_pre_attn_scalar or shape.head_dim
     if "full_attention_layers" in family.free:
-        sliding = shape.sliding_window is not None
-        config["use_sliding_window"] = sliding
-        config["max_window_layers"] = shape.full_attention_layers if sliding else shape.num_hidden_layers
+        if "full_attention_every" not in family.free:
+            sliding = shape.sliding_window is not None
+            config["use_sliding_window"] = sliding
+            config["max_window_layers"] = shape.full_attention_layers if sliding else shape.num_hidden_layers
         config["layer_types"] = [
             "full_attention" if shape.window_of(layer) is None else "sliding_attention"
             for layer in range(shape.num_hidden_layers)

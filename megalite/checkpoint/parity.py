@@ -22,7 +22,8 @@ from megalite.checkpoint.tensor_file import CheckpointReader, full_box
 from megalite.errors import CheckpointError
 from megalite.model.norms import build_norm
 from megalite.model.rope import rotary_embedding
-from megalite.model.transformer import DecoderLayer
+from megalite.model.transformer import DecoderLayer, embedding_scale
+from megalite.ops.softcap import soft_capped
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.parameters import (
     EMBEDDING,
@@ -97,7 +98,7 @@ class _Parity:
         """The input's hidden states [B, S, H]; every row of the tables is compared, not only the rows used."""
         table = self.ours(EMBEDDING)
         pairs = [(table[rows], self.files.rows(self.theirs[EMBEDDING], rows)) for rows in self._vocabulary()]
-        hidden_states = F.embedding(self.input_ids, table)
+        hidden_states = F.embedding(self.input_ids, table) * embedding_scale(self.shape, torch.float32)
         if POSITIONS in self.names:
             positions = self.ours(POSITIONS)
             pairs.append((positions, self.files.tensor(self.theirs[POSITIONS])))
@@ -144,7 +145,8 @@ class _Parity:
             for rows in self._vocabulary():
                 ours = F.linear(hidden_states, table[rows])
                 if self.whole_fits:
-                    kept.append(ours)
+                    cap = self.shape.final_logit_softcapping
+                    kept.append(ours if cap is None else soft_capped(ours, cap))
                 yield ours, F.linear(hidden_states, self.files.rows(name, rows))
 
         comparison = _accepted(_compare("head", pairs()))

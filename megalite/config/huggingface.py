@@ -51,6 +51,7 @@ def apply_hf_config(draft: Draft) -> None:
         draft.problem(named_by, f"{path} is of model_type {kind}", f"{', '.join(FAMILIES)} are built")
         draft.incomplete.add("model")
         return
+    found = {**family.absent, **found}
     draft.problems += _unsupported(family, found, path, named_by)
     shape = {field: found[key] for field, key in family.keys.items() if found.get(key) is not None}
     shape |= _biases(family, found) | _rope(family, found) | _window(family, found)
@@ -92,10 +93,11 @@ def _unsupported(family: Family, found: Mapping[str, Any], path: Path, named_by:
         yield Problem(named_by, f"{path} scales its rotary frequencies ({shown(kind)})", f"{words} are built")
     elif _rope_of(found).get("partial_rotary_factor", 1.0) != 1.0:
         yield Problem(named_by, f"{path} rotates a part of each head", "only whole heads are built")
-    if _sliding_from(family, found) is None:
-        yield Problem(
-            named_by, f"{path} mixes layer_types", "sliding_attention may only follow after full_attention"
-        )
+    if _full_layers(family, found) is None:
+        remedy = "sliding_attention may only follow after full_attention"
+        if "full_attention_every" in family.free:
+            remedy += ", with every so manieth layer full_attention again"
+        yield Problem(named_by, f"{path} mixes layer_types", remedy)
 
 
 def _biases(family: Family, found: Mapping[str, Any]) -> dict[str, Any]:
@@ -129,21 +131,30 @@ def _window(family: Family, found: Mapping[str, Any]) -> dict[str, Any]:
     window = found.get("sliding_window")
     if "sliding_window" not in family.free or window is None:
         return {}
-    first = _sliding_from(family, found)
     layers = found.get("num_hidden_layers", 0)
-    if first is None or first >= layers:
+    first, every = _full_layers(family, found) or (layers, 0)
+    if first >= layers:
         return {}
-    return {"sliding_window": window, **({"full_attention_layers": first} if first else {})}
+    given = {"sliding_window": window, "full_attention_layers": first, "full_attention_every": every}
+    return {name: value for name, value in given.items() if value}
 
 
-def _sliding_from(family: Family, found: Mapping[str, Any]) -> int | None:
-    """The first layer that the sliding window is for (the number of layers: none); None where they are mixed."""
+def _full_layers(family: Family, found: Mapping[str, Any]) -> tuple[int, int] | None:
+    """full_attention_layers and full_attention_every; None where they cannot say which layers have the window."""
     layers: int = found.get("num_hidden_layers", 0)
     if "full_attention_layers" not in family.free:
-        return 0
+        return 0, 0
     kinds = found.get("layer_types")
-    if isinstance(kinds, list):
-        first = kinds.index("sliding_attention") if "sliding_attention" in kinds else layers
-        expected = ["full_attention"] * first + ["sliding_attention"] * (layers - first)
-        return first if kinds == expected else None
-    return found.get("max_window_layers", 28) if found.get("use_sliding_window", False) else layers
+    if not isinstance(kinds, list):
+        if "full_attention_every" in family.free:
+            return 0, found.get("sliding_window_pattern", 0)
+        return (found.get("max_window_layers", 28) if found.get("use_sliding_window", False) else layers), 0
+    first = kinds.index("sliding_attention") if "sliding_attention" in kinds else layers
+    every = 0
+    if "full_attention_every" in family.free and "full_attention" in kinds[first:]:
+        every = kinds.index("full_attention", first) + 1
+    for layer, kind in enumerate(kinds):
+        full = layer < first or (every and (layer + 1) % every == 0)
+        if kind != ("full_attention" if full else "sliding_attention"):
+            return None
+    return (first, every) if len(kinds) == layers else None

@@ -49,6 +49,17 @@ FAMILY_SHAPES = {
     "qwen3 with biases": _of("qwen3", attention_bias=True, attention_output_bias=True),
     "gpt2": _of("gpt2", num_key_value_heads=8, tie_word_embeddings=True),
     "gpt2 untied": _of("gpt2", num_key_value_heads=8),
+    "gemma": _of("gemma", tie_word_embeddings=True, attention_bias=True, attention_output_bias=True),
+    "gemma2": _of(
+        "gemma2",
+        tie_word_embeddings=True,
+        sliding_window=5,
+        full_attention_every=2,
+        query_pre_attn_scalar=13,
+        attn_logit_softcapping=1.5,
+        final_logit_softcapping=0.75,
+    ),
+    "gemma2 without caps": _of("gemma2", tie_word_embeddings=True, query_pre_attn_scalar=6, sliding_window=4),
 }
 
 
