@@ -50,6 +50,14 @@ def _of_family(shape: ModelShape, family: Family) -> dict[str, Any]:
     if family.model_type == "gpt2":
         return dict.fromkeys(_NO_DROPOUT, 0.0)
     config: dict[str, Any] = {"attention_dropout": 0.0, **_rope(shape)}
+    if "rope_local_base_freq" in family.free:
+        local = shape.rope_local_base_freq or shape.rope_theta
+        of_windows = {"rope_type": "default", "rope_theta": local}
+        config["rope_local_base_freq"] = local
+        config["rope_parameters"] = {
+            "full_attention": config["rope_parameters"],
+            "sliding_attention": of_windows,
+        }
     if "attention_bias" in family.free:
         config["attention_bias"] = shape.attention_bias
     if "mlp_bias" in family.free:

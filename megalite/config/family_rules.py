@@ -23,6 +23,7 @@ _OF_THE_SHAPE = (
     "query_pre_attn_scalar",
     "attn_logit_softcapping",
     "final_logit_softcapping",
+    "rope_local_base_freq",
     "tie_word_embeddings",
 )
 _ROPE_SETTINGS = ("rope_factor", "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_positions")
@@ -60,8 +61,8 @@ def window_leaves_layers(facts: Facts) -> Iterator[Problem]:
     first, layers = facts.model.full_attention_layers, facts.model.num_hidden_layers
     every = facts.model.full_attention_every
     if facts.model.sliding_window is None:
-        for name, value in (("full_attention_layers", first), ("full_attention_every", every)):
-            if value:
+        for name in ("full_attention_layers", "full_attention_every", "rope_local_base_freq"):
+            if value := getattr(facts.model, name):
                 message = f"{value} has no meaning without model.sliding_window"
                 yield Problem(f"model.{name}", message, "set the window, or take it out")
     elif first >= layers:

@@ -22,6 +22,9 @@ _ROPE = {
     "high_freq_factor": "rope_high_freq_factor",
     "original_max_position_embeddings": "rope_original_positions",
 }
+_ELSEWHERE = {
+    "gemma3": "it reads images too, which is not built: use a folder of its language model alone (gemma3_text)"
+}
 _ROPE_TYPES = {"default": (), "linear": ("factor",), "llama3": tuple(_ROPE)}
 
 
@@ -48,7 +51,8 @@ def apply_hf_config(draft: Draft) -> None:
     family = FAMILIES.get(str(found.get("model_type")))
     if family is None:
         kind = shown(found.get("model_type"))
-        draft.problem(named_by, f"{path} is of model_type {kind}", f"{', '.join(FAMILIES)} are built")
+        remedy = _ELSEWHERE.get(str(found.get("model_type")), f"{', '.join(FAMILIES)} are built")
+        draft.problem(named_by, f"{path} is of model_type {kind}", remedy)
         draft.incomplete.add("model")
         return
     found = {**family.absent, **found}
@@ -88,6 +92,10 @@ def _unsupported(family: Family, found: Mapping[str, Any], path: Path, named_by:
             words = " or ".join(map(shown, allowed))
             yield Problem(named_by, f"{path} has {name} = {shown(found[name])}", f"only {words} is built")
     kind = _rope_of(found).get("rope_type", _rope_of(found).get("type", "default"))
+    local = _local_rope_of(found).get("rope_type", "default")
+    if local != "default":
+        message = f"{path} scales the rotary frequencies of layers with a window ({shown(local)})"
+        yield Problem(named_by, message, 'only "default" is built')
     if kind not in _ROPE_TYPES:
         words = ", ".join(map(shown, _ROPE_TYPES))
         yield Problem(named_by, f"{path} scales its rotary frequencies ({shown(kind)})", f"{words} are built")
@@ -117,14 +125,25 @@ def _rope(family: Family, found: Mapping[str, Any]) -> dict[str, Any]:
     kind = rope.get("rope_type", rope.get("type", "default"))
     read: dict[str, Any] = {"rope_type": kind} if kind in _ROPE_TYPES and kind != "default" else {}
     read |= {_ROPE[key]: rope[key] for key in _ROPE_TYPES.get(kind, ()) if key in rope}
-    theta = rope.get("rope_theta", found.get("rope_theta"))
-    return read if theta is None else {**read, "rope_theta": theta}
+    read["rope_theta"] = rope.get("rope_theta", found.get("rope_theta"))
+    if "rope_local_base_freq" in family.free:
+        local = _local_rope_of(found).get("rope_theta", found.get("rope_local_base_freq"))
+        read["rope_local_base_freq"] = local
+    return {name: value for name, value in read.items() if value is not None}
 
 
 def _rope_of(found: Mapping[str, Any]) -> Mapping[str, Any]:
     """rope_parameters of transformers 5, or rope_scaling of 4."""
     rope = found.get("rope_parameters") or found.get("rope_scaling") or {}
+    rope = rope.get("full_attention", rope) if isinstance(rope, Mapping) else {}
     return rope if isinstance(rope, Mapping) else {}
+
+
+def _local_rope_of(found: Mapping[str, Any]) -> Mapping[str, Any]:
+    """rope_parameters of layers with a window, where they have their own."""
+    rope = found.get("rope_parameters")
+    local = rope.get("sliding_attention") if isinstance(rope, Mapping) else None
+    return local if isinstance(local, Mapping) else {}
 
 
 def _window(family: Family, found: Mapping[str, Any]) -> dict[str, Any]:

@@ -35,6 +35,16 @@ _GEMMA_2 = {
     "attn_logit_softcapping": 50.0,
     "final_logit_softcapping": 30.0,
 }
+_GEMMA_3 = {
+    **_GEMMA,
+    "family": "gemma3_text",
+    "vocab_size": 262144,
+    "sliding_window": 512,
+    "full_attention_every": 6,
+    "query_pre_attn_scalar": 256,
+    "rope_theta": 1000000.0,
+    "rope_local_base_freq": 10000.0,
+}
 
 _SHAPES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     # With a vocabulary of 16k they have about 3, 17, 98 and 300 million parameters.
@@ -76,6 +86,8 @@ _SHAPES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
         (4608, 36864, 46, 32, 16, 8192),
         {**_GEMMA_2, "head_dim": 128, "query_pre_attn_scalar": 144},
     ),
+    "gemma-3-270m": ((640, 2048, 18, 4, 1, 32768), _GEMMA_3),
+    "gemma-3-1b": ((1152, 6912, 26, 4, 1, 32768), _GEMMA_3),
     "tinyllama-1.1b": ((2048, 5632, 22, 32, 4, 2048), {"vocab_size": 32000}),
     "smollm2-135m": (
         (576, 1536, 30, 9, 3, 8192),

@@ -52,7 +52,7 @@ class ModelConfig(Section):
     weights: Text | None = Field(
         None, description="a Hugging Face folder to start from: its weights, and its shape as of hf_config"
     )
-    family: Literal["llama", "mistral", "qwen2", "qwen3", "gpt2", "gemma", "gemma2"] = Field(
+    family: Literal["llama", "mistral", "qwen2", "qwen3", "gpt2", "gemma", "gemma2", "gemma3_text"] = Field(
         "llama", description="architecture, and whose files an export is written as"
     )
     vocab_size: Count | Literal["auto"] = Field(
@@ -75,9 +75,7 @@ class ModelConfig(Section):
     )
     mlp_bias: bool | None = Field(None, description="of the MLP's projections; default: the family's")
     norm_placement: Literal["pre", "post", "sandwich"] | None = Field(
-        None,
-        description="norms before a block, after its residual sum, or before and after it; "
-        "default: the family's, and no other can be exported",
+        None, description="norms before a block, after its sum, or around it; default: the family's"
     )
     sliding_window: Count | None = Field(None, description="keys that a token sees, itself included")
     full_attention_layers: int = Field(
@@ -95,6 +93,11 @@ class ModelConfig(Section):
     final_logit_softcapping: float | None = Field(None, gt=0, description="the same of logits; Gemma 2's 30")
     rope_type: Literal["default", "linear", "llama3"] = Field(
         "default", description="how rotary frequencies are scaled for longer sequences"
+    )
+    rope_local_base_freq: float | None = Field(
+        None,
+        gt=0,
+        description="rope_theta of layers with a window, unscaled (Gemma 3: 10000); default: the same",
     )
     rope_factor: float = Field(1.0, ge=1, description="by how much, for linear and llama3")
     rope_low_freq_factor: float = Field(1.0, gt=0, description="llama3's")
@@ -130,14 +133,9 @@ class ModelConfig(Section):
     def _rope_scaling(self) -> RopeScaling | None:
         if self.rope_type == "default":
             return None
-        if self.rope_type == "linear":
-            return RopeScaling("linear", self.rope_factor)
+        of_llama3 = (self.rope_low_freq_factor, self.rope_high_freq_factor, self.rope_original_positions)
         return RopeScaling(
-            "llama3",
-            self.rope_factor,
-            self.rope_low_freq_factor,
-            self.rope_high_freq_factor,
-            self.rope_original_positions,
+            self.rope_type, self.rope_factor, *(of_llama3 if self.rope_type == "llama3" else ())
         )
 
 

@@ -18,7 +18,7 @@ from megalite.model.mlp import build_mlp
 from megalite.model.norms import build_norm
 from megalite.model.options import PLAIN, ModelOptions, RecomputeMode
 from megalite.model.recompute import recomputed
-from megalite.model.rope import Rotation, rotary_embedding
+from megalite.model.rope import LayerRotations, Rotation
 from megalite.ops.attention import (
     Documents,
     causal_attention,
@@ -284,9 +284,10 @@ class Chunk(nn.Module):
             hidden_states = self._embed(inputs, position_ids)
             if places is not None:
                 hidden_states = dropout(hidden_states, self.sites.embedding_mask(places))
-        rotation = None if self.learned_positions else self.rotary(position_ids)
+        rotations = None if self.learned_positions else self.rotary(position_ids)
         stream: Stream = hidden_states
         for layer in self.layers:
+            rotation = None if rotations is None else rotations.of(layer.window)
             stream = layer(stream, rotation, places, cache, documents)
         return closed(stream)
 
@@ -357,7 +358,7 @@ class Stage(nn.Module):
             rows = len(balanced_split(shape.vocab_size, mesh.tp.size)[mesh.tp.rank])
             self.lm_head = Head(rows, shape.hidden_size, dtype=options.dtype)
         if shape.position_embedding == "rope":
-            self.rotary = rotary_embedding(shape, options.dtype)
+            self.rotary = LayerRotations(shape, options.dtype)
         # A tuple, which torch does not register: a parameter has one name, the stage's.
         self.chunks = tuple(Chunk(self, split, index, mesh, options) for index in chunks)
 

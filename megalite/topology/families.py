@@ -54,6 +54,7 @@ _GEMMA = {
     "hidden_act": "gelu_pytorch_tanh",
 }
 _GEMMA_FREE = ("rope_theta", "rope_scaling", "attention_bias", "attention_output_bias")
+_GEMMA_LAYERS = ("sliding_window", "full_attention_layers", "full_attention_every")
 _GEMMA_REQUIRED = {"use_bidirectional_attention": (False, None)}
 _GEMMA_ABSENT = {
     "vocab_size": 256000,
@@ -145,9 +146,7 @@ FAMILIES = {
         fixed={**_GEMMA, "norm_placement": "sandwich"},
         free=(
             *_GEMMA_FREE,
-            "sliding_window",
-            "full_attention_layers",
-            "full_attention_every",
+            *_GEMMA_LAYERS,
             "query_pre_attn_scalar",
             "attn_logit_softcapping",
             "final_logit_softcapping",
@@ -160,6 +159,34 @@ FAMILIES = {
             "final_logit_softcapping": 30.0,
             "sliding_window": 4096,
             "sliding_window_pattern": 2,
+        },
+    ),
+    "gemma3_text": Family(
+        "gemma3_text",
+        "Gemma3ForCausalLM",
+        keys=_COMMON | _same("query_pre_attn_scalar", "final_logit_softcapping"),
+        fixed={**_GEMMA, "norm_placement": "sandwich", "qk_norm": True},
+        free=(
+            *_GEMMA_FREE,
+            *_GEMMA_LAYERS,
+            "query_pre_attn_scalar",
+            "final_logit_softcapping",
+            "rope_local_base_freq",
+        ),
+        required={
+            **_GEMMA_REQUIRED,
+            "hidden_activation": ("gelu_pytorch_tanh",),
+            "attn_logit_softcapping": (None,),
+        },
+        absent={
+            **_GEMMA_ABSENT,
+            "vocab_size": 262208,
+            "max_position_embeddings": 131072,
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 6,
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 1e4,
         },
     ),
 }

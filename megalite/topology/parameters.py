@@ -37,6 +37,7 @@ class ModelShape:
     gated_mlp: act(gate(x)) * up(x), else act(up(x)). qk_norm: RMSNorm over each head of query and key.
     query_pre_attn_scalar: what the scores are divided by the root of; None: head_dim.
     attn_logit_softcapping, final_logit_softcapping: scores, and logits, become cap * tanh(value / cap).
+    rope_local_base_freq: rope_theta in the layers with a window, unscaled; None: as in the others.
     sliding_window: a token sees so many keys, itself included, in the layers that `window_of` says.
     """
 
@@ -71,6 +72,7 @@ class ModelShape:
     query_pre_attn_scalar: int | None = None
     attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
+    rope_local_base_freq: float | None = None
 
     def window_of(self, layer: int) -> int | None:
         """How many keys a token of this layer sees; None: all up to it.

@@ -59,6 +59,16 @@ FAMILY_SHAPES = {
         attn_logit_softcapping=1.5,
         final_logit_softcapping=0.75,
     ),
+    "gemma3": _of(
+        "gemma3_text",
+        tie_word_embeddings=True,
+        sliding_window=4,
+        full_attention_every=3,
+        query_pre_attn_scalar=10,
+        rope_theta=1000.0,
+        rope_scaling=RopeScaling("linear", 8.0),
+        rope_local_base_freq=100.0,
+    ),
     "gemma2 without caps": _of("gemma2", tie_word_embeddings=True, query_pre_attn_scalar=6, sliding_window=4),
 }
 

@@ -98,6 +98,18 @@ FAMILY_CASES = [
         {**_GEMMA_2, "model.full_attention_every": 2, "model.sliding_window": 4},
     ),
     Case(
+        "window_leaves_layers",
+        {**_GEMMA_2, "model.family": "gemma3_text", "model.rope_local_base_freq": 1e4},
+        "model.rope_local_base_freq: 10000.0 has no meaning without model.sliding_window; set the window, or take it "
+        "out",
+        {
+            **_GEMMA_2,
+            "model.family": "gemma3_text",
+            "model.rope_local_base_freq": 1e4,
+            "model.sliding_window": 4,
+        },
+    ),
+    Case(
         "family_can_be_exported",
         {"model.family": "gemma2", "model.tie_word_embeddings": False},
         "model.tie_word_embeddings: false cannot be said by a gemma2 folder, which has true; use true, another "
