@@ -71,6 +71,8 @@ def _of_family(shape: ModelShape, family: Family) -> dict[str, Any]:
             sliding = shape.sliding_window is not None
             config["use_sliding_window"] = sliding
             config["max_window_layers"] = shape.full_attention_layers if sliding else shape.num_hidden_layers
+        elif shape.full_attention_every:
+            config["sliding_window_pattern"] = shape.full_attention_every
         config["layer_types"] = [
             "full_attention" if shape.window_of(layer) is None else "sliding_attention"
             for layer in range(shape.num_hidden_layers)

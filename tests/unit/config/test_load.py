@@ -366,6 +366,26 @@ def test_a_hugging_face_config_is_a_shape(tmp_path: Path, rope: dict[str, Any], 
             {"model_type": "qwen2", "layer_types": ["sliding_attention", *["full_attention"] * 3]},
             "mixes layer_types",
         ),
+        (
+            {"model_type": "gemma2", "layer_types": ["sliding_attention", *["full_attention"] * 4]},
+            "config.json mixes layer_types; sliding_attention may only follow after full_attention, with every",
+        ),
+        (
+            {"model_type": "gemma3"},
+            'model_type "gemma3"; it reads images too, which is not built: use a folder',
+        ),
+        ({"model_type": "gemma3_text", "attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),
+        (
+            {"model_type": "gemma3_text", "use_bidirectional_attention": True},
+            "use_bidirectional_attention = true",
+        ),
+        (
+            {
+                "model_type": "gemma3_text",
+                "rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}},
+            },
+            'scales the rotary frequencies of layers with a window ("linear"); only "default" is built',
+        ),
         ({"hidden_size": "64"}, 'model.hidden_size: "64" (config.json) should be a whole number'),
     ],
 )
