@@ -21,8 +21,9 @@ from megalite.checkpoint.load import load_parameter
 from megalite.checkpoint.tensor_file import CheckpointReader, full_box
 from megalite.errors import CheckpointError
 from megalite.model.norms import build_norm
-from megalite.model.rope import rotary_embedding
-from megalite.model.transformer import DecoderLayer
+from megalite.model.rope import LayerRotations
+from megalite.model.transformer import DecoderLayer, embedding_scale
+from megalite.ops.softcap import soft_capped
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.parameters import (
     EMBEDDING,
@@ -97,7 +98,7 @@ class _Parity:
         """The input's hidden states [B, S, H]; every row of the tables is compared, not only the rows used."""
         table = self.ours(EMBEDDING)
         pairs = [(table[rows], self.files.rows(self.theirs[EMBEDDING], rows)) for rows in self._vocabulary()]
-        hidden_states = F.embedding(self.input_ids, table)
+        hidden_states = F.embedding(self.input_ids, table) * embedding_scale(self.shape, torch.float32)
         if POSITIONS in self.names:
             positions = self.ours(POSITIONS)
             pairs.append((positions, self.files.tensor(self.theirs[POSITIONS])))
@@ -109,13 +110,15 @@ class _Parity:
 
         What is compared is what a layer adds to its input, which would else hide a fault in a deep model.
         """
-        rotation = None
+        rotations = None
         if self.shape.position_embedding == "rope":
-            rotation = rotary_embedding(self.shape)(self.position_ids)
+            rotations = LayerRotations(self.shape)(self.position_ids)
         worst = Comparison("decoder layers", 0.0, 0.0)
         for layer in range(self.shape.num_hidden_layers):
+            window = self.shape.window_of(layer)
+            rotation = None if rotations is None else rotations.of(window)
             ours = self._our_layer(layer)(hidden_states, rotation)
-            mask = self._mask(self.shape.window_of(layer))
+            mask = self._mask(window)
             theirs = self.modules.layer(layer, hidden_states, self.position_ids, mask)
             # Rounding of the sum itself grows with the input.
             floor = 0.01 * hidden_states.abs().max().item()
@@ -144,7 +147,8 @@ class _Parity:
             for rows in self._vocabulary():
                 ours = F.linear(hidden_states, table[rows])
                 if self.whole_fits:
-                    kept.append(ours)
+                    cap = self.shape.final_logit_softcapping
+                    kept.append(ours if cap is None else soft_capped(ours, cap))
                 yield ours, F.linear(hidden_states, self.files.rows(name, rows))
 
         comparison = _accepted(_compare("head", pairs()))
@@ -211,7 +215,11 @@ class _TheirModules:
             output = block(hidden_states, attention_mask=mask)
         else:
             block = self._filled(f"model.layers.{layer}.", base.layers[layer])
-            angles = type(base.rotary_emb)(self.config)(hidden_states, position_ids)
+            # Gemma 3's has angles of its own for each kind of layer.
+            kind = (
+                (self.config.layer_types[layer],) if "full_attention" in self.config.rope_parameters else ()
+            )
+            angles = type(base.rotary_emb)(self.config)(hidden_states, position_ids, *kind)
             output = block(hidden_states, attention_mask=mask, position_embeddings=angles)
         block.to("meta")
         values: Tensor = output[0] if isinstance(output, tuple) else output

@@ -23,6 +23,9 @@ _ROPE = {
     "high_freq_factor": "rope_high_freq_factor",
     "original_max_position_embeddings": "rope_original_positions",
 }
+_ELSEWHERE = {
+    "gemma3": "it reads images too, which is not built: use a folder of its language model alone (gemma3_text)"
+}
 _ROPE_TYPES = {"default": (), "linear": ("factor",), "llama3": tuple(_ROPE)}
 
 
@@ -52,9 +55,11 @@ def apply_hf_config(draft: Draft) -> None:
     family = FAMILIES.get(str(found.get("model_type")))
     if family is None:
         kind = shown(found.get("model_type"))
-        draft.problem(named_by, f"{path} is of model_type {kind}", f"{', '.join(FAMILIES)} are built")
+        remedy = _ELSEWHERE.get(str(found.get("model_type")), f"{', '.join(FAMILIES)} are built")
+        draft.problem(named_by, f"{path} is of model_type {kind}", remedy)
         draft.incomplete.add("model")
         return
+    found = {**family.absent, **found}
     draft.problems += _unsupported(family, found, path, named_by)
     shape = {field: found[key] for field, key in family.keys.items() if found.get(key) is not None}
     shape |= _biases(family, found) | _rope(family, found) | _window(family, found)
@@ -105,15 +110,20 @@ def _unsupported(family: Family, found: Mapping[str, Any], path: Path, named_by:
             words = " or ".join(map(shown, allowed))
             yield Problem(named_by, f"{path} has {name} = {shown(found[name])}", f"only {words} is built")
     yield from _unsupported_rope(family, found, path, named_by)
-    if _sliding_from(family, found) is None:
-        yield Problem(
-            named_by, f"{path} mixes layer_types", "sliding_attention may only follow after full_attention"
-        )
+    if _full_layers(family, found) is None:
+        remedy = "sliding_attention may only follow after full_attention"
+        if "full_attention_every" in family.free:
+            remedy += ", with every so manieth layer full_attention again"
+        yield Problem(named_by, f"{path} mixes layer_types", remedy)
 
 
 def _unsupported_rope(
     family: Family, found: Mapping[str, Any], path: Path, named_by: str
 ) -> Iterator[Problem]:
+    local = _local_rope_of(found).get("rope_type", "default")
+    if local != "default":
+        message = f"{path} scales the rotary frequencies of layers with a window ({shown(local)})"
+        yield Problem(named_by, message, 'only "default" is built')
     rope = _rope_of(found)
     kind = rope.get("rope_type", rope.get("type", "default"))
     built = _rope_types(family)
@@ -144,8 +154,11 @@ def _rope(family: Family, found: Mapping[str, Any]) -> dict[str, Any]:
     types = _rope_types(family)
     read: dict[str, Any] = {"rope_type": kind} if kind in types and kind != "default" else {}
     read |= {_ROPE[key]: rope[key] for key in types.get(kind, ()) if key in rope}
-    theta = rope.get("rope_theta", found.get("rope_theta"))
-    return read if theta is None else {**read, "rope_theta": theta}
+    read["rope_theta"] = rope.get("rope_theta", found.get("rope_theta"))
+    if "rope_local_base_freq" in family.free:
+        local = _local_rope_of(found).get("rope_theta", found.get("rope_local_base_freq"))
+        read["rope_local_base_freq"] = local
+    return {name: value for name, value in read.items() if value is not None}
 
 
 def _rope_types(family: Family) -> Mapping[str, tuple[str, ...]]:
@@ -155,28 +168,45 @@ def _rope_types(family: Family) -> Mapping[str, tuple[str, ...]]:
 def _rope_of(found: Mapping[str, Any]) -> Mapping[str, Any]:
     """rope_parameters of transformers 5, or rope_scaling of 4."""
     rope = found.get("rope_parameters") or found.get("rope_scaling") or {}
+    rope = rope.get("full_attention", rope) if isinstance(rope, Mapping) else {}
     return rope if isinstance(rope, Mapping) else {}
+
+
+def _local_rope_of(found: Mapping[str, Any]) -> Mapping[str, Any]:
+    """rope_parameters of layers with a window, where they have their own."""
+    rope = found.get("rope_parameters")
+    local = rope.get("sliding_attention") if isinstance(rope, Mapping) else None
+    return local if isinstance(local, Mapping) else {}
 
 
 def _window(family: Family, found: Mapping[str, Any]) -> dict[str, Any]:
     window = found.get("sliding_window")
     if "sliding_window" not in family.free or window is None:
         return {}
-    first = _sliding_from(family, found)
     layers = found.get("num_hidden_layers", 0)
-    if first is None or first >= layers:
+    first, every = _full_layers(family, found) or (layers, 0)
+    if first >= layers:
         return {}
-    return {"sliding_window": window, **({"full_attention_layers": first} if first else {})}
+    given = {"sliding_window": window, "full_attention_layers": first, "full_attention_every": every}
+    return {name: value for name, value in given.items() if value}
 
 
-def _sliding_from(family: Family, found: Mapping[str, Any]) -> int | None:
-    """The first layer that the sliding window is for (the number of layers: none); None where they are mixed."""
+def _full_layers(family: Family, found: Mapping[str, Any]) -> tuple[int, int] | None:
+    """full_attention_layers and full_attention_every; None where they cannot say which layers have the window."""
     layers: int = found.get("num_hidden_layers", 0)
     if "full_attention_layers" not in family.free:
-        return 0
+        return 0, 0
     kinds = found.get("layer_types")
-    if isinstance(kinds, list):
-        first = kinds.index("sliding_attention") if "sliding_attention" in kinds else layers
-        expected = ["full_attention"] * first + ["sliding_attention"] * (layers - first)
-        return first if kinds == expected else None
-    return found.get("max_window_layers", 28) if found.get("use_sliding_window", False) else layers
+    if not isinstance(kinds, list):
+        if "full_attention_every" in family.free:
+            return 0, found.get("sliding_window_pattern", 0)
+        return (found.get("max_window_layers", 28) if found.get("use_sliding_window", False) else layers), 0
+    first = kinds.index("sliding_attention") if "sliding_attention" in kinds else layers
+    every = 0
+    if "full_attention_every" in family.free and "full_attention" in kinds[first:]:
+        every = kinds.index("full_attention", first) + 1
+    for layer, kind in enumerate(kinds):
+        full = layer < first or (every and (layer + 1) % every == 0)
+        if kind != ("full_attention" if full else "sliding_attention"):
+            return None
+    return (first, every) if len(kinds) == layers else None

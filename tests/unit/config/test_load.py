@@ -278,6 +278,13 @@ PARAMETERS = {
     "phi-4": 14_659_507_200,
     "tinyllama-1.1b": 1_100_048_384,
     "smollm2-135m": 134_515_008,
+    "gemma-3-270m": 268_098_176,
+    "gemma-3-1b": 999_885_952,
+    "gemma-2b": 2_506_172_416,
+    "gemma-7b": 8_537_680_896,
+    "gemma-2-2b": 2_614_341_888,
+    "gemma-2-9b": 9_241_705_984,
+    "gemma-2-27b": 27_227_128_320,
     # With a vocabulary of 16384.
     "tiny": 2_835_584,
     "small": 16_913_280,
@@ -370,6 +377,26 @@ def test_a_hugging_face_config_is_a_shape(tmp_path: Path, rope: dict[str, Any], 
         (
             {"model_type": "qwen2", "layer_types": ["sliding_attention", *["full_attention"] * 3]},
             "mixes layer_types",
+        ),
+        (
+            {"model_type": "gemma2", "layer_types": ["sliding_attention", *["full_attention"] * 4]},
+            "config.json mixes layer_types; sliding_attention may only follow after full_attention, with every",
+        ),
+        (
+            {"model_type": "gemma3"},
+            'model_type "gemma3"; it reads images too, which is not built: use a folder',
+        ),
+        ({"model_type": "gemma3_text", "attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),
+        (
+            {"model_type": "gemma3_text", "use_bidirectional_attention": True},
+            "use_bidirectional_attention = true",
+        ),
+        (
+            {
+                "model_type": "gemma3_text",
+                "rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}},
+            },
+            'scales the rotary frequencies of layers with a window ("linear"); only "default" is built',
         ),
         ({"hidden_size": "64"}, 'model.hidden_size: "64" (config.json) should be a whole number'),
     ],
