@@ -14,6 +14,7 @@ from megalite.checkpoint.hf_files import headers
 from megalite.checkpoint.load import load_parameter
 from megalite.checkpoint.region_reader import TYPES, RegionReader
 from megalite.checkpoint.save import all_or_none, save_checkpoint
+from megalite.checkpoint.tensor_file import BLOCK_ELEMENTS
 from megalite.checkpoint.tensor_header import HeaderEntry
 from megalite.data.tokenizer import copy_tokenizer
 from megalite.errors import CheckpointError
@@ -42,7 +43,8 @@ def load_huggingface(
         tensors = dict(stage.named_parameters())
         with HuggingFaceReader(folder, shape) as reader:
             for parameter in stage_parameters(shape, split, mesh.at.pp):
-                load_parameter(reader, parameter, tensors[parameter.name], mesh)
+                tensor = tensors[parameter.name]
+                load_parameter(reader, parameter, tensor, mesh, most_elements=BLOCK_ELEMENTS)
 
     all_or_none(mesh, "import", folder, load)
 

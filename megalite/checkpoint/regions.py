@@ -66,6 +66,14 @@ def contains(full_shape: tuple[int, ...], box: Box) -> bool:
     return all(low >= 0 and low + size <= full for low, size, full in spans)
 
 
+def rows_of(box: Box, most_elements: int) -> Iterator[Box]:
+    """The region in pieces of whole rows, from the first on: as many a piece as have no more elements, at least one."""
+    step = max(1, most_elements // max(1, prod(box.shape[1:])))
+    for first in range(0, box.shape[0], step):
+        offsets = (box.offsets[0] + first, *box.offsets[1:])
+        yield Box(offsets, (min(step, box.shape[0] - first), *box.shape[1:]))
+
+
 def stretches(full_shape: tuple[int, ...], box: Box) -> Iterator[tuple[int, int]]:
     """Where a region lies in the flattened (row-major) tensor: start and length of each stretch, in its own order."""
     if not box.numel:

@@ -16,7 +16,7 @@ from torch import Tensor
 from megalite.checkpoint.folder import own_file, read_manifest
 from megalite.checkpoint.format import WEIGHT, Manifest, Shard, TensorEntry, check_sizes
 from megalite.checkpoint.region_reader import TYPES, RegionReader
-from megalite.checkpoint.regions import intersection, slices
+from megalite.checkpoint.regions import intersection, rows_of, slices
 from megalite.checkpoint.tensor_header import HeaderEntry, read_header
 from megalite.errors import CheckpointError
 from megalite.topology.sharding import Box
@@ -31,7 +31,8 @@ _CODES = {dtype: code for code, dtype in TYPES.items()}
 # The library puts types with the strictest alignment first, then goes by name.
 _ORDER = list(_CODES.values())
 _CHUNK_BYTES = 16 << 20
-_BLOCK_ELEMENTS = 4 << 20
+BLOCK_ELEMENTS = 4 << 20
+"""What is read at a time of a tensor that need not be whole in memory."""
 _REMEDY = "resume from another checkpoint with checkpoint.resume = PATH"
 
 
@@ -149,11 +150,8 @@ class CheckpointReader:
         """A whole tensor, some rows at a time from the first to the last; each byte is read, and hashed, once."""
         entry = self._entry(kind, name)
         self._require_files(name, entry.shards)
-        rows, inner = entry.shape[0], entry.shape[1:]
-        step = max(1, _BLOCK_ELEMENTS // max(1, prod(inner)))
         digests = {shard: hashlib.sha256() for shard in entry.shards}
-        for first in range(0, rows, step):
-            block = Box((first, *(0 for _ in inner)), (min(step, rows - first), *inner))
+        for block in rows_of(full_box(entry.shape), BLOCK_ELEMENTS):
             values = torch.empty(block.shape, dtype=DTYPES[entry.dtype])
             for source, shards in entry.by_box().items():
                 if overlap := intersection(source, block):

@@ -48,7 +48,7 @@ def mean_of(name: str, versions: range) -> torch.Tensor:
 def test_a_mean_is_exact_whatever_layouts_wrote_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch, block_elements: int
 ) -> None:
-    monkeypatch.setattr(tensor_file, "_BLOCK_ELEMENTS", block_elements)
+    monkeypatch.setattr(tensor_file, "BLOCK_ELEMENTS", block_elements)
     with AveragedWeights(last_checkpoints(folder, 3)) as reader:
         assert reader.steps == (100, 110, 120) and reader.manifest.step == 120
         for name, shape in canonical_tensors(SHAPE).items():
@@ -62,7 +62,7 @@ def test_a_mean_is_exact_whatever_layouts_wrote_it(
 def test_a_flipped_bit_is_found_where_blocks_are_read(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tensor_file, "_BLOCK_ELEMENTS", 500)
+    monkeypatch.setattr(tensor_file, "BLOCK_ELEMENTS", 500)
     checkpoint = Path(shutil.copytree(folder / "step-000110", tmp_path / "step-000110"))
     with AveragedWeights([checkpoint]) as reader:
         name = "model.layers.1.mlp.down_proj.weight"
