@@ -33,6 +33,8 @@ _ORDER = list(_CODES.values())
 _CHUNK_BYTES = 16 << 20
 BLOCK_ELEMENTS = 4 << 20
 """What is read at a time of a tensor that need not be whole in memory."""
+# Still in the processor's cache when it is hashed, while the kernel reads on.
+_HASHED_ELEMENTS = 1 << 18
 _REMEDY = "resume from another checkpoint with checkpoint.resume = PATH"
 
 
@@ -159,8 +161,7 @@ class CheckpointReader:
                     start = (overlap.offsets[0] - source.offsets[0]) * prod(source.shape[1:])
                     held = torch.empty(overlap.shape, dtype=values.dtype)
                     for shard, low, target in _overlapping(shards, start, held.view(-1)):
-                        self._fill(name, entry, shard, low, target)
-                        self._verify(name, shard, low, target, digests[shard])
+                        self._fill(name, entry, shard, low, target, digests[shard])
                     values[slices(overlap, block)] = held
             yield values
 
@@ -183,8 +184,7 @@ class CheckpointReader:
             if not self.verify_hashes:
                 self._fill(name, entry, shard, low, target)
             elif target.numel() == _numel(shard):
-                self._fill(name, entry, shard, 0, target)
-                self._verify(name, shard, 0, target, hashlib.sha256())
+                self._fill(name, entry, shard, 0, target, hashlib.sha256())
             else:  # a hash is of all of it
                 target.copy_(self._shard(name, entry, shard)[low : low + target.numel()])
         return values
@@ -209,12 +209,16 @@ class CheckpointReader:
     def _shard(self, name: str, entry: TensorEntry, shard: Shard) -> Tensor:
         self._place(name, shard)
         values = torch.empty(_numel(shard), dtype=DTYPES[entry.dtype])
-        self._fill(name, entry, shard, 0, values)
-        self._verify(name, shard, 0, values, hashlib.sha256())
+        self._fill(name, entry, shard, 0, values, hashlib.sha256())
         return values
 
-    def _fill(self, name: str, entry: TensorEntry, shard: Shard, low: int, values: Tensor) -> None:
-        """Read a shard's elements from the `low`th on, as many as `values` has."""
+    def _fill(
+        self, name: str, entry: TensorEntry, shard: Shard, low: int, values: Tensor, digest: Any = None
+    ) -> None:
+        """Read a shard's elements from the `low`th on, as many as `values` has.
+
+        digest: has those before; with the last element it has to be the shard's, where hashes are looked at.
+        """
         path, place = self.checkpoint / shard.file, self._place(name, shard)
         if TYPES.get(place.dtype) != DTYPES[entry.dtype] or prod(place.shape) != _numel(shard):
             raise CheckpointError(
@@ -222,17 +226,15 @@ class CheckpointReader:
                 f" {_numel(shard)} of {entry.dtype}; {_REMEDY}"
             )
         try:
-            self._files[shard.file].fill(values, shard.key, low)
+            for first in range(0, values.numel(), _HASHED_ELEMENTS):
+                piece = values[first : first + _HASHED_ELEMENTS]
+                self._files[shard.file].fill(piece, shard.key, low + first)
+                if digest is not None and self.verify_hashes:
+                    digest.update(tensor_bytes(piece))
         except OSError as error:
             raise CheckpointError(f"{path}: {name} cannot be read ({error}); {_REMEDY}") from error
-
-    def _verify(self, name: str, shard: Shard, low: int, values: Tensor, digest: Any) -> None:
-        """Add a shard's elements from the `low`th on to its digest, which has those before; with the last, compare."""
-        if not self.verify_hashes:
-            return
-        digest.update(tensor_bytes(values))
-        if low + values.numel() == _numel(shard) and digest.hexdigest() != shard.sha256:
-            path, place = self.checkpoint / shard.file, self._place(name, shard)
+        whole = digest is not None and self.verify_hashes and low + values.numel() == _numel(shard)
+        if whole and digest.hexdigest() != shard.sha256:
             raise CheckpointError(
                 f"{path}: the bytes of {name} are not those that were written ({shard.key}, bytes {place.start} to"
                 f" {place.stop} of the file: sha256 differs); {_REMEDY}"
