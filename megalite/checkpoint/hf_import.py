@@ -1,7 +1,6 @@
 """Weights from a Hugging Face folder: every rank reads only the slices that it holds."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -15,7 +14,6 @@ from megalite.checkpoint.load import load_parameter
 from megalite.checkpoint.region_reader import TYPES, RegionReader
 from megalite.checkpoint.save import all_or_none, save_checkpoint
 from megalite.checkpoint.tensor_file import BLOCK_ELEMENTS
-from megalite.checkpoint.tensor_header import HeaderEntry
 from megalite.data.tokenizer import copy_tokenizer
 from megalite.errors import CheckpointError
 from megalite.model.stages import build_stage
@@ -55,7 +53,7 @@ class HuggingFaceReader:
     def __init__(self, folder: Path, shape: ModelShape):
         self._folder, self._shapes = folder, canonical_tensors(shape)
         self._tensors = {part: tensor for tensor in family_tensors(shape) for part in tensor.parts}
-        self._files = _open_files(folder)
+        self._files = [RegionReader(folder / name, header) for name, header in headers(folder).items()]
         self._where = {name: opened for opened in self._files for name in opened.header}
         if shape.family == "gpt2" and not any(name.startswith(_GPT2_PREFIX) for name in self._where):
             self._prefix = _GPT2_PREFIX  # files of the bare model, as the first ones published were
@@ -129,17 +127,6 @@ class HuggingFaceReader:
             return False
         one, other = self._where[name].header[name], self._where[theirs].header[theirs]
         return (one.shape, one.dtype) == (other.shape, other.dtype)
-
-
-def _open_files(folder: Path) -> tuple[RegionReader, ...]:
-    return tuple(_open(folder / name, header) for name, header in headers(folder).items())
-
-
-def _open(path: Path, header: Mapping[str, HeaderEntry]) -> RegionReader:
-    try:
-        return RegionReader(path, header)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error}); fetch it again") from error
 
 
 def _listed(names: list[str]) -> str:

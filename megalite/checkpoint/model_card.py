@@ -44,7 +44,7 @@ tags:
 - megalite
 ---
 {_MARK}
-# A Llama model trained with megalite
+# A {shape.family} model trained with megalite
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer

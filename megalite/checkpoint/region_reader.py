@@ -5,6 +5,7 @@ What is mapped counts in a process's memory, page by page, until the file is clo
 
 import os
 from collections.abc import Mapping
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.regions import stretches
-from megalite.checkpoint.tensor_header import HeaderEntry, read_header
+from megalite.checkpoint.tensor_header import HeaderEntry
 from megalite.topology.sharding import Box
 
 TYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -22,13 +23,15 @@ TYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F1
 class RegionReader:
     """Reads regions of the tensors of one file, whose types are among TYPES."""
 
-    def __init__(self, path: Path, header: Mapping[str, HeaderEntry] | None = None):
-        """header: as `read_header` gave it. Raises OSError, and ValueError where the header is not right."""
-        self.path, self.header = path, read_header(path) if header is None else header
-        self._file = path.open("rb", buffering=0)
+    def __init__(self, path: Path, header: Mapping[str, HeaderEntry]):
+        """header: as `read_header` gave it. The file is opened when something of it is read."""
+        self.path, self.header = path, header
+        self._file: FileIO | None = None
 
     def close(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
     def read(self, name: str, box: Box | None = None) -> Tensor:
         """A region of a tensor, or all of it. Raises OSError."""
@@ -43,6 +46,8 @@ class RegionReader:
 
     def fill(self, values: Tensor, name: str, start: int = 0) -> None:
         """Fill `values`, flat and of the file's type, with a flattened tensor's elements from `start` on."""
+        if self._file is None:
+            self._file = FileIO(self.path)
         data = memoryview(_bytes_of(values))
         position = self.header[name].start + start * values.element_size()
         while data:
