@@ -86,5 +86,8 @@ def stretches(full_shape: tuple[int, ...], box: Box) -> Iterator[tuple[int, int]
     numel = prod(box.shape[outer:])
     strides = [prod(full_shape[dim + 1 :]) for dim in range(len(full_shape))]
     first = sum(low * stride for low, stride in zip(box.offsets, strides, strict=True))
-    for index in product(*(range(size) for size in box.shape[:outer])):
-        yield first + sum(i * stride for i, stride in zip(index, strides, strict=False)), numel
+    steps = (
+        range(0, size * stride, stride) for size, stride in zip(box.shape[:outer], strides, strict=False)
+    )
+    for step in product(*steps):
+        yield first + sum(step), numel
