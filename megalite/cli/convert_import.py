@@ -43,12 +43,12 @@ def add_import(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def run_import(options: argparse.Namespace) -> int:
     """`megalite convert import`: what the folder is shows in its files. Raises CheckpointError, ConfigError."""
     folder = Path(options.folder).expanduser()
+    if (universal := find_universal(folder)) is not None:
+        return _import_universal(universal, options)
     if is_megatron_folder(folder):
         return _import_megatron(folder, options)
     if options.vocab_size is not None:
         raise CheckpointError(f"--vocab-size is for Megatron-LM checkpoints, and {options.folder} is none")
-    if (universal := find_universal(folder)) is not None:
-        return _import_universal(universal, options)
     shape = shape_of_folder(str(options.hf_config or options.folder))
     from megalite.checkpoint.hf_import import import_checkpoint
 
