@@ -2,8 +2,8 @@
 
 import json
 from pathlib import Path
-from typing import Any
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
