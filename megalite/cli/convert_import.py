@@ -3,10 +3,12 @@
 import argparse
 from pathlib import Path
 
-from megalite.checkpoint.folder import require_whole
+from megalite.checkpoint.folder import find_latest, require_whole
+from megalite.checkpoint.format import MANIFEST
 from megalite.checkpoint.hf_files import local_folder
 from megalite.checkpoint.megatron_folder import is_megatron_folder
 from megalite.checkpoint.universal_folder import find_config, find_universal
+from megalite.config.hub import HubName
 from megalite.config.huggingface import shape_of_folder
 from megalite.errors import CheckpointError
 from megalite.topology.parameters import parameter_count
@@ -43,12 +45,16 @@ def add_import(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def run_import(options: argparse.Namespace) -> int:
     """`megalite convert import`: what the folder is shows in its files. Raises CheckpointError, ConfigError."""
     folder = Path(options.folder).expanduser()
+    if HubName.of(options.folder) is None and not folder.is_dir():
+        raise CheckpointError(f"{options.folder} is no folder; name one here, or org/name of the Hugging Face Hub")
     if (universal := find_universal(folder)) is not None:
         return _import_universal(universal, options)
     if is_megatron_folder(folder):
         return _import_megatron(folder, options)
     if options.vocab_size is not None:
         raise CheckpointError(f"--vocab-size is for Megatron-LM checkpoints, and {options.folder} is none")
+    if (folder / MANIFEST).is_file() or find_latest(folder / "checkpoints") is not None:
+        raise CheckpointError(f"{options.folder} is a checkpoint of megalite already; train or generate from it")
     shape = shape_of_folder(str(options.hf_config or options.folder))
     from megalite.checkpoint.hf_import import import_checkpoint
 
