@@ -10,18 +10,16 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from megalite.checkpoint.families import FamilyTensor, family_tensors
-from megalite.checkpoint.folder import require_new_run
 from megalite.checkpoint.hf_files import headers
 from megalite.checkpoint.load import load_parameter
-from megalite.checkpoint.save import all_or_none, save_checkpoint
+from megalite.checkpoint.save import all_or_none
+from megalite.checkpoint.step_zero import write_step_zero
 from megalite.data.tokenizer import copy_tokenizer
 from megalite.errors import CheckpointError
-from megalite.model.stages import build_stage
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.layout import PipelineSplit, pipeline_split
 from megalite.topology.parameters import EMBEDDING, HEAD, ModelShape, canonical_tensors, stage_parameters
 from megalite.topology.sharding import Box
-from megalite.topology.state import NoOptimizer
 
 # What older exports hold beside the weights: masks and frequencies, which follow from the configuration.
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
@@ -129,27 +127,21 @@ def import_checkpoint(folder: Path, shape: ModelShape, run_folder: Path) -> Path
     Its tokenizer files come along to `run_folder`/tokenizer. Raises CheckpointError as load_huggingface does, and
     where the run has a checkpoint already.
     """
-    require_new_run(run_folder)
-    mesh, split = ParallelMesh.single(), pipeline_split(shape.num_hidden_layers)
-    stage = build_stage(shape, mesh, split, seed=None)
-    load_huggingface(folder, mesh=mesh, shape=shape, split=split, stage=stage)
-    return save_checkpoint(
-        run_folder / "checkpoints",
-        mesh=mesh,
-        shape=shape,
-        split=split,
-        stage=stage,
-        optimizer=NoOptimizer(),
-        trainer_state={"step": 0, "samples": 0, "tokens": 0},
-        config={"model": {"weights": str(folder)}, **take_tokenizer(folder, run_folder)},
-    )
+
+    def fill(stage: nn.Module) -> None:
+        mesh, split = ParallelMesh.single(), pipeline_split(shape.num_hidden_layers)
+        load_huggingface(folder, mesh=mesh, shape=shape, split=split, stage=stage)
+        config["tokenizer"] = take_tokenizer(folder, run_folder)
+
+    config: dict[str, Any] = {"model": {"weights": str(folder)}}
+    return write_step_zero(run_folder, shape, fill, config)
 
 
 def take_tokenizer(folder: Path, run_folder: Path) -> dict[str, Any]:
     """Copy a folder's tokenizer, if it has one, to `run_folder`/tokenizer; what a run's configuration says of it."""
     if (folder / "tokenizer.json").is_file():
         copy_tokenizer(folder, run_folder / "tokenizer")
-    return {"tokenizer": {"end_of_document": _end_of_text(folder)}}
+    return {"end_of_document": _end_of_text(folder)}
 
 
 def _end_of_text(folder: Path) -> str | None:

@@ -223,5 +223,8 @@ def import_universal(folder: Path, shape: ModelShape, hf_config: Path, run_folde
         reader.read,
         trainer_state={**counters, "samples": 0, "tokens": 0},
         optimizer={"step": step},
-        config={"optimizer": {"name": "adamw", **settings}, **take_tokenizer(model_folder, run_folder)},
+        config={
+            "optimizer": {"name": "adamw", **settings},
+            "tokenizer": take_tokenizer(model_folder, run_folder),
+        },
     )

@@ -1,4 +1,4 @@
-"""megalite convert: a checkpoint for Hugging Face or DeepSpeed and back, and a look into one."""
+"""megalite convert: checkpoints to Hugging Face and DeepSpeed, from there and from Megatron-LM; a look into one."""
 
 import argparse
 import re
@@ -9,6 +9,7 @@ from pathlib import Path
 from megalite.checkpoint.folder import find_checkpoint, find_tokenizer, require_whole
 from megalite.checkpoint.format import MANIFEST, WEIGHT, Manifest, check_coverage
 from megalite.checkpoint.hf_files import headers, is_folder_of_weights
+from megalite.checkpoint.megatron_folder import is_megatron_folder
 from megalite.checkpoint.strict_json import parse
 from megalite.checkpoint.universal_folder import find_config, find_universal
 from megalite.errors import CheckpointError
@@ -59,11 +60,16 @@ def _universal(options: argparse.Namespace) -> int:
 
 
 def _import(options: argparse.Namespace) -> int:
+    universal = find_universal(options.folder)
+    if universal is None and is_megatron_folder(options.folder):
+        return _import_megatron(options)
+    if options.vocab_size is not None:
+        raise CheckpointError(f"--vocab-size is for Megatron-LM checkpoints, and {options.folder} is none")
+    if universal is not None:
+        return _import_universal(options, universal)
     from megalite.config.huggingface import shape_of_folder
     from megalite.topology.parameters import parameter_count
 
-    if (universal := find_universal(options.folder)) is not None:
-        return _import_universal(options, universal)
     shape = shape_of_folder(options.hf_config or options.folder)
     from megalite.checkpoint.hf_import import import_checkpoint
 
@@ -89,11 +95,30 @@ def _import_universal(options: argparse.Namespace, universal: Path) -> int:
     return 0
 
 
+def _import_megatron(options: argparse.Namespace) -> int:
+    from megalite.checkpoint.megatron_import import import_megatron
+    from megalite.topology.parameters import parameter_count
+
+    done = import_megatron(options.folder, options.output, options.vocab_size)
+    count, kind = parameter_count(done.shape), str(done.dtype).removeprefix("torch.")
+    print(
+        f"{done.checkpoint}: {count:,} parameters of {kind}, iteration {done.iteration} of {options.folder}"
+    )
+    for note in done.notes:
+        print(f"  {note}")
+    return 0
+
+
 def _inspect(options: argparse.Namespace) -> int:
     if (universal := find_universal(options.checkpoint)) is not None:
         from megalite.checkpoint.universal_import import describe_universal
 
         print(*describe_universal(universal), sep="\n")
+        return 0
+    if is_megatron_folder(options.checkpoint):
+        from megalite.checkpoint.megatron_import import described
+
+        print(*described(options.checkpoint), sep="\n")
         return 0
     if is_folder_of_weights(options.checkpoint) and not (options.checkpoint / MANIFEST).is_file():
         return _inspect_huggingface(options.checkpoint)
@@ -202,11 +227,28 @@ def _parser() -> argparse.ArgumentParser:
         help="folder for engine.load_checkpoint; an earlier one is replaced",
     )
     universal.set_defaults(command=_universal)
+    _add_import(commands)
+    inspect = commands.add_parser(
+        "inspect",
+        help="names, shapes, layout, step and sizes; of Hugging Face, DeepSpeed and Megatron-LM folders too",
+    )
+    _add_checkpoint(inspect)
+    inspect.add_argument("--all", action="store_true", help="list the optimizer's tensors too")
+    inspect.set_defaults(command=_inspect)
+    return parser
+
+
+def _add_import(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     importing = commands.add_parser(
-        "import", help="write a Hugging Face folder's weights, or a DeepSpeed universal one, as a checkpoint"
+        "import",
+        help="write the weights of a Hugging Face folder, Megatron-LM's or DeepSpeed's, as a checkpoint",
     )
     importing.add_argument(
-        "folder", type=Path, metavar="FOLDER", help="config.json and safetensors files, or a universal folder"
+        "folder",
+        type=Path,
+        metavar="FOLDER",
+        help="config.json and safetensors files, a DeepSpeed universal checkpoint (with AdamW's state), or mp_rank_*"
+        " folders of --ckpt-format torch",
     )
     importing.add_argument("output", type=Path, metavar="RUN", help="run folder to write")
     importing.add_argument(
@@ -215,14 +257,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="PATH",
         help="the model's config.json or its folder, where FOLDER has none",
     )
-    importing.set_defaults(command=_import)
-    inspect = commands.add_parser(
-        "inspect", help="names, shapes, layout, step and sizes; of Hugging Face and universal folders too"
+    importing.add_argument(
+        "--vocab-size",
+        type=int,
+        metavar="TOKENS",
+        help="the tokenizer's size, where a Megatron-LM checkpoint's table is padded and does not say it",
     )
-    _add_checkpoint(inspect)
-    inspect.add_argument("--all", action="store_true", help="list the optimizer's tensors too")
-    inspect.set_defaults(command=_inspect)
-    return parser
+    importing.set_defaults(command=_import)
 
 
 def _add_checkpoint(parser: argparse.ArgumentParser) -> None:

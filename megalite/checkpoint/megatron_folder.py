@@ -1,0 +1,108 @@
+"""Which rank files a Megatron-LM checkpoint has, as `--ckpt-format torch` lays them out. No torch.
+
+latest_checkpointed_iteration.txt         1000, or release
+iter_0001000/mp_rank_01/model_optim_rng.pt            of tensor-parallel rank 1
+iter_0001000/mp_rank_01_003/model_optim_rng.pt        the same, of pipeline rank 3
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+from megalite.errors import CheckpointError
+
+_TRACKER = "latest_checkpointed_iteration.txt"
+_RANK = re.compile(r"mp_rank_(\d{2,6})(?:_(\d{3,6}))?", re.ASCII)
+_ITERATION = re.compile(r"iter_\d{7,12}|release", re.ASCII)
+# The second: of the months in which the optimizer had a file of its own.
+_FILES = ("model_optim_rng.pt", "model_rng.pt")
+# What torch.distributed.checkpoint or zarr write in its place.
+_SHARDED = ("metadata.json", "common.pt", ".metadata")
+
+
+@dataclass(frozen=True)
+class MegatronFolder:
+    """path: of one iteration. files: (pipeline rank, tensor-parallel rank) -> its file, one for each pair."""
+
+    path: Path
+    files: Mapping[tuple[int, int], Path]
+
+    @property
+    def pipeline(self) -> int:
+        return 1 + max(pp for pp, _ in self.files)
+
+    @property
+    def tensor(self) -> int:
+        return 1 + max(tp for _, tp in self.files)
+
+
+def is_megatron_folder(folder: Path) -> bool:
+    """Whether this looks like a Megatron-LM checkpoint, be it whole or not."""
+    if not folder.is_dir():
+        return False
+    names = {each.name for each in folder.iterdir()}
+    of_an_iteration = any(name.startswith("mp_rank_") for name in names) or set(_SHARDED[:2]) <= names
+    return _TRACKER in names or of_an_iteration or any(_ITERATION.fullmatch(name) for name in names)
+
+
+def find_megatron_folder(folder: Path) -> MegatronFolder:
+    """The rank files of the latest iteration in `folder`, or of the one that it is.
+
+    Raises CheckpointError, which names what is missing or too much.
+    """
+    path = _of_iteration(folder)
+    if any((path / name).exists() for name in _SHARDED):
+        raise CheckpointError(
+            f"{path} is a distributed checkpoint of megatron-core; have Megatron-LM write its plain form first:"
+            " --ckpt-convert-format torch --ckpt-convert-save FOLDER"
+        )
+    named = {each.name: each for each in path.iterdir() if each.name.startswith("mp_rank_")}
+    matches = {name: _RANK.fullmatch(name) for name in named}
+    if unknown := sorted(name for name, match in matches.items() if match is None):
+        raise CheckpointError(
+            f"{path / unknown[0]} is of no tensor and pipeline rank alone; mixtures of experts are not built"
+        )
+    ranks = [(match[1], match[2], named[name]) for name, match in matches.items() if match is not None]
+    if not ranks:
+        raise CheckpointError(f"{path} has no mp_rank_00 folder; name a Megatron-LM checkpoint's folder")
+    if len({pp is None for _, pp, _ in ranks}) > 1:
+        raise CheckpointError(
+            f"{path} has rank folders with and without a pipeline rank; keep those of one run"
+        )
+    files = {(int(pp or 0), int(tp)): _file_in(path) for tp, pp, path in ranks}
+    found = MegatronFolder(path, files)
+    for pp, tp in product(range(found.pipeline), range(found.tensor)):
+        if (pp, tp) not in files:
+            name = f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if ranks[0][1] is not None else "")
+            raise CheckpointError(f"{path / name / _FILES[0]} is missing; fetch every rank's file")
+    return found
+
+
+def _of_iteration(folder: Path) -> Path:
+    tracker = folder / _TRACKER
+    if tracker.is_file():
+        try:
+            word = tracker.read_text(encoding="ascii").strip()
+            name = word if word == "release" else f"iter_{int(word):07d}"
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                f"{tracker} names no iteration ({error}); name the iteration's folder"
+            ) from error
+        if not (folder / name).is_dir():
+            raise CheckpointError(f"{tracker} names {name}, which is not there; name the iteration's folder")
+        return folder / name
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: no such folder; name a Megatron-LM checkpoint's")
+    inner = sorted(each.name for each in folder.iterdir() if _ITERATION.fullmatch(each.name))
+    if inner:
+        raise CheckpointError(f"{folder} has no {_TRACKER}; name one of its folders: {', '.join(inner[:5])}")
+    return folder
+
+
+def _file_in(rank: Path) -> Path:
+    for name in _FILES:
+        if (rank / name).is_file():
+            return rank / name
+    raise CheckpointError(f"{rank / _FILES[0]} is missing; fetch every rank's file")
