@@ -87,10 +87,16 @@ def with_deepspeed(
         "checkpoint": {"load_universal": load is not None},
         "steps_per_print": 1_000_000,
     }
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    first, *others = model.parameters()
+    # Two groups are two of ZeRO 3's sub-groups, which must not share a counter.
+    groups = [{"params": [first]}, {"params": others}]
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=config)
     if load is not None:
         engine.load_checkpoint(load)
         assert engine.global_steps == steps[0]
+        if stage == 3:
+            for state in engine.optimizer.optimizer.state.values():
+                state["step"] = torch.tensor(float(state["step"]))
     losses = []
     for step in range(*steps):
         batch = batch_of(step, shape)
