@@ -141,6 +141,38 @@ def older_checkpoints(checkpoint: Path) -> list[Path]:
     return [path for step, path in sorted(steps.items(), reverse=True) if own is None or step < own]
 
 
+def last_checkpoints(path: Path, count: int) -> list[Path]:
+    """What `path` means and the checkpoints of `count` - 1 steps before it, all whole; the newest first.
+
+    Raises CheckpointError where there are fewer, or one is broken.
+    """
+    newest = find_checkpoint(path)
+    found = [newest, *older_checkpoints(newest)][:count]
+    if len(found) < count:
+        raise CheckpointError(
+            f"{newest.parent} has {len(found)} checkpoints up to {newest.name}, not {count}; average fewer, or keep"
+            f" more with checkpoint.keep_last = {count}"
+        )
+    for each in found:
+        require_whole(each)
+    return found
+
+
+def checkpoints_of(path: Path, steps: Sequence[int]) -> list[Path]:
+    """The checkpoints of those steps, all whole, beside the one that `path` means; raises CheckpointError."""
+    folder = find_checkpoint(path).parent
+    there = _published(folder)
+    missing = [step for step in steps if step not in there]
+    if missing:
+        raise CheckpointError(
+            f"{folder} has no checkpoint of step {', '.join(map(str, missing))}; it has those of"
+            f" {', '.join(map(str, sorted(there)))}"
+        )
+    for step in steps:
+        require_whole(there[step])
+    return [there[step] for step in steps]
+
+
 def find_tokenizer(checkpoint: Path, manifest: Manifest) -> Path | None:
     """The tokenizer of the run that wrote a checkpoint: where its configuration says, or in the run's folder."""
     run = checkpoint.resolve().parent.parent

@@ -1,19 +1,20 @@
 """Weights from a Hugging Face folder: every rank reads only the slices that it holds."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from megalite.checkpoint.families import FamilyTensor, family_tensors
 from megalite.checkpoint.hf_files import headers
 from megalite.checkpoint.load import load_parameter
+from megalite.checkpoint.region_reader import TYPES, RegionReader
 from megalite.checkpoint.save import all_or_none
 from megalite.checkpoint.step_zero import write_step_zero
+from megalite.checkpoint.tensor_file import BLOCK_ELEMENTS
 from megalite.data.tokenizer import copy_tokenizer
 from megalite.errors import CheckpointError
 from megalite.parallel.mesh import ParallelMesh
@@ -24,7 +25,6 @@ from megalite.topology.sharding import Box
 # What older exports hold beside the weights: masks and frequencies, which follow from the configuration.
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 _GPT2_PREFIX = "transformer."
-_TYPES = ("F64", "F32", "BF16", "F16")
 
 
 def load_huggingface(
@@ -37,51 +37,68 @@ def load_huggingface(
     """
 
     def load() -> None:
-        reader = HuggingFaceReader(folder, shape)
         tensors = dict(stage.named_parameters())
-        for parameter in stage_parameters(shape, split, mesh.at.pp):
-            load_parameter(reader, parameter, tensors[parameter.name], mesh)
+        with HuggingFaceReader(folder, shape) as reader:
+            for parameter in stage_parameters(shape, split, mesh.at.pp):
+                tensor = tensors[parameter.name]
+                load_parameter(reader, parameter, tensor, mesh, most_elements=BLOCK_ELEMENTS)
 
     all_or_none(mesh, "import", folder, load)
 
 
 class HuggingFaceReader:
-    """Reads regions of canonical tensors from a folder's safetensors files, one slice in memory at a time."""
+    """Reads regions of canonical tensors from a folder's safetensors files: of each the bytes it has, and no others."""
 
     def __init__(self, folder: Path, shape: ModelShape):
         self._folder, self._shapes = folder, canonical_tensors(shape)
         self._tensors = {part: tensor for tensor in family_tensors(shape) for part in tensor.parts}
-        self._files = _open_files(folder)
-        self._names = {
-            name: file
-            for file, opened in self._files.items()
-            for name in opened.keys()  # noqa: SIM118
-        }
-        if shape.family == "gpt2" and not any(name.startswith(_GPT2_PREFIX) for name in self._names):
+        self._files = [RegionReader(folder / name, header) for name, header in headers(folder).items()]
+        self._where = {name: opened for opened in self._files for name in opened.header}
+        if shape.family == "gpt2" and not any(name.startswith(_GPT2_PREFIX) for name in self._where):
             self._prefix = _GPT2_PREFIX  # files of the bare model, as the first ones published were
         else:
             self._prefix = ""
         self._check(shape)
+        self._head_too = shape.tie_word_embeddings and HEAD in self._where
+
+    def __enter__(self) -> "HuggingFaceReader":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for opened in self._files:
+            opened.close()
 
     def read(self, kind: str, name: str, box: Box) -> Tensor:
-        """A region of one canonical tensor, in the type of the file."""
+        """A region of one canonical tensor, in the type of the file; raises CheckpointError."""
         tensor = self._tensors[name]
         first = sum(self._shapes[part][0] for part in tensor.parts[: tensor.parts.index(name)])
-        spans = [slice(start, start + size) for start, size in zip(box.offsets, box.shape, strict=True)]
-        spans[0] = slice(spans[0].start + first, spans[0].stop + first)
-        values: Tensor = self._slice(tensor.name)[tuple(reversed(spans) if tensor.transposed else spans)]
-        return values.t() if tensor.transposed else values
+        stacked = Box((box.offsets[0] + first, *box.offsets[1:]), box.shape)
+        values = self._region(self._stored(tensor), stacked, transposed=tensor.transposed)
+        if name == EMBEDDING and self._head_too and not torch.equal(self._region(HEAD, box), values):
+            raise CheckpointError(
+                f"{self._folder} has {HEAD}, which the model has not, as its head is the embedding, and they differ;"
+                " is its config.json that of these weights?"
+            )
+        return values
 
-    def _slice(self, name: str) -> Any:
-        stored = name.removeprefix(self._prefix) if self._prefix else name
-        return self._files[self._names[stored]].get_slice(stored)
+    def _region(self, name: str, box: Box, *, transposed: bool = False) -> Tensor:
+        """That of a tensor of the files; `transposed`: they hold it so, and the box is that of what we hold."""
+        opened = self._where[name]
+        try:
+            if transposed:
+                return opened.read(name, Box(box.offsets[::-1], box.shape[::-1])).t()
+            return opened.read(name, box)
+        except OSError as error:
+            raise CheckpointError(f"{opened.path} cannot be read ({error}); fetch it again") from error
 
     def _check(self, shape: ModelShape) -> None:
         expected = {self._stored(tensor): tensor for tensor in self._tensors.values()}
-        missing = sorted(expected.keys() - self._names.keys())
-        extra = sorted(name for name in self._names.keys() - expected.keys() if not name.endswith(BUFFERS))
-        if shape.tie_word_embeddings and HEAD in extra and self._head_is_the_embedding():
-            extra.remove(HEAD)
+        missing = sorted(expected.keys() - self._where.keys())
+        extra = sorted(name for name in self._where.keys() - expected.keys() if not name.endswith(BUFFERS))
+        if shape.tie_word_embeddings and HEAD in extra and self._is_like_the_embedding(HEAD):
+            extra.remove(HEAD)  # whether it is the same, each rank sees with what it reads
         if missing or extra:
             parts = [f"lacks {_listed(missing)}"] if missing else []
             parts += [f"has {_listed(extra)}, which the model has not"] if extra else []
@@ -89,32 +106,26 @@ class HuggingFaceReader:
                 f"{self._folder} {' and '.join(parts)}; is its config.json that of these weights?"
             )
         for name, tensor in expected.items():
-            stored = self._files[self._names[name]].get_slice(name)
-            found, kind = tuple(stored.get_shape()), stored.get_dtype()
-            if found != tensor.shape:
-                raise CheckpointError(f"{self._folder}: {name} is {found}, the model's is {tensor.shape}")
-            if kind not in _TYPES:
+            stored = self._where[name].header[name]
+            if stored.shape != tensor.shape:
                 raise CheckpointError(
-                    f"{self._folder}: {name} is of {kind}; use weights of {', '.join(_TYPES)}"
+                    f"{self._folder}: {name} is {stored.shape}, the model's is {tensor.shape}"
+                )
+            if stored.dtype not in TYPES:
+                raise CheckpointError(
+                    f"{self._folder}: {name} is of {stored.dtype}; use weights of {', '.join(TYPES)}"
                 )
 
     def _stored(self, tensor: FamilyTensor) -> str:
         return tensor.name.removeprefix(self._prefix) if self._prefix else tensor.name
 
-    def _head_is_the_embedding(self) -> bool:
-        embedding = self._slice(self._tensors[EMBEDDING].name)[:]
-        return torch.equal(self._files[self._names[HEAD]].get_tensor(HEAD), embedding)
-
-
-def _open_files(folder: Path) -> Mapping[str, Any]:
-    return {name: _open(folder / name) for name in headers(folder)}
-
-
-def _open(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt")
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}); fetch it again") from error
+    def _is_like_the_embedding(self, name: str) -> bool:
+        """Of its shape and type."""
+        theirs = self._stored(self._tensors[EMBEDDING])
+        if theirs not in self._where:
+            return False
+        one, other = self._where[name].header[name], self._where[theirs].header[theirs]
+        return (one.shape, one.dtype) == (other.shape, other.dtype)
 
 
 def _listed(names: list[str]) -> str:

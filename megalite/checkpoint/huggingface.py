@@ -1,7 +1,7 @@
 """Export to a Hugging Face folder: streamed, checked against transformers, published whole or not at all."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,23 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalite.checkpoint.average import AveragedWeights
 from megalite.checkpoint.exported_folder import exported_folder
 from megalite.checkpoint.families import FamilyTensor, family_tensors
 from megalite.checkpoint.folder import write_durably
-from megalite.checkpoint.format import WEIGHT, Manifest, check_coverage
+from megalite.checkpoint.format import WEIGHT, Manifest
 from megalite.checkpoint.hf_config import hf_config
 from megalite.checkpoint.hf_files import INDEX, SINGLE
 from megalite.checkpoint.model_card import is_our_card, model_card
 from megalite.checkpoint.parity import Comparison, compare_with_transformers
-from megalite.checkpoint.tensor_file import (
-    CheckpointReader,
-    TensorInfo,
-    dtype_name,
-    full_box,
-    write_tensor_file,
-)
+from megalite.checkpoint.tensor_file import TensorInfo, dtype_name, full_box, write_tensor_file
 from megalite.data.tokenizer import Tokenizer, copy_tokenizer, load_tokenizer, save_tokenizer
 from megalite.errors import CheckpointError
+from megalite.topology.parameters import canonical_tensors
 
 CARD = "README.md"
 SHARD_SIZE_BYTES = 5_000_000_000
@@ -41,25 +37,29 @@ class Export:
 
 
 def export(
-    checkpoint: Path,
+    checkpoint: Path | Sequence[Path],
     destination: Path,
     tokenizer_folder: Path | None,
     *,
     dtype: torch.dtype = torch.float32,
     shard_size_bytes: int = SHARD_SIZE_BYTES,
-    weights: str = WEIGHT,
+    weights: str | None = None,
 ) -> Export:
-    """Write a checkpoint of any layout as a folder that transformers loads; one process, one tensor in memory.
+    """Write a checkpoint of any layout, or the mean of several, as a folder that transformers loads; one process.
 
-    weights: the kind to write: the model's weights, their float32 masters, or their moving average.
+    weights: the kind to write: the model's weights, their float32 masters, or their moving average; None: the weights,
+    of several checkpoints the masters where there are any.
+    In memory are some rows of a tensor while files are written (of a family that holds matrices transposed, three of
+    them), and while they are compared one decoder layer in float32 with one more of its matrices.
     The folder appears only after transformers' own modules, run from its files, agreed with our forward; an
     earlier export there is then replaced. Raises CheckpointError, leaving nothing behind, when they disagree, when
-    the checkpoint is damaged or when `destination` holds something else; DataError for the tokenizer.
+    a checkpoint is damaged, a weight beyond the range of `dtype` or `destination` holds something else; DataError for
+    the tokenizer.
     """
+    checkpoints = [checkpoint] if isinstance(checkpoint, Path) else list(checkpoint)
     with exported_folder(destination, lambda folder: is_our_card(folder / CARD)) as partial:
-        with CheckpointReader(checkpoint, weights=weights) as reader:
+        with AveragedWeights(checkpoints, weights) as reader:
             manifest = reader.manifest
-            check_coverage(manifest, checkpoint)
             files = _write_weights(reader, partial, dtype, shard_size_bytes)
             token_ids = _write_tokenizer(manifest, tokenizer_folder, partial) if tokenizer_folder else {}
             for name, content in (
@@ -68,8 +68,11 @@ def export(
             ):
                 write_durably(partial / name, json.dumps(content, indent=2) + "\n")
             comparisons = compare_with_transformers(reader, partial, dtype)
-        kind = dtype_name(dtype) + ("" if weights == WEIGHT else f", from the checkpoint's {weights}")
-        write_durably(partial / CARD, model_card(manifest, kind, comparisons))
+            kind = dtype_name(dtype)
+            if reader.kinds != (WEIGHT,):
+                kind += f", from the checkpoint's {' and '.join(reader.kinds)}"
+            card = model_card(manifest, kind, comparisons, averaged=reader.steps)
+        write_durably(partial / CARD, card)
     return Export(destination, tuple(files), tuple(comparisons))
 
 
@@ -89,14 +92,15 @@ def plan_files(sizes_bytes: Mapping[str, int], shard_size_bytes: int) -> dict[st
 
 
 def _write_weights(
-    reader: CheckpointReader, folder: Path, dtype: torch.dtype, shard_size_bytes: int
+    reader: AveragedWeights, folder: Path, dtype: torch.dtype, shard_size_bytes: int
 ) -> list[str]:
     tensors = {tensor.name: tensor for tensor in family_tensors(reader.manifest.model)}
     infos = {name: TensorInfo(dtype, tensor.shape) for name, tensor in tensors.items()}
     files = plan_files({name: info.size_bytes for name, info in infos.items()}, shard_size_bytes)
 
-    def read(name: str) -> Tensor:
-        return read_family_tensor(reader, WEIGHT, tensors[name]).to(dtype)
+    def read(name: str) -> Iterator[Tensor]:
+        for block in _family_blocks(reader, tensors[name]):
+            yield rounded(block, dtype, name)
 
     for file, names in files.items():
         write_tensor_file(folder / file, {name: infos[name] for name in names}, read)
@@ -107,12 +111,28 @@ def _write_weights(
     return list(files)
 
 
-def read_family_tensor(reader: CheckpointReader, kind: str, tensor: FamilyTensor) -> Tensor:
-    """What a checkpoint has of one kind, as it stands in the family's folder."""
-    shapes = {name: entry.shape for name, entry in reader.manifest.tensors[WEIGHT].items()}
-    parts = [reader.read(kind, name, full_box(shapes[name])) for name in tensor.parts]
-    stacked = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return stacked.t().contiguous() if tensor.transposed else stacked
+def rounded(values: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    """The values in another type, to nearest, ties to even; raises CheckpointError for one beyond its range."""
+    found = values.to(dtype)
+    beyond = found.isinf() & values.isfinite()
+    if beyond.any():
+        value, most = values[beyond][0].item(), torch.finfo(dtype).max
+        raise CheckpointError(
+            f"{name} has the weight {value:g}, and {dtype_name(dtype)} ends at {most:g}; export with a wider --dtype,"
+            " such as bfloat16 or float32"
+        )
+    return found
+
+
+def _family_blocks(reader: AveragedWeights, tensor: FamilyTensor) -> Iterator[Tensor]:
+    """Rows of one of the family's tensors, from the first to the last."""
+    if not tensor.transposed:
+        for name in tensor.parts:
+            yield from reader.blocks(WEIGHT, name)
+        return
+    names = canonical_tensors(reader.manifest.model)
+    parts = [reader.read(WEIGHT, name, full_box(names[name])) for name in tensor.parts]
+    yield (parts[0] if len(parts) == 1 else torch.cat(parts)).t().contiguous()
 
 
 def _weight_map(files: Mapping[str, list[str]]) -> Iterator[tuple[str, str]]:

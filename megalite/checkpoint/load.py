@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megalite.checkpoint.folder import older_checkpoints
 from megalite.checkpoint.format import WEIGHT, Manifest, check_coverage
-from megalite.checkpoint.regions import split_run
+from megalite.checkpoint.regions import rows_of, split_run
 from megalite.checkpoint.save import all_or_none
 from megalite.checkpoint.tensor_file import CheckpointReader
 from megalite.errors import CheckpointError
@@ -100,14 +100,24 @@ class WeightReader(Protocol):
 
 @torch.no_grad()
 def load_parameter(
-    reader: WeightReader, parameter: Parameter, tensor: Tensor, mesh: ParallelMesh, kind: str = WEIGHT
+    reader: WeightReader,
+    parameter: Parameter,
+    tensor: Tensor,
+    mesh: ParallelMesh,
+    kind: str = WEIGHT,
+    *,
+    most_elements: int | None = None,
 ) -> None:
-    """Fill one registered parameter of this rank, part by part, with what the reader has of that kind."""
+    """Fill one registered parameter of this rank, part by part, with what the reader has of that kind.
+
+    most_elements: about how many are read at a time, where the reader reads no more for it.
+    """
     row = 0
     for part, box in parameter.spec.boxes(mesh.tp.rank, mesh.tp.size):
-        if box.numel:
-            tensor[row : row + box.shape[0]].copy_(reader.read(kind, part.name, box))
-        row += box.shape[0]
+        for some in [box] if most_elements is None else rows_of(box, most_elements):
+            if some.numel:
+                tensor[row : row + some.shape[0]].copy_(reader.read(kind, part.name, some))
+            row += some.shape[0]
 
 
 def check_fits(manifest: Manifest, shape: ModelShape, checkpoint: Path) -> None:

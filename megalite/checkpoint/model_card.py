@@ -13,8 +13,10 @@ from megalite.topology.parameters import parameter_count
 _MARK = "<!-- written by megalite convert export -->"
 
 
-def model_card(manifest: Manifest, dtype: str, comparisons: Sequence[Comparison]) -> str:
-    """Markdown with the front matter that Hugging Face reads."""
+def model_card(
+    manifest: Manifest, dtype: str, comparisons: Sequence[Comparison], averaged: Sequence[int] = ()
+) -> str:
+    """Markdown with the front matter that Hugging Face reads; averaged: the steps, if there are several."""
     shape, layout, state = manifest.model, manifest.layout, manifest.trainer_state
     facts = {
         "parameters": f"{parameter_count(shape):,}"
@@ -24,6 +26,7 @@ def model_card(manifest: Manifest, dtype: str, comparisons: Sequence[Comparison]
         "vocabulary": f"{shape.vocab_size:,}",
         "type of the weights": dtype,
         "steps": f"{state['step']:,}",
+        **({"weights": f"the mean of steps {', '.join(map(str, averaged))}"} if len(averaged) > 1 else {}),
         "sequences": f"{state['samples']:,}",
         "tokens": f"{state['tokens']:,}",
         "layout": f"tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data}",
@@ -41,7 +44,7 @@ tags:
 - megalite
 ---
 {_MARK}
-# A Llama model trained with megalite
+# A {shape.family} model trained with megalite
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer

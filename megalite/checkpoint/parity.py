@@ -15,10 +15,12 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor
 
+from megalite.checkpoint.average import AveragedWeights
 from megalite.checkpoint.families import family_tensors
 from megalite.checkpoint.format import WEIGHT
+from megalite.checkpoint.hf_files import INDEX, SINGLE
 from megalite.checkpoint.load import load_parameter
-from megalite.checkpoint.tensor_file import CheckpointReader, full_box
+from megalite.checkpoint.tensor_file import full_box
 from megalite.errors import CheckpointError
 from megalite.model.norms import build_norm
 from megalite.model.rope import rotary_embedding
@@ -38,7 +40,6 @@ TOLERANCE = 1e-4
 # Below this many parameters the whole model is loaded by AutoModelForCausalLM as well.
 _WHOLE_MODEL_PARAMETERS = 100_000_000
 _SEQUENCES, _SEQUENCE_LENGTH = 2, 48
-_VOCABULARY_ROWS = 8192
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Comparison:
 
 
 @torch.no_grad()
-def compare_with_transformers(reader: CheckpointReader, folder: Path, dtype: torch.dtype) -> list[Comparison]:
+def compare_with_transformers(reader: AveragedWeights, folder: Path, dtype: torch.dtype) -> list[Comparison]:
     """Compare part by part, in float32, with weights rounded to `dtype` on both sides.
 
     Raises CheckpointError when a part differs by more than TOLERANCE relative, or when the files do not hold
@@ -71,7 +72,7 @@ def compare_with_transformers(reader: CheckpointReader, folder: Path, dtype: tor
 class _Parity:
     """Both sides of the comparison: `ours` reads the checkpoint, `theirs` the export's files."""
 
-    def __init__(self, reader: CheckpointReader, folder: Path, dtype: torch.dtype):
+    def __init__(self, reader: AveragedWeights, folder: Path, dtype: torch.dtype):
         self.reader, self.folder, self.dtype = reader, folder, dtype
         self.shape = reader.manifest.model
         self.names = canonical_tensors(self.shape)
@@ -93,16 +94,30 @@ class _Parity:
         """A full tensor of the checkpoint, rounded as the export is."""
         return self.reader.read(WEIGHT, name, full_box(self.names[name])).to(self.dtype).float()
 
+    def rows_of_ours(self, name: str) -> Iterator[tuple[slice, Tensor]]:
+        """A tensor of the checkpoint, rounded as the export is, some rows at a time."""
+        first = 0
+        for block in self.reader.blocks(WEIGHT, name):
+            rows = slice(first, first + block.shape[0])
+            yield rows, block.to(self.dtype).float()
+            first = rows.stop
+
     def embedding(self) -> tuple[Tensor, Comparison]:
         """The input's hidden states [B, S, H]; every row of the tables is compared, not only the rows used."""
-        table = self.ours(EMBEDDING)
-        pairs = [(table[rows], self.files.rows(self.theirs[EMBEDDING], rows)) for rows in self._vocabulary()]
-        hidden_states = F.embedding(self.input_ids, table)
-        if POSITIONS in self.names:
-            positions = self.ours(POSITIONS)
-            pairs.append((positions, self.files.tensor(self.theirs[POSITIONS])))
-            hidden_states = hidden_states + F.embedding(self.position_ids, positions)
-        return hidden_states, _accepted(_compare("embedding", iter(pairs)))
+        hidden_states = torch.zeros(*self.input_ids.shape, self.shape.hidden_size)
+
+        def pairs() -> Iterator[tuple[Tensor, Tensor]]:
+            for rows, table in self.rows_of_ours(EMBEDDING):
+                here = (self.input_ids >= rows.start) & (self.input_ids < rows.stop)
+                hidden_states[here] = table[self.input_ids[here] - rows.start]
+                yield table, self.files.rows(self.theirs[EMBEDDING], rows)
+            if POSITIONS in self.names:
+                positions = self.ours(POSITIONS)
+                hidden_states.add_(F.embedding(self.position_ids, positions))
+                yield positions, self.files.tensor(self.theirs[POSITIONS])
+
+        comparison = _accepted(_compare("embedding", pairs()))
+        return hidden_states, comparison
 
     def layers(self, hidden_states: Tensor) -> tuple[Tensor, Comparison]:
         """The decoder layers one after the other, each side given our hidden states; the worst layer is told.
@@ -137,12 +152,12 @@ class _Parity:
     def head(self, hidden_states: Tensor) -> tuple[Tensor, Comparison]:
         """Logits in pieces of the vocabulary; returns all of ours [B, S, V] for a small model, else nothing."""
         name = self.theirs[EMBEDDING if self.modules.config.tie_word_embeddings else HEAD]
-        table = self.ours(EMBEDDING if self.shape.tie_word_embeddings else HEAD)
+        our_name = EMBEDDING if self.shape.tie_word_embeddings else HEAD
         kept: list[Tensor] = []
 
         def pairs() -> Iterator[tuple[Tensor, Tensor]]:
-            for rows in self._vocabulary():
-                ours = F.linear(hidden_states, table[rows])
+            for rows, table in self.rows_of_ours(our_name):
+                ours = F.linear(hidden_states, table)
                 if self.whole_fits:
                     kept.append(ours)
                 yield ours, F.linear(hidden_states, self.files.rows(name, rows))
@@ -185,10 +200,6 @@ class _Parity:
         if window is not None:
             seen &= torch.ones(length, length).triu(1 - window).bool()
         return torch.zeros(length, length).masked_fill(~seen, torch.finfo(torch.float32).min)[None, None]
-
-    def _vocabulary(self) -> list[slice]:
-        size = self.shape.vocab_size
-        return [slice(row, min(row + _VOCABULARY_ROWS, size)) for row in range(0, size, _VOCABULARY_ROWS)]
 
 
 class _TheirModules:
@@ -234,30 +245,32 @@ class _TheirModules:
 
 
 class _ExportedFiles:
-    """The safetensors files of an export, read as transformers reads them: by name, through the index."""
+    """The safetensors files of an export, read as transformers reads them: by name, through the index.
+
+    A file is open only while a tensor is taken from it: what is mapped of it counts as this process's memory.
+    """
 
     def __init__(self, folder: Path):
-        index = folder / "model.safetensors.index.json"
+        self.folder, index = folder, folder / INDEX
         if index.is_file():
             named = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         else:
-            named = dict.fromkeys(
-                safe_open(folder / "model.safetensors", framework="pt").keys(), "model.safetensors"
-            )
-        self._open: dict[str, Any] = {
-            file: safe_open(folder / file, framework="pt") for file in sorted(set(named.values()))
-        }
-        self.where = {name: file for file, opened in self._open.items() for name in opened.keys()}  # noqa: SIM118
+            named = dict.fromkeys(self._opened(SINGLE).keys(), SINGLE)
+        held = {file: self._opened(file).keys() for file in sorted(set(named.values()))}
+        self.where = {name: file for file, names in held.items() for name in names}
         if self.where != named:
             raise CheckpointError(f"{index} does not tell what is in the files")
 
     def tensor(self, name: str) -> Tensor:
-        values: Tensor = self._open[self.where[name]].get_tensor(name)
+        values: Tensor = self._opened(self.where[name]).get_tensor(name)
         return values.float()
 
     def rows(self, name: str, rows: slice) -> Tensor:
-        values: Tensor = self._open[self.where[name]].get_slice(name)[rows]
+        values: Tensor = self._opened(self.where[name]).get_slice(name)[rows]
         return values.float()
+
+    def _opened(self, file: str) -> Any:
+        return safe_open(self.folder / file, framework="pt")
 
 
 def _compare(

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import product
+from math import prod
 
 from megalite.topology.sharding import Box, Part
 
@@ -62,3 +64,30 @@ def contains(full_shape: tuple[int, ...], box: Box) -> bool:
         return False
     spans = zip(box.offsets, box.shape, full_shape, strict=True)
     return all(low >= 0 and low + size <= full for low, size, full in spans)
+
+
+def rows_of(box: Box, most_elements: int) -> Iterator[Box]:
+    """The region in pieces of whole rows, from the first on: as many a piece as have no more elements, at least one."""
+    step = max(1, most_elements // max(1, prod(box.shape[1:])))
+    for first in range(0, box.shape[0], step):
+        offsets = (box.offsets[0] + first, *box.offsets[1:])
+        yield Box(offsets, (min(step, box.shape[0] - first), *box.shape[1:]))
+
+
+def stretches(full_shape: tuple[int, ...], box: Box) -> Iterator[tuple[int, int]]:
+    """Where a region lies in the flattened (row-major) tensor: start and length of each stretch, in its own order."""
+    if not box.numel:
+        return
+    # The dims from here on are whole, so that a stretch goes on from one index of the dim before to the next.
+    whole = len(full_shape)
+    while whole and box.shape[whole - 1] == full_shape[whole - 1]:
+        whole -= 1
+    outer = max(whole - 1, 0)
+    numel = prod(box.shape[outer:])
+    strides = [prod(full_shape[dim + 1 :]) for dim in range(len(full_shape))]
+    first = sum(low * stride for low, stride in zip(box.offsets, strides, strict=True))
+    steps = (
+        range(0, size * stride, stride) for size, stride in zip(box.shape[:outer], strides, strict=False)
+    )
+    for step in product(*steps):
+        yield first + sum(step), numel

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -11,12 +11,12 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megalite.checkpoint.folder import own_file, read_manifest
 from megalite.checkpoint.format import WEIGHT, Manifest, Shard, TensorEntry, check_sizes
-from megalite.checkpoint.regions import intersection, slices
+from megalite.checkpoint.region_reader import TYPES, RegionReader
+from megalite.checkpoint.regions import intersection, rows_of, slices
 from megalite.checkpoint.tensor_header import HeaderEntry, read_header
 from megalite.errors import CheckpointError
 from megalite.topology.sharding import Box
@@ -27,10 +27,14 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-_CODES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_CODES = {dtype: code for code, dtype in TYPES.items()}
 # The library puts types with the strictest alignment first, then goes by name.
 _ORDER = list(_CODES.values())
 _CHUNK_BYTES = 16 << 20
+BLOCK_ELEMENTS = 4 << 20
+"""What is read at a time of a tensor that need not be whole in memory."""
+# Still in the processor's cache when it is hashed, while the kernel reads on.
+_HASHED_ELEMENTS = 1 << 18
 _REMEDY = "resume from another checkpoint with checkpoint.resume = PATH"
 
 
@@ -55,12 +59,13 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def write_tensor_file(
-    path: Path, infos: Mapping[str, TensorInfo], read: Callable[[str], Tensor]
+    path: Path, infos: Mapping[str, TensorInfo], read: Callable[[str], Tensor | Iterable[Tensor]]
 ) -> tuple[dict[str, str], int]:
     """Write one safetensors file, with one tensor in memory at a time, and wait until it is on the disk.
 
-    read: gives the tensor of a key, asked once a key in the file's order. The bytes are those of
-    safetensors.torch.save_file with metadata {"format": "pt"}. Returns each key's sha256 and the file's size.
+    read: gives the tensor of a key, or its rows in blocks from the first to the last, asked once a key in the file's
+    order. The bytes are those of safetensors.torch.save_file with metadata {"format": "pt"}. Returns each key's sha256
+    and the file's size.
     """
     ordered = sorted(infos, key=lambda key: (_ORDER.index(_CODES[infos[key].dtype]), key))
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -76,15 +81,19 @@ def write_tensor_file(
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for key in ordered:
-            tensor = read(key)
-            found = TensorInfo(tensor.dtype, tuple(tensor.shape))
-            if found != infos[key]:
-                raise AssertionError(f"{key} was announced as {infos[key]}, not {found}")
-            digest, data = hashlib.sha256(), tensor_bytes(tensor)
-            for start in range(0, len(data), _CHUNK_BYTES):
-                chunk = data[start : start + _CHUNK_BYTES]
-                digest.update(chunk)
-                file.write(chunk)
+            given, digest, numel = read(key), hashlib.sha256(), 0
+            for block in (given,) if isinstance(given, Tensor) else given:
+                if block.dtype != infos[key].dtype or block.shape[1:] != infos[key].shape[1:]:
+                    raise AssertionError(
+                        f"{key} was announced as {infos[key]}, not {block.dtype}, {block.shape}"
+                    )
+                numel, data = numel + block.numel(), tensor_bytes(block)
+                for start in range(0, len(data), _CHUNK_BYTES):
+                    chunk = data[start : start + _CHUNK_BYTES]
+                    digest.update(chunk)
+                    file.write(chunk)
+            if numel != prod(infos[key].shape):
+                raise AssertionError(f"{key} was announced as {infos[key]}, and has {numel} elements")
             hashes[key] = digest.hexdigest()
         file.flush()
         os.fsync(file.fileno())
@@ -111,13 +120,12 @@ class CheckpointReader:
 
     def __init__(self, checkpoint: Path, *, verify_hashes: bool = True, weights: str = WEIGHT):
         """`weights`: the kind that is read as the weights. Raises CheckpointError when it is not there."""
-        self.checkpoint, self.verify_hashes, self._weights = checkpoint, verify_hashes, weights
+        self.checkpoint, self.verify_hashes, self.weights = checkpoint, verify_hashes, weights
         self.manifest: Manifest = read_manifest(checkpoint)
         if weights not in self.manifest.tensors:
             raise CheckpointError(f"{checkpoint} has no {weights}; it has {', '.join(self.manifest.tensors)}")
         check_sizes(self.manifest, checkpoint)
-        self._files: dict[str, Any] = {}
-        self._headers: dict[str, dict[str, HeaderEntry]] = {}
+        self._files: dict[str, RegionReader] = {}
 
     def __enter__(self) -> "CheckpointReader":
         return self
@@ -125,12 +133,13 @@ class CheckpointReader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # safe_open has no close: the mapping goes with its last reference.
+        for opened in self._files.values():
+            opened.close()
         self._files.clear()
 
     def read(self, kind: str, name: str, box: Box, run: tuple[int, int] | None = None) -> Tensor:
         """The region `box` of a tensor, in its shape; with `run`, those elements of it flattened."""
-        entry = self.manifest.tensors[self._weights if kind == WEIGHT else kind][name]
+        entry = self._entry(kind, name)
         start, stop = run or (0, box.numel)
         exact = [shard for shard in entry.shards if shard.box == box]
         if exact:
@@ -139,6 +148,23 @@ class CheckpointReader:
             values = self._assemble(name, entry, box).view(-1)[start:stop]
         return values if run else values.view(box.shape)
 
+    def blocks(self, kind: str, name: str) -> Iterator[Tensor]:
+        """A whole tensor, some rows at a time from the first to the last; each byte is read, and hashed, once."""
+        entry = self._entry(kind, name)
+        self._require_files(name, entry.shards)
+        digests = {shard: hashlib.sha256() for shard in entry.shards}
+        for block in rows_of(full_box(entry.shape), BLOCK_ELEMENTS):
+            values = torch.empty(block.shape, dtype=DTYPES[entry.dtype])
+            for source, shards in entry.by_box().items():
+                if overlap := intersection(source, block):
+                    # Rows of the source lie one after the other there, so that its shards are read from end to end.
+                    start = (overlap.offsets[0] - source.offsets[0]) * prod(source.shape[1:])
+                    held = torch.empty(overlap.shape, dtype=values.dtype)
+                    for shard, low, target in _overlapping(shards, start, held.view(-1)):
+                        self._fill(name, entry, shard, low, target, digests[shard])
+                    values[slices(overlap, block)] = held
+            yield values
+
     def read_all(self) -> None:
         """Every shard once: a whole checkpoint may still hold other bytes than were written."""
         for entries in self.manifest.tensors.values():
@@ -146,15 +172,21 @@ class CheckpointReader:
                 for shard in entry.shards:
                     self._shard(name, entry, shard)
 
-    def _runs(self, name: str, entry: TensorEntry, shards: list[Shard], start: int, stop: int) -> Tensor:
+    def _entry(self, kind: str, name: str) -> TensorEntry:
+        return self.manifest.tensors[self.weights if kind == WEIGHT else kind][name]
+
+    def _runs(self, name: str, entry: TensorEntry, shards: Iterable[Shard], start: int, stop: int) -> Tensor:
         """Elements start to stop of a box, from the runs of that same box."""
         held = [shard for shard in shards if max(start, shard.run[0]) < min(stop, shard.run[1])]
         self._require_files(name, held)
         values = torch.empty(stop - start, dtype=DTYPES[entry.dtype])
-        for shard in held:
-            first = shard.run[0]
-            low, high = max(start, first), min(stop, shard.run[1])
-            values[low - start : high - start] = self._shard(name, entry, shard)[low - first : high - first]
+        for shard, low, target in _overlapping(held, start, values):
+            if not self.verify_hashes:
+                self._fill(name, entry, shard, low, target)
+            elif target.numel() == _numel(shard):
+                self._fill(name, entry, shard, 0, target, hashlib.sha256())
+            else:  # a hash is of all of it
+                target.copy_(self._shard(name, entry, shard)[low : low + target.numel()])
         return values
 
     def _assemble(self, name: str, entry: TensorEntry, box: Box) -> Tensor:
@@ -175,43 +207,75 @@ class CheckpointReader:
             self._place(name, shard)
 
     def _shard(self, name: str, entry: TensorEntry, shard: Shard) -> Tensor:
+        self._place(name, shard)
+        values = torch.empty(_numel(shard), dtype=DTYPES[entry.dtype])
+        self._fill(name, entry, shard, 0, values, hashlib.sha256())
+        return values
+
+    def _fill(
+        self, name: str, entry: TensorEntry, shard: Shard, low: int, values: Tensor, digest: Any = None
+    ) -> None:
+        """Read a shard's elements from the `low`th on, as many as `values` has.
+
+        digest: has those before; with the last element it has to be the shard's, where hashes are looked at.
+        """
         path, place = self.checkpoint / shard.file, self._place(name, shard)
-        try:
-            values: Tensor = self._files[shard.file].get_tensor(shard.key)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{path}: {name} cannot be read ({error}); {_REMEDY}") from error
-        elements = shard.run[1] - shard.run[0]
-        if values.dtype != DTYPES[entry.dtype] or values.numel() != elements:
+        if TYPES.get(place.dtype) != DTYPES[entry.dtype] or prod(place.shape) != _numel(shard):
             raise CheckpointError(
-                f"{path}: {name} has {values.numel()} elements of {values.dtype}, the manifest says"
-                f" {elements} of {entry.dtype}; {_REMEDY}"
+                f"{path}: {name} has {prod(place.shape)} elements of {place.dtype}, the manifest says"
+                f" {_numel(shard)} of {entry.dtype}; {_REMEDY}"
             )
-        if self.verify_hashes and hashlib.sha256(tensor_bytes(values)).hexdigest() != shard.sha256:
+        try:
+            for first in range(0, values.numel(), _HASHED_ELEMENTS):
+                piece = values[first : first + _HASHED_ELEMENTS]
+                self._files[shard.file].fill(piece, shard.key, low + first)
+                if digest is not None and self.verify_hashes:
+                    digest.update(tensor_bytes(piece))
+        except OSError as error:
+            raise CheckpointError(f"{path}: {name} cannot be read ({error}); {_REMEDY}") from error
+        whole = digest is not None and self.verify_hashes and low + values.numel() == _numel(shard)
+        if whole and digest.hexdigest() != shard.sha256:
             raise CheckpointError(
                 f"{path}: the bytes of {name} are not those that were written ({shard.key}, bytes {place.start} to"
                 f" {place.stop} of the file: sha256 differs); {_REMEDY}"
             )
-        return values.view(-1)
 
     def _place(self, name: str, shard: Shard) -> HeaderEntry:
         """Where a shard lies in its file, which is opened for `name` if it was not before."""
         path = own_file(self.checkpoint, shard.file)
         try:
             if shard.file not in self._files:
-                self._open(path, shard.file)
-            if shard.key not in self._headers[shard.file]:
+                self._files[shard.file] = _opened(path, self.manifest.files[shard.file])
+            if shard.key not in self._files[shard.file].header:
                 raise ValueError(f"it has no {shard.key}")
-        except (OSError, ValueError, SafetensorError) as error:
+        except (OSError, ValueError) as error:
             raise CheckpointError(f"{path}: {name} cannot be read ({error}); {_REMEDY}") from error
-        return self._headers[shard.file][shard.key]
+        return self._files[shard.file].header[shard.key]
 
-    def _open(self, path: Path, file: str) -> None:
-        found_bytes, expected_bytes = path.stat().st_size, self.manifest.files[file]
-        cut = f"the file has {found_bytes} bytes instead of {expected_bytes}"
-        try:
-            self._headers[file] = read_header(path)
-        except ValueError as error:
-            raise ValueError(f"{cut}; {error}" if found_bytes != expected_bytes else str(error)) from error
-        if found_bytes != expected_bytes:
-            raise ValueError(cut)
-        self._files[file] = safe_open(path, framework="pt")
+
+def _opened(path: Path, expected_bytes: int) -> RegionReader:
+    found_bytes = path.stat().st_size
+    cut = f"the file has {found_bytes} bytes instead of {expected_bytes}"
+    try:
+        header = read_header(path)
+    except ValueError as error:
+        raise ValueError(f"{cut}; {error}" if found_bytes != expected_bytes else str(error)) from error
+    if found_bytes != expected_bytes:
+        raise ValueError(cut)
+    return RegionReader(path, header)
+
+
+def _overlapping(shards: Iterable[Shard], start: int, values: Tensor) -> Iterator[tuple[Shard, int, Tensor]]:
+    """The shards of a box that have some of its flattened elements from `start` on, as many as `values` has.
+
+    With each: the first of its own elements that is wanted, and where they go.
+    """
+    for shard in shards:
+        low, high = max(start, shard.run[0]), min(start + values.numel(), shard.run[1])
+        if low < high:
+            yield shard, low - shard.run[0], values[low - start : high - start]
+
+
+def _numel(shard: Shard) -> int:
+    start, stop = shard.run
+    return stop - start

@@ -6,7 +6,13 @@ from collections.abc import Callable, Sequence
 from math import prod
 from pathlib import Path
 
-from megalite.checkpoint.folder import find_checkpoint, find_tokenizer, require_whole
+from megalite.checkpoint.folder import (
+    checkpoints_of,
+    find_checkpoint,
+    find_tokenizer,
+    last_checkpoints,
+    require_whole,
+)
 from megalite.checkpoint.format import MANIFEST, WEIGHT, Manifest, check_coverage
 from megalite.checkpoint.hf_files import headers, is_folder_of_weights
 from megalite.checkpoint.megatron_folder import is_megatron_folder
@@ -26,21 +32,23 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
-    checkpoint = find_checkpoint(options.checkpoint)
-    tokenizer = options.tokenizer or find_tokenizer(checkpoint, require_whole(checkpoint))
+    checkpoints = _chosen(options)
+    newest = max(checkpoints, key=lambda each: require_whole(each).step)
+    tokenizer = options.tokenizer or find_tokenizer(newest, require_whole(newest))
     # Imported late, so that --help and a wrong path are answered at once.
     from megalite.checkpoint.huggingface import export
     from megalite.checkpoint.tensor_file import DTYPES
 
     result = export(
-        checkpoint,
+        checkpoints,
         options.output,
         tokenizer,
         dtype=DTYPES[options.dtype],
         shard_size_bytes=options.shard_size,
         weights=options.weights,
     )
-    print(f"{result.folder}: from {checkpoint}, {len(result.files)} weight file(s) of {options.dtype}")
+    source = str(newest) if len(checkpoints) == 1 else f"the mean of {', '.join(map(str, checkpoints))}"
+    print(f"{result.folder}: from {source}, {len(result.files)} weight file(s) of {options.dtype}")
     if tokenizer is None:
         print("no tokenizer was found beside the checkpoint, so none was written; name one with --tokenizer")
     print("compared with transformers (largest differences, absolute and relative):")
@@ -57,6 +65,20 @@ def _universal(options: argparse.Namespace) -> int:
     print(f"{options.output}: from {checkpoint}, {manifest.optimizer['step']:g} updates of AdamW in float32")
     print("load it with checkpoint.load_universal = true; its README.md shows how")
     return 0
+
+
+def _chosen(options: argparse.Namespace) -> list[Path]:
+    """The checkpoints to export: one, or those to average."""
+    if options.average is None and options.steps is None:
+        return [find_checkpoint(each) for each in options.checkpoint]
+    if len(options.checkpoint) > 1:
+        raise CheckpointError("name one run with --average or --steps, or the checkpoints themselves without")
+    [run] = options.checkpoint
+    return (
+        last_checkpoints(run, options.average)
+        if options.steps is None
+        else checkpoints_of(run, options.steps)
+    )
 
 
 def _import(options: argparse.Namespace) -> int:
@@ -194,19 +216,42 @@ def _size_bytes(text: str) -> int:
     return int(match[1]) * _UNITS["" if unit == "B" else unit]
 
 
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of checkpoints; write for example 5")
+    return int(text)
+
+
+def _steps(text: str) -> list[int]:
+    words = text.split(",")
+    if not all(word.strip().isdecimal() for word in words):
+        raise argparse.ArgumentTypeError(f"{text!r} are not steps; write for example 100,200")
+    return [int(word) for word in words]
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="megalite convert", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     export = commands.add_parser("export", help="write a Hugging Face folder, checked against transformers")
-    _add_checkpoint(export)
+    _add_checkpoint(export, nargs="+", more="; of several, the mean of their weights")
     export.add_argument(
         "output", type=Path, metavar="OUTPUT", help="folder to write; an earlier export is replaced"
+    )
+    averaged = export.add_mutually_exclusive_group()
+    averaged.add_argument(
+        "--average",
+        type=_count,
+        metavar="N",
+        help="the mean of a run's last N checkpoints (up to CHECKPOINT)",
+    )
+    averaged.add_argument(
+        "--steps", type=_steps, metavar="A,B", help="the mean of a run's checkpoints of these steps"
     )
     export.add_argument(
         "--weights",
         choices=(WEIGHT, MASTER, EMA),
-        default=WEIGHT,
-        help="what to write: the weights, a bf16 or fp16 run's float32 masters, the moving average",
+        help="what to write: the weights, a bf16 or fp16 run's float32 masters, the moving average (default: the"
+        " weights; for a mean the masters of checkpoints that have them)",
     )
     export.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     export.add_argument(
@@ -266,10 +311,11 @@ def _add_import(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     importing.set_defaults(command=_import)
 
 
-def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
+def _add_checkpoint(parser: argparse.ArgumentParser, nargs: str | None = None, more: str = "") -> None:
     parser.add_argument(
         "checkpoint",
         type=Path,
+        nargs=nargs,
         metavar="CHECKPOINT",
-        help="a checkpoint's folder, or a run's: its latest one",
+        help=f"a checkpoint's folder, or a run's: its latest one{more}",
     )

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megalite.checkpoint import hf_import
 from megalite.checkpoint.hf_import import load_huggingface
 from megalite.checkpoint.huggingface import export
 from megalite.errors import CheckpointError
@@ -42,6 +43,14 @@ def test_every_layout_reads_its_slices_bit_for_bit(ranks, tmp_path, shape):
         )
         read = full_tensors(shape, [shard for result in results for shard in result], add=False)
         assert_same_tensors(read, written, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["llama 3", "gpt2"])
+def test_what_is_read_in_pieces_is_the_same(tmp_path, monkeypatch, family):
+    folder = exported(tmp_path, FAMILY_SHAPES[family])
+    whole = read_alone(folder, FAMILY_SHAPES[family])
+    monkeypatch.setattr(hf_import, "BLOCK_ELEMENTS", 100)
+    assert_same_tensors(read_alone(folder, FAMILY_SHAPES[family]), whole, rtol=0)
 
 
 def _weights(checkpoint_of: Path, shape: ModelShape) -> dict[str, torch.Tensor]:

@@ -13,8 +13,8 @@ from torch.nn.functional import cross_entropy
 
 from megalite.checkpoint.families import family_tensors
 from megalite.checkpoint.hf_config import hf_config
-from megalite.checkpoint.huggingface import read_family_tensor
 from megalite.checkpoint.tensor_file import CheckpointReader
+from megalite.checkpoint.universal import read_family_tensor
 from megalite.cli import convert
 from megalite.config.huggingface import shape_of_folder
 from megalite.data.loader import StepLoader

@@ -73,6 +73,17 @@ def test_training_on_wikitext2_equals_a_plain_loop(tmp_path: Path, shared_data: 
         assert row["largest_gap"] < 1e-5, row
 
 
+def test_checkpoint_memory(tmp_path: Path) -> None:
+    """A model of 404 MB, half of which is its embedding; what is mapped of the files, or held whole, would show."""
+    export, *imports = quick_rows("checkpoint_memory", tmp_path)
+    assert export["megabytes"] == 404 and export["above_start_mib"] < 300, export
+    assert len(imports) == 2
+    for row in imports:
+        assert 1 <= row["read_ratio"] < 1.001, row
+        # The slice of the embedding, were it read before it is copied, has 97 MiB.
+        assert row["above_start_mib"] < row["model_mib"] + 120, row
+
+
 def test_loader(tmp_path: Path) -> None:
     rows = quick_rows("loader", tmp_path)
     assert [(row["file"], row["loader_workers"]) for row in rows] == list(product(["cold", "warm"], [0, 1]))

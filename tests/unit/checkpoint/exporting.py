@@ -12,7 +12,7 @@ from megalite.model.transformer import Stage
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.layout import pipeline_split
 from megalite.topology.parameters import ModelShape
-from megalite.topology.state import NoOptimizer
+from megalite.topology.state import NoOptimizer, OptimizerState
 
 
 def lively_stage(shape: ModelShape, *, scale: float = 5.0) -> Stage:
@@ -31,7 +31,15 @@ def lively_stage(shape: ModelShape, *, scale: float = 5.0) -> Stage:
     return stage
 
 
-def save_stage(run: Path, shape: ModelShape, stage: Stage, config: Mapping[str, Any] | None = None) -> Path:
+def save_stage(
+    run: Path,
+    shape: ModelShape,
+    stage: Stage,
+    config: Mapping[str, Any] | None = None,
+    *,
+    step: int = 20,
+    optimizer: OptimizerState | None = None,
+) -> Path:
     """One checkpoint in a run's folder."""
     return save_checkpoint(
         run / "checkpoints",
@@ -39,8 +47,8 @@ def save_stage(run: Path, shape: ModelShape, stage: Stage, config: Mapping[str, 
         shape=shape,
         split=pipeline_split(shape.num_hidden_layers),
         stage=stage,
-        optimizer=NoOptimizer(),
-        trainer_state={"step": 20, "samples": 160, "tokens": 1920},
+        optimizer=optimizer or NoOptimizer(),
+        trainer_state={"step": step, "samples": 8 * step, "tokens": 96 * step},
         config=config or {"optimizer": {"learning_rate": 1e-3}, "data": {"source": "stdlib"}},
     )
 

@@ -1,7 +1,7 @@
 """Exports: what transformers loads is the model that was trained, or there is no export."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,14 +12,19 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from megalite.checkpoint import huggingface
+from megalite.checkpoint.average import AveragedWeights
 from megalite.checkpoint.hf_config import hf_config
-from megalite.checkpoint.huggingface import Export, export, plan_files
+from megalite.checkpoint.huggingface import Export, export, plan_files, rounded
 from megalite.checkpoint.tensor_file import TensorInfo, write_tensor_file
+from megalite.data.corpus import Piece
+from megalite.data.sentencepiece_model import PROBE_TEXTS
+from megalite.data.tokenizer import load_tokenizer
+from megalite.data.tokenizer_training import KINDS, train_into
 from megalite.errors import CheckpointError, DataError
 from megalite.topology.families import FAMILIES
 from megalite.topology.layout import Layout
 from megalite.topology.parameters import ModelShape, canonical_tensors
-from tests.support.tiny import tiny_batch, tiny_shape, tiny_tokenizer
+from tests.support.tiny import tiny_batch, tiny_corpus, tiny_shape, tiny_tokenizer
 from tests.unit.checkpoint.exporting import lively_stage, our_logits, save_stage
 from tests.unit.checkpoint.worlds import World
 
@@ -60,7 +65,7 @@ def test_the_export_is_the_same_whatever_layout_wrote_the_checkpoint(tmp_path: P
         # Random weights of standard deviation 1 saturate everything: only their bytes are compared here.
         folder = tmp_path / f"{name}-export"
         folder.mkdir()
-        with huggingface.CheckpointReader(path) as reader:
+        with AveragedWeights([path]) as reader:
             huggingface._write_weights(reader, folder, torch.float32, 10**9)
     assert (tmp_path / "one-export" / "model.safetensors").read_bytes() == (
         tmp_path / "many-export" / "model.safetensors"
@@ -94,6 +99,50 @@ def test_several_files_and_their_index(tmp_path: Path) -> None:
     ids = tiny_batch(shape, 2).input_ids
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
     torch.testing.assert_close(model(ids).logits, our_logits(stage, ids), rtol=1e-5, atol=1e-5)
+
+
+def test_weights_are_rounded_to_nearest_with_ties_to_even() -> None:
+    step = 2.0**-7  # of bfloat16 from 1 on
+    values = torch.tensor([1 + step / 2, 1 + 3 * step / 2, 1 + step * 0.51, -1 - step / 2, 65519.0])
+    assert rounded(values, torch.bfloat16, "w").tolist() == [1, 1 + 2 * step, 1 + step, -1, 65536]
+    assert rounded(values, torch.float16, "w")[-1] == 65504
+    wide = torch.tensor([1 + 2**-24, 1 + 3 * 2**-24], dtype=torch.float64)
+    assert rounded(wide, torch.float32, "w").tolist() == [1, 1 + 2**-22]
+
+
+@pytest.mark.parametrize(("dtype", "value"), [(torch.float16, 65520.0), (torch.bfloat16, -3.4e38)])
+def test_a_weight_beyond_the_type_is_refused_by_name(
+    tmp_path: Path, dtype: torch.dtype, value: float
+) -> None:
+    shape = shape_for(101, tied=True)
+    stage = lively_stage(shape)
+    with torch.no_grad():
+        dict(stage.named_parameters())["model.layers.1.mlp.down_proj.weight"][3, 5] = value
+    checkpoint = save_stage(tmp_path, shape, stage)
+    with pytest.raises(CheckpointError) as refused:
+        export(checkpoint, tmp_path / "export", None, dtype=dtype)
+    name = str(dtype).removeprefix("torch.")
+    assert f"model.layers.1.mlp.down_proj.weight has the weight {value:g}, and {name} ends" in str(
+        refused.value
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
+
+
+def test_tied_weights_are_written_once_and_a_large_tensor_has_a_file_of_its_own(tmp_path: Path) -> None:
+    shape = shape_for(101, tied=True)
+    checkpoint = save_stage(tmp_path, shape, lively_stage(shape))
+    result = export(checkpoint, tmp_path / "export", None, dtype=torch.bfloat16, shard_size_bytes=5000)
+    index = json.loads((tmp_path / "export" / "model.safetensors.index.json").read_text())
+    assert (
+        index["weight_map"].keys() == canonical_tensors(shape).keys()
+        and "lm_head.weight" not in index["weight_map"]
+    )
+    sizes = {name: 2 * torch.Size(size).numel() for name, size in canonical_tensors(shape).items()}
+    assert index["metadata"]["total_size"] == sum(sizes.values())
+    for file in result.files:
+        held = [name for name, where in index["weight_map"].items() if where == file]
+        assert len(held) == 1 or sum(sizes[name] for name in held) <= 5000, file
+    assert max(sizes.values()) > 5000
 
 
 def test_files_are_planned_by_size_in_order() -> None:
@@ -134,6 +183,27 @@ def test_the_tokenizer_comes_along(tmp_path: Path) -> None:
     assert AutoConfig.from_pretrained(tmp_path / "second").eos_token_id == config.eos_token_id
 
 
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_every_kind_of_tokenizer_gives_its_ids_from_the_export(tmp_path: Path, kind: str) -> None:
+    train_into(
+        tmp_path / "tokenizer",
+        [Piece(text, ends_document=True) for text in tiny_corpus()],
+        290,
+        kind=kind,
+        end_of_document="<end>",
+    )
+    shape = shape_for(290, tied=True)
+    config = {"tokenizer": {"end_of_document": "<end>"}}
+    checkpoint = save_stage(tmp_path, shape, lively_stage(shape), config)
+    export(checkpoint, tmp_path / "export", tmp_path / "tokenizer")
+    ours = load_tokenizer(tmp_path / "tokenizer", end_of_document="<end>")
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "export")
+    for text in [*PROBE_TEXTS, *tiny_corpus(), "two<end> <end>documents"]:
+        assert theirs(text)["input_ids"] == ours.encode(text)
+        assert theirs.decode(ours.encode(text)) == text
+    assert AutoConfig.from_pretrained(tmp_path / "export").eos_token_id == ours.end_of_document_id
+
+
 def test_a_tokenizer_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     tiny_tokenizer(tmp_path)
     shape = shape_for(101, tied=False)
@@ -161,21 +231,25 @@ def interleaved(values: torch.Tensor, head_dim: int = 6) -> torch.Tensor:
 def other_weights(change: Callable[[str, torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
     """write_tensor_file with a fault: every tensor is changed on its way."""
 
-    def write(path: Path, infos: dict[str, TensorInfo], read: Callable[[str], torch.Tensor]) -> Any:
-        return write_tensor_file(path, infos, lambda name: change(name, read(name)))
+    def write(path: Path, infos: dict[str, TensorInfo], read: Callable[[str], Iterator[torch.Tensor]]) -> Any:
+        return write_tensor_file(path, infos, lambda name: change(name, torch.cat(list(read(name)))))
 
     return write
 
 
-def forget_a_tensor(path: Path, infos: dict[str, TensorInfo], read: Callable[[str], torch.Tensor]) -> Any:
+def forget_a_tensor(
+    path: Path, infos: dict[str, TensorInfo], read: Callable[[str], Iterator[torch.Tensor]]
+) -> Any:
     kept = {name: info for name, info in infos.items() if name != "model.layers.1.mlp.up_proj.weight"}
     return write_tensor_file(path, kept, read)
 
 
-def swap_norms(path: Path, infos: dict[str, TensorInfo], read: Callable[[str], torch.Tensor]) -> Any:
+def swap_norms(
+    path: Path, infos: dict[str, TensorInfo], read: Callable[[str], Iterator[torch.Tensor]]
+) -> Any:
     swapped = {"input_layernorm": "post_attention_layernorm", "post_attention_layernorm": "input_layernorm"}
 
-    def other(name: str) -> torch.Tensor:
+    def other(name: str) -> Iterator[torch.Tensor]:
         for one, two in swapped.items():
             if one in name:
                 return read(name.replace(one, two))

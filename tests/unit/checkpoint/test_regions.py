@@ -1,11 +1,13 @@
 """Runs of fused parameters and boxes, against index tables built element by element."""
 
+from itertools import pairwise
 from math import prod
 
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.checkpoint.regions import contains, intersection, slices, split_run
+from megalite.checkpoint.regions import contains, intersection, slices, split_run, stretches
 from megalite.topology.sharding import Box, Part, ShardSpec
 
 
@@ -74,3 +76,18 @@ def test_a_box_is_contained_when_all_its_cells_are(box: Box) -> None:
 
 def test_a_box_of_other_dims_is_not_contained() -> None:
     assert not contains((6,), Box((0, 0), (1, 1)))
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3), st.integers(0, 4)), min_size=1, max_size=4))
+def test_the_stretches_of_a_region_are_its_elements_in_order(dims: list[tuple[int, int, int]]) -> None:
+    full = tuple(size for size, _, _ in dims)
+    offsets = tuple(min(low, size) for size, low, _ in dims)
+    box = Box(
+        offsets, tuple(min(wanted, size - low) for (size, _, wanted), low in zip(dims, offsets, strict=True))
+    )
+    numbers = torch.arange(prod(full)).view(full)
+    expected = numbers[slices(box, Box((0,) * len(full), full))].flatten().tolist()
+    found = list(stretches(full, box))
+    assert [start + i for start, numel in found for i in range(numel)] == expected
+    # No two could have been one.
+    assert all(start + numel != following for (start, numel), (following, _) in pairwise(found))

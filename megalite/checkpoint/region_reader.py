@@ -1,0 +1,79 @@
+"""A safetensors file read by position: of a region its own bytes alone, and none of them mapped.
+
+What is mapped counts in a process's memory, page by page, until the file is closed.
+"""
+
+import os
+from collections.abc import Mapping
+from io import FileIO
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite.checkpoint.regions import stretches
+from megalite.checkpoint.tensor_header import HeaderEntry
+from megalite.topology.sharding import Box
+
+TYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+"""The types that a model or its optimizer may have, by their names in a file."""
+
+
+class RegionReader:
+    """Reads regions of the tensors of one file, whose types are among TYPES."""
+
+    def __init__(self, path: Path, header: Mapping[str, HeaderEntry]):
+        """header: as `read_header` gave it. The file is opened when something of it is read."""
+        self.path, self.header = path, header
+        self._file: FileIO | None = None
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def read(self, name: str, box: Box | None = None) -> Tensor:
+        """A region of a tensor, or all of it. Raises OSError."""
+        entry = self.header[name]
+        region = box or Box((0,) * len(entry.shape), entry.shape)
+        values = torch.empty(region.shape, dtype=TYPES[entry.dtype])
+        size, data, reached = values.element_size(), _bytes_of(values.view(-1)), 0
+        self._announce(entry, region, size)
+        for start, numel in stretches(entry.shape, region):
+            self._fill(data[reached : reached + numel * size], entry.start + start * size)
+            reached += numel * size
+        return values
+
+    def fill(self, values: Tensor, name: str, start: int = 0) -> None:
+        """Fill `values`, flat and of the file's type, with a flattened tensor's elements from `start` on."""
+        self._fill(_bytes_of(values), self.header[name].start + start * values.element_size())
+
+    def _fill(self, data: memoryview, position: int) -> None:
+        while data:
+            count = os.preadv(self._handle, [data], position)
+            if count == 0:
+                raise OSError(f"the file ends at byte {position}: it was cut short")
+            data, position = data[count:], position + count
+
+    def _announce(self, entry: HeaderEntry, region: Box, size: int) -> None:
+        """Of columns the kernel would fetch each row's when it is asked for it: a disk is several times slower so.
+
+        What lies between them is fetched too, once for all ranks of the machine, which want it as a rule.
+        """
+        if region.numel and region.shape[1:] != entry.shape[1:]:
+            width = prod(entry.shape[1:]) * size
+            first, length = entry.start + region.offsets[0] * width, region.shape[0] * width
+            os.posix_fadvise(self._handle, first, length, os.POSIX_FADV_WILLNEED)
+
+    @property
+    def _handle(self) -> int:
+        if self._file is None:
+            self._file = FileIO(self.path)
+        return self._file.fileno()
+
+
+def _bytes_of(values: Tensor) -> memoryview:
+    data: Any = values.view(torch.uint8).numpy()
+    return memoryview(data)
