@@ -1,9 +1,10 @@
 """Tokens per second of one training step: megalite against transformers, and each axis against one process.
 
-    python -m benchmarks.training_step [--rounds 3]
+    python -m benchmarks.training_step [--rounds 3] [--name training-step-cpu]
 
-Every case runs in a process of its own; rounds alternate between the cases, so that a busy minute hits all of
-them. Prints the table, and writes it with the machine's facts into benchmarks/results/.
+With MKL_ENABLE_INSTRUCTIONS=AVX2 and ATEN_CPU_CAPABILITY=avx2, of a library built with MEGALITE_CPU=x86-64-v3, it is
+what a processor without AVX-512 does. Every case runs in a process of its own; rounds alternate between the cases, so
+that a busy minute hits all of them. Prints the table, and writes it with the machine's facts into benchmarks/results/.
 """
 
 import argparse
@@ -86,9 +87,16 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=3)
-    rounds = parser.parse_args().rounds
+    parser.add_argument(
+        "--name", default="training-step-cpu", help="what the results are called, after the date"
+    )
+    options = parser.parse_args()
+    rounds = options.rounds
+    import torch
+
     from benchmarks.workload import SEQUENCE_LENGTH, SHAPE, TOKENS
     from megalite.monitor.throughput import flops_per_token
+    from megalite.ops import extension
 
     seconds: dict[str, list[float]] = {case: [] for case in CASES}
     rates: list[float] = []
@@ -117,12 +125,18 @@ def main() -> None:
         print(rows[-1])
     report = {
         "date": date.today().isoformat(),
-        "machine": {"processor": platform.processor() or platform.machine(), "cores": available_cores()},
+        "machine": {
+            "processor": platform.processor() or platform.machine(),
+            "cores": available_cores(),
+            "torch_instructions": torch.backends.cpu.get_cpu_capability(),
+            "mkl_instructions": os.environ.get("MKL_ENABLE_INSTRUCTIONS", "all"),
+            "built": extension.built().said,
+        },
         "sgemm_flops_per_second": sgemm,
         "rounds": rounds,
         "rows": rows,
     }
-    path = Path(__file__).parent / "results" / f"{report['date']}-training-step-cpu.json"
+    path = Path(__file__).parent / "results" / f"{report['date']}-{options.name}.json"
     path.write_text(json.dumps(report, indent=2) + "\n")
     print(f"written to {path}")
 

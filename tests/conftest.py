@@ -12,6 +12,8 @@ import pytest
 # Read when torch is first imported. Tensors here are tiny: a second thread costs more than it brings, and where the
 # kernel puts both on one core (some virtual machines do) they wait for each other ten times as long as they compute.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Read when huggingface_hub is first imported: no test asks the Hub for anything.
+os.environ["HF_HUB_OFFLINE"] = "1"
 
 from tests.support.ranks import RankPool
 

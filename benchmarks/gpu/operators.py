@@ -348,6 +348,7 @@ def _causal_flops(shape: Shape, seen: float) -> tuple[float, float]:
 ATTENTION_NEEDS = ("attention_forward", "attention_backward")
 ATTENTION_SHAPES: tuple[Shape, ...] = (
     *((1, 1, 1, 64), (2, 65, 1, 64), (1, 200, 2, 64), (2, 129, 1, 128)),
+    *((1, 200, 1, 96), (1, 100, 1, 256)),
     *((1, 700, 1, 64), (1, 450, 1, 128)),  # longer than what a block of the Hopper kernel holds of the keys
 )
 

@@ -1,6 +1,6 @@
 """Each family's Hugging Face tensors as a table: which canonical tensors stand in which of theirs, and how."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from megalite.topology.parameters import EMBEDDING, FINAL_NORM, POSITIONS, ModelShape, canonical_tensors
@@ -19,9 +19,37 @@ class FamilyTensor:
 def family_tensors(shape: ModelShape) -> tuple[FamilyTensor, ...]:
     """Every tensor of the family's folder, in forward order; each canonical tensor stands in exactly one."""
     canonical = canonical_tensors(shape)
-    if shape.family != "gpt2":
-        return tuple(FamilyTensor(name, size, (name,)) for name, size in canonical.items())
-    return tuple(_gpt2(shape, canonical))
+    if shape.family == "gpt2":
+        return tuple(_gpt2(shape, canonical))
+    return tuple(_in_our_names(canonical, _STACKED.get(shape.family, {})))
+
+
+# Our modules within a layer that stand in one of theirs: the first -> its name there, and all of them.
+_Stacks = Mapping[str, tuple[str, tuple[str, ...]]]
+_STACKED: Mapping[str, _Stacks] = {
+    "phi3": {
+        "self_attn.q_proj": (
+            "self_attn.qkv_proj",
+            ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        ),
+        "mlp.gate_proj": ("mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj")),
+    }
+}
+
+
+def _in_our_names(canonical: dict[str, tuple[int, ...]], stacks: _Stacks) -> Iterator[FamilyTensor]:
+    later = {part for _, parts in stacks.values() for part in parts[1:]}
+    for name, size in canonical.items():
+        if not name.startswith("model.layers."):
+            yield FamilyTensor(name, size, (name,))
+            continue
+        _, module, _ = _within_layer(name)
+        if module in later:
+            continue
+        theirs, modules = stacks.get(module, (module, (module,)))
+        parts = tuple(name.replace(module, part) for part in modules)
+        rows = sum(canonical[part][0] for part in parts)
+        yield FamilyTensor(name.replace(module, theirs), (rows, *size[1:]), parts)
 
 
 _GPT2_OUTSIDE = {

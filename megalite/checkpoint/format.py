@@ -179,6 +179,9 @@ def _model(content: Mapping[str, Any]) -> ModelShape:
     scaling = None if given is None else _checked(RopeScaling(**given))
     model = _checked(ModelShape(**{**content, "rope_scaling": scaling}))
     _require(model.family in FAMILIES, "model", "family", model.family)
+    for name in ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"):
+        value = getattr(model, name)
+        _require(value is None or value > 0, "model", name, value)
     # Of these no file has the size: a table is made of them.
     positions = model.max_position_embeddings
     _require(positions <= _MOST_POSITIONS, "model", "max_position_embeddings", positions)

@@ -5,15 +5,31 @@ from pathlib import Path
 
 from megalite.checkpoint.strict_json import parse
 from megalite.checkpoint.tensor_header import HeaderEntry, read_header
+from megalite.config.hub import DESCRIPTION, INDEX, HubName, fetch, fetch_description
 from megalite.errors import CheckpointError
 
-INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
 
 def is_folder_of_weights(folder: Path) -> bool:
     """Whether this looks like one, be it whole or not."""
     return any((folder / name).is_file() for name in (INDEX, SINGLE, "config.json"))
+
+
+def local_folder(text: str) -> Path:
+    """The folder of weights that a setting names: one here, or one of the Hub, whose weights are fetched.
+
+    Of a Hub's folder exactly the safetensors files that transformers would load. Raises CheckpointError.
+    """
+    name = HubName.of(text)
+    if name is None:
+        return Path(text).expanduser()
+    description = fetch_description(name)
+    names = weight_files(description) if (description / INDEX).is_file() else [SINGLE]
+    foreign = [each for each in names if not each.endswith(".safetensors")]
+    if foreign:
+        raise CheckpointError(f"{name}: its {INDEX} names {foreign[0]}, which is no file of safetensors")
+    return fetch(name.at(description), [*DESCRIPTION, *names], required=names)
 
 
 def weight_files(folder: Path) -> list[str]:

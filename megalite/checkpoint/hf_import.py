@@ -150,7 +150,7 @@ def import_checkpoint(folder: Path, shape: ModelShape, run_folder: Path) -> Path
 
 def take_tokenizer(folder: Path, run_folder: Path) -> dict[str, Any]:
     """Copy a folder's tokenizer, if it has one, to `run_folder`/tokenizer; what a run's configuration says of it."""
-    if (folder / "tokenizer.json").is_file():
+    if all((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
         copy_tokenizer(folder, run_folder / "tokenizer")
     return {"end_of_document": _end_of_text(folder)}
 

@@ -15,10 +15,17 @@ from megalite.checkpoint.families import FamilyTensor, family_tensors
 from megalite.checkpoint.folder import write_durably
 from megalite.checkpoint.format import WEIGHT, Manifest
 from megalite.checkpoint.hf_config import hf_config
-from megalite.checkpoint.hf_files import INDEX, SINGLE
+from megalite.checkpoint.hf_files import SINGLE
 from megalite.checkpoint.model_card import is_our_card, model_card
 from megalite.checkpoint.parity import Comparison, compare_with_transformers
-from megalite.checkpoint.tensor_file import TensorInfo, dtype_name, full_box, write_tensor_file
+from megalite.checkpoint.tensor_file import (
+    CheckpointReader,
+    TensorInfo,
+    dtype_name,
+    full_box,
+    write_tensor_file,
+)
+from megalite.config.hub import INDEX
 from megalite.data.tokenizer import Tokenizer, copy_tokenizer, load_tokenizer, save_tokenizer
 from megalite.errors import CheckpointError
 from megalite.topology.parameters import canonical_tensors
@@ -111,6 +118,14 @@ def _write_weights(
     return list(files)
 
 
+def read_family_tensor(reader: CheckpointReader | AveragedWeights, kind: str, tensor: FamilyTensor) -> Tensor:
+    """What a checkpoint has of one kind, as it stands in the family's folder."""
+    shapes = canonical_tensors(reader.manifest.model)
+    parts = [reader.read(kind, name, full_box(shapes[name])) for name in tensor.parts]
+    stacked = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return stacked.t().contiguous() if tensor.transposed else stacked
+
+
 def rounded(values: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     """The values in another type, to nearest, ties to even; raises CheckpointError for one beyond its range."""
     found = values.to(dtype)
@@ -126,13 +141,11 @@ def rounded(values: Tensor, dtype: torch.dtype, name: str) -> Tensor:
 
 def _family_blocks(reader: AveragedWeights, tensor: FamilyTensor) -> Iterator[Tensor]:
     """Rows of one of the family's tensors, from the first to the last."""
-    if not tensor.transposed:
-        for name in tensor.parts:
-            yield from reader.blocks(WEIGHT, name)
+    if tensor.transposed:
+        yield read_family_tensor(reader, WEIGHT, tensor)
         return
-    names = canonical_tensors(reader.manifest.model)
-    parts = [reader.read(WEIGHT, name, full_box(names[name])) for name in tensor.parts]
-    yield (parts[0] if len(parts) == 1 else torch.cat(parts)).t().contiguous()
+    for name in tensor.parts:
+        yield from reader.blocks(WEIGHT, name)
 
 
 def _weight_map(files: Mapping[str, list[str]]) -> Iterator[tuple[str, str]]:

@@ -18,13 +18,15 @@ from torch import Tensor
 from megalite.checkpoint.average import AveragedWeights
 from megalite.checkpoint.families import family_tensors
 from megalite.checkpoint.format import WEIGHT
-from megalite.checkpoint.hf_files import INDEX, SINGLE
+from megalite.checkpoint.hf_files import SINGLE
 from megalite.checkpoint.load import load_parameter
 from megalite.checkpoint.tensor_file import full_box
+from megalite.config.hub import INDEX
 from megalite.errors import CheckpointError
 from megalite.model.norms import build_norm
-from megalite.model.rope import rotary_embedding
-from megalite.model.transformer import DecoderLayer
+from megalite.model.rope import LayerRotations
+from megalite.model.transformer import DecoderLayer, embedding_scale
+from megalite.ops.softcap import soft_capped
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.parameters import (
     EMBEDDING,
@@ -111,6 +113,7 @@ class _Parity:
                 here = (self.input_ids >= rows.start) & (self.input_ids < rows.stop)
                 hidden_states[here] = table[self.input_ids[here] - rows.start]
                 yield table, self.files.rows(self.theirs[EMBEDDING], rows)
+            hidden_states.mul_(embedding_scale(self.shape, torch.float32))
             if POSITIONS in self.names:
                 positions = self.ours(POSITIONS)
                 hidden_states.add_(F.embedding(self.position_ids, positions))
@@ -124,13 +127,15 @@ class _Parity:
 
         What is compared is what a layer adds to its input, which would else hide a fault in a deep model.
         """
-        rotation = None
+        rotations = None
         if self.shape.position_embedding == "rope":
-            rotation = rotary_embedding(self.shape)(self.position_ids)
+            rotations = LayerRotations(self.shape)(self.position_ids)
         worst = Comparison("decoder layers", 0.0, 0.0)
         for layer in range(self.shape.num_hidden_layers):
+            window = self.shape.window_of(layer)
+            rotation = None if rotations is None else rotations.of(window)
             ours = self._our_layer(layer)(hidden_states, rotation)
-            mask = self._mask(self.shape.window_of(layer))
+            mask = self._mask(window)
             theirs = self.modules.layer(layer, hidden_states, self.position_ids, mask)
             # Rounding of the sum itself grows with the input.
             floor = 0.01 * hidden_states.abs().max().item()
@@ -159,7 +164,8 @@ class _Parity:
             for rows, table in self.rows_of_ours(our_name):
                 ours = F.linear(hidden_states, table)
                 if self.whole_fits:
-                    kept.append(ours)
+                    cap = self.shape.final_logit_softcapping
+                    kept.append(ours if cap is None else soft_capped(ours, cap))
                 yield ours, F.linear(hidden_states, self.files.rows(name, rows))
 
         comparison = _accepted(_compare("head", pairs()))
@@ -222,7 +228,11 @@ class _TheirModules:
             output = block(hidden_states, attention_mask=mask)
         else:
             block = self._filled(f"model.layers.{layer}.", base.layers[layer])
-            angles = type(base.rotary_emb)(self.config)(hidden_states, position_ids)
+            # Gemma 3's has angles of its own for each kind of layer.
+            kind = (
+                (self.config.layer_types[layer],) if "full_attention" in self.config.rope_parameters else ()
+            )
+            angles = type(base.rotary_emb)(self.config)(hidden_states, position_ids, *kind)
             output = block(hidden_states, attention_mask=mask, position_embeddings=angles)
         block.to("meta")
         values: Tensor = output[0] if isinstance(output, tuple) else output

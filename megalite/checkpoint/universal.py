@@ -13,11 +13,12 @@ from typing import Any
 import torch
 
 from megalite.checkpoint.exported_folder import exported_folder
-from megalite.checkpoint.families import FamilyTensor, family_tensors
+from megalite.checkpoint.families import family_tensors
 from megalite.checkpoint.folder import write_durably
 from megalite.checkpoint.format import WEIGHT, Manifest, check_coverage
 from megalite.checkpoint.hf_config import hf_config
-from megalite.checkpoint.tensor_file import CheckpointReader, full_box
+from megalite.checkpoint.huggingface import read_family_tensor
+from megalite.checkpoint.tensor_file import CheckpointReader
 from megalite.checkpoint.universal_folder import (
     KINDS,
     LATEST_UNIVERSAL,
@@ -89,14 +90,6 @@ def _write_tensors(reader: CheckpointReader, zero: Path) -> None:
                 values = values.clone()  # else all of the storage would be saved
             _save({"param": values}, folder / f"{kind}.pt")
         _save(step, folder / STEP)
-
-
-def read_family_tensor(reader: CheckpointReader, kind: str, tensor: FamilyTensor) -> torch.Tensor:
-    """What a checkpoint has of one kind, as it stands in the family's folder."""
-    shapes = {name: entry.shape for name, entry in reader.manifest.tensors[WEIGHT].items()}
-    parts = [reader.read(kind, name, full_box(shapes[name])) for name in tensor.parts]
-    stacked = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return stacked.t().contiguous() if tensor.transposed else stacked
 
 
 def _step(manifest: Manifest) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""megalite convert: checkpoints to Hugging Face and DeepSpeed, from there and from Megatron-LM; a look into one."""
+"""megalite convert: a checkpoint for Hugging Face or DeepSpeed and back, from Megatron-LM's, and a look into one."""
 
 import argparse
 import re
@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from math import prod
 from pathlib import Path
 
+from megalite.checkpoint.family_table import family_page
 from megalite.checkpoint.folder import (
     checkpoints_of,
     find_checkpoint,
@@ -17,7 +18,8 @@ from megalite.checkpoint.format import MANIFEST, WEIGHT, Manifest, check_coverag
 from megalite.checkpoint.hf_files import headers, is_folder_of_weights
 from megalite.checkpoint.megatron_folder import is_megatron_folder
 from megalite.checkpoint.strict_json import parse
-from megalite.checkpoint.universal_folder import find_config, find_universal
+from megalite.checkpoint.universal_folder import find_universal
+from megalite.cli.convert_import import add_import
 from megalite.errors import CheckpointError
 from megalite.topology.state import EMA, MASTER
 
@@ -25,7 +27,7 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 def run(arguments: Sequence[str]) -> int:
-    """`megalite convert export|import|inspect`; the exit code. Raises CheckpointError, DataError, ConfigError."""
+    """`megalite convert COMMAND`; the exit code. Raises CheckpointError, DataError, ConfigError."""
     options = _parser().parse_args(arguments)
     command: Callable[[argparse.Namespace], int] = options.command
     return command(options)
@@ -57,16 +59,6 @@ def _export(options: argparse.Namespace) -> int:
     return 0
 
 
-def _universal(options: argparse.Namespace) -> int:
-    checkpoint = find_checkpoint(options.checkpoint)
-    from megalite.checkpoint.universal import export_universal
-
-    manifest = export_universal(checkpoint, options.output)
-    print(f"{options.output}: from {checkpoint}, {manifest.optimizer['step']:g} updates of AdamW in float32")
-    print("load it with checkpoint.load_universal = true; its README.md shows how")
-    return 0
-
-
 def _chosen(options: argparse.Namespace) -> list[Path]:
     """The checkpoints to export: one, or those to average."""
     if options.average is None and options.steps is None:
@@ -81,53 +73,18 @@ def _chosen(options: argparse.Namespace) -> list[Path]:
     )
 
 
-def _import(options: argparse.Namespace) -> int:
-    universal = find_universal(options.folder)
-    if universal is None and is_megatron_folder(options.folder):
-        return _import_megatron(options)
-    if options.vocab_size is not None:
-        raise CheckpointError(f"--vocab-size is for Megatron-LM checkpoints, and {options.folder} is none")
-    if universal is not None:
-        return _import_universal(options, universal)
-    from megalite.config.huggingface import shape_of_folder
-    from megalite.topology.parameters import parameter_count
+def _universal(options: argparse.Namespace) -> int:
+    checkpoint = find_checkpoint(options.checkpoint)
+    from megalite.checkpoint.universal import export_universal
 
-    shape = shape_of_folder(options.hf_config or options.folder)
-    from megalite.checkpoint.hf_import import import_checkpoint
-
-    checkpoint = import_checkpoint(options.folder, shape, options.output)
-    print(f"{checkpoint}: {parameter_count(shape):,} parameters of a {shape.family} from {options.folder}")
+    manifest = export_universal(checkpoint, options.output)
+    print(f"{options.output}: from {checkpoint}, {manifest.optimizer['step']:g} updates of AdamW in float32")
+    print("load it with checkpoint.load_universal = true; its README.md shows how")
     return 0
 
 
-def _import_universal(options: argparse.Namespace, universal: Path) -> int:
-    from megalite.config.huggingface import shape_of_folder
-
-    if (hf_config := options.hf_config or find_config(universal)) is None:
-        raise CheckpointError(
-            f"{universal} does not say which model it is of; name its config.json with --hf-config"
-        )
-    shape = shape_of_folder(hf_config)
-    from megalite.checkpoint.universal_import import import_universal
-
-    checkpoint = import_universal(universal, shape, hf_config, options.output)
-    settings = require_whole(checkpoint).config["optimizer"].items()
-    print(f"{checkpoint}: weights and AdamW's state of a {shape.family} from {universal}")
-    print("trained with " + ", ".join(f"optimizer.{name} = {value}" for name, value in settings))
-    return 0
-
-
-def _import_megatron(options: argparse.Namespace) -> int:
-    from megalite.checkpoint.megatron_import import import_megatron
-    from megalite.topology.parameters import parameter_count
-
-    done = import_megatron(options.folder, options.output, options.vocab_size)
-    count, kind = parameter_count(done.shape), str(done.dtype).removeprefix("torch.")
-    print(
-        f"{done.checkpoint}: {count:,} parameters of {kind}, iteration {done.iteration} of {options.folder}"
-    )
-    for note in done.notes:
-        print(f"  {note}")
+def _families(options: argparse.Namespace) -> int:
+    print(family_page(), end="")
     return 0
 
 
@@ -272,43 +229,17 @@ def _parser() -> argparse.ArgumentParser:
         help="folder for engine.load_checkpoint; an earlier one is replaced",
     )
     universal.set_defaults(command=_universal)
-    _add_import(commands)
+    add_import(commands)
+    families = commands.add_parser("families", help="each family's tensors, ours and how they are cut")
+    families.set_defaults(command=_families)
     inspect = commands.add_parser(
         "inspect",
-        help="names, shapes, layout, step and sizes; of Hugging Face, DeepSpeed and Megatron-LM folders too",
+        help="names, shapes, layout, step and sizes; of Hugging Face, Megatron-LM and universal folders too",
     )
     _add_checkpoint(inspect)
     inspect.add_argument("--all", action="store_true", help="list the optimizer's tensors too")
     inspect.set_defaults(command=_inspect)
     return parser
-
-
-def _add_import(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    importing = commands.add_parser(
-        "import",
-        help="write the weights of a Hugging Face folder, Megatron-LM's or DeepSpeed's, as a checkpoint",
-    )
-    importing.add_argument(
-        "folder",
-        type=Path,
-        metavar="FOLDER",
-        help="config.json and safetensors files, a DeepSpeed universal checkpoint (with AdamW's state), or mp_rank_*"
-        " folders of --ckpt-format torch",
-    )
-    importing.add_argument("output", type=Path, metavar="RUN", help="run folder to write")
-    importing.add_argument(
-        "--hf-config",
-        type=Path,
-        metavar="PATH",
-        help="the model's config.json or its folder, where FOLDER has none",
-    )
-    importing.add_argument(
-        "--vocab-size",
-        type=int,
-        metavar="TOKENS",
-        help="the tokenizer's size, where a Megatron-LM checkpoint's table is padded and does not say it",
-    )
-    importing.set_defaults(command=_import)
 
 
 def _add_checkpoint(parser: argparse.ArgumentParser, nargs: str | None = None, more: str = "") -> None:

@@ -9,6 +9,23 @@ from megalite.errors import Problem
 from megalite.topology.families import FAMILIES, inexpressible
 from megalite.topology.parameters import ModelShape
 
+# Settings that are fields of the shape by the same name, but for its sizes.
+_OF_THE_SHAPE = (
+    "family",
+    "rope_theta",
+    "norm_placement",
+    "attention_bias",
+    "attention_output_bias",
+    "mlp_bias",
+    "sliding_window",
+    "full_attention_layers",
+    "full_attention_every",
+    "query_pre_attn_scalar",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "rope_local_base_freq",
+    "tie_word_embeddings",
+)
 _ROPE_SETTINGS = ("rope_factor", "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_positions")
 _USED_BY = {"default": 0, "linear": 1, "llama3": 4}
 
@@ -42,21 +59,25 @@ def rope_settings_belong_to_their_type(facts: Facts) -> Iterator[Problem]:
 
 def window_leaves_layers(facts: Facts) -> Iterator[Problem]:
     first, layers = facts.model.full_attention_layers, facts.model.num_hidden_layers
-    if not first:
-        return
+    every = facts.model.full_attention_every
     if facts.model.sliding_window is None:
-        message = f"{first} has no meaning without model.sliding_window"
-        yield Problem("model.full_attention_layers", message, "set the window, or take it out")
+        for name in ("full_attention_layers", "full_attention_every", "rope_local_base_freq"):
+            if value := getattr(facts.model, name):
+                message = f"{value} has no meaning without model.sliding_window"
+                yield Problem(f"model.{name}", message, "set the window, or take it out")
     elif first >= layers:
         message = f"{first} leaves none of model.num_hidden_layers = {layers} to the window"
         yield Problem("model.full_attention_layers", message, f"use at most {layers - 1}, or no window")
+    elif every == 1:
+        message = f"1 leaves none of model.num_hidden_layers = {layers} to the window"
+        yield Problem("model.full_attention_every", message, "use 2 or more, or no window")
 
 
 def _shape(facts: Facts) -> ModelShape:
     """The shape as far as the family's files care; reading a wrong value raises Unknown."""
     model = facts.model
     heads = model.num_attention_heads
-    chosen = {name: getattr(model, name) for name in ("attention_bias", "attention_output_bias", "mlp_bias")}
+    chosen = {name: getattr(model, name) for name in _OF_THE_SHAPE}
     return ModelShape(
         vocab_size=1,
         hidden_size=model.hidden_size,
@@ -65,10 +86,6 @@ def _shape(facts: Facts) -> ModelShape:
         num_attention_heads=heads,
         num_key_value_heads=model.num_key_value_heads or heads,
         head_dim=model.head_dim or model.hidden_size // heads,
-        family=model.family,
-        norm_placement=model.norm_placement,
-        sliding_window=model.sliding_window,
-        full_attention_layers=model.full_attention_layers,
         **dict(FAMILIES[model.family].fixed)
         | {name: value for name, value in chosen.items() if value is not None},
     )

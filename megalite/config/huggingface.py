@@ -8,9 +8,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from megalite.config.draft import Draft
+from megalite.config.hub import HubName, fetch_description
 from megalite.config.schema import ModelConfig
 from megalite.config.toml import shown
-from megalite.errors import ConfigError, Problem
+from megalite.errors import CheckpointError, ConfigError, Problem
 from megalite.topology.families import FAMILIES, Family
 from megalite.topology.parameters import ModelShape
 
@@ -21,6 +22,9 @@ _ROPE = {
     "low_freq_factor": "rope_low_freq_factor",
     "high_freq_factor": "rope_high_freq_factor",
     "original_max_position_embeddings": "rope_original_positions",
+}
+_ELSEWHERE = {
+    "gemma3": "it reads images too, which is not built: use a folder of its language model alone (gemma3_text)"
 }
 _ROPE_TYPES = {"default": (), "linear": ("factor",), "llama3": tuple(_ROPE)}
 
@@ -33,13 +37,16 @@ def apply_hf_config(draft: Draft) -> None:
         given, named_by = draft.section("model").get("weights"), "model.weights"
     if given is None:
         return
-    path = Path(str(given))
     try:
-        path = path.expanduser()
+        path = _here(draft, str(given), named_by).expanduser()
         path = path / "config.json" if path.is_dir() else path
         found = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(found, dict):
             raise ValueError("holds no JSON object")
+    except CheckpointError as error:
+        draft.problem(named_by, str(error))
+        draft.incomplete.add("model")
+        return
     except (OSError, ValueError, RuntimeError) as error:
         reason = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
         draft.problem(named_by, f'"{given}" cannot be read: {reason}', "name a config.json or its folder")
@@ -48,9 +55,11 @@ def apply_hf_config(draft: Draft) -> None:
     family = FAMILIES.get(str(found.get("model_type")))
     if family is None:
         kind = shown(found.get("model_type"))
-        draft.problem(named_by, f"{path} is of model_type {kind}", f"{', '.join(FAMILIES)} are built")
+        remedy = _ELSEWHERE.get(str(found.get("model_type")), f"{', '.join(FAMILIES)} are built")
+        draft.problem(named_by, f"{path} is of model_type {kind}", remedy)
         draft.incomplete.add("model")
         return
+    found = {**family.absent, **found}
     draft.problems += _unsupported(family, found, path, named_by)
     shape = {field: found[key] for field, key in family.keys.items() if found.get(key) is not None}
     shape |= _biases(family, found) | _rope(family, found) | _window(family, found)
@@ -62,9 +71,23 @@ def apply_hf_config(draft: Draft) -> None:
     draft.set_behind("model", {"family": family.model_type, **shape}, str(path), named_by=named_by)
 
 
-def shape_of_folder(folder: Path) -> ModelShape:
-    """The shape that a Hugging Face folder's config.json gives; raises ConfigError when it is not built."""
-    draft = Draft(str(folder), {"model": {"hf_config": str(folder)}})
+def _here(draft: Draft, given: str, named_by: str) -> Path:
+    """Where on this machine it is. A name of the Hub is fetched, and weights are from then on those of its commit."""
+    name = HubName.of(given)
+    if name is None:
+        return Path(given)
+    folder = fetch_description(name)
+    if named_by != _KEY:
+        draft.set("model", "weights", str(name.at(folder)), draft.origin(named_by))
+    return folder
+
+
+def shape_of_folder(folder: str) -> ModelShape:
+    """The shape that the config.json of a Hugging Face folder, here or of the Hub, gives.
+
+    Raises ConfigError when it is not built.
+    """
+    draft = Draft(folder, {"model": {"hf_config": folder}})
     apply_hf_config(draft)
     try:
         model = ModelConfig(**draft.section("model")) if not draft.problems else None
@@ -86,16 +109,31 @@ def _unsupported(family: Family, found: Mapping[str, Any], path: Path, named_by:
         if name in found and found[name] not in allowed:
             words = " or ".join(map(shown, allowed))
             yield Problem(named_by, f"{path} has {name} = {shown(found[name])}", f"only {words} is built")
-    kind = _rope_of(found).get("rope_type", _rope_of(found).get("type", "default"))
-    if kind not in _ROPE_TYPES:
-        words = ", ".join(map(shown, _ROPE_TYPES))
-        yield Problem(named_by, f"{path} scales its rotary frequencies ({shown(kind)})", f"{words} are built")
-    elif _rope_of(found).get("partial_rotary_factor", 1.0) != 1.0:
+    yield from _unsupported_rope(family, found, path, named_by)
+    if _full_layers(family, found) is None:
+        remedy = "sliding_attention may only follow after full_attention"
+        if "full_attention_every" in family.free:
+            remedy += ", with every so manieth layer full_attention again"
+        yield Problem(named_by, f"{path} mixes layer_types", remedy)
+
+
+def _unsupported_rope(
+    family: Family, found: Mapping[str, Any], path: Path, named_by: str
+) -> Iterator[Problem]:
+    local = _local_rope_of(found).get("rope_type", "default")
+    if local != "default":
+        message = f"{path} scales the rotary frequencies of layers with a window ({shown(local)})"
+        yield Problem(named_by, message, 'only "default" is built')
+    rope = _rope_of(found)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    built = _rope_types(family)
+    if kind not in built:
+        words = f"{', '.join(map(shown, built))} {'are' if len(built) > 1 else 'is'} built"
+        if kind in ("longrope", "su"):
+            words += "; longrope's change with the longest sequence of a batch"
+        yield Problem(named_by, f"{path} scales its rotary frequencies ({shown(kind)})", words)
+    elif (rope.get("partial_rotary_factor") or found.get("partial_rotary_factor") or 1.0) != 1.0:
         yield Problem(named_by, f"{path} rotates a part of each head", "only whole heads are built")
-    if _sliding_from(family, found) is None:
-        yield Problem(
-            named_by, f"{path} mixes layer_types", "sliding_attention may only follow after full_attention"
-        )
 
 
 def _biases(family: Family, found: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,37 +151,62 @@ def _rope(family: Family, found: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     rope = _rope_of(found)
     kind = rope.get("rope_type", rope.get("type", "default"))
-    read: dict[str, Any] = {"rope_type": kind} if kind in _ROPE_TYPES and kind != "default" else {}
-    read |= {_ROPE[key]: rope[key] for key in _ROPE_TYPES.get(kind, ()) if key in rope}
-    theta = rope.get("rope_theta", found.get("rope_theta"))
-    return read if theta is None else {**read, "rope_theta": theta}
+    types = _rope_types(family)
+    read: dict[str, Any] = {"rope_type": kind} if kind in types and kind != "default" else {}
+    read |= {_ROPE[key]: rope[key] for key in types.get(kind, ()) if key in rope}
+    read["rope_theta"] = rope.get("rope_theta", found.get("rope_theta"))
+    if "rope_local_base_freq" in family.free:
+        local = _local_rope_of(found).get("rope_theta", found.get("rope_local_base_freq"))
+        read["rope_local_base_freq"] = local
+    return {name: value for name, value in read.items() if value is not None}
+
+
+def _rope_types(family: Family) -> Mapping[str, tuple[str, ...]]:
+    return _ROPE_TYPES if "rope_scaling" in family.free else {"default": ()}
 
 
 def _rope_of(found: Mapping[str, Any]) -> Mapping[str, Any]:
     """rope_parameters of transformers 5, or rope_scaling of 4."""
     rope = found.get("rope_parameters") or found.get("rope_scaling") or {}
+    rope = rope.get("full_attention", rope) if isinstance(rope, Mapping) else {}
     return rope if isinstance(rope, Mapping) else {}
+
+
+def _local_rope_of(found: Mapping[str, Any]) -> Mapping[str, Any]:
+    """rope_parameters of layers with a window, where they have their own."""
+    rope = found.get("rope_parameters")
+    local = rope.get("sliding_attention") if isinstance(rope, Mapping) else None
+    return local if isinstance(local, Mapping) else {}
 
 
 def _window(family: Family, found: Mapping[str, Any]) -> dict[str, Any]:
     window = found.get("sliding_window")
     if "sliding_window" not in family.free or window is None:
         return {}
-    first = _sliding_from(family, found)
     layers = found.get("num_hidden_layers", 0)
-    if first is None or first >= layers:
+    first, every = _full_layers(family, found) or (layers, 0)
+    if first >= layers:
         return {}
-    return {"sliding_window": window, **({"full_attention_layers": first} if first else {})}
+    given = {"sliding_window": window, "full_attention_layers": first, "full_attention_every": every}
+    return {name: value for name, value in given.items() if value}
 
 
-def _sliding_from(family: Family, found: Mapping[str, Any]) -> int | None:
-    """The first layer that the sliding window is for (the number of layers: none); None where they are mixed."""
+def _full_layers(family: Family, found: Mapping[str, Any]) -> tuple[int, int] | None:
+    """full_attention_layers and full_attention_every; None where they cannot say which layers have the window."""
     layers: int = found.get("num_hidden_layers", 0)
     if "full_attention_layers" not in family.free:
-        return 0
+        return 0, 0
     kinds = found.get("layer_types")
-    if isinstance(kinds, list):
-        first = kinds.index("sliding_attention") if "sliding_attention" in kinds else layers
-        expected = ["full_attention"] * first + ["sliding_attention"] * (layers - first)
-        return first if kinds == expected else None
-    return found.get("max_window_layers", 28) if found.get("use_sliding_window", False) else layers
+    if not isinstance(kinds, list):
+        if "full_attention_every" in family.free:
+            return 0, found.get("sliding_window_pattern", 0)
+        return (found.get("max_window_layers", 28) if found.get("use_sliding_window", False) else layers), 0
+    first = kinds.index("sliding_attention") if "sliding_attention" in kinds else layers
+    every = 0
+    if "full_attention_every" in family.free and "full_attention" in kinds[first:]:
+        every = kinds.index("full_attention", first) + 1
+    for layer, kind in enumerate(kinds):
+        full = layer < first or (every and (layer + 1) % every == 0)
+        if kind != ("full_attention" if full else "sliding_attention"):
+            return None
+    return (first, every) if len(kinds) == layers else None

@@ -24,7 +24,29 @@ _MISTRAL = {"family": "mistral", "vocab_size": 32000}
 _QWEN = {"vocab_size": 151936, "rope_theta": 1000000.0, "rms_norm_eps": 1e-6}
 _QWEN_25 = {"family": "qwen2", **_QWEN}
 _QWEN_3 = {"family": "qwen3", **_QWEN, "head_dim": 128}
+_PHI_3 = {"family": "phi3", "vocab_size": 32064, "sliding_window": 2047}
+_PHI_4 = {"family": "phi3", "vocab_size": 100352, "rope_theta": 250000.0}
 _TIED = {"tie_word_embeddings": True}
+_GEMMA = {"family": "gemma", "vocab_size": 256000, "rms_norm_eps": 1e-6, "head_dim": 256, **_TIED}
+_GEMMA_2 = {
+    **_GEMMA,
+    "family": "gemma2",
+    "sliding_window": 4096,
+    "full_attention_every": 2,
+    "query_pre_attn_scalar": 256,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+}
+_GEMMA_3 = {
+    **_GEMMA,
+    "family": "gemma3_text",
+    "vocab_size": 262144,
+    "sliding_window": 512,
+    "full_attention_every": 6,
+    "query_pre_attn_scalar": 256,
+    "rope_theta": 1000000.0,
+    "rope_local_base_freq": 10000.0,
+}
 
 _SHAPES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     # With a vocabulary of 16k they have about 3, 17, 98 and 300 million parameters.
@@ -58,6 +80,19 @@ _SHAPES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "qwen3-1.7b": ((2048, 6144, 28, 16, 8, 40960), {**_QWEN_3, **_TIED}),
     "qwen3-4b": ((2560, 9728, 36, 32, 8, 40960), {**_QWEN_3, **_TIED}),
     "qwen3-8b": ((4096, 12288, 36, 32, 8, 40960), _QWEN_3),
+    "phi-3-mini-4k": ((3072, 8192, 32, 32, 32, 4096), _PHI_3),
+    "phi-3-medium-4k": ((5120, 17920, 40, 40, 10, 4096), _PHI_3),
+    "phi-4": ((5120, 17920, 40, 40, 10, 16384), _PHI_4),
+    "gemma-2b": ((2048, 16384, 18, 8, 1, 8192), _GEMMA),
+    "gemma-7b": ((3072, 24576, 28, 16, 16, 8192), _GEMMA),
+    "gemma-2-2b": ((2304, 9216, 26, 8, 4, 8192), _GEMMA_2),
+    "gemma-2-9b": ((3584, 14336, 42, 16, 8, 8192), _GEMMA_2),
+    "gemma-2-27b": (
+        (4608, 36864, 46, 32, 16, 8192),
+        {**_GEMMA_2, "head_dim": 128, "query_pre_attn_scalar": 144},
+    ),
+    "gemma-3-270m": ((640, 2048, 18, 4, 1, 32768), _GEMMA_3),
+    "gemma-3-1b": ((1152, 6912, 26, 4, 1, 32768), _GEMMA_3),
     "tinyllama-1.1b": ((2048, 5632, 22, 32, 4, 2048), {"vocab_size": 32000}),
     "smollm2-135m": (
         (576, 1536, 30, 9, 3, 8192),

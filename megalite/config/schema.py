@@ -20,8 +20,6 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 # They only say where other values come from, and are gone from a resolved run.
 STARTING_POINTS = {"model": ("preset", "hf_config"), "deepspeed": ("config",)}
 
-BIASES = ("attention_bias", "attention_output_bias", "mlp_bias")
-
 # A TOML array is a list, and frozen models hold tuples.
 Lenient = Field(strict=False)
 
@@ -49,14 +47,16 @@ class ModelConfig(Section):
         description="a shape by name; keys beside it take precedence, but a flag's preset over a file's keys",
     )
     hf_config: Text | None = Field(
-        None, description="a Hugging Face config.json (or its folder) to take the shape from, likewise"
+        None,
+        description="a Hugging Face config.json, its folder or Hub name to take the shape from, likewise",
     )
     weights: Text | None = Field(
-        None, description="a Hugging Face folder to start from: its weights, and its shape as of hf_config"
+        None,
+        description="a Hugging Face folder, or org/name[@revision] of its Hub, to start from; its shape too",
     )
-    family: Literal["llama", "mistral", "qwen2", "qwen3", "gpt2"] = Field(
-        "llama", description="architecture, and whose files an export is written as"
-    )
+    family: Literal[
+        "llama", "mistral", "qwen2", "qwen3", "phi3", "gpt2", "gemma", "gemma2", "gemma3_text"
+    ] = Field("llama", description="architecture, and whose files an export is written as")
     vocab_size: Count | Literal["auto"] = Field(
         "auto", description='rows of the embedding; "auto": the tokenizer\'s'
     )
@@ -76,15 +76,30 @@ class ModelConfig(Section):
         None, description="of attention's output; default: the family's"
     )
     mlp_bias: bool | None = Field(None, description="of the MLP's projections; default: the family's")
-    norm_placement: Literal["pre", "post"] = Field(
-        "pre", description="norms before each block, or after its residual sum (then without export)"
+    norm_placement: Literal["pre", "post", "sandwich"] | None = Field(
+        None, description="norms before a block, after its sum, or around it; default: the family's"
     )
     sliding_window: Count | None = Field(None, description="keys that a token sees, itself included")
     full_attention_layers: int = Field(
         0, ge=0, lt=2**31, description="first layers that a sliding window leaves alone"
     )
+    full_attention_every: int = Field(
+        0, ge=0, lt=2**31, description="it leaves every so manieth alone; 0: none (Gemma 2: 2, Gemma 3: 6)"
+    )
+    query_pre_attn_scalar: Count | None = Field(
+        None, description="attention's scores are divided by its root; default: head_dim"
+    )
+    attn_logit_softcapping: float | None = Field(
+        None, gt=0, description="Gemma 2's 50: scores become cap * tanh(score / cap), in plain torch only"
+    )
+    final_logit_softcapping: float | None = Field(None, gt=0, description="the same of logits; Gemma 2's 30")
     rope_type: Literal["default", "linear", "llama3"] = Field(
         "default", description="how rotary frequencies are scaled for longer sequences"
+    )
+    rope_local_base_freq: float | None = Field(
+        None,
+        gt=0,
+        description="rope_theta of layers with a window, unscaled (Gemma 3: 10000); default: the same",
     )
     rope_factor: float = Field(1.0, ge=1, description="by how much, for linear and llama3")
     rope_low_freq_factor: float = Field(1.0, gt=0, description="llama3's")
@@ -106,41 +121,23 @@ class ModelConfig(Section):
     def shape(self, vocab_size: int) -> ModelShape:
         """The shape; `vocab_size` (the tokenizer's) counts where the setting is "auto"."""
         heads = self.num_attention_heads
-        fixed = dict(FAMILIES[self.family].fixed)
-        chosen = {name: getattr(self, name) for name in BIASES if getattr(self, name) is not None}
-        return ModelShape(
-            vocab_size=vocab_size if self.vocab_size == "auto" else self.vocab_size,
-            hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size,
-            num_hidden_layers=self.num_hidden_layers,
-            num_attention_heads=heads,
-            num_key_value_heads=self.num_key_value_heads or heads,
-            head_dim=self.head_dim or self.hidden_size // heads,
-            max_position_embeddings=self.max_position_embeddings,
-            rope_theta=self.rope_theta,
-            rms_norm_eps=self.rms_norm_eps,
-            tie_word_embeddings=self.tie_word_embeddings,
-            initializer_range=self.initializer_range,
-            family=self.family,
-            norm_placement=self.norm_placement,
-            sliding_window=self.sliding_window,
-            full_attention_layers=self.full_attention_layers,
-            rope_scaling=self._rope_scaling,
-            **fixed | chosen,
-        )
+        fields = ModelShape.__dataclass_fields__.keys() & type(self).model_fields.keys()
+        given = {name: getattr(self, name) for name in fields} | {
+            "vocab_size": vocab_size if self.vocab_size == "auto" else self.vocab_size,
+            "num_key_value_heads": self.num_key_value_heads or heads,
+            "head_dim": self.head_dim or self.hidden_size // heads,
+            "rope_scaling": self._rope_scaling,
+        }
+        chosen = {name: value for name, value in given.items() if value is not None}
+        return ModelShape(**dict(FAMILIES[self.family].fixed) | chosen)
 
     @property
     def _rope_scaling(self) -> RopeScaling | None:
         if self.rope_type == "default":
             return None
-        if self.rope_type == "linear":
-            return RopeScaling("linear", self.rope_factor)
+        of_llama3 = (self.rope_low_freq_factor, self.rope_high_freq_factor, self.rope_original_positions)
         return RopeScaling(
-            "llama3",
-            self.rope_factor,
-            self.rope_low_freq_factor,
-            self.rope_high_freq_factor,
-            self.rope_original_positions,
+            self.rope_type, self.rope_factor, *(of_llama3 if self.rope_type == "llama3" else ())
         )
 
 

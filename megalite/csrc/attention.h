@@ -33,22 +33,26 @@ struct MegaliteAttention {
   void *query_grad, *key_grad, *value_grad;
   float* statistics;  // CUDA: room for [2, heads, queries], of [4, ..] where probabilities are dropped
   float* query_sums;  // CUDA: room for [queries, heads, head_size] to add up query_grad in any order; null: in order,
-                      // as always where probabilities are dropped
+                      // as always where probabilities are dropped, and for heads of 256
 };
 
 extern "C" {
 int megalite_attention_forward_cpu(const MegaliteAttention* attention, int dtype);
 int megalite_attention_backward_cpu(const MegaliteAttention* attention, int dtype);
-// For head_size 64 and 128.
+// For head_size 64, 96, 128 and 256.
 int megalite_attention_forward_64_cuda(const MegaliteAttention* attention, int dtype, void* stream);
+int megalite_attention_forward_96_cuda(const MegaliteAttention* attention, int dtype, void* stream);
 int megalite_attention_forward_128_cuda(const MegaliteAttention* attention, int dtype, void* stream);
+int megalite_attention_forward_256_cuda(const MegaliteAttention* attention, int dtype, void* stream);
 // The same on chips of compute capability 9.0 alone; the unsupported dtype's code where it is not to be had: on others,
-// or for strides that no copy of boxes takes. megalite_attention_forward_*_cuda ask it first.
+// or for strides that no copy of boxes takes. megalite_attention_forward_64_cuda and _128_cuda ask it first.
 int megalite_attention_forward_hopper_64_cuda(const MegaliteAttention* attention, int dtype, void* stream);
 int megalite_attention_forward_hopper_128_cuda(const MegaliteAttention* attention, int dtype, void* stream);
 int megalite_attention_backward_64_cuda(const MegaliteAttention* attention, int dtype, void* stream);
+int megalite_attention_backward_96_cuda(const MegaliteAttention* attention, int dtype, void* stream);
 int megalite_attention_backward_128_cuda(const MegaliteAttention* attention, int dtype, void* stream);
-// What those call where probabilities are dropped.
+int megalite_attention_backward_256_cuda(const MegaliteAttention* attention, int dtype, void* stream);
+// What those of 64 and 128 call where probabilities are dropped.
 int megalite_attention_forward_64_dropout_cuda(const MegaliteAttention* attention, int dtype, void* stream);
 int megalite_attention_forward_128_dropout_cuda(const MegaliteAttention* attention, int dtype, void* stream);
 int megalite_attention_backward_64_dropout_cuda(const MegaliteAttention* attention, int dtype, void* stream);

@@ -45,8 +45,9 @@ class SelfAttention(nn.Module):
         )
         self.qk_norm = shape.qk_norm
         if shape.qk_norm:
-            self.q_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps, options)
-            self.k_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps, options)
+            offset = shape.norm_offset
+            self.q_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps, options, offset=offset)
+            self.k_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps, options, offset=offset)
 
     def forward(
         self,

@@ -25,17 +25,22 @@ PARTS = {
     ),
     "attention": Part(
         "attention_forward",
-        "compiled to drop probabilities, on a CPU for windows, documents and AVX-512 too, else torch's",
+        "compiled to drop probabilities, on a CPU for windows, documents and AVX-512 too, else torch's; soft caps "
+        "(Gemma 2) in plain torch, since neither has them",
         "torch's scaled_dot_product_attention",
     ),
-    "norms": Part("norm", "compiled, with the residual add before", "torch behind autograd nodes of our own"),
+    "norms": Part(
+        "norm",
+        "compiled, with the residual add before; plain torch for 1 + weight (Gemma) in 16 bits, which would round it",
+        "torch behind autograd nodes of our own",
+    ),
     "loss": Part(
         "cross_entropy_statistics", "compiled, the gradient over the logits", "torch, over the logits"
     ),
     "rotary": Part(
         "rotary_split", "compiled, from the packed heads", "torch behind autograd nodes of our own"
     ),
-    "SwiGLU": Part("glu", "compiled", "torch behind an autograd node of our own"),
+    "SwiGLU, GeGLU": Part("glu", "compiled", "torch, SwiGLU behind an autograd node of our own"),
     "bias + GELU": Part("bias_gelu", "compiled", "torch's GELU of the product with its bias"),
 }
 

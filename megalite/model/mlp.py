@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 
 from megalite.model.options import ModelOptions
-from megalite.ops.activations import Approximate, bias_gelu, swiglu
+from megalite.ops.activations import Approximate, bias_gelu, geglu, swiglu
 from megalite.ops.dropout import Mask, dropout
 from megalite.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.mesh import ParallelMesh
@@ -11,12 +11,13 @@ from megalite.topology.parameters import ModelShape
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)), gate and up in one column-parallel product."""
+    """down(act(gate(x)) * up(x)), gate and up in one column-parallel product."""
 
     def __init__(self, shape: ModelShape, mesh: ParallelMesh, options: ModelOptions):
         super().__init__()
         features = mesh.local(shape.intermediate_size)
         self.fused = options.fused
+        self.approximate = None if shape.hidden_act == "silu" else _approximate(shape)
         self.gate_up_proj = ColumnParallelLinear(
             shape.hidden_size,
             2 * features,
@@ -31,7 +32,11 @@ class GatedMLP(nn.Module):
 
     def forward(self, hidden_states: Tensor, mask: Mask | None = None) -> Tensor:
         """[B, S, H] -> [B, S, H]; the mask is of the activations [B, S, intermediate / tp]."""
-        activated = swiglu(self.gate_up_proj(hidden_states), fused=self.fused)
+        gate_up = self.gate_up_proj(hidden_states)
+        if self.approximate is None:
+            activated = swiglu(gate_up, fused=self.fused)
+        else:
+            activated = geglu(gate_up, approximate=self.approximate, fused=self.fused)
         return self.down_proj(dropout(activated, mask))
 
 
@@ -41,7 +46,7 @@ class PlainMLP(nn.Module):
     def __init__(self, shape: ModelShape, mesh: ParallelMesh, options: ModelOptions):
         super().__init__()
         features = mesh.local(shape.intermediate_size)
-        self.approximate: Approximate = "tanh" if shape.hidden_act == "gelu_pytorch_tanh" else "none"
+        self.approximate = _approximate(shape)
         self.fused, self.split_backward = options.fused, options.split_backward
         self.up_proj = ColumnParallelLinear(
             shape.hidden_size,
@@ -66,6 +71,10 @@ class PlainMLP(nn.Module):
             fused=self.fused,
         )
         return self.down_proj(dropout(activated, mask))
+
+
+def _approximate(shape: ModelShape) -> Approximate:
+    return "tanh" if shape.hidden_act == "gelu_pytorch_tanh" else "none"
 
 
 def build_mlp(shape: ModelShape, mesh: ParallelMesh, options: ModelOptions) -> GatedMLP | PlainMLP:

@@ -6,18 +6,22 @@ import torch
 from torch import Tensor, nn
 
 from megalite.model.options import PLAIN, ModelOptions
-from megalite.ops.norms import fused_add_norm, layer_norm, rms_norm
+from megalite.ops.norms import fused_add_norm, layer_norm, rms_norm, why_not_fused
 from megalite.topology.parameters import ModelShape
 
 
 class Norm(nn.Module, ABC):
-    """A norm of the last dim with what is learned of it [hidden_size]; alone, or of the sum with a residual."""
+    """A norm of the last dim with what is learned of it [hidden_size]; alone, or of the sum with a residual.
+
+    offset: it multiplies by 1 + weight.
+    """
 
     bias: nn.Parameter | None
 
-    def __init__(self, hidden_size: int, eps: float, options: ModelOptions = PLAIN):
+    def __init__(self, hidden_size: int, eps: float, options: ModelOptions = PLAIN, *, offset: bool = False):
         super().__init__()
-        self.eps, self.split_backward, self.fused = eps, options.split_backward, options.fused
+        self.eps, self.offset, self.split_backward = eps, offset, options.split_backward
+        self.fused = options.fused and not why_not_fused(options.dtype, offset=offset)
         self.weight = nn.Parameter(torch.empty(hidden_size, dtype=options.dtype))
         self.register_parameter("bias", None)
 
@@ -28,8 +32,15 @@ class Norm(nn.Module, ABC):
         if residual is None:
             return self.normalised(hidden_states)
         if self.fused:
-            parameters = (self.weight, self.bias, self.eps)
-            return fused_add_norm(hidden_states, residual, *parameters, split_backward=self.split_backward)
+            return fused_add_norm(
+                hidden_states,
+                residual,
+                self.weight,
+                self.bias,
+                self.eps,
+                offset=self.offset,
+                split_backward=self.split_backward,
+            )
         total = hidden_states.add_(residual)
         return total, self.normalised(total)
 
@@ -42,7 +53,7 @@ class RMSNorm(Norm):
     """Root-mean-square normalisation (Zhang and Sennrich 2019) with a weight [hidden_size]."""
 
     def normalised(self, hidden_states: Tensor) -> Tensor:
-        form = {"split_backward": self.split_backward, "fused": self.fused}
+        form = {"offset": self.offset, "split_backward": self.split_backward, "fused": self.fused}
         return rms_norm(hidden_states, self.weight, self.eps, **form)
 
 
@@ -62,5 +73,6 @@ class LayerNorm(Norm):
 
 def build_norm(shape: ModelShape, options: ModelOptions = PLAIN) -> nn.Module:
     """The norm of the model's residual stream."""
-    kind = RMSNorm if shape.norm == "rms_norm" else LayerNorm
-    return kind(shape.hidden_size, shape.rms_norm_eps, options)
+    if shape.norm == "rms_norm":
+        return RMSNorm(shape.hidden_size, shape.rms_norm_eps, options, offset=shape.norm_offset)
+    return LayerNorm(shape.hidden_size, shape.rms_norm_eps, options)

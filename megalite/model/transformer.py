@@ -18,7 +18,7 @@ from megalite.model.mlp import build_mlp
 from megalite.model.norms import build_norm
 from megalite.model.options import PLAIN, ModelOptions, RecomputeMode
 from megalite.model.recompute import recomputed
-from megalite.model.rope import Rotation, rotary_embedding
+from megalite.model.rope import LayerRotations, Rotation
 from megalite.ops.attention import (
     Documents,
     causal_attention,
@@ -28,6 +28,7 @@ from megalite.ops.attention import (
     fused_pays,
 )
 from megalite.ops.dropout import CountedMask, Mask, dropout
+from megalite.ops.softcap import soft_capped
 from megalite.parallel.collectives import column_input, gather_last_dim
 from megalite.parallel.cross_entropy import LossTerms, chunked_cross_entropy, vocab_parallel_cross_entropy
 from megalite.parallel.layers import VocabParallelEmbedding, column_linear
@@ -40,7 +41,8 @@ Stream = Tensor | tuple[Tensor, Tensor]
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm attention and feed-forward with residual connections (Touvron et al., "LLaMA", 2023)."""
+    """Attention and feed-forward with residual connections and norms before them (Touvron et al., "LLaMA", 2023), after
+    the sums, or before and after them (Gemma team, "Gemma 2", 2024)."""
 
     def __init__(
         self,
@@ -53,14 +55,19 @@ class DecoderLayer(nn.Module):
     ):
         super().__init__()
         self.recompute, self.compile_layer = recompute, options.compile
-        self.post_norm = shape.norm_placement == "post"
+        self.post_norm, self.sandwich = (shape.norm_placement == each for each in ("post", "sandwich"))
         self.leaves_sum_open = options.fused and not (
             options.compile or self.post_norm or recompute == "full"
         )
-        self.fused_attention = options.fused and not options.compile
+        self.softcap, scalar = shape.attn_logit_softcapping, shape.query_pre_attn_scalar
+        self.scale = None if scalar is None else scalar**-0.5
+        self.fused_attention = options.fused and not options.compile and self.softcap is None
         self.input_layernorm = build_norm(shape, options)
         self.self_attn = SelfAttention(shape, layer, mesh, options)
         self.post_attention_layernorm = build_norm(shape, options)
+        if self.sandwich:
+            self.pre_feedforward_layernorm = build_norm(shape, options)
+            self.post_feedforward_layernorm = build_norm(shape, options)
         self.mlp = build_mlp(shape, mesh, options)
         self.window = shape.window_of(layer)
         self.sites = DropoutSites(shape, f"layers.{layer}", mesh, options)
@@ -114,10 +121,15 @@ class DecoderLayer(nn.Module):
         else:
             normed = stream if self.post_norm else self.input_layernorm(stream)
         attended = self.self_attn(normed, rotation, cache, attend)
+        if self.sandwich:
+            attended = self.post_attention_layernorm(attended)
         attended = dropout(attended, masks.attention_residual)
         norm = self.input_layernorm if self.post_norm else self.post_attention_layernorm
-        attended, normed = norm(attended, stream)
-        output: Tensor = dropout(self.mlp(normed, masks.mlp), masks.mlp_residual)
+        attended, normed = (self.pre_feedforward_layernorm if self.sandwich else norm)(attended, stream)
+        output: Tensor = self.mlp(normed, masks.mlp)
+        if self.sandwich:
+            output = self.post_feedforward_layernorm(output)
+        output = dropout(output, masks.mlp_residual)
         if self.post_norm:
             output = self.post_attention_layernorm(output, normed)[1]
             return output
@@ -139,7 +151,15 @@ class DecoderLayer(nn.Module):
     ) -> Tensor:
         fused = self.fused_attention and fused_pays(query, key, self.window, documents, mask)
         return causal_attention(
-            query, key, value, window=self.window, mask=mask, documents=documents, fused=fused
+            query,
+            key,
+            value,
+            window=self.window,
+            mask=mask,
+            documents=documents,
+            scale=self.scale,
+            softcap=self.softcap,
+            fused=fused,
         )
 
 
@@ -204,6 +224,9 @@ class Chunk(nn.Module):
         self.split_backward = options.split_backward
         self.compiled, self.drops_attention = options.compile, options.dropout.attention > 0
         self.chunked_loss, self.fused = options.chunked_loss, options.fused
+        self.softcap = stage.shape.final_logit_softcapping
+        self.fused_attention = options.fused and stage.shape.attn_logit_softcapping is None
+        self.embedding_scale = embedding_scale(stage.shape, options.dtype)
         self.is_first, self.is_last = index == 0, index == len(split.layers) - 1
         self.vocabulary = balanced_split(stage.shape.vocab_size, mesh.tp.size)
         self.loss_terms = LossTerms(stage.shape.vocab_size, options.label_smoothing, options.z_loss)
@@ -261,9 +284,10 @@ class Chunk(nn.Module):
             hidden_states = self._embed(inputs, position_ids)
             if places is not None:
                 hidden_states = dropout(hidden_states, self.sites.embedding_mask(places))
-        rotation = None if self.learned_positions else self.rotary(position_ids)
+        rotations = None if self.learned_positions else self.rotary(position_ids)
         stream: Stream = hidden_states
         for layer in self.layers:
+            rotation = None if rotations is None else rotations.of(layer.window)
             stream = layer(stream, rotation, places, cache, documents)
         return closed(stream)
 
@@ -271,7 +295,7 @@ class Chunk(nn.Module):
         """Once a micro batch, for all layers. Compiled code and probabilities written out want one shape; on a GPU
         spans would have the host wait for the ids, and starts do: they spare the probabilities that drop some."""
         drops = self.training and self.drops_attention
-        if self.fused and not self.compiled and (drops or not document_ids.is_cuda):
+        if self.fused_attention and not self.compiled and (drops or not document_ids.is_cuda):
             return document_starts(document_ids)
         if self.compiled or drops or document_ids.is_cuda:
             return documents_seen(document_ids)
@@ -279,6 +303,8 @@ class Chunk(nn.Module):
 
     def _embed(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         embedded: Tensor = self.embed_tokens(input_ids)
+        if self.embedding_scale != 1:
+            embedded = embedded * self.embedding_scale
         if not self.learned_positions:
             return embedded
         held = self.mesh.sequence_range(position_ids.shape[1])
@@ -293,13 +319,19 @@ class Chunk(nn.Module):
             return vocab_parallel_cross_entropy(self.local_logits(hidden_states), *tokens, fused=self.fused)
         inputs = column_input(self.norm(hidden_states), self.mesh)
         return chunked_cross_entropy(
-            inputs, self.head.weight, *tokens, chunk_tokens=self.chunked_loss, fused=self.fused
+            inputs,
+            self.head.weight,
+            *tokens,
+            chunk_tokens=self.chunked_loss,
+            softcap=self.softcap,
+            fused=self.fused,
         )
 
     def local_logits(self, hidden_states: Tensor) -> Tensor:
         """Last chunk: [B, S, H] -> logits over this rank's rows of the vocabulary [B, S, V / tp]."""
         normed, split_backward = self.norm(hidden_states), self.split_backward
-        return column_linear(normed, self.head.weight, mesh=self.mesh, split_backward=split_backward)
+        logits = column_linear(normed, self.head.weight, mesh=self.mesh, split_backward=split_backward)
+        return logits if self.softcap is None else soft_capped(logits, self.softcap)
 
     def logits(self, hidden_states: Tensor) -> Tensor:
         """Last chunk: [B, S, H] -> full logits [B, S, V], >= float32, on every tensor parallel rank; outside
@@ -307,6 +339,11 @@ class Chunk(nn.Module):
         sizes = tuple(len(rows) for rows in self.vocabulary)
         logits = gather_last_dim(self.local_logits(hidden_states), sizes, self.tp)
         return logits.float() if logits.element_size() < 4 else logits
+
+
+def embedding_scale(shape: ModelShape, dtype: torch.dtype) -> float:
+    """What the embedding is multiplied by, as transformers rounds it."""
+    return float(torch.tensor(shape.hidden_size**0.5).to(dtype)) if shape.embedding_scaled else 1.0
 
 
 class Stage(nn.Module):
@@ -321,7 +358,7 @@ class Stage(nn.Module):
             rows = len(balanced_split(shape.vocab_size, mesh.tp.size)[mesh.tp.rank])
             self.lm_head = Head(rows, shape.hidden_size, dtype=options.dtype)
         if shape.position_embedding == "rope":
-            self.rotary = rotary_embedding(shape, options.dtype)
+            self.rotary = LayerRotations(shape, options.dtype)
         # A tuple, which torch does not register: a parameter has one name, the stage's.
         self.chunks = tuple(Chunk(self, split, index, mesh, options) for index in chunks)
 

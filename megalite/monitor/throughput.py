@@ -14,8 +14,9 @@ _PRODUCT_SIZE, _PRODUCTS = 2048, 5
 def flops_per_token(shape: ModelShape, sequence_length: int) -> int:
     """Floating point operations of one token's forward and backward.
 
-    6 for each parameter that is multiplied with (the head, but not the look-up of the embedding), and causal
-    attention's 6 x layers x attention width x sequence length: half of what full attention computes.
+    6 for each parameter that is multiplied with (the head, but not the look-up of the embedding), and of each layer's
+    causal attention 12 x attention width x the keys that a token sees on average: half the sequence length, or less
+    with a window.
     Source: Kaplan et al., "Scaling laws for neural language models", 2020, section 2.1; Chowdhery et al., "PaLM",
     2022, appendix B.
     """
@@ -24,8 +25,17 @@ def flops_per_token(shape: ModelShape, sequence_length: int) -> int:
         for parameter in model_parameters(shape)
         if len(parameter.spec.full_shape) > 1 and (parameter.name != EMBEDDING or shape.tie_word_embeddings)
     )
-    attention = shape.num_hidden_layers * shape.num_attention_heads * shape.head_dim * sequence_length
-    return 6 * matrices + 6 * attention
+    width = shape.num_attention_heads * shape.head_dim
+    seen = sum(
+        _twice_seen(shape.window_of(layer), sequence_length) for layer in range(shape.num_hidden_layers)
+    )
+    return 6 * matrices + 6 * width * seen
+
+
+def _twice_seen(window: int | None, length: int) -> int:
+    """Twice the keys that a token sees on average."""
+    window = length if window is None else min(window, length)
+    return 2 * window - window * window // length
 
 
 def sgemm_flops_per_second() -> float:

@@ -13,6 +13,7 @@ from torch import Tensor
 from megalite.ops import extension
 from megalite.ops.dropout import CountedMask, Mask, dropout
 from megalite.ops.packed_attention import packed_attention, why_not_packed
+from megalite.ops.softcap import soft_capped
 
 # Neighbouring documents that have no more tokens together are attended to at once: a call costs more than their square.
 _SHARED_SPAN = 64
@@ -106,9 +107,11 @@ def causal_attention(
     window: int | None = None,
     mask: Mask | CountedMask | None = None,
     documents: Documents | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
     fused: bool = False,
 ) -> Tensor:
-    """softmax(Q K^T / sqrt(D)) V where position i sees the keys up to i, aligned at the end.
+    """softmax(scale Q K^T) V where position i sees the keys up to i, aligned at the end.
 
     query: [B, S, heads, D]; key, value: [B, T, kv heads, D] with T >= S (T > S while decoding from a cache);
     heads is a multiple of kv heads. window: it sees so many of them, itself included
@@ -119,41 +122,38 @@ def causal_attention(
     mask: [B, heads, S, T], of the probabilities to drop. The compiled operator draws a counted one as it goes. torch
     has no fused kernel for either: mask and probabilities are written out, and two matrices kept for the backward.
 
+    scale: 1 / sqrt(D) by default. softcap: scores become softcap * tanh(score / softcap), which neither torch's
+    fused kernels nor ours have: probabilities are written out for it too, in at least float32 up to the softmax.
+
     fused: by the compiled operator if it can; what it lacks is told once, and torch computes it.
     """
     if fused:
-        complaint = why_not_fused(query, mask, documents)
+        complaint = why_not_fused(query, mask, documents, softcap)
         if not complaint:
             assert not isinstance(mask, Mask)
-            return _fused_attention(query, key, value, window, documents, mask)
+            return _fused_attention(query, key, value, window, documents, mask, scale)
         _tell(complaint)
+    form = _Scores(query.shape[-1] ** -0.5 if scale is None else scale, softcap)
     if isinstance(mask, CountedMask):
         mask = mask.draw(query.shape[1], key.shape[1])
     if isinstance(documents, Starts):
         if mask is not None:
-            own = documents_seen(_ids(documents, *query.shape[:2]))
-            return causal_attention(query, key, value, window=window, mask=mask, documents=own)
-        lengths = documents.places.diff().tolist()
-        return causal_attention(query, key, value, window=window, documents=tuple(map(Span, lengths)))
+            documents = documents_seen(_ids(documents, *query.shape[:2]))
+        else:
+            documents = tuple(map(Span, documents.places.diff().tolist()))
     grouped = query.shape[2] // key.shape[2]
     if grouped > 1:
         key, value = key.repeat_interleave(grouped, dim=2), value.repeat_interleave(grouped, dim=2)
     if isinstance(documents, tuple):
-        return _attention_of_spans(query, key, value, window, documents)
+        return _attention_of_spans(query, key, value, window, documents, form)
     query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     new, total = query.shape[2], key.shape[2]
-    within = None if documents is None else _within(documents, window)
-    if mask is not None:
-        seen = _seen(new, total, window, query.device) if within is None else within
-        return _dropped_attention(query, key, value, seen, mask)
-    if within is not None:
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=within).transpose(1, 2)
+    seen = None if documents is None else _within(documents, window)
     # One new token sees everything; a longer piece after a cache needs the mask aligned at the end.
     cut = window is not None and window < total
-    aligned = _seen(new, total, window, query.device) if cut or 1 < new < total else None
-    is_causal = aligned is None and new == total
-    attended = F.scaled_dot_product_attention(query, key, value, attn_mask=aligned, is_causal=is_causal)
-    return attended.transpose(1, 2)
+    if seen is None and (cut or 1 < new < total):
+        seen = _seen(new, total, window, query.device)
+    return _attended(query, key, value, seen, form, mask).transpose(1, 2)
 
 
 def _ids(documents: Starts, rows: int, length: int) -> Tensor:
@@ -163,9 +163,14 @@ def _ids(documents: Starts, rows: int, length: int) -> Tensor:
 
 
 def why_not_fused(
-    query: Tensor, mask: Mask | CountedMask | None = None, documents: Documents | None = None
+    query: Tensor,
+    mask: Mask | CountedMask | None = None,
+    documents: Documents | None = None,
+    softcap: float | None = None,
 ) -> str:
     """Why the compiled operator cannot serve `causal_attention`; empty where it can."""
+    if softcap is not None:
+        return "it has no soft cap"
     if isinstance(mask, Mask):
         return "it takes no mask that is written out"
     if documents is not None and not isinstance(documents, Starts):
@@ -209,6 +214,7 @@ def _fused_attention(
     window: int | None,
     documents: Documents | None,
     mask: CountedMask | None,
+    scale: float | None,
 ) -> Tensor:
     (rows, new), total = query.shape[:2], key.shape[1]
     if isinstance(documents, Starts):
@@ -227,6 +233,7 @@ def _fused_attention(
         longest_key=total,
         left=-1 if window is None else window - 1,
         right=0,
+        scale=scale,
         mask=mask,
     )
     return attended.view_as(query)
@@ -236,8 +243,16 @@ def _row_starts(rows: int, length: int, device: torch.device) -> Tensor:
     return torch.arange(rows + 1, dtype=torch.int32, device=device).mul_(length)
 
 
+@dataclass(frozen=True)
+class _Scores:
+    """What becomes of queries times keys."""
+
+    scale: float
+    softcap: float | None
+
+
 def _attention_of_spans(
-    query: Tensor, key: Tensor, value: Tensor, window: int | None, spans: tuple[Span, ...]
+    query: Tensor, key: Tensor, value: Tensor, window: int | None, spans: tuple[Span, ...], form: _Scores
 ) -> Tensor:
     lengths = [span.length for span in spans]
     # Split and joined whole: the gradients of slices would each be as large as all.
@@ -247,9 +262,7 @@ def _attention_of_spans(
         query_piece, key_piece, value_piece = (each.transpose(0, 1).unsqueeze(0) for each in heads)
         if window is not None and window < length:
             seen = _seen(length, length, window, query.device) if seen is None else _within(seen, window)
-        piece = F.scaled_dot_product_attention(
-            query_piece, key_piece, value_piece, attn_mask=seen, is_causal=seen is None
-        )
+        piece = _attended(query_piece, key_piece, value_piece, seen, form)
         attended.append(piece.squeeze(0).transpose(0, 1))
     return torch.cat(attended).view_as(query)
 
@@ -265,8 +278,26 @@ def _seen(new: int, total: int, window: int | None, device: torch.device) -> Ten
     return seen if window is None else seen.triu(total - new - window + 1)
 
 
-def _dropped_attention(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, mask: Mask) -> Tensor:
-    scores = torch.matmul(query * query.shape[-1] ** -0.5, key.transpose(2, 3))
+def _attended(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    seen: Tensor | None,
+    form: _Scores,
+    mask: Mask | None = None,
+) -> Tensor:
+    """[B, heads, S or T, D] -> [B, heads, S, D]; seen: None where S = T for all up to a query, else for all."""
+    new, total = query.shape[2], key.shape[2]
+    if mask is None and form.softcap is None:
+        causal = seen is None and new == total
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=seen, is_causal=causal, scale=form.scale
+        )
+    if seen is None:
+        seen = _seen(new, total, None, query.device)
+    scores = torch.matmul(query * form.scale, key.transpose(2, 3))
     wide = torch.promote_types(scores.dtype, torch.float32)
-    probabilities = scores.masked_fill(~seen, float("-inf")).softmax(dim=-1, dtype=wide).to(scores.dtype)
-    return torch.matmul(dropout(probabilities, mask), value).transpose(1, 2)
+    if form.softcap is not None:
+        scores = soft_capped(scores.to(wide), form.softcap)
+    probabilities = scores.masked_fill(~seen, float("-inf")).softmax(dim=-1, dtype=wide).to(query.dtype)
+    return torch.matmul(dropout(probabilities, mask), value)

@@ -17,71 +17,95 @@ class _RMSNorm(torch.autograd.Function):
     """One node instead of six: it keeps only its input and one number a token for the backward."""
 
     @staticmethod
-    def forward(ctx: Any, hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
-        flat = hidden_states.view(-1, hidden_states.shape[-1])
+    def forward(ctx: Any, hidden_states: Tensor, weight: Tensor, eps: float, offset: bool) -> Tensor:
         # Statistics in at least float32, whatever the type of the activations.
-        wide = flat.float() if flat.element_size() < 4 else flat
+        wide = hidden_states.float() if hidden_states.element_size() < 4 else hidden_states
         inverse_rms = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        inverse_rms.square_().div_(flat.shape[-1]).add_(eps).rsqrt_()
+        inverse_rms.square_().div_(wide.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(hidden_states, weight, inverse_rms)
-        return (wide * inverse_rms).to(flat.dtype).mul_(weight).view_as(hidden_states)
+        ctx.offset = offset
+        if offset:
+            return (wide * inverse_rms).mul_(1 + weight.to(wide.dtype)).to(hidden_states.dtype)
+        return (wide * inverse_rms).to(hidden_states.dtype).mul_(weight)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         hidden_states, weight, inverse_rms = ctx.saved_tensors
         flat = hidden_states.view(-1, hidden_states.shape[-1])
         wide = flat.float() if flat.element_size() < 4 else flat
         grad = grad.reshape(flat.shape).to(wide.dtype)
+        inverse_rms = inverse_rms.view(-1, 1)
         normalised = wide * inverse_rms
         products = grad * normalised
         weight_grad = products.sum(dim=0)
+        factor = weight.to(wide.dtype) + 1 if ctx.offset else weight.to(wide.dtype)
         # The part of the gradient along the input itself, which normalisation removes.
-        projection = torch.mv(products, weight.to(wide.dtype)).div_(flat.shape[-1])
-        scaled_grad = grad * weight
+        projection = torch.mv(products, factor).div_(flat.shape[-1])
+        scaled_grad = grad * factor
         scaled_grad.addcmul_(normalised, projection.unsqueeze(-1), value=-1).mul_(inverse_rms)
-        return scaled_grad.to(flat.dtype).view_as(hidden_states), weight_grad.to(weight.dtype), None
+        return scaled_grad.to(flat.dtype).view_as(hidden_states), weight_grad.to(weight.dtype), None, None
 
 
 class _Normalise(torch.autograd.Function):
     """The norm without its weight, so that a product gives the weight's gradient when it is asked for."""
 
     @staticmethod
-    def forward(ctx: Any, hidden_states: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, hidden_states: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
         wide = hidden_states.float() if hidden_states.element_size() < 4 else hidden_states
         inverse_rms = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         inverse_rms.square_().div_(wide.shape[-1]).add_(eps).rsqrt_()
-        normalised = (wide * inverse_rms).to(hidden_states.dtype)
+        normalised = (wide * inverse_rms).to(dtype)
         ctx.save_for_backward(normalised, inverse_rms)
+        ctx.dtype = hidden_states.dtype
         return normalised
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         normalised, inverse_rms = ctx.saved_tensors
         wide = grad.to(inverse_rms.dtype)
         projection = (wide * normalised).mean(dim=-1, keepdim=True)
         scaled_grad = torch.addcmul(wide, normalised.to(wide.dtype), projection, value=-1)
-        return scaled_grad.mul_(inverse_rms).to(normalised.dtype), None
+        return scaled_grad.mul_(inverse_rms).to(ctx.dtype), None, None
 
 
 def rms_norm(
-    hidden_states: Tensor, weight: Tensor, eps: float, *, split_backward: bool = False, fused: bool = False
+    hidden_states: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    offset: bool = False,
+    split_backward: bool = False,
+    fused: bool = False,
 ) -> Tensor:
     """weight * x / sqrt(mean(x^2) + eps) over the last dim: [..., H], weight [H] -> [..., H].
 
+    offset: by 1 + weight (Gemma), added and multiplied in at least float32; plain torch alone has it for narrower
+    types (`why_not_fused`).
     split_backward: the gradients of x and of the weight come from nodes of their own.
     """
     if fused:
-        return _fused(hidden_states, None, weight, None, eps, split_backward)[1]
+        return _fused(hidden_states, None, weight, None, eps, offset, split_backward)[1]
+    dtype = hidden_states.dtype
+    wide_dtype = torch.promote_types(dtype, torch.float32)
     if torch.compiler.is_compiling():  # which fuses what it sees, and sees no further than a node of ours
-        wide = hidden_states.float() if hidden_states.element_size() < 4 else hidden_states
+        wide = hidden_states.to(wide_dtype)
         inverse_rms = wide.square().mean(dim=-1, keepdim=True).add(eps).rsqrt()
-        return (wide * inverse_rms).to(hidden_states.dtype) * weight
+        if offset:
+            return (wide * inverse_rms * (1 + weight.to(wide_dtype))).to(dtype)
+        return (wide * inverse_rms).to(dtype) * weight
     normalised: Tensor
-    if split_backward:
-        normalised = _Normalise.apply(hidden_states, eps)
-        return normalised * weight
-    normalised = _RMSNorm.apply(hidden_states, weight, eps)
-    return normalised
+    if not split_backward:
+        normalised = _RMSNorm.apply(hidden_states, weight, eps, offset)
+        return normalised
+    normalised = _Normalise.apply(hidden_states, eps, wide_dtype if offset else dtype)
+    return (normalised * (1 + weight.to(wide_dtype))).to(dtype) if offset else normalised * weight
+
+
+def why_not_fused(dtype: torch.dtype, *, offset: bool) -> str:
+    """Why the compiled operator cannot serve a norm whose weights are of this type; empty where it can."""
+    if offset and dtype.itemsize < 4:
+        return "1 + weight would be rounded to the weights' 16 bits"
+    return ""
 
 
 def layer_norm(
@@ -95,7 +119,7 @@ def layer_norm(
 ) -> Tensor:
     """weight * (x - mean(x)) / sqrt(var(x) + eps) + bias over the last dim: [..., H] -> [..., H]."""
     if fused:
-        return _fused(hidden_states, None, weight, bias, eps, split_backward)[1]
+        return _fused(hidden_states, None, weight, bias, eps, False, split_backward)[1]
     return F.layer_norm(hidden_states, weight.shape, weight, bias, eps)  # computes what a pass asks for
 
 
@@ -106,22 +130,33 @@ def fused_add_norm(
     bias: Tensor | None,
     eps: float,
     *,
+    offset: bool = False,
     split_backward: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """hidden_states + residual, and its norm: the layer norm where there is a bias, else the root-mean-square norm."""
-    return _fused(hidden_states, residual, weight, bias, eps, split_backward)
+    """hidden_states + residual, and its norm: the layer norm where there is a bias, else the root-mean-square norm.
+
+    offset: as of rms_norm.
+    """
+    return _fused(hidden_states, residual, weight, bias, eps, offset, split_backward)
 
 
 def _fused(
-    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, split_backward: bool
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    offset: bool,
+    split_backward: bool,
 ) -> tuple[Tensor, Tensor]:
     """What was normalised (x, or its sum with the residual), and the norm."""
     operator = torch.ops.megalite.norm
     if not (split_backward and weight.requires_grad and torch.is_grad_enabled()):
-        total, output, _, _ = operator(x, residual, weight, bias, eps)
+        total, output, _, _ = operator(x, residual, 1 + weight if offset else weight, bias, eps)
         return x if residual is None else total, output
     shift = None if bias is None else bias.detach()
-    total, output, mean, inverse = operator(x, residual, weight.detach(), shift, eps)
+    factor = 1 + weight.detach() if offset else weight.detach()
+    total, output, mean, inverse = operator(x, residual, factor, shift, eps)
     if residual is None:
         total = x
     statistics = (inverse.detach(),) if bias is None else (mean.detach(), inverse.detach())
@@ -152,7 +187,9 @@ class _Joined(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, nothing: Tensor) -> Tensor:
-        return output.view_as(output)
+        # Itself, which a residual may be added to, and not a view, which autograd would not let it be.
+        ctx.mark_dirty(output)
+        return output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from megalite.ops.dropout import CountedMask
 from megalite.ops.extension import register, why_not
 
 # What the CUDA kernels are compiled for; the CPU's take any size, and float32 and float64 too.
-CUDA_HEAD_SIZES = (64, 128)
+CUDA_HEAD_SIZES = (64, 96, 128, 256)
 CUDA_DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -23,8 +23,7 @@ def why_not_packed(query: Tensor) -> str:
     if kind == "cuda" and query.dtype not in CUDA_DTYPES:
         return f"its CUDA kernels are for 16-bit types, not {query.dtype}"
     if kind == "cuda" and query.shape[-1] not in CUDA_HEAD_SIZES:
-        sizes = " and ".join(map(str, CUDA_HEAD_SIZES))
-        return f"its CUDA kernels are for heads of {sizes}, not {query.shape[-1]}"
+        return f"its CUDA kernels are for heads of {CUDA_HEAD_SIZES}, not {query.shape[-1]}"
     return "" if kind == "meta" else why_not(kind)
 
 

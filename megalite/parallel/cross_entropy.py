@@ -17,6 +17,7 @@ from megalite.ops.cross_entropy import (
     visits_rows_once,
     write_gradient,
 )
+from megalite.ops.softcap import cap_with_slope
 from megalite.parallel.collectives import gather_ranks
 from megalite.parallel.mesh import Axis
 
@@ -183,6 +184,7 @@ def _in_chunks(
     weight: Tensor,
     loss: _ShardLoss,
     tokens: int,
+    softcap: float | None,
     hidden_grad: Tensor | None,
     weight_grad: Tensor | None,
 ) -> Tensor:
@@ -190,6 +192,7 @@ def _in_chunks(
     losses, at = [], 0
     for inputs, chunk in zip(hidden_states.split(tokens), loss.in_chunks(tokens), strict=True):
         logits = chunk.working_logits(F.linear(inputs, weight))
+        slope = None if softcap is None else cap_with_slope(logits, softcap)
         differentiated = hidden_grad is not None or weight_grad is not None
         of_chunk = chunk.losses_over_gradient(logits) if differentiated else None
         if of_chunk is None:
@@ -199,6 +202,8 @@ def _in_chunks(
         losses.append(of_chunk)
         if not differentiated:
             continue
+        if slope is not None:
+            logits.mul_(slope)
         logits = logits.to(weight.dtype)
         if hidden_grad is not None:
             torch.mm(logits, weight, out=hidden_grad[at : at + len(inputs)])
@@ -261,6 +266,7 @@ def chunked_cross_entropy(
     terms: LossTerms,
     *,
     chunk_tokens: int,
+    softcap: float | None = None,
     fused: bool = False,
 ) -> Tensor:
     """`vocab_parallel_cross_entropy` of hidden_states @ weight.T, of which no more than `chunk_tokens` tokens exist.
@@ -268,13 +274,14 @@ def chunked_cross_entropy(
     Only the sum of the losses may be differentiated, and once, times any number: forward computes its gradients.
     Those of the weight are summed in at least float32. One small collective a chunk.
     hidden_states: [B, S, H], equal on every rank of tp; their gradient is of this rank's rows. weight: [rows, H].
+    softcap: logits become softcap * tanh(logit / softcap) before.
     """
     loss = _ShardLoss.of(labels, loss_mask, rows, tp, terms, fused, hidden_states.dtype)
     flat = hidden_states.reshape(-1, hidden_states.shape[-1])
     for_hidden, for_weight = (torch.is_grad_enabled() and each.requires_grad for each in (flat, weight))
     hidden_grad = torch.empty_like(flat) if for_hidden else None
     weight_grad = torch.zeros_like(weight, dtype=loss.weights.dtype) if for_weight else None
-    losses = _in_chunks(flat, weight, loss, chunk_tokens, hidden_grad, weight_grad)
+    losses = _in_chunks(flat, weight, loss, chunk_tokens, softcap, hidden_grad, weight_grad)
     by_hidden: Tensor = _KnownGradient.apply(flat, hidden_grad, losses)  # type: ignore[no-untyped-call]
     by_weight: Tensor = _KnownGradient.apply(weight, weight_grad, torch.zeros_like(losses))  # type: ignore[no-untyped-call]
     return (by_hidden + by_weight).view(labels.shape)

@@ -6,22 +6,24 @@ from typing import Any
 
 from megalite.topology.parameters import ModelShape
 
-_COMMON = {
-    name: name
-    for name in (
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "max_position_embeddings",
-        "rms_norm_eps",
-        "tie_word_embeddings",
-        "initializer_range",
-    )
-}
+
+def _same(*names: str) -> dict[str, str]:
+    return {name: name for name in names}
+
+
+_COMMON = _same(
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "tie_word_embeddings",
+    "initializer_range",
+)
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,8 @@ class Family:
     fixed: ModelShape fields that differ from Llama's and cannot be chosen in this family.
     free: fields beyond the sizes that can; all others have ModelShape's defaults.
     required: keys of config.json that switch on what is not built here, with the values that leave it out.
+    dropouts: keys of config.json for shares that a run drops by settings of its own.
+    absent: what transformers takes for a key that config.json lacks, where that is not the default here.
     """
 
     model_type: str
@@ -40,10 +44,32 @@ class Family:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     free: tuple[str, ...] = ()
     required: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    dropouts: tuple[str, ...] = ("attention_dropout",)
+    absent: Mapping[str, Any] = field(default_factory=dict)
 
 
 _SILU = {"hidden_act": ("silu",)}
 _SLIDING = ("rope_theta", "rope_scaling", "sliding_window", "full_attention_layers")
+_GEMMA = {
+    "norm_offset": True,
+    "embedding_scaled": True,
+    "hidden_act": "gelu_pytorch_tanh",
+}
+_GEMMA_FREE = ("rope_theta", "rope_scaling", "attention_bias", "attention_output_bias")
+_GEMMA_LAYERS = ("sliding_window", "full_attention_layers", "full_attention_every")
+_GEMMA_REQUIRED = {"use_bidirectional_attention": (False, None)}
+_GEMMA_ABSENT = {
+    "vocab_size": 256000,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+}
 
 FAMILIES = {
     "llama": Family(
@@ -67,6 +93,13 @@ FAMILIES = {
         fixed={"qk_norm": True},
         free=(*_SLIDING, "attention_bias", "attention_output_bias"),
         required=_SILU,
+    ),
+    "phi3": Family(
+        "phi3",
+        "Phi3ForCausalLM",
+        free=("rope_theta", "sliding_window"),
+        required=_SILU,
+        dropouts=("attention_dropout", "resid_pdrop", "embd_pdrop"),
     ),
     "gpt2": Family(
         "gpt2",
@@ -98,6 +131,73 @@ FAMILIES = {
             "reorder_and_upcast_attn": (False,),
             "add_cross_attention": (False,),
         },
+        dropouts=("resid_pdrop", "embd_pdrop", "attn_pdrop"),
+    ),
+    "gemma": Family(
+        "gemma",
+        "GemmaForCausalLM",
+        fixed=_GEMMA,
+        free=_GEMMA_FREE,
+        # As its first configurations say it, with the approximation meant.
+        required={**_GEMMA_REQUIRED, "hidden_act": ("gelu_pytorch_tanh", "gelu")},
+        absent={
+            **_GEMMA_ABSENT,
+            "hidden_size": 3072,
+            "intermediate_size": 24576,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+        },
+    ),
+    "gemma2": Family(
+        "gemma2",
+        "Gemma2ForCausalLM",
+        keys=_COMMON | _same("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
+        fixed={**_GEMMA, "norm_placement": "sandwich"},
+        free=(
+            *_GEMMA_FREE,
+            *_GEMMA_LAYERS,
+            "query_pre_attn_scalar",
+            "attn_logit_softcapping",
+            "final_logit_softcapping",
+        ),
+        required={**_GEMMA_REQUIRED, "hidden_activation": ("gelu_pytorch_tanh",)},
+        absent={
+            **_GEMMA_ABSENT,
+            "query_pre_attn_scalar": 256,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 2,
+        },
+    ),
+    "gemma3_text": Family(
+        "gemma3_text",
+        "Gemma3ForCausalLM",
+        keys=_COMMON | _same("query_pre_attn_scalar", "final_logit_softcapping"),
+        fixed={**_GEMMA, "norm_placement": "sandwich", "qk_norm": True},
+        free=(
+            *_GEMMA_FREE,
+            *_GEMMA_LAYERS,
+            "query_pre_attn_scalar",
+            "final_logit_softcapping",
+            "rope_local_base_freq",
+        ),
+        required={
+            **_GEMMA_REQUIRED,
+            "hidden_activation": ("gelu_pytorch_tanh",),
+            "attn_logit_softcapping": (None,),
+        },
+        absent={
+            **_GEMMA_ABSENT,
+            "vocab_size": 262208,
+            "max_position_embeddings": 131072,
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 6,
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 1e4,
+        },
     ),
 }
 
@@ -117,6 +217,8 @@ def inexpressible(shape: ModelShape) -> Iterator[tuple[str, Any, Any]]:
             yield name, value, expected[name]
     if set(_PAIRED) <= set(family.free) and shape.attention_bias != shape.attention_output_bias:
         yield "attention_output_bias", shape.attention_output_bias, shape.attention_bias
+    if family.absent.get("tie_word_embeddings") and not shape.tie_word_embeddings:
+        yield "tie_word_embeddings", False, True
     if shape.family == "gpt2":
         if shape.num_key_value_heads != shape.num_attention_heads:
             yield "num_key_value_heads", shape.num_key_value_heads, shape.num_attention_heads

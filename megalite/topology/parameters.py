@@ -30,10 +30,15 @@ class ModelShape:
 
     family: whose files it is written as; nothing is computed from it. What is computed:
     position_embedding: rotary angles, or a learned table added to the embedding.
-    norm, norm_placement: which, and before each block's input or after its residual sum; rms_norm_eps is of both.
+    embedding_scaled: by the root of hidden_size, rounded to the weights' type.
+    norm, norm_placement: which, and before each block's input, after its residual sum, or before its input and after
+    its output ("sandwich"); rms_norm_eps is of all. norm_offset: norms multiply by 1 + weight.
     attention_bias: of query, key and value. attention_output_bias, mlp_bias: of the other projections.
     gated_mlp: act(gate(x)) * up(x), else act(up(x)). qk_norm: RMSNorm over each head of query and key.
-    sliding_window: a token sees so many keys, itself included, in the layers from full_attention_layers on.
+    query_pre_attn_scalar: what the scores are divided by the root of; None: head_dim.
+    attn_logit_softcapping, final_logit_softcapping: scores, and logits, become cap * tanh(value / cap).
+    rope_local_base_freq: rope_theta in the layers with a window, unscaled; None: as in the others.
+    sliding_window: a token sees so many keys, itself included, in the layers that `window_of` says.
     """
 
     vocab_size: int
@@ -52,7 +57,7 @@ class ModelShape:
     position_embedding: Literal["rope", "learned"] = "rope"
     rope_scaling: RopeScaling | None = None
     norm: Literal["rms_norm", "layer_norm"] = "rms_norm"
-    norm_placement: Literal["pre", "post"] = "pre"
+    norm_placement: Literal["pre", "post", "sandwich"] = "pre"
     attention_bias: bool = False
     attention_output_bias: bool = False
     mlp_bias: bool = False
@@ -61,10 +66,22 @@ class ModelShape:
     qk_norm: bool = False
     sliding_window: int | None = None
     full_attention_layers: int = 0
+    full_attention_every: int = 0
+    embedding_scaled: bool = False
+    norm_offset: bool = False
+    query_pre_attn_scalar: int | None = None
+    attn_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None
+    rope_local_base_freq: float | None = None
 
     def window_of(self, layer: int) -> int | None:
-        """How many keys a token of this layer sees; None: all up to it."""
-        return self.sliding_window if layer >= self.full_attention_layers else None
+        """How many keys a token of this layer sees; None: all up to it.
+
+        The first full_attention_layers have no window, nor has every full_attention_every-th (0: none) of all.
+        """
+        every = self.full_attention_every
+        full = layer < self.full_attention_layers or (every and (layer + 1) % every == 0)
+        return None if full else self.sliding_window
 
 
 @dataclass(frozen=True)
@@ -73,7 +90,8 @@ class Parameter:
 
     name: as registered, with the global layer index; equal to the canonical name unless it is fused.
     layer: global layer index; None outside the decoder layers.
-    std: standard deviation of the initial normal values; None means all equal to `fill` (norms 1, biases 0).
+    std: standard deviation of the initial normal values; None means all equal to `fill` (norms 1, biases 0; 0 too for
+    the weight of a norm that adds 1 to it).
     decay: whether weight decay applies (not to norms and biases).
     """
 
@@ -131,16 +149,21 @@ def layer_parameters(shape: ModelShape, layer: int) -> Iterator[Parameter]:
     heads = (shape.num_attention_heads, shape.num_key_value_heads, shape.num_key_value_heads)
     yield from column("self_attn.qkv_proj", qkv, shape.attention_bias, heads)
     if shape.qk_norm:
-        yield _vector(f"{prefix}.self_attn.q_norm.weight", shape.head_dim, layer, summed=True)
-        yield _vector(f"{prefix}.self_attn.k_norm.weight", shape.head_dim, layer, summed=True)
+        ones = _ones(shape)
+        yield _vector(f"{prefix}.self_attn.q_norm.weight", shape.head_dim, layer, fill=ones, summed=True)
+        yield _vector(f"{prefix}.self_attn.k_norm.weight", shape.head_dim, layer, fill=ones, summed=True)
     yield from row("self_attn.o_proj", query, shape.attention_output_bias)
     yield from norm("post_attention_layernorm")
+    if shape.norm_placement == "sandwich":
+        yield from norm("pre_feedforward_layernorm")
     if shape.gated_mlp:
         gate_up = {"mlp.gate_proj": shape.intermediate_size, "mlp.up_proj": shape.intermediate_size}
         yield from column("mlp.gate_up_proj", gate_up, shape.mlp_bias)
     else:
         yield from column("mlp.up_proj", {"mlp.up_proj": shape.intermediate_size}, shape.mlp_bias)
     yield from row("mlp.down_proj", shape.intermediate_size, shape.mlp_bias)
+    if shape.norm_placement == "sandwich":
+        yield from norm("post_feedforward_layernorm")
 
 
 def stage_parameters(shape: ModelShape, split: PipelineSplit, stage: int) -> Iterator[Parameter]:
@@ -173,12 +196,17 @@ def stage_parameters(shape: ModelShape, split: PipelineSplit, stage: int) -> Ite
 
 
 def _norm(shape: ModelShape, name: str, layer: int | None) -> Iterator[Parameter]:
-    yield _vector(f"{name}.weight", shape.hidden_size, layer)
+    yield _vector(f"{name}.weight", shape.hidden_size, layer, fill=_ones(shape))
     if shape.norm == "layer_norm":
         yield _vector(f"{name}.bias", shape.hidden_size, layer, fill=0.0)
 
 
-def _vector(name: str, size: int, layer: int | None, *, fill: float = 1.0, summed: bool = False) -> Parameter:
+def _ones(shape: ModelShape) -> float:
+    """What a norm's weight is where it multiplies by 1."""
+    return 0.0 if shape.norm_offset else 1.0
+
+
+def _vector(name: str, size: int, layer: int | None, *, fill: float, summed: bool = False) -> Parameter:
     """A norm's weight or a bias that every tensor-parallel rank has whole."""
     return Parameter(name, ShardSpec((Part(name, (size,)),), summed=summed), layer, None, False, fill)
 

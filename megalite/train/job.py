@@ -11,8 +11,10 @@ from typing import IO
 import torch
 
 from megalite.checkpoint.folder import find_best, find_checkpoint, find_latest, read_manifest
+from megalite.checkpoint.hf_files import local_folder
 from megalite.checkpoint.huggingface import export
 from megalite.checkpoint.load import intact_instead
+from megalite.checkpoint.save import all_or_none
 from megalite.config.load import write_resolved
 from megalite.config.schema import RunConfig
 from megalite.data.ensure import RunData, ensure_data, ensure_tokenizer
@@ -95,12 +97,19 @@ class RunInputs:
 
     tokenizer_folder: Path
     data: RunData
+    weights: str | None
+    """What to start from where nothing is resumed: a folder, or a commit of the Hub."""
 
 
 def prepare_inputs(config: RunConfig, folder: RunFolder) -> RunInputs:
-    """Train the tokenizer and prepare the token file if that was not done before; on one process, starts no torch."""
+    """Fetch the weights, train the tokenizer and prepare the token file if that was not done before.
+
+    On one process, starts no torch.
+    """
+    if config.model.weights and _found_to_resume(config, folder) is None:
+        local_folder(config.model.weights)
     tokenizer_folder = ensure_tokenizer(config, folder.root)
-    return RunInputs(tokenizer_folder, ensure_data(config, folder.root))
+    return RunInputs(tokenizer_folder, ensure_data(config, folder.root), config.model.weights)
 
 
 def train_rank(info: RankInfo, config: RunConfig, threads: int, callbacks: Sequence[Callback] = ()) -> int:
@@ -167,7 +176,10 @@ def _train(
         # "auto" may go on with any; every rank asks, so that none waits.
         require_precision(precision.name, config.deepspeed_json())
     kernels = choose_kernels(config.model.kernels, device.type)
-    start = Path(config.model.weights) if config.model.weights and resumed_from is None else None
+    start = None
+    if (weights := inputs.weights) and resumed_from is None:
+        # Other machines than that of rank 0 have it not yet.
+        start = all_or_none(mesh, "import", Path(weights), lambda: local_folder(weights))
     trainer, held_out = _trainer(config, mesh, inputs, start)
     if resumed_from is not None:
         _resume(trainer, resumed_from)
@@ -280,12 +292,15 @@ def _check_documents(trainer: Trainer, inputs: RunInputs, reporter: RunReporter)
 
 def _checkpoint_to_resume(config: RunConfig, mesh: ParallelMesh, folder: RunFolder) -> Path | None:
     """What `checkpoint.resume` means here; found by rank 0, so that all ranks go on from the same one."""
-    found = None
-    if mesh.rank == 0 and config.checkpoint.resume != "never":
-        auto = config.checkpoint.resume == "auto"
-        found = find_latest(folder.checkpoints) if auto else find_checkpoint(Path(config.checkpoint.resume))
-    resumed: Path | None = mesh.broadcast_object(found)
+    resumed: Path | None = mesh.broadcast_object(_found_to_resume(config, folder) if mesh.rank == 0 else None)
     return resumed
+
+
+def _found_to_resume(config: RunConfig, folder: RunFolder) -> Path | None:
+    if config.checkpoint.resume == "never":
+        return None
+    auto = config.checkpoint.resume == "auto"
+    return find_latest(folder.checkpoints) if auto else find_checkpoint(Path(config.checkpoint.resume))
 
 
 def _resume(trainer: Trainer, checkpoint: Path) -> None:

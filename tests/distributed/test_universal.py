@@ -13,8 +13,8 @@ from torch.nn.functional import cross_entropy
 
 from megalite.checkpoint.families import family_tensors
 from megalite.checkpoint.hf_config import hf_config
+from megalite.checkpoint.huggingface import read_family_tensor
 from megalite.checkpoint.tensor_file import CheckpointReader
-from megalite.checkpoint.universal import read_family_tensor
 from megalite.cli import convert
 from megalite.config.huggingface import shape_of_folder
 from megalite.data.loader import StepLoader
@@ -77,7 +77,7 @@ def with_deepspeed(
     from transformers import AutoConfig, AutoModelForCausalLM
 
     rank, world = dist.get_rank(), dist.get_world_size()
-    shape = shape_of_folder(Path(model_folder))
+    shape = shape_of_folder(model_folder)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_folder))
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": SEQUENCES // world,
@@ -134,7 +134,7 @@ def with_megalite(model_folder: str, layout: Settings, resume: str, folder: str)
     """The losses from SAVED on; a checkpoint at MOVED."""
     config = config_of({**OURS, **layout, "model.hf_config": model_folder})
     mesh = ParallelMesh.over_world(config.layout)
-    shape = shape_of_folder(Path(model_folder))
+    shape = shape_of_folder(model_folder)
     trainer = Trainer(config, mesh, shape, cast(StepLoader, StepsOfBoth(mesh, shape)))
     trainer.resume(Path(resume))
     assert trainer.state.step == SAVED

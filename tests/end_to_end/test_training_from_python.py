@@ -7,17 +7,14 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
-import torch
 
 from megalite import Callback, RunConfig, Trainer
 from megalite.checkpoint.folder import read_manifest
 from megalite.errors import ConfigError, TrainingError
-from megalite.train import report
 from megalite.train.run import TrainingResult
-from tests.support.jobs import ROOT, Job, curve, tensor_hashes
+from tests.support.jobs import ROOT, Job, curve, tensor_hashes, training_here
 from tests.support.parity import FLOAT32_RTOL, assert_close
 
 VALIDATION = ("validation_loss", "validation_perplexity", "validation_tokens")
@@ -25,14 +22,8 @@ VALIDATION = ("validation_loss", "validation_perplexity", "validation_tokens")
 
 @pytest.fixture(autouse=True, scope="module")
 def process_as_before() -> Iterator[None]:
-    """What training here sets for this process does not reach other tests; the machine's speed is not measured."""
-    environment, threads = dict(os.environ), torch.get_num_threads()
-    with mock.patch.object(report, "sgemm_flops_per_second", lambda: 1e12):
+    with training_here():
         yield
-    torch.set_num_threads(threads)
-    for name in os.environ.keys() - environment.keys():
-        del os.environ[name]
-    os.environ.update(environment)
 
 
 @pytest.fixture(scope="module")

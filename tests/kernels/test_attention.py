@@ -292,7 +292,7 @@ def test_what_the_operator_lacks_is_told_and_torch_serves() -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "head_size", "words"),
-    [(torch.float32, 64, "for 16-bit types, not torch.float32"), (torch.bfloat16, 96, "64 and 128, not 96")],
+    [(torch.float32, 64, "for 16-bit types, not torch.float32"), (torch.bfloat16, 80, "128, 256), not 80")],
 )
 def test_what_cuda_has_no_kernel_for_is_said(dtype, head_size, words) -> None:
     query = SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=(1, 1, head_size))

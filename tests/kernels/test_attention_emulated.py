@@ -21,7 +21,8 @@ from tests.support.parity import FLOAT32_RTOL, assert_close
 pytestmark = pytest.mark.skipif(emulator.COMPILER is None, reason="no C++ compiler")
 
 SIXTEEN_BITS = [torch.bfloat16, torch.float16]
-# Blocks are of 128 queries and 64 keys, in the backward of 128 keys and 64 queries: all cross some of them.
+# Blocks are of 128 queries and 64 keys, in the backward of 128 keys and 64 queries, and for heads of 256 half of each:
+# all cross some of them.
 CASES = {
     "documents": Packed((150, 1, 0, 70), (150, 1, 0, 70)),
     "unmasked": Packed((70, 40), (130, 7), right=-1),
@@ -32,6 +33,11 @@ CASES = {
     "no keys": Packed((5,), (0,), heads=1),
     "wide heads": Packed((140, 3), (140, 3), head_size=128),
     "wide heads in a window": Packed((130,), (140,), left=40, head_size=128, heads=1),
+    "heads of 96": Packed((150, 1, 70), (150, 1, 70), head_size=96),
+    "heads of 96 in a window": Packed((140,), (150,), left=40, head_size=96, heads=1),
+    "heads of 256": Packed((80, 1, 35), (80, 1, 35), head_size=256),
+    "dropped, heads of 96": Packed((135,), (140,), left=90, head_size=96, heads=1, mask=counted_mask(1, 1)),
+    "dropped, heads of 256": Packed((70,), (75,), head_size=256, heads=1, mask=counted_mask(1, 1)),
     "dropped, documents": Packed((149, 1, 0, 70), (149, 1, 0, 70), mask=counted_mask(2, 2)),
     "dropped, wide heads": Packed((135,), (140,), left=90, head_size=128, heads=1, mask=counted_mask(1, 1)),
 }
@@ -131,6 +137,11 @@ def test_forward(case) -> None:
         ("no keys", True, True),
         ("wide heads", True, True),
         ("wide heads in a window", False, False),
+        ("heads of 96", True, True),
+        ("heads of 96 in a window", False, False),
+        ("heads of 256", True, False),
+        ("dropped, heads of 96", True, False),
+        ("dropped, heads of 256", True, True),
         ("dropped, documents", True, False),
         ("dropped, wide heads", True, True),
     ],

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megalite.ops.norms import fused_add_norm, layer_norm, rms_norm
-from tests.support.kernels import DTYPES, assert_no_worse, needs_library, with_gradients
+from tests.support.kernels import DTYPES, OUTGROWING, assert_no_worse, needs_library, with_gradients
 
 pytestmark = needs_library
 EPS = 1e-5
@@ -142,6 +142,25 @@ def test_the_number_of_threads_changes_no_bit() -> None:
         torch.set_num_threads(threads)
     for other in results[1:]:
         assert all(torch.equal(one, two) for one, two in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("centred", [False, True], ids=["rms", "layer"])
+def test_rows_beyond_the_caches_are_the_same_to_the_bit(dtype: torch.dtype, centred: bool) -> None:
+    """Many of them are written past the caches, few are not; rows of 1027 begin and end within lines."""
+    torch.manual_seed(0)
+    x, residual, of_sum, of_norm = torch.randn(4, OUTGROWING // 1027, 1027).to(dtype)
+    parameters = [torch.randn(1027).to(dtype) for _ in range(1 + centred)]
+    whole, threads = [], torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        whole = with_gradients(_fused(False), [x, residual, *parameters], [of_sum, of_norm])
+    finally:
+        torch.set_num_threads(threads)
+    for rows in (slice(0, 60), slice(-60, None)):
+        grads = [of_sum[rows], of_norm[rows]]
+        few = with_gradients(_fused(False), [x[rows], residual[rows], *parameters], grads)
+        assert all(torch.equal(one[rows], two) for one, two in zip(whole[:4], few[:4], strict=True))
 
 
 def test_no_rows_give_gradients_of_zero() -> None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megalite.ops.rotary import rotary_frequencies, rotary_table, rotate, split_and_rotate
-from tests.support.kernels import DTYPES, assert_no_worse, needs_library, with_gradients
+from tests.support.kernels import DTYPES, OUTGROWING, assert_no_worse, needs_library, with_gradients
 
 pytestmark = needs_library
 HEADS, KEY_VALUE_HEADS = 4, 2
@@ -128,6 +128,31 @@ def test_in_place_is_the_same_to_the_bit(dtype: torch.dtype, interleaved: bool) 
     recorded = qkv.clone().requires_grad_()
     split_and_rotate(recorded, HEADS, KEY_VALUE_HEADS, *angles, **form, overwrite=True)
     assert torch.equal(recorded, qkv), "overwritten though a gradient is recorded"
+
+
+@interleaved_or_not
+@pytest.mark.parametrize("head_dim", [10, 64])
+def test_tokens_beyond_the_caches_are_the_same_to_the_bit(head_dim: int, interleaved: bool) -> None:
+    """Many of them are written past the caches, few are not; heads of 10 begin and end within lines."""
+    tokens = OUTGROWING // (8 * head_dim)
+    qkv, *grads = (each.float() for each in _parts(1, tokens, head_dim))
+    tables = [_of_tokens(each.float()) for each in _angles(tokens, head_dim)]
+
+    def turned(at: slice) -> list[Tensor]:
+        def turn(qkv: Tensor) -> tuple[Tensor, ...]:
+            angles = (each[:, at] for each in tables)
+            return split_and_rotate(qkv, HEADS, KEY_VALUE_HEADS, *angles, interleaved=interleaved, fused=True)
+
+        return with_gradients(turn, [qkv[:, at]], [each[:, at] for each in grads])
+
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        whole = turned(slice(None))
+    finally:
+        torch.set_num_threads(threads)
+    last = slice(tokens - 100, None)
+    assert all(torch.equal(one[:, last], two) for one, two in zip(whole, turned(last), strict=True))
 
 
 @interleaved_or_not

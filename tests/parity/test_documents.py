@@ -24,7 +24,7 @@ from tests.support.training import (
     train_on_rank,
 )
 
-FAMILIES = ("llama 3", "gpt2", "mistral", "qwen3")
+FAMILIES = ("llama 3", "gpt2", "mistral", "qwen3", "gemma2", "gemma3")
 JOB = Job(tiny_shape(tied=True), documents=True)
 
 

@@ -26,6 +26,9 @@ SHAPES = {
     "one key-value head": replace(tiny_shape(), num_key_value_heads=1),
     "as many key-value heads as heads": replace(tiny_shape(), num_key_value_heads=8),
     "heads wider than the hidden size": replace(tiny_shape(), head_dim=10, rope_theta=500000.0),
+    "phi3 tied, without window": replace(
+        FAMILY_SHAPES["phi3"], tie_word_embeddings=True, sliding_window=None, num_key_value_heads=8
+    ),
     **FAMILY_SHAPES,
 }
 

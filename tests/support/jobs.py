@@ -4,9 +4,12 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from megalite.checkpoint.folder import find_latest, read_manifest
 from tests.support.tiny import tiny_corpus
@@ -149,3 +152,19 @@ def tensor_hashes(run_folder: Path) -> dict[tuple[str, ...], str]:
         for name, entry in tensors.items()
         for shard in entry.shards
     }
+
+
+@contextmanager
+def training_here() -> Iterator[None]:
+    """What training in this process sets for it does not reach other tests; the machine's speed is not measured."""
+    import torch
+
+    from megalite.train import report
+
+    environment, threads = dict(os.environ), torch.get_num_threads()
+    with mock.patch.object(report, "sgemm_flops_per_second", lambda: 1e12):
+        yield
+    torch.set_num_threads(threads)
+    for name in os.environ.keys() - environment.keys():
+        del os.environ[name]
+    os.environ.update(environment)

@@ -10,6 +10,9 @@ from megalite.ops import extension
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
+OUTGROWING = 1 << 22
+"""More values than csrc/cpu/streaming.h leaves to the caches of one thread, in 16 bits too, up to 2 MiB of them."""
+
 # test_build.py fails where a compiler is here and the library is not.
 needs_library = pytest.mark.skipif(
     not extension.available("cpu"), reason=f"no compiled operators: {extension.why_not('cpu')}"

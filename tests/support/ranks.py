@@ -28,7 +28,13 @@ from typing import Any
 from unittest.mock import patch
 
 ROOT = Path(__file__).parents[2]
-PRELOADED = ["pytest", "torch", "torch.distributed.pipelining", "deepspeed"]
+# DeepSpeed's engine imports inductor when it is first made, a second a process; this makes the server do it once.
+PRELOADED = [
+    "pytest",
+    "torch.distributed.pipelining",
+    "torch._inductor.compile_fx",
+    "megalite.train.deepspeed",
+]
 START_SECONDS = 120
 # How long the others may still take once one rank has failed; most notice within half a second.
 GRACE_SECONDS = 5.0

@@ -47,8 +47,30 @@ FAMILY_SHAPES = {
     "qwen2 tied": _of("qwen2", tie_word_embeddings=True),
     "qwen3": _of("qwen3", tie_word_embeddings=True),
     "qwen3 with biases": _of("qwen3", attention_bias=True, attention_output_bias=True),
+    "phi3": _of("phi3", rope_theta=500.0, sliding_window=5),
     "gpt2": _of("gpt2", num_key_value_heads=8, tie_word_embeddings=True),
     "gpt2 untied": _of("gpt2", num_key_value_heads=8),
+    "gemma": _of("gemma", tie_word_embeddings=True, attention_bias=True, attention_output_bias=True),
+    "gemma2": _of(
+        "gemma2",
+        tie_word_embeddings=True,
+        sliding_window=5,
+        full_attention_every=2,
+        query_pre_attn_scalar=13,
+        attn_logit_softcapping=1.5,
+        final_logit_softcapping=0.75,
+    ),
+    "gemma3": _of(
+        "gemma3_text",
+        tie_word_embeddings=True,
+        sliding_window=4,
+        full_attention_every=3,
+        query_pre_attn_scalar=10,
+        rope_theta=1000.0,
+        rope_scaling=RopeScaling("linear", 8.0),
+        rope_local_base_freq=100.0,
+    ),
+    "gemma2 without caps": _of("gemma2", tie_word_embeddings=True, query_pre_attn_scalar=6, sliding_window=4),
 }
 
 

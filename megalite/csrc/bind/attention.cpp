@@ -121,27 +121,37 @@ using OnCuda = int (*)(const MegaliteAttention*, int, void*);
 
 struct Kernels {
   OnCpu cpu;
-  OnCuda cuda_64, cuda_128;
+  OnCuda cuda_64, cuda_96, cuda_128, cuda_256;
   const char* name;
+
+  OnCuda cuda(int64_t head_size) const {
+    switch (head_size) {
+      case 64: return cuda_64;
+      case 96: return cuda_96;
+      case 128: return cuda_128;
+      case 256: return cuda_256;
+      default: return nullptr;
+    }
+  }
 };
 
 #ifdef MEGALITE_CUDA
 constexpr Kernels kForward{
-    megalite_attention_forward_cpu, megalite_attention_forward_64_cuda, megalite_attention_forward_128_cuda,
-    "attention_forward"};
+    megalite_attention_forward_cpu,      megalite_attention_forward_64_cuda,  megalite_attention_forward_96_cuda,
+    megalite_attention_forward_128_cuda, megalite_attention_forward_256_cuda, "attention_forward"};
 constexpr Kernels kBackward{
-    megalite_attention_backward_cpu, megalite_attention_backward_64_cuda, megalite_attention_backward_128_cuda,
-    "attention_backward"};
+    megalite_attention_backward_cpu,      megalite_attention_backward_64_cuda,  megalite_attention_backward_96_cuda,
+    megalite_attention_backward_128_cuda, megalite_attention_backward_256_cuda, "attention_backward"};
 #else
-constexpr Kernels kForward{megalite_attention_forward_cpu, nullptr, nullptr, "attention_forward"};
-constexpr Kernels kBackward{megalite_attention_backward_cpu, nullptr, nullptr, "attention_backward"};
+constexpr Kernels kForward{megalite_attention_forward_cpu, nullptr, nullptr, nullptr, nullptr, "attention_forward"};
+constexpr Kernels kBackward{megalite_attention_backward_cpu, nullptr, nullptr, nullptr, nullptr, "attention_backward"};
 #endif
 
 // Calls the CPU's kernel, or CUDA's on the tensor's device and stream.
 void call(const Kernels& kernels, const Tensor& tensor, const MegaliteAttention& a) {
   const int dtype = ml::dtype_of(tensor);
   if (!tensor.is_cuda()) return ml::check(kernels.cpu(&a, dtype), kernels.name);
-  const OnCuda kernel = a.head_size == 64 ? kernels.cuda_64 : a.head_size == 128 ? kernels.cuda_128 : nullptr;
+  const OnCuda kernel = kernels.cuda(a.head_size);
   if (kernel == nullptr) return ml::check(ml::kUnsupported, kernels.name);
   const ml::OnDevice device(tensor);
   ml::check(kernel(&a, dtype, device.stream()), kernels.name);
@@ -198,7 +208,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(
   if (query.is_cuda()) {
     statistics = ml::new_empty(lse, {a.dropped > 0 ? 4 : 2, a.heads, a.queries});
     a.statistics = static_cast<float*>(statistics.mutable_data_ptr());
-    if (!deterministic && a.dropped == 0) {
+    if (!deterministic && a.dropped == 0 && a.head_size <= 128) {
       sums = ml::new_empty(lse, {numbers});
       a.query_sums = static_cast<float*>(sums.mutable_data_ptr());
     }

@@ -41,15 +41,20 @@ ML_TILE void attention_statistics(Machine& m, const MegaliteAttention& a, int64_
   }
 }
 
+// What a block of keys gives: where the sums of both do not fit its registers, there is a block for each.
+enum class Gives { kBoth, kKeys, kValues };
+
 // kKeys = kWarps x kTiles x 16 keys of a block stay in shared memory, blocks of kQueries pass by, the next one on its
 // way while one is worked on.
 template <
-    class Element_, int kHead_, int kWarps_, int kTiles_, int kQueries_, bool kSumQueries_, bool kDrops_ = false>
+    class Element_, int kHead_, int kWarps_, int kTiles_, int kQueries_, bool kSumQueries_, bool kDrops_ = false,
+    Gives kGives = Gives::kBoth>
 struct KeyShape {
   using Element = Element_;
   static constexpr int kHead = kHead_, kWarps = kWarps_, kThreads = kWarps * 32, kTiles = kTiles_;
   static constexpr int kQueries = kQueries_, kKeys = kWarps * kTiles * 16;
   static constexpr bool kSumQueries = kSumQueries_, kDrops = kDrops_;
+  static constexpr bool kGivesKeys = kGives != Gives::kValues, kGivesValues = kGives != Gives::kKeys;
   using Tile = Swizzle<kHead>;
   using ScoreTile = Swizzle<kQueries>;  // [kKeys, kQueries]
   static constexpr int kValueTile = kKeys * Tile::kRowBytes;
@@ -242,7 +247,7 @@ ML_TILE void add_to_queries(
   }
 }
 
-// dK and dV of one block of keys of one key-value head; with kSumQueries its part of dQ too.
+// dK and dV of one block of keys of one key-value head, or one of them; with kSumQueries its part of dQ too.
 template <class Shape, class Machine>
 ML_TILE void attention_key_gradients(Machine& m, const MegaliteAttention& a, int block, int kv_head, int sequence) {
   using Element = typename Shape::Element;
@@ -272,11 +277,13 @@ ML_TILE void attention_key_gradients(Machine& m, const MegaliteAttention& a, int
   const auto* key = static_cast<const uint16_t*>(a.key) + token * a.key_token + kv_head * a.key_head;
   const auto* value = static_cast<const uint16_t*>(a.value) + token * a.value_token + kv_head * a.value_head;
   copy_tile<Tile, kKeys>(m, key_tile, key, a.key_token, past_key - first_key);
-  copy_tile<Tile, kKeys>(m, value_tile, value, a.value_token, past_key - first_key);
+  if constexpr (Shape::kGivesKeys) {
+    copy_tile<Tile, kKeys>(m, value_tile, value, a.value_token, past_key - first_key);
+  }
   int shared_head = kv_head * group, block_of_queries = first_block;
   if (steps > 0) copy_next(0, shared_head, block_of_queries);
 
-  float key_grads[kTiles][kHead / 8][4] = {}, value_grads[kTiles][kHead / 8][4] = {};
+  [[maybe_unused]] float key_grads[kTiles][kHead / 8][4] = {}, value_grads[kTiles][kHead / 8][4] = {};
   for (int step = 0; step < steps; ++step) {
     m.wait_all();
     m.sync();  // this step's queries are there, and nobody reads those of the step before any more
@@ -295,18 +302,22 @@ ML_TILE void attention_key_gradients(Machine& m, const MegaliteAttention& a, int
     if constexpr (Shape::kDrops) {
       mark_dropped<kTiles, kQueries>(
           m, scores, deltas + kQueries * 4, key_tile + Shape::kPosition, warp_row, drop_threshold(a.dropped));
+    }
+    if constexpr (Shape::kGivesValues && Shape::kDrops) {
       add_kept_product<Element, kTiles, kHead, kQueries>(m, value_grads, scores, grad_tile);
-    } else {
+    } else if constexpr (Shape::kGivesValues) {
       add_product_of_sums<Element, kTiles, kHead, kQueries>(m, value_grads, scores, grad_tile);
     }
-    float grads[kTiles][kQueries / 8][4] = {};
-    add_product_of_rows<Element, kTiles, kQueries, kHead>(m, grads, value_tile, warp_row, grad_tile);
-    key_score_gradients<kTiles, kQueries, Shape::kDrops>(m, scores, grads, deltas);
-    add_product_of_sums<Element, kTiles, kHead, kQueries>(m, key_grads, grads, query_tile);
-    if constexpr (Shape::kSumQueries) {
-      const Sequence again = sequence_of(a, sequence);  // not kept till here, where registers are scarce
-      add_to_queries<Shape>(
-          m, a, again, shared_head, first_query, grads, key_tile, key_tile + Shape::kScoreTile);
+    if constexpr (Shape::kGivesKeys) {
+      float grads[kTiles][kQueries / 8][4] = {};
+      add_product_of_rows<Element, kTiles, kQueries, kHead>(m, grads, value_tile, warp_row, grad_tile);
+      key_score_gradients<kTiles, kQueries, Shape::kDrops>(m, scores, grads, deltas);
+      add_product_of_sums<Element, kTiles, kHead, kQueries>(m, key_grads, grads, query_tile);
+      if constexpr (Shape::kSumQueries) {
+        const Sequence again = sequence_of(a, sequence);  // not kept till here, where registers are scarce
+        add_to_queries<Shape>(
+            m, a, again, shared_head, first_query, grads, key_tile, key_tile + Shape::kScoreTile);
+      }
     }
     shared_head = next_head, block_of_queries = next_block;
   }
@@ -322,10 +333,14 @@ ML_TILE void attention_key_gradients(Machine& m, const MegaliteAttention& a, int
   m.sync();  // nobody reads keys and values any more: each warp's rows now take its gradients
   const int64_t stride = a.kv_heads * kHead, place = (token * a.kv_heads + kv_head) * kHead;
   const int rows = past_key - first_key;
-  store_rows<Element, kTiles, kHead>(
-      m, key_grads, scales, key_tile, warp_row, static_cast<uint16_t*>(a.key_grad) + place, stride, rows);
-  store_rows<Element, kTiles, kHead>(
-      m, value_grads, kept_scales, value_tile, warp_row, static_cast<uint16_t*>(a.value_grad) + place, stride, rows);
+  if constexpr (Shape::kGivesKeys) {
+    store_rows<Element, kTiles, kHead>(
+        m, key_grads, scales, key_tile, warp_row, static_cast<uint16_t*>(a.key_grad) + place, stride, rows);
+  }
+  if constexpr (Shape::kGivesValues) {
+    store_rows<Element, kTiles, kHead>(
+        m, value_grads, kept_scales, value_tile, warp_row, static_cast<uint16_t*>(a.value_grad) + place, stride, rows);
+  }
 }
 
 // As ForwardShape, with the gradients of the output beside the queries and two stages of keys and values.
@@ -431,11 +446,20 @@ ML_TILE void attention_query_gradients(Machine& m, const MegaliteAttention& a, i
 }
 
 // Of each head size what fits the registers of a thread and the shared memory of compute capability 8.0 (163 KiB).
+constexpr int kWideHead = 128;  // sums of wider heads take half of a thread's registers
 template <class Element, int kHead, bool kDrops>
-using ForwardShapeOf = ForwardShape<Element, kHead, 4, 2, kDrops && kHead == 128 ? 32 : 64, kDrops>;
-template <class Element, int kHead, bool kSumQueries, bool kDrops>
-using KeyShapeOf = KeyShape<Element, kHead, 8, 1, 64, kSumQueries, kDrops>;
+using ForwardShapeOf = ForwardShape<
+    Element, kHead, 4, kHead <= kWideHead ? 2 : 1, (kHead > kWideHead) || (kDrops && kHead == kWideHead) ? 32 : 64,
+    kDrops>;
+template <class Element, int kHead, bool kSumQueries, bool kDrops, Gives kGives = Gives::kBoth>
+using KeyShapeOf = KeyShape<
+    Element, kHead, kHead <= kWideHead ? 8 : 4, 1, kHead <= kWideHead ? 64 : 32, kSumQueries, kDrops, kGives>;
 template <class Element, int kHead, bool kDrops>
-using QueryShapeOf = QueryShape<Element, kHead, 8, 1, 64, kDrops>;
+using QueryShapeOf =
+    QueryShape<Element, kHead, kHead <= kWideHead ? 8 : 4, 1, kHead <= kWideHead ? 64 : 32, kDrops>;
+
+// Whether the gradients of queries may be summed in any order, by the blocks of keys: else there are not the registers.
+template <int kHead, bool kDrops>
+constexpr bool kSumsInAnyOrder = kHead <= kWideHead && !kDrops;
 
 }  // namespace ml

@@ -42,13 +42,19 @@ ML_TILE Sequence sequence_of(const MegaliteAttention& a, int sequence) {
 // Begins to copy the rows of a tile into shared memory; rows from `rows` on become zero. All threads take part.
 template <class Tile, int kRows, class Machine>
 ML_TILE void copy_tile(Machine& m, uint32_t tile, const uint16_t* source, int64_t stride, int rows) {
-  constexpr int kStep = Machine::kThreads / Tile::kChunks;
-  static_assert(Machine::kThreads % Tile::kChunks == 0 && kRows % kStep == 0);
-  const int chunk = m.thread() % Tile::kChunks, first = m.thread() / Tile::kChunks;
-  source += first * stride + chunk * 8;
+  constexpr int kAtOnce = Tile::kChunks & -Tile::kChunks;  // of a row: all, where they are a power of 2
+  constexpr int kStep = Machine::kThreads / kAtOnce;
+  static_assert(Machine::kThreads % kAtOnce == 0 && kRows % kStep == 0);
+  const int own = m.thread() % kAtOnce, first = m.thread() / kAtOnce;
+  source += first * stride + own * 8;
   ML_UNROLL
   for (int row = 0; row < kRows; row += kStep, source += kStep * stride) {
-    m.template copy<16>(tile + Tile::offset(first + row, chunk), source, first + row < rows);
+    ML_UNROLL
+    for (int chunk = 0; chunk < Tile::kChunks; chunk += kAtOnce) {
+      // The exchange stays within what is copied at once.
+      m.template copy<16>(
+          tile + Tile::offset(first + row, own) + chunk * 16, source + chunk * 8, first + row < rows);
+    }
   }
 }
 

@@ -26,15 +26,18 @@ ML_HD constexpr Place tile_place(Order order, int lane) {
 }
 
 // A tile in shared memory: rows of kColumns 16-bit numbers in chunks of 16 bytes. A row's chunks are exchanged by its
-// number, so that eight rows' chunks of one column lie in eight different groups of banks.
+// number, so that eight rows' chunks of one column lie in eight different groups of banks: of rows that fill these, each
+// by its own; of those that end amid them, as 96 numbers do, two by one, since they begin half of the banks apart.
 template <int kColumns>
 struct Swizzle {
   static constexpr int kChunks = kColumns / 8;
   static constexpr int kRowBytes = kColumns * 2;
-  static_assert(kChunks % 8 == 0, "the exchange stays within eight chunks");
+  static_assert(kChunks % 4 == 0, "the exchange stays within eight chunks, or four");
+
+  ML_HD static constexpr int exchange(int row) { return kChunks % 8 == 0 ? row % 8 : row / 2 % 4; }
 
   ML_HD static constexpr uint32_t offset(int row, int chunk) {
-    return static_cast<uint32_t>(row * kRowBytes + ((chunk ^ (row % 8)) << 4));
+    return static_cast<uint32_t>(row * kRowBytes + ((chunk ^ exchange(row)) << 4));
   }
 
   // The part of offset(row + tile_row, chunk + tile_chunk) that is a lane's own, where the tile's row is a multiple
@@ -48,7 +51,7 @@ struct Swizzle {
 
   ML_HD static constexpr Lane lane(Place place) {
     return {static_cast<uint32_t>(place.row * kRowBytes),
-            static_cast<uint32_t>((place.column ^ (place.row % 8)) << 4)};
+            static_cast<uint32_t>((place.column ^ exchange(place.row)) << 4)};
   }
 };
 

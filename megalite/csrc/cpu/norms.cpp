@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <cmath>
+#include <vector>
 
 #include "core/norm.h"
+#include "cpu/streaming.h"
 
 namespace {
 
@@ -85,12 +87,23 @@ template <typename T, bool kCentred>
 void forward(
     const T* x, const T* residual, const T* weight, const T* bias, T* sum, T* output, Wide<T>* mean, Wide<T>* inverse,
     int64_t rows, int64_t columns, double eps) {
-#pragma omp parallel for schedule(static)
-  for (int64_t row = 0; row < rows; ++row) {
-    const int64_t at = row * columns;
-    forward_row<T, kCentred>(
-        x + at, residual != nullptr ? residual + at : nullptr, weight, bias, sum != nullptr ? sum + at : nullptr,
-        output + at, kCentred ? mean + row : nullptr, inverse + row, columns, eps);
+  const bool streams = outgrows_caches<T>((sum != nullptr ? 2 : 1) * rows * columns);
+#pragma omp parallel
+  {
+    std::vector<T> space(streams ? 2 * columns : 0);
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < rows; ++row) {
+      const int64_t at = row * columns;
+      T* made_sum = sum == nullptr ? nullptr : streams ? space.data() : sum + at;
+      T* made = streams ? space.data() + columns : output + at;
+      forward_row<T, kCentred>(
+          x + at, residual != nullptr ? residual + at : nullptr, weight, bias, made_sum, made,
+          kCentred ? mean + row : nullptr, inverse + row, columns, eps);
+      if (!streams) continue;
+      if (sum != nullptr) stream(sum + at, made_sum, columns);
+      stream(output + at, made, columns);
+    }
+    end_streams();
   }
 }
 
@@ -99,8 +112,10 @@ void backward(
     const T* grad, const T* sum_grad, const T* x, const T* weight, const Wide<T>* mean, const Wide<T>* inverse,
     T* x_grad, T* weight_grad, T* bias_grad, Wide<T>* partials, int64_t blocks, int64_t rows, int64_t columns) {
   const int64_t sums = kCentred ? 2 : 1;
+  const bool streams = x_grad != nullptr && outgrows_caches<T>(rows * columns);
 #pragma omp parallel
   {
+    std::vector<T> space(streams ? columns : 0);
 #pragma omp for schedule(static)
     for (int64_t block = 0; block < blocks; ++block) {
       Wide<T>* own = weight_grad != nullptr ? partials + block * sums * columns : nullptr;
@@ -111,13 +126,15 @@ void backward(
         if (x_grad != nullptr) {
           input_grad_row<T, kCentred>(
               grad + at, sum_grad != nullptr ? sum_grad + at : nullptr, x + at, weight, centre, inverse[row],
-              x_grad + at, columns);
+              streams ? space.data() : x_grad + at, columns);
+          if (streams) stream(x_grad + at, space.data(), columns);
         }
         if (own != nullptr) {
           add_weight_grad_row<T, kCentred>(grad + at, x + at, centre, inverse[row], own, own + columns, columns);
         }
       }
     }
+    end_streams();
     if (weight_grad != nullptr) {
 #pragma omp for schedule(static)
       for (int64_t begin = 0; begin < sums * columns; begin += kColumns) {

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "core/rotary.h"
+#include "cpu/streaming.h"
 
 namespace {
 
@@ -11,6 +12,8 @@ using namespace ml;
 
 // How many values are worth more than one thread.
 constexpr int64_t kParallel = 32768;
+// Of a head that is streamed.
+constexpr int64_t kLargest = 256;
 
 template <bool kInterleaved, typename T>
 void turn_head(const T* from, T* to, const T* cosines, const T* sines, Wide<T> direction, int64_t pairs) {
@@ -33,27 +36,37 @@ void turn(
   const Wide<T> direction = angles.inverse ? -1 : 1;
   int64_t heads = 0;
   for (int part = 0; part < count; ++part) heads += parts[part].heads;
-#pragma omp parallel for schedule(static) if (batch * sequence * heads * head_dim > kParallel)
-  for (int64_t token = 0; token < batch * sequence; ++token) {
-    const int64_t row = token / sequence, column = token % sequence;
-    const int64_t angle = table_row(row, column, angles.positions, angles.batch_stride) * pairs;
-    const T* cosines = static_cast<const T*>(angles.cosines) + angle;
-    const T* sines = static_cast<const T*>(angles.sines) + angle;
-    for (int part = 0; part < count; ++part) {
-      const MegaliteHeads& each = parts[part];
-      const T* from =
-          static_cast<const T*>(each.from) + row * each.from_strides[0] + column * each.from_strides[1];
-      T* to = static_cast<T*>(each.to) + row * each.to_strides[0] + column * each.to_strides[1];
-      for (int64_t head = 0; head < each.heads; ++head) {
-        if (each.turns) {
-          turn_head<kInterleaved>(from, to, cosines, sines, direction, pairs);
-        } else {
-          memcpy(to, from, head_dim * sizeof(T));
+  const int64_t values = batch * sequence * heads * head_dim;
+  // In place, the lines have been read anyway.
+  const bool streams = head_dim <= kLargest && parts[0].from != parts[0].to && outgrows_caches<T>(values);
+#pragma omp parallel if (values > kParallel)
+  {
+#pragma omp for schedule(static)
+    for (int64_t token = 0; token < batch * sequence; ++token) {
+      const int64_t row = token / sequence, column = token % sequence;
+      const int64_t angle = table_row(row, column, angles.positions, angles.batch_stride) * pairs;
+      const T* cosines = static_cast<const T*>(angles.cosines) + angle;
+      const T* sines = static_cast<const T*>(angles.sines) + angle;
+      for (int part = 0; part < count; ++part) {
+        const MegaliteHeads& each = parts[part];
+        const T* from =
+            static_cast<const T*>(each.from) + row * each.from_strides[0] + column * each.from_strides[1];
+        T* to = static_cast<T*>(each.to) + row * each.to_strides[0] + column * each.to_strides[1];
+        for (int64_t head = 0; head < each.heads; ++head) {
+          alignas(kLineBytes) T space[kLargest];
+          T* made = streams ? space : to;
+          if (each.turns) turn_head<kInterleaved>(from, made, cosines, sines, direction, pairs);
+          if (streams) {
+            stream(to, each.turns ? made : from, head_dim);
+          } else if (!each.turns) {
+            memcpy(to, from, head_dim * sizeof(T));
+          }
+          from += each.from_strides[2];
+          to += each.to_strides[2];
         }
-        from += each.from_strides[2];
-        to += each.to_strides[2];
       }
     }
+    end_streams();
   }
 }
 

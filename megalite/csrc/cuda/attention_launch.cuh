@@ -70,7 +70,25 @@ int launch_forward(const MegaliteAttention& a, cudaStream_t stream) {
   return launch<Shape>(forward_kernel<Shape>, a, a.longest_query, Shape::kRows, a.heads, stream);
 }
 
-// Where probabilities are dropped, always in order: the one sum more would take more registers than there are.
+template <class Keys>
+int launch_keys(const MegaliteAttention& a, cudaStream_t stream) {
+  return launch<Keys>(key_gradients_kernel<Keys>, a, a.longest_key, Keys::kKeys, a.kv_heads, stream);
+}
+
+template <class Element, int kHead, bool kDrops>
+int launch_backward_in_order(const MegaliteAttention& a, cudaStream_t stream) {
+  if constexpr (kHead <= kWideHead) {
+    if (const int error = launch_keys<KeyShapeOf<Element, kHead, false, kDrops>>(a, stream)) return error;
+  } else {
+    using Keys = KeyShapeOf<Element, kHead, false, kDrops, Gives::kKeys>;
+    using Values = KeyShapeOf<Element, kHead, false, kDrops, Gives::kValues>;
+    if (const int error = launch_keys<Keys>(a, stream)) return error;
+    if (const int error = launch_keys<Values>(a, stream)) return error;
+  }
+  using Queries = QueryShapeOf<Element, kHead, kDrops>;
+  return launch<Queries>(query_gradients_kernel<Queries>, a, a.longest_query, Queries::kRows, a.heads, stream);
+}
+
 template <class Element, int kHead, bool kDrops = false>
 int launch_backward(const MegaliteAttention& a, cudaStream_t stream) {
   const int64_t rows = a.queries * a.heads;
@@ -78,29 +96,38 @@ int launch_backward(const MegaliteAttention& a, cudaStream_t stream) {
     statistics_kernel<Element, kHead, kDrops><<<static_cast<unsigned>((rows + 3) / 4), 128, 0, stream>>>(a);
     if (const int error = cudaGetLastError()) return error;
   }
-  if (kDrops || a.query_sums == nullptr) {
-    using Keys = KeyShapeOf<Element, kHead, false, kDrops>;
-    using Queries = QueryShapeOf<Element, kHead, kDrops>;
-    if (const int error =
-            launch<Keys>(key_gradients_kernel<Keys>, a, a.longest_key, Keys::kKeys, a.kv_heads, stream)) {
-      return error;
-    }
-    return launch<Queries>(query_gradients_kernel<Queries>, a, a.longest_query, Queries::kRows, a.heads, stream);
+  if (!kSumsInAnyOrder<kHead, kDrops> || a.query_sums == nullptr) {
+    return launch_backward_in_order<Element, kHead, kDrops>(a, stream);
   }
-  if constexpr (!kDrops) {
-    using Keys = KeyShapeOf<Element, kHead, true, false>;
+  if constexpr (kSumsInAnyOrder<kHead, kDrops>) {
     const int64_t numbers = rows * kHead;
     if (const int error = cudaMemsetAsync(a.query_sums, 0, numbers * sizeof(float), stream)) return error;
-    if (const int error =
-            launch<Keys>(key_gradients_kernel<Keys>, a, a.longest_key, Keys::kKeys, a.kv_heads, stream)) {
-      return error;
-    }
+    if (const int error = launch_keys<KeyShapeOf<Element, kHead, true, false>>(a, stream)) return error;
     if (numbers > 0) {
       const int64_t blocks = (numbers / 2 + 255) / 256;
       narrow_query_sums_kernel<Element><<<static_cast<unsigned>(blocks), 256, 0, stream>>>(a, numbers / 2);
     }
   }
   return cudaGetLastError();
+}
+
+// Of either 16-bit type, with probabilities dropped or not.
+template <int kHead>
+int launch_any_forward(const MegaliteAttention& a, int dtype, void* stream) {
+  const auto queue = static_cast<cudaStream_t>(stream);
+  const bool drops = a.dropped > 0;
+  if (dtype == kBFloat16) return (drops ? launch_forward<bf16, kHead, true> : launch_forward<bf16, kHead>)(a, queue);
+  if (dtype == kFloat16) return (drops ? launch_forward<fp16, kHead, true> : launch_forward<fp16, kHead>)(a, queue);
+  return kUnsupported;
+}
+
+template <int kHead>
+int launch_any_backward(const MegaliteAttention& a, int dtype, void* stream) {
+  const auto queue = static_cast<cudaStream_t>(stream);
+  const bool drops = a.dropped > 0;
+  if (dtype == kBFloat16) return (drops ? launch_backward<bf16, kHead, true> : launch_backward<bf16, kHead>)(a, queue);
+  if (dtype == kFloat16) return (drops ? launch_backward<fp16, kHead, true> : launch_backward<fp16, kHead>)(a, queue);
+  return kUnsupported;
 }
 
 }  // namespace ml

@@ -61,17 +61,31 @@ template <class Element, int kHead, bool kDrops>
 void run(emulator::Grid& grid, const MegaliteAttention& a, bool backward) {
   if (!backward) return grid.forward<ml::ForwardShapeOf<Element, kHead, kDrops>>(a);
   grid.statistics<Element, kHead, kDrops>(a);
-  if (!kDrops && a.query_sums != nullptr) return grid.key_gradients<ml::KeyShapeOf<Element, kHead, true, false>>(a);
-  grid.key_gradients<ml::KeyShapeOf<Element, kHead, false, kDrops>>(a);
+  if constexpr (ml::kSumsInAnyOrder<kHead, kDrops>) {
+    if (a.query_sums != nullptr) return grid.key_gradients<ml::KeyShapeOf<Element, kHead, true, false>>(a);
+  }
+  if constexpr (kHead <= ml::kWideHead) {
+    grid.key_gradients<ml::KeyShapeOf<Element, kHead, false, kDrops>>(a);
+  } else {
+    grid.key_gradients<ml::KeyShapeOf<Element, kHead, false, kDrops, ml::Gives::kKeys>>(a);
+    grid.key_gradients<ml::KeyShapeOf<Element, kHead, false, kDrops, ml::Gives::kValues>>(a);
+  }
   grid.query_gradients<ml::QueryShapeOf<Element, kHead, kDrops>>(a);
+}
+
+template <class Element, int kHead>
+void run_of_size(emulator::Grid& grid, const MegaliteAttention& a, bool backward) {
+  if (a.head_size != kHead) return;
+  if (a.dropped > 0) return run<Element, kHead, true>(grid, a, backward);
+  run<Element, kHead, false>(grid, a, backward);
 }
 
 template <class Element>
 void run_any(emulator::Grid& grid, const MegaliteAttention& a, bool backward) {
-  if (a.head_size == 64 && a.dropped > 0) run<Element, 64, true>(grid, a, backward);
-  if (a.head_size == 64 && a.dropped == 0) run<Element, 64, false>(grid, a, backward);
-  if (a.head_size == 128 && a.dropped > 0) run<Element, 128, true>(grid, a, backward);
-  if (a.head_size == 128 && a.dropped == 0) run<Element, 128, false>(grid, a, backward);
+  run_of_size<Element, 64>(grid, a, backward);
+  run_of_size<Element, 96>(grid, a, backward);
+  run_of_size<Element, 128>(grid, a, backward);
+  run_of_size<Element, 256>(grid, a, backward);
 }
 
 }  // namespace

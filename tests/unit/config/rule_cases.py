@@ -18,6 +18,8 @@ class Case:
     """Keys of the problems that cannot be had apart from this one."""
 
 
+_GEMMA_2 = {"model.family": "gemma2", "model.tie_word_embeddings": True}
+
 FAMILY_CASES = [
     Case(
         "family_can_be_exported",
@@ -87,6 +89,39 @@ FAMILY_CASES = [
         "model.full_attention_layers: 4 leaves none of model.num_hidden_layers = 4 to the window; "
         "use at most 3, or no window",
         {"model.full_attention_layers": 3, "model.family": "qwen2", "model.sliding_window": 4},
+    ),
+    Case(
+        "window_leaves_layers",
+        {**_GEMMA_2, "model.full_attention_every": 1, "model.sliding_window": 4},
+        "model.full_attention_every: 1 leaves none of model.num_hidden_layers = 4 to the window; use 2 or more, "
+        "or no window",
+        {**_GEMMA_2, "model.full_attention_every": 2, "model.sliding_window": 4},
+    ),
+    Case(
+        "window_leaves_layers",
+        {**_GEMMA_2, "model.family": "gemma3_text", "model.rope_local_base_freq": 1e4},
+        "model.rope_local_base_freq: 10000.0 has no meaning without model.sliding_window; set the window, or take it "
+        "out",
+        {
+            **_GEMMA_2,
+            "model.family": "gemma3_text",
+            "model.rope_local_base_freq": 1e4,
+            "model.sliding_window": 4,
+        },
+    ),
+    Case(
+        "family_can_be_exported",
+        {"model.family": "gemma2", "model.tie_word_embeddings": False},
+        "model.tie_word_embeddings: false cannot be said by a gemma2 folder, which has true; use true, another "
+        "model.family, or checkpoint.export = false",
+        _GEMMA_2,
+    ),
+    Case(
+        "family_can_be_exported",
+        {"model.attn_logit_softcapping": 50.0},
+        "model.attn_logit_softcapping: 50.0 cannot be said by a llama folder, which has None; use None, "
+        "another model.family, or checkpoint.export = false",
+        {**_GEMMA_2, "model.attn_logit_softcapping": 50.0},
     ),
     Case(
         "offload_has_its_stage",

@@ -273,8 +273,18 @@ PARAMETERS = {
     "qwen3-1.7b": 1_720_574_976,
     "qwen3-4b": 4_022_468_096,
     "qwen3-8b": 8_190_735_360,
+    "phi-3-mini-4k": 3_821_079_552,
+    "phi-3-medium-4k": 13_960_238_080,
+    "phi-4": 14_659_507_200,
     "tinyllama-1.1b": 1_100_048_384,
     "smollm2-135m": 134_515_008,
+    "gemma-3-270m": 268_098_176,
+    "gemma-3-1b": 999_885_952,
+    "gemma-2b": 2_506_172_416,
+    "gemma-7b": 8_537_680_896,
+    "gemma-2-2b": 2_614_341_888,
+    "gemma-2-9b": 9_241_705_984,
+    "gemma-2-27b": 27_227_128_320,
     # With a vocabulary of 16384.
     "tiny": 2_835_584,
     "small": 16_913_280,
@@ -355,9 +365,38 @@ def test_a_hugging_face_config_is_a_shape(tmp_path: Path, rope: dict[str, Any], 
             {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
             "rotates a part of each head",
         ),
+        ({"model_type": "phi3", "partial_rotary_factor": 0.75}, "rotates a part of each head"),
+        (
+            {"model_type": "phi3", "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4}},
+            'rotary frequencies ("longrope"); "default" is built; longrope\'s change with the longest sequence',
+        ),
+        (
+            {"model_type": "phi3", "rope_scaling": {"type": "linear", "factor": 2}},
+            'rotary frequencies ("linear"); "default" is built',
+        ),
         (
             {"model_type": "qwen2", "layer_types": ["sliding_attention", *["full_attention"] * 3]},
             "mixes layer_types",
+        ),
+        (
+            {"model_type": "gemma2", "layer_types": ["sliding_attention", *["full_attention"] * 4]},
+            "config.json mixes layer_types; sliding_attention may only follow after full_attention, with every",
+        ),
+        (
+            {"model_type": "gemma3"},
+            'model_type "gemma3"; it reads images too, which is not built: use a folder',
+        ),
+        ({"model_type": "gemma3_text", "attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),
+        (
+            {"model_type": "gemma3_text", "use_bidirectional_attention": True},
+            "use_bidirectional_attention = true",
+        ),
+        (
+            {
+                "model_type": "gemma3_text",
+                "rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}},
+            },
+            'scales the rotary frequencies of layers with a window ("linear"); only "default" is built',
         ),
         ({"hidden_size": "64"}, 'model.hidden_size: "64" (config.json) should be a whole number'),
     ],
@@ -366,6 +405,39 @@ def test_a_shape_that_is_not_built_is_said(tmp_path: Path, changes: dict[str, An
     (tmp_path / "config.json").write_text(json.dumps(HF_CONFIG | changes))
     [found] = problems(tmp_path, WITHOUT_SHAPE | {"model.hf_config": "config.json"})
     assert said in str(found)
+
+
+PHI_3 = {
+    "architectures": ["Phi3ForCausalLM"],
+    "auto_map": {"AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"},
+    "attention_bias": False,
+    "embd_pdrop": 0.0,
+    "hidden_act": "silu",
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 4096,
+    "model_type": "phi3",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "original_max_position_embeddings": 4096,
+    "pad_token_id": 32000,
+    "resid_pdrop": 0.0,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 10000.0,
+    "sliding_window": 2047,
+    "tie_word_embeddings": False,
+    "vocab_size": 32064,
+}
+
+
+def test_a_published_configuration_is_the_preset_of_its_name(tmp_path: Path) -> None:
+    """That of Phi-3-mini-4k-instruct; it names code of its own, which nobody runs."""
+    (tmp_path / "config.json").write_text(json.dumps(PHI_3))
+    read = load(tmp_path, WITHOUT_SHAPE | {"model.hf_config": "config.json"})
+    preset = load(tmp_path, WITHOUT_SHAPE | {"model.preset": "phi-3-mini-4k"})
+    assert read.config.model == preset.config.model
 
 
 def test_the_shape_of_real_weights(tmp_path: Path, shared_data: Path) -> None:

@@ -1,13 +1,14 @@
 """Speeds and shares of the peak follow from numbers alone; memory from the process."""
 
 import mmap
+from dataclasses import replace
 
 import pytest
 
 from megalite.monitor import throughput
 from megalite.monitor.memory import process_memory
 from megalite.monitor.throughput import Throughput, flops_per_token, gpu_flops_per_second
-from tests.support.tiny import tiny_shape
+from tests.support.tiny import FAMILY_SHAPES, tiny_shape
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -16,6 +17,13 @@ def test_flops_count_every_product_of_a_token(tied: bool) -> None:
     matrices = 4 * (2 * 48 * 48 + 2 * 48 * 24 + 3 * 48 * 76) + 101 * 48
     attention = 4 * 48 * 12
     assert flops_per_token(tiny_shape(tied=tied), 12) == 6 * (matrices + attention)
+
+
+def test_a_window_has_a_token_see_fewer_keys() -> None:
+    """On average 6 of 12 tokens, and with a window of 4, as two of the four layers have, 3.5."""
+    shape = replace(FAMILY_SHAPES["gemma2"], sliding_window=4)
+    fewer = flops_per_token(replace(shape, sliding_window=None), 12) - flops_per_token(shape, 12)
+    assert fewer == 2 * 12 * 48 * (6 - 3.5)
 
 
 def test_the_speed_is_that_of_the_last_steps_without_the_first() -> None:

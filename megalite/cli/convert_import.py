@@ -1,0 +1,83 @@
+"""megalite convert import: a Hugging Face folder, a Megatron-LM or a DeepSpeed universal checkpoint as one of ours."""
+
+import argparse
+from pathlib import Path
+
+from megalite.checkpoint.folder import require_whole
+from megalite.checkpoint.hf_files import local_folder
+from megalite.checkpoint.megatron_folder import is_megatron_folder
+from megalite.checkpoint.universal_folder import find_config, find_universal
+from megalite.config.huggingface import shape_of_folder
+from megalite.errors import CheckpointError
+from megalite.topology.parameters import parameter_count
+
+
+def add_import(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the command to the parser's."""
+    importing = commands.add_parser(
+        "import",
+        help="write a Hugging Face folder, Megatron-LM or DeepSpeed universal checkpoint as one of ours",
+    )
+    importing.add_argument(
+        "folder",
+        metavar="FOLDER",
+        help="config.json and safetensors files, or org/name[@revision] of the Hugging Face Hub; mp_rank_* folders of"
+        " Megatron-LM's --ckpt-format torch; a DeepSpeed universal folder",
+    )
+    importing.add_argument("output", type=Path, metavar="RUN", help="run folder to write")
+    importing.add_argument(
+        "--hf-config",
+        type=Path,
+        metavar="PATH",
+        help="the model's config.json or its folder, where a universal folder has none",
+    )
+    importing.add_argument(
+        "--vocab-size",
+        type=int,
+        metavar="TOKENS",
+        help="the tokenizer's size, where a Megatron-LM checkpoint's table is padded and does not say it",
+    )
+    importing.set_defaults(command=run_import)
+
+
+def run_import(options: argparse.Namespace) -> int:
+    """`megalite convert import`: what the folder is shows in its files. Raises CheckpointError, ConfigError."""
+    folder = Path(options.folder).expanduser()
+    if (universal := find_universal(folder)) is not None:
+        return _import_universal(universal, options)
+    if is_megatron_folder(folder):
+        return _import_megatron(folder, options)
+    if options.vocab_size is not None:
+        raise CheckpointError(f"--vocab-size is for Megatron-LM checkpoints, and {options.folder} is none")
+    shape = shape_of_folder(str(options.hf_config or options.folder))
+    from megalite.checkpoint.hf_import import import_checkpoint
+
+    checkpoint = import_checkpoint(local_folder(options.folder), shape, options.output)
+    print(f"{checkpoint}: {parameter_count(shape):,} parameters of a {shape.family} from {options.folder}")
+    return 0
+
+
+def _import_universal(universal: Path, options: argparse.Namespace) -> int:
+    if (hf_config := options.hf_config or find_config(universal)) is None:
+        raise CheckpointError(
+            f"{universal} does not say which model it is of; name its config.json with --hf-config"
+        )
+    shape = shape_of_folder(str(hf_config))
+    from megalite.checkpoint.universal_import import import_universal
+
+    checkpoint = import_universal(universal, shape, hf_config, options.output)
+    settings = require_whole(checkpoint).config["optimizer"].items()
+    print(f"{checkpoint}: weights and AdamW's state of a {shape.family} from {universal}")
+    print("trained with " + ", ".join(f"optimizer.{name} = {value}" for name, value in settings))
+    return 0
+
+
+def _import_megatron(folder: Path, options: argparse.Namespace) -> int:
+    from megalite.checkpoint.megatron_import import import_megatron
+
+    done = import_megatron(folder, options.output, options.vocab_size)
+    count, kind = parameter_count(done.shape), str(done.dtype).removeprefix("torch.")
+    print(f"{done.checkpoint}: {count:,} parameters of {kind}, iteration {done.iteration} of {folder}")
+    for note in done.notes:
+        print(f"  {note}")
+    return 0

@@ -1,0 +1,5 @@
+#include "cuda/attention_launch.cuh"
+
+int megalite_attention_backward_256_cuda(const MegaliteAttention* attention, int dtype, void* stream) {
+  return ml::launch_any_backward<256>(*attention, dtype, stream);
+}

@@ -1,0 +1,5 @@
+#include "cuda/attention_launch.cuh"
+
+int megalite_attention_forward_96_cuda(const MegaliteAttention* attention, int dtype, void* stream) {
+  return ml::launch_any_forward<96>(*attention, dtype, stream);
+}

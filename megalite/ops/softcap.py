@@ -1,0 +1,17 @@
+"""Soft caps of attention scores and logits (Gemma team, "Gemma 2", 2024, section 2; Bello et al. 2016)."""
+
+import torch
+from torch import Tensor
+
+
+def soft_capped(values: Tensor, cap: float) -> Tensor:
+    """cap * tanh(values / cap), element by element; one tensor of their size is kept for the backward."""
+    return torch.tanh(values / cap) * cap
+
+
+def cap_with_slope(values: Tensor, cap: float) -> Tensor:
+    """The slope of the soft cap at each value; the values become capped, in place."""
+    values.div_(cap).tanh_()
+    slope = 1 - values.square()
+    values.mul_(cap)
+    return slope
