@@ -66,7 +66,7 @@ def test_there_and_back_is_bit_exact(tmp_path: Path, shape: ModelShape) -> None:
         assert reader.manifest.optimizer == {"step": 5.0}
 
 
-@pytest.mark.parametrize("family", ["llama 3", "qwen2 tied", "gpt2", "gpt2 untied"])
+@pytest.mark.parametrize("family", ["llama 3", "qwen2 tied", "phi3", "gemma2", "gpt2", "gpt2 untied"])
 def test_it_holds_the_parameters_of_transformers_model_as_plain_tensors(tmp_path: Path, family: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
