@@ -41,6 +41,9 @@ def main() -> None:
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     if options.load:
         engine.load_checkpoint(options.load)
+        if engine.zero_optimization_stage() == 3:
+            for state in engine.optimizer.optimizer.state.values():
+                state["step"] = torch.tensor(float(state["step"]))
 
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     rows, length = CONFIG["train_micro_batch_size_per_gpu"], model.config.max_position_embeddings

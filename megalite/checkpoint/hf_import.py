@@ -142,8 +142,9 @@ def import_checkpoint(folder: Path, shape: ModelShape, run_folder: Path) -> Path
     def fill(stage: nn.Module) -> None:
         mesh, split = ParallelMesh.single(), pipeline_split(shape.num_hidden_layers)
         load_huggingface(folder, mesh=mesh, shape=shape, split=split, stage=stage)
+        config["tokenizer"] = take_tokenizer(folder, run_folder)
 
-    config = {"model": {"weights": str(folder)}, **take_tokenizer(folder, run_folder)}
+    config: dict[str, Any] = {"model": {"weights": str(folder)}}
     return write_step_zero(run_folder, shape, fill, config)
 
 
@@ -151,7 +152,7 @@ def take_tokenizer(folder: Path, run_folder: Path) -> dict[str, Any]:
     """Copy a folder's tokenizer, if it has one, to `run_folder`/tokenizer; what a run's configuration says of it."""
     if all((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
         copy_tokenizer(folder, run_folder / "tokenizer")
-    return {"tokenizer": {"end_of_document": _end_of_text(folder)}}
+    return {"end_of_document": _end_of_text(folder)}
 
 
 def _end_of_text(folder: Path) -> str | None:

@@ -70,8 +70,8 @@ def export_universal(checkpoint: Path, destination: Path) -> Manifest:
 def _weights_kind(checkpoint: Path) -> str:
     """The kind with all the digits of the weights; raises CheckpointError where AdamW's state is not there."""
     with CheckpointReader(checkpoint) as reader:
-        kinds = reader.manifest.optimizer_kinds
-    if not kinds.issuperset(MOMENTS):
+        kinds, scalars = reader.manifest.optimizer_kinds, reader.manifest.optimizer
+    if not kinds.issuperset(MOMENTS) or "step" not in scalars:
         raise CheckpointError(
             f"{checkpoint} has {', '.join(sorted(kinds)) or 'no optimizer state'}, and a universal checkpoint is made"
             f" of AdamW's {' and '.join(MOMENTS)}; for the weights alone use megalite convert export"
@@ -99,8 +99,9 @@ def _step(manifest: Manifest) -> torch.Tensor:
 
 def _optimizer_state(manifest: Manifest) -> dict[str, Any]:
     groups: list[dict[str, Any]] = [{} for _ in range(_MOST_GROUPS)]
-    # ZeRO 3 looks for the step here, and takes over what the first group has.
-    third = {"state": {0: {"step": _step(manifest)}}, "param_groups": [{}]}
+    # ZeRO 3 looks for the step here and gives this very object to each of its sub-groups, which would all add to a
+    # tensor.
+    third = {"state": {0: {"step": int(_step(manifest))}}, "param_groups": [{}]}
     return {"ds_version": _DEEPSPEED, "param_groups": groups, "optimizer_state_dict": third}
 
 
@@ -151,7 +152,9 @@ weight decay and their groups are those of your `config` or optimizer. The run h
 
 {settings}
 
-Under ZeRO 3 keep `sub_group_size` above a rank's part of the model: the loading gives all sub-groups one counter.
+Under ZeRO 3 each `state` of `engine.optimizer.optimizer.state.values()` gets its `step` as a number, as DeepSpeed's own
+Adam counts. torch's AdamW wants tensors there: `state["step"] = torch.tensor(float(state["step"]))` for each.
+
 One of DeepSpeed's own schedules goes on with `engine.lr_scheduler.step({last})` after the loading; one of torch's has
 to be told by you, with `load_lr_scheduler_states=False`. The data begins where your loader does.
 """

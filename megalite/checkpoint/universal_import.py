@@ -71,10 +71,7 @@ class UniversalFolder:
     @cached_property
     def optimizer(self) -> Mapping[str, Any]:
         """What is not of a parameter: groups, loss scale."""
-        content = load_pickle(self.path / ZERO / OPTIMIZER_STATE)
-        if not isinstance(content, Mapping):
-            raise CheckpointError(f"{self.path / ZERO / OPTIMIZER_STATE} holds no table; convert it again")
-        return content
+        return _table(self.path / ZERO / OPTIMIZER_STATE)
 
     @cached_property
     def step(self) -> float:
@@ -107,14 +104,15 @@ class UniversalFolder:
         """The hyperparameters of the first group, in our words."""
         groups = self.optimizer.get("param_groups")
         first = groups[0] if isinstance(groups, list) and groups else {}
-        return {ours: first[theirs] for theirs, ours in _SETTINGS.items() if theirs in first}
+        given = {ours: _plain(first.get(theirs)) for theirs, ours in _SETTINGS.items()}
+        return {name: value for name, value in given.items() if value is not None}
 
     @cached_property
     def counters(self) -> dict[str, int]:
         """Steps and skipped steps of the engine; without its file the optimizer's."""
         for path in (self.path / name for name in MODEL_STATES):
             if path.is_file():
-                content = load_pickle(path)
+                content = _table(path)
                 counted = {"step": "global_steps", "skipped_steps": "skipped_steps"}
                 return {ours: int(_number(content.get(theirs), path)) for ours, theirs in counted.items()}
         return {"step": int(self.step), "skipped_steps": 0}
@@ -124,12 +122,29 @@ class UniversalFolder:
         return sum(file.stat().st_size for file in self.path.rglob("*.pt"))
 
 
+def _table(path: Path) -> Mapping[str, Any]:
+    content = load_pickle(path)
+    if not isinstance(content, Mapping):
+        raise CheckpointError(f"{path} holds no table; convert the checkpoint again")
+    return content
+
+
+def _plain(value: object) -> float | list[float] | None:
+    """A number, which may stand in a tensor, or a list of them; None for anything else."""
+    if isinstance(value, list | tuple):
+        numbers = [each for each in map(_plain, value) if isinstance(each, float)]
+        return numbers if len(numbers) == len(value) else None
+    if isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1):
+        return float(value)
+    return None
+
+
 def _number(value: object, path: Path) -> float:
-    if isinstance(value, int | float):
-        return float(value)
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return float(value)
-    raise CheckpointError(f"{path} says no number of steps; convert the checkpoint again")
+    """Of steps."""
+    number = _plain(value)
+    if not isinstance(number, float) or not 0 <= number < 2**53:
+        raise CheckpointError(f"{path} says no number of steps; convert the checkpoint again")
+    return number
 
 
 def describe_universal(folder: Path) -> Iterator[str]:
@@ -223,5 +238,8 @@ def import_universal(folder: Path, shape: ModelShape, hf_config: Path, run_folde
         reader.read,
         trainer_state={**counters, "samples": 0, "tokens": 0},
         optimizer={"step": step},
-        config={"optimizer": {"name": "adamw", **settings}, **take_tokenizer(model_folder, run_folder)},
+        config={
+            "optimizer": {"name": "adamw", **settings},
+            "tokenizer": take_tokenizer(model_folder, run_folder),
+        },
     )

@@ -16,7 +16,7 @@ COMMANDS = {
     "generate": "continue a text with a trained model",
     "tokenizer": "train a tokenizer",
     "data": "turn text into token files, and look into them",
-    "convert": "write a checkpoint for Hugging Face, and look into checkpoints",
+    "convert": "checkpoints for and from Hugging Face, DeepSpeed and Megatron-LM; a look into one",
     "doctor": "what is installed and detected here, and what would be used",
     "config": "show a run as it would start, and where each value came from",
 }

@@ -77,7 +77,7 @@ def with_deepspeed(
     from transformers import AutoConfig, AutoModelForCausalLM
 
     rank, world = dist.get_rank(), dist.get_world_size()
-    shape = shape_of_folder(Path(model_folder))
+    shape = shape_of_folder(model_folder)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_folder))
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": SEQUENCES // world,
@@ -87,10 +87,16 @@ def with_deepspeed(
         "checkpoint": {"load_universal": load is not None},
         "steps_per_print": 1_000_000,
     }
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    first, *others = model.parameters()
+    # Two groups are two of ZeRO 3's sub-groups, which must not share a counter.
+    groups = [{"params": [first]}, {"params": others}]
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=config)
     if load is not None:
         engine.load_checkpoint(load)
         assert engine.global_steps == steps[0]
+        if stage == 3:
+            for state in engine.optimizer.optimizer.state.values():
+                state["step"] = torch.tensor(float(state["step"]))
     losses = []
     for step in range(*steps):
         batch = batch_of(step, shape)
@@ -128,7 +134,7 @@ def with_megalite(model_folder: str, layout: Settings, resume: str, folder: str)
     """The losses from SAVED on; a checkpoint at MOVED."""
     config = config_of({**OURS, **layout, "model.hf_config": model_folder})
     mesh = ParallelMesh.over_world(config.layout)
-    shape = shape_of_folder(Path(model_folder))
+    shape = shape_of_folder(model_folder)
     trainer = Trainer(config, mesh, shape, cast(StepLoader, StepsOfBoth(mesh, shape)))
     trainer.resume(Path(resume))
     assert trainer.state.step == SAVED

@@ -80,7 +80,8 @@ def test_checkpoint_memory(tmp_path: Path) -> None:
     assert len(imports) == 2
     for row in imports:
         assert 1 <= row["read_ratio"] < 1.001, row
-        assert row["above_start_mib"] < row["model_mib"] + 60, row
+        # The slice of the embedding, were it read before it is copied, has 97 MiB.
+        assert row["above_start_mib"] < row["model_mib"] + 120, row
 
 
 def test_loader(tmp_path: Path) -> None:

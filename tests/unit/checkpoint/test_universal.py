@@ -66,7 +66,7 @@ def test_there_and_back_is_bit_exact(tmp_path: Path, shape: ModelShape) -> None:
         assert reader.manifest.optimizer == {"step": 5.0}
 
 
-@pytest.mark.parametrize("family", ["llama 3", "qwen2 tied", "gpt2", "gpt2 untied"])
+@pytest.mark.parametrize("family", ["llama 3", "qwen2 tied", "phi3", "gemma2", "gpt2", "gpt2 untied"])
 def test_it_holds_the_parameters_of_transformers_model_as_plain_tensors(tmp_path: Path, family: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -83,6 +83,8 @@ def test_it_holds_the_parameters_of_transformers_model_as_plain_tensors(tmp_path
             assert values.shape == shape and values.dtype == torch.float32
             assert values.untyped_storage().nbytes() == values.nbytes
         assert torch.load(zero / name / "step.pt", weights_only=True) == 5
+    third = torch.load(zero / "optimizer_state.pt", weights_only=True)["optimizer_state_dict"]
+    assert isinstance(third["state"][0]["step"], int) and third["state"][0]["step"] == 5
     engine = torch.load(tmp_path / "left" / tag / "mp_rank_00_model_states.pt", weights_only=True)
     assert (engine["global_steps"], engine["skipped_steps"]) == (7, 2)
     assert engine["lr_scheduler"] == {"last_batch_iteration": 4}
@@ -157,6 +159,11 @@ BAD = {
     ),
     "no tensor": (_resaved(lambda values: {"param": [1.0]}), "exp_avg.pt holds no tensor of a parameter"),
     "no steps": (_resaved(lambda step: "five", "step"), "step.pt says no number of steps"),
+    "no end of steps": (_resaved(lambda step: torch.tensor(float("nan")), "step"), "says no number of steps"),
+    "another engine's file": (
+        lambda folder: torch.save([1], _zero(folder).parent / "mp_rank_00_model_states.pt"),
+        "mp_rank_00_model_states.pt holds no table",
+    ),
     "a damaged file": (
         lambda folder: (_zero(folder) / "model.norm.weight" / "fp32.pt").write_bytes(
             b"PK\x03\x04" + bytes(50)
