@@ -61,13 +61,12 @@ def load_pickle(path: Path) -> Any:
     try:
         with path.open("rb") as file:
             is_zip = file.read(len(_ZIP)) == _ZIP
-        with (
-            _only_stand_ins(),
-            warnings.catch_warnings(action="ignore"),
-        ):  # of damaged files, before they fail
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
+    try:
+        # What torch warns of is that it is about to fail on a damaged file.
+        with _only_stand_ins(), warnings.catch_warnings(action="ignore"):
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except Exception as error:  # a hostile or damaged file can make the unpickler raise anything
         if forbidden := _FORBIDDEN.search(str(error)):
             raise CheckpointError(

@@ -28,6 +28,7 @@ _TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # Copies that ranks keep of one tensor drift apart by roundings; more than this share of the largest is another tensor.
 _DRIFT = 0.01
 _VERSIONS = (0, 1, 2, 3)
+_NAMESPACES = ("argparse.Namespace", "types.SimpleNamespace")
 
 Entry = tuple[tuple[int, ...], torch.dtype]
 """A tensor's shape on one rank, and its type."""
@@ -58,19 +59,13 @@ def open_rank(path: Path) -> RankFile:
     states = [content["model"]] if "model" in content else list(_virtual_stages(content))
     if not states or not all(isinstance(state, Mapping) for state in states):
         raise CheckpointError(f"{path} holds no model, so it is no rank of a Megatron-LM checkpoint")
-    version, iteration, given = (
-        content.get("checkpoint_version", 0),
-        content.get("iteration"),
-        content.get("args"),
-    )
-    if version not in _VERSIONS:
+    version, iteration = content.get("checkpoint_version", 0), content.get("iteration")
+    if not isinstance(version, int | float) or version not in _VERSIONS:
         raise CheckpointError(
             f"{path} is of checkpoint_version {version!r}; {', '.join(map(str, _VERSIONS))} are read"
         )
-    if not isinstance(given, Foreign) or given.type_name not in (
-        "argparse.Namespace",
-        "types.SimpleNamespace",
-    ):
+    given = content.get("args")
+    if not isinstance(given, Foreign) or given.type_name not in _NAMESPACES:
         raise CheckpointError(
             f"{path} has no args, which say the model's shape; load and save it with a newer Megatron-LM"
         )
@@ -78,7 +73,7 @@ def open_rank(path: Path) -> RankFile:
     for state in states:
         named = {name: value for name, value in flat_names(state).items() if is_weight(name)}
         for name, value in named.items():
-            if not isinstance(value, Tensor) or value.layout is not torch.strided:
+            if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_meta:
                 raise CheckpointError(f"{path}: {name} is no tensor but {type(value).__name__}")
         chunks.append(named)
     # What is made of it is then no larger than it is: a tensor may claim any shape of one stored number.
@@ -88,7 +83,9 @@ def open_rank(path: Path) -> RankFile:
             f"{path}: its tensors have {said_bytes} bytes, and the file {path.stat().st_size}"
         )
     whole = iteration if isinstance(iteration, int) else None
-    return RankFile(path, whole, float(version), Arguments(given.fields, path), tuple(chunks))
+    # A tensor among them compares with nothing as plain values do.
+    plain = {name: value for name, value in given.fields.items() if not isinstance(value, Tensor)}
+    return RankFile(path, whole, float(version), Arguments(plain, path), tuple(chunks))
 
 
 def _virtual_stages(content: Mapping[str, Any]) -> Iterator[Any]:
@@ -181,22 +178,20 @@ def open_megatron(folder: Path, vocab_size: int | None = None) -> MegatronReader
         for stage, chunks in enumerate(stages):
             for name, entry in chunks[chunk].items():
                 ours = parameter_name(name, first_layer, gated=shape.gated_mlp)
-                if ours is None or (ours in places and ours != EMBEDDING):
+                if ours is None or ours in places:
                     where = found.files[stage, 0]
                     what = (
                         "which the model has not" if ours is None else f"and {places[ours].name} is the same"
                     )
                     raise CheckpointError(f"{where} has {name}, {what}")
-                if ours in places:  # a stage that predicts further tokens embeds too
-                    continue
                 places[ours], shapes[ours] = _Place(stage, chunk, name), entry
             first_layer += _layer_count(chunks[chunk], found.files[stage, 0])
     if first_layer != shape.num_hidden_layers:
         raise first.arguments.problem(
             f"num_layers = {shape.num_hidden_layers}, and its files hold {first_layer} layers"
         )
-    if EMBEDDING not in shapes:
-        raise CheckpointError(f"{found.files[0, 0]} has no word_embeddings; fetch it again")
+    if EMBEDDING not in shapes or len(shapes[EMBEDDING][0]) != 2:
+        raise CheckpointError(f"{found.files[0, 0]} has no table of word_embeddings; fetch it again")
     rows = shapes[EMBEDDING][0][0] * found.tensor
     shape = megatron_shape(first.arguments, true_vocab_size(first.arguments, rows, vocab_size))
     _check_tensors(found, shape, first.version, places, shapes)
@@ -283,10 +278,11 @@ def _check_tensors(
         copy = name == HEAD and shape.tie_word_embeddings
         if name not in expected and not copy:
             raise CheckpointError(f"{path} has {place.name}, which the model has not by its args")
-        wanted = (
-            found[EMBEDDING][0] if name in (EMBEDDING, HEAD) else rank_shape(expected[name], folder.tensor)
-        )
-        if size != wanted or (name == EMBEDDING and size[1:] != (shape.hidden_size,)):
+        if name in (EMBEDDING, HEAD):
+            wanted: tuple[int, ...] | None = (found[EMBEDDING][0][0], shape.hidden_size)
+        else:
+            wanted = rank_shape(expected[name], folder.tensor)
+        if size != wanted:
             raise CheckpointError(f"{path}: {place.name} is {size} on each rank, by its args it is {wanted}")
         if kind not in _TYPES:
             raise CheckpointError(

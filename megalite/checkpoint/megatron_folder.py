@@ -40,9 +40,10 @@ class MegatronFolder:
 
 def is_megatron_folder(folder: Path) -> bool:
     """Whether this looks like a Megatron-LM checkpoint, be it whole or not."""
-    if not folder.is_dir():
+    try:
+        names = {each.name for each in folder.iterdir()}
+    except OSError:
         return False
-    names = {each.name for each in folder.iterdir()}
     of_an_iteration = any(name.startswith("mp_rank_") for name in names) or set(_SHARDED[:2]) <= names
     return _TRACKER in names or of_an_iteration or any(_ITERATION.fullmatch(name) for name in names)
 
@@ -58,7 +59,7 @@ def find_megatron_folder(folder: Path) -> MegatronFolder:
             f"{path} is a distributed checkpoint of megatron-core; have Megatron-LM write its plain form first:"
             " --ckpt-convert-format torch --ckpt-convert-save FOLDER"
         )
-    named = {each.name: each for each in path.iterdir() if each.name.startswith("mp_rank_")}
+    named = {name: each for name, each in _inside(path).items() if name.startswith("mp_rank_")}
     matches = {name: _RANK.fullmatch(name) for name in named}
     if unknown := sorted(name for name, match in matches.items() if match is None):
         raise CheckpointError(
@@ -93,9 +94,7 @@ def _of_iteration(folder: Path) -> Path:
         if not (folder / name).is_dir():
             raise CheckpointError(f"{tracker} names {name}, which is not there; name the iteration's folder")
         return folder / name
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder}: no such folder; name a Megatron-LM checkpoint's")
-    inner = sorted(each.name for each in folder.iterdir() if _ITERATION.fullmatch(each.name))
+    inner = sorted(name for name in _inside(folder) if _ITERATION.fullmatch(name))
     if inner:
         raise CheckpointError(f"{folder} has no {_TRACKER}; name one of its folders: {', '.join(inner[:5])}")
     return folder
@@ -106,3 +105,12 @@ def _file_in(rank: Path) -> Path:
         if (rank / name).is_file():
             return rank / name
     raise CheckpointError(f"{rank / _FILES[0]} is missing; fetch every rank's file")
+
+
+def _inside(folder: Path) -> dict[str, Path]:
+    try:
+        return {each.name: each for each in folder.iterdir()}
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder} cannot be read ({error}); name a Megatron-LM checkpoint's"
+        ) from error

@@ -50,12 +50,16 @@ def is_weight(name: str) -> bool:
     return not name.endswith(_NO_WEIGHTS)
 
 
-def flat_names(state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The values of nested tables by their dotted names: the older models' are nested, megatron-core's are not."""
+def flat_names(state: Mapping[str, Any], prefix: str = "", depth: int = 8) -> dict[str, Any]:
+    """The values of nested tables by their dotted names: the older models' are nested, megatron-core's are not.
+
+    What is nested deeper than `depth` stays a table: one may hold itself.
+    """
     found: dict[str, Any] = {}
     for key, value in state.items():
         name = f"{prefix}{key}"
-        found |= flat_names(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
+        nested = isinstance(value, Mapping) and depth > 0
+        found |= flat_names(value, f"{name}.", depth - 1) if nested else {name: value}
     return found
 
 

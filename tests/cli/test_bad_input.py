@@ -10,11 +10,20 @@ from pathlib import Path
 import pytest
 
 from megalite import cli
-from tests.cli.bad_input import checkpoints, configs, forged, hf_folders, texts, token_files, tokenizers
+from tests.cli.bad_input import (
+    checkpoints,
+    configs,
+    forged,
+    hf_folders,
+    megatron,
+    texts,
+    token_files,
+    tokenizers,
+)
 from tests.cli.bad_input.case import Case, build_world
 
 ROOT = Path(__file__).parents[2]
-MODULES = (texts, token_files, tokenizers, configs, checkpoints, hf_folders, forged)
+MODULES = (texts, token_files, tokenizers, configs, checkpoints, hf_folders, megatron, forged)
 CASES: list[Case] = [case for module in MODULES for case in module.CASES]
 SECONDS = 240
 

@@ -191,7 +191,7 @@ def test_a_file_that_is_no_pickle(tmp_path: Path) -> None:
 @given(st.data())
 def test_a_truncated_or_changed_file_is_refused_or_loads(tmp_path_factory: Any, data: st.DataObject) -> None:
     path = tmp_path_factory.mktemp("pickle") / "file.pt"
-    torch.save({"w": torch.arange(40.0), "args": Namespace(a=1)}, path)
+    torch.save({"w": torch.arange(40.0), "more": torch.ones(3000), "args": Namespace(a=1)}, path)
     content = path.read_bytes()
     cut = data.draw(st.integers(0, len(content) - 1))
     path.write_bytes(content[:cut])
