@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -33,7 +34,7 @@ _ORDER = list(_CODES.values())
 _CHUNK_BYTES = 16 << 20
 BLOCK_ELEMENTS = 4 << 20
 """What is read at a time of a tensor that need not be whole in memory."""
-# Still in the processor's cache when it is hashed, while the kernel reads on.
+# Hashed beside the reading of the next.
 _HASHED_ELEMENTS = 1 << 18
 _REMEDY = "resume from another checkpoint with checkpoint.resume = PATH"
 
@@ -126,6 +127,9 @@ class CheckpointReader:
             raise CheckpointError(f"{checkpoint} has no {weights}; it has {', '.join(self.manifest.tensors)}")
         check_sizes(self.manifest, checkpoint)
         self._files: dict[str, RegionReader] = {}
+        # One thread, as a hash is of bytes in their order.
+        self._hashing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hashing")
+        self._hashed: Future[None] | None = None
 
     def __enter__(self) -> "CheckpointReader":
         return self
@@ -133,6 +137,7 @@ class CheckpointReader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._hashing.shutdown()
         for opened in self._files.values():
             opened.close()
         self._files.clear()
@@ -230,10 +235,12 @@ class CheckpointReader:
                 piece = values[first : first + _HASHED_ELEMENTS]
                 self._files[shard.file].fill(piece, shard.key, low + first)
                 if digest is not None and self.verify_hashes:
-                    digest.update(tensor_bytes(piece))
+                    self._hashed = self._hashing.submit(digest.update, tensor_bytes(piece))
         except OSError as error:
             raise CheckpointError(f"{path}: {name} cannot be read ({error}); {_REMEDY}") from error
         whole = digest is not None and self.verify_hashes and low + values.numel() == _numel(shard)
+        if whole and self._hashed is not None:
+            self._hashed.result()
         if whole and digest.hexdigest() != shard.sha256:
             raise CheckpointError(
                 f"{path}: the bytes of {name} are not those that were written ({shard.key}, bytes {place.start} to"
