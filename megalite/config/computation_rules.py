@@ -72,6 +72,21 @@ def attention_dropout_costs(facts: Facts) -> Iterator[str]:
         )
 
 
+def soft_caps_cost(facts: Facts) -> Iterator[str]:
+    cap = facts.model.attn_logit_softcapping
+    if cap is not None:
+        kept = (
+            ""
+            if facts.training.recompute != "none"
+            else ', unless training.recompute is "selective" or "full"'
+        )
+        yield (
+            f"model.attn_logit_softcapping = {cap} has attention written out in plain torch, since no fused kernel has "
+            "soft caps: 2 to 7 times its time (measured on a CPU, sequences of 256 to 2048, more with a window)"
+            + (kept and f", and it keeps two values for each head and pair of tokens{kept}")
+        )
+
+
 def sequence_parallel_divides_the_length(facts: Facts) -> Iterator[Problem]:
     length, tensor = facts.training.sequence_length, facts.parallel.tensor
     if facts.parallel.sequence and length % tensor:
@@ -158,6 +173,7 @@ def chunks_of_the_loss_are_smaller_than_a_micro_batch(facts: Facts) -> Iterator[
 NOTES = (
     chunks_of_the_loss_are_smaller_than_a_micro_batch,
     attention_dropout_costs,
+    soft_caps_cost,
     compiled_documents_cost,
     one_rank_has_the_whole_sequence,
 )

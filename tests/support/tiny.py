@@ -70,7 +70,6 @@ FAMILY_SHAPES = {
         rope_scaling=RopeScaling("linear", 8.0),
         rope_local_base_freq=100.0,
     ),
-    "gemma2 without caps": _of("gemma2", tie_word_embeddings=True, query_pre_attn_scalar=6, sliding_window=4),
 }
 
 

@@ -50,6 +50,8 @@ def test_a_configuration_reads_back_as_the_same_shape(shape, written_by, tmp_pat
 PUBLISHED = {
     "gemma": {"hidden_act": "gelu", "hidden_activation": None, "head_dim": 10},
     "gemma2": {"attn_logit_softcapping": None, "query_pre_attn_scalar": 20, "sliding_window": 6},
+    "gemma2 with a window everywhere": {"layer_types": ["sliding_attention"] * 4},
+    "gemma2 with none": {"layer_types": ["full_attention"] * 4, "sliding_window": None},
     "gemma2 by default": {"final_logit_softcapping": 7.5},
     "gemma3_text": {
         "rope_theta": 1e5,

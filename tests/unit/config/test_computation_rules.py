@@ -18,6 +18,18 @@ def test_attention_dropout_says_what_it_costs(tmp_path: Path) -> None:
     assert not load(tmp_path, {"model.residual_dropout": 0.1, "model.kernels": "reference"}).notes
 
 
+def test_soft_caps_say_what_they_cost(tmp_path: Path) -> None:
+    gemma = {"model.family": "gemma2", "model.tie_word_embeddings": True}
+    [note] = load(tmp_path, {**gemma, "model.attn_logit_softcapping": 50.0}).notes
+    assert note.startswith("model.attn_logit_softcapping = 50.0 has attention written out in plain torch")
+    assert "it keeps two values for each head and pair of tokens" in note
+    [freed] = load(
+        tmp_path, {**gemma, "model.attn_logit_softcapping": 50.0, "training.recompute": "selective"}
+    ).notes
+    assert "it keeps" not in freed
+    assert not load(tmp_path, {**gemma, "model.final_logit_softcapping": 30.0}).notes
+
+
 def test_compiled_layers_say_what_documents_cost(tmp_path: Path) -> None:
     [note] = load(tmp_path, {"training.compile": True, "data.document_mask": True}).notes
     assert note.startswith("training.compile has all documents of a sequence in one attention mask")
