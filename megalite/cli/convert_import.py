@@ -46,7 +46,9 @@ def run_import(options: argparse.Namespace) -> int:
     """`megalite convert import`: what the folder is shows in its files. Raises CheckpointError, ConfigError."""
     folder = Path(options.folder).expanduser()
     if HubName.of(options.folder) is None and not folder.is_dir():
-        raise CheckpointError(f"{options.folder} is no folder; name one here, or org/name of the Hugging Face Hub")
+        raise CheckpointError(
+            f"{options.folder} is no folder; name one here, or org/name of the Hugging Face Hub"
+        )
     if (universal := find_universal(folder)) is not None:
         return _import_universal(universal, options)
     if is_megatron_folder(folder):
@@ -54,7 +56,9 @@ def run_import(options: argparse.Namespace) -> int:
     if options.vocab_size is not None:
         raise CheckpointError(f"--vocab-size is for Megatron-LM checkpoints, and {options.folder} is none")
     if (folder / MANIFEST).is_file() or find_latest(folder / "checkpoints") is not None:
-        raise CheckpointError(f"{options.folder} is a checkpoint of megalite already; train or generate from it")
+        raise CheckpointError(
+            f"{options.folder} is a checkpoint of megalite already; train or generate from it"
+        )
     shape = shape_of_folder(str(options.hf_config or options.folder))
     from megalite.checkpoint.hf_import import import_checkpoint
 
