@@ -23,7 +23,7 @@ from megalite.train.run import TrainingResult
 from tests.support.jobs import training_here
 from tests.unit.checkpoint.exporting import our_logits
 
-PROMPT, TOKENS = "Once upon a time", 100
+PROMPT = "Once upon a time"
 # Where the text of another model would soon differ, and one that ends in the middle of a word.
 PROMPTS = ("Tom had a big dog. One day", "She s")
 # shared/data/README.md gives their perplexity, from transformers and from lm-eval.
@@ -55,11 +55,11 @@ def theirs(source: Path) -> tuple[Any, Any]:
     return AutoTokenizer.from_pretrained(source), model.eval()
 
 
-def written_by(theirs: tuple[Any, Any], prompt: str) -> tuple[list[int], list[int]]:
+def written_by(theirs: tuple[Any, Any], prompt: str, tokens: int) -> tuple[list[int], list[int]]:
     """The prompt's ids and those that greedy search of transformers adds."""
     tokenizer, model = theirs
     inputs = tokenizer(prompt, return_tensors="pt")
-    [ids] = model.generate(**inputs, max_new_tokens=TOKENS, do_sample=False).tolist()
+    [ids] = model.generate(**inputs, max_new_tokens=tokens, do_sample=False).tolist()
     length = inputs["input_ids"].shape[1]
     return ids[:length], ids[length:]
 
@@ -68,8 +68,8 @@ def written_by(theirs: tuple[Any, Any], prompt: str) -> tuple[list[int], list[in
 def test_the_command_writes_the_text_of_transformers(
     run: Path, theirs: tuple[Any, Any], tensor: int, capfd: pytest.CaptureFixture
 ) -> None:
-    prompt_ids, new_ids = written_by(theirs, PROMPT)
-    arguments = [str(run), "--prompt", PROMPT, "--tokens", str(TOKENS), "--tensor", str(tensor)]
+    prompt_ids, new_ids = written_by(theirs, PROMPT, 100)
+    arguments = [str(run), "--prompt", PROMPT, "--tokens", "100", "--tensor", str(tensor)]
     assert generate.run(arguments) == 0
     text = theirs[0].decode(prompt_ids + new_ids, skip_special_tokens=True)
     assert len(text) > 200 and capfd.readouterr().out == text + "\n"
@@ -78,12 +78,12 @@ def test_the_command_writes_the_text_of_transformers(
 def ids_on_rank(run: Path, layout: Layout, prompts: list[list[int]]) -> list[list[int]]:
     [checkpoint] = (run / "checkpoints").glob("step-*")
     model = load_model(checkpoint, ParallelMesh.over_world(layout) if layout.world_size > 1 else None)
-    return [list(generated(model, each, new_tokens=TOKENS, stop_ids={2})) for each in prompts]
+    return [list(generated(model, each, new_tokens=40, stop_ids={2})) for each in prompts]
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(tensor=2), Layout(pipeline=2, tensor=2)])
 def test_greedy_ids_are_those_of_transformers(ranks, run, theirs, layout):
-    prompts, expected = zip(*(written_by(theirs, prompt) for prompt in PROMPTS), strict=True)
+    prompts, expected = zip(*(written_by(theirs, prompt, 40) for prompt in PROMPTS), strict=True)
     arguments = {"run": run, "layout": layout, "prompts": list(prompts)}
     if layout.world_size == 1:
         assert ids_on_rank(**arguments) == list(expected)
