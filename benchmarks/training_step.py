@@ -17,21 +17,28 @@ import tempfile
 from datetime import date
 from multiprocessing.connection import Connection
 from pathlib import Path
+from unittest import mock
 
 from megalite.launcher.process import available_cores, keep_freed_memory
 from megalite.topology.layout import Layout
 
 # name -> (peer, layout, threads a process, our settings of the allocator and of waiting threads); "megalite" takes the
-# operators that model.kernels = "auto" does, "plain" those of torch.
+# operators that model.kernels = "auto" does, "plain" those of torch. Those of huge pages have HUGE_PAGES too.
 CASES: dict[str, tuple[str, Layout, int, bool]] = {
     "transformers, as installed": ("transformers", Layout(), 2, False),
     "transformers, our settings": ("transformers", Layout(), 2, True),
+    "transformers, our settings, huge pages": ("transformers", Layout(), 2, True),
     "megalite, plain operators, 2 threads": ("plain", Layout(), 2, True),
     "megalite, one process, 2 threads": ("megalite", Layout(), 2, True),
+    "megalite, one process, huge pages": ("megalite", Layout(), 2, True),
     "megalite, tensor 2, 1 thread each": ("megalite", Layout(tensor=2), 1, True),
     "megalite, pipeline 2, 1 thread each": ("megalite", Layout(pipeline=2), 1, True),
     "megalite, data 2, 1 thread each": ("megalite", Layout(data=2), 1, True),
 }
+
+
+# Of 2 MiB for what malloc gives, where the kernel has them for the asking (enabled: madvise). Read as a process begins.
+HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 
 def _run_rank(rank: int, case: str, store: str, results: Connection) -> None:
@@ -74,8 +81,10 @@ def measure(case: str) -> dict[str, object]:
             spawn.Process(target=_run_rank, args=(rank, case, store, sender))
             for rank in range(CASES[case][1].world_size)
         ]
-        for process in ranks:
-            process.start()
+        wanted = HUGE_PAGES if case.endswith("huge pages") else {}
+        with mock.patch.dict(os.environ, wanted):
+            for process in ranks:
+                process.start()
         result: dict[str, object] = receiver.recv()
         for process in ranks:
             process.join()

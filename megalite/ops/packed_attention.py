@@ -48,7 +48,8 @@ def packed_attention(
     multiple of kv heads. query_starts, key_starts: [sequences + 1] int32, where each sequence begins, and the end;
     longest_query, longest_key: tokens of the longest one. A query of sequence n sees `left` keys before its own place
     and `right` behind it (-1: all), aligned at the ends of both. scale: above 0, 1 / sqrt(D) by default.
-    deterministic: the gradient of `query` is summed in one order, where a GPU would else take any.
+    deterministic: the gradient of `query` is summed in one order, where a GPU would else take any; with a mask, and
+    for heads of 256, it always is.
     mask: of the probabilities to drop, once normalised; queries, and keys, are those of as many rows of equal length
     as it has samples, and their positions count from a row's start. It costs no memory: the backward draws it again.
 

@@ -100,8 +100,8 @@ void forward(
           x + at, residual != nullptr ? residual + at : nullptr, weight, bias, made_sum, made,
           kCentred ? mean + row : nullptr, inverse + row, columns, eps);
       if (!streams) continue;
-      if (sum != nullptr) stream(sum + at, made_sum, columns);
-      stream(output + at, made, columns);
+      if (sum != nullptr) stream(sum + at, made_sum, columns, residual + at + columns);
+      stream(output + at, made, columns, x + at + columns);
     }
     end_streams();
   }
@@ -127,7 +127,11 @@ void backward(
           input_grad_row<T, kCentred>(
               grad + at, sum_grad != nullptr ? sum_grad + at : nullptr, x + at, weight, centre, inverse[row],
               streams ? space.data() : x_grad + at, columns);
-          if (streams) stream(x_grad + at, space.data(), columns);
+          if (streams) {
+            const T* also = sum_grad != nullptr ? sum_grad : grad;
+            const int64_t next = at + columns;
+            stream(x_grad + at, space.data(), columns, grad + next, x + next, also + next);
+          }
         }
         if (own != nullptr) {
           add_weight_grad_row<T, kCentred>(grad + at, x + at, centre, inverse[row], own, own + columns, columns);

@@ -41,16 +41,20 @@ inline void stream_line(char* to, const char* from) {
 #endif
 }
 
-// Copies into memory what `from` has in a cache, whole lines without reading them first.
-template <typename T>
-void stream(T* target, const T* source, int64_t count) {
+// Copies into memory what `source` has in a cache, whole lines without reading them first; has the cache read what lies
+// at `next` meanwhile, beyond an end of memory too.
+template <typename T, typename... Next>
+void stream(T* target, const T* source, int64_t count, const Next*... next) {
   char* to = reinterpret_cast<char*>(target);
   const char* from = reinterpret_cast<const char*>(source);
   const int64_t bytes = count * static_cast<int64_t>(sizeof(T));
   const int64_t before = -reinterpret_cast<intptr_t>(to) & (kLineBytes - 1);
   int64_t i = before < bytes ? before : bytes;
   memcpy(to, from, i);
-  for (; i + kLineBytes <= bytes; i += kLineBytes) stream_line(to + i, from + i);
+  for (; i + kLineBytes <= bytes; i += kLineBytes) {
+    (__builtin_prefetch(reinterpret_cast<const char*>(next) + i, 0, 2), ...);
+    stream_line(to + i, from + i);
+  }
   memcpy(to + i, from + i, bytes - i);
 }
 
