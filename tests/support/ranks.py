@@ -355,9 +355,14 @@ def _leave_group() -> None:
 
 
 def _forget_zero3() -> None:
-    """Ranks under ZeRO 3 compare numbers that count on from test to test, and ranks differ in the tests they had."""
+    """Ranks under ZeRO 3 compare numbers that count on from test to test, and ranks differ in the tests they had.
+
+    And it puts a linear of its own, which splits no backward, in the place of torch's.
+    """
+    import torch
     from deepspeed.runtime.zero import parameter_offload, partition_parameters
 
+    torch.nn.functional.linear = torch._C._nn.linear
     parameter_offload.FWD_MODULE_STACK.clear()
     (counter,) = parameter_offload.DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__
     counter[0] = 0
