@@ -13,10 +13,8 @@ from tests.support.megatron_core_model import SHAPES, input_ids
 from tests.unit.checkpoint.test_megatron import logits_of
 
 ROOT = Path(__file__).parents[3]
-pytestmark = pytest.mark.skipif(
-    find_spec("megatron") is None or find_spec("megatron.core") is None,
-    reason="megatron-core is not installed",
-)
+NOT_INSTALLED = find_spec("megatron") is None or find_spec("megatron.core") is None
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(NOT_INSTALLED, reason="megatron-core is not installed")]
 
 
 @pytest.mark.parametrize(
