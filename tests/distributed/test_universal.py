@@ -76,6 +76,8 @@ def with_deepspeed(
     import torch.distributed as dist
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    # It would be compiled here, and gloo does without.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     rank, world = dist.get_rank(), dist.get_world_size()
     shape = shape_of_folder(model_folder)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_folder))
