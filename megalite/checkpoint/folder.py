@@ -120,8 +120,13 @@ def find_checkpoint(path: Path) -> Path:
         found = find_latest(folder)
         if found is not None:
             return found
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist; name a checkpoint's folder or a run's")
+    hint = ""
+    if (path / "config.json").is_file():
+        hint = "; a Hugging Face folder is made one by: megalite convert import FOLDER RUN"
     raise CheckpointError(
-        f"{path} is neither a checkpoint nor a run's folder with one; no {MANIFEST} is there"
+        f"{path} is neither a checkpoint nor a run's folder with one; no {MANIFEST} is there{hint}"
     )
 
 

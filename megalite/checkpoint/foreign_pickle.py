@@ -7,6 +7,7 @@ classes that Megatron-LM and DeepSpeed are known to write, so neither need be in
 import re
 import struct
 import warnings
+import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -73,10 +74,28 @@ def load_pickle(path: Path) -> Any:
                 f"{path} asks for {forbidden[1]}, which is none of the classes known from such files; nothing of it"
                 " was run. Load it where you trust it and save it again with tensors and plain values only"
             ) from None
-        first = (str(error) or type(error).__name__).splitlines()[0]
+        # torch advises to load the file without its guard: that advice is not passed on.
+        text = str(error).rpartition("WeightsUnpickler error: ")[2].strip() or type(error).__name__
+        first = text.splitlines()[0]
         raise CheckpointError(
             f"{path} is no whole file of torch.save ({first}); fetch or write it again"
         ) from error
+
+
+def require_undamaged(path: Path) -> None:
+    """Raise CheckpointError where a record of torch.save's file is not what its checksum says; reads all of it.
+
+    The form before torch 1.6 has none.
+    """
+    try:
+        with zipfile.ZipFile(path) as file:
+            damaged = file.testzip()
+    except zipfile.BadZipFile:
+        return  # `load_pickle` says what it is
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if damaged is not None:
+        raise CheckpointError(f"{path} is damaged: {damaged} does not match its checksum; fetch it again")
 
 
 @contextmanager

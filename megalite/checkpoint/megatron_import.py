@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from megalite.checkpoint.foreign_pickle import require_undamaged
 from megalite.checkpoint.load import load_parameter
 from megalite.checkpoint.megatron import open_megatron, open_rank
 from megalite.checkpoint.megatron_arguments import OF_INTEREST, not_built
@@ -34,6 +35,8 @@ def import_megatron(folder: Path, run_folder: Path, vocab_size: int | None = Non
     Raises CheckpointError where it cannot be expressed or is not whole, and where the run has a checkpoint.
     """
     reader = open_megatron(folder, vocab_size)
+    for path in find_megatron_folder(folder).files.values():
+        require_undamaged(path)
 
     def fill(stage: nn.Module) -> None:
         tensors, mesh = dict(stage.named_parameters()), ParallelMesh.single()

@@ -124,7 +124,10 @@ def _model_states(manifest: Manifest) -> dict[str, Any]:
 
 def _save(content: object, path: Path) -> None:
     with path.open("wb") as file:
-        torch.save(content, file)
+        try:
+            torch.save(content, file)
+        except RuntimeError as error:  # what torch makes of a disk that is full
+            raise OSError(f"{path.name}: {error}") from error
         file.flush()
         os.fsync(file.fileno())
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megalite.checkpoint.families import family_tensors
 from megalite.checkpoint.folder import require_new_run
-from megalite.checkpoint.foreign_pickle import load_pickle
+from megalite.checkpoint.foreign_pickle import load_pickle, require_undamaged
 from megalite.checkpoint.format import WEIGHT
 from megalite.checkpoint.hf_import import BUFFERS, take_tokenizer
 from megalite.checkpoint.streamed import write_streamed
@@ -48,14 +48,16 @@ class UniversalFolder:
         """What there is of a parameter: fp32, exp_avg, ..."""
         return sorted(each.stem for each in (self.path / ZERO / name).glob("*.pt"))
 
-    def tensor(self, name: str, kind: str) -> Tensor:
-        """One kind of a parameter, read where it is used."""
+    def tensor(self, name: str, kind: str, *, checked: bool = False) -> Tensor:
+        """One kind of a parameter, read where it is used; checked: after the file's checksums."""
         path = self.path / ZERO / name / f"{kind}.pt"
         if not path.is_file():
             raise CheckpointError(
                 f"{path} is missing: {', '.join(KINDS)} are read of every parameter, as AdamW under ZeRO leaves them of"
                 " those that are trained; no other optimizer's, and no frozen ones"
             )
+        if checked:
+            require_undamaged(path)
         content = load_pickle(path)
         # Under ZeRO 3 it is the flat tensor itself.
         values = content.get("param") if isinstance(content, Mapping) else content
@@ -184,7 +186,7 @@ class UniversalReader:
         return values[first : first + self._shapes[name][0]]
 
     def _theirs(self, name: str, kind: str) -> Tensor:
-        return self.folder.tensor(self._prefix + name, WEIGHTS if kind == WEIGHT else kind)
+        return self.folder.tensor(self._prefix + name, WEIGHTS if kind == WEIGHT else kind, checked=True)
 
     def _check(self) -> None:
         expected = {tensor.name: tensor.shape for tensor in self._tensors.values()}

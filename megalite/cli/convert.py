@@ -79,7 +79,7 @@ def _universal(options: argparse.Namespace) -> int:
 
     manifest = export_universal(checkpoint, options.output)
     print(f"{options.output}: from {checkpoint}, {manifest.optimizer['step']:g} updates of AdamW in float32")
-    print("load it with checkpoint.load_universal = true; its README.md shows how")
+    print("load it with checkpoint.load_universal = true in DeepSpeed's config; its README.md shows how")
     return 0
 
 
@@ -104,7 +104,7 @@ def _inspect(options: argparse.Namespace) -> int:
     checkpoint = find_checkpoint(options.checkpoint)
     manifest = require_whole(checkpoint)
     check_coverage(manifest, checkpoint)
-    print(f"{checkpoint}: whole, every element of every tensor once")
+    print(f"{checkpoint}: whole, every element of every tensor once; hashes are checked as it is loaded")
     for line in _facts(manifest):
         print(f"  {line}")
     for kind, entries in manifest.tensors.items():

@@ -7,7 +7,7 @@ from megalite.checkpoint.folder import find_latest, require_whole
 from megalite.checkpoint.format import MANIFEST
 from megalite.checkpoint.hf_files import local_folder
 from megalite.checkpoint.megatron_folder import is_megatron_folder
-from megalite.checkpoint.universal_folder import find_config, find_universal
+from megalite.checkpoint.universal_folder import LATEST_UNIVERSAL, ZERO, find_config, find_universal
 from megalite.config.hub import HubName
 from megalite.config.huggingface import shape_of_folder
 from megalite.errors import CheckpointError
@@ -59,6 +59,11 @@ def run_import(options: argparse.Namespace) -> int:
         raise CheckpointError(
             f"{options.folder} is a checkpoint of megalite already; train or generate from it"
         )
+    if options.hf_config is None and folder.is_dir() and not (folder / "config.json").is_file():
+        raise CheckpointError(
+            f"{options.folder} holds no config.json (Hugging Face), no {LATEST_UNIVERSAL} or {ZERO} folder (DeepSpeed"
+            " universal), and no mp_rank_* folders (Megatron-LM); name the folder that has one of them"
+        )
     shape = shape_of_folder(str(options.hf_config or options.folder))
     from megalite.checkpoint.hf_import import import_checkpoint
 
@@ -78,6 +83,9 @@ def _import_universal(universal: Path, options: argparse.Namespace) -> int:
     checkpoint = import_universal(universal, shape, hf_config, options.output)
     settings = require_whole(checkpoint).config["optimizer"].items()
     print(f"{checkpoint}: weights and AdamW's state of a {shape.family} from {universal}")
+    print(
+        "a run that resumes from it begins at the first sample of its data; the position there is not known"
+    )
     print("trained with " + ", ".join(f"optimizer.{name} = {value}" for name, value in settings))
     return 0
 

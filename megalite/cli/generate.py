@@ -97,9 +97,10 @@ def _generate(request: _Request, mesh: "ParallelMesh") -> None:
     tokenizer = load_tokenizer(request.tokenizer, end_of_document=request.end_of_document)
     model = load_model(request.checkpoint, mesh)
     started = time.perf_counter()
+    prompt_ids = _prompt_ids(tokenizer, request.prompt)
     new_ids = generate(
         model,
-        _prompt_ids(tokenizer, request.prompt),
+        prompt_ids,
         new_tokens=request.tokens,
         sampling=Sampling(request.temperature, request.top_k, request.top_p, request.seed),
         stop_ids={tokenizer.end_of_document_id},
@@ -107,7 +108,7 @@ def _generate(request: _Request, mesh: "ParallelMesh") -> None:
     ids = list(new_ids)
     seconds = time.perf_counter() - started
     if mesh.rank == 0:
-        print(request.prompt + tokenizer.decode(ids, skip_special_tokens=True), flush=True)
+        print(request.prompt + _continuation(tokenizer, prompt_ids, ids), flush=True)
         print(f"{request.checkpoint}: {len(ids)} tokens in {seconds:.2f} s", file=sys.stderr, flush=True)
 
 
@@ -115,6 +116,15 @@ def _prompt_ids(tokenizer: "Tokenizer", prompt: str) -> list[int]:
     """The prompt as transformers would start it: with the tokenizer's own first token, if it has one."""
     ids: list[int] = tokenizer.backend.encode(prompt).ids
     return ids[:-1] if ids[-1:] == [tokenizer.end_of_document_id] else ids
+
+
+def _continuation(tokenizer: "Tokenizer", prompt_ids: list[int], new_ids: list[int]) -> str:
+    """The text of the new tokens where they stand: alone, many tokenizers drop the space before the first of them."""
+    before = tokenizer.decode(prompt_ids, skip_special_tokens=True)
+    whole = tokenizer.decode([*prompt_ids, *new_ids], skip_special_tokens=True)
+    if whole.startswith(before):
+        return whole[len(before) :]
+    return tokenizer.decode(new_ids, skip_special_tokens=True)  # the prompt ended within a character
 
 
 def _check(options: argparse.Namespace, manifest: Manifest) -> None:

@@ -20,7 +20,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.checkpoint.foreign_pickle import Foreign, load_pickle
+from megalite.checkpoint.foreign_pickle import Foreign, load_pickle, require_undamaged
 from megalite.errors import CheckpointError
 
 
@@ -204,6 +204,27 @@ def test_a_truncated_or_changed_file_is_refused_or_loads(tmp_path_factory: Any, 
         load_pickle(path)
     except CheckpointError as error:
         assert "file.pt" in str(error)
+
+
+def test_a_changed_number_is_found_by_its_checksum(tmp_path: Path) -> None:
+    path = tmp_path / "file.pt"
+    torch.save({"w": torch.arange(1000.0)}, path)
+    require_undamaged(path)
+    content = bytearray(path.read_bytes())
+    content[content.index(torch.tensor(500.0).numpy().tobytes())] ^= 1
+    path.write_bytes(content)
+    assert not torch.equal(load_pickle(path)["w"], torch.arange(1000.0))
+    with pytest.raises(CheckpointError, match=r"file\.pt is damaged: .*data/0 does not match its checksum"):
+        require_undamaged(path)
+
+
+def test_nobody_is_told_to_load_without_the_guard(tmp_path: Path) -> None:
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        with (tmp_path / "file.pt").open("wb") as file:
+            pickle.dump(Runs(os.system, "true"), file, protocol=protocol)
+        with pytest.raises(CheckpointError) as caught:
+            load_pickle(tmp_path / "file.pt")
+        assert "weights_only" not in str(caught.value) and "file.pt" in str(caught.value)
 
 
 def test_a_pickle_alone_is_read_without_a_zip_around_it(tmp_path: Path) -> None:

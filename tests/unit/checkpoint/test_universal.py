@@ -17,7 +17,7 @@ from megalite.checkpoint.streamed import write_streamed
 from megalite.checkpoint.tensor_file import CheckpointReader, full_box
 from megalite.checkpoint.universal import export_universal
 from megalite.cli import convert
-from megalite.errors import CheckpointError, ConfigError
+from megalite.errors import CheckpointError
 from megalite.topology.parameters import ModelShape, canonical_tensors
 from tests.support.tiny import FAMILY_SHAPES, tiny_shape
 
@@ -111,6 +111,14 @@ def _zero(folder: Path) -> Path:
     return found
 
 
+def _flip_a_bit(path: Path) -> None:
+    """Of the tensor's last number."""
+    values = torch.load(path)["param"].flatten()
+    stored, content = values.numpy().tobytes(), bytearray(path.read_bytes())
+    content[content.index(stored) + len(stored) - 1] ^= 1
+    path.write_bytes(content)
+
+
 def _resaved(
     change: Callable[[Tensor], object], kind: str = "exp_avg", name: str = "model.norm.weight"
 ) -> Callable[[Path], object]:
@@ -170,6 +178,10 @@ BAD = {
         ),
         "fp32.pt is no whole file of torch.save",
     ),
+    "a flipped bit": (
+        lambda folder: _flip_a_bit(_zero(folder) / "model.norm.weight" / "fp32.pt"),
+        "data/0 does not match its checksum",
+    ),
     "no config.json": (
         lambda folder: (folder / "config.json").unlink(),
         "does not say which model it is of; name its config.json with --hf-config",
@@ -206,7 +218,7 @@ def test_an_engines_own_checkpoint_is_told_how_to_become_universal(tmp_path: Pat
             convert.run(["import", str(folder), str(tmp_path / "run")])
     # What transformers' Trainer saves has both, and its weights are read.
     (tmp_path / "model.safetensors").touch()
-    with pytest.raises(ConfigError, match=r"config\.json"):
+    with pytest.raises(CheckpointError, match=r"holds no config\.json"):
         convert.run(["import", str(tmp_path), str(tmp_path / "run")])
 
 
