@@ -144,8 +144,15 @@ def test_a_run_s_folder_leads_to_its_checkpoint(folder: Path) -> None:
     checkpoint = folder / "step-000100"
     for path in (checkpoint, folder, folder.parent):
         assert find_checkpoint(path) == checkpoint
-    with pytest.raises(CheckpointError, match=r"no manifest\.json is there"):
-        find_checkpoint(folder.parent.parent / "nowhere")
+    with pytest.raises(CheckpointError, match="nowhere does not exist"):
+        find_checkpoint(folder.parent / "nowhere")
+    other = folder.parent / "model"
+    other.mkdir()
+    with pytest.raises(CheckpointError, match=r"no manifest\.json is there$"):
+        find_checkpoint(other)
+    (other / "config.json").touch()
+    with pytest.raises(CheckpointError, match=r"no manifest\.json is there; .*megalite convert import"):
+        find_checkpoint(other)
 
 
 def failing_write(monkeypatch: pytest.MonkeyPatch, number: int, calls: int) -> None:
