@@ -66,3 +66,8 @@ class RankFailure(TrainingError):
     def __init__(self, message: str, exit_code: int = 1):
         super().__init__(message)
         self.exit_code = exit_code
+
+
+def listed(names: Sequence[str], most: int = 5) -> str:
+    """The first `most` names, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -12,6 +12,8 @@ import numpy
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from megalite.data.token_file import token_dtype
+
 CONFIG = {
     "train_micro_batch_size_per_gpu": 16,
     "gradient_clipping": 1.0,
@@ -47,7 +49,7 @@ def main() -> None:
 
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     rows, length = CONFIG["train_micro_batch_size_per_gpu"], model.config.max_position_embeddings
-    tokens = numpy.memmap(options.tokens, dtype=numpy.uint16, mode="r")
+    tokens = numpy.memmap(options.tokens, dtype=token_dtype(model.config.vocab_size), mode="r")
     last = engine.global_steps + options.steps
     for step in range(engine.global_steps, last):
         start = (step * world + rank) * rows * length % (len(tokens) - rows * length)

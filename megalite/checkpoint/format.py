@@ -7,7 +7,7 @@ speaks of canonical tensors with their full, true shapes only; the layout that w
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from itertools import combinations
 from math import prod
@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from megalite.checkpoint.regions import contains, intersection
 from megalite.checkpoint.strict_json import is_int, parse, without_collections
-from megalite.errors import CheckpointError
+from megalite.errors import CheckpointError, listed
 from megalite.topology.families import FAMILIES
 from megalite.topology.layout import Layout
 from megalite.topology.parameters import ModelShape, RopeScaling, canonical_tensors
@@ -258,9 +258,9 @@ def check_coverage(manifest: Manifest, source: Path) -> None:
         missing, extra = expected.keys() - entries.keys(), entries.keys() - expected.keys()
         if missing or extra:
             raise CheckpointError(
-                f"{source}: {kind} of {_names(missing)} is missing"
+                f"{source}: {kind} of {listed(sorted(missing))} is missing"
                 if missing
-                else f"{source}: {kind} of {_names(extra)} belongs to no tensor of the model"
+                else f"{source}: {kind} of {listed(sorted(extra))} belongs to no tensor of the model"
             )
         for name, entry in entries.items():
             problem = _coverage_problem(entry, expected[name])
@@ -327,8 +327,3 @@ def _digest_of_text(text: str) -> str:
 def _region(box: Box) -> str:
     spans = (f"{low}:{low + size}" for low, size in zip(box.offsets, box.shape, strict=True))
     return f"[{', '.join(spans)}]"
-
-
-def _names(names: Iterable[str], most: int = 5) -> str:
-    ordered = sorted(names)
-    return ", ".join(ordered[:most]) + (f" and {len(ordered) - most} more" if len(ordered) > most else "")

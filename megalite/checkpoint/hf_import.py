@@ -16,7 +16,7 @@ from megalite.checkpoint.save import all_or_none
 from megalite.checkpoint.step_zero import write_step_zero
 from megalite.checkpoint.tensor_file import BLOCK_ELEMENTS
 from megalite.data.tokenizer import copy_tokenizer
-from megalite.errors import CheckpointError
+from megalite.errors import CheckpointError, listed
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.layout import PipelineSplit, pipeline_split
 from megalite.topology.parameters import EMBEDDING, HEAD, ModelShape, canonical_tensors, stage_parameters
@@ -100,8 +100,8 @@ class HuggingFaceReader:
         if shape.tie_word_embeddings and HEAD in extra and self._is_like_the_embedding(HEAD):
             extra.remove(HEAD)  # whether it is the same, each rank sees with what it reads
         if missing or extra:
-            parts = [f"lacks {_listed(missing)}"] if missing else []
-            parts += [f"has {_listed(extra)}, which the model has not"] if extra else []
+            parts = [f"lacks {listed(missing)}"] if missing else []
+            parts += [f"has {listed(extra)}, which the model has not"] if extra else []
             raise CheckpointError(
                 f"{self._folder} {' and '.join(parts)}; is its config.json that of these weights?"
             )
@@ -126,10 +126,6 @@ class HuggingFaceReader:
             return False
         one, other = self._where[name].header[name], self._where[theirs].header[theirs]
         return (one.shape, one.dtype) == (other.shape, other.dtype)
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def import_checkpoint(folder: Path, shape: ModelShape, run_folder: Path) -> Path:

@@ -20,7 +20,7 @@ from megalite.checkpoint.megatron_names import (
     rank_shape,
 )
 from megalite.checkpoint.regions import slices
-from megalite.errors import CheckpointError
+from megalite.errors import CheckpointError, listed
 from megalite.topology.parameters import EMBEDDING, HEAD, ModelShape, model_parameters
 from megalite.topology.sharding import Box
 
@@ -268,9 +268,8 @@ def _check_tensors(
     """Raise CheckpointError unless the files hold exactly the model's tensors, cut as they are to be."""
     expected = {parameter.name: parameter for parameter in model_parameters(shape)}
     if missing := [name for name in expected if name not in places]:
-        listed = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
         raise CheckpointError(
-            f"{folder.path} lacks what is here {listed}; are its args those of these weights?"
+            f"{folder.path} lacks what is here {listed(missing)}; are its args those of these weights?"
         )
     for name, (size, kind) in found.items():
         place = places[name]

@@ -25,7 +25,7 @@ from megalite.checkpoint.universal_folder import (
     WEIGHTS,
     ZERO,
 )
-from megalite.errors import CheckpointError
+from megalite.errors import CheckpointError, listed
 from megalite.topology.parameters import EMBEDDING, HEAD, ModelShape, canonical_tensors
 
 _WRAPPER = "module."
@@ -180,13 +180,13 @@ class UniversalReader:
     def read(self, kind: str, name: str) -> Tensor:
         """All of a canonical tensor: of the weights, or of a moment."""
         tensor = self._tensors[name]
-        values = self._theirs(tensor.name, kind).reshape(tensor.shape)
+        values = self._theirs(tensor.name, kind, checked=True).reshape(tensor.shape)
         values = values.t() if tensor.transposed else values
         first = sum(self._shapes[part][0] for part in tensor.parts[: tensor.parts.index(name)])
         return values[first : first + self._shapes[name][0]]
 
-    def _theirs(self, name: str, kind: str) -> Tensor:
-        return self.folder.tensor(self._prefix + name, WEIGHTS if kind == WEIGHT else kind, checked=True)
+    def _theirs(self, name: str, kind: str, *, checked: bool = False) -> Tensor:
+        return self.folder.tensor(self._prefix + name, WEIGHTS if kind == WEIGHT else kind, checked=checked)
 
     def _check(self) -> None:
         expected = {tensor.name: tensor.shape for tensor in self._tensors.values()}
@@ -194,8 +194,8 @@ class UniversalReader:
         lacking = sorted(expected.keys() - found)
         extra = sorted(name for name in found - expected.keys() if not self._is_spare(name))
         if lacking or extra:
-            parts = [f"lacks {_listed(lacking)}"] if lacking else []
-            parts += [f"has {_listed(extra)}, which the model has not"] if extra else []
+            parts = [f"lacks {listed(lacking)}"] if lacking else []
+            parts += [f"has {listed(extra)}, which the model has not"] if extra else []
             raise CheckpointError(
                 f"{self.folder.path / ZERO} {' and '.join(parts)}; is it of the config.json's model, not split over"
                 " tensor-parallel ranks, without adapters?"
@@ -216,10 +216,6 @@ class UniversalReader:
                 self._theirs(HEAD, WEIGHTS), self._theirs(self._tensors[EMBEDDING].name, WEIGHTS)
             )
         return name.endswith(BUFFERS)
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def import_universal(folder: Path, shape: ModelShape, hf_config: Path, run_folder: Path) -> Path:

@@ -49,12 +49,16 @@ def run_import(options: argparse.Namespace) -> int:
         raise CheckpointError(
             f"{options.folder} is no folder; name one here, or org/name of the Hugging Face Hub"
         )
-    if (universal := find_universal(folder)) is not None:
-        return _import_universal(universal, options)
-    if is_megatron_folder(folder):
-        return _import_megatron(folder, options)
-    if options.vocab_size is not None:
+    universal = find_universal(folder)
+    megatron = universal is None and is_megatron_folder(folder)
+    if megatron and options.hf_config is not None:
+        raise CheckpointError(f"--hf-config is not for Megatron-LM checkpoints, whose args say it: {folder}")
+    if not megatron and options.vocab_size is not None:
         raise CheckpointError(f"--vocab-size is for Megatron-LM checkpoints, and {options.folder} is none")
+    if universal is not None:
+        return _import_universal(universal, options)
+    if megatron:
+        return _import_megatron(folder, options)
     if (folder / MANIFEST).is_file() or find_latest(folder / "checkpoints") is not None:
         raise CheckpointError(
             f"{options.folder} is a checkpoint of megalite already; train or generate from it"

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import IO
 
 import pytest
 import torch
@@ -285,6 +286,27 @@ def test_without_adamws_state_nothing_is_written(tmp_path: Path) -> None:
         ):
             export_universal(checkpoint, tmp_path / "left")
     assert not (tmp_path / "left").exists()
+
+
+def test_a_full_disk_is_one_error_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stops(content: object, file: IO[bytes]) -> None:
+        """As torch does where its zip writer cannot go on."""
+        file.write(b"PK")
+        raise RuntimeError("unexpected pos 704 vs 598")
+
+    checkpoint = saved(tmp_path / "run", tiny_shape(layers=1))
+    monkeypatch.setattr("megalite.checkpoint.universal.torch.save", stops)
+    with pytest.raises(CheckpointError, match=r"cannot be written .*unexpected pos.*free space"):
+        export_universal(checkpoint, tmp_path / "left")
+    assert [each.name for each in tmp_path.iterdir()] == ["run"]
+
+
+def test_an_option_of_another_kind_of_folder_is_refused(tmp_path: Path, left: Path) -> None:
+    with pytest.raises(CheckpointError, match="--vocab-size is for Megatron-LM"):
+        convert.run(["import", str(left), str(tmp_path / "run"), "--vocab-size", "5"])
+    (tmp_path / "iter_0000001").mkdir()
+    with pytest.raises(CheckpointError, match="--hf-config is not for Megatron-LM"):
+        convert.run(["import", str(tmp_path), str(tmp_path / "run"), "--hf-config", str(left)])
 
 
 def test_an_earlier_one_is_replaced_and_nothing_else(tmp_path: Path) -> None:
