@@ -4,6 +4,7 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from tests.support.ptx import parse
@@ -12,6 +13,7 @@ from tests.support.ptx.instructions import known
 from tests.support.ptx.machine import Launch, Machine, layout, parameter_places
 from tests.support.ptx.memory import Fault, Global
 
+_DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 _TOGETHER = 8192  # threads that are interpreted at once
 _INVALID_VALUE, _LAUNCH_FAILURE = 1, 719  # numbers of the runtime's errors
 _Triple = ctypes.POINTER(ctypes.c_uint)
@@ -19,6 +21,16 @@ _LAUNCH = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.c_char_p, _Triple, _Triple, ctypes.c_size_t, ctypes.POINTER(ctypes.c_void_p)
 )
 _FITS = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_uint, ctypes.c_size_t, ctypes.c_size_t)
+
+
+def _passed(argument: object) -> object:
+    if isinstance(argument, Tensor):
+        return ctypes.c_void_p(argument.data_ptr())
+    if isinstance(argument, torch.dtype):
+        return ctypes.c_int(_DTYPES[argument])
+    if isinstance(argument, int | float):
+        return ctypes.c_int64(argument) if isinstance(argument, int) else ctypes.c_double(argument)
+    return argument
 
 
 def unknown_forms(kernel: parse.Kernel) -> set[str]:
@@ -51,19 +63,22 @@ class Device:
         self._library = ctypes.CDLL(str(library))
         self._callbacks = _LAUNCH(self._launch), _FITS(self._fits)
         self._kernels: dict[str, parse.Kernel] = {}
-        self._memory = Global([])
+        self._allocations: list[tuple[int, int]] = []
         self._failed: Exception | None = None
 
-    def call(self, function: str, arguments: Sequence[object], tensors: Sequence[Tensor | None]) -> int:
-        """What the C function returns. arguments: ctypes values; tensors: all that its kernels may touch."""
-        allocations = {
-            (each.untyped_storage().data_ptr(), each.untyped_storage().nbytes()) for each in tensors if each is not None
-        }
-        self._allocations = sorted(allocations)
+    def call(self, function: str, *arguments: object, touched: Sequence[Tensor] = ()) -> int:
+        """What the C function returns, called on a stream of this device.
+
+        Tensors are passed as their addresses, None as a null, int as int64_t, float as double and torch.dtype as the
+        library's number of it. Kernels may touch the tensors among the arguments and those `touched`.
+        """
+        tensors = [*touched, *(each for each in arguments if isinstance(each, Tensor))]
+        storages = (each.untyped_storage() for each in tensors)
+        self._allocations = sorted({(each.data_ptr(), each.nbytes()) for each in storages})
         self._failed = None
         self._library.megalite_ptx_runtime(*self._callbacks)
         self._library.megalite_ptx_chip(self.capability)
-        error = getattr(self._library, function)(*arguments)
+        error = getattr(self._library, function)(*map(_passed, arguments), None)
         if self._failed is not None:
             raise self._failed
         return error

@@ -211,8 +211,8 @@ class _Body:
         self.kernel = kernel
 
     def read(self, body: str, line: int) -> None:
-        at = 0
-        while body[at:].strip():
+        at, counted, body = 0, 0, body.rstrip()
+        while at < len(body):
             match = _STATEMENT.match(body, at)
             if match is None:
                 raise PtxError(f"no statement that is known: {body[at:].strip()[:100]!r}")
@@ -220,8 +220,9 @@ class _Body:
             if match["label"]:
                 self.kernel.labels[match["label"]] = len(self.kernel.code)
             elif match["statement"]:
-                begin = line + body.count("\n", 0, match.start("statement"))
-                self._statement(" ".join(match["statement"].split()), begin)
+                line += body.count("\n", counted, match.start("statement"))
+                counted = match.start("statement")
+                self._statement(" ".join(match["statement"].split()), line)
 
     def _statement(self, text: str, line: int) -> None:
         if text.startswith(".reg "):
