@@ -5,6 +5,7 @@ memory. The Hopper forward (wgmma, TMA, mbarriers) is not interpreted: test_ptx_
 """
 
 import ctypes
+import re
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from tests.support.kernels import assert_no_worse
 from tests.support.parity import FLOAT32_RTOL, assert_close
 from tests.support.ptx.build import WHY_NOT
 from tests.support.ptx.device import Device
+from tests.support.ptx.memory import Fault
 
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 DROPPING = Packed((30,), (30,), heads=1, mask=counted_mask(1, 1))
@@ -130,3 +132,32 @@ def test_a_chip_of_99_kib_computes_gradients_of_dropped_attention() -> None:
     plain = gradients(packed, inputs, *grads)
     for name, *each in zip(("query", "key", "value"), found, plain, exact, strict=True):
         assert_no_worse(*each, what=f"gradient of {name}")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "by"),
+    [
+        (r"(cvt\.rn\.bf16x2\.f32 %\w+), (%\w+), (%\w+);", r"\1, \3, \2;"),
+        (r"\.x4\.trans\.shared", ".x4.shared"),
+        (r"(mma\.sync[^{]*\{[^}]*\}, \{%r\d+), (%r\d+), (%r\d+)", r"\1, \3, \2"),
+        (r"(mma\.sync.*\{)(%r\d+), (%r\d+)(\},)", r"\1\3, \2\4"),
+        (r"cp\.async\.wait_all;", ""),
+        (r"bar\.sync\s+0;", ""),
+        (r"(cp\.async\.cg[^;]*), 16, %r\d+;", r"\1, 16, 16;"),
+        (r"st\.global\.v4\.b32[^;]*;", ""),
+    ],
+    ids=["packing", "transposition", "left operand", "right operand", "wait", "barrier", "zeroed rows", "store"],
+)
+def test_broken_assembly_is_seen(pattern: str, by: str) -> None:
+    packed = CASES["documents"]
+    inputs = [each.detach() for each in packed.inputs(torch.bfloat16)]
+
+    def broken(text: str) -> str:
+        made, found = re.subn(pattern, by, text)
+        assert found, f"the PTX has no {pattern}"
+        return made
+
+    with pytest.raises((Fault, AssertionError)):
+        output, _ = forward(packed, inputs, broken=broken)
+        exact = attention(packed, *(each.double() for each in inputs))[0]
+        assert_no_worse(output, attention(packed, *inputs)[0], exact, what="output")
