@@ -90,7 +90,7 @@ def train_on_rank(job: Job) -> RankResult:
     for step in range(job.steps):
         batch = local_batch(job, mesh, step)
         with optimizer.accumulating():
-            result.losses.append(parts.pipeline.forward_backward(batch, optimizer.loss_scale))
+            result.losses.append(parts.pipeline.forward_backward(batch, optimizer.loss_scale).item())
             if step == 0:
                 gradients = parts.reduced or {name: _gradient(tensor) for name, tensor in tensors.items()}
                 result.gradients = shards_of(parameters, gradients, mesh, complete=job.zero_stage >= 2)
