@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -10,6 +10,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from megalite.data.transfer import BatchTransfer
 from megalite.model.options import PLAIN, Dropout, Kernels, ModelOptions, Recompute
 from megalite.model.stages import build_stage
 from megalite.model.transformer import Stage
@@ -56,6 +57,7 @@ class Job:
     documents: bool = False
     kernels: Kernels = "reference"
     chunked_loss: int = 0
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,7 @@ class Parts:
 
 def build(job: Job) -> Parts:
     """Everything of the job on this rank of the current process group, with its initial weights."""
-    mesh = ParallelMesh.over_world(job.layout, sequence_parallel=job.sequence_parallel)
+    mesh = ParallelMesh.over_world(job.layout, job.device, sequence_parallel=job.sequence_parallel)
     if job.compile:  # what earlier jobs of this process compiled counts against a limit
         torch._dynamo.reset()
     options = ModelOptions(
@@ -227,12 +229,11 @@ def global_batch(job: Job, step: int) -> StepBatch:
 def local_batch(job: Job, mesh: ParallelMesh, step: int) -> StepBatch:
     whole = global_batch(job, step)
     mine = slice(mesh.dp.rank * SEQUENCES // mesh.dp.size, (mesh.dp.rank + 1) * SEQUENCES // mesh.dp.size)
-    return rows_of(whole, mine)
+    return BatchTransfer(mesh.device).start(rows_of(whole, mine)).ready()
 
 
 def rows_of(batch: StepBatch, rows: slice) -> StepBatch:
-    tensors = {each.name: getattr(batch, each.name) for each in fields(batch)}
-    return StepBatch(**{name: tensor[rows] for name, tensor in tensors.items() if tensor is not None})
+    return batch.map(lambda tensor: tensor[rows])
 
 
 def _gradient(parameter: Tensor) -> Tensor:
@@ -252,7 +253,7 @@ def shards_of(
     for parameter in parameters:
         row = 0
         for part, box in parameter.spec.boxes(mesh.tp.rank, mesh.tp.size):
-            values = tensors[parameter.name].detach()[row : row + box.shape[0]].clone()
+            values = tensors[parameter.name].detach()[row : row + box.shape[0]].cpu().clone()
             in_parts = partial_over_tp(parameter, part, mesh)
             # Under ZeRO 2 and 3 they are added up in the backward, and all but the first holder of a head has zeros.
             if complete:
