@@ -8,11 +8,14 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from megalite.data.transfer import BatchTransfer
 from megalite.model.options import PLAIN, Dropout, Kernels, ModelOptions, Recompute
 from megalite.model.stages import build_stage
 from megalite.model.transformer import Stage
+from megalite.parallel.device import local_device
 from megalite.parallel.gradients import partial_over_tp
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.pipeline import PipelineRunner, PipelineShapes, StepBatch, pipeline_runner
@@ -116,7 +119,8 @@ class Parts:
 
 def build(job: Job) -> Parts:
     """Everything of the job on this rank of the current process group, with its initial weights."""
-    mesh = ParallelMesh.over_world(job.layout, sequence_parallel=job.sequence_parallel)
+    device = local_device(dist.get_rank(), dist.get_world_size())
+    mesh = ParallelMesh.over_world(job.layout, device, sequence_parallel=job.sequence_parallel)
     if job.compile:  # what earlier jobs of this process compiled counts against a limit
         torch._dynamo.reset()
     options = ModelOptions(
@@ -227,7 +231,7 @@ def global_batch(job: Job, step: int) -> StepBatch:
 def local_batch(job: Job, mesh: ParallelMesh, step: int) -> StepBatch:
     whole = global_batch(job, step)
     mine = slice(mesh.dp.rank * SEQUENCES // mesh.dp.size, (mesh.dp.rank + 1) * SEQUENCES // mesh.dp.size)
-    return rows_of(whole, mine)
+    return BatchTransfer(mesh.device).start(rows_of(whole, mine)).ready()
 
 
 def rows_of(batch: StepBatch, rows: slice) -> StepBatch:
@@ -252,7 +256,7 @@ def shards_of(
     for parameter in parameters:
         row = 0
         for part, box in parameter.spec.boxes(mesh.tp.rank, mesh.tp.size):
-            values = tensors[parameter.name].detach()[row : row + box.shape[0]].clone()
+            values = tensors[parameter.name].detach()[row : row + box.shape[0]].cpu().clone()
             in_parts = partial_over_tp(parameter, part, mesh)
             # Under ZeRO 2 and 3 they are added up in the backward, and all but the first holder of a head has zeros.
             if complete:
