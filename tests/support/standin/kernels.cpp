@@ -373,6 +373,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_local_scalar_dense", local_scalar);
   m.impl("record_stream", record_tensor_stream);
   m.impl("native_dropout", native_dropout);
+  // CPU and CUDA have kernels of these; a new device would be given torch's composition of other operators.
+  for (const char* name : {"silu_backward", "mish_backward", "native_layer_norm", "native_group_norm", "addr", "addr.out",
+                           "all.dims", "all.dims_out", "any.dims", "any.dims_out", "linalg__powsum", "_stack"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
