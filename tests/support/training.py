@@ -8,12 +8,14 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megalite.data.transfer import BatchTransfer
 from megalite.model.options import PLAIN, Dropout, Kernels, ModelOptions, Recompute
 from megalite.model.stages import build_stage
 from megalite.model.transformer import Stage
+from megalite.parallel.device import local_device
 from megalite.parallel.gradients import partial_over_tp
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.pipeline import PipelineRunner, PipelineShapes, StepBatch, pipeline_runner
@@ -57,7 +59,7 @@ class Job:
     documents: bool = False
     kernels: Kernels = "reference"
     chunked_loss: int = 0
-    device: str = "cpu"
+    device: str | None = None  # None: the accelerator of the rank if there is one, else the CPU
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,8 @@ class Parts:
 
 def build(job: Job) -> Parts:
     """Everything of the job on this rank of the current process group, with its initial weights."""
-    mesh = ParallelMesh.over_world(job.layout, job.device, sequence_parallel=job.sequence_parallel)
+    device = torch.device(job.device) if job.device else local_device(dist.get_rank(), dist.get_world_size())
+    mesh = ParallelMesh.over_world(job.layout, device, sequence_parallel=job.sequence_parallel)
     if job.compile:  # what earlier jobs of this process compiled counts against a limit
         torch._dynamo.reset()
     options = ModelOptions(
