@@ -75,18 +75,30 @@ int threads() { return std::span<int>{}.empty() ? omp_get_max_threads() : 0; }
 
 
 @dataclass(frozen=True)
+class Torch:
+    """The torch in the environment that builds. folder: None where none serves, `why` says for what reason.
+
+    cuda, hip: the versions of CUDA or ROCm that it is built for, empty where it is for neither.
+    """
+
+    folder: Path | None
+    version: str = ""
+    cuda: str = ""
+    hip: str = ""
+    why: str = ""
+
+
+@dataclass(frozen=True)
 class Tools:
     """What is here to build with; without `cxx` or `cuda` it must do without, `why` says for what reason.
 
-    cuda_wanted: MEGALITE_CUDA. torch_cuda: the CUDA version of torch, empty where it is built without.
+    cuda_wanted: MEGALITE_CUDA.
     """
 
     cxx: str
     cxx_version: str
     march: str
-    torch: Path | None
-    torch_version: str
-    torch_cuda: str
+    torch: Torch
     cuda: Toolkit | None
     cuda_wanted: str
     why: dict[str, str]
@@ -101,8 +113,8 @@ class Tools:
         if self.cuda.host != self.cxx:
             said += f" with {Path(self.cuda.host).name or 'its own host compiler'}"
         major = numbers(self.cuda.version)[0]
-        if self.torch_cuda and major > numbers(self.torch_cuda)[0]:
-            said += f"; needs a driver for CUDA {major}.0, torch only for {self.torch_cuda}"
+        if self.torch.cuda and major > numbers(self.torch.cuda)[0]:
+            said += f"; needs a driver for CUDA {major}.0, torch one for {numbers(self.torch.cuda)[0]}.0"
         return f"{said})"
 
 
@@ -110,13 +122,13 @@ def find_tools(environ: dict[str, str]) -> Tools:
     why: dict[str, str] = {}
     cxx = environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or ""
     march = find_level(environ)
-    torch, torch_version, torch_cuda = find_torch()
+    torch = find_torch()
     if platform.system() != "Linux":
         why["all"] = f"{platform.system()} is not supported"
     elif not cxx:
         why["all"] = "no C++ compiler (g++, c++ or CXX)"
-    elif torch is None:
-        why["all"] = torch_version
+    elif torch.folder is None:
+        why["all"] = torch.why
     elif complaint := try_compiler(cxx, march):
         why["all"] = f"{cxx} cannot compile C++20 with OpenMP: {complaint}"
     wanted = environ.get("MEGALITE_CUDA", "auto")
@@ -125,9 +137,11 @@ def find_tools(environ: dict[str, str]) -> Tools:
     cuda = None
     if wanted == "0":
         why["CUDA"] = "MEGALITE_CUDA=0"
+    elif torch.hip:
+        why["CUDA"] = f"torch is built for ROCm {torch.hip}, whose GPUs run no CUDA kernels"
     elif "all" not in why:
         try:
-            cuda = find_toolkit(environ, cxx, torch_cuda)
+            cuda = find_toolkit(environ, cxx, torch.cuda)
         except NoCudaError as error:
             why["CUDA"] = str(error)
         except ValueError as error:
@@ -135,7 +149,7 @@ def find_tools(environ: dict[str, str]) -> Tools:
     if wanted == "1" and (complaint := why.get("all") or why.get("CUDA")):
         raise SetupError(f"MEGALITE_CUDA=1, but: {complaint}; {NO_CUDA}")
     version = compiler_version(cxx) if "all" not in why else ""
-    return Tools(cxx, version, march, torch, torch_version, torch_cuda, cuda, wanted, why)
+    return Tools(cxx, version, march, torch, cuda, wanted, why)
 
 
 def find_level(environ: dict[str, str]) -> str:
@@ -153,25 +167,22 @@ def cpu_flags() -> set[str]:
     return next((set(line.partition(":")[2].split()) for line in lines if line.startswith("flags")), set())
 
 
-def find_torch() -> tuple[Path | None, str, str]:
-    """Torch's folder, version and CUDA version without importing it; without it, why not."""
+def find_torch() -> Torch:
+    """Read off torch's files, without importing it."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         said = "torch is not in the environment that builds; with torch installed: "
-        return None, f"{said}pip install --no-build-isolation megalite's folder", ""
+        return Torch(None, why=f"{said}pip install --no-build-isolation megalite's folder")
     folder = Path(spec.origin).parent
     text = (folder / "version.py").read_text()
-    version = re.search(r"__version__ = '([^']+)'", text)
-    if version is None or not (folder / "include/torch/csrc/stable/library.h").exists():
-        return (
-            None,
-            f"the torch in {folder} has no headers of the stable ABI; install torch {STABLE_ABI} or newer",
-            "",
-        )
-    if numbers(version[1]) < numbers(STABLE_ABI):
-        return None, f"torch {version[1]} is older than {STABLE_ABI}; install torch {STABLE_ABI} or newer", ""
-    cuda = re.search(r"^cuda\b[^=\n]*= '([^']+)'", text, re.MULTILINE)
-    return folder, version[1], cuda[1] if cuda else ""
+    said = {name: found for name, found in re.findall(r"^(\w+)\b[^=\n]*= '([^']+)'", text, re.MULTILINE)}
+    version = said.get("__version__", "")
+    remedy = f"install torch {STABLE_ABI} or newer"
+    if not version or not (folder / "include/torch/csrc/stable/library.h").exists():
+        return Torch(None, why=f"the torch in {folder} has no headers of the stable ABI; {remedy}")
+    if numbers(version) < numbers(STABLE_ABI):
+        return Torch(None, why=f"torch {version} is older than {STABLE_ABI}; {remedy}")
+    return Torch(folder, version, said.get("cuda", ""), said.get("hip", ""))
 
 
 def try_compiler(cxx: str, march: str) -> str:
@@ -264,13 +275,17 @@ def objects_of(tools: Tools) -> list[Object]:
     if tools.march == "x86-64-v4":
         march.append("-mprefer-vector-width=512")  # else compilers stop at 256, for processors that slow down
     numeric_abi = sum(number << shift for number, shift in zip(numbers(STABLE_ABI), (56, 48), strict=True))
-    torch_headers = ["-isystem", f"{tools.torch}/include", f"-DTORCH_TARGET_VERSION={numeric_abi:#018x}"]
+    torch_headers = [
+        "-isystem",
+        f"{tools.torch.folder}/include",
+        f"-DTORCH_TARGET_VERSION={numeric_abi:#018x}",
+    ]
     cuda = ["-DMEGALITE_CUDA"] if tools.cuda else []
     commands = {
         "cpu": [tools.cxx, *host, *march, "-fopenmp", *MATH],
         "bind": [tools.cxx, *host, *torch_headers, *cuda],
     }
-    versions = {"cpu": tools.cxx_version, "bind": f"{tools.cxx_version}, torch {tools.torch_version}"}
+    versions = {"cpu": tools.cxx_version, "bind": f"{tools.cxx_version}, torch {tools.torch.version}"}
     return kernel_objects(tools.cuda) + [
         Object(source.relative_to(CSRC), OBJECTS / folder / f"{source.stem}.o", command, versions[folder])
         for folder, command in commands.items()
@@ -301,7 +316,7 @@ def kernel_objects(cuda: Toolkit | None) -> list[Object]:
 
 def link(tools: Tools, objects: list[Object], library: Path) -> None:
     """The C++ compiler links, whatever nvcc's host compiler is: the newest of both has all of the C++ library."""
-    torch = ["-Wl,--no-as-needed", f"-L{tools.torch}/lib", "-ltorch", "-ltorch_cpu"]
+    torch = ["-Wl,--no-as-needed", f"-L{tools.torch.folder}/lib", "-ltorch", "-ltorch_cpu"]
     partial = library.with_suffix(f".{os.getpid()}.so")
     command = [tools.cxx, "-shared", "-fopenmp", *(str(each.path) for each in objects), *torch]
     command += [*(tools.cuda.libraries if tools.cuda else ["-ldl"]), "-o", str(partial)]
@@ -360,7 +375,7 @@ def build(tools: Tools, folder: Path) -> str:
         tools, objects, made = compile_all(tools)
         link(tools, objects, library)
         content |= {
-            "torch": tools.torch_version,
+            "torch": tools.torch.version,
             "stable_abi": STABLE_ABI,
             "machine": platform.machine(),
             "cpu": tools.march,

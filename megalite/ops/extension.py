@@ -143,7 +143,7 @@ def runs_on_chip(
     of_driver = f"this driver is for CUDA {driver[0]}.{driver[1]}"
     if driver[0] < nvcc[0]:
         return (
-            f"the library's CUDA {nvcc[0]}.{nvcc[1]} runtime needs a driver for CUDA {nvcc[0]}.0 or newer, {of_driver}; "
+            f"its CUDA {nvcc[0]}.{nvcc[1]} runtime needs a driver for CUDA {nvcc[0]}.0 or newer, {of_driver}; "
             f"update the driver, or set CUDA_HOME to a toolkit of CUDA {driver[0]} and {REBUILD}"
         )
     if any(_runs_on(arch, capability) for arch in record.archs):
@@ -154,15 +154,13 @@ def runs_on_chip(
         if driver >= nvcc:
             return ""
         return (
-            f"the library has PTX for this chip, {chip}, and no machine code, and the PTX of nvcc {nvcc[0]}.{nvcc[1]} "
-            f"needs a driver for CUDA {nvcc[0]}.{nvcc[1]} or newer, {of_driver}; update the driver, or {remedy}"
+            f"it has no machine code for chip {chip}, and its PTX, of nvcc {nvcc[0]}.{nvcc[1]}, needs a driver for "
+            f"CUDA {nvcc[0]}.{nvcc[1]} or newer, {of_driver}; update the driver, or {remedy}"
         )
     kinds = [*record.archs, *(f"{ptx} and newer" for ptx in record.ptx)]
-    return f"its CUDA kernels are for chips {', '.join(kinds)}, this one is {chip}; " + (
-        remedy
-        if capability >= OLDEST_CHIP
-        else f"the oldest that there are kernels for is {OLDEST_CHIP[0]}.{OLDEST_CHIP[1]}"
-    )
+    if capability < OLDEST_CHIP:
+        remedy = f"there are none for chips older than {OLDEST_CHIP[0]}.{OLDEST_CHIP[1]}"
+    return f"its CUDA kernels are for chips {', '.join(kinds)}, this one is {chip}; {remedy}"
 
 
 def driver_cuda_version() -> tuple[int, int] | None:
