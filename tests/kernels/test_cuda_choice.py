@@ -3,6 +3,7 @@
 Every nvcc here is a script that answers as one of some version does; two tests ask the real one.
 """
 
+import ctypes
 import os
 import shutil
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 
 import setup_cuda
 from setup_cuda import NoCudaError, choose_archs, find_toolkit, parse_archs
+from tests.support.emulated_cuda import EMULATOR, SOURCES, _source
 
 HAS_COMPILER, HAS_NVCC = (any(map(shutil.which, names)) for names in (("g++",), ("nvcc",)))
 WITHOUT_NVCC = "LOUD: nvcc is not in PATH, so it was not asked"
@@ -240,6 +242,19 @@ def test_the_real_nvcc_works_with_the_compiler_and_refuses_one_of_the_future(tmp
     archs = setup_cuda.arch_options(("8.0",), ("8.0",))
     assert setup_cuda.try_host(nvcc, cxx, archs, str(tmp_path)) == ""
     assert "-lcudart_static" in setup_cuda.runtime_libraries(nvcc, cxx, str(future), str(tmp_path))
+
+
+def test_without_code_of_its_own_the_hopper_kernel_is_not_taken(tmp_path: Path) -> None:
+    """On a 9.0 chip, as the emulator's is: its body is empty there, and would leave the output as it was."""
+    _source("attention_hopper_64", tmp_path, "")
+    (tmp_path / "asks.cpp").write_text(
+        '#include "cuda/attention_hopper.cuh"\nextern "C" int taken() { return ml::takes_hopper(); }\n'
+    )
+    folders = [f"-I{folder}" for folder in (EMULATOR, tmp_path, SOURCES)]
+    for define, taken in (("MEGALITE_WITH", 1), ("MEGALITE_WITHOUT_SM90A", 0)):
+        command = ["g++", "-std=c++20", "-shared", "-fPIC", f"-D{define}", *folders, "asks.cpp", "-o", define]
+        subprocess.run(command, cwd=tmp_path, check=True)
+        assert ctypes.CDLL(str(tmp_path / define)).taken() == taken, define
 
 
 def test_nothing_is_asked_of_torch() -> None:

@@ -338,13 +338,14 @@ bool make_map(
 inline bool takes_hopper() {
 #ifdef MEGALITE_WITHOUT_SM90A
   return false;
-#endif
+#else
   const char* without = std::getenv("MEGALITE_NO_HOPPER");
   int device = 0, major = 0, minor = 0;
   return (without == nullptr || std::string_view(without) != "1") && cudaGetDevice(&device) == cudaSuccess &&
          cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
          cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) == cudaSuccess && major == 9 &&
          minor == 0;
+#endif
 }
 
 // kUnsupported where another kernel is to do it: on another chip, if asked for, or where no map has such strides.
