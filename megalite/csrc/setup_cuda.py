@@ -29,6 +29,7 @@ HOSTS = ("g++", "g++-14", "g++-13", "g++-12", "g++-11", "clang++")
 LIMIT = 120
 """Seconds that a compiler has for an answer; a compiler on a network's disk may take half a minute."""
 SILENCE = f"no answer within {LIMIT} s"
+OTHER_HOME = "CUDA_HOME=/usr/local/cuda-12.8"
 NO_CUDA = "MEGALITE_CUDA=0 builds without CUDA kernels"
 PROBE = """#include <cuda_bf16.h>
 #include <span>
@@ -129,38 +130,25 @@ def find_toolkit(environ: Mapping[str, str], cxx: str, torch_cuda: str) -> Toolk
     """The nvcc, host compiler and chips to compile with, after a probe compiled and linked.
 
     cxx: the C++ compiler, which links. torch_cuda: the CUDA version of torch, empty where it is built without.
-    NoCudaError: nothing here works. ValueError: MEGALITE_ARCHS is wrong.
+    NoCudaError: nothing here works; the reason is that of the first nvcc. ValueError: MEGALITE_ARCHS is wrong.
     """
     wanted = parse_archs(environ.get("MEGALITE_ARCHS", "auto"))
-    nvcc, version = find_nvcc(environ, torch_cuda)
-    known = known_chips(nvcc)
-    codes, ptx = wanted or choose_archs(known, visible_chips())
-    if unknown := [code for code in (*codes, *ptx) if numbers(code) not in known]:
-        raise ValueError(
-            f"MEGALITE_ARCHS has '{unknown[0]}', which {nvcc} {version} does not know; it knows "
-            f"{', '.join(dotted(chip) for chip in sorted(known) if chip >= OLDEST_CHIP)}"
-        )
-    complaints: dict[str, str] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for host in host_compilers(environ, cxx):
-            complaint = try_host(nvcc, host, arch_options(codes, ptx), folder)
-            if not complaint:
-                libraries = runtime_libraries(nvcc, host, cxx, folder)
-                return Toolkit(nvcc, version, host, compiler_version(host), codes, ptx, libraries)
-            complaints[Path(host).name or "its own choice"] = complaint
-            if complaint == SILENCE:
-                break
-    first, *others = complaints
-    raise NoCudaError(
-        f"{nvcc} {version} does not work with {first}: {complaints[first]}"
-        + (f"; nor with {', '.join(others)}" if others else "")
-        + "; install a host compiler that this nvcc takes and name it (CUDAHOSTCXX=g++-12), or name another nvcc's "
-        "folder (CUDA_HOME=/usr/local/cuda-12.8)"
-    )
+    hosts = host_compilers(environ, cxx)
+    reasons: list[Exception] = []
+    for nvcc, version in find_compilers(environ, torch_cuda):
+        try:
+            known = known_chips(nvcc)
+            codes, ptx = wanted or choose_archs(known, visible_chips())
+            check_known((*codes, *ptx), known, f"{nvcc} {version}")
+            host, libraries = find_host(nvcc, version, hosts, cxx, arch_options(codes, ptx))
+            return Toolkit(nvcc, version, host, compiler_version(host), codes, ptx, libraries)
+        except (NoCudaError, ValueError) as error:
+            reasons.append(error)
+    raise reasons[0]
 
 
-def find_nvcc(environ: Mapping[str, str], torch_cuda: str) -> tuple[str, str]:
-    """Path and version of the nvcc in CUDA_HOME, else of the first that fits torch in PATH and /usr/local."""
+def find_compilers(environ: Mapping[str, str], torch_cuda: str) -> list[tuple[str, str]]:
+    """Path and version of the nvcc in CUDA_HOME, else of each in PATH and /usr/local, those that fit torch first."""
     home = environ.get("CUDA_HOME")
     candidates = [f"{home}/bin/nvcc"] if home else [shutil.which("nvcc") or "", *installed_compilers()]
     here = [nvcc for nvcc in dict.fromkeys(candidates) if nvcc and Path(nvcc).exists()]
@@ -179,9 +167,36 @@ def find_nvcc(environ: Mapping[str, str], torch_cuda: str) -> tuple[str, str]:
         else:
             found.append((nvcc, version[1]))
     if not found:
-        raise NoCudaError(complaints[0])
-    fitting = [each for each in found if not torch_cuda or numbers(each[1])[0] <= numbers(torch_cuda)[0]]
-    return (fitting or found)[0]
+        raise NoCudaError(f"{complaints[0]}; name another nvcc's folder ({OTHER_HOME})")
+    return sorted(found, key=lambda each: bool(torch_cuda) and numbers(each[1])[0] > numbers(torch_cuda)[0])
+
+
+def check_known(codes: tuple[str, ...], known: set[tuple[int, ...]], nvcc: str) -> None:
+    if unknown := [code for code in codes if numbers(code) not in known]:
+        chips = ", ".join(dotted(chip) for chip in sorted(known) if chip >= OLDEST_CHIP)
+        raise ValueError(f"MEGALITE_ARCHS has '{unknown[0]}', which {nvcc} does not know; it knows {chips}")
+
+
+def find_host(
+    nvcc: str, version: str, hosts: list[str], cxx: str, archs: list[str]
+) -> tuple[str, tuple[str, ...]]:
+    """The first host compiler that nvcc works with, and the linker's options for CUDA's runtime."""
+    complaints: dict[str, str] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for host in hosts:
+            complaint = try_host(nvcc, host, archs, folder)
+            if not complaint:
+                return host, runtime_libraries(nvcc, host, cxx, folder)
+            complaints[Path(host).name or "its own choice"] = complaint
+            if complaint == SILENCE:
+                break
+    first, *others = complaints
+    raise NoCudaError(
+        f"{nvcc} {version} does not work with {first}: {complaints[first]}"
+        + (f"; nor with {', '.join(others)}" if others else "")
+        + "; install a host compiler that this nvcc takes and name it (CUDAHOSTCXX=g++-12), or name another nvcc's "
+        f"folder ({OTHER_HOME})"
+    )
 
 
 def installed_compilers() -> list[str]:
@@ -309,6 +324,6 @@ def runtime_libraries(nvcc: str, host: str, cxx: str, folder: str) -> tuple[str,
     if complaint := ask(link, folder).complaint:
         raise NoCudaError(
             f"{cxx} cannot link what {nvcc} compiles: {complaint}; install this toolkit's static runtime "
-            "(libcudart_static.a), or name another nvcc's folder (CUDA_HOME=/usr/local/cuda-12.8)"
+            f"(libcudart_static.a), or name another nvcc's folder ({OTHER_HOME})"
         )
     return libraries

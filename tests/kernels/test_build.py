@@ -80,7 +80,7 @@ def test_every_operator_has_a_kernel_for_the_cpu_and_where_nvcc_is_for_cuda() ->
 @pytest.mark.skipif(not HAS_NVCC, reason=WITHOUT_NVCC)
 def test_the_kernels_are_compiled_for_the_chips_that_the_build_chose() -> None:
     built = extension.built()
-    nvcc, _ = setup_cuda.find_nvcc({}, torch.version.cuda or "")
+    [(nvcc, _), *_] = setup_cuda.find_compilers(os.environ, torch.version.cuda or "")
     chosen = setup_cuda.choose_archs(setup_cuda.known_chips(nvcc), setup_cuda.visible_chips())
     assert (built.archs, built.ptx) == chosen and built.nvcc, built.said
     sources = {f"cuda/{each.name}" for each in (extension.SOURCES / "cuda").glob("*.cu")}

@@ -166,6 +166,17 @@ def test_the_nvcc_is_one_that_needs_no_newer_driver_than_torch(bin: Path, tmp_pa
         find_toolkit({"CUDA_HOME": "/nowhere"}, cxx, "")
 
 
+def test_where_one_nvcc_does_not_work_another_may(bin: Path, tmp_path: Path) -> None:
+    cxx = shutil.which("g++") or ""
+    _nvcc(bin / "nvcc", "12.0.140", refused="*")
+    other = _nvcc(tmp_path / "toolkits" / "cuda-12.8" / "bin" / "nvcc", "12.8.93", OF_13_0)
+    assert find_toolkit({}, cxx, "12.8").nvcc == str(other)
+    with pytest.raises(NoCudaError, match=r"bin/nvcc 12.0.140 does not work"):
+        find_toolkit({"CUDA_HOME": str(tmp_path)}, cxx, "12.8")
+    _nvcc(bin / "nvcc", "12.0.140")
+    assert find_toolkit({"MEGALITE_ARCHS": "8.0;12.0"}, cxx, "12.8").nvcc == str(other)
+
+
 @pytest.mark.parametrize(
     ("codes", "visible", "chosen"),
     [
@@ -236,7 +247,7 @@ def test_chips_that_cannot_be_are_refused(bin: Path, archs: str, said: str) -> N
 def test_the_real_nvcc_works_with_the_compiler_and_refuses_one_of_the_future(tmp_path: Path) -> None:
     cxx = shutil.which("g++") or ""
     future = _script(tmp_path / "g++-99", f'#!/bin/sh\nexec {cxx} -U__GNUC__ -D__GNUC__=99 "$@"\n')
-    nvcc, _ = setup_cuda.find_nvcc({}, "")
+    [(nvcc, _), *_] = setup_cuda.find_compilers(os.environ, "")
     assert "unsupported GNU version" in setup_cuda.try_host(nvcc, str(future), [], str(tmp_path))
     # The compiler that links may be one that nvcc refuses.
     archs = setup_cuda.arch_options(("8.0",), ("8.0",))
