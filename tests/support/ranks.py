@@ -312,7 +312,7 @@ def _perform(message: bytes, rank: int) -> bytes:
         if task.device == "standin":
             from tests.support.standin import use_standin
 
-            use_standin()
+            use_standin().reset()
         _reset(rank, task)
         _join_group(rank, task)
         return pickle.dumps(Outcome(task.function(**task.arguments)))
