@@ -101,6 +101,10 @@ class RankPool:
 
     def __init__(self, device: str = "cpu") -> None:
         self._device = device
+        if device == "standin":
+            from tests.support.standin import build
+
+            build.library()  # here, since a compiler takes longer than a task may
         self._workers: list[Worker] = []
         self._calls = itertools.count()
         self._folder = Path(tempfile.mkdtemp(prefix="megalite-ranks-"))

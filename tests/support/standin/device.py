@@ -63,7 +63,9 @@ def _device_module(compiled: ModuleType) -> ModuleType:
     def get_device_properties(device: Any = None) -> SimpleNamespace:
         place = index(device)
         total = compiled.memory_info(place)[1]
-        return SimpleNamespace(name="stand-in", uuid=f"{NAME}-{place}", total_memory=total, multi_processor_count=1)
+        return SimpleNamespace(
+            name="stand-in", uuid=f"{NAME}-{place}", total_memory=total, multi_processor_count=1
+        )
 
     module.__dict__.update(
         is_available=lambda: True,
