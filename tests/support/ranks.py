@@ -101,6 +101,10 @@ class RankPool:
 
     def __init__(self, device: str = "cpu") -> None:
         self._device = device
+        if device == "standin":
+            from tests.support.standin import build
+
+            build.library()  # here, since a compiler takes longer than a task may
         self._workers: list[Worker] = []
         self._calls = itertools.count()
         self._folder = Path(tempfile.mkdtemp(prefix="megalite-ranks-"))
@@ -312,7 +316,7 @@ def _perform(message: bytes, rank: int) -> bytes:
         if task.device == "standin":
             from tests.support.standin import use_standin
 
-            use_standin()
+            use_standin().reset()
         _reset(rank, task)
         _join_group(rank, task)
         return pickle.dumps(Outcome(task.function(**task.arguments)))

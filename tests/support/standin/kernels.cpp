@@ -40,7 +40,7 @@ const std::unordered_set<std::string> kTakesScalars = {
     "aten::fill_",          "aten::masked_fill_",  "aten::masked_fill", "aten::where",         "aten::_foreach_mul",
     "aten::_foreach_mul_",  "aten::_foreach_add",  "aten::_foreach_add_", "aten::_foreach_div", "aten::_foreach_div_",
     "aten::_fused_adamw_",  "aten::_fused_adam_",  "aten::_fused_sgd_", "aten::index_fill_",   "aten::lerp_",
-    "aten::masked_scatter", "aten::_fused_adagrad_"};
+    "aten::masked_scatter", "aten::index_put_",    "aten::index_put",   "aten::_index_put_impl_"};
 
 // ------------------------------------------------------------------------------------------ the same memory, twice
 
@@ -233,7 +233,8 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 
 c10::Device wanted_device(std::optional<c10::Device> device) {
   if (device && device->has_index()) {
-    TORCH_CHECK(device->index() < device_count(), "standin: invalid device ordinal ", device->index());
+    TORCH_CHECK(device->index() < device_count(), "standin: invalid device ordinal ",
+                static_cast<int>(device->index()));
     return *device;
   }
   return {kType, static_cast<c10::DeviceIndex>(current_device())};

@@ -24,6 +24,15 @@ void watch(const py::object& watcher) {
   set_watcher(watcher.is_none() ? nullptr : &call_watcher);
 }
 
+// As a new process has it, for the calling thread: nothing waits, device 0, its default stream.
+void reset() {
+  for (int device = 0; device < kMaxDevices; ++device) {
+    drain_device(device);
+    exchange_stream(device, 0);
+  }
+  exchange_device(0);
+}
+
 py::dict stats(int device) {
   const MemoryStats now = memory_stats(device);
   py::dict result;
@@ -41,6 +50,7 @@ PYBIND11_MODULE(_standin, m) {
   m.def("device_count", &standin::device_count);
   m.def("set_device_count", &standin::set_device_count);
   m.def("default_generator", &standin::default_generator, py::return_value_policy::copy);
+  m.def("reset", &standin::reset);
   m.def("watch", &standin::watch);
   m.def("waiting_copies", &standin::waiting_copies);
   m.def("memory_stats", &standin::stats);
