@@ -20,13 +20,13 @@ from megalite.model.options import PLAIN, ModelOptions, RecomputeMode
 from megalite.model.recompute import recomputed
 from megalite.model.rope import LayerRotations, Rotation
 from megalite.ops.attention import (
-    Documents,
     causal_attention,
     document_spans,
     document_starts,
     documents_seen,
     fused_pays,
 )
+from megalite.ops.documents import Documents, starts_of_rows
 from megalite.ops.dropout import CountedMask, Mask, dropout
 from megalite.ops.softcap import soft_capped
 from megalite.parallel.collectives import column_input, gather_last_dim
@@ -252,15 +252,17 @@ class Chunk(nn.Module):
         loss_mask: Tensor,
         samples: Tensor,
         document_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
         each_token: bool = False,
     ) -> Tensor:
         """One micro batch; position_ids, labels and loss_mask are [B, S] on every stage, samples [B].
 
         document_ids: [B, S], ascending in a row; given, a token attends to those of its own document only.
+        cu_seqlens: the same documents as of StepBatch, without which an accelerator has the host wait for the ids.
         each_token: the last chunk returns the losses [B, S] themselves.
         """
         places = Places(samples, position_ids.shape[1]) if self.training else None
-        documents = None if document_ids is None else self._documents(document_ids)
+        documents = None if document_ids is None else self._documents(document_ids, cu_seqlens)
         hidden_states = self.decode(inputs, position_ids, places, documents=documents)
         if not self.is_last:
             return hidden_states
@@ -291,13 +293,15 @@ class Chunk(nn.Module):
             stream = layer(stream, rotation, places, cache, documents)
         return closed(stream)
 
-    def _documents(self, document_ids: Tensor) -> Documents:
-        """Once a micro batch, for all layers. Compiled code and probabilities written out want one shape; on a GPU
-        spans would have the host wait for the ids, and starts do: they spare the probabilities that drop some."""
-        drops = self.training and self.drops_attention
-        if self.fused_attention and not self.compiled and (drops or not document_ids.is_cuda):
+    def _documents(self, document_ids: Tensor, cu_seqlens: Tensor | None) -> Documents:
+        """Once a micro batch, for all layers. Compiled code and probabilities written out want one shape."""
+        if document_ids.device.type != "cpu" and not self.compiled:
+            if cu_seqlens is None:
+                return document_starts(document_ids)
+            return starts_of_rows(cu_seqlens, document_ids.shape[1])
+        if self.fused_attention and not self.compiled:
             return document_starts(document_ids)
-        if self.compiled or drops or document_ids.is_cuda:
+        if self.compiled or (self.training and self.drops_attention):
             return documents_seen(document_ids)
         return document_spans(document_ids)
 
