@@ -135,20 +135,23 @@ def _cudnn(query: Tensor, key: Tensor, value: Tensor, **how: Any) -> Tensor:
 # -------------------------------------------------------------------------- flash attention over variable lengths
 
 
-def _why_not_flash(query: Tensor, name: str, oldest: tuple[int, int] = (8, 0)) -> str:
-    """The limits that all flash kernels share; `oldest`: compute capability of an NVIDIA card."""
+def _why_not_flash(query: Tensor, name: str) -> str:
+    """The limits that all flash kernels share."""
     if query.dtype not in LOW_PRECISION:
         return f"{name} is for bfloat16 and float16, not {str(query.dtype).removeprefix('torch.')}"
     if query.shape[-1] % 8 or query.shape[-1] > _LARGEST_HEAD:
         return f"{name} is for heads of a multiple of 8 up to {_LARGEST_HEAD} elements, not {query.shape[-1]}"
-    if query.device.type != "cuda":
-        return ""
     if torch.version.hip:
         return f"{name} was not tried with ROCm"
-    chip = torch.cuda.get_device_capability(query.device)
-    if chip < oldest:
-        return f"{name} is for chips {oldest[0]}.{oldest[1]} and later, this one is {chip[0]}.{chip[1]}"
-    return ""
+    chip = _chip(query.device)
+    return (
+        f"{name} is for chips 8.0 and later, this one is {chip[0]}.{chip[1]}" if chip and chip[0] < 8 else ""
+    )
+
+
+def _chip(device: torch.device) -> tuple[int, int] | None:
+    """The compute capability of an NVIDIA card."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
 @cache
@@ -206,27 +209,33 @@ def _row_starts(rows: int, length: int, device: torch.device) -> Tensor:
     return torch.arange(rows + 1, dtype=torch.int32, device=device).mul_(length)
 
 
-def _newer_flash(name: Literal["FA3", "FA4"], package: str, oldest: tuple[int, int]) -> Backend:
-    """torch's variable-length attention on the kernels of an installed package, which serve the whole process then."""
+# What was activated here, and not by the user's own script.
+_activated: list[str] = []
+
+
+def _newer_flash(name: Literal["FA3", "FA4"], package: str, generations: tuple[int, ...]) -> Backend:
+    """torch's variable-length attention on the kernels of an installed package, which then serve the whole process."""
 
     def why_not(query: Tensor, key: Tensor, asked: Asked) -> str:
-        return (
-            _why_not_installed(package)
-            or _why_not_varlen(query, key, asked)
-            or _why_not_flash(query, name, oldest)
-        )
+        chip = _chip(query.device)
+        if chip and chip[0] not in generations:
+            wanted = " and ".join(f"{each}.x" for each in generations)
+            return f"{name} is for chips {wanted}, this one is {chip[0]}.{chip[1]}"
+        return _why_not_installed(package) or _why_not_varlen(query, key, asked)
 
     def attend(query: Tensor, key: Tensor, value: Tensor, **how: Any) -> Tensor:
         if current_flash_attention_impl() != name:
             activate_flash_attention_impl(name)
+            _activated[:] = [name]
         return _varlen(query, key, value, **how)
 
-    return Backend(name.lower(), why_not, attend)
+    return Backend(name, why_not, attend)
 
 
 def _own_varlen(query: Tensor, key: Tensor, value: Tensor, **how: Any) -> Tensor:
-    if current_flash_attention_impl() is not None:
+    if _activated and current_flash_attention_impl() in _activated:
         restore_flash_attention_impl()
+        _activated.clear()
     return _varlen(query, key, value, **how)
 
 
@@ -295,7 +304,7 @@ BACKENDS = (
 # What may be faster on a card, or serve what torch's kernels do not; used where it is preferred by name.
 CANDIDATES = (
     Backend("flash_attn", _why_not_flash_attn, _flash_attn),
-    _newer_flash("FA3", "flash_attn_interface", (9, 0)),
-    _newer_flash("FA4", "flash_attn.cute.interface", (9, 0)),
+    _newer_flash("FA3", "flash_attn_interface", (9,)),
+    _newer_flash("FA4", "flash_attn.cute.interface", (9, 10)),
     Backend("cudnn", _why_not_cudnn, _cudnn),
 )
