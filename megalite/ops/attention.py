@@ -153,17 +153,17 @@ def fused_pays(
     documents: Documents | None,
     mask: Mask | CountedMask | None = None,
 ) -> bool:
-    """Whether the compiled operator is the faster one: benchmarks/kernels_attention.py, on a CPU. On a GPU neither
-    was measured.
+    """Whether the compiled operator is the faster one on a CPU: benchmarks/kernels_attention.py. An accelerator has its
+    own measurement (ops/trust.py), without which nobody asks.
 
-    There it is 4 times as fast as torch with the mask of a window, 1.4 times with documents. Where a token sees all
+    On a CPU it is 4 times as fast as torch with the mask of a window, 1.4 times with documents. Where a token sees all
     earlier ones it is 1.3 times as fast in float32 compiled for AVX-512, and slower for AVX2; with a cache neither was
     measured. Where probabilities are dropped torch has no fused form at all: it is 3.7 times as fast.
     """
     if mask is not None:
         return True
     if query.device.type != "cpu":
-        return False
+        return True  # there only what was measured to be the faster one is asked for
     if window is not None or isinstance(documents, Starts):
         return True
     causal = documents is None and query.shape[1] == key.shape[1]

@@ -4,15 +4,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import torch
 from torch import Tensor
 
-from megalite.model.options import PLAIN, Dropout, Kernels, ModelOptions, Recompute
+from megalite.model.options import PLAIN, Dropout, ModelOptions, Recompute
 from megalite.model.stages import build_stage
 from megalite.model.transformer import Stage
+from megalite.ops.operators import ALL_COMPILED, PLAIN_TORCH, Operators
 from megalite.parallel.gradients import partial_over_tp
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.pipeline import PipelineRunner, PipelineShapes, StepBatch, pipeline_runner
@@ -54,8 +55,12 @@ class Job:
     recompute: Recompute = PLAIN.recompute
     compile: bool = False
     documents: bool = False
-    kernels: Kernels = "reference"
+    kernels: Literal["fused", "reference"] = "reference"
     chunked_loss: int = 0
+
+    @property
+    def operators(self) -> Operators:
+        return ALL_COMPILED if self.kernels == "fused" else PLAIN_TORCH
 
 
 @dataclass(frozen=True)
@@ -128,7 +133,7 @@ def build(job: Job) -> Parts:
         compile=job.compile,
         label_smoothing=job.label_smoothing,
         z_loss=job.z_loss,
-        kernels=job.kernels,
+        operators=job.operators,
         chunked_loss=job.chunked_loss,
     )
     split = pipeline_split(
@@ -188,8 +193,8 @@ def job_optimizer(
     job: Job, stage: torch.nn.Module, parameters: list[Parameter], mesh: ParallelMesh, micro_batches: int
 ) -> Optimizer:
     if job.zero_stage == 0:
-        fused, split = job.kernels == "fused", SCHEDULES[job.schedule].splits_backward
-        settings = replace(job.optimizer, fused=fused, sum_in_place=not split)
+        split = SCHEDULES[job.schedule].splits_backward
+        settings = replace(job.optimizer, operators=job.operators, sum_in_place=not split)
         return TorchOptimizer(stage, parameters, mesh, settings)
     from megalite.train.deepspeed import DeepSpeedOptimizer
 
