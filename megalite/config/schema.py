@@ -381,6 +381,12 @@ class MonitorConfig(Section):
     tensorboard: bool = Field(
         False, description="also write run.folder/tensorboard; needs the package tensorboard"
     )
+    peak_tflops: float | None = Field(
+        None,
+        gt=0,
+        description="TFLOP/s of one device (on CPUs of one node) that MFU is a share of; default: the data sheet's, by "
+        "the card's name and training.precision (on CPUs measured)",
+    )
 
 
 @dataclass(frozen=True)

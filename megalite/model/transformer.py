@@ -28,7 +28,7 @@ from megalite.ops.attention import (
 )
 from megalite.ops.documents import Documents, starts_of_rows
 from megalite.ops.dropout import CountedMask, Mask, dropout
-from megalite.ops.operators import PLAIN_TORCH, attention_operator
+from megalite.ops.operators import COMPILED, PLAIN_TORCH, attention_operator
 from megalite.ops.softcap import soft_capped
 from megalite.parallel.collectives import column_input, gather_last_dim
 from megalite.parallel.cross_entropy import LossTerms, chunked_cross_entropy, vocab_parallel_cross_entropy
@@ -62,9 +62,8 @@ class DecoderLayer(nn.Module):
         )
         self.softcap, scalar = shape.attn_logit_softcapping, shape.query_pre_attn_scalar
         self.scale = None if scalar is None else scalar**-0.5
-        # Soft caps are plain torch's alone, and compiled layers are torch's own fusion.
-        plain = options.compile or self.softcap is not None
-        self.operators = PLAIN_TORCH if plain else options.operators
+        # Compiled layers are torch's own fusion.
+        self.operators = PLAIN_TORCH if options.compile else options.operators
         self.input_layernorm = build_norm(shape, options)
         self.self_attn = SelfAttention(shape, layer, mesh, options)
         self.post_attention_layernorm = build_norm(shape, options)
@@ -153,9 +152,14 @@ class DecoderLayer(nn.Module):
         value: Tensor,
     ) -> Tensor:
         operator = attention_operator(
-            dropout=mask is not None, documents=documents is not None, window=self.window is not None
+            dropout=mask is not None,
+            softcap=self.softcap is not None,
+            documents=documents is not None,
+            window=self.window is not None,
         )
-        fused = self.operators.uses(operator) and fused_pays(query, key, self.window, documents, mask)
+        chosen = self.operators.of(operator)
+        capable = self.softcap is None and chosen == COMPILED
+        fused = capable and fused_pays(query, key, self.window, documents, mask)
         return causal_attention(
             query,
             key,
@@ -166,6 +170,7 @@ class DecoderLayer(nn.Module):
             scale=self.scale,
             softcap=self.softcap,
             fused=fused,
+            prefer=chosen,
         )
 
 

@@ -105,6 +105,8 @@ def why_not(device_type: str) -> str:
         return complaint
     if device_type != "cuda":
         return f"there are none for devices of type {device_type}"
+    if torch.version.hip:
+        return f"its kernels for GPUs are built for CUDA, this torch is for ROCm {torch.version.hip}"
     archs = built().archs
     if not archs:
         return f"the library has no CUDA kernels: {built().left_out['CUDA']}; {REBUILD}"

@@ -45,7 +45,7 @@ def check_documents(trainer: "Trainer", end_of_document_id: int) -> DocumentFind
     batch = trainer.loader.step_batch(trainer.state.samples, dtype=trainer.loss_dtype)
     micro_batches = batch.micro_batches(trainer.config.batch.micro_batches)
     shared = [_sharing(each, end_of_document_id) for each in micro_batches]
-    chosen = micro_batches[shared.index(max(shared))]
+    chosen = trainer.transfer.start(micro_batches[shared.index(max(shared))]).ready()
     # In evaluation mode too only where the two differ: dropout is keyed by the place in the row.
     dropout = trainer.options.dropout
     findings = probe_documents(

@@ -75,6 +75,18 @@ def test_cuda_kernels_are_for_some_chips(
     assert extension.why_not("cuda").startswith(why) and extension.available("cuda") == (not why)
 
 
+def test_a_torch_for_rocm_has_none(loaded: pytest.MonkeyPatch) -> None:
+    loaded.setattr(extension, "built", lambda: replace(FITTING, archs=("8.0",)))
+    loaded.setattr(torch.cuda, "is_available", lambda: True)
+    loaded.setattr(torch.cuda, "get_device_capability", lambda: (9, 4))
+    loaded.setattr(torch.version, "hip", "6.4.43482")
+    assert extension.why_not("cpu") == ""
+    assert (
+        extension.why_not("cuda")
+        == "its kernels for GPUs are built for CUDA, this torch is for ROCm 6.4.43482"
+    )
+
+
 def test_other_devices_have_none(loaded: pytest.MonkeyPatch) -> None:
     assert extension.why_not("cpu") == ""
     assert extension.why_not("xpu") == "there are none for devices of type xpu"
