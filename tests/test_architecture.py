@@ -32,6 +32,7 @@ ROWS = {
     "data": 4,
     "planner": 4,
     "checkpoint": 5,
+    "selftest": 5,
     "generate": 6,
     "evaluate": 7,
     "train": 8,

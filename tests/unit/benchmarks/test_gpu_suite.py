@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +16,30 @@ from benchmarks.gpu import checks, jobs, operators, training
 from benchmarks.gpu.operators import OPERATORS, Operator
 from megalite.cli import main as megalite
 from megalite.launcher.process import available_cores
+from megalite.ops.operators import COMPILED
+from megalite.selftest.registry import Entry, compiled
 from tests.support.kernels import needs_library
 
 ROOT = Path(__file__).parents[3]
-DOUBLED = Operator(
-    name="doubled",
-    needs=("sum_of_squares",),
-    make=lambda shape, dtype, random: [random(*shape)],
-    fused=lambda x: 2 * x,
-    plain=lambda x: x + x,
-    gradients=1,
-    shapes=((4, 5), (300, 7)),
-    timed=(4, 5),
-)
+
+
+def doubled(
+    form: Callable[[Tensor], Tensor], *needs: str, name: str = "doubled", gradients: int = 1
+) -> Operator:
+    """An operator that doubles, by this form."""
+    entry = Entry(
+        name=name,
+        operator="norm",
+        make=lambda shape, dtype, random: [random(*shape)],
+        candidates={COMPILED: compiled(form, *needs)},
+        plain=lambda x: x + x,
+        gradients=gradients,
+        shapes=((4, 5), (300, 7)),
+    )
+    return Operator(entry, timed=(4, 5))
+
+
+DOUBLED = doubled(lambda x: 2 * x, "sum_of_squares")
 
 
 def suite(*words: str) -> subprocess.CompletedProcess[str]:
@@ -135,7 +145,7 @@ class _WrongGradient(torch.autograd.Function):
     ids=["right", "off by a thousandth", "not a number", "unwritten", "unsteady", "wrong gradient"],
 )
 def test_a_planted_fault_is_seen(form: Callable[[Tensor], Tensor], gradients: int, right: bool) -> None:
-    planted = replace(DOUBLED, fused=form, gradients=gradients)
+    planted = doubled(form, gradients=gradients)
     rows = [checks.check(planted, (300, 7), dtype, "cpu") for dtype in (torch.float32, torch.bfloat16)]
     assert rows[0]["right"] == right
     if right:
@@ -149,8 +159,8 @@ def test_an_operator_that_fails_does_not_stop_the_others(
     def broken(x: Tensor) -> Tensor:
         raise RuntimeError("no such kernel")
 
-    lacking = replace(DOUBLED, name="lacking", needs=("of_another_library",))
-    listed = [replace(DOUBLED, name="broken", fused=broken), lacking, DOUBLED]
+    lacking = doubled(lambda x: 2 * x, "of_another_library", name="lacking")
+    listed = [doubled(broken, name="broken"), lacking, DOUBLED]
     monkeypatch.setattr(operators, "OPERATORS", listed)
     path = tmp_path / "checks.json"
     assert gpu_suite.main(["--device", "cpu", "--part", "checks", str(path)]) == 1
