@@ -7,20 +7,26 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from torch import Tensor
+
 from megalite.checkpoint.hf_import import load_huggingface
 from megalite.checkpoint.load import load_checkpoint
 from megalite.checkpoint.save import Draft, draft_checkpoint
 from megalite.config.schema import RunConfig, TrainingConfig
 from megalite.data.loader import StepLoader
 from megalite.data.prefetch import Prefetch
+from megalite.data.transfer import ArrivingBatch, BatchTransfer
 from megalite.errors import CheckpointError, TrainingError
-from megalite.model.kernels import choose_kernels
+from megalite.model.kernels import KernelChoice
 from megalite.model.options import Dropout, ModelOptions, Recompute
 from megalite.model.stages import build_stage
+from megalite.ops.operators import PLAIN_TORCH, Operators
+from megalite.parallel.device import HostCopy
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.pipeline import PipelineShapes, StepBatch, pipeline_runner
 from megalite.topology.parameters import ModelShape, stage_parameters
 from megalite.topology.schedules import SCHEDULES
+from megalite.train.kernel_choice import known_kernels
 from megalite.train.learning_rate import LearningRate
 from megalite.train.loss_scale import LossScaleSettings
 from megalite.train.optimizer import Optimizer, OptimizerSettings, TorchOptimizer
@@ -87,8 +93,8 @@ class StepReport:
     overflow: str | None = None
 
 
-def model_options(config: RunConfig, device_type: str = "cpu") -> ModelOptions:
-    """All that the configuration has to say to the model beyond its shape, on devices of this type."""
+def model_options(config: RunConfig, operators: Operators = PLAIN_TORCH) -> ModelOptions:
+    """All that the configuration has to say to the model beyond its shape, with these operators."""
     model, parallel, training = config.model, config.parallel, config.training
     return ModelOptions(
         dtype=DTYPES[config.training.precision],
@@ -105,7 +111,7 @@ def model_options(config: RunConfig, device_type: str = "cpu") -> ModelOptions:
         recompute=Recompute(training.recompute, training.recompute_layers, training.recompute_ratio),
         compile=training.compile,
         chunked_loss=model.chunked_loss,
-        kernels=choose_kernels(model.kernels, device_type).name,
+        operators=operators,
     )
 
 
@@ -126,7 +132,7 @@ def optimizer_settings(config: RunConfig, options: ModelOptions) -> OptimizerSet
         skip_nonfinite=training.nonfinite == "skip",
         loss_scale=_loss_scale_settings(training) if training.precision == "fp16" else None,
         native=config.native_optimizer,
-        fused=options.fused,
+        operators=options.operators,
         sum_in_place=not options.split_backward,
     )
 
@@ -153,14 +159,17 @@ class Trainer:
         loader: StepLoader,
         *,
         weights: Path | None = None,
+        kernels: KernelChoice | None = None,
     ):
-        """`weights`: a Hugging Face folder to start from instead of random values."""
+        """`weights`: a Hugging Face folder to start from instead of random values. `kernels`: None on a CPU, or where
+        this machine's earlier tests are to choose them."""
         self.config, self.mesh, self.shape, self.loader = config, mesh, shape, loader
         self.state = TrainerState()
         self.before_update: Callable[[], None] = lambda: None
         """Called in every step before weights and optimizer state change; nothing else changes them."""
         self.split = config.split
-        self.options = options = model_options(config, mesh.device.type)
+        self.kernels = kernels or known_kernels(config, shape, mesh.device)
+        self.options = options = model_options(config, self.kernels.operators)
         self.loss_dtype = options.loss_dtype
         seed = config.run.seed if weights is None else None
         self.stage = build_stage(shape, mesh, self.split, options, seed=seed)
@@ -180,8 +189,9 @@ class Trainer:
             schedule=config.parallel.schedule,
             forward=self.optimizer.forward,
         )
+        self.transfer = BatchTransfer(mesh.device)
         self.batches = Prefetch(
-            partial(loader.step_batch, dtype=self.loss_dtype),
+            partial(self.arriving_batch, loader),
             stride=config.batch.global_batch_size,
             end=self.total_steps * config.batch.global_batch_size,
             workers=config.data.loader_workers,
@@ -202,20 +212,27 @@ class Trainer:
     def tokens_per_step(self) -> int:
         return self.config.batch.global_batch_size * self.config.training.sequence_length
 
+    def arriving_batch(self, loader: StepLoader, samples: int) -> ArrivingBatch:
+        """What `loader` has for the step after `samples` samples, on its way to the device; for any thread."""
+        return self.transfer.start(loader.step_batch(samples, dtype=self.loss_dtype))
+
     def train_step(self) -> StepReport:
         """One global batch: forward and backward of all micro batches, then one update."""
         started = time.perf_counter()
-        batch = self.batches.step_batch(self.state.samples)
+        batch = self.batches.step_batch(self.state.samples).ready()
         data_seconds = time.perf_counter() - started
         loss_scale = self.optimizer.loss_scale
         with self.optimizer.accumulating():
-            loss = self.pipeline.forward_backward(batch, loss_scale)
+            loss_on_device = self.pipeline.forward_backward(batch, loss_scale)
+        # Read after the gradient norm, for which the host waits anyway.
+        told_loss = HostCopy(loss_on_device)
         learning_rate = self.learning_rate(self.state.step)
         self.before_update()
         try:
             update = self.optimizer.step(learning_rate)
         except TrainingError as error:
             raise TrainingError(f"step {self.state.step + 1}: {error}") from error
+        loss = told_loss.item()
         if not math.isfinite(loss) and not update.skipped:
             raise TrainingError(
                 f"step {self.state.step + 1}: the loss is {loss}, though its gradient is finite; look at the data of "
@@ -247,7 +264,7 @@ class Trainer:
                 " then run again to resume"
             )
 
-    def evaluate(self, batch: StepBatch) -> tuple[float, float]:
+    def evaluate(self, batch: StepBatch) -> Tensor:
         """As of PipelineRunner, in evaluation mode: nothing is dropped, and the loss is the plain cross entropy."""
         self.stage.train(False)
         try:

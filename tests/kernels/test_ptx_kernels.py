@@ -59,7 +59,9 @@ def test_norms(dtype: torch.dtype, columns: int, centred: bool) -> None:
     mean, inverse = (unset(rows, dtype=wide(dtype)) for _ in range(2))
     outputs = (total, output, mean if centred else None, inverse)
     run = device("norms").call
-    assert run("megalite_norm_forward_cuda", x, residual, weight, bias, *outputs, rows, columns, EPS, dtype) == 0
+    assert (
+        run("megalite_norm_forward_cuda", x, residual, weight, bias, *outputs, rows, columns, EPS, dtype) == 0
+    )
     assert torch.equal(total, x + residual)
     x_grad, weight_grad, bias_grad = (unset(*each.shape, dtype=dtype) for each in (x, weight, weight))
     shift_grad = bias_grad if centred else None
@@ -80,12 +82,20 @@ def test_norms(dtype: torch.dtype, columns: int, centred: bool) -> None:
     )
     made = [output, x_grad, weight_grad, *([bias_grad] if centred else [])]
     for name, *each in zip(
-        ("output", "x", "weight", "bias"), made, [expected, *gradients], [exact, *exact_gradients], strict=False
+        ("output", "x", "weight", "bias"),
+        made,
+        [expected, *gradients],
+        [exact, *exact_gradients],
+        strict=False,
     ):
         assert_no_worse(*each, what=name)
 
 
-GATED = {"swiglu": (swiglu, 0), "geglu": (geglu, 1), "tanh": (functools.partial(geglu, approximate="tanh"), 2)}
+GATED = {
+    "swiglu": (swiglu, 0),
+    "geglu": (geglu, 1),
+    "tanh": (functools.partial(geglu, approximate="tanh"), 2),
+}
 
 
 def assert_near(made: Tensor, plain: Tensor, exact: Tensor, *, what: str) -> None:
@@ -118,7 +128,9 @@ def test_gated_activations(dtype: torch.dtype, features: int, name: str) -> None
 @pytest.mark.parametrize("features", [40, 13])
 def test_bias_gelu(dtype: torch.dtype, features: int, approximate: str) -> None:
     rows, blocks = 19, 2  # of 16 rows each
-    inputs, bias, grad = (random(*shape, dtype=dtype) for shape in ((rows, features), (features,), (rows, features)))
+    inputs, bias, grad = (
+        random(*shape, dtype=dtype) for shape in ((rows, features), (features,), (rows, features))
+    )
     out, inputs_grad = unset(rows, features, dtype=dtype), unset(rows, features, dtype=dtype)
     bias_grad, partials = unset(features, dtype=dtype), unset(blocks, features, dtype=wide(dtype))
     run = device("activations").call
@@ -162,9 +174,7 @@ def test_cross_entropy(dtype: torch.dtype, columns: int, uniform: float) -> None
     counted = weights != 0
     assert torch.equal(statistics[0][counted], plain[0][counted])
     for row, what in ((1, "sums"), (2, "expected logits")):
-        assert_no_worse(
-            statistics[row][counted], plain[row][counted], exact[row][counted], what=what
-        )
+        assert_no_worse(statistics[row][counted], plain[row][counted], exact[row][counted], what=what)
     assert_no_worse(given, plain_gradient.to(dtype), exact_gradient, what="gradient")
 
 
@@ -233,9 +243,7 @@ TYPES += [(torch.float32, torch.float16, torch.float16), (torch.float64, torch.f
 
 
 @pytest.mark.parametrize(("weight_type", "gradient_type", "copy_type"), TYPES, ids=str)
-def test_adamw(
-    weight_type: torch.dtype, gradient_type: torch.dtype, copy_type: torch.dtype | None
-) -> None:
+def test_adamw(weight_type: torch.dtype, gradient_type: torch.dtype, copy_type: torch.dtype | None) -> None:
     """One list of tensors of odd sizes, one of which does not begin on 16 bytes."""
     sizes = [1, 1030, 37, 8]
 
@@ -246,7 +254,9 @@ def test_adamw(
     weights, means = tensors(0, weight_type), tensors(1, weight_type)
     squares = [each.abs() for each in tensors(2, weight_type)]
     gradients = tensors(3, gradient_type)
-    copies = [] if copy_type is None else [torch.full_like(each, torch.nan, dtype=copy_type) for each in weights]
+    copies = (
+        [] if copy_type is None else [torch.full_like(each, torch.nan, dtype=copy_type) for each in weights]
+    )
     rules = {"learning_rate": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "step": 3.0}
 
     def expected(dtype: torch.dtype) -> list[list[Tensor]]:
@@ -261,7 +271,9 @@ def test_adamw(
     run = device("adamw").call
     counted = (ctypes.c_int64 * len(sizes))(*sizes)
     touched = [*weights, *copies, *gradients, *means, *squares]
-    assert run("megalite_adamw_update_cuda", *lists, counted, len(sizes), *numbers, *types, touched=touched) == 0
+    assert (
+        run("megalite_adamw_update_cuda", *lists, counted, len(sizes), *numbers, *types, touched=touched) == 0
+    )
     for name, made, one, two in zip(
         ("weight", "mean", "square"), (weights, means, squares), plain, exact, strict=True
     ):

@@ -61,6 +61,7 @@ class Task:
     world_size: int
     store: str
     timeout: float
+    device: str
 
 
 @dataclass(frozen=True)
@@ -93,9 +94,17 @@ class Worker:
 
 
 class RankPool:
-    """The workers, started when first needed, replaced together when one of them hangs, dies, or is worn out."""
+    """The workers, started when first needed, replaced together when one of them hangs, dies, or is worn out.
 
-    def __init__(self) -> None:
+    device: "standin" registers the stand-in accelerator in every worker, and groups are of its backend.
+    """
+
+    def __init__(self, device: str = "cpu") -> None:
+        self._device = device
+        if device == "standin":
+            from tests.support.standin import build
+
+            build.library()  # here, since a compiler takes longer than a task may
         self._workers: list[Worker] = []
         self._calls = itertools.count()
         self._folder = Path(tempfile.mkdtemp(prefix="megalite-ranks-"))
@@ -115,7 +124,7 @@ class RankPool:
         """
         __tracebackhide__ = True
         store = self._folder / f"store-{next(self._calls)}"
-        task = Task(function, arguments, world_size, str(store), timeout)
+        task = Task(function, arguments, world_size, str(store), timeout, self._device)
         if any(_threads(worker) > MOST_THREADS for worker in self._workers):
             self._kill()
         try:
@@ -304,6 +313,10 @@ def _receive(connection: Connection, messages: "queue.SimpleQueue[bytes]") -> No
 def _perform(message: bytes, rank: int) -> bytes:
     try:
         task: Task = pickle.loads(message)
+        if task.device == "standin":
+            from tests.support.standin import use_standin
+
+            use_standin().reset()
         _reset(rank, task)
         _join_group(rank, task)
         return pickle.dumps(Outcome(task.function(**task.arguments)))
@@ -337,7 +350,8 @@ def _join_group(rank: int, task: Task) -> None:
     # The pool's own limit comes first: it knows which ranks hang.
     limit = timedelta(seconds=task.timeout + 2 * GRACE_SECONDS)
     store = dist.FileStore(task.store, task.world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=task.world_size, timeout=limit)
+    backend = dist.get_default_backend_for_device(task.device)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=task.world_size, timeout=limit)
 
 
 def _leave_group() -> None:

@@ -211,9 +211,7 @@ for _kind in ("b16", "b32", "b64"):
     _add(f"setp.eq.{_kind}", "pred", (_kind, _kind), np.equal)
 for _kind in ("f32", "f64"):
     _add(f"setp.neu.{_kind}", "pred", (_kind, _kind), np.not_equal)
-    _add(
-        f"setp.ne.{_kind}", "pred", (_kind, _kind), lambda a, b: (a != b) & ~np.isnan(a) & ~np.isnan(b)
-    )
+    _add(f"setp.ne.{_kind}", "pred", (_kind, _kind), lambda a, b: (a != b) & ~np.isnan(a) & ~np.isnan(b))
     _add(f"setp.nan.{_kind}", "pred", (_kind, _kind), lambda a, b: np.isnan(a) | np.isnan(b))
     _add(f"setp.num.{_kind}", "pred", (_kind, _kind), lambda a, b: ~np.isnan(a) & ~np.isnan(b))
 for _kind in ("b16", "u16", "s16", "b32", "u32", "s32", "f32", "b64", "u64", "s64", "f64"):

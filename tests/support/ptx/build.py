@@ -18,7 +18,9 @@ from megalite.ops.extension import SOURCES
 
 EMULATOR = Path(__file__).parents[2] / "kernels" / "emulator"
 KEPT = Path(__file__).parents[3] / "build" / "ptx"
-WHY_NOT = "" if shutil.which("nvcc") and shutil.which("g++") else "no nvcc and g++ to compile the kernels with"
+WHY_NOT = (
+    "" if shutil.which("nvcc") and shutil.which("g++") else "no nvcc and g++ to compile the kernels with"
+)
 _FLAGS = ["-std=c++20", "-O3", f"-I{SOURCES}", "-Xcompiler", "-fPIC"]
 
 

@@ -29,13 +29,17 @@ def known(instruction: parse.Instruction) -> bool:
     form, operands = instruction.form, instruction.operands
     if form in ("bar.sync",):
         return operands == (parse.Immediate(0, "i"),) and instruction.guard is None
-    if (form.startswith("shfl.sync") or form == "bar.warp.sync" or form in tensor_core.FORMS) and instruction.guard:
+    if (
+        form.startswith("shfl.sync") or form == "bar.warp.sync" or form in tensor_core.FORMS
+    ) and instruction.guard:
         return False
     access = _ACCESS.fullmatch(form)
     if access is not None:
         return not (access["what"] == "st" and access["space"] in (".global.nc", ".param"))
     return (
-        form in arithmetic.FORMS or form in _MOVES | _ADDRESSES | _FLOW | set(_OTHERS) or form in tensor_core.FORMS
+        form in arithmetic.FORMS
+        or form in _MOVES | _ADDRESSES | _FLOW | set(_OTHERS)
+        or form in tensor_core.FORMS
     )
 
 
@@ -228,14 +232,19 @@ def access(
     machine: Machine, space: str, address: Array, size: int, at: Lanes, *, write: bool
 ) -> Callable[[str], tuple[Array, Array]]:
     """Checks an access by lanes `at` of `size` bytes each; returns where values of a type lie: an array and indices."""
-    _refuse(address % np.uint64(size) != 0, f"touches {size} bytes at an address that is no multiple of {size}")
+    _refuse(
+        address % np.uint64(size) != 0, f"touches {size} bytes at an address that is no multiple of {size}"
+    )
     if space == "" and (address >= np.uint64(GENERIC_SHARED)).any():
         _expect(bool((address >= np.uint64(GENERIC_SHARED)).all()), "generic addresses of two spaces at once")
         space, address = ".shared", address - np.uint64(GENERIC_SHARED)
     if space == ".param":
         _expect(not write, "a parameter is written")
         _refuse(address + np.uint64(size) > machine.parameters.size, "reads past the parameters")
-        return lambda kind: (machine.parameters[: machine.parameters.size // 16 * 16].view(kind), address.astype(np.int64) // np.dtype(kind).itemsize)
+        return lambda kind: (
+            machine.parameters[: machine.parameters.size // 16 * 16].view(kind),
+            address.astype(np.int64) // np.dtype(kind).itemsize,
+        )
     number, blocks, warps = machine.number[at], machine.barriers[at], machine.warp_syncs[at]
     if space == ".shared":
         block = machine.block[at]
@@ -262,7 +271,9 @@ def _load(machine: Machine, instruction: parse.Instruction, form: re.Match[str])
     address, size = effective(machine, source), np.dtype(NUMPY[kind]).itemsize * count
 
     def run(at: Lanes) -> None:
-        memory, index = access(machine, form["space"], address(at), size, at, write=False)(np.dtype(NUMPY[kind]).str)
+        memory, index = access(machine, form["space"], address(at), size, at, write=False)(
+            np.dtype(NUMPY[kind]).str
+        )
         values = [memory[index + which] for which in range(count)]
         for write, each in zip(writes, values, strict=True):
             write(at, each)
@@ -279,7 +290,9 @@ def _store(machine: Machine, instruction: parse.Instruction, form: re.Match[str]
     address, size = effective(machine, to), np.dtype(NUMPY[kind]).itemsize * count
 
     def run(at: Lanes) -> None:
-        memory, index = access(machine, form["space"], address(at), size, at, write=True)(np.dtype(NUMPY[kind]).str)
+        memory, index = access(machine, form["space"], address(at), size, at, write=True)(
+            np.dtype(NUMPY[kind]).str
+        )
         for which, read in enumerate(reads):
             memory[index + which] = read(at)
 
@@ -300,7 +313,9 @@ def _shuffle(machine: Machine, instruction: parse.Instruction) -> Step:
         own = np.arange(machine.count)[at]
         lane = own % 32
         by, end = (np.broadcast_to(each(at), own.shape).astype(np.int64) for each in (distance, limit))
-        _refuse((end != 31) | (by < 0) | (by > 31), "shuffles within a part of a warp, which is not interpreted")
+        _refuse(
+            (end != 31) | (by < 0) | (by > 31), "shuffles within a part of a warp, which is not interpreted"
+        )
         from_lane = {"bfly": lane ^ by, "down": lane + by, "idx": by}[which]
         inside = from_lane <= 31
         from_lane = np.where(inside, from_lane, lane)
@@ -335,7 +350,11 @@ def _copy(machine: Machine, instruction: parse.Instruction) -> Step:
 
     def run(at: Lanes) -> None:
         targets, sources = target(at).copy(), begin(at).copy()
-        taken = np.full(targets.shape, size) if count is None else np.broadcast_to(count(at), targets.shape).astype(int)
+        taken = (
+            np.full(targets.shape, size)
+            if count is None
+            else np.broadcast_to(count(at), targets.shape).astype(int)
+        )
         _refuse((taken != 0) & (taken != size), "copies a part, which is not interpreted")
         own = np.arange(machine.count)[at]
 
@@ -368,7 +387,9 @@ def _wait_for_copies(machine: Machine, instruction: parse.Instruction) -> Step:
             if mine.all():
                 land()
             elif mine.any():
-                raise Fault("waits for copies of a part of the lanes that began them, which is not interpreted")
+                raise Fault(
+                    "waits for copies of a part of the lanes that began them, which is not interpreted"
+                )
             else:
                 kept.append((lanes, land))
         machine.copies = kept
@@ -400,7 +421,10 @@ def _add_to_memory(machine: Machine, instruction: parse.Instruction) -> Step:
         machine.memory.places(addresses, size)
         memory, index = machine.memory.index(addresses, "<f4")
         if write is not None:
-            _expect(len(np.unique(index)) == len(index), "an atomic sum of two threads of a step whose result is kept")
+            _expect(
+                len(np.unique(index)) == len(index),
+                "an atomic sum of two threads of a step whose result is kept",
+            )
             write(at, memory[index])
         for which, read in enumerate(reads):
             _add_in_turn(memory, index + which, np.broadcast_to(read(at), index.shape))

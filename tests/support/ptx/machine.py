@@ -259,7 +259,9 @@ class Machine:
         )
 
 
-def _places(launch: Launch, own: NDArray[np.int64], number: NDArray[np.int64]) -> dict[str, NDArray[np.uint32]]:
+def _places(
+    launch: Launch, own: NDArray[np.int64], number: NDArray[np.int64]
+) -> dict[str, NDArray[np.uint32]]:
     values = {}
     for of, size, index in (("tid", launch.block, own), ("ctaid", launch.grid, number)):
         values[f"%{of}.x"] = index % size[0]

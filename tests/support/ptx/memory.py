@@ -56,7 +56,9 @@ class Shadow:
         old = self.reader[at]
         same_block, same_warp = old >> 10 == thread >> 10, old >> 5 == thread >> 5
         apart = np.where(
-            same_warp, np.where(old == thread, self.ONE, self.WARP), np.where(same_block, self.BLOCK, self.GRID)
+            same_warp,
+            np.where(old == thread, self.ONE, self.WARP),
+            np.where(same_block, self.BLOCK, self.GRID),
         )
         apart = np.maximum(apart, self.readers[at])
         ordered = same_block & (self.read_block[at] < block)
@@ -69,13 +71,17 @@ class Shadow:
         others = last != thread
         if others.any():
             far = np.where(
-                last >> 5 == thread >> 5, self.WARP, np.where(last >> 10 == thread >> 10, self.BLOCK, self.GRID)
+                last >> 5 == thread >> 5,
+                self.WARP,
+                np.where(last >> 10 == thread >> 10, self.BLOCK, self.GRID),
             )
             np.maximum.at(self.readers, at[others], far[others].astype(np.int8))
 
     def write(self, at: Index, thread: Index, block: Array, warp: Array) -> None:
         """Threads write the granules at."""
-        self._after_write(at, thread, block, warp, "writes what another thread wrote, with no barrier between")
+        self._after_write(
+            at, thread, block, warp, "writes what another thread wrote, with no barrier between"
+        )
         old, readers = self.reader[at], self.readers[at]
         same_block, same_warp = old >> 10 == thread >> 10, old >> 5 == thread >> 5
         ordered = (old < 0) | ((readers == self.ONE) & (old == thread))
@@ -124,7 +130,9 @@ class Global:
         if len(self.begins):
             inside &= (address + np.uint64(size) <= self.ends[which]) & (address + np.uint64(size) >= address)
         for lane in np.flatnonzero(~inside)[:1]:
-            raise Fault(f"touches {size} bytes at {int(address[lane]):#x}, outside of every allocation", int(lane))
+            raise Fault(
+                f"touches {size} bytes at {int(address[lane]):#x}, outside of every allocation", int(lane)
+            )
         begin = self.first[which] + ((address - self.begins[which]) // np.uint64(_GRANULE)).astype(np.int64)
         return begin + np.arange(max(1, size // _GRANULE))[:, None]
 
@@ -152,7 +160,9 @@ class Shared:
     def places(self, address: Array, size: int, block: Index) -> Index:
         offset = address.astype(np.int64) - SHARED_BASE
         for lane in np.flatnonzero((offset < 0) | (offset + size > self.limit))[:1]:
-            said = f"touches {size} bytes at offset {int(offset[lane])} of {self.limit} bytes of shared memory"
+            said = (
+                f"touches {size} bytes at offset {int(offset[lane])} of {self.limit} bytes of shared memory"
+            )
             raise Fault(said, int(lane))
         return (block * self.size + offset) // _GRANULE + np.arange(max(1, size // _GRANULE))[:, None]
 

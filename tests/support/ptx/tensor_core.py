@@ -56,7 +56,9 @@ def _multiply(machine: "Machine", instruction: parse.Instruction) -> Run:
     for operand, count in ((to, 4), (left, 4), (right, 2), (sums, 4)):
         assert isinstance(operand, parse.Vector) and len(operand.parts) == count, instruction.text
     writes = [writer(machine, each, "f32") for each in to.parts]
-    of_left, of_right = ([reader(machine, each, "b32") for each in operand.parts] for operand in (left, right))
+    of_left, of_right = (
+        [reader(machine, each, "b32") for each in operand.parts] for operand in (left, right)
+    )
     of_sums = [reader(machine, each, "f32") for each in sums.parts]
 
     def run(at: "Lanes") -> None:
