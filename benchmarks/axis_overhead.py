@@ -34,6 +34,7 @@ from benchmarks.workload import Setup, Training
 from megalite.launcher.process import keep_freed_memory
 from megalite.model.options import Dropout, ModelOptions, Recompute
 from megalite.ops import extension
+from megalite.ops.operators import ALL_COMPILED
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.layout import Layout
 from megalite.topology.schedules import SCHEDULES
@@ -83,7 +84,7 @@ def _contenders() -> dict[str, Contender]:
         "bf16": ModelOptions(dtype=torch.bfloat16),
     }
     if extension.available("cpu"):
-        options["compiled operators"] = ModelOptions(kernels="fused")
+        options["compiled operators"] = ModelOptions(operators=ALL_COMPILED)
     for name, option in options.items():
         contenders[name] = Contender(replace(one, options=option))
     for tokens in (200, 50):

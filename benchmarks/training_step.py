@@ -59,9 +59,9 @@ def _run_rank(rank: int, case: str, store: str, results: Connection) -> None:
     if layout.world_size > 1:
         connect(rank, layout.world_size, device=torch.device("cpu"), rendezvous=f"file://{store}")
     mesh = ParallelMesh.over_world(layout) if layout.world_size > 1 else ParallelMesh.single()
-    kernels = choose_kernels("reference" if peer == "plain" else "auto", "cpu").name
+    kernels = choose_kernels("reference" if peer == "plain" else "auto", "cpu").operators
     setup = Setup(
-        layout, micro_batches=4 if layout.pipeline > 1 else 1, options=ModelOptions(kernels=kernels)
+        layout, micro_batches=4 if layout.pipeline > 1 else 1, options=ModelOptions(operators=kernels)
     )
     step = transformers_step() if peer == "transformers" else Training(setup, mesh).step
     seconds = step_seconds(step)

@@ -101,7 +101,9 @@ def _optimizer(setup: Setup, stage: Stage, parameters: Sequence[Parameter], mesh
     if setup.zero is None:
         # As trainer.optimizer_settings has them.
         settings = replace(
-            SETTINGS, fused=setup.options.fused, sum_in_place=not SCHEDULES[setup.schedule].splits_backward
+            SETTINGS,
+            operators=setup.options.operators,
+            sum_in_place=not SCHEDULES[setup.schedule].splits_backward,
         )
         return TorchOptimizer(stage, parameters, mesh, settings)
     from megalite.train.deepspeed import DeepSpeedOptimizer

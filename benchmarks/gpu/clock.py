@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.checks import inputs_of
 from benchmarks.gpu.operators import Form, Operator
+from megalite.selftest.check import inputs_of
 
 WARM_UP, LEAST, SECONDS = 3, 10, 0.15
 COPIED = 1 << 30  # bytes: many times the largest cache
@@ -51,19 +51,19 @@ def ceilings() -> list[dict[str, Any]]:
 
 def times(operator: Operator, dtype: torch.dtype, copied: float, product: float) -> Iterator[dict[str, Any]]:
     """A row for each direction: our time, the share of the ceiling, and the peers' times. A peer may fail."""
-    inputs = inputs_of(operator, operator.timed, dtype, "cuda", seed=0)
-    peers = dict(operator.peers)
+    inputs = inputs_of(operator.entry, operator.timed, dtype, "cuda", seed=0)
+    peers, gradients = dict(operator.peers), operator.entry.gradients
     if operator.compiled:
-        peers["torch.compile"] = torch.compile(operator.plain, dynamic=False)
+        peers["torch.compile"] = torch.compile(operator.entry.plain, dynamic=False)
     size = torch.empty((), dtype=dtype).element_size()
     work, ceiling = (operator.flops, product) if operator.flops else (operator.bytes, copied)
     amounts = work(operator.timed, size) if work else (0.0, 0.0)
     for index, direction in enumerate(operator.directions):
-        ours = _direction(operator.fused, inputs, operator.gradients, direction)
+        ours = _direction(operator.ours.form, inputs, gradients, direction)
         said: dict[str, Any] = {}
         for name, form in peers.items():
             try:
-                said[name] = round(_direction(form, inputs, operator.gradients, direction), 4)
+                said[name] = round(_direction(form, inputs, gradients, direction), 4)
             except Exception as error:  # a backend that this chip, torch or shape does not have
                 said[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[
                     :120

@@ -1,10 +1,11 @@
 """Moves the batch of a coming step to the device while the device works on an earlier one."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from megalite.ops.documents import row_starts
 from megalite.parallel.pipeline import StepBatch
 
 
@@ -41,6 +42,9 @@ class BatchTransfer:
         """Begin the copy of a batch in host memory; any thread may call it."""
         if self._stream is None:
             return ArrivingBatch(batch)
+        if batch.document_ids is not None:
+            # While the ids are here: attention on a device would wait for them.
+            batch = replace(batch, cu_seqlens=row_starts(batch.document_ids))
         with self._stream:
             on_host = batch.map(Tensor.pin_memory)
             moved = on_host.map(self._copy)

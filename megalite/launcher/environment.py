@@ -202,6 +202,13 @@ def without_apex(environ: Mapping[str, str] | None = None) -> bool:
     return (os.environ if environ is None else environ).get("MEGALITE_NO_APEX", "") == "1"
 
 
+def trust_folder(environ: Mapping[str, str] | None = None) -> Path:
+    """Where findings about operators on cards are kept: MEGALITE_TRUST_FOLDER, or in the user's cache."""
+    environ = os.environ if environ is None else environ
+    chosen = environ.get("MEGALITE_TRUST_FOLDER", "")
+    return Path(chosen) if chosen else _user_cache(environ) / "megalite" / "trust"
+
+
 def threads_per_rank(
     local_ranks: int, info: RankInfo | None = None, environ: Mapping[str, str] | None = None
 ) -> int:

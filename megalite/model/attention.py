@@ -24,7 +24,8 @@ class SelfAttention(nn.Module):
 
     def __init__(self, shape: ModelShape, layer: int, mesh: ParallelMesh, options: ModelOptions):
         super().__init__()
-        self.layer, self.head_dim, self.fused = layer, shape.head_dim, options.fused
+        self.layer, self.head_dim = layer, shape.head_dim
+        self.fused_rotary = options.operators.uses("rotary")
         self.heads = mesh.local_heads(shape.num_attention_heads)
         self.key_value_heads = mesh.local_heads(shape.num_key_value_heads)
         rows = (self.heads + 2 * self.key_value_heads) * shape.head_dim
@@ -71,11 +72,11 @@ class SelfAttention(nn.Module):
                 self.key_value_heads,
                 *rotation,
                 overwrite=not torch.is_grad_enabled(),  # nobody else holds the projection's output
-                fused=self.fused,
+                fused=self.fused_rotary,
             )
         query, key, value = qkv.split((self.heads, self.key_value_heads, self.key_value_heads), dim=2)
         if self.qk_norm:
             query, key = self.q_norm(query.contiguous()), self.k_norm(key.contiguous())
         if rotation is not None:
-            query, key = rotate(query, key, *rotation, fused=self.fused)
+            query, key = rotate(query, key, *rotation, fused=self.fused_rotary)
         return query, key, value

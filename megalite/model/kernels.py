@@ -1,13 +1,17 @@
-"""Which form of its operators a model uses here, and why: csrc's compiled ones or plain torch."""
+"""Which form of its operators a model uses here, and why: csrc's compiled ones, others' or plain torch."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
 from megalite.errors import ConfigError, Problem
-from megalite.model.options import Kernels
 from megalite.ops import extension
+from megalite.ops.operators import ALL_COMPILED, COMPILED, NAMES, PLAIN_TORCH, TORCH, Operators
+from megalite.ops.trust import Choice, needs_proof
+
+Asked = Literal["auto", "fused", "reference"]
 
 
 @dataclass(frozen=True)
@@ -47,26 +51,86 @@ PARTS = {
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """What model.kernels means on a device; why: what decided it, for people."""
+    """What model.kernels means on a device; why: what decided it, for people.
 
-    name: Kernels
+    name: "mixed" where an accelerator has some operators by torch and some by others.
+    """
+
+    name: Literal["fused", "reference", "mixed"]
     why: str
+    operators: Operators = PLAIN_TORCH
 
     def __str__(self) -> str:
         return f"{self.name} ({self.why})"
 
 
-def choose_kernels(asked: Literal["auto", "fused", "reference"], device_type: str) -> KernelChoice:
-    """Raises ConfigError where compiled operators are asked for and cannot run on this machine's devices."""
+def choose_kernels(
+    asked: Asked, device_type: str, choices: Mapping[str, Choice] | None = None
+) -> KernelChoice:
+    """Which operators are compiled. choices: of an accelerator, what was chosen for each operator that the model has.
+
+    Raises ConfigError where compiled operators are asked for and cannot run, or have not proved themselves, here.
+    """
     if asked == "reference":
         return KernelChoice("reference", 'model.kernels = "reference"')
     complaint = extension.why_not(device_type)
-    if not complaint:
-        return KernelChoice("fused", extension.built().said)
-    if asked == "auto":
-        return KernelChoice("reference", f"no compiled operators here: {complaint}")
-    message = f'"fused": the compiled operators cannot run here: {complaint}'
-    raise ConfigError([Problem("model.kernels", message, 'or use "auto" or "reference"')])
+    if complaint and asked == "fused":
+        message = f'"fused": the compiled operators cannot run here: {complaint}'
+        raise ConfigError([Problem("model.kernels", message, 'or use "auto" or "reference"')])
+    if not needs_proof(device_type):
+        if complaint:
+            return KernelChoice("reference", f"no compiled operators here: {complaint}")
+        return KernelChoice("fused", extension.built().said, ALL_COMPILED)
+    choices = choices or {}
+    if asked == "fused":
+        _require_proved(choices)
+    return _proved(choices, complaint)
+
+
+def _require_proved(choices: Mapping[str, Choice]) -> None:
+    """ConfigError for every compiled operator that failed here or was not tested."""
+    problems = [
+        Problem(
+            "model.kernels",
+            f'"fused": the compiled {NAMES[operator]} ({operator}) cannot be trusted on this card: {fault}',
+            'use "auto", which has torch compute it, or "reference"',
+        )
+        for operator, choice in choices.items()
+        if (fault := choice.faults.get(COMPILED, ""))
+    ]
+    if not choices:
+        message = '"fused": no operator was tested on this card'
+        problems = [
+            Problem("model.kernels", message, 'run megalite selftest with this run file, or use "auto"')
+        ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _proved(choices: Mapping[str, Choice], complaint: str) -> KernelChoice:
+    """One line that names every operator, by whom it is computed, and why torch computes it where it does."""
+    by_name: dict[str, list[str]] = {}
+    for operator, choice in choices.items():
+        why = f"{operator} ({choice.why})" if choice.why else operator
+        by_name.setdefault(choice.name, []).append(why)
+    others = [f"{name}: {', '.join(operators)}" for name, operators in by_name.items() if name != TORCH]
+    left = _shared_reason(choices)
+    if not others:
+        return KernelChoice("reference", left or f"no compiled operators here: {complaint}")
+    operators = Operators({operator: choice.name for operator, choice in choices.items()})
+    return KernelChoice("mixed", "; ".join([*others, *([f"torch: {left}"] if left else [])]), operators)
+
+
+def _shared_reason(choices: Mapping[str, Choice]) -> str:
+    """Why torch computes what it computes: each reason once, after the operators that it is of."""
+    reasons: dict[str, list[str]] = {}
+    for operator, choice in choices.items():
+        if choice.name == TORCH:
+            reasons.setdefault(choice.why, []).append(operator)
+    return ", ".join(
+        f"{', '.join(operators)} ({why})" if why else ", ".join(operators)
+        for why, operators in reasons.items()
+    )
 
 
 def used_parts(device_type: str) -> dict[str, str]:

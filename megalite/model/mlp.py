@@ -16,7 +16,7 @@ class GatedMLP(nn.Module):
     def __init__(self, shape: ModelShape, mesh: ParallelMesh, options: ModelOptions):
         super().__init__()
         features = mesh.local(shape.intermediate_size)
-        self.fused = options.fused
+        self.fused = options.operators.uses("glu")
         self.approximate = None if shape.hidden_act == "silu" else _approximate(shape)
         self.gate_up_proj = ColumnParallelLinear(
             shape.hidden_size,
@@ -47,7 +47,7 @@ class PlainMLP(nn.Module):
         super().__init__()
         features = mesh.local(shape.intermediate_size)
         self.approximate = _approximate(shape)
-        self.fused, self.split_backward = options.fused, options.split_backward
+        self.fused, self.split_backward = options.operators.uses("bias_gelu"), options.split_backward
         self.up_proj = ColumnParallelLinear(
             shape.hidden_size,
             features,

@@ -21,7 +21,9 @@ class Norm(nn.Module, ABC):
     def __init__(self, hidden_size: int, eps: float, options: ModelOptions = PLAIN, *, offset: bool = False):
         super().__init__()
         self.eps, self.offset, self.split_backward = eps, offset, options.split_backward
-        self.fused = options.fused and not why_not_fused(options.dtype, offset=offset)
+        serves = not why_not_fused(options.dtype, offset=offset)
+        self.fused = serves and options.operators.uses("norm")
+        self.fused_add = serves and options.operators.uses("add_norm")
         self.weight = nn.Parameter(torch.empty(hidden_size, dtype=options.dtype))
         self.register_parameter("bias", None)
 
@@ -31,7 +33,7 @@ class Norm(nn.Module, ABC):
         """[..., H] -> [..., H]; with a residual the sum of both, which may overwrite hidden_states, and its norm."""
         if residual is None:
             return self.normalised(hidden_states)
-        if self.fused:
+        if self.fused_add:
             return fused_add_norm(
                 hidden_states,
                 residual,

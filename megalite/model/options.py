@@ -6,6 +6,8 @@ from typing import Literal
 
 import torch
 
+from megalite.ops.operators import PLAIN_TORCH, Operators
+
 
 @dataclass(frozen=True)
 class Dropout:
@@ -19,7 +21,6 @@ class Dropout:
 
 
 RecomputeMode = Literal["none", "selective", "full"]
-Kernels = Literal["fused", "reference"]
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class ModelOptions:
 
     split_backward: the schedule asks for the gradients of inputs and weights at different times, so that an
     autograd node that gives both would run twice. compile: decoder layers run through torch.compile.
-    label_smoothing, z_loss: as of cross_entropy.LossTerms. kernels: the compiled operators, or plain torch.
+    label_smoothing, z_loss: as of cross_entropy.LossTerms. operators: which implementation of each is used.
     chunked_loss: how many tokens' logits exist at once, as of chunked_cross_entropy; 0: all.
     """
 
@@ -64,12 +65,8 @@ class ModelOptions:
     compile: bool = False
     label_smoothing: float = 0.0
     z_loss: float = 0.0
-    kernels: Kernels = "reference"
+    operators: Operators = PLAIN_TORCH
     chunked_loss: int = 0
-
-    @property
-    def fused(self) -> bool:
-        return self.kernels == "fused"
 
     @property
     def loss_dtype(self) -> torch.dtype:

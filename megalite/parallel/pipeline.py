@@ -42,6 +42,8 @@ class StepBatch:
 
     samples: [M * b] int64, each row's place in the run's order of samples: equal in every layout, never repeated.
     document_ids: int64, ascending in a row; where given, tokens attend within their own document only.
+    cu_seqlens: [M * b, documents] int32, the same documents for an accelerator (ops.documents.row_starts): where each
+    begins in its row, S for documents without tokens.
     """
 
     input_ids: Tensor
@@ -50,6 +52,7 @@ class StepBatch:
     loss_mask: Tensor
     samples: Tensor
     document_ids: Tensor | None = field(default=None, kw_only=True)
+    cu_seqlens: Tensor | None = field(default=None, kw_only=True)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -251,8 +254,10 @@ def _stage_arguments(batch: StepBatch) -> dict[str, Any]:
         "labels": batch.labels,
         "loss_mask": batch.loss_mask,
         "samples": batch.samples,
+        "document_ids": batch.document_ids,
+        "cu_seqlens": batch.cu_seqlens,
     }
-    return arguments if batch.document_ids is None else {**arguments, "document_ids": batch.document_ids}
+    return {name: tensor for name, tensor in arguments.items() if tensor is not None}
 
 
 def _token_weight(batch: StepBatch, mesh: ParallelMesh) -> Tensor:

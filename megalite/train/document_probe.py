@@ -193,4 +193,5 @@ def _reordered(batch: StepBatch, order: Tensor) -> StepBatch:
         labels=batch.labels.gather(1, order),
         position_ids=batch.position_ids.gather(1, order),
         document_ids=behind.gather(1, order),
+        cu_seqlens=None,  # of the order before
     )

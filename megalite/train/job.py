@@ -23,13 +23,13 @@ from megalite.data.token_file import TokenFile
 from megalite.data.tokenizer import load_tokenizer
 from megalite.errors import CheckpointError, ConfigError, Problem
 from megalite.launcher.environment import RankInfo
-from megalite.model.kernels import choose_kernels
 from megalite.monitor.console import announce
 from megalite.parallel.device import local_device
 from megalite.parallel.mesh import ParallelMesh, connect, disconnect
 from megalite.train.callbacks import Callback
 from megalite.train.document_probe import check_documents
 from megalite.train.interruption import termination_noted
+from megalite.train.kernel_choice import agreed_kernels
 from megalite.train.local import STOPPED, TERMINATED
 from megalite.train.loop import TrainingLoop
 from megalite.train.precision import Precision, choose_precision
@@ -176,12 +176,11 @@ def _train(
 
         # "auto" may go on with any; every rank asks, so that none waits.
         require_precision(precision.name, config.deepspeed_json())
-    kernels = choose_kernels(config.model.kernels, device.type)
     start = None
     if (weights := inputs.weights) and resumed_from is None:
         # Other machines than that of rank 0 have it not yet.
         start = all_or_none(mesh, "import", Path(weights), lambda: local_folder(weights))
-    trainer, held_out = _trainer(config, mesh, inputs, start)
+    trainer, held_out, tested = _trainer(config, mesh, inputs, start, leads_node=info.local_rank == 0)
     if resumed_from is not None:
         _resume(trainer, resumed_from)
     if mesh.rank == 0:
@@ -192,7 +191,9 @@ def _train(
     if precision.note:
         reporter.say(precision.note)
     if config.model.kernels != "reference":
-        reporter.say(f"model.kernels: {kernels}")
+        reporter.say(f"model.kernels: {trainer.kernels}")
+    if tested:
+        reporter.say(tested)
     if resumed_from is not None:
         reporter.say(f"resumed after step {trainer.state.step} from {resumed_from}")
         if trainer.state.step >= trainer.total_steps:
@@ -244,9 +245,9 @@ def _finish(done: _Done, folder: RunFolder) -> dict[str, Path]:
 
 
 def _trainer(
-    config: RunConfig, mesh: ParallelMesh, inputs: RunInputs, weights: Path | None
-) -> tuple[Trainer, Mapping[str, HeldOutSet]]:
-    """This rank's trainer, and what the run validates on, by name."""
+    config: RunConfig, mesh: ParallelMesh, inputs: RunInputs, weights: Path | None, *, leads_node: bool
+) -> tuple[Trainer, Mapping[str, HeldOutSet], str]:
+    """This rank's trainer, what the run validates on, by name, and a line about the test of its operators."""
     tokenizer = load_tokenizer(inputs.tokenizer_folder, end_of_document=config.tokenizer.end_of_document)
     shape = config.model.shape(tokenizer.vocab_size)
     # All that the samples of training and validation have in common.
@@ -270,7 +271,8 @@ def _trainer(
     )
     files = {prefix.name: TokenFile.open(prefix) for prefix in inputs.data.validation}
     held_out = {name: held_out_set(load, file, config.validation.samples) for name, file in files.items()}
-    return Trainer(config, mesh, shape, loader, weights=weights), held_out
+    kernels, tested = agreed_kernels(config, shape, mesh, leads_node=leads_node)
+    return Trainer(config, mesh, shape, loader, weights=weights, kernels=kernels), held_out, tested
 
 
 def _check_documents(trainer: Trainer, inputs: RunInputs, reporter: RunReporter) -> None:

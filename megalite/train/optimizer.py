@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from megalite.errors import TrainingError
 from megalite.ops import apex
+from megalite.ops.operators import PLAIN_TORCH, Operators
 from megalite.parallel.gradients import (
     average_over_data,
     clip_factor,
@@ -77,7 +78,7 @@ class OptimizerSettings:
 
     accumulate_wide: gradients of 16-bit weights are summed in float32. skip_nonfinite: leave out an update that is not
     finite, where no loss scale does so. loss_scale: None where there is none. native: DeepSpeed's own AdamW updates,
-    which ZeRO alone has. fused: compiled operators do what they are the faster for.
+    which ZeRO alone has. operators: which implementation of each is used.
     sum_in_place: a backward runs each linear once, which may then add to the sum of earlier micro batches itself.
     """
 
@@ -94,7 +95,7 @@ class OptimizerSettings:
     skip_nonfinite: bool = False
     loss_scale: LossScaleSettings | None = None
     native: bool = False
-    fused: bool = False
+    operators: Operators = PLAIN_TORCH
     sum_in_place: bool = False
 
 
@@ -146,7 +147,8 @@ def torch_optimizer(
     if settings.name == "sgd":
         optimizer = torch.optim.SGD(groups, lr=0.0, momentum=settings.momentum)
     elif copies is not None:
-        optimizer = OnePassAdamW(groups, copies, betas=settings.betas, eps=settings.eps, fused=settings.fused)
+        fused = settings.operators.uses("adamw")
+        optimizer = OnePassAdamW(groups, copies, betas=settings.betas, eps=settings.eps, fused=fused)
         optimizer.register_step_pre_hook(lambda self, _arguments, _keywords: ensure_state(self))
     else:
         optimizer = torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, eps=settings.eps, fused=True)
@@ -225,7 +227,10 @@ class TorchOptimizer:
         self._tensors = dict(stage.named_parameters())
         if settings.accumulate_wide:
             accumulate_in_float32(self._tensors)
-            adds = settings.fused or apex.accumulate_weight_gradient(mesh.device) is not None
+            adds = (
+                settings.operators.uses("accumulate")
+                or apex.accumulate_weight_gradient(mesh.device) is not None
+            )
             if settings.sum_in_place and adds:
                 sum_in_place(self._tensors.values())
         self._masters = {name: _master(tensor) for name, tensor in self._tensors.items()}
@@ -279,13 +284,14 @@ class TorchOptimizer:
         copies: dict[Tensor, nn.Parameter] = {
             master: copy for master, copy in named.items() if master is not copy
         }
-        faster = settings.fused and (device.type == "cpu" or bool(copies))
+        faster = settings.operators.uses("adamw") and (device.type == "cpu" or bool(copies))
         # In place, clipping values of 16 bits would round them.
         rounds = bool(copies) and settings.clip_value > 0 and not settings.accumulate_wide
         return copies if (faster or apex.adamw(device)) and not rounds else None
 
     def _norm(self, tensors: Mapping[str, nn.Parameter]) -> float:
-        return global_norm(self._parameters, tensors, self._mesh, fused=self._settings.fused)
+        fused = self._settings.operators.uses("sum_of_squares")
+        return global_norm(self._parameters, tensors, self._mesh, fused=fused)
 
     def _step_in_one_pass(self, optimizer: OnePassAdamW, norm: float) -> None:
         """From the 16-bit weights' own gradients, which are read once more for each value that is clipped."""

@@ -17,14 +17,16 @@ from megalite.data.loader import StepLoader
 from megalite.data.prefetch import Prefetch
 from megalite.data.transfer import ArrivingBatch, BatchTransfer
 from megalite.errors import CheckpointError, TrainingError
-from megalite.model.kernels import choose_kernels
+from megalite.model.kernels import KernelChoice
 from megalite.model.options import Dropout, ModelOptions, Recompute
 from megalite.model.stages import build_stage
+from megalite.ops.operators import PLAIN_TORCH, Operators
 from megalite.parallel.device import HostCopy
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.pipeline import PipelineShapes, StepBatch, pipeline_runner
 from megalite.topology.parameters import ModelShape, stage_parameters
 from megalite.topology.schedules import SCHEDULES
+from megalite.train.kernel_choice import known_kernels
 from megalite.train.learning_rate import LearningRate
 from megalite.train.loss_scale import LossScaleSettings
 from megalite.train.optimizer import Optimizer, OptimizerSettings, TorchOptimizer
@@ -91,8 +93,8 @@ class StepReport:
     overflow: str | None = None
 
 
-def model_options(config: RunConfig, device_type: str = "cpu") -> ModelOptions:
-    """All that the configuration has to say to the model beyond its shape, on devices of this type."""
+def model_options(config: RunConfig, operators: Operators = PLAIN_TORCH) -> ModelOptions:
+    """All that the configuration has to say to the model beyond its shape, with these operators."""
     model, parallel, training = config.model, config.parallel, config.training
     return ModelOptions(
         dtype=DTYPES[config.training.precision],
@@ -109,7 +111,7 @@ def model_options(config: RunConfig, device_type: str = "cpu") -> ModelOptions:
         recompute=Recompute(training.recompute, training.recompute_layers, training.recompute_ratio),
         compile=training.compile,
         chunked_loss=model.chunked_loss,
-        kernels=choose_kernels(model.kernels, device_type).name,
+        operators=operators,
     )
 
 
@@ -130,7 +132,7 @@ def optimizer_settings(config: RunConfig, options: ModelOptions) -> OptimizerSet
         skip_nonfinite=training.nonfinite == "skip",
         loss_scale=_loss_scale_settings(training) if training.precision == "fp16" else None,
         native=config.native_optimizer,
-        fused=options.fused,
+        operators=options.operators,
         sum_in_place=not options.split_backward,
     )
 
@@ -157,14 +159,17 @@ class Trainer:
         loader: StepLoader,
         *,
         weights: Path | None = None,
+        kernels: KernelChoice | None = None,
     ):
-        """`weights`: a Hugging Face folder to start from instead of random values."""
+        """`weights`: a Hugging Face folder to start from instead of random values. `kernels`: None on a CPU, or where
+        this machine's earlier tests are to choose them."""
         self.config, self.mesh, self.shape, self.loader = config, mesh, shape, loader
         self.state = TrainerState()
         self.before_update: Callable[[], None] = lambda: None
         """Called in every step before weights and optimizer state change; nothing else changes them."""
         self.split = config.split
-        self.options = options = model_options(config, mesh.device.type)
+        self.kernels = kernels or known_kernels(config, shape, mesh.device)
+        self.options = options = model_options(config, self.kernels.operators)
         self.loss_dtype = options.loss_dtype
         seed = config.run.seed if weights is None else None
         self.stage = build_stage(shape, mesh, self.split, options, seed=seed)

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from megalite.model.options import Kernels, ModelOptions
+from megalite.model.options import ModelOptions
 from megalite.model.stages import build_stage
+from megalite.ops.operators import ALL_COMPILED, PLAIN_TORCH, Operators
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.layout import pipeline_split
 from megalite.topology.parameters import ModelShape
@@ -20,8 +21,8 @@ pytestmark = needs_library
 def test_every_family(shape: ModelShape, split_backward: bool) -> None:
     batch = tiny_batch(shape, 2)
 
-    def run(kernels: Kernels) -> dict[str, torch.Tensor]:
-        options = ModelOptions(torch.float64, split_backward, kernels=kernels)
+    def run(operators: Operators) -> dict[str, torch.Tensor]:
+        options = ModelOptions(torch.float64, split_backward, operators=operators)
         split = pipeline_split(shape.num_hidden_layers)
         stage = build_stage(shape, ParallelMesh.single(), split, options, seed=1)
         hidden = stage.whole.decode(batch.input_ids, batch.position_ids)
@@ -31,4 +32,4 @@ def test_every_family(shape: ModelShape, split_backward: bool) -> None:
         grads = {name: each.grad for name, each in stage.named_parameters() if each.grad is not None}
         return grads | {"hidden states": hidden.detach()}
 
-    assert_same_tensors(run("fused"), run("reference"))
+    assert_same_tensors(run(ALL_COMPILED), run(PLAIN_TORCH))

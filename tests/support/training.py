@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import torch
@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalite.data.transfer import BatchTransfer
-from megalite.model.options import PLAIN, Dropout, Kernels, ModelOptions, Recompute
+from megalite.model.options import PLAIN, Dropout, ModelOptions, Recompute
 from megalite.model.stages import build_stage
 from megalite.model.transformer import Stage
+from megalite.ops.operators import ALL_COMPILED, PLAIN_TORCH, Operators
 from megalite.parallel.device import local_device
 from megalite.parallel.gradients import partial_over_tp
 from megalite.parallel.mesh import ParallelMesh
@@ -57,9 +58,13 @@ class Job:
     recompute: Recompute = PLAIN.recompute
     compile: bool = False
     documents: bool = False
-    kernels: Kernels = "reference"
+    kernels: Literal["fused", "reference"] = "reference"
     chunked_loss: int = 0
     device: str | None = None  # None: the accelerator of the rank if there is one, else the CPU
+
+    @property
+    def operators(self) -> Operators:
+        return ALL_COMPILED if self.kernels == "fused" else PLAIN_TORCH
 
 
 @dataclass(frozen=True)
@@ -133,7 +138,7 @@ def build(job: Job) -> Parts:
         compile=job.compile,
         label_smoothing=job.label_smoothing,
         z_loss=job.z_loss,
-        kernels=job.kernels,
+        operators=job.operators,
         chunked_loss=job.chunked_loss,
     )
     split = pipeline_split(
@@ -193,8 +198,8 @@ def job_optimizer(
     job: Job, stage: torch.nn.Module, parameters: list[Parameter], mesh: ParallelMesh, micro_batches: int
 ) -> Optimizer:
     if job.zero_stage == 0:
-        fused, split = job.kernels == "fused", SCHEDULES[job.schedule].splits_backward
-        settings = replace(job.optimizer, fused=fused, sum_in_place=not split)
+        split = SCHEDULES[job.schedule].splits_backward
+        settings = replace(job.optimizer, operators=job.operators, sum_in_place=not split)
         return TorchOptimizer(stage, parameters, mesh, settings)
     from megalite.train.deepspeed import DeepSpeedOptimizer
 

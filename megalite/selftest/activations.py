@@ -1,0 +1,92 @@
+"""Gated activations, and bias + GELU."""
+
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from megalite.ops.activations import Approximate, bias_gelu, geglu, swiglu
+from megalite.ops.operators import COMPILED
+from megalite.selftest.norms import ROWS, rows
+from megalite.selftest.registry import Entry, Form, Shape, Workload, compiled
+
+_GATED_ROWS: tuple[Shape, ...] = ((1, 8), (5, 34), (3, 130), (64, 256))
+
+
+def _used_by(activation: str, *, gated: bool) -> Callable[[Workload], Shape | None]:
+    def own(run: Workload) -> Shape | None:
+        if run.gated != gated or run.hidden_act != activation:
+            return None
+        return run.tokens, run.intermediate_size * (2 if gated else 1)
+
+    return own
+
+
+def plain_swiglu(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def _plain_geglu(approximate: Approximate) -> Form:
+    def form(gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.gelu(gate, approximate=approximate) * up
+
+    return form
+
+
+def _compiled_geglu(approximate: Approximate) -> Form:
+    return lambda gate_up: geglu(gate_up, approximate=approximate, fused=True)
+
+
+def _plain_bias_gelu(approximate: Approximate) -> Form:
+    return lambda x, bias: F.gelu(x + bias, approximate=approximate)
+
+
+def _compiled_bias_gelu(approximate: Approximate) -> Form:
+    return lambda x, bias: bias_gelu(x, bias, approximate=approximate, fused=True)
+
+
+_GELUS: tuple[tuple[Approximate, str], ...] = (("none", "gelu"), ("tanh", "gelu_pytorch_tanh"))
+
+ENTRIES = [
+    Entry(
+        name="SwiGLU",
+        operator="glu",
+        make=rows(1, 0),
+        plain=plain_swiglu,
+        torch={"one autograd node": swiglu},
+        candidates={COMPILED: compiled(lambda gate_up: swiglu(gate_up, fused=True), "glu", "glu_backward")},
+        gradients=1,
+        shapes=_GATED_ROWS,
+        own=_used_by("silu", gated=True),
+    ),
+    *(
+        Entry(
+            name="GeGLU" if approximate == "none" else "GeGLU (tanh)",
+            operator="glu",
+            make=rows(1, 0),
+            plain=_plain_geglu(approximate),
+            candidates={COMPILED: compiled(_compiled_geglu(approximate), "glu", "glu_backward")},
+            gradients=1,
+            shapes=_GATED_ROWS,
+            own=_used_by(activation, gated=True),
+        )
+        for approximate, activation in _GELUS
+    ),
+    *(
+        Entry(
+            name="bias + GELU" if approximate == "none" else "bias + GELU (tanh)",
+            operator="bias_gelu",
+            make=rows(1, 1),
+            plain=_plain_bias_gelu(approximate),
+            candidates={
+                COMPILED: compiled(_compiled_bias_gelu(approximate), "bias_gelu", "bias_gelu_backward")
+            },
+            gradients=2,
+            shapes=ROWS,
+            own=_used_by(activation, gated=False),
+        )
+        for approximate, activation in _GELUS
+    ),
+]

@@ -1,0 +1,171 @@
+"""Attention: causal, in a window, within documents, with dropped probabilities; always with grouped heads.
+
+A shape is (rows, sequence, key-value heads, head size[, query heads for each of them, window]).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megalite.ops.attention import Starts, causal_attention
+from megalite.ops.counter import MASK_LEVELS
+from megalite.ops.dropout import CountedMask
+from megalite.ops.operators import COMPILED
+from megalite.ops.packed_attention import why_not_packed
+from megalite.selftest.registry import NARROW, Entry, Form, Shape, Workload, compiled
+
+_GROUP = 4
+SHAPES: tuple[Shape, ...] = (
+    *((1, 1, 1, 64), (2, 65, 1, 64), (1, 200, 2, 64), (2, 129, 1, 128)),
+    *((1, 200, 1, 96), (1, 100, 1, 256)),
+    *((1, 700, 1, 64), (1, 450, 1, 128)),  # longer than what a block of the Hopper kernel holds of the keys
+)
+NEEDS = ("attention_forward", "attention_backward")
+
+
+def window_of(sequence: int) -> int:
+    """The window of an odd size."""
+    return sequence // 4 + 5
+
+
+def document_of(sequence: int) -> int:
+    """The length of the documents, but for each row's last one."""
+    return sequence // 3 + 2
+
+
+def why_not_compiled(inputs: Sequence[Tensor]) -> str:
+    return why_not_packed(inputs[0])
+
+
+def make_heads(shape: Shape, dtype: torch.dtype, random: Form) -> list[Tensor]:
+    """Query, key and value."""
+    batch, sequence, key_value_heads, head_dim, *group = shape
+    query = random(batch, sequence, (group[0] if group else _GROUP) * key_value_heads, head_dim)
+    return [query, *(random(batch, sequence, key_value_heads, head_dim) for _ in range(2))]
+
+
+def plain_causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """torch's attention by the backend that it prefers; it knows the groups of heads itself."""
+    query, key, value = (each.transpose(1, 2) for each in (query, key, value))
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, fused: bool, **seen: Any) -> Tensor:
+    """As the model has it, but where it would fall back to torch's: that is not what is to be seen here."""
+    if fused and (complaint := why_not_packed(query)):
+        raise LookupError(complaint)
+    return causal_attention(query, key, value, fused=fused, **seen)
+
+
+def _make_windowed(shape: Shape, dtype: torch.dtype, random: Form) -> list[Tensor]:
+    """As of `make_heads`, and an empty tensor with a row for each key of the window."""
+    heads = make_heads(shape[:5], dtype, random)
+    return [*heads, heads[0].new_empty(shape[5] if len(shape) > 5 else window_of(shape[1]), 0)]
+
+
+def _windowed(fused: bool) -> Form:
+    def form(query: Tensor, key: Tensor, value: Tensor, window: Tensor) -> Tensor:
+        return attention(query, key, value, fused, window=len(window))
+
+    return form
+
+
+def _make_documents(shape: Shape, dtype: torch.dtype, random: Form) -> list[Tensor]:
+    """As of `make_heads`, and where documents begin: some in each row, the last the shortest."""
+    heads = make_heads(shape[:5], dtype, random)
+    rows, length = shape[:2]
+    starts = [row * length + at for row in range(rows) for at in range(0, length, document_of(length))]
+    return [*heads, torch.tensor([*starts, rows * length], dtype=torch.int32, device=heads[0].device)]
+
+
+def _documents(fused: bool) -> Form:
+    def form(query: Tensor, key: Tensor, value: Tensor, places: Tensor) -> Tensor:
+        documents = Starts(places, min(document_of(query.shape[1]), query.shape[1]))
+        return attention(query, key, value, fused, documents=documents)
+
+    return form
+
+
+def _make_dropped(shape: Shape, dtype: torch.dtype, random: Form) -> list[Tensor]:
+    """As of `make_heads`, and the number of each row's sample."""
+    heads = make_heads(shape[:5], dtype, random)
+    return [*heads, torch.arange(7, 7 + shape[0], device=heads[0].device)]
+
+
+def _dropped(fused: bool) -> Form:
+    def form(query: Tensor, key: Tensor, value: Tensor, samples: Tensor) -> Tensor:
+        mask = CountedMask((11, 13), samples, range(query.shape[2]), round(0.1 * MASK_LEVELS))
+        drawn = mask if fused else mask.draw(query.shape[1], key.shape[1])
+        return attention(query, key, value, fused, mask=drawn)
+
+    return form
+
+
+def _own(wanted: Callable[[Workload], bool]) -> Callable[[Workload], Shape | None]:
+    """The run's heads where it computes attention of this form; soft caps are plain torch's alone."""
+
+    def own(run: Workload) -> Shape | None:
+        if run.softcap or not wanted(run):
+            return None
+        group = run.heads // run.key_value_heads
+        return run.rows, run.sequence, run.key_value_heads, run.head_dim, group, run.window or run.sequence
+
+    return own
+
+
+def _entry(
+    name: str,
+    operator: str,
+    make: Callable[[Shape, torch.dtype, Form], list[Tensor]],
+    forms: tuple[Form, Form],
+    wanted: Callable[[Workload], bool],
+) -> Entry:
+    """forms: torch's and the compiled one."""
+    return Entry(
+        name=name,
+        operator=operator,
+        make=make,
+        plain=forms[0],
+        candidates={COMPILED: compiled(forms[1], *NEEDS, why_not=why_not_compiled)},
+        gradients=3,
+        units=16.0,  # as the kernels' tests have it: a running softmax rounds more often than torch's
+        shapes=SHAPES,
+        own=_own(wanted),
+    )
+
+
+ENTRIES = [
+    _entry(
+        "attention, causal",
+        "attention",
+        lambda shape, dtype, random: make_heads(shape[:5], dtype, random),
+        (plain_causal, lambda query, key, value: attention(query, key, value, True)),
+        lambda run: run.full_attention and not run.documents and not run.dropout,
+    ),
+    _entry(
+        "attention, sliding window",
+        "attention_windows",
+        _make_windowed,
+        (_windowed(fused=False), _windowed(fused=True)),
+        lambda run: run.window is not None and not run.documents and not run.dropout,
+    ),
+    _entry(
+        "attention, packed documents",
+        "attention_documents",
+        _make_documents,
+        (_documents(fused=False), _documents(fused=True)),
+        lambda run: run.documents and not run.dropout,
+    ),
+    _entry(
+        "attention, dropped",
+        "attention_dropout",
+        _make_dropped,
+        (_dropped(fused=False), _dropped(fused=True)),
+        lambda run: run.dropout,
+    ),
+]
+
+__all__ = ["ENTRIES", "NARROW", "NEEDS", "SHAPES", "attention", "document_of", "make_heads", "window_of"]

@@ -1,0 +1,69 @@
+"""The time of a forward and a backward, beside that of others, round by round."""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite.selftest.registry import Form
+
+WARM_UP, ROUNDS, LEAST_ROUNDS = 3, 20, 5
+SECONDS = 4.0
+"""After which no more than LEAST_ROUNDS are measured."""
+
+
+def medians(
+    forms: Mapping[str, Form], inputs: Sequence[Tensor], gradients: int, device: torch.device
+) -> dict[str, float]:
+    """Seconds of each form's forward and backward: medians of rounds in which each form runs once."""
+    works = {name: _work(form, inputs, gradients) for name, form in forms.items()}
+    for work in works.values():
+        for _ in range(WARM_UP):
+            work()
+    found: dict[str, list[float]] = {name: [] for name in works}
+    started = time.monotonic()
+    for done in range(ROUNDS):
+        if done >= LEAST_ROUNDS and time.monotonic() - started > SECONDS:
+            break
+        for name, work in works.items():
+            found[name].append(_seconds(work, device))
+    gc.collect()
+    return {name: statistics.median(each) for name, each in found.items()}
+
+
+def _work(form: Form, inputs: Sequence[Tensor], gradients: int) -> Callable[[], Any]:
+    leaves = [each.detach().requires_grad_(index < gradients) for index, each in enumerate(inputs)]
+    if not gradients:
+        return lambda: form(*leaves)
+    made = form(*leaves)
+    grads = [torch.randn_like(each) for each in ([made] if isinstance(made, Tensor) else made)]
+
+    def both() -> None:
+        made = form(*leaves)
+        torch.autograd.grad([made] if isinstance(made, Tensor) else [*made], leaves[:gradients], grads)
+
+    return both
+
+
+def _seconds(work: Callable[[], Any], device: torch.device) -> float:
+    """Between two events of the device where it times them, else by the clock, once the device has finished."""
+    if device.type == "cpu":
+        started = time.perf_counter()
+        work()
+        return time.perf_counter() - started
+    torch.accelerator.synchronize(device)
+    if device.type == "cuda":
+        start, end = (torch.Event(device, enable_timing=True) for _ in range(2))
+        start.record()
+        work()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+    started = time.perf_counter()
+    work()
+    torch.accelerator.synchronize(device)
+    return time.perf_counter() - started

@@ -1,0 +1,125 @@
+"""What a run has to have proved on its device, what of it is known, and which implementation each operator gets."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from megalite.config.schema import RunConfig
+from megalite.errors import KernelError
+from megalite.ops import trust
+from megalite.ops.operators import COMPILED, NAMES
+from megalite.ops.trust import Choice, Findings
+from megalite.selftest.registry import Case, Workload, cases_of
+from megalite.selftest.run import prove_all
+from megalite.selftest.table import ENTRIES
+from megalite.topology.parameters import ModelShape
+
+FIRST_RUN_SECONDS = 300.0
+"""What the test before a run may take in all."""
+LIKE_LLAMA = {
+    "rows": 1,
+    "sequence": 1024,
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "heads": 16,
+    "key_value_heads": 4,
+    "head_dim": 64,
+    "vocabulary": 32000,
+}
+"""What is tested where no run is named."""
+
+
+def workload_of(config: RunConfig, shape: ModelShape, dtype: torch.dtype) -> Workload:
+    """The shapes of the largest rank of a run."""
+    model, tensor = config.model, config.layout.tensor
+    windows = {shape.window_of(layer) for layer in range(shape.num_hidden_layers)}
+    return Workload(
+        dtype=dtype,
+        rows=config.batch.micro_batch_size,
+        sequence=config.training.sequence_length,
+        hidden_size=shape.hidden_size,
+        intermediate_size=-(-shape.intermediate_size // tensor),
+        heads=max(1, shape.num_attention_heads // tensor),
+        key_value_heads=max(1, shape.num_key_value_heads // tensor),
+        head_dim=shape.head_dim,
+        vocabulary=-(-shape.vocab_size // tensor),
+        norm=shape.norm,
+        gated=shape.gated_mlp,
+        hidden_act=shape.hidden_act,
+        rotary=shape.position_embedding == "rope",
+        full_attention=None in windows,
+        window=shape.sliding_window if windows != {None} else None,
+        documents=config.data.document_mask,
+        dropout=model.attention_dropout > 0,
+        softcap=shape.attn_logit_softcapping is not None,
+    )
+
+
+def untested(cases: Sequence[Case], found: Findings) -> list[Case]:
+    """The cases of which some implementation was not tested."""
+    return [
+        case
+        for case in cases
+        if case.entry.candidates.keys() - found.get(case.entry.operator, {}).get(case.key, {}).keys()
+    ]
+
+
+def choices_of(cases: Sequence[Case], found: Findings) -> dict[str, Choice]:
+    """The implementation of each operator that these cases are of."""
+    choices = {}
+    for operator in NAMES:
+        of_it = [case for case in cases if case.entry.operator == operator]
+        names = dict.fromkeys(name for case in of_it for name in case.entry.candidates)
+        if of_it:
+            choices[operator] = trust.choose([case.key for case in of_it], [*names], found.get(operator, {}))
+    return choices
+
+
+def known_choices(workload: Workload, device: torch.device) -> dict[str, Choice]:
+    """What follows from earlier tests on this machine."""
+    return choices_of(cases_of(ENTRIES, workload), trust.read(trust.machine(device)))
+
+
+def proved_choices(workload: Workload, device: torch.device) -> tuple[dict[str, Choice], str]:
+    """As `known_choices`, after a test of what is not known yet; and a line about that test, empty where none was made.
+
+    Takes at most FIRST_RUN_SECONDS; what fails, or is not reached, is left to torch.
+    """
+    facts, cases = trust.machine(device), cases_of(ENTRIES, workload)
+    found = trust.read(facts)
+    if not (left := untested(cases, found)):
+        return choices_of(cases, found), ""
+    try:
+        found = trust.joined(found, prove_all(left, device, total_seconds=FIRST_RUN_SECONDS))
+    except KernelError as error:
+        return choices_of(cases, found), f"{error}; torch computes what is not tested"
+    note = f"tested {len(left)} cases of operators on {facts['card']}"
+    if rest := untested(cases, found):
+        note += f"; {len(rest)} were not reached in {FIRST_RUN_SECONDS:.0f} s: run megalite selftest"
+    return choices_of(cases, found), note + _kept(facts, found)
+
+
+def _kept(facts: Mapping[str, str], found: Findings) -> str:
+    try:
+        path: Path = trust.write(facts, found)
+    except OSError as error:
+        return f"; not kept ({error.strerror}): set MEGALITE_TRUST_FOLDER to a folder that can be written"
+    return f"; kept in {path}"
+
+
+def combined(said: Sequence[tuple[Mapping[str, str], Mapping[str, Choice] | None]]) -> dict[str, Choice]:
+    """One choice an operator for ranks that each say their machine, and one a node what it chose for that machine.
+
+    A rank whose machine nobody tested has tested nothing.
+    """
+    tested = {
+        tuple(facts.items()): [choices for other, choices in said if other == facts and choices]
+        for facts, _ in said
+    }
+    every: list[Mapping[str, Choice]] = []
+    first = next(choices for _, choices in said if choices)
+    for of_machine in tested.values():
+        nothing = {name: Choice(why=trust.UNTESTED, faults={COMPILED: trust.UNTESTED}) for name in first}
+        every += of_machine or [nothing]
+    return {operator: trust.agreed([choices[operator] for choices in every]) for operator in first}

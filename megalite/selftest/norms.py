@@ -1,0 +1,116 @@
+"""Norms, alone and of a sum with the residual."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megalite.ops import norms
+from megalite.ops.operators import COMPILED
+from megalite.selftest.registry import Entry, Form, Make, Shape, Workload, compiled
+
+EPS = 1e-6
+ROWS: tuple[Shape, ...] = ((1, 8), (5, 33), (3, 130), (64, 256))
+_NEEDS = ("norm", "norm_backward")
+
+
+def rows(tensors: int, weights: int) -> Make:
+    """Inputs [rows, columns], then vectors [columns]."""
+
+    def make(shape: Shape, dtype: torch.dtype, random: Form) -> list[Tensor]:
+        return [*(random(*shape) for _ in range(tensors)), *(random(shape[-1]) for _ in range(weights))]
+
+    return make
+
+
+def _hidden_states(norm: str) -> Callable[[Workload], Shape | None]:
+    return lambda run: (run.tokens, run.hidden_size) if run.norm == norm else None
+
+
+def plain_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    return F.rms_norm(x, weight.shape, weight, EPS)
+
+
+def plain_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return total, plain_rms_norm(total, weight)
+
+
+def plain_layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.layer_norm(x, weight.shape, weight, bias, EPS)
+
+
+def plain_add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return total, plain_layer_norm(total, weight, bias)
+
+
+def _one_node(x: Tensor, weight: Tensor) -> Tensor:
+    return norms.rms_norm(x, weight, EPS)
+
+
+def _add_one_node(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return total, norms.rms_norm(total, weight, EPS)
+
+
+ENTRIES = [
+    Entry(
+        name="RMSNorm",
+        operator="norm",
+        make=rows(1, 1),
+        plain=plain_rms_norm,
+        torch={"one autograd node": _one_node},
+        candidates={
+            COMPILED: compiled(lambda x, weight: norms.rms_norm(x, weight, EPS, fused=True), *_NEEDS)
+        },
+        gradients=2,
+        shapes=ROWS,
+        own=_hidden_states("rms_norm"),
+    ),
+    Entry(
+        name="add + RMSNorm",
+        operator="add_norm",
+        make=rows(2, 1),
+        plain=plain_add_rms_norm,
+        torch={"one autograd node": _add_one_node},
+        candidates={
+            COMPILED: compiled(
+                lambda x, residual, weight: norms.fused_add_norm(x, residual, weight, None, EPS), *_NEEDS
+            )
+        },
+        gradients=3,
+        shapes=ROWS,
+        own=_hidden_states("rms_norm"),
+    ),
+    Entry(
+        name="LayerNorm",
+        operator="norm",
+        make=rows(1, 2),
+        plain=plain_layer_norm,
+        candidates={
+            COMPILED: compiled(
+                lambda x, weight, bias: norms.layer_norm(x, weight, bias, EPS, fused=True), *_NEEDS
+            )
+        },
+        gradients=3,
+        shapes=ROWS,
+        own=_hidden_states("layer_norm"),
+    ),
+    Entry(
+        name="add + LayerNorm",
+        operator="add_norm",
+        make=rows(2, 2),
+        plain=plain_add_layer_norm,
+        candidates={
+            COMPILED: compiled(
+                lambda x, residual, weight, bias: norms.fused_add_norm(x, residual, weight, bias, EPS),
+                *_NEEDS,
+            )
+        },
+        gradients=4,
+        shapes=ROWS,
+        own=_hidden_states("layer_norm"),
+    ),
+]

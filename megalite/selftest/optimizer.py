@@ -1,0 +1,89 @@
+"""What an update does to lists of tensors."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite.ops.adamw import accumulate_, adamw_, sum_of_squares
+from megalite.ops.operators import COMPILED
+from megalite.selftest.norms import ROWS, rows
+from megalite.selftest.registry import NARROW, Entry, Form, Shape, Workload, compiled
+
+_RULES: dict[str, Any] = {
+    "learning_rate": 1e-2,
+    "betas": (0.9, 0.95),
+    "eps": 1e-8,
+    "weight_decay": 0.1,
+    "step": 7,
+}
+# Lists of tensors are drawn as (tensors, elements of each).
+LISTS: tuple[Shape, ...] = ((1, 1), (3, 8193), (90, 5), (2, 4099))
+
+
+def _weights(run: Workload) -> Shape:
+    """Eight matrices of a layer's size."""
+    return 8, run.hidden_size * run.intermediate_size
+
+
+def _make_update(shape: Shape, dtype: torch.dtype, random: Form) -> list[Tensor]:
+    """Weights of float32, poisoned copies and gradients of `dtype`, moments."""
+    count, size = shape
+    weights, gradients = ([random(size) for _ in range(count)] for _ in range(2))
+    copies = [torch.full_like(each, torch.nan) for each in gradients]
+    means, squares = ([torch.rand_like(each.float()) for each in gradients] for _ in range(2))
+    return [*(each.float() for each in weights), *copies, *gradients, *means, *squares]
+
+
+def _update(fused: bool, scale: float = 0.5) -> Form:
+    def form(*tensors: Tensor) -> list[Tensor]:
+        count = len(tensors) // 5
+        weights, copies, gradients, means, squares = (
+            [*tensors[start : start + count]] for start in range(0, len(tensors), count)
+        )
+        narrow = copies if copies[0].element_size() < 4 else []
+        adamw_(weights, narrow, gradients, means, squares, **_RULES, gradient_scale=scale, fused=fused)
+        return [*weights, *(narrow or [each.clone() for each in weights]), *means, *squares]
+
+    return form
+
+
+ENTRIES = [
+    Entry(
+        name="AdamW, float32 masters and 16-bit copies",
+        operator="adamw",
+        make=_make_update,
+        plain=_update(fused=False),
+        candidates={COMPILED: compiled(_update(fused=True), "adamw_")},
+        dtypes=NARROW,
+        shapes=LISTS,
+        own=_weights,
+    ),
+    Entry(
+        name="sum of squares",
+        operator="sum_of_squares",
+        make=lambda shape, dtype, random: [random(shape[1]) for _ in range(shape[0])],
+        plain=lambda *tensors: sum_of_squares(tensors),
+        candidates={
+            COMPILED: compiled(lambda *tensors: sum_of_squares(tensors, fused=True), "sum_of_squares")
+        },
+        shapes=LISTS,
+        own=_weights,
+    ),
+    Entry(
+        name="gradients summed in float32",
+        operator="accumulate",
+        make=lambda shape, dtype, random: [random(*shape).float(), random(*shape)],
+        plain=lambda total, gradient: (accumulate_(total, gradient), total)[1],
+        candidates={
+            COMPILED: compiled(
+                lambda total, gradient: (accumulate_(total, gradient, fused=True), total)[1], "accumulate_"
+            )
+        },
+        dtypes=NARROW,
+        shapes=ROWS,
+        own=lambda run: (run.intermediate_size, run.hidden_size),
+    ),
+]
+
+__all__ = ["ENTRIES", "LISTS", "rows"]

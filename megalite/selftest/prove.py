@@ -1,0 +1,83 @@
+"""One implementation in one case: compared, then timed."""
+
+import math
+from math import prod
+
+import torch
+
+from megalite.ops.trust import Finding
+from megalite.selftest.check import Comparison, check, inputs_of
+from megalite.selftest.clock import medians
+from megalite.selftest.registry import Case, Shape
+
+SEED = 20
+
+
+def prove(case: Case, implementation: str, device: torch.device) -> Finding:
+    """What this implementation shows: wrong at the first shape that is; timed on a run's own shape alone.
+
+    Raises what the implementation, or torch's form beside it, raises.
+    """
+    entry, candidate = case.entry, case.entry.candidates[implementation]
+    worst = Comparison(0.0, 1.0, True)
+    for shape in case.shapes:
+        checked = compared_shape(case, shape)
+        inputs = inputs_of(entry, checked, case.dtype, device, SEED)
+        if complaint := candidate.why_not(inputs):
+            if case.own:
+                return Finding("absent", complaint)
+            continue  # the others of the odd sizes are worth a look
+        found = check(entry, candidate, checked, case.dtype, device, SEED)
+        if found.share >= worst.share:
+            worst = found
+        if complaint := _complaint(found, checked):
+            return Finding("wrong", complaint, found.error, found.allowed)
+    if not case.own:
+        return Finding("right", "", worst.error, worst.allowed)
+    shape = timed_shape(case, case.shapes[0])
+    inputs = inputs_of(entry, shape, case.dtype, device, SEED)
+    forms = {"": candidate.form, "plain": entry.plain, **entry.torch}
+    seconds = medians(forms, inputs, entry.gradients, device)
+    best = min(found for name, found in seconds.items() if name)
+    return Finding("right", "", worst.error, worst.allowed, seconds[""], best)
+
+
+def _complaint(found: Comparison, shape: Shape) -> str:
+    sizes = "x".join(map(str, shape))
+    if math.isinf(found.error):
+        return f"wrong: values that are not finite, not written or of another shape, at {sizes}"
+    if not found.share <= 1:
+        return f"wrong: error {found.error:.1e} over {found.allowed:.1e}, at {sizes}"
+    return "" if found.equal_repeats else f"wrong: a second call gives other numbers, at {sizes}"
+
+
+# What a float64 reference and its gradients may take: elements of the largest tensor.
+_COMPARED, _TIMED = 1 << 23, 1 << 27
+
+
+def compared_shape(case: Case, shape: Shape) -> Shape:
+    """The shape with so few rows that float64 and a matrix of scores are no matter."""
+    return bounded(shape, _COMPARED, scores=case.entry.operator.startswith("attention"))
+
+
+def timed_shape(case: Case, shape: Shape) -> Shape:
+    """The run's own shape, with fewer rows where a tensor would have more than 2^27 elements."""
+    return bounded(shape, _TIMED, scores=case.entry.operator == "attention_dropout")
+
+
+def bounded(shape: Shape, most: int, *, scores: bool) -> Shape:
+    """[rows, columns], or an attention's shape, with at most so many elements: fewer rows, then heads, then tokens."""
+    if len(shape) == 2:
+        rows, columns = shape
+        return min(rows, max(1, most // columns)), columns
+    rows, sequence, heads, head_dim, *rest = shape
+    group = rest[0] if rest else 1
+
+    def elements(rows: int, sequence: int, heads: int) -> int:
+        return prod((rows, heads, group, sequence)) * (sequence if scores else head_dim)
+
+    rows = min(rows, max(1, most // elements(1, sequence, heads)))
+    heads = min(heads, max(1, most // elements(rows, sequence, 1)))
+    while sequence > 64 and elements(rows, sequence, heads) > most:
+        sequence //= 2
+    return rows, sequence, heads, head_dim, *rest

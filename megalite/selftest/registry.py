@@ -1,0 +1,145 @@
+"""What an operator has to prove: its inputs, its forms, and the shapes it is proved on.
+
+To add an implementation of an operator, add a `Candidate` to the entry in this package's table of it; the model then
+asks `ModelOptions.operators.of(<operator>)` for the name that was chosen.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite.ops import extension
+from megalite.ops.operators import COMPILED
+
+Shape = tuple[int, ...]
+Form = Callable[..., Any]
+WIDE, NARROW = (torch.float32, torch.bfloat16, torch.float16), (torch.bfloat16, torch.float16)
+Make = Callable[[Shape, torch.dtype, Form], Sequence[Tensor]]
+
+
+def always(inputs: Sequence[Tensor]) -> str:
+    """For what can compute any case."""
+    return ""
+
+
+def anywhere(device_type: str) -> str:
+    """For what can run on any device."""
+    return ""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """An implementation of an operator: a function of the entry's inputs.
+
+    why_not_on(device_type): why it is not there at all, empty where it is: then nothing is run. why_not(inputs): why it
+    cannot compute these; asked before the form is called. repeats: whether a second call must give the same to the bit.
+    """
+
+    form: Form
+    why_not_on: Callable[[str], str] = anywhere
+    why_not: Callable[[Sequence[Tensor]], str] = always
+    repeats: bool = False
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The shapes of one rank of a run, as its operators see them.
+
+    rows: of a micro batch; heads, key_value_heads, intermediate_size, vocabulary: this rank's part of them. window: the
+    keys a token sees in layers that have one. hidden_act: as of ModelShape. dropout: of attention probabilities.
+    """
+
+    dtype: torch.dtype
+    rows: int
+    sequence: int
+    hidden_size: int
+    intermediate_size: int
+    heads: int
+    key_value_heads: int
+    head_dim: int
+    vocabulary: int
+    norm: str = "rms_norm"
+    gated: bool = True
+    hidden_act: str = "silu"
+    rotary: bool = True
+    full_attention: bool = True
+    window: int | None = None
+    documents: bool = False
+    dropout: bool = False
+    softcap: bool = False
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.sequence
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One form of an operator: what goes in, its implementations, and on which shapes they are compared.
+
+    operator: of ops.operators.NAMES, whose implementation a model chooses. make(shape, dtype, random): inputs, where
+    random(*sizes) draws a tensor of that type; the first `gradients` of them are differentiated. plain: in torch; in
+    float64 it is the reference. plain and candidates are functions of these inputs that return a tensor or several,
+    and may overwrite inputs. torch: other forms in torch that are timed too; the fastest is torch's best.
+    units: in the last place of the largest value that 32 bits may be off beside twice the plain form's own error.
+    shapes: odd sizes, tiny. own: the shape for a run, or None where the run has no use for the entry.
+    """
+
+    name: str
+    operator: str
+    make: Make
+    plain: Form
+    candidates: Mapping[str, Candidate]
+    shapes: tuple[Shape, ...]
+    gradients: int = 0
+    dtypes: tuple[torch.dtype, ...] = WIDE
+    torch: Mapping[str, Form] = field(default_factory=dict)
+    own: Callable[[Workload], Shape | None] = lambda workload: None
+    units: float = 1.0
+
+    @property
+    def compiled(self) -> Form:
+        """The form by the compiled library. Raises KeyError where it has none."""
+        return self.candidates[COMPILED].form
+
+
+def compiled(form: Form, *needs: str, why_not: Callable[[Sequence[Tensor]], str] = always) -> Candidate:
+    """A form by these registered operators of the compiled library."""
+
+    def why_not_on(device_type: str) -> str:
+        if complaint := extension.why_not(device_type):
+            return complaint
+        missing = [name for name in needs if not hasattr(torch.ops.megalite, name)]
+        return f"this library has no {', '.join(missing)}" if missing else ""
+
+    return Candidate(form, why_not_on, why_not, repeats=True)
+
+
+@dataclass(frozen=True)
+class Case:
+    """An entry on the own shape of a run, or on odd sizes."""
+
+    entry: Entry
+    dtype: torch.dtype
+    shapes: tuple[Shape, ...]
+    own: bool
+
+    @property
+    def key(self) -> str:
+        """As findings are kept by."""
+        sizes = "x".join(map(str, self.shapes[0])) if self.own else "odd sizes"
+        return f"{self.entry.name}, {str(self.dtype).removeprefix('torch.')}, {sizes}"
+
+
+def cases_of(entries: Sequence[Entry], workload: Workload) -> list[Case]:
+    """What a run has to have proved: the entries that it uses, on its own shapes and on odd sizes."""
+    found: list[Case] = []
+    for entry in entries:
+        own = entry.own(workload)
+        if own is not None and workload.dtype in entry.dtypes:
+            found.append(Case(entry, workload.dtype, entry.shapes, own=False))
+            found.append(Case(entry, workload.dtype, (own,), own=True))
+    return found

@@ -1,0 +1,66 @@
+"""Rotary embedding of the packed projection."""
+
+from math import prod
+
+import torch
+from torch import Tensor
+
+from megalite.ops.operators import COMPILED
+from megalite.ops.rotary import rotary_frequencies, rotary_table, split_and_rotate
+from megalite.selftest.registry import Entry, Form, Shape, Workload, compiled
+
+# Each form's heads of query for one of key and value; a run's own ratio comes as a fifth number of the shape.
+_GROUP = 4
+
+
+def _group(shape: Shape) -> int:
+    return shape[4] if len(shape) > 4 else _GROUP
+
+
+def _make(shape: Shape, dtype: torch.dtype, random: Form) -> list[Tensor]:
+    """The packed projection, then the angles of consecutive positions, then an empty tensor with a row a query head of
+    one group."""
+    batch, sequence, key_value_heads, head_dim = shape[:4]
+    group = _group(shape)
+    qkv = random(batch, sequence, (group + 2) * key_value_heads, head_dim)
+    angles = rotary_table(sequence, rotary_frequencies(head_dim, 10000.0), dtype)
+    tables = [each.view(1, sequence, 1, -1).to(qkv.device) for each in angles]
+    return [qkv, *tables, qkv.new_empty(group, 0)]
+
+
+def _form(interleaved: bool, fused: bool) -> Form:
+    def form(qkv: Tensor, cosines: Tensor, sines: Tensor, group: Tensor) -> tuple[Tensor, ...]:
+        key_value_heads = qkv.shape[2] // (len(group) + 2)
+        heads = (len(group) * key_value_heads, key_value_heads)
+        return split_and_rotate(qkv, *heads, cosines, sines, interleaved=interleaved, fused=fused)
+
+    return form
+
+
+def _own(run: Workload) -> Shape | None:
+    if not run.rotary:
+        return None
+    group = run.heads // run.key_value_heads
+    return run.rows, run.sequence, run.key_value_heads, run.head_dim, group
+
+
+def packed_elements(shape: Shape) -> int:
+    """Elements of the packed projection."""
+    return prod(shape[:4]) * (_group(shape) + 2)
+
+
+ENTRIES = [
+    Entry(
+        name=f"rotary embedding, {name}",
+        operator="rotary",
+        make=_make,
+        plain=_form(interleaved, fused=False),
+        candidates={
+            COMPILED: compiled(_form(interleaved, fused=True), "rotary_split", "rotary_split_backward")
+        },
+        gradients=1,
+        shapes=((1, 1, 1, 2), (2, 5, 1, 6), (1, 33, 2, 64), (2, 17, 1, 128)),
+        own=lambda run, interleaved=interleaved: None if interleaved else _own(run),  # type: ignore[misc]
+    )
+    for name, interleaved in (("halves", False), ("interleaved", True))
+]

@@ -1,0 +1,166 @@
+"""Proves implementations in a process of its own, which may crash or hang without harm to the caller."""
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from megalite.errors import KernelError
+from megalite.ops.trust import Finding, Findings
+from megalite.selftest.registry import Case
+
+CASE_SECONDS = 60.0
+"""What one implementation may take for one case."""
+START_SECONDS = 120.0
+"""What a process may take to import torch and to reach the device."""
+_END_SECONDS = 10.0
+_START = "import sys; sys.path[:] = {path!r}; from megalite.selftest import worker; sys.exit(worker.main(sys.argv[1:]))"
+Tell = Callable[[Case, str, Finding], None]
+
+
+def prove_all(
+    cases: Sequence[Case],
+    device: torch.device,
+    *,
+    entries: Path | None = None,
+    case_seconds: float = CASE_SECONDS,
+    total_seconds: float = float("inf"),
+    tell: Tell = lambda case, implementation, finding: None,
+) -> Findings:
+    """Every implementation of every case, each compared and timed; those that total_seconds do not reach are left out.
+
+    entries: the file that the cases' entries are of, where they are not this package's own. tell: called after each.
+    Raises KernelError where no process can reach the device.
+    """
+    deadline = time.monotonic() + total_seconds
+    found: dict[str, dict[str, dict[str, Finding]]] = {}
+    worker: _Worker | None = None
+    try:
+        for case, name in [(each, name) for each in cases for name in each.entry.candidates]:
+            if complaint := case.entry.candidates[name].why_not_on(device.type):
+                found.setdefault(case.entry.operator, {}).setdefault(case.key, {})[name] = Finding(
+                    "absent", complaint
+                )
+                tell(case, name, Finding("absent", complaint))
+                continue
+            if worker is None:
+                worker = _Worker(device, entries, min(START_SECONDS, deadline - time.monotonic()))
+            seconds = min(case_seconds, deadline - time.monotonic())
+            if seconds <= 0:
+                break
+            finding = worker.prove(case, name, seconds)
+            if finding is None and seconds < case_seconds:
+                break  # it was not given its time, which says nothing about it
+            if finding is None:
+                finding = Finding("failed", f"failed: no answer after {case_seconds:g} s")
+            if finding.verdict == "failed":
+                # A kernel that raised may have destroyed the device's context for all that come after it.
+                worker.end()
+                worker = None
+            found.setdefault(case.entry.operator, {}).setdefault(case.key, {})[name] = finding
+            tell(case, name, finding)
+    except TimeoutError:
+        pass  # no time was left for another process
+    finally:
+        if worker is not None:
+            worker.end()
+    return found
+
+
+class _Worker:
+    """A process of selftest/worker.py."""
+
+    def __init__(self, device: torch.device, entries: Path | None, seconds: float):
+        """Raises KernelError where it does not start, TimeoutError where it had less than START_SECONDS to do so."""
+        reading, writing = os.pipe()
+        words = ["--device", str(device), "--answers", str(writing), "--parent", str(os.getpid())]
+        words += [] if entries is None else ["--entries", str(entries)]
+        self._answers = reading
+        self._rest = b""
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115  closed by `end`
+        self._process = subprocess.Popen(
+            # With this process's modules, whatever lies in the working directory.
+            [sys.executable, "-P", "-c", _START.format(path=sys.path), *words],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=self._said,  # a pipe that nobody reads would stop it once it is full
+            pass_fds=(writing,),
+            start_new_session=True,
+        )
+        os.close(writing)
+        line = self._line(seconds)
+        if not line:
+            said = f"no answer after {seconds:.0f} s" if line is None else self._reason()
+            self.end()
+            if line is None and seconds < START_SECONDS:
+                raise TimeoutError(said)
+            raise KernelError(f"the self-test cannot start on {device}: {said}")
+
+    def prove(self, case: Case, implementation: str, seconds: float) -> Finding | None:
+        """None where there was no answer in this time."""
+        asked = {
+            "entry": case.entry.name,
+            "dtype": str(case.dtype).removeprefix("torch."),
+            "shapes": case.shapes,
+            "own": case.own,
+            "implementation": implementation,
+        }
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(asked).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            return Finding("failed", f"failed: {self._reason()}")
+        line = self._line(seconds)
+        if line is None:
+            return None
+        return Finding(**json.loads(line)) if line else Finding("failed", f"failed: {self._reason()}")
+
+    def end(self) -> None:
+        """Kill it, and what it started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        with suppress(
+            subprocess.TimeoutExpired
+        ):  # stuck in the driver: nothing can be done about it from here
+            self._process.wait(_END_SECONDS)
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
+        self._said.close()
+        os.close(self._answers)
+
+    def _line(self, seconds: float) -> str | None:
+        """The next line; empty where the process has ended, None where nothing came in time."""
+        deadline = time.monotonic() + seconds
+        while b"\n" not in self._rest:
+            left = deadline - time.monotonic()
+            if left <= 0 or not select.select([self._answers], [], [], left)[0]:
+                return None
+            read = os.read(self._answers, 1 << 16)
+            if not read:
+                return ""
+            self._rest += read
+        line, _, self._rest = self._rest.partition(b"\n")
+        return line.decode()
+
+    def _reason(self) -> str:
+        """What ended it: a signal, or its last words."""
+        try:
+            code = self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            return "it closed its pipe and did not end"
+        if code < 0:
+            return f"it was ended by {signal.Signals(-code).name}"
+        self._said.seek(0)
+        words = self._said.read().decode(errors="replace").strip().splitlines()
+        return f"it ended with code {code}: {words[-1] if words else 'it said nothing'}"

@@ -1,0 +1,27 @@
+"""All entries of this package, and those of a file besides."""
+
+import importlib.util
+from pathlib import Path
+
+from megalite.selftest import activations, attention, loss, norms, optimizer, rotary
+from megalite.selftest.registry import Entry
+
+ENTRIES: tuple[Entry, ...] = (
+    *norms.ENTRIES,
+    *rotary.ENTRIES,
+    *activations.ENTRIES,
+    *attention.ENTRIES,
+    *loss.ENTRIES,
+    *optimizer.ENTRIES,
+)
+
+
+def entries_of(file: Path | None) -> tuple[Entry, ...]:
+    """The `ENTRIES` of a Python file, or those of this package without one."""
+    if file is None:
+        return ENTRIES
+    spec = importlib.util.spec_from_file_location("entries_of_a_file", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return tuple(module.ENTRIES)

@@ -1,0 +1,62 @@
+"""The process that runs implementations nobody trusts yet: told case by case, it answers line by line.
+
+It may crash, hang or destroy the device's context; whoever started it (selftest/run.py) goes on with another.
+"""
+
+import argparse
+import json
+import os
+import sys
+from dataclasses import asdict, replace
+from math import isfinite
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from megalite.launcher.process import die_with_parent
+from megalite.ops.trust import Finding
+from megalite.selftest.prove import prove
+from megalite.selftest.registry import Case
+from megalite.selftest.table import entries_of
+
+READY = "ready"
+
+
+def main(arguments: list[str]) -> int:
+    """Answers each line of the input {entry, dtype, shapes, own, implementation} with a line of `answers`."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device", type=torch.device, required=True)
+    parser.add_argument("--entries", type=Path, help="a file with ENTRIES instead of this package's")
+    parser.add_argument("--answers", type=int, required=True, help="a file descriptor")
+    parser.add_argument("--parent", type=int, required=True)
+    options = parser.parse_args(arguments)
+    die_with_parent(options.parent)
+    entries = {entry.name: entry for entry in entries_of(options.entries)}
+    device: torch.device = options.device
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index or 0)
+    with os.fdopen(options.answers, "w", encoding="utf-8") as answers:
+        _say(answers, READY)
+        for line in sys.stdin:
+            asked = json.loads(line)
+            shapes = tuple(map(tuple, asked["shapes"]))
+            case = Case(entries[asked["entry"]], getattr(torch, asked["dtype"]), shapes, asked["own"])
+            _say(answers, asdict(_answer(case, asked["implementation"], device)))
+    return 0
+
+
+def _say(answers: IO[str], what: Any) -> None:
+    answers.write(json.dumps(what) + "\n")
+    answers.flush()
+
+
+def _answer(case: Case, implementation: str, device: torch.device) -> Finding:
+    try:
+        finding = prove(case, implementation, device)
+    except Exception as error:  # whatever it is, this implementation is not to be used
+        message = str(error).strip().splitlines()
+        return Finding("failed", f"failed: {type(error).__name__}: {message[0] if message else ''}"[:200])
+    if finding.error is not None and not isfinite(finding.error):
+        return replace(finding, error=None, allowed=None)
+    return finding
