@@ -335,6 +335,9 @@ def _device(task: Task) -> Iterator[None]:
     from tests.support.standin import use_standin
 
     standin = use_standin()
+    from tests.support.standin.zero import use_in_deepspeed
+
+    use_in_deepspeed()
     standin.reset()
     yield
     hazards = standin.take_hazards()
