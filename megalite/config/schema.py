@@ -382,10 +382,7 @@ class MonitorConfig(Section):
         False, description="also write run.folder/tensorboard; needs the package tensorboard"
     )
     peak_tflops: float | None = Field(
-        None,
-        gt=0,
-        description="TFLOP/s of one device (on CPUs of one node) that MFU is a share of; default: the data sheet's, by "
-        "the card's name and training.precision (on CPUs measured)",
+        None, gt=0, description="TFLOP/s of a device (CPUs: of a node) for MFU; default: its data sheet's"
     )
 
 
