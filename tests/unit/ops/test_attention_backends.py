@@ -290,7 +290,7 @@ def test_a_preferred_backend_serves_where_it_can(prefer, asked, chip, why) -> No
     on_cuda = mock.patch.object(backends, "_has_flash_kernel", lambda kind: kind == "cuda")
     with on_cuda, mock.patch.object(torch.cuda, "get_device_capability", lambda device: chip):
         backend = BY_NAME[prefer]
-        complaint = backend.why_not_on(query.device.type) or backend.why_not(query, key, wanted)
+        complaint = backend.why_not_on(query.device.type) + backend.why_not(query, key, wanted)
         assert why in complaint and bool(why) == bool(complaint)
         assert (backend_for(query, key, wanted, prefer) is backend) == (not why)
 
