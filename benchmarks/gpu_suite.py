@@ -1,41 +1,52 @@
-"""Everything a GPU has to show, in one command of less than eight minutes.
+"""Everything a GPU has to show, in one command of less than ten minutes.
 
     python -m benchmarks.gpu_suite                    # on a machine with a GPU
     python -m benchmarks.gpu_suite --sanitize         # compute-sanitizer over tiny shapes, nothing else
-    python -m benchmarks.gpu_suite --device cpu       # the checks alone, of the operators' twins for the CPU
+    python -m benchmarks.gpu_suite --device cpu       # the parts that need no GPU, in small
     python -m benchmarks.gpu_suite --skeleton         # benchmarks/results/gpu.md with nothing measured
 
-Builds or loads the compiled operators, then: checks each against float64, over poisoned memory and repeated; measures
-what copies and matrix products reach; times each operator beside its peers as a share of that; trains a Llama of 1.1
-billion parameters for some steps; runs the 3D job over 1 to 16 CPU ranks. Prints the tables, and writes them into
-benchmarks/results unless a part was left out. A part that fails is told, and the others go on; the exit code is 1
-then, and 2 where there is no GPU.
+Builds the compiled operators where none fit, which takes minutes of its own, then runs these parts, each in a
+process of its own with a time limit:
+smoke: `megalite train` with validation and checkpoints, resume, inspect, export and generate, on one card.
+ranks: layouts of several cards over NCCL, whose losses must be those of one rank; left out where there is one card.
+selftest: `megalite selftest`.
+checks: each operator against float64, over poisoned memory and repeated.
+ceilings: what copies and matrix products reach. times: each operator beside its peers, as a share of that.
+training: some steps of a Llama of 1.1 billion parameters. scaling: the 3D job over 1 to 16 CPU ranks.
+
+Needs no network. Writes the tables into benchmarks/results after each part, unless a part was left out on the command
+line. A part that fails, crashes or runs past its limit is told with its reason, keeps the rows that it had, and the
+others go on; the exit code is 1 then, and 2 where there is no GPU.
 
 Attention's forward is that for Hopper where the chip is one; a row of its own has the one for every chip, which
 MEGALITE_NO_HOPPER=1 chooses in any run.
-
-torch 2.11 is enough; the Trainer wants megalite's other requirements too (pydantic, tokenizers, safetensors).
 """
 
 import argparse
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.jobs import count_cards, hidden_from_ranks
+from benchmarks.gpu.tables import NOT_MEASURED, markdown
+
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
-NOT_MEASURED = "not measured"
-BUDGET_SECONDS = 460
+BUDGET_SECONDS, LEAST_SECONDS = 560, 5
 SANITIZERS = ("memcheck", "racecheck", "synccheck", "initcheck")
-Rows = list[dict[str, Any]]
+Row = dict[str, Any]
+
+__all__ = ["NOT_MEASURED", "PARTS", "main", "markdown"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,14 +54,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS], help="only these")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, help="only these")
     parser.add_argument("--operators", metavar="REGEX", default="", help="only those with such a name")
     parser.add_argument("--sanitize", action="store_true", help="compute-sanitizer over the checks")
     parser.add_argument("--skeleton", action="store_true", help="write the tables with nothing measured")
     parser.add_argument(
         "--results", type=Path, metavar="FOLDER", help=f"default: {RESULTS.relative_to(ROOT)}"
     )
+    # What the suite starts for each part: rows go to this file, beside which report.json has those of the parts before.
+    parser.add_argument("--part", nargs=2, metavar=("NAME", "FILE"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    if options.part:
+        return perform(options.part[0], Path(options.part[1]), options)
     if options.skeleton:
         (options.results or RESULTS).joinpath("gpu.md").write_text(markdown({}))
         return 0
@@ -58,85 +73,109 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     if options.device == "cuda" and not torch.cuda.is_available():
         print(
-            "no GPU: torch sees none, so nothing was measured. On a machine without one, --device cpu checks the"
-            " operators' twins for the CPU",
+            "no GPU: torch sees none, so nothing was measured. On a machine without one, --device cpu runs the parts"
+            " that need none",
             file=sys.stderr,
         )
         return 2
-    if complaint := built(options.device):
-        print(f"no compiled operators: {complaint}", file=sys.stderr)
-        return 1
     if options.sanitize:
         return sanitize(options)
-    parts = ["checks"] if options.device == "cpu" else options.parts
-    report = run(parts, options)
+    everything = [name for name, part in PARTS.items() if options.device != "cpu" or part.on_cpu]
+    parts = options.parts or everything
+    folder = options.results or (RESULTS if parts == everything and not options.operators else None)
+    report = run(parts, options, folder if options.device == "cuda" or options.results else None)
     print(markdown(report))
-    complete = set(parts) == set(PARTS) and not options.operators
-    if complete or options.results:
-        write(report, options.results or RESULTS)
-    return 1 if report["failed"] or any(not row["right"] for row in report.get("checks", [])) else 0
+    return 1 if report["failed"] else 0
 
 
-def built(device: str) -> str:
-    """Builds the library if there is none that fits; why there is still none, or nothing."""
-    from megalite.ops import extension
-
-    if extension.why_not(device) and (ROOT / "setup.py").exists():
-        command = [sys.executable, "setup.py", "build_ext", "--inplace"]
-        subprocess.run(command, cwd=ROOT, check=False)
-        extension.built.cache_clear()
-        extension.load.cache_clear()
-    return extension.why_not(device)
+# --------------------------------------------------------------------------------------------- parts, in this process
 
 
-# ------------------------------------------------------------------------------------------------------------- parts
+def perform(name: str, file: Path, options: argparse.Namespace) -> int:
+    """Run a part here, and write {"rows": [...], "failed": why} after each of its rows."""
+    found = file.parent / "report.json"
+    report = json.loads(found.read_text()) if found.exists() else {}
+    done: dict[str, Any] = {"rows": [], "failed": ""}
+    try:
+        for row in (PARTS | {"facts": FACTS})[name].rows(report, options):
+            done["rows"].append(row)
+            _write_whole(file, json.dumps(done))
+    except Exception as error:
+        traceback.print_exc()
+        done["failed"] = f"{type(error).__name__}: {error}"
+    _write_whole(file, json.dumps(done))
+    return 1 if done["failed"] or any(map(_is_wrong, done["rows"])) else 0
 
 
-def run(parts: Sequence[str], options: argparse.Namespace) -> dict[str, Any]:
-    """What each part gave, and under "failed" what went wrong in which."""
-    started = time.monotonic()
-    report: dict[str, Any] = {**facts(options.device), "failed": {}}
-    for name in parts:
-        before = time.monotonic()
-        try:
-            report[name] = PARTS[name](report, options, started + BUDGET_SECONDS)
-        except Exception as error:
-            traceback.print_exc()
-            report["failed"][name] = f"{type(error).__name__}: {error}"
-        print(f"{name}: {time.monotonic() - before:.0f} s", file=sys.stderr, flush=True)
-    report["seconds"] = round(time.monotonic() - started)
-    return report
+def _write_whole(file: Path, text: str) -> None:
+    """A reader finds the text before or after, even where this process is killed meanwhile."""
+    temporary = file.with_name(f".{file.name}")
+    temporary.write_text(text)
+    temporary.replace(file)
 
 
-def facts(device: str) -> dict[str, Any]:
+def _is_wrong(row: Row) -> bool:
+    return "failed" in row or row.get("right") is False
+
+
+def facts(report: Mapping[str, Any], options: argparse.Namespace) -> Iterator[Row]:
+    """Builds the library if there is none that fits; says what is here."""
     import torch
 
     from megalite.ops import apex, extension
 
-    found: dict[str, Any] = {
-        "date": date.today().isoformat(),
-        "chip": torch.cuda.get_device_name() if device == "cuda" else "CPU",
-        "torch": torch.__version__,
-        "built": extension.built().said,
-    }
-    if device == "cuda":
-        found |= {"cuda": torch.version.cuda, "apex": apex.choices()}
+    if extension.why_not(options.device) and (ROOT / "setup.py").exists():
+        command = [sys.executable, "setup.py", "build_ext", "--inplace"]
+        subprocess.run(command, cwd=ROOT, check=False)
+        extension.built.cache_clear()
+        extension.load.cache_clear()
     commit = subprocess.run(
         ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
     )
-    return found | {"commit": commit.stdout.strip() or "unknown"}
+    found: Row = {
+        "chip": torch.cuda.get_device_name() if options.device == "cuda" else "CPU",
+        "cards": count_cards(options.device),
+        "torch": torch.__version__,
+        "built": extension.why_not(options.device) or extension.built().said,
+        "commit": commit.stdout.strip() or "unknown",
+    }
+    if options.device == "cuda":
+        found |= {"cuda": torch.version.cuda, "hip": torch.version.hip, "apex": apex.choices()}
+    yield found
+
+
+def smoke(report: Mapping[str, Any], options: argparse.Namespace) -> Iterator[Row]:
+    from benchmarks.gpu.jobs import smoke
+
+    with tempfile.TemporaryDirectory(prefix="megalite-smoke-") as folder:
+        yield from smoke(Path(folder), options.device)
+
+
+def ranks(report: Mapping[str, Any], options: argparse.Namespace) -> Iterator[Row]:
+    from benchmarks.gpu.jobs import ranks
+
+    with tempfile.TemporaryDirectory(prefix="megalite-ranks-") as folder:
+        yield from ranks(Path(folder), options.device, count_cards(options.device))
+
+
+def selftest(report: Mapping[str, Any], options: argparse.Namespace) -> Iterator[Row]:
+    from benchmarks.gpu.jobs import selftest
+
+    yield from selftest(options.device)
 
 
 def chosen(options: argparse.Namespace) -> list[Any]:
     from benchmarks.gpu.operators import OPERATORS
+    from megalite.ops import extension
 
+    if complaint := extension.why_not(options.device):
+        raise LookupError(f"no compiled operators: {complaint}")
     return [each for each in OPERATORS if re.search(options.operators, each.name)]
 
 
-def checks(report: dict[str, Any], options: argparse.Namespace, deadline: float) -> Rows:
+def checks(report: Mapping[str, Any], options: argparse.Namespace) -> Iterator[Row]:
     from benchmarks.gpu.checks import check
 
-    rows: Rows = []
     for operator in chosen(options):
         for dtype in operator.dtypes:
             name = {"operator": operator.name, "dtype": str(dtype).removeprefix("torch.")}
@@ -145,182 +184,190 @@ def checks(report: dict[str, Any], options: argparse.Namespace, deadline: float)
                 worst = max(found, key=lambda row: row["error_share"])
                 equal = all(row["equal_repeats"] for row in found)
                 right = all(row["right"] for row in found)
-                rows.append(worst | {"equal_repeats": equal, "right": right, "shapes": len(found)})
+                yield worst | {"equal_repeats": equal, "right": right, "shapes": len(found)}
             except Exception as error:
                 traceback.print_exc()
                 what = f"{type(error).__name__}: {error}"[:200]
-                rows.append(name | {"right": False, "failed": what, "shapes": len(operator.shapes)})
-    return rows
+                yield name | {"right": False, "failed": what, "shapes": len(operator.shapes)}
 
 
-def ceilings(report: dict[str, Any], options: argparse.Namespace, deadline: float) -> Rows:
+def ceilings(report: Mapping[str, Any], options: argparse.Namespace) -> Iterator[Row]:
     from benchmarks.gpu.clock import ceilings
 
-    return ceilings()
+    yield from ceilings()
 
 
-def times(report: dict[str, Any], options: argparse.Namespace, deadline: float) -> Rows:
+def times(report: Mapping[str, Any], options: argparse.Namespace) -> Iterator[Row]:
     from benchmarks.gpu.clock import times
 
-    limits = {row["ceiling"]: row["per_second"] for row in report["ceilings"]}
-    rows: Rows = []
+    limits = _limits(report)
+    if not limits:
+        raise LookupError("no ceilings were measured, of which a time could be a share")
     for operator in chosen(options):
         for dtype in operator.dtypes[-2:-1]:  # of two or more, the last but one: bfloat16
             try:
-                if time.monotonic() > deadline - 200:
-                    raise TimeoutError("no time was left")
-                rows += times(operator, dtype, limits["copy"], limits["product"])
+                yield from times(operator, dtype, limits["copy"], limits["product"])
             except Exception as error:
                 traceback.print_exc()
-                report["failed"][f"times of {operator.name}"] = f"{type(error).__name__}: {error}"[:200]
-    return rows
+                yield {"operator": operator.name, "failed": f"{type(error).__name__}: {error}"[:200]}
 
 
-def training(report: dict[str, Any], options: argparse.Namespace, deadline: float) -> Rows:
+def training(report: Mapping[str, Any], options: argparse.Namespace) -> Iterator[Row]:
     from benchmarks.gpu.training import KERNELS, train
 
-    limits = {row["ceiling"]: row["per_second"] for row in report.get("ceilings", [])}
-    return [train(each, device=options.device, product=limits.get("product")) for each in KERNELS]
+    product, tiny = _limits(report).get("product"), options.device == "cpu"
+    for kernels in KERNELS:
+        try:
+            yield train(kernels, device=options.device, product=product, tiny=tiny)
+        except Exception as error:
+            traceback.print_exc()
+            yield {"kernels": kernels, "failed": f"{type(error).__name__}: {error}"[:200]}
 
 
-def scaling(report: dict[str, Any], options: argparse.Namespace, deadline: float) -> Rows:
+def scaling(report: Mapping[str, Any], options: argparse.Namespace) -> Iterator[Row]:
     from benchmarks.gpu.training import scaling
 
-    return scaling()
+    yield from scaling()
 
 
-PARTS: dict[str, Callable[[dict[str, Any], argparse.Namespace, float], Rows]] = {
-    "checks": checks,
-    "ceilings": ceilings,
-    "times": times,
-    "training": training,
-    "scaling": scaling,
+def _limits(report: Mapping[str, Any]) -> dict[str, float]:
+    return {row["ceiling"]: row["per_second"] for row in report.get("ceilings", [])}
+
+
+class Part:
+    """Rows from what the parts before gave; seconds: its limit. on_cpu: whether it has something to show there."""
+
+    def __init__(
+        self,
+        rows: Callable[[Mapping[str, Any], argparse.Namespace], Iterator[Row]],
+        seconds: float,
+        on_cpu: bool = False,
+    ):
+        self.rows, self.seconds, self.on_cpu = rows, seconds, on_cpu
+
+
+# Before the clock starts: the library may have to be built.
+FACTS = Part(facts, 900)
+PARTS: dict[str, Part] = {
+    "smoke": Part(smoke, 150, on_cpu=True),
+    "ranks": Part(ranks, 150, on_cpu=True),
+    "selftest": Part(selftest, 120, on_cpu=True),
+    "checks": Part(checks, 120, on_cpu=True),
+    "ceilings": Part(ceilings, 60),
+    "times": Part(times, 200),
+    "training": Part(training, 150, on_cpu=True),
+    "scaling": Part(scaling, 90),
 }
+
+
+# --------------------------------------------------------------------------------------- the suite, a process for each
+
+
+def run(parts: Sequence[str], options: argparse.Namespace, results: Path | None) -> dict[str, Any]:
+    """Rows of each part by its name, under "parts" how it ended, under "failed" what went wrong in which."""
+    with tempfile.TemporaryDirectory(prefix="megalite-gpu-suite-") as folder:
+        here = Path(folder)
+        report: dict[str, Any] = {
+            "date": date.today().isoformat(),
+            "chip": "unknown",
+            "failed": {},
+            "parts": [],
+        }
+        _, found, failed = _run_part("facts", here, FACTS.seconds, options)
+        report |= found[0] if found else {}
+        if failed:
+            report["failed"]["facts"] = failed
+        started = time.monotonic()
+        for name in parts:
+            (here / "report.json").write_text(json.dumps(report))
+            left = started + BUDGET_SECONDS - time.monotonic()
+            seconds, rows, failed = _run_part(name, here, min(PARTS[name].seconds, left), options)
+            report[name] = rows
+            report["parts"].append({"part": name, "seconds": seconds, "failed": failed})
+            report["seconds"] = round(time.monotonic() - started)
+            if failed:
+                report["failed"][name] = failed
+            print(f"{name}: {seconds} s{', FAILED: ' if failed else ''}{failed}", file=sys.stderr, flush=True)
+            if results is not None:
+                write(report, results)
+    return report
+
+
+def _run_part(
+    name: str, folder: Path, seconds: float, options: argparse.Namespace
+) -> tuple[int, list[Row], str]:
+    """The seconds that a part took in a process of its own, its rows, and why it failed, or nothing."""
+    started, file = time.monotonic(), folder / f"{name}.json"
+    ended = _wait_for(command_of(name, file, options), seconds, options.device)
+    found = {"rows": [], "failed": "it ended before it wrote anything"}
+    if file.exists():
+        found = json.loads(file.read_text())
+    failed = ended or found["failed"] or _wrong_rows(found["rows"])
+    return round(time.monotonic() - started), found["rows"], failed
+
+
+def command_of(name: str, file: Path, options: argparse.Namespace) -> list[str]:
+    words = [sys.executable, "-m", "benchmarks.gpu_suite", "--part", name, str(file)]
+    return [*words, "--device", options.device, "--operators", options.operators]
+
+
+def _wait_for(command: Sequence[str], seconds: float, device: str) -> str:
+    """Run a part in a process group of its own; why it did not end by itself, or nothing."""
+    if seconds < LEAST_SECONDS:
+        return f"left out: the suite's {BUDGET_SECONDS} s were over"
+    environment = hidden_from_ranks(device) | {"PYTHONUNBUFFERED": "1"}
+    # Its output goes beside ours as it comes: what a part that hangs said last is read by a person.
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=2, start_new_session=True) as process:
+        try:
+            code = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            _end(process)
+            return f"stopped after its {seconds:.0f} s"
+    return f"ended by {signal.Signals(-code).name}" if code < 0 else ""
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """The part and what it started; ranks of megalite end with the process that started them."""
+    for sent, patience in ((signal.SIGTERM, 5), (signal.SIGKILL, 30)):
+        try:
+            os.killpg(process.pid, sent)
+            process.wait(patience)
+            return
+        except ProcessLookupError:
+            return
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def _wrong_rows(rows: Sequence[Row]) -> str:
+    """The first row that failed, and how many did."""
+    wrong = [row for row in rows if _is_wrong(row)]
+    if not wrong:
+        return ""
+    first = wrong[0]
+    name = next(first[key] for key in ("step", "operator", "kernels") if key in first)
+    more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+    return f"{name}: {first.get('failed', 'it is not right')}{more}"
 
 
 def sanitize(options: argparse.Namespace) -> int:
     """Each tool of compute-sanitizer over the checks, whose shapes are tiny; 1 if one of them complains."""
-    command = [sys.executable, "-m", "benchmarks.gpu_suite", "--parts", "checks"]
-    command += ["--operators", options.operators]
     # Every tensor in memory of its own, or reading past one is reading another.
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     failed = []
     for tool in SANITIZERS:
         print(f"== compute-sanitizer {tool}", flush=True)
         words = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "--launch-timeout", "0"]
-        try:
-            done = subprocess.run([*words, *command], cwd=ROOT, env=environment, check=False).returncode
-        except FileNotFoundError:
-            print("compute-sanitizer is not installed", file=sys.stderr)
-            return 1
+        with tempfile.TemporaryDirectory() as folder:
+            command = [*words, *command_of("checks", Path(folder) / "checks.json", options)]
+            try:
+                done = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
+            except FileNotFoundError:
+                print("compute-sanitizer is not installed", file=sys.stderr)
+                return 1
         failed += [tool] if done else []
     print(f"compute-sanitizer: {', '.join(failed) + ' failed' if failed else 'nothing was found'}")
     return 1 if failed else 0
-
-
-# ------------------------------------------------------------------------------------------------------------ tables
-
-
-def markdown(report: Mapping[str, Any]) -> str:
-    """All tables; what the report lacks is not measured."""
-    lines = ["# The operators on a GPU", ""]
-    if report:
-        lines += [
-            f"{report['date']}, {report['chip']}, torch {report['torch']}, commit {report['commit'][:12]}."
-        ]
-        lines += ["", f"{report['built']}. {report['seconds']} s in all."]
-    else:
-        lines += [f"On a GPU: {NOT_MEASURED} yet."]
-    lines += [
-        "",
-        "Written by `python -m benchmarks.gpu_suite`, whose help says what is measured; not edited by hand.",
-    ]
-    for name, reason in report.get("failed", {}).items():
-        lines += ["", f"**{name} failed**: {reason}"]
-    for title, table in (
-        ("Correctness: the error's share of what is allowed", _checks_table(report)),
-        ("Ceilings", _ceilings_table(report)),
-        ("Times, as shares of the ceiling", _times_table(report)),
-        ("Training a Llama of 1.1 billion parameters, bf16, 2048 tokens a sequence", _training_table(report)),
-        ("The 3D job over CPU ranks", _scaling_table(report)),
-    ):
-        lines += ["", f"## {title}", "", *table]
-    return "\n".join(lines) + "\n"
-
-
-def _table(headings: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
-    words = [headings, ["---"] * len(headings), *rows]
-    return ["| " + " | ".join(str(word).replace("|", "/") for word in row) + " |" for row in words]
-
-
-def _checks_table(report: Mapping[str, Any]) -> list[str]:
-    from benchmarks.gpu.operators import OPERATORS
-
-    found = {(row["operator"], row["dtype"]): row for row in report.get("checks", [])}
-    rows = []
-    for operator in OPERATORS:
-        for dtype in (str(each).removeprefix("torch.") for each in operator.dtypes):
-            row = found.get((operator.name, dtype))
-            if row is None:
-                said = [NOT_MEASURED, NOT_MEASURED, NOT_MEASURED]
-            elif "failed" in row:
-                said = [row["failed"], "", "no"]
-            else:
-                equal = "yes" if row["equal_repeats"] else "NO"
-                said = [f"{row['error_share']:.2f}", equal, "yes" if row["right"] else "NO"]
-            rows.append([operator.name, dtype, *said])
-    return _table(["operator", "type", "error / allowed", "repeats are equal", "right"], rows)
-
-
-def _ceilings_table(report: Mapping[str, Any]) -> list[str]:
-    units = {"copy": "TB/s, read and written", "product": "TFLOP/s, bf16"}
-    found = {row["ceiling"]: f"{row['per_second'] / 1e12:.2f}" for row in report.get("ceilings", [])}
-    return _table(
-        ["ceiling", "reached"], [[f"{n}, {unit}", found.get(n, NOT_MEASURED)] for n, unit in units.items()]
-    )
-
-
-def _times_table(report: Mapping[str, Any]) -> list[str]:
-    from benchmarks.gpu.operators import OPERATORS
-
-    found = {(row["operator"], row["direction"]): row for row in report.get("times", [])}
-    rows = []
-    for operator in OPERATORS:
-        for index, direction in enumerate(operator.directions):
-            target = f"{operator.targets[index]:.0%}"
-            row = found.get((operator.name, direction))
-            if row is None:
-                rows.append([operator.name, direction, NOT_MEASURED, NOT_MEASURED, target, NOT_MEASURED])
-                continue
-            peers = "; ".join(f"{name}: {ms}" for name, ms in row["peers_ms"].items())
-            rate = f"{row['ms']} ({row['per_second'] / 1e12:.2f} T{row['unit']})"
-            rows.append(
-                [f"{operator.name}, {row['shape']}", direction, rate, f"{row['share']:.0%}", target, peers]
-            )
-    return _table(["operator", "direction", "ms", "share of the ceiling", "target", "peers, ms"], rows)
-
-
-def _training_table(report: Mapping[str, Any]) -> list[str]:
-    keys = {
-        "kernels": "model.kernels",
-        "step_seconds": "step, s",
-        "tokens_per_second": "tokens/s",
-        "mfu": "MFU (data sheet)",
-        "share_of_product": "of measured products",
-        "peak_memory_gib": "peak GiB",
-        "last_loss": "last loss",
-    }
-    rows = report.get("training") or [{"kernels": each} for each in ("reference", "fused")]
-    return _table([*keys.values()], [[row.get(key, NOT_MEASURED) for key in keys] for row in rows])
-
-
-def _scaling_table(report: Mapping[str, Any]) -> list[str]:
-    keys = {"ranks": "ranks", "layout": "layout", "tokens_per_second": "tokens/s", "speedup": "speedup"}
-    rows = report.get("scaling") or [{"ranks": ranks} for ranks in (1, 2, 4, 8, 16)]
-    return _table(
-        [*keys.values()],
-        [[row.get(key, row.get("left_out", NOT_MEASURED)) for key in keys] for row in rows],
-    )
 
 
 def write(report: Mapping[str, Any], folder: Path) -> None:
@@ -330,7 +377,6 @@ def write(report: Mapping[str, Any], folder: Path) -> None:
     path = folder / f"{report['date']}-gpu-suite-{chip}.json"
     path.write_text(json.dumps(report, indent=2) + "\n")
     (folder / "gpu.md").write_text(markdown(report))
-    print(f"written to {path} and {folder / 'gpu.md'}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 
+from megalite.data.transfer import BatchTransfer
 from megalite.model.options import PLAIN, ModelOptions
 from megalite.model.stages import build_stage
 from megalite.model.transformer import Stage
+from megalite.parallel.device import HostCopy
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.pipeline import PipelineShapes, StepBatch, pipeline_runner
 from megalite.topology.layout import Layout, pipeline_split
@@ -82,6 +84,7 @@ class Training:
         self.batch = _batch(setup.sequences, mesh)
         if setup.document_tokens is not None:
             self.batch = _in_documents(self.batch, setup.document_tokens)
+        self.batch = BatchTransfer(mesh.device).start(self.batch).ready()
 
     def forward(self, input_ids: torch.Tensor, **arguments: torch.Tensor) -> torch.Tensor:
         return self.optimizer.forward(input_ids, **arguments)
@@ -89,9 +92,9 @@ class Training:
     def step(self) -> float:
         """The loss."""
         with self.optimizer.accumulating():
-            loss = self.runner.forward_backward(self.batch, self.optimizer.loss_scale)
+            loss = HostCopy(self.runner.forward_backward(self.batch, self.optimizer.loss_scale))
         self.optimizer.step(3e-4)
-        return loss
+        return loss.item()
 
 
 def _optimizer(setup: Setup, stage: Stage, parameters: Sequence[Parameter], mesh: ParallelMesh) -> Optimizer:

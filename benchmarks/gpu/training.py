@@ -14,7 +14,9 @@ from benchmarks.ranks import run_ranks
 from benchmarks.workload import TOKENS, Setup, Training
 from megalite.data.token_file import TokenWriter, bin_path, idx_path
 from megalite.launcher.process import available_cores
-from megalite.monitor.throughput import flops_per_token, gpu_flops_per_second
+from megalite.monitor.cards import peak_flops
+from megalite.monitor.memory import device_memory
+from megalite.monitor.throughput import flops_per_token
 from megalite.topology.layout import Layout
 
 # TinyLlama's shape: 1.1 billion parameters.
@@ -95,13 +97,13 @@ def train(kernels: str, *, device: str, product: float | None, tiny: bool = Fals
     row: dict[str, Any] = {"kernels": kernels, "parameters": _parameters(shape), "tokens": tokens}
     row |= {"step_seconds": round(seconds, 4), "tokens_per_second": round(tokens / seconds)}
     row |= {"first_loss": losses[0], "last_loss": losses[-1]}
-    if device == "cuda":
-        peak = gpu_flops_per_second(torch.cuda.get_device_name())
+    if device != "cpu":
+        name = torch.cuda.get_device_name() if device == "cuda" else device
+        peak, memory = peak_flops(name, "bf16"), device_memory(torch.device(device))
         row["mfu"] = round(rate / peak, 3) if peak else None
         row["share_of_product"] = round(rate / product, 3) if product else None
-        row["peak_memory_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 1)
-        torch.cuda.reset_peak_memory_stats()
-        torch.cuda.empty_cache()
+        row["peak_memory_gib"] = round(memory.peak_bytes / 2**30, 1) if memory else None
+        torch.accelerator.memory.empty_cache()
     return row
 
 

@@ -62,9 +62,10 @@ def run(arguments: Sequence[str]) -> int:
     )
     # What needs torch is imported late, so that --help and a wrong request are answered at once.
     if layout.world_size == 1:
+        from megalite.parallel.device import local_device
         from megalite.parallel.mesh import ParallelMesh
 
-        _generate(request, ParallelMesh.single())
+        _generate(request, ParallelMesh.single(local_device(0, 1)))
         return 0
     threads = prepare_process("auto", local_ranks=layout.world_size, info=None)
     from megalite.train.local import run_local_ranks
@@ -79,11 +80,13 @@ def run(arguments: Sequence[str]) -> int:
 def _generate_on_rank(info: RankInfo, request: _Request, threads: int) -> int:
     import torch
 
+    from megalite.parallel.device import local_device
     from megalite.parallel.mesh import ParallelMesh, connect, disconnect
 
     torch.set_num_threads(threads)
-    connect(info.rank, info.world_size, device=torch.device("cpu"), rendezvous=info.rendezvous)
-    _generate(request, ParallelMesh.over_world(request.layout))
+    device = local_device(info.local_rank, info.local_world_size)
+    connect(info.rank, info.world_size, device=device, rendezvous=info.rendezvous)
+    _generate(request, ParallelMesh.over_world(request.layout, device))
     disconnect()
     return 0
 

@@ -31,7 +31,8 @@ class LoadedModel:
     @classmethod
     def whole(cls, stage: Stage) -> "LoadedModel":
         """A model that one process holds."""
-        return cls(stage, pipeline_split(stage.shape.num_hidden_layers), ParallelMesh.single())
+        device = next(stage.parameters()).device
+        return cls(stage, pipeline_split(stage.shape.num_hidden_layers), ParallelMesh.single(device))
 
 
 def load_model(checkpoint: Path, mesh: ParallelMesh | None = None) -> LoadedModel:

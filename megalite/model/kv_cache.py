@@ -1,6 +1,5 @@
 """Keys and values of the tokens generated so far, one buffer a layer."""
 
-import torch
 from torch import Tensor
 
 
@@ -16,7 +15,7 @@ class KeyValueCache:
         """Append [B, S, kv heads, head_dim] for one layer; return all keys and values up to and with them."""
         if layer not in self._layers:
             room = (key.shape[0], self.capacity, *key.shape[2:])
-            self._layers[layer] = (torch.empty(room, dtype=key.dtype), torch.empty(room, dtype=value.dtype))
+            self._layers[layer] = (key.new_empty(room), value.new_empty(room))
         keys, values = self._layers[layer]
         stop = self.length + key.shape[1]
         keys[:, self.length : stop] = key

@@ -20,15 +20,15 @@ from megalite.model.options import PLAIN, ModelOptions, RecomputeMode
 from megalite.model.recompute import recomputed
 from megalite.model.rope import LayerRotations, Rotation
 from megalite.ops.attention import (
-    Documents,
     causal_attention,
     document_spans,
     document_starts,
     documents_seen,
     fused_pays,
 )
+from megalite.ops.documents import Documents, starts_of_rows
 from megalite.ops.dropout import CountedMask, Mask, dropout
-from megalite.ops.operators import PLAIN_TORCH, attention_operator
+from megalite.ops.operators import COMPILED, PLAIN_TORCH, attention_operator
 from megalite.ops.softcap import soft_capped
 from megalite.parallel.collectives import column_input, gather_last_dim
 from megalite.parallel.cross_entropy import LossTerms, chunked_cross_entropy, vocab_parallel_cross_entropy
@@ -62,9 +62,8 @@ class DecoderLayer(nn.Module):
         )
         self.softcap, scalar = shape.attn_logit_softcapping, shape.query_pre_attn_scalar
         self.scale = None if scalar is None else scalar**-0.5
-        # Soft caps are plain torch's alone, and compiled layers are torch's own fusion.
-        plain = options.compile or self.softcap is not None
-        self.operators = PLAIN_TORCH if plain else options.operators
+        # Compiled layers are torch's own fusion.
+        self.operators = PLAIN_TORCH if options.compile else options.operators
         self.input_layernorm = build_norm(shape, options)
         self.self_attn = SelfAttention(shape, layer, mesh, options)
         self.post_attention_layernorm = build_norm(shape, options)
@@ -153,9 +152,14 @@ class DecoderLayer(nn.Module):
         value: Tensor,
     ) -> Tensor:
         operator = attention_operator(
-            dropout=mask is not None, documents=documents is not None, window=self.window is not None
+            dropout=mask is not None,
+            softcap=self.softcap is not None,
+            documents=documents is not None,
+            window=self.window is not None,
         )
-        fused = self.operators.uses(operator) and fused_pays(query, key, self.window, documents, mask)
+        chosen = self.operators.of(operator)
+        capable = self.softcap is None and chosen == COMPILED
+        fused = capable and fused_pays(query, key, self.window, documents, mask)
         return causal_attention(
             query,
             key,
@@ -166,6 +170,7 @@ class DecoderLayer(nn.Module):
             scale=self.scale,
             softcap=self.softcap,
             fused=fused,
+            prefer=chosen,
         )
 
 
@@ -258,15 +263,17 @@ class Chunk(nn.Module):
         loss_mask: Tensor,
         samples: Tensor,
         document_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
         each_token: bool = False,
     ) -> Tensor:
         """One micro batch; position_ids, labels and loss_mask are [B, S] on every stage, samples [B].
 
         document_ids: [B, S], ascending in a row; given, a token attends to those of its own document only.
+        cu_seqlens: the same documents as of StepBatch, without which an accelerator has the host wait for the ids.
         each_token: the last chunk returns the losses [B, S] themselves.
         """
         places = Places(samples, position_ids.shape[1]) if self.training else None
-        documents = None if document_ids is None else self._documents(document_ids)
+        documents = None if document_ids is None else self._documents(document_ids, cu_seqlens)
         hidden_states = self.decode(inputs, position_ids, places, documents=documents)
         if not self.is_last:
             return hidden_states
@@ -297,14 +304,17 @@ class Chunk(nn.Module):
             stream = layer(stream, rotation, places, cache, documents)
         return closed(stream)
 
-    def _documents(self, document_ids: Tensor) -> Documents:
-        """Once a micro batch, for all layers. Compiled code and probabilities written out want one shape; on a GPU
-        spans would have the host wait for the ids, and starts do: they spare the probabilities that drop some."""
+    def _documents(self, document_ids: Tensor, cu_seqlens: Tensor | None) -> Documents:
+        """Once a micro batch, for all layers. Compiled code and probabilities written out want one shape."""
         drops = self.training and self.drops_attention
+        if document_ids.device.type != "cpu" and not self.compiled:
+            if cu_seqlens is None:
+                return document_starts(document_ids)
+            return starts_of_rows(cu_seqlens, document_ids.shape[1])
         fused = self.operators.uses("attention_dropout" if drops else "attention_documents")
         if fused and not self.compiled:
             return document_starts(document_ids)
-        if self.compiled or drops or document_ids.is_cuda:
+        if self.compiled or drops:
             return documents_seen(document_ids)
         return document_spans(document_ids)
 

@@ -132,13 +132,16 @@ class Console:
         scale = [] if metrics.loss_scale is None else [f"loss scale {metrics.loss_scale:,.10g}"]
         if metrics.skipped_steps is not None:
             scale.append(f"{metrics.skipped_steps} skipped")
+        memory = f"{metrics.memory_bytes / 2**30:.2f} GiB"
+        if metrics.reserved_bytes is not None:
+            memory += f" of {metrics.reserved_bytes / 2**30:.2f} reserved"
         return [
             f"loss {metrics.loss:.4f}",
             f"grad norm {metrics.grad_norm:.3f}",
             *scale,
             f"{metrics.tokens_per_second:,.0f} tokens/s",
             *shares,
-            f"{metrics.memory_bytes / 2**30:.2f} GiB",
+            memory,
             *(f"{name} {value:.4g}" for name, value in metrics.custom.items()),
         ]
 

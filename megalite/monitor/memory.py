@@ -4,16 +4,21 @@ import resource
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 _STATUS = Path("/proc/self/status")
 
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Bytes held now and at the most."""
+    """Bytes held now and at the most; reserved_bytes: what a device's allocator took at the most to hand these out."""
 
     now_bytes: int
     peak_bytes: int
+    reserved_bytes: int | None = None
 
 
 def process_memory() -> MemoryUse:
@@ -27,8 +32,17 @@ def process_memory() -> MemoryUse:
     return MemoryUse(peak, peak)
 
 
-def device_memory() -> MemoryUse:
-    """What torch's allocator has handed out on the current CUDA device."""
+def device_memory(device: "torch.device") -> MemoryUse | None:
+    """What torch's allocator handed out and reserved on an accelerator, at the most since the last call.
+
+    None where the device's allocator counts nothing. The first call counts from the start of the process.
+    """
     import torch
 
-    return MemoryUse(torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated())
+    try:
+        found = torch.accelerator.memory.memory_stats(device)
+    except RuntimeError:  # a backend whose allocator is none of torch's device allocators
+        return None
+    torch.accelerator.memory.reset_peak_memory_stats(device)
+    names = ("allocated_bytes.all.current", "allocated_bytes.all.peak", "reserved_bytes.all.peak")
+    return MemoryUse(*(found.get(name, 0) for name in names))

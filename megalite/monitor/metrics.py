@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-_OPTIONAL = ("loss_scale", "skipped_steps")
+_OPTIONAL = ("loss_scale", "skipped_steps", "reserved_bytes")
 
 
 @dataclass(frozen=True)
@@ -16,9 +16,11 @@ class StepMetrics:
     step: counted from 1. loss: mean over the counted tokens of the global batch, before the step's update.
     grad_norm: global L2 norm before clipping. tokens: seen since the run began, all ranks together.
     tokens_per_second: of all ranks, over the last steps. mfu: share of the peak FLOP/s; None where the peak is unknown.
-    memory_bytes: the most that any rank holds. step_seconds: the wall time of this step.
+    memory_bytes: the most that any rank held: of a process since it began, of a device since the last line.
+    step_seconds: the wall time of this step.
     data_seconds: of these, what rank 0 waited for its batch.
     loss_scale: of fp16 alone. skipped_steps: how many were left out since the run began, where any may be.
+    reserved_bytes: of a device alone, what torch's allocator reserved for memory_bytes, the most of any rank.
     custom: what callbacks add, by their own names.
     """
 
@@ -34,6 +36,7 @@ class StepMetrics:
     data_seconds: float
     loss_scale: float | None = None
     skipped_steps: int | None = None
+    reserved_bytes: int | None = None
     custom: Mapping[str, float] = field(default_factory=dict)
 
     def scalars(self) -> dict[str, float]:

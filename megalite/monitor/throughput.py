@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from megalite.topology.parameters import EMBEDDING, ModelShape, model_parameters
 
-# Dense bfloat16, from NVIDIA's data sheets of both (SXM).
-_HOPPER_FLOPS = 989e12
 _PRODUCT_SIZE, _PRODUCTS = 2048, 5
 
 
@@ -53,11 +51,6 @@ def sgemm_flops_per_second() -> float:
         torch.mm(left, right, out=out)
         best = min(best, time.perf_counter() - started)
     return 2 * _PRODUCT_SIZE**3 / best
-
-
-def gpu_flops_per_second(device_name: str) -> float | None:
-    """The peak that MFU is a share of (dense bf16), by the name CUDA gives; None for a device not listed."""
-    return _HOPPER_FLOPS if "H100" in device_name or "H200" in device_name else None
 
 
 @dataclass(frozen=True)

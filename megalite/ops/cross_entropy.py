@@ -42,7 +42,11 @@ def shard_statistics(logits: Tensor, weights: Tensor, targets: Targets, *, fused
             logits, targets.labels, weights, targets.first_id, targets.on_label, targets.uniform
         )
         return statistics
-    logits.index_fill_(0, (weights == 0).nonzero().squeeze(-1), 0)
+    if logits.device.type == "cpu":
+        logits.index_fill_(0, (weights == 0).nonzero().squeeze(-1), 0)
+    else:
+        # Visits every row, but the host need not wait to learn which.
+        logits.masked_fill_((weights == 0).unsqueeze(-1), 0)
     # A shard may hold nothing but -inf, which then adds 0 to the others' sums, and no NaN.
     maximum = logits.amax(dim=-1).clamp_(min=torch.finfo(logits.dtype).min)
     logits.sub_(maximum.unsqueeze(-1))

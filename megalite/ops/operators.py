@@ -19,6 +19,7 @@ NAMES = {
     "attention_windows": "attention in a sliding window",
     "attention_documents": "attention within documents",
     "attention_dropout": "attention with dropout",
+    "attention_softcap": "soft-capped attention",
     "adamw": "AdamW and the rounded weights",
     "sum_of_squares": "gradient norm",
     "accumulate": "gradient sums in float32",
@@ -51,10 +52,13 @@ PLAIN_TORCH = Operators()
 ALL_COMPILED = Operators.all(COMPILED)
 
 
-def attention_operator(*, dropout: bool, documents: bool, window: bool) -> str:
-    """The operator of NAMES that computes attention of this form; dropout counts before documents before a window."""
+def attention_operator(*, dropout: bool, softcap: bool, documents: bool, window: bool) -> str:
+    """The operator of NAMES that computes attention of this form: dropout counts before a soft cap before documents
+    before a window."""
     if dropout:
         return "attention_dropout"
+    if softcap:
+        return "attention_softcap"
     if documents:
         return "attention_documents"
     return "attention_windows" if window else "attention"

@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup as ProcessGroup
 
+from megalite.parallel.device import card_of, require_own_cards
 from megalite.topology.layout import Coordinates, Layout, balanced_split
 from megalite.topology.sharding import units_held
 
@@ -36,6 +38,8 @@ class ParallelMesh:
     ends: the first and the last stage with the same dp and tp, for tied embeddings; alone on the stages between.
     sequence_parallel: outside of attention and MLP each rank of tp holds a run of the positions (Korthikanti et al.,
     "Reducing activation recomputation in large Transformer models", 2022).
+    host: the whole world over gloo, for numbers and objects that lie in host memory; None where the default group
+    takes these. On an accelerator the default group refuses them, and a wait for it would drain the device.
     """
 
     layout: Layout
@@ -47,6 +51,7 @@ class ParallelMesh:
     replica: Axis = ALONE
     ends: Axis = ALONE
     sequence_parallel: bool = False
+    host: ProcessGroup | None = None
 
     @classmethod
     def single(cls, device: torch.device | str = "cpu") -> "ParallelMesh":
@@ -59,11 +64,18 @@ class ParallelMesh:
     ) -> "ParallelMesh":
         """Lay the axes over the ranks of the default process group; collective over the world.
 
-        Raises ValueError when the layout's size is not the world's.
+        Raises ValueError when the layout's size is not the world's, LaunchError where two ranks share an accelerator.
         """
+        device = torch.device(device)
         rank, world_size = dist.get_rank(), dist.get_world_size()
         if world_size != layout.world_size:
             raise ValueError(f"layout {layout} needs {layout.world_size} ranks, the world has {world_size}")
+        host = None if device.type == "cpu" or world_size == 1 else dist.new_group(backend="gloo")
+        if host is not None:
+            # Before the first collective on the devices: NCCL says of a shared card that a call was invalid.
+            cards: list[Any] = [None] * world_size
+            dist.all_gather_object(cards, card_of(device), group=host)
+            require_own_cards(cards)
         pp_ranks = layout.peers(rank, "pp")
         pp = _join(pp_ranks, rank)
         ends_ranks = (pp_ranks[0], pp_ranks[-1])
@@ -71,13 +83,14 @@ class ParallelMesh:
         return cls(
             layout,
             rank,
-            torch.device(device),
+            device,
             tp=_join(layout.peers(rank, "tp"), rank),
             dp=_join(layout.peers(rank, "dp"), rank),
             pp=pp,
             replica=_join(layout.peers(rank, "tp", "pp"), rank),
             ends=ends,
             sequence_parallel=sequence_parallel,
+            host=host,
         )
 
     @property
@@ -113,14 +126,14 @@ class ParallelMesh:
 
     def barrier(self) -> None:
         if self.layout.world_size > 1:
-            dist.barrier()
+            dist.barrier(group=self.host)
 
     def gather_objects(self, value: Any) -> list[Any] | None:
         """Every rank's (picklable) value, in rank order, on rank 0; None elsewhere."""
         if self.layout.world_size == 1:
             return [value]
         gathered: list[Any] | None = [None] * self.layout.world_size if self.rank == 0 else None
-        dist.gather_object(value, gathered)
+        dist.gather_object(value, gathered, group=self.host)
         return gathered
 
     def broadcast_object(self, value: Any) -> Any:
@@ -128,22 +141,28 @@ class ParallelMesh:
         if self.layout.world_size == 1:
             return value
         box = [value]
-        dist.broadcast_object_list(box)
+        dist.broadcast_object_list(box, group=self.host)
         return box[0]
 
     def sum_over_world(self, values: list[float]) -> list[float]:
-        """Elementwise float64 sums over all ranks."""
-        total = torch.tensor(values, dtype=torch.float64, device=self.device)
+        """Elementwise float64 sums over all ranks of numbers that the host has."""
+        total = torch.tensor(values, dtype=torch.float64)
         if self.layout.world_size > 1:
-            dist.all_reduce(total)
+            dist.all_reduce(total, group=self.host)
         return total.tolist()
 
     def max_over_world(self, value: float) -> float:
         """The largest of all ranks' values, on every rank."""
-        largest = torch.tensor(value, dtype=torch.float64, device=self.device)
+        largest = torch.tensor(value, dtype=torch.float64)
         if self.layout.world_size > 1:
-            dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.host)
         return float(largest)
+
+    def reduce_over_world(self, values: Tensor) -> Tensor:
+        """Sum a tensor on the mesh's device over all ranks, in place; the host does not wait for it."""
+        if self.layout.world_size > 1:
+            dist.all_reduce(values)
+        return values
 
 
 def connect(
@@ -154,12 +173,12 @@ def connect(
     rendezvous: str = "env://",
     timeout_seconds: float = 1800,
 ) -> None:
-    """Join the default process group; gloo on CPUs, NCCL on GPUs.
+    """Join the default process group, over torch's own backend for the device: gloo on CPUs, NCCL on GPUs.
 
     rendezvous: where ranks meet, in torch's words: MASTER_ADDR and MASTER_PORT, or file:///a/path on one node.
     """
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
+        dist.get_default_backend_for_device(device),
         init_method=rendezvous,
         rank=rank,
         world_size=world_size,

@@ -42,6 +42,8 @@ class StepBatch:
 
     samples: [M * b] int64, each row's place in the run's order of samples: equal in every layout, never repeated.
     document_ids: int64, ascending in a row; where given, tokens attend within their own document only.
+    cu_seqlens: [M * b, documents] int32, the same documents for an accelerator (ops.documents.row_starts): where each
+    begins in its row, S for documents without tokens.
     """
 
     input_ids: Tensor
@@ -50,10 +52,20 @@ class StepBatch:
     loss_mask: Tensor
     samples: Tensor
     document_ids: Tensor | None = field(default=None, kw_only=True)
+    cu_seqlens: Tensor | None = field(default=None, kw_only=True)
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Those that are there, by name."""
+        held = {each.name: getattr(self, each.name) for each in fields(StepBatch)}
+        return {name: tensor for name, tensor in held.items() if tensor is not None}
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "StepBatch":
+        """The batch of what `change` makes of each tensor."""
+        return StepBatch(**{name: change(tensor) for name, tensor in self.tensors.items()})
 
     def micro_batches(self, count: int) -> list["StepBatch"]:
-        tensors = {each.name: getattr(self, each.name) for each in fields(StepBatch)}
-        pieces = {name: tensor.chunk(count) for name, tensor in tensors.items() if tensor is not None}
+        pieces = {name: tensor.chunk(count) for name, tensor in self.tensors.items()}
         return [StepBatch(**{name: each[index] for name, each in pieces.items()}) for index in range(count)]
 
 
@@ -72,17 +84,21 @@ class PipelineShapes:
 
 
 class PipelineRunner(Protocol):
-    """Forward and backward of one global batch; leaves gradients to be averaged over dp in `.grad`."""
+    """Forward and backward of one global batch; leaves gradients to be averaged over dp in `.grad`.
 
-    def forward_backward(self, batch: StepBatch, loss_scale: float = 1.0) -> float:
-        """The loss of the step: the mean over every counted token of the global batch, on every rank.
+    Batches lie on the mesh's device. What is returned lies there too, and the host has not waited for it.
+    """
+
+    def forward_backward(self, batch: StepBatch, loss_scale: float = 1.0) -> Tensor:
+        """Return the loss of the step, a float64 number on every rank: the mean over every counted token of the
+        global batch.
 
         loss_scale: what the gradients are multiplied by; the returned loss is not.
         """
         ...
 
-    def evaluate(self, batch: StepBatch) -> tuple[float, float]:
-        """Forward only: the sum of the weighted token losses of the global batch, and of the weights."""
+    def evaluate(self, batch: StepBatch) -> Tensor:
+        """Forward only: [2] float64, the sum of the weighted token losses of the global batch, and of the weights."""
         ...
 
     def token_losses(self, micro_batch: StepBatch) -> Tensor | None:
@@ -117,21 +133,22 @@ class _LoopRunner:
     def __init__(self, forward: Callable[..., Tensor], mesh: ParallelMesh, shapes: PipelineShapes):
         self._forward, self._mesh, self._shapes = forward, mesh, shapes
 
-    def forward_backward(self, batch: StepBatch, loss_scale: float = 1.0) -> float:
+    def forward_backward(self, batch: StepBatch, loss_scale: float = 1.0) -> Tensor:
         weighted = _weighted(batch, _token_weight(batch, self._mesh) * loss_scale)
-        total = 0.0
+        losses: list[Tensor] = []
         for micro_batch in weighted.micro_batches(self._shapes.micro_batches):
             loss = self._forward(micro_batch.input_ids, **_stage_arguments(micro_batch)).sum()
             loss.backward()
-            total += loss.item()
-        return _mean_over_replicas(total / loss_scale, self._mesh)
+            losses.append(loss.detach())
+        return _mean_over_replicas(_total(losses, self._mesh) / loss_scale, self._mesh)
 
     @torch.no_grad()
-    def evaluate(self, batch: StepBatch) -> tuple[float, float]:
-        total = 0.0
-        for micro_batch in batch.micro_batches(self._shapes.micro_batches):
-            total += self._forward(micro_batch.input_ids, **_stage_arguments(micro_batch)).sum().item()
-        return _sums_over_replicas(total, batch, self._mesh)
+    def evaluate(self, batch: StepBatch) -> Tensor:
+        losses = [
+            self._forward(micro_batch.input_ids, **_stage_arguments(micro_batch)).sum()
+            for micro_batch in batch.micro_batches(self._shapes.micro_batches)
+        ]
+        return _sums_over_replicas(_total(losses, self._mesh), batch, self._mesh)
 
     @torch.no_grad()
     def token_losses(self, micro_batch: StepBatch) -> Tensor | None:
@@ -153,7 +170,7 @@ class _ScheduleRunner:
         self._shapes, self._schedule = shapes, schedule
         self._executors: dict[torch.Size, PipelineScheduleSingle | PipelineScheduleMulti] = {}
 
-    def forward_backward(self, batch: StepBatch, loss_scale: float = 1.0) -> float:
+    def forward_backward(self, batch: StepBatch, loss_scale: float = 1.0) -> Tensor:
         weighted = _weighted(batch, _token_weight(batch, self._mesh) * loss_scale)
         # A schedule's buffers have one shape for ever: every shape gets its own, on first use.
         size = batch.input_ids.shape
@@ -168,15 +185,15 @@ class _ScheduleRunner:
             return_outputs=False,
             **_stage_arguments(weighted),
         )
-        return _mean_over_replicas(sum(loss.item() for loss in losses) / loss_scale, self._mesh)
+        return _mean_over_replicas(_total(losses, self._mesh) / loss_scale, self._mesh)
 
     @torch.no_grad()
-    def evaluate(self, batch: StepBatch) -> tuple[float, float]:
+    def evaluate(self, batch: StepBatch) -> Tensor:
         # Not the schedule's own `eval`, which torch runs wrongly for V-shaped ones.
         micro_batches = batch.micro_batches(self._shapes.micro_batches)
-        losses = (self._losses_of(each) for each in micro_batches)
-        total = sum(0.0 if each is None else each.sum().item() for each in losses)
-        return _sums_over_replicas(total, batch, self._mesh)
+        losses = [self._losses_of(each) for each in micro_batches]
+        sums = [each.sum() for each in losses if each is not None]
+        return _sums_over_replicas(_total(sums, self._mesh), batch, self._mesh)
 
     @torch.no_grad()
     def token_losses(self, micro_batch: StepBatch) -> Tensor | None:
@@ -237,18 +254,20 @@ def _stage_arguments(batch: StepBatch) -> dict[str, Any]:
         "labels": batch.labels,
         "loss_mask": batch.loss_mask,
         "samples": batch.samples,
+        "document_ids": batch.document_ids,
+        "cu_seqlens": batch.cu_seqlens,
     }
-    return arguments if batch.document_ids is None else {**arguments, "document_ids": batch.document_ids}
+    return {name: tensor for name, tensor in arguments.items() if tensor is not None}
 
 
-def _token_weight(batch: StepBatch, mesh: ParallelMesh) -> float:
+def _token_weight(batch: StepBatch, mesh: ParallelMesh) -> Tensor:
     """dp size over the weight of all tokens of the global batch: with gradients averaged over dp, any split of
     the batch gives the gradient of the same mean."""
-    total = all_reduce(_weight(batch), mesh.dp, dist.ReduceOp.SUM).item()
-    return mesh.dp.size / total if total > 0 else 0.0
+    total = all_reduce(_weight(batch), mesh.dp, dist.ReduceOp.SUM)
+    return torch.where(total > 0, mesh.dp.size / total, 0.0)
 
 
-def _weighted(batch: StepBatch, scale: float) -> StepBatch:
+def _weighted(batch: StepBatch, scale: Tensor) -> StepBatch:
     """With losses times `scale`: were their sum multiplied afterwards, so would be the logits' gradient in memory."""
     return replace(batch, loss_mask=batch.loss_mask.double() * scale)
 
@@ -257,15 +276,24 @@ def _weight(batch: StepBatch) -> Tensor:
     return batch.loss_mask.double().masked_fill(batch.labels == IGNORE_INDEX, 0).sum()
 
 
-def _sums_over_replicas(loss: float, batch: StepBatch, mesh: ParallelMesh) -> tuple[float, float]:
-    """Each rank's loss (zero where the last chunk is not) and its batch's weight, summed over the replicas."""
+def _total(losses: Sequence[Tensor], mesh: ParallelMesh) -> Tensor:
+    """The float64 sum of numbers, added in their order; zero where there are none."""
+    total = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    for loss in losses:
+        total += loss.detach()
+    return total
+
+
+def _sums_over_replicas(loss: Tensor, batch: StepBatch, mesh: ParallelMesh) -> Tensor:
+    """Each rank's loss (zero where the last chunk is not) and its batch's weight, summed over the replicas: [2]."""
     counted = mesh.tp.rank == 0
     alone = counted and mesh.pp.rank == 0
-    sums = mesh.sum_over_world([loss if counted else 0.0, _weight(batch).item() if alone else 0.0])
-    return sums[0], sums[1]
+    nothing = torch.zeros_like(loss)
+    sums = torch.stack((loss if counted else nothing, _weight(batch) if alone else nothing))
+    return mesh.reduce_over_world(sums)
 
 
-def _mean_over_replicas(loss: float, mesh: ParallelMesh) -> float:
+def _mean_over_replicas(loss: Tensor, mesh: ParallelMesh) -> Tensor:
     """From each rank's scaled loss (zero where the last chunk is not) to the one loss of the step."""
-    counted = loss if mesh.tp.rank == 0 else 0.0
-    return mesh.sum_over_world([counted])[0] / mesh.dp.size
+    counted = loss if mesh.tp.rank == 0 else torch.zeros_like(loss)
+    return mesh.reduce_over_world(counted) / mesh.dp.size

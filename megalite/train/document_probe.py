@@ -45,7 +45,7 @@ def check_documents(trainer: "Trainer", end_of_document_id: int) -> DocumentFind
     batch = trainer.loader.step_batch(trainer.state.samples, dtype=trainer.loss_dtype)
     micro_batches = batch.micro_batches(trainer.config.batch.micro_batches)
     shared = [_sharing(each, end_of_document_id) for each in micro_batches]
-    chosen = micro_batches[shared.index(max(shared))]
+    chosen = trainer.transfer.start(micro_batches[shared.index(max(shared))]).ready()
     # In evaluation mode too only where the two differ: dropout is keyed by the place in the row.
     dropout = trainer.options.dropout
     findings = probe_documents(
@@ -193,4 +193,5 @@ def _reordered(batch: StepBatch, order: Tensor) -> StepBatch:
         labels=batch.labels.gather(1, order),
         position_ids=batch.position_ids.gather(1, order),
         document_ids=behind.gather(1, order),
+        cu_seqlens=None,  # of the order before
     )

@@ -65,7 +65,7 @@ class OnePassAdamW(torch.optim.AdamW):
         weights = [each for each in group["params"] if self.copies.get(each, each).grad is not None]
         if not weights:
             return
-        # One transfer from the device for all of them.
+        # They lie on the host (ensure_state): no wait for a device.
         steps = torch.stack([self.state[each]["step"] for each in weights]).tolist()
         found: dict[Any, list[Tensor]] = defaultdict(list)
         for step, weight in zip(steps, weights, strict=True):

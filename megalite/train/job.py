@@ -24,6 +24,7 @@ from megalite.data.tokenizer import load_tokenizer
 from megalite.errors import CheckpointError, ConfigError, Problem
 from megalite.launcher.environment import RankInfo
 from megalite.monitor.console import announce
+from megalite.parallel.device import local_device
 from megalite.parallel.mesh import ParallelMesh, connect, disconnect
 from megalite.train.callbacks import Callback
 from megalite.train.document_probe import check_documents
@@ -120,7 +121,7 @@ def train_rank(info: RankInfo, config: RunConfig, threads: int, callbacks: Seque
     torch.set_num_threads(threads)
     folder = RunFolder(Path(config.run.folder))
     claim = folder.occupy() if info.rank == 0 else None
-    device = _device(info)
+    device = local_device(info.local_rank, info.local_world_size)
     connect(info.rank, info.world_size, device=device, rendezvous=info.rendezvous)
     try:
         done = _train(info, config, folder, device, callbacks)
@@ -329,19 +330,3 @@ def _precision(config: RunConfig, mesh: ParallelMesh, resumed_from: Path | None)
         found = choose_precision(config.training.precision, mesh.device, resumed)
     precision: Precision = mesh.broadcast_object(found)
     return precision
-
-
-def _device(info: RankInfo) -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    count = torch.cuda.device_count()
-    if info.local_rank >= count:
-        problem = Problem(
-            "parallel",
-            f"this node starts {info.local_world_size} ranks and has {count} GPUs",
-            "start one rank a GPU, or hide the GPUs with CUDA_VISIBLE_DEVICES= to train on the CPU",
-        )
-        raise ConfigError([problem])
-    device = torch.device("cuda", info.local_rank)
-    torch.cuda.set_device(device)
-    return device

@@ -1,7 +1,8 @@
-"""Runs the ranks of a job: forks those of this machine, or is one that a launcher started.
+"""Runs the ranks of a job: starts those of this machine, or is one that a launcher started.
 
 The ranks are forked from a parent that has imported torch once and computed nothing with it: no CUDA context
-and no thread pool crosses the fork, and eight ranks start in the time of one.
+and no thread pool crosses the fork, and eight ranks start in the time of one. Ranks of a parent that has computed
+are spawned: each is a new Python, which imports torch for itself.
 """
 
 import importlib
@@ -18,11 +19,11 @@ from contextlib import contextmanager, suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from megalite.errors import LaunchError, MegaliteError
 from megalite.launcher.environment import RankInfo, export_rank, exported_rank, local_rank_infos
-from megalite.launcher.process import adopt_orphans, children, die_with_parent, identity
+from megalite.launcher.process import adopt_orphans, children, die_with_parent, identity, keep_freed_memory
 from megalite.topology.layout import Layout
 from megalite.train.failures import FailureFolder, FailureReport
 
@@ -54,12 +55,14 @@ def run_local_ranks(
     *,
     arguments: Sequence[Any] = (),
     preload: Sequence[str] = ("torch",),
+    method: Literal["fork", "spawn"] = "fork",
 ) -> int:
     """Run every rank of `layout` on this machine as `worker(info, *arguments)` and return the exit code.
 
     0: all ranks returned 0. 75: all returned, at least one with 75. 143: this process was sent SIGTERM, and
     passed it on. `preload` names the modules to import before the fork; none may start CUDA or compute on
-    import. `failures` gets one file a failed rank. Needs the main thread, for signals.
+    import. `failures` gets one file a failed rank. Needs the main thread, for signals. `method` "spawn" starts
+    each rank as a new Python: `worker` and `arguments` must pickle then, and nothing is preloaded.
 
     Raises RankFailure, within 5 seconds of the first failure, and KeyboardInterrupt after Ctrl-C. Either way
     no rank goes on running, nor what a rank started; nor does a rank when this process is killed.
@@ -72,12 +75,12 @@ def run_local_ranks(
         if layout.world_size == 1:
             with exported_rank(infos[0]):
                 return run_rank(worker, infos[0], layout, failures, arguments=arguments)
-        for module in preload:
+        for module in preload if method == "fork" else ():
             importlib.import_module(module)
         with _orphans_killed(), _Signals() as signals:
             job = _LocalJob(infos, folder, signals)
             try:
-                job.start(worker, arguments)
+                job.start(worker, arguments, method)
                 job.watch()
             finally:
                 job.kill()
@@ -164,14 +167,16 @@ class _LocalJob:
         self._interrupts = 0
         self._terminations = 0
 
-    def start(self, worker: Worker, arguments: Sequence[Any]) -> None:
-        """Fork one process a rank. Raises LaunchError when the system refuses one."""
+    def start(self, worker: Worker, arguments: Sequence[Any], method: Literal["fork", "spawn"]) -> None:
+        """Start one process a rank. Raises LaunchError when the system refuses one."""
         parent = os.getpid()
-        context = multiprocessing.get_context("fork")
+        context: Any = multiprocessing.get_context(method)
+        # A forked rank has this process's handlers, a spawned one none.
+        signals = self._signals if method == "fork" else None
         for info in self._infos:
-            process = context.Process(
+            process: BaseProcess = context.Process(
                 target=_be_rank,
-                args=(worker, info, arguments, parent, self._folder, self._signals),
+                args=(worker, info, arguments, parent, self._folder, signals),
                 name=f"rank {info.rank}",
             )
             try:
@@ -268,13 +273,16 @@ def _be_rank(
     arguments: Sequence[Any],
     parent: int,
     folder: FailureFolder,
-    signals: _Signals,
+    signals: _Signals | None,
 ) -> NoReturn:
-    """A forked rank's whole life, signals held at its start."""
+    """A rank's whole life, signals held at its start. signals: the handlers that a forked rank has to leave."""
     code = 1
     try:
         die_with_parent(parent)
-        signals.restore()
+        if signals is None:
+            keep_freed_memory()
+        else:
+            signals.restore()
         export_rank(info)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)
         code = worker(info, *arguments)

@@ -355,8 +355,10 @@ def ensure_state(optimizer: torch.optim.Optimizer) -> None:
         for tensor in group["params"]:
             state = optimizer.state[tensor]
             if adam and "step" not in state:
-                # As each has it itself: torch's fused update wants a float32 tensor, DeepSpeed's a number.
-                zero = torch.zeros((), dtype=torch.float32, device=tensor.device)
+                # As each has it itself: torch's fused update wants a float32 tensor beside the weight, DeepSpeed's a
+                # number, and ours reads it on the host.
+                on_host = isinstance(optimizer, OnePassAdamW)
+                zero = torch.zeros((), dtype=torch.float32, device="cpu" if on_host else tensor.device)
                 state["step"] = zero if counts_in_tensors else 0
                 state["exp_avg"] = torch.zeros_like(tensor)
                 state["exp_avg_sq"] = torch.zeros_like(tensor)

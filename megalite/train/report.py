@@ -8,19 +8,16 @@ from typing import Any
 
 import torch
 
+from megalite.config.schema import RunConfig
 from megalite.launcher.environment import RankInfo
 from megalite.launcher.process import available_cores
+from megalite.monitor.cards import peak_flops
 from megalite.monitor.console import Console, RunSummary
 from megalite.monitor.jsonl import MetricsFile, read_metrics
 from megalite.monitor.memory import device_memory, process_memory
 from megalite.monitor.metrics import SaveMetrics, StepMetrics, ValidationMetrics
 from megalite.monitor.tensorboard import TensorBoardFile
-from megalite.monitor.throughput import (
-    Throughput,
-    flops_per_token,
-    gpu_flops_per_second,
-    sgemm_flops_per_second,
-)
+from megalite.monitor.throughput import Throughput, flops_per_token, sgemm_flops_per_second
 from megalite.parallel.mesh import ParallelMesh
 from megalite.train.trainer import StepReport, Trainer
 
@@ -39,11 +36,11 @@ class RunReporter:
         self._skips = self._scaled or trainer.config.training.nonfinite == "skip"
         self._tokens_per_step = trainer.tokens_per_step
         self._memory_bytes = 0
+        self._reserved_bytes: int | None = None
         self._costs: dict[str, Any] = {}  # of a save, for the next step's record
         self._started = time.perf_counter()
         self._path = metrics_file
-        nodes = info.world_size // info.local_world_size
-        peak = _peak_flops_per_second(trainer.mesh, info.world_size, nodes)
+        peak = _peak_flops_per_second(trainer.mesh, trainer.config, info)
         self._throughput = Throughput(
             flops_per_token=flops_per_token(trainer.shape, trainer.config.training.sequence_length),
             peak_flops_per_second=peak,
@@ -57,9 +54,12 @@ class RunReporter:
             if trainer.config.monitor.tensorboard:
                 self._curves = TensorBoardFile(tensorboard, after_step=after_step)
             on_cpu = trainer.mesh.device.type == "cpu"
+            measured = on_cpu and trainer.config.monitor.peak_tflops is None
             self.console = Console(
-                total_steps=self._total_steps, every=self._every, peak="sgemm" if on_cpu else "peak"
+                total_steps=self._total_steps, every=self._every, peak="sgemm" if measured else "peak"
             )
+            if peak is None:
+                self.say(_no_peak(_device_name(trainer.mesh.device), trainer.config.training.precision))
 
     def say(self, text: str) -> None:
         """A line on rank 0's console."""
@@ -92,8 +92,7 @@ class RunReporter:
         Now and then collective, to find the rank that holds the most memory.
         """
         if not self._memory_bytes or report.step % self._every == 0 or report.step == self._total_steps:
-            held = device_memory() if self._mesh.device.type == "cuda" else process_memory()
-            self._memory_bytes = int(self._mesh.max_over_world(held.peak_bytes))
+            self._measure_memory()
         if self._metrics is None or self.console is None:
             return
         speed = self._throughput.update(self._tokens_per_step, report.step_seconds)
@@ -106,6 +105,7 @@ class RunReporter:
             tokens_per_second=speed.tokens_per_second,
             mfu=speed.mfu,
             memory_bytes=self._memory_bytes,
+            reserved_bytes=self._reserved_bytes,
             step_seconds=report.step_seconds,
             data_seconds=report.data_seconds,
             loss_scale=report.loss_scale if self._scaled else None,
@@ -126,6 +126,13 @@ class RunReporter:
             self.console.warn(f"step {report.step}: {what} of {report.overflow}; the step is left out")
         if validation is not None:
             self.console.validation(validation)
+
+    def _measure_memory(self) -> None:
+        held = None if self._mesh.device.type == "cpu" else device_memory(self._mesh.device)
+        held = held or process_memory()
+        self._memory_bytes = int(self._mesh.max_over_world(held.peak_bytes))
+        if held.reserved_bytes is not None:
+            self._reserved_bytes = int(self._mesh.max_over_world(held.reserved_bytes))
 
     def _draw(self, step: int, scalars: Mapping[str, float]) -> None:
         if self._curves is not None:
@@ -167,11 +174,20 @@ def _validation_line(records: Sequence[Mapping[str, Any]]) -> str:
     return line
 
 
-def _peak_flops_per_second(mesh: ParallelMesh, world_size: int, nodes: int) -> float | None:
-    """Of the whole job: measured on a CPU, on all cores of rank 0's node; from the data sheet on a GPU."""
-    if mesh.device.type == "cuda":
-        one = gpu_flops_per_second(torch.cuda.get_device_name(mesh.device))
-        return one * world_size if one else None
+def _peak_flops_per_second(mesh: ParallelMesh, config: RunConfig, info: RankInfo) -> float | None:
+    """Of the whole job; None where it is not known.
+
+    `monitor.peak_tflops`; else of an accelerator its data sheet's figure, of CPUs a measurement on all cores of rank
+    0's node.
+    """
+    on_cpu = mesh.device.type == "cpu"
+    nodes = info.world_size // info.local_world_size
+    if config.monitor.peak_tflops is not None:
+        return config.monitor.peak_tflops * 1e12 * (nodes if on_cpu else info.world_size)
+    if not on_cpu:
+        tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
+        one = peak_flops(_device_name(mesh.device), config.training.precision, tf32=tf32)
+        return None if one is None else one * info.world_size
     measured = 0.0
     if mesh.rank == 0:
         # The other ranks wait at the barrier, so all cores are free for this.
@@ -181,3 +197,14 @@ def _peak_flops_per_second(mesh: ParallelMesh, world_size: int, nodes: int) -> f
         torch.set_num_threads(threads)
     mesh.barrier()
     return measured * nodes if mesh.rank == 0 else None
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _no_peak(device_name: str, precision: str) -> str:
+    return (
+        f'MFU is left out: the peak of "{device_name}" in {precision} is not known here; set monitor.peak_tflops to'
+        f" the dense {precision} TFLOP/s of its data sheet"
+    )

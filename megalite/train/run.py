@@ -1,18 +1,21 @@
 """Training from Python: `Trainer(config).train()` does what `megalite train` does, which is made of it. No torch.
 
-Like the command it is a rank where a launcher started it, trains here where one rank is enough, and else forks the
-ranks from this process.
+Like the command it is a rank where a launcher started it, trains here where one rank is enough, and else starts the
+ranks: forked from this process, or spawned where a fork could not compute.
 """
 
 import importlib.util
+import multiprocessing
 import os
 import select
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megalite.checkpoint.folder import find_best, find_latest
 from megalite.config.deepspeed import offload_devices
@@ -77,6 +80,7 @@ class Trainer:
         What SIGINT (KeyboardInterrupt) and SIGTERM end has said where it can be taken up: 75 with a checkpoint of
         its last step, 143 before the first step or at once.
         """
+        _require_main_guard()
         config, info = self.config, rank_info()
         try:
             with termination_raised(info, config.layout.world_size):
@@ -106,8 +110,9 @@ class Trainer:
         arguments = (config, threads, self.callbacks)
         if info is not None:
             return run_rank(train_rank, info, config.layout, folder.failures, arguments=arguments)
+        method: Literal["fork", "spawn"] = "fork"
         if computed and config.layout.world_size > 1:
-            _require_forkable(config.layout.world_size, threads)
+            method = self._start_method(threads)
         folder.occupy().close()  # a folder that rank 0 could not use is better known before the text is prepared
         prepare_inputs(config, folder)
         preload = ["torch", "megalite.train.job", "torch.distributed.pipelining"]
@@ -115,7 +120,25 @@ class Trainer:
             # DeepSpeed's engine imports the compiler when it is made: two seconds and 115 MB, here once for all ranks.
             preload += ["megalite.train.deepspeed", "torch._inductor.compile_fx"]
         return run_local_ranks(
-            train_rank, config.layout, folder.failures, arguments=arguments, preload=preload
+            train_rank, config.layout, folder.failures, arguments=arguments, preload=preload, method=method
+        )
+
+    def _start_method(self, threads: int) -> Literal["fork", "spawn"]:
+        """How to start ranks from this process, which has imported torch already.
+
+        Raises LaunchError where neither way can work.
+        """
+        ranks = self.config.layout.world_size
+        if threading.current_thread() is not threading.main_thread():
+            wrong = "train() was not called in the main thread"
+        elif _computes_after_fork(threads):
+            return "fork"
+        elif not (wrong := _why_not_spawned(self.callbacks)):
+            return "spawn"
+        script = Path(sys.argv[0]).name or "script.py"
+        raise LaunchError(
+            f"the run asks for {ranks} ranks, which cannot be started from here: {wrong}; "
+            f"use torchrun --nproc-per-node {ranks} {script}, or train before anything is computed"
         )
 
 
@@ -159,40 +182,51 @@ def _require_kernels(config: RunConfig) -> None:
         choose_kernels(config.model.kernels, "cpu")
 
 
-def _require_forkable(ranks: int, threads: int) -> None:
-    """LaunchError where ranks that are forked from this process, which knows torch already, could not compute."""
-    import torch
+def _require_main_guard() -> None:
+    """LaunchError in a spawned rank that imports the user's script and meets the call that started it."""
+    # multiprocessing's own mark of a process that is still importing the main module.
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise LaunchError(
+            "a rank imports this script, which calls train() while it is imported; put the call under "
+            'if __name__ == "__main__":'
+        )
 
-    if threading.current_thread() is not threading.main_thread():
-        wrong = "this is not the main thread"
-    elif torch.cuda.is_initialized():
-        wrong = "CUDA is in use here, and does not survive a fork"
-    elif threads > 1 and not _computes_after_fork(threads):
-        wrong = "this process has computed with several threads, which do not survive a fork"
-    else:
-        return
-    script = Path(sys.argv[0]).name or "script.py"
-    raise LaunchError(
-        f"the run asks for {ranks} ranks, which cannot be started from here: {wrong}; "
-        f"use torchrun --nproc-per-node {ranks} {script}, or train before anything is computed"
-    )
+
+def _why_not_spawned(callbacks: Sequence[Callback]) -> str:
+    """Why new Python processes could not have these callbacks; empty where they can."""
+    computed = "this process has computed, or asked for a GPU, which does not survive a fork"
+    main = sys.modules["__main__"]
+    for each in callbacks:
+        name = type(each).__qualname__
+        try:
+            ForkingPickler.dumps(each)
+        # Whatever a class of the user's raises.
+        except Exception as error:
+            return f"{computed}, and the callback {name} cannot be sent to a new process ({error})"
+        if type(each).__module__ == "__main__" and getattr(main, "__file__", None) is None:
+            return f"{computed}, and a new process cannot import the callback {name} (move it to a file)"
+    return ""
 
 
 def _computes_after_fork(threads: int) -> bool:
-    """Whether a fork of this process ends a product on several threads: those of an OpenMP pool would be missing."""
+    """Whether a forked process could compute: on several threads, which lack those of an OpenMP pool, and on a GPU,
+    which CUDA refuses where this process has so much as asked whether there is one."""
     import torch
 
     receiver, sender = os.pipe()
     child = os.fork()
     if child == 0:
-        torch.set_num_threads(threads)
-        torch.rand(512, 512).mul_(2).sum()
-        os.write(sender, b"done")
+        accelerator = torch.accelerator.current_accelerator()
+        if accelerator is None or not torch.get_device_module(accelerator)._is_in_bad_fork():
+            torch.set_num_threads(threads)
+            torch.rand(512, 512).mul_(2).sum()
+            os.write(sender, b"done")
         os._exit(0)
-    done = bool(select.select([receiver], [], [], _PROBE_SECONDS)[0])
+    os.close(sender)  # so that a child that ends without a word is noticed at once
+    done = bool(select.select([receiver], [], [], _PROBE_SECONDS)[0]) and os.read(receiver, 4) == b"done"
     if not done:
-        os.kill(child, 9)
+        with suppress(ProcessLookupError):
+            os.kill(child, 9)
     os.waitpid(child, 0)
     os.close(receiver)
-    os.close(sender)
     return done

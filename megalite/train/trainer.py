@@ -7,17 +7,21 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from torch import Tensor
+
 from megalite.checkpoint.hf_import import load_huggingface
 from megalite.checkpoint.load import load_checkpoint
 from megalite.checkpoint.save import Draft, draft_checkpoint
 from megalite.config.schema import RunConfig, TrainingConfig
 from megalite.data.loader import StepLoader
 from megalite.data.prefetch import Prefetch
+from megalite.data.transfer import ArrivingBatch, BatchTransfer
 from megalite.errors import CheckpointError, TrainingError
 from megalite.model.kernels import KernelChoice
 from megalite.model.options import Dropout, ModelOptions, Recompute
 from megalite.model.stages import build_stage
 from megalite.ops.operators import PLAIN_TORCH, Operators
+from megalite.parallel.device import HostCopy
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.pipeline import PipelineShapes, StepBatch, pipeline_runner
 from megalite.topology.parameters import ModelShape, stage_parameters
@@ -185,8 +189,9 @@ class Trainer:
             schedule=config.parallel.schedule,
             forward=self.optimizer.forward,
         )
+        self.transfer = BatchTransfer(mesh.device)
         self.batches = Prefetch(
-            partial(loader.step_batch, dtype=self.loss_dtype),
+            partial(self.arriving_batch, loader),
             stride=config.batch.global_batch_size,
             end=self.total_steps * config.batch.global_batch_size,
             workers=config.data.loader_workers,
@@ -207,20 +212,27 @@ class Trainer:
     def tokens_per_step(self) -> int:
         return self.config.batch.global_batch_size * self.config.training.sequence_length
 
+    def arriving_batch(self, loader: StepLoader, samples: int) -> ArrivingBatch:
+        """What `loader` has for the step after `samples` samples, on its way to the device; for any thread."""
+        return self.transfer.start(loader.step_batch(samples, dtype=self.loss_dtype))
+
     def train_step(self) -> StepReport:
         """One global batch: forward and backward of all micro batches, then one update."""
         started = time.perf_counter()
-        batch = self.batches.step_batch(self.state.samples)
+        batch = self.batches.step_batch(self.state.samples).ready()
         data_seconds = time.perf_counter() - started
         loss_scale = self.optimizer.loss_scale
         with self.optimizer.accumulating():
-            loss = self.pipeline.forward_backward(batch, loss_scale)
+            loss_on_device = self.pipeline.forward_backward(batch, loss_scale)
+        # Read after the gradient norm, for which the host waits anyway.
+        told_loss = HostCopy(loss_on_device)
         learning_rate = self.learning_rate(self.state.step)
         self.before_update()
         try:
             update = self.optimizer.step(learning_rate)
         except TrainingError as error:
             raise TrainingError(f"step {self.state.step + 1}: {error}") from error
+        loss = told_loss.item()
         if not math.isfinite(loss) and not update.skipped:
             raise TrainingError(
                 f"step {self.state.step + 1}: the loss is {loss}, though its gradient is finite; look at the data of "
@@ -252,7 +264,7 @@ class Trainer:
                 " then run again to resume"
             )
 
-    def evaluate(self, batch: StepBatch) -> tuple[float, float]:
+    def evaluate(self, batch: StepBatch) -> Tensor:
         """As of PipelineRunner, in evaluation mode: nothing is dropped, and the loss is the plain cross entropy."""
         self.stage.train(False)
         try:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
+import torch
+
 from megalite.data.loader import StepLoader
 from megalite.data.token_file import TokenFile
 from megalite.errors import DataError
@@ -50,13 +52,13 @@ def validate(trainer: "Trainer", sets: Mapping[str, HeldOutSet]) -> ValidationMe
     started = time.perf_counter()
     total, tokens, means = 0.0, 0.0, {}
     for name, each in sets.items():
-        sums = [0.0, 0.0]
+        sums = torch.zeros(2, dtype=torch.float64, device=trainer.mesh.device)
         for step in range(each.steps):
-            batch = each.loader.step_batch(step * each.loader.global_batch_size, dtype=trainer.loss_dtype)
-            for place, value in enumerate(trainer.evaluate(batch)):
-                sums[place] += value
-        if sums[1] == 0:
+            batch = trainer.arriving_batch(each.loader, step * each.loader.global_batch_size).ready()
+            sums += trainer.evaluate(batch)
+        loss, weight = sums.tolist()  # the only wait for the device
+        if weight == 0:
             raise DataError(f"the validation set {name} has no token that counts; name other text")
-        means[name] = sums[0] / sums[1]
-        total, tokens = total + sums[0], tokens + sums[1]
+        means[name] = loss / weight
+        total, tokens = total + loss, tokens + weight
     return ValidationMetrics(trainer.state.step, total / tokens, tokens, time.perf_counter() - started, means)

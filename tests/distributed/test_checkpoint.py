@@ -48,7 +48,7 @@ def train_and_save(job: Job, folder: str) -> RankResult:
     for step in range(first, job.steps):
         with optimizer.accumulating():
             batch = local_batch(job, mesh, step)
-            result.losses.append(parts.pipeline.forward_backward(batch, optimizer.loss_scale))
+            result.losses.append(parts.pipeline.forward_backward(batch, optimizer.loss_scale).item())
         result.norms.append(optimizer.step(job.learning_rate).grad_norm)
     counters = {"step": job.steps, "samples": 8 * job.steps, "tokens": 96 * job.steps}
     save_checkpoint(Path(folder), **common, optimizer=optimizer.state, trainer_state=counters, config={})

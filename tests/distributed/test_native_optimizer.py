@@ -47,7 +47,7 @@ def train_and_save(job: Job, folder: str) -> list[tuple[float, float]]:
     curve = []
     for step in range(first, job.steps):
         with parts.optimizer.accumulating():
-            loss = parts.pipeline.forward_backward(local_batch(job, parts.mesh, step), 1.0)
+            loss = parts.pipeline.forward_backward(local_batch(job, parts.mesh, step), 1.0).item()
         curve.append((loss, parts.optimizer.step(1e-3 * (step + 1) / STEPS).grad_norm))
     counters = {"step": job.steps, "samples": 8 * job.steps, "tokens": 96 * job.steps}
     save_checkpoint(

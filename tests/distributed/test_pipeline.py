@@ -29,8 +29,8 @@ def losses_and_gradients(
     runner = pipeline_runner(stage.chunks, split, mesh, shapes, schedule=schedule)
     losses = []
     for batch in batches:
-        total, weight = runner.evaluate(batch)
-        losses.append(runner.forward_backward(batch, loss_scale))
+        total, weight = runner.evaluate(batch).tolist()
+        losses.append(runner.forward_backward(batch, loss_scale).item())
         # The same weights: an evaluation in between sees the same loss, and leaves no gradient.
         assert_close(total / weight, losses[-1], what="evaluated loss")
     return losses, {name: tensor.grad for name, tensor in stage.named_parameters() if tensor.grad is not None}

@@ -99,7 +99,9 @@ def curve(job: Job, *, steps: int = STEPS, fault: str | None = None) -> Curve:
         result = Curve([], [], [])
         for _ in range(steps):
             with parts.optimizer.accumulating():
-                result.losses.append(parts.pipeline.forward_backward(batch, parts.optimizer.loss_scale))
+                result.losses.append(
+                    parts.pipeline.forward_backward(batch, parts.optimizer.loss_scale).item()
+                )
             result.norms.append(parts.optimizer.step(job.learning_rate).grad_norm)
         result.final = shards_of(parts.parameters, dict(parts.stage.named_parameters()), parts.mesh)
         return result
@@ -359,7 +361,7 @@ def train_and_save(job: Job, folder: str, steps: int) -> tuple[list[float], list
     for step in range(first, steps):
         with parts.optimizer.accumulating():
             batch = local_batch(job, parts.mesh, step)
-            losses.append(parts.pipeline.forward_backward(batch, parts.optimizer.loss_scale))
+            losses.append(parts.pipeline.forward_backward(batch, parts.optimizer.loss_scale).item())
         parts.optimizer.step(job.learning_rate)
     counters = {"step": steps, "samples": 8 * steps, "tokens": 96 * steps}
     save_checkpoint(

@@ -54,7 +54,9 @@ def train(job: Job) -> Curve:
         for step in range(job.steps):
             batch = local_batch(job, parts.mesh, step)
             with parts.optimizer.accumulating():
-                result.losses.append(parts.pipeline.forward_backward(batch, parts.optimizer.loss_scale))
+                result.losses.append(
+                    parts.pipeline.forward_backward(batch, parts.optimizer.loss_scale).item()
+                )
             result.norms.append(parts.optimizer.step(job.learning_rate).grad_norm)
             if step == 0:
                 result.masters = masters(parts)
@@ -223,7 +225,7 @@ def train_and_save(job: Job, folder: str) -> list[float]:
         for step in range(first, job.steps):
             with parts.optimizer.accumulating():
                 batch = local_batch(job, parts.mesh, step)
-                losses.append(parts.pipeline.forward_backward(batch, parts.optimizer.loss_scale))
+                losses.append(parts.pipeline.forward_backward(batch, parts.optimizer.loss_scale).item())
             parts.optimizer.step(job.learning_rate)
         counters = {"step": job.steps, "samples": 8 * job.steps, "tokens": 96 * job.steps}
         save_checkpoint(

@@ -203,6 +203,8 @@ import json, sys
 from megalite import Callback, RunConfig, Trainer
 from megalite.errors import LaunchError, RankFailure
 
+LATE = {"parallel": {"data": 2}, "training": {"threads": 2}}
+
 class OnRankOne(Callback):
     def __init__(self, error):
         self.error = error
@@ -217,7 +219,7 @@ def train(folder, *callbacks):
     return Trainer(config, callbacks=callbacks).train()
 
 told = {"torch": "torch" in sys.modules}
-told["steps"] = len(train(sys.argv[2] + "/stopped", OnRankOne(None)).metrics)
+told["forked"] = [each["loss"] for each in train(sys.argv[2] + "/stopped", OnRankOne(None)).metrics]
 try:
     train(sys.argv[2] + "/failed", OnRankOne(ConnectionRefusedError("the dashboard is down")))
 except RankFailure as failure:
@@ -226,14 +228,12 @@ import torch
 torch.set_num_threads(2)
 torch.rand(2000, 2000) @ torch.rand(2000, 2000)
 torch.rand(4000, 4000).exp().sum()
+config = RunConfig.load(sys.argv[1], run={"folder": sys.argv[2] + "/late"}, **LATE)
 try:
-    RunConfig.load(sys.argv[1])
-    config = RunConfig.load(
-        sys.argv[1], run={"folder": sys.argv[2] + "/late"}, parallel={"data": 2}, training={"threads": 2}
-    )
-    Trainer(config).train()
+    Trainer(config, callbacks=[OnRankOne(None)]).train()
 except LaunchError as failure:
-    told["late"] = str(failure)
+    told["refused"] = str(failure)
+told["spawned"] = [each["loss"] for each in Trainer(config).train().metrics]
 print(json.dumps(told))
 """
 
@@ -257,12 +257,15 @@ def test_a_script_starts_ranks_and_hears_of_what_any_of_them_does(run_file: Path
     ran = run_python("-c", SCRIPT, str(run_file), str(tmp_path))
     told = json.loads(ran.stdout.splitlines()[-1])
     assert not told["torch"], "RunConfig and Trainer load torch before they need it"
-    assert told["steps"] == 2
+    assert len(told["forked"]) == 2
     assert "stopped after step 2: rank 1 has seen enough" in ran.stdout
     failure = "rank 1 (pp 0, dp 1, tp 0)"
     assert told["failure"].startswith(failure), told["failure"]
     assert "OnRankOne.on_step_end raised ConnectionRefusedError: the dashboard is down" in told["failure"]
-    assert "use torchrun --nproc-per-node 2" in told["late"]
+    assert "a new process cannot import the callback OnRankOne" in told["refused"]
+    assert "use torchrun --nproc-per-node 2" in told["refused"]
+    assert len(told["spawned"]) > 2
+    assert_close(told["spawned"][:2], told["forked"], rtol=FLOAT32_RTOL, what="losses of spawned ranks")
 
 
 def test_the_example_trains_by_its_own_words(tmp_path: Path) -> None:

@@ -5,12 +5,13 @@ which the softmax goes on beside products.
 """
 
 import shutil
-import struct
 import subprocess
 from collections import Counter
 from pathlib import Path
 
 import pytest
+
+from tests.support.machine_code import LDL, STG, STL, Words, words_of
 
 CSRC = Path(__file__).parents[2] / "megalite" / "csrc"
 NVCC = shutil.which("nvcc")
@@ -18,29 +19,12 @@ NVCC = shutil.which("nvcc")
 HMMA, LDSM, LDGSTS = 0x23C, 0x83B, 0xFAE
 # The low 9 bits, where the next three say what kinds of operands it has: of sm_90a a product of a warp group, what
 # begins or waits for such (bit 47: waits; bits 72 to 79: of how many it need not), the copy of a box, the making and
-# arriving at or waiting for a barrier, the change of a group's registers; exp2; loads and stores of local memory,
-# stores of global memory.
+# arriving at or waiting for a barrier, the change of a group's registers; exp2.
 HGMMA, WARPGROUP, UTMALDG, SYNCS, USETMAXREG = 0x1F0, 0x1C5, 0x1B4, (0x1B2, 0x1A7), 0x1C8
-MUFU, LDL, STL, STG = 0x108, 0x183, 0x187, 0x186
+MUFU = 0x108
 
 
-def _words(cubin: bytes) -> dict[str, list[tuple[int, int]]]:
-    """Kernel -> its instructions of two words: the sections .text.* of an ELF file, 16 bytes an instruction."""
-    first, size, count, names = (
-        struct.unpack_from(kind, cubin, at)[0]
-        for kind, at in (("<Q", 0x28), ("<H", 0x3A), ("<H", 0x3C), ("<H", 0x3E))
-    )
-    sections = [struct.unpack_from("<IIQQQQ", cubin, first + number * size) for number in range(count)]
-    found = {}
-    for name_at, _, _, _, offset, length in sections:
-        begin = sections[names][4] + name_at
-        name = cubin[begin : cubin.index(b"\0", begin)].decode()
-        if name.startswith(".text."):
-            found[name.removeprefix(".text.")] = [*struct.iter_unpack("<QQ", cubin[offset : offset + length])]
-    return found
-
-
-def _compiled(name: str, folder: Path) -> tuple[dict[str, list[tuple[int, int]]], str]:
+def _compiled(name: str, folder: Path) -> tuple[dict[str, Words], str]:
     """The machine code of cuda/<name>.cu for sm_90a, and what the compiler said."""
     cubin = folder / f"{name}.cubin"
     command = [
@@ -55,7 +39,7 @@ def _compiled(name: str, folder: Path) -> tuple[dict[str, list[tuple[int, int]]]
         str(cubin),
     ]
     done = subprocess.run([*command, f"cuda/{name}.cu"], cwd=CSRC, check=True, capture_output=True, text=True)
-    return _words(cubin.read_bytes()), done.stdout + done.stderr
+    return words_of(cubin.read_bytes()), done.stdout + done.stderr
 
 
 needs_nvcc = pytest.mark.skipif(
@@ -97,7 +81,7 @@ def test_on_hopper_the_softmax_goes_on_beside_products_of_warp_groups(head_size:
         assert _between_waits(words) >= 64, "the probabilities of 64 x 128 scores, of 128 threads"
 
 
-def _between_waits(words: list[tuple[int, int]]) -> int:
+def _between_waits(words: Words) -> int:
     """How many exp2 stand in the loop between its wait for scores alone, and that for all products."""
     waits = [i for i, (low, _) in enumerate(words) if low & 0x1FF == WARPGROUP and low >> 47 & 1]
     [first] = [i for i in waits if words[i][1] >> 8 & 0xFF == 1]

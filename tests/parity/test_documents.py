@@ -70,7 +70,7 @@ def train_and_evaluate(job: Job) -> tuple[RankResult, Tensor | None, float]:
     parts.stage.eval()
     batch = local_batch(job, parts.mesh, 0)
     token_losses = parts.pipeline.token_losses(batch)
-    total, weight = parts.pipeline.evaluate(batch)
+    total, weight = parts.pipeline.evaluate(batch).tolist()
     return train_on_rank(job), token_losses, total / weight
 
 

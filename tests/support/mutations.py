@@ -65,9 +65,8 @@ def _split_instead_of_reduce_scatter(values: Tensor, axis: Any) -> Callable[[], 
 # --------------------------------------------------------------------------------------------------------------- loss
 
 
-def _normalise_by_own_tokens(batch: Any, mesh: Any) -> float:
-    counted = batch.loss_mask.double().masked_fill(batch.labels < 0, 0).sum().item()
-    return 1.0 / counted if counted else 0.0
+def _normalise_by_own_tokens(batch: Any, mesh: Any) -> Tensor:
+    return 1.0 / batch.loss_mask.double().masked_fill(batch.labels < 0, 0).sum()
 
 
 def _smooth_over_own_vocabulary(cross_entropy: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -88,8 +87,8 @@ def _z_loss_of_own_vocabulary(cross_entropy: Callable[..., Tensor]) -> Callable[
     return with_z_loss
 
 
-def _count_every_tensor_rank(loss: float, mesh: Any) -> float:
-    return float(mesh.sum_over_world([loss])[0] / mesh.dp.size)
+def _count_every_tensor_rank(loss: Tensor, mesh: Any) -> Tensor:
+    return mesh.reduce_over_world(loss) / mesh.dp.size
 
 
 # ------------------------------------------------------------------------------------- layers, chunks, micro batches

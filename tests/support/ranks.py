@@ -19,7 +19,8 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -61,6 +62,7 @@ class Task:
     world_size: int
     store: str
     timeout: float
+    device: str
 
 
 @dataclass(frozen=True)
@@ -93,9 +95,17 @@ class Worker:
 
 
 class RankPool:
-    """The workers, started when first needed, replaced together when one of them hangs, dies, or is worn out."""
+    """The workers, started when first needed, replaced together when one of them hangs, dies, or is worn out.
 
-    def __init__(self) -> None:
+    device: "standin" registers the stand-in accelerator in every worker, and groups are of its backend.
+    """
+
+    def __init__(self, device: str = "cpu") -> None:
+        self._device = device
+        if device == "standin":
+            from tests.support.standin import build
+
+            build.library()  # here, since a compiler takes longer than a task may
         self._workers: list[Worker] = []
         self._calls = itertools.count()
         self._folder = Path(tempfile.mkdtemp(prefix="megalite-ranks-"))
@@ -115,7 +125,7 @@ class RankPool:
         """
         __tracebackhide__ = True
         store = self._folder / f"store-{next(self._calls)}"
-        task = Task(function, arguments, world_size, str(store), timeout)
+        task = Task(function, arguments, world_size, str(store), timeout, self._device)
         if any(_threads(worker) > MOST_THREADS for worker in self._workers):
             self._kill()
         try:
@@ -304,14 +314,31 @@ def _receive(connection: Connection, messages: "queue.SimpleQueue[bytes]") -> No
 def _perform(message: bytes, rank: int) -> bytes:
     try:
         task: Task = pickle.loads(message)
-        _reset(rank, task)
-        _join_group(rank, task)
-        return pickle.dumps(Outcome(task.function(**task.arguments)))
+        with _device(task):
+            _reset(rank, task)
+            _join_group(rank, task)
+            value = task.function(**task.arguments)
+        return pickle.dumps(Outcome(value))
     except BaseException as error:
         # Timed before the group goes, since that is what the other ranks will fail by.
         outcome = pickle.dumps(Outcome.of_error(error))
     _leave_group()
     return outcome
+
+
+@contextmanager
+def _device(task: Task) -> Iterator[None]:
+    """On the stand-in, what no stream waited for fails the task."""
+    if task.device == "cpu":
+        yield
+        return
+    from tests.support.standin import use_standin
+
+    standin = use_standin()
+    standin.reset()
+    yield
+    hazards = standin.take_hazards()
+    assert not hazards, "\n".join(hazards)
 
 
 def _reset(rank: int, task: Task) -> None:
@@ -337,7 +364,8 @@ def _join_group(rank: int, task: Task) -> None:
     # The pool's own limit comes first: it knows which ranks hang.
     limit = timedelta(seconds=task.timeout + 2 * GRACE_SECONDS)
     store = dist.FileStore(task.store, task.world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=task.world_size, timeout=limit)
+    backend = dist.get_default_backend_for_device(task.device)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=task.world_size, timeout=limit)
 
 
 def _leave_group() -> None:

@@ -2,18 +2,21 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from megalite.data.transfer import BatchTransfer
 from megalite.model.options import PLAIN, Dropout, ModelOptions, Recompute
 from megalite.model.stages import build_stage
 from megalite.model.transformer import Stage
 from megalite.ops.operators import ALL_COMPILED, PLAIN_TORCH, Operators
+from megalite.parallel.device import local_device
 from megalite.parallel.gradients import partial_over_tp
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.pipeline import PipelineRunner, PipelineShapes, StepBatch, pipeline_runner
@@ -57,6 +60,7 @@ class Job:
     documents: bool = False
     kernels: Literal["fused", "reference"] = "reference"
     chunked_loss: int = 0
+    device: str | None = None  # None: the accelerator of the rank if there is one, else the CPU
 
     @property
     def operators(self) -> Operators:
@@ -95,7 +99,7 @@ def train_on_rank(job: Job) -> RankResult:
     for step in range(job.steps):
         batch = local_batch(job, mesh, step)
         with optimizer.accumulating():
-            result.losses.append(parts.pipeline.forward_backward(batch, optimizer.loss_scale))
+            result.losses.append(parts.pipeline.forward_backward(batch, optimizer.loss_scale).item())
             if step == 0:
                 gradients = parts.reduced or {name: _gradient(tensor) for name, tensor in tensors.items()}
                 result.gradients = shards_of(parameters, gradients, mesh, complete=job.zero_stage >= 2)
@@ -121,7 +125,8 @@ class Parts:
 
 def build(job: Job) -> Parts:
     """Everything of the job on this rank of the current process group, with its initial weights."""
-    mesh = ParallelMesh.over_world(job.layout, sequence_parallel=job.sequence_parallel)
+    device = torch.device(job.device) if job.device else local_device(dist.get_rank(), dist.get_world_size())
+    mesh = ParallelMesh.over_world(job.layout, device, sequence_parallel=job.sequence_parallel)
     if job.compile:  # what earlier jobs of this process compiled counts against a limit
         torch._dynamo.reset()
     options = ModelOptions(
@@ -232,12 +237,11 @@ def global_batch(job: Job, step: int) -> StepBatch:
 def local_batch(job: Job, mesh: ParallelMesh, step: int) -> StepBatch:
     whole = global_batch(job, step)
     mine = slice(mesh.dp.rank * SEQUENCES // mesh.dp.size, (mesh.dp.rank + 1) * SEQUENCES // mesh.dp.size)
-    return rows_of(whole, mine)
+    return BatchTransfer(mesh.device).start(rows_of(whole, mine)).ready()
 
 
 def rows_of(batch: StepBatch, rows: slice) -> StepBatch:
-    tensors = {each.name: getattr(batch, each.name) for each in fields(batch)}
-    return StepBatch(**{name: tensor[rows] for name, tensor in tensors.items() if tensor is not None})
+    return batch.map(lambda tensor: tensor[rows])
 
 
 def _gradient(parameter: Tensor) -> Tensor:
@@ -257,7 +261,7 @@ def shards_of(
     for parameter in parameters:
         row = 0
         for part, box in parameter.spec.boxes(mesh.tp.rank, mesh.tp.size):
-            values = tensors[parameter.name].detach()[row : row + box.shape[0]].clone()
+            values = tensors[parameter.name].detach()[row : row + box.shape[0]].cpu().clone()
             in_parts = partial_over_tp(parameter, part, mesh)
             # Under ZeRO 2 and 3 they are added up in the backward, and all but the first holder of a head has zeros.
             if complete:

@@ -24,15 +24,15 @@ struct Place {
 };
 
 template <typename T, int N>
-__device__ __forceinline__ Place place_of(int64_t features) {
-  const int64_t tiles = (features + kLanes * N - 1) / (kLanes * N);
-  return {blockIdx.x / tiles * kRows<T>, (blockIdx.x % tiles * kLanes + threadIdx.x) * N};
+__device__ __forceinline__ Place place_of() {
+  const int64_t tile = int64_t(blockIdx.z) * gridDim.y + blockIdx.y;
+  return {tile * kRows<T>, (int64_t(blockIdx.x) * kLanes + threadIdx.x) * N};
 }
 
 template <typename A, typename T, int N>
 __global__ void __launch_bounds__(kLanes)
     glu(const T* __restrict__ gate_up, T* __restrict__ out, int64_t rows, int64_t features) {
-  const Place at = place_of<T, N>(features);
+  const Place at = place_of<T, N>();
   if (at.column >= features) return;
   Values<T, N> gate[kRows<T>], up[kRows<T>];
 #pragma unroll
@@ -60,7 +60,7 @@ template <typename A, typename T, int N>
 __global__ void __launch_bounds__(kLanes) glu_backward(
     const T* __restrict__ grad, const T* __restrict__ gate_up, T* __restrict__ gate_up_grad, int64_t rows,
     int64_t features) {
-  const Place at = place_of<T, N>(features);
+  const Place at = place_of<T, N>();
   if (at.column >= features) return;
   Values<T, N> given[kRows<T>], gate[kRows<T>], up[kRows<T>];
 #pragma unroll
@@ -93,15 +93,17 @@ __global__ void __launch_bounds__(kLanes) glu_backward(
 // bias may be null.
 template <int N, typename T>
 __device__ __forceinline__ void load_bias(const T* bias, int64_t column, Wide<T> (&wide)[N]) {
+  Values<T, N> values;
+  if (bias != nullptr) values = load<N>(bias + column);
 #pragma unroll
-  for (int i = 0; i < N; ++i) wide[i] = bias != nullptr ? to_wide(bias[column + i]) : Wide<T>(0);
+  for (int i = 0; i < N; ++i) wide[i] = bias != nullptr ? to_wide(values.values[i]) : Wide<T>(0);
 }
 
 template <typename A, typename T, int N>
 __global__ void __launch_bounds__(kLanes) bias_gelu(
     const T* __restrict__ inputs, const T* __restrict__ bias, T* __restrict__ out, int64_t rows,
     int64_t features) {
-  const Place at = place_of<T, N>(features);
+  const Place at = place_of<T, N>();
   if (at.column >= features) return;
   Values<T, N> given[kRows<T>];
 #pragma unroll
@@ -134,31 +136,43 @@ __global__ void __launch_bounds__(kSumLanes * kSumGroups) bias_gelu_backward(
   Wide<T> shift[N], sum[N] = {};
   if (column < features) {
     load_bias<N>(bias, column, shift);
-#pragma unroll(kRows<T>)
-    for (int64_t row = first + threadIdx.y; row < end; row += kSumGroups) {
-      const Values<T, N> from = load<N>(grad + row * features + column);
-      const Values<T, N> of = load<N>(inputs + row * features + column);
-      Values<T, N> made;
+    constexpr int kAtOnce = kRows<T> > 1 ? 2 : 1;  // rows whose loads are on their way together; sums take registers
+    for (int64_t row = first + threadIdx.y; row < end; row += kSumGroups * kAtOnce) {
+      Values<T, N> from[kAtOnce], of[kAtOnce];
 #pragma unroll
-      for (int i = 0; i < N; ++i) {
-        const Wide<T> passed = to_wide(from.values[i]) * A::at(to_wide(of.values[i]) + shift[i]).slope;
-        made.values[i] = from_wide<T>(passed);
-        sum[i] += passed;
+      for (int r = 0; r < kAtOnce; ++r) {
+        if (row + r * kSumGroups < end) {
+          from[r] = load<N>(grad + (row + r * kSumGroups) * features + column);
+          of[r] = load<N>(inputs + (row + r * kSumGroups) * features + column);
+        }
       }
-      store(inputs_grad + row * features + column, made);
+#pragma unroll
+      for (int r = 0; r < kAtOnce; ++r) {
+        if (row + r * kSumGroups < end) {
+          Values<T, N> made;
+#pragma unroll
+          for (int i = 0; i < N; ++i) {
+            const Wide<T> passed = to_wide(from[r].values[i]) * A::at(to_wide(of[r].values[i]) + shift[i]).slope;
+            made.values[i] = from_wide<T>(passed);
+            sum[i] += passed;
+          }
+          store(inputs_grad + (row + r * kSumGroups) * features + column, made);
+        }
+      }
     }
   }
   if (partials == nullptr) return;
 #pragma unroll
   for (int i = 0; i < N; ++i) sums[threadIdx.y][threadIdx.x * N + i] = sum[i];
   __syncthreads();
-  for (int own = threadIdx.y * kSumLanes + threadIdx.x; own < kSumLanes * N; own += kSumLanes * kSumGroups) {
-    const int64_t to = int64_t(blockIdx.x) * kSumLanes * N + own;
-    Wide<T> total = 0;
+  static_assert(N <= kSumGroups, "a thread for each column");
+  const int own = threadIdx.y * kSumLanes + threadIdx.x;
+  const int64_t to = int64_t(blockIdx.x) * kSumLanes * N + own;
+  if (own >= kSumLanes * N || to >= features) return;
+  Wide<T> total = 0;
 #pragma unroll
-    for (int group = 0; group < kSumGroups; ++group) total += sums[group][own];
-    if (to < features) partials[blockIdx.y * features + to] = total;
-  }
+  for (int group = 0; group < kSumGroups; ++group) total += sums[group][own];
+  partials[blockIdx.y * features + to] = total;
 }
 
 // bias_grad = the sum of the rows of partials, in an order that is always the same.
@@ -188,9 +202,11 @@ bool packs(int64_t features, Addresses... addresses) {
   return features % kColumns<T> == 0 && (on_16_bytes(addresses) && ...);
 }
 
-template <typename T, int N>
-unsigned tiles_of(int64_t rows, int64_t features) {
-  return static_cast<unsigned>(divided_up(rows, kRows<T>) * divided_up(features, kLanes * N));
+// Tiles of columns, by tiles of rows in as many layers as the grid's limit makes of them.
+template <typename T>
+dim3 tiles_of(int64_t rows, int64_t features, int columns) {
+  const int64_t tiles = divided_up(rows, kRows<T>), layers = divided_up(tiles, kMostBlocks);
+  return dim3(divided_up(features, kLanes * columns), divided_up(tiles, layers), layers);
 }
 
 }  // namespace
@@ -206,7 +222,7 @@ int megalite_glu_cuda(
     constexpr int N = kColumns<T>;
     const bool wide = packs<T>(features, gate_up, out);
     const auto kernel = wide ? glu<A, T, N> : glu<A, T, 1>;
-    const unsigned tiles = wide ? tiles_of<T, N>(rows, features) : tiles_of<T, 1>(rows, features);
+    const dim3 tiles = tiles_of<T>(rows, features, wide ? N : 1);
     kernel<<<tiles, kLanes, 0, static_cast<cudaStream_t>(stream)>>>(
         static_cast<const T*>(gate_up), static_cast<T*>(out), rows, features);
   });
@@ -223,7 +239,7 @@ int megalite_glu_backward_cuda(
     constexpr int N = kColumns<T>;
     const bool wide = packs<T>(features, grad, gate_up, gate_up_grad);
     const auto kernel = wide ? glu_backward<A, T, N> : glu_backward<A, T, 1>;
-    const unsigned tiles = wide ? tiles_of<T, N>(rows, features) : tiles_of<T, 1>(rows, features);
+    const dim3 tiles = tiles_of<T>(rows, features, wide ? N : 1);
     kernel<<<tiles, kLanes, 0, static_cast<cudaStream_t>(stream)>>>(
         static_cast<const T*>(grad), static_cast<const T*>(gate_up), static_cast<T*>(gate_up_grad), rows, features);
   });
@@ -238,9 +254,9 @@ int megalite_bias_gelu_cuda(
     using A = decltype(kind);
     using T = decltype(type);
     constexpr int N = kColumns<T>;
-    const bool wide = packs<T>(features, inputs, out);
+    const bool wide = packs<T>(features, inputs, bias, out);
     const auto kernel = wide ? bias_gelu<A, T, N> : bias_gelu<A, T, 1>;
-    const unsigned tiles = wide ? tiles_of<T, N>(rows, features) : tiles_of<T, 1>(rows, features);
+    const dim3 tiles = tiles_of<T>(rows, features, wide ? N : 1);
     kernel<<<tiles, kLanes, 0, static_cast<cudaStream_t>(stream)>>>(
         static_cast<const T*>(inputs), static_cast<const T*>(bias), static_cast<T*>(out), rows, features);
   });
@@ -255,7 +271,7 @@ int megalite_bias_gelu_backward_cuda(
     using A = decltype(kind);
     using T = decltype(type);
     constexpr int N = kColumns<T>;
-    const bool wide = packs<T>(features, grad, inputs, inputs_grad);
+    const bool wide = packs<T>(features, grad, inputs, bias, inputs_grad);
     const auto kernel = wide ? bias_gelu_backward<A, T, N> : bias_gelu_backward<A, T, 1>;
     const int64_t taken = rows_per_block(rows), blocks = divided_up(rows, taken);
     const dim3 threads(kSumLanes, kSumGroups);

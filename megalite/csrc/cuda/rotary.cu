@@ -41,11 +41,32 @@ __device__ __forceinline__ void turn_values(
   }
 }
 
-// Block (s, b) is token s of row b; threads are groups of pairs by heads.
+// Where the pairs of one head of token (b, s) are read and written; without `turns` they are copied.
+template <typename T>
+struct Head {
+  const T* from;
+  T* to;
+  bool turns;
+};
+
+template <typename T>
+__device__ __forceinline__ Head<T> head_at(const Parts& parts, int64_t b, int64_t s, int64_t head) {
+  int which = 0;
+  while (head >= parts.part[which].heads) head -= parts.part[which++].heads;
+  const MegaliteHeads& part = parts.part[which];
+  return {static_cast<const T*>(part.from) + b * part.from_strides[0] + s * part.from_strides[1] +
+              head * part.from_strides[2],
+          static_cast<T*>(part.to) + b * part.to_strides[0] + s * part.to_strides[1] + head * part.to_strides[2],
+          static_cast<bool>(part.turns)};
+}
+
+// Block (s, y, z) is token s of row z * gridDim.y + y; threads are groups of pairs by heads, two of these at a time.
 template <bool kInterleaved, typename T, int N>
-__global__ void __launch_bounds__(kThreads)
-    turn(const __grid_constant__ Parts parts, const __grid_constant__ MegaliteAngles angles, int64_t pairs) {
-  const int64_t s = blockIdx.x, b = blockIdx.y;
+__global__ void __launch_bounds__(kThreads) turn(
+    const __grid_constant__ Parts parts, const __grid_constant__ MegaliteAngles angles, int64_t batch, int64_t pairs) {
+  constexpr int kAtOnce = 2;
+  const int64_t s = blockIdx.x, b = static_cast<int64_t>(blockIdx.z) * gridDim.y + blockIdx.y;
+  if (b >= batch) return;
   const int64_t row = table_row(b, s, angles.positions, angles.batch_stride);
   if (row < 0 || row >= angles.rows) __trap();
   const Wide<T> direction = angles.inverse ? -1 : 1;
@@ -54,19 +75,22 @@ __global__ void __launch_bounds__(kThreads)
     const auto sines = load<N>(static_cast<const T*>(angles.sines) + row * pairs + pair);
     const Pair at = pair_of<kInterleaved>(pair, pairs);
     const int64_t low_at = at.first, high_at = kInterleaved ? low_at + N : at.second;
-    for (int64_t head = threadIdx.y; head < parts.heads; head += blockDim.y) {
-      int64_t own = head;
-      int which = 0;
-      while (own >= parts.part[which].heads) own -= parts.part[which++].heads;
-      const MegaliteHeads& part = parts.part[which];
-      const T* from = static_cast<const T*>(part.from) + b * part.from_strides[0] + s * part.from_strides[1] +
-                      own * part.from_strides[2];
-      T* to = static_cast<T*>(part.to) + b * part.to_strides[0] + s * part.to_strides[1] +
-              own * part.to_strides[2];
-      auto low = load<N>(from + low_at), high = load<N>(from + high_at);
-      if (part.turns) turn_values<kInterleaved>(low, high, cosines, sines, direction);
-      store(to + low_at, low);
-      store(to + high_at, high);
+    for (int64_t head = threadIdx.y; head < parts.heads; head += blockDim.y * kAtOnce) {
+      Head<T> heads[kAtOnce];
+      Values<T, N> low[kAtOnce], high[kAtOnce];
+#pragma unroll
+      for (int h = 0; h < kAtOnce; ++h) {
+        if (head + h * blockDim.y >= parts.heads) continue;
+        heads[h] = head_at<T>(parts, b, s, head + h * blockDim.y);
+        low[h] = load<N>(heads[h].from + low_at), high[h] = load<N>(heads[h].from + high_at);
+      }
+#pragma unroll
+      for (int h = 0; h < kAtOnce; ++h) {
+        if (head + h * blockDim.y >= parts.heads) continue;
+        if (heads[h].turns) turn_values<kInterleaved>(low[h], high[h], cosines, sines, direction);
+        store(heads[h].to + low_at, low[h]);
+        store(heads[h].to + high_at, high[h]);
+      }
     }
   }
 }
@@ -106,8 +130,9 @@ extern "C" int megalite_rotary_cuda(
     const int64_t columns = wide ? pairs / N : pairs;
     const unsigned lanes = static_cast<unsigned>(columns < kThreads ? columns : kThreads);
     const unsigned groups = static_cast<unsigned>(given.heads < kThreads / lanes ? given.heads : kThreads / lanes);
-    const dim3 grid(static_cast<unsigned>(sequence), static_cast<unsigned>(batch));
-    kernel<<<grid, dim3(lanes, groups), 0, static_cast<cudaStream_t>(stream)>>>(given, *angles, pairs);
+    const int64_t layers = divided_up(batch, kMostBlocks);
+    const dim3 grid(sequence, divided_up(batch, layers), layers);
+    kernel<<<grid, dim3(lanes, groups), 0, static_cast<cudaStream_t>(stream)>>>(given, *angles, batch, pairs);
   });
   return unknown != 0 ? unknown : cudaGetLastError();
 }

@@ -33,7 +33,14 @@ __device__ __forceinline__ void store(T* to, const Values<T, N>& some) {
   if constexpr (N * sizeof(T) == 16) {
     uint4 bits;
     memcpy(&bits, &some, 16);
+#ifdef __CUDACC__
+    // nvcc makes four stores of an assignment. Without a "memory" clobber, which would hold back the loads of what
+    // comes next: no kernel reads again what it stored.
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(bits.x), "r"(bits.y), "r"(bits.z),
+                 "r"(bits.w));
+#else
     *reinterpret_cast<uint4*>(to) = bits;
+#endif
   } else {
 #pragma unroll
     for (int i = 0; i < N; ++i) to[i] = some.values[i];
@@ -41,6 +48,9 @@ __device__ __forceinline__ void store(T* to, const Values<T, N>& some) {
 }
 
 inline bool on_16_bytes(const void* address) { return reinterpret_cast<uintptr_t>(address) % 16 == 0; }
+
+// Blocks of a grid in its second and third direction; in the first there may be 2^31 - 1.
+constexpr int64_t kMostBlocks = 65535;
 
 inline int64_t divided_up(int64_t number, int64_t by) { return (number + by - 1) / by; }
 

@@ -227,7 +227,7 @@ template <typename... Parameters>
 auto launch(void (*kernel)(Parameters...), dim3 grid, dim3 threads, size_t shared = 0, cudaStream_t = nullptr) {
   return [=](Parameters... arguments) {
     const size_t count = static_cast<size_t>(threads.x) * threads.y * threads.z;
-    if (count == 0 || count > kMostThreads || grid.x == 0) {
+    if (count == 0 || count > kMostThreads || grid.x == 0 || grid.y > 65535 || grid.z > 65535) {
       std::fprintf(stderr, "emulated CUDA: no GPU takes a launch of %u blocks of %zu threads\n", grid.x, count);
       std::abort();
     }
@@ -268,6 +268,8 @@ EMULATOR_UNSEEN T exchange(T value, From from) {
 }
 
 }  // namespace emulator
+
+inline void __trap() { emulator::fail("a trap"); }
 
 EMULATOR_UNSEEN inline void __syncthreads() { emulator::wait(emulator::block.barrier); }
 

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from benchmarks import gpu_suite
-from benchmarks.gpu import checks, operators, training
+from benchmarks.gpu import checks, jobs, operators, training
 from benchmarks.gpu.operators import OPERATORS, Operator
+from megalite.cli import main as megalite
 from megalite.launcher.process import available_cores
 from megalite.ops.operators import COMPILED
 from megalite.selftest.registry import Entry, compiled
@@ -41,14 +42,18 @@ def doubled(
 DOUBLED = doubled(lambda x: 2 * x, "sum_of_squares")
 
 
+def suite(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "benchmarks.gpu_suite", *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
 @needs_library
 def test_every_operator_is_right_on_the_cpu(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.gpu_suite", "--device", "cpu", "--results", str(tmp_path)]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    run = suite("--device", "cpu", "--parts", "checks", "--results", str(tmp_path))
     assert run.returncode == 0, run.stdout + run.stderr[-3000:]
     [path] = tmp_path.glob("*-gpu-suite-cpu.json")
     report = json.loads(path.read_text())
-    assert not report["failed"]
+    assert not report["failed"] and [row["part"] for row in report["parts"]] == ["checks"]
     found = {
         (row["operator"], row["dtype"]) for row in report["checks"] if row["right"] and row["equal_repeats"]
     }
@@ -56,11 +61,42 @@ def test_every_operator_is_right_on_the_cpu(tmp_path: Path) -> None:
     assert (tmp_path / "gpu.md").read_text() == gpu_suite.markdown(report) == run.stdout.removesuffix("\n")
 
 
+def test_the_smoke_jobs_commands_do_what_it_asks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def in_this_process(*words: str, seconds: float = 0) -> subprocess.CompletedProcess[str]:
+        code = megalite(words)
+        return subprocess.CompletedProcess(words, code, *capsys.readouterr())
+
+    monkeypatch.setattr(jobs, "megalite", in_this_process)
+    rows = list(jobs.smoke(tmp_path, "cpu"))
+    assert [row["step"] for row in rows] == list(jobs.SMOKE_STEPS) and all("said" in row for row in rows)
+
+
+@pytest.mark.slow
+def test_the_smoke_job_runs_on_the_cpu(tmp_path: Path) -> None:
+    run = suite("--device", "cpu", "--parts", "smoke", "--results", str(tmp_path))
+    assert run.returncode == 0, run.stdout + run.stderr[-3000:]
+    [path] = tmp_path.glob("*.json")
+    rows = json.loads(path.read_text())["smoke"]
+    assert [row["step"] for row in rows] == list(jobs.SMOKE_STEPS) and all(row["said"] for row in rows)
+    assert "| smoke | done |" in run.stdout and "16 tokens in" in run.stdout
+
+
+@pytest.mark.slow
+def test_two_ranks_have_the_losses_of_one(tmp_path: Path) -> None:
+    run = suite("--device", "cpu", "--parts", "ranks", "--results", str(tmp_path))
+    assert run.returncode == 0, run.stdout + run.stderr[-3000:]
+    [path] = tmp_path.glob("*.json")
+    rows = {row["step"]: row for row in json.loads(path.read_text())["ranks"]}
+    assert all("of one rank's" in rows[name]["said"] for name in jobs.ON_CPU)
+    assert rows["tensor 2, data 2"]["left_out"] == "needs 4 cards, 2 are here"
+
+
 def test_without_a_gpu_it_says_so() -> None:
     if torch.cuda.is_available():
         pytest.skip("a GPU is here")
-    command = [sys.executable, "-m", "benchmarks.gpu_suite"]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    run = suite()
     assert run.returncode == 2 and run.stderr.startswith("no GPU: ") and not run.stdout
 
 
@@ -117,8 +153,8 @@ def test_a_planted_fault_is_seen(form: Callable[[Tensor], Tensor], gradients: in
 
 
 @needs_library
-def test_what_fails_does_not_stop_the_others(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_an_operator_that_fails_does_not_stop_the_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def broken(x: Tensor) -> Tensor:
         raise RuntimeError("no such kernel")
@@ -126,16 +162,106 @@ def test_what_fails_does_not_stop_the_others(
     lacking = doubled(lambda x: 2 * x, "of_another_library", name="lacking")
     listed = [doubled(broken, name="broken"), lacking, DOUBLED]
     monkeypatch.setattr(operators, "OPERATORS", listed)
-    assert gpu_suite.main(["--device", "cpu", "--results", str(tmp_path)]) == 1
-    [path] = tmp_path.glob("*.json")
-    rows = {
-        row["operator"]: row for row in json.loads(path.read_text())["checks"] if row["dtype"] == "float32"
-    }
+    path = tmp_path / "checks.json"
+    assert gpu_suite.main(["--device", "cpu", "--part", "checks", str(path)]) == 1
+    rows = {row["operator"]: row for row in json.loads(path.read_text())["rows"] if row["dtype"] == "float32"}
     assert rows["broken"]["failed"] == "RuntimeError: no such kernel"
     assert "of_another_library" in rows["lacking"]["failed"] and rows["doubled"]["right"]
-    assert "RuntimeError: no such kernel" in capsys.readouterr().out
-    monkeypatch.setitem(gpu_suite.PARTS, "checks", lambda *_: [][1])
-    assert gpu_suite.main(["--device", "cpu"]) == 1
+
+
+ENDINGS = {
+    "smoke": ("raise SystemExit(3)", "it ended before it wrote anything"),
+    "ranks": ("os.kill(os.getpid(), 11)", "ended by SIGSEGV"),
+    "selftest": ("time.sleep(60)", "stopped after its 1 s"),
+    "checks": ("", ""),
+}
+
+
+def test_a_part_that_ends_badly_keeps_its_rows_and_the_others_go_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def command_of(name: str, file: Path, options: Any) -> list[str]:
+        ending = ENDINGS.get(name, ("", ""))[0]
+        row = {"step": "first", "said": "done", "operator": "none", "dtype": "none"}
+        written = json.dumps({"rows": [row], "failed": ""})
+        wrote = "" if name == "smoke" else f"open({str(file)!r}, 'w').write({written!r})\n"
+        return [sys.executable, "-c", f"import os, time\n{wrote}{ending}"]
+
+    monkeypatch.setattr(gpu_suite, "command_of", command_of)
+    monkeypatch.setattr(gpu_suite, "LEAST_SECONDS", 0)
+    monkeypatch.setattr(gpu_suite.PARTS["selftest"], "seconds", 1)
+    assert gpu_suite.main(["--device", "cpu", "--parts", *ENDINGS, "--results", str(tmp_path)]) == 1
+    report = json.loads(next(tmp_path.glob("*.json")).read_text())
+    assert {row["part"]: row["failed"] for row in report["parts"]} == {
+        name: reason for name, (_, reason) in ENDINGS.items()
+    }
+    assert report["smoke"] == [] and len(report["ranks"]) == len(report["selftest"]) == 1
+    assert "| selftest | FAILED | 1 | stopped after its 1 s |" in (tmp_path / "gpu.md").read_text()
+
+
+def test_when_the_time_is_over_the_rest_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu_suite, "command_of", lambda *_: [sys.executable, "-c", ""])
+    monkeypatch.setattr(gpu_suite, "BUDGET_SECONDS", 1)
+    assert gpu_suite.main(["--device", "cpu", "--parts", "smoke"]) == 1
+    assert "| smoke | FAILED | 0 | left out: the suite's 1 s were over |" in capsys.readouterr().out
+
+
+class Commands:
+    """megalite, of which each training writes these losses in turn."""
+
+    def __init__(self, *runs: list[float]):
+        self.runs = list(runs)
+
+    def __call__(self, *words: str, seconds: float = 0) -> subprocess.CompletedProcess[str]:
+        run = Path(words[words.index("--run.folder") + 1])
+        run.mkdir()
+        records = [
+            {"loss": loss, "grad_norm": 1, "tokens_per_second": 1, "memory_bytes": 1, "validation_loss": 1}
+            for loss in self.runs.pop(0)
+        ]
+        for record in records[: len(records) - jobs.STEPS // jobs.SAVED_AT]:
+            del record["validation_loss"]
+        (run / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+        return subprocess.CompletedProcess([], 0, "", "")
+
+
+FALLING = [8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("losses", "device", "said"),
+    [
+        (FALLING[::-1], "cpu", "the loss did not fall"),
+        ([8.0, float("nan"), *FALLING[2:]], "cpu", "the loss did not fall"),
+        (FALLING[:7], "cpu", "8 steps and 2 validations were asked for"),
+        (FALLING, "cuda", "the run was not on a cuda device"),
+    ],
+    ids=["rising", "not a number", "a step short", "on the CPU instead"],
+)
+def test_the_smoke_job_sees_a_run_that_went_wrong(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, losses: list[float], device: str, said: str
+) -> None:
+    monkeypatch.setattr(jobs, "megalite", Commands(losses))
+    rows = list(jobs.smoke(tmp_path, device))
+    assert len(rows) == 1 and said in rows[0]["failed"]
+
+
+def test_the_smoke_job_sees_a_resume_that_went_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(jobs, "megalite", Commands(FALLING, [4.0, 3.0, 2.0, 1.001]))
+    rows = {row["step"]: row for row in jobs.smoke(tmp_path, "cpu")}
+    assert "said" in rows["train, validate, save"] and "(1.0, 1.001)" in rows["resume"]["failed"]
+
+
+def test_layouts_that_differ_from_one_rank_are_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(jobs, "megalite", Commands(FALLING, FALLING, [*FALLING[:7], 1.001], FALLING))
+    rows = {row["step"]: row for row in jobs.ranks(tmp_path, "cpu", 2)}
+    assert "by more than 1e-04" in rows["pipeline 2"]["failed"]
+    assert "said" in rows["tensor 2"] and "said" in rows["data 2"]
+    assert list(jobs.ranks(tmp_path, "cuda", 1)) == [{"step": "all layouts", "left_out": "one card is here"}]
 
 
 def test_the_tables_show_what_was_measured() -> None:

@@ -225,7 +225,9 @@ def test_a_trainer_put_elsewhere_reads_what_belongs_there(file: TokenFile) -> No
     with straight.batches, jumping.batches:
         for each in (straight, jumping):
             each.state = TrainerState(step=3, samples=12)
-        expected, found = (each.batches.step_batch(each.state.samples) for each in (straight, jumping))
+        expected, found = (
+            each.batches.step_batch(each.state.samples).ready() for each in (straight, jumping)
+        )
     assert expected.input_ids.tolist() == found.input_ids.tolist()
     assert found.samples.tolist() == [12, 13, 14, 15]
 

@@ -104,6 +104,14 @@ def test_a_record_has_only_what_its_precision_has() -> None:
     assert record["mfu"] is None and not {"loss_scale", "skipped_steps"} & record.keys()
 
 
+def test_a_device_shows_what_its_allocator_reserved() -> None:
+    stream = io.StringIO()
+    on_device = replace(metrics(1), reserved_bytes=2 * 2**30)
+    Console(total_steps=1, stream=stream).step(on_device)
+    assert "  1.50 GiB of 2.00 reserved" in stream.getvalue()
+    assert on_device.record()["reserved_bytes"] == 2**31 and "reserved_bytes" not in metrics(1).record()
+
+
 def test_an_unknown_peak_is_left_out() -> None:
     stream = io.StringIO()
     Console(total_steps=1, stream=stream).step(metrics(1, mfu=None))

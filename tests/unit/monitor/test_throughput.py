@@ -4,10 +4,11 @@ import mmap
 from dataclasses import replace
 
 import pytest
+import torch
 
 from megalite.monitor import throughput
-from megalite.monitor.memory import process_memory
-from megalite.monitor.throughput import Throughput, flops_per_token, gpu_flops_per_second
+from megalite.monitor.memory import MemoryUse, device_memory, process_memory
+from megalite.monitor.throughput import Throughput, flops_per_token
 from tests.support.tiny import FAMILY_SHAPES, tiny_shape
 
 
@@ -40,11 +41,6 @@ def test_without_a_known_peak_there_is_no_share() -> None:
     assert Throughput(flops_per_token=10, peak_flops_per_second=None).update(1, 1.0).mfu is None
 
 
-def test_the_peak_of_a_gpu_is_known_by_its_name() -> None:
-    assert gpu_flops_per_second("NVIDIA H200") == gpu_flops_per_second("NVIDIA H100 80GB HBM3") == 989e12
-    assert gpu_flops_per_second("NVIDIA A100-SXM4-80GB") is None
-
-
 def test_the_best_of_five_products_is_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = iter([0, 9, 10, 12, 20, 21, 30, 39, 40, 49])
     monkeypatch.setattr(throughput, "_PRODUCT_SIZE", 8)
@@ -60,3 +56,25 @@ def test_memory_grows_with_what_is_held() -> None:
     after = process_memory()
     assert during.now_bytes - after.now_bytes > 48 << 20
     assert after.peak_bytes - before.now_bytes > 48 << 20
+
+
+def test_a_devices_memory_is_the_allocators_peak_since_the_last_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    counted = {
+        "allocated_bytes.all.current": 3,
+        "allocated_bytes.all.peak": 7,
+        "reserved_bytes.all.peak": 8,
+    }
+    memory, device = torch.accelerator.memory, torch.device("meta")
+    monkeypatch.setattr(memory, "memory_stats", lambda on: calls.append(f"read {on}") or counted)
+    monkeypatch.setattr(memory, "reset_peak_memory_stats", lambda on: calls.append(f"reset {on}"))
+    assert device_memory(device) == MemoryUse(now_bytes=3, peak_bytes=7, reserved_bytes=8)
+    assert calls == ["read meta", "reset meta"]
+
+
+def test_a_device_without_such_an_allocator_has_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(device: torch.device) -> None:
+        raise RuntimeError("Allocator for privateuseone is not a DeviceAllocator.")
+
+    monkeypatch.setattr(torch.accelerator.memory, "memory_stats", refuse)
+    assert device_memory(torch.device("meta")) is None

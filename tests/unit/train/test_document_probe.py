@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megalite.data.transfer import BatchTransfer
 from megalite.errors import TrainingError
 from megalite.parallel.pipeline import StepBatch
 from megalite.train import document_probe
@@ -89,6 +90,7 @@ def test_the_error_says_what_to_do() -> None:
         options=SimpleNamespace(dropout=dropout, dtype=torch.float32),
         shape=SimpleNamespace(vocab_size=VOCABULARY),
         pipeline=None,
+        transfer=BatchTransfer(torch.device("cpu")),
     )
     leaking = DocumentFindings(7, (f"the loss at token 3 of sample 0 {OTHER}",))
     with (

@@ -1,0 +1,310 @@
+"""Causal attention on an accelerator, by the kernels of torch and of other packages.
+
+No form here makes a mask of S x S, and none waits for the device. Each says why it cannot serve a call; the first that
+can is taken: SDPA where a kernel of its own needs no mask, torch's variable-length flash attention for documents and
+windows, plain torch in chunks of queries for all else. CANDIDATES are packages that a measurement may prefer.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, Literal, NamedTuple, TypeGuard
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import (
+    SDPBackend,
+    activate_flash_attention_impl,
+    current_flash_attention_impl,
+    restore_flash_attention_impl,
+    sdpa_kernel,
+)
+from torch.nn.attention.varlen import varlen_attn
+
+from megalite.ops.chunked_attention import Visible, chunked_attention
+from megalite.ops.documents import Documents, Starts, numbered
+
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+_LARGEST_HEAD = 256
+
+
+class Asked(NamedTuple):
+    """What decides who can serve a call, beside its tensors.
+
+    window: the keys that a query sees, itself included; None where it sees all before it.
+    """
+
+    window: int | None
+    documents: Starts | None
+    softcap: float | None
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One implementation. why_not(query, key, asked): why it cannot serve; empty where it can.
+
+    attend(query [B, S, heads, D], key, value [B, T, kv heads, D], *, window, documents, scale, softcap), T >= S:
+    [B, S, heads, D] as `causal_attention` defines it.
+    """
+
+    name: str
+    why_not: Callable[[Tensor, Tensor, Asked], str]
+    attend: Callable[..., Tensor]
+
+
+def served_on_device(documents: Documents | None, device: torch.device) -> TypeGuard[Starts | None]:
+    """Whether `attend_on_device` takes documents of this form, and tensors of this device."""
+    return device.type != "cpu" and (documents is None or isinstance(documents, Starts))
+
+
+def attend_on_device(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    window: int | None = None,
+    documents: Starts | None = None,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    prefer: str = "",
+) -> Tensor:
+    """`causal_attention` without dropped probabilities. prefer: the backend that serves where it can."""
+    if window is not None and window >= key.shape[1]:
+        window = None
+    chosen = backend_for(query, key, Asked(window, documents, softcap), prefer)
+    return chosen.attend(query, key, value, window=window, documents=documents, scale=scale, softcap=softcap)
+
+
+def backend_for(query: Tensor, key: Tensor, asked: Asked, prefer: str = "") -> Backend:
+    """The preferred one if it can serve, else the first of BACKENDS that can."""
+    preferred = [each for each in (*BACKENDS, *CANDIDATES) if each.name == prefer]
+    return next(each for each in (*preferred, *BACKENDS) if not each.why_not(query, key, asked))
+
+
+# --------------------------------------------------------------------------------------------------- torch's SDPA
+
+
+def _why_not_sdpa(query: Tensor, key: Tensor, asked: Asked) -> str:
+    new, total = query.shape[1], key.shape[1]
+    if asked.softcap is not None:
+        return "it has no soft cap"
+    if asked.documents is not None:
+        return "documents take a mask of S x S"
+    if asked.window is not None and new > 1:
+        return "a window takes a mask of S x S"
+    return "more than one query behind a cache takes a mask" if 1 < new < total else ""
+
+
+def _sdpa(
+    query: Tensor, key: Tensor, value: Tensor, *, window: int | None, scale: float, **_: object
+) -> Tensor:
+    if window is not None:
+        key, value = key[:, -window:], value[:, -window:]
+    grouped = query.shape[2] // key.shape[2]
+    # The kernels for float32 take no grouped heads: asked for them, SDPA writes S x S probabilities out.
+    as_groups = grouped > 1 and query.dtype in LOW_PRECISION
+    if grouped > 1 and not as_groups:
+        key, value = (
+            each.unsqueeze(3).expand(-1, -1, -1, grouped, -1).flatten(2, 3) for each in (key, value)
+        )
+    query, key, value = (each.transpose(1, 2) for each in (query, key, value))
+    causal = query.shape[2] > 1
+    attended = F.scaled_dot_product_attention(
+        query, key, value, is_causal=causal, scale=scale, enable_gqa=as_groups
+    )
+    return attended.transpose(1, 2)
+
+
+def _why_not_cudnn(query: Tensor, key: Tensor, asked: Asked) -> str:
+    return (
+        _why_not_sdpa(query, key, asked)
+        or _why_not_flash(query, "cuDNN")
+        or ("" if torch.backends.cudnn.is_available() else "torch has no cuDNN here")
+    )
+
+
+def _cudnn(query: Tensor, key: Tensor, value: Tensor, **how: Any) -> Tensor:
+    # Flash attention serves what cuDNN refuses.
+    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True):
+        return _sdpa(query, key, value, **how)
+
+
+# -------------------------------------------------------------------------- flash attention over variable lengths
+
+
+def _why_not_flash(query: Tensor, name: str) -> str:
+    """The limits that all flash kernels share."""
+    if query.dtype not in LOW_PRECISION:
+        return f"{name} is for bfloat16 and float16, not {str(query.dtype).removeprefix('torch.')}"
+    if query.shape[-1] % 8 or query.shape[-1] > _LARGEST_HEAD:
+        return f"{name} is for heads of a multiple of 8 up to {_LARGEST_HEAD} elements, not {query.shape[-1]}"
+    if torch.version.hip:
+        return f"{name} was not tried with ROCm"
+    chip = _chip(query.device)
+    return (
+        f"{name} is for chips 8.0 and later, this one is {chip[0]}.{chip[1]}" if chip and chip[0] < 8 else ""
+    )
+
+
+def _chip(device: torch.device) -> tuple[int, int] | None:
+    """The compute capability of an NVIDIA card."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
+@cache
+def _has_flash_kernel(device_type: str) -> bool:
+    """Whether torch has a flash kernel for these devices; for tensors without data ("meta") it has shapes."""
+    if device_type == "meta":
+        return True
+    key = torch._C._dispatch_key_for_device(device_type)
+    return torch._C._dispatch_has_kernel_for_dispatch_key("aten::_flash_attention_forward", key)
+
+
+def _why_not_varlen(query: Tensor, key: Tensor, asked: Asked) -> str:
+    if asked.softcap is not None:
+        return "it has no soft cap"
+    if not _has_flash_kernel(query.device.type):
+        return f"torch has no flash attention for devices of type {query.device.type}"
+    return _why_not_flash(query, "torch's flash attention")
+
+
+def _varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    window: int | None,
+    documents: Starts | None,
+    scale: float,
+    **_: object,
+) -> Tensor:
+    sequences = _sequences(query, key, documents)
+    attended = varlen_attn(
+        query.flatten(0, 1),
+        key.flatten(0, 1),
+        value.flatten(0, 1),
+        *sequences,
+        scale=scale,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=query.shape[2] != key.shape[2],
+    )
+    assert isinstance(attended, Tensor)
+    return attended.view_as(query)
+
+
+def _sequences(query: Tensor, key: Tensor, documents: Starts | None) -> tuple[Tensor, Tensor, int, int]:
+    """cu_seqlens and max_seqlen of queries and keys laid end to end, as variable-length kernels take them."""
+    if documents is not None:
+        return documents.places, documents.places, documents.longest, documents.longest
+    (rows, new), total = query.shape[:2], key.shape[1]
+    of_queries = _row_starts(rows, new, query.device)
+    of_keys = of_queries if new == total else _row_starts(rows, total, query.device)
+    return of_queries, of_keys, new, total
+
+
+def _row_starts(rows: int, length: int, device: torch.device) -> Tensor:
+    return torch.arange(rows + 1, dtype=torch.int32, device=device).mul_(length)
+
+
+# What was activated here, and not by the user's own script.
+_activated: list[str] = []
+
+
+def _newer_flash(name: Literal["FA3", "FA4"], package: str, generations: tuple[int, ...]) -> Backend:
+    """torch's variable-length attention on the kernels of an installed package, which then serve the whole process."""
+
+    def why_not(query: Tensor, key: Tensor, asked: Asked) -> str:
+        chip = _chip(query.device)
+        if chip and chip[0] not in generations:
+            wanted = " and ".join(f"{each}.x" for each in generations)
+            return f"{name} is for chips {wanted}, this one is {chip[0]}.{chip[1]}"
+        return _why_not_installed(package) or _why_not_varlen(query, key, asked)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, **how: Any) -> Tensor:
+        if current_flash_attention_impl() != name:
+            activate_flash_attention_impl(name)
+            _activated[:] = [name]
+        return _varlen(query, key, value, **how)
+
+    return Backend(name, why_not, attend)
+
+
+def _own_varlen(query: Tensor, key: Tensor, value: Tensor, **how: Any) -> Tensor:
+    if _activated and current_flash_attention_impl() in _activated:
+        restore_flash_attention_impl()
+        _activated.clear()
+    return _varlen(query, key, value, **how)
+
+
+def _why_not_installed(package: str) -> str:
+    try:
+        found = find_spec(package) is not None
+    except ModuleNotFoundError:  # of a module within a package that is absent
+        found = False
+    return "" if found else f"{package} is not installed"
+
+
+def _why_not_flash_attn(query: Tensor, key: Tensor, asked: Asked) -> str:
+    if query.device.type not in ("cuda", "meta"):
+        return f"flash_attn has no kernels for devices of type {query.device.type}"
+    return _why_not_installed("flash_attn") or _why_not_flash(query, "flash_attn")
+
+
+def _flash_attn(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    window: int | None,
+    documents: Starts | None,
+    scale: float,
+    softcap: float | None,
+) -> Tensor:
+    """FlashAttention 2 (Dao, 2023), which alone has soft caps."""
+    attended: Tensor = import_module("flash_attn").flash_attn_varlen_func(
+        query.flatten(0, 1),
+        key.flatten(0, 1),
+        value.flatten(0, 1),
+        *_sequences(query, key, documents),
+        softmax_scale=scale,
+        causal=True,
+        window_size=(-1 if window is None else window - 1, 0),
+        softcap=softcap or 0.0,
+    )
+    return attended.view_as(query)
+
+
+# -------------------------------------------------------------------------------------------------- plain torch
+
+
+def _chunked(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    window: int | None,
+    documents: Starts | None,
+    scale: float,
+    softcap: float | None,
+) -> Tensor:
+    ids = None if documents is None else numbered(documents, *query.shape[:2])
+    visible = Visible(window, document_ids=ids)
+    return chunked_attention(query, key, value, visible, scale=scale, softcap=softcap)
+
+
+# In the order in which they are asked. The last one serves all calls.
+BACKENDS = (
+    Backend("sdpa", _why_not_sdpa, _sdpa),
+    Backend("varlen", _why_not_varlen, _own_varlen),
+    Backend("chunked", lambda *_: "", _chunked),
+)
+# What may be faster on a card, or serve what torch's kernels do not; used where it is preferred by name.
+CANDIDATES = (
+    Backend("flash_attn", _why_not_flash_attn, _flash_attn),
+    _newer_flash("FA3", "flash_attn_interface", (9,)),
+    _newer_flash("FA4", "flash_attn.cute.interface", (9, 10)),
+    Backend("cudnn", _why_not_cudnn, _cudnn),
+)

@@ -1,0 +1,180 @@
+"""Attention in plain torch, a chunk of queries at a time: no S x S tensor in the forward or the backward.
+
+The backward computes the probabilities again (Rabe and Staats, "Self-attention Does Not Need O(n^2) Memory", 2021).
+Keys that no query of a chunk sees, behind it or before its window, are left out of the products.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megalite.ops.softcap import cap_with_slope
+
+# Scores of a piece, in elements, and its queries. On a CPU scores stay in its caches, and of 32 to 256 queries 64 and
+# 128 are the fastest with 8 heads and 1024 keys. An accelerator wants large products: 256 MiB of float32.
+_CPU_SCORES, _DEVICE_SCORES = 2**20, 2**26
+_FEWEST_QUERIES, _MOST_ON_CPU = 32, 64
+
+
+@dataclass(frozen=True)
+class Visible:
+    """Which keys a query sees: those up to its place, aligned at the end, and of these the last `window`.
+
+    seen: bool [S, T] or [B, 1, S, T]; document_ids: [B, S], where T = S: only keys with the id of the query.
+    """
+
+    window: int | None = None
+    seen: Tensor | None = None
+    document_ids: Tensor | None = None
+
+    def of_rows(self, rows: slice) -> "Visible":
+        """The same for some of the B rows."""
+        seen, ids = self.seen, self.document_ids
+        if seen is not None and seen.dim() == 4:
+            seen = seen[rows]
+        return Visible(self.window, seen, None if ids is None else ids[rows])
+
+    def keys(self, queries: slice, behind: int) -> slice:
+        """Between the first and the last key that some of the queries see; `behind`: keys before the first query."""
+        begin = 0 if self.window is None else max(0, behind + queries.start - self.window + 1)
+        return slice(begin, behind + queries.stop)
+
+    def mask(self, queries: slice, behind: int, device: torch.device) -> Tensor | None:
+        """Whether queries see those keys: bool, to be broadcast to [B, 1, queries, keys]; None: they see them all."""
+        keys = self.keys(queries, behind)
+        if queries.stop - queries.start == 1 and self.seen is None and self.document_ids is None:
+            return None
+        place = torch.arange(behind + queries.start, behind + queries.stop, device=device).unsqueeze(1)
+        key_place = torch.arange(keys.start, keys.stop, device=device)
+        mask = key_place <= place
+        if self.window is not None:
+            mask = mask & (key_place > place - self.window)
+        if self.seen is not None:
+            mask = mask & self.seen[..., queries, keys]
+        if self.document_ids is not None:
+            ids = self.document_ids
+            mask = mask & (ids[:, None, queries, None] == ids[:, None, None, keys])
+        return mask
+
+
+class _Form(NamedTuple):
+    visible: Visible
+    scale: float
+    softcap: float | None
+
+
+def chunked_attention(
+    query: Tensor, key: Tensor, value: Tensor, visible: Visible, *, scale: float, softcap: float | None = None
+) -> Tensor:
+    """softmax(softcap * tanh(scale Q K^T / softcap)) V over the visible keys; without a cap softmax(scale Q K^T) V.
+
+    query: [B, S, heads, D]; key, value: [B, T, kv heads, D], T >= S; heads is a multiple of kv heads, and no key is
+    repeated. Scores are at least float32 between the two products. Returns [B, S, heads, D].
+    """
+    attended: Tensor = _ChunkedAttention.apply(query, key, value, _Form(visible, scale, softcap))
+    return attended
+
+
+class _ChunkedAttention(torch.autograd.Function):
+    """Keeps its inputs alone."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, form: _Form) -> Tensor:
+        ctx.save_for_backward(query, key, value)
+        ctx.form = form
+        output = torch.empty_like(query, memory_format=torch.contiguous_format)
+        for rows, queries in _pieces(query, key):
+            values = value[rows].transpose(1, 2)
+            piece = _Piece(query[rows], key[rows], queries, form, rows)
+            attended = torch.matmul(piece.probabilities.to(query.dtype), values[:, :, piece.keys])
+            output[rows, queries] = _heads_last(attended, query.shape[2])
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, output_grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value = ctx.saved_tensors
+        form, heads, wide = ctx.form, query.shape[2], torch.promote_types(query.dtype, torch.float32)
+        query_grad = torch.empty_like(query, memory_format=torch.contiguous_format)
+        key_grad, value_grad = (
+            torch.zeros_like(each.transpose(1, 2), dtype=wide, memory_format=torch.contiguous_format)
+            for each in (key, value)
+        )
+        for rows, queries in _pieces(query, key):
+            piece = _Piece(query[rows], key[rows], queries, form, rows, slopes=True)
+            keys, grads = piece.keys, _grouped(output_grad[rows, queries], key.shape[2])
+            low = piece.probabilities.to(query.dtype)
+            value_grad[rows, :, keys] += torch.matmul(low.transpose(2, 3), grads)
+            score_grad = torch.matmul(grads, value[rows, keys].permute(0, 2, 3, 1)).to(wide)
+            score_grad = torch.ops.aten._softmax_backward_data(score_grad, piece.probabilities, -1, wide)
+            if piece.slopes is not None:
+                score_grad.mul_(piece.slopes)
+            score_grad = score_grad.to(query.dtype)
+            of_queries = torch.matmul(score_grad, key[rows, keys].transpose(1, 2)).mul_(form.scale)
+            query_grad[rows, queries] = _heads_last(of_queries, heads)
+            key_grad[rows, :, keys] += torch.matmul(score_grad.transpose(2, 3), piece.queries)
+        return (
+            query_grad,
+            key_grad.transpose(1, 2).to(key.dtype),
+            value_grad.transpose(1, 2).to(value.dtype),
+            None,
+        )
+
+
+class _Piece:
+    """Some queries of some rows: their probabilities [rows, kv heads, group * queries, keys], in at least float32.
+
+    queries: what keys are multiplied by, [rows, kv heads, group * queries, D]; slopes: the soft cap's, of each score.
+    """
+
+    def __init__(
+        self, query: Tensor, key: Tensor, queries: slice, form: _Form, rows: slice, *, slopes: bool = False
+    ):
+        behind, heads = key.shape[1] - query.shape[1], key.shape[2]
+        self.keys = form.visible.keys(queries, behind)
+        self.queries = _grouped(query[:, queries], heads) * form.scale
+        scores = torch.matmul(self.queries, key[:, self.keys].permute(0, 2, 3, 1))
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        self.slopes: Tensor | None = None
+        if form.softcap is not None and slopes:
+            self.slopes = cap_with_slope(scores, form.softcap)
+        elif form.softcap is not None:
+            scores.div_(form.softcap).tanh_().mul_(form.softcap)
+        mask = form.visible.of_rows(rows).mask(queries, behind, query.device)
+        if mask is not None:
+            # The queries of a group stand one after another: [rows, kv heads, group, queries, keys].
+            grouped = scores.unflatten(2, (-1, queries.stop - queries.start))
+            grouped.masked_fill_(~(mask if mask.dim() == 2 else mask.unsqueeze(2)), float("-inf"))
+        self.probabilities = scores.softmax(dim=-1)
+
+
+def _pieces(query: Tensor, key: Tensor) -> list[tuple[slice, slice]]:
+    """Rows and queries of each piece, in order."""
+    (rows, new, heads), total = query.shape[:3], key.shape[1]
+    on_cpu = query.device.type == "cpu"
+    scores, most = (_CPU_SCORES, _MOST_ON_CPU) if on_cpu else (_DEVICE_SCORES, new)
+    several = min(rows, max(1, scores // max(1, _MOST_ON_CPU * heads * total)))
+    fitting = scores // max(1, several * heads * total) // _FEWEST_QUERIES * _FEWEST_QUERIES
+    count = max(_FEWEST_QUERIES, min(fitting, most))
+    return [
+        (slice(row, min(row + several, rows)), slice(place, min(place + count, new)))
+        for row in range(0, rows, several)
+        for place in range(0, new, count)
+    ]
+
+
+def _grouped(values: Tensor, kv_heads: int) -> Tensor:
+    """[B, S, heads, D] -> [B, kv heads, group * S, D]: the queries of one key-value head, one head after another."""
+    rows, length, heads, size = values.shape
+    split = values.reshape(rows, length, kv_heads, heads // kv_heads, size)
+    return split.permute(0, 2, 3, 1, 4).reshape(rows, kv_heads, -1, size)
+
+
+def _heads_last(values: Tensor, heads: int) -> Tensor:
+    """The inverse of `_grouped`."""
+    rows, kv_heads, _, size = values.shape
+    split = values.view(rows, kv_heads, heads // kv_heads, -1, size)
+    return split.permute(0, 3, 1, 2, 4).flatten(2, 3)

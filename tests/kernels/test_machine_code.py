@@ -1,0 +1,118 @@
+"""What nvcc made of every kernel, for every chip that the library was built for: width of loads and stores, registers,
+shared memory.
+
+A line of C++ that moves 16 bytes may become four instructions of 4, and a kernel that compiles may ask for more than a
+chip has; neither shows before a GPU runs it.
+"""
+
+import shutil
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.machine_code import OBJECTS, Kernel, kernels
+
+pytestmark = [
+    pytest.mark.skipif(
+        not any(OBJECTS.glob("*.o")),
+        reason="LOUD: no objects in build/kernels/cuda: no machine code was looked at",
+    ),
+    pytest.mark.skipif(
+        shutil.which("c++filt") is None, reason="LOUD: no c++filt to read kernels' names with"
+    ),
+]
+
+KIB = 1024
+MOST_SHARED = {
+    "8.0": 163 * KIB,
+    "8.6": 99 * KIB,
+    "8.9": 99 * KIB,
+    "9.0": 227 * KIB,
+    "10.0": 227 * KIB,
+    "12.0": 99 * KIB,
+}
+"""Compute capability -> shared memory that a block may have at most, if it asks for it (CUDA C++ Programming Guide,
+"Technical Specifications per Compute Capability")."""
+UNASKED_SHARED = 48 * KIB
+REGISTERS, MOST_THREADS, REGISTERS_AT_ONCE = 65536, 1024, 256  # of a block; a warp's come in units of 256
+
+WIDE = {
+    "glu": (0, 0),
+    "glu_backward": (0, 0),
+    "bias_gelu": (0, 0),
+    "bias_gelu_backward": (1, 0),  # a column's sum over the rows
+    "turn": (0, 1),  # the token's position
+    "norm_forward": (2, 0),  # mean and inverse deviation
+    "norm_backward": (0, 2),
+    "forward_kernel": (4, 7),  # log-sum-exps; where sequences begin, and what they draw from
+    "forward_hopper_kernel": (2, 4),
+    "key_gradients_kernel": (0, 6),
+    "query_gradients_kernel": (0, 12),  # statistics of rows
+}
+"""Kernel -> how many of its stores, and of its loads, are not of 16 bytes. All others are."""
+WIDE_WITH_ENDS = {
+    "cross_entropy_gradient": (1, 1),
+    "cross_entropy_statistics": (0, 1),
+    "accumulate": (1, 1),
+    "update": (3, 3),
+}
+"""Kernel -> stores and loads of 16 bytes that there are at least, beside single ones for the ends of rows."""
+NARROW = {
+    "sum_partials",
+    "norm_sum_partials",
+    "norm_forward_any",
+    "norm_backward_any",
+    "narrow_query_sums_kernel",
+    "statistics_kernel",
+    "sum_chunks",
+}
+"""Kernels that take values one by one: rows that do not come in 16-byte packs, and sums over few."""
+
+
+@pytest.fixture(scope="module")
+def built() -> list[Kernel]:
+    """All but the empty ones that stand for a kernel of 9.0 on other chips."""
+    return [each for each in kernels() if each.function != "forward_hopper_kernel" or each.arch == "sm_90a"]
+
+
+def _in_packs(kernels: list[Kernel]) -> Iterator[Kernel]:
+    """Those that take packs: `turn` and the activations have twins, N = 1, for rows that do not come in any."""
+    for kernel in kernels:
+        if kernel.function in WIDE and not (
+            kernel.source in ("activations.cu", "rotary.cu") and kernel.arguments[-1] == "1"
+        ):
+            yield kernel
+
+
+def test_every_kernel_stands_in_a_table(built: list[Kernel]) -> None:
+    assert {kernel.function for kernel in built} == WIDE.keys() | WIDE_WITH_ENDS.keys() | NARROW
+
+
+def test_packs_are_stored_and_loaded_whole(built: list[Kernel]) -> None:
+    complaints = []
+    for kernel in _in_packs(built):
+        for what, widths, narrow in zip(
+            ("stores", "loads"), (kernel.stores, kernel.loads), WIDE[kernel.function], strict=True
+        ):
+            if widths.total() - widths[16] > narrow or (what == "stores" and not widths[16]):
+                complaints.append(f"{kernel.name} ({kernel.arch}): {what} of {dict(widths)} bytes")
+    assert not complaints, "\n".join(complaints)
+
+
+def test_the_bulk_of_ragged_rows_goes_in_packs(built: list[Kernel]) -> None:
+    for kernel in built:
+        if kernel.function in WIDE_WITH_ENDS:
+            stores, loads = WIDE_WITH_ENDS[kernel.function]
+            assert kernel.stores[16] >= stores and kernel.loads[16] >= loads, kernel.name
+
+
+def test_a_block_of_every_kernel_fits_the_registers(built: list[Kernel]) -> None:
+    for kernel in built:
+        of_warp = -(-kernel.registers * 32 // REGISTERS_AT_ONCE) * REGISTERS_AT_ONCE
+        assert kernel.threads <= MOST_THREADS, kernel.name
+        assert of_warp * -(-kernel.threads // 32) <= REGISTERS, kernel.name
+
+
+def test_a_block_of_every_kernel_fits_the_shared_memory(built: list[Kernel]) -> None:
+    for kernel in built:
+        assert kernel.shared <= UNASKED_SHARED, kernel.name

@@ -1,0 +1,169 @@
+"""The CUDA kernels of activations and rotations, run by an emulator on the CPU: the same results as the CPU's own."""
+
+import ctypes
+import shutil
+from collections.abc import Callable
+from ctypes import c_int, c_int64, c_void_p
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalite.ops.extension import SOURCES
+from tests.support import emulated_cuda
+from tests.support.kernels import needs_library
+
+pytestmark = [
+    needs_library,
+    pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to build the emulator with"),
+]
+DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
+SILU, GELU, GELU_TANH = range(3)
+
+
+class Heads(ctypes.Structure):
+    """As csrc/rotary.h has it."""
+
+    _fields_ = [
+        ("source", c_void_p),
+        ("target", c_void_p),
+        ("source_strides", c_int64 * 3),
+        ("target_strides", c_int64 * 3),
+        ("heads", c_int64),
+        ("turns", c_int),
+    ]
+
+    @classmethod
+    def of(cls, source: Tensor, target: Tensor, turns: bool = True) -> "Heads":
+        strides = ((c_int64 * 3)(*each.stride()[:3]) for each in (source, target))
+        return cls(source.data_ptr(), target.data_ptr(), *strides, source.shape[2], turns)
+
+
+class Angles(ctypes.Structure):
+    _fields_ = [
+        ("cosines", c_void_p),
+        ("sines", c_void_p),
+        ("positions", c_void_p),
+        ("rows", c_int64),
+        ("batch_stride", c_int64),
+        ("interleaved", c_int),
+        ("inverse", c_int),
+    ]
+
+
+@pytest.fixture(scope="module")
+def activations(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """With grids of at most 3 blocks in their second direction, so that few rows take several layers."""
+    folder, patch = tmp_path_factory.mktemp("activations"), pytest.MonkeyPatch()
+    sources = folder / "csrc"
+    shutil.copytree(SOURCES, sources)
+    header = sources / "cuda" / "values.cuh"
+    limit = "kMostBlocks = 65535;"
+    assert limit in header.read_text()
+    header.write_text(header.read_text().replace(limit, "kMostBlocks = 3;"))
+    with patch.context() as patched:
+        patched.setattr(emulated_cuda, "SOURCES", sources)
+        return emulated_cuda.emulated("activations", folder)
+
+
+@pytest.fixture(scope="module")
+def rotary(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    return emulated_cuda.emulated("rotary", tmp_path_factory.mktemp("rotary"))
+
+
+def _call(function: Callable[..., int], tensors: tuple[Tensor | None, ...], *numbers: int) -> None:
+    *sizes, activation, dtype = numbers
+    pointers = [c_void_p(None if each is None else each.data_ptr()) for each in tensors]
+    assert function(*pointers, *map(c_int64, sizes), c_int(activation), c_int(dtype), None) == 0
+
+
+def _close(made: Tensor, expected: Tensor) -> None:
+    units = 16 if made.element_size() >= 4 else 1
+    size = expected.abs().max().item()
+    torch.testing.assert_close(made, expected, rtol=0, atol=units * torch.finfo(made.dtype).eps * size)
+
+
+# In packs, over two tiles of columns, and not in packs; 13 tiles of rows, of which the last is not full.
+SHAPES = [(torch.bfloat16, 51, 1032), (torch.float32, 50, 24), (torch.float16, 50, 9), (torch.float64, 7, 5)]
+
+
+@pytest.mark.parametrize("activation", [SILU, GELU, GELU_TANH])
+@pytest.mark.parametrize(("dtype", "rows", "features"), SHAPES)
+def test_gated_activations(
+    activations: ctypes.CDLL, dtype: torch.dtype, rows: int, features: int, activation: int
+) -> None:
+    gate_up, grad = torch.randn(rows, 2 * features).to(dtype), torch.randn(rows, features).to(dtype)
+    made, made_grad = torch.full_like(grad, torch.nan), torch.full_like(gate_up, torch.nan)
+    numbers = (rows, features, activation, DTYPES[dtype])
+    _call(activations.megalite_glu_cuda, (gate_up, made), *numbers)
+    _call(activations.megalite_glu_backward_cuda, (grad, gate_up, made_grad), *numbers)
+    _close(made, torch.ops.megalite.glu(gate_up, activation))
+    _close(made_grad, torch.ops.megalite.glu_backward(grad, gate_up, activation))
+
+
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("activation", [GELU, GELU_TANH])
+@pytest.mark.parametrize(("dtype", "rows", "features"), SHAPES)
+def test_bias_and_gelu(
+    activations: ctypes.CDLL, dtype: torch.dtype, rows: int, features: int, activation: int, biased: bool
+) -> None:
+    inputs, grad = (torch.randn(rows, features).to(dtype) for _ in range(2))
+    bias = torch.randn(features).to(dtype) if biased else None
+    made, inputs_grad = torch.full_like(inputs, torch.nan), torch.full_like(inputs, torch.nan)
+    bias_grad = torch.full((features,), torch.nan, dtype=dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    partials = torch.full((-(-rows // 16), features), torch.nan, dtype=wide)
+    numbers = (rows, features, activation, DTYPES[dtype])
+    _call(activations.megalite_bias_gelu_cuda, (inputs, bias, made), *numbers)
+    room = (bias_grad, partials) if biased else (None, None)
+    _call(activations.megalite_bias_gelu_backward_cuda, (grad, inputs, bias, inputs_grad, *room), *numbers)
+    _close(made, torch.ops.megalite.bias_gelu(inputs, bias, activation))
+    expected, expected_bias = torch.ops.megalite.bias_gelu_backward(grad, inputs, bias, activation)
+    _close(inputs_grad, expected)
+    if biased:
+        _close(bias_grad, expected_bias)
+
+
+def test_a_bias_off_16_bytes_is_read_all_the_same(activations: ctypes.CDLL) -> None:
+    inputs, bias = torch.randn(4, 8), torch.randn(9)[1:]
+    assert bias.data_ptr() % 16
+    made = torch.full_like(inputs, torch.nan)
+    _call(activations.megalite_bias_gelu_cuda, (inputs, bias, made), 4, 8, GELU, 0)
+    _close(made, torch.ops.megalite.bias_gelu(inputs, bias, GELU))
+
+
+def _turn(
+    rotary: ctypes.CDLL, parts: list[Heads], cosines: Tensor, sines: Tensor, like: Tensor, interleaved: bool
+) -> None:
+    batch, sequence, _, size = like.shape
+    angles = Angles(cosines.data_ptr(), sines.data_ptr(), None, len(cosines), 0, interleaved, False)
+    sizes = map(c_int64, (batch, sequence, size))
+    called = rotary.megalite_rotary_cuda(
+        (Heads * len(parts))(*parts), len(parts), ctypes.byref(angles), *sizes, DTYPES[like.dtype], None
+    )
+    assert called == 0
+
+
+# Heads of 64 in packs and of 6 that are not; of 5 heads some thread has one and some two.
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 64), (torch.float32, 64), (torch.float16, 6)])
+def test_rotations(rotary: ctypes.CDLL, dtype: torch.dtype, size: int, interleaved: bool) -> None:
+    heads, kv_heads = 60, 5
+    qkv = torch.randn(2, 3, heads + 2 * kv_heads, size).to(dtype)
+    cosines, sines = torch.randn(2, 3, size // 2).to(dtype)
+    expected = torch.ops.megalite.rotary_split(qkv, heads, kv_heads, cosines, sines, None, interleaved)
+    made = [torch.full_like(each, torch.nan) for each in expected]
+    split = qkv.split([heads, kv_heads, kv_heads], dim=2)
+    parts = [Heads.of(*each, turns=which < 2) for which, each in enumerate(zip(split, made, strict=True))]
+    _turn(rotary, parts, cosines, sines, qkv, interleaved)
+    for one, two in zip(made, expected, strict=True):
+        _close(one, two)
+
+
+def test_more_rows_than_a_grid_has_blocks_across(rotary: ctypes.CDLL) -> None:
+    heads = torch.randn(65537, 1, 1, 2)
+    cosines, sines = torch.randn(2, 1, 1)
+    made, expected = torch.full_like(heads, torch.nan), heads.clone()
+    torch.ops.megalite.rotary_(expected, cosines, sines, None, False)
+    _turn(rotary, [Heads.of(heads, made)], cosines, sines, heads, False)
+    _close(made, expected)

@@ -1,0 +1,127 @@
+"""Whole training steps on a device without numbers: an operator that mixes devices, or waits for one, is refused.
+
+Every tensor of a step lies on torch's `meta` device, which refuses operators of mixed devices as a GPU does and has no
+numbers that a host could read. Compiled operators run by the forms that torch.library has of them. A process group
+without peers takes the collectives.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megalite.model.options import Dropout, Recompute
+from megalite.topology.layout import Layout
+from megalite.train.optimizer import OptimizerSettings
+from tests.support.tiny import FAMILY_SHAPES, tiny_shape
+from tests.support.training import SGD, Job, build, global_batch
+
+ADAMW = OptimizerSettings("adamw", (0.9, 0.95), 1e-8, 0.1, 0.0, 0.5, clip_value=1.0, ema_decay=0.9)
+EVERYTHING_DROPS = Dropout(embedding=0.1, residual=0.1, mlp=0.1, attention=0.1)
+
+
+def exchange(operations: list[dist.P2POp], *_: Any, **__: Any) -> list[Any]:
+    """What stages send each other lies on the device, too."""
+    assert all(each.tensor.device.type == "meta" for each in operations)
+    return [mock.Mock() for _ in operations]
+
+
+@contextmanager
+def rank_of(layout: Layout, rank: int) -> Iterator[None]:
+    """A process group of that size whose other ranks do not exist."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
+    new_group = dist.new_group
+
+    def without_peers(*ranks: Any, **options: Any) -> Any:
+        return new_group(*ranks, **options | {"backend": "fake"})
+
+    try:
+        with (
+            mock.patch.multiple(dist, new_group=without_peers, all_gather_object=mock.DEFAULT),
+            mock.patch("torch.distributed.pipelining.schedules._batch_p2p", exchange),
+            mock.patch("megalite.parallel.mesh.card_of"),  # there is none
+        ):
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
+def step_on_meta(job: Job) -> list[str]:
+    """One step of the job on each stage's first rank, and an evaluation; what the host asked of a tensor's numbers."""
+    asked: list[str] = []
+
+    def number(tensor: torch.Tensor) -> float:
+        asked.append("number")
+        assert tensor.numel() == 1
+        return 1.0  # as a vote of the stages: all shapes are known
+
+    for stage in range(job.layout.pipeline):
+        with (
+            rank_of(job.layout, stage * job.layout.tensor),
+            mock.patch.multiple(torch.Tensor, item=number, __float__=number),
+        ):
+            parts = build(replace(job, device="meta"))
+            share = slice(0, global_batch(job, 0).input_ids.shape[0] // job.layout.data)
+            batch = global_batch(job, 0).map(lambda tensor, rows=share: tensor[rows].to("meta"))
+            if job.layout.pipeline > 1:
+                parts.pipeline.forward_backward(batch)  # the first one has the stages agree on shapes
+            asked.clear()
+            with parts.optimizer.accumulating():
+                loss = parts.pipeline.forward_backward(batch)
+            assert (loss.device.type, loss.shape, loss.dtype) == ("meta", (), torch.float64)
+            assert not asked, "the host asked for a number in forward or backward"
+            parts.optimizer.step(0.1)
+            for name, tensor in parts.stage.named_parameters():
+                assert tensor.device.type == "meta" and tensor.grad is None, name
+            parts.stage.eval()
+            assert parts.pipeline.evaluate(batch).device.type == "meta"
+            parts.pipeline.token_losses(batch.micro_batches(2)[0])
+    return asked
+
+
+JOBS: dict[str, dict[str, Any]] = {
+    "1f1b": {"layout": Layout(pipeline=2)},
+    "gpipe, tensor": {"layout": Layout(pipeline=2, tensor=2), "schedule": "gpipe"},
+    "interleaved": {"layout": Layout(pipeline=2), "schedule": "interleaved_1f1b", "chunks_a_stage": 2},
+    "breadth first": {"layout": Layout(pipeline=2), "schedule": "looped_bfs", "chunks_a_stage": 2},
+    "zero bubble": {"layout": Layout(pipeline=2), "schedule": "interleaved_zero_bubble", "chunks_a_stage": 2},
+    "zbv": {"layout": Layout(pipeline=2), "schedule": "zbv", "chunks_a_stage": 2},
+    "dualpipev": {"layout": Layout(pipeline=2), "schedule": "dualpipev", "chunks_a_stage": 2},
+    "data": {"layout": Layout(data=2)},
+    "sequence parallel": {"layout": Layout(tensor=2, data=2), "sequence_parallel": True},
+    "recompute selective": {"recompute": Recompute("selective")},
+    "recompute full": {"recompute": Recompute("full")},
+    "dropout, tensor": {"layout": Layout(tensor=2), "dropout": EVERYTHING_DROPS},
+    "bf16": {"dtype": torch.bfloat16, "optimizer": ADAMW},
+    "fp16": {"dtype": torch.float16, "optimizer": ADAMW},
+    "float32": {"dtype": torch.float32, "optimizer": ADAMW},
+    "loss terms": {"label_smoothing": 0.1, "z_loss": 0.01},
+    "chunked loss": {"layout": Layout(tensor=2), "chunked_loss": 8},
+}
+
+
+@pytest.mark.parametrize("kernels", ["reference", "fused"])
+@pytest.mark.parametrize("name", JOBS)
+def test_a_step_needs_no_other_device(name: str, kernels: Any) -> None:
+    job = Job(tiny_shape(), **JOBS[name], kernels=kernels)
+    step_on_meta(job)
+
+
+@pytest.mark.parametrize("kernels", ["reference", "fused"])
+@pytest.mark.parametrize("family", FAMILY_SHAPES)
+def test_a_step_of_each_family_needs_no_other_device(family: str, kernels: Any) -> None:
+    step_on_meta(Job(FAMILY_SHAPES[family], kernels=kernels, dtype=torch.float32, optimizer=SGD))
+
+
+def test_a_batch_left_on_the_cpu_is_refused() -> None:
+    with (
+        mock.patch("megalite.parallel.pipeline.StepBatch.map", lambda self, change: self),
+        pytest.raises(RuntimeError, match="device"),
+    ):
+        step_on_meta(Job(tiny_shape()))

@@ -1,0 +1,15 @@
+// The stand-in's tensors, seen as CPU tensors over the same memory.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+namespace standin {
+
+inline bool is_ours(const at::Tensor& tensor) { return tensor.defined() && tensor.is_privateuseone(); }
+
+// A CPU tensor over the bytes of one of ours, which it keeps alive.
+at::Tensor host_view(const at::Tensor& tensor);
+
+void register_device();
+
+}  // namespace standin

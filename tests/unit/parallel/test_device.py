@@ -1,0 +1,70 @@
+"""Which device a rank takes, and that no two ranks take one."""
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from megalite.errors import LaunchError
+from megalite.parallel.device import CPU, HostCopy, card_of, local_device, require_own_cards
+
+
+def taken(kind: str, visible: int, local_rank: int, local_ranks: int) -> torch.device:
+    with mock.patch.multiple(
+        torch.accelerator,
+        is_available=lambda: visible > 0,
+        current_accelerator=lambda: torch.device(kind),
+        device_count=lambda: visible,
+        set_device_index=mock.DEFAULT,
+    ) as patched:
+        device = local_device(local_rank, local_ranks)
+        made_current = patched["set_device_index"].call_args_list
+    assert made_current == ([] if device.type == "cpu" else [mock.call(device)])
+    return device
+
+
+@pytest.mark.parametrize(
+    ("visible", "local_rank", "local_ranks", "index"),
+    [(8, 0, 8, 0), (8, 7, 8, 7), (4, 1, 2, 1), (1, 0, 1, 0), (1, 5, 8, 0)],
+    ids=["first", "last", "half of the cards", "alone", "srun --gpus-per-task=1"],
+)
+def test_a_rank_takes_the_card_of_its_local_rank_among_the_visible(
+    visible: int, local_rank: int, local_ranks: int, index: int
+) -> None:
+    assert taken("cuda", visible, local_rank, local_ranks) == torch.device("cuda", index)
+
+
+def test_without_a_usable_accelerator_it_takes_the_cpu() -> None:
+    assert taken("cuda", 0, 3, 4) == CPU
+    assert taken("mps", 1, 0, 1) == CPU
+
+
+def test_more_ranks_than_cards_are_refused() -> None:
+    said = r"starts 8 ranks, but only 4 accelerators.*at most 4 ranks a node.*CUDA_VISIBLE_DEVICES= \(empty\)"
+    with pytest.raises(LaunchError, match=said):
+        taken("cuda", 4, 4, 8)
+
+
+def test_ranks_that_share_a_card_are_refused() -> None:
+    require_own_cards([("a", "GPU-1"), ("a", "GPU-2"), ("b", "GPU-1"), None, None])
+    with pytest.raises(
+        LaunchError, match=r"ranks 0 and 2 share one accelerator of a \(GPU-1\); start one rank"
+    ):
+        require_own_cards([("a", "GPU-1"), ("a", "GPU-2"), ("a", "GPU-1")])
+
+
+@pytest.mark.parametrize(("properties", "uuid"), [({"uuid": "GPU-7"}, "GPU-7"), ({}, None)])
+def test_a_card_is_told_by_its_host_and_uuid(properties: dict[str, Any], uuid: str | None) -> None:
+    module = mock.Mock(
+        get_device_properties=lambda device: mock.Mock(spec_set=list(properties), **properties)
+    )
+    with mock.patch.object(torch, "get_device_module", lambda device: module):
+        card = card_of(torch.device("cuda", 3))
+    assert (card and card[1]) == uuid
+    assert card_of(CPU) is None
+
+
+def test_a_number_of_the_cpu_needs_no_copy() -> None:
+    number = torch.tensor(2.5, dtype=torch.float64, requires_grad=True)
+    assert HostCopy(number).item() == 2.5

@@ -1,0 +1,100 @@
+"""What a run says of its share of the peak and of its memory, on a device that is named but not here."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megalite.config.load import load_config
+from megalite.launcher.environment import RankInfo
+from megalite.monitor.jsonl import read_metrics
+from megalite.monitor.memory import MemoryUse
+from megalite.train import report as module
+from megalite.train.report import RunReporter
+from megalite.train.trainer import StepReport
+from tests.support.tiny import tiny_shape
+
+INFO = RankInfo(
+    rank=0,
+    world_size=4,
+    local_rank=0,
+    local_world_size=2,
+    master_addr="a",
+    master_port=1,
+    launcher="torchrun",
+    node="a",
+)
+
+
+def reporter(tmp_path: Path, device: str, *settings: str) -> RunReporter:
+    words = ["--tokenizer.path", "x", "--data.source", "x", "--training.precision", "bf16", *settings]
+    words += ["--training.steps", "2", "--training.sequence_length", "12", "--training.micro_batch_size", "1"]
+    words += ["--training.micro_batches", "1", "--model.preset", "tiny"]
+    mesh = SimpleNamespace(rank=0, device=torch.device(device), max_over_world=float, barrier=lambda: None)
+    trainer = SimpleNamespace(
+        mesh=mesh,
+        config=load_config(None, words),
+        total_steps=2,
+        tokens_per_step=1000,
+        shape=tiny_shape(),
+        state=SimpleNamespace(step=0),
+    )
+    return RunReporter(trainer, INFO, tmp_path / "metrics.jsonl", tmp_path)  # type: ignore[arg-type]
+
+
+def step(number: int) -> StepReport:
+    return StepReport(
+        step=number,
+        loss=1.0,
+        grad_norm=1.0,
+        learning_rate=0.1,
+        tokens=number,
+        step_seconds=1.0,
+        data_seconds=0.0,
+        loss_scale=1.0,
+        skipped_steps=0,
+        overflow=None,
+    )
+
+
+def share(tmp_path: Path, made: RunReporter) -> float | None:
+    made.step(step(1), None, {})
+    share = read_metrics(tmp_path / "metrics.jsonl")[-1]["mfu"]
+    return None if share is None else share / made._throughput._flops_per_token / 1000
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 PCIe")
+    monkeypatch.setattr(module, "device_memory", lambda device: MemoryUse(1, 2**30, 3 * 2**30))
+    return monkeypatch
+
+
+def test_the_share_is_of_all_devices_by_the_cards_name(
+    on_gpu: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert share(tmp_path, reporter(tmp_path, "cuda")) == pytest.approx(1 / (4 * 756.5e12))
+    assert "1.00 GiB of 3.00 reserved" in capsys.readouterr().out
+
+
+def test_a_card_that_is_not_listed_has_no_share_and_is_named_with_the_remedy(
+    on_gpu: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    on_gpu.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H20")
+    assert share(tmp_path, reporter(tmp_path, "cuda")) is None
+    said = capsys.readouterr().out
+    assert said.count("\n") == 2 and said.startswith(
+        'MFU is left out: the peak of "NVIDIA H20" in bf16 is not known here; set monitor.peak_tflops to the dense bf16'
+    )
+    assert "%" not in said.splitlines()[1]
+
+
+@pytest.mark.parametrize(("device", "places"), [("cuda", 4), ("cpu", 2)])
+def test_a_peak_that_is_named_is_a_devices_or_a_nodes(
+    on_gpu: pytest.MonkeyPatch, tmp_path: Path, device: str, places: int
+) -> None:
+    on_gpu.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H20")
+    on_gpu.setattr(module, "sgemm_flops_per_second", lambda: pytest.fail("measured, though it is named"))
+    made = reporter(tmp_path, device, "--monitor.peak_tflops", "148")
+    assert share(tmp_path, made) == pytest.approx(1 / (places * 148e12))
