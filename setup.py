@@ -5,12 +5,17 @@
 Every .cpp under csrc/cpu and csrc/bind goes through the C++ compiler, every .cu under csrc/cuda through nvcc, as many
 at once as there are cores; one library comes of them, with a record of what it holds, which megalite/ops/extension.py
 reads. No GPU is needed, and torch for its headers only. Without a compiler, or without torch in the environment that
-builds, megalite is pure Python and the record says why.
+builds, megalite is pure Python and the record says why. Where nvcc, its host compiler and the linker do not work
+together, or a kernel does not compile, there are no CUDA kernels and the record says why. megalite/csrc/setup_cuda.py
+has the choice of nvcc, and which drivers run what it makes.
 
 CXX             the C++ compiler (default: g++ or c++)
-CUDA_HOME       where nvcc is (default: the one in PATH)
+CUDA_HOME       where nvcc is (default: the first in PATH, /usr/local/cuda and /usr/local/cuda-* that fits torch)
+CUDAHOSTCXX     nvcc's host compiler, or NVCC_CCBIN (default: CXX, else nvcc's own or another in PATH that works)
 MEGALITE_CUDA   0: no CUDA kernels; 1: an error where they cannot be built; auto (default): what is possible
-MEGALITE_ARCHS  the chips to compile for (default: "8.0;9.0a")
+MEGALITE_ARCHS  the chips to compile for: a list like "8.0+PTX;9.0a;10.0;12.0". auto (default): 8.0 with PTX, which the
+                driver compiles for any later chip when a kernel first runs there, and the GPUs that nvidia-smi shows,
+                or 9.0a where it shows none
 MEGALITE_CPU    the processors to compile for: x86-64-v3 (AVX2) or x86-64-v4 (AVX-512; default: what this machine has)
 MAX_JOBS        how many compilers at once (default: the cores)
 """
@@ -27,7 +32,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -37,13 +42,24 @@ from setuptools.errors import SetupError
 
 ROOT = Path(__file__).resolve().parent
 CSRC = ROOT / "megalite" / "csrc"
+sys.path.insert(0, str(CSRC))
+
+from setup_cuda import (  # noqa: E402
+    NO_CUDA,
+    NoCudaError,
+    Toolkit,
+    arch_options,
+    ask,
+    compiler_version,
+    find_toolkit,
+    main_line,
+    numbers,
+)
+
 OBJECTS = ROOT / "build" / "kernels"
 LIBRARY, RECORD = "libmegalite.so", "libmegalite.json"
 STABLE_ABI = "2.11"
 """The oldest torch that the library runs with: bind/ uses nothing younger of torch's stable ABI."""
-ARCHS = "8.0;9.0a"
-NVCC = (12, 0)
-"""The oldest with C++20 and sm_90a."""
 # What levels of x86-64 mean, as /proc/cpuinfo names it; the best first.
 _V3 = {"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave"}
 LEVELS = {
@@ -59,50 +75,81 @@ int threads() { return std::span<int>{}.empty() ? omp_get_max_threads() : 0; }
 
 
 @dataclass(frozen=True)
+class Torch:
+    """The torch in the environment that builds. folder: None where none serves, `why` says for what reason.
+
+    cuda, hip: the versions of CUDA or ROCm that it is built for, empty where it is for neither.
+    """
+
+    folder: Path | None
+    version: str = ""
+    cuda: str = ""
+    hip: str = ""
+    why: str = ""
+
+
+@dataclass(frozen=True)
 class Tools:
-    """What is here to build with; an empty `cxx` or `nvcc` is one that must do without, `why` says for what reason."""
+    """What is here to build with; without `cxx` or `cuda` it must do without, `why` says for what reason.
+
+    cuda_wanted: MEGALITE_CUDA.
+    """
 
     cxx: str
     cxx_version: str
     march: str
-    torch: Path | None
-    torch_version: str
-    nvcc: str
-    nvcc_version: str
-    archs: tuple[str, ...]
+    torch: Torch
+    cuda: Toolkit | None
+    cuda_wanted: str
     why: dict[str, str]
+
+    @property
+    def chips(self) -> str:
+        """The chips that there are CUDA kernels for, in words."""
+        if self.cuda is None:
+            return f"no CUDA: {self.why['CUDA']}"
+        ptx = [f"PTX {code}" for code in self.cuda.ptx]
+        said = f"CUDA {', '.join([*self.cuda.codes, *ptx])} (nvcc {self.cuda.version}"
+        if self.cuda.host != self.cxx:
+            said += f" with {Path(self.cuda.host).name or 'its own host compiler'}"
+        major = numbers(self.cuda.version)[0]
+        if self.torch.cuda and major > numbers(self.torch.cuda)[0]:
+            said += f"; needs a driver for CUDA {major}.0, torch one for {numbers(self.torch.cuda)[0]}.0"
+        return f"{said})"
 
 
 def find_tools(environ: dict[str, str]) -> Tools:
     why: dict[str, str] = {}
     cxx = environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or ""
     march = find_level(environ)
-    torch, torch_version = find_torch()
+    torch = find_torch()
     if platform.system() != "Linux":
         why["all"] = f"{platform.system()} is not supported"
     elif not cxx:
         why["all"] = "no C++ compiler (g++, c++ or CXX)"
-    elif torch is None:
-        why["all"] = torch_version
+    elif torch.folder is None:
+        why["all"] = torch.why
     elif complaint := try_compiler(cxx, march):
         why["all"] = f"{cxx} cannot compile C++20 with OpenMP: {complaint}"
     wanted = environ.get("MEGALITE_CUDA", "auto")
     if wanted not in ("0", "1", "auto"):
         raise SetupError(f"MEGALITE_CUDA is '{wanted}'; it is 0, 1 or auto")
-    archs = tuple(arch.strip() for arch in environ.get("MEGALITE_ARCHS", ARCHS).split(";"))
-    if bad := [arch for arch in archs if not re.fullmatch(r"\d+\.\d[af]?", arch)]:
-        raise SetupError(f"MEGALITE_ARCHS has '{bad[0]}'; it reads like \"{ARCHS}\"")
-    nvcc, nvcc_version = "", ""
+    cuda = None
     if wanted == "0":
         why["CUDA"] = "MEGALITE_CUDA=0"
+    elif torch.hip:
+        why["CUDA"] = f"torch is built for ROCm {torch.hip}, whose GPUs run no CUDA kernels"
     elif "all" not in why:
-        nvcc, nvcc_version = find_nvcc(environ)
-        if not nvcc:
-            why["CUDA"] = nvcc_version
+        try:
+            cuda = find_toolkit(environ, cxx, torch.cuda)
+        except NoCudaError as error:
+            why["CUDA"] = str(error)
+        except ValueError as error:
+            raise SetupError(str(error)) from error
     if wanted == "1" and (complaint := why.get("all") or why.get("CUDA")):
-        raise SetupError(f"MEGALITE_CUDA=1, but: {complaint}")
-    version = output_of([cxx, "-dumpfullversion", "-dumpversion"]) if "all" not in why else ""
-    return Tools(cxx, version, march, torch, torch_version, nvcc, nvcc_version, archs, why)
+        raise SetupError(f"MEGALITE_CUDA=1, but: {complaint}; {NO_CUDA}")
+    version = compiler_version(cxx) if "all" not in why else ""
+    return Tools(cxx, version, march, torch, cuda, wanted, why)
 
 
 def find_level(environ: dict[str, str]) -> str:
@@ -120,42 +167,22 @@ def cpu_flags() -> set[str]:
     return next((set(line.partition(":")[2].split()) for line in lines if line.startswith("flags")), set())
 
 
-def find_torch() -> tuple[Path | None, str]:
-    """Torch's folder and version without importing it; without it, why not."""
+def find_torch() -> Torch:
+    """Read off torch's files, without importing it."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
-        return None, (
-            "torch is not in the environment that builds; with torch installed: "
-            "pip install --no-build-isolation megalite's folder"
-        )
+        said = "torch is not in the environment that builds; with torch installed: "
+        return Torch(None, why=f"{said}pip install --no-build-isolation megalite's folder")
     folder = Path(spec.origin).parent
     text = (folder / "version.py").read_text()
-    version = re.search(r"__version__ = '([^']+)'", text)
-    if version is None or not (folder / "include/torch/csrc/stable/library.h").exists():
-        return None, f"the torch in {folder} has no headers of the stable ABI"
-    if numbers(version[1]) < numbers(STABLE_ABI):
-        return None, f"torch {version[1]} is older than {STABLE_ABI}"
-    return folder, version[1]
-
-
-def find_nvcc(environ: dict[str, str]) -> tuple[str, str]:
-    """nvcc and its version; without it, an empty name and why not."""
-    home = environ.get("CUDA_HOME")
-    nvcc = f"{home}/bin/nvcc" if home else shutil.which("nvcc") or ""
-    if not nvcc or not Path(nvcc).exists():
-        return "", f"no nvcc in CUDA_HOME ({home})" if home else "no nvcc in PATH, and no CUDA_HOME"
-    version = re.search(r"release \S+ V(\S+)", output_of([nvcc, "--version"]))
-    if version is None or numbers(version[1]) < NVCC:
-        return "", f"{nvcc} is older than {NVCC[0]}.{NVCC[1]}"
-    return nvcc, version[1]
-
-
-def numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
-
-
-def output_of(command: list[str]) -> str:
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    said = {name: found for name, found in re.findall(r"^(\w+)\b[^=\n]*= '([^']+)'", text, re.MULTILINE)}
+    version = said.get("__version__", "")
+    remedy = f"install torch {STABLE_ABI} or newer"
+    if not version or not (folder / "include/torch/csrc/stable/library.h").exists():
+        return Torch(None, why=f"the torch in {folder} has no headers of the stable ABI; {remedy}")
+    if numbers(version) < numbers(STABLE_ABI):
+        return Torch(None, why=f"torch {version} is older than {STABLE_ABI}; {remedy}")
+    return Torch(folder, version, said.get("cuda", ""), said.get("hip", ""))
 
 
 def try_compiler(cxx: str, march: str) -> str:
@@ -164,16 +191,11 @@ def try_compiler(cxx: str, march: str) -> str:
         source = Path(folder) / "probe.cpp"
         source.write_text(PROBE)
         flags = ["-std=c++20", "-fopenmp", *([f"-march={march}"] if march else []), "-shared", "-fPIC"]
-        try:
-            done = subprocess.run(
-                [cxx, *flags, str(source), "-o", f"{folder}/probe.so"],
-                capture_output=True,
-                text=True,
-                check=False,
-            )
-        except OSError as error:
-            return str(error)
-    return "" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        return ask([cxx, *flags, str(source), "-o", f"{folder}/probe.so"]).complaint
+
+
+class KernelError(SetupError):
+    """A CUDA kernel that does not compile."""
 
 
 @dataclass(frozen=True)
@@ -205,8 +227,9 @@ class Object:
         done = subprocess.run(command, cwd=CSRC, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             partial.unlink(missing_ok=True)
-            remedy = "\nMEGALITE_CUDA=0 builds without CUDA kernels" if self.source.suffix == ".cu" else ""
-            raise SetupError(f"{' '.join(command)}\n{done.stdout}{done.stderr}{remedy}")
+            said = f"{self.source} does not compile: {main_line(done.stderr or done.stdout)}\n"
+            said += f"{' '.join(command)}\n{done.stdout}{done.stderr}"
+            raise KernelError(f"{said}\n{NO_CUDA}") if self.source.suffix == ".cu" else SetupError(said)
         _, _, words = makefile.read_text().replace("\\\n", " ").partition(":")
         read = {(CSRC / word).resolve() for word in words.split()}
         names = sorted(str(path.relative_to(CSRC)) for path in read if path.is_relative_to(CSRC))
@@ -252,40 +275,83 @@ def objects_of(tools: Tools) -> list[Object]:
     if tools.march == "x86-64-v4":
         march.append("-mprefer-vector-width=512")  # else compilers stop at 256, for processors that slow down
     numeric_abi = sum(number << shift for number, shift in zip(numbers(STABLE_ABI), (56, 48), strict=True))
-    torch_headers = ["-isystem", f"{tools.torch}/include", f"-DTORCH_TARGET_VERSION={numeric_abi:#018x}"]
-    cuda = ["-DMEGALITE_CUDA"] if tools.nvcc else []
-    codes = [
-        f"-gencode=arch=compute_{code},code=sm_{code}" for code in (a.replace(".", "") for a in tools.archs)
+    torch_headers = [
+        "-isystem",
+        f"{tools.torch.folder}/include",
+        f"-DTORCH_TARGET_VERSION={numeric_abi:#018x}",
     ]
-    device = ["-std=c++20", "-O3", "-I.", "-Xcompiler", "-fPIC,-Wall", "-Xptxas", "-v"]
+    cuda = ["-DMEGALITE_CUDA"] if tools.cuda else []
     commands = {
-        "cuda": [tools.nvcc, "-ccbin", tools.cxx, *device, *codes],
         "cpu": [tools.cxx, *host, *march, "-fopenmp", *MATH],
         "bind": [tools.cxx, *host, *torch_headers, *cuda],
     }
-    versions = {"cuda": tools.nvcc_version + tools.cxx_version, "cpu": tools.cxx_version}
-    versions["bind"] = f"{tools.cxx_version}, torch {tools.torch_version}"
-    return [
+    versions = {"cpu": tools.cxx_version, "bind": f"{tools.cxx_version}, torch {tools.torch.version}"}
+    return kernel_objects(tools.cuda) + [
         Object(source.relative_to(CSRC), OBJECTS / folder / f"{source.stem}.o", command, versions[folder])
         for folder, command in commands.items()
-        if folder != "cuda" or tools.nvcc
-        for source in sorted((CSRC / folder).glob("*.cu" if folder == "cuda" else "*.cpp"))
+        for source in sorted((CSRC / folder).glob("*.cpp"))
+    ]
+
+
+def kernel_objects(cuda: Toolkit | None) -> list[Object]:
+    """Those of csrc/cuda; the kernels for Hopper alone, whose body is empty on other chips, for 9.0a only."""
+    if cuda is None:
+        return []
+    flags = ["-std=c++20", "-O3", "-I.", "-Xcompiler", "-fPIC,-Wall", "-Xptxas", "-v"]
+    archs = hopper = arch_options(cuda.codes, cuda.ptx)
+    if "9.0a" in cuda.codes:
+        hopper = arch_options(("9.0a",), ())
+    else:
+        flags.append("-DMEGALITE_WITHOUT_SM90A")
+    return [
+        Object(
+            source.relative_to(CSRC),
+            OBJECTS / "cuda" / f"{source.stem}.o",
+            [*cuda.command, *flags, *(hopper if "hopper" in source.stem else archs)],
+            cuda.version + cuda.host_version,
+        )
+        for source in sorted((CSRC / "cuda").glob("*.cu"))
     ]
 
 
 def link(tools: Tools, objects: list[Object], library: Path) -> None:
-    """nvcc links where there are CUDA kernels, since it knows where its runtime is."""
-    torch = ["-Xlinker", "--no-as-needed", f"-L{tools.torch}/lib", "-ltorch", "-ltorch_cpu"]
+    """The C++ compiler links, whatever nvcc's host compiler is: the newest of both has all of the C++ library."""
+    torch = ["-Wl,--no-as-needed", f"-L{tools.torch.folder}/lib", "-ltorch", "-ltorch_cpu"]
     partial = library.with_suffix(f".{os.getpid()}.so")
-    if tools.nvcc:
-        command = [tools.nvcc, "-ccbin", tools.cxx, "-shared", "-cudart=static", "-Xcompiler", "-fopenmp"]
-    else:
-        command = [tools.cxx, "-shared", "-fopenmp"]
-    command += [*(str(each.path) for each in objects), *torch, "-ldl", "-o", str(partial)]
+    command = [tools.cxx, "-shared", "-fopenmp", *(str(each.path) for each in objects), *torch]
+    command += [*(tools.cuda.libraries if tools.cuda else ["-ldl"]), "-o", str(partial)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise SetupError(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
     partial.replace(library)
+
+
+def compile_stale(objects: list[Object]) -> int:
+    """Compile those that are not current, and say how many; the first that fails ends it."""
+    stale = [each for each in objects if not each.is_current()]
+    jobs = int(os.environ.get("MAX_JOBS", 0)) or len(os.sched_getaffinity(0))
+    with ThreadPoolExecutor(jobs) as pool:
+        try:
+            list(pool.map(Object.make, stale))
+        except SetupError:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return len(stale)
+
+
+def compile_all(tools: Tools) -> tuple[Tools, list[Object], int]:
+    """The objects, how many were compiled now, and the tools, without CUDA if a kernel fails that need not be there."""
+    objects = objects_of(tools)
+    try:
+        return tools, objects, compile_stale(objects)
+    except KernelError as error:
+        if tools.cuda_wanted == "1":
+            raise
+        print(error, file=sys.stderr)
+        reason = str(error).splitlines()[0]
+    tools = replace(tools, cuda=None, why=tools.why | {"CUDA": reason})
+    objects = objects_of(tools)
+    return tools, objects, compile_stale(objects)
 
 
 def sources_digest() -> str:
@@ -301,27 +367,23 @@ def build(tools: Tools, folder: Path) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     library, record = folder / LIBRARY, folder / RECORD
     started, compiled = time.monotonic(), ""
-    content: dict[str, object] = {"library": "all" not in tools.why, "left_out": tools.why}
+    content: dict[str, object] = {"library": "all" not in tools.why}
     if "all" in tools.why:
         library.unlink(missing_ok=True)
         said = f"megalite: pure Python, no compiled operators: {tools.why['all']}"
     else:
-        objects = objects_of(tools)
-        stale = [each for each in objects if not each.is_current()]
-        jobs = int(os.environ.get("MAX_JOBS", 0)) or len(os.sched_getaffinity(0))
-        with ThreadPoolExecutor(jobs) as pool:
-            list(pool.map(Object.make, stale))
+        tools, objects, made = compile_all(tools)
         link(tools, objects, library)
-        chips = f"CUDA {', '.join(tools.archs)}" if tools.nvcc else f"no CUDA: {tools.why['CUDA']}"
         content |= {
-            "torch": tools.torch_version,
+            "torch": tools.torch.version,
             "stable_abi": STABLE_ABI,
             "machine": platform.machine(),
             "cpu": tools.march,
             "cpu_flags": sorted(LEVELS[tools.march]) if tools.march else [],
-            "archs": list(tools.archs) if tools.nvcc else [],
+            "archs": list(tools.cuda.codes) if tools.cuda else [],
+            "ptx": list(tools.cuda.ptx) if tools.cuda else [],
             "cxx": f"{Path(tools.cxx).name} {tools.cxx_version}",
-            "nvcc": tools.nvcc_version if tools.nvcc else "",
+            "nvcc": tools.cuda.version if tools.cuda else "",
             "sources": sources_digest(),
             "kernels": {
                 str(each.source): json.loads(each.record.read_text())["kernels"]
@@ -331,11 +393,11 @@ def build(tools: Tools, folder: Path) -> str:
         }
         said = (
             f"megalite: compiled operators for CPU {tools.march or platform.machine()} "
-            f"({content['cxx']}) and {chips}"
+            f"({content['cxx']}) and {tools.chips}"
         )
-        compiled = f"; {len(stale)} of {len(objects)} files compiled in {time.monotonic() - started:.0f} s"
+        compiled = f"; {made} of {len(objects)} files compiled in {time.monotonic() - started:.0f} s"
     partial = record.with_suffix(f".{os.getpid()}.json")
-    partial.write_text(json.dumps(content | {"said": said}, indent=1) + "\n")
+    partial.write_text(json.dumps(content | {"left_out": tools.why, "said": said}, indent=1) + "\n")
     partial.replace(record)
     return said + compiled
 
@@ -366,6 +428,7 @@ class PlatformWheel(bdist_wheel):
 
 SOURCES = [each.relative_to(ROOT).as_posix() for each in sorted(CSRC.rglob("*.c*")) if each.suffix != ".cuh"]
 HEADERS = [each.relative_to(ROOT).as_posix() for each in sorted(CSRC.rglob("*.*h"))]
+HEADERS.append("megalite/csrc/setup_cuda.py")
 
 setup(
     ext_modules=[Extension("megalite.ops.libmegalite", SOURCES, depends=HEADERS)],

@@ -10,7 +10,7 @@ say() { echo "set-up: $*"; }
 # The folder is part of it: a virtual environment that was moved no longer works. So is a Python that went away.
 state() {
     "$venv/bin/python" -V 2>/dev/null && pwd && sha256sum setup.py pyproject.toml constraints.txt &&
-        find megalite/csrc -type f -exec sha256sum {} + | sort && ls megalite/ops/libmegalite.json
+        find megalite/csrc -type f -not -name "*.pyc" -exec sha256sum {} + | sort && ls megalite/ops/libmegalite.json
 }
 is_done() { [ -f "$stamp" ] && [ "$(state)" = "$(cat "$stamp")" ]; }
 

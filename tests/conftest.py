@@ -29,6 +29,14 @@ def ranks() -> Iterator[RankPool]:
     pool.close()
 
 
+@pytest.fixture(scope="module")
+def devices() -> Iterator[RankPool]:
+    """A pool as `ranks`, whose workers see the stand-in accelerator; ended with the module, to free their memory."""
+    pool = RankPool("standin")
+    yield pool
+    pool.close()
+
+
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     """The real corpora and models beside the repository; tests that ask for them skip without."""

@@ -378,14 +378,9 @@ class MonitorConfig(Section):
     """What is reported while training; metrics.jsonl has every step."""
 
     every: Count = Field(1, description="steps between console lines")
-    tensorboard: bool = Field(
-        False, description="also write run.folder/tensorboard; needs the package tensorboard"
-    )
+    tensorboard: bool = Field(False, description="also write run.folder/tensorboard (needs tensorboard)")
     peak_tflops: float | None = Field(
-        None,
-        gt=0,
-        description="TFLOP/s of one device (on CPUs of one node) that MFU is a share of; default: the data sheet's, by "
-        "the card's name and training.precision (on CPUs measured)",
+        None, gt=0, description="peak TFLOP/s of one device, for MFU; default: the card's data sheet"
     )
 
 

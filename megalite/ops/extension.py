@@ -4,6 +4,7 @@ It is loaded when this module is first imported. Where there is none, or one tha
 the sources beside it, `why_not` says so, and the operators have their plain forms only.
 """
 
+import ctypes
 import hashlib
 import json
 import platform
@@ -19,6 +20,7 @@ LIBRARY = Path(__file__).parent / "libmegalite.so"
 SOURCES = Path(__file__).parents[1] / "csrc"
 # Of the stable ABI's versions; what a machine has not run, it does not claim.
 TORCH_VERSIONS = "2.11 or newer by its stable ABI; run with 2.11, 2.13 and 2.15, not run with 2.12 and 2.14"
+OLDEST_CHIP = (8, 0)
 REBUILD = "build it: python setup.py build_ext --inplace in a checkout, else install megalite again"
 
 
@@ -26,8 +28,9 @@ REBUILD = "build it: python setup.py build_ext --inplace in a checkout, else ins
 class Built:
     """What the record beside the library says: setup.py's own words and facts.
 
-    archs: compute capabilities of its CUDA kernels, none where it has no CUDA kernels. left_out: what is
-    missing -> why. sources: the digest of what it was compiled from.
+    archs: compute capabilities that its CUDA kernels are machine code for, none where it has no CUDA kernels.
+    ptx: those that it has PTX of, which the driver compiles for later chips. nvcc: the version of nvcc and of the CUDA
+    runtime in the library. left_out: what is missing -> why. sources: the digest of what it was compiled from.
     """
 
     library: bool = False
@@ -39,6 +42,7 @@ class Built:
     cpu: str = ""
     cpu_flags: tuple[str, ...] = ()
     archs: tuple[str, ...] = ()
+    ptx: tuple[str, ...] = ()
     cxx: str = ""
     nvcc: str = ""
     sources: str = ""
@@ -56,7 +60,7 @@ def built() -> Built:
     content: dict[str, Any] = {
         each.name: written[each.name] for each in fields(Built) if each.name in written
     }
-    return Built(**content | {name: tuple(content.get(name, ())) for name in ("cpu_flags", "archs")})
+    return Built(**content | {name: tuple(content.get(name, ())) for name in ("cpu_flags", "archs", "ptx")})
 
 
 def misfit(record: Built) -> str:
@@ -105,19 +109,70 @@ def why_not(device_type: str) -> str:
         return complaint
     if device_type != "cuda":
         return f"there are none for devices of type {device_type}"
+    return built_for_visible_cards()
+
+
+def built_for_visible_cards() -> str:
+    """Why the library's CUDA kernels cannot run on one of the GPUs that torch sees; empty where they run on all."""
     if torch.version.hip:
         return f"its kernels for GPUs are built for CUDA, this torch is for ROCm {torch.version.hip}"
-    archs = built().archs
-    if not archs:
-        return f"the library has no CUDA kernels: {built().left_out['CUDA']}; {REBUILD}"
+    if not built().archs:
+        return runs_on_chip(built(), (0, 0), None)
     if not torch.cuda.is_available():
         return "torch sees no GPU"
-    chip = torch.cuda.get_device_capability()
-    if not any(_runs_on(arch, chip) for arch in archs):
-        return (
-            f"its CUDA kernels are for chips {', '.join(archs)}, this one is {chip[0]}.{chip[1]}; {REBUILD}"
-        )
+    driver = driver_cuda_version()
+    for index in range(torch.cuda.device_count()):
+        if complaint := runs_on_chip(built(), torch.cuda.get_device_capability(index), driver):
+            return f"GPU {index}: {complaint}"
     return ""
+
+
+def runs_on_chip(
+    record: Built, capability: tuple[int, int], driver_cuda_version: tuple[int, int] | None
+) -> str:
+    """Why a library with this record has no CUDA kernels for a chip under a driver, and what to do; empty if it has.
+
+    capability: the chip's compute capability. driver_cuda_version: the newest CUDA version that the driver supports;
+    None: unknown, and taken for new enough. Rules: machine code of CUDA N.x runs with drivers for CUDA N.0 or newer,
+    PTX with drivers for nvcc's own version or newer (docs.nvidia.com/deploy/cuda-compatibility).
+    """
+    if not record.archs:
+        return f"the library has no CUDA kernels: {record.left_out.get('CUDA', record.said)}; {REBUILD}"
+    nvcc = _version(record.nvcc)
+    driver = driver_cuda_version or nvcc
+    of_driver = f"this driver is for CUDA {driver[0]}.{driver[1]}"
+    if driver[0] < nvcc[0]:
+        return (
+            f"its CUDA {nvcc[0]}.{nvcc[1]} runtime needs a driver for CUDA {nvcc[0]}.0 or newer, {of_driver}; "
+            f"update the driver, or set CUDA_HOME to a toolkit of CUDA {driver[0]} and {REBUILD}"
+        )
+    if any(_runs_on(arch, capability) for arch in record.archs):
+        return ""
+    chip = f"{capability[0]}.{capability[1]}"
+    remedy = f'set MEGALITE_ARCHS="{chip}{"a" if capability == (9, 0) else ""}" and {REBUILD}'
+    if any(_version(ptx) <= capability for ptx in record.ptx):
+        if driver >= nvcc:
+            return ""
+        return (
+            f"it has no machine code for chip {chip}, and its PTX, of nvcc {nvcc[0]}.{nvcc[1]}, needs a driver for "
+            f"CUDA {nvcc[0]}.{nvcc[1]} or newer, {of_driver}; update the driver, or {remedy}"
+        )
+    kinds = [*record.archs, *(f"{ptx} and newer" for ptx in record.ptx)]
+    if capability < OLDEST_CHIP:
+        remedy = f"there are none for chips older than {OLDEST_CHIP[0]}.{OLDEST_CHIP[1]}"
+    return f"its CUDA kernels are for chips {', '.join(kinds)}, this one is {chip}; {remedy}"
+
+
+def driver_cuda_version() -> tuple[int, int] | None:
+    """The newest CUDA version that the NVIDIA driver supports, None if it does not say; no GPU is touched."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    version = ctypes.c_int()
+    if driver.cuDriverGetVersion(ctypes.byref(version)) != 0:
+        return None
+    return version.value // 1000, version.value % 1000 // 10
 
 
 def available(device_type: str) -> bool:
@@ -143,10 +198,12 @@ def register(
 
 
 def _runs_on(arch: str, chip: tuple[int, int]) -> bool:
-    """Kernels run on later chips of the same generation, those for 9.0a on 9.0 alone."""
-    major, minor = (int(number) for number in arch.rstrip("af").split("."))
-    exact = arch.endswith("a")
-    return chip == (major, minor) if exact else chip[0] == major and chip[1] >= minor
+    """Whether machine code for "8.0", "9.0a" or "10.0f" runs on a chip.
+
+    It runs on later chips of the same generation, with a letter f too; with a letter a on that very chip alone.
+    """
+    code = _version(arch.rstrip("af"))
+    return chip == code if arch.endswith("a") else chip[0] == code[0] and chip[1] >= code[1]
 
 
 def _cpu_flags() -> set[str]:

@@ -10,11 +10,13 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from unittest import mock
 
 import pytest
+import setup_cuda
 import setuptools
 import torch
 from setuptools.errors import SetupError
@@ -76,13 +78,17 @@ def test_every_operator_has_a_kernel_for_the_cpu_and_where_nvcc_is_for_cuda() ->
 
 
 @pytest.mark.skipif(not HAS_NVCC, reason=WITHOUT_NVCC)
-def test_the_kernels_are_compiled_for_both_chips() -> None:
+def test_the_kernels_are_compiled_for_the_chips_that_the_build_chose() -> None:
     built = extension.built()
-    assert built.archs == ("8.0", "9.0a") and built.nvcc, built.said
+    [(nvcc, _), *_] = setup_cuda.find_compilers(os.environ, torch.version.cuda or "")
+    chosen = setup_cuda.choose_archs(setup_cuda.known_chips(nvcc), setup_cuda.visible_chips())
+    assert (built.archs, built.ptx) == chosen and built.nvcc, built.said
     sources = {f"cuda/{each.name}" for each in (extension.SOURCES / "cuda").glob("*.cu")}
     assert built.kernels.keys() == sources
+    every = {f"sm_{arch.replace('.', '')}" for arch in built.archs}
     for source, kernels in built.kernels.items():
-        assert {kernel["arch"] for kernel in kernels} == {"sm_80", "sm_90a"}, source
+        hopper = {"sm_90a"} if "hopper" in source and "9.0a" in built.archs else every
+        assert {kernel["arch"] for kernel in kernels} == hopper, source
 
 
 def _function(mangled: str) -> str:
@@ -158,20 +164,110 @@ def test_without_nvcc_cuda_is_left_out_or_an_error(
     build: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", _without("nvcc")["PATH"])
+    monkeypatch.setattr(setup_cuda, "TOOLKITS", Path("/nowhere"))
     if shutil.which("g++") is None:
         pytest.skip("g++ and nvcc lie in one folder")
-    assert build.find_tools({}).why == {"CUDA": "no nvcc in PATH, and no CUDA_HOME"}
+    assert build.find_tools({}).why == {"CUDA": "no nvcc in PATH or /nowhere/cuda/bin, and no CUDA_HOME"}
     with pytest.raises(SetupError, match="MEGALITE_CUDA=1, but: no nvcc"):
         build.find_tools({"MEGALITE_CUDA": "1"})
     with pytest.raises(SetupError, match="no nvcc in CUDA_HOME"):
         build.find_tools({"MEGALITE_CUDA": "1", "CUDA_HOME": "/nowhere"})
 
 
+def _refusing(folder: Path) -> setup_cuda.Toolkit:
+    """A toolkit whose nvcc compiles nothing."""
+    nvcc = folder / "nvcc"
+    nvcc.write_text("#!/bin/sh\necho 'warning: slow'; echo 'three.cu(1): error: no kernel' >&2; exit 2\n")
+    nvcc.chmod(0o755)
+    return setup_cuda.Toolkit(str(nvcc), "12.4.131", "", "", ("8.0", "9.0a"), ("8.0",), ("-ldl",))
+
+
+@pytest.mark.skipif(not HAS_COMPILER, reason="no C++ compiler here")
+def test_a_kernel_that_does_not_compile_leaves_cuda_out_or_is_an_error(
+    build: ModuleType, small: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (small / "cuda" / "three.cu").write_text("not C++\n")
+    plain = build.find_tools({"MEGALITE_CUDA": "0"})
+    tools = replace(plain, cuda=_refusing(tmp_path), cuda_wanted="auto", why={})
+    assert tools.chips == "CUDA 8.0, 9.0a, PTX 8.0 (nvcc 12.4.131 with its own host compiler)"
+    line = build.build(tools, tmp_path / "ops")
+    reason = "cuda/three.cu does not compile: three.cu(1): error: no kernel"
+    assert f"and no CUDA: {reason}; " in line
+    assert "MEGALITE_CUDA=0 builds without CUDA kernels" in capfd.readouterr().err
+    record = json.loads((tmp_path / "ops" / build.RECORD).read_text())
+    assert record["left_out"] == {"CUDA": reason} and not (record["archs"] or record["ptx"] or record["nvcc"])
+    two = next(each for each in build.objects_of(plain) if each.source.name == "two.cpp")
+    assert two.is_current(), "the operators must not be bound to kernels that are not there"
+    with pytest.raises(SetupError, match=r"error: no kernel"):
+        build.build(replace(tools, cuda_wanted="1"), tmp_path / "ops")
+
+
+def test_the_kernel_for_hopper_is_called_where_its_machine_code_is(build: ModuleType, tmp_path: Path) -> None:
+    def options(codes: tuple[str, ...], name: str) -> str:
+        toolkit = replace(_refusing(tmp_path), codes=codes)
+        found = [each for each in build.kernel_objects(toolkit) if each.source.stem == name]
+        return " ".join(found[0].command)
+
+    hopper, forward = (options(("8.0", "9.0a"), f"attention_{kind}_128") for kind in ("hopper", "forward"))
+    assert (
+        "sm_80" not in hopper and "sm_90a" in hopper and "sm_80,compute_80" in forward and "sm_90a" in forward
+    )
+    assert "-DMEGALITE_WITHOUT_SM90A" not in hopper + forward
+    for codes in (("8.0",), ("8.0", "9.0")):
+        assert "-DMEGALITE_WITHOUT_SM90A" in options(codes, "attention_hopper_128")
+
+
+@pytest.mark.parametrize(
+    ("written", "found"),
+    [
+        (
+            "__version__ = '2.13.0+cu128'\ncuda: Optional[str] = '12.8'\nhip: Optional[str] = None\n",
+            "2.13.0+cu128 12.8 ",
+        ),
+        (
+            "__version__ = '2.13.0'\ncuda: Optional[str] = None\nhip: Optional[str] = '6.4.2'\n",
+            "2.13.0  6.4.2",
+        ),
+        ("__version__ = '2.13.0+cpu'\ncuda = None\n", "2.13.0+cpu  "),
+        (
+            "__version__ = '2.9.1'\ncuda = '12.8'\n",
+            "torch 2.9.1 is older than 2.11; install torch 2.11 or newer",
+        ),
+        ("", "has no headers of the stable ABI; install torch 2.11 or newer"),
+    ],
+    ids=["CUDA", "ROCm", "CPU", "old", "broken"],
+)
+def test_what_torch_is_built_for_is_read_from_its_files(
+    build: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: str, found: str
+) -> None:
+    header = tmp_path / "include/torch/csrc/stable/library.h"
+    header.parent.mkdir(parents=True)
+    header.touch()
+    (tmp_path / "version.py").write_text(written)
+    spec = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: spec)
+    torch_here = build.find_torch()
+    said = f"{torch_here.version} {torch_here.cuda} {torch_here.hip}"
+    assert found in (torch_here.why or said)
+    if torch_here.hip and HAS_COMPILER:
+        why = "torch is built for ROCm 6.4.2, whose GPUs run no CUDA kernels"
+        assert build.find_tools({}).why == {"CUDA": why}
+
+
+def test_a_toolkit_newer_than_torchs_says_which_driver_it_needs(build: ModuleType, tmp_path: Path) -> None:
+    newer = replace(_refusing(tmp_path), version="13.0.88", host="/usr/bin/g++-12")
+    tools = build.Tools(
+        "/usr/bin/g++", "14.2.0", "", build.Torch(tmp_path, "2.13.0", "12.8"), newer, "auto", {}
+    )
+    said = "(nvcc 13.0.88 with g++-12; needs a driver for CUDA 13.0, torch one for 12.0)"
+    assert tools.chips == f"CUDA 8.0, 9.0a, PTX 8.0 {said}"
+    assert "driver" not in replace(tools, torch=build.Torch(tmp_path, "2.13.0", "13.2")).chips
+
+
 @pytest.mark.parametrize(
     ("environ", "said"),
     [
         ({"MEGALITE_CUDA": "yes"}, "MEGALITE_CUDA is 'yes'; it is 0, 1 or auto"),
-        ({"MEGALITE_ARCHS": "8.0;hopper"}, "MEGALITE_ARCHS has 'hopper'"),
         ({"MEGALITE_CPU": "x86-64-v5"}, "MEGALITE_CPU is 'x86-64-v5'; it is one of x86-64-v4, x86-64-v3"),
     ],
 )

@@ -6,8 +6,8 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "core/exp.h"
 #include "core/scalar.h"
+#include "core/softmax_exp.h"
 
 #ifdef __CUDA_ARCH__
 #define ML_UNROLL _Pragma("unroll")
@@ -44,7 +44,7 @@ ML_HD Softmax<W> joined(const Softmax<W>& a, const Softmax<W>& b) {
   Softmax<W> both;
   both.maximum = a.maximum > b.maximum ? a.maximum : b.maximum;
   const W from_a = a.maximum - both.maximum, from_b = b.maximum - both.maximum;
-  both.sum = a.sum * exp_nonpositive(from_a) + b.sum * exp_nonpositive(from_b);
+  both.sum = a.sum * softmax_exp(from_a) + b.sum * softmax_exp(from_b);
   both.count = a.count + b.count;
   // Of no logits there is none: the difference of the lowest number may be infinite.
   both.excess = (a.count > 0 ? a.excess + a.count * from_a : W(0)) + (b.count > 0 ? b.excess + b.count * from_b : W(0));
@@ -67,7 +67,7 @@ struct RowGradient {
   W maximum, factor, weight;
   // A row that counts nothing may hold anything, and is not read.
   ML_HD bool is_zero() const { return factor == 0 && weight == 0; }
-  ML_HD W of(W logit, W uniform) const { return exp_nonpositive(logit - maximum) * factor - weight * uniform; }
+  ML_HD W of(W logit, W uniform) const { return softmax_exp(logit - maximum) * factor - weight * uniform; }
 };
 
 // How threads share a row that may start anywhere: single elements up to the first multiple of 16 bytes, packs of 16
@@ -106,13 +106,13 @@ ML_HD void take(Softmax<W>& state, const W (&logits)[kCount]) {
   }
   if (highest > state.maximum) {
     const W shift = state.maximum - highest;
-    state.sum *= exp_nonpositive(shift);
+    state.sum *= softmax_exp(shift);
     if (kExcess && state.count > 0) state.excess += state.count * shift;
     state.maximum = highest;
   }
   ML_UNROLL
   for (int i = 0; i < kCount; ++i) {
-    state.sum += exp_nonpositive(logits[i] - highest);
+    state.sum += softmax_exp(logits[i] - highest);
     if (kExcess) state.excess += logits[i] - highest;
   }
   state.count += kCount;

@@ -333,14 +333,19 @@ bool make_map(
 }
 
 // Whether the current device is one that this kernel is compiled for, and MEGALITE_NO_HOPPER is not 1: a switch to
-// compare it with the kernel for every chip, looked at in each call.
+// compare it with the kernel for every chip, looked at in each call. Without code for sm_90a the kernel's body is empty,
+// and a 9.0 chip, which then runs the code or PTX of another, would leave the output unwritten.
 inline bool takes_hopper() {
+#ifdef MEGALITE_WITHOUT_SM90A
+  return false;
+#else
   const char* without = std::getenv("MEGALITE_NO_HOPPER");
   int device = 0, major = 0, minor = 0;
   return (without == nullptr || std::string_view(without) != "1") && cudaGetDevice(&device) == cudaSuccess &&
          cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
          cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) == cudaSuccess && major == 9 &&
          minor == 0;
+#endif
 }
 
 // kUnsupported where another kernel is to do it: on another chip, if asked for, or where no map has such strides.

@@ -115,7 +115,7 @@ struct DeviceMachine {
   }
 
   __device__ __forceinline__ void add_pair(float* target, float first, float second) const {
-#if __CUDA_ARCH__ >= 900
+#if __CUDA_ARCH__ >= 900 && CUDART_VERSION >= 12010  // PTX 8.1
     asm volatile("red.global.add.v2.f32 [%0], {%1, %2};" ::"l"(target), "f"(first), "f"(second) : "memory");
 #else
     atomicAdd(target, first);

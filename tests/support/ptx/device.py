@@ -1,7 +1,7 @@
 """A device that interprets PTX: a .cu file's C interface, whose launches run its kernels on the memory of tensors."""
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -42,24 +42,23 @@ def unknown_forms(kernel: parse.Kernel) -> set[str]:
 class Device:
     """csrc/cuda/<name>.cu on a chip of the compute capability `capability` / 10, compiled for compute_<arch>.
 
-    order: each warp's rank, see machine.py. replaced: a text of the PTX and what stands in its place, where it is to be
-    broken. Calls raise Fault for what a GPU would not do or leaves undefined.
+    order, late_copies, unwritten: see Launch. watched: whether unordered accesses are faults. broken: makes of the PTX
+    what is to be run in its place. Calls raise Fault for what a GPU would not do or leaves undefined.
     """
 
     name: str
-    arch: int = 80
+    arch: int | str = 80
     capability: int = 80
     order: Sequence[int] | None = None
     late_copies: bool = True
-    replaced: tuple[str, str] | None = None
+    unwritten: int | None = None
+    watched: bool = True
+    broken: Callable[[str], str] | None = None
     launched: list[tuple[str, Launch]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         text, library = compiled(self.name, self.arch)
-        if self.replaced is not None:
-            assert self.replaced[0] in text, f"the PTX of {self.name} has no {self.replaced[0]!r}"
-            text = text.replace(*self.replaced)
-        self.module = parse.parse(text)
+        self.module = parse.parse(text if self.broken is None else self.broken(text))
         self._library = ctypes.CDLL(str(library))
         self._callbacks = _LAUNCH(self._launch), _FITS(self._fits)
         self._kernels: dict[str, parse.Kernel] = {}
@@ -111,9 +110,9 @@ class Device:
                 begin = places[variable.name]
                 given[begin : begin + variable.size] = ctypes.string_at(arguments[which], variable.size)
             extents = [(each[0], each[1], each[2]) for each in (grid, block)]
-            launch = Launch(*extents, shared, bytes(given), self.order, self.late_copies)
+            launch = Launch(*extents, shared, bytes(given), self.order, self.late_copies, self.unwritten, self.watched)
             self.launched.append((kernel.name, launch))
-            memory = Global(self._allocations)
+            memory = Global(self._allocations, watched=self.watched)
             at_once = max(1, _TOGETHER // (-(-launch.threads // 32) * 32))
             for begin in range(0, launch.blocks, at_once):
                 Machine(kernel, launch, range(begin, min(begin + at_once, launch.blocks)), memory).run()

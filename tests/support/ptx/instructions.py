@@ -249,7 +249,7 @@ def access(
     if space == ".shared":
         block = machine.block[at]
         places, shadow = machine.shared.places(address, size, block), machine.shared.shadow
-        if not write:
+        if not write and machine.shared.unwritten is None:
             _refuse(~shadow.written(places).all(0), "reads shared memory that nobody wrote")
         find = lambda kind: machine.shared.index(address, kind, block)  # noqa: E731
     else:
@@ -257,7 +257,7 @@ def access(
         if space == ".global.nc" and shadow is not None:
             _refuse(shadow.written(places).any(0), "reads past the caches what this launch wrote")
         find = lambda kind: machine.memory.index(address, kind)  # noqa: E731
-    if shadow is not None:
+    if shadow is not None and machine.launch.watched:
         (shadow.write if write else shadow.read)(places, number, blocks, warps)
     return find
 
@@ -397,6 +397,15 @@ def _wait_for_copies(machine: Machine, instruction: parse.Instruction) -> Step:
     return Step(instruction, run)
 
 
+def _add_in_turn(memory: Array, index: Array, values: Array) -> None:
+    """np.add.at, which would copy all of `memory`."""
+    left = np.arange(len(index))
+    while len(left):
+        _, first = np.unique(index[left], return_index=True)
+        memory[index[left[first]]] += values[left[first]]
+        left = np.delete(left, first)
+
+
 def _add_to_memory(machine: Machine, instruction: parse.Instruction) -> Step:
     """atom.add and red.add of float32, each thread in turn; ordered with no other access."""
     *result, to, source = instruction.operands
@@ -418,7 +427,7 @@ def _add_to_memory(machine: Machine, instruction: parse.Instruction) -> Step:
             )
             write(at, memory[index])
         for which, read in enumerate(reads):
-            np.add.at(memory, index + which, read(at))
+            _add_in_turn(memory, index + which, np.broadcast_to(read(at), index.shape))
 
     return Step(instruction, run)
 

@@ -30,6 +30,10 @@ class Launch:
     order: Sequence[int] | None = None
     late_copies: bool = True
     """Whether asynchronous copies land when they are waited for, else at once."""
+    unwritten: int | None = None
+    """What a byte of shared memory that nobody wrote is read as; None: to read one is a fault."""
+    watched: bool = True
+    """Whether accesses of two threads that nothing orders are faults."""
 
     @property
     def threads(self) -> int:
@@ -94,7 +98,7 @@ class Machine:
         ranks = np.zeros(warps, np.int64) if launch.order is None else np.array(launch.order)[:warps]
         self.rank = ranks[own // 32]
         self.shared_places, size = layout(kernel, launch.dynamic_shared)
-        self.shared = Shared(len(blocks), size)
+        self.shared = Shared(len(blocks), size, launch.unwritten)
         self.parameter_places, _ = parameter_places(kernel)
         self.parameters = np.frombuffer(launch.arguments, np.uint8)
         self.copies: list[tuple[Lanes, Callable[[], None]]] = []

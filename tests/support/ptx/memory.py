@@ -145,12 +145,16 @@ class Global:
 
 
 class Shared:
-    """Shared memory of some blocks, whose bytes are nothing to rely on until they are written."""
+    """Shared memory of some blocks, whose bytes are nothing to rely on until they are written.
 
-    def __init__(self, blocks: int, size: int) -> None:
+    unwritten: what a byte that nobody wrote is read as; None: to read one is a fault.
+    """
+
+    def __init__(self, blocks: int, size: int, unwritten: int | None) -> None:
+        self.unwritten = unwritten
         self.size = -(-size // 16) * 16
         self.limit = size
-        self.bytes = np.full(blocks * self.size, 0xCD, np.uint8)
+        self.bytes = np.full(blocks * self.size, unwritten or 0, np.uint8)
         self.shadow = Shadow(blocks * self.size // _GRANULE)
 
     def places(self, address: Array, size: int, block: Index) -> Index:

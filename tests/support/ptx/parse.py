@@ -127,9 +127,7 @@ class KernelText:
     line: int
 
     def parsed(self, module_shared: list[Variable]) -> Kernel:
-        if unknown := re.sub(
-            r"\.(maxntid|minnctapersm|reqntid|maxnreg)[\s\d,]+", "", self.directives
-        ).strip():
+        if unknown := re.sub(r"\.(maxntid|minnctapersm|reqntid|maxnreg)[\s\d,]+", "", self.directives).strip():
             raise PtxError(f"{self.name}: unknown directive {unknown!r}")
         most = re.search(r"\.maxntid\s+(\d+),\s*(\d+),\s*(\d+)", self.directives)
         threads = int(most[1]) * int(most[2]) * int(most[3]) if most else None
@@ -168,9 +166,7 @@ def parse(text: str) -> Module:
             entry["name"], entry["parameters"], entry["directives"], body, line
         )
     outside += text[begin:]
-    for statement in re.sub(r"^\.(version|target|address_size)[^\n]*", "", outside, flags=re.MULTILINE).split(
-        ";"
-    ):
+    for statement in re.sub(r"^\.(version|target|address_size)[^\n]*", "", outside, flags=re.MULTILINE).split(";"):
         statement = " ".join(statement.split())
         if re.match(r"(\.extern )?\.shared ", statement):
             shared.append(_variable(statement.removeprefix(".extern ")))
@@ -248,7 +244,7 @@ class _Body:
             raise PtxError(f"{found[2]} is declared twice, as .{found[1]} too")
 
     def _instruction(self, text: str, line: int) -> Instruction:
-        found = re.fullmatch(r"(?:@(!?)(%\w+) )?([\w.:]+)(?: (.*))?", text)
+        found = re.fullmatch(r"(?:@(!?)(%?\w+) )?([\w.:]+)(?: (.*))?", text)
         if found is None:
             raise PtxError(f"line {line}: no instruction that is known: {text!r}")
         guard = Register(found[2], bool(found[1])) if found[2] else None
@@ -259,10 +255,10 @@ class _Body:
         if text.startswith("{"):
             return Vector(tuple(map(self._operand, _split(text[1:-1]))))
         if text.startswith("["):
-            base, sign, offset = re.fullmatch(
-                r"\[([\w%$]+)(?:(\+-?)(\d+))?\]", text.replace(" ", "")
-            ).groups()
-            return Address(self._operand(base), int(f"{sign[1:]}{offset}") if sign else 0)
+            found = re.fullmatch(r"\[([\w%$]+)(?:(\+-?)(\d+))?\]", text.replace(" ", ""))
+            if found is None:  # of an instruction that is not known
+                return Symbol(text)
+            return Address(self._operand(found[1]), int(f"{found[2][1:]}{found[3]}") if found[2] else 0)
         if "|" in text:
             first, second = text.split("|")
             return Pair(self._register(first), self._register(second))

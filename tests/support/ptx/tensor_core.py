@@ -51,7 +51,7 @@ def _multiply(machine: "Machine", instruction: parse.Instruction) -> Run:
     2 t + 1. Products and sums are exact but for one rounding at the end."""
     from tests.support.ptx.instructions import reader, writer
 
-    kind = instruction.form.split(".")[6]
+    kind = instruction.form.split(".")[7]
     to, left, right, sums = instruction.operands
     for operand, count in ((to, 4), (left, 4), (right, 2), (sums, 4)):
         assert isinstance(operand, parse.Vector) and len(operand.parts) == count, instruction.text

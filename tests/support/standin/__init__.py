@@ -11,6 +11,6 @@ CPU as well are others (see `RankPool`). What a GPU refuses or gets wrong, this 
 """
 
 from tests.support.standin.device import use_standin
-from tests.support.standin.syncs import Syncs, count_syncs, refuse_syncs
+from tests.support.standin.syncs import SyncRefused, Syncs, count_syncs, refuse_syncs
 
-__all__ = ["Syncs", "count_syncs", "refuse_syncs", "use_standin"]
+__all__ = ["SyncRefused", "Syncs", "count_syncs", "refuse_syncs", "use_standin"]

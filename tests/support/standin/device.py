@@ -61,8 +61,11 @@ def _device_module(compiled: ModuleType) -> ModuleType:
             each.manual_seed(seed)
 
     def get_device_properties(device: Any = None) -> SimpleNamespace:
-        free, total = compiled.memory_info(index(device))
-        return SimpleNamespace(name="stand-in", total_memory=total, major=0, minor=0, multi_processor_count=1)
+        place = index(device)
+        total = compiled.memory_info(place)[1]
+        return SimpleNamespace(
+            name="stand-in", uuid=f"{NAME}-{place}", total_memory=total, multi_processor_count=1
+        )
 
     module.__dict__.update(
         is_available=lambda: True,
