@@ -1,4 +1,4 @@
-"""`python -m tests.support.standin train run.toml ...`: the command line on a machine whose accelerator is the stand-in.
+"""`python -m tests.support.standin train run.toml ...`: the command line where the accelerator is the stand-in.
 
 With RECORD in the environment, the functions of megalite that were called go to a file of that name and the process's
 number, a line each.
