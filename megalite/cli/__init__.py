@@ -17,6 +17,7 @@ COMMANDS = {
     "tokenizer": "train a tokenizer",
     "data": "turn text into token files, and look into them",
     "convert": "checkpoints for and from Hugging Face, DeepSpeed and Megatron-LM; a look into one",
+    "selftest": "compare and time each operator on this machine's card, before runs use it",
     "doctor": "what is installed and detected here, and what would be used",
     "config": "show a run as it would start, and where each value came from",
 }

@@ -4,13 +4,17 @@ import argparse
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megalite import __version__
 from megalite.launcher.environment import rank_info
 from megalite.launcher.machine import Finding, apex, packages, programs, system
 
+if TYPE_CHECKING:
+    from megalite.ops.trust import Finding as Tested
+
 _WIDTH = 14
+_CASE_WIDTH = 60
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -21,12 +25,16 @@ def run(arguments: Sequence[str]) -> int:
     findings = {"packages": packages(), "programs": programs(), "optional": [apex()]}
     facts = {"megalite": __version__, **system(), "launcher": _launcher()}
     has_torch = _found(findings["packages"], "torch")
-    kernels, used = (_kernels(), _used()) if has_torch else ({}, {})
+    kernels, used, proved = (_kernels(), _used(), _proved()) if has_torch else ({}, {}, {})
     if options.json:
         content = {name: [asdict(each) for each in found] for name, found in findings.items()}
-        print(json.dumps({"facts": facts, **content, "kernels": kernels, "used": used}, indent=2))
+        print(
+            json.dumps(
+                {"facts": facts, **content, "kernels": kernels, "used": used, "tested": proved}, indent=2
+            )
+        )
     else:
-        for line in _lines(facts, findings, kernels, used):
+        for line in [*_lines(facts, findings, kernels, used), *_proved_lines(proved)]:
             print(line)
     return (
         0 if all(_found(findings["packages"], name) for name in ("torch", "tokenizers", "safetensors")) else 1
@@ -59,6 +67,14 @@ def _lines(
         yield f"   {name:<{_WIDTH - 2}} {fact}"
 
 
+def _proved_lines(proved: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
+    for device, cases in proved.items():
+        yield ""
+        yield f"tested on {device} (megalite selftest):"
+        for case, verdict in cases.items():
+            yield f"   {case:<{_CASE_WIDTH}} {verdict}"
+
+
 def _launcher() -> str:
     info = rank_info()
     if info is None:
@@ -84,6 +100,49 @@ def _kernels() -> dict[str, str]:
     for device in ("cpu", "cuda"):
         facts[f"on {device}"] = extension.why_not(device) or "usable"
     return facts
+
+
+def _proved() -> dict[str, dict[str, str]]:
+    """Card -> operators and cases -> what each implementation showed there; operators that were not tested too."""
+    import torch
+
+    from megalite.ops import trust
+    from megalite.ops.operators import NAMES
+
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    devices = [torch.device("cpu")]
+    if accelerator is not None:
+        devices += [torch.device(accelerator.type, each) for each in range(torch.accelerator.device_count())]
+    proved: dict[str, dict[str, str]] = {}
+    for device in devices:
+        facts = trust.machine(device)
+        found = trust.read(facts)
+        if not found and not trust.needs_proof(device.type):
+            continue  # a CPU's need no proof
+        shown = {
+            f"{operator}: {case}, {name}": _verdict(finding)
+            for operator, cases in found.items()
+            for case, implementations in cases.items()
+            for name, finding in implementations.items()
+        }
+        missing = {
+            operator: "not tested yet: torch computes it" for operator in NAMES if operator not in found
+        }
+        proved[facts["card"]] = shown | missing
+    return proved
+
+
+def _verdict(finding: "Tested") -> str:
+    from megalite.ops.trust import SLOWER
+
+    if finding.verdict == "absent":
+        return f"absent: {finding.why}"
+    if not finding.right:
+        return f"refused: {finding.why}"
+    if not finding.seconds or not finding.torch_seconds:
+        return "right"
+    ratio = finding.seconds / finding.torch_seconds
+    return f"right, {ratio:.2f} of torch's time" + (": slower, torch computes it" if ratio > SLOWER else "")
 
 
 def _used() -> dict[str, str]:

@@ -9,7 +9,7 @@ import torch
 from megalite.errors import ConfigError, Problem
 from megalite.ops import extension
 from megalite.ops.operators import ALL_COMPILED, COMPILED, NAMES, PLAIN_TORCH, TORCH, Operators
-from megalite.ops.trust import Choice, needs_proof
+from megalite.ops.trust import UNTESTED, Choice, needs_proof
 
 Asked = Literal["auto", "fused", "reference"]
 
@@ -81,10 +81,12 @@ def choose_kernels(
         if complaint:
             return KernelChoice("reference", f"no compiled operators here: {complaint}")
         return KernelChoice("fused", extension.built().said, ALL_COMPILED)
-    choices = choices or {}
     if asked == "fused":
-        _require_proved(choices)
-    return _proved(choices, complaint)
+        _require_proved(choices or {})
+    if not choices:
+        untested = UNTESTED if choices is None else "none is tested in this precision"
+        return KernelChoice("reference", f"no compiled operators here: {complaint or untested}")
+    return _proved(choices)
 
 
 def _require_proved(choices: Mapping[str, Choice]) -> None:
@@ -99,7 +101,7 @@ def _require_proved(choices: Mapping[str, Choice]) -> None:
         if (fault := choice.faults.get(COMPILED, ""))
     ]
     if not choices:
-        message = '"fused": no operator was tested on this card'
+        message = '"fused": no operator is proved on this card'
         problems = [
             Problem("model.kernels", message, 'run megalite selftest with this run file, or use "auto"')
         ]
@@ -107,7 +109,7 @@ def _require_proved(choices: Mapping[str, Choice]) -> None:
         raise ConfigError(problems)
 
 
-def _proved(choices: Mapping[str, Choice], complaint: str) -> KernelChoice:
+def _proved(choices: Mapping[str, Choice]) -> KernelChoice:
     """One line that names every operator, by whom it is computed, and why torch computes it where it does."""
     by_name: dict[str, list[str]] = {}
     for operator, choice in choices.items():
@@ -116,7 +118,7 @@ def _proved(choices: Mapping[str, Choice], complaint: str) -> KernelChoice:
     others = [f"{name}: {', '.join(operators)}" for name, operators in by_name.items() if name != TORCH]
     left = _shared_reason(choices)
     if not others:
-        return KernelChoice("reference", left or f"no compiled operators here: {complaint}")
+        return KernelChoice("reference", left)
     operators = Operators({operator: choice.name for operator, choice in choices.items()})
     return KernelChoice("mixed", "; ".join([*others, *([f"torch: {left}"] if left else [])]), operators)
 

@@ -137,6 +137,7 @@ def agreed(choices: Sequence[Choice]) -> Choice:
 def machine(device: torch.device) -> dict[str, str]:
     """All that a finding is valid for: another card, driver, torch or library asks for another test."""
     return {
+        "device": device.type,
         "card": card_name(device),
         "capability": card_capability(device),
         "driver": driver_version(device),

@@ -72,12 +72,14 @@ def poisoned() -> Iterator[None]:
 
     That is what torch does in its deterministic mode (torch.utils.deterministic.fill_uninitialized_memory).
     """
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    before = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode(
+        "warn"
+    )  # use_deterministic_algorithms would import the compiler: seconds
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before)
+        torch.set_deterministic_debug_mode(before)
 
 
 def compare(

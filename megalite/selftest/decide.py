@@ -17,17 +17,18 @@ from megalite.topology.parameters import ModelShape
 
 FIRST_RUN_SECONDS = 300.0
 """What the test before a run may take in all."""
-LIKE_LLAMA = {
-    "rows": 1,
-    "sequence": 1024,
-    "hidden_size": 1024,
-    "intermediate_size": 2816,
-    "heads": 16,
-    "key_value_heads": 4,
-    "head_dim": 64,
-    "vocabulary": 32000,
-}
-"""What is tested where no run is named."""
+LIKE_LLAMA = Workload(
+    dtype=torch.float32,
+    rows=1,
+    sequence=1024,
+    hidden_size=1024,
+    intermediate_size=2816,
+    heads=16,
+    key_value_heads=4,
+    head_dim=64,
+    vocabulary=32000,
+)
+"""What is tested where no run is named, in the type that is asked for."""
 
 
 def workload_of(config: RunConfig, shape: ModelShape, dtype: torch.dtype) -> Workload:

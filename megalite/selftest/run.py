@@ -24,6 +24,7 @@ START_SECONDS = 120.0
 """What a process may take to import torch and to reach the device."""
 _END_SECONDS = 10.0
 _START = "import sys; sys.path[:] = {path!r}; from megalite.selftest import worker; sys.exit(worker.main(sys.argv[1:]))"
+_Found = dict[str, dict[str, dict[str, Finding]]]
 Tell = Callable[[Case, str, Finding], None]
 
 
@@ -42,15 +43,18 @@ def prove_all(
     Raises KernelError where no process can reach the device.
     """
     deadline = time.monotonic() + total_seconds
-    found: dict[str, dict[str, dict[str, Finding]]] = {}
+    found: _Found = {}
+    failed: dict[tuple[str, str], Finding] = {}
     worker: _Worker | None = None
     try:
         for case, name in [(each, name) for each in cases for name in each.entry.candidates]:
             if complaint := case.entry.candidates[name].why_not_on(device.type):
-                found.setdefault(case.entry.operator, {}).setdefault(case.key, {})[name] = Finding(
-                    "absent", complaint
-                )
+                _add(found, case, name, Finding("absent", complaint))
                 tell(case, name, Finding("absent", complaint))
+                continue
+            if fault := failed.get((case.entry.name, name)):
+                _add(found, case, name, fault)  # it would crash, or take all its time, again
+                tell(case, name, fault)
                 continue
             if worker is None:
                 worker = _Worker(device, entries, min(START_SECONDS, deadline - time.monotonic()))
@@ -66,7 +70,8 @@ def prove_all(
                 # A kernel that raised may have destroyed the device's context for all that come after it.
                 worker.end()
                 worker = None
-            found.setdefault(case.entry.operator, {}).setdefault(case.key, {})[name] = finding
+                failed[case.entry.name, name] = finding
+            _add(found, case, name, finding)
             tell(case, name, finding)
     except TimeoutError:
         pass  # no time was left for another process
@@ -74,6 +79,10 @@ def prove_all(
         if worker is not None:
             worker.end()
     return found
+
+
+def _add(found: _Found, case: Case, implementation: str, finding: Finding) -> None:
+    found.setdefault(case.entry.operator, {}).setdefault(case.key, {})[implementation] = finding
 
 
 class _Worker:

@@ -26,6 +26,11 @@ def pinned() -> torch.Tensor:
     return torch.tensor(VALUES).pin_memory()
 
 
+def hazards() -> str:
+    """What the uses so far left unordered; else the task ends with it."""
+    return "\n".join(use_standin().take_hazards())
+
+
 def is_poison(tensor: torch.Tensor) -> bool:
     return bool(torch.isnan(tensor).all())
 
@@ -36,6 +41,7 @@ def a_copy_to_the_device_without_a_wait_is_not_there() -> None:
     with side:
         copied = pinned().to("standin", non_blocking=True)
     assert is_poison(copied + 1)
+    assert "12 bytes are read by stream 0" in hazards()
     torch.accelerator.current_stream().wait_stream(side)
     assert (copied + 1).tolist() == [2.0, 3.0, 4.0]
 
@@ -80,6 +86,7 @@ def an_event_before_the_copy_does_not_wait_for_it() -> None:
     torch.accelerator.current_stream().wait_event(early)
     assert (first + 0).tolist() == VALUES
     assert is_poison(second + 0)
+    assert "no wait" in hazards()
 
 
 @check
@@ -126,9 +133,8 @@ def pinned_memory_that_is_let_go_lives_until_the_copy_ran() -> None:
 @check
 def pageable_memory_is_read_at_once() -> None:
     source = torch.tensor(VALUES)
-    with torch.Stream("standin"):
-        copied = source.to("standin", non_blocking=True)
-        source.fill_(9)
+    copied = source.to("standin", non_blocking=True)
+    source.fill_(9)
     assert (copied + 0).tolist() == VALUES
     assert torch.zeros(3).copy_(copied, non_blocking=True).tolist() == VALUES
     # Where torch makes the memory itself, it makes it pinned.
@@ -146,8 +152,39 @@ def memory_that_another_stream_reads_needs_record_stream() -> None:
         if recorded:
             source.record_stream(side)
         del source
+        assert hazards() == "" if recorded else "no record_stream" in hazards()
         side.synchronize()
         assert on_host.tolist() == VALUES if recorded else is_poison(on_host)
+
+
+@check
+def a_block_that_a_kernel_of_another_stream_reads_needs_record_stream() -> None:
+    for recorded in (False, True):
+        side = torch.Stream("standin")
+        with side:
+            copied = pinned().to("standin", non_blocking=True)
+        torch.accelerator.current_stream().wait_stream(side)
+        result = copied * 2
+        if recorded:
+            copied.record_stream(torch.accelerator.current_stream())
+        del copied
+        assert hazards() == "" if recorded else "freed while stream 0" in hazards()
+        assert result.tolist() == [2.0, 4.0, 6.0]
+
+
+@check
+def kernels_of_two_streams_on_one_tensor_need_a_wait() -> None:
+    shared, side = torch.zeros(3, device="standin"), torch.Stream("standin")
+    for waits in (False, True):
+        if waits:
+            side.wait_stream(torch.accelerator.current_stream())
+        with side:
+            shared.add_(1)
+        if waits:
+            torch.accelerator.current_stream().wait_stream(side)
+        shared.add_(1)
+        assert hazards() == "" if waits else "may still write them" in hazards()
+        torch.accelerator.synchronize()
 
 
 @check

@@ -19,7 +19,8 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -313,18 +314,31 @@ def _receive(connection: Connection, messages: "queue.SimpleQueue[bytes]") -> No
 def _perform(message: bytes, rank: int) -> bytes:
     try:
         task: Task = pickle.loads(message)
-        if task.device == "standin":
-            from tests.support.standin import use_standin
-
-            use_standin().reset()
-        _reset(rank, task)
-        _join_group(rank, task)
-        return pickle.dumps(Outcome(task.function(**task.arguments)))
+        with _device(task):
+            _reset(rank, task)
+            _join_group(rank, task)
+            value = task.function(**task.arguments)
+        return pickle.dumps(Outcome(value))
     except BaseException as error:
         # Timed before the group goes, since that is what the other ranks will fail by.
         outcome = pickle.dumps(Outcome.of_error(error))
     _leave_group()
     return outcome
+
+
+@contextmanager
+def _device(task: Task) -> Iterator[None]:
+    """On the stand-in, what no stream waited for fails the task."""
+    if task.device == "cpu":
+        yield
+        return
+    from tests.support.standin import use_standin
+
+    standin = use_standin()
+    standin.reset()
+    yield
+    hazards = standin.take_hazards()
+    assert not hazards, "\n".join(hazards)
 
 
 def _reset(rank: int, task: Task) -> None:

@@ -24,7 +24,7 @@ WHY_NOT = (
 _FLAGS = ["-std=c++20", "-O3", f"-I{SOURCES}", "-Xcompiler", "-fPIC"]
 
 
-def compiled(name: str, arch: int = 80) -> tuple[str, Path]:
+def compiled(name: str, arch: int | str = 80) -> tuple[str, Path]:
     """The PTX of csrc/cuda/<name>.cu for compute_<arch>, and a library of its host code."""
     sources = [each for each in sorted(SOURCES.rglob("*")) if each.suffix in (".h", ".cuh")]
     sources += [SOURCES / "cuda" / f"{name}.cu", EMULATOR / "runtime.cpp", EMULATOR / "chip.h"]
@@ -45,7 +45,7 @@ def arithmetic_library() -> ctypes.CDLL:
     return ctypes.CDLL(str(_kept(["fused"], [source], make) / "fused.so"))
 
 
-def _compile(name: str, arch: int, folder: Path) -> None:
+def _compile(name: str, arch: int | str, folder: Path) -> None:
     code = f"arch=compute_{arch},code=compute_{arch}"
     made = ["-keep", "-keep-dir", str(folder), "-c", str(SOURCES / "cuda" / f"{name}.cu")]
     _run(["nvcc", *_FLAGS, f"-gencode={code}", *made, "-o", str(folder / f"{name}.o")])

@@ -42,15 +42,17 @@ def unknown_forms(kernel: parse.Kernel) -> set[str]:
 class Device:
     """csrc/cuda/<name>.cu on a chip of the compute capability `capability` / 10, compiled for compute_<arch>.
 
-    order, late_copies, unwritten: see Launch. broken: makes of the PTX what is to be run in its place. Calls raise Fault for what a GPU would not do or leaves undefined.
+    order, late_copies, unwritten: see Launch. watched: whether unordered accesses are faults. broken: makes of the PTX
+    what is to be run in its place. Calls raise Fault for what a GPU would not do or leaves undefined.
     """
 
     name: str
-    arch: int = 80
+    arch: int | str = 80
     capability: int = 80
     order: Sequence[int] | None = None
     late_copies: bool = True
     unwritten: int | None = None
+    watched: bool = True
     broken: Callable[[str], str] | None = None
     launched: list[tuple[str, Launch]] = field(default_factory=list)
 
@@ -108,9 +110,11 @@ class Device:
                 begin = places[variable.name]
                 given[begin : begin + variable.size] = ctypes.string_at(arguments[which], variable.size)
             extents = [(each[0], each[1], each[2]) for each in (grid, block)]
-            launch = Launch(*extents, shared, bytes(given), self.order, self.late_copies, self.unwritten)
+            launch = Launch(
+                *extents, shared, bytes(given), self.order, self.late_copies, self.unwritten, self.watched
+            )
             self.launched.append((kernel.name, launch))
-            memory = Global(self._allocations)
+            memory = Global(self._allocations, watched=self.watched)
             at_once = max(1, _TOGETHER // (-(-launch.threads // 32) * 32))
             for begin in range(0, launch.blocks, at_once):
                 Machine(kernel, launch, range(begin, min(begin + at_once, launch.blocks)), memory).run()

@@ -257,7 +257,7 @@ def access(
         if space == ".global.nc" and shadow is not None:
             _refuse(shadow.written(places).any(0), "reads past the caches what this launch wrote")
         find = lambda kind: machine.memory.index(address, kind)  # noqa: E731
-    if shadow is not None:
+    if shadow is not None and machine.launch.watched:
         (shadow.write if write else shadow.read)(places, number, blocks, warps)
     return find
 

@@ -32,6 +32,8 @@ class Launch:
     """Whether asynchronous copies land when they are waited for, else at once."""
     unwritten: int | None = None
     """What a byte of shared memory that nobody wrote is read as; None: to read one is a fault."""
+    watched: bool = True
+    """Whether accesses of two threads that nothing orders are faults."""
 
     @property
     def threads(self) -> int:

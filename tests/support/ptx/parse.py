@@ -248,7 +248,7 @@ class _Body:
             raise PtxError(f"{found[2]} is declared twice, as .{found[1]} too")
 
     def _instruction(self, text: str, line: int) -> Instruction:
-        found = re.fullmatch(r"(?:@(!?)(%\w+) )?([\w.:]+)(?: (.*))?", text)
+        found = re.fullmatch(r"(?:@(!?)(%?\w+) )?([\w.:]+)(?: (.*))?", text)
         if found is None:
             raise PtxError(f"line {line}: no instruction that is known: {text!r}")
         guard = Register(found[2], bool(found[1])) if found[2] else None
@@ -259,10 +259,10 @@ class _Body:
         if text.startswith("{"):
             return Vector(tuple(map(self._operand, _split(text[1:-1]))))
         if text.startswith("["):
-            base, sign, offset = re.fullmatch(
-                r"\[([\w%$]+)(?:(\+-?)(\d+))?\]", text.replace(" ", "")
-            ).groups()
-            return Address(self._operand(base), int(f"{sign[1:]}{offset}") if sign else 0)
+            found = re.fullmatch(r"\[([\w%$]+)(?:(\+-?)(\d+))?\]", text.replace(" ", ""))
+            if found is None:  # of an instruction that is not known
+                return Symbol(text)
+            return Address(self._operand(found[1]), int(f"{found[2][1:]}{found[3]}") if found[2] else 0)
         if "|" in text:
             first, second = text.split("|")
             return Pair(self._register(first), self._register(second))

@@ -93,17 +93,15 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void* getStreamNativeHandle(const c10::Stream stream) const override { return reinterpret_cast<void*>(stream.id()); }
   bool queryStream(const c10::Stream& stream) const override {
-    const bool done = stream_is_done(stream.device_index(), stream.id());
-    if (!done) drain_stream(stream.device_index(), stream.id());
-    return done;
+    return query_stream(stream.device_index(), stream.id());
   }
   void synchronizeStream(const c10::Stream& stream) const override {
     host_waits("stream");
-    drain_stream(stream.device_index(), stream.id());
+    synchronize_stream(stream.device_index(), stream.id());
   }
   void synchronizeDevice(const c10::DeviceIndex device) const override {
     host_waits("device");
-    drain_device(device < 0 ? current_device() : device);
+    synchronize_device(device < 0 ? current_device() : device);
   }
 
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
@@ -116,7 +114,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   bool queryEvent(void* event) const override { return event == nullptr || query_event(*static_cast<Event*>(event)); }
   void synchronizeEvent(void* event) const override {
     host_waits("event");
-    if (event != nullptr) drain_event(*static_cast<Event*>(event));
+    if (event != nullptr) synchronize_event(*static_cast<Event*>(event));
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
   double elapsedTime(void* first, void* second, const c10::DeviceIndex) const override {

@@ -92,69 +92,69 @@ class Group final : public c10d::Backend {
       Tensors one{view};
       works.push_back(inner_->allreduce(one, each));
     }
-    return c10::make_intrusive<Joined>(std::move(works), tensors, false);
+    return begun(std::move(works), tensors);
   }
   intrusive_ptr<Work> reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
     Tensors views = checked(tensors);
     return begun(inner_->reduce(views, options), tensors);
   }
   intrusive_ptr<Work> allgather(Lists& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
-    Tensors from = checked(inputs);
+    Tensors from = checked(inputs, false);
     Lists to = checked(outputs);
     return begun(inner_->allgather(to, from, options), outputs.at(0));
   }
   intrusive_ptr<Work> _allgather_base(at::Tensor& output, at::Tensor& input,
                                       const c10d::AllgatherOptions& options) override {
-    at::Tensor from = checked(input), to = checked(output);
+    at::Tensor from = checked(input, false), to = checked(output);
     return begun(inner_->_allgather_base(to, from, options), {output});
   }
   intrusive_ptr<Work> allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                       const c10d::AllgatherOptions& options) override {
     std::vector<intrusive_ptr<Work>> works;
     for (size_t place = 0; place < outputs.size(); ++place) {
-      at::Tensor from = checked(inputs[place]), to = checked(outputs[place]);
+      at::Tensor from = checked(inputs[place], false), to = checked(outputs[place]);
       works.push_back(inner_->_allgather_base(to, from, options));
     }
-    return c10::make_intrusive<Joined>(std::move(works), outputs, false);
+    return begun(std::move(works), outputs);
   }
   intrusive_ptr<Work> gather(Lists& outputs, Tensors& inputs, const c10d::GatherOptions& options) override {
-    Tensors from = checked(inputs);
+    Tensors from = checked(inputs, false);
     Lists to = checked(outputs);
     return begun(inner_->gather(to, from, options), outputs.empty() ? Tensors{} : outputs[0]);
   }
   intrusive_ptr<Work> scatter(Tensors& outputs, Lists& inputs, const c10d::ScatterOptions& options) override {
-    Lists from = checked(inputs);
+    Lists from = checked(inputs, false);
     Tensors to = checked(outputs);
     return begun(inner_->scatter(to, from, options), outputs);
   }
   intrusive_ptr<Work> reduce_scatter(Tensors& outputs, Lists& inputs,
                                      const c10d::ReduceScatterOptions& options) override {
-    Lists from = checked(inputs);
+    Lists from = checked(inputs, false);
     Tensors to = checked(outputs);
     return begun(inner_->reduce_scatter(to, from, options), outputs);
   }
   intrusive_ptr<Work> _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                            const c10d::ReduceScatterOptions& options) override {
-    at::Tensor from = checked(input), to = checked(output);
+    at::Tensor from = checked(input, false), to = checked(output);
     return begun(inner_->_reduce_scatter_base(to, from, options), {output});
   }
   intrusive_ptr<Work> reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                       const c10d::ReduceScatterOptions& options) override {
     std::vector<intrusive_ptr<Work>> works;
     for (size_t place = 0; place < outputs.size(); ++place) {
-      at::Tensor from = checked(inputs[place]), to = checked(outputs[place]);
+      at::Tensor from = checked(inputs[place], false), to = checked(outputs[place]);
       works.push_back(inner_->_reduce_scatter_base(to, from, options));
     }
-    return c10::make_intrusive<Joined>(std::move(works), outputs, false);
+    return begun(std::move(works), outputs);
   }
   intrusive_ptr<Work> alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_sizes,
                                     std::vector<int64_t>& input_sizes, const c10d::AllToAllOptions& options) override {
-    at::Tensor from = checked(input), to = checked(output);
+    at::Tensor from = checked(input, false), to = checked(output);
     return begun(inner_->alltoall_base(to, from, output_sizes, input_sizes, options), {output});
   }
   // Without tags, as NCCL: the messages of two ranks arrive in the order in which they were sent.
   intrusive_ptr<Work> send(Tensors& tensors, int rank, int) override {
-    Tensors views = checked(tensors);
+    Tensors views = checked(tensors, false);
     return begun(inner_->send(views, rank, 0), tensors);
   }
   intrusive_ptr<Work> recv(Tensors& tensors, int rank, int) override {
@@ -166,13 +166,13 @@ class Group final : public c10d::Backend {
   intrusive_ptr<Work> barrier(const c10d::BarrierOptions& options) override {
     c10d::BarrierOptions plain;
     plain.timeout = options.timeout;
-    drain_device(current_device());
+    synchronize_device(current_device());
     return c10::make_intrusive<Joined>(std::vector{inner_->barrier(plain)}, Tensors{}, true);
   }
 
  private:
   // The view of a tensor of the group's own device, once all that its stream has to do before is done.
-  at::Tensor checked(const at::Tensor& tensor) {
+  at::Tensor checked(const at::Tensor& tensor, bool writes = true) {
     TORCH_CHECK(is_ours(tensor), "No backend type associated with device type ", tensor.device().type());
     TORCH_CHECK(tensor.is_non_overlapping_and_dense() || tensor.is_contiguous(), "Tensors must be contiguous");
     const c10::DeviceIndex device = tensor.device().index();
@@ -181,21 +181,25 @@ class Group final : public c10d::Backend {
                 ", but first one of standin:", static_cast<int>(device_),
                 "; a rank of a group has one device. Call torch.accelerator.set_device_index first.");
     begin_kernel(device);
+    use(tensor.storage().data(), writes);
     return host_view(tensor);
   }
-  Tensors checked(const Tensors& tensors) {
+  Tensors checked(const Tensors& tensors, bool writes = true) {
     Tensors views;
-    for (const at::Tensor& tensor : tensors) views.push_back(checked(tensor));
+    for (const at::Tensor& tensor : tensors) views.push_back(checked(tensor, writes));
     return views;
   }
-  Lists checked(const Lists& lists) {
+  Lists checked(const Lists& lists, bool writes = true) {
     Lists views;
-    for (const Tensors& tensors : lists) views.push_back(checked(tensors));
+    for (const Tensors& tensors : lists) views.push_back(checked(tensors, writes));
     return views;
   }
   intrusive_ptr<Work> begun(intrusive_ptr<Work> work, Tensors tensors) {
-    if (coalescing_) coalesced_.push_back(work);
-    return c10::make_intrusive<Joined>(std::vector{std::move(work)}, std::move(tensors), false);
+    return begun(std::vector{std::move(work)}, std::move(tensors));
+  }
+  intrusive_ptr<Work> begun(std::vector<intrusive_ptr<Work>> works, Tensors tensors) {
+    if (coalescing_) coalesced_.insert(coalesced_.end(), works.begin(), works.end());
+    return c10::make_intrusive<Joined>(std::move(works), std::move(tensors), false);
   }
 
   intrusive_ptr<c10d::Backend> inner_;

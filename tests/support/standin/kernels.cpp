@@ -200,6 +200,13 @@ c10::IValue to_device(const c10::IValue& value, HostSide& host_side) {
   return value;
 }
 
+void use_tensors(const c10::IValue& value, const c10::Argument& argument) {
+  const bool writes = argument.alias_info() != nullptr && argument.alias_info()->isWrite();
+  for_tensors(value, [&](const at::Tensor& tensor) {
+    if (is_ours(tensor)) use(tensor.storage().data(), writes);
+  });
+}
+
 bool takes_a_generator(const c10::Argument& argument) {
   return argument.type()->str().find("Generator") != std::string::npos;
 }
@@ -208,7 +215,8 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   const size_t count = schema.arguments().size();
   const c10::Device device = common_device(op, torch::jit::last(*stack, count));
-  if (kWaits.count(schema.name()) > 0) host_waits("data-dependent");
+  const bool waits = kWaits.count(schema.name()) > 0;
+  if (waits) host_waits("data-dependent");
   TORCH_CHECK(schema.name() != "aten::_pin_memory", "cannot pin a tensor of the device, only dense CPU tensors");
   const c10::DeviceGuard on_device(device);
   begin_kernel(device.index());
@@ -217,11 +225,13 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const size_t first = stack->size() - count;
   for (size_t place = 0; place < count; ++place) {
     c10::IValue& value = (*stack)[first + place];
+    use_tensors(value, schema.arguments()[place]);
     if (value.isNone() && takes_a_generator(schema.arguments()[place]))
       value = host_generator(default_generator(device.index()));
     else
       value = to_host(value, host_side);
   }
+  if (waits) synchronize_stream(device.index(), current_stream(device.index()));
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
   host_side.take_back_sizes();
   const size_t returns = schema.returns().size();
@@ -263,6 +273,11 @@ const char* start_of(const at::Tensor& tensor) {
   return static_cast<const char*>(host(tensor.storage().data())) + tensor.storage_offset() * tensor.element_size();
 }
 
+void use_both(const at::Tensor& from, const at::Tensor& to) {
+  if (is_ours(from)) use(from.storage().data(), false);
+  if (is_ours(to)) use(to.storage().data(), true);
+}
+
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   at::AutoDispatchBelowADInplaceOrView no_autograd;
   const c10::Device device = is_ours(to) ? to.device() : from.device();
@@ -272,15 +287,19 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   if (non_blocking && to_host && to.dtype() != from.dtype() && to.is_pinned()) source = from.to(to.scalar_type());
   if ((from_host || to_host) && non_blocking && to.numel() > 0 && is_one_block(source, to) && on_host.is_pinned()) {
     const c10::Storage pinned = on_host.storage();
+    begin_copy(device.index());
+    use_both(source, to);
     copy_later(device.index(), const_cast<char*>(start_of(to)), start_of(source), to.nbytes(),
                std::make_shared<c10::Storage>(pinned));
     return to;
   }
   // From pageable memory the driver takes a copy at once; to pageable memory it waits.
-  if (from_host && !non_blocking) host_waits("copy to device");
-  if (to_host) host_waits("copy to host");
+  const bool waits = to_host || (from_host && !non_blocking);
+  if (waits) host_waits(to_host ? "copy to host" : "copy to device");
   if (is_ours(from)) begin_kernel(from.device().index());
   if (is_ours(to)) begin_kernel(to.device().index());
+  use_both(from, to);
+  if (waits) synchronize_stream(device.index(), current_stream(device.index()));
   host_view(to).copy_(host_view(from));
   return to;
 }
@@ -293,6 +312,8 @@ at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
 at::Scalar local_scalar(const at::Tensor& tensor) {
   host_waits("item");
   begin_kernel(tensor.device().index());
+  use(tensor.storage().data(), false);
+  synchronize_stream(tensor.device().index(), current_stream(tensor.device().index()));
   return host_view(tensor).item();
 }
 

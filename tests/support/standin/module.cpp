@@ -1,4 +1,5 @@
 // The Python module `_standin`.
+#include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include "device.h"
@@ -27,10 +28,11 @@ void watch(const py::object& watcher) {
 // As a new process has it, for the calling thread: nothing waits, device 0, its default stream.
 void reset() {
   for (int device = 0; device < kMaxDevices; ++device) {
-    drain_device(device);
+    synchronize_device(device);
     exchange_stream(device, 0);
   }
   exchange_device(0);
+  take_hazards();
 }
 
 py::dict stats(int device) {
@@ -52,6 +54,7 @@ PYBIND11_MODULE(_standin, m) {
   m.def("default_generator", &standin::default_generator, py::return_value_policy::copy);
   m.def("reset", &standin::reset);
   m.def("watch", &standin::watch);
+  m.def("take_hazards", &standin::take_hazards);
   m.def("waiting_copies", &standin::waiting_copies);
   m.def("memory_stats", &standin::stats);
   m.def("reset_peak", &standin::reset_peak);

@@ -59,6 +59,9 @@ struct Block {
   int64_t stream;
   size_t offset, bytes, capacity;
   std::vector<int64_t> recorded;
+  Clock reads;
+  std::pair<int, int64_t> writer{-1, 0};
+  uint64_t written = 0;
   Range range() const;
   ~Block();
 };
@@ -77,6 +80,7 @@ struct Item {
 struct Stream {
   std::deque<Item> items;
   uint64_t issued = 0, done = 0;
+  Clock clock;
 };
 
 struct Device {
@@ -93,6 +97,8 @@ struct State {
   Device device[kMaxDevices];
   std::unordered_map<const void*, std::shared_ptr<Block>> blocks;
   std::map<const char*, size_t> pinned;
+  Clock host_clock;
+  std::vector<std::string> hazards;
 };
 
 char* reserve(int access) {
@@ -104,7 +110,7 @@ char* reserve(int access) {
 
 State& state() {
   // Never destroyed: tensors of a module's top level are released after static objects.
-  static State* it = new State{reserve(PROT_NONE), reserve(PROT_READ | PROT_WRITE), {}, {}, {}};
+  static State* it = new State{reserve(PROT_NONE), reserve(PROT_READ | PROT_WRITE), {}, {}, {}, {}, {}};
   return *it;
 }
 
@@ -150,6 +156,30 @@ bool uses(int device, int64_t stream, uint64_t position, const Range& range) {
     }
   }
   return false;
+}
+
+void learn(Clock& clock, const Clock& other) {
+  for (const auto& [stream, position] : other) clock[stream] = std::max(clock[stream], position);
+}
+
+uint64_t position_in(const Clock& clock, const std::pair<int, int64_t>& stream) {
+  const auto found = clock.find(stream);
+  return found == clock.end() ? 0 : found->second;
+}
+
+std::string name_of(const std::pair<int, int64_t>& stream) {
+  return "stream " + std::to_string(stream.second) + " of standin:" + std::to_string(stream.first);
+}
+
+void report(const Block& block, const std::string& what) {
+  if (state().hazards.size() < 20) state().hazards.push_back(std::to_string(block.bytes) + " bytes " + what);
+}
+
+// One more thing that the stream does: after all that the host has seen done.
+uint64_t advance(int device, int64_t stream) {
+  Clock& clock = stream_of(device, stream).clock;
+  learn(clock, state().host_clock);
+  return ++clock[{device, stream}];
 }
 
 }  // namespace
@@ -204,6 +234,17 @@ void release(void* address) {
   Device& it = state().device[block->device];
   it.stats.allocated -= static_cast<int64_t>(block->bytes);
   it.stats.blocks -= 1;
+  const std::pair<int, int64_t> owner{block->device, block->stream};
+  Clock uses_of_it = block->reads;
+  if (block->written > 0) learn(uses_of_it, {{block->writer, block->written}});
+  for (const auto& [stream, position] : uses_of_it) {
+    const bool recorded =
+        std::count(block->recorded.begin(), block->recorded.end(), stream.second) > 0 && stream.first == owner.first;
+    const bool known = position_in(stream_of(owner.first, owner.second).clock, stream) >= position ||
+                       position_in(state().host_clock, stream) >= position;
+    if (stream != owner && !recorded && !known)
+      report(*block, "of " + name_of(owner) + " were freed while " + name_of(stream) + " may use them: no record_stream");
+  }
   // The block stays as it is for work of its own stream and of the recorded ones; any other stream's reads poison.
   std::vector<int64_t> streams = block->recorded;
   streams.push_back(block->stream);
@@ -291,7 +332,45 @@ int64_t new_stream(int device) {
   return ++state().device[device].last_stream;
 }
 
-void begin_kernel(int device) { drain_stream(device, thread_streams[device]); }
+void begin_kernel(int device) {
+  Lock lock;
+  const int64_t stream = thread_streams[device];
+  run_until(device, stream, stream_of(device, stream).issued);
+  advance(device, stream);
+}
+
+void begin_copy(int device) {
+  Lock lock;
+  advance(device, thread_streams[device]);
+}
+
+void use(const void* address, bool writes) {
+  Lock lock;
+  const auto found = state().blocks.find(address);
+  if (found == state().blocks.end()) return;
+  Block& block = *found->second;
+  const std::pair<int, int64_t> user{block.device, thread_streams[block.device]};
+  const Clock& clock = stream_of(user.first, user.second).clock;
+  const uint64_t now = position_in(clock, user);
+  if (block.written > 0 && block.writer != user && position_in(clock, block.writer) < block.written)
+    report(block, std::string(writes ? "are written" : "are read") + " by " + name_of(user) + " while " +
+                      name_of(block.writer) + " may still write them: no wait");
+  if (writes) {
+    for (const auto& [reader, position] : block.reads)
+      if (reader != user && position_in(clock, reader) < position)
+        report(block, "are written by " + name_of(user) + " while " + name_of(reader) + " may still read them: no wait");
+    block.reads.clear();
+    block.writer = user;
+    block.written = now;
+  } else {
+    block.reads[user] = now;
+  }
+}
+
+std::vector<std::string> take_hazards() {
+  Lock lock;
+  return std::exchange(state().hazards, {});
+}
 
 void copy_later(int device, void* to, const void* from, size_t bytes, std::shared_ptr<void> keep) {
   Lock lock;
@@ -309,19 +388,23 @@ void copy_later(int device, void* to, const void* from, size_t bytes, std::share
   it.items.push_back(std::move(item));
 }
 
-bool stream_is_done(int device, int64_t stream) {
+void synchronize_stream(int device, int64_t stream) {
   Lock lock;
-  return stream_of(device, stream).items.empty();
+  Stream& it = stream_of(device, stream);
+  run_until(device, stream, it.issued);
+  learn(state().host_clock, it.clock);
 }
 
-void drain_stream(int device, int64_t stream) {
+bool query_stream(int device, int64_t stream) {
   Lock lock;
-  run_until(device, stream, stream_of(device, stream).issued);
+  const bool done = stream_of(device, stream).items.empty();
+  synchronize_stream(device, stream);
+  return done;
 }
 
-void drain_device(int device) {
+void synchronize_device(int device) {
   Lock lock;
-  for (auto& [stream, it] : state().device[device].streams) run_until(device, stream, it.issued);
+  for (auto& [stream, it] : state().device[device].streams) synchronize_stream(device, stream);
 }
 
 size_t waiting_copies() {
@@ -336,14 +419,18 @@ size_t waiting_copies() {
 void record_event(Event& event, int device, int64_t stream) {
   Lock lock;
   const auto now = std::chrono::steady_clock::now().time_since_epoch();
-  event = {device, stream, stream_of(device, stream).issued, std::chrono::nanoseconds(now).count()};
+  advance(device, stream);
+  const Stream& it = stream_of(device, stream);
+  event = {device, stream, it.issued, std::chrono::nanoseconds(now).count(), it.clock};
 }
 
 void wait_for_event(const Event& event, int device, int64_t stream) {
   Lock lock;
   const bool ordered = event.device == device && event.stream == stream;
-  if (event.device < 0 || ordered || stream_of(event.device, event.stream).done >= event.position) return;
+  if (event.device < 0 || ordered) return;
   Stream& it = stream_of(device, stream);
+  learn(it.clock, event.clock);
+  if (stream_of(event.device, event.stream).done >= event.position) return;
   Item item;
   item.position = ++it.issued;
   item.other = event.stream;
@@ -352,18 +439,19 @@ void wait_for_event(const Event& event, int device, int64_t stream) {
   it.items.push_back(std::move(item));
 }
 
-void drain_event(const Event& event) {
+void synchronize_event(const Event& event) {
   if (event.device < 0) return;
   Lock lock;
   run_until(event.device, event.stream, event.position);
+  learn(state().host_clock, event.clock);
 }
 
 bool query_event(const Event& event) {
   if (event.device < 0) return true;
   Lock lock;
-  if (stream_of(event.device, event.stream).done >= event.position) return true;
-  run_until(event.device, event.stream, event.position);
-  return false;
+  const bool done = stream_of(event.device, event.stream).done >= event.position;
+  synchronize_event(event);
+  return done;
 }
 
 void set_watcher(Watcher other) { watcher = other; }

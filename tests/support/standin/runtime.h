@@ -9,6 +9,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <string>
 #include <utility>
@@ -52,25 +53,40 @@ int64_t new_stream(int device);
 
 // Runs what waits in the current stream of the device: a kernel is about to run there.
 void begin_kernel(int device);
+// One more piece of work of the current stream follows, a copy, which does not wait for what is there already.
+void begin_copy(int device);
 // Both addresses as `host` gives them; `keep` lives until the copy ran.
 void copy_later(int device, void* to, const void* from, size_t bytes, std::shared_ptr<void> keep);
-bool stream_is_done(int device, int64_t stream);
-void drain_stream(int device, int64_t stream);
-void drain_device(int device);
+// The host asks and waits.
+bool query_stream(int device, int64_t stream);
+void synchronize_stream(int device, int64_t stream);
+void synchronize_device(int device);
 size_t waiting_copies();
+
+// How far each stream had come, as far as the holder knows.
+using Clock = std::map<std::pair<int, int64_t>, uint64_t>;
 
 struct Event {
   int device = -1;
   int64_t stream = 0;
   uint64_t position = 0;
   int64_t nanoseconds = 0;
+  Clock clock;
 };
 
 void record_event(Event& event, int device, int64_t stream);
 void wait_for_event(const Event& event, int device, int64_t stream);
-void drain_event(const Event& event);
+void synchronize_event(const Event& event);
 // False once for an event whose work waits; asking lets that work run, as time does on a device.
 bool query_event(const Event& event);
+
+// ---------------------------------------------------------------------------------------------------- order of uses
+
+// The kernel that is about to run on the device's current stream reads or writes the block at the address.
+void use(const void* address, bool writes);
+// Says, and forgets, what nothing ordered: a stream that used a block while another one's write (or, to write, any
+// use) may still have run, and a block that its owner let go while another stream may still have used it.
+std::vector<std::string> take_hazards();
 
 // -------------------------------------------------------------------------------------------- waits of the host
 

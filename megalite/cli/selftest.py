@@ -1,0 +1,198 @@
+"""megalite selftest: compare each operator with float64 on this very card, time it against torch, remember the result.
+
+Without RUN.toml the shapes are those of a small Llama. Each operator runs in a process of its own with a time limit, so
+that a crash or a hang costs that operator alone. Runs read the result; so does megalite doctor.
+"""
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megalite.config.flags import split_overrides
+from megalite.errors import ConfigError, Problem
+from megalite.launcher.environment import prepare_process
+
+if TYPE_CHECKING:
+    import torch
+
+    from megalite.ops.trust import Choice, Finding, Findings
+    from megalite.selftest.registry import Case, Workload
+
+_UNKNOWN_VOCABULARY = 32000
+_WIDTH = 160
+
+
+@dataclass(frozen=True)
+class _Row:
+    """What one implementation showed in one case."""
+
+    case: "Case"
+    implementation: str
+    finding: "Finding"
+
+
+def run(arguments: Sequence[str]) -> int:
+    """0 when nothing is wrong, 1 when an operator is wrong, crashed or hung: runs then use torch in its place.
+
+    Raises ConfigError; KernelError where the device cannot be reached.
+    """
+    own, overrides = split_overrides(arguments)
+    options = _parser().parse_args(own)
+    prepare_process()
+    device = _device(options.device)
+
+    from megalite.ops import trust
+    from megalite.selftest.decide import choices_of
+    from megalite.selftest.registry import cases_of
+    from megalite.selftest.run import prove_all
+    from megalite.selftest.table import entries_of
+
+    workload = _workload(options.run_file, overrides, device)
+    cases = [
+        case for case in cases_of(entries_of(options.entries), workload) if _asked(case, options.operators)
+    ]
+    rows: list[_Row] = []
+    found = prove_all(
+        cases,
+        device,
+        entries=options.entries,
+        case_seconds=options.timeout,
+        tell=lambda case, name, finding: rows.append(_Row(case, name, finding)),
+    )
+    facts = trust.machine(device)
+    kept = _keep(facts, found)
+    choices = choices_of(cases, found)
+    if options.json:
+        print(json.dumps(_json(facts, rows, choices, kept), indent=2))
+    else:
+        _show(facts, rows, choices, kept)
+    return 1 if any(row.finding.verdict in ("wrong", "failed") for row in rows) else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="megalite selftest",
+        usage="megalite selftest [-h] [RUN.toml] [--device DEVICE] [--operators NAME ...] [--timeout SECONDS] [--json]"
+        " [--section.key value ...]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "run_file", type=Path, nargs="?", metavar="RUN.toml", help="test the shapes of this run"
+    )
+    parser.add_argument(
+        "--device", default="auto", help='"cuda", "cuda:1", "cpu"; default: the accelerator, if any'
+    )
+    parser.add_argument(
+        "--operators", nargs="+", default=[], metavar="NAME", help="only these: norm, rotary, ..."
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="for one operator on one shape; default: 60",
+    )
+    parser.add_argument("--json", action="store_true", help="the same as one JSON object")
+    parser.add_argument(
+        "--entries", type=Path, help=argparse.SUPPRESS
+    )  # a file of other operators, for tests
+    return parser
+
+
+def _device(asked: str) -> "torch.device":
+    """Raises ConfigError where it is no device of this machine."""
+    import torch
+
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if asked == "auto":
+        return torch.device("cpu") if accelerator is None else torch.device(accelerator.type, 0)
+    here = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
+    try:
+        device = torch.device(asked)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in here:
+        remedy = f"use {' or '.join(here)}"
+        raise ConfigError(
+            [Problem("--device", f"{asked} is no device of this machine", remedy)], "the command line"
+        )
+    return device if device.type == "cpu" else torch.device(device.type, device.index or 0)
+
+
+def _workload(run_file: Path | None, overrides: Sequence[str], device: "torch.device") -> "Workload":
+    """The run's own shapes, or those of a small Llama."""
+    from megalite.config.load import load_run
+    from megalite.selftest.decide import LIKE_LLAMA, workload_of
+    from megalite.train.precision import DTYPES, choose_precision
+
+    if run_file is None and not overrides:
+        return replace(LIKE_LLAMA, dtype=DTYPES[choose_precision("auto", device).name])
+    config = load_run(run_file, overrides).config
+    precision = choose_precision(config.training.precision, device).name
+    return workload_of(config, config.model.shape(_UNKNOWN_VOCABULARY), DTYPES[precision])
+
+
+def _asked(case: "Case", operators: Sequence[str]) -> bool:
+    return not operators or case.entry.operator in operators
+
+
+def _keep(facts: Mapping[str, str], found: "Findings") -> str:
+    """Where the findings are kept, or why they are not."""
+    from megalite.ops import trust
+
+    try:
+        return str(trust.write(facts, found))
+    except OSError as error:
+        return f"nowhere: {error}; set MEGALITE_TRUST_FOLDER to a folder that can be written"
+
+
+def _json(
+    facts: Mapping[str, str], rows: Sequence[_Row], choices: Mapping[str, "Choice"], kept: str
+) -> dict[str, Any]:
+    listed = [
+        {
+            "operator": row.case.entry.operator,
+            "case": row.case.key,
+            "implementation": row.implementation,
+            **asdict(row.finding),
+        }
+        for row in rows
+    ]
+    return {
+        "machine": dict(facts),
+        "findings": listed,
+        "choices": {name: asdict(choice) for name, choice in choices.items()},
+        "kept": kept,
+    }
+
+
+def _show(facts: Mapping[str, str], rows: Sequence[_Row], choices: Mapping[str, "Choice"], kept: str) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from megalite.ops.operators import TORCH
+    from megalite.ops.trust import needs_proof
+
+    console = Console()
+    if not console.is_terminal:
+        console.width = _WIDTH
+    table = Table("case", "by", "error / allowed", "time / torch's", "verdict", box=None)
+    for row in rows:
+        found = row.finding
+        error = "" if found.error is None else f"{found.error:.1e} / {found.allowed:.1e}"
+        ratio = f"{found.seconds / found.torch_seconds:.2f}" if found.seconds and found.torch_seconds else ""
+        verdict = found.verdict if found.right else found.why
+        table.add_row(*map(escape, (row.case.key, row.implementation, error, ratio, verdict)))
+    console.print(table)
+    for name, choice in choices.items():
+        print(f"{name}: {choice.name}" + (f" ({choice.why})" if choice.why else ""))
+    if any(choice.name != TORCH for choice in choices.values()) and not needs_proof(facts["device"]):
+        print(
+            "on a CPU, model.kernels decides alone: its compiled operators are proved by the project's own tests"
+        )
+    print(f"kept: {kept}")
