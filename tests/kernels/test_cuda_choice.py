@@ -167,6 +167,7 @@ def test_an_nvcc_that_hangs_is_ended_with_what_it_started(bin: Path, monkeypatch
     while started.exists() and "State:\tZ" not in (started / "status").read_text():
         assert time.monotonic() < until, "the compiler that nvcc started still runs"
         time.sleep(0.01)
+    assert time.monotonic() < until, "the build waited for it"
 
 
 def test_the_nvcc_is_one_that_needs_no_newer_driver_than_torch(bin: Path, tmp_path: Path) -> None:
