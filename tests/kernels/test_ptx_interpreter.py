@@ -81,6 +81,12 @@ def test_a_fault_is_told(broken: Break, said: str) -> None:
         norm(Device("norms", broken=broken))
 
 
+def test_a_block_larger_than_a_kernel_was_compiled_for_is_refused() -> None:
+    """As a GPU does, whose registers the compiler has shared out among as many threads as __launch_bounds__ says."""
+    with pytest.raises(AssertionError, match="assert 1 == 0"):
+        norm(Device("norms", broken=substituted(r"\.maxntid 1024", ".maxntid 64")))
+
+
 @pytest.mark.parametrize(
     "broken",
     [
