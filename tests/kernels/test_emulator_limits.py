@@ -106,7 +106,12 @@ def test_a_misaligned_vector_is_an_error(chip: ctypes.CDLL) -> None:
 def test_a_shuffle_whose_mask_names_a_lane_that_left_is_told(chip: ctypes.CDLL) -> None:
     problem = ctypes.c_char_p.in_dll(chip, "megalite_emulator_problem")
     made = ctypes.c_float()
-    for lanes, threads, said in ((32, 32, None), (16, 32, b"exited"), (31, 32, b"exited"), (24, 24, b"exited")):
+    for lanes, threads, said in (
+        (32, 32, None),
+        (16, 32, b"exited"),
+        (31, 32, b"exited"),
+        (24, 24, b"exited"),
+    ):
         for order in (0, 1, 2):
             ctypes.c_uint.in_dll(chip, "megalite_emulator_order").value = order
             problem.value = None

@@ -39,8 +39,8 @@ def last(count: int) -> Callable[[Launch], range]:
     return lambda launch: range(max(0, launch.blocks - count), launch.blocks)
 
 
-def device(name: str, chosen: Callable[[Launch], range] = last(8)) -> Device:
-    return Device(name, watched=False, chosen=chosen)
+def device(name: str, chosen: Callable[[Launch], range] | None = None) -> Device:
+    return Device(name, watched=False, chosen=chosen or last(8))
 
 
 def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -71,7 +71,10 @@ def test_gated_activations(features: int) -> None:
     gate_up, out = sparse(rows, 2 * features, dtype=dtype), sparse(rows, features, dtype=dtype)
     gate_up[-1] = random(2 * features)
     silu = ctypes.c_int(0)
-    assert device("activations", last(1024)).call("megalite_glu_cuda", gate_up, out, rows, features, silu, dtype) == 0
+    assert (
+        device("activations", last(1024)).call("megalite_glu_cuda", gate_up, out, rows, features, silu, dtype)
+        == 0
+    )
     gate, up = gate_up[-1].double().chunk(2)
     assert_near(out[-1], F.silu(gate) * up)
 
@@ -84,7 +87,9 @@ def test_cross_entropy() -> None:
     logits[-1] = random(columns)
     given, sizes = logits[-1].double(), (rows, columns, 0, 1.0, 0.0, dtype)
     run = device("cross_entropy")
-    assert run.call("megalite_cross_entropy_statistics_cuda", logits, labels, weights, statistics, *sizes) == 0
+    assert (
+        run.call("megalite_cross_entropy_statistics_cuda", logits, labels, weights, statistics, *sizes) == 0
+    )
     assert statistics[0, -1] == given.max()
     assert_near(statistics[1, -1], (given - given.max()).exp().sum())
     factors = weights / statistics[1].clamp(min=1)
@@ -162,5 +167,7 @@ def test_attention_of_more_sequences_than_a_grid_has_in_z() -> None:
     told.output, told.lse = output.data_ptr(), lse.data_ptr()
     run = device("attention_forward_64", last(2))
     touched = [*inputs, output, lse, *ends]
-    assert run.call("megalite_attention_forward_64_cuda", ctypes.byref(told), output.dtype, touched=touched) == 0
+    assert (
+        run.call("megalite_attention_forward_64_cuda", ctypes.byref(told), output.dtype, touched=touched) == 0
+    )
     assert torch.equal(output[-1], inputs[2][-1])

@@ -42,9 +42,11 @@ def unknown_forms(kernel: parse.Kernel) -> set[str]:
 class Device:
     """csrc/cuda/<name>.cu on a chip of the compute capability `capability` / 10, compiled for compute_<arch>.
 
-    order, late_copies, unwritten: see Launch. watched: whether unordered accesses are faults. chosen: the only blocks of a launch
-    that run. most_shared: bytes of shared memory that a block may have; None: as many as the chip gives. broken: makes of the PTX
-    what is to be run in its place. Calls raise Fault for what a GPU would not do or leaves undefined.
+    order, late_copies, unwritten: see Launch. watched: whether unordered accesses are faults. chosen: the only blocks
+    of a launch that run. most_shared: bytes of shared memory that a block may have; None: as many as the chip gives.
+    broken: makes of the PTX what is to be run in its place.
+
+    Calls raise Fault for what a GPU would not do or leaves undefined.
     """
 
     name: str
@@ -115,7 +117,9 @@ class Device:
                 begin = places[variable.name]
                 given[begin : begin + variable.size] = ctypes.string_at(arguments[which], variable.size)
             extents = [(each[0], each[1], each[2]) for each in (grid, block)]
-            launch = Launch(*extents, shared, bytes(given), self.order, self.late_copies, self.unwritten, self.watched)
+            launch = Launch(
+                *extents, shared, bytes(given), self.order, self.late_copies, self.unwritten, self.watched
+            )
             self.launched.append((kernel.name, launch))
             memory = Global(self._allocations, watched=self.watched)
             at_once = max(1, _TOGETHER // (-(-launch.threads // 32) * 32))
