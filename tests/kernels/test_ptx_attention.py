@@ -170,3 +170,24 @@ def test_broken_assembly_is_seen(pattern: str, by: str) -> None:
         output, _ = forward(packed, inputs, broken=broken)
         exact = attention(packed, *(each.double() for each in inputs))[0]
         assert_no_worse(output, attention(packed, *inputs)[0], exact, what="output")
+
+
+def test_an_error_of_one_call_is_not_told_of_the_next() -> None:
+    """A chip that gives a block 99 KiB of shared memory refuses tiles that take more; another call begins anew."""
+    packed = Packed((30,), (30,), heads=1, head_size=128)
+    inputs = [each.detach() for each in packed.inputs(torch.bfloat16)]
+    ends = starts(packed.queries), starts(packed.keys)
+    output, lse = torch.zeros_like(inputs[0]), torch.zeros(1, 30)
+    told = emulator.problem(packed, *inputs, ends)
+    told.output, told.lse = output.data_ptr(), lse.data_ptr()
+    touched = [*inputs, output, lse, *ends]
+
+    def call(told: emulator.Problem) -> int:
+        function = "megalite_attention_forward_128_cuda"
+        return device.call(function, ctypes.byref(told), torch.bfloat16, touched=touched)
+
+    device = Device("attention_forward_128")
+    device.most_shared = 16 * 1024
+    assert call(told) == 1
+    device.most_shared = None
+    assert call(told) == 0

@@ -1,4 +1,4 @@
-"""The PTX interpreter itself: whatever is broken in a kernel's PTX is seen, and no form is executed that is not known."""
+"""The PTX interpreter itself: what is broken in a kernel's PTX is seen, and only forms that are known are executed."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -92,6 +92,12 @@ def test_an_unbroken_norm_is_right_in_any_order_of_warps() -> None:
 def test_a_fault_is_told(broken: Break, said: str) -> None:
     with pytest.raises(Fault, match=said):
         norm(Device("norms", broken=broken))
+
+
+def test_a_block_larger_than_a_kernel_was_compiled_for_is_refused() -> None:
+    """As a GPU does, whose registers the compiler has shared out among as many threads as __launch_bounds__ says."""
+    with pytest.raises(AssertionError, match="assert 1 == 0"):
+        norm(Device("norms", broken=substituted(r"\.maxntid 1024", ".maxntid 64")))
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,7 @@ extern "C" {
 
 void megalite_ptx_runtime(Launch launch, Fits check) { launched = launch, fits = check; }
 int megalite_ptx_chip(int capability) { return emulator::choose_chip(capability); }
+void megalite_ptx_most_shared(size_t bytes) { emulator::chip.most_shared = bytes; }
 
 void** __cudaRegisterFatBinary(void*) {
   static void* handle;

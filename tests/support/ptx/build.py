@@ -7,7 +7,6 @@ what it gives. Results are kept in build/ptx, by a digest of all that they are m
 import ctypes
 import functools
 import hashlib
-import os
 import shutil
 import subprocess
 import tempfile
@@ -76,7 +75,7 @@ def _kept(words: list[str], sources: list[Path], make: Callable[[Path], None]) -
             if each.suffix in (".ptx", ".so"):
                 each.rename(kept / each.name)
         try:
-            os.rename(kept, folder)
+            kept.rename(folder)
         except OSError:  # another process was quicker
             assert folder.exists()
     return folder

@@ -42,8 +42,11 @@ def unknown_forms(kernel: parse.Kernel) -> set[str]:
 class Device:
     """csrc/cuda/<name>.cu on a chip of the compute capability `capability` / 10, compiled for compute_<arch>.
 
-    order, late_copies, unwritten: see Launch. watched: whether unordered accesses are faults. broken: makes of the PTX
-    what is to be run in its place. Calls raise Fault for what a GPU would not do or leaves undefined.
+    order, late_copies, unwritten: see Launch. watched: whether unordered accesses are faults. chosen: the only blocks
+    of a launch that run. most_shared: bytes of shared memory that a block may have; None: as many as the chip gives.
+    broken: makes of the PTX what is to be run in its place.
+
+    Calls raise Fault for what a GPU would not do or leaves undefined.
     """
 
     name: str
@@ -53,7 +56,9 @@ class Device:
     late_copies: bool = True
     unwritten: int | None = None
     watched: bool = True
+    chosen: Callable[[Launch], Sequence[int]] | None = None
     broken: Callable[[str], str] | None = None
+    most_shared: int | None = None
     launched: list[tuple[str, Launch]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -76,7 +81,9 @@ class Device:
         self._allocations = sorted({(each.data_ptr(), each.nbytes()) for each in storages})
         self._failed = None
         self._library.megalite_ptx_runtime(*self._callbacks)
-        self._library.megalite_ptx_chip(self.capability)
+        assert self._library.megalite_ptx_chip(self.capability), f"no chip that is known: {self.capability}"
+        if self.most_shared is not None:
+            self._library.megalite_ptx_most_shared(ctypes.c_size_t(self.most_shared))
         error = getattr(self._library, function)(*map(_passed, arguments), None)
         if self._failed is not None:
             raise self._failed
@@ -116,8 +123,9 @@ class Device:
             self.launched.append((kernel.name, launch))
             memory = Global(self._allocations, watched=self.watched)
             at_once = max(1, _TOGETHER // (-(-launch.threads // 32) * 32))
-            for begin in range(0, launch.blocks, at_once):
-                Machine(kernel, launch, range(begin, min(begin + at_once, launch.blocks)), memory).run()
+            blocks = range(launch.blocks) if self.chosen is None else self.chosen(launch)
+            for begin in range(0, len(blocks), at_once):
+                Machine(kernel, launch, blocks[begin : begin + at_once], memory).run()
         except Exception as failed:
             # Nothing passes through the host code.
             self._failed = failed

@@ -70,7 +70,10 @@ def _width(machine: Machine, name: str) -> str:
 
 
 def reader(machine: Machine, operand: parse.Operand, kind: str, *, wider: bool = False) -> Read:
-    """A function that gives the operand's values as `kind` in some lanes; wider: the register may be, its low part counts."""
+    """A function that gives the operand's values as `kind` in some lanes.
+
+    wider: the register may be, of which the low part counts.
+    """
     to = NUMPY[kind]
     if isinstance(operand, parse.Register):
         values = machine.register(operand.name)
@@ -104,7 +107,10 @@ def reader(machine: Machine, operand: parse.Operand, kind: str, *, wider: bool =
 
 
 def writer(machine: Machine, operand: parse.Operand, kind: str, *, wider: bool = False) -> Write:
-    """A function that sets a register in some lanes; wider: it may be wider than `kind`, and is extended by its sign."""
+    """A function that sets a register in some lanes.
+
+    wider: it may be wider than `kind`, whose values are then extended by their sign.
+    """
     if operand == parse.Symbol("_"):
         return lambda at, values: None
     if not isinstance(operand, parse.Register) or operand.negated:
@@ -249,7 +255,7 @@ def access(
     if space == ".shared":
         block = machine.block[at]
         places, shadow = machine.shared.places(address, size, block), machine.shared.shadow
-        if not write and machine.shared.unwritten is None:
+        if not write and machine.launch.watched and machine.shared.unwritten is None:
             _refuse(~shadow.written(places).all(0), "reads shared memory that nobody wrote")
         find = lambda kind: machine.shared.index(address, kind, block)  # noqa: E731
     else:

@@ -80,14 +80,14 @@ def parameter_places(kernel: parse.Kernel) -> tuple[dict[str, int], int]:
 class Machine:
     """Some blocks of a launch, and their memory."""
 
-    def __init__(self, kernel: parse.Kernel, launch: Launch, blocks: range, memory: Global) -> None:
+    def __init__(self, kernel: parse.Kernel, launch: Launch, blocks: Sequence[int], memory: Global) -> None:
         self.kernel, self.launch, self.memory = kernel, launch, memory
         warps = -(-launch.threads // 32)
         self.width = warps * 32
         self.count = len(blocks) * self.width
         slot = np.arange(self.count)
         self.block = slot // self.width
-        own, number = slot % self.width, blocks.start + self.block
+        own, number = slot % self.width, np.array(blocks)[self.block]
         self.number = number * 1024 + own
         self.special = _places(launch, own, number) | {"%laneid": (slot % 32).astype(np.uint32)}
         self.pc = np.zeros(self.count, np.int64)

@@ -4,6 +4,7 @@ Global memory is this process's own: addresses are pointers, of which only regis
 """
 
 import ctypes
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -112,7 +113,7 @@ def _refuse(wrong: NDArray[np.bool_], what: str) -> None:
 class Global:
     """Global memory during one launch."""
 
-    _arrays: dict[str, Array] = {}
+    _arrays: ClassVar[dict[str, Array]] = {}
 
     def __init__(self, allocations: list[tuple[int, int]], *, watched: bool = True) -> None:
         """allocations: address and bytes of each. watched: whether unordered accesses are faults."""
