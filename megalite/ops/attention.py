@@ -143,7 +143,7 @@ def why_not_fused(
         return "it takes no mask that is written out"
     if documents is not None and not isinstance(documents, Starts):
         return "it takes documents by their starts only"
-    return why_not_packed(query)
+    return why_not_packed(query, dropout=mask is not None)
 
 
 def fused_pays(

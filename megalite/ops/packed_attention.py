@@ -17,14 +17,30 @@ CUDA_HEAD_SIZES = (64, 96, 128, 256)
 CUDA_DTYPES = (torch.bfloat16, torch.float16)
 
 
-def why_not_packed(query: Tensor) -> str:
-    """Why `packed_attention` cannot be computed for tensors like `query`; empty where it can."""
+def why_not_packed(query: Tensor, *, dropout: bool = False) -> str:
+    """Why `packed_attention` cannot be computed for tensors like `query`; empty where it can. dropout: with a mask."""
     kind = query.device.type
     if kind == "cuda" and query.dtype not in CUDA_DTYPES:
         return f"its CUDA kernels are for 16-bit types, not {query.dtype}"
     if kind == "cuda" and query.shape[-1] not in CUDA_HEAD_SIZES:
         return f"its CUDA kernels are for heads of {CUDA_HEAD_SIZES}, not {query.shape[-1]}"
-    return "" if kind == "meta" else why_not(kind)
+    complaint = "" if kind == "meta" else why_not(kind)
+    return complaint if complaint or kind != "cuda" else _why_too_large(query, dropout)
+
+
+def _why_too_large(query: Tensor, dropout: bool) -> str:
+    """Why the kernels do not fit the shared memory of this NVIDIA card: 8.6, 8.9 and 12.0 have 99 KiB a block."""
+    limit = torch.cuda.get_device_properties(query.device).shared_memory_per_block_optin
+    needed = max(
+        torch.ops.megalite.attention_shared_memory(query.shape[-1], dropout, backward, False, limit)
+        for backward in (False, True)
+    )
+    if needed <= limit:
+        return ""
+    return (
+        f"its CUDA kernels for heads of {query.shape[-1]}{', with dropout,' if dropout else ''} take {needed} bytes of "
+        f"shared memory, a block has {limit} on this chip"
+    )
 
 
 def packed_attention(

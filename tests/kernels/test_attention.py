@@ -1,6 +1,7 @@
 """The compiled attention operator on the CPU: against float64, its gradients, what torch asks of an operator."""
 
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megalite.ops import attention as ops
+from megalite.ops import packed_attention as packed
 from megalite.ops.packed_attention import packed_attention, why_not_packed
 from tests.support.attention import Packed, attention, counted_mask, gradients, starts
 from tests.support.kernels import DTYPES, assert_no_worse, needs_library
@@ -297,3 +299,33 @@ def test_what_the_operator_lacks_is_told_and_torch_serves() -> None:
 def test_what_cuda_has_no_kernel_for_is_said(dtype, head_size, words) -> None:
     query = SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=(1, 1, head_size))
     assert words in why_not_packed(query)
+
+
+@pytest.mark.parametrize(
+    ("limit", "dropout", "words"),
+    [
+        (
+            99 * 1024,
+            True,
+            "heads of 128, with dropout, take 133128 bytes of shared memory, a block has 101376",
+        ),
+        (99 * 1024, False, ""),
+        (163 * 1024, True, ""),
+    ],
+)
+def test_a_chip_whose_blocks_have_too_little_shared_memory_is_said(limit, dropout, words) -> None:
+    def needed(head_size: int, dropped: bool, backward: bool, any_order: bool, limit: int) -> int:
+        assert head_size == 128 and not any_order
+        return 133128 if dropped and backward else 65536
+
+    query = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, shape=(1, 1, 128))
+    chip = SimpleNamespace(shared_memory_per_block_optin=limit)
+    with (
+        mock.patch.object(packed, "why_not", lambda kind: ""),
+        mock.patch.object(torch.cuda, "get_device_properties", lambda device: chip),
+        mock.patch.object(torch.ops.megalite, "attention_shared_memory", needed, create=True),
+    ):
+        complaint = why_not_packed(query, dropout=dropout)
+        mask = counted_mask(1, 4) if dropout else None
+        assert ops.why_not_fused(query, mask) == complaint
+    assert words in complaint and bool(words) == bool(complaint)

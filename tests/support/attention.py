@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megalite.ops.counter import MASK_LEVELS, keep_probabilities
 from megalite.ops.dropout import CountedMask
@@ -124,3 +126,29 @@ def gradients(
     finite = torch.where(torch.isfinite(lse), lse, torch.zeros_like(lse))
     sent = [output_grad.to(output.dtype), lse_grad.to(lse.dtype)]
     return list(torch.autograd.grad([output, finite], leaves, sent))
+
+
+class WaitsRefused(TorchDispatchMode):
+    """Refuses operators that have the host wait for a device without data ("meta"), and those that repeat keys."""
+
+    _WAITING = ("_local_scalar_dense", "nonzero", "item", "masked_select", "_unique2", "repeat_interleave")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func.overloadpacket._qualified_op_name.split("::")[1]
+        on_device = any(each.device.type == "meta" for each in tree_leaves(args) if isinstance(each, Tensor))
+        assert not (on_device and name in self._WAITING), f"{name} has the host wait, or repeats"
+        output = func(*args, **kwargs or {})
+        self.names.add(name)
+        for each in () if func.is_view else tree_leaves(output):
+            if isinstance(each, Tensor) and each.device.type == "meta":
+                self.created(name, each)
+        return output
+
+    def created(self, name: str, tensor: Tensor) -> None:
+        """Looks at what an operator allocated."""

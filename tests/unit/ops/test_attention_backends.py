@@ -10,13 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalite.ops import attention_backends as backends
 from megalite.ops import chunked_attention
 from megalite.ops.attention import causal_attention, document_starts, documents_seen
 from megalite.ops.attention_backends import BACKENDS, CANDIDATES, Asked, attend_on_device, backend_for
 from megalite.ops.documents import Starts, numbered, row_starts, starts_of_rows
+from tests.support.attention import WaitsRefused
 from tests.support.flash import fake_flash_attn, flash_kernels
 from tests.support.parity import assert_close
 
@@ -137,25 +137,13 @@ def test_chunks_are_no_less_accurate_in_low_precision(dtype, softcap) -> None:
         assert errors[0] <= 1.5 * errors[1], f"tensor {index}"
 
 
-class Recorder(TorchDispatchMode):
-    """Refuses operators that wait for the device, and records the largest output."""
+class Recorder(WaitsRefused):
+    """Records the largest output."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.largest = 0
-        self.names: set[str] = set()
+    largest = 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.overloadpacket._qualified_op_name.split("::")[1]
-        assert name not in ("_local_scalar_dense", "nonzero", "item", "masked_select", "unique"), name
-        assert name != "repeat_interleave", "keys, or documents, are repeated"
-        assert name != "_to_copy" or torch.device(dict(kwargs or {}).get("device") or "meta").type == "meta"
-        output = func(*args, **kwargs or {})
-        self.names.add(name)
-        for each in output if isinstance(output, tuple | list) else (output,):
-            if isinstance(each, Tensor) and not func.is_view:
-                self.largest = max(self.largest, each.numel())
-        return output
+    def created(self, name: str, tensor: Tensor) -> None:
+        self.largest = max(self.largest, tensor.numel())
 
 
 LENGTH = 1024
