@@ -118,7 +118,9 @@ def _proved(choices: Mapping[str, Choice]) -> KernelChoice:
     others = [f"{name}: {', '.join(operators)}" for name, operators in by_name.items() if name != TORCH]
     left = _shared_reason(choices)
     if not others:
-        return KernelChoice("reference", left)
+        reasons = {choice.why for choice in choices.values()}
+        said = f"no compiled operators here: {reasons.pop()}" if len(reasons) == 1 else left
+        return KernelChoice("reference", said)
     operators = Operators({operator: choice.name for operator, choice in choices.items()})
     return KernelChoice("mixed", "; ".join([*others, *([f"torch: {left}"] if left else [])]), operators)
 

@@ -3,6 +3,7 @@
 from torch import Tensor, nn
 
 from megalite.model.options import ModelOptions
+from megalite.ops import liger
 from megalite.ops.activations import Approximate, bias_gelu, geglu, swiglu
 from megalite.ops.dropout import Mask, dropout
 from megalite.parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -17,6 +18,7 @@ class GatedMLP(nn.Module):
         super().__init__()
         features = mesh.local(shape.intermediate_size)
         self.fused = options.operators.uses("glu")
+        self.by_liger = options.operators.uses("glu", liger.LIGER) and not options.compile
         self.approximate = None if shape.hidden_act == "silu" else _approximate(shape)
         self.gate_up_proj = ColumnParallelLinear(
             shape.hidden_size,
@@ -33,7 +35,9 @@ class GatedMLP(nn.Module):
     def forward(self, hidden_states: Tensor, mask: Mask | None = None) -> Tensor:
         """[B, S, H] -> [B, S, H]; the mask is of the activations [B, S, intermediate / tp]."""
         gate_up = self.gate_up_proj(hidden_states)
-        if self.approximate is None:
+        if self.approximate is None and self.by_liger:
+            activated = liger.swiglu(gate_up)
+        elif self.approximate is None:
             activated = swiglu(gate_up, fused=self.fused)
         else:
             activated = geglu(gate_up, approximate=self.approximate, fused=self.fused)

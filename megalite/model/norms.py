@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from megalite.model.options import PLAIN, ModelOptions
+from megalite.ops import liger
 from megalite.ops.norms import fused_add_norm, layer_norm, rms_norm, why_not_fused
 from megalite.topology.parameters import ModelShape
 
@@ -23,6 +24,9 @@ class Norm(nn.Module, ABC):
         self.eps, self.offset, self.split_backward = eps, offset, options.split_backward
         serves = not why_not_fused(options.dtype, offset=offset)
         self.fused = serves and options.operators.uses("norm")
+        # One node of it gives both gradients, and the compiler sees no further than that node.
+        alone = offset or options.split_backward or options.compile
+        self.by_liger = not alone and options.operators.uses("norm", liger.LIGER)
         self.fused_add = serves and options.operators.uses("add_norm")
         self.weight = nn.Parameter(torch.empty(hidden_size, dtype=options.dtype))
         self.register_parameter("bias", None)
@@ -55,6 +59,8 @@ class RMSNorm(Norm):
     """Root-mean-square normalisation (Zhang and Sennrich 2019) with a weight [hidden_size]."""
 
     def normalised(self, hidden_states: Tensor) -> Tensor:
+        if self.by_liger:
+            return liger.rms_norm(hidden_states, self.weight, self.eps)
         form = {"offset": self.offset, "split_backward": self.split_backward, "fused": self.fused}
         return rms_norm(hidden_states, self.weight, self.eps, **form)
 

@@ -5,10 +5,11 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor
 
+from megalite.ops import liger
 from megalite.ops.activations import Approximate, bias_gelu, geglu, swiglu
 from megalite.ops.operators import COMPILED
 from megalite.selftest.norms import ROWS, rows
-from megalite.selftest.registry import Entry, Form, Shape, Workload, compiled
+from megalite.selftest.registry import Candidate, Entry, Form, Shape, Workload, compiled
 
 _GATED_ROWS: tuple[Shape, ...] = ((1, 8), (5, 34), (3, 130), (64, 256))
 
@@ -56,7 +57,10 @@ ENTRIES = [
         make=rows(1, 0),
         plain=plain_swiglu,
         torch={"one autograd node": swiglu},
-        candidates={COMPILED: compiled(lambda gate_up: swiglu(gate_up, fused=True), "glu", "glu_backward")},
+        candidates={
+            COMPILED: compiled(lambda gate_up: swiglu(gate_up, fused=True), "glu", "glu_backward"),
+            liger.LIGER: Candidate(liger.swiglu, liger.why_not),
+        },
         gradients=1,
         shapes=_GATED_ROWS,
         own=_used_by("silu", gated=True),

@@ -91,11 +91,20 @@ def proved_choices(workload: Workload, device: torch.device) -> tuple[dict[str, 
     found = trust.read(facts)
     if not (left := untested(cases, found)):
         return choices_of(cases, found), ""
+    ran: list[Case] = []
     try:
-        found = trust.joined(found, prove_all(left, device, total_seconds=FIRST_RUN_SECONDS))
+        new = prove_all(
+            left,
+            device,
+            total_seconds=FIRST_RUN_SECONDS,
+            tell=lambda case, _, finding: ran.append(case) if finding.verdict != "absent" else None,
+        )
     except KernelError as error:
         return choices_of(cases, found), f"{error}; torch computes what is not tested"
-    note = f"tested {len(left)} cases of operators on {facts['card']}"
+    found = trust.joined(found, new)
+    if not ran and not untested(cases, found):
+        return choices_of(cases, found), ""  # nothing is there to be tested, and to be kept
+    note = f"tested {len(set(map(id, ran)))} cases of operators on {facts['card']}"
     if rest := untested(cases, found):
         note += f"; {len(rest)} were not reached in {FIRST_RUN_SECONDS:.0f} s: run megalite selftest"
     return choices_of(cases, found), note + _kept(facts, found)

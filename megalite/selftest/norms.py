@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite.ops import norms
+from megalite.ops import liger, norms
 from megalite.ops.operators import COMPILED
-from megalite.selftest.registry import Entry, Form, Make, Shape, Workload, compiled
+from megalite.selftest.registry import Candidate, Entry, Form, Make, Shape, Workload, compiled
 
 EPS = 1e-6
 ROWS: tuple[Shape, ...] = ((1, 8), (5, 33), (3, 130), (64, 256))
@@ -63,7 +63,8 @@ ENTRIES = [
         plain=plain_rms_norm,
         torch={"one autograd node": _one_node},
         candidates={
-            COMPILED: compiled(lambda x, weight: norms.rms_norm(x, weight, EPS, fused=True), *_NEEDS)
+            COMPILED: compiled(lambda x, weight: norms.rms_norm(x, weight, EPS, fused=True), *_NEEDS),
+            liger.LIGER: Candidate(lambda x, weight: liger.rms_norm(x, weight, EPS), liger.why_not),
         },
         gradients=2,
         shapes=ROWS,

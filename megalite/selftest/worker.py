@@ -27,14 +27,14 @@ READY = "ready"
 def main(arguments: list[str]) -> int:
     """Answers each line of the input {entry, dtype, shapes, own, implementation} with a line of `answers`."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--device", type=torch.device, required=True)
+    parser.add_argument("--device", required=True)
     parser.add_argument("--entries", type=Path, help="a file with ENTRIES instead of this package's")
     parser.add_argument("--answers", type=int, required=True, help="a file descriptor")
     parser.add_argument("--parent", type=int, required=True)
     options = parser.parse_args(arguments)
     die_with_parent(options.parent)
     entries = {entry.name: entry for entry in entries_of(options.entries)}
-    device: torch.device = options.device
+    device = torch.device(options.device)  # which the file of entries may have to make known first
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index or 0)
     with os.fdopen(options.answers, "w", encoding="utf-8") as answers:

@@ -176,7 +176,10 @@ def test_until_it_is_tested_an_accelerator_has_torch(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(extension, "why_not", lambda device_type: "")
     untested = {"norm": trust.choose(["odd"], ["megalite"], {})}
     chosen = choose_kernels("auto", "cuda", untested)
-    assert str(chosen) == "reference (norm (not tested on this card yet: run megalite selftest))"
+    assert (
+        str(chosen)
+        == "reference (no compiled operators here: not tested on this card yet: run megalite selftest)"
+    )
     assert chosen.operators == PLAIN_TORCH
     assert str(choose_kernels("auto", "cuda")) == f"reference (no compiled operators here: {trust.UNTESTED})"
     assert choose_kernels("auto", "cuda", {}).name == "reference"

@@ -1,0 +1,56 @@
+"""Operators of the self-test on the stand-in accelerator: some of megalite's own, whose CPU kernels serve it too, and
+planted faults. A file that the worker process loads by name."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from megalite.ops.operators import COMPILED
+from megalite.selftest.registry import Candidate, Entry, anywhere
+from megalite.selftest.table import ENTRIES as OWN
+from tests.support.standin import use_standin
+
+use_standin()
+
+
+def _off_by_a_hundredth(x: Tensor) -> Tensor:
+    off = torch.zeros_like(x)
+    off[..., -1] = 1e-2
+    return 2 * x + off
+
+
+def _left_on_the_cpu(x: Tensor) -> Tensor:
+    return x + torch.ones(x.shape)
+
+
+def _planted(name: str, operator: str, form: object) -> Entry:
+    return Entry(
+        name=name,
+        operator=operator,
+        make=lambda shape, dtype, random: [random(*shape)],
+        plain=lambda x: x + x,
+        candidates={COMPILED: Candidate(form)},  # type: ignore[arg-type]
+        gradients=1,
+        shapes=((4, 6), (30, 7)),
+        own=lambda run: (run.tokens, run.hidden_size),
+    )
+
+
+def _here(entry: Entry) -> Entry:
+    """Without the question whether the library has kernels for devices of this type."""
+    return replace(
+        entry,
+        candidates={name: replace(each, why_not_on=anywhere) for name, each in entry.candidates.items()},
+    )
+
+
+ENTRIES = [
+    *(
+        _here(entry)
+        for entry in OWN
+        if entry.operator in ("norm", "glu", "rotary", "adamw", "sum_of_squares")
+    ),
+    _planted("off by a hundredth", "cross_entropy", _off_by_a_hundredth),
+    _planted("left on the CPU", "bias_gelu", _left_on_the_cpu),
+]
