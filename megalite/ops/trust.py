@@ -115,10 +115,17 @@ def choose(cases: Sequence[str], implementations: Sequence[str], found: Found) -
     if ratios:
         name = min(ratios, key=lambda each: ratios[each])
         return Choice(name, "", faults, ratios[name])
-    reasons = dict.fromkeys(complaints.values())
-    if len(reasons) == 1:
-        return Choice(TORCH, next(iter(reasons)), faults)
-    return Choice(TORCH, "; ".join(f"{each}: {wrong}" for each, wrong in complaints.items()), faults)
+    # Packages that are not installed are told of only where there is nothing else to tell: then the first alone.
+    told = {each: wrong for each, wrong in complaints.items() if not _absent(each, cases, found)}
+    reasons = [*dict.fromkeys((told or complaints).values())]
+    if not told or len(reasons) == 1:
+        return Choice(TORCH, reasons[0], faults)
+    return Choice(TORCH, "; ".join(f"{each}: {wrong}" for each, wrong in told.items()), faults)
+
+
+def _absent(implementation: str, cases: Sequence[str], found: Found) -> bool:
+    shown = [found[case][implementation] for case in cases if implementation in found.get(case, {})]
+    return any(finding.verdict == "absent" for finding in shown)
 
 
 def agreed(choices: Sequence[Choice]) -> Choice:

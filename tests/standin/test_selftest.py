@@ -36,9 +36,7 @@ def test_operators_prove_themselves_on_an_accelerator(devices) -> None:
         timed = [each for each in verdicts.values() if each.seconds and each.torch_seconds]
         assert len(timed) == 1, "a run's own shape is timed, odd sizes are not"
     assert choices["cross_entropy"].name == choices["bias_gelu"].name == "torch"
-    assert choices["cross_entropy"].why.startswith("wrong: error 1.0e-02 over ") or (
-        choices["cross_entropy"].why.startswith("wrong: error ")
-    )
+    assert choices["cross_entropy"].why.startswith("wrong: error ")
     assert "failed: RuntimeError: " in choices["bias_gelu"].why and "device" in choices["bias_gelu"].why
 
 

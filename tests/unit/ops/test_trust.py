@@ -132,6 +132,14 @@ def finding(seconds: float) -> dict[str, Finding]:
             "no CUDA kernels",
         ),
         (
+            {
+                "megalite": {"odd": WRONG, "own": TIMED},
+                "liger": {each: Finding("absent", "liger is not installed") for each in ("odd", "own")},
+            },
+            "torch",
+            f"{WRONG.why} (odd)",
+        ),
+        (
             {"megalite": {"odd": WRONG, "own": TIMED}, "liger": finding(2.0)},
             "torch",
             f"megalite: {WRONG.why} (odd); liger: slower than torch: 2.00 times its time",
@@ -212,7 +220,9 @@ def test_the_names_of_operators_are_known() -> None:
     assert all(ALL_COMPILED.of(name) == COMPILED for name in NAMES)
     with pytest.raises(KeyError):
         PLAIN_TORCH.uses("norms")
-    forms = [(False, False, False), (False, False, True), (False, True, True), (True, True, True)]
-    named = [attention_operator(dropout=a, documents=b, window=c) for a, b, c in forms]
-    assert named == ["attention", "attention_windows", "attention_documents", "attention_dropout"]
-    assert named == [name for name in NAMES if name.startswith("attention")]
+    names = ("window", "documents", "softcap", "dropout")
+    forms = [{name: place < count for place, name in enumerate(names)} for count in range(5)]
+    named = [attention_operator(**form) for form in forms]
+    assert named[:3] == ["attention", "attention_windows", "attention_documents"]
+    assert named[3:] == ["attention_softcap", "attention_dropout"]
+    assert set(named) == {name for name in NAMES if name.startswith("attention")}
