@@ -7,9 +7,10 @@
 
 Builds the compiled operators where none fit, which takes minutes of its own, then runs these parts, each in a
 process of its own with a time limit:
-smoke: `megalite train` with validation and checkpoints, resume, inspect, export and generate, on one card.
+smoke: `megalite train` with validation and checkpoints, resume, inspect, export and generate, on one card, in plain
+torch.
 ranks: layouts of several cards over NCCL, whose losses must be those of one rank; left out where there is one card.
-selftest: `megalite selftest`.
+selftest: `megalite selftest`. fused: training with the operators that it chose, beside plain torch.
 checks: each operator against float64, over poisoned memory and repeated.
 ceilings: what copies and matrix products reach. times: each operator beside its peers, as a share of that.
 training: some steps of a Llama of 1.1 billion parameters. scaling: the 3D job over 1 to 16 CPU ranks.
@@ -164,6 +165,13 @@ def selftest(report: Mapping[str, Any], options: argparse.Namespace) -> Iterator
     yield from selftest(options.device)
 
 
+def fused(report: Mapping[str, Any], options: argparse.Namespace) -> Iterator[Row]:
+    from benchmarks.gpu.jobs import fused
+
+    with tempfile.TemporaryDirectory(prefix="megalite-fused-") as folder:
+        yield from fused(Path(folder), options.device)
+
+
 def chosen(options: argparse.Namespace) -> list[Any]:
     from benchmarks.gpu.operators import OPERATORS
     from megalite.ops import extension
@@ -249,9 +257,10 @@ class Part:
 # Before the clock starts: the library may have to be built.
 FACTS = Part(facts, 900)
 PARTS: dict[str, Part] = {
-    "smoke": Part(smoke, 150, on_cpu=True),
+    "smoke": Part(smoke, 120, on_cpu=True),
     "ranks": Part(ranks, 150, on_cpu=True),
-    "selftest": Part(selftest, 120, on_cpu=True),
+    "selftest": Part(selftest, 150, on_cpu=True),
+    "fused": Part(fused, 120, on_cpu=True),
     "checks": Part(checks, 120, on_cpu=True),
     "ceilings": Part(ceilings, 60),
     "times": Part(times, 200),

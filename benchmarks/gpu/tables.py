@@ -35,6 +35,10 @@ def markdown(report: Mapping[str, Any]) -> str:
         ),
         ("Ranks: layouts of several cards beside one rank, float32", _steps_table(report, "ranks")),
         ("Self-test", [f"    {row['said']}" for row in report.get("selftest", [])] or [NOT_MEASURED]),
+        (
+            "Training with the operators that the self-test chose, beside plain torch",
+            _steps_table(report, "fused"),
+        ),
         ("Correctness: the error's share of what is allowed", _checks_table(report)),
         ("Ceilings", _ceilings_table(report)),
         ("Times, as shares of the ceiling", _times_table(report)),

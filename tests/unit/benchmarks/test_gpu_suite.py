@@ -84,6 +84,14 @@ def test_the_smoke_job_runs_on_the_cpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@needs_library
+def test_training_with_chosen_operators_is_like_plain_torch(tmp_path: Path) -> None:
+    run = suite("--device", "cpu", "--parts", "fused", "--results", str(tmp_path))
+    assert run.returncode == 0, run.stdout + run.stderr[-3000:]
+    assert run.stdout.count("of plain torch's") == len(jobs.OPTIONS)
+
+
+@pytest.mark.slow
 def test_two_ranks_have_the_losses_of_one(tmp_path: Path) -> None:
     run = suite("--device", "cpu", "--parts", "ranks", "--results", str(tmp_path))
     assert run.returncode == 0, run.stdout + run.stderr[-3000:]
@@ -202,7 +210,7 @@ def test_a_part_that_ends_badly_keeps_its_rows_and_the_others_go_on(
 def test_when_the_time_is_over_the_rest_is_left_out(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(gpu_suite, "command_of", lambda *_: [sys.executable, "-c", ""])
+    monkeypatch.setattr(gpu_suite, "command_of", lambda *given: [sys.executable, "-c", ""])
     monkeypatch.setattr(gpu_suite, "BUDGET_SECONDS", 1)
     assert gpu_suite.main(["--device", "cpu", "--parts", "smoke"]) == 1
     assert "| smoke | FAILED | 0 | left out: the suite's 1 s were over |" in capsys.readouterr().out
@@ -214,9 +222,9 @@ class Commands:
     def __init__(self, *runs: list[float]):
         self.runs = list(runs)
 
-    def __call__(self, *words: str, seconds: float = 0) -> subprocess.CompletedProcess[str]:
+    def __call__(self, *words: str) -> subprocess.CompletedProcess[str]:
         run = Path(words[words.index("--run.folder") + 1])
-        run.mkdir()
+        run.mkdir(parents=True)
         records = [
             {"loss": loss, "grad_norm": 1, "tokens_per_second": 1, "memory_bytes": 1, "validation_loss": 1}
             for loss in self.runs.pop(0)
@@ -256,11 +264,33 @@ def test_the_smoke_job_sees_a_resume_that_went_elsewhere(
     assert "said" in rows["train, validate, save"] and "(1.0, 1.001)" in rows["resume"]["failed"]
 
 
+@pytest.mark.parametrize(
+    ("output", "errors", "code", "reason"),
+    [
+        ("norm  right\n", "", 0, ""),
+        ("norm  wrong\n", "", 1, "StepError: an operator is wrong, crashed or hung: see its line"),
+        ("", "error: no device\n", 1, "StepError: error: no device"),
+    ],
+)
+def test_the_selftests_lines_are_kept_where_it_fails(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, output: str, errors: str, code: int, reason: str
+) -> None:
+    ended = subprocess.CompletedProcess([], code, output, errors)
+    monkeypatch.setattr(jobs, "megalite", lambda *words, **limits: ended)
+    assert gpu_suite.main(["--device", "cpu", "--part", "selftest", str(tmp_path / "file")]) == code
+    told = json.loads((tmp_path / "file").read_text())
+    assert [row["said"] for row in told["rows"]] == output.splitlines() and told["failed"] == reason
+
+
 def test_layouts_that_differ_from_one_rank_are_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(jobs, "megalite", Commands(FALLING, FALLING, [*FALLING[:7], 1.001], FALLING))
     rows = {row["step"]: row for row in jobs.ranks(tmp_path, "cpu", 2)}
     assert "by more than 1e-04" in rows["pipeline 2"]["failed"]
     assert "said" in rows["tensor 2"] and "said" in rows["data 2"]
+    monkeypatch.setattr(jobs, "megalite", Commands(FALLING, [8.1, *FALLING[1:]], *[FALLING] * 4))
+    (tmp_path / "fused").mkdir()
+    chosen = list(jobs.fused(tmp_path / "fused", "cpu"))
+    assert "by more than 1e-02: losses 8.1000" in chosen[0]["failed"] and "said" in chosen[1]
     assert list(jobs.ranks(tmp_path, "cuda", 1)) == [{"step": "all layouts", "left_out": "one card is here"}]
 
 
