@@ -6,6 +6,8 @@ CPU as well are others (see `RankPool`). What a GPU refuses or gets wrong, this 
 - an operator with tensors of two devices is refused; no address of the device can be read by the host;
 - an asynchronous copy happens when its stream, an event after it or the device is waited for, and its destination
   holds 0xFF bytes (NaN, -1) until then; freed memory does as well;
+- a stream that uses what another one may still write, and memory that is freed while another stream may use it without
+  record_stream, are kept as hazards (`use_standin().take_hazards()`), by which a task of the pool fails;
 - `count_syncs()` counts what makes the host wait for the device, and `refuse_syncs()` refuses it;
 - the process group "standin" takes tensors of its rank's own device alone.
 """

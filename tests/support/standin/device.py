@@ -73,7 +73,6 @@ def _device_module(compiled: ModuleType) -> ModuleType:
         init=lambda: None,
         _lazy_init=lambda: None,
         _is_in_bad_fork=lambda: False,
-        _compiled=compiled,
         device_count=compiled.device_count,
         current_device=accelerator.current_device_index,
         set_device=lambda device: accelerator.set_device_index(index(device)),
