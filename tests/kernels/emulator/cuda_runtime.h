@@ -63,13 +63,17 @@ inline int cudaGetLastError() { return cudaSuccess; }
 
 // A device of compute capability 9.0.
 #define CUDART_VERSION 13000
-enum cudaDeviceAttr { cudaDevAttrComputeCapabilityMajor, cudaDevAttrComputeCapabilityMinor };
+enum cudaDeviceAttr {
+  cudaDevAttrComputeCapabilityMajor,
+  cudaDevAttrComputeCapabilityMinor,
+  cudaDevAttrMaxSharedMemoryPerBlockOptin
+};
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
 enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess };
 constexpr int cudaEnableDefault = 0;
 inline cudaError_t cudaGetDevice(int* device) { return *device = 0; }
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr which, int) {
-  *value = which == cudaDevAttrComputeCapabilityMajor ? 9 : 0;
+  *value = which == cudaDevAttrComputeCapabilityMajor ? 9 : which == cudaDevAttrMaxSharedMemoryPerBlockOptin ? 227 * 1024 : 0;
   return cudaSuccess;
 }
 inline cudaError_t cudaFuncSetAttribute(auto*, cudaFuncAttribute, int bytes) { return bytes > 227 * 1024; }
