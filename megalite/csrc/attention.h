@@ -33,7 +33,8 @@ struct MegaliteAttention {
   void *query_grad, *key_grad, *value_grad;
   float* statistics;  // CUDA: room for [2, heads, queries], of [4, ..] where probabilities are dropped
   float* query_sums;  // CUDA: room for [queries, heads, head_size] to add up query_grad in any order; null: in order,
-                      // as always where probabilities are dropped, and for heads of 256
+                      // as always where probabilities are dropped, for heads of 256, and where a block may have less
+                      // shared memory than the sums take
 };
 
 extern "C" {
@@ -52,6 +53,13 @@ int megalite_attention_backward_64_cuda(const MegaliteAttention* attention, int 
 int megalite_attention_backward_96_cuda(const MegaliteAttention* attention, int dtype, void* stream);
 int megalite_attention_backward_128_cuda(const MegaliteAttention* attention, int dtype, void* stream);
 int megalite_attention_backward_256_cuda(const MegaliteAttention* attention, int dtype, void* stream);
+// Bytes of shared memory that a block of these kernels has at most, forward or backward, where a chip gives a block up to
+// `limit`. The backward has smaller tiles for chips that give less than the larger ones take; any_order: of the gradient
+// of queries (query_sums above), where `limit` lets it. That of 9.0 alone, which gives 227 KiB, is not counted.
+int64_t megalite_attention_shared_64_cuda(int backward, int dropped, int any_order, int64_t limit);
+int64_t megalite_attention_shared_96_cuda(int backward, int dropped, int any_order, int64_t limit);
+int64_t megalite_attention_shared_128_cuda(int backward, int dropped, int any_order, int64_t limit);
+int64_t megalite_attention_shared_256_cuda(int backward, int dropped, int any_order, int64_t limit);
 // What those of 64 and 128 call where probabilities are dropped.
 int megalite_attention_forward_64_dropout_cuda(const MegaliteAttention* attention, int dtype, void* stream);
 int megalite_attention_forward_128_dropout_cuda(const MegaliteAttention* attention, int dtype, void* stream);

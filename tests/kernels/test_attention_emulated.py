@@ -147,13 +147,32 @@ def test_forward(case) -> None:
     ],
 )
 def test_backward(case, in_order, late) -> None:
+    _check_backward(case, in_order=in_order, late=late)
+
+
+@pytest.mark.parametrize(
+    ("case", "late"),
+    [
+        ("heads of 96", False),
+        ("wide heads", True),
+        ("heads of 256", False),
+        ("dropped, heads of 96", True),
+        ("dropped, wide heads", False),
+        ("dropped, heads of 256", True),
+    ],
+)
+def test_backward_where_a_block_has_99_kib_of_shared_memory(case, late) -> None:
+    _check_backward(case, in_order=True, late=late, shared=99 * 1024)
+
+
+def _check_backward(case: str, *, in_order: bool, **how: bool | int) -> None:
     packed, dtype = CASES[case], SIXTEEN_BITS[len(case) % 2]
     inputs = packed.inputs(dtype)
     wide = [each.double() for each in inputs]
     output, lse = (each.detach() for each in attention(packed, *wide))
     results = output.to(dtype), lse.float()
     grads = packed.output_grads(dtype, results[1])
-    found, report = _backward(packed, inputs, results, grads, in_order=in_order, late=late)
+    found, report = _backward(packed, inputs, results, grads, in_order=in_order, **how)
     assert report.problem is None, report.problem.decode()
     assert report.conflicts == 0
     plain, exact = gradients(packed, inputs, *grads), gradients(packed, wide, *grads)

@@ -5,11 +5,15 @@ A line of C++ that moves 16 bytes may become four instructions of 4, and a kerne
 chip has; neither shows before a GPU runs it.
 """
 
+import itertools
 import shutil
 from collections.abc import Iterator
 
 import pytest
+import torch
 
+from megalite.ops import extension
+from megalite.ops.packed_attention import CUDA_HEAD_SIZES
 from tests.support.machine_code import OBJECTS, Kernel, kernels
 
 pytestmark = [
@@ -34,6 +38,8 @@ MOST_SHARED = {
 """Compute capability -> shared memory that a block may have at most, if it asks for it (CUDA C++ Programming Guide,
 "Technical Specifications per Compute Capability")."""
 UNASKED_SHARED = 48 * KIB
+NORMS_SHARED = 16 * KIB
+"""What the launch of `norm_backward` adds at most: two float32 sums of 2048 columns, the most that share a block."""
 REGISTERS, MOST_THREADS, REGISTERS_AT_ONCE = 65536, 1024, 256  # of a block; a warp's come in units of 256
 
 WIDE = {
@@ -113,6 +119,23 @@ def test_a_block_of_every_kernel_fits_the_registers(built: list[Kernel]) -> None
         assert of_warp * -(-kernel.threads // 32) <= REGISTERS, kernel.name
 
 
-def test_a_block_of_every_kernel_fits_the_shared_memory(built: list[Kernel]) -> None:
+def test_shared_memory_without_asking_is_what_every_chip_gives(built: list[Kernel]) -> None:
+    """Attention's kernels ask, and have none of a fixed size; of the others the norms' take more by the launch."""
     for kernel in built:
-        assert kernel.shared <= UNASKED_SHARED, kernel.name
+        by_launch = NORMS_SHARED if kernel.function == "norm_backward" else 0
+        assert kernel.shared + by_launch <= UNASKED_SHARED, kernel.name
+        assert not kernel.source.startswith("attention") or not kernel.shared, kernel.name
+
+
+@pytest.mark.skipif(not extension.built().archs, reason="LOUD: the library has no CUDA kernels")
+@pytest.mark.parametrize("chip", MOST_SHARED)
+def test_attention_asks_for_no_more_shared_memory_than_a_chip_has(chip: str) -> None:
+    assert extension.load() == "", extension.load()
+    for head_size in CUDA_HEAD_SIZES:
+        for dropout, backward, any_order in itertools.product((False, True), repeat=3):
+            asked = torch.ops.megalite.attention_shared_memory(
+                head_size, dropout, backward, any_order, MOST_SHARED[chip]
+            )
+            assert 0 < asked <= MOST_SHARED[chip], (
+                f"heads of {head_size}, {dropout=}, {backward=}, {any_order=}"
+            )

@@ -211,3 +211,14 @@ def test_what_does_not_fit_is_refused(change: dict[str, Tensor], said: str) -> N
     }
     with pytest.raises(RuntimeError, match=said):
         torch.ops.megalite.norm(*(fitting | change).values(), EPS)
+
+
+@pytest.mark.parametrize("which", ["mean", "inverse"])
+def test_a_statistic_of_another_dtype_is_refused(which: str) -> None:
+    grad, x = torch.randn(2, 3, 8)
+    statistics = {"mean": torch.zeros(3), "inverse": torch.ones(3)}
+    statistics[which] = statistics[which].double()
+    with pytest.raises(RuntimeError, match=f"{which} has another dtype than float32"):
+        torch.ops.megalite.norm_backward(
+            grad, None, x, torch.ones(8), statistics["mean"], statistics["inverse"]
+        )

@@ -91,18 +91,24 @@ def problem(
 
 
 def run(
-    told: Problem, tensors: list[Tensor], *, backward: bool, late: bool, left_out_sync: int = -1
+    told: Problem,
+    tensors: list[Tensor],
+    *,
+    backward: bool,
+    late: bool,
+    left_out_sync: int = -1,
+    shared: int = 227 * 1024,
 ) -> Report:
     """Runs the kernels, which may touch the memory of `tensors` alone, the first of them of the kernels' type.
 
     late: asynchronous copies land when they are waited for, else at once. left_out_sync: the number of the barrier
-    that all threads leave out.
+    that all threads leave out. shared: bytes of shared memory that the chip gives a block.
     """
     begins = (ctypes.c_void_p * len(tensors))(*(each.untyped_storage().data_ptr() for each in tensors))
     sizes = (ctypes.c_int64 * len(tensors))(*(each.untyped_storage().nbytes() for each in tensors))
     report = Report()
     library().emulate(
-        ctypes.byref(told), _DTYPES[tensors[0].dtype], int(backward), int(late), left_out_sync, len(tensors),
+        ctypes.byref(told), _DTYPES[tensors[0].dtype], int(backward), int(late), left_out_sync, shared, len(tensors),
         begins, sizes, ctypes.byref(report),
     )  # fmt: skip
     return report

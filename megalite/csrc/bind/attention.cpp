@@ -19,6 +19,13 @@ Tensor readable(const Tensor& tensor) {
   return tensor.is_contiguous() ? torch::stable::clone(tensor) : torch::stable::contiguous(tensor);
 }
 
+// In one piece; on a GPU from 16 bytes on, as its kernels read it.
+Tensor in_one_piece(const Tensor& given) {
+  const Tensor tensor = ml::contiguous(given);
+  const bool aligned = reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0;
+  return aligned || !tensor.is_cuda() ? tensor : torch::stable::clone(tensor);
+}
+
 void check_starts(const Tensor& starts, const Tensor& query, int64_t tokens, int64_t longest, const char* what) {
   STD_TORCH_CHECK(
       starts.is_cuda() == query.is_cuda() && starts.get_device_index() == query.get_device_index(), "megalite: ", what,
@@ -88,6 +95,10 @@ MegaliteAttention told(
   STD_TORCH_CHECK(
       key.size(1) > 0 && query.size(1) % key.size(1) == 0, "megalite: ", query.size(1),
       " heads are no multiple of ", key.size(1), " key-value heads");
+  constexpr int64_t kMostHeads = 65535;  // a grid has no more in its second direction
+  STD_TORCH_CHECK(
+      query.size(1) <= kMostHeads || !query.is_cuda(), "megalite: attention over ", query.size(1), " heads; its CUDA ",
+      "kernels take ", kMostHeads, " at most");
   STD_TORCH_CHECK(scale > 0, "megalite: attention's scale is above 0, not ", scale);
   check_starts(inputs.query_starts, query, query.size(0), longest_query, "query_starts");
   check_starts(inputs.key_starts, query, key.size(0), longest_key, "key_starts");
@@ -188,8 +199,8 @@ std::tuple<Tensor, Tensor, Tensor> backward(
   STD_TORCH_CHECK(
       lse.scalar_type() == ml::wide_type(query) && lse.is_cuda() == query.is_cuda(),
       "megalite: attention's log-sum-exps have another dtype or device");
-  output_grad = ml::contiguous(output_grad);
-  output = ml::contiguous(output);
+  output_grad = in_one_piece(output_grad);
+  output = in_one_piece(output);
   lse = ml::contiguous(lse);
   a.output = const_cast<void*>(output.const_data_ptr()), a.output_grad = output_grad.const_data_ptr();
   a.lse = const_cast<void*>(lse.const_data_ptr());
@@ -217,6 +228,18 @@ std::tuple<Tensor, Tensor, Tensor> backward(
   return {query_grad, key_grad, value_grad};
 }
 
+#ifdef MEGALITE_CUDA
+int64_t shared_memory(int64_t head_size, bool dropout, bool backward, bool any_order, int64_t limit) {
+  switch (head_size) {
+    case 64: return megalite_attention_shared_64_cuda(backward, dropout, any_order, limit);
+    case 96: return megalite_attention_shared_96_cuda(backward, dropout, any_order, limit);
+    case 128: return megalite_attention_shared_128_cuda(backward, dropout, any_order, limit);
+    case 256: return megalite_attention_shared_256_cuda(backward, dropout, any_order, limit);
+    default: STD_TORCH_CHECK(false, "megalite: attention's CUDA kernels are for heads of 64, 96, 128 and 256, not ", head_size);
+  }
+}
+#endif
+
 void implement(torch::stable::detail::StableLibrary& m) {
   m.impl("attention_forward", TORCH_BOX(&forward));
   m.impl("attention_backward", TORCH_BOX(&backward));
@@ -242,4 +265,14 @@ STABLE_TORCH_LIBRARY_IMPL(megalite, CPU, m) { implement(m); }
 
 #ifdef MEGALITE_CUDA
 STABLE_TORCH_LIBRARY_IMPL(megalite, CUDA, m) { implement(m); }
+
+// Bytes of shared memory that a block of the CUDA kernels has at most, on a chip that gives a block up to `limit`.
+STABLE_TORCH_LIBRARY_FRAGMENT(megalite, m) {
+  m.def(
+      "attention_shared_memory(int head_size, bool dropout, bool backward, bool any_order, int limit) -> int");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(megalite, CompositeExplicitAutograd, m) {
+  m.impl("attention_shared_memory", TORCH_BOX(&shared_memory));
+}
 #endif

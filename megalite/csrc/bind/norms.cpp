@@ -40,6 +40,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> norm(
   return {sum, output, mean, inverse};
 }
 
+// A statistic of each row of `x`, in the wide type.
+Tensor statistic(const Tensor& tensor, const Tensor& x, int64_t rows, const char* what) {
+  STD_TORCH_CHECK(
+      tensor.scalar_type() == ml::wide_type(x), "megalite: ", what,
+      " has another dtype than float32, or float64 beside float64");
+  ml::check_same_device(x, tensor, what);
+  ml::check_size(tensor, rows, what);
+  return ml::contiguous(tensor);
+}
+
 struct Gradients {
   Tensor x, weight, bias;
 };
@@ -47,14 +57,14 @@ struct Gradients {
 // Of x where its weight is given, of weight and bias where `of_weight`; the others have no elements.
 Gradients gradients(
     const Tensor& given_grad, const Maybe& given_sum_grad, const Tensor& given, const Maybe& given_weight,
-    const Maybe& mean, const Tensor& inverse, bool of_weight) {
+    const Maybe& given_mean, const Tensor& given_inverse, bool of_weight) {
   const Tensor x = ml::contiguous(given);
   const int64_t rows = ml::rows_of(x), columns = ml::columns_of(x);
   const Tensor grad = checked(given_grad, x, x.numel(), "grad");
   const Maybe sum_grad = checked(given_sum_grad, x, x.numel(), "sum_grad");
   const Maybe weight = checked(given_weight, x, columns, "weight");
-  ml::check_size(inverse, rows, "inverse");
-  if (mean) ml::check_size(*mean, rows, "mean");
+  const Tensor inverse = statistic(given_inverse, x, rows, "inverse");
+  const Maybe mean = given_mean ? Maybe(statistic(*given_mean, x, rows, "mean")) : std::nullopt;
   const int64_t sums = mean ? 2 : 1, summed = of_weight ? columns : 0;
   int64_t blocks = megalite_norm_blocks_cpu(rows, columns);
 #ifdef MEGALITE_CUDA

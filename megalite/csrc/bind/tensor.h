@@ -16,6 +16,10 @@
 
 #include "core/scalar.h"
 
+#ifdef MEGALITE_CUDA
+extern "C" const char* cudaGetErrorString(int error);  // of the CUDA runtime, whose headers are not needed here
+#endif
+
 namespace ml {
 
 using Tensor = torch::stable::Tensor;
@@ -63,11 +67,15 @@ inline int64_t rows_of(const Tensor& tensor) {
   return columns == 0 ? 0 : tensor.numel() / columns;
 }
 
-inline void check_same_type(const Tensor& one, const Tensor& other, const char* what) {
-  STD_TORCH_CHECK(one.scalar_type() == other.scalar_type(), "megalite: ", what, " has another dtype");
+inline void check_same_device(const Tensor& one, const Tensor& other, const char* what) {
   STD_TORCH_CHECK(
       one.is_cuda() == other.is_cuda() && one.get_device_index() == other.get_device_index(),
       "megalite: ", what, " is on another device");
+}
+
+inline void check_same_type(const Tensor& one, const Tensor& other, const char* what) {
+  STD_TORCH_CHECK(one.scalar_type() == other.scalar_type(), "megalite: ", what, " has another dtype");
+  check_same_device(one, other, what);
 }
 
 inline void check_size(const Tensor& tensor, int64_t elements, const char* what) {
@@ -78,7 +86,13 @@ inline void check_size(const Tensor& tensor, int64_t elements, const char* what)
 // Turns the code that an entry of the C interfaces returned into an exception.
 inline void check(int code, const char* entry) {
   STD_TORCH_CHECK(code != kUnsupported, "megalite: ", entry, " has no kernel for this dtype or size");
-  STD_TORCH_CHECK(code == 0, "megalite: ", entry, " failed with CUDA error ", code);
+#ifdef MEGALITE_CUDA
+  STD_TORCH_CHECK(
+      code == 0, "megalite: ", entry, " failed on the GPU: ", cudaGetErrorString(code), " (CUDA error ", code,
+      "); model.kernels = \"reference\" computes without it");
+#else
+  STD_TORCH_CHECK(code == 0, "megalite: ", entry, " failed with code ", code);
+#endif
 }
 
 // Makes the tensor's device the current one for a scope, and has that device's current stream.

@@ -65,8 +65,9 @@ struct KeyShape {
   static constexpr int kRows = 2 * kGradTile;
   static constexpr int kStageBytes = kRows + kStatistics * kQueries * 4;
   static constexpr int kScoreTile = kStages + 2 * kStageBytes;
-  static constexpr int kPosition = kScoreTile + (kSumQueries ? kKeys * ScoreTile::kRowBytes : 0);
+  static constexpr int kPosition = kScoreTile + (kSumQueries ? kKeys * kQueries * 2 : 0);
   static constexpr int kSharedBytes = kPosition + (kDrops ? 8 : 0);
+  static constexpr bool kBlocksOfKeys = true;
 };
 
 // Begins to copy what one block of queries of one head brings.
@@ -356,6 +357,7 @@ struct QueryShape {
   static constexpr int kValueTile = kKeys * Tile::kRowBytes;  // of a stage: keys, then values
   static constexpr int kStageBytes = 2 * kValueTile;
   static constexpr int kSharedBytes = kStages + 2 * kStageBytes;
+  static constexpr bool kBlocksOfKeys = false;
 };
 
 // dQ of one block of queries of one head, its keys in order.
@@ -445,21 +447,63 @@ ML_TILE void attention_query_gradients(Machine& m, const MegaliteAttention& a, i
       past_row - first_row);
 }
 
-// Of each head size what fits the registers of a thread and the shared memory of compute capability 8.0 (163 KiB).
+// Of each head size what fits the registers of a thread and the shared memory that a block may have: 163 KiB or more;
+// with kSmall, 99 KiB (compute capability 8.6, 8.9 and 12.0), where wide heads leave room for half as many rows to pass.
 constexpr int kWideHead = 128;  // sums of wider heads take half of a thread's registers
 template <class Element, int kHead, bool kDrops>
 using ForwardShapeOf = ForwardShape<
     Element, kHead, 4, kHead <= kWideHead ? 2 : 1, (kHead > kWideHead) || (kDrops && kHead == kWideHead) ? 32 : 64,
     kDrops>;
-template <class Element, int kHead, bool kSumQueries, bool kDrops, Gives kGives = Gives::kBoth>
+template <int kHead, bool kSmall>
+constexpr int kPassing = (kHead <= kWideHead ? 64 : 32) / (kSmall && kHead >= kWideHead ? 2 : 1);
+template <class Element, int kHead, bool kSumQueries, bool kDrops, bool kSmall = false, Gives kGives = Gives::kBoth>
 using KeyShapeOf = KeyShape<
-    Element, kHead, kHead <= kWideHead ? 8 : 4, 1, kHead <= kWideHead ? 64 : 32, kSumQueries, kDrops, kGives>;
-template <class Element, int kHead, bool kDrops>
-using QueryShapeOf =
-    QueryShape<Element, kHead, kHead <= kWideHead ? 8 : 4, 1, kHead <= kWideHead ? 64 : 32, kDrops>;
+    Element, kHead, kHead <= kWideHead ? 8 : 4, 1, kPassing<kHead, kSmall>, kSumQueries, kDrops, kGives>;
+template <class Element, int kHead, bool kDrops, bool kSmall = false>
+using QueryShapeOf = QueryShape<Element, kHead, kHead <= kWideHead ? 8 : 4, 1, kPassing<kHead, kSmall>, kDrops>;
 
 // Whether the gradients of queries may be summed in any order, by the blocks of keys: else there are not the registers.
 template <int kHead, bool kDrops>
 constexpr bool kSumsInAnyOrder = kHead <= kWideHead && !kDrops;
+
+// Calls run(shape) for the kernels that give all gradients in order, one after another, until one returns an error.
+template <class Element, int kHead, bool kDrops, bool kSmall, class Run>
+int for_shapes_in_order(const Run& run) {
+  int error;
+  if constexpr (kHead <= kWideHead) {
+    error = run(KeyShapeOf<Element, kHead, false, kDrops, kSmall>{});
+  } else {
+    error = run(KeyShapeOf<Element, kHead, false, kDrops, kSmall, Gives::kKeys>{});
+    if (error == 0) error = run(KeyShapeOf<Element, kHead, false, kDrops, kSmall, Gives::kValues>{});
+  }
+  return error != 0 ? error : run(QueryShapeOf<Element, kHead, kDrops, kSmall>{});
+}
+
+// The same for the kernels of the backward on a chip where a block may have `limit` bytes of shared memory.
+template <class Element, int kHead, bool kDrops, class Run>
+int for_backward_shapes(bool any_order, int limit, const Run& run) {
+  if constexpr (kSumsInAnyOrder<kHead, kDrops>) {
+    using Keys = KeyShapeOf<Element, kHead, true, false>;
+    if (any_order && Keys::kSharedBytes <= limit) return run(Keys{});
+  }
+  int most = 0;
+  for_shapes_in_order<Element, kHead, kDrops, false>([&](auto shape) {
+    most = at_least(most, decltype(shape)::kSharedBytes);
+    return 0;
+  });
+  return most <= limit ? for_shapes_in_order<Element, kHead, kDrops, false>(run)
+                       : for_shapes_in_order<Element, kHead, kDrops, true>(run);
+}
+
+// Bytes of shared memory that a block of these kernels has at most.
+template <class Element, int kHead, bool kDrops>
+int backward_shared(bool any_order, int limit) {
+  int most = 0;
+  for_backward_shapes<Element, kHead, kDrops>(any_order, limit, [&](auto shape) {
+    most = at_least(most, decltype(shape)::kSharedBytes);
+    return 0;
+  });
+  return most;
+}
 
 }  // namespace ml

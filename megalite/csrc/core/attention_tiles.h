@@ -329,7 +329,7 @@ ML_TILE void attention_forward(Machine& m, const MegaliteAttention& a, int block
   const int past_key = seen.empty() ? 0 : seen.end;
   // Of keys, or of values; addresses are made anew each time, registers being scarce.
   const auto copy_keys = [&](uint32_t tile, const void* all, int64_t token, int64_t own_head, int first) {
-    const int kv_head = head / static_cast<int>(a.heads / a.kv_heads);
+    const int kv_head = head / (static_cast<int>(a.heads) / static_cast<int>(a.kv_heads));
     const auto* source = static_cast<const uint16_t*>(all) + kv_head * own_head;
     const int64_t row = static_cast<int64_t>(piece.first_key) + first;
     copy_tile<Tile, kKeys>(m, tile, source + row * token, token, band.keys - first);

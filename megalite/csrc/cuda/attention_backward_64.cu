@@ -7,3 +7,7 @@ int megalite_attention_backward_64_cuda(const MegaliteAttention* attention, int 
   if (dtype == ml::kFloat16) return ml::launch_backward<ml::fp16, 64>(*attention, queue);
   return ml::kUnsupported;
 }
+
+int64_t megalite_attention_shared_64_cuda(int backward, int dropped, int any_order, int64_t limit) {
+  return ml::shared_bytes<64>(backward, dropped, any_order, limit);
+}

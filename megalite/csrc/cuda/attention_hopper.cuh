@@ -13,6 +13,7 @@
 
 #include "attention.h"
 #include "core/attention_tiles.h"
+#include "cuda/attention_runtime.cuh"
 #include "cuda/device_machine.cuh"
 #include "cuda/hopper.cuh"
 
@@ -305,10 +306,10 @@ inline decltype(&cuTensorMapEncodeTiled) map_encoder() {
   void* found = nullptr;
   cudaDriverEntryPointQueryResult result;
 #if CUDART_VERSION >= 12050
-  const cudaError_t error =
-      cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
+  const int error =
+      cleared(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result));
 #else
-  const cudaError_t error = cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &found, cudaEnableDefault, &result);
+  const int error = cleared(cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &found, cudaEnableDefault, &result));
 #endif
   const bool there = error == cudaSuccess && result == cudaDriverEntryPointSuccess;
   return there ? reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(found) : nullptr;
@@ -341,9 +342,9 @@ inline bool takes_hopper() {
 #else
   const char* without = std::getenv("MEGALITE_NO_HOPPER");
   int device = 0, major = 0, minor = 0;
-  return (without == nullptr || std::string_view(without) != "1") && cudaGetDevice(&device) == cudaSuccess &&
-         cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
-         cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) == cudaSuccess && major == 9 &&
+  return (without == nullptr || std::string_view(without) != "1") && cleared(cudaGetDevice(&device)) == 0 &&
+         cleared(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device)) == 0 &&
+         cleared(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device)) == 0 && major == 9 &&
          minor == 0;
 #endif
 }
@@ -363,12 +364,12 @@ int launch_hopper(const MegaliteAttention& a, cudaStream_t stream) {
       make_map<Element>(
           maps.value, a.value, a.keys, a.kv_heads, Shape::kHead, a.value_token, a.value_head, Shape::kKeys);
   if (!maps_made) return kUnsupported;
-  const dim3 grid((a.longest_query + Shape::kRows - 1) / Shape::kRows, a.heads, a.sequences);
-  const cudaError_t error = cudaFuncSetAttribute(
-      forward_hopper_kernel<Shape>, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kSharedBytes);
-  if (error != cudaSuccess) return error;
-  forward_hopper_kernel<Shape><<<grid, Shape::kThreads, Shape::kSharedBytes, stream>>>(a, maps);
-  return cudaGetLastError();
+  static_assert(Shape::kSharedBytes <= 227 * 1024, "what a block may have on compute capability 9.0");
+  if (const int error = allow_shared(forward_hopper_kernel<Shape>, Shape::kSharedBytes)) return error;
+  return in_parts(a, [&](const MegaliteAttention& part) {
+    const dim3 grid((a.longest_query + Shape::kRows - 1) / Shape::kRows, a.heads, part.sequences);
+    forward_hopper_kernel<Shape><<<grid, Shape::kThreads, Shape::kSharedBytes, stream>>>(part, maps);
+  });
 }
 
 }  // namespace ml

@@ -5,6 +5,7 @@
 
 #include "attention.h"
 #include "core/attention_gradients.h"
+#include "cuda/attention_runtime.cuh"
 #include "cuda/device_machine.cuh"
 
 namespace ml {
@@ -50,65 +51,75 @@ __global__ void __launch_bounds__(256) narrow_query_sums_kernel(
       DeviceMachine<256>().pack<Element>(sums.x * scale, sums.y * scale);
 }
 
-// Launches a tile kernel over blocks of `block` rows of the longest sequence.
+// Launches a tile kernel over blocks of `block` rows of the longest sequence, as many sequences at once as a grid takes.
 template <class Shape>
 int launch(
     void (*kernel)(const MegaliteAttention), const MegaliteAttention& a, int64_t longest, int block, int64_t heads,
     cudaStream_t stream) {
-  if (longest == 0 || heads == 0 || a.sequences == 0) return 0;
-  const dim3 grid((longest + block - 1) / block, heads, a.sequences);  // more than 65535 heads or sequences: an error
-  const cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kSharedBytes);
-  if (error != cudaSuccess) return error;
-  kernel<<<grid, Shape::kThreads, Shape::kSharedBytes, stream>>>(a);
-  return cudaGetLastError();
+  if (longest == 0 || heads == 0) return 0;
+  if (const int error = allow_shared(kernel, Shape::kSharedBytes)) return error;
+  return in_parts(a, [&](const MegaliteAttention& part) {
+    const dim3 grid((longest + block - 1) / block, heads, part.sequences);
+    kernel<<<grid, Shape::kThreads, Shape::kSharedBytes, stream>>>(part);
+  });
 }
 
 template <class Element, int kHead, bool kDrops = false>
 int launch_forward(const MegaliteAttention& a, cudaStream_t stream) {
   using Shape = ForwardShapeOf<Element, kHead, kDrops>;
+  static_assert(Shape::kSharedBytes <= kLeastShared);
   return launch<Shape>(forward_kernel<Shape>, a, a.longest_query, Shape::kRows, a.heads, stream);
 }
 
+// Blocks of keys, and what they sum of the queries' gradients in any order.
 template <class Keys>
 int launch_keys(const MegaliteAttention& a, cudaStream_t stream) {
-  return launch<Keys>(key_gradients_kernel<Keys>, a, a.longest_key, Keys::kKeys, a.kv_heads, stream);
-}
-
-template <class Element, int kHead, bool kDrops>
-int launch_backward_in_order(const MegaliteAttention& a, cudaStream_t stream) {
-  if constexpr (kHead <= kWideHead) {
-    if (const int error = launch_keys<KeyShapeOf<Element, kHead, false, kDrops>>(a, stream)) return error;
-  } else {
-    using Keys = KeyShapeOf<Element, kHead, false, kDrops, Gives::kKeys>;
-    using Values = KeyShapeOf<Element, kHead, false, kDrops, Gives::kValues>;
-    if (const int error = launch_keys<Keys>(a, stream)) return error;
-    if (const int error = launch_keys<Values>(a, stream)) return error;
+  const int64_t numbers = a.queries * a.heads * Keys::kHead;
+  if constexpr (Keys::kSumQueries) {
+    if (const int error = cleared(cudaMemsetAsync(a.query_sums, 0, numbers * sizeof(float), stream))) return error;
   }
-  using Queries = QueryShapeOf<Element, kHead, kDrops>;
-  return launch<Queries>(query_gradients_kernel<Queries>, a, a.longest_query, Queries::kRows, a.heads, stream);
+  const int error = launch<Keys>(key_gradients_kernel<Keys>, a, a.longest_key, Keys::kKeys, a.kv_heads, stream);
+  if constexpr (Keys::kSumQueries) {
+    if (error != 0 || numbers == 0) return error;
+    const int64_t blocks = (numbers / 2 + 255) / 256;
+    narrow_query_sums_kernel<typename Keys::Element><<<static_cast<unsigned>(blocks), 256, 0, stream>>>(a, numbers / 2);
+    return cudaGetLastError();
+  }
+  return error;
 }
 
 template <class Element, int kHead, bool kDrops = false>
 int launch_backward(const MegaliteAttention& a, cudaStream_t stream) {
+  int limit = 0;
+  if (const int error = most_shared(limit)) return error;
   const int64_t rows = a.queries * a.heads;
   if (rows > 0) {
     statistics_kernel<Element, kHead, kDrops><<<static_cast<unsigned>((rows + 3) / 4), 128, 0, stream>>>(a);
     if (const int error = cudaGetLastError()) return error;
   }
-  if (!kSumsInAnyOrder<kHead, kDrops> || a.query_sums == nullptr) {
-    return launch_backward_in_order<Element, kHead, kDrops>(a, stream);
-  }
-  if constexpr (kSumsInAnyOrder<kHead, kDrops>) {
-    const int64_t numbers = rows * kHead;
-    if (const int error = cudaMemsetAsync(a.query_sums, 0, numbers * sizeof(float), stream)) return error;
-    if (const int error = launch_keys<KeyShapeOf<Element, kHead, true, false>>(a, stream)) return error;
-    if (numbers > 0) {
-      const int64_t blocks = (numbers / 2 + 255) / 256;
-      narrow_query_sums_kernel<Element><<<static_cast<unsigned>(blocks), 256, 0, stream>>>(a, numbers / 2);
+  static_assert(
+      KeyShapeOf<Element, kHead, false, kDrops, true>::kSharedBytes <= kLeastShared &&
+      QueryShapeOf<Element, kHead, kDrops, true>::kSharedBytes <= kLeastShared);
+  return for_backward_shapes<Element, kHead, kDrops>(a.query_sums != nullptr, limit, [&](auto shape) {
+    using Shape = decltype(shape);
+    if constexpr (Shape::kBlocksOfKeys) {
+      return launch_keys<Shape>(a, stream);
+    } else {
+      return launch<Shape>(query_gradients_kernel<Shape>, a, a.longest_query, Shape::kRows, a.heads, stream);
     }
+  });
+}
+
+// Bytes of shared memory that a block of the kernels of one direction has at most, where it may have `limit`.
+template <int kHead>
+int64_t shared_bytes(int backward, int dropped, int any_order, int64_t limit) {
+  const int most = static_cast<int>(limit);
+  if (backward != 0) {
+    return dropped != 0 ? backward_shared<bf16, kHead, true>(any_order != 0, most)
+                        : backward_shared<bf16, kHead, false>(any_order != 0, most);
   }
-  return cudaGetLastError();
+  return dropped != 0 ? ForwardShapeOf<bf16, kHead, true>::kSharedBytes
+                      : ForwardShapeOf<bf16, kHead, false>::kSharedBytes;
 }
 
 // Of either 16-bit type, with probabilities dropped or not.

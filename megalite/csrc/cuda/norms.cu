@@ -168,6 +168,19 @@ __global__ void __launch_bounds__(backward_threads(kPacks, Pack<T>::kSize, kCent
   __shared__ RowSums<W, kSums> sums;
   extern __shared__ __align__(16) unsigned char dynamic[];
   W weight_sums[kPacks][kSize] = {}, bias_sums[kCentred ? kPacks : 1][kSize] = {};
+  // The weight is the same in each row: kept, where registers allow it, else read again twice a row.
+  constexpr bool kKeeps = kPacks <= 2;
+  W kept[kKeeps ? kPacks : 1][kSize];
+  if (kKeeps && x_grad != nullptr) {
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) {
+      const int column = (p * blockDim.x + threadIdx.x) * kSize;
+      if (column >= columns) continue;
+      const Pack<T> factors = load(weight + column);
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) kept[kKeeps ? p : 0][i] = to_wide(factors.values[i]);
+    }
+  }
   int slot = 0;
   const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.y;
   for (int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.y; first < rows; first += step, slot ^= 1) {
@@ -189,7 +202,7 @@ __global__ void __launch_bounds__(backward_threads(kPacks, Pack<T>::kSize, kCent
       const int column = (p * blockDim.x + threadIdx.x) * kSize;
       if (!active || column >= columns) continue;
       Pack<T> factors;
-      if (x_grad != nullptr) factors = load(weight + column);
+      if (!kKeeps && x_grad != nullptr) factors = load(weight + column);
 #pragma unroll
       for (int i = 0; i < kSize; ++i) {
         const W from = to_wide(grads[p].values[i]);
@@ -197,7 +210,7 @@ __global__ void __launch_bounds__(backward_threads(kPacks, Pack<T>::kSize, kCent
         weight_sums[p][i] += from * value;
         if (kCentred) bias_sums[p][i] += from;
         if (x_grad != nullptr) {
-          const W weighted = from * to_wide(factors.values[i]);
+          const W weighted = from * (kKeeps ? kept[kKeeps ? p : 0][i] : to_wide(factors.values[i]));
           totals[0] += weighted * value;
           if (kCentred) totals[kSums - 1] += weighted;
         }
@@ -211,10 +224,12 @@ __global__ void __launch_bounds__(backward_threads(kPacks, Pack<T>::kSize, kCent
     for (int p = 0; p < kPacks; ++p) {
       const int column = (p * blockDim.x + threadIdx.x) * kSize;
       if (!active || column >= columns) continue;
-      const Pack<T> factors = load(weight + column);
+      Pack<T> factors;
+      if (!kKeeps) factors = load(weight + column);
 #pragma unroll
       for (int i = 0; i < kSize; ++i) {
-        const W weighted = to_wide(grads[p].values[i]) * to_wide(factors.values[i]);
+        const W factor = kKeeps ? kept[kKeeps ? p : 0][i] : to_wide(factors.values[i]);
+        const W weighted = to_wide(grads[p].values[i]) * factor;
         const W value = normalised(to_wide(values[p].values[i]), centre, scale);
         W through = input_grad(weighted, value, average, projection, scale);
         if (sum_grad != nullptr) through += to_wide(passed[p].values[i]);
@@ -320,10 +335,10 @@ struct Plan {
 };
 
 template <typename MostThreads>
-Plan plan_for(int64_t packs, MostThreads most_threads) {
-  // A warp for itself needs no barrier: as long as that takes at most four packs a thread. Beyond, two packs a thread
+Plan plan_for(int64_t packs, int64_t most_of_warp, MostThreads most_threads) {
+  // A warp for itself needs no barrier: as long as that takes at most `most_of_warp` packs. Beyond, two packs a thread
   // keep enough loads in flight.
-  const int candidates[] = {packs <= 32 ? 1 : packs <= 64 ? 2 : packs <= 128 ? 4 : 2, 4};
+  const int candidates[] = {packs <= 32 ? 1 : packs <= 64 ? 2 : packs <= most_of_warp ? 4 : 2, 4};
   for (const int each : candidates) {
     const int64_t threads = (packs + each * 32 - 1) / (each * 32) * 32;
     if (packs > 0 && threads <= most_threads(each)) {
@@ -354,7 +369,7 @@ void forward(
   if constexpr (sizeof(T) < 8) {
     const bool in_packs = columns % Pack<T>::kSize == 0 && aligned(x) && aligned(residual) && aligned(weight) &&
                           aligned(bias) && aligned(sum) && aligned(output);
-    const Plan plan = plan_for(in_packs ? columns / Pack<T>::kSize : 0, [](int) { return kForwardThreads; });
+    const Plan plan = plan_for(in_packs ? columns / Pack<T>::kSize : 0, 128, [](int) { return kForwardThreads; });
     if (plan.packs > 0) {
       const dim3 block(plan.threads, plan.rows);
       const auto grid = static_cast<unsigned>((rows + plan.rows - 1) / plan.rows);
@@ -382,7 +397,8 @@ void backward(
   if constexpr (sizeof(T) < 8) {
     const bool in_packs = columns % Pack<T>::kSize == 0 && aligned(grad) && aligned(sum_grad) && aligned(x) &&
                           aligned(weight) && aligned(x_grad);
-    plan = plan_for(in_packs ? columns / Pack<T>::kSize : 0, [](int each) {
+    // Of four packs the sums of the layer norm take half of a thread's registers: a row has two warps instead.
+    plan = plan_for(in_packs ? columns / Pack<T>::kSize : 0, kCentred ? 64 : 128, [](int each) {
       return backward_threads(each, Pack<T>::kSize, kCentred);
     });
     if (plan.packs > 0) {

@@ -58,34 +58,34 @@ bool blocks_agree(const Band& band, int rows, int columns) {
 }
 
 template <class Element, int kHead, bool kDrops>
-void run(emulator::Grid& grid, const MegaliteAttention& a, bool backward) {
+void run(emulator::Grid& grid, const MegaliteAttention& a, bool backward, int shared) {
   if (!backward) return grid.forward<ml::ForwardShapeOf<Element, kHead, kDrops>>(a);
   grid.statistics<Element, kHead, kDrops>(a);
-  if constexpr (ml::kSumsInAnyOrder<kHead, kDrops>) {
-    if (a.query_sums != nullptr) return grid.key_gradients<ml::KeyShapeOf<Element, kHead, true, false>>(a);
-  }
-  if constexpr (kHead <= ml::kWideHead) {
-    grid.key_gradients<ml::KeyShapeOf<Element, kHead, false, kDrops>>(a);
-  } else {
-    grid.key_gradients<ml::KeyShapeOf<Element, kHead, false, kDrops, ml::Gives::kKeys>>(a);
-    grid.key_gradients<ml::KeyShapeOf<Element, kHead, false, kDrops, ml::Gives::kValues>>(a);
-  }
-  grid.query_gradients<ml::QueryShapeOf<Element, kHead, kDrops>>(a);
+  ml::for_backward_shapes<Element, kHead, kDrops>(a.query_sums != nullptr, shared, [&](auto shape) {
+    using Shape = decltype(shape);
+    if (Shape::kSharedBytes > shared) grid.report.problem = "more shared memory than a block may have";
+    if constexpr (Shape::kBlocksOfKeys) {
+      grid.key_gradients<Shape>(a);
+    } else {
+      grid.query_gradients<Shape>(a);
+    }
+    return 0;
+  });
 }
 
 template <class Element, int kHead>
-void run_of_size(emulator::Grid& grid, const MegaliteAttention& a, bool backward) {
+void run_of_size(emulator::Grid& grid, const MegaliteAttention& a, bool backward, int shared) {
   if (a.head_size != kHead) return;
-  if (a.dropped > 0) return run<Element, kHead, true>(grid, a, backward);
-  run<Element, kHead, false>(grid, a, backward);
+  if (a.dropped > 0) return run<Element, kHead, true>(grid, a, backward, shared);
+  run<Element, kHead, false>(grid, a, backward, shared);
 }
 
 template <class Element>
-void run_any(emulator::Grid& grid, const MegaliteAttention& a, bool backward) {
-  run_of_size<Element, 64>(grid, a, backward);
-  run_of_size<Element, 96>(grid, a, backward);
-  run_of_size<Element, 128>(grid, a, backward);
-  run_of_size<Element, 256>(grid, a, backward);
+void run_any(emulator::Grid& grid, const MegaliteAttention& a, bool backward, int shared) {
+  run_of_size<Element, 64>(grid, a, backward, shared);
+  run_of_size<Element, 96>(grid, a, backward, shared);
+  run_of_size<Element, 128>(grid, a, backward, shared);
+  run_of_size<Element, 256>(grid, a, backward, shared);
 }
 
 }  // namespace
@@ -125,17 +125,18 @@ void draw(
   }
 }
 
-// Runs the forward or the backward kernels; `begins` and `bytes` say what of memory they may touch.
+// Runs the forward or the backward kernels, those for chips that give a block `shared` bytes; `begins` and `bytes` say
+// what of memory they may touch.
 void emulate(
-    const MegaliteAttention* attention, int dtype, int backward, int late_copies, int left_out_sync, int regions,
-    const void* const* begins, const int64_t* bytes, emulator::Report* report) {
+    const MegaliteAttention* attention, int dtype, int backward, int late_copies, int left_out_sync, int shared,
+    int regions, const void* const* begins, const int64_t* bytes, emulator::Report* report) {
   std::vector<emulator::Region> memory;
   for (int i = 0; i < regions; ++i) memory.push_back({begins[i], static_cast<size_t>(bytes[i])});
   emulator::Fibers fibers;
   emulator::Grid grid(fibers, {late_copies != 0, left_out_sync}, memory);
   const auto& a = *attention;
-  if (dtype == ml::kBFloat16) run_any<ml::bf16>(grid, a, backward);
-  if (dtype == ml::kFloat16) run_any<ml::fp16>(grid, a, backward);
+  if (dtype == ml::kBFloat16) run_any<ml::bf16>(grid, a, backward, shared);
+  if (dtype == ml::kFloat16) run_any<ml::fp16>(grid, a, backward, shared);
   *report = grid.report;
 }
 }
