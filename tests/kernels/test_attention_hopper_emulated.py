@@ -95,6 +95,16 @@ def test_any_order_gives_the_same_bits(hoppers) -> None:
     assert all(torch.equal(each[i], first[i]) for each in others for i in range(2))
 
 
+def test_more_sequences_than_a_launch_takes(tmp_path) -> None:
+    limits = {"without": "kMostSequences = 65535;", "but": "kMostSequences = 2;"}
+    limited = Hopper(emulated("attention_hopper_64", tmp_path, **limits), 64)
+    packed = Packed((30, 1, 0, 20, 40), (30, 1, 0, 20, 40), heads=1)
+    inputs = packed.inputs(torch.bfloat16)
+    code, output, lse, problem = limited.forward(packed, inputs, 0)
+    assert (code, problem) == (0, "")
+    _check(packed, inputs, output, lse)
+
+
 @pytest.mark.parametrize("head_size", [64, 128])
 def test_documents_know_nothing_of_each_other(hoppers, head_size) -> None:
     """Another document becomes NaN, though its rows lie where this one's last tile ends, and no bit moves."""

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite.ops.extension import SOURCES
-from tests.support import emulated_cuda
+from tests.support.emulated_cuda import emulated
 from tests.support.kernels import needs_library
 
 pytestmark = [
@@ -54,21 +53,13 @@ class Angles(ctypes.Structure):
 @pytest.fixture(scope="module")
 def activations(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """With grids of at most 3 blocks in their second direction, so that few rows take several layers."""
-    folder, patch = tmp_path_factory.mktemp("activations"), pytest.MonkeyPatch()
-    sources = folder / "csrc"
-    shutil.copytree(SOURCES, sources)
-    header = sources / "cuda" / "values.cuh"
-    limit = "kMostBlocks = 65535;"
-    assert limit in header.read_text()
-    header.write_text(header.read_text().replace(limit, "kMostBlocks = 3;"))
-    with patch.context() as patched:
-        patched.setattr(emulated_cuda, "SOURCES", sources)
-        return emulated_cuda.emulated("activations", folder)
+    limits = {"without": "kMostBlocks = 65535;", "but": "kMostBlocks = 3;"}
+    return emulated("activations", tmp_path_factory.mktemp("activations"), **limits)
 
 
 @pytest.fixture(scope="module")
 def rotary(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return emulated_cuda.emulated("rotary", tmp_path_factory.mktemp("rotary"))
+    return emulated("rotary", tmp_path_factory.mktemp("rotary"))
 
 
 def _call(function: Callable[..., int], tensors: tuple[Tensor | None, ...], *numbers: int) -> None:

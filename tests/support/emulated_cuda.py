@@ -25,14 +25,14 @@ def translated(text: str) -> str:
     return _DYNAMIC.sub(r"auto* \2 = static_cast<\1*>(emulator::dynamic_shared());", text)
 
 
-def emulated(name: str, folder: Path, *, without: str = "") -> ctypes.CDLL:
-    """The library of csrc/cuda/<name>.cu, built in `folder`; without: a text whose first occurrence is left out.
+def emulated(name: str, folder: Path, *, without: str = "", but: str = "") -> ctypes.CDLL:
+    """The library of csrc/cuda/<name>.cu, built in `folder`; without: a text in whose first place stands `but`.
 
     A launch whose threads touch an address that is no multiple of what they touch there gives an error.
     """
     library = folder / f"{name}.so"
-    level = "-O0" if without else "-O1"  # the broken one runs once
-    _compile(folder, [level, *_SHARED, str(_source(name, folder, without)), "-o", str(library)])
+    level = "-O0" if without and not but else "-O1"  # the broken one runs once
+    _compile(folder, [level, *_SHARED, str(_source(name, folder, without, but)), "-o", str(library)])
     return ctypes.CDLL(str(library))
 
 
@@ -67,7 +67,7 @@ def races(name: str, folder: Path, *, without: str = "") -> str:
     return done.stderr
 
 
-def _source(name: str, folder: Path, without: str) -> Path:
+def _source(name: str, folder: Path, without: str, but: str = "") -> Path:
     """csrc/cuda/<name>.cu in C++, and beside it the headers of csrc/cuda that the emulator has no others for."""
     source = folder / f"{name}.cpp"
     texts = {source: (SOURCES / "cuda" / f"{name}.cu").read_text()}
@@ -78,7 +78,7 @@ def _source(name: str, folder: Path, without: str) -> Path:
     if without:
         broken = next((path for path, text in texts.items() if without in text), None)
         assert broken is not None, f"neither {name}.cu nor a header has {without}"
-        texts[broken] = texts[broken].replace(without, "", 1)
+        texts[broken] = texts[broken].replace(without, but, 1)
     for path, text in texts.items():
         path.write_text(translated(text))
     return source
