@@ -158,7 +158,7 @@ def card_name(device: torch.device) -> str:
     """The card's own name; of a CPU, the processor's architecture and what the library was built for."""
     if device.type == "cpu":
         return f"CPU {platform.machine()} {extension.built().cpu}".strip()
-    module = getattr(torch, device.type, None)  # "meta" has none
+    module: Any = getattr(torch, device.type, None)  # "meta" has none
     return str(module.get_device_name(device)) if hasattr(module, "get_device_name") else device.type
 
 
