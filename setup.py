@@ -426,7 +426,9 @@ class PlatformWheel(bdist_wheel):
         return ("py3", "none", super().get_tag()[2])
 
 
-SOURCES = [each.relative_to(ROOT).as_posix() for each in sorted(CSRC.rglob("*.c*")) if each.suffix != ".cuh"]
+SOURCES = [
+    each.relative_to(ROOT).as_posix() for each in sorted(CSRC.rglob("*.c*")) if each.suffix in (".cpp", ".cu")
+]
 HEADERS = [each.relative_to(ROOT).as_posix() for each in sorted(CSRC.rglob("*.*h"))]
 HEADERS.append("megalite/csrc/setup_cuda.py")
 

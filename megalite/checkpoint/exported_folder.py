@@ -11,13 +11,13 @@ from megalite.errors import CheckpointError
 
 
 @contextmanager
-def exported_folder(destination: Path, is_ours: Callable[[Path], bool]) -> Iterator[Path]:
+def exported_folder(destination: Path, what: str, is_ours: Callable[[Path], bool]) -> Iterator[Path]:
     """An empty folder to fill, which becomes `destination` when all went well, and else leaves nothing behind.
 
-    is_ours: whether a folder is an earlier export, which may be replaced. Raises CheckpointError where
-    `destination` holds something else, and where it cannot be written.
+    what: the kind of folder, for messages. is_ours: whether a folder is an earlier one, which may be replaced.
+    Raises CheckpointError where `destination` holds something else, and where it cannot be written.
     """
-    _require_free(destination, is_ours)
+    _require_free(destination, what, is_ours)
     partial = destination.with_name(f".{destination.name}.partial-{secrets.token_hex(4)}")
     try:
         partial.mkdir(parents=True)
@@ -31,11 +31,14 @@ def exported_folder(destination: Path, is_ours: Callable[[Path], bool]) -> Itera
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _require_free(destination: Path, is_ours: Callable[[Path], bool]) -> None:
+def _require_free(destination: Path, what: str, is_ours: Callable[[Path], bool]) -> None:
     if destination.is_dir():
         if not any(destination.iterdir()) or is_ours(destination):
             return
-        raise CheckpointError(f"{destination} holds files that are no export of ours; choose another folder")
+        raise CheckpointError(
+            f"{destination} holds something else than {what} written by megalite, and only that is replaced; choose"
+            " another folder"
+        )
     if destination.exists():
         raise CheckpointError(f"{destination} is a file; choose another name for the folder")
 

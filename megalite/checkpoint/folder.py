@@ -8,7 +8,8 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megalite.checkpoint.format import MANIFEST, Manifest, check_sizes, from_json
@@ -102,6 +103,22 @@ def require_new_run(run_folder: Path) -> None:
     """Raise CheckpointError where a run's folder has a checkpoint already."""
     if (before := find_latest(run_folder / "checkpoints")) is not None:
         raise CheckpointError(f"{before} is there already; name another folder to write")
+
+
+@contextmanager
+def undone_on_failure(*folders: Path) -> Iterator[None]:
+    """Where the block fails, remove those of `folders` that it made, and what it made above them."""
+    made = [folder for folder in folders if not folder.exists()]
+    above = {parent for folder in made for parent in folder.parents if not parent.exists()}
+    try:
+        yield
+    except BaseException:
+        for folder in made:
+            shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):  # somebody else has put something there meanwhile
+            for parent in sorted(above, key=lambda each: len(each.parts), reverse=True):
+                parent.rmdir()
+        raise
 
 
 def find_checkpoint(path: Path) -> Path:

@@ -64,7 +64,9 @@ def export(
     the tokenizer.
     """
     checkpoints = [checkpoint] if isinstance(checkpoint, Path) else list(checkpoint)
-    with exported_folder(destination, lambda folder: is_our_card(folder / CARD)) as partial:
+    with exported_folder(
+        destination, "a Hugging Face export", lambda folder: is_our_card(folder / CARD)
+    ) as partial:
         with AveragedWeights(checkpoints, weights) as reader:
             manifest = reader.manifest
             files = _write_weights(reader, partial, dtype, shard_size_bytes)

@@ -15,13 +15,14 @@ from megalite.checkpoint.megatron_names import (
     flat_names,
     is_weight,
     layer_of,
+    missing_name,
     parameter_name,
     part_of,
     rank_shape,
 )
 from megalite.checkpoint.regions import slices
 from megalite.errors import CheckpointError, listed
-from megalite.topology.parameters import EMBEDDING, HEAD, ModelShape, model_parameters
+from megalite.topology.parameters import EMBEDDING, HEAD, POSITIONS, ModelShape, model_parameters
 from megalite.topology.sharding import Box
 
 _TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -268,9 +269,7 @@ def _check_tensors(
     """Raise CheckpointError unless the files hold exactly the model's tensors, cut as they are to be."""
     expected = {parameter.name: parameter for parameter in model_parameters(shape)}
     if missing := [name for name in expected if name not in places]:
-        raise CheckpointError(
-            f"{folder.path} lacks what is here {listed(missing)}; are its args those of these weights?"
-        )
+        raise _lacking(folder, missing, places)
     for name, (size, kind) in found.items():
         place = places[name]
         path = folder.files[place.stage, 0]
@@ -288,6 +287,25 @@ def _check_tensors(
                 f"{path}: {place.name} is of {kind}; save the weights in a type of 16 bits or more"
             )
     _check_heads(folder, shape, version)
+
+
+def _lacking(folder: MegatronFolder, missing: Sequence[str], places: Mapping[str, _Place]) -> CheckpointError:
+    """Name the first file that lacks tensors, and these as it would call them."""
+    names = {ours: place.name for ours, place in places.items()}
+
+    def stage_of(name: str) -> int:
+        if name == POSITIONS:
+            return 0
+        layer = ".".join(name.split(".")[:3]) + "."
+        return next(
+            (place.stage for ours, place in places.items() if ours.startswith(layer)), folder.pipeline - 1
+        )
+
+    first = min(map(stage_of, missing))
+    lacked = [missing_name(name, names) for name in missing if stage_of(name) == first]
+    return CheckpointError(
+        f"{folder.files[first, 0]} lacks {listed(lacked)}, which its args ask for; fetch it again, or correct its args"
+    )
 
 
 def _check_heads(folder: MegatronFolder, shape: ModelShape, version: float) -> None:

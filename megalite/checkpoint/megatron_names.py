@@ -16,6 +16,8 @@ from megalite.topology.parameters import EMBEDDING, FINAL_NORM, HEAD, POSITIONS,
 _WRAPPERS = ("module.", "model.", "language_model.")
 _BLOCKS = r"(?:decoder|encoder|transformer)"
 _LAYER = re.compile(rf"{_BLOCKS}\.layers\.(\d{{1,6}})\.(.+)\.(weight|bias)", re.ASCII)
+_STEM = re.compile(r"(?P<block>.*\b(?:decoder|encoder|transformer)\.)layers\.\d+\.")
+_LAYERS = "model.layers."
 _FINAL_NORM = re.compile(rf"{_BLOCKS}\.final_(?:layer)?norm\.(weight|bias)")
 _WITHIN = {
     **dict.fromkeys(
@@ -86,6 +88,31 @@ def parameter_name(name: str, first_layer: int, *, gated: bool) -> str | None:
     if gated and module == "mlp.up_proj":
         module = "mlp.gate_up_proj"
     return f"model.layers.{first_layer + int(match[1])}.{module}.{match[3]}"
+
+
+def missing_name(parameter: str, names: Mapping[str, str]) -> str:
+    """What a checkpoint would call a registered parameter that it lacks.
+
+    names: registered parameter -> the checkpoint's own name, of those that it has. A weight and its bias, and a
+    module of two layers, are called alike; what the checkpoint has nothing like is called as in megatron-core.
+    """
+    module, _, kind = parameter.rpartition(".")
+    twin = "bias" if kind == "weight" else "weight"
+    if (found := names.get(f"{module}.{twin}")) is not None:
+        return found.removesuffix(twin) + kind
+    layers = {ours: match for ours, name in names.items() if (match := _STEM.match(name))}
+    layer, _, rest = parameter.removeprefix(_LAYERS).partition(".")
+    if not parameter.startswith(_LAYERS):
+        if parameter in _OUTSIDE.values():
+            return next(name for name, ours in _OUTSIDE.items() if ours == parameter)
+        block = next((match["block"] for match in layers.values()), "decoder.")
+        return f"{block}final_layernorm.{kind}"
+    stem = next(match[0] for ours, match in layers.items() if ours.startswith(f"{_LAYERS}{layer}."))
+    for ours, match in layers.items():
+        if ours.endswith(f".{rest}"):
+            return stem + names[ours].removeprefix(match[0])
+    within = rest.removesuffix(f".{kind}").replace("gate_up_proj", "up_proj")
+    return f"{stem}{next(name for name, ours in _WITHIN.items() if ours == within)}.{kind}"
 
 
 def _bare(name: str) -> str:

@@ -44,9 +44,19 @@ from megalite.topology.state import OptimizerState, StateShard
 
 T = TypeVar("T")
 
-_ROOM = (
-    "free space there, set checkpoint.keep_last to keep fewer, or set run.folder to another disk, then run again to"
-    " resume"
+
+@dataclass(frozen=True)
+class Remedies:
+    """What to do about a full disk and a folder that refuses files, in the settings of the command that saves."""
+
+    full: str
+    forbidden: str
+
+
+OF_A_RUN = Remedies(
+    full="free space there, set checkpoint.keep_last to keep fewer, or set run.folder to another disk, then run again"
+    " to resume",
+    forbidden="make it writable or set run.folder to a folder that is, then run again to resume",
 )
 
 
@@ -82,12 +92,18 @@ class Draft:
     """
 
     def __init__(
-        self, partial: Path, published: Path, rank: int, pieces: Mapping[str, _Piece], manifest: Manifest
+        self,
+        partial: Path,
+        published: Path,
+        rank: int,
+        pieces: Mapping[str, _Piece],
+        manifest: Manifest,
+        remedies: Remedies,
     ):
         """manifest: without tensors and files, which the ranks' tables tell."""
         self.partial, self.published = partial, published
         self.path = partial / f"rank-{rank:05d}.safetensors"
-        self._pieces, self._manifest = pieces, manifest
+        self._pieces, self._manifest, self.remedies = pieces, manifest, remedies
 
     @property
     def step(self) -> int:
@@ -130,6 +146,7 @@ def save_checkpoint(
     optimizer: OptimizerState,
     trainer_state: Mapping[str, int],
     config: Mapping[str, Any],
+    remedies: Remedies = OF_A_RUN,
 ) -> Path:
     """Write `folder`/step-NNNNNN and make `latest` name it; collective over the world, which shares it.
 
@@ -147,6 +164,7 @@ def save_checkpoint(
         optimizer=optimizer,
         trainer_state=trainer_state,
         config=config,
+        remedies=remedies,
     )
     write_draft(draft, mesh)
     return draft.published
@@ -160,9 +178,11 @@ def write_draft(draft: Draft, mesh: ParallelMesh, then: Callable[[], None] = lam
         then()
 
     try:
-        table = all_or_none(mesh, "write", draft.path, lambda: draft.write(draft.tensors.__getitem__))
+        write = partial(draft.write, draft.tensors.__getitem__)
+        table = all_or_none(mesh, "write", draft.path, write, draft.remedies)
         tables = mesh.gather_objects(table)
-        all_or_none(mesh, "publish", draft.partial, lambda: finish(tables) if tables is not None else None)
+        last = (lambda: None) if tables is None else partial(finish, tables)
+        all_or_none(mesh, "publish", draft.partial, last, draft.remedies)
     except CheckpointError:
         if mesh.rank == 0:
             remove_stale(draft.partial.parent)
@@ -179,6 +199,7 @@ def draft_checkpoint(
     optimizer: OptimizerState,
     trainer_state: Mapping[str, int],
     config: Mapping[str, Any],
+    remedies: Remedies = OF_A_RUN,
 ) -> Draft:
     """Make the folder for it, once there is room for what all ranks have to write; as `save_checkpoint`."""
     step = trainer_state["step"]
@@ -197,14 +218,16 @@ def draft_checkpoint(
     )
     pieces = all_or_none(mesh, "list", folder, lambda: _by_key(_pieces(mesh, parameters, stage, optimizer)))
     where = folder / mesh.broadcast_object(partial_name(step, secrets.token_hex(4)))
-    draft = Draft(where, folder / published_name(step), mesh.rank, pieces, manifest)
+    draft = Draft(where, folder / published_name(step), mesh.rank, pieces, manifest, remedies)
     sizes = mesh.gather_objects(draft.size_bytes)
-    make = partial(_prepare, folder, where, sum(sizes or []))
-    all_or_none(mesh, "prepare", folder, lambda: make() if mesh.rank == 0 else None)
+    make = partial(_prepare, folder, where, sum(sizes or []), remedies)
+    all_or_none(mesh, "prepare", folder, lambda: make() if mesh.rank == 0 else None, remedies)
     return draft
 
 
-def all_or_none(mesh: ParallelMesh, verb: str, path: Path, action: Callable[[], T]) -> T:
+def all_or_none(
+    mesh: ParallelMesh, verb: str, path: Path, action: Callable[[], T], remedies: Remedies = OF_A_RUN
+) -> T:
     """Run `action` on every rank; when it fails on one, raise the same CheckpointError on all. Collective."""
     failure, cause, result = None, None, None
     try:
@@ -212,7 +235,7 @@ def all_or_none(mesh: ParallelMesh, verb: str, path: Path, action: Callable[[], 
     # Whatever it is: the other ranks would wait for this one for ever.
     except Exception as error:
         cause = error
-        failure = explain(error, mesh, verb, path)
+        failure = explain(error, mesh, verb, path, remedies)
     failures = [text for text in mesh.gather_objects(failure) or [] if text is not None]
     first = mesh.broadcast_object(failures[0] if failures else None)
     if first is not None:
@@ -220,30 +243,32 @@ def all_or_none(mesh: ParallelMesh, verb: str, path: Path, action: Callable[[], 
     return result  # type: ignore[return-value]
 
 
-def explain(error: Exception, mesh: ParallelMesh, verb: str, path: Path) -> str:
+def explain(
+    error: Exception, mesh: ParallelMesh, verb: str, path: Path, remedies: Remedies = OF_A_RUN
+) -> str:
     """Which rank could not do what, why, and what to do."""
-    return f"{mesh.layout.describe(mesh.rank)} could not {verb} {path}: {_reason(error)}"
+    return f"{mesh.layout.describe(mesh.rank)} could not {verb} {path}: {_reason(error, remedies)}"
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: Exception, remedies: Remedies) -> str:
     if isinstance(error, CheckpointError):
         return str(error)
     number = error.errno if isinstance(error, OSError) else None
     if number in (errno.ENOSPC, errno.EDQUOT):
-        return f"{error}; {_ROOM}"
+        return f"{error}; {remedies.full}"
     if number in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return f"{error}; make it writable or set run.folder to a folder that is, then run again to resume"
+        return f"{error}; {remedies.forbidden}"
     return f"{type(error).__name__}: {error}"
 
 
-def _prepare(folder: Path, partial: Path, needed_bytes: int) -> None:
+def _prepare(folder: Path, partial: Path, needed_bytes: int, remedies: Remedies) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     remove_stale(folder)
     free_bytes = shutil.disk_usage(folder).free
     if free_bytes < needed_bytes:
         raise CheckpointError(
             f"{os.strerror(errno.ENOSPC)}: the checkpoint has {needed_bytes:,} bytes, and {free_bytes:,} are free; "
-            f"{_ROOM}"
+            f"{remedies.full}"
         )
     partial.mkdir()
 

@@ -36,7 +36,7 @@ BLOCK_ELEMENTS = 4 << 20
 """What is read at a time of a tensor that need not be whole in memory."""
 # Hashed beside the reading of the next.
 _HASHED_ELEMENTS = 1 << 18
-_REMEDY = "resume from another checkpoint with checkpoint.resume = PATH"
+_REMEDY = "use another checkpoint"
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ def export_universal(checkpoint: Path, destination: Path) -> Manifest:
     """
     exact = _weights_kind(checkpoint)
     with (
-        exported_folder(destination, _is_ours) as partial,
+        exported_folder(destination, "a DeepSpeed universal checkpoint", _is_ours) as partial,
         CheckpointReader(checkpoint, weights=exact) as reader,
     ):
         manifest = reader.manifest

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.families import family_tensors
-from megalite.checkpoint.folder import require_new_run
+from megalite.checkpoint.folder import require_new_run, undone_on_failure
 from megalite.checkpoint.foreign_pickle import load_pickle, require_undamaged
 from megalite.checkpoint.format import WEIGHT
 from megalite.checkpoint.hf_import import BUFFERS, take_tokenizer
@@ -229,15 +229,16 @@ def import_universal(folder: Path, shape: ModelShape, hf_config: Path, run_folde
     found = reader.folder
     step, counters, settings = found.step, found.counters, found.settings
     model_folder = hf_config if hf_config.is_dir() else hf_config.parent
-    return write_streamed(
-        run_folder,
-        shape,
-        (WEIGHT, *MOMENTS),
-        reader.read,
-        trainer_state={**counters, "samples": 0, "tokens": 0},
-        optimizer={"step": step},
-        config={
-            "optimizer": {"name": "adamw", **settings},
-            "tokenizer": take_tokenizer(model_folder, run_folder),
-        },
-    )
+    with undone_on_failure(run_folder / "checkpoints", run_folder / "tokenizer"):
+        return write_streamed(
+            run_folder,
+            shape,
+            (WEIGHT, *MOMENTS),
+            reader.read,
+            trainer_state={**counters, "samples": 0, "tokens": 0},
+            optimizer={"step": step},
+            config={
+                "optimizer": {"name": "adamw", **settings},
+                "tokenizer": take_tokenizer(model_folder, run_folder),
+            },
+        )

@@ -102,4 +102,7 @@ def _import_megatron(folder: Path, options: argparse.Namespace) -> int:
     print(f"{done.checkpoint}: {count:,} parameters of {kind}, iteration {done.iteration} of {folder}")
     for note in done.notes:
         print(f"  {note}")
+    print(
+        "  weights only: the optimizer's state stays behind, and a run that starts from it begins a new one"
+    )
     return 0

@@ -116,7 +116,7 @@ def ask(command: list[str], folder: str | None = None) -> Answer:
 def main_line(said: str) -> str:
     """The line of a compiler's or linker's messages that says what is wrong, else the last."""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
-    pattern = r"^(?!collect2:).*\b(error|fatal|cannot find|undefined reference|killed)\b"
+    pattern = r"\b(error|fatal|cannot find|undefined reference|killed)\b"
     telling = [line for line in lines if re.search(pattern, line, re.IGNORECASE)]
     return (telling or lines[-1:] or [""])[0][:300]
 

@@ -47,12 +47,19 @@ class Backend:
     """One implementation. why_not(query, key, asked): why it cannot serve; empty where it can.
 
     attend(query [B, S, heads, D], key, value [B, T, kv heads, D], *, window, documents, scale, softcap), T >= S:
-    [B, S, heads, D] as `causal_attention` defines it.
+    [B, S, heads, D] as `causal_attention` defines it. package: what has to be installed for it.
     """
 
     name: str
     why_not: Callable[[Tensor, Tensor, Asked], str]
     attend: Callable[..., Tensor]
+    package: str = ""
+
+    def why_not_on(self, device_type: str) -> str:
+        """Why one of CANDIDATES cannot serve any call on devices of this type; empty where it may."""
+        if device_type not in ("cuda", "meta"):
+            return f"{self.name} has no kernels for devices of type {device_type}"
+        return "" if not self.package else _why_not_installed(self.package)
 
 
 def served_on_device(documents: Documents | None, device: torch.device) -> TypeGuard[Starts | None]:
@@ -79,9 +86,13 @@ def attend_on_device(
 
 
 def backend_for(query: Tensor, key: Tensor, asked: Asked, prefer: str = "") -> Backend:
-    """The preferred one if it can serve, else the first of BACKENDS that can."""
-    preferred = [each for each in (*BACKENDS, *CANDIDATES) if each.name == prefer]
-    return next(each for each in (*preferred, *BACKENDS) if not each.why_not(query, key, asked))
+    """The preferred one of CANDIDATES if it can serve, else the first of BACKENDS that can."""
+    for each in CANDIDATES:
+        if each.name == prefer and not (
+            each.why_not_on(query.device.type) or each.why_not(query, key, asked)
+        ):
+            return each
+    return next(each for each in BACKENDS if not each.why_not(query, key, asked))
 
 
 # --------------------------------------------------------------------------------------------------- torch's SDPA
@@ -221,7 +232,7 @@ def _newer_flash(name: Literal["FA3", "FA4"], package: str, generations: tuple[i
         if chip and chip[0] not in generations:
             wanted = " and ".join(f"{each}.x" for each in generations)
             return f"{name} is for chips {wanted}, this one is {chip[0]}.{chip[1]}"
-        return _why_not_installed(package) or _why_not_varlen(query, key, asked)
+        return _why_not_varlen(query, key, asked)
 
     def attend(query: Tensor, key: Tensor, value: Tensor, **how: Any) -> Tensor:
         if current_flash_attention_impl() != name:
@@ -229,7 +240,7 @@ def _newer_flash(name: Literal["FA3", "FA4"], package: str, generations: tuple[i
             _activated[:] = [name]
         return _varlen(query, key, value, **how)
 
-    return Backend(name, why_not, attend)
+    return Backend(name, why_not, attend, package)
 
 
 def _own_varlen(query: Tensor, key: Tensor, value: Tensor, **how: Any) -> Tensor:
@@ -248,9 +259,7 @@ def _why_not_installed(package: str) -> str:
 
 
 def _why_not_flash_attn(query: Tensor, key: Tensor, asked: Asked) -> str:
-    if query.device.type not in ("cuda", "meta"):
-        return f"flash_attn has no kernels for devices of type {query.device.type}"
-    return _why_not_installed("flash_attn") or _why_not_flash(query, "flash_attn")
+    return _why_not_flash(query, "flash_attn")
 
 
 def _flash_attn(
@@ -303,7 +312,7 @@ BACKENDS = (
 )
 # What may be faster on a card, or serve what torch's kernels do not; used where it is preferred by name.
 CANDIDATES = (
-    Backend("flash_attn", _why_not_flash_attn, _flash_attn),
+    Backend("flash_attn", _why_not_flash_attn, _flash_attn, "flash_attn"),
     _newer_flash("FA3", "flash_attn_interface", (9,)),
     _newer_flash("FA4", "flash_attn.cute.interface", (9, 10)),
     Backend("cudnn", _why_not_cudnn, _cudnn),

@@ -1,4 +1,4 @@
-"""Attention: causal, in a window, within documents, with dropped probabilities; always with grouped heads.
+"""Attention: causal, in a window, within documents, soft-capped, with dropped probabilities; always with grouped heads.
 
 A shape is (rows, sequence, key-value heads, head size[, query heads for each of them, window]).
 """
@@ -10,14 +10,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite.ops.attention import Starts, causal_attention
+from megalite.ops.attention import causal_attention
+from megalite.ops.attention_backends import CANDIDATES, Asked, Backend
 from megalite.ops.counter import MASK_LEVELS
+from megalite.ops.documents import Starts
 from megalite.ops.dropout import CountedMask
 from megalite.ops.operators import COMPILED
 from megalite.ops.packed_attention import why_not_packed
-from megalite.selftest.registry import NARROW, Entry, Form, Shape, Workload, compiled
+from megalite.selftest.registry import NARROW, Candidate, Entry, Form, Shape, Workload, compiled
 
-_GROUP = 4
+Seen = Callable[..., dict[str, Any]]
+_GROUP, _SOFTCAP = 4, 50.0
 SHAPES: tuple[Shape, ...] = (
     *((1, 1, 1, 64), (2, 65, 1, 64), (1, 200, 2, 64), (2, 129, 1, 128)),
     *((1, 200, 1, 96), (1, 100, 1, 256)),
@@ -66,11 +69,12 @@ def _make_windowed(shape: Shape, dtype: torch.dtype, random: Form) -> list[Tenso
     return [*heads, heads[0].new_empty(shape[5] if len(shape) > 5 else window_of(shape[1]), 0)]
 
 
-def _windowed(fused: bool) -> Form:
-    def form(query: Tensor, key: Tensor, value: Tensor, window: Tensor) -> Tensor:
-        return attention(query, key, value, fused, window=len(window))
+def _in_window(query: Tensor, window: Tensor) -> dict[str, Any]:
+    return {"window": len(window)}
 
-    return form
+
+def _capped(query: Tensor, window: Tensor) -> dict[str, Any]:
+    return {"window": len(window), "softcap": _SOFTCAP}
 
 
 def _make_documents(shape: Shape, dtype: torch.dtype, random: Form) -> list[Tensor]:
@@ -81,12 +85,33 @@ def _make_documents(shape: Shape, dtype: torch.dtype, random: Form) -> list[Tens
     return [*heads, torch.tensor([*starts, rows * length], dtype=torch.int32, device=heads[0].device)]
 
 
-def _documents(fused: bool) -> Form:
-    def form(query: Tensor, key: Tensor, value: Tensor, places: Tensor) -> Tensor:
-        documents = Starts(places, min(document_of(query.shape[1]), query.shape[1]))
-        return attention(query, key, value, fused, documents=documents)
+def _in_documents(query: Tensor, places: Tensor) -> dict[str, Any]:
+    return {"documents": Starts(places, min(document_of(query.shape[1]), query.shape[1]))}
+
+
+def _form(fused: bool, seen: Seen) -> Form:
+    """By torch, or by the compiled operator. seen: query and the inputs behind the heads -> what a query sees."""
+
+    def form(query: Tensor, key: Tensor, value: Tensor, *more: Tensor) -> Tensor:
+        return attention(query, key, value, fused, **seen(query, *more))
 
     return form
+
+
+def _other(backend: Backend, seen: Seen) -> Candidate:
+    """By another package."""
+
+    def form(query: Tensor, key: Tensor, value: Tensor, *more: Tensor) -> Tensor:
+        return causal_attention(query, key, value, prefer=backend.name, **seen(query, *more))
+
+    def why_not(inputs: Sequence[Tensor]) -> str:
+        query, key, _, *more = inputs
+        asked = seen(query, *more)
+        return backend.why_not(
+            query, key, Asked(asked.get("window"), asked.get("documents"), asked.get("softcap"))
+        )
+
+    return Candidate(form, backend.why_not_on, why_not)
 
 
 def _make_dropped(shape: Shape, dtype: torch.dtype, random: Form) -> list[Tensor]:
@@ -105,10 +130,10 @@ def _dropped(fused: bool) -> Form:
 
 
 def _own(wanted: Callable[[Workload], bool]) -> Callable[[Workload], Shape | None]:
-    """The run's heads where it computes attention of this form; soft caps are plain torch's alone."""
+    """The run's heads where it computes attention of this form."""
 
     def own(run: Workload) -> Shape | None:
-        if run.softcap or not wanted(run):
+        if not wanted(run):
             return None
         group = run.heads // run.key_value_heads
         return run.rows, run.sequence, run.key_value_heads, run.head_dim, group, run.window or run.sequence
@@ -120,16 +145,16 @@ def _entry(
     name: str,
     operator: str,
     make: Callable[[Shape, torch.dtype, Form], list[Tensor]],
-    forms: tuple[Form, Form],
+    plain: Form,
+    candidates: dict[str, Candidate],
     wanted: Callable[[Workload], bool],
 ) -> Entry:
-    """forms: torch's and the compiled one."""
     return Entry(
         name=name,
         operator=operator,
         make=make,
-        plain=forms[0],
-        candidates={COMPILED: compiled(forms[1], *NEEDS, why_not=why_not_compiled)},
+        plain=plain,
+        candidates=candidates,
         gradients=3,
         units=16.0,  # as the kernels' tests have it: a running softmax rounds more often than torch's
         shapes=SHAPES,
@@ -137,34 +162,58 @@ def _entry(
     )
 
 
+def _ours(form: Form) -> dict[str, Candidate]:
+    return {COMPILED: compiled(form, *NEEDS, why_not=why_not_compiled)}
+
+
+def _theirs(seen: Seen) -> dict[str, Candidate]:
+    return {each.name: _other(each, seen) for each in CANDIDATES}
+
+
+def _plainly(run: Workload) -> bool:
+    return not (run.documents or run.dropout or run.softcap)
+
+
 ENTRIES = [
     _entry(
         "attention, causal",
         "attention",
         lambda shape, dtype, random: make_heads(shape[:5], dtype, random),
-        (plain_causal, lambda query, key, value: attention(query, key, value, True)),
-        lambda run: run.full_attention and not run.documents and not run.dropout,
+        plain_causal,
+        {**_ours(_form(True, lambda query: {})), **_theirs(lambda query: {})},
+        lambda run: run.full_attention and _plainly(run),
     ),
     _entry(
         "attention, sliding window",
         "attention_windows",
         _make_windowed,
-        (_windowed(fused=False), _windowed(fused=True)),
-        lambda run: run.window is not None and not run.documents and not run.dropout,
+        _form(False, _in_window),
+        {**_ours(_form(True, _in_window)), **_theirs(_in_window)},
+        lambda run: run.window is not None and _plainly(run),
     ),
     _entry(
         "attention, packed documents",
         "attention_documents",
         _make_documents,
-        (_documents(fused=False), _documents(fused=True)),
-        lambda run: run.documents and not run.dropout,
+        _form(False, _in_documents),
+        {**_ours(_form(True, _in_documents)), **_theirs(_in_documents)},
+        lambda run: run.documents and not run.dropout and not run.softcap,
+    ),
+    _entry(
+        "attention, soft-capped",
+        "attention_softcap",
+        _make_windowed,
+        _form(False, _capped),
+        _theirs(_capped),
+        lambda run: run.softcap and not run.dropout,
     ),
     _entry(
         "attention, dropped",
         "attention_dropout",
         _make_dropped,
-        (_dropped(fused=False), _dropped(fused=True)),
-        lambda run: run.dropout,
+        _dropped(fused=False),
+        _ours(_dropped(fused=True)),
+        lambda run: run.dropout and not run.softcap,
     ),
 ]
 

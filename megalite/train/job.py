@@ -314,7 +314,9 @@ def _resume(trainer: Trainer, checkpoint: Path) -> None:
         mesh = trainer.mesh
         instead = mesh.broadcast_object(intact_instead(checkpoint) if mesh.rank == 0 else None)
         if instead is None:
-            raise
+            raise CheckpointError(
+                f"{error}\n  another checkpoint to go on from is named with checkpoint.resume = PATH"
+            ) from error
         raise CheckpointError(
             f"{error}\n  {instead} is intact: remove {checkpoint.name}, and resume from that one "
             f'(checkpoint.resume = "{instead}")'

@@ -1,6 +1,8 @@
 """megalite convert and megalite generate, as a user calls them."""
 
+import errno
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -8,6 +10,7 @@ from dataclasses import replace
 from itertools import pairwise
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -172,6 +175,54 @@ def test_masters_and_the_moving_average_can_be_exported(
     assert "float32, from the checkpoint's ema" in (tmp_path / "ema" / "README.md").read_text()
     with pytest.raises(CheckpointError, match="step-000020 has no ema; it has weight"):
         convert.run(["export", str(run_folder), str(tmp_path / "none"), "--weights", "ema"])
+
+
+@pytest.mark.parametrize("command", ["export", "generate"])
+def test_damage_is_told_without_the_settings_of_a_run(run_folder: Path, tmp_path: Path, command: str) -> None:
+    shutil.copytree(run_folder, tmp_path / "run")
+    damaged = tmp_path / "run" / "checkpoints" / "step-000020" / "rank-00000.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"\xff")
+    words = {"export": [str(tmp_path / "export")], "generate": ["--prompt", "a"]}[command]
+    with pytest.raises(CheckpointError, match=r"sha256 differs.*; use another checkpoint") as refused:
+        main = {"export": convert.run, "generate": generate.run}[command]
+        main([*(["export"] if command == "export" else []), str(tmp_path / "run"), *words])
+    assert "checkpoint.resume" not in str(refused.value)
+
+
+@pytest.fixture(scope="module")
+def hugging_face(run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hf") / "model"
+    assert convert.run(["export", str(run_folder), str(folder)]) == 0
+    return folder
+
+
+@pytest.mark.parametrize("when", ["before", "while it is written"])
+def test_an_import_on_a_full_disk_advises_what_it_has_and_leaves_nothing(
+    hugging_face: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    if when == "before":
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    else:
+
+        def full(*given: object) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr("megalite.checkpoint.save.write_tensor_file", full)
+    with pytest.raises(
+        CheckpointError, match=r"No space left on device.*; free space there or name a RUN"
+    ) as told:
+        convert.run(["import", str(hugging_face), str(tmp_path / "new" / "run")])
+    assert "keep_last" not in str(told.value) and list(tmp_path.iterdir()) == []
+
+
+def test_what_was_in_the_run_folder_stays_there(
+    hugging_face: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "notes.txt").touch()
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(CheckpointError, match="No space left"):
+        convert.run(["import", str(hugging_face), str(tmp_path)])
+    assert [each.name for each in tmp_path.iterdir()] == ["notes.txt"]
 
 
 def test_generate_finds_the_tokenizer_of_the_run(run_folder: Path, capsys: pytest.CaptureFixture) -> None:

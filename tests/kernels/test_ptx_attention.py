@@ -146,7 +146,16 @@ def test_a_chip_of_99_kib_computes_gradients_of_dropped_attention() -> None:
         (r"(cp\.async\.cg[^;]*), 16, %r\d+;", r"\1, 16, 16;"),
         (r"st\.global\.v4\.b32[^;]*;", ""),
     ],
-    ids=["packing", "transposition", "left operand", "right operand", "wait", "barrier", "zeroed rows", "store"],
+    ids=[
+        "packing",
+        "transposition",
+        "left operand",
+        "right operand",
+        "wait",
+        "barrier",
+        "zeroed rows",
+        "store",
+    ],
 )
 def test_broken_assembly_is_seen(pattern: str, by: str) -> None:
     packed = CASES["documents"]

@@ -29,20 +29,30 @@ def substituted(pattern: str, by: str, count: int = 0) -> Break:
     return broken
 
 
-def norm(device: Device, columns: int = 1032, dtype: torch.dtype = torch.bfloat16, spare: int = 0) -> list[Tensor]:
+def norm(
+    device: Device, columns: int = 1032, dtype: torch.dtype = torch.bfloat16, spare: int = 0
+) -> list[Tensor]:
     """A layer norm of x + residual: sum and output as torch has them, in float64 but for the sum's type; then the
     kernel's sum, output, mean and inverse. spare: so many columns does the output lack."""
     rows, generator = 3, torch.Generator().manual_seed(5)
     x, residual, weight, bias = (
-        torch.randn(shape, generator=generator).to(dtype) for shape in ((rows, columns),) * 2 + ((columns,),) * 2
+        torch.randn(shape, generator=generator).to(dtype)
+        for shape in ((rows, columns),) * 2 + ((columns,),) * 2
     )
-    total, output = torch.full_like(x, torch.nan), torch.full((rows * columns - spare,), torch.nan, dtype=dtype)
+    total, output = (
+        torch.full_like(x, torch.nan),
+        torch.full((rows * columns - spare,), torch.nan, dtype=dtype),
+    )
     mean, inverse = torch.full((rows,), torch.nan), torch.full((rows,), torch.nan)
     results = [total, output, mean, inverse]
     inputs = (x, residual, weight, bias)
     assert device.call("megalite_norm_forward_cuda", *inputs, *results, rows, columns, 1e-5, dtype) == 0
     expected = x + residual
-    return [expected, F.layer_norm(expected.double(), (columns,), weight.double(), bias.double(), 1e-5), *results]
+    return [
+        expected,
+        F.layer_norm(expected.double(), (columns,), weight.double(), bias.double(), 1e-5),
+        *results,
+    ]
 
 
 def right(made: list[Tensor]) -> bool:
@@ -71,7 +81,10 @@ def test_an_unbroken_norm_is_right_in_any_order_of_warps() -> None:
         (substituted(r"st\.shared\.f32[^;]*;", ""), "reads shared memory that nobody wrote"),
         (substituted(r"(st\.global\.v4\.u32\s+\[%rd\d+)\]", r"\1+8]"), "no multiple of 16"),
         (substituted(r"(ld\.global\.v4\.u32[^;]*\[%rd\d+)\]", r"\1+1048576]"), "outside of every allocation"),
-        (substituted(r"(shfl\.sync\.bfly\.b32[^;]*, )%r\d+;", r"\g<1>65535;"), "does not name|without the lane"),
+        (
+            substituted(r"(shfl\.sync\.bfly\.b32[^;]*, )%r\d+;", r"\g<1>65535;"),
+            "does not name|without the lane",
+        ),
         (substituted(r"sqrt\.rn\.f32[^;]*;", "trap;"), "traps"),
     ],
     ids=["barrier", "store to shared memory", "alignment", "bounds", "mask", "trap"],
@@ -241,7 +254,9 @@ def test_sums_of_products_are_rounded_once() -> None:
 
 def test_conversions_round_as_torch_does() -> None:
     bits = np.random.default_rng(4).integers(0, 2**32, 100_000, dtype=np.uint32)
-    values = np.concatenate([bits.view(np.float32), np.array([0.0, -0.0, np.inf, 65519.0, 65520.0], np.float32)])
+    values = np.concatenate(
+        [bits.view(np.float32), np.array([0.0, -0.0, np.inf, 65519.0, 65520.0], np.float32)]
+    )
     values = values[~np.isnan(values)]
     for form, dtype in (("cvt.rn.bf16.f32", torch.bfloat16), ("cvt.rn.f16.f32", torch.float16)):
         with np.errstate(over="ignore"):
@@ -249,7 +264,12 @@ def test_conversions_round_as_torch_does() -> None:
         assert torch.equal(made, torch.from_numpy(values).to(dtype).view(torch.int16))
     nan = np.array([np.nan], np.float32)
     assert arithmetic.FORMS["cvt.rn.bf16x2.f32"].compute(nan, np.float32([1.0])).tolist() == [0x7FFF3F80]
-    assert arithmetic.FORMS["cvt.sat.f32.f32"].compute(np.float32([np.nan, -1, 0.5, 2])).tolist() == [0, 0, 0.5, 1]
+    assert arithmetic.FORMS["cvt.sat.f32.f32"].compute(np.float32([np.nan, -1, 0.5, 2])).tolist() == [
+        0,
+        0,
+        0.5,
+        1,
+    ]
 
 
 def test_whole_numbers_wrap_and_shifts_end() -> None:

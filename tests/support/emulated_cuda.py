@@ -16,6 +16,8 @@ EMULATOR = Path(__file__).parents[1] / "kernels" / "emulator"
 _LAUNCH = re.compile(r"((?:\w+::)*\w+(?:<[^;<>]*>)?)\s*<<<(.*?)>>>\s*\(", re.DOTALL)
 _DYNAMIC = re.compile(r"extern\s+__shared__\s+(?:__align__\(\d+\)\s+)?([\w\s]+?)\s+(\w+)\[\];")
 
+_SHARED = ["-shared", "-fPIC", "-fsanitize=alignment"]
+
 
 def translated(text: str) -> str:
     """CUDA C++ with its two constructs that are no C++ replaced by calls of the emulator."""
@@ -24,11 +26,27 @@ def translated(text: str) -> str:
 
 
 def emulated(name: str, folder: Path, *, without: str = "") -> ctypes.CDLL:
-    """The library of csrc/cuda/<name>.cu, built in `folder`; without: a text whose first occurrence is left out."""
+    """The library of csrc/cuda/<name>.cu, built in `folder`; without: a text whose first occurrence is left out.
+
+    A launch whose threads touch an address that is no multiple of what they touch there gives an error.
+    """
     library = folder / f"{name}.so"
     level = "-O0" if without else "-O1"  # the broken one runs once
-    _compile(folder, [level, "-shared", "-fPIC", str(_source(name, folder, without)), "-o", str(library)])
+    _compile(folder, [level, *_SHARED, str(_source(name, folder, without)), "-o", str(library)])
     return ctypes.CDLL(str(library))
+
+
+def of_source(text: str, folder: Path) -> ctypes.CDLL:
+    """The library of kernels and launches that `text` is, in CUDA C++."""
+    source, library = folder / "kernels.cpp", folder / "kernels.so"
+    source.write_text(translated(text))
+    _compile(folder, ["-O1", *_SHARED, str(source), "-o", str(library)])
+    return ctypes.CDLL(str(library))
+
+
+def on_chip(library: ctypes.CDLL, capability: int) -> None:
+    """Which chip's limits hold, by its compute capability times ten; 90 where it is not called."""
+    assert library.megalite_emulator_chip(capability)
 
 
 def in_order(library: ctypes.CDLL, order: int) -> None:

@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch.distributed as dist
 
 from megalite.config.load import load_run
 from megalite.data.loader import StepLoader
 from megalite.data.token_file import TokenFile, TokenWriter
+from megalite.parallel.device import local_device
 from megalite.parallel.mesh import ParallelMesh
 from megalite.train.trainer import Trainer
 
@@ -54,7 +56,8 @@ def tiny_trainer(folder: Path, changes: Mapping[str, Any]) -> tuple[Trainer, Cal
     """
     flags = [f"--{name}={value}" for name, value in {**SETTINGS, **changes}.items()]
     config = load_run(None, [*flags, f"--data.source={folder / 'train'}"]).config
-    mesh = ParallelMesh.over_world(config.layout, sequence_parallel=config.parallel.sequence)
+    device = local_device(dist.get_rank(), dist.get_world_size())
+    mesh = ParallelMesh.over_world(config.layout, device, sequence_parallel=config.parallel.sequence)
     load = partial(
         StepLoader,
         sequence_length=LENGTH,

@@ -7,7 +7,7 @@
 namespace emulator {
 
 // Numbers of the CUDA runtime's errors.
-constexpr int kSuccess = 0, kInvalidValue = 1, kInvalidConfiguration = 9;
+constexpr int kSuccess = 0, kInvalidValue = 1, kInvalidConfiguration = 9, kMisalignedAddress = 716;
 
 // Compute capability times ten, and the bytes of shared memory that a kernel may be allowed (CUDA C++ Programming
 // Guide, "Technical Specifications per Compute Capability").

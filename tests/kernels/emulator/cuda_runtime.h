@@ -16,10 +16,13 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <map>
 #include <memory>
 #include <numeric>
 #include <random>
 #include <vector>
+
+#include "chip.h"
 
 #ifdef __SANITIZE_THREAD__
 #include <sanitizer/tsan_interface.h>
@@ -58,21 +61,38 @@ struct alignas(16) uint4 {
 
 using cudaStream_t = void*;
 using cudaError_t = int;
-constexpr int cudaSuccess = 0;
-inline int cudaGetLastError() { return cudaSuccess; }
+constexpr int cudaSuccess = emulator::kSuccess;
+inline int cudaGetLastError() { return emulator::take_last_error(); }
 
-// A device of compute capability 9.0.
 #define CUDART_VERSION 13000
-enum cudaDeviceAttr { cudaDevAttrComputeCapabilityMajor, cudaDevAttrComputeCapabilityMinor };
+enum cudaDeviceAttr {
+  cudaDevAttrComputeCapabilityMajor,
+  cudaDevAttrComputeCapabilityMinor,
+  cudaDevAttrMaxSharedMemoryPerBlockOptin
+};
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
 enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess };
 constexpr int cudaEnableDefault = 0;
 inline cudaError_t cudaGetDevice(int* device) { return *device = 0; }
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr which, int) {
-  *value = which == cudaDevAttrComputeCapabilityMajor ? 9 : 0;
+  const int major = emulator::chip.capability / 10, minor = emulator::chip.capability % 10;
+  const int values[] = {major, minor, static_cast<int>(emulator::chip.most_shared)};
+  *value = values[which];
   return cudaSuccess;
 }
-inline cudaError_t cudaFuncSetAttribute(auto*, cudaFuncAttribute, int bytes) { return bytes > 227 * 1024; }
+
+namespace emulator {
+inline std::map<void*, size_t> allowed_shared;  // by kernel, where it was asked for
+}
+
+template <typename... Parameters>
+cudaError_t cudaFuncSetAttribute(void (*kernel)(Parameters...), cudaFuncAttribute, int bytes) {
+  if (bytes < 0 || static_cast<size_t>(bytes) > emulator::chip.most_shared) {
+    return emulator::remember(emulator::kInvalidValue);
+  }
+  emulator::allowed_shared[reinterpret_cast<void*>(kernel)] = bytes;
+  return cudaSuccess;
+}
 
 inline dim3 blockIdx, blockDim, gridDim;
 #define threadIdx (emulator::thread_index())
@@ -81,7 +101,9 @@ inline const char* megalite_emulator_problem = nullptr;  // the first thing done
 
 namespace emulator {
 
-constexpr size_t kStack = 256 * 1024, kMostThreads = 1024;
+constexpr size_t kStack = 256 * 1024;
+
+inline bool misaligned = false;  // whether a thread touched an address that is no multiple of what it touched
 
 inline void fail(const char* what) {
   if (megalite_emulator_problem == nullptr) megalite_emulator_problem = what;
@@ -113,6 +135,7 @@ struct Barrier {
 
 struct Warp {
   Barrier barrier;
+  uint32_t named = 0;  // lanes that a shuffle under way has in its mask
   uint64_t values[2][32];
 };
 
@@ -137,6 +160,7 @@ struct Block {
   Warp warps[kMostThreads / 32];
   Barrier barrier;
   Fiber* running = nullptr;
+  unsigned threads = 0;
   void (*body)(void*) = nullptr;
   void* arguments = nullptr;
   std::vector<uint64_t> shared;
@@ -162,24 +186,35 @@ EMULATOR_UNSEEN inline void wait(Barrier& barrier) {
   __tsan_acquire(order);
 }
 
-EMULATOR_UNSEEN inline void start() {
+constexpr const char* kNamesExited = "a shuffle whose mask names a lane that has exited";
+
+// The end of a thread, from wherever it is.
+EMULATOR_UNSEEN inline void finish() {
   Fiber& self = *block.running;
-  __tsan_acquire(&block.begun);
-  block.body(block.arguments);
   __tsan_release(&block.ended);
   self.finished = true;
-  for (Barrier* each : {&block.barrier, &block.warps[self.number / 32].barrier}) {
+  Warp& warp = block.warps[self.number / 32];
+  if (warp.barrier.arrived > 0 && (warp.named >> self.number % 32 & 1) != 0) fail(kNamesExited);
+  for (Barrier* each : {&block.barrier, &warp.barrier}) {
     --each->alive;
     each->open_if_complete();
   }
   __tsan_switch_to_fiber(block.known, __tsan_switch_to_fiber_no_sync);
+  setcontext(&block.scheduler);
+}
+
+EMULATOR_UNSEEN inline void start() {
+  __tsan_acquire(&block.begun);
+  block.body(block.arguments);
+  finish();
 }
 
 EMULATOR_UNSEEN inline void run_block(const std::vector<unsigned>& order) {
   const int threads = static_cast<int>(order.size());
   block.known = __tsan_get_current_fiber();
+  block.threads = threads;
   block.barrier = {0, threads, 0, {}};
-  for (Warp& warp : block.warps) warp.barrier = {0, 0, 0, {}};
+  for (Warp& warp : block.warps) warp.barrier = {0, 0, 0, {}}, warp.named = 0;
   for (int number = 0; number < threads; ++number) {
     Fiber& fiber = block.fibers[number];
     ++block.warps[number / 32].barrier.alive;
@@ -218,6 +253,7 @@ EMULATOR_UNSEEN inline void run_block(const std::vector<unsigned>& order) {
     swapcontext(&block.scheduler, &next->context);
     if (next->finished) --left;
   }
+  block.running = nullptr;
   __tsan_acquire(&block.ended);
   if (beside != nullptr) beside->end();
 }
@@ -226,11 +262,11 @@ EMULATOR_UNSEEN inline void run_block(const std::vector<unsigned>& order) {
 template <typename... Parameters>
 auto launch(void (*kernel)(Parameters...), dim3 grid, dim3 threads, size_t shared = 0, cudaStream_t = nullptr) {
   return [=](Parameters... arguments) {
+    const auto allowed = allowed_shared.find(reinterpret_cast<void*>(kernel));
+    const int error = refused({grid.x, grid.y, grid.z}, {threads.x, threads.y, threads.z}, shared,
+                              allowed == allowed_shared.end() ? kSharedWithoutAsking : allowed->second);
+    if (remember(error) != kSuccess) return;
     const size_t count = static_cast<size_t>(threads.x) * threads.y * threads.z;
-    if (count == 0 || count > kMostThreads || grid.x == 0 || grid.y > 65535 || grid.z > 65535) {
-      std::fprintf(stderr, "emulated CUDA: no GPU takes a launch of %u blocks of %zu threads\n", grid.x, count);
-      std::abort();
-    }
     auto body = [&] { kernel(arguments...); };
     block.body = [](void* self) { (*static_cast<decltype(body)*>(self))(); };
     block.arguments = &body;
@@ -250,44 +286,67 @@ auto launch(void (*kernel)(Parameters...), dim3 grid, dim3 threads, size_t share
         }
       }
     }
+    if (misaligned) remember(kMisalignedAddress);
+    misaligned = false;
   };
 }
 
-// Every live lane of the warp gives a value and gets that of lane `from(own lane)`.
+// Every live lane of the warp gives a value and gets that of lane `from(own lane)`; all in `mask` are to be alive.
 template <typename T, typename From>
-EMULATOR_UNSEEN T exchange(T value, From from) {
+EMULATOR_UNSEEN T exchange(unsigned mask, T value, From from) {
   static_assert(sizeof(T) <= 8);
   Fiber& self = *block.running;
   Warp& warp = block.warps[self.number / 32];
   uint64_t* values = warp.values[self.shuffles++ % 2];
   const int lane = static_cast<int>(self.number % 32);
+  warp.named = mask;
+  for (unsigned other = 0; other < 32; ++other) {
+    const unsigned number = self.number / 32 * 32 + other;
+    const bool gone = number >= block.threads || block.fibers[number].finished;
+    if ((mask >> other & 1) != 0 && gone) fail(kNamesExited);
+  }
+  if ((mask >> lane & 1) == 0) fail("a shuffle whose mask does not name its own lane");
   std::memcpy(&values[lane], &value, sizeof value);
   wait(warp.barrier);
+  if ((mask >> from(lane) & 1) == 0) fail("a shuffle from a lane that its mask does not name");
   std::memcpy(&value, &values[from(lane)], sizeof value);
   return value;
 }
 
 }  // namespace emulator
 
+#ifndef __SANITIZE_THREAD__
+// What -fsanitize=alignment calls, in place of its library's: on a GPU the access is an error that ends the kernel, and
+// on the CPU it may end the process.
+extern "C" __attribute__((used)) inline void __ubsan_handle_type_mismatch_v1(void*, uintptr_t) {
+  emulator::misaligned = true;
+  if (emulator::block.running != nullptr) emulator::finish();
+}
+#endif
+
+extern "C" __attribute__((used)) inline int megalite_emulator_chip(int capability) { return emulator::choose_chip(capability); }
+
 inline void __trap() { emulator::fail("a trap"); }
 
 EMULATOR_UNSEEN inline void __syncthreads() { emulator::wait(emulator::block.barrier); }
 
 EMULATOR_UNSEEN inline void __syncwarp(unsigned = 0xffffffffu) {
-  emulator::wait(emulator::block.warps[emulator::block.running->number / 32].barrier);
+  emulator::Warp& warp = emulator::block.warps[emulator::block.running->number / 32];
+  warp.named = 0;
+  emulator::wait(warp.barrier);
 }
 
 template <typename T>
-T __shfl_xor_sync(unsigned, T value, int distance, int = 32) {
-  return emulator::exchange(value, [=](int lane) { return lane ^ distance; });
+T __shfl_xor_sync(unsigned mask, T value, int distance, int = 32) {
+  return emulator::exchange(mask, value, [=](int lane) { return lane ^ distance; });
 }
 
 template <typename T>
-T __shfl_down_sync(unsigned, T value, int distance, int = 32) {
-  return emulator::exchange(value, [=](int lane) { return lane + distance < 32 ? lane + distance : lane; });
+T __shfl_down_sync(unsigned mask, T value, int distance, int = 32) {
+  return emulator::exchange(mask, value, [=](int lane) { return lane + distance < 32 ? lane + distance : lane; });
 }
 
 template <typename T>
-T __shfl_sync(unsigned, T value, int source, int = 32) {
-  return emulator::exchange(value, [=](int) { return source; });
+T __shfl_sync(unsigned mask, T value, int source, int = 32) {
+  return emulator::exchange(mask, value, [=](int) { return source; });
 }

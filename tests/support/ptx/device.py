@@ -110,7 +110,9 @@ class Device:
                 begin = places[variable.name]
                 given[begin : begin + variable.size] = ctypes.string_at(arguments[which], variable.size)
             extents = [(each[0], each[1], each[2]) for each in (grid, block)]
-            launch = Launch(*extents, shared, bytes(given), self.order, self.late_copies, self.unwritten, self.watched)
+            launch = Launch(
+                *extents, shared, bytes(given), self.order, self.late_copies, self.unwritten, self.watched
+            )
             self.launched.append((kernel.name, launch))
             memory = Global(self._allocations, watched=self.watched)
             at_once = max(1, _TOGETHER // (-(-launch.threads // 32) * 32))

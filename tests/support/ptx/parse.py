@@ -127,7 +127,9 @@ class KernelText:
     line: int
 
     def parsed(self, module_shared: list[Variable]) -> Kernel:
-        if unknown := re.sub(r"\.(maxntid|minnctapersm|reqntid|maxnreg)[\s\d,]+", "", self.directives).strip():
+        if unknown := re.sub(
+            r"\.(maxntid|minnctapersm|reqntid|maxnreg)[\s\d,]+", "", self.directives
+        ).strip():
             raise PtxError(f"{self.name}: unknown directive {unknown!r}")
         most = re.search(r"\.maxntid\s+(\d+),\s*(\d+),\s*(\d+)", self.directives)
         threads = int(most[1]) * int(most[2]) * int(most[3]) if most else None
@@ -166,7 +168,9 @@ def parse(text: str) -> Module:
             entry["name"], entry["parameters"], entry["directives"], body, line
         )
     outside += text[begin:]
-    for statement in re.sub(r"^\.(version|target|address_size)[^\n]*", "", outside, flags=re.MULTILINE).split(";"):
+    for statement in re.sub(r"^\.(version|target|address_size)[^\n]*", "", outside, flags=re.MULTILINE).split(
+        ";"
+    ):
         statement = " ".join(statement.split())
         if re.match(r"(\.extern )?\.shared ", statement):
             shared.append(_variable(statement.removeprefix(".extern ")))

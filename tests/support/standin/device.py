@@ -100,6 +100,6 @@ def _device_module(compiled: ModuleType) -> ModuleType:
         get_device_properties=get_device_properties,
         get_device_name=lambda device=None: "stand-in",
         get_amp_supported_dtype=lambda: [torch.bfloat16, torch.float16],
-        is_bf16_supported=lambda: True,
+        is_bf16_supported=lambda including_emulation=True: True,
     )
     return module

@@ -89,11 +89,20 @@ def test_all_of_what_is_not_built_is_named_at_once(tmp_path: Path) -> None:
         ({"hidden_size": 64}, "word_embeddings.weight is (52, 48) on each rank, by its args it is (52, 64)"),
         ({"ffn_hidden_size": 80}, "linear_fc2.weight is (48, 38) on each rank, by its args it is (48, 40)"),
         ({"swiglu": False}, "mlp.linear_fc1.weight is (76, 48) on each rank, by its args it is (38, 48)"),
-        ({"add_qkv_bias": True}, "lacks what is here model.layers.0.self_attn.qkv_proj.bias"),
-        ({"qk_layernorm": True}, "model.layers.0.self_attn.q_norm.weight"),
-        ({"normalization": "LayerNorm"}, "lacks what is here model.layers.0.input_layernorm.bias"),
+        (
+            {"add_qkv_bias": True},
+            "model_optim_rng.pt lacks decoder.layers.0.self_attention.linear_qkv.bias, which its args ask for",
+        ),
+        (
+            {"qk_layernorm": True},
+            "lacks decoder.layers.0.self_attention.q_layernorm.weight, decoder.layers.0",
+        ),
+        ({"normalization": "LayerNorm"}, "lacks decoder.layers.0.self_attention.linear_qkv.layer_norm_bias"),
         ({"untie_embeddings_and_output_weights": False}, "output_layer.weight of the last stage is another"),
-        ({"position_embedding_type": "learned_absolute"}, "lacks what is here model.embed_positions.weight"),
+        (
+            {"position_embedding_type": "learned_absolute"},
+            "lacks embedding.position_embeddings.weight, which its args ask for",
+        ),
         (
             {"num_query_groups": 1, "num_attention_heads": 12, "kv_channels": 8},
             "linear_qkv.weight is (48, 48)",
@@ -175,7 +184,8 @@ def test_a_file_unlike_the_others_is_named(tmp_path: Path, change: Any, said: st
             ),
             "has decoder.layers.0.input_layernorm.weight, and decoder.layers.0.self_attention.linear_qkv.layer_norm_we",
         ),
-        (lambda content: content["model"].pop(NORM), "lacks what is here model.norm.weight"),
+        (lambda content: content["model"].pop(NORM), f"lacks {NORM}, which its args ask for"),
+        (lambda content: content["model"].pop(FC1), f"lacks {FC1}, which its args ask for"),
         (
             lambda content: content["model"].pop("embedding.word_embeddings.weight"),
             "has no table of word_embeddings",
@@ -195,8 +205,30 @@ def test_a_file_unlike_the_others_is_named(tmp_path: Path, change: Any, said: st
         ),
     ],
 )
-def test_a_tensor_too_much_or_unlike_is_named(tmp_path: Path, change: Any, said: str) -> None:
+def test_a_tensor_too_much_too_few_or_unlike_is_named(tmp_path: Path, change: Any, said: str) -> None:
     folder = changed_file(written(tmp_path, Written()), "mp_rank_00", change)
+    assert said in refusal(tmp_path, folder)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        (
+            Written(names="old", version=2.0),
+            "language_model.transformer.layers.1.attention.query_key_value.bias",
+        ),
+        (Written(names="legacy"), "language_model.encoder.layers.1.self_attention.query_key_value.bias"),
+        (
+            Written(pipeline=2),
+            "mp_rank_00_000/model_optim_rng.pt lacks decoder.layers.0.self_attention.linear_qkv.bias, which",
+        ),
+    ],
+    ids=["old", "legacy", "of the first stage"],
+)
+def test_what_is_missing_has_the_name_that_the_file_would_give_it(
+    tmp_path: Path, how: Written, said: str
+) -> None:
+    folder = write_megatron(tmp_path / "megatron", LLAMA, numbered(LLAMA), how, add_qkv_bias=True)
     assert said in refusal(tmp_path, folder)
 
 

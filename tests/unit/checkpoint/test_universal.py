@@ -1,6 +1,8 @@
 """Universal checkpoints without DeepSpeed: round trips, the names that its engine asks for, and what is refused."""
 
+import errno
 import json
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,7 +22,7 @@ from megalite.checkpoint.universal import export_universal
 from megalite.cli import convert
 from megalite.errors import CheckpointError
 from megalite.topology.parameters import ModelShape, canonical_tensors
-from tests.support.tiny import FAMILY_SHAPES, tiny_shape
+from tests.support.tiny import FAMILY_SHAPES, tiny_shape, tiny_tokenizer
 
 ADAMW = ("weight", "exp_avg", "exp_avg_sq")
 STATE = {"step": 7, "samples": 56, "tokens": 672, "skipped_steps": 2}
@@ -301,6 +303,22 @@ def test_a_full_disk_is_one_error_and_leaves_nothing(tmp_path: Path, monkeypatch
     assert [each.name for each in tmp_path.iterdir()] == ["run"]
 
 
+def test_an_import_on_a_full_disk_leaves_nothing(
+    tmp_path: Path, left: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*given: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    hf_config = tmp_path / "model"
+    hf_config.mkdir()
+    shutil.copy(next(left.rglob("config.json")), hf_config)
+    tiny_tokenizer(hf_config)
+    monkeypatch.setattr("megalite.checkpoint.streamed.write_tensor_file", full)
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        convert.run(["import", str(left), str(tmp_path / "runs" / "run"), "--hf-config", str(hf_config)])
+    assert [each.name for each in tmp_path.iterdir()] == ["model"]
+
+
 def test_an_option_of_another_kind_of_folder_is_refused(tmp_path: Path, left: Path) -> None:
     with pytest.raises(CheckpointError, match="--vocab-size is for Megatron-LM"):
         convert.run(["import", str(left), str(tmp_path / "run"), "--vocab-size", "5"])
@@ -317,7 +335,9 @@ def test_an_earlier_one_is_replaced_and_nothing_else(tmp_path: Path) -> None:
     mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "notes.txt").touch()
-    with pytest.raises(CheckpointError, match="holds files that are no export of ours"):
+    with pytest.raises(
+        CheckpointError, match="mine holds something else than a DeepSpeed universal checkpoint"
+    ):
         export_universal(checkpoint, mine)
     damaged = checkpoint / "rank-00000.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"\xff")

@@ -283,18 +283,28 @@ def test_who_serves(asked, chip, serves) -> None:
         ("FA4", {"window": 3}, (8, 0), "for chips 9.x and 10.x, this one is 8.0"),
         ("FA4", {"window": 3}, (10, 0), "flash_attn.cute.interface is not installed"),
         ("cudnn", {"window": 3}, (9, 0), "a window takes a mask"),
-        ("sdpa", {"documents": DOCUMENTS}, (9, 0), "documents take a mask"),
-        ("varlen", {"softcap": 1.0}, (9, 0), "no soft cap"),
     ],
 )
 def test_a_preferred_backend_serves_where_it_can(prefer, asked, chip, why) -> None:
     query, key, wanted = _asked(**asked)
     on_cuda = mock.patch.object(backends, "_has_flash_kernel", lambda kind: kind == "cuda")
     with on_cuda, mock.patch.object(torch.cuda, "get_device_capability", lambda device: chip):
-        assert why in BY_NAME[prefer].why_not(query, key, wanted) and bool(why) == (
-            BY_NAME[prefer].why_not(query, key, wanted) != ""
-        )
-        assert (backend_for(query, key, wanted, prefer).name == prefer) == (not why)
+        backend = BY_NAME[prefer]
+        complaint = backend.why_not_on(query.device.type) + backend.why_not(query, key, wanted)
+        assert why in complaint and bool(why) == bool(complaint)
+        assert (backend_for(query, key, wanted, prefer) is backend) == (not why)
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "why"),
+    [
+        ("sdpa", {"documents": DOCUMENTS}, "documents take a mask"),
+        ("varlen", {"softcap": 1.0}, "no soft cap"),
+        ("varlen", {"window": 3, "device": "xpu"}, "torch has no flash attention for devices of type xpu"),
+    ],
+)
+def test_what_torch_lacks_is_said(name, asked, why) -> None:
+    assert why in BY_NAME[name].why_not(*_asked(**asked))
 
 
 def test_what_this_torch_has_flash_kernels_for() -> None:

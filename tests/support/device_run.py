@@ -1,0 +1,92 @@
+"""A run's own trainer on the device of its rank: steps, an asynchronous checkpoint a step, validation, resumption."""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from megalite.checkpoint.folder import find_latest
+from megalite.data.token_file import TokenFile
+from megalite.generate.engine import generate, load_model
+from megalite.generate.sampling import Sampling
+from megalite.parallel import layers
+from megalite.train.saving import RunSaver
+from megalite.train.validation import held_out_set, validate
+from tests.support.standin import count_syncs
+from tests.support.tiny_run import tiny_trainer
+
+STEPS = 3
+DRAWN = Sampling(1.5, top_k=40, top_p=0.9, seed=4)
+
+
+@dataclass
+class Seen:
+    """What one rank saw. waits: of the host for the device, of each step and of the validation, by kind and line."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    validation: list[float] = field(default_factory=list)
+    waits: list[Counter[tuple[str, str]]] = field(default_factory=list)
+
+
+def train(data: Path, changes: dict[str, Any], into: Path) -> Seen:
+    """STEPS steps on this rank, each followed by a save beside the training; then a validation."""
+    trainer, load = tiny_trainer(data, changes)
+    seen, saver = Seen(), RunSaver(trainer, into)
+    with trainer.batches, as_on_a_gpu():
+        for _ in range(STEPS):
+            with _counted(trainer.mesh.device, seen):
+                report = trainer.train_step()
+            seen.losses.append(report.loss)
+            seen.norms.append(report.grad_norm)
+            saver.stepped(report)
+            list(saver.save(at_once=False))
+        list(saver.finish())
+    held = held_out_set(load, TokenFile.open(data / "held"), None)
+    with _counted(trainer.mesh.device, seen):
+        seen.validation.append(validate(trainer, {"held": held}).loss)
+    return seen
+
+
+def resume(data: Path, changes: dict[str, Any], from_: Path) -> Seen:
+    """One more step, from the last checkpoint."""
+    trainer, _ = tiny_trainer(data, changes)
+    latest = find_latest(from_)
+    assert latest is not None
+    trainer.resume(latest)
+    with trainer.batches, as_on_a_gpu():
+        report = trainer.train_step()
+    return Seen([report.loss], [report.grad_norm])
+
+
+def write_text(data: Path, changes: dict[str, Any], from_: Path) -> list[int]:
+    """Tokens that the last checkpoint's model generates."""
+    trainer, _ = tiny_trainer(data, changes)
+    latest = find_latest(from_)
+    assert latest is not None
+    return list(generate(load_model(latest, trainer.mesh), [5, 6, 7, 8], new_tokens=6, sampling=DRAWN))
+
+
+@contextmanager
+def as_on_a_gpu() -> Iterator[None]:
+    """On the CPU too, the embedding's gradient is a tensor of its own, added to what there is: another rounding."""
+    with mock.patch.object(layers, "_embedding", torch.nn.functional.embedding):
+        yield
+
+
+@contextmanager
+def _counted(device: torch.device, seen: Seen) -> Iterator[None]:
+    if device.type == "cpu":
+        yield
+        return
+    with count_syncs() as syncs:
+        yield
+    # The checkpoint's writer waits in a thread of its own.
+    seen.waits.append(
+        Counter({key: count for key, count in syncs.lines.items() if "staging.py" not in key[1]})
+    )
