@@ -307,7 +307,7 @@ class Chunk(nn.Module):
     def _documents(self, document_ids: Tensor, cu_seqlens: Tensor | None) -> Documents:
         """Once a micro batch, for all layers. Compiled code and probabilities written out want one shape."""
         drops = self.training and self.drops_attention
-        if document_ids.device.type != "cpu" and not self.compiled:
+        if document_ids.device.type != "cpu":
             if cu_seqlens is None:
                 return document_starts(document_ids)
             return starts_of_rows(cu_seqlens, document_ids.shape[1])

@@ -7,7 +7,6 @@ windows, plain torch in chunks of queries for all else. CANDIDATES are packages 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Literal, NamedTuple, TypeGuard
@@ -160,12 +159,12 @@ def _why_not_flash(query: Tensor, name: str) -> str:
     )
 
 
+@torch.compiler.assume_constant_result  # torch.compile cannot trace what asks the driver
 def _chip(device: torch.device) -> tuple[int, int] | None:
     """The compute capability of an NVIDIA card."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
-@cache
 def _has_flash_kernel(device_type: str) -> bool:
     """Whether torch has a flash kernel for these devices; for tensors without data ("meta") it has shapes."""
     if device_type == "meta":

@@ -30,8 +30,8 @@ def why_not_packed(query: Tensor, *, dropout: bool = False) -> str:
 
 def _why_too_large(query: Tensor, dropout: bool) -> str:
     """Why the kernels do not fit the shared memory of this NVIDIA card: 8.6, 8.9 and 12.0 have 99 KiB a block."""
-    properties: Any = torch.cuda.get_device_properties(query.device)  # torch's stub lacks the limit
-    limit = properties.shared_memory_per_block_optin
+    chip: Any = torch.cuda.get_device_properties(query.device)  # whose type does not list them all
+    limit = chip.shared_memory_per_block_optin
     needed = max(
         torch.ops.megalite.attention_shared_memory(query.shape[-1], dropout, backward, False, limit)
         for backward in (False, True)
