@@ -150,32 +150,31 @@ def _used() -> dict[str, str]:
     import torch
 
     from megalite.model.kernels import used_parts
-    from megalite.ops import apex
-    from megalite.parallel.mesh import available_backends
+    from megalite.ops import apex, trust
+    from megalite.parallel.device import local_device
+    from megalite.parallel.mesh import backend_of
     from megalite.train.precision import choose_precision
 
-    backends = available_backends()
-
+    device = local_device(0, 1)
     used = {
         "torch": f"{torch.__version__}, "
         + (f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build")
     }
-    if torch.cuda.is_available():
-        for index in range(torch.cuda.device_count()):
-            properties = torch.cuda.get_device_properties(index)
-            capability = f"sm_{properties.major}{properties.minor}"
-            used[f"GPU {index}"] = (
-                f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, {capability}"
-            )
-        used["collectives"] = "NCCL" if backends["nccl"] else "gloo: this torch has no NCCL"
-    else:
+    if device.type == "cpu":
         used["device"] = "the CPU: torch sees no GPU"
-        used["collectives"] = "gloo" if backends["gloo"] else "none: this torch has no gloo, use one rank"
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    else:
+        for index in range(torch.accelerator.device_count()):
+            card = torch.device(device.type, index)
+            memory_bytes = torch.get_device_module(card).get_device_properties(card).total_memory
+            facts = [trust.card_name(card), f"{memory_bytes / 2**30:.0f} GiB"]
+            if capability := trust.card_capability(card):
+                facts.append(f"compute capability {capability}")
+            used[f"GPU {index}"] = ", ".join(facts)
+    used["collectives"] = backend_of(device) or f"none: this torch has none for {device.type}, use one rank"
     used["precision"] = f"{choose_precision('auto', device).name}, the faster one here"
     used["attention"] = "torch's scaled_dot_product_attention"
     used["Apex"] = "; ".join(f"{part}: {choice}" for part, choice in apex.choices().items())
-    return used | used_parts("cuda" if torch.cuda.is_available() else "cpu")
+    return used | used_parts(device.type)
 
 
 def _found(findings: Sequence[Finding], name: str) -> Any:

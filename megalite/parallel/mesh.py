@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup as ProcessGroup
 
+from megalite.errors import LaunchError
 from megalite.parallel.device import card_of, require_own_cards
 from megalite.topology.layout import Coordinates, Layout, balanced_split
 from megalite.topology.sharding import units_held
@@ -176,9 +177,16 @@ def connect(
     """Join the default process group, over torch's own backend for the device: gloo on CPUs, NCCL on GPUs.
 
     rendezvous: where ranks meet, in torch's words: MASTER_ADDR and MASTER_PORT, or file:///a/path on one node.
+    Raises LaunchError where this torch was built without that backend.
     """
+    backend = backend_of(device)
+    if not backend:
+        raise LaunchError(
+            f"this torch was built without a collective library for {device.type} devices; install a build that has "
+            "one, or set CUDA_VISIBLE_DEVICES= (empty) to train on the CPU"
+        )
     dist.init_process_group(
-        dist.get_default_backend_for_device(device),
+        backend,
         init_method=rendezvous,
         rank=rank,
         world_size=world_size,
@@ -197,6 +205,7 @@ def _join(ranks: tuple[int, ...], rank: int) -> Axis:
     return Axis(ranks, ranks.index(rank), dist.new_group(list(ranks), use_local_synchronization=True))
 
 
-def available_backends() -> dict[str, bool]:
-    """Which of the collective libraries that we use this torch was built with."""
-    return {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
+def backend_of(device: torch.device) -> str:
+    """Return torch's name of the collective library for a device; empty where this torch was built without it."""
+    name = dist.get_default_backend_for_device(device)
+    return str(name) if dist.is_backend_available(name) else ""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.device_branches import ELSEWHERE, ON_THE_STANDIN
+from tests.support.device_branches import ON_THE_STANDIN, TESTED
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "megalite"
@@ -23,16 +23,16 @@ def functions(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
                 yield from visit(child, f"{name}{child.name}.", False)
             elif isinstance(child, ast.FunctionDef):
                 within = f"{name}<locals>.{child.name}" if inside else f"{name}{child.name}"
-                yield from ((within, each) for each in ast.walk(child) if owner(child, each))
+                yield from ((within, each) for each in own(child))
                 yield from visit(child, f"{within}.", True)
             else:
                 yield from visit(child, name, inside)
 
-    def owner(function: ast.FunctionDef, node: ast.AST) -> bool:
-        nested = (
-            each for each in ast.walk(function) if isinstance(each, ast.FunctionDef) and each is not function
-        )
-        return not any(node in ast.walk(each) for each in nested)
+    def own(node: ast.AST) -> Iterator[ast.AST]:
+        yield node
+        for child in ast.iter_child_nodes(node):
+            if not isinstance(child, ast.FunctionDef):
+                yield from own(child)
 
     yield from visit(tree, "", False)
 
@@ -68,15 +68,14 @@ def found() -> set[str]:
 
 
 def test_every_device_branch_is_run_by_a_test() -> None:
-    listed = ON_THE_STANDIN | ELSEWHERE.keys()
+    listed = ON_THE_STANDIN.union(*TESTED.values())
     asking = found()
     assert not asking - listed, "list these in tests/support/device_branches.py, with the test that runs them"
     assert not listed - asking, "these no longer ask for a device"
 
 
-@pytest.mark.parametrize("test", sorted(set(ELSEWHERE.values())))
-def test_the_listed_tests_exist(test: str) -> None:
-    path, _, name = test.partition("::")
+@pytest.mark.parametrize(("path", "name"), TESTED)
+def test_the_listed_tests_exist(path: str, name: str) -> None:
     assert f"def {name}(" in (ROOT / path).read_text()
 
 

@@ -5,6 +5,7 @@ the host cannot read.
 """
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -76,5 +77,8 @@ def test_a_run_on_an_accelerator_is_the_run_on_the_cpu(job: Job, tmp_path: Path)
         for module in ("megalite", "tests.support.standin")
     ]
     assert told[0] == told[1]
+    said = command("tests.support.standin", "doctor", record=record)
+    assert re.search(r"GPU 7 +stand-in, \d+ GiB", said) and re.search(r"collectives +standin", said)
+    assert "norm not tested yet: torch computes it" in re.sub(" +", " ", said)
     called = {line for path in tmp_path.glob("called.*") for line in path.read_text().splitlines()}
     assert not ON_THE_STANDIN - called, "these hold device branches, and were not called on the device"

@@ -4,7 +4,95 @@ tests/standin/test_device_branches.py finds these functions in the source and ho
 """
 
 # Called by a run on the stand-in accelerator (tests/standin/test_whole_life.py).
-ON_THE_STANDIN: set[str] = set()
+ON_THE_STANDIN = {
+    "checkpoint/host_buffer.py:HostBuffer.reserve",
+    "checkpoint/staging.py:Staging.begin",
+    "checkpoint/staging.py:Staging.hold_update",
+    "cli/doctor.py:_proved",
+    "cli/doctor.py:_used",
+    "data/transfer.py:ArrivingBatch.ready",
+    "data/transfer.py:BatchTransfer.__init__",
+    "model/transformer.py:Chunk._documents",
+    "monitor/memory.py:device_memory",
+    "ops/apex.py:_device",
+    "ops/attention_backends.py:served_on_device",
+    "ops/chunked_attention.py:_pieces",
+    "ops/cross_entropy.py:shard_statistics",
+    "ops/extension.py:why_not",
+    "ops/trust.py:card_capability",
+    "ops/trust.py:card_name",
+    "ops/trust.py:driver_version",
+    "ops/trust.py:needs_proof",
+    "parallel/device.py:HostCopy.__init__",
+    "parallel/device.py:card_of",
+    "parallel/device.py:local_device",
+    "parallel/layers.py:_embedding",
+    "parallel/mesh.py:ParallelMesh.over_world",
+    "train/optimizer.py:TorchOptimizer._copies",
+    "train/precision.py:choose_precision",
+    "train/report.py:RunReporter.__init__",
+    "train/report.py:RunReporter._measure_memory",
+    "train/report.py:_device_name",
+    "train/report.py:_peak_flops_per_second",
+}
 
-# Function -> the test that runs what it does for an accelerator, or for CUDA alone.
-ELSEWHERE: dict[str, str] = {}
+# The test that runs what functions do for an accelerator, or for CUDA alone -> these functions.
+TESTED = {
+    (
+        "tests/end_to_end/test_training_from_python.py",
+        "test_a_script_starts_ranks_and_hears_of_what_any_of_them_does",
+    ): ("train/run.py:_computes_after_fork",),
+    (
+        "tests/kernels/test_attention.py",
+        "test_a_chip_whose_blocks_have_too_little_shared_memory_is_said",
+    ): ("ops/packed_attention.py:_why_too_large",),
+    (
+        "tests/kernels/test_attention.py",
+        "test_what_cuda_has_no_kernel_for_is_said",
+    ): ("ops/packed_attention.py:why_not_packed",),
+    (
+        "tests/standin/test_parity.py",
+        "test_the_branches_of_an_accelerator_compute_the_same",
+    ): (
+        "ops/attention.py:fused_pays",
+        "ops/cross_entropy.py:visits_rows_once",
+        "parallel/cross_entropy.py:_is_one",
+    ),
+    (
+        "tests/standin/test_selftest.py",
+        "test_operators_prove_themselves_on_an_accelerator",
+    ): (
+        "selftest/clock.py:_seconds",
+        "selftest/worker.py:main",
+    ),
+    (
+        "tests/unit/checkpoint/test_host_buffer.py",
+        "test_it_is_locked_as_long_as_it_lives",
+    ): (
+        "checkpoint/host_buffer.py:_lock",
+        "checkpoint/host_buffer.py:_unlock",
+    ),
+    (
+        "tests/unit/ops/test_attention_backends.py",
+        "test_what_torch_lacks_is_said",
+    ): ("ops/attention_backends.py:Backend.why_not_on",),
+    (
+        "tests/unit/ops/test_attention_backends.py",
+        "test_who_serves",
+    ): (
+        "ops/attention_backends.py:_chip",
+        "ops/attention_backends.py:_why_not_flash",
+    ),
+    (
+        "tests/unit/ops/test_extension.py",
+        "test_every_gpu_that_torch_sees_has_to_run_them",
+    ): ("ops/extension.py:built_for_visible_cards",),
+    (
+        "tests/unit/ops/test_liger.py",
+        "test_where_it_is_not_installed_it_says_so",
+    ): ("ops/liger.py:why_not",),
+    (
+        "tests/unit/selftest/test_selftest.py",
+        "test_a_device_that_is_not_here_is_refused",
+    ): ("cli/selftest.py:_device",),
+}

@@ -318,7 +318,9 @@ def test_an_earlier_export_is_replaced_and_nothing_else_is(tmp_path: Path) -> No
     assert not (tmp_path / "export" / "of-the-first").exists()
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="holds files that are no export"):
+    with pytest.raises(
+        CheckpointError, match="holds something else than a Hugging Face export written by megalite"
+    ):
         export(checkpoint, tmp_path / "mine", None)
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="is a file"):
