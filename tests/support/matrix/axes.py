@@ -138,7 +138,7 @@ AXES: Mapping[str, Axis] = {
     ),
     "family": Axis(
         {
-            **_each("model.family", "llama", "gpt2", "qwen3", "qwen2"),
+            **_each("model.family", "llama", "gpt2", "qwen3", "qwen2", "phi3", "gemma"),
             "mistral": {"model.family": "mistral", "model.sliding_window": 5},
         },
         changes_numbers=True,
