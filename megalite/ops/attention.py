@@ -272,8 +272,8 @@ def _capped(
     documents: Tensor | tuple[Span, ...] | None,
     form: _Scores,
 ) -> Tensor:
-    """Soft-capped, in chunks of queries: 3 to 5 times as fast on a CPU as all probabilities at once, and S x S less
-    memory."""
+    """Soft-capped, in chunks of queries: on a CPU 2.4 to 5 times as fast as all queries at once from 512 tokens on, and
+    without their S x S memory."""
 
     def attend(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None) -> Tensor:
         visible = Visible(window, seen)

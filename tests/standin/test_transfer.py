@@ -1,0 +1,30 @@
+"""What arrives on an accelerator is the host's batch, and of documents what its attention needs without a wait."""
+
+import torch
+
+from megalite.data.transfer import BatchTransfer
+from megalite.ops.documents import row_starts
+from tests.support.tiny import in_documents, tiny_batch, tiny_shape
+
+
+def arrived(documents: bool) -> dict[str, torch.Tensor]:
+    """The batch of a step on the device, copied back; the one sent, too, by `sent `."""
+    batch = tiny_batch(tiny_shape(), 4)
+    batch = in_documents(batch) if documents else batch
+    moved = BatchTransfer(torch.device("standin", 0)).start(batch).ready()
+    assert {tensor.device.type for tensor in moved.tensors.values()} == {"standin"}
+    sent = {f"sent {name}": tensor for name, tensor in batch.tensors.items()}
+    return {name: tensor.cpu() for name, tensor in moved.tensors.items()} | sent
+
+
+def test_a_batch_arrives_whole(devices) -> None:
+    [held] = devices.run(arrived, documents=False)
+    names = {name for name in held if not name.startswith("sent ")}
+    assert names == {"input_ids", "position_ids", "labels", "loss_mask", "samples"}
+    assert all(torch.equal(held[name], held[f"sent {name}"]) for name in names)
+
+
+def test_documents_arrive_with_their_places(devices) -> None:
+    [held] = devices.run(arrived, documents=True)
+    assert torch.equal(held["document_ids"], held["sent document_ids"])
+    assert torch.equal(held["cu_seqlens"], row_starts(held["sent document_ids"]))
