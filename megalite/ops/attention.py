@@ -14,7 +14,7 @@ from torch import Tensor
 from megalite.ops import extension
 from megalite.ops.attention_backends import attend_on_device, served_on_device
 from megalite.ops.chunked_attention import Visible, chunked_attention
-from megalite.ops.documents import Documents, Span, Starts, numbered
+from megalite.ops.documents import Documents, Span, Starts, equal_starts, numbered
 from megalite.ops.dropout import CountedMask, Mask, dropout
 from megalite.ops.packed_attention import packed_attention, why_not_packed
 from megalite.ops.softcap import soft_capped
@@ -189,8 +189,8 @@ def _fused_attention(
         starts = (documents.places, documents.places)
         new = total = documents.longest
     else:
-        of_queries = _row_starts(rows, new, query.device)
-        starts = of_queries, of_queries if total == new else _row_starts(rows, total, query.device)
+        of_queries = equal_starts(rows, new, query.device)
+        starts = of_queries, of_queries if total == new else equal_starts(rows, total, query.device)
     attended, _ = packed_attention(
         query.flatten(0, 1),
         key.flatten(0, 1),
@@ -205,10 +205,6 @@ def _fused_attention(
         mask=mask,
     )
     return attended.view_as(query)
-
-
-def _row_starts(rows: int, length: int, device: torch.device) -> Tensor:
-    return torch.arange(rows + 1, dtype=torch.int32, device=device).mul_(length)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from torch.nn.attention import (
 from torch.nn.attention.varlen import varlen_attn
 
 from megalite.ops.chunked_attention import Visible, chunked_attention
-from megalite.ops.documents import Documents, Starts, numbered
+from megalite.ops.documents import Documents, Starts, equal_starts, numbered
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 _LARGEST_HEAD = 256
@@ -210,13 +210,9 @@ def _sequences(query: Tensor, key: Tensor, documents: Starts | None) -> tuple[Te
     if documents is not None:
         return documents.places, documents.places, documents.longest, documents.longest
     (rows, new), total = query.shape[:2], key.shape[1]
-    of_queries = _row_starts(rows, new, query.device)
-    of_keys = of_queries if new == total else _row_starts(rows, total, query.device)
+    of_queries = equal_starts(rows, new, query.device)
+    of_keys = of_queries if new == total else equal_starts(rows, total, query.device)
     return of_queries, of_keys, new, total
-
-
-def _row_starts(rows: int, length: int, device: torch.device) -> Tensor:
-    return torch.arange(rows + 1, dtype=torch.int32, device=device).mul_(length)
 
 
 # What was activated here, and not by the user's own script.

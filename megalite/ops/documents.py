@@ -50,6 +50,11 @@ def row_starts(document_ids: Tensor) -> Tensor:
     return places
 
 
+def equal_starts(rows: int, length: int, device: torch.device) -> Tensor:
+    """The cu_seqlens [rows + 1] int32 of rows of one length, laid end to end."""
+    return torch.arange(rows + 1, dtype=torch.int32, device=device).mul_(length)
+
+
 def starts_of_rows(places: Tensor, length: int) -> Starts:
     """`row_starts` of rows of `length` tokens, laid end to end; waits for no device, so a row's length is the bound."""
     rows = torch.arange(len(places), dtype=torch.int32, device=places.device)
