@@ -182,13 +182,18 @@ def _show(facts: Mapping[str, str], rows: Sequence[_Row], choices: Mapping[str, 
     if not console.is_terminal:
         console.width = _WIDTH
     table = Table("case", "by", "error / allowed", "time / torch's", "verdict", box=None)
-    for row in rows:
+    shown = [row for row in rows if row.finding.verdict != "absent"]
+    for row in shown:
         found = row.finding
         error = "" if found.error is None else f"{found.error:.1e} / {found.allowed:.1e}"
         ratio = f"{found.seconds / found.torch_seconds:.2f}" if found.seconds and found.torch_seconds else ""
         verdict = found.verdict if found.right else found.why
         table.add_row(*map(escape, (row.case.key, row.implementation, error, ratio, verdict)))
     console.print(table)
+    here = {row.implementation for row in shown}
+    absent = {row.implementation: row.finding.why for row in rows if row.implementation not in here}
+    for why in absent.values():
+        print(f"not tested: {why}")
     for name, choice in choices.items():
         print(f"{name}: {choice.name}" + (f" ({choice.why})" if choice.why else ""))
     if any(choice.name != TORCH for choice in choices.values()) and not needs_proof(facts["device"]):
