@@ -121,14 +121,14 @@ def _kept(facts: Mapping[str, str], found: Findings) -> str:
 def combined(said: Sequence[tuple[Mapping[str, str], Mapping[str, Choice] | None]]) -> dict[str, Choice]:
     """One choice an operator for ranks that each say their machine, and one a node what it chose for that machine.
 
-    A rank whose machine nobody tested has tested nothing.
+    A rank whose machine nobody tested has tested nothing. Empty where there was nothing to choose, as in float64.
     """
     tested = {
         tuple(facts.items()): [choices for other, choices in said if other == facts and choices]
         for facts, _ in said
     }
     every: list[Mapping[str, Choice]] = []
-    first = next(choices for _, choices in said if choices)
+    first = next((choices for _, choices in said if choices), {})
     for of_machine in tested.values():
         nothing = {name: Choice(why=trust.UNTESTED, faults={COMPILED: trust.UNTESTED}) for name in first}
         every += of_machine or [nothing]

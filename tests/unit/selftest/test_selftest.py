@@ -16,7 +16,7 @@ from megalite.errors import KernelError
 from megalite.ops import trust
 from megalite.ops.trust import Choice, Finding, Findings
 from megalite.selftest import run
-from megalite.selftest.decide import choices_of, untested
+from megalite.selftest.decide import choices_of, combined, untested
 from megalite.selftest.registry import Workload, cases_of
 from megalite.selftest.run import prove_all
 from megalite.selftest.table import entries_of
@@ -166,3 +166,8 @@ def test_a_finding_that_is_no_number_can_be_kept(tmp_path: Path, monkeypatch: py
     facts = trust.machine(CPU)
     trust.write(facts, {"norm": {"case": {"megalite": Finding("wrong", "wrong", float("inf"), 1.0)}}})
     assert trust.read(facts)["norm"]["case"]["megalite"].error is None
+
+
+def test_ranks_with_nothing_to_test_agree_on_nothing() -> None:
+    """As in float64, for which no operator is compiled on an accelerator."""
+    assert combined([({"card": "a"}, {}), ({"card": "a"}, None)]) == {}
