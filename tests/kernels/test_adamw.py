@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megalite.ops.adamw import accumulate_, adamw_, sum_of_squares
+from megalite.ops.operators import ALL_COMPILED, PLAIN_TORCH
 from megalite.parallel import layers
 from megalite.parallel.mesh import ParallelMesh
 from megalite.train.fused_adamw import OnePassAdamW
@@ -200,7 +201,7 @@ def state_of(optimizer: TorchOptimizer) -> dict[tuple[str, str], Tensor]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_the_trainers_step_is_the_same(dtype, changes, wide):
     plain = replace(ADAMW, accumulate_wide=wide, **changes)
-    one, other = trained(plain, dtype, 5), trained(replace(plain, fused=True), dtype, 5)
+    one, other = trained(plain, dtype, 5), trained(replace(plain, operators=ALL_COMPILED), dtype, 5)
     # Clipping values of 16 bits in place would round them: torch's form does it in float32.
     assert isinstance(other._optimizer, OnePassAdamW) == (
         wide or "clip_value" not in changes or dtype == torch.float32
@@ -218,8 +219,9 @@ def test_the_trainers_step_is_the_same(dtype, changes, wide):
 @pytest.mark.parametrize("first", [True, False], ids=["on then off", "off then on"])
 def test_a_run_goes_on_with_the_other_kernels(first):
     """The state that one writes is the other's, and the step after is the same."""
-    half, resumed = trained(replace(ADAMW, fused=first), torch.bfloat16, 3), None
-    resumed, _ = made(replace(ADAMW, fused=not first), torch.bfloat16)
+    before, after = (ALL_COMPILED, PLAIN_TORCH) if first else (PLAIN_TORCH, ALL_COMPILED)
+    half, resumed = trained(replace(ADAMW, operators=before), torch.bfloat16, 3), None
+    resumed, _ = made(replace(ADAMW, operators=after), torch.bfloat16)
     source = state_of(half)
     for key, values in state_of(resumed).items():
         values.copy_(source[key])
@@ -235,7 +237,7 @@ def test_a_run_goes_on_with_the_other_kernels(first):
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing():
-    optimizer, tensors = made(replace(ADAMW, fused=True, skip_nonfinite=True), torch.bfloat16)
+    optimizer, tensors = made(replace(ADAMW, operators=ALL_COMPILED, skip_nonfinite=True), torch.bfloat16)
     before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
     for name, tensor in tensors.items():
         tensor.grad = torch.full(tensor.shape, float("inf") if name == NORM else 1.0)
