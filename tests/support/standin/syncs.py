@@ -49,7 +49,8 @@ def asking_line() -> str:
     nearest = NOWHERE
     while frame is not None:
         file = Path(frame.f_code.co_filename)
-        if file.is_relative_to(ROOT) and not str(file).startswith(HERE):
+        ours = file.is_relative_to(ROOT) and "site-packages" not in file.parts
+        if ours and not str(file).startswith(HERE):
             line = f"{file.relative_to(ROOT)}:{frame.f_lineno}"
             if line.startswith("megalite/"):
                 return line
