@@ -216,12 +216,14 @@ def _computes_after_fork(threads: int) -> bool:
     receiver, sender = os.pipe()
     child = os.fork()
     if child == 0:
-        accelerator = torch.accelerator.current_accelerator()
-        if accelerator is None or not torch.get_device_module(accelerator)._is_in_bad_fork():
-            torch.set_num_threads(threads)
-            torch.rand(512, 512).mul_(2).sum()
-            os.write(sender, b"done")
-        os._exit(0)
+        try:
+            accelerator = torch.accelerator.current_accelerator()
+            if accelerator is None or not torch.get_device_module(accelerator)._is_in_bad_fork():
+                torch.set_num_threads(threads)
+                torch.rand(512, 512).mul_(2).sum()
+                os.write(sender, b"done")
+        finally:
+            os._exit(0)  # whatever was raised: the child must not go on with the caller's script
     os.close(sender)  # so that a child that ends without a word is noticed at once
     done = bool(select.select([receiver], [], [], _PROBE_SECONDS)[0]) and os.read(receiver, 4) == b"done"
     if not done:

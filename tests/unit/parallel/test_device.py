@@ -8,6 +8,7 @@ import torch
 
 from megalite.errors import LaunchError
 from megalite.parallel.device import CPU, HostCopy, card_of, local_device, require_own_cards
+from megalite.parallel.mesh import connect
 
 
 def taken(kind: str, visible: int, local_rank: int, local_ranks: int) -> torch.device:
@@ -63,6 +64,14 @@ def test_a_card_is_told_by_its_host_and_uuid(properties: dict[str, Any], uuid: s
         card = card_of(torch.device("cuda", 3))
     assert (card and card[1]) == uuid
     assert card_of(CPU) is None
+
+
+def test_a_torch_without_the_devices_collectives_is_refused() -> None:
+    with (
+        mock.patch.object(torch.distributed, "is_backend_available", lambda name: name == "gloo"),
+        pytest.raises(LaunchError, match=r"without a collective library for cuda devices; install a build"),
+    ):
+        connect(0, 1, device=torch.device("cuda", 0))
 
 
 def test_a_number_of_the_cpu_needs_no_copy() -> None:

@@ -33,6 +33,21 @@ def test_a_process_that_asked_for_a_gpu_spawns_its_ranks(poisoned: bool, method:
         assert trainer_of(2)._start_method(1) == method
 
 
+def test_a_device_that_cannot_be_asked_after_a_fork_has_its_ranks_spawned() -> None:
+    parent = os.getpid()
+
+    def ask() -> bool:
+        assert os.getpid() == parent, "the driver is gone"
+        return False
+
+    with (
+        mock.patch.object(torch.accelerator, "current_accelerator", lambda: torch.device("cuda")),
+        mock.patch.object(torch, "get_device_module", lambda device: SimpleNamespace(_is_in_bad_fork=ask)),
+    ):
+        assert trainer_of(2)._start_method(1) == "spawn"
+    assert os.getpid() == parent
+
+
 class Unsendable(Callback):
     def __init__(self) -> None:
         self.lock = threading.Lock()
