@@ -44,7 +44,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "label smoothing, z-loss, chunks": {"label_smoothing": 0.1, "z_loss": 1e-3, "chunked_loss": 5},
 }
 # What an accelerator runs and a CPU does not, so that the sums have another order: torch's attention in place of ours,
-# documents by a dense mask, the embedding's gradient in a tensor of its own.
+# documents in chunks of queries, the embedding's gradient in a tensor of its own.
 OTHER_BRANCHES: dict[str, dict[str, Any]] = {
     "documents over dp and tp": {"layout": Layout(tensor=2, data=2), "documents": True},
     "compiled operators": {"kernels": "fused"},

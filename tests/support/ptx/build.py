@@ -27,7 +27,7 @@ def compiled(name: str, arch: int | str = 80) -> tuple[str, Path]:
     """The PTX of csrc/cuda/<name>.cu for compute_<arch>, and a library of its host code."""
     sources = [each for each in sorted(SOURCES.rglob("*")) if each.suffix in (".h", ".cuh")]
     sources += [SOURCES / "cuda" / f"{name}.cu", EMULATOR / "runtime.cpp", EMULATOR / "chip.h"]
-    folder = _kept([*_FLAGS, str(arch), name], sources, lambda folder: _compile(name, arch, folder))
+    folder = _kept([_nvcc(), *_FLAGS, str(arch), name], sources, lambda folder: _compile(name, arch, folder))
     return (folder / f"{name}.ptx").read_text(), folder / f"{name}.so"
 
 
@@ -42,6 +42,12 @@ def arithmetic_library() -> ctypes.CDLL:
         _run(["g++", *flags, str(source), "-o", str(folder / "fused.so")])
 
     return ctypes.CDLL(str(_kept(["fused"], [source], make) / "fused.so"))
+
+
+@functools.cache
+def _nvcc() -> str:
+    """What the compiler says of its version: another one emits other PTX."""
+    return _run(["nvcc", "--version"])
 
 
 def _compile(name: str, arch: int | str, folder: Path) -> None:
