@@ -34,7 +34,7 @@ from benchmarks.workload import Setup, Training
 from megalite.launcher.process import keep_freed_memory
 from megalite.model.options import Dropout, ModelOptions, Recompute
 from megalite.ops import extension
-from megalite.ops.operators import ALL_COMPILED
+from megalite.ops.choice import ALL_COMPILED
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.layout import Layout
 from megalite.topology.schedules import SCHEDULES

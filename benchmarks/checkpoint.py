@@ -58,7 +58,7 @@ def trainer_of(ranks: int, steps: int) -> Any:
     """The 17M Llama's, over `ranks` data-parallel ranks, on one batch of random ids."""
     import torch
 
-    from megalite.config.load import load_config
+    from megalite.config.load import load_run
     from megalite.parallel.mesh import ParallelMesh
     from megalite.parallel.pipeline import StepBatch
     from megalite.train.trainer import Trainer
@@ -80,7 +80,9 @@ def trainer_of(ranks: int, steps: int) -> Any:
         "data.source": "none is needed",
         "data.loader_workers": 0,
     }
-    config = load_config(None, [word for key, value in values.items() for word in (f"--{key}", str(value))])
+    config = load_run(
+        None, [word for key, value in values.items() for word in (f"--{key}", str(value))]
+    ).config
     mesh = ParallelMesh.over_world(config.layout)
 
     class Loader:

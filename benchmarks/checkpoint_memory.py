@@ -27,7 +27,8 @@ from benchmarks import report
 from benchmarks.loader import forget
 from benchmarks.ranks import run_ranks
 from megalite.topology.layout import Layout, PipelineSplit, pipeline_split
-from megalite.topology.parameters import ModelShape, Parameter, stage_parameters
+from megalite.topology.parameters import Parameter, stage_parameters
+from megalite.topology.shape import ModelShape
 
 MB = 10**6
 MIB = 1 << 20
@@ -145,7 +146,7 @@ def exporting(checkpoint: Path, destination: Path) -> dict[str, float]:
     import torch
     import transformers  # noqa: F401
 
-    from megalite.checkpoint.huggingface import export
+    from megalite.convert.huggingface.export import export
 
     torch.set_num_threads(2)
     memory, began = Memory(), time.perf_counter()
@@ -156,7 +157,7 @@ def exporting(checkpoint: Path, destination: Path) -> dict[str, float]:
 
 def importing(folder: Path, shape: ModelShape, layout: Layout) -> dict[str, float]:
     """This rank's figures."""
-    from megalite.checkpoint.hf_import import load_huggingface
+    from megalite.convert.huggingface.load import load_huggingface
     from megalite.model.stages import build_stage
     from megalite.parallel.mesh import ParallelMesh
 

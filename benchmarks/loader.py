@@ -68,7 +68,7 @@ def measure(case: Case, prefix: Path, steps: int) -> tuple[list[float], list[flo
     """Seconds of each step, and those that it waited for its batch."""
     import torch
 
-    from megalite.config.load import load_config
+    from megalite.config.load import load_run
     from megalite.data.loader import StepLoader
     from megalite.data.token_file import TokenFile
     from megalite.parallel.mesh import ParallelMesh
@@ -91,7 +91,9 @@ def measure(case: Case, prefix: Path, steps: int) -> tuple[list[float], list[flo
         "data.source": str(prefix),
         "data.loader_workers": case.workers,
     }
-    config = load_config(None, [word for key, value in values.items() for word in (f"--{key}", str(value))])
+    config = load_run(
+        None, [word for key, value in values.items() for word in (f"--{key}", str(value))]
+    ).config
     if case.cold:
         forget(bin_path(prefix))
     else:

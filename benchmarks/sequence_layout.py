@@ -30,12 +30,12 @@ from benchmarks import report
 from benchmarks.ranks import run_ranks
 from benchmarks.workload import SHAPE
 from megalite.model.attention import SelfAttention
+from megalite.model.layer import DecoderLayer
 from megalite.model.rope import rotary_embedding
-from megalite.model.transformer import DecoderLayer
 from megalite.parallel import collectives, layers
 from megalite.parallel.mesh import Axis, ParallelMesh
 from megalite.topology.layout import Layout
-from megalite.topology.parameters import ModelShape
+from megalite.topology.shape import ModelShape
 
 WORLD = 2
 WIDE = replace(

@@ -1,26 +1,29 @@
 """megalite: a 3D-parallel runtime for training large language models.
 
-from megalite import RunConfig, Trainer
+from megalite import RunConfig, Trainer, load_config
 
-Trainer(RunConfig.load("run.toml", training={"steps": 100})).train()
+Trainer(load_config("run.toml", training={"steps": 100})).train()
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from megalite.version import __version__ as __version__
+
 if TYPE_CHECKING:
+    from megalite.config.load import load_config as load_config
     from megalite.config.schema import RunConfig as RunConfig
     from megalite.train.callbacks import ActiveRun as ActiveRun
     from megalite.train.callbacks import Callback as Callback
     from megalite.train.run import Trainer as Trainer
 
-__version__ = "0.1.0"
 
 _HOMES = {
     "ActiveRun": "megalite.train.callbacks",
     "Callback": "megalite.train.callbacks",
     "RunConfig": "megalite.config.schema",
     "Trainer": "megalite.train.run",
+    "load_config": "megalite.config.load",
 }
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megalite.ops.activations import swiglu
-from megalite.ops.operators import COMPILED
+from megalite.ops.choice import COMPILED
 from megalite.selftest import activations, attention, loss, norms, optimizer, rotary
 from megalite.selftest.registry import NARROW, Candidate, Entry, Form, Shape
 from megalite.selftest.rotary import packed_elements

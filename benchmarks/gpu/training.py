@@ -54,7 +54,7 @@ def _write_tokens(prefix: Path, count: int, vocab_size: int) -> None:
 
 def train(kernels: str, *, device: str, product: float | None, tiny: bool = False) -> dict[str, Any]:
     """A few steps of the Trainer with `model.kernels` so set; one row. product: measured FLOP/s of bf16 products."""
-    from megalite.config.load import load_config
+    from megalite.config.load import load_run
     from megalite.data.loader import StepLoader
     from megalite.data.token_file import TokenFile
     from megalite.parallel.mesh import ParallelMesh
@@ -76,7 +76,7 @@ def train(kernels: str, *, device: str, product: float | None, tiny: bool = Fals
         _write_tokens(prefix, steps * sequences * MICRO_BATCHES * (sequence + 1) + 1, model["vocab_size"])
         values["data.source"] = str(prefix)
         words = [word for key, value in values.items() for word in (f"--{key}", str(value))]
-        config = load_config(None, words)
+        config = load_run(None, words).config
         loader = StepLoader(
             TokenFile.open(prefix),
             sequence_length=sequence,

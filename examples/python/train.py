@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Mapping
 
-from megalite import ActiveRun, Callback, RunConfig, Trainer
+from megalite import ActiveRun, Callback, Trainer, load_config
 
 
 class TimeLimit(Callback):
@@ -30,7 +30,7 @@ class WeightNorm(Callback):
 
 
 def main() -> None:
-    config = RunConfig.load("examples/python/run.toml", *sys.argv[1:])
+    config = load_config("examples/python/run.toml", *sys.argv[1:])
     result = Trainer(config, callbacks=[WeightNorm(), TimeLimit(600)]).train()
     last = result.metrics[-1]
     print(f"validation loss {last['validation_loss']:.3f}, best checkpoint {result.best}")

@@ -16,7 +16,8 @@ from megalite.checkpoint.tensor_file import CheckpointReader
 from megalite.errors import CheckpointError
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.layout import PipelineSplit
-from megalite.topology.parameters import ModelShape, Parameter, stage_parameters
+from megalite.topology.parameters import Parameter, stage_parameters
+from megalite.topology.shape import ModelShape
 from megalite.topology.sharding import Box
 from megalite.topology.state import EMA, MASTER, OptimizerState, StateShard
 

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-import megalite
 from megalite.checkpoint.folder import (
     check_files,
     partial_name,
@@ -39,8 +38,10 @@ from megalite.checkpoint.tensor_file import TensorInfo, dtype_name, write_tensor
 from megalite.errors import CheckpointError
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.layout import PipelineSplit
-from megalite.topology.parameters import ModelShape, Parameter, stage_parameters
+from megalite.topology.parameters import Parameter, stage_parameters
+from megalite.topology.shape import ModelShape
 from megalite.topology.state import OptimizerState, StateShard
+from megalite.version import __version__
 
 T = TypeVar("T")
 
@@ -205,7 +206,7 @@ def draft_checkpoint(
     step = trainer_state["step"]
     parameters = list(stage_parameters(shape, split, mesh.at.pp))
     manifest = Manifest(
-        megalite=megalite.__version__,
+        megalite=__version__,
         torch=torch.__version__,
         trainer_state=dict(trainer_state),
         layout=mesh.layout,

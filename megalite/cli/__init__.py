@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib import import_module
 
-from megalite import __version__
 from megalite.errors import MegaliteError
-from megalite.launcher.arguments import without_local_rank
+from megalite.launcher.detect import without_local_rank
+from megalite.version import __version__
 
 # Each has a module of its name here with `run(arguments) -> exit code`, imported only when it runs.
 COMMANDS = {

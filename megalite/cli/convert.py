@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from math import prod
 from pathlib import Path
 
-from megalite.checkpoint.family_table import family_page
 from megalite.checkpoint.folder import (
     checkpoints_of,
     find_checkpoint,
@@ -15,12 +14,13 @@ from megalite.checkpoint.folder import (
     require_whole,
 )
 from megalite.checkpoint.format import MANIFEST, WEIGHT, Manifest, check_coverage
-from megalite.checkpoint.hf_files import headers, is_folder_of_weights
-from megalite.checkpoint.megatron_folder import is_megatron_folder
 from megalite.checkpoint.strict_json import parse
-from megalite.checkpoint.universal_folder import find_universal
 from megalite.cli.convert_import import add_import
+from megalite.convert.huggingface.files import headers, is_folder_of_weights
+from megalite.convert.megatron.folder import is_megatron_folder
+from megalite.convert.universal.folder import find_universal
 from megalite.errors import CheckpointError
+from megalite.families.table import family_page
 from megalite.topology.state import EMA, MASTER
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -38,8 +38,8 @@ def _export(options: argparse.Namespace) -> int:
     newest = max(checkpoints, key=lambda each: require_whole(each).step)
     tokenizer = options.tokenizer or find_tokenizer(newest, require_whole(newest))
     # Imported late, so that --help and a wrong path are answered at once.
-    from megalite.checkpoint.huggingface import export
     from megalite.checkpoint.tensor_file import DTYPES
+    from megalite.convert.huggingface.export import export
 
     result = export(
         checkpoints,
@@ -75,7 +75,7 @@ def _chosen(options: argparse.Namespace) -> list[Path]:
 
 def _universal(options: argparse.Namespace) -> int:
     checkpoint = find_checkpoint(options.checkpoint)
-    from megalite.checkpoint.universal import export_universal
+    from megalite.convert.universal.export import export_universal
 
     manifest = export_universal(checkpoint, options.output)
     print(f"{options.output}: from {checkpoint}, {manifest.optimizer['step']:g} updates of AdamW in float32")
@@ -90,12 +90,12 @@ def _families(options: argparse.Namespace) -> int:
 
 def _inspect(options: argparse.Namespace) -> int:
     if (universal := find_universal(options.checkpoint)) is not None:
-        from megalite.checkpoint.universal_import import describe_universal
+        from megalite.convert.universal.load import describe_universal
 
         print(*describe_universal(universal), sep="\n")
         return 0
     if is_megatron_folder(options.checkpoint):
-        from megalite.checkpoint.megatron_import import described
+        from megalite.convert.megatron.load import described
 
         print(*described(options.checkpoint), sep="\n")
         return 0

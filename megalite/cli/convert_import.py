@@ -5,11 +5,11 @@ from pathlib import Path
 
 from megalite.checkpoint.folder import find_latest, require_whole
 from megalite.checkpoint.format import MANIFEST
-from megalite.checkpoint.hf_files import local_folder
-from megalite.checkpoint.megatron_folder import is_megatron_folder
-from megalite.checkpoint.universal_folder import LATEST_UNIVERSAL, ZERO, find_config, find_universal
 from megalite.config.hub import HubName
 from megalite.config.huggingface import shape_of_folder
+from megalite.convert.huggingface.files import local_folder
+from megalite.convert.megatron.folder import is_megatron_folder
+from megalite.convert.universal.folder import LATEST_UNIVERSAL, ZERO, find_config, find_universal
 from megalite.errors import CheckpointError
 from megalite.topology.parameters import parameter_count
 
@@ -69,7 +69,7 @@ def run_import(options: argparse.Namespace) -> int:
             " universal), and no mp_rank_* folders (Megatron-LM); name the folder that has one of them"
         )
     shape = shape_of_folder(str(options.hf_config or options.folder))
-    from megalite.checkpoint.hf_import import import_checkpoint
+    from megalite.convert.huggingface.load import import_checkpoint
 
     checkpoint = import_checkpoint(local_folder(options.folder), shape, options.output)
     print(f"{checkpoint}: {parameter_count(shape):,} parameters of a {shape.family} from {options.folder}")
@@ -82,7 +82,7 @@ def _import_universal(universal: Path, options: argparse.Namespace) -> int:
             f"{universal} does not say which model it is of; name its config.json with --hf-config"
         )
     shape = shape_of_folder(str(hf_config))
-    from megalite.checkpoint.universal_import import import_universal
+    from megalite.convert.universal.load import import_universal
 
     checkpoint = import_universal(universal, shape, hf_config, options.output)
     settings = require_whole(checkpoint).config["optimizer"].items()
@@ -95,7 +95,7 @@ def _import_universal(universal: Path, options: argparse.Namespace) -> int:
 
 
 def _import_megatron(folder: Path, options: argparse.Namespace) -> int:
-    from megalite.checkpoint.megatron_import import import_megatron
+    from megalite.convert.megatron.load import import_megatron
 
     done = import_megatron(folder, options.output, options.vocab_size)
     count, kind = parameter_count(done.shape), str(done.dtype).removeprefix("torch.")

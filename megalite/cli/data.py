@@ -179,7 +179,7 @@ class _Shares(argparse.Action):
         values: Any,
         flag: str | None = None,
     ) -> None:
-        from megalite.config.data_rules import wrong_shares
+        from megalite.config.rules.data import wrong_shares
 
         wrong = wrong_shares(values)
         if wrong is not None:

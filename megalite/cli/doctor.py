@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from megalite import __version__
-from megalite.launcher.environment import rank_info
+from megalite.launcher.detect import rank_info
 from megalite.launcher.machine import Finding, apex, packages, programs, system
+from megalite.version import __version__
 
 if TYPE_CHECKING:
     from megalite.ops.trust import Finding as Tested
@@ -107,7 +107,7 @@ def _proved() -> dict[str, dict[str, str]]:
     import torch
 
     from megalite.ops import trust
-    from megalite.ops.operators import NAMES
+    from megalite.ops.choice import NAMES
 
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     devices = [torch.device("cpu")]

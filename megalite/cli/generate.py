@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 from megalite.checkpoint.folder import find_checkpoint, find_tokenizer, require_whole
 from megalite.checkpoint.format import Manifest, check_coverage
 from megalite.errors import CheckpointError, ConfigError, Problem
-from megalite.launcher.environment import RankInfo, prepare_process
+from megalite.launcher.detect import RankInfo
+from megalite.launcher.environment import prepare_process
 from megalite.topology.layout import Layout
 from megalite.topology.sharding import units_fit
 
@@ -68,7 +69,7 @@ def run(arguments: Sequence[str]) -> int:
         _generate(request, ParallelMesh.single(local_device(0, 1)))
         return 0
     threads = prepare_process("auto", local_ranks=layout.world_size, info=None)
-    from megalite.train.local import run_local_ranks
+    from megalite.launcher.local import run_local_ranks
 
     with tempfile.TemporaryDirectory(prefix="megalite-generate-") as scratch:
         preload = ["torch", "megalite.generate.engine"]

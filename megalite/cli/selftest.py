@@ -175,7 +175,7 @@ def _show(facts: Mapping[str, str], rows: Sequence[_Row], choices: Mapping[str, 
     from rich.markup import escape
     from rich.table import Table
 
-    from megalite.ops.operators import TORCH
+    from megalite.ops.choice import TORCH
     from megalite.ops.trust import needs_proof
 
     console = Console()

@@ -8,7 +8,7 @@ from megalite.config.describe import describe_keys
 from megalite.config.flags import split_overrides
 from megalite.config.load import load_run
 from megalite.errors import ConfigError
-from megalite.launcher.environment import rank_info
+from megalite.launcher.detect import rank_info
 from megalite.train.run import Trainer
 
 

@@ -12,8 +12,8 @@ from megalite.config.hub import HubName, fetch_description
 from megalite.config.schema import ModelConfig
 from megalite.config.toml import shown
 from megalite.errors import CheckpointError, ConfigError, Problem
-from megalite.topology.families import FAMILIES, Family
-from megalite.topology.parameters import ModelShape
+from megalite.families.records import FAMILIES, Family
+from megalite.topology.shape import ModelShape
 
 _KEY = "model.hf_config"
 # rope_parameters (transformers 5) or rope_scaling (4): their word -> ours.

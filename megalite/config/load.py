@@ -6,21 +6,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megalite.config.batch import plan_batch
-from megalite.config.check import problems_of
-from megalite.config.computation_rules import notes_of
-from megalite.config.deepspeed import apply_deepspeed
+from megalite.config.deepspeed.read import apply_deepspeed
 from megalite.config.draft import DEFAULT, DERIVED, Draft
 from megalite.config.flags import COMMAND_LINE, UNSET, apply_overrides
 from megalite.config.huggingface import apply_hf_config
-from megalite.config.pipeline_rules import chunks_a_stage
 from megalite.config.presets import apply_preset, require_shape
+from megalite.config.rules.batch import plan_batch
+from megalite.config.rules.computation import notes_of
+from megalite.config.rules.every import problems_of
+from megalite.config.rules.pipeline import chunks_a_stage
 from megalite.config.schema import RunConfig
 from megalite.config.toml import format_table, format_value, read_toml, shown
 from megalite.config.validate import Facts, validate
 from megalite.errors import ConfigError, Problem
-from megalite.launcher.arguments import without_local_rank
-from megalite.launcher.environment import rank_info
+from megalite.launcher.detect import rank_info, without_local_rank
 
 logger = logging.getLogger(__name__)
 
@@ -36,13 +35,6 @@ class LoadedRun:
     def origin(self, key: str) -> str:
         """A file, a flag, a preset, a key of DeepSpeed's JSON, "default" or "derived"."""
         return self.origins.get(key, DEFAULT)
-
-
-def load_config(
-    path: Path | str | None, overrides: Sequence[str] = (), world_size: int | None = None
-) -> RunConfig:
-    """The resolved run of `load_run`."""
-    return load_run(path, overrides, world_size).config
 
 
 def load_run(
@@ -75,8 +67,13 @@ def load_run(
     return LoadedRun(RunConfig.model_validate(draft.values), draft.origins, (*draft.notes, *notes_of(facts)))
 
 
-def load_with(path: Path | str | None, flags: Sequence[str], settings: Mapping[str, Any]) -> RunConfig:
-    """As `RunConfig.load`."""
+def load_config(path: Path | str | None, *flags: str, **settings: Any) -> RunConfig:
+    """Read RUN.toml and resolve it for the ranks that a launcher started, if one did.
+
+    settings: laid over the file, section by section: training={"steps": 100}, model={"preset": "small"}.
+    flags: over both, in the words of the command line: "--training.steps", "100".
+    Raises ConfigError with every problem.
+    """
     info = rank_info()
     loaded = load_run(
         path, [*_as_flags(settings), *without_local_rank(flags)], info.world_size if info else None

@@ -2,16 +2,15 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from megalite.topology.families import FAMILIES
+from megalite.families.records import FAMILIES
 from megalite.topology.layout import Layout, PipelineSplit, pipeline_split
 from megalite.topology.parameter_groups import ParameterGroup
-from megalite.topology.parameters import ModelShape, RopeScaling
 from megalite.topology.schedules import SCHEDULES
+from megalite.topology.shape import ModelShape, RopeScaling
 
 # Above any size in use, and small enough that every rule can list the neighbours of a value at once.
 Count = Annotated[int, Field(ge=1, lt=2**31)]
@@ -408,18 +407,6 @@ class RunConfig(Section):
     validation: ValidationConfig = ValidationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     monitor: MonitorConfig = MonitorConfig()
-
-    @classmethod
-    def load(cls, path: Path | str | None, *flags: str, **settings: Any) -> "RunConfig":
-        """Read RUN.toml, resolved for the ranks that a launcher started, if one did.
-
-        settings: laid over the file, section by section: training={"steps": 100}, model={"preset": "small"}.
-        flags: over both, in the words of the command line: "--training.steps", "100".
-        Raises ConfigError with every problem.
-        """
-        from megalite.config.load import load_with
-
-        return load_with(path, flags, settings)
 
     @property
     def layout(self) -> Layout:

@@ -13,7 +13,7 @@ from megalite.ops.attention import causal_attention
 from megalite.ops.rotary import rotate, split_and_rotate
 from megalite.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.mesh import ParallelMesh
-from megalite.topology.parameters import ModelShape
+from megalite.topology.shape import ModelShape
 
 # From query, key and value to [B, S, heads, head_dim].
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -10,7 +10,7 @@ from megalite.ops.dropout import CountedMask, Mask
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.random import keep_mask, key_of
 from megalite.topology.layout import balanced_split
-from megalite.topology.parameters import ModelShape
+from megalite.topology.shape import ModelShape
 
 
 class Places(NamedTuple):

@@ -8,7 +8,7 @@ import torch
 
 from megalite.errors import ConfigError, Problem
 from megalite.ops import extension
-from megalite.ops.operators import ALL_COMPILED, COMPILED, NAMES, PLAIN_TORCH, TORCH, Operators
+from megalite.ops.choice import ALL_COMPILED, COMPILED, NAMES, PLAIN_TORCH, TORCH, Operators
 from megalite.ops.trust import UNTESTED, Choice, needs_proof
 
 Asked = Literal["auto", "fused", "reference"]

@@ -8,7 +8,7 @@ from megalite.ops.activations import Approximate, bias_gelu, geglu, swiglu
 from megalite.ops.dropout import Mask, dropout
 from megalite.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.mesh import ParallelMesh
-from megalite.topology.parameters import ModelShape
+from megalite.topology.shape import ModelShape
 
 
 class GatedMLP(nn.Module):

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from megalite.model.options import PLAIN, ModelOptions
 from megalite.ops import liger
 from megalite.ops.norms import fused_add_norm, layer_norm, rms_norm, why_not_fused
-from megalite.topology.parameters import ModelShape
+from megalite.topology.shape import ModelShape
 
 
 class Norm(nn.Module, ABC):

@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from megalite.ops.operators import PLAIN_TORCH, Operators
+from megalite.ops.choice import PLAIN_TORCH, Operators
 
 
 @dataclass(frozen=True)

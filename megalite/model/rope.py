@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from megalite.ops.rotary import rotary_frequencies, rotary_table
-from megalite.topology.parameters import ModelShape
+from megalite.topology.shape import ModelShape
 
 
 class Rotation(NamedTuple):

@@ -9,7 +9,8 @@ from megalite.model.transformer import Stage
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.random import normal_box
 from megalite.topology.layout import PipelineSplit
-from megalite.topology.parameters import ModelShape, Parameter, stage_parameters
+from megalite.topology.parameters import Parameter, stage_parameters
+from megalite.topology.shape import ModelShape
 
 
 def build_stage(

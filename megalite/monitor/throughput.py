@@ -4,7 +4,8 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
-from megalite.topology.parameters import EMBEDDING, ModelShape, model_parameters
+from megalite.topology.parameters import EMBEDDING, model_parameters
+from megalite.topology.shape import ModelShape
 
 _PRODUCT_SIZE, _PRODUCTS = 2048, 5
 

@@ -22,7 +22,7 @@ import torch
 
 from megalite.launcher.environment import trust_folder
 from megalite.ops import extension
-from megalite.ops.operators import TORCH
+from megalite.ops.choice import TORCH
 
 SLOWER = 1.05
 """More than this many times torch's best time is slower; less is noise."""

@@ -5,15 +5,12 @@ Where the mesh splits the sequence (sequence parallelism), S / tp positions go i
 Weights are allocated, not filled: model/stages.py fills them by name, so that every layout starts alike.
 """
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megalite.ops import apex
-from megalite.ops.adamw import accumulate_
 from megalite.parallel.collectives import (
     column_input,
     row_output,
@@ -21,101 +18,9 @@ from megalite.parallel.collectives import (
     start_gather,
     start_reduce_scatter,
 )
+from megalite.parallel.gradient_sums import _embedding, _linear, _weight_gradient
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.layout import balanced_split
-
-
-def sum_in_place(weights: Iterable[nn.Parameter]) -> None:
-    """Have linears and embeddings add to the gradients of these weights themselves, in at least float32: autograd makes
-    a tensor of each part first, of a tied weight's rows that no token has too.
-
-    Only for backwards that run each node once, and for gradients that nobody takes before all are there; weights with
-    hooks are left to autograd.
-    """
-    for weight in weights:
-        if weight.dim() == 2 and (weight.element_size() >= 4 or weight.grad_dtype == torch.float32):
-            setattr(weight, _SUMS_IN_PLACE, True)
-
-
-_SUMS_IN_PLACE = "sums_in_place"
-
-
-def _sums_in_place(weight: Tensor) -> bool:
-    # A tensor's hook is shown what autograd makes; one after the accumulation sees the sum either way.
-    hooked = bool(weight._backward_hooks)
-    return not torch.compiler.is_compiling() and not hooked and getattr(weight, _SUMS_IN_PLACE, False)
-
-
-def _weight_gradient(weight: Tensor, grad: Tensor, inputs: Tensor) -> Tensor | None:
-    """grad [N, out]^T inputs [N, in], or None where it was added to the weight's own gradient."""
-    if not _sums_in_place(weight):
-        return grad.t() @ inputs
-    total = weight.grad
-    if total is None:
-        # Now, not when autograd has all parts of it: the embedding's is added to a tied one.
-        weight.grad = (grad.t() @ inputs).to(weight.grad_dtype)
-    elif total.dtype == grad.dtype:
-        total.addmm_(grad.t(), inputs)
-    elif (accumulate := apex.accumulate_weight_gradient(total.device)) is not None:
-        accumulate(inputs.contiguous(), grad.contiguous(), total)
-    else:
-        accumulate_(total, grad.t() @ inputs, fused=True)
-    return None
-
-
-class _SummingLinear(torch.autograd.Function):
-    """A linear whose backward adds the weight's gradient to the sum that is there."""
-
-    @staticmethod
-    def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(inputs, weight)
-        return F.linear(inputs, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        inputs, weight = ctx.saved_tensors
-        for_inputs, for_weight, for_bias = ctx.needs_input_grad
-        flat_grad = grad.flatten(0, -2)
-        return (
-            grad @ weight if for_inputs else None,
-            _weight_gradient(weight, flat_grad, inputs.flatten(0, -2)) if for_weight else None,
-            flat_grad.sum(dim=0) if for_bias else None,
-        )
-
-
-def _linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if not (_sums_in_place(weight) and torch.is_grad_enabled()):
-        return F.linear(inputs, weight, bias)
-    output: Tensor = _SummingLinear.apply(inputs, weight, bias)  # type: ignore[no-untyped-call]
-    return output
-
-
-class _SummingEmbedding(torch.autograd.Function):
-    """A look-up whose backward adds to the rows of the weight's gradient that it is of, if there is one already."""
-
-    @staticmethod
-    def forward(ctx: Any, input_ids: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(input_ids, weight)
-        return F.embedding(input_ids, weight)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None]:
-        input_ids, weight = ctx.saved_tensors
-        total = weight.grad
-        if total is None:
-            return None, torch.ops.aten.embedding_dense_backward(grad, input_ids, len(weight), -1, False)
-        rows = grad.flatten(0, -2).to(total.dtype)
-        total.index_add_(0, input_ids.flatten(), rows)
-        return None, None
-
-
-def _embedding(input_ids: Tensor, weight: Tensor) -> Tensor:
-    # A GPU adds rows in any order, which a resumed run would show.
-    in_place = weight.device.type == "cpu" and _sums_in_place(weight)
-    if not (in_place and torch.is_grad_enabled()):
-        return F.embedding(input_ids, weight)
-    embedded: Tensor = _SummingEmbedding.apply(input_ids, weight)  # type: ignore[no-untyped-call]
-    return embedded
 
 
 class _OverlappedColumnLinear(torch.autograd.Function):

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megalite.ops import liger
 from megalite.ops.activations import Approximate, bias_gelu, geglu, swiglu
-from megalite.ops.operators import COMPILED
+from megalite.ops.choice import COMPILED
 from megalite.selftest.norms import ROWS, rows
 from megalite.selftest.registry import Candidate, Entry, Form, Shape, Workload, compiled
 

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from megalite.ops.attention import causal_attention
 from megalite.ops.attention_backends import CANDIDATES, Asked, Backend
+from megalite.ops.choice import COMPILED
 from megalite.ops.counter import MASK_LEVELS
 from megalite.ops.documents import Starts
 from megalite.ops.dropout import CountedMask
-from megalite.ops.operators import COMPILED
 from megalite.ops.packed_attention import why_not_packed
 from megalite.selftest.registry import NARROW, Candidate, Entry, Form, Shape, Workload, compiled
 

@@ -8,12 +8,12 @@ import torch
 from megalite.config.schema import RunConfig
 from megalite.errors import KernelError
 from megalite.ops import trust
-from megalite.ops.operators import COMPILED, NAMES
+from megalite.ops.choice import COMPILED, NAMES
 from megalite.ops.trust import Choice, Findings
 from megalite.selftest.registry import Case, Workload, cases_of
 from megalite.selftest.run import prove_all
 from megalite.selftest.table import ENTRIES
-from megalite.topology.parameters import ModelShape
+from megalite.topology.shape import ModelShape
 
 FIRST_RUN_SECONDS = 300.0
 """What the test before a run may take in all."""

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite.ops.operators import COMPILED
+from megalite.ops.choice import COMPILED
 from megalite.parallel.cross_entropy import IGNORE_INDEX, LossTerms, vocab_parallel_cross_entropy
 from megalite.parallel.mesh import ParallelMesh
 from megalite.selftest.registry import Entry, Form, Shape, compiled

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.ops import liger, norms
-from megalite.ops.operators import COMPILED
+from megalite.ops.choice import COMPILED
 from megalite.selftest.registry import Candidate, Entry, Form, Make, Shape, Workload, compiled
 
 EPS = 1e-6

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megalite.ops.adamw import accumulate_, adamw_, sum_of_squares
-from megalite.ops.operators import COMPILED
+from megalite.ops.choice import COMPILED
 from megalite.selftest.norms import ROWS, rows
 from megalite.selftest.registry import NARROW, Entry, Form, Shape, Workload, compiled
 

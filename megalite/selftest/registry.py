@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megalite.ops import extension
-from megalite.ops.operators import COMPILED
+from megalite.ops.choice import COMPILED
 
 Shape = tuple[int, ...]
 Form = Callable[..., Any]

@@ -5,7 +5,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from megalite.ops.operators import COMPILED
+from megalite.ops.choice import COMPILED
 from megalite.ops.rotary import rotary_frequencies, rotary_table, split_and_rotate
 from megalite.selftest.registry import Entry, Form, Shape, Workload, compiled
 

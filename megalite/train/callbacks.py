@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from megalite.config.schema import RunConfig
-    from megalite.train.trainer import StepReport, Trainer, TrainerState
+    from megalite.train.state import StepReport, TrainerState
+    from megalite.train.trainer import Trainer
 
 Metrics = Mapping[str, float]
 

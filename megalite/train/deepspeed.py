@@ -46,7 +46,7 @@ class DeepSpeedOptimizer:
         settings: OptimizerSettings,
         config: Mapping[str, Any],
     ):
-        """`config`: DeepSpeed's own JSON, with the micro batches of a step counted as one (config/deepspeed.py)."""
+        """`config`: DeepSpeed's own JSON, in which a step is one micro batch (config/deepspeed/read.py)."""
         _quieten()
         self._stage, self._parameters, self._mesh = stage, parameters, mesh
         self._skip_nonfinite = settings.skip_nonfinite

@@ -13,7 +13,7 @@ from types import FrameType
 from megalite.checkpoint.folder import find_latest
 from megalite.config.schema import RunConfig
 from megalite.errors import CheckpointError
-from megalite.launcher.environment import RankInfo
+from megalite.launcher.detect import RankInfo
 from megalite.monitor.console import announce
 
 # A signal may arrive twice at once: by the process group and from the parent, which passes it on.

@@ -1,28 +1,27 @@
 """The whole life of one rank: meet the others, find the inputs, resume, train, save, export."""
 
-import fcntl
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO
 
 import torch
 
 from megalite.checkpoint.folder import find_best, find_checkpoint, find_latest, read_manifest
-from megalite.checkpoint.hf_files import local_folder
-from megalite.checkpoint.huggingface import export
 from megalite.checkpoint.load import intact_instead
 from megalite.checkpoint.save import all_or_none
 from megalite.config.load import write_resolved
 from megalite.config.schema import RunConfig
+from megalite.convert.huggingface.export import export
+from megalite.convert.huggingface.files import local_folder
 from megalite.data.ensure import RunData, ensure_data, ensure_tokenizer
 from megalite.data.loader import StepLoader
 from megalite.data.token_file import TokenFile
 from megalite.data.tokenizer import load_tokenizer
-from megalite.errors import CheckpointError, ConfigError, Problem
-from megalite.launcher.environment import RankInfo
+from megalite.errors import CheckpointError
+from megalite.launcher.detect import RankInfo
+from megalite.launcher.local import STOPPED, TERMINATED
 from megalite.monitor.console import announce
 from megalite.parallel.device import local_device
 from megalite.parallel.mesh import ParallelMesh, connect, disconnect
@@ -30,66 +29,13 @@ from megalite.train.callbacks import Callback
 from megalite.train.document_probe import check_documents
 from megalite.train.interruption import termination_noted
 from megalite.train.kernel_choice import agreed_kernels
-from megalite.train.local import STOPPED, TERMINATED
 from megalite.train.loop import TrainingLoop
 from megalite.train.precision import Precision, choose_precision
 from megalite.train.report import RunReporter
+from megalite.train.run_folder import RunFolder
 from megalite.train.saving import RunSaver
 from megalite.train.trainer import Trainer
 from megalite.train.validation import HeldOutSet, held_out_set
-
-
-@dataclass(frozen=True)
-class RunFolder:
-    """Where a run keeps what."""
-
-    root: Path
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.root / "checkpoints"
-
-    @property
-    def export(self) -> Path:
-        return self.root / "export"
-
-    @property
-    def failures(self) -> Path:
-        return self.root / "failures"
-
-    @property
-    def metrics(self) -> Path:
-        return self.root / "metrics.jsonl"
-
-    @property
-    def tensorboard(self) -> Path:
-        return self.root / "tensorboard"
-
-    def occupy(self) -> IO[bytes]:
-        """Claim the folder for this process, for as long as the returned file is open.
-
-        Raises ConfigError when another job is at work in it, or when it cannot be written.
-        """
-        try:
-            self.root.mkdir(parents=True, exist_ok=True)
-            claim = (self.root / ".in-use").open("wb")
-        except OSError as error:
-            problem = Problem(
-                "run.folder", f"{self.root} cannot be written ({error.strerror})", "name another folder"
-            )
-            raise ConfigError([problem]) from error
-        try:
-            fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            problem = Problem(
-                "run.folder",
-                f"another job is at work in {self.root}",
-                "wait for it, end it, or name another folder",
-            )
-            raise ConfigError([problem]) from error
-        except OSError:
-            pass  # a file system without locks: then nobody can be kept out
-        return claim
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from megalite.config.schema import RunConfig
 from megalite.model.kernels import KernelChoice, choose_kernels
 from megalite.ops import trust
 from megalite.parallel.mesh import ParallelMesh
-from megalite.topology.parameters import ModelShape
+from megalite.topology.shape import ModelShape
 from megalite.train.precision import DTYPES
 
 

@@ -8,7 +8,8 @@ from megalite.monitor.metrics import SaveMetrics, ValidationMetrics
 from megalite.train.callbacks import ActiveRun, Callback, Callbacks
 from megalite.train.report import RunReporter
 from megalite.train.saving import RunSaver
-from megalite.train.trainer import StepReport, Trainer
+from megalite.train.state import StepReport
+from megalite.train.trainer import Trainer
 from megalite.train.validation import HeldOutSet, validate
 
 

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from megalite.errors import TrainingError
 from megalite.ops import apex
-from megalite.ops.operators import PLAIN_TORCH, Operators
+from megalite.ops.choice import PLAIN_TORCH, Operators
+from megalite.parallel.gradient_sums import sum_in_place
 from megalite.parallel.gradients import (
     average_over_data,
     clip_factor,
@@ -23,7 +24,6 @@ from megalite.parallel.gradients import (
     global_norm,
     scale_gradients,
 )
-from megalite.parallel.layers import sum_in_place
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.parameter_groups import ParameterGroup, group_of
 from megalite.topology.parameters import Parameter

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megalite.config.schema import RunConfig
-from megalite.launcher.environment import RankInfo
+from megalite.launcher.detect import RankInfo
 from megalite.launcher.process import available_cores
 from megalite.monitor.cards import peak_flops
 from megalite.monitor.console import Console, RunSummary
@@ -19,7 +19,8 @@ from megalite.monitor.metrics import SaveMetrics, StepMetrics, ValidationMetrics
 from megalite.monitor.tensorboard import TensorBoardFile
 from megalite.monitor.throughput import Throughput, flops_per_token, sgemm_flops_per_second
 from megalite.parallel.mesh import ParallelMesh
-from megalite.train.trainer import StepReport, Trainer
+from megalite.train.state import StepReport
+from megalite.train.trainer import Trainer
 
 # The loss "after" is a mean over so many last steps: one step's says as much about its batch as about the model.
 _LAST_STEPS = 10

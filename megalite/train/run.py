@@ -18,15 +18,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megalite.checkpoint.folder import find_best, find_latest
-from megalite.config.deepspeed import offload_devices
+from megalite.config.deepspeed.read import offload_devices
 from megalite.config.schema import RunConfig
 from megalite.errors import ConfigError, LaunchError, Problem
-from megalite.launcher.environment import RankInfo, prepare_process, rank_info
+from megalite.launcher.detect import RankInfo, rank_info
+from megalite.launcher.environment import prepare_process
+from megalite.launcher.local import STOPPED, TERMINATED, run_local_ranks, run_rank
 from megalite.monitor.console import announce
 from megalite.monitor.jsonl import read_metrics
 from megalite.train.callbacks import Callback
 from megalite.train.interruption import Terminated, tell_interruption, termination_raised
-from megalite.train.local import STOPPED, TERMINATED, run_local_ranks, run_rank
 
 _PROBE_SECONDS = 10.0
 
@@ -102,7 +103,8 @@ class Trainer:
         threads = prepare_process(config.training.threads, local_ranks=config.layout.world_size, info=info)
 
         # From here on torch may be imported: everything a user can get wrong in the file is known to be right.
-        from megalite.train.job import RunFolder, prepare_inputs, train_rank
+        from megalite.train.job import prepare_inputs, train_rank
+        from megalite.train.run_folder import RunFolder
 
         _prepare_deepspeed(config, info)
         _require_kernels(config)

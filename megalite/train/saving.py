@@ -10,11 +10,12 @@ from megalite.checkpoint.background import BackgroundWriter, Written
 from megalite.checkpoint.folder import published_name, remove_older, write_best
 from megalite.checkpoint.save import Draft, write_draft
 from megalite.checkpoint.staging import Staging
-from megalite.config.deepspeed import offload_devices
+from megalite.config.deepspeed.read import offload_devices
 from megalite.config.schema import RunConfig
 from megalite.launcher.process import available_memory_bytes
 from megalite.monitor.metrics import SaveMetrics
-from megalite.train.trainer import StepReport, Trainer
+from megalite.train.state import StepReport
+from megalite.train.trainer import Trainer
 
 # Steps that those beside a save are compared with.
 _COMPARED_STEPS = 20

@@ -3,149 +3,32 @@
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
 from torch import Tensor
 
-from megalite.checkpoint.hf_import import load_huggingface
 from megalite.checkpoint.load import load_checkpoint
 from megalite.checkpoint.save import Draft, draft_checkpoint
-from megalite.config.schema import RunConfig, TrainingConfig
+from megalite.config.schema import RunConfig
+from megalite.convert.huggingface.load import load_huggingface
 from megalite.data.loader import StepLoader
 from megalite.data.prefetch import Prefetch
 from megalite.data.transfer import ArrivingBatch, BatchTransfer
 from megalite.errors import CheckpointError, TrainingError
 from megalite.model.kernels import KernelChoice
-from megalite.model.options import Dropout, ModelOptions, Recompute
 from megalite.model.stages import build_stage
-from megalite.ops.operators import PLAIN_TORCH, Operators
 from megalite.parallel.device import HostCopy
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.pipeline import PipelineShapes, StepBatch, pipeline_runner
-from megalite.topology.parameters import ModelShape, stage_parameters
-from megalite.topology.schedules import SCHEDULES
+from megalite.topology.parameters import stage_parameters
+from megalite.topology.shape import ModelShape
+from megalite.train.assemble import model_options, optimizer_settings
 from megalite.train.kernel_choice import known_kernels
 from megalite.train.learning_rate import LearningRate
-from megalite.train.loss_scale import LossScaleSettings
-from megalite.train.optimizer import Optimizer, OptimizerSettings, TorchOptimizer
-from megalite.train.precision import DTYPES
-
-
-@dataclass(frozen=True)
-class TrainerState:
-    """Where a run stands. The data position is `samples`, one global counter.
-
-    best_loss, best_step: the lowest validation loss, and after which step it was found. improved_loss: the last one
-    that was an improvement to patience, which may ask for more than that it is lower.
-    """
-
-    step: int = 0
-    samples: int = 0
-    tokens: int = 0
-    skipped_steps: int = 0
-    skipped_in_a_row: int = 0
-    best_loss: float | None = None
-    best_step: int | None = None
-    improved_loss: float | None = None
-    validations_without_improvement: int = 0
-
-    def advanced(self, *, samples: int, tokens: int, skipped: bool) -> "TrainerState":
-        return replace(
-            self,
-            step=self.step + 1,
-            samples=self.samples + samples,
-            tokens=self.tokens + tokens,
-            skipped_steps=self.skipped_steps + skipped,
-            skipped_in_a_row=self.skipped_in_a_row + 1 if skipped else 0,
-        )
-
-    def validated(self, loss: float, minimum_improvement: float) -> "TrainerState":
-        """After a validation at this step; a loss that is not finite is no improvement."""
-        state = self
-        if math.isfinite(loss) and (self.best_loss is None or loss < self.best_loss):
-            state = replace(state, best_loss=loss, best_step=self.step)
-        before = math.inf if self.improved_loss is None else self.improved_loss
-        if math.isfinite(loss) and loss < before and before - loss >= minimum_improvement:
-            return replace(state, improved_loss=loss, validations_without_improvement=0)
-        return replace(state, validations_without_improvement=self.validations_without_improvement + 1)
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """What one step gave: the loss before its update, the gradient norm before clipping, and its time.
-
-    data_seconds: of step_seconds, what the step waited for its batch, on this rank.
-    loss_scale: of this step. overflow: the first tensor with a gradient that is not finite, for which the step was
-    left out.
-    """
-
-    step: int
-    loss: float
-    grad_norm: float
-    learning_rate: float
-    tokens: int
-    step_seconds: float
-    data_seconds: float
-    loss_scale: float = 1.0
-    skipped_steps: int = 0
-    overflow: str | None = None
-
-
-def model_options(config: RunConfig, operators: Operators = PLAIN_TORCH) -> ModelOptions:
-    """All that the configuration has to say to the model beyond its shape, with these operators."""
-    model, parallel, training = config.model, config.parallel, config.training
-    return ModelOptions(
-        dtype=DTYPES[config.training.precision],
-        split_backward=parallel.pipeline > 1 and SCHEDULES[parallel.schedule].splits_backward,
-        dropout=Dropout(
-            embedding=model.embedding_dropout,
-            residual=model.residual_dropout,
-            mlp=model.mlp_dropout,
-            attention=model.attention_dropout,
-        ),
-        dropout_seed=config.run.seed,
-        label_smoothing=config.training.label_smoothing,
-        z_loss=config.training.z_loss,
-        recompute=Recompute(training.recompute, training.recompute_layers, training.recompute_ratio),
-        compile=training.compile,
-        chunked_loss=model.chunked_loss,
-        operators=operators,
-    )
-
-
-def optimizer_settings(config: RunConfig, options: ModelOptions) -> OptimizerSettings:
-    """All that the configuration has to say to the optimizer of a model with these options."""
-    optimizer, training = config.optimizer, config.training
-    return OptimizerSettings(
-        name=optimizer.name,
-        betas=optimizer.betas,
-        eps=optimizer.eps,
-        weight_decay=optimizer.weight_decay,
-        momentum=optimizer.momentum,
-        gradient_clipping=optimizer.gradient_clipping,
-        clip_value=optimizer.clip_value,
-        groups=tuple(each.group for each in optimizer.groups),
-        ema_decay=optimizer.ema_decay,
-        accumulate_wide=training.accumulation == "fp32",
-        skip_nonfinite=training.nonfinite == "skip",
-        loss_scale=_loss_scale_settings(training) if training.precision == "fp16" else None,
-        native=config.native_optimizer,
-        operators=options.operators,
-        sum_in_place=not options.split_backward,
-    )
-
-
-def _loss_scale_settings(training: TrainingConfig) -> LossScaleSettings:
-    if training.loss_scale != "dynamic":
-        return LossScaleSettings(initial=training.loss_scale, window=None, minimum=training.loss_scale)
-    return LossScaleSettings(
-        initial=2.0**training.initial_loss_scale_power,
-        window=training.loss_scale_window,
-        hysteresis=training.loss_scale_hysteresis,
-        minimum=float(training.minimum_loss_scale),
-    )
+from megalite.train.optimizer import Optimizer, TorchOptimizer
+from megalite.train.state import StepReport, TrainerState
 
 
 class Trainer:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megalite.cli import COMMANDS, main
-from megalite.config.load import load_config
+from megalite.config.load import load_run
 from megalite.config.presets import PRESETS
 from megalite.config.schema import RunConfig
 
@@ -86,7 +86,7 @@ def test_config_show_is_the_run_as_toml_with_origins(
     assert origins["workers = 2"] == "default"
 
     handed = shown.split("# DeepSpeed is handed:\n")[1]
-    config = load_config(QUICKSTART, ["--training.steps", "70"])
+    config = load_run(QUICKSTART, ["--training.steps", "70"]).config
     assert json.loads(handed.replace("# ", "")) == config.deepspeed_json()
 
     again = tmp_path / "again.toml"
@@ -94,7 +94,7 @@ def test_config_show_is_the_run_as_toml_with_origins(
     parallel = {"tensor": 2, "sequence": False, "pipeline": 2, "data": 2}
     parallel |= {"schedule": "1f1b", "virtual_stages": 1}
     assert tomllib.loads(shown)["parallel"] == parallel
-    assert load_config(again) == config
+    assert load_run(again).config == config
 
 
 def test_config_show_resolves_for_the_ranks_of_a_launcher(capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,11 +24,12 @@ from megalite.model.options import ModelOptions
 from megalite.model.stages import build_stage
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.layout import Layout, pipeline_split
-from megalite.topology.parameters import ModelShape, canonical_tensors, model_parameters, parameter_count
+from megalite.topology.parameters import canonical_tensors, model_parameters, parameter_count
+from megalite.topology.shape import ModelShape
 from megalite.train.optimizer import OptimizerSettings, TorchOptimizer
 from tests.support.parity import assert_close
 from tests.support.tiny import tiny_shape, tiny_tokenizer
-from tests.unit.checkpoint.exporting import lively_stage, save_stage
+from tests.unit.convert.exporting import lively_stage, save_stage
 
 ROOT = Path(__file__).parents[2]
 

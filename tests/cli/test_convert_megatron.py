@@ -12,7 +12,7 @@ from megalite.checkpoint.tensor_file import CheckpointReader
 from megalite.cli import convert
 from tests.support.megatron_writer import Written, write_megatron
 from tests.support.tiny import tiny_shape
-from tests.unit.checkpoint.test_megatron import numbered
+from tests.unit.convert.test_megatron import numbered
 
 ROOT = Path(__file__).parents[2]
 

@@ -9,7 +9,7 @@ from megalite.generate.sampling import GREEDY, Sampling
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.layout import Layout
 from tests.support.tiny import FAMILY_SHAPES, tiny_shape
-from tests.unit.checkpoint.exporting import lively_stage, save_stage
+from tests.unit.convert.exporting import lively_stage, save_stage
 
 DRAWN = Sampling(1.5, top_k=40, top_p=0.9, seed=4)
 

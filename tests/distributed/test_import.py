@@ -9,18 +9,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megalite.checkpoint import hf_import
-from megalite.checkpoint.hf_import import load_huggingface
-from megalite.checkpoint.huggingface import export
+from megalite.convert.huggingface import load as hf_import
+from megalite.convert.huggingface.export import export
+from megalite.convert.huggingface.load import load_huggingface
 from megalite.errors import CheckpointError
 from megalite.model.stages import build_stage
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.layout import Layout, pipeline_split
-from megalite.topology.parameters import ModelShape, stage_parameters
+from megalite.topology.parameters import stage_parameters
+from megalite.topology.shape import ModelShape
 from tests.support.parity import assert_same_tensors
 from tests.support.tiny import FAMILY_SHAPES, tiny_shape
 from tests.support.training import Shard, full_tensors, shards_of
-from tests.unit.checkpoint.exporting import lively_stage, save_stage
+from tests.unit.convert.exporting import lively_stage, save_stage
 
 
 def imported(folder: Path, shape: ModelShape, layout: Layout) -> list[Shard]:

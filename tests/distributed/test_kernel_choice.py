@@ -5,7 +5,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megalite.config.load import load_config
+from megalite.config.load import load_run
 from megalite.errors import ConfigError
 from megalite.model.kernels import choose_kernels
 from megalite.ops import extension, trust
@@ -27,7 +27,7 @@ FLAGS = [
 def agree(asked: str, cards: list[str], choices: dict[int, dict[str, Choice]]) -> tuple[str, str]:
     """What this rank is told, or the error; ranks 0 and 2 lead a node each and have tested their cards."""
     mesh = ParallelMesh.over_world(Layout(data=len(cards)))
-    config = load_config(None, [*FLAGS, f"--model.kernels={asked}"], world_size=len(cards))
+    config = load_run(None, [*FLAGS, f"--model.kernels={asked}"], world_size=len(cards)).config
     tested: list[int] = []
 
     def proved(*_: object) -> tuple[dict[str, Choice], str]:
@@ -101,7 +101,7 @@ def test_a_first_run_tests_what_is_not_known_and_the_second_does_not(
     monkeypatch.setattr(kernel_choice, "choose_kernels", _as_on_an_accelerator)
     if complaint := extension.why_not("cpu"):
         pytest.skip(complaint)
-    config = load_config(None, [*FLAGS[:-1], "--parallel.data=1"])
+    config = load_run(None, [*FLAGS[:-1], "--parallel.data=1"]).config
     shape, mesh = config.model.shape(101), ParallelMesh.single()
     before = kernel_choice.known_kernels(config, shape, torch.device("cpu"))
     assert before.name == "reference" and trust.UNTESTED in before.why
@@ -115,7 +115,7 @@ def test_a_first_run_tests_what_is_not_known_and_the_second_does_not(
 
 def test_a_test_that_cannot_start_or_end_leaves_torch(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGALITE_TRUST_FOLDER", str(tmp_path))
-    config = load_config(None, [*FLAGS[:-1], "--parallel.data=1"])
+    config = load_run(None, [*FLAGS[:-1], "--parallel.data=1"]).config
     workload = decide.workload_of(config, config.model.shape(101), torch.float32)
     monkeypatch.setattr(decide, "FIRST_RUN_SECONDS", 0.01)
     choices, note = decide.proved_choices(workload, torch.device("cpu"))

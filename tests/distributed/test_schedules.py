@@ -17,9 +17,10 @@ from torch.distributed.pipelining import PipelineStage
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from megalite.model.layer import DecoderLayer
 from megalite.model.options import ModelOptions
 from megalite.model.stages import build_stage
-from megalite.model.transformer import DecoderLayer, Stage
+from megalite.model.transformer import Stage
 from megalite.parallel import pipeline
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.pipeline import PipelineShapes, pipeline_runner

@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from megalite.checkpoint.families import family_tensors
-from megalite.checkpoint.hf_config import hf_config
-from megalite.checkpoint.huggingface import read_family_tensor
 from megalite.checkpoint.tensor_file import CheckpointReader
 from megalite.cli import convert
 from megalite.config.huggingface import shape_of_folder
+from megalite.convert.huggingface.export import read_family_tensor
 from megalite.data.loader import StepLoader
+from megalite.families.config_json import hf_config
+from megalite.families.tensors import family_tensors
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.pipeline import StepBatch
-from megalite.topology.parameters import ModelShape
+from megalite.topology.shape import ModelShape
 from megalite.train.trainer import Trainer
 from tests.support.checkpoint_pairs import save
 from tests.support.matrix.axes import BASE, Settings
@@ -179,7 +179,7 @@ def test_a_run_goes_on_from_deepspeed_and_back(
 ) -> None:
     model = tmp_path / "model"
     model.mkdir()
-    (model / "config.json").write_text(json.dumps(hf_config(shape, torch.float32, {})))
+    (model / "config.json").write_text(json.dumps(hf_config(shape, "float32", {})))
     engine, universal = tmp_path / "engine", tmp_path / "engine" / "universal"
     theirs, *_ = ranks.run(
         with_deepspeed, 2, model_folder=str(model), stage=stage, steps=(0, END), save_to=str(engine)

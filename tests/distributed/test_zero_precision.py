@@ -25,7 +25,8 @@ from megalite.topology.state import MASTER, WEIGHT
 from megalite.train.loss_scale import LossScaleSettings
 from megalite.train.optimizer import OptimizerSettings, Update
 from megalite.train.saving import RunSaver
-from megalite.train.trainer import StepReport, Trainer
+from megalite.train.state import StepReport
+from megalite.train.trainer import Trainer
 from tests.support.matrix.axes import Settings
 from tests.support.matrix.rows import config_of, settings_of
 from tests.support.matrix.train import TinyLoader

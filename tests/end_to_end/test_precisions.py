@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megalite.checkpoint.folder import find_latest, read_manifest
-from megalite.config.load import load_config
+from megalite.config.load import load_run
 from megalite.monitor.jsonl import read_metrics
 from megalite.topology.state import EMA, MASTER
 from tests.support.jobs import Job
@@ -29,7 +29,7 @@ def test_fp16_tells_of_overflows_and_bf16_of_its_price(job: Job, tmp_path: Path)
     skipped, scales = [[each[key] for each in records] for key in ("skipped_steps", "loss_scale")]
     assert records[0]["grad_norm"] is None and 0 < skipped[-1] < 6
     assert scales[0] == 2.0**26 and scales[-1] == 2.0**26 / 2 ** skipped[-2]
-    assert load_config(run / "run.toml", ()).training.precision == "fp16"
+    assert load_run(run / "run.toml", ()).config.training.precision == "fp16"
 
     output = job.run(run, "--training.steps", "8", "--training.initial_loss_scale_power", "26")
     assert 'training.precision: "auto" goes on with "fp16", as the run began' in output

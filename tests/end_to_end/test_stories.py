@@ -13,7 +13,7 @@ from huggingface_hub import constants
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megalite import RunConfig, Trainer
+from megalite import Trainer, load_config
 from megalite.cli import convert, generate
 from megalite.generate.engine import generate as generated
 from megalite.generate.engine import load_model
@@ -21,7 +21,7 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.layout import Layout
 from megalite.train.run import TrainingResult
 from tests.support.jobs import training_here
-from tests.unit.checkpoint.exporting import our_logits
+from tests.unit.convert.exporting import our_logits
 
 PROMPT = "Once upon a time"
 # Where the text of another model would soon differ, and one that ends in the middle of a word.
@@ -140,7 +140,7 @@ def in_this_process() -> Iterator[None]:
 
 def fine_tuned(weights: str, text: Path, steps: int) -> tuple[TrainingResult, list[float]]:
     """The finished run, and its validation losses before and after."""
-    config = RunConfig.load(
+    config = load_config(
         None,
         run={"folder": text / "run"},
         model={"weights": weights},

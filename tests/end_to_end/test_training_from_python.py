@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megalite import Callback, RunConfig, Trainer
+from megalite import Callback, Trainer, load_config
 from megalite.checkpoint.folder import read_manifest
 from megalite.errors import ConfigError, TrainingError
 from megalite.train.run import TrainingResult
@@ -46,7 +46,7 @@ def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train(run_file: Path, folder: Path, *callbacks: Callback, **settings: Any) -> TrainingResult:
     settings["run"] = {"folder": str(folder), **settings.get("run", {})}
-    return Trainer(RunConfig.load(run_file, **settings), callbacks=callbacks).train()
+    return Trainer(load_config(run_file, **settings), callbacks=callbacks).train()
 
 
 def validations(result: TrainingResult) -> list[tuple[Any, ...]]:
@@ -177,30 +177,30 @@ def test_a_callback_that_raises_ends_the_run_and_another_can_follow(run_file: Pa
 
 def test_what_a_call_sets_is_checked_like_the_file(run_file: Path) -> None:
     with pytest.raises(ConfigError, match=r"training\.micro_batchsize: unknown key; did you mean") as raised:
-        RunConfig.load(run_file, training={"micro_batchsize": 1}, model={"family": "lama"})
+        load_config(run_file, training={"micro_batchsize": 1}, model={"family": "lama"})
     assert len(raised.value.problems) == 2
     with pytest.raises(ConfigError, match=r"steps: 5 stands for a section; write steps=\{key: value\}"):
-        RunConfig.load(run_file, steps=5)
-    config = RunConfig.load(run_file, **{"training.steps": None, "training": {"epochs": 1}})
+        load_config(run_file, steps=5)
+    config = load_config(run_file, **{"training.steps": None, "training": {"epochs": 1}})
     assert (config.training.steps, config.training.epochs) == (None, 1.0)
 
 
 def test_a_rank_of_a_launcher_resolves_the_layout_by_it(
     run_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    alone = RunConfig.load(run_file)
+    alone = load_config(run_file)
     told = {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": 29500}
     for name, value in told.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    assert RunConfig.load(run_file, parallel={"data": "auto"}).layout.data == 2
+    assert load_config(run_file, parallel={"data": "auto"}).layout.data == 2
     with pytest.raises(ConfigError, match=r"the layout has 1 ranks, and 2 were started"):
         Trainer(alone).train()
 
 
 SCRIPT = """
 import json, sys
-from megalite import Callback, RunConfig, Trainer
+from megalite import Callback, RunConfig, Trainer, load_config
 from megalite.errors import LaunchError, RankFailure
 
 LATE = {"parallel": {"data": 2}, "training": {"threads": 2}}
@@ -215,7 +215,7 @@ class OnRankOne(Callback):
             run.stop("rank 1 has seen enough")
 
 def train(folder, *callbacks):
-    config = RunConfig.load(sys.argv[1], run={"folder": folder}, parallel={"data": 2})
+    config = load_config(sys.argv[1], run={"folder": folder}, parallel={"data": 2})
     return Trainer(config, callbacks=callbacks).train()
 
 told = {"torch": "torch" in sys.modules}
@@ -228,7 +228,7 @@ import torch
 torch.set_num_threads(2)
 torch.rand(2000, 2000) @ torch.rand(2000, 2000)
 torch.rand(4000, 4000).exp().sum()
-config = RunConfig.load(sys.argv[1], run={"folder": sys.argv[2] + "/late"}, **LATE)
+config = load_config(sys.argv[1], run={"folder": sys.argv[2] + "/late"}, **LATE)
 try:
     Trainer(config, callbacks=[OnRankOne(None)]).train()
 except LaunchError as failure:

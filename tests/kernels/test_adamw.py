@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megalite.ops.adamw import accumulate_, adamw_, sum_of_squares
-from megalite.ops.operators import ALL_COMPILED, PLAIN_TORCH
+from megalite.ops.choice import ALL_COMPILED, PLAIN_TORCH
 from megalite.parallel import layers
 from megalite.parallel.mesh import ParallelMesh
 from megalite.train.fused_adamw import OnePassAdamW

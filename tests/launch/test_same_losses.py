@@ -44,13 +44,13 @@ SCRIPT = """
 import os
 import sys
 from pathlib import Path
-from megalite import Callback, RunConfig, Trainer
+from megalite import Callback, Trainer, load_config
 
 class Double(Callback):
     def on_step_end(self, run, report):
         return {{"double_loss": 2 * report.loss}}
 
-result = Trainer(RunConfig.load({run_file!r}, *sys.argv[1:]), callbacks=[Double()]).train()
+result = Trainer(load_config({run_file!r}, *sys.argv[1:]), callbacks=[Double()]).train()
 Path("rank-" + os.environ["RANK"]).write_text(str(result.checkpoint))
 """
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")

@@ -14,7 +14,7 @@ from tests.support.kernels import needs_library
 from tests.support.parity import LAYOUT_RTOL, ZERO_RTOL
 from tests.support.tiny import FAMILY_SHAPES
 from tests.support.training import Job, train_on_rank
-from tests.unit.checkpoint.exporting import lively_stage, our_logits
+from tests.unit.convert.exporting import lively_stage, our_logits
 
 JOB = Job(FAMILY_SHAPES["gemma2"], steps=2)
 DROPOUT = Dropout(embedding=0.1, residual=0.2, mlp=0.1, attention=0.2)

@@ -9,13 +9,14 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from megalite.checkpoint.families import family_tensors
-from megalite.checkpoint.hf_config import hf_config
+from megalite.families.config_json import hf_config
+from megalite.families.tensors import family_tensors
 from megalite.model.stages import build_stage
 from megalite.model.transformer import Stage
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.layout import pipeline_split
-from megalite.topology.parameters import ModelShape, model_parameters
+from megalite.topology.parameters import model_parameters
+from megalite.topology.shape import ModelShape
 from tests.support.parity import FLOAT32_RTOL, assert_close, assert_same_tensors
 from tests.support.tiny import FAMILY_SHAPES, tiny_batch, tiny_shape
 from tests.support.training import full_tensors, shards_of
@@ -35,7 +36,7 @@ SHAPES = {
 
 def _transformers_model(shape: ModelShape, folder: Path) -> nn.Module:
     """A model of transformers from our config.json, with eager attention, not the kernel that our side calls."""
-    (folder / "config.json").write_text(json.dumps(hf_config(shape, torch.float32, {})))
+    (folder / "config.json").write_text(json.dumps(hf_config(shape, "float32", {})))
     config = AutoConfig.from_pretrained(folder)
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
 

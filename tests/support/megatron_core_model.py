@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from megalite.topology.parameters import ModelShape, RopeScaling
+from megalite.topology.shape import ModelShape, RopeScaling
 from tests.support.megatron_writer import Written, arguments_of
 from tests.support.tiny import FAMILY_SHAPES, tiny_shape
 

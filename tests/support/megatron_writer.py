@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.topology.parameters import ModelShape
+from megalite.topology.shape import ModelShape
 
 # generation -> what stands for each module of a layer.
 _NAMES = {

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megalite.ops.operators import COMPILED
+from megalite.ops.choice import COMPILED
 from megalite.selftest.registry import Candidate, Entry, anywhere
 from megalite.selftest.table import ENTRIES as OWN
 from tests.support.standin import use_standin

@@ -4,8 +4,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megalite.topology.families import FAMILIES
-from megalite.topology.parameters import ModelShape, RopeScaling
+from megalite.families.records import FAMILIES
+from megalite.topology.shape import ModelShape, RopeScaling
 
 if TYPE_CHECKING:
     from megalite.parallel.pipeline import StepBatch

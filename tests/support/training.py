@@ -15,14 +15,15 @@ from megalite.data.transfer import BatchTransfer
 from megalite.model.options import PLAIN, Dropout, ModelOptions, Recompute
 from megalite.model.stages import build_stage
 from megalite.model.transformer import Stage
-from megalite.ops.operators import ALL_COMPILED, PLAIN_TORCH, Operators
+from megalite.ops.choice import ALL_COMPILED, PLAIN_TORCH, Operators
 from megalite.parallel.device import local_device
 from megalite.parallel.gradients import partial_over_tp
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.pipeline import PipelineRunner, PipelineShapes, StepBatch, pipeline_runner
 from megalite.topology.layout import Layout, PipelineSplit, pipeline_split
-from megalite.topology.parameters import ModelShape, Parameter, canonical_tensors, stage_parameters
+from megalite.topology.parameters import Parameter, canonical_tensors, stage_parameters
 from megalite.topology.schedules import SCHEDULES
+from megalite.topology.shape import ModelShape
 from megalite.topology.sharding import Box
 from megalite.train.optimizer import Optimizer, OptimizerSettings, TorchOptimizer
 from tests.support.tiny import in_documents, tiny_batch

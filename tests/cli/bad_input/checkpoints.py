@@ -18,7 +18,7 @@ STEP = "step-000020"
 @cache
 def _pristine() -> tempfile.TemporaryDirectory[str]:
     """A run's folder with one checkpoint, and without a tokenizer; removed when the process ends."""
-    from tests.unit.checkpoint.exporting import lively_stage, save_stage
+    from tests.unit.convert.exporting import lively_stage, save_stage
 
     folder = tempfile.TemporaryDirectory()
     shape = replace(tiny_shape(layers=2), vocab_size=384)

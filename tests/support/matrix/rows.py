@@ -11,9 +11,9 @@ from functools import cache
 from math import prod
 from typing import Any, cast
 
-from megalite.config.check import problems_of
 from megalite.config.draft import Draft
-from megalite.config.load import load_config
+from megalite.config.load import load_run
+from megalite.config.rules.every import problems_of
 from megalite.config.schema import RunConfig
 from megalite.config.toml import format_value
 from megalite.config.validate import Facts, Unknown, validate
@@ -66,7 +66,7 @@ def flags_of(settings: Settings) -> list[str]:
 
 def config_of(settings: Settings) -> RunConfig:
     """The resolved run. Raises ConfigError where a rule refuses it."""
-    return load_config(None, flags_of(settings))
+    return load_run(None, flags_of(settings)).config
 
 
 def illegal(row: Row) -> str | None:

@@ -15,7 +15,8 @@ from megalite.data.loader import StepLoader
 from megalite.model.stages import build_stage
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.pipeline import StepBatch
-from megalite.topology.parameters import ModelShape, Parameter, stage_parameters
+from megalite.topology.parameters import Parameter, stage_parameters
+from megalite.topology.shape import ModelShape
 from megalite.train import deepspeed, optimizer
 from megalite.train import trainer as trainer_module
 from megalite.train.trainer import Trainer

@@ -16,7 +16,7 @@ from benchmarks.gpu import checks, jobs, operators, training
 from benchmarks.gpu.operators import OPERATORS, Operator
 from megalite.cli import main as megalite
 from megalite.launcher.process import available_cores
-from megalite.ops.operators import COMPILED
+from megalite.ops.choice import COMPILED
 from megalite.selftest.registry import Entry, compiled
 from tests.support.kernels import needs_library
 

@@ -15,14 +15,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megalite.checkpoint import huggingface
-from megalite.checkpoint.families import family_tensors
-from megalite.checkpoint.hf_import import load_huggingface
 from megalite.checkpoint.save import save_checkpoint
 from megalite.checkpoint.tensor_file import CheckpointReader
-from megalite.topology.families import FAMILIES
+from megalite.convert.huggingface import export as huggingface
+from megalite.convert.huggingface.load import load_huggingface
+from megalite.families.records import FAMILIES
+from megalite.families.tensors import family_tensors
 from megalite.topology.layout import Layout
-from megalite.topology.parameters import ModelShape, canonical_tensors
+from megalite.topology.parameters import canonical_tensors
+from megalite.topology.shape import ModelShape
 from megalite.topology.state import NoOptimizer
 from tests.support.tiny import FAMILY_SHAPES
 from tests.unit.checkpoint.worlds import HeldStage, ThreadMesh, World, on_all_ranks

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megalite.config.deepspeed_keys import KEYS, REMOVED, VERSION
+from megalite.config.deepspeed.keys import KEYS, REMOVED, VERSION
 from tests.unit.config.runs import REMOVED as NOT_SET
 from tests.unit.config.runs import load, problems
 

@@ -7,8 +7,8 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megalite.config.deepspeed_keys import KEYS
-from megalite.config.load import load_config, load_run, write_resolved
+from megalite.config.deepspeed.keys import KEYS
+from megalite.config.load import load_run, write_resolved
 from megalite.config.schema import RunConfig
 from megalite.errors import ConfigError
 from tests.unit.config.runs import RUN, changed, write_run
@@ -67,7 +67,7 @@ def test_any_run_file_is_a_run_or_a_config_error(found: dict[str, Any], world_si
     with tempfile.TemporaryDirectory() as folder:
         path = write_run(Path(folder), _tables(_plain(found)))
         try:
-            config = load_config(path, world_size=world_size)
+            config = load_run(path, world_size=world_size).config
         except ConfigError as error:
             assert error.problems
             assert all(problem.key and problem.message for problem in error.problems)
@@ -89,7 +89,7 @@ def test_any_flags_are_a_run_or_a_config_error(flags: list[tuple[str, str]]) -> 
     with tempfile.TemporaryDirectory() as folder:
         path = write_run(Path(folder), RUN)
         try:
-            load_config(path, [word for name, text in flags for word in (f"--{name}", text)])
+            load_run(path, [word for name, text in flags for word in (f"--{name}", text)])
         except ConfigError as error:
             assert error.problems
 
@@ -101,7 +101,7 @@ def test_any_bytes_are_a_config_error(content: bytes) -> None:
         path = Path(folder) / "run.toml"
         path.write_bytes(content)
         try:
-            load_config(path)
+            load_run(path)
         except ConfigError as error:
             assert error.problems
         else:

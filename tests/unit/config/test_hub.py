@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 from huggingface_hub import constants, errors
 
-from megalite.checkpoint.hf_files import local_folder
 from megalite.cli import convert
 from megalite.config.hub import HubName
 from megalite.config.huggingface import shape_of_folder
 from megalite.config.load import load_run
+from megalite.convert.huggingface.files import local_folder
 from megalite.data.tokenizer import load_tokenizer, save_tokenizer
 from megalite.errors import CheckpointError, ConfigError
 from tests.support.tiny import END_OF_DOCUMENT, tiny_shape, tiny_tokenizer
-from tests.unit.checkpoint.exporting import lively_stage, save_stage
+from tests.unit.convert.exporting import lively_stage, save_stage
 
 COMMIT = "0123456789abcdef" * 2 + "01234567"
 # What published folders hold beside what is read.

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import pytest
 
-from megalite.config.load import load_config, load_run, write_resolved
+from megalite.config.load import load_run, write_resolved
 from megalite.config.presets import PRESETS
 from megalite.config.schema import ParallelConfig
 from megalite.errors import ConfigError
@@ -111,7 +111,7 @@ def test_what_stands_outside_of_a_section(tmp_path: Path) -> None:
     path = write_run(tmp_path, changed({}))
     path.write_text('steps = 3\nmodell = 1\noptimizer = "adamw"\n' + path.read_text())
     with pytest.raises(ConfigError) as caught:
-        load_config(path)
+        load_run(path)
     assert set(map(str, caught.value.problems)) == {
         "steps: stands outside of a section; did you mean training.steps?",
         "modell: unknown key",
@@ -155,24 +155,24 @@ def test_a_file_that_cannot_be_read_is_said_with_its_place(tmp_path: Path, conte
     path = tmp_path / "run.toml"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=r"run.toml has \d problem") as caught:
-        load_config(path)
+        load_run(path)
     assert said in str(caught.value)
 
 
 def test_a_missing_file_names_its_neighbours(tmp_path: Path) -> None:
     (tmp_path / "other.toml").touch()
     with pytest.raises(ConfigError, match=r"no such file; there is .*other.toml"):
-        load_config(tmp_path / "run.toml")
+        load_run(tmp_path / "run.toml")
     with pytest.raises(ConfigError, match="does not exist either"):
-        load_config(tmp_path / "nowhere" / "run.toml")
+        load_run(tmp_path / "nowhere" / "run.toml")
     with pytest.raises(ConfigError, match="Is a directory"):
-        load_config(tmp_path)
+        load_run(tmp_path)
 
 
 def test_a_byte_order_mark_is_passed_over(tmp_path: Path) -> None:
     path = write_run(tmp_path, changed({}))
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
-    assert load_config(path).model.hidden_size == 48
+    assert load_run(path).config.model.hidden_size == 48
 
 
 def test_flags_lie_over_the_file_and_are_typed_as_toml(tmp_path: Path) -> None:
@@ -214,10 +214,10 @@ def test_a_run_needs_no_file() -> None:
         "--training.sequence_length=8",
         "--data.source=text",
     ]
-    config = load_config(None, [*flags, "--training.micro_batch_size=1", "--training.micro_batches=1"])
+    config = load_run(None, [*flags, "--training.micro_batch_size=1", "--training.micro_batches=1"]).config
     assert config.batch.global_batch_size == 1
     with pytest.raises(ConfigError, match="the command line has 1 problem"):
-        load_config(None, [*flags, "--training.micro_batch_size=1"])
+        load_run(None, [*flags, "--training.micro_batch_size=1"])
 
 
 def test_data_follows_from_the_ranks_that_a_launcher_started(tmp_path: Path) -> None:
@@ -476,7 +476,7 @@ def test_a_resolved_run_loads_as_itself(
     write_resolved(config, written)
     again = load_run(written, world_size=world_size)
     assert again.config == config
-    assert load_config(written) == config, "a resolved run knows its layout without a launcher"
+    assert load_run(written).config == config, "a resolved run knows its layout without a launcher"
     assert not again.notes
     if not config.zero_stage:
         return
@@ -522,7 +522,7 @@ def test_every_schedule_can_be_named() -> None:
 def test_a_resolved_run_takes_flags(tmp_path: Path) -> None:
     written = tmp_path / "resolved.toml"
     write_resolved(load(tmp_path).config, written)
-    assert load_config(written, ["--training.global_batch_size", "16"]).batch.micro_batches == 8
+    assert load_run(written, ["--training.global_batch_size", "16"]).config.batch.micro_batches == 8
 
 
 def test_the_description_of_a_run_is_json_that_makes_the_same_run(tmp_path: Path) -> None:

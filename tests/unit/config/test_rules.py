@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from megalite.config.batch import BatchProblem
-from megalite.config.check import RULES, divisors
+from megalite.config.rules.batch import BatchProblem
+from megalite.config.rules.every import RULES
+from megalite.config.rules.layout import divisors
 from megalite.config.validate import Unknown
 from tests.unit.config.rule_cases import FAMILY_CASES, VALIDATION_CASES, Case
 from tests.unit.config.runs import REMOVED, load, problems
@@ -529,7 +530,7 @@ def test_every_rule_has_a_case() -> None:
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_a_case_needs_its_rule(rule: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the rule its cases would pass or say less: no other rule does its work."""
-    monkeypatch.setattr("megalite.config.check.RULES", [each for each in RULES if each is not rule])
+    monkeypatch.setattr("megalite.config.rules.every.RULES", [each for each in RULES if each is not rule])
     for case in CASES:
         if case.rule == rule.__name__:
             try:

@@ -13,13 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.config.load import load_config
+from megalite.config.load import load_run
 from megalite.data.loader import StepLoader
 from megalite.data.prefetch import Prefetch
 from megalite.data.token_file import TokenFile, TokenWriter, bin_path, idx_path
 from megalite.errors import DataError
 from megalite.parallel.mesh import ParallelMesh
-from megalite.train.trainer import StepReport, Trainer, TrainerState
+from megalite.train.state import StepReport, TrainerState
+from megalite.train.trainer import Trainer
 
 ROOT = Path(__file__).parents[3]
 ENDLESS = 1 << 60
@@ -200,7 +201,7 @@ def trainer(file: TokenFile, workers: int, vocab_size: int = 40) -> Trainer:
         "tokenizer.path": "x",
     }
     flags = [word for key, value in values.items() for word in (f"--{key}", str(value))]
-    config = load_config(None, flags)
+    config = load_run(None, flags).config
     loader = StepLoader(
         file, sequence_length=8, micro_batch_size=4, micro_batches=1, seed=3, vocab_size=vocab_size
     )

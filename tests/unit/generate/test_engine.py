@@ -7,11 +7,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megalite.checkpoint.huggingface import export
+from megalite.convert.huggingface.export import export
 from megalite.errors import ConfigError
 from megalite.generate.engine import LoadedModel, generate, load_model
 from tests.support.tiny import tiny_shape
-from tests.unit.checkpoint.exporting import lively_stage, our_logits, save_stage
+from tests.unit.convert.exporting import lively_stage, our_logits, save_stage
 
 
 @pytest.mark.parametrize("tied", [False, True])

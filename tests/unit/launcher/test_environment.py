@@ -8,17 +8,8 @@ import pytest
 
 from megalite.errors import LaunchError
 from megalite.launcher import environment
-from megalite.launcher.environment import (
-    RankInfo,
-    export_rank,
-    exported_rank,
-    local_rank_infos,
-    node_names,
-    prepare_process,
-    rank_info,
-    tasks_per_node,
-    threads_per_rank,
-)
+from megalite.launcher.detect import RankInfo, local_rank_infos, node_names, rank_info, tasks_per_node
+from megalite.launcher.environment import export_rank, exported_rank, prepare_process, threads_per_rank
 
 # As seen in rank 5 of 8 (the second of two nodes) by a script that prints its environment.
 TORCHRUN = {

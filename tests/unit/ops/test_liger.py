@@ -12,7 +12,7 @@ from torch import Tensor
 from megalite.model.options import ModelOptions
 from megalite.model.stages import build_stage
 from megalite.ops import liger
-from megalite.ops.operators import Operators
+from megalite.ops.choice import Operators
 from megalite.parallel.mesh import ParallelMesh
 from megalite.selftest import activations, norms
 from megalite.selftest.check import check

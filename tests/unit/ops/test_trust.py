@@ -10,7 +10,7 @@ import torch
 from megalite.errors import ConfigError
 from megalite.model.kernels import choose_kernels
 from megalite.ops import extension, trust
-from megalite.ops.operators import ALL_COMPILED, COMPILED, NAMES, PLAIN_TORCH, Operators, attention_operator
+from megalite.ops.choice import ALL_COMPILED, COMPILED, NAMES, PLAIN_TORCH, Operators, attention_operator
 from megalite.ops.trust import Choice, Finding
 
 RIGHT = Finding("right", "", 1e-7, 1e-6)

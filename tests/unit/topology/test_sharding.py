@@ -13,12 +13,12 @@ from megalite.topology.parameters import (
     EMBEDDING,
     FINAL_NORM,
     HEAD,
-    ModelShape,
     canonical_tensors,
     model_parameters,
     parameter_count,
     stage_parameters,
 )
+from megalite.topology.shape import ModelShape
 from megalite.topology.sharding import Box, Part, ShardSpec, units_fit, units_held
 
 

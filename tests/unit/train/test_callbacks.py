@@ -6,9 +6,9 @@ from typing import Any, cast
 import pytest
 
 from megalite.errors import DataError, TrainingError
+from megalite.launcher.failures import FailureFolder
 from megalite.topology.layout import Layout
 from megalite.train.callbacks import ActiveRun, Callback, Callbacks
-from megalite.train.failures import FailureFolder
 
 RUN = cast(ActiveRun, SimpleNamespace(state=SimpleNamespace(step=3)))
 REPORT = cast(Any, SimpleNamespace(step=3, loss=2.0))

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from megalite.config.load import load_config
+from megalite.config.load import load_run
 from megalite.config.schema import RunConfig
 from megalite.errors import CheckpointError
-from megalite.launcher.environment import RankInfo
+from megalite.launcher.detect import RankInfo
 from megalite.train import interruption
 from megalite.train.interruption import Terminated, tell_interruption, termination_noted, termination_raised
 from tests.unit.config.runs import changed, write_run
@@ -20,7 +20,7 @@ from tests.unit.config.runs import changed, write_run
 
 @pytest.fixture
 def config(tmp_path: Path) -> RunConfig:
-    return load_config(write_run(tmp_path, changed({})), ["--run.folder", str(tmp_path / "run")])
+    return load_run(write_run(tmp_path, changed({})), ["--run.folder", str(tmp_path / "run")]).config
 
 
 def rank(number: int) -> Any:

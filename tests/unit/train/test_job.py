@@ -3,7 +3,7 @@
 import pytest
 
 from megalite.errors import ConfigError
-from megalite.train.job import RunFolder
+from megalite.train.run_folder import RunFolder
 
 
 def test_a_folder_is_occupied_until_its_job_ends(tmp_path):

@@ -5,8 +5,8 @@ from pathlib import Path
 import torch
 
 from megalite.model.options import Dropout, ModelOptions, Recompute
-from megalite.ops.operators import ALL_COMPILED
-from megalite.train.trainer import model_options
+from megalite.ops.choice import ALL_COMPILED
+from megalite.train.assemble import model_options
 from tests.unit.config.runs import load
 
 

@@ -6,13 +6,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megalite.config.load import load_config
-from megalite.launcher.environment import RankInfo
+from megalite.config.load import load_run
+from megalite.launcher.detect import RankInfo
 from megalite.monitor.jsonl import read_metrics
 from megalite.monitor.memory import MemoryUse
 from megalite.train import report as module
 from megalite.train.report import RunReporter
-from megalite.train.trainer import StepReport
+from megalite.train.state import StepReport
 from tests.support.tiny import tiny_shape
 
 INFO = RankInfo(
@@ -34,7 +34,7 @@ def reporter(tmp_path: Path, device: str, *settings: str) -> RunReporter:
     mesh = SimpleNamespace(rank=0, device=torch.device(device), max_over_world=float, barrier=lambda: None)
     trainer = SimpleNamespace(
         mesh=mesh,
-        config=load_config(None, words),
+        config=load_run(None, words).config,
         total_steps=2,
         tokens_per_step=1000,
         shape=tiny_shape(),

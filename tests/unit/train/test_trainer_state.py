@@ -2,7 +2,7 @@
 
 import math
 
-from megalite.train.trainer import TrainerState
+from megalite.train.state import TrainerState
 
 
 def after(losses: list[float], minimum: float = 0.0) -> TrainerState:

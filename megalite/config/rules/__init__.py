@@ -1,0 +1,1 @@
+"""Rules that span settings, one file a section of RUN.toml."""

@@ -1,0 +1,114 @@
+"""How many replicas there are, and how a global batch is cut up: the numbers, or the problem with them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megalite.config.schema import BatchPlan
+from megalite.config.validate import Facts, Unknown
+from megalite.errors import Problem
+
+_GLOBAL, _SIZE, _COUNT = "training.global_batch_size", "training.micro_batch_size", "training.micro_batches"
+
+
+def data_size(facts: Facts) -> int:
+    """Data-parallel replicas. Raises Unknown where the layout does not fit the ranks that were started."""
+    replica = facts.parallel.tensor * facts.parallel.pipeline
+    if facts.parallel.data == "auto":
+        if facts.world_size is None:
+            return 1
+        if facts.world_size % replica:
+            raise Unknown("parallel.data")
+        return facts.world_size // replica
+    if facts.world_size is not None and facts.world_size != replica * facts.parallel.data:
+        raise Unknown("parallel.data")
+    return facts.parallel.data
+
+
+@dataclass(frozen=True)
+class BatchProblem(Exception):
+    """The batch numbers contradict each other or do not suffice."""
+
+    problem: Problem
+
+
+def plan_batch(facts: Facts) -> BatchPlan:
+    """global_batch_size = micro_batch_size * micro_batches * data, one of the first three found from the others.
+
+    Raises BatchProblem, and Unknown where one of the numbers is wrong in itself.
+    """
+    training, data = facts.training, data_size(facts)
+    size, count, total = training.micro_batch_size, training.micro_batches, training.global_batch_size
+    if size is not None and count is not None:
+        if total is None or total == size * count * data:
+            return BatchPlan(size, count, size * count * data, data)
+        raise BatchProblem(_contradiction(facts, total, size, count, data))
+    if total is None or (size is None and count is None):
+        if "deepspeed" in facts.incomplete:
+            raise Unknown("the batch numbers of a JSON that cannot be read")
+        raise BatchProblem(_too_few(facts))
+    known_name, known = (_SIZE, size) if size is not None else (_COUNT, count)
+    assert known is not None
+    if total % (known * data):
+        raise BatchProblem(_indivisible(facts, total, known_name, known, data))
+    other = total // (known * data)
+    return BatchPlan(known, other, total, data) if size is not None else BatchPlan(other, known, total, data)
+
+
+def _contradiction(facts: Facts, total: int, size: int, count: int, data: int) -> Problem:
+    message = (
+        f"{total} {facts.source(_GLOBAL)} is not micro_batch_size {size} {facts.source(_SIZE)} "
+        f"* micro_batches {count} {facts.source(_COUNT)} * {_data(facts, data)} = {size * count * data}"
+    )
+    fitting = [f"global_batch_size {size * count * data}"]
+    if total % (size * data) == 0:
+        fitting.append(f"micro_batches {total // (size * data)}")
+    if total % (count * data) == 0:
+        fitting.append(f"micro_batch_size {total // (count * data)}")
+    if total % (size * count) == 0:
+        ranks = total // (size * count) * facts.parallel.tensor * facts.parallel.pipeline
+        fitting.append(f"data {total // (size * count)} ({_ranks(ranks)})")
+    return Problem(_GLOBAL, message, f"use {' or '.join(fitting)}")
+
+
+def _indivisible(facts: Facts, total: int, name: str, known: int, data: int) -> Problem:
+    share = known * data
+    short = name.removeprefix("training.")
+    message = (
+        f"{total} {facts.source(_GLOBAL)} is not a multiple of {short} {known} {facts.source(name)} "
+        f"* {_data(facts, data)} = {share}"
+    )
+    nearest = [str(each) for each in (total // share * share, (total // share + 1) * share) if each]
+    return Problem(_GLOBAL, message, f"use {' or '.join(nearest)}")
+
+
+def _too_few(facts: Facts) -> Problem:
+    found = {key: getattr(facts.training, key.removeprefix("training.")) for key in (_GLOBAL, _SIZE, _COUNT)}
+    given = [f"{key} = {value} {facts.source(key)}" for key, value in found.items() if value is not None]
+    others = [key for key, value in found.items() if value is None]
+    message = f"the batch has only {given[0]}" if given else "the size of the batch is not set"
+    return Problem(others[0], message, f"set {'one' if given else 'two'} of {', '.join(others)}")
+
+
+def _data(facts: Facts, data: int) -> str:
+    """`data 2 (8 ranks / tensor 2 / pipeline 2)`: the number and where it came from."""
+    if facts.parallel.data != "auto":
+        return f"data {data} {facts.source('parallel.data')}"
+    if facts.world_size is None:
+        return f"data {data} (default)"
+    cut = [f" / {axis} {getattr(facts.parallel, axis)}" for axis in ("tensor", "pipeline")]
+    cut = [text for text in cut if not text.endswith(" 1")]
+    return f"data {data} ({_ranks(facts.world_size)}{''.join(cut)})"
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank{'s' * (count != 1)}"
+
+
+def batch_numbers_agree(facts: Facts) -> Iterator[Problem]:
+    try:
+        plan_batch(facts)
+    except BatchProblem as found:
+        yield found.problem
+
+
+BATCH_RULES = (batch_numbers_agree,)

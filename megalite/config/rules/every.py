@@ -1,0 +1,41 @@
+"""Each rule that spans settings or the number of ranks, as one function that yields what breaks it."""
+
+from collections.abc import Callable, Iterator
+
+from megalite.config.rules.batch import BATCH_RULES
+from megalite.config.rules.computation import COMPUTATION_RULES
+from megalite.config.rules.data import DATA_RULES
+from megalite.config.rules.layout import LAYOUT_RULES
+from megalite.config.rules.model import MODEL_RULES
+from megalite.config.rules.optimizer import OPTIMIZER_RULES
+from megalite.config.rules.pipeline import PIPELINE_RULES
+from megalite.config.rules.training import TRAINING_RULES
+from megalite.config.rules.validation import VALIDATION_RULES
+from megalite.config.validate import Facts, Unknown
+from megalite.errors import Problem
+
+Rule = Callable[[Facts], Iterator[Problem]]
+
+
+def problems_of(facts: Facts) -> list[Problem]:
+    """What all rules find; a rule that needs a wrong or missing value is passed over."""
+    found: list[Problem] = []
+    for rule in RULES:
+        try:
+            found += rule(facts)
+        except Unknown:
+            continue
+    return found
+
+
+RULES: tuple[Rule, ...] = (
+    *LAYOUT_RULES,
+    *MODEL_RULES,
+    *PIPELINE_RULES,
+    *BATCH_RULES,
+    *COMPUTATION_RULES,
+    *TRAINING_RULES,
+    *OPTIMIZER_RULES,
+    *DATA_RULES,
+    *VALIDATION_RULES,
+)

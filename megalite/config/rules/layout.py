@@ -1,0 +1,103 @@
+"""Rules over [parallel]: whether tensor ranks can share the model and ranks fill the layout."""
+
+from collections.abc import Iterator
+from math import isqrt
+
+from megalite.config.validate import Facts
+from megalite.errors import Problem
+from megalite.topology.sharding import units_fit
+
+
+def tensor_divides_attention_heads(facts: Facts) -> Iterator[Problem]:
+    tensor, heads = facts.parallel.tensor, facts.model.num_attention_heads
+    if heads % tensor:
+        message = f"{tensor} does not divide model.num_attention_heads = {heads}"
+        yield Problem("parallel.tensor", message, f"use one of {_sizes_for_heads(facts)}")
+
+
+def tensor_fits_key_value_heads(facts: Facts) -> Iterator[Problem]:
+    tensor, heads = facts.parallel.tensor, facts.model.num_key_value_heads
+    if heads is not None and not units_fit(heads, tensor):
+        message = f"{tensor} neither divides model.num_key_value_heads = {heads} nor is a multiple of it"
+        yield Problem("parallel.tensor", message, f"use one of {_sizes_for_heads(facts)}")
+
+
+def _sizes_for_heads(facts: Facts) -> list[int]:
+    query = facts.model.num_attention_heads
+    shared = facts.model.num_key_value_heads or query
+    return [size for size in divisors(query) if units_fit(shared, size)]
+
+
+def zero_3_splits_no_shared_head(facts: Facts) -> Iterator[Problem]:
+    tensor, heads = facts.parallel.tensor, facts.model.num_key_value_heads
+    if heads is not None and facts.zero_stage == 3 and tensor > heads:
+        source = facts.source("deepspeed.zero_optimization")
+        message = f"3 {source} splits weights, of which parallel.tensor = {tensor} ranks keep copies of each of the "
+        message += f"{heads} key-value heads alike"
+        yield Problem(
+            "deepspeed.zero_optimization.stage", message, f"use stage 1 or 2, or parallel.tensor {heads}"
+        )
+
+
+def tensor_fits_intermediate_size(facts: Facts) -> Iterator[Problem]:
+    tensor, size = facts.parallel.tensor, facts.model.intermediate_size
+    if tensor > size:
+        message = f"{tensor} ranks cannot share model.intermediate_size = {size}"
+        yield Problem("parallel.tensor", message, f"use at most {size}")
+
+
+def tensor_fits_vocabulary(facts: Facts) -> Iterator[Problem]:
+    tensor, size = facts.parallel.tensor, facts.model.vocab_size
+    if size != "auto" and tensor > size:
+        yield Problem(
+            "parallel.tensor", f"{tensor} ranks cannot share model.vocab_size = {size}", f"use at most {size}"
+        )
+
+
+def ranks_make_whole_replicas(facts: Facts) -> Iterator[Problem]:
+    world, tensor, pipeline = facts.world_size, facts.parallel.tensor, facts.parallel.pipeline
+    if world is None or facts.parallel.data != "auto" or world % (tensor * pipeline) == 0:
+        return
+    replica = tensor * pipeline
+    message = f"{world} ranks are not a multiple of parallel.tensor {tensor} * parallel.pipeline {pipeline} = {replica}"
+    nearest = [str(each) for each in (world // replica * replica, (world // replica + 1) * replica) if each]
+    yield Problem("parallel.data", message, f"start {' or '.join(nearest)} ranks")
+
+
+def ranks_fill_the_layout(facts: Facts) -> Iterator[Problem]:
+    world, data = facts.world_size, facts.parallel.data
+    if world is None or data == "auto":
+        return
+    tensor, pipeline = facts.parallel.tensor, facts.parallel.pipeline
+    if world != tensor * pipeline * data:
+        message = f"tensor {tensor} * pipeline {pipeline} * data {data} = {tensor * pipeline * data}, not the {world} "
+        yield Problem("parallel.data", message + "ranks that were started", 'use "auto", or start as many')
+
+
+def zero_fits_the_pipeline(facts: Facts) -> Iterator[Problem]:
+    stage, stages = facts.zero_stage, facts.parallel.pipeline
+    if stage >= 2 and stages > 1:
+        source = facts.source("deepspeed.zero_optimization")
+        does = "reduces gradients" if stage == 2 else "gathers weights"
+        message = (
+            f"{stage} {source} {does} in every micro batch, and parallel.pipeline = {stages} interleaves them"
+        )
+        yield Problem("deepspeed.zero_optimization.stage", message, "use stage 1, or parallel.pipeline 1")
+
+
+def divisors(number: int) -> list[int]:
+    """Ascending."""
+    low = [each for each in range(1, isqrt(number) + 1) if number % each == 0]
+    return low + [number // each for each in reversed(low) if each * each != number]
+
+
+LAYOUT_RULES = (
+    tensor_divides_attention_heads,
+    tensor_fits_key_value_heads,
+    zero_3_splits_no_shared_head,
+    tensor_fits_intermediate_size,
+    tensor_fits_vocabulary,
+    ranks_make_whole_replicas,
+    ranks_fill_the_layout,
+    zero_fits_the_pipeline,
+)

@@ -1,0 +1,136 @@
+"""Rules over [model]: what its family can express, and settings that only mean something together."""
+
+from collections.abc import Iterator
+
+from megalite.config.rules.layout import (
+    divisors,
+)
+from megalite.config.schema import ModelConfig
+from megalite.config.toml import shown
+from megalite.config.validate import Facts
+from megalite.errors import Problem
+from megalite.families.records import FAMILIES, inexpressible
+from megalite.topology.shape import ModelShape
+
+# Settings that are fields of the shape by the same name, but for its sizes.
+_OF_THE_SHAPE = (
+    "family",
+    "rope_theta",
+    "norm_placement",
+    "attention_bias",
+    "attention_output_bias",
+    "mlp_bias",
+    "sliding_window",
+    "full_attention_layers",
+    "full_attention_every",
+    "query_pre_attn_scalar",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "rope_local_base_freq",
+    "tie_word_embeddings",
+)
+_ROPE_SETTINGS = ("rope_factor", "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_positions")
+_USED_BY = {"default": 0, "linear": 1, "llama3": 4}
+
+
+def family_can_be_exported(facts: Facts) -> Iterator[Problem]:
+    if not facts.checkpoint.export:
+        return
+    for name, value, theirs in inexpressible(_shape(facts)):
+        if name == "rope_scaling":
+            continue  # told by its own settings below
+        message = f"{shown(value)} cannot be said by a {facts.model.family} folder, which has {shown(theirs)}"
+        remedy = f"use {shown(theirs)}, another model.family, or checkpoint.export = false"
+        yield Problem(f"model.{name}", message, remedy)
+    if facts.model.rope_type != "default" and "rope_scaling" not in FAMILIES[facts.model.family].free:
+        message = f"{shown(facts.model.rope_type)} has no meaning for {facts.model.family}"
+        yield Problem("model.rope_type", message, 'use "default"')
+
+
+def rope_settings_belong_to_their_type(facts: Facts) -> Iterator[Problem]:
+    kind = facts.model.rope_type
+    for name in _ROPE_SETTINGS[_USED_BY[kind] :]:
+        if getattr(facts.model, name) != ModelConfig.model_fields[name].default:
+            message = f"has no meaning for model.rope_type = {shown(kind)}"
+            yield Problem(f"model.{name}", message, 'use rope_type "llama3" or "linear", or take it out')
+    if kind != "default" and facts.model.rope_factor == 1.0:
+        yield Problem("model.rope_factor", "1 scales nothing", 'set it, or rope_type "default"')
+    if kind == "llama3" and facts.model.rope_low_freq_factor >= facts.model.rope_high_freq_factor:
+        message = f"{facts.model.rope_low_freq_factor} is not less than model.rope_high_freq_factor"
+        yield Problem("model.rope_low_freq_factor", message, "llama 3.1 has 1 and 4")
+
+
+def window_leaves_layers(facts: Facts) -> Iterator[Problem]:
+    first, layers = facts.model.full_attention_layers, facts.model.num_hidden_layers
+    every = facts.model.full_attention_every
+    if facts.model.sliding_window is None:
+        for name in ("full_attention_layers", "full_attention_every", "rope_local_base_freq"):
+            if value := getattr(facts.model, name):
+                message = f"{value} has no meaning without model.sliding_window"
+                yield Problem(f"model.{name}", message, "set the window, or take it out")
+    elif first >= layers:
+        message = f"{first} leaves none of model.num_hidden_layers = {layers} to the window"
+        yield Problem("model.full_attention_layers", message, f"use at most {layers - 1}, or no window")
+    elif every == 1:
+        message = f"1 leaves none of model.num_hidden_layers = {layers} to the window"
+        yield Problem("model.full_attention_every", message, "use 2 or more, or no window")
+
+
+def _shape(facts: Facts) -> ModelShape:
+    """The shape as far as the family's files care; reading a wrong value raises Unknown."""
+    model = facts.model
+    heads = model.num_attention_heads
+    chosen = {name: getattr(model, name) for name in _OF_THE_SHAPE}
+    return ModelShape(
+        vocab_size=1,
+        hidden_size=model.hidden_size,
+        intermediate_size=model.intermediate_size,
+        num_hidden_layers=model.num_hidden_layers,
+        num_attention_heads=heads,
+        num_key_value_heads=model.num_key_value_heads or heads,
+        head_dim=model.head_dim or model.hidden_size // heads,
+        **dict(FAMILIES[model.family].fixed)
+        | {name: value for name, value in chosen.items() if value is not None},
+    )
+
+
+def query_heads_share_key_value_heads(facts: Facts) -> Iterator[Problem]:
+    query, shared = facts.model.num_attention_heads, facts.model.num_key_value_heads
+    if shared is not None and query % shared:
+        message = f"{shared} does not divide model.num_attention_heads = {query}"
+        yield Problem("model.num_key_value_heads", message, f"use one of {divisors(query)}")
+
+
+def heads_fill_hidden_size(facts: Facts) -> Iterator[Problem]:
+    hidden, heads = facts.model.hidden_size, facts.model.num_attention_heads
+    if facts.model.head_dim is None and hidden % heads:
+        message = f"{heads} does not divide model.hidden_size = {hidden}"
+        yield Problem(
+            "model.num_attention_heads", message, f"use one of {divisors(hidden)}, or set model.head_dim"
+        )
+
+
+def head_dim_is_even(facts: Facts) -> Iterator[Problem]:
+    if FAMILIES[facts.model.family].fixed.get("position_embedding") == "learned":
+        return
+    dim = facts.model.head_dim
+    if dim is not None:
+        if dim % 2:
+            message = f"{dim} is odd, and rotary embeddings turn pairs"
+            yield Problem("model.head_dim", message, f"use {dim + 1}")
+        return
+    hidden, heads = facts.model.hidden_size, facts.model.num_attention_heads
+    if hidden % heads == 0 and hidden // heads % 2:
+        message = f"{hidden} / model.num_attention_heads {heads} = {hidden // heads} is an odd head_dim"
+        remedy = f"rotary embeddings turn pairs: use {heads * (hidden // heads + 1)}, or set model.head_dim"
+        yield Problem("model.hidden_size", message, remedy)
+
+
+MODEL_RULES = (
+    query_heads_share_key_value_heads,
+    heads_fill_hidden_size,
+    head_dim_is_even,
+    family_can_be_exported,
+    rope_settings_belong_to_their_type,
+    window_leaves_layers,
+)

@@ -1,0 +1,146 @@
+"""Rules of the update: groups of parameters, clipping by value, the average of weights, the loss scale."""
+
+from collections.abc import Iterator
+
+from megalite.config.rules.pipeline import chunks_a_stage
+from megalite.config.schema import ModelConfig
+from megalite.config.validate import Facts
+from megalite.errors import Problem
+from megalite.topology.layout import pipeline_split
+from megalite.topology.parameter_groups import group_problems, rules_of
+from megalite.topology.parameters import model_parameters, stage_parameters
+from megalite.topology.schedules import SCHEDULES
+from megalite.topology.shape import ModelShape
+
+
+def patterns_choose_whole_parameters(facts: Facts) -> Iterator[Problem]:
+    groups = [each.group for each in facts.optimizer.groups]
+    if groups:
+        for message in group_problems(model_parameters(_shape(facts)), groups):
+            remedy = "choose whole parameters of the model by their Hugging Face names"
+            yield Problem("optimizer.groups", message, remedy)
+
+
+def zero_finds_every_group_on_every_stage(facts: Facts) -> Iterator[Problem]:
+    """DeepSpeed's norm is one collective a group over all stages: with unequal numbers of groups it waits for ever."""
+    groups = [each.group for each in facts.optimizer.groups]
+    stages = facts.parallel.pipeline
+    if not groups or not facts.zero_stage or stages == 1:
+        return
+    try:
+        split = pipeline_split(
+            facts.model.num_hidden_layers,
+            stages,
+            chunks_a_stage=chunks_a_stage(facts),
+            v_shaped=SCHEDULES[facts.parallel.schedule].v_shaped,
+            given=facts.parallel.layers_per_stage,
+        )
+    except ValueError:
+        return
+    shape = _shape(facts)
+    held = [rules_of(stage_parameters(shape, split, stage), groups) for stage in range(stages)]
+    missing = {rule for each in held for rule in each if not all(rule in other for other in held)}
+    if missing:
+        group, _ = min(missing)
+        name = "what belongs to no group" if group < 0 else f'what "{groups[group].pattern}" matches'
+        message = (
+            f"{name} is not on all {stages} stages alike, and DeepSpeed wants every group on every stage"
+        )
+        yield Problem(
+            "optimizer.groups", message, "choose parameters of all stages, or leave [deepspeed] out"
+        )
+
+
+def _shape(facts: Facts) -> ModelShape:
+    """The shape as far as names go: none depends on the vocabulary, which a tokenizer may still have to say."""
+    values = {name: getattr(facts.model, name) for name in ModelConfig.model_fields}
+    return ModelConfig.model_construct(**values).shape(vocab_size=1)
+
+
+def values_are_clipped_without_zero(facts: Facts) -> Iterator[Problem]:
+    limit, stage = facts.optimizer.clip_value, facts.zero_stage
+    if limit and stage:
+        message = (
+            f"{limit} is not run with ZeRO {stage}: DeepSpeed clips inside its own step, and only by the norm"
+        )
+        yield Problem("optimizer.clip_value", message, "use optimizer.gradient_clipping")
+
+
+def the_native_optimizer_is_adamw_under_zero(facts: Facts) -> Iterator[Problem]:
+    if facts.deepspeed.get("native_optimizer") is not True:
+        return
+    key, name = "deepspeed.native_optimizer", facts.optimizer.name
+    if not facts.zero_stage:
+        message = "true has no effect without ZeRO, which alone DeepSpeed is used for"
+        yield Problem(key, message, "set deepspeed.zero_optimization.stage, or leave it out")
+    if name != "adamw":
+        yield Problem(
+            key,
+            f'true is AdamW, and optimizer.name = "{name}"',
+            'use optimizer.name "adamw", or leave it out',
+        )
+
+
+def the_average_has_whole_runs(facts: Facts) -> Iterator[Problem]:
+    decay, stage = facts.optimizer.ema_decay, facts.zero_stage
+    if decay and stage == 3:
+        message = f"{decay} is not run with ZeRO 3, which updates its weights where no hook of ours sees them"
+        yield Problem("optimizer.ema_decay", message, "use ZeRO 1 or 2, or leave it out")
+
+
+def the_stable_rate_follows_the_warmup(facts: Facts) -> Iterator[Problem]:
+    optimizer = facts.optimizer
+    end = optimizer.decay_steps or facts.training.steps
+    if optimizer.schedule != "wsd" or end is None:
+        return
+    start = round(end * (1 - optimizer.decay_fraction))
+    if optimizer.warmup_steps > start:
+        message = (
+            f"{optimizer.decay_fraction} of {end} steps starts the decay after step {start},"
+            f" within the {optimizer.warmup_steps} of optimizer.warmup_steps"
+        )
+        yield Problem("optimizer.decay_fraction", message, "lower one of the two")
+
+
+def the_loss_scale_starts_above_its_minimum(facts: Facts) -> Iterator[Problem]:
+    training = facts.training
+    power, minimum = training.initial_loss_scale_power, training.minimum_loss_scale
+    if training.loss_scale == "dynamic" and minimum > 2**power:
+        message = f"{minimum} is more than 2 ** training.initial_loss_scale_power {power} = {2**power}"
+        yield Problem("training.minimum_loss_scale", message, f"use at most {2**power}")
+
+
+def warmup_ends_before_the_run(facts: Facts) -> Iterator[Problem]:
+    warmup, steps = facts.optimizer.warmup_steps, facts.training.steps
+    if steps is not None and warmup and warmup >= steps:
+        message = f"{warmup} is not less than training.steps = {steps}"
+        yield Problem("optimizer.warmup_steps", message, f"use {steps - 1} or fewer")
+
+
+def decay_follows_the_warmup(facts: Facts) -> Iterator[Problem]:
+    warmup, end = facts.optimizer.warmup_steps, facts.optimizer.decay_steps
+    if end is not None and end <= warmup:
+        message = f"{end} is not more than optimizer.warmup_steps = {warmup}"
+        yield Problem("optimizer.decay_steps", message, f"use {warmup + 1} or more")
+
+
+def momentum_is_for_sgd(facts: Facts) -> Iterator[Problem]:
+    momentum, name = facts.optimizer.momentum, facts.optimizer.name
+    if momentum and name != "sgd":
+        yield Problem(
+            "optimizer.momentum", f"{momentum} has no meaning for {name}", 'use optimizer.betas, or "sgd"'
+        )
+
+
+OPTIMIZER_RULES = (
+    patterns_choose_whole_parameters,
+    zero_finds_every_group_on_every_stage,
+    values_are_clipped_without_zero,
+    the_native_optimizer_is_adamw_under_zero,
+    the_average_has_whole_runs,
+    the_stable_rate_follows_the_warmup,
+    the_loss_scale_starts_above_its_minimum,
+    warmup_ends_before_the_run,
+    decay_follows_the_warmup,
+    momentum_is_for_sgd,
+)

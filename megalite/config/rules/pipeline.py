@@ -1,0 +1,122 @@
+"""Rules of the pipeline: its chunks, their layers, and the micro batches that its schedule runs."""
+
+from collections.abc import Iterator
+
+from megalite.config.rules.batch import BatchProblem, plan_batch
+from megalite.config.schema import BatchPlan
+from megalite.config.validate import Facts, Unknown
+from megalite.errors import Problem
+from megalite.topology.schedules import SCHEDULES, Schedule
+
+
+def chunks_a_stage(facts: Facts) -> int:
+    """parallel.virtual_stages; "auto": as many as the schedule is made for, and one where there is one stage.
+
+    Raises Unknown where the schedule does not run so many.
+    """
+    stages, schedule = facts.parallel.pipeline, SCHEDULES[facts.parallel.schedule]
+    given = facts.parallel.virtual_stages
+    if given == "auto":
+        return schedule.default_chunks if stages > 1 else 1
+    if not (given == 1 if stages == 1 else schedule.takes_chunks(given)):
+        raise Unknown("parallel.virtual_stages")
+    return given
+
+
+def chunks_suit_the_schedule(facts: Facts) -> Iterator[Problem]:
+    key, given = "parallel.virtual_stages", facts.parallel.virtual_stages
+    schedule = SCHEDULES[facts.parallel.schedule]
+    if given == "auto":
+        return
+    if facts.parallel.pipeline == 1:
+        if given > 1:
+            message = f"{given} chunks of one stage have no other stage to take turns with"
+            yield Problem(key, message, 'use "auto", or parallel.pipeline 2 or more')
+    elif not schedule.takes_chunks(given):
+        message = f"{given} {'is' if given == 1 else 'are'} not the {schedule.only_chunks} that {schedule.name} runs"
+        other = _nearest_schedule(schedule, facts, given)
+        yield Problem(key, message, f'use "auto", or parallel.schedule "{other}"')
+
+
+def every_chunk_has_a_layer(facts: Facts) -> Iterator[Problem]:
+    stages, chunks, layers = facts.parallel.pipeline, chunks_a_stage(facts), facts.model.num_hidden_layers
+    if stages * chunks <= layers:
+        return
+    pieces = f"{stages} stages"
+    if chunks > 1:
+        pieces += f" * parallel.virtual_stages {chunks} = {stages * chunks} chunks"
+    message = f"{pieces} cannot each have one of model.num_hidden_layers = {layers}"
+    most, fewer = layers // chunks, layers // stages
+    ways = [f"at most {most}"] if most > 1 or chunks == 1 else []
+    if fewer and SCHEDULES[facts.parallel.schedule].takes_chunks(fewer):
+        ways.append(f"parallel.virtual_stages {fewer}")
+    elif fewer:
+        ways.append('parallel.schedule "1f1b"')
+    remedy = ", or ".join(ways) or f'at most {layers} and parallel.schedule "1f1b"'
+    yield Problem("parallel.pipeline", message, f"use {remedy}")
+
+
+def layers_per_stage_cover_the_model(facts: Facts) -> Iterator[Problem]:
+    given, key = facts.parallel.layers_per_stage, "parallel.layers_per_stage"
+    if given is None:
+        return
+    stages, chunks, layers = facts.parallel.pipeline, chunks_a_stage(facts), facts.model.num_hidden_layers
+    if len(given) != stages * chunks:
+        message = f"names {len(given)} stages and parallel.pipeline is {stages}"
+        if chunks > 1:
+            message = f"names {len(given)} chunks and there are parallel.pipeline {stages} * parallel.virtual_stages "
+            message += f"{chunks} = {stages * chunks}"
+        yield Problem(key, message, f"give {stages * chunks} numbers")
+    if sum(given) != layers:
+        message = (
+            f"{' + '.join(map(str, given)) or 0} = {sum(given)} is not model.num_hidden_layers = {layers}"
+        )
+        yield Problem(key, message, "every layer stands on exactly one stage")
+
+
+def schedule_has_micro_batches(facts: Facts) -> Iterator[Problem]:
+    schedule, stages, chunks = (
+        SCHEDULES[facts.parallel.schedule],
+        facts.parallel.pipeline,
+        chunks_a_stage(facts),
+    )
+    plan = _batch(facts)
+    # One stage accumulates gradients, whatever the schedule's name.
+    if plan is None or stages == 1:
+        return
+    if reason := schedule.legal(stages, plan.micro_batches, chunks):
+        nearest = schedule.nearest_legal(stages, plan.micro_batches, chunks)
+        remedy = (
+            f"use {nearest} (training.global_batch_size {plan.micro_batch_size * nearest * plan.data}), "
+            f'or parallel.schedule "{_nearest_schedule(schedule, facts, chunks)}"'
+        )
+        yield Problem("training.micro_batches", reason, remedy)
+
+
+def _nearest_schedule(schedule: Schedule, facts: Facts, chunks: int) -> str:
+    """The one most like it of those that run so many chunks and the micro batches as given."""
+    plan, stages = _batch(facts), facts.parallel.pipeline
+    fitting = [
+        each
+        for each in SCHEDULES.values()
+        if each.takes_chunks(chunks) and (plan is None or not each.legal(stages, plan.micro_batches, chunks))
+    ]
+    traits = (schedule.splits_backward, schedule.v_shaped)
+    unlike = {each.name: (each.splits_backward != traits[0], each.v_shaped != traits[1]) for each in fitting}
+    return min(unlike, key=lambda name: unlike[name])
+
+
+def _batch(facts: Facts) -> BatchPlan | None:
+    """None where the batch numbers are wrong, which another rule says."""
+    try:
+        return plan_batch(facts)
+    except (BatchProblem, Unknown):
+        return None
+
+
+PIPELINE_RULES = (
+    chunks_suit_the_schedule,
+    every_chunk_has_a_layer,
+    layers_per_stage_cover_the_model,
+    schedule_has_micro_batches,
+)

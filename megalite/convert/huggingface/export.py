@@ -1,0 +1,201 @@
+"""Export to a Hugging Face folder: streamed, checked against transformers, published whole or not at all."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite.checkpoint.folder import write_durably
+from megalite.checkpoint.format import WEIGHT, Manifest
+from megalite.checkpoint.tensor_file import (
+    CheckpointReader,
+    TensorInfo,
+    dtype_name,
+    full_box,
+    write_tensor_file,
+)
+from megalite.config.hub import INDEX
+from megalite.convert.average import AveragedWeights
+from megalite.convert.exported_folder import exported_folder
+from megalite.convert.huggingface.files import SINGLE
+from megalite.convert.huggingface.model_card import is_our_card, model_card
+from megalite.convert.parity import Comparison, compare_with_transformers
+from megalite.data.tokenizer import Tokenizer, copy_tokenizer, load_tokenizer, save_tokenizer
+from megalite.errors import CheckpointError
+from megalite.families.config_json import hf_config
+from megalite.families.tensors import FamilyTensor, family_tensors
+from megalite.topology.parameters import canonical_tensors
+
+CARD = "README.md"
+SHARD_SIZE_BYTES = 5_000_000_000
+
+
+@dataclass(frozen=True)
+class Export:
+    """A published export: its folder, its weight files, and how it compared with our own forward."""
+
+    folder: Path
+    files: tuple[str, ...]
+    comparisons: tuple[Comparison, ...]
+
+
+def export(
+    checkpoint: Path | Sequence[Path],
+    destination: Path,
+    tokenizer_folder: Path | None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    shard_size_bytes: int = SHARD_SIZE_BYTES,
+    weights: str | None = None,
+) -> Export:
+    """Write a checkpoint of any layout, or the mean of several, as a folder that transformers loads; one process.
+
+    weights: the kind to write: the model's weights, their float32 masters, or their moving average; None: the weights,
+    of several checkpoints the masters where there are any.
+    In memory are some rows of a tensor while files are written (of a family that holds matrices transposed, three of
+    them), and while they are compared one decoder layer in float32 with one more of its matrices.
+    The folder appears only after transformers' own modules, run from its files, agreed with our forward; an
+    earlier export there is then replaced. Raises CheckpointError, leaving nothing behind, when they disagree, when
+    a checkpoint is damaged, a weight beyond the range of `dtype` or `destination` holds something else; DataError for
+    the tokenizer.
+    """
+    checkpoints = [checkpoint] if isinstance(checkpoint, Path) else list(checkpoint)
+    with exported_folder(
+        destination, "a Hugging Face export", lambda folder: is_our_card(folder / CARD)
+    ) as partial:
+        with AveragedWeights(checkpoints, weights) as reader:
+            manifest = reader.manifest
+            files = _write_weights(reader, partial, dtype, shard_size_bytes)
+            token_ids = _write_tokenizer(manifest, tokenizer_folder, partial) if tokenizer_folder else {}
+            for name, content in (
+                ("config.json", hf_config(manifest.model, dtype_name(dtype), token_ids)),
+                ("generation_config.json", {"do_sample": False, **token_ids}),
+            ):
+                write_durably(partial / name, json.dumps(content, indent=2) + "\n")
+            comparisons = compare_with_transformers(reader, partial, dtype)
+            kind = dtype_name(dtype)
+            if reader.kinds != (WEIGHT,):
+                kind += f", from the checkpoint's {' and '.join(reader.kinds)}"
+            card = model_card(manifest, kind, comparisons, averaged=reader.steps)
+        write_durably(partial / CARD, card)
+    return Export(destination, tuple(files), tuple(comparisons))
+
+
+def plan_files(sizes_bytes: Mapping[str, int], shard_size_bytes: int) -> dict[str, list[str]]:
+    """File name -> tensors in it, in order: a new file wherever the next tensor would exceed the size."""
+    groups: list[list[str]] = []
+    filled = 0
+    for name, size_bytes in sizes_bytes.items():
+        if not groups or filled + size_bytes > shard_size_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(name)
+        filled += size_bytes
+    if len(groups) == 1:
+        return {SINGLE: groups[0]}
+    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, 1)}
+
+
+def _write_weights(
+    reader: AveragedWeights, folder: Path, dtype: torch.dtype, shard_size_bytes: int
+) -> list[str]:
+    tensors = {tensor.name: tensor for tensor in family_tensors(reader.manifest.model)}
+    infos = {name: TensorInfo(dtype, tensor.shape) for name, tensor in tensors.items()}
+    files = plan_files({name: info.size_bytes for name, info in infos.items()}, shard_size_bytes)
+
+    def read(name: str) -> Iterator[Tensor]:
+        for block in _family_blocks(reader, tensors[name]):
+            yield rounded(block, dtype, name)
+
+    for file, names in files.items():
+        write_tensor_file(folder / file, {name: infos[name] for name in names}, read)
+    if len(files) > 1:
+        total = sum(info.size_bytes for info in infos.values())
+        index = {"metadata": {"total_size": total}, "weight_map": dict(_weight_map(files))}
+        write_durably(folder / INDEX, json.dumps(index, indent=2) + "\n")
+    return list(files)
+
+
+def read_family_tensor(reader: CheckpointReader | AveragedWeights, kind: str, tensor: FamilyTensor) -> Tensor:
+    """What a checkpoint has of one kind, as it stands in the family's folder."""
+    shapes = canonical_tensors(reader.manifest.model)
+    parts = [reader.read(kind, name, full_box(shapes[name])) for name in tensor.parts]
+    stacked = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return stacked.t().contiguous() if tensor.transposed else stacked
+
+
+def rounded(values: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    """The values in another type, to nearest, ties to even; raises CheckpointError for one beyond its range."""
+    found = values.to(dtype)
+    beyond = found.isinf() & values.isfinite()
+    if beyond.any():
+        value, most = values[beyond][0].item(), torch.finfo(dtype).max
+        raise CheckpointError(
+            f"{name} has the weight {value:g}, and {dtype_name(dtype)} ends at {most:g}; export with a wider --dtype,"
+            " such as bfloat16 or float32"
+        )
+    return found
+
+
+def _family_blocks(reader: AveragedWeights, tensor: FamilyTensor) -> Iterator[Tensor]:
+    """Rows of one of the family's tensors, from the first to the last."""
+    if tensor.transposed:
+        yield read_family_tensor(reader, WEIGHT, tensor)
+        return
+    for name in tensor.parts:
+        yield from reader.blocks(WEIGHT, name)
+
+
+def _weight_map(files: Mapping[str, list[str]]) -> Iterator[tuple[str, str]]:
+    for file, names in files.items():
+        yield from ((name, file) for name in names)
+
+
+def _write_tokenizer(manifest: Manifest, source: Path, folder: Path) -> dict[str, int]:
+    """Copy the tokenizer; returns the ids of its special tokens in config.json's words."""
+    config = _tokenizer_config(source)
+    trained_with = (manifest.config.get("tokenizer") or {}).get("end_of_document")
+    end = trained_with or config.get("eos_token")
+    tokenizer = load_tokenizer(source, end_of_document=end) if end else load_tokenizer(source)
+    if tokenizer.vocab_size > manifest.model.vocab_size:
+        raise CheckpointError(
+            f"{source} has {tokenizer.vocab_size} tokens, the model only {manifest.model.vocab_size}; give the"
+            " tokenizer that the model was trained with"
+        )
+    if source.is_dir() and config:
+        copy_tokenizer(source, folder)
+    else:
+        # A bare tokenizer.json: without a configuration transformers would guess Llama's own way to split text.
+        save_tokenizer(tokenizer.backend, folder, tokenizer.end_of_document)
+        config = _tokenizer_config(folder)
+    return _token_ids(tokenizer, config)
+
+
+def _tokenizer_config(folder: Path) -> dict[str, Any]:
+    """tokenizer_config.json, with special tokens as plain text; empty where there is none."""
+    path = folder / "tokenizer_config.json"
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return {key: _plain(value) for key, value in content.items()}
+    except (ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"{path} is not a tokenizer's configuration ({error}); save it again"
+        ) from error
+
+
+def _plain(token: Any) -> Any:
+    """A special token may be written with its flags beside it."""
+    return token.get("content", token) if isinstance(token, dict) else token
+
+
+def _token_ids(tokenizer: Tokenizer, config: Mapping[str, Any]) -> dict[str, int]:
+    ids = {"eos_token_id": tokenizer.end_of_document_id}
+    bos = config.get("bos_token")
+    bos_id = tokenizer.backend.token_to_id(bos) if isinstance(bos, str) else None
+    return ids if bos_id is None else {"bos_token_id": bos_id, **ids}

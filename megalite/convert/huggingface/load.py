@@ -1,0 +1,162 @@
+"""Weights from a Hugging Face folder: every rank reads only the slices that it holds."""
+
+import json
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megalite.checkpoint.load import load_parameter
+from megalite.checkpoint.region_reader import TYPES, RegionReader
+from megalite.checkpoint.save import all_or_none
+from megalite.checkpoint.tensor_file import BLOCK_ELEMENTS
+from megalite.convert.huggingface.files import headers
+from megalite.convert.step_zero import write_step_zero
+from megalite.data.tokenizer import copy_tokenizer
+from megalite.errors import CheckpointError, listed
+from megalite.families.tensors import FamilyTensor, family_tensors
+from megalite.parallel.mesh import ParallelMesh
+from megalite.topology.layout import PipelineSplit, pipeline_split
+from megalite.topology.parameters import EMBEDDING, HEAD, canonical_tensors, stage_parameters
+from megalite.topology.shape import ModelShape
+from megalite.topology.sharding import Box
+
+# What older exports hold beside the weights: masks and frequencies, which follow from the configuration.
+BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+_GPT2_PREFIX = "transformer."
+
+
+def load_huggingface(
+    folder: Path, *, mesh: ParallelMesh, shape: ModelShape, split: PipelineSplit, stage: nn.Module
+) -> None:
+    """Fill this rank's stage from a folder that transformers could load; collective over the world.
+
+    Raises CheckpointError, on every rank alike, when the files are missing or damaged, or do not hold exactly the
+    tensors of `shape`; the message names the tensors.
+    """
+
+    def load() -> None:
+        tensors = dict(stage.named_parameters())
+        with HuggingFaceReader(folder, shape) as reader:
+            for parameter in stage_parameters(shape, split, mesh.at.pp):
+                tensor = tensors[parameter.name]
+                load_parameter(reader, parameter, tensor, mesh, most_elements=BLOCK_ELEMENTS)
+
+    all_or_none(mesh, "import", folder, load)
+
+
+class HuggingFaceReader:
+    """Reads regions of canonical tensors from a folder's safetensors files: of each the bytes it has, and no others."""
+
+    def __init__(self, folder: Path, shape: ModelShape):
+        self._folder, self._shapes = folder, canonical_tensors(shape)
+        self._tensors = {part: tensor for tensor in family_tensors(shape) for part in tensor.parts}
+        self._files = [RegionReader(folder / name, header) for name, header in headers(folder).items()]
+        self._where = {name: opened for opened in self._files for name in opened.header}
+        if shape.family == "gpt2" and not any(name.startswith(_GPT2_PREFIX) for name in self._where):
+            self._prefix = _GPT2_PREFIX  # files of the bare model, as the first ones published were
+        else:
+            self._prefix = ""
+        self._check(shape)
+        self._head_too = shape.tie_word_embeddings and HEAD in self._where
+
+    def __enter__(self) -> "HuggingFaceReader":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for opened in self._files:
+            opened.close()
+
+    def read(self, kind: str, name: str, box: Box) -> Tensor:
+        """A region of one canonical tensor, in the type of the file; raises CheckpointError."""
+        tensor = self._tensors[name]
+        first = sum(self._shapes[part][0] for part in tensor.parts[: tensor.parts.index(name)])
+        stacked = Box((box.offsets[0] + first, *box.offsets[1:]), box.shape)
+        values = self._region(self._stored(tensor), stacked, transposed=tensor.transposed)
+        if name == EMBEDDING and self._head_too and not torch.equal(self._region(HEAD, box), values):
+            raise CheckpointError(
+                f"{self._folder} has {HEAD}, which the model has not, as its head is the embedding, and they differ;"
+                " is its config.json that of these weights?"
+            )
+        return values
+
+    def _region(self, name: str, box: Box, *, transposed: bool = False) -> Tensor:
+        """That of a tensor of the files; `transposed`: they hold it so, and the box is that of what we hold."""
+        opened = self._where[name]
+        try:
+            if transposed:
+                return opened.read(name, Box(box.offsets[::-1], box.shape[::-1])).t()
+            return opened.read(name, box)
+        except OSError as error:
+            raise CheckpointError(f"{opened.path} cannot be read ({error}); fetch it again") from error
+
+    def _check(self, shape: ModelShape) -> None:
+        expected = {self._stored(tensor): tensor for tensor in self._tensors.values()}
+        missing = sorted(expected.keys() - self._where.keys())
+        extra = sorted(name for name in self._where.keys() - expected.keys() if not name.endswith(BUFFERS))
+        if shape.tie_word_embeddings and HEAD in extra and self._is_like_the_embedding(HEAD):
+            extra.remove(HEAD)  # whether it is the same, each rank sees with what it reads
+        if missing or extra:
+            parts = [f"lacks {listed(missing)}"] if missing else []
+            parts += [f"has {listed(extra)}, which the model has not"] if extra else []
+            raise CheckpointError(
+                f"{self._folder} {' and '.join(parts)}; is its config.json that of these weights?"
+            )
+        for name, tensor in expected.items():
+            stored = self._where[name].header[name]
+            if stored.shape != tensor.shape:
+                raise CheckpointError(
+                    f"{self._folder}: {name} is {stored.shape}, the model's is {tensor.shape}"
+                )
+            if stored.dtype not in TYPES:
+                raise CheckpointError(
+                    f"{self._folder}: {name} is of {stored.dtype}; use weights of {', '.join(TYPES)}"
+                )
+
+    def _stored(self, tensor: FamilyTensor) -> str:
+        return tensor.name.removeprefix(self._prefix) if self._prefix else tensor.name
+
+    def _is_like_the_embedding(self, name: str) -> bool:
+        """Of its shape and type."""
+        theirs = self._stored(self._tensors[EMBEDDING])
+        if theirs not in self._where:
+            return False
+        one, other = self._where[name].header[name], self._where[theirs].header[theirs]
+        return (one.shape, one.dtype) == (other.shape, other.dtype)
+
+
+def import_checkpoint(folder: Path, shape: ModelShape, run_folder: Path) -> Path:
+    """Write a folder's weights as a checkpoint without optimizer state: step 0 of a run; one process, the model once.
+
+    Its tokenizer files come along to `run_folder`/tokenizer. Raises CheckpointError as load_huggingface does, and
+    where the run has a checkpoint already.
+    """
+
+    def fill(stage: nn.Module) -> None:
+        mesh, split = ParallelMesh.single(), pipeline_split(shape.num_hidden_layers)
+        load_huggingface(folder, mesh=mesh, shape=shape, split=split, stage=stage)
+        config["tokenizer"] = take_tokenizer(folder, run_folder)
+
+    config: dict[str, Any] = {"model": {"weights": str(folder)}}
+    return write_step_zero(run_folder, shape, fill, config)
+
+
+def take_tokenizer(folder: Path, run_folder: Path) -> dict[str, Any]:
+    """Copy a folder's tokenizer, if it has one, to `run_folder`/tokenizer; what a run's configuration says of it."""
+    if all((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+        copy_tokenizer(folder, run_folder / "tokenizer")
+    return {"end_of_document": _end_of_text(folder)}
+
+
+def _end_of_text(folder: Path) -> str | None:
+    """The tokenizer's own word for it, as plain text."""
+    try:
+        content = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        token = content.get("eos_token")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return token.get("content") if isinstance(token, dict) else token

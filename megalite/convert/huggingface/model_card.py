@@ -1,0 +1,95 @@
+"""The README.md of an export: how to use it, how it was trained, how it was checked."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megalite.checkpoint.format import Manifest
+from megalite.convert.parity import TOLERANCE, Comparison
+from megalite.topology.parameters import parameter_count
+from megalite.version import __version__
+
+# By it a later export knows that it may replace this one.
+_MARK = "<!-- written by megalite convert export -->"
+
+
+def model_card(
+    manifest: Manifest, dtype: str, comparisons: Sequence[Comparison], averaged: Sequence[int] = ()
+) -> str:
+    """Markdown with the front matter that Hugging Face reads; averaged: the steps, if there are several."""
+    shape, layout, state = manifest.model, manifest.layout, manifest.trainer_state
+    facts = {
+        "parameters": f"{parameter_count(shape):,}"
+        + (" (tied embeddings)" if shape.tie_word_embeddings else ""),
+        "layers x hidden x heads (key-value heads)": f"{shape.num_hidden_layers} x {shape.hidden_size} x"
+        f" {shape.num_attention_heads} ({shape.num_key_value_heads})",
+        "vocabulary": f"{shape.vocab_size:,}",
+        "type of the weights": dtype,
+        "steps": f"{state['step']:,}",
+        **({"weights": f"the mean of steps {', '.join(map(str, averaged))}"} if len(averaged) > 1 else {}),
+        "sequences": f"{state['samples']:,}",
+        "tokens": f"{state['tokens']:,}",
+        "layout": f"tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data}",
+        **_training_facts(manifest.config),
+        "software": f"megalite {manifest.megalite}, torch {manifest.torch}; exported by {__version__}",
+    }
+    rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
+    checks = "\n".join(
+        f"| {check.what} | {check.absolute:.1e} | {check.relative:.1e} |" for check in comparisons
+    )
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+- megalite
+---
+{_MARK}
+# A {shape.family} model trained with megalite
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+model = AutoModelForCausalLM.from_pretrained(FOLDER)
+inputs = tokenizer("Once", return_tensors="pt")
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=40)[0]))
+```
+
+## Training
+
+| | |
+|---|---|
+{rows}
+
+## Check
+
+transformers' own modules, run from these files, against the forward that trained the model
+(largest differences; refused above {TOLERANCE:g} relative):
+
+| | absolute | relative |
+|---|---|---|
+{checks}
+"""
+
+
+def is_our_card(path: Path) -> bool:
+    """Whether the file was written by `model_card`."""
+    return path.is_file() and _MARK in path.read_text(encoding="utf-8", errors="replace")
+
+
+def _training_facts(config: Mapping[str, Any]) -> dict[str, str]:
+    """The settings of the run that shaped the weights, as far as its configuration names them."""
+    found = {}
+    for section, name in (
+        ("training", "sequence_length"),
+        ("training", "global_batch_size"),
+        ("training", "precision"),
+        ("optimizer", "name"),
+        ("optimizer", "learning_rate"),
+        ("data", "source"),
+        ("run", "seed"),
+    ):
+        value = (config.get(section) or {}).get(name)
+        if value is not None:
+            found[f"`{section}.{name}`"] = str(value)
+    return found

@@ -1,0 +1,75 @@
+"""A Megatron-LM checkpoint as a run's step 0, and what one says of itself."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from megalite.checkpoint.load import load_parameter
+from megalite.convert.foreign_pickle import require_undamaged
+from megalite.convert.megatron.arguments import OF_INTEREST, not_built
+from megalite.convert.megatron.folder import find_megatron_folder
+from megalite.convert.megatron.rank_files import open_megatron, open_rank
+from megalite.convert.step_zero import write_step_zero
+from megalite.parallel.mesh import ParallelMesh
+from megalite.topology.parameters import EMBEDDING, model_parameters
+from megalite.topology.shape import ModelShape
+
+
+@dataclass(frozen=True)
+class MegatronImport:
+    """What was written; notes: where copies of a tensor were not quite the same."""
+
+    checkpoint: Path
+    shape: ModelShape
+    dtype: torch.dtype
+    iteration: int | None
+    notes: tuple[str, ...]
+
+
+def import_megatron(folder: Path, run_folder: Path, vocab_size: int | None = None) -> MegatronImport:
+    """Write a Megatron-LM checkpoint's weights, in their type, as step 0 of a run; one process, the model once.
+
+    vocab_size: rows of the padded table that are tokens, where its arguments do not say it.
+    Raises CheckpointError where it cannot be expressed or is not whole, and where the run has a checkpoint.
+    """
+    reader = open_megatron(folder, vocab_size)
+    for path in find_megatron_folder(folder).files.values():
+        require_undamaged(path)
+
+    def fill(stage: nn.Module) -> None:
+        tensors, mesh = dict(stage.named_parameters()), ParallelMesh.single()
+        for parameter in model_parameters(reader.shape):
+            load_parameter(reader, parameter, tensors[parameter.name], mesh)
+        reader.check_tied_head(tensors[EMBEDDING].detach())
+
+    written = write_step_zero(
+        run_folder, reader.shape, fill, {"model": {"weights": str(folder)}}, dtype=reader.dtype
+    )
+    return MegatronImport(written, reader.shape, reader.dtype, reader.iteration, tuple(reader.notes))
+
+
+def described(folder: Path) -> Iterator[str]:
+    """Lines on a checkpoint, be it one that can be built here or not; no tensor is read."""
+    found = find_megatron_folder(folder)
+    stages = [open_rank(found.files[stage, 0]) for stage in range(found.pipeline)]
+    first, chunks = stages[0], len(stages[0].chunks)
+    size_bytes = sum(path.stat().st_size for path in found.files.values())
+    virtual = f" x {chunks} chunks" if chunks > 1 else ""
+    yield f"{found.path}: a Megatron-LM checkpoint of tensor {found.tensor} x pipeline {found.pipeline}{virtual}"
+    yield f"  iteration {first.iteration}, checkpoint_version {first.version:g}"
+    yield f"  {size_bytes:,} bytes in {len(found.files)} files"
+    table = first.arguments.table
+    yield f"  args: {', '.join(f'{name} {table[name]}' for name in OF_INTEREST if name in table)}"
+    if foreign := list(not_built(first.arguments)):
+        yield f"  not built here: {', '.join(foreign)}"
+    for place, stage in enumerate(stages):
+        for chunk, entries in enumerate(stage.entries):
+            which = f", chunk {chunk}" if chunks > 1 else ""
+            yield f"stage {place}{which}: {len(entries)} tensors, as tensor rank 0 has them"
+            width = max(map(len, entries), default=0)
+            for name, (shape, dtype) in entries.items():
+                size = " x ".join(map(str, shape))
+                yield f"  {name:<{width}}  {size:>16}  {str(dtype).removeprefix('torch.')}"

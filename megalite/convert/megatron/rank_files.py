@@ -1,0 +1,325 @@
+"""A Megatron-LM checkpoint as canonical tensors: the files of one pipeline stage at a time, mapped rather than read."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite.checkpoint.regions import slices
+from megalite.convert.foreign_pickle import Foreign, load_pickle
+from megalite.convert.megatron.arguments import Arguments, megatron_shape, true_vocab_size
+from megalite.convert.megatron.folder import MegatronFolder, find_megatron_folder
+from megalite.convert.megatron.names import (
+    flat_names,
+    is_weight,
+    layer_of,
+    missing_name,
+    parameter_name,
+    part_of,
+    rank_shape,
+)
+from megalite.errors import CheckpointError, listed
+from megalite.topology.parameters import EMBEDDING, HEAD, POSITIONS, model_parameters
+from megalite.topology.shape import ModelShape
+from megalite.topology.sharding import Box
+
+_TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+# Copies that ranks keep of one tensor drift apart by roundings; more than this share of the largest is another tensor.
+_DRIFT = 0.01
+_VERSIONS = (0, 1, 2, 3)
+_NAMESPACES = ("argparse.Namespace", "types.SimpleNamespace")
+
+Entry = tuple[tuple[int, ...], torch.dtype]
+"""A tensor's shape on one rank, and its type."""
+
+
+@dataclass(frozen=True)
+class RankFile:
+    """What one rank's file holds; chunks: the tensors of each model chunk (virtual stage) by their own names."""
+
+    path: Path
+    iteration: int | None
+    version: float
+    arguments: Arguments
+    chunks: tuple[Mapping[str, Tensor], ...]
+
+    @property
+    def entries(self) -> list[dict[str, Entry]]:
+        return [
+            {name: (tuple(each.shape), each.dtype) for name, each in chunk.items()} for chunk in self.chunks
+        ]
+
+
+def open_rank(path: Path) -> RankFile:
+    """Raises CheckpointError where the file is no rank's; nothing of its tensors is read."""
+    content = load_pickle(path)
+    if not isinstance(content, Mapping):
+        raise CheckpointError(f"{path} holds no table, so it is no rank of a Megatron-LM checkpoint")
+    states = [content["model"]] if "model" in content else list(_virtual_stages(content))
+    if not states or not all(isinstance(state, Mapping) for state in states):
+        raise CheckpointError(f"{path} holds no model, so it is no rank of a Megatron-LM checkpoint")
+    version, iteration = content.get("checkpoint_version", 0), content.get("iteration")
+    if not isinstance(version, int | float) or version not in _VERSIONS:
+        raise CheckpointError(
+            f"{path} is of checkpoint_version {version!r}; {', '.join(map(str, _VERSIONS))} are read"
+        )
+    given = content.get("args")
+    if not isinstance(given, Foreign) or given.type_name not in _NAMESPACES:
+        raise CheckpointError(
+            f"{path} has no args, which say the model's shape; load and save it with a newer Megatron-LM"
+        )
+    chunks = []
+    for state in states:
+        named = {name: value for name, value in flat_names(state).items() if is_weight(name)}
+        for name, value in named.items():
+            if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_meta:
+                raise CheckpointError(f"{path}: {name} is no tensor but {type(value).__name__}")
+        chunks.append(named)
+    # What is made of it is then no larger than it is: a tensor may claim any shape of one stored number.
+    said_bytes = sum(each.numel() * each.itemsize for chunk in chunks for each in chunk.values())
+    if said_bytes > path.stat().st_size:
+        raise CheckpointError(
+            f"{path}: its tensors have {said_bytes} bytes, and the file {path.stat().st_size}"
+        )
+    whole = iteration if isinstance(iteration, int) else None
+    # A tensor among them compares with nothing as plain values do.
+    plain = {name: value for name, value in given.fields.items() if not isinstance(value, Tensor)}
+    return RankFile(path, whole, float(version), Arguments(plain, path), tuple(chunks))
+
+
+def _virtual_stages(content: Mapping[str, Any]) -> Iterator[Any]:
+    number = 0
+    while f"model{number}" in content:
+        yield content[f"model{number}"]
+        number += 1
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a registered parameter lies: pipeline rank, chunk of it, its name there."""
+
+    stage: int
+    chunk: int
+    name: str
+
+
+@dataclass
+class MegatronReader:
+    """Reads regions of canonical tensors; the files of one pipeline stage are open at a time.
+
+    dtype: the widest of its weights'. notes: what a reader of the result should know.
+    """
+
+    folder: MegatronFolder
+    shape: ModelShape
+    version: float
+    iteration: int | None
+    dtype: torch.dtype
+    places: Mapping[str, _Place]
+    notes: list[str] = field(default_factory=list)
+    _opened: tuple[int, Sequence[RankFile]] | None = None
+
+    def __post_init__(self) -> None:
+        self._parts = {
+            part.name: (parameter, index)
+            for parameter in model_parameters(self.shape)
+            for index, part in enumerate(parameter.spec.parts)
+        }
+
+    def read(self, kind: str, name: str, box: Box) -> Tensor:
+        """A region of one canonical tensor."""
+        parameter, index = self._parts[name]
+        shards = self._shards(parameter.name)
+        if parameter.spec.dim is None:
+            for tp, copy in enumerate(shards[1:], start=1):
+                self._compare(f"the copy of {self.places[name].name} on tensor rank {tp}", copy, shards[0])
+        whole = part_of(parameter, index, shards, self.shape, self.version)
+        return whole[slices(box, Box((0,) * len(box.offsets), tuple(whole.shape)))]
+
+    def check_tied_head(self, embedding: Tensor) -> None:
+        """Hold the last stage's copy of a tied embedding, where there is one, against `embedding`."""
+        if self.shape.tie_word_embeddings and HEAD in self.places:
+            head = torch.cat(list(self._shards(HEAD)))[: self.shape.vocab_size]
+            self._compare(f"{self.places[HEAD].name} of the last stage", head, embedding)
+
+    def _shards(self, parameter: str) -> list[Tensor]:
+        place = self.places[parameter]
+        if self._opened is None or self._opened[0] != place.stage:
+            self._opened = None  # the files before are given up first
+            self._opened = (place.stage, _open_stage(self.folder, place.stage))
+        return [rank.chunks[place.chunk][place.name] for rank in self._opened[1]]
+
+    def _compare(self, what: str, copy: Tensor, taken: Tensor) -> None:
+        if torch.equal(copy, taken):
+            return
+        off = float((copy.double() - taken.double()).abs().max())
+        if not off <= _DRIFT * float(taken.double().abs().max()):
+            raise CheckpointError(
+                f"{self.folder.path}: {what} is another tensor than the first, by up to {off:.1e}"
+            )
+        self.notes.append(f"{what} differs from the first, which was taken, by up to {off:.1e}")
+
+
+def open_megatron(folder: Path, vocab_size: int | None = None) -> MegatronReader:
+    """The reader of a whole and expressible checkpoint; vocab_size: true size, where its arguments do not say it.
+
+    Raises CheckpointError, which names the file, argument or tensor: everything but the tensors' numbers is checked.
+    """
+    found = find_megatron_folder(folder)
+    first = open_rank(found.files[0, 0])
+    shape = megatron_shape(first.arguments, vocab_size=1)  # refused before anything else is looked at
+    _check_layout(found, first)
+    places: dict[str, _Place] = {}
+    shapes: dict[str, Entry] = {}
+    stages = [_entries_of_stage(found, stage, first) for stage in range(found.pipeline)]
+    first_layer = 0
+    for chunk in range(len(first.chunks)):  # of all stages in turn, as virtual stages follow each other
+        for stage, chunks in enumerate(stages):
+            for name, entry in chunks[chunk].items():
+                ours = parameter_name(name, first_layer, gated=shape.gated_mlp)
+                if ours is None or ours in places:
+                    where = found.files[stage, 0]
+                    what = (
+                        "which the model has not" if ours is None else f"and {places[ours].name} is the same"
+                    )
+                    raise CheckpointError(f"{where} has {name}, {what}")
+                places[ours], shapes[ours] = _Place(stage, chunk, name), entry
+            first_layer += _layer_count(chunks[chunk], found.files[stage, 0])
+    if first_layer != shape.num_hidden_layers:
+        raise first.arguments.problem(
+            f"num_layers = {shape.num_hidden_layers}, and its files hold {first_layer} layers"
+        )
+    if EMBEDDING not in shapes or len(shapes[EMBEDDING][0]) != 2:
+        raise CheckpointError(f"{found.files[0, 0]} has no table of word_embeddings; fetch it again")
+    rows = shapes[EMBEDDING][0][0] * found.tensor
+    shape = megatron_shape(first.arguments, true_vocab_size(first.arguments, rows, vocab_size))
+    _check_tensors(found, shape, first.version, places, shapes)
+    dtype = shapes[EMBEDDING][1]
+    for _, kind in shapes.values():
+        dtype = torch.promote_types(dtype, kind)
+    return MegatronReader(found, shape, first.version, first.iteration, dtype, places)
+
+
+def _open_stage(folder: MegatronFolder, stage: int) -> list[RankFile]:
+    return [open_rank(folder.files[stage, tp]) for tp in range(folder.tensor)]
+
+
+def _check_layout(folder: MegatronFolder, first: RankFile) -> None:
+    given = first.arguments.table
+    sizes = {
+        "tensor_model_parallel_size": (folder.tensor, given.get("model_parallel_size")),
+        "pipeline_model_parallel_size": (folder.pipeline, None),
+    }
+    for name, (found, older) in sizes.items():
+        said = given.get(name, older)
+        if said is not None and said != found:
+            raise first.arguments.problem(f"{name} = {said!r}, and there are files of {found} rank(s)")
+
+
+def _entries_of_stage(folder: MegatronFolder, stage: int, first: RankFile) -> list[dict[str, Entry]]:
+    """Those of each chunk's tensors by name, the same on every rank of the stage."""
+    of_rank_0: list[dict[str, Entry]] | None = None
+    for tp in range(folder.tensor):
+        rank = open_rank(folder.files[stage, tp])
+        for what, value in (("iteration", rank.iteration), ("checkpoint_version", rank.version)):
+            expected = first.iteration if what == "iteration" else first.version
+            if value != expected:
+                raise CheckpointError(
+                    f"{rank.path} is of {what} {value}, {first.path} of {expected}; fetch the files of one iteration"
+                )
+        if len(rank.chunks) != len(first.chunks):
+            raise CheckpointError(
+                f"{rank.path} holds {len(rank.chunks)} model chunk(s), {first.path} {len(first.chunks)}"
+            )
+        of_rank_0 = of_rank_0 or rank.entries
+        for mine, other in zip(rank.entries, of_rank_0, strict=True):
+            _check_alike(folder, stage, tp, mine, other)
+    return of_rank_0 or []
+
+
+def _check_alike(
+    folder: MegatronFolder, stage: int, tp: int, mine: Mapping[str, Entry], other: Mapping[str, Entry]
+) -> None:
+    """Raise CheckpointError unless rank `tp` has the same tensors as rank 0."""
+    own, zeros = folder.files[stage, tp], folder.files[stage, 0]
+    for name in sorted(mine.keys() ^ other.keys()):
+        lacking, having = (zeros, own) if name in mine else (own, zeros)
+        raise CheckpointError(f"{lacking} lacks {name}, which {having} has; fetch it again")
+    for name, entry in mine.items():
+        if entry != other[name]:
+            raise CheckpointError(f"{own}: {name} is {_said(entry)}, and {_said(other[name])} on rank 0")
+
+
+def _layer_count(names: Mapping[str, Any], path: Path) -> int:
+    layers = {layer for name in names if (layer := layer_of(name)) is not None}
+    if layers != set(range(len(layers))):
+        raise CheckpointError(f"{path} holds the layers {sorted(layers)}, which are not its first ones")
+    return len(layers)
+
+
+def _check_tensors(
+    folder: MegatronFolder,
+    shape: ModelShape,
+    version: float,
+    places: Mapping[str, _Place],
+    found: Mapping[str, Entry],
+) -> None:
+    """Raise CheckpointError unless the files hold exactly the model's tensors, cut as they are to be."""
+    expected = {parameter.name: parameter for parameter in model_parameters(shape)}
+    if missing := [name for name in expected if name not in places]:
+        raise _lacking(folder, missing, places)
+    for name, (size, kind) in found.items():
+        place = places[name]
+        path = folder.files[place.stage, 0]
+        copy = name == HEAD and shape.tie_word_embeddings
+        if name not in expected and not copy:
+            raise CheckpointError(f"{path} has {place.name}, which the model has not by its args")
+        if name in (EMBEDDING, HEAD):
+            wanted: tuple[int, ...] | None = (found[EMBEDDING][0][0], shape.hidden_size)
+        else:
+            wanted = rank_shape(expected[name], folder.tensor)
+        if size != wanted:
+            raise CheckpointError(f"{path}: {place.name} is {size} on each rank, by its args it is {wanted}")
+        if kind not in _TYPES:
+            raise CheckpointError(
+                f"{path}: {place.name} is of {kind}; save the weights in a type of 16 bits or more"
+            )
+    _check_heads(folder, shape, version)
+
+
+def _lacking(folder: MegatronFolder, missing: Sequence[str], places: Mapping[str, _Place]) -> CheckpointError:
+    """Name the first file that lacks tensors, and these as it would call them."""
+    names = {ours: place.name for ours, place in places.items()}
+
+    def stage_of(name: str) -> int:
+        if name == POSITIONS:
+            return 0
+        layer = ".".join(name.split(".")[:3]) + "."
+        return next(
+            (place.stage for ours, place in places.items() if ours.startswith(layer)), folder.pipeline - 1
+        )
+
+    first = min(map(stage_of, missing))
+    lacked = [missing_name(name, names) for name in missing if stage_of(name) == first]
+    return CheckpointError(
+        f"{folder.files[first, 0]} lacks {listed(lacked)}, which its args ask for; fetch it again, or correct its args"
+    )
+
+
+def _check_heads(folder: MegatronFolder, shape: ModelShape, version: float) -> None:
+    groups = shape.num_key_value_heads
+    if version < 2 and groups != shape.num_attention_heads:
+        raise CheckpointError(
+            f"{folder.path} is of checkpoint_version {version:g}, which had no groups of queries, and its args have"
+        )
+    if groups % folder.tensor and folder.tensor % groups:
+        raise CheckpointError(
+            f"{folder.path}: {folder.tensor} tensor ranks cannot hold {groups} query groups"
+        )
+
+
+def _said(entry: Entry) -> str:
+    return f"{entry[0]} of {str(entry[1]).removeprefix('torch.')}"

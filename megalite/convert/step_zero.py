@@ -1,0 +1,52 @@
+"""Weights from elsewhere as a run's first checkpoint: step 0, without optimizer state."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megalite.checkpoint.folder import require_new_run, undone_on_failure
+from megalite.checkpoint.save import Remedies, save_checkpoint
+from megalite.model.stages import build_stage
+from megalite.model.transformer import Stage
+from megalite.parallel.mesh import ParallelMesh
+from megalite.topology.layout import pipeline_split
+from megalite.topology.shape import ModelShape
+from megalite.topology.state import NoOptimizer
+
+_REMEDIES = Remedies(
+    full="free space there or name a RUN folder on another disk",
+    forbidden="make it writable or name another RUN folder",
+)
+
+
+def write_step_zero(
+    run_folder: Path,
+    shape: ModelShape,
+    fill: Callable[[Stage], None],
+    config: Mapping[str, Any],
+    dtype: torch.dtype = torch.float32,
+) -> Path:
+    """The checkpoint of a stage that `fill` has filled; one process, which holds the model once.
+
+    fill: may write the run's tokenizer too. Raises CheckpointError where the run has a checkpoint already, and whatever
+    `fill` raises; nothing that was written is left then.
+    """
+    require_new_run(run_folder)
+    mesh, split = ParallelMesh.single(), pipeline_split(shape.num_hidden_layers)
+    folder = run_folder / "checkpoints"
+    with undone_on_failure(folder, run_folder / "tokenizer"):
+        stage = build_stage(shape, mesh, split, seed=None).to(dtype)
+        fill(stage)
+        return save_checkpoint(
+            folder,
+            mesh=mesh,
+            shape=shape,
+            split=split,
+            stage=stage,
+            optimizer=NoOptimizer(),
+            trainer_state={"step": 0, "samples": 0, "tokens": 0},
+            config=config,
+            remedies=_REMEDIES,
+        )

@@ -1,0 +1,86 @@
+"""A checkpoint made of another project's files: by one process, one tensor in memory at a time."""
+
+import secrets
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite.checkpoint.folder import (
+    partial_name,
+    publish,
+    published_name,
+    sync_folder,
+    write_durably,
+)
+from megalite.checkpoint.format import MANIFEST, Manifest, Shard, TensorEntry, check_coverage, to_json
+from megalite.checkpoint.tensor_file import TensorInfo, write_tensor_file
+from megalite.errors import CheckpointError
+from megalite.topology.layout import Layout
+from megalite.topology.parameters import canonical_tensors
+from megalite.topology.shape import ModelShape
+from megalite.version import __version__
+
+_FILE = "rank-00000.safetensors"
+
+
+def write_streamed(
+    run_folder: Path,
+    shape: ModelShape,
+    kinds: Sequence[str],
+    read: Callable[[str, str], Tensor],
+    *,
+    trainer_state: Mapping[str, int],
+    optimizer: Mapping[str, Any],
+    config: Mapping[str, Any],
+) -> Path:
+    """Write every kind of every canonical tensor, in float32, as a checkpoint of a run; returns it.
+
+    read: gives a kind's tensor, whole. Raises CheckpointError where it cannot be written; what `read` raises leaves
+    nothing behind either.
+    """
+    folder, step = run_folder / "checkpoints", trainer_state["step"]
+    partial = folder / partial_name(step, secrets.token_hex(4))
+    try:
+        partial.mkdir(parents=True)
+        tensors, size_bytes = _write(partial / _FILE, shape, kinds, read)
+        manifest = Manifest(
+            megalite=__version__,
+            torch=torch.__version__,
+            trainer_state=dict(trainer_state),
+            layout=Layout(),
+            stage_layers=(tuple(range(shape.num_hidden_layers)),),
+            model=shape,
+            config=config,
+            optimizer=dict(optimizer),
+            tensors=tensors,
+            files={_FILE: size_bytes},
+        )
+        check_coverage(manifest, partial)
+        write_durably(partial / MANIFEST, to_json(manifest))
+        sync_folder(partial)
+        publish(partial, folder / published_name(step))
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be written ({error}); free space or name another") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return folder / published_name(step)
+
+
+def _write(
+    path: Path, shape: ModelShape, kinds: Sequence[str], read: Callable[[str, str], Tensor]
+) -> tuple[dict[str, dict[str, TensorEntry]], int]:
+    """The file, and what the manifest has to say of it: the entries, and its size in bytes."""
+    shapes = canonical_tensors(shape)
+    keys = {f"{kind}/{name}": (kind, name) for kind in kinds for name in shapes}
+    infos = {key: TensorInfo(torch.float32, shapes[name]) for key, (_, name) in keys.items()}
+    hashes, size_bytes = write_tensor_file(path, infos, lambda key: read(*keys[key]).float())
+    tensors: dict[str, dict[str, TensorEntry]] = {kind: {} for kind in kinds}
+    for key, (kind, name) in keys.items():
+        full = shapes[name]
+        shard = Shard(path.name, key, (0,) * len(full), full, None, hashes[key])
+        tensors[kind][name] = TensorEntry(full, "float32", (shard,))
+    return tensors, size_bytes

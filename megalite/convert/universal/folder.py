@@ -1,0 +1,71 @@
+"""Which folders are DeepSpeed universal checkpoints, and what lies where in them. No torch.
+
+TAG/zero/<parameter>/{fp32,exp_avg,exp_avg_sq,step}.pt, TAG/zero/optimizer_state.pt, TAG/*_model_states.pt, and beside
+TAG the file latest_universal, which names it.
+"""
+
+from pathlib import Path
+
+from megalite.convert.huggingface.files import INDEX, SINGLE
+from megalite.errors import CheckpointError
+
+LATEST_UNIVERSAL = "latest_universal"
+ZERO = "zero"
+OPTIMIZER_STATE = "optimizer_state.pt"
+STEP = "step.pt"
+MODEL_STATES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
+"""What the engine reads first: under ZeRO 0 to 2, and under ZeRO 3."""
+WEIGHTS = "fp32"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+KINDS = (WEIGHTS, *MOMENTS)
+_OF_THE_ENGINE = ("*_model_states.pt", "*_optim_states.pt")
+
+
+def find_universal(folder: Path) -> Path | None:
+    """The TAG folder that `folder` is, or names in latest_universal; None where it is something else.
+
+    Raises CheckpointError for what DeepSpeed's engine saves, which has to be converted first, unless weights in the
+    form of Hugging Face lie beside it.
+    """
+    if (folder / ZERO).is_dir():
+        return folder
+    tag = _named_by(folder / LATEST_UNIVERSAL)
+    if tag is not None and (folder / tag / ZERO).is_dir():
+        return folder / tag
+    if tag is not None:
+        raise CheckpointError(f"{folder / LATEST_UNIVERSAL} names {tag}, which has no {ZERO} folder there")
+    if any((folder / name).is_file() for name in (SINGLE, INDEX)):
+        return None
+    saved = _named_by(folder / "latest")
+    for engine in (folder, *([folder / saved] if saved else [])):
+        if any(any(engine.glob(pattern)) for pattern in _OF_THE_ENGINE):
+            raise CheckpointError(_convert_first(engine))
+    return None
+
+
+def find_config(universal: Path) -> Path | None:
+    """The folder of the config.json in or beside a TAG folder; None where there is none."""
+    places = (universal, universal.resolve().parent)
+    return next((place for place in places if (place / "config.json").is_file()), None)
+
+
+def _named_by(pointer: Path) -> str | None:
+    """None where the file is missing, cannot be read, or names something that is not beside it."""
+    try:
+        name = pointer.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    return name if name not in ("", "..") and Path(name).name == name else None
+
+
+def _convert_first(engine: Path) -> str:
+    if not any(engine.glob("*_optim_states.pt")):
+        return (
+            f"{engine} was saved by DeepSpeed under ZeRO 0, which ds_to_universal does not convert; import its weights:"
+            " load it into the model, save that with save_pretrained and name the folder"
+        )
+    return (
+        f"{engine} was saved by DeepSpeed's engine; make it universal and name that folder:\n"
+        "  python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state"
+        f" --input_folder {engine} --output_folder {engine}_universal"
+    )

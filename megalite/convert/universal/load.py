@@ -1,0 +1,245 @@
+"""DeepSpeed universal checkpoints of Hugging Face models, as ds_to_universal writes them, read tensor by tensor."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite.checkpoint.folder import require_new_run, undone_on_failure
+from megalite.checkpoint.format import WEIGHT
+from megalite.convert.foreign_pickle import load_pickle, require_undamaged
+from megalite.convert.huggingface.load import BUFFERS, take_tokenizer
+from megalite.convert.streamed import write_streamed
+from megalite.convert.universal.folder import (
+    KINDS,
+    MODEL_STATES,
+    MOMENTS,
+    OPTIMIZER_STATE,
+    STEP,
+    WEIGHTS,
+    ZERO,
+)
+from megalite.errors import CheckpointError, listed
+from megalite.families.tensors import family_tensors
+from megalite.topology.parameters import EMBEDDING, HEAD, canonical_tensors
+from megalite.topology.shape import ModelShape
+
+_WRAPPER = "module."
+_SETTINGS = {"lr": "learning_rate", "betas": "betas", "eps": "eps", "weight_decay": "weight_decay"}
+"""Their name of a hyperparameter -> ours."""
+
+
+@dataclass(frozen=True)
+class UniversalFolder:
+    """What lies in a universal folder, whoever's model it is."""
+
+    path: Path
+
+    @cached_property
+    def names(self) -> list[str]:
+        """The parameters, as they are stored."""
+        return sorted(each.name for each in (self.path / ZERO).iterdir() if each.is_dir())
+
+    def files(self, name: str) -> list[str]:
+        """What there is of a parameter: fp32, exp_avg, ..."""
+        return sorted(each.stem for each in (self.path / ZERO / name).glob("*.pt"))
+
+    def tensor(self, name: str, kind: str, *, checked: bool = False) -> Tensor:
+        """One kind of a parameter, read where it is used; checked: after the file's checksums."""
+        path = self.path / ZERO / name / f"{kind}.pt"
+        if not path.is_file():
+            raise CheckpointError(
+                f"{path} is missing: {', '.join(KINDS)} are read of every parameter, as AdamW under ZeRO leaves them of"
+                " those that are trained; no other optimizer's, and no frozen ones"
+            )
+        if checked:
+            require_undamaged(path)
+        content = load_pickle(path)
+        # Under ZeRO 3 it is the flat tensor itself.
+        values = content.get("param") if isinstance(content, Mapping) else content
+        if not isinstance(values, Tensor) or not values.is_floating_point():
+            raise CheckpointError(f"{path} holds no tensor of a parameter; convert the checkpoint again")
+        return values
+
+    def tensors(self, kind: str) -> Iterator[tuple[str, Tensor]]:
+        """That of every parameter, one after the other."""
+        for name in self.names:
+            yield name, self.tensor(name, kind)
+
+    @cached_property
+    def optimizer(self) -> Mapping[str, Any]:
+        """What is not of a parameter: groups, loss scale."""
+        return _table(self.path / ZERO / OPTIMIZER_STATE)
+
+    @cached_property
+    def step(self) -> float:
+        """How many updates AdamW made. Raises CheckpointError where parameters differ in it, or none says so."""
+        paths = [self.path / ZERO / name / STEP for name in self.names]
+        steps = {path: _number(load_pickle(path), path) for path in paths if path.is_file()}
+        if not steps:
+            return self._step_of_zero3()
+        first, *others = steps
+        for other in others:
+            if steps[other] != steps[first]:
+                raise CheckpointError(
+                    f"{first} says {steps[first]:g} and {other} {steps[other]:g}: parameters that were updated more and"
+                    " less often are not read"
+                )
+        return steps[first]
+
+    def _step_of_zero3(self) -> float:
+        path = self.path / ZERO / OPTIMIZER_STATE
+        try:
+            step = self.optimizer["optimizer_state_dict"]["state"][0]["step"]
+        except (KeyError, TypeError, IndexError):
+            raise CheckpointError(
+                f"{path} has no step, and no parameter a {STEP}; convert it again"
+            ) from None
+        return _number(step, path)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The hyperparameters of the first group, in our words."""
+        groups = self.optimizer.get("param_groups")
+        first = groups[0] if isinstance(groups, list) and groups else {}
+        given = {ours: _plain(first.get(theirs)) for theirs, ours in _SETTINGS.items()}
+        return {name: value for name, value in given.items() if value is not None}
+
+    @cached_property
+    def counters(self) -> dict[str, int]:
+        """Steps and skipped steps of the engine; without its file the optimizer's."""
+        for path in (self.path / name for name in MODEL_STATES):
+            if path.is_file():
+                content = _table(path)
+                counted = {"step": "global_steps", "skipped_steps": "skipped_steps"}
+                return {ours: int(_number(content.get(theirs), path)) for ours, theirs in counted.items()}
+        return {"step": int(self.step), "skipped_steps": 0}
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(file.stat().st_size for file in self.path.rglob("*.pt"))
+
+
+def _table(path: Path) -> Mapping[str, Any]:
+    content = load_pickle(path)
+    if not isinstance(content, Mapping):
+        raise CheckpointError(f"{path} holds no table; convert the checkpoint again")
+    return content
+
+
+def _plain(value: object) -> float | list[float] | None:
+    """A number, which may stand in a tensor, or a list of them; None for anything else."""
+    if isinstance(value, list | tuple):
+        numbers = [each for each in map(_plain, value) if isinstance(each, float)]
+        return numbers if len(numbers) == len(value) else None
+    if isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1):
+        return float(value)
+    return None
+
+
+def _number(value: object, path: Path) -> float:
+    """Of steps."""
+    number = _plain(value)
+    if not isinstance(number, float) or not 0 <= number < 2**53:
+        raise CheckpointError(f"{path} says no number of steps; convert the checkpoint again")
+    return number
+
+
+def describe_universal(folder: Path) -> Iterator[str]:
+    """What `convert inspect` shows of one, a line each."""
+    found = UniversalFolder(folder)
+    entries = {name: (values.shape, values.dtype) for name, values in found.tensors(WEIGHTS)}
+    yield f"{folder}: a DeepSpeed universal checkpoint, {len(entries):,} parameters"
+    yield f"  step {found.counters['step']:,}, {found.step:g} updates; {found.size_bytes:,} bytes"
+    for name, value in found.settings.items():
+        yield f"  optimizer.{name} = {value}"
+    yield f"{WEIGHTS}: {sum(shape.numel() for shape, _ in entries.values()):,} elements"
+    width = max(map(len, entries), default=0)
+    for name, (shape, dtype) in entries.items():
+        by, kind = " x ".join(map(str, shape)), str(dtype).removeprefix("torch.")
+        yield f"  {name:<{width}}  {by:>16}  {kind}  {', '.join(found.files(name))}"
+
+
+class UniversalReader:
+    """Canonical tensors from a universal folder, once it was seen to hold exactly those of the model."""
+
+    def __init__(self, folder: Path, shape: ModelShape):
+        """Raises CheckpointError for what is missing, unknown or of another shape, by name."""
+        self.folder = UniversalFolder(folder)
+        self._shapes = canonical_tensors(shape)
+        self._tensors = {part: tensor for tensor in family_tensors(shape) for part in tensor.parts}
+        self._tied = shape.tie_word_embeddings
+        names = self.folder.names
+        self._prefix = _WRAPPER if names and all(name.startswith(_WRAPPER) for name in names) else ""
+        self._check()
+
+    def read(self, kind: str, name: str) -> Tensor:
+        """All of a canonical tensor: of the weights, or of a moment."""
+        tensor = self._tensors[name]
+        values = self._theirs(tensor.name, kind, checked=True).reshape(tensor.shape)
+        values = values.t() if tensor.transposed else values
+        first = sum(self._shapes[part][0] for part in tensor.parts[: tensor.parts.index(name)])
+        return values[first : first + self._shapes[name][0]]
+
+    def _theirs(self, name: str, kind: str, *, checked: bool = False) -> Tensor:
+        return self.folder.tensor(self._prefix + name, WEIGHTS if kind == WEIGHT else kind, checked=checked)
+
+    def _check(self) -> None:
+        expected = {tensor.name: tensor.shape for tensor in self._tensors.values()}
+        found = {name.removeprefix(self._prefix) for name in self.folder.names}
+        lacking = sorted(expected.keys() - found)
+        extra = sorted(name for name in found - expected.keys() if not self._is_spare(name))
+        if lacking or extra:
+            parts = [f"lacks {listed(lacking)}"] if lacking else []
+            parts += [f"has {listed(extra)}, which the model has not"] if extra else []
+            raise CheckpointError(
+                f"{self.folder.path / ZERO} {' and '.join(parts)}; is it of the config.json's model, not split over"
+                " tensor-parallel ranks, without adapters?"
+            )
+        for name, shape in expected.items():
+            for kind in KINDS:
+                size = tuple(self._theirs(name, kind).shape)
+                if size not in (shape, (prod(shape),)):
+                    raise CheckpointError(
+                        f"{self.folder.path / ZERO / name / kind}.pt is {size}, the model's is {shape}; is its"
+                        " config.json of this model, with the same vocabulary?"
+                    )
+
+    def _is_spare(self, name: str) -> bool:
+        """What ds_to_universal adds of the model: buffers, and the embedding once more under its other name."""
+        if name == HEAD and self._tied:
+            return torch.equal(
+                self._theirs(HEAD, WEIGHTS), self._theirs(self._tensors[EMBEDDING].name, WEIGHTS)
+            )
+        return name.endswith(BUFFERS)
+
+
+def import_universal(folder: Path, shape: ModelShape, hf_config: Path, run_folder: Path) -> Path:
+    """Write a universal folder's weights, moments and step as a checkpoint that any layout resumes.
+
+    folder: with zero/ in it. hf_config: the model's config.json or its folder, whose tokenizer files come along. Its
+    data begins anew. Raises CheckpointError when it does not hold exactly the model.
+    """
+    require_new_run(run_folder)
+    reader = UniversalReader(folder, shape)
+    found = reader.folder
+    step, counters, settings = found.step, found.counters, found.settings
+    model_folder = hf_config if hf_config.is_dir() else hf_config.parent
+    with undone_on_failure(run_folder / "checkpoints", run_folder / "tokenizer"):
+        return write_streamed(
+            run_folder,
+            shape,
+            (WEIGHT, *MOMENTS),
+            reader.read,
+            trainer_state={**counters, "samples": 0, "tokens": 0},
+            optimizer={"step": step},
+            config={
+                "optimizer": {"name": "adamw", **settings},
+                "tokenizer": take_tokenizer(model_folder, run_folder),
+            },
+        )

@@ -1,0 +1,1 @@
+"""Model families: the Hugging Face form of each, torch-free."""

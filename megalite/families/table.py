@@ -1,0 +1,141 @@
+"""Which tensor of each family's Hugging Face folder is which of ours, and how tensor parallelism cuts it: as a page."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from megalite.families.records import FAMILIES, Family
+from megalite.families.tensors import FamilyTensor, family_tensors
+from megalite.topology.parameters import canonical_tensors, model_parameters
+from megalite.topology.shape import ModelShape
+from megalite.topology.sharding import Part, ShardSpec
+
+_QUERY_HEADS, _SHARED_HEADS, _HEAD_DIM = 11, 5, 7
+_SIZES = {
+    1009: "V",
+    101: "H",
+    211: "F",
+    307: "P",
+    _HEAD_DIM: "D",
+    _QUERY_HEADS * _HEAD_DIM: "N D",
+    _SHARED_HEADS * _HEAD_DIM: "K D",
+}
+# Tensors that a folder may lack: the field that leaves them out, with the value that does, and when they are there.
+_OPTIONAL = (
+    ("tie_word_embeddings", True, "untied"),
+    ("attention_bias", False, "`attention_bias`"),
+    ("attention_output_bias", False, "`attention_bias`"),
+    ("mlp_bias", False, "`mlp_bias`"),
+)
+_PREAMBLE = """# Hugging Face folders, tensor by tensor
+
+Written by `megalite convert families` from the tables that import and export use; a test keeps it so.
+
+Sizes: V vocabulary, H hidden, F intermediate, P positions, N query heads and K key-value heads of D each. `*` is the
+layer. A tensor of theirs is one of ours, or several stacked along the rows, each cut on its own. Cut: what a
+tensor-parallel rank holds of *ours*, whose rows are a projection's outputs; a transposed tensor of theirs has its
+columns cut where ours has its rows. Key-value heads that are fewer than the ranks are held by several of them.
+Sizes that the ranks do not divide are cut unevenly, and never padded.
+"""
+
+
+def family_page() -> str:
+    """The page, in Markdown."""
+    return "\n".join([_PREAMBLE, *(line for family in FAMILIES.values() for line in _section(family))])
+
+
+def _section(family: Family) -> Iterator[str]:
+    shape = _shape(family)
+    yield f"## {family.architecture.removesuffix('ForCausalLM').removesuffix('LMHeadModel')}"
+    yield ""
+    yield f"`model_type` {family.model_type}, `{family.architecture}`. {_said(family)}"
+    yield ""
+    yield "| theirs | shape | ours | cut | there |"
+    yield "|---|---|---|---|---|"
+    cuts = {part.name: (part, spec) for spec in _specs(shape) for part in spec.parts}
+    conditions = dict(_conditions(shape, family))
+    for tensor in family_tensors(shape):
+        theirs, ours = _pattern(tensor.name), [_pattern(part) for part in tensor.parts]
+        same = "the same" if ours == [theirs] else f"`{_stacked(ours)}`"
+        cut = dict.fromkeys(_cut(*cuts[part]) for part in tensor.parts)
+        columns = (
+            f"`{theirs}`",
+            _shape_text(tensor, shape),
+            same + (", transposed" if tensor.transposed else ""),
+            "; ".join(cut),
+            conditions.get(tensor.name, "always"),
+        )
+        yield f"| {' | '.join(columns)} |"
+    yield ""
+
+
+def _shape(family: Family) -> ModelShape:
+    """One layer with all the tensors that the family may have, its sizes all different."""
+    size = {name: number for number, name in _SIZES.items()}
+    optional = {name: not without for name, without, _ in _OPTIONAL if name in family.free}
+    return ModelShape(
+        vocab_size=size["V"],
+        hidden_size=size["H"],
+        intermediate_size=size["F"],
+        num_hidden_layers=1,
+        num_attention_heads=_QUERY_HEADS,
+        num_key_value_heads=_SHARED_HEADS,
+        head_dim=_HEAD_DIM,
+        max_position_embeddings=size["P"],
+        family=family.model_type,
+        **dict(family.fixed) | optional,
+    )
+
+
+def _said(family: Family) -> str:
+    fixed = ", ".join(f"{name} = {value}" for name, value in family.fixed.items())
+    refused = ", ".join(
+        f"`{key}` other than {' or '.join(map(str, allowed))}" for key, allowed in family.required.items()
+    )
+    sentences = [f"Fixed: {fixed}." if fixed else "", f"Refused: {refused}." if refused else ""]
+    return " ".join(filter(None, sentences))
+
+
+def _specs(shape: ModelShape) -> list[ShardSpec]:
+    return [parameter.spec for parameter in model_parameters(shape)]
+
+
+def _conditions(shape: ModelShape, family: Family) -> Iterator[tuple[str, str]]:
+    for name, without, there in _OPTIONAL:
+        if name in (*family.free, "tie_word_embeddings"):
+            change: dict[str, Any] = {name: without}
+            left = {tensor.name for tensor in family_tensors(replace(shape, **change))}
+            yield from ((tensor.name, there) for tensor in family_tensors(shape) if tensor.name not in left)
+
+
+def _cut(part: Part, spec: ShardSpec) -> str:
+    if spec.dim is None:
+        return "whole on every rank"
+    if part.units is not None:
+        return f"rows, by {'query' if part.units == _QUERY_HEADS else 'key-value'} heads"
+    return "rows" if spec.dim == 0 else "columns"
+
+
+def _shape_text(tensor: FamilyTensor, shape: ModelShape) -> str:
+    canonical: Mapping[str, tuple[int, ...]] = canonical_tensors(shape)
+    rows = Counter(_SIZES[canonical[part][0]] for part in tensor.parts)
+    summed = " + ".join(size if count == 1 else f"{count} {size}" for size, count in rows.items())
+    sizes = [
+        f"({summed})" if len(rows) > 1 else summed,
+        *(_SIZES[size] for size in canonical[tensor.parts[0]][1:]),
+    ]
+    return " x ".join(reversed(sizes) if tensor.transposed else sizes)
+
+
+def _stacked(names: list[str]) -> str:
+    """mlp.gate_proj.weight, mlp.up_proj.weight -> mlp.{gate, up}_proj.weight."""
+    if len(names) == 1:
+        return names[0]
+    block, _, kind = names[0].rsplit(".", 2)
+    modules = ", ".join(name.rsplit(".", 2)[1].removesuffix("_proj") for name in names)
+    return f"{block}.{{{modules}}}_proj.{kind}"
+
+
+def _pattern(name: str) -> str:
+    return name.replace(".0.", ".*.")

@@ -1,0 +1,249 @@
+"""Why ranks failed: each writes a report, and the first cause is told from the failures that followed."""
+
+import json
+import os
+import signal
+import time
+import traceback
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from megalite.errors import LaunchError, MegaliteError, RankFailure
+from megalite.launcher.detect import RankInfo
+from megalite.topology.layout import Layout
+
+# What a rank sees when a peer is gone. By name and text: torch raises most of these as RuntimeError.
+_PEER_EXCEPTIONS = {"DistNetworkError", "DistStoreError", "DistBackendError"}
+_PEER_ERRORS = (ConnectionResetError, ConnectionAbortedError, ConnectionRefusedError, BrokenPipeError)
+_PEER_MESSAGES = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection refused",
+    "connectfullmesh failed",
+    "connection timed out",
+    "no route to host",
+    "pair closure",
+    "socket closed",
+    "broken pipe",
+    "timed out waiting",
+    "timeout waiting for key",
+    "wait timeout",
+    "socket timeout",
+    "collective operation timeout",
+    "nccl communicator was aborted",
+    "remote process exited or there was a network error",
+)
+
+_USUAL_SENDERS = {
+    signal.SIGKILL: "the kernel's out-of-memory killer is the usual sender; `dmesg` names its victims",
+    signal.SIGBUS: "a full /dev/shm or disk behind mapped memory is the usual cause",
+    signal.SIGSEGV: "a crash in native code",
+    signal.SIGILL: "a library was built for another processor",
+    signal.SIGABRT: "a library gave up; what it said stands above",
+}
+
+
+@dataclass(frozen=True)
+class FailureReport:
+    """Why one rank failed; `exception` is empty for a rank that was killed or just ended.
+
+    job: the same for the ranks that one process started. secondary: only because another rank was gone.
+    expected: raised on purpose with a message for the user, so that its type and place add nothing.
+    origin: what the exception was raised from. frames: where that was raised, the innermost first.
+    """
+
+    rank: int
+    coordinates: Mapping[str, int]
+    node: str
+    pid: int
+    job: str
+    time: float
+    exception: str
+    message: str
+    exit_code: int = 1
+    secondary: bool = False
+    expected: bool = False
+    origin: str = ""
+    frames: Sequence[str] = field(default_factory=tuple)
+    traceback: str = ""
+
+    @property
+    def cause(self) -> tuple[str, str]:
+        return (self.exception, self.message)
+
+    @property
+    def headline(self) -> str:
+        """What happened, without who; one line unless it was written for the user."""
+        if self.expected or not self.exception:
+            return self.message
+        return _one_line(self.exception, self.message)
+
+
+class FailureFolder:
+    """`failures/` of a run: one file a failed rank, written whole or not at all."""
+
+    def __init__(self, path: Path, layout: Layout, job: str):
+        self.path, self._layout, self._job = path, layout, job
+
+    def file_of(self, rank: int) -> Path:
+        return self.path / f"rank-{rank:05d}.json"
+
+    def clear(self, ranks: Iterable[int] | None = None) -> None:
+        """Forget what the ranks, by default all, reported in an earlier run, or raise LaunchError."""
+        try:
+            for path in self.path.glob("rank-*.json") if ranks is None else map(self.file_of, ranks):
+                path.unlink(missing_ok=True)
+        except OSError as error:
+            raise LaunchError(f"{self.path}: reports of an earlier run cannot be removed: {error}") from error
+
+    def write(self, report: FailureReport) -> None:
+        """Publish a report; a folder that cannot be written to must not hide the failure itself."""
+        path = self.file_of(report.rank)
+        partial = path.with_suffix(f".{os.getpid()}.partial")
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            partial.write_text(json.dumps(asdict(report), indent=2) + "\n")
+            partial.replace(path)
+        except OSError:
+            return
+
+    def read(self) -> list[FailureReport]:
+        """The reports of this job; damaged files and those of other jobs are passed over."""
+        reports = []
+        for path in sorted(self.path.glob("rank-*.json")):
+            try:
+                reports.append(FailureReport(**json.loads(path.read_text())))
+            except (OSError, ValueError, TypeError):
+                continue
+        return [report for report in reports if report.job == self._job]
+
+    def of_exception(self, info: RankInfo, error: BaseException) -> FailureReport:
+        """What to report of an exception that ended this rank."""
+        cause, secondary = _cause_of(error)
+        origin = _innermost(cause)
+        frames = traceback.extract_tb(origin.__traceback__)[-3:]
+        return FailureReport(
+            rank=info.rank,
+            coordinates=asdict(self._layout.coordinates(info.rank)),
+            node=info.node,
+            pid=os.getpid(),
+            job=self._job,
+            time=time.time(),
+            exception=type(cause).__name__,
+            message=str(cause),
+            exit_code=cause.exit_code if isinstance(cause, MegaliteError) else 1,
+            secondary=secondary,
+            expected=isinstance(cause, MegaliteError),
+            origin=_one_line(type(origin).__name__, str(origin)) if origin is not cause else "",
+            frames=[f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in reversed(frames)],
+            traceback="".join(traceback.format_exception(error)),
+        )
+
+    def of_exit(self, info: RankInfo, pid: int, exit_code: int, ended: float) -> FailureReport:
+        """What to report of a rank that ended without a word; `exit_code` is negative for a signal."""
+        return FailureReport(
+            rank=info.rank,
+            coordinates=asdict(self._layout.coordinates(info.rank)),
+            node=info.node,
+            pid=pid,
+            job=self._job,
+            time=ended,
+            exception="",
+            message=_describe_exit(exit_code),
+        )
+
+    def failure(self, reports: Sequence[FailureReport]) -> RankFailure:
+        """The error that shows the first cause among all reports of a job, once."""
+        first = first_cause(reports)
+        alike = sum(report.cause == first.cause for report in reports)
+        if first.expected and alike == self._layout.world_size:
+            return RankFailure(first.message, first.exit_code)
+        return RankFailure(self._block(first), first.exit_code)
+
+    def _block(self, report: FailureReport) -> str:
+        lines = [f"{self._layout.describe(report.rank)} on {report.node}: {report.headline}"]
+        if report.secondary:
+            lines.append("no rank reported another cause: look at the network, and at nodes that are gone")
+        if not report.expected:
+            lines += [f"caused by {report.origin}"] if report.origin else []
+            lines += [f"at {frame}" for frame in report.frames]
+        lines.append(f"full report: {self.file_of(report.rank)}")
+        return "\n  ".join(lines)
+
+    def own_failure(self, own: FailureReport) -> RankFailure:
+        """The error with which one of several failing ranks ends, when no parent collects their reports.
+
+        The whole block if it is the first cause as far as the reports of this node's other ranks tell, one
+        line otherwise.
+        """
+        who = f"{self._layout.describe(own.rank)} on {own.node}"
+        if own.secondary:
+            return RankFailure(f"{who} stopped because another rank did ({own.headline})", own.exit_code)
+        others = [report for report in self.read() if report.rank != own.rank]
+        first = first_cause([own, *others])
+        if first is own:
+            return RankFailure(self._block(own), own.exit_code)
+        verb = "failed alike" if first.cause == own.cause else f"failed too ({own.headline})"
+        return RankFailure(f"{who} {verb}: see rank {first.rank}", own.exit_code)
+
+
+def first_cause(reports: Sequence[FailureReport]) -> FailureReport:
+    """The earliest failure that is not a consequence of another, or else the earliest of all."""
+    primary = [report for report in reports if not report.secondary]
+    return min(primary or reports, key=lambda report: (report.time, report.rank))
+
+
+def _cause_of(error: BaseException) -> tuple[BaseException, bool]:
+    """The exception that tells why, and whether it only says that a peer was gone.
+
+    `raise ... from`: the pipeline wraps whatever a stage raises, so the innermost decides, and an error written
+    for the user is not wrapped. An exception raised while another was handled (a collective in a `finally`) does
+    not hide that other one.
+    """
+    innermost = _innermost(error)
+    if _is_loss_of_peer(innermost):
+        earlier = innermost.__context__
+        while earlier is not None and _is_loss_of_peer(earlier):
+            earlier = earlier.__context__
+        return (innermost, True) if earlier is None else (earlier, False)
+    wrapped: BaseException | None = error
+    while wrapped is not None and not isinstance(wrapped, MegaliteError):
+        wrapped = wrapped.__cause__
+    return wrapped or error, False
+
+
+def _innermost(error: BaseException) -> BaseException:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _one_line(exception: str, message: str) -> str:
+    """As at the end of a traceback, but only the first line that says something."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    return f"{exception}: {lines[0]}" if lines else exception
+
+
+def _is_loss_of_peer(error: BaseException) -> bool:
+    if isinstance(error, MegaliteError):
+        return False
+    names = {kind.__name__ for kind in type(error).__mro__}
+    text = str(error).lower()
+    return (
+        isinstance(error, _PEER_ERRORS)
+        or bool(names & _PEER_EXCEPTIONS)
+        or (isinstance(error, RuntimeError) and any(message in text for message in _PEER_MESSAGES))
+    )
+
+
+def _describe_exit(exit_code: int) -> str:
+    if exit_code == 128 + signal.SIGINT:
+        return "was interrupted (SIGINT)"
+    if exit_code >= 0:
+        return f"ended with exit code {exit_code} and left no report"
+    named = {int(number): number for number in signal.Signals}.get(-exit_code)
+    if named is None:
+        return f"was killed by signal {-exit_code}"
+    sender = _USUAL_SENDERS.get(named)
+    return f"was killed by signal {-exit_code} ({named.name})" + (f": {sender}" if sender else "")

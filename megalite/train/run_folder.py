@@ -1,0 +1,61 @@
+"""The paths of a run folder, and its lock."""
+
+import fcntl
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from megalite.errors import ConfigError, Problem
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Where a run keeps what."""
+
+    root: Path
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def export(self) -> Path:
+        return self.root / "export"
+
+    @property
+    def failures(self) -> Path:
+        return self.root / "failures"
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.root / "tensorboard"
+
+    def occupy(self) -> IO[bytes]:
+        """Claim the folder for this process, for as long as the returned file is open.
+
+        Raises ConfigError when another job is at work in it, or when it cannot be written.
+        """
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            claim = (self.root / ".in-use").open("wb")
+        except OSError as error:
+            problem = Problem(
+                "run.folder", f"{self.root} cannot be written ({error.strerror})", "name another folder"
+            )
+            raise ConfigError([problem]) from error
+        try:
+            fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            problem = Problem(
+                "run.folder",
+                f"another job is at work in {self.root}",
+                "wait for it, end it, or name another folder",
+            )
+            raise ConfigError([problem]) from error
+        except OSError:
+            pass  # a file system without locks: then nobody can be kept out
+        return claim

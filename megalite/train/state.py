@@ -1,0 +1,64 @@
+"""TrainerState and StepReport: where a run stands, and what one step gave."""
+
+import math
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """Where a run stands. The data position is `samples`, one global counter.
+
+    best_loss, best_step: the lowest validation loss, and after which step it was found. improved_loss: the last one
+    that was an improvement to patience, which may ask for more than that it is lower.
+    """
+
+    step: int = 0
+    samples: int = 0
+    tokens: int = 0
+    skipped_steps: int = 0
+    skipped_in_a_row: int = 0
+    best_loss: float | None = None
+    best_step: int | None = None
+    improved_loss: float | None = None
+    validations_without_improvement: int = 0
+
+    def advanced(self, *, samples: int, tokens: int, skipped: bool) -> "TrainerState":
+        return replace(
+            self,
+            step=self.step + 1,
+            samples=self.samples + samples,
+            tokens=self.tokens + tokens,
+            skipped_steps=self.skipped_steps + skipped,
+            skipped_in_a_row=self.skipped_in_a_row + 1 if skipped else 0,
+        )
+
+    def validated(self, loss: float, minimum_improvement: float) -> "TrainerState":
+        """After a validation at this step; a loss that is not finite is no improvement."""
+        state = self
+        if math.isfinite(loss) and (self.best_loss is None or loss < self.best_loss):
+            state = replace(state, best_loss=loss, best_step=self.step)
+        before = math.inf if self.improved_loss is None else self.improved_loss
+        if math.isfinite(loss) and loss < before and before - loss >= minimum_improvement:
+            return replace(state, improved_loss=loss, validations_without_improvement=0)
+        return replace(state, validations_without_improvement=self.validations_without_improvement + 1)
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one step gave: the loss before its update, the gradient norm before clipping, and its time.
+
+    data_seconds: of step_seconds, what the step waited for its batch, on this rank.
+    loss_scale: of this step. overflow: the first tensor with a gradient that is not finite, for which the step was
+    left out.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    tokens: int
+    step_seconds: float
+    data_seconds: float
+    loss_scale: float = 1.0
+    skipped_steps: int = 0
+    overflow: str | None = None
