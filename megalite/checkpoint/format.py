@@ -175,10 +175,17 @@ def manifest_of(content: Mapping[str, Any]) -> Manifest:
     return Manifest(**{**content, **fields})
 
 
+# Fields of ModelShape by the names that older checkpoints have.
+_RENAMED = {"norm_offset": "zero_centered_gamma"}
+
+
 def _model(content: Mapping[str, Any]) -> ModelShape:
     given = content.get("rope_scaling")
     scaling = None if given is None else _checked(RopeScaling(**given))
-    model = _checked(ModelShape(**{**content, "rope_scaling": scaling}))
+    fields = {_RENAMED.get(name, name): value for name, value in content.items()}
+    if fields.get("qk_norm") in (True, False):
+        fields["qk_norm"] = "head" if fields["qk_norm"] else None
+    model = _checked(ModelShape(**{**fields, "rope_scaling": scaling}))
     _require(model.family in FAMILIES, "model", "family", model.family)
     for name in ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"):
         value = getattr(model, name)

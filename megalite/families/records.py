@@ -51,7 +51,7 @@ class Family:
 _SILU = {"hidden_act": ("silu",)}
 _SLIDING = ("rope_theta", "rope_scaling", "sliding_window", "full_attention_layers")
 _GEMMA = {
-    "norm_offset": True,
+    "zero_centered_gamma": True,
     "embedding_scaled": True,
     "hidden_act": "gelu_pytorch_tanh",
 }
@@ -90,7 +90,7 @@ FAMILIES = {
     "qwen3": Family(
         "qwen3",
         "Qwen3ForCausalLM",
-        fixed={"qk_norm": True},
+        fixed={"qk_norm": "head"},
         free=(*_SLIDING, "attention_bias", "attention_output_bias"),
         required=_SILU,
     ),
@@ -175,7 +175,7 @@ FAMILIES = {
         "gemma3_text",
         "Gemma3ForCausalLM",
         keys=_COMMON | _same("query_pre_attn_scalar", "final_logit_softcapping"),
-        fixed={**_GEMMA, "norm_placement": "sandwich", "qk_norm": True},
+        fixed={**_GEMMA, "norm_placement": "sandwich", "qk_norm": "head"},
         free=(
             *_GEMMA_FREE,
             *_GEMMA_LAYERS,

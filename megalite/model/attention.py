@@ -46,7 +46,7 @@ class SelfAttention(nn.Module):
         )
         self.qk_norm = shape.qk_norm
         if shape.qk_norm:
-            offset = shape.norm_offset
+            offset = shape.zero_centered_gamma
             self.q_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps, options, offset=offset)
             self.k_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps, options, offset=offset)
 

@@ -48,8 +48,7 @@ class DecoderLayer(nn.Module):
         self.leaves_sum_open = options.operators.uses("add_norm") and not (
             options.compile or self.post_norm or recompute == "full"
         )
-        self.softcap, scalar = shape.attn_logit_softcapping, shape.query_pre_attn_scalar
-        self.scale = None if scalar is None else scalar**-0.5
+        self.softcap, self.scale = shape.attn_logit_softcapping, shape.attention_scale
         # Compiled layers are torch's own fusion.
         self.operators = PLAIN_TORCH if options.compile else options.operators
         self.input_layernorm = build_norm(shape, options)

@@ -82,5 +82,5 @@ class LayerNorm(Norm):
 def build_norm(shape: ModelShape, options: ModelOptions = PLAIN) -> nn.Module:
     """The norm of the model's residual stream."""
     if shape.norm == "rms_norm":
-        return RMSNorm(shape.hidden_size, shape.rms_norm_eps, options, offset=shape.norm_offset)
+        return RMSNorm(shape.hidden_size, shape.rms_norm_eps, options, offset=shape.zero_centered_gamma)
     return LayerNorm(shape.hidden_size, shape.rms_norm_eps, options)

@@ -128,7 +128,7 @@ def _norm(shape: ModelShape, name: str, layer: int | None) -> Iterator[Parameter
 
 def _ones(shape: ModelShape) -> float:
     """What a norm's weight is where it multiplies by 1."""
-    return 0.0 if shape.norm_offset else 1.0
+    return 0.0 if shape.zero_centered_gamma else 1.0
 
 
 def _vector(name: str, size: int, layer: int | None, *, fill: float, summed: bool = False) -> Parameter:

@@ -23,17 +23,26 @@ class RopeScaling:
 class ModelShape:
     """A decoder-only Transformer in Hugging Face's words; what the model, the planner and the files are made from.
 
-    family: whose files it is written as; nothing is computed from it. What is computed:
+    family: whose files it is written as; nothing is computed from it.
     position_embedding: rotary angles, or a learned table added to the embedding.
-    embedding_scaled: by the root of hidden_size, rounded to the weights' type.
-    norm, norm_placement: which, and before each block's input, after its residual sum, or before its input and after
-    its output ("sandwich"); rms_norm_eps is of all. norm_offset: norms multiply by 1 + weight.
-    attention_bias: of query, key and value. attention_output_bias, mlp_bias: of the other projections.
-    gated_mlp: act(gate(x)) * up(x), else act(up(x)). qk_norm: RMSNorm over each head of query and key.
-    query_pre_attn_scalar: what the scores are divided by the root of; None: head_dim.
+    partial_rotary_factor: the share of each head that is rotated. no_rope_every: every n-th layer has no rotary
+    angles (Yang et al. 2025, "RoPE to NoPE and back again"); 0: all have them.
+    embedding_scaled: the embedding is multiplied by sqrt(hidden_size), rounded to the weights' dtype.
+    embedding_multiplier, residual_multiplier: factors of the embedding's output and of what each block adds to the
+    residual stream. logits_scaling: a divisor of the logits (Granite).
+    norm, rms_norm_eps: the kind of all norms. zero_centered_gamma: norms multiply by 1 + weight.
+    norm_placement: "pre": before each block. "post": after each residual sum. "sandwich": before each block and on
+    its output (Gemma 2). "output": on each block's output only (OLMo 2). "parallel": attention and MLP read the same
+    residual stream, each through its own norm, and both are added to it (GPT-NeoX); "parallel_shared": through one
+    norm (GPT-J, Phi).
+    attention_bias: of query, key and value. attention_output_bias, mlp_bias, head_bias: of the other projections.
+    gated_mlp: act(gate(x)) * up(x), else act(up(x)).
+    qk_norm: RMSNorm of query and key, over each head ("head") or over all heads together ("full", OLMo 2).
+    attention_multiplier: factor of the attention scores; query_pre_attn_scalar: the same, as the number whose root
+    divides them. Without either: head_dim ** -0.5.
     attn_logit_softcapping, final_logit_softcapping: scores, and logits, become cap * tanh(value / cap).
     rope_local_base_freq: rope_theta in the layers with a window, unscaled; None: as in the others.
-    sliding_window: a token sees so many keys, itself included, in the layers that `window_of` says.
+    sliding_window: how many keys a token sees, itself included, in the layers that `window_of` names.
     """
 
     vocab_size: int
@@ -52,22 +61,48 @@ class ModelShape:
     position_embedding: Literal["rope", "learned"] = "rope"
     rope_scaling: RopeScaling | None = None
     norm: Literal["rms_norm", "layer_norm"] = "rms_norm"
-    norm_placement: Literal["pre", "post", "sandwich"] = "pre"
+    norm_placement: Literal["pre", "post", "sandwich", "output", "parallel", "parallel_shared"] = "pre"
     attention_bias: bool = False
     attention_output_bias: bool = False
     mlp_bias: bool = False
     gated_mlp: bool = True
     hidden_act: Literal["silu", "gelu", "gelu_pytorch_tanh"] = "silu"
-    qk_norm: bool = False
+    qk_norm: Literal["head", "full"] | None = None
     sliding_window: int | None = None
     full_attention_layers: int = 0
     full_attention_every: int = 0
     embedding_scaled: bool = False
-    norm_offset: bool = False
+    zero_centered_gamma: bool = False
     query_pre_attn_scalar: int | None = None
     attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
     rope_local_base_freq: float | None = None
+    partial_rotary_factor: float = 1.0
+    no_rope_every: int = 0
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_scaling: float = 1.0
+    attention_multiplier: float | None = None
+    head_bias: bool = False
+
+    @property
+    def rotary_dim(self) -> int:
+        """How many values of each head are rotated; the others follow them unrotated."""
+        return int(self.head_dim * self.partial_rotary_factor)
+
+    @property
+    def attention_scale(self) -> float | None:
+        """Factor of the attention scores; None: head_dim ** -0.5."""
+        if self.attention_multiplier is not None:
+            return self.attention_multiplier
+        scalar = self.query_pre_attn_scalar
+        return None if scalar is None else float(scalar**-0.5)
+
+    def rotates(self, layer: int) -> bool:
+        """Whether query and key of this layer are rotated."""
+        if self.position_embedding != "rope":
+            return False
+        return not (self.no_rope_every and (layer + 1) % self.no_rope_every == 0)
 
     def window_of(self, layer: int) -> int | None:
         """How many keys a token of this layer sees; None: all up to it.

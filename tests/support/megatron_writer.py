@@ -92,7 +92,7 @@ def arguments_of(shape: ModelShape, how: Written, **changes: Any) -> Namespace:
         "openai_gelu": False,
         "add_bias_linear": shape.mlp_bias,
         "add_qkv_bias": shape.attention_bias and not shape.mlp_bias,
-        "qk_layernorm": shape.qk_norm,
+        "qk_layernorm": shape.qk_norm is not None,
         "untie_embeddings_and_output_weights": not shape.tie_word_embeddings,
         "vocab_size": shape.vocab_size,
         "padded_vocab_size": how.padded,

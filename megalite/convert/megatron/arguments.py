@@ -155,7 +155,7 @@ def megatron_shape(arguments: Arguments, vocab_size: int) -> ModelShape:
         mlp_bias=biases,
         gated_mlp=arguments.is_on("swiglu"),
         hidden_act=_activation(arguments, biases),
-        qk_norm=arguments.is_on("qk_layernorm"),
+        qk_norm="head" if arguments.is_on("qk_layernorm") else None,
         sliding_window=_window(arguments.table.get("window_size")),
     )
     if rotary:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.unit.convert.test_megatron import logits_of
 
 from megalite.convert.megatron.load import import_megatron
 from tests.support.megatron_core_model import SHAPES, input_ids
+from tests.unit.convert.test_megatron import logits_of
 
 ROOT = Path(__file__).parents[3]
 NOT_INSTALLED = find_spec("megatron") is None or find_spec("megatron.core") is None

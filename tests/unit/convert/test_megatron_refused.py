@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.convert.test_megatron import numbered, weights_of
 from torch import Tensor
 
 from megalite.convert.megatron.load import described, import_megatron
 from megalite.errors import CheckpointError
 from tests.support.megatron_writer import Written, arguments_of, write_megatron
 from tests.support.tiny import FAMILY_SHAPES, tiny_shape
+from tests.unit.convert.test_megatron import numbered, weights_of
 
 LLAMA = tiny_shape(layers=2)
 QKV = "decoder.layers.0.self_attention.linear_qkv.weight"

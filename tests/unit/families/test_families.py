@@ -112,8 +112,8 @@ def read(folder) -> ModelShape:
         ("llama", {"norm_placement": "post"}, "model.norm_placement = post (llama has pre)"),
         ("llama", {"sliding_window": 8}, "model.sliding_window = 8 (llama has None)"),
         ("llama", {"attention_bias": True}, "model.attention_output_bias = False (llama has True)"),
-        ("mistral", {"qk_norm": True}, "model.qk_norm = True (mistral has False)"),
-        ("mistral", {"norm_offset": True}, "model.norm_offset = True (mistral has False)"),
+        ("mistral", {"qk_norm": "head"}, "model.qk_norm = head (mistral has None)"),
+        ("mistral", {"zero_centered_gamma": True}, "model.zero_centered_gamma = True (mistral has False)"),
         ("gemma2", {"rope_local_base_freq": 5.0}, "model.rope_local_base_freq = 5.0 (gemma2 has None)"),
         (
             "gemma3",
