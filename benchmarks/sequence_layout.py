@@ -31,7 +31,7 @@ from benchmarks.ranks import run_ranks
 from benchmarks.workload import SHAPE
 from megalite.model.attention import SelfAttention
 from megalite.model.layer import DecoderLayer
-from megalite.model.rope import rotary_embedding
+from megalite.model.rope import LayerRotations
 from megalite.parallel import collectives, layers
 from megalite.parallel.mesh import Axis, ParallelMesh
 from megalite.topology.layout import Layout
@@ -103,8 +103,8 @@ class Form:
         size = (held, batch) if within is _sequence_first else (batch, held)
         self.inputs = torch.randn(*size, shape.hidden_size, requires_grad=True)
         self.grad = torch.randn_like(self.inputs)
-        rotary = rotary_embedding(replace(shape, max_position_embeddings=length), torch.float32)
-        self.rotation = rotary(torch.arange(length).unsqueeze(0))
+        rotations = LayerRotations(replace(shape, max_position_embeddings=length))
+        self.rotation = rotations(torch.arange(length).unsqueeze(0)).full
         self.within = within
         self.seconds: list[float] = []
 

@@ -181,7 +181,10 @@ _RENAMED = {"norm_offset": "zero_centered_gamma"}
 
 def _model(content: Mapping[str, Any]) -> ModelShape:
     given = content.get("rope_scaling")
-    scaling = None if given is None else _checked(RopeScaling(**given))
+    scaling = None
+    if given is not None:
+        listed: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+        scaling = _checked(RopeScaling(**listed))
     fields = {_RENAMED.get(name, name): value for name, value in content.items()}
     if fields.get("qk_norm") in (True, False):
         fields["qk_norm"] = "head" if fields["qk_norm"] else None
@@ -209,6 +212,8 @@ def _checked(made: T) -> T:
 def _is_of(value: object, hint: Any) -> bool:
     if get_origin(hint) is Literal:
         return value in get_args(hint)
+    if get_origin(hint) is tuple:
+        return isinstance(value, tuple) and all(_is_of(each, get_args(hint)[0]) for each in value)
     if get_args(hint):  # of a union
         return any(_is_of(value, each) for each in get_args(hint))
     if hint is int:

@@ -1,47 +1,79 @@
-"""Rotary position embedding: tables built once a stage, looked up once a micro batch."""
+"""Rotary position embedding: the angles of one micro batch, looked up in tables that a stage builds once."""
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from megalite.ops.rotary import rotary_frequencies, rotary_table
+from megalite.model.rope_scaling import attention_factor, rotary_frequencies
+from megalite.ops.rotary import rotary_table
 from megalite.topology.shape import ModelShape
 
 
 class Rotation(NamedTuple):
-    """The angles of one micro batch's positions: [B or 1, S, 1, head_dim / 2] each."""
+    """Cosines and sines of one micro batch's positions: [B or 1, S, 1, rotary_dim / 2] each."""
 
     cosines: Tensor
     sines: Tensor
 
 
-class RotaryEmbedding(nn.Module):
-    """Angles for positions up to `positions`, at the frequencies [head_dim / 2] given."""
-
-    def __init__(self, positions: int, frequencies: Tensor, *, dtype: torch.dtype):
-        super().__init__()
-        self.cosines: Tensor
-        self.sines: Tensor
-        cosines, sines = rotary_table(positions, frequencies, dtype)
-        self.register_buffer("cosines", cosines, persistent=False)
-        self.register_buffer("sines", sines, persistent=False)
-
-    def forward(self, position_ids: Tensor) -> Rotation:
-        """position_ids: [B, S] -> the rotation of these positions."""
-        return Rotation(self.cosines[position_ids].unsqueeze(2), self.sines[position_ids].unsqueeze(2))
-
-
 class Rotations(NamedTuple):
-    """Of one micro batch, shared by all layers without a window and by all with one."""
+    """The rotations of one micro batch, for layers without and with a sliding window."""
 
     full: Rotation
     local: Rotation
 
     def of(self, window: int | None) -> Rotation:
-        """For a layer with this window."""
+        """Return the rotation of a layer with this window."""
         return self.full if window is None else self.local
+
+
+class RotaryEmbedding(nn.Module):
+    """The rotations of all layers of one kind.
+
+    One table holds the angles of sequences up to `switch` tokens; with LongRoPE a second one holds those of longer
+    sequences. Dynamic NTK has other frequencies for each longer length: its angles are then computed, not looked up.
+    """
+
+    def __init__(self, shape: ModelShape, dtype: torch.dtype = torch.float32):
+        super().__init__()
+        self.shape, self.dtype = shape, dtype
+        scaling = shape.rope_scaling
+        self.kind = None if scaling is None else scaling.rope_type
+        self.switch = shape.max_position_embeddings
+        if scaling is not None and scaling.rope_type == "longrope":
+            self.switch = min(scaling.original_max_position_embeddings, self.switch)
+        self.cosines: Tensor
+        self.sines: Tensor
+        self.long_cosines: Tensor
+        self.long_sines: Tensor
+        self._register("", 1)
+        if self.switch < shape.max_position_embeddings:
+            self._register("long_", shape.max_position_embeddings)
+
+    def forward(self, position_ids: Tensor, length: int) -> Rotation:
+        """position_ids [B, S] -> the rotation of these positions.
+
+        length: tokens of the sequences that they belong to, those in the key-value cache included.
+        """
+        if self.kind == "dynamic" and length > self.switch:
+            return self._computed(position_ids, length)
+        long = self.kind == "longrope" and length > self.switch
+        cosines, sines = (self.long_cosines, self.long_sines) if long else (self.cosines, self.sines)
+        return Rotation(cosines[position_ids].unsqueeze(2), sines[position_ids].unsqueeze(2))
+
+    def _register(self, prefix: str, length: int) -> None:
+        frequencies = rotary_frequencies(self.shape, length)
+        factor = attention_factor(self.shape.rope_scaling)
+        tables = rotary_table(self.shape.max_position_embeddings, frequencies, torch.float64)
+        for name, table in zip(("cosines", "sines"), tables, strict=True):
+            self.register_buffer(prefix + name, (table * factor).to(self.dtype), persistent=False)
+
+    def _computed(self, position_ids: Tensor, length: int) -> Rotation:
+        frequencies = rotary_frequencies(self.shape, length).to(position_ids.device)
+        angles = position_ids.to(torch.float64).unsqueeze(-1) * frequencies
+        return Rotation(*(each.to(self.dtype).unsqueeze(2) for each in (angles.cos(), angles.sin())))
 
 
 class LayerRotations(nn.Module):
@@ -49,20 +81,14 @@ class LayerRotations(nn.Module):
 
     def __init__(self, shape: ModelShape, dtype: torch.dtype = torch.float32):
         super().__init__()
-        self.full = rotary_embedding(shape, dtype)
+        self.full = RotaryEmbedding(shape, dtype)
         self.local: RotaryEmbedding | None = None
         if shape.rope_local_base_freq is not None:
             local = replace(shape, rope_theta=shape.rope_local_base_freq, rope_scaling=None)
-            self.local = rotary_embedding(local, dtype)
+            self.local = RotaryEmbedding(local, dtype)
 
-    def forward(self, position_ids: Tensor) -> Rotations:
-        """position_ids: [B, S] -> the rotations of these positions."""
-        full = self.full(position_ids)
-        return Rotations(full, full if self.local is None else self.local(position_ids))
-
-
-def rotary_embedding(shape: ModelShape, dtype: torch.dtype = torch.float32) -> RotaryEmbedding:
-    """The rotation of a layer without a window."""
-    scaling = asdict(shape.rope_scaling) if shape.rope_scaling is not None else None
-    frequencies = rotary_frequencies(shape.head_dim, shape.rope_theta, scaling)
-    return RotaryEmbedding(shape.max_position_embeddings, frequencies, dtype=dtype)
+    def forward(self, position_ids: Tensor, length: int | None = None) -> Rotations:
+        """position_ids [B, S] -> the rotations of these positions; length: as of RotaryEmbedding, S by default."""
+        length = position_ids.shape[1] if length is None else length
+        full = self.full(position_ids, length)
+        return Rotations(full, full if self.local is None else self.local(position_ids, length))

@@ -8,15 +8,28 @@ from typing import Literal
 class RopeScaling:
     """How rotary frequencies are stretched for sequences longer than those of pre-training.
 
-    linear: every frequency over `factor` (Chen et al. 2023). llama3: only the low ones, with a smooth passage
-    between wavelengths original / high_freq_factor and original / low_freq_factor (Llama 3.1).
+    linear: each frequency divided by `factor` (Chen et al. 2023, "Position interpolation"). dynamic: the base grows
+    with a sequence longer than max_position_embeddings ("dynamic NTK"). llama3: only low frequencies are divided, with a
+    smooth passage between wavelengths original / high_freq_factor and original / low_freq_factor (Llama 3.1).
+    yarn: a ramp between the pairs that turn beta_fast and beta_slow times within the original length, and scores
+    multiplied by attention_factor squared (Peng et al. 2023). longrope: a divisor for each pair, short_factor up to
+    the original length and long_factor beyond (Ding et al. 2024).
+    attention_factor, mscale, mscale_all_dim: None: as the method's paper computes it from `factor`.
     """
 
-    rope_type: Literal["linear", "llama3"]
+    rope_type: Literal["linear", "dynamic", "llama3", "yarn", "longrope"]
     factor: float
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -89,6 +102,14 @@ class ModelShape:
     def rotary_dim(self) -> int:
         """How many values of each head are rotated; the others follow them unrotated."""
         return int(self.head_dim * self.partial_rotary_factor)
+
+    @property
+    def longest_sequence(self) -> int:
+        """How many tokens a sequence may have: dynamic NTK goes on past max_position_embeddings."""
+        scaling = self.rope_scaling
+        if scaling is None or scaling.rope_type != "dynamic":
+            return self.max_position_embeddings
+        return int(self.max_position_embeddings * scaling.factor)
 
     @property
     def attention_scale(self) -> float | None:

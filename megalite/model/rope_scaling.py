@@ -1,0 +1,102 @@
+"""Rotary frequencies [rotary_dim / 2] of a model's shape, stretched as its RopeScaling says."""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from megalite.topology.shape import ModelShape, RopeScaling
+
+
+def rotary_frequencies(shape: ModelShape, length: int) -> Tensor:
+    """Return radians a position for each rotated pair: [rotary_dim / 2], float64.
+
+    length: tokens of the longest sequence that is attended to at once; "dynamic" and "longrope" depend on it.
+    """
+    scaling = shape.rope_scaling
+    if scaling is None:
+        return _frequencies(shape.rope_theta, shape.rotary_dim)
+    return _SCALED[scaling.rope_type](shape, scaling, length)
+
+
+def attention_factor(scaling: RopeScaling | None) -> float:
+    """Return the factor of cosines and sines, and so the root of the scores' factor; 1 unless YaRN or LongRoPE."""
+    if scaling is None or scaling.rope_type not in ("yarn", "longrope"):
+        return 1.0
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    factor = scaling.factor
+    if scaling.rope_type == "longrope":
+        return math.sqrt(1 + math.log(factor) / math.log(_original(scaling))) if factor > 1 else 1.0
+    if scaling.mscale and scaling.mscale_all_dim:
+        return _yarn_scale(factor, scaling.mscale) / _yarn_scale(factor, scaling.mscale_all_dim)
+    return _yarn_scale(factor, 1.0)
+
+
+def _frequencies(theta: float, dim: int) -> Tensor:
+    frequencies: Tensor = theta ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    return frequencies
+
+
+def _linear(shape: ModelShape, scaling: RopeScaling, length: int) -> Tensor:
+    """Position interpolation (Chen et al. 2023)."""
+    return _frequencies(shape.rope_theta, shape.rotary_dim) / scaling.factor
+
+
+def _dynamic(shape: ModelShape, scaling: RopeScaling, length: int) -> Tensor:
+    """NTK-aware scaling: the base grows with the sequence once it is longer than max_position_embeddings."""
+    dim, longest = shape.rotary_dim, shape.max_position_embeddings
+    stretch = scaling.factor * max(length, longest) / longest - (scaling.factor - 1)
+    return _frequencies(shape.rope_theta * stretch ** (dim / (dim - 2)), dim)
+
+
+def _llama3(shape: ModelShape, scaling: RopeScaling, length: int) -> Tensor:
+    """Llama 3.1: frequencies that turn rarely within the original length are slowed, the others stay."""
+    frequencies = _frequencies(shape.rope_theta, shape.rotary_dim)
+    slow = frequencies / scaling.factor
+    turns = _original(scaling) * frequencies / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return slow + (frequencies - slow) * kept
+
+
+def _yarn(shape: ModelShape, scaling: RopeScaling, length: int) -> Tensor:
+    """YaRN, "NTK by parts" (Peng et al. 2023, section 3.2): a linear ramp over the pairs between two turn counts."""
+    frequencies, dim = _frequencies(shape.rope_theta, shape.rotary_dim), shape.rotary_dim
+
+    def pair_with(turns: float) -> float:
+        """The (fractional) pair that makes so many turns within the original length."""
+        return dim * math.log(_original(scaling) / (turns * 2 * math.pi)) / (2 * math.log(shape.rope_theta))
+
+    first, last = pair_with(scaling.beta_fast), pair_with(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, dim - 1)
+    width = last - first or 0.001
+    slowed = ((torch.arange(dim // 2, dtype=torch.float64) - first) / width).clamp(0, 1)
+    return frequencies / scaling.factor * slowed + frequencies * (1 - slowed)
+
+
+def _longrope(shape: ModelShape, scaling: RopeScaling, length: int) -> Tensor:
+    """LongRoPE (Ding et al. 2024): a divisor for each pair, one set up to the original length, another beyond."""
+    divisors = scaling.long_factor if length > _original(scaling) else scaling.short_factor
+    return _frequencies(shape.rope_theta, shape.rotary_dim) / torch.tensor(divisors, dtype=torch.float64)
+
+
+def _yarn_scale(factor: float, mscale: float) -> float:
+    """Peng et al. 2023, section 3.4: the root of the temperature by which the scores are divided."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _original(scaling: RopeScaling) -> int:
+    return scaling.original_max_position_embeddings
+
+
+_SCALED: dict[str, Callable[[ModelShape, RopeScaling, int], Tensor]] = {
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+}
