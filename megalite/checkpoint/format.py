@@ -183,7 +183,9 @@ def _model(content: Mapping[str, Any]) -> ModelShape:
     given = content.get("rope_scaling")
     scaling = None
     if given is not None:
-        listed: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+        listed: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in given.items()
+        }
         scaling = _checked(RopeScaling(**listed))
     fields = {_RENAMED.get(name, name): value for name, value in content.items()}
     if fields.get("qk_norm") in (True, False):

@@ -9,7 +9,7 @@ class RopeScaling:
     """How rotary frequencies are stretched for sequences longer than those of pre-training.
 
     linear: each frequency divided by `factor` (Chen et al. 2023, "Position interpolation"). dynamic: the base grows
-    with a sequence longer than max_position_embeddings ("dynamic NTK"). llama3: only low frequencies are divided, with a
+    with a sequence longer than max_position_embeddings ("dynamic NTK"). llama3: low frequencies are divided, with a
     smooth passage between wavelengths original / high_freq_factor and original / low_freq_factor (Llama 3.1).
     yarn: a ramp between the pairs that turn beta_fast and beta_slow times within the original length, and scores
     multiplied by attention_factor squared (Peng et al. 2023). longrope: a divisor for each pair, short_factor up to
