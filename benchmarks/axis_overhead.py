@@ -36,7 +36,7 @@ from megalite.model.options import Dropout, ModelOptions, Recompute
 from megalite.ops import extension
 from megalite.ops.choice import ALL_COMPILED
 from megalite.parallel.mesh import ParallelMesh
-from megalite.topology.layout import Layout
+from megalite.topology.axes import Layout
 from megalite.topology.schedules import SCHEDULES
 
 WORLD = 2

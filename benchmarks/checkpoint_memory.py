@@ -26,9 +26,10 @@ from typing import Any
 from benchmarks import report
 from benchmarks.loader import forget
 from benchmarks.ranks import run_ranks
-from megalite.topology.layout import Layout, PipelineSplit, pipeline_split
+from megalite.topology.axes import Layout
 from megalite.topology.parameters import Parameter, stage_parameters
 from megalite.topology.shape import ModelShape
+from megalite.topology.stages import PipelineSplit, pipeline_split
 
 MB = 10**6
 MIB = 1 << 20

@@ -58,7 +58,7 @@ from benchmarks.ranks import run_ranks
 from benchmarks.workload import SEQUENCE_LENGTH, SHAPE, Setup, Training
 from megalite.model.options import ModelOptions, Recompute
 from megalite.parallel.mesh import ParallelMesh
-from megalite.topology.layout import Layout
+from megalite.topology.axes import Layout
 from megalite.topology.parameters import canonical_tensors
 
 DATA = Layout(data=2)

@@ -33,7 +33,7 @@ from benchmarks import report
 from benchmarks.ranks import run_ranks
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.pipeline import PipelineShapes, StepBatch, pipeline_runner
-from megalite.topology.layout import Layout, PipelineSplit
+from megalite.topology.axes import Layout
 from megalite.topology.schedule_timeline import (
     Costs,
     bubble_fraction,
@@ -42,6 +42,7 @@ from megalite.topology.schedule_timeline import (
     orders_of,
 )
 from megalite.topology.schedules import SCHEDULES, Action
+from megalite.topology.stages import PipelineSplit
 
 HIDDEN, TOKENS = 4, 2
 

@@ -34,7 +34,7 @@ from megalite.model.layer import DecoderLayer
 from megalite.model.rope import LayerRotations
 from megalite.parallel import collectives, layers
 from megalite.parallel.mesh import Axis, ParallelMesh
-from megalite.topology.layout import Layout
+from megalite.topology.axes import Layout
 from megalite.topology.shape import ModelShape
 
 WORLD = 2

@@ -20,7 +20,7 @@ from pathlib import Path
 from unittest import mock
 
 from megalite.launcher.process import available_cores, keep_freed_memory
-from megalite.topology.layout import Layout
+from megalite.topology.axes import Layout
 
 # name -> (peer, layout, threads a process, our settings of the allocator and of waiting threads); "megalite" takes the
 # operators that model.kernels = "auto" does, "plain" those of torch. Those of huge pages have HUGE_PAGES too.

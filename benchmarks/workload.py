@@ -14,10 +14,11 @@ from megalite.model.transformer import Stage
 from megalite.parallel.device import HostCopy
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.pipeline import PipelineShapes, StepBatch, pipeline_runner
-from megalite.topology.layout import Layout, pipeline_split
+from megalite.topology.axes import Layout
 from megalite.topology.parameters import Parameter, stage_parameters
 from megalite.topology.schedules import SCHEDULES
 from megalite.topology.shape import ModelShape
+from megalite.topology.stages import pipeline_split
 from megalite.train.optimizer import Optimizer, OptimizerSettings, TorchOptimizer
 
 SEQUENCES, SEQUENCE_LENGTH = 4, 256

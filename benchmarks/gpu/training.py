@@ -17,7 +17,7 @@ from megalite.launcher.process import available_cores
 from megalite.monitor.cards import peak_flops
 from megalite.monitor.memory import device_memory
 from megalite.monitor.throughput import flops_per_token
-from megalite.topology.layout import Layout
+from megalite.topology.axes import Layout
 
 # TinyLlama's shape: 1.1 billion parameters.
 MODEL = {

@@ -18,7 +18,7 @@ from megalite.checkpoint.regions import contains, intersection
 from megalite.checkpoint.strict_json import is_int, parse, without_collections
 from megalite.errors import CheckpointError, listed
 from megalite.families.records import FAMILIES
-from megalite.topology.layout import Layout
+from megalite.topology.axes import Layout
 from megalite.topology.parameters import canonical_tensors
 from megalite.topology.shape import ModelShape, RopeScaling
 from megalite.topology.sharding import Box

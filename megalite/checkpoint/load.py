@@ -15,10 +15,10 @@ from megalite.checkpoint.save import all_or_none
 from megalite.checkpoint.tensor_file import CheckpointReader
 from megalite.errors import CheckpointError
 from megalite.parallel.mesh import ParallelMesh
-from megalite.topology.layout import PipelineSplit
 from megalite.topology.parameters import Parameter, stage_parameters
 from megalite.topology.shape import ModelShape
 from megalite.topology.sharding import Box
+from megalite.topology.stages import PipelineSplit
 from megalite.topology.state import EMA, MASTER, OptimizerState, StateShard
 
 # These may differ between a checkpoint and the model it is loaded into.

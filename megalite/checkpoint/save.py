@@ -37,9 +37,9 @@ from megalite.checkpoint.regions import PartRun, split_run
 from megalite.checkpoint.tensor_file import TensorInfo, dtype_name, write_tensor_file
 from megalite.errors import CheckpointError
 from megalite.parallel.mesh import ParallelMesh
-from megalite.topology.layout import PipelineSplit
 from megalite.topology.parameters import Parameter, stage_parameters
 from megalite.topology.shape import ModelShape
+from megalite.topology.stages import PipelineSplit
 from megalite.topology.state import OptimizerState, StateShard
 from megalite.version import __version__
 

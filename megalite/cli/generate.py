@@ -14,7 +14,7 @@ from megalite.checkpoint.format import Manifest, check_coverage
 from megalite.errors import CheckpointError, ConfigError, Problem
 from megalite.launcher.detect import RankInfo
 from megalite.launcher.environment import prepare_process
-from megalite.topology.layout import Layout
+from megalite.topology.axes import Layout
 from megalite.topology.sharding import units_fit
 
 if TYPE_CHECKING:

@@ -7,10 +7,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from megalite.families.records import FAMILIES
-from megalite.topology.layout import Layout, PipelineSplit, pipeline_split
+from megalite.topology.axes import Layout
 from megalite.topology.parameter_groups import ParameterGroup
 from megalite.topology.schedules import SCHEDULES
 from megalite.topology.shape import ModelShape, RopeScaling
+from megalite.topology.stages import PipelineSplit, pipeline_split
 
 # Above any size in use, and small enough that every rule can list the neighbours of a value at once.
 Count = Annotated[int, Field(ge=1, lt=2**31)]

@@ -11,8 +11,8 @@ from megalite.checkpoint.save import Remedies, save_checkpoint
 from megalite.model.stages import build_stage
 from megalite.model.transformer import Stage
 from megalite.parallel.mesh import ParallelMesh
-from megalite.topology.layout import pipeline_split
 from megalite.topology.shape import ModelShape
+from megalite.topology.stages import pipeline_split
 from megalite.topology.state import NoOptimizer
 
 _REMEDIES = Remedies(

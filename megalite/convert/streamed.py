@@ -19,7 +19,7 @@ from megalite.checkpoint.folder import (
 from megalite.checkpoint.format import MANIFEST, Manifest, Shard, TensorEntry, check_coverage, to_json
 from megalite.checkpoint.tensor_file import TensorInfo, write_tensor_file
 from megalite.errors import CheckpointError
-from megalite.topology.layout import Layout
+from megalite.topology.axes import Layout
 from megalite.topology.parameters import canonical_tensors
 from megalite.topology.shape import ModelShape
 from megalite.version import __version__

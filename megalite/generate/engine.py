@@ -17,7 +17,7 @@ from megalite.model.stages import build_stage
 from megalite.model.transformer import Chunk, Stage
 from megalite.parallel.decode import along_chunks, from_last_chunk
 from megalite.parallel.mesh import ParallelMesh
-from megalite.topology.layout import PipelineSplit, pipeline_split
+from megalite.topology.stages import PipelineSplit, pipeline_split
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megalite.errors import LaunchError, MegaliteError, RankFailure
 from megalite.launcher.detect import RankInfo
-from megalite.topology.layout import Layout
+from megalite.topology.axes import Layout
 
 # What a rank sees when a peer is gone. By name and text: torch raises most of these as RuntimeError.
 _PEER_EXCEPTIONS = {"DistNetworkError", "DistStoreError", "DistBackendError"}

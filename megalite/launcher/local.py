@@ -26,7 +26,7 @@ from megalite.launcher.detect import RankInfo, local_rank_infos
 from megalite.launcher.environment import export_rank, exported_rank
 from megalite.launcher.failures import FailureFolder, FailureReport
 from megalite.launcher.process import adopt_orphans, children, die_with_parent, identity, keep_freed_memory
-from megalite.topology.layout import Layout
+from megalite.topology.axes import Layout
 
 # A worker is called with its rank and the job's arguments, and returns the exit code: 0, or STOPPED.
 Worker = Callable[..., int]

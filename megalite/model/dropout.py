@@ -9,8 +9,8 @@ from megalite.ops.counter import MASK_LEVELS
 from megalite.ops.dropout import CountedMask, Mask
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.random import keep_mask, key_of
-from megalite.topology.layout import balanced_split
 from megalite.topology.shape import ModelShape
+from megalite.topology.stages import balanced_split
 
 
 class Places(NamedTuple):

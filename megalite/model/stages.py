@@ -8,9 +8,9 @@ from megalite.model.options import PLAIN, ModelOptions
 from megalite.model.transformer import Stage
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.random import normal_box
-from megalite.topology.layout import PipelineSplit
 from megalite.topology.parameters import Parameter, stage_parameters
 from megalite.topology.shape import ModelShape
+from megalite.topology.stages import PipelineSplit
 
 
 def build_stage(

@@ -29,8 +29,8 @@ from megalite.parallel.collectives import column_input, gather_last_dim
 from megalite.parallel.cross_entropy import LossTerms, chunked_cross_entropy, vocab_parallel_cross_entropy
 from megalite.parallel.layers import VocabParallelEmbedding, column_linear
 from megalite.parallel.mesh import ParallelMesh
-from megalite.topology.layout import PipelineSplit, balanced_split
 from megalite.topology.shape import ModelShape
+from megalite.topology.stages import PipelineSplit, balanced_split
 
 
 class Decoder(nn.Module):

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megalite.parallel.mesh import ParallelMesh
-from megalite.topology.layout import PipelineSplit
+from megalite.topology.stages import PipelineSplit
 
 
 def along_chunks(

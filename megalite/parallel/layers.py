@@ -20,7 +20,7 @@ from megalite.parallel.collectives import (
 )
 from megalite.parallel.gradient_sums import _embedding, _linear, _weight_gradient
 from megalite.parallel.mesh import ParallelMesh
-from megalite.topology.layout import balanced_split
+from megalite.topology.stages import balanced_split
 
 
 class _OverlappedColumnLinear(torch.autograd.Function):

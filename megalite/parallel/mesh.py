@@ -11,8 +11,9 @@ from torch.distributed import ProcessGroup as ProcessGroup
 
 from megalite.errors import LaunchError
 from megalite.parallel.device import card_of, require_own_cards
-from megalite.topology.layout import Coordinates, Layout, balanced_split
+from megalite.topology.axes import Coordinates, Layout
 from megalite.topology.sharding import units_held
+from megalite.topology.stages import balanced_split
 
 
 @dataclass(frozen=True)

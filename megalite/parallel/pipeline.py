@@ -23,7 +23,7 @@ from megalite.parallel.collectives import all_reduce
 from megalite.parallel.cross_entropy import IGNORE_INDEX
 from megalite.parallel.decode import along_chunks
 from megalite.parallel.mesh import ParallelMesh
-from megalite.topology.layout import PipelineSplit
+from megalite.topology.stages import PipelineSplit
 
 # One chunk a rank, and several.
 _SINGLE: dict[str, type[PipelineScheduleSingle]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}

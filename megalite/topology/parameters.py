@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod, sqrt
 
-from megalite.topology.layout import PipelineSplit, pipeline_split
 from megalite.topology.shape import ModelShape
 from megalite.topology.sharding import Part, ShardSpec
+from megalite.topology.stages import PipelineSplit, pipeline_split
 
 
 @dataclass(frozen=True)

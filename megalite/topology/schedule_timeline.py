@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from megalite.topology.layout import PipelineSplit
 from megalite.topology.schedules import SCHEDULES, Action
+from megalite.topology.stages import PipelineSplit
 
 
 @dataclass(frozen=True)

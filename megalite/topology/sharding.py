@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from math import prod
 
-from megalite.topology.layout import balanced_split
+from megalite.topology.stages import balanced_split
 
 
 @dataclass(frozen=True)

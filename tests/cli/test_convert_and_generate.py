@@ -23,9 +23,10 @@ from megalite.errors import CheckpointError, ConfigError
 from megalite.model.options import ModelOptions
 from megalite.model.stages import build_stage
 from megalite.parallel.mesh import ParallelMesh
-from megalite.topology.layout import Layout, pipeline_split
+from megalite.topology.axes import Layout
 from megalite.topology.parameters import canonical_tensors, model_parameters, parameter_count
 from megalite.topology.shape import ModelShape
+from megalite.topology.stages import pipeline_split
 from megalite.train.optimizer import OptimizerSettings, TorchOptimizer
 from tests.support.parity import assert_close
 from tests.support.tiny import tiny_shape, tiny_tokenizer

@@ -15,7 +15,7 @@ from megalite.checkpoint.save import save_checkpoint
 from megalite.errors import CheckpointError
 from megalite.model.options import PLAIN, Dropout
 from megalite.parallel.mesh import ParallelMesh
-from megalite.topology.layout import Layout
+from megalite.topology.axes import Layout
 from megalite.train.optimizer import OptimizerSettings
 from tests.support.parity import assert_close
 from tests.support.ranks import RankPool

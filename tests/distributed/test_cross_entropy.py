@@ -7,7 +7,8 @@ import torch
 
 from megalite.parallel.cross_entropy import LossTerms, vocab_parallel_cross_entropy
 from megalite.parallel.mesh import ParallelMesh
-from megalite.topology.layout import Layout, balanced_split
+from megalite.topology.axes import Layout
+from megalite.topology.stages import balanced_split
 from tests.distributed.test_split_backward import Counter
 from tests.support.parity import assert_close
 from tests.unit.parallel.test_cross_entropy import tokens, torchs

@@ -15,7 +15,7 @@ from megalite.data import documents
 from megalite.model import transformer
 from megalite.model.options import Dropout, Recompute
 from megalite.ops import attention
-from megalite.topology.layout import Layout
+from megalite.topology.axes import Layout
 from megalite.train.document_probe import DocumentFindings, probe_documents
 from tests.support.tiny import FAMILY_SHAPES
 from tests.support.training import Job, build, local_batch

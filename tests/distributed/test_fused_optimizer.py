@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megalite.checkpoint.folder import read_manifest
-from megalite.topology.layout import Layout
+from megalite.topology.axes import Layout
 from tests.distributed.test_precision import (
     ADAMW,
     LARGEST_LOSS_DIFFERENCE,

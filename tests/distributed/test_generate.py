@@ -7,7 +7,7 @@ import pytest
 from megalite.generate.engine import generate, load_model
 from megalite.generate.sampling import GREEDY, Sampling
 from megalite.parallel.mesh import ParallelMesh
-from megalite.topology.layout import Layout
+from megalite.topology.axes import Layout
 from tests.support.tiny import FAMILY_SHAPES, tiny_shape
 from tests.unit.convert.exporting import lively_stage, save_stage
 

@@ -15,9 +15,10 @@ from megalite.convert.huggingface.load import load_huggingface
 from megalite.errors import CheckpointError
 from megalite.model.stages import build_stage
 from megalite.parallel.mesh import ParallelMesh
-from megalite.topology.layout import Layout, pipeline_split
+from megalite.topology.axes import Layout
 from megalite.topology.parameters import stage_parameters
 from megalite.topology.shape import ModelShape
+from megalite.topology.stages import pipeline_split
 from tests.support.parity import assert_same_tensors
 from tests.support.tiny import FAMILY_SHAPES, tiny_shape
 from tests.support.training import Shard, full_tensors, shards_of

@@ -12,7 +12,7 @@ from megalite.ops import extension, trust
 from megalite.ops.trust import Choice
 from megalite.parallel.mesh import ParallelMesh
 from megalite.selftest import decide
-from megalite.topology.layout import Layout
+from megalite.topology.axes import Layout
 from megalite.train import kernel_choice
 
 RIGHT, WRONG = Choice("megalite", ratio=0.5), Choice("torch", "wrong: x", {"megalite": "wrong: x"})

@@ -10,7 +10,8 @@ from megalite.parallel.collectives import column_input, gather_last_dim
 from megalite.parallel.cross_entropy import LossTerms, vocab_parallel_cross_entropy
 from megalite.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megalite.parallel.mesh import ParallelMesh
-from megalite.topology.layout import Layout, balanced_split
+from megalite.topology.axes import Layout
+from megalite.topology.stages import balanced_split
 from tests.support.parity import assert_close
 
 HIDDEN, FEATURES, VOCABULARY = 12, 20, 37

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from megalite.parallel.mesh import ParallelMesh
-from megalite.topology.layout import Layout
+from megalite.topology.axes import Layout
 
 
 def axes_on_rank(layout: Layout) -> dict[str, tuple]:

@@ -10,7 +10,7 @@ import torch
 from megalite.checkpoint.folder import find_latest
 from megalite.checkpoint.load import load_checkpoint
 from megalite.checkpoint.save import save_checkpoint
-from megalite.topology.layout import Layout
+from megalite.topology.axes import Layout
 from megalite.topology.parameter_groups import ParameterGroup
 from megalite.train.deepspeed_ops import replay_steps
 from megalite.train.optimizer import OptimizerSettings

@@ -9,8 +9,9 @@ from megalite.model.options import ModelOptions
 from megalite.model.stages import build_stage
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.pipeline import PipelineShapes, StepBatch, pipeline_runner
-from megalite.topology.layout import Layout, pipeline_split
+from megalite.topology.axes import Layout
 from megalite.topology.schedules import SCHEDULES
+from megalite.topology.stages import pipeline_split
 from tests.support.parity import assert_close, assert_same_tensors
 from tests.support.tiny import tiny_batch, tiny_shape
 

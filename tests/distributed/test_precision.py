@@ -18,7 +18,7 @@ from megalite.checkpoint.load import load_checkpoint
 from megalite.checkpoint.save import save_checkpoint
 from megalite.errors import TrainingError
 from megalite.parallel import gradients
-from megalite.topology.layout import Layout
+from megalite.topology.axes import Layout
 from megalite.topology.state import MASTER
 from megalite.train import optimizer as optimizer_module
 from megalite.train.loss_scale import LossScaleSettings

@@ -24,8 +24,9 @@ from megalite.model.transformer import Stage
 from megalite.parallel import pipeline
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.pipeline import PipelineShapes, pipeline_runner
-from megalite.topology.layout import Layout, pipeline_split
+from megalite.topology.axes import Layout
 from megalite.topology.schedules import SCHEDULES, Action
+from megalite.topology.stages import pipeline_split
 from tests.support.tiny import tiny_batch, tiny_shape
 
 SHAPE = tiny_shape(tied=True, layers=8)

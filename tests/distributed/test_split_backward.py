@@ -14,7 +14,8 @@ from megalite.model.norms import RMSNorm
 from megalite.model.options import ModelOptions
 from megalite.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.mesh import ParallelMesh
-from megalite.topology.layout import Layout, balanced_split
+from megalite.topology.axes import Layout
+from megalite.topology.stages import balanced_split
 from tests.support.parity import assert_close
 
 HIDDEN, FEATURES, SEQUENCES, LENGTH = 12, 20, 3, 8

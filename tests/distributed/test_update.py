@@ -14,7 +14,7 @@ from megalite.checkpoint.format import WEIGHT
 from megalite.checkpoint.load import load_checkpoint
 from megalite.checkpoint.save import save_checkpoint
 from megalite.checkpoint.tensor_file import CheckpointReader, full_box
-from megalite.topology.layout import Layout
+from megalite.topology.axes import Layout
 from megalite.topology.parameter_groups import ParameterGroup
 from megalite.topology.parameters import canonical_tensors
 from megalite.topology.state import EMA

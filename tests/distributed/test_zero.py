@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 import torch
 
-from megalite.topology.layout import Layout
+from megalite.topology.axes import Layout
 from tests.support.parity import LAYOUT_RTOL, ZERO_RTOL, assert_close, assert_same_tensors
 from tests.support.tiny import tiny_shape
 from tests.support.training import Job, RankResult, full_gradients, full_tensors, train_on_rank

@@ -19,7 +19,7 @@ from megalite.checkpoint.tensor_file import CheckpointReader
 from megalite.data.loader import StepLoader
 from megalite.errors import TrainingError
 from megalite.parallel.mesh import ParallelMesh
-from megalite.topology.layout import Coordinates, Layout
+from megalite.topology.axes import Coordinates, Layout
 from megalite.topology.sharding import Box
 from megalite.topology.state import MASTER, WEIGHT
 from megalite.train.loss_scale import LossScaleSettings

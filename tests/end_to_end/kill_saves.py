@@ -43,7 +43,7 @@ from megalite.checkpoint.load import load_checkpoint
 from megalite.checkpoint.save import draft_checkpoint, write_draft
 from megalite.launcher.process import die_with_parent
 from megalite.parallel.mesh import ParallelMesh, connect
-from megalite.topology.layout import Layout
+from megalite.topology.axes import Layout
 from tests.support.tiny import tiny_shape
 from tests.unit.checkpoint.worlds import World, truth
 

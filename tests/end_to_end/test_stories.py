@@ -18,7 +18,7 @@ from megalite.cli import convert, generate
 from megalite.generate.engine import generate as generated
 from megalite.generate.engine import load_model
 from megalite.parallel.mesh import ParallelMesh
-from megalite.topology.layout import Layout
+from megalite.topology.axes import Layout
 from megalite.train.run import TrainingResult
 from tests.support.jobs import training_here
 from tests.unit.convert.exporting import our_logits

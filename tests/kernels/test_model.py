@@ -7,8 +7,8 @@ from megalite.model.options import ModelOptions
 from megalite.model.stages import build_stage
 from megalite.ops.choice import ALL_COMPILED, PLAIN_TORCH, Operators
 from megalite.parallel.mesh import ParallelMesh
-from megalite.topology.layout import pipeline_split
 from megalite.topology.shape import ModelShape
+from megalite.topology.stages import pipeline_split
 from tests.support.kernels import needs_library
 from tests.support.parity import assert_close, assert_same_tensors
 from tests.support.tiny import FAMILY_SHAPES, tiny_batch

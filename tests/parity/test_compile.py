@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megalite.model.options import Dropout, Recompute
-from megalite.topology.layout import Layout
+from megalite.topology.axes import Layout
 from megalite.topology.schedules import SCHEDULES
 from tests.support.parity import FLOAT32_RTOL, LAYOUT_RTOL, ZERO_RTOL, assert_close, assert_same_tensors
 from tests.support.tiny import FAMILY_SHAPES, tiny_shape

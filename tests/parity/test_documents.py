@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megalite.model.options import Dropout, Recompute
 from megalite.parallel.cross_entropy import IGNORE_INDEX
-from megalite.topology.layout import Layout
+from megalite.topology.axes import Layout
 from tests.support.parity import assert_close, assert_same_tensors
 from tests.support.tiny import FAMILY_SHAPES, tiny_shape
 from tests.support.training import (

@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 
 from megalite.model.options import Dropout, Recompute
-from megalite.topology.layout import Layout
+from megalite.topology.axes import Layout
 from tests.support.kernels import needs_library
 from tests.support.parity import assert_close, assert_same_tensors, relative_error
 from tests.support.tiny import tiny_shape

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from megalite.topology.layout import Layout
+from megalite.topology.axes import Layout
 from tests.parity.test_layouts import _assert_equal_to_one_process
 from tests.support.parity import LAYOUT_RTOL
 from tests.support.tiny import FAMILY_SHAPES

@@ -8,7 +8,7 @@ import pytest
 from megalite.model import transformer
 from megalite.model.options import Dropout, Recompute
 from megalite.ops import extension
-from megalite.topology.layout import Layout
+from megalite.topology.axes import Layout
 from tests.parity.test_layouts import _assert_equal_to_one_process
 from tests.support.kernels import needs_library
 from tests.support.parity import LAYOUT_RTOL

@@ -8,7 +8,7 @@ import torch
 
 from megalite.generate.engine import LoadedModel, generate
 from megalite.model.options import Dropout, Recompute
-from megalite.topology.layout import Layout
+from megalite.topology.axes import Layout
 from tests.parity.test_layouts import _assert_equal_to_one_process
 from tests.support.kernels import needs_library
 from tests.support.parity import LAYOUT_RTOL, ZERO_RTOL

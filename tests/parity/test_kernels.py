@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megalite.model.options import Dropout, Recompute
-from megalite.topology.layout import Layout
+from megalite.topology.axes import Layout
 from megalite.topology.shape import ModelShape
 from tests.parity.test_layouts import _assert_equal_to_one_process
 from tests.support.kernels import needs_library

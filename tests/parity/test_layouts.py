@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 import torch
 
-from megalite.topology.layout import Layout
+from megalite.topology.axes import Layout
 from megalite.train.optimizer import OptimizerSettings
 from tests.support.parity import FLOAT32_RTOL, LAYOUT_RTOL, ZERO_RTOL, assert_close, assert_same_tensors
 from tests.support.tiny import tiny_shape

@@ -11,7 +11,7 @@ from torch import Tensor
 from megalite.model import transformer
 from megalite.model.options import Recompute
 from megalite.parallel.cross_entropy import IGNORE_INDEX
-from megalite.topology.layout import Layout
+from megalite.topology.axes import Layout
 from tests.distributed.test_zero import assert_equal_to_one_process
 from tests.parity.test_layouts import _assert_equal_to_one_process
 from tests.support.kernels import needs_library

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megalite.model import mlp, recompute, transformer
 from megalite.model.options import Dropout, Recompute
-from megalite.topology.layout import Layout
+from megalite.topology.axes import Layout
 from tests.support.parity import assert_close, assert_same_tensors
 from tests.support.tiny import tiny_shape
 from tests.support.training import (

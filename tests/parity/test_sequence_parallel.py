@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 
 from megalite.model.options import Dropout, Recompute
-from megalite.topology.layout import Layout
+from megalite.topology.axes import Layout
 from megalite.topology.shape import ModelShape
 from tests.parity.test_layouts import _assert_equal_to_one_process, _id
 from tests.support.parity import LAYOUT_RTOL, ZERO_RTOL

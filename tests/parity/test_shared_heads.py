@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 
-from megalite.topology.layout import Layout
+from megalite.topology.axes import Layout
 from tests.parity.test_layouts import _assert_equal_to_one_process
 from tests.support.parity import LAYOUT_RTOL, ZERO_RTOL
 from tests.support.tiny import FAMILY_SHAPES, tiny_shape

@@ -14,9 +14,9 @@ from megalite.families.tensors import family_tensors
 from megalite.model.stages import build_stage
 from megalite.model.transformer import Stage
 from megalite.parallel.mesh import ParallelMesh
-from megalite.topology.layout import pipeline_split
 from megalite.topology.parameters import model_parameters
 from megalite.topology.shape import ModelShape
+from megalite.topology.stages import pipeline_split
 from tests.support.parity import FLOAT32_RTOL, assert_close, assert_same_tensors
 from tests.support.tiny import FAMILY_SHAPES, tiny_batch, tiny_shape
 from tests.support.training import full_tensors, shards_of

@@ -15,7 +15,7 @@ from megalite.model import transformer
 from megalite.ops import attention_backends, chunked_attention
 from megalite.ops.documents import row_starts
 from megalite.parallel.pipeline import StepBatch
-from megalite.topology.layout import Layout
+from megalite.topology.axes import Layout
 from tests.standin import test_meta
 from tests.standin.test_meta import step_on_meta
 from tests.support.attention import WaitsRefused

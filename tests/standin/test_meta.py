@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megalite.model.options import Dropout, Recompute
-from megalite.topology.layout import Layout
+from megalite.topology.axes import Layout
 from megalite.train.optimizer import OptimizerSettings
 from tests.support.tiny import FAMILY_SHAPES, tiny_shape
 from tests.support.training import SGD, Job, build, global_batch

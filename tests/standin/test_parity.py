@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megalite.model.options import Dropout, Recompute
-from megalite.topology.layout import Layout
+from megalite.topology.axes import Layout
 from megalite.train.optimizer import OptimizerSettings
 from tests.support.parity import assert_close, assert_same_tensors
 from tests.support.ranks import RankPool

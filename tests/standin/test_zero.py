@@ -7,7 +7,7 @@ import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from megalite.topology.layout import Layout
+from megalite.topology.axes import Layout
 from tests.support.parity import assert_close, assert_same_tensors
 from tests.support.tiny import tiny_shape
 from tests.support.training import Job, full_tensors, train_on_rank

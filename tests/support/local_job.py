@@ -15,7 +15,7 @@ from pathlib import Path
 from megalite.errors import DataError, MegaliteError
 from megalite.launcher.detect import RankInfo, rank_info
 from megalite.launcher.local import run_local_ranks, run_rank
-from megalite.topology.layout import Layout
+from megalite.topology.axes import Layout
 
 FAILING = 3
 PEER_GONE = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:22406"

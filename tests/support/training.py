@@ -20,11 +20,12 @@ from megalite.parallel.device import local_device
 from megalite.parallel.gradients import partial_over_tp
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.pipeline import PipelineRunner, PipelineShapes, StepBatch, pipeline_runner
-from megalite.topology.layout import Layout, PipelineSplit, pipeline_split
+from megalite.topology.axes import Layout
 from megalite.topology.parameters import Parameter, canonical_tensors, stage_parameters
 from megalite.topology.schedules import SCHEDULES
 from megalite.topology.shape import ModelShape
 from megalite.topology.sharding import Box
+from megalite.topology.stages import PipelineSplit, pipeline_split
 from megalite.train.optimizer import Optimizer, OptimizerSettings, TorchOptimizer
 from tests.support.tiny import in_documents, tiny_batch
 

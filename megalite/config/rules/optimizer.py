@@ -6,11 +6,11 @@ from megalite.config.rules.pipeline import chunks_a_stage
 from megalite.config.schema import ModelConfig
 from megalite.config.validate import Facts
 from megalite.errors import Problem
-from megalite.topology.layout import pipeline_split
 from megalite.topology.parameter_groups import group_problems, rules_of
 from megalite.topology.parameters import model_parameters, stage_parameters
 from megalite.topology.schedules import SCHEDULES
 from megalite.topology.shape import ModelShape
+from megalite.topology.stages import pipeline_split
 
 
 def patterns_choose_whole_parameters(facts: Facts) -> Iterator[Problem]:

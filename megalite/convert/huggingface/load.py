@@ -18,10 +18,10 @@ from megalite.data.tokenizer import copy_tokenizer
 from megalite.errors import CheckpointError, listed
 from megalite.families.tensors import FamilyTensor, family_tensors
 from megalite.parallel.mesh import ParallelMesh
-from megalite.topology.layout import PipelineSplit, pipeline_split
 from megalite.topology.parameters import EMBEDDING, HEAD, canonical_tensors, stage_parameters
 from megalite.topology.shape import ModelShape
 from megalite.topology.sharding import Box
+from megalite.topology.stages import PipelineSplit, pipeline_split
 
 # What older exports hold beside the weights: masks and frequencies, which follow from the configuration.
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")

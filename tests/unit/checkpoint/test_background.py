@@ -17,7 +17,7 @@ from megalite.checkpoint.folder import find_latest, read_manifest
 from megalite.checkpoint.save import draft_checkpoint
 from megalite.checkpoint.staging import Staging
 from megalite.errors import CheckpointError
-from megalite.topology.layout import Layout
+from megalite.topology.axes import Layout
 from tests.support.tiny import tiny_shape
 from tests.unit.checkpoint.worlds import HeldStage, HeldState, ThreadMesh, World, on_all_ranks
 

@@ -21,7 +21,7 @@ from megalite.convert.huggingface import export as huggingface
 from megalite.convert.huggingface.load import load_huggingface
 from megalite.families.records import FAMILIES
 from megalite.families.tensors import family_tensors
-from megalite.topology.layout import Layout
+from megalite.topology.axes import Layout
 from megalite.topology.parameters import canonical_tensors
 from megalite.topology.shape import ModelShape
 from megalite.topology.state import NoOptimizer

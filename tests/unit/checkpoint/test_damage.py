@@ -17,7 +17,7 @@ import pytest
 from megalite.checkpoint import tensor_file
 from megalite.checkpoint.folder import find_checkpoint, find_latest, remove_stale, write_latest
 from megalite.errors import CheckpointError
-from megalite.topology.layout import Layout
+from megalite.topology.axes import Layout
 from tests.support.tiny import tiny_shape
 from tests.unit.checkpoint.worlds import World
 
@@ -237,7 +237,7 @@ from pathlib import Path
 import torch
 from megalite.checkpoint import tensor_file
 from megalite.checkpoint.folder import find_latest, read_manifest
-from megalite.topology.layout import Layout
+from megalite.topology.axes import Layout
 from tests.support.tiny import tiny_shape
 from tests.unit.checkpoint.worlds import World
 

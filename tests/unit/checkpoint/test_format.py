@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from megalite.checkpoint.folder import read_manifest
 from megalite.checkpoint.format import Manifest, Shard, TensorEntry, check_coverage, from_json, to_json
 from megalite.errors import CheckpointError
-from megalite.topology.layout import Layout, balanced_split
+from megalite.topology.axes import Layout
 from megalite.topology.parameters import canonical_tensors
+from megalite.topology.stages import balanced_split
 from tests.support.tiny import tiny_shape
 
 SHAPE = tiny_shape(layers=1)

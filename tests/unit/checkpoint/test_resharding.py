@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megalite.checkpoint.folder import find_latest, read_manifest
 from megalite.checkpoint.format import check_coverage, to_json
 from megalite.errors import CheckpointError
-from megalite.topology.layout import Layout
+from megalite.topology.axes import Layout
 from megalite.topology.parameters import canonical_tensors
 from tests.support.tiny import tiny_shape
 from tests.unit.checkpoint.worlds import KINDS, HeldState, World

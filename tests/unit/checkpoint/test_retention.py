@@ -19,7 +19,7 @@ from megalite.checkpoint.folder import (
 )
 from megalite.checkpoint.format import MANIFEST, Manifest, to_json
 from megalite.errors import CheckpointError
-from megalite.topology.layout import Layout
+from megalite.topology.axes import Layout
 from tests.support.tiny import tiny_shape
 
 

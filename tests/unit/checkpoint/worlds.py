@@ -16,10 +16,11 @@ from megalite.checkpoint.load import load_checkpoint
 from megalite.checkpoint.regions import slices
 from megalite.checkpoint.save import save_checkpoint
 from megalite.parallel.mesh import Axis
-from megalite.topology.layout import Coordinates, Layout, PipelineSplit, pipeline_split
+from megalite.topology.axes import Coordinates, Layout
 from megalite.topology.parameters import Parameter, canonical_tensors, stage_parameters
 from megalite.topology.shape import ModelShape
 from megalite.topology.sharding import Box
+from megalite.topology.stages import PipelineSplit, pipeline_split
 from megalite.topology.state import StateShard
 
 T = TypeVar("T")

@@ -12,7 +12,7 @@ from megalite.config.load import load_run, write_resolved
 from megalite.config.presets import PRESETS
 from megalite.config.schema import ParallelConfig
 from megalite.errors import ConfigError
-from megalite.topology.layout import Layout
+from megalite.topology.axes import Layout
 from megalite.topology.parameters import parameter_count
 from megalite.topology.schedules import SCHEDULES
 from tests.unit.config.runs import REMOVED, changed, load, problems, write_run

@@ -22,7 +22,7 @@ from megalite.data.tokenizer_training import KINDS, train_into
 from megalite.errors import CheckpointError, DataError
 from megalite.families.config_json import hf_config
 from megalite.families.records import FAMILIES
-from megalite.topology.layout import Layout
+from megalite.topology.axes import Layout
 from megalite.topology.parameters import canonical_tensors
 from megalite.topology.shape import ModelShape
 from tests.support.tiny import tiny_batch, tiny_corpus, tiny_shape, tiny_tokenizer

@@ -16,9 +16,9 @@ from megalite.convert.megatron.load import MegatronImport, import_megatron
 from megalite.errors import CheckpointError
 from megalite.model.stages import build_stage
 from megalite.parallel.mesh import ParallelMesh
-from megalite.topology.layout import pipeline_split
 from megalite.topology.parameters import canonical_tensors
 from megalite.topology.shape import ModelShape, RopeScaling
+from megalite.topology.stages import pipeline_split
 from tests.support.megatron_writer import Written, write_megatron
 from tests.support.tiny import FAMILY_SHAPES, tiny_shape
 from tests.unit.convert.exporting import our_logits

@@ -9,7 +9,7 @@ import pytest
 from megalite.errors import DataError, TrainingError
 from megalite.launcher.detect import RankInfo, local_rank_infos
 from megalite.launcher.failures import FailureFolder, FailureReport, first_cause
-from megalite.topology.layout import Layout
+from megalite.topology.axes import Layout
 
 CLOSED = (
     "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:22406"

@@ -10,7 +10,7 @@ from megalite.model.options import Dropout, ModelOptions
 from megalite.model.stages import build_stage
 from megalite.ops.counter import MASK_LEVELS
 from megalite.parallel.mesh import Axis, ParallelMesh
-from megalite.topology.layout import pipeline_split
+from megalite.topology.stages import pipeline_split
 from tests.support.tiny import tiny_batch, tiny_shape
 
 SHAPE = tiny_shape()

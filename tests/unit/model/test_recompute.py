@@ -11,7 +11,7 @@ from megalite.model.options import ModelOptions, Recompute
 from megalite.model.recompute import recomputed
 from megalite.model.stages import build_stage
 from megalite.parallel.mesh import ParallelMesh
-from megalite.topology.layout import pipeline_split
+from megalite.topology.stages import pipeline_split
 from tests.support.tiny import tiny_batch, tiny_shape
 
 WEIGHT = torch.randn(5, 5, dtype=torch.float64)

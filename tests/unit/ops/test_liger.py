@@ -16,7 +16,7 @@ from megalite.ops.choice import Operators
 from megalite.parallel.mesh import ParallelMesh
 from megalite.selftest import activations, norms
 from megalite.selftest.check import check
-from megalite.topology.layout import pipeline_split
+from megalite.topology.stages import pipeline_split
 from tests.support.parity import assert_same_tensors
 from tests.support.tiny import FAMILY_SHAPES, tiny_batch, tiny_shape
 

@@ -11,7 +11,6 @@ from itertools import product
 
 import pytest
 
-from megalite.topology.layout import pipeline_split
 from megalite.topology.schedule_timeline import (
     UNIT,
     Costs,
@@ -25,6 +24,7 @@ from megalite.topology.schedule_timeline import (
     play,
 )
 from megalite.topology.schedules import SCHEDULES, Action
+from megalite.topology.stages import pipeline_split
 
 LARGEST = {"stages": 8, "micro_batches": 24, "chunks": 4}
 SIZES = list(product(*(range(1, size + 1) for size in LARGEST.values())))

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.topology.layout import pipeline_split
 from megalite.topology.parameters import (
     EMBEDDING,
     FINAL_NORM,
@@ -20,6 +19,7 @@ from megalite.topology.parameters import (
 )
 from megalite.topology.shape import ModelShape
 from megalite.topology.sharding import Box, Part, ShardSpec, units_fit, units_held
+from megalite.topology.stages import pipeline_split
 
 
 def shape_of(

@@ -7,7 +7,7 @@ import pytest
 
 from megalite.errors import DataError, TrainingError
 from megalite.launcher.failures import FailureFolder
-from megalite.topology.layout import Layout
+from megalite.topology.axes import Layout
 from megalite.train.callbacks import ActiveRun, Callback, Callbacks
 
 RUN = cast(ActiveRun, SimpleNamespace(state=SimpleNamespace(step=3)))

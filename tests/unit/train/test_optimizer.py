@@ -9,9 +9,9 @@ from torch import Tensor
 from megalite.model.options import ModelOptions
 from megalite.model.stages import build_stage
 from megalite.parallel.mesh import ParallelMesh
-from megalite.topology.layout import pipeline_split
 from megalite.topology.parameter_groups import ParameterGroup
 from megalite.topology.parameters import model_parameters
+from megalite.topology.stages import pipeline_split
 from megalite.topology.state import EMA
 from megalite.train.optimizer import OptimizerSettings, TorchOptimizer
 from tests.support.parity import assert_close

@@ -1,0 +1,44 @@
+"""Ranks, coordinates and groups: pure arithmetic, for all small sizes."""
+
+from itertools import combinations, product
+
+import pytest
+
+from megalite.topology.axes import AXES, Coordinates, Layout
+
+LAYOUTS = [Layout(*sizes) for sizes in product(range(1, 5), repeat=3)]
+SUBSETS = [axes for count in range(len(AXES) + 1) for axes in combinations(AXES, count)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_ranks_and_coordinates_are_one_to_one(layout: Layout) -> None:
+    places = [layout.coordinates(rank) for rank in range(layout.world_size)]
+    assert [layout.rank(at) for at in places] == list(range(layout.world_size))
+    assert set(places) == {
+        Coordinates(pp, dp, tp)
+        for pp, dp, tp in product(range(layout.pipeline), range(layout.data), range(layout.tensor))
+    }
+
+
+def test_the_order_of_ranks_is_that_of_megatron_and_deepspeed() -> None:
+    layout = Layout(pipeline=2, data=3, tensor=4)
+    assert layout.coordinates(1) == Coordinates(pp=0, dp=0, tp=1)
+    assert layout.coordinates(4) == Coordinates(pp=0, dp=1, tp=0)
+    assert layout.coordinates(12) == Coordinates(pp=1, dp=0, tp=0)
+    assert layout.describe(17) == "rank 17 (pp 1, dp 1, tp 1)"
+    for rank in (-1, 24):
+        with pytest.raises(ValueError, match=f"rank {rank} is outside a world of 24"):
+            layout.coordinates(rank)
+
+
+@pytest.mark.parametrize("axes", SUBSETS, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS[::5], ids=str)
+def test_groups_are_a_partition_and_peers_share_the_other_axes(layout: Layout, axes: tuple[str, ...]) -> None:
+    groups = layout.groups(*axes)
+    assert sorted(rank for group in groups for rank in group) == list(range(layout.world_size))
+    assert list(groups) == sorted(groups)
+    for group in groups:
+        assert list(group) == sorted(group)
+        for axis in set(AXES) - set(axes):
+            assert len({getattr(layout.coordinates(rank), axis) for rank in group}) == 1
+        assert all(layout.peers(rank, *axes) == group for rank in group)
