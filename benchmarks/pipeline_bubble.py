@@ -234,7 +234,7 @@ def cases_of(stages: int, micro_batches: int, unit: float) -> list[Case]:
         Case(name, stages, micro_batches, count, unit)
         for name, counts in chunks.items()
         for count in counts
-        if SCHEDULES[name].legal(stages, micro_batches, count) is None
+        if SCHEDULES[name].problem(stages, micro_batches, count) is None
     ]
 
 

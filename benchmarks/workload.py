@@ -70,7 +70,7 @@ class Training:
         split = pipeline_split(
             SHAPE.num_hidden_layers,
             mesh.layout.pipeline,
-            chunks_a_stage=schedule.default_chunks,
+            chunks_per_stage=schedule.default_chunks,
             v_shaped=schedule.v_shaped,
         )
         options = replace(setup.options, split_backward=schedule.splits_backward)

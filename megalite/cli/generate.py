@@ -15,7 +15,7 @@ from megalite.errors import CheckpointError, ConfigError, Problem
 from megalite.launcher.detect import RankInfo
 from megalite.launcher.environment import prepare_process
 from megalite.topology.axes import Layout
-from megalite.topology.sharding import units_fit
+from megalite.topology.sharding import heads_fit
 
 if TYPE_CHECKING:
     from megalite.data.tokenizer import Tokenizer
@@ -136,7 +136,7 @@ def _check(options: argparse.Namespace, manifest: Manifest) -> None:
     shape = manifest.model
     problems = []
     query, shared = shape.num_attention_heads, shape.num_key_value_heads
-    if query % options.tensor or not units_fit(shared, options.tensor):
+    if query % options.tensor or not heads_fit(shared, options.tensor):
         message = f"{options.tensor} ranks cannot share {query} query and {shared} key-value heads"
         remedy = "use a divisor of the first that divides the second or is a multiple of it"
         problems.append(Problem("--tensor", message, remedy))

@@ -14,7 +14,7 @@ from megalite.config.presets import apply_preset, require_shape
 from megalite.config.rules.batch import plan_batch
 from megalite.config.rules.computation import notes_of
 from megalite.config.rules.every import problems_of
-from megalite.config.rules.pipeline import chunks_a_stage
+from megalite.config.rules.pipeline import chunks_per_stage
 from megalite.config.schema import RunConfig
 from megalite.config.toml import format_table, format_value, read_toml, shown
 from megalite.config.validate import Facts, validate
@@ -140,7 +140,7 @@ def _resolved(facts: Facts) -> dict[str, Any]:
     heads = model.num_attention_heads
     return {
         "parallel.data": plan.data,
-        "parallel.virtual_stages": chunks_a_stage(facts),
+        "parallel.virtual_stages": chunks_per_stage(facts),
         "training.micro_batch_size": plan.micro_batch_size,
         "training.micro_batches": plan.micro_batches,
         "training.global_batch_size": plan.global_batch_size,

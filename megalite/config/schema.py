@@ -422,7 +422,7 @@ class RunConfig(Section):
         return pipeline_split(
             self.model.num_hidden_layers,
             parallel.pipeline,
-            chunks_a_stage=parallel.virtual_stages,
+            chunks_per_stage=parallel.virtual_stages,
             v_shaped=SCHEDULES[parallel.schedule].v_shaped,
             given=parallel.layers_per_stage,
         )

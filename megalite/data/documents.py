@@ -10,7 +10,7 @@ from megalite.errors import DataError
 _LOOKED_AT = 64
 
 
-def numbered_documents(
+def document_ids_and_positions(
     input_ids: NDArray[np.int64], labels: NDArray[np.int64], end_of_document_id: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Of each token of the samples its document, counted within the row, and its place in there: [rows, S] each.

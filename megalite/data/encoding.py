@@ -9,7 +9,7 @@ from tokenizers import Tokenizer as Backend
 
 from megalite.data.corpus import Piece, cut_point
 from megalite.data.tokenizer import Tokenizer
-from megalite.data.words import word_table
+from megalite.data.word_cache import word_cache
 
 _PROBES = (
     "The first words, then more of them\nand a second line with some more words",
@@ -28,7 +28,7 @@ class PieceEncoder:
         self._start.encode_special_tokens = True
         self._after = {space: _continuation(self._start, space) for space in (True, False)}
         # Where words are encoded by themselves, it makes no difference what stands before them.
-        self._words = word_table(self._start, dtype)
+        self._words = word_cache(self._start, dtype)
 
     def ids(self, piece: Piece) -> NDArray[Any]:
         if self._words is not None:

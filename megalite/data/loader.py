@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megalite.data.blend import BlendedSamples, Rows
-from megalite.data.documents import numbered_documents
+from megalite.data.documents import document_ids_and_positions
 from megalite.data.packing import IGNORE_INDEX
 from megalite.data.token_file import TokenFile, bin_path
 from megalite.errors import DataError
@@ -89,7 +89,7 @@ class StepLoader:
         position_ids, document_ids = self._position_ids, None
         if self._end_of_document_id is not None:
             # While labels tell the filling of a short sample.
-            documents, positions = numbered_documents(input_ids, labels, self._end_of_document_id)
+            documents, positions = document_ids_and_positions(input_ids, labels, self._end_of_document_id)
             position_ids, document_ids = torch.from_numpy(positions), torch.from_numpy(documents)
         if self._end is not None:
             labels[places >= self._end] = IGNORE_INDEX

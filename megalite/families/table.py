@@ -112,8 +112,8 @@ def _conditions(shape: ModelShape, family: Family) -> Iterator[tuple[str, str]]:
 def _cut(part: Part, spec: ShardSpec) -> str:
     if spec.dim is None:
         return "whole on every rank"
-    if part.units is not None:
-        return f"rows, by {'query' if part.units == _QUERY_HEADS else 'key-value'} heads"
+    if part.heads is not None:
+        return f"rows, by {'query' if part.heads == _QUERY_HEADS else 'key-value'} heads"
     return "rows" if spec.dim == 0 else "columns"
 
 

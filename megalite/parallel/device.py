@@ -38,7 +38,7 @@ def local_device(local_rank: int, local_ranks: int) -> torch.device:
     return device
 
 
-def card_of(device: torch.device) -> tuple[str, str] | None:
+def accelerator_id(device: torch.device) -> tuple[str, str] | None:
     """Return the host's name and the accelerator's UUID, which no two ranks may share; None if it has no UUID."""
     if device.type == "cpu":
         return None
@@ -47,7 +47,7 @@ def card_of(device: torch.device) -> tuple[str, str] | None:
     return None if uuid is None else (socket.gethostname(), str(uuid))
 
 
-def require_own_cards(cards: list[tuple[str, str] | None]) -> None:
+def require_distinct_accelerators(cards: list[tuple[str, str] | None]) -> None:
     """Raise LaunchError where two ranks compute on one accelerator; `cards`: that of each rank, in rank order."""
     first: dict[tuple[str, str], int] = {}
     for rank, card in enumerate(cards):

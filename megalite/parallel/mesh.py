@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup as ProcessGroup
 
 from megalite.errors import LaunchError
-from megalite.parallel.device import card_of, require_own_cards
+from megalite.parallel.device import accelerator_id, require_distinct_accelerators
 from megalite.topology.axes import Coordinates, Layout
-from megalite.topology.sharding import units_held
+from megalite.topology.sharding import heads_held
 from megalite.topology.stages import balanced_split
 
 
@@ -76,8 +76,8 @@ class ParallelMesh:
         if host is not None:
             # Before the first collective on the devices: NCCL says of a shared card that a call was invalid.
             cards: list[Any] = [None] * world_size
-            dist.all_gather_object(cards, card_of(device), group=host)
-            require_own_cards(cards)
+            dist.all_gather_object(cards, accelerator_id(device), group=host)
+            require_distinct_accelerators(cards)
         pp_ranks = layout.peers(rank, "pp")
         pp = _join(pp_ranks, rank)
         ends_ranks = (pp_ranks[0], pp_ranks[-1])
@@ -108,7 +108,7 @@ class ParallelMesh:
 
         Raises ValueError where neither number divides the other.
         """
-        return len(units_held(heads, self.tp.rank, self.tp.size))
+        return len(heads_held(heads, self.tp.rank, self.tp.size))
 
     @property
     def splits_sequence(self) -> bool:

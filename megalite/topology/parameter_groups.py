@@ -28,7 +28,7 @@ def group_of(parameter: Parameter, groups: Sequence[ParameterGroup]) -> Paramete
     return next((group for group in groups if group.matches(parameter)), None)
 
 
-def rules_of(parameters: Iterable[Parameter], groups: Sequence[ParameterGroup]) -> set[tuple[int, bool]]:
+def update_rules(parameters: Iterable[Parameter], groups: Sequence[ParameterGroup]) -> set[tuple[int, bool]]:
     """The rules by which the parameters are updated: the place of the group, -1 for none, and whether they decay."""
     places = {group: place for place, group in enumerate(groups)}
     found = ((group_of(each, groups), each.decay) for each in parameters)

@@ -53,10 +53,10 @@ def layer_parameters(shape: ModelShape, layer: int) -> Iterator[Parameter]:
         parts = [
             (f"{prefix}.{part}", size, heads[place]) for place, (part, size) in enumerate(outputs.items())
         ]
-        weights = tuple(Part(f"{part}.weight", (size, hidden), units) for part, size, units in parts)
+        weights = tuple(Part(f"{part}.weight", (size, hidden), heads) for part, size, heads in parts)
         yield Parameter(f"{prefix}.{name}.weight", ShardSpec(weights, 0), layer, std, True)
         if bias:
-            biases = tuple(Part(f"{part}.bias", (size,), units) for part, size, units in parts)
+            biases = tuple(Part(f"{part}.bias", (size,), heads) for part, size, heads in parts)
             yield Parameter(f"{prefix}.{name}.bias", ShardSpec(biases, 0), layer, None, False, fill=0.0)
 
     def row(name: str, inputs: int, bias: bool) -> Iterator[Parameter]:

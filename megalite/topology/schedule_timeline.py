@@ -58,7 +58,7 @@ class Timeline:
 def orders_of(name: str, stages: int, micro_batches: int, chunks: int) -> list[tuple[Action, ...]]:
     """What each stage does. Raises ValueError with the reason where the schedule does not run so."""
     schedule = SCHEDULES[name]
-    if reason := schedule.legal(stages, micro_batches, chunks):
+    if reason := schedule.problem(stages, micro_batches, chunks):
         raise ValueError(reason)
     return [schedule.order(stage, stages, micro_batches, chunks) for stage in range(stages)]
 

@@ -61,7 +61,7 @@ class Schedule:
         """Whether it runs with so many chunks a stage."""
         return chunks == self.only_chunks if self.only_chunks else chunks >= 1
 
-    def legal(self, stages: int, micro_batches: int, chunks: int) -> str | None:
+    def problem(self, stages: int, micro_batches: int, chunks: int) -> str | None:
         """None where it runs, else the reason why not."""
         if not self.takes_chunks(chunks):
             verb = "is" if chunks == 1 else "are"
@@ -78,13 +78,13 @@ class Schedule:
             return f"{given} do not make {rounds} equal rounds, as {self.name} needs for {stages} stages"
         return None
 
-    def nearest_legal(self, stages: int, micro_batches: int, chunks: int) -> int:
+    def nearest_micro_batches(self, stages: int, micro_batches: int, chunks: int) -> int:
         """The least number of micro batches from `micro_batches` on that it runs.
 
         Raises ValueError where no number would do, for the chunks are wrong.
         """
         if not self.takes_chunks(chunks):
-            raise ValueError(self.legal(stages, micro_batches, chunks))
+            raise ValueError(self.problem(stages, micro_batches, chunks))
         enough = max(micro_batches, self.least_micro_batches * stages)
         if not self.whole_rounds:
             return enough

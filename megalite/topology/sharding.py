@@ -22,30 +22,30 @@ class Box:
 class Part:
     """A canonical tensor inside a registered parameter: its name and its full, true shape.
 
-    units: the cut dim consists of so many equal units (heads), which are not cut; None: it may be cut anywhere.
+    heads: the cut dim consists of so many equal heads (heads), which are not cut; None: it may be cut anywhere.
     """
 
     name: str
     shape: tuple[int, ...]
-    units: int | None = None
+    heads: int | None = None
 
 
-def units_fit(units: int, size: int) -> bool:
-    """Whether `size` ranks can hold that many units: as many each, or one each that as many neighbours share."""
-    return units % size == 0 or size % units == 0
+def heads_fit(heads: int, size: int) -> bool:
+    """Whether `size` ranks can hold that many heads: as many each, or one each that as many neighbours share."""
+    return heads % size == 0 or size % heads == 0
 
 
-def units_held(units: int, index: int, size: int) -> range:
-    """The units that rank `index` of `size` holds; where there are fewer than ranks, size / units neighbours share one.
+def heads_held(heads: int, index: int, size: int) -> range:
+    """The heads that rank `index` of `size` holds; where there are fewer than ranks, size / heads neighbours share one.
 
     So query heads stay with their key-value head: rank r's are r h / n to (r + 1) h / n, and head q's is q k / h.
     Raises ValueError where neither number divides the other.
     """
-    if not units_fit(units, size):
-        raise ValueError(f"{size} ranks cannot hold {units} units evenly, nor share them")
-    if units >= size:
-        return balanced_split(units, size)[index]
-    unit = index * units // size
+    if not heads_fit(heads, size):
+        raise ValueError(f"{size} ranks cannot hold {heads} heads evenly, nor share them")
+    if heads >= size:
+        return balanced_split(heads, size)[index]
+    unit = index * heads // size
     return range(unit, unit + 1)
 
 
@@ -60,7 +60,7 @@ class ShardSpec:
     summed: every rank of the axis has it whole, and uses it for what only that rank holds (the norms of single
         heads): the gradient is the sum over the axis.
 
-    A part of fewer units than ranks is held by several: its gradient is the sum over them, and counts on the first.
+    A part of fewer heads than ranks is held by several: its gradient is the sum over them, and counts on the first.
     Other sizes that the axis does not divide are cut unevenly (the first ranks hold one row more): nothing is padded.
     """
 
@@ -79,11 +79,11 @@ class ShardSpec:
         """The region of `part` that rank `index` of the `size` ranks of the axis holds."""
         offsets, shape = [0] * len(part.shape), list(part.shape)
         if self.dim is not None:
-            if part.units is None:
+            if part.heads is None:
                 held = balanced_split(part.shape[self.dim], size)[index]
             else:
-                length, units = part.shape[self.dim] // part.units, units_held(part.units, index, size)
-                held = range(units.start * length, units.stop * length)
+                length, heads = part.shape[self.dim] // part.heads, heads_held(part.heads, index, size)
+                held = range(heads.start * length, heads.stop * length)
             offsets[self.dim], shape[self.dim] = held.start, len(held)
         return Box(tuple(offsets), tuple(shape))
 
@@ -93,13 +93,13 @@ class ShardSpec:
 
     def is_shared(self, part: Part, size: int) -> bool:
         """Whether `part` is cut, into fewer pieces than there are ranks."""
-        return self.dim is not None and part.units is not None and part.units < size
+        return self.dim is not None and part.heads is not None and part.heads < size
 
     def first_holder(self, part: Part, index: int, size: int) -> int:
         """The first of the ranks that hold the same region of `part` as rank `index`."""
         if self.dim is None:
             return 0
-        holders = size // part.units if part.units is not None and part.units < size else 1
+        holders = size // part.heads if part.heads is not None and part.heads < size else 1
         return index // holders * holders
 
     def local_shape(self, index: int, size: int) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ class PipelineSplit:
     v_shaped: bool = False
 
     @property
-    def chunks_a_stage(self) -> int:
+    def chunks_per_stage(self) -> int:
         return len(self.layers) // self.stages
 
     def stage_of(self, chunk: int) -> int:
@@ -47,17 +47,17 @@ def pipeline_split(
     num_hidden_layers: int,
     stages: int = 1,
     *,
-    chunks_a_stage: int = 1,
+    chunks_per_stage: int = 1,
     v_shaped: bool = False,
     given: Sequence[int] | None = None,
 ) -> PipelineSplit:
-    """Every layer in exactly one of stages * chunks_a_stage chunks.
+    """Every layer in exactly one of stages * chunks_per_stage chunks.
 
     Without `given` (layers a chunk, in model order) the split is balanced; the extra layers go to the middle
     chunks, since the first also embeds and the last also holds the head.
     Raises ValueError when `given` does not cover the layers exactly or leaves a chunk empty.
     """
-    chunks = stages * chunks_a_stage
+    chunks = stages * chunks_per_stage
     if given is None:
         if chunks > num_hidden_layers:
             raise ValueError(f"{chunks} chunks cannot each have one of {num_hidden_layers} layers")

@@ -96,9 +96,9 @@ FAULTS: dict[str, tuple[Any, str, Callable[..., Any], Job]] = {
         replace(JOB, recompute=Recompute("selective")),
     ),
     "model counts positions along the row": (transformer.Chunk, "decode", _along_the_row, GPT2),
-    "loader counts positions along the row": (documents, "numbered_documents", _not_anew, JOB),
+    "loader counts positions along the row": (documents, "document_ids_and_positions", _not_anew, JOB),
     "tokens see themselves alone": (attention, "_own_document", _each_itself, DROPPED),
-    "end of document belongs to the next": (documents, "numbered_documents", _end_with_the_next, JOB),
+    "end of document belongs to the next": (documents, "document_ids_and_positions", _end_with_the_next, JOB),
 }
 
 
@@ -136,7 +136,7 @@ def test_no_family_lets_a_document_see_another(ranks, dtype):
         {"dropout": Dropout(0.1, 0.1, 0.1, 0.2), "recompute": Recompute("selective")},
         {"recompute": Recompute("full"), "shape": FAMILY_SHAPES["mistral"]},
         {"layout": Layout(tensor=2), "sequence_parallel": True},
-        {"layout": Layout(pipeline=2), "schedule": "zbv", "chunks_a_stage": 2},
+        {"layout": Layout(pipeline=2), "schedule": "zbv", "chunks_per_stage": 2},
         {"layout": Layout(data=2), "zero_stage": 3, "dtype": torch.float32},
     ],
     ids=str,

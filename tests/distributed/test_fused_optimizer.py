@@ -26,7 +26,7 @@ pytestmark = needs_library
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_the_curve_is_plain_torchs(ranks, dtype):
     [plain] = ranks.run(curve, job=job_of(dtype), steps=8)
-    for layout, changes in ((Layout(), {}), (Layout(2, 2, 1), {"schedule": "zbv", "chunks_a_stage": 2})):
+    for layout, changes in ((Layout(), {}), (Layout(2, 2, 1), {"schedule": "zbv", "chunks_per_stage": 2})):
         job = replace(job_of(dtype, layout=layout, kernels="fused", **changes), micro_batch_size=1)
         results = ranks.run(curve, world_size=layout.world_size, job=job, steps=8)
         assert worst_loss(results[0], plain) < LARGEST_LOSS_DIFFERENCE

@@ -55,7 +55,7 @@ def step_on_rank(schedule: str, layout: Layout, micro_batches: int, chunks: int)
     split = pipeline_split(
         SHAPE.num_hidden_layers,
         layout.pipeline,
-        chunks_a_stage=chunks,
+        chunks_per_stage=chunks,
         v_shaped=SCHEDULES[schedule].v_shaped,
     )
     options = ModelOptions(split_backward=SCHEDULES[schedule].splits_backward)

@@ -17,14 +17,14 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compi
 DROPOUT = Dropout(embedding=0.1, residual=0.2, mlp=0.3, attention=0.25)
 JOB = Job(tiny_shape(tied=True), steps=2, compile=True)
 UNSPLIT = [
-    {"schedule": name, "chunks_a_stage": schedule.default_chunks}
+    {"schedule": name, "chunks_per_stage": schedule.default_chunks}
     for name, schedule in SCHEDULES.items()
     if not schedule.splits_backward
 ]
 
 
 def _assert_equal_to_plain_layers(ranks, job: Job, rtol: float = LAYOUT_RTOL) -> None:
-    plain = replace(job, layout=Layout(), schedule="1f1b", chunks_a_stage=1, zero_stage=0, compile=False)
+    plain = replace(job, layout=Layout(), schedule="1f1b", chunks_per_stage=1, zero_stage=0, compile=False)
     [alone] = ranks.run(train_on_rank, world_size=1, job=plain)
     results = ranks.run(train_on_rank, world_size=job.layout.world_size, job=job)
     for result in results:

@@ -76,7 +76,7 @@ def train_and_evaluate(job: Job) -> tuple[RankResult, Tensor | None, float]:
 
 def _check(ranks, alone, job: Job) -> None:
     one = replace(
-        job, layout=Layout(), sequence_parallel=False, schedule="1f1b", chunks_a_stage=1, recompute=Recompute(),
+        job, layout=Layout(), sequence_parallel=False, schedule="1f1b", chunks_per_stage=1, recompute=Recompute(),
         micro_batch_size=1, compile=False,
     )  # fmt: skip
     expected, token_losses = alone(one)
@@ -105,8 +105,8 @@ def test_one_process_trains_each_document_as_if_it_were_alone(ranks, alone, fami
     [
         ("gpt2", {"layout": Layout(tensor=2), "sequence_parallel": True}),
         ("llama 3", {"layout": Layout(pipeline=2)}),
-        ("mistral", {"layout": Layout(pipeline=2), "schedule": "zbv", "chunks_a_stage": 2}),
-        ("gpt2", {"layout": Layout(pipeline=2), "schedule": "interleaved_1f1b", "chunks_a_stage": 2}),
+        ("mistral", {"layout": Layout(pipeline=2), "schedule": "zbv", "chunks_per_stage": 2}),
+        ("gpt2", {"layout": Layout(pipeline=2), "schedule": "interleaved_1f1b", "chunks_per_stage": 2}),
         ("qwen3", {"layout": Layout(tensor=2, data=2)}),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())),

@@ -57,10 +57,10 @@ def assert_same_training(job: Job, results: list[RankResult], alone: RankResult)
         (Layout(), {"micro_batch_size": 8}),
         (Layout(pipeline=2), {"layers_per_stage": (1, 3), "schedule": "gpipe"}),
         (Layout(pipeline=2, data=2, tensor=2), {"micro_batch_size": 2}),
-        (Layout(pipeline=2), {"schedule": "interleaved_1f1b", "chunks_a_stage": 2}),
-        (Layout(pipeline=2), {"schedule": "interleaved_zero_bubble", "chunks_a_stage": 2}),
-        (Layout(pipeline=2), {"schedule": "zbv", "chunks_a_stage": 2}),
-        (Layout(pipeline=2), {"schedule": "dualpipev", "chunks_a_stage": 2}),
+        (Layout(pipeline=2), {"schedule": "interleaved_1f1b", "chunks_per_stage": 2}),
+        (Layout(pipeline=2), {"schedule": "interleaved_zero_bubble", "chunks_per_stage": 2}),
+        (Layout(pipeline=2), {"schedule": "zbv", "chunks_per_stage": 2}),
+        (Layout(pipeline=2), {"schedule": "dualpipev", "chunks_per_stage": 2}),
     ],
     ids=str,
 )
@@ -76,7 +76,7 @@ def test_every_layout_drops_the_same_values(ranks, reference, layout, changes):
     [
         (Layout(tensor=2, data=2), {"micro_batch_size": 2, "recompute": Recompute("selective")}),
         (Layout(tensor=4), {"recompute": Recompute("full")}),
-        (Layout(pipeline=2), {"schedule": "zbv", "chunks_a_stage": 2}),
+        (Layout(pipeline=2), {"schedule": "zbv", "chunks_per_stage": 2}),
     ],
     ids=str,
 )

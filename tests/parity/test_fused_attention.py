@@ -36,7 +36,9 @@ def train_and_count(job: Job) -> tuple[RankResult, int]:
     [
         (Job(FAMILY_SHAPES["mistral"], Layout(tensor=2)), True),
         (
-            Job(tiny_shape(tied=True), Layout(pipeline=2), documents=True, schedule="zbv", chunks_a_stage=2),
+            Job(
+                tiny_shape(tied=True), Layout(pipeline=2), documents=True, schedule="zbv", chunks_per_stage=2
+            ),
             True,
         ),
         (Job(FAMILY_SHAPES["mistral"], documents=True, recompute=Recompute("selective")), True),
@@ -50,7 +52,7 @@ def train_and_count(job: Job) -> tuple[RankResult, int]:
     ids=["window", "documents, zbv", "both, recomputed", "neither", "dropped", "dropped, both"],
 )
 def test_it_has_the_numbers_of_plain_torch(ranks, job: Job, calls: bool) -> None:
-    plain = replace(job, layout=Layout(), schedule="1f1b", chunks_a_stage=1, recompute=Recompute())
+    plain = replace(job, layout=Layout(), schedule="1f1b", chunks_per_stage=1, recompute=Recompute())
     [alone] = ranks.run(train_on_rank, world_size=1, job=plain)
     fused = replace(job, kernels="fused")
     results = ranks.run(train_and_count, world_size=job.layout.world_size, job=fused)

@@ -39,14 +39,14 @@ def reference(ranks):
     [
         ("gemma3", Layout(tensor=2), {"sequence_parallel": True, "dropout": DROPOUT}),
         ("gemma2", Layout(tensor=2), {"chunked_loss": 5, "documents": True}),
-        ("gemma2", Layout(pipeline=2), {"schedule": "zbv", "chunks_a_stage": 2}),
+        ("gemma2", Layout(pipeline=2), {"schedule": "zbv", "chunks_per_stage": 2}),
         ("gemma3", Layout(data=2), {"zero_stage": 3}),
         pytest.param("gemma2", Layout(), {**SELECTIVE, "documents": True, **FUSED}, marks=needs_library),
         pytest.param("gemma3", Layout(), {**FULL, "dropout": DROPOUT, **FUSED}, marks=needs_library),
         pytest.param(
             "gemma3",
             Layout(pipeline=2),
-            {**FULL, "schedule": "zbv", "chunks_a_stage": 2, "chunked_loss": 7, **FUSED},
+            {**FULL, "schedule": "zbv", "chunks_per_stage": 2, "chunked_loss": 7, **FUSED},
             marks=needs_library,
         ),
     ],

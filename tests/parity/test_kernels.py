@@ -24,8 +24,8 @@ DROPPED = {"dropout": Dropout(0.1, 0.2, 0.3, 0.0), "recompute": Recompute("full"
         (tiny_shape(), Layout(tensor=2, pipeline=2), DROPPED),
         (FAMILY_SHAPES["gpt2"], Layout(tensor=2), {"sequence_parallel": True}),
         (replace(tiny_shape(), norm_placement="post"), Layout(data=2), {"recompute": Recompute("selective")}),
-        (FAMILY_SHAPES["qwen3"], Layout(pipeline=2), {"schedule": "zbv", "chunks_a_stage": 2}),
-        (FAMILY_SHAPES["gpt2"], Layout(pipeline=2), {"schedule": "dualpipev", "chunks_a_stage": 2}),
+        (FAMILY_SHAPES["qwen3"], Layout(pipeline=2), {"schedule": "zbv", "chunks_per_stage": 2}),
+        (FAMILY_SHAPES["gpt2"], Layout(pipeline=2), {"schedule": "dualpipev", "chunks_per_stage": 2}),
     ],
     ids=["alone", "dropout and recompute", "sequence parallel", "post-norm", "zbv", "dualpipev, layer norm"],
 )
@@ -38,7 +38,7 @@ def test_layouts_equal_one_process_on_plain_torch(
         kernels="reference",
         layout=Layout(),
         schedule="1f1b",
-        chunks_a_stage=1,
+        chunks_per_stage=1,
         sequence_parallel=False,
         recompute=Recompute(),
     )

@@ -40,7 +40,7 @@ def reference(ranks):
             layout=Layout(),
             layers_per_stage=None,
             schedule="1f1b",
-            chunks_a_stage=1,
+            chunks_per_stage=1,
             zero_stage=0,
         )
         [result] = ranks.run(train_on_rank, world_size=1, job=alone)
@@ -146,7 +146,7 @@ def test_every_schedule_equals_one_process(
     shape = tiny_shape(tied=tied, layers=9)
     layout = Layout(pipeline=stages)
     job = Job(
-        shape, layout, schedule=schedule, chunks_a_stage=chunks, micro_batch_size=micro_batch_size, steps=2
+        shape, layout, schedule=schedule, chunks_per_stage=chunks, micro_batch_size=micro_batch_size, steps=2
     )
     results = ranks.run(train_on_rank, world_size=stages, job=job)
     _assert_equal_to_one_process(job, results, reference(Job(shape, steps=2)), LAYOUT_RTOL)

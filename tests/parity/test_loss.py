@@ -38,7 +38,7 @@ def test_the_loss_of_every_layout_is_one_processs(ranks, layout, label_smoothing
         (Layout(), {"recompute": Recompute("full")}),
         (Layout(data=2, tensor=2), {"sequence_parallel": True}),
         (Layout(2, 1, 2), {"micro_batch_size": 2}),
-        (Layout(pipeline=2), {"schedule": "zbv", "chunks_a_stage": 2}),
+        (Layout(pipeline=2), {"schedule": "zbv", "chunks_per_stage": 2}),
     ],
     ids=["alone", "sequence parallel", "pipeline", "zbv"],
 )

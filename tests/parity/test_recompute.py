@@ -33,7 +33,7 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zer
 
 def _job(schedule: str, layout: Layout, how: Recompute) -> Job:
     chunks = 1 if schedule in ("gpipe", "1f1b") else 2
-    return replace(JOB, layout=layout, schedule=schedule, chunks_a_stage=chunks, recompute=how)
+    return replace(JOB, layout=layout, schedule=schedule, chunks_per_stage=chunks, recompute=how)
 
 
 @pytest.fixture(scope="module")

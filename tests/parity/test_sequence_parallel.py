@@ -39,7 +39,7 @@ def _check(ranks, reference, job: Job, rtol: float = LAYOUT_RTOL) -> None:
     results = ranks.run(train_on_rank, world_size=job.layout.world_size, job=job)
     alone = reference(
         replace(
-            job, layout=Layout(), sequence_parallel=False, schedule="1f1b", chunks_a_stage=1, zero_stage=0
+            job, layout=Layout(), sequence_parallel=False, schedule="1f1b", chunks_per_stage=1, zero_stage=0
         )
     )
     _assert_equal_to_one_process(job, results, alone, rtol)
@@ -60,7 +60,7 @@ def test_biases_head_norms_and_learned_positions_get_their_whole_gradient(ranks,
 
 @pytest.mark.parametrize("schedule", ["interleaved_zero_bubble", "zbv", "dualpipev"])
 def test_schedules_that_split_the_backward(ranks, reference, schedule):
-    job = _job(tiny_shape(tied=True), Layout(pipeline=2, tensor=2), schedule=schedule, chunks_a_stage=2)
+    job = _job(tiny_shape(tied=True), Layout(pipeline=2, tensor=2), schedule=schedule, chunks_per_stage=2)
     _check(ranks, reference, replace(job, micro_batch_size=1))
 
 

@@ -81,7 +81,7 @@ def test_documents_go_along_with_the_micro_batches_of_a_schedule() -> None:
         replace(FAMILY_SHAPES["llama 3"], **WIDER),
         Layout(pipeline=2),
         schedule="zbv",
-        chunks_a_stage=2,
+        chunks_per_stage=2,
         documents=True,
         dtype=torch.bfloat16,
     )

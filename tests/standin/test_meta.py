@@ -45,7 +45,7 @@ def rank_of(layout: Layout, rank: int) -> Iterator[None]:
         with (
             mock.patch.multiple(dist, new_group=without_peers, all_gather_object=mock.DEFAULT),
             mock.patch("torch.distributed.pipelining.schedules._batch_p2p", exchange),
-            mock.patch("megalite.parallel.mesh.card_of"),  # there is none
+            mock.patch("megalite.parallel.mesh.accelerator_id"),  # there is none
         ):
             yield
     finally:
@@ -88,11 +88,15 @@ def step_on_meta(job: Job) -> list[str]:
 JOBS: dict[str, dict[str, Any]] = {
     "1f1b": {"layout": Layout(pipeline=2)},
     "gpipe, tensor": {"layout": Layout(pipeline=2, tensor=2), "schedule": "gpipe"},
-    "interleaved": {"layout": Layout(pipeline=2), "schedule": "interleaved_1f1b", "chunks_a_stage": 2},
-    "breadth first": {"layout": Layout(pipeline=2), "schedule": "looped_bfs", "chunks_a_stage": 2},
-    "zero bubble": {"layout": Layout(pipeline=2), "schedule": "interleaved_zero_bubble", "chunks_a_stage": 2},
-    "zbv": {"layout": Layout(pipeline=2), "schedule": "zbv", "chunks_a_stage": 2},
-    "dualpipev": {"layout": Layout(pipeline=2), "schedule": "dualpipev", "chunks_a_stage": 2},
+    "interleaved": {"layout": Layout(pipeline=2), "schedule": "interleaved_1f1b", "chunks_per_stage": 2},
+    "breadth first": {"layout": Layout(pipeline=2), "schedule": "looped_bfs", "chunks_per_stage": 2},
+    "zero bubble": {
+        "layout": Layout(pipeline=2),
+        "schedule": "interleaved_zero_bubble",
+        "chunks_per_stage": 2,
+    },
+    "zbv": {"layout": Layout(pipeline=2), "schedule": "zbv", "chunks_per_stage": 2},
+    "dualpipev": {"layout": Layout(pipeline=2), "schedule": "dualpipev", "chunks_per_stage": 2},
     "data": {"layout": Layout(data=2)},
     "sequence parallel": {"layout": Layout(tensor=2, data=2), "sequence_parallel": True},
     "recompute selective": {"recompute": Recompute("selective")},

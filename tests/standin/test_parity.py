@@ -35,11 +35,11 @@ JOBS: dict[str, dict[str, Any]] = {
     "pp, interleaved": {
         "layout": Layout(pipeline=2),
         "schedule": "interleaved_1f1b",
-        "chunks_a_stage": 2,
+        "chunks_per_stage": 2,
         "recompute": Recompute("full"),
     },
-    "pp, zbv": {"layout": Layout(pipeline=2), "schedule": "zbv", "chunks_a_stage": 2},
-    "pp, dualpipev": {"layout": Layout(pipeline=2), "schedule": "dualpipev", "chunks_a_stage": 2},
+    "pp, zbv": {"layout": Layout(pipeline=2), "schedule": "zbv", "chunks_per_stage": 2},
+    "pp, dualpipev": {"layout": Layout(pipeline=2), "schedule": "dualpipev", "chunks_per_stage": 2},
     "all three axes": {"layout": Layout(tensor=2, data=2, pipeline=2), "shape": tiny_shape(tied=True)},
     "label smoothing, z-loss, chunks": {"label_smoothing": 0.1, "z_loss": 1e-3, "chunked_loss": 5},
 }
@@ -59,7 +59,7 @@ OTHER_BRANCHES: dict[str, dict[str, Any]] = {
         "kernels": "fused",
         "layout": Layout(pipeline=2),
         "schedule": "zbv",
-        "chunks_a_stage": 2,
+        "chunks_per_stage": 2,
     },
 }
 

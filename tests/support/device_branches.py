@@ -24,7 +24,7 @@ ON_THE_STANDIN = {
     "ops/trust.py:driver_version",
     "ops/trust.py:needs_proof",
     "parallel/device.py:HostCopy.__init__",
-    "parallel/device.py:card_of",
+    "parallel/device.py:accelerator_id",
     "parallel/device.py:local_device",
     "parallel/layers.py:_embedding",
     "parallel/mesh.py:ParallelMesh.over_world",

@@ -100,14 +100,14 @@ def in_documents(batch: "StepBatch", *, end_of_document_id: int = 0) -> "StepBat
     """The same rows cut into documents of 1 to S tokens, four on average, as a loader gives them."""
     import torch
 
-    from megalite.data.documents import numbered_documents
+    from megalite.data.documents import document_ids_and_positions
 
     ends = torch.rand(batch.input_ids.shape, generator=torch.Generator().manual_seed(int(batch.samples[0])))
     ids, labels = batch.input_ids.clone(), batch.labels.clone()
     ids[ends < 0.25] = end_of_document_id
     following = labels[:, :-1]
     following[following >= 0] = ids[:, 1:][following >= 0]
-    documents, positions = numbered_documents(ids.numpy(), labels.numpy(), end_of_document_id)
+    documents, positions = document_ids_and_positions(ids.numpy(), labels.numpy(), end_of_document_id)
     return replace(
         batch,
         input_ids=ids,

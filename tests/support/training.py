@@ -44,7 +44,7 @@ class Job:
     layers_per_stage: Sequence[int] | None = None
     micro_batch_size: int = 1
     schedule: str = "1f1b"
-    chunks_a_stage: int = 1
+    chunks_per_stage: int = 1
     sequence_parallel: bool = False
     optimizer: OptimizerSettings = SGD
     learning_rate: float = 0.1
@@ -146,7 +146,7 @@ def build(job: Job) -> Parts:
     split = pipeline_split(
         job.shape.num_hidden_layers,
         job.layout.pipeline,
-        chunks_a_stage=job.chunks_a_stage,
+        chunks_per_stage=job.chunks_per_stage,
         v_shaped=SCHEDULES[job.schedule].v_shaped,
         given=job.layers_per_stage,
     )

@@ -5,7 +5,7 @@ from math import isqrt
 
 from megalite.config.validate import Facts
 from megalite.errors import Problem
-from megalite.topology.sharding import units_fit
+from megalite.topology.sharding import heads_fit
 
 
 def tensor_divides_attention_heads(facts: Facts) -> Iterator[Problem]:
@@ -17,7 +17,7 @@ def tensor_divides_attention_heads(facts: Facts) -> Iterator[Problem]:
 
 def tensor_fits_key_value_heads(facts: Facts) -> Iterator[Problem]:
     tensor, heads = facts.parallel.tensor, facts.model.num_key_value_heads
-    if heads is not None and not units_fit(heads, tensor):
+    if heads is not None and not heads_fit(heads, tensor):
         message = f"{tensor} neither divides model.num_key_value_heads = {heads} nor is a multiple of it"
         yield Problem("parallel.tensor", message, f"use one of {_sizes_for_heads(facts)}")
 
@@ -25,7 +25,7 @@ def tensor_fits_key_value_heads(facts: Facts) -> Iterator[Problem]:
 def _sizes_for_heads(facts: Facts) -> list[int]:
     query = facts.model.num_attention_heads
     shared = facts.model.num_key_value_heads or query
-    return [size for size in divisors(query) if units_fit(shared, size)]
+    return [size for size in divisors(query) if heads_fit(shared, size)]
 
 
 def zero_3_splits_no_shared_head(facts: Facts) -> Iterator[Problem]:

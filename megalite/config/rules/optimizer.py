@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator
 
-from megalite.config.rules.pipeline import chunks_a_stage
+from megalite.config.rules.pipeline import chunks_per_stage
 from megalite.config.schema import ModelConfig
 from megalite.config.validate import Facts
 from megalite.errors import Problem
-from megalite.topology.parameter_groups import group_problems, rules_of
+from megalite.topology.parameter_groups import group_problems, update_rules
 from megalite.topology.parameters import model_parameters, stage_parameters
 from megalite.topology.schedules import SCHEDULES
 from megalite.topology.shape import ModelShape
@@ -31,14 +31,14 @@ def zero_finds_every_group_on_every_stage(facts: Facts) -> Iterator[Problem]:
         split = pipeline_split(
             facts.model.num_hidden_layers,
             stages,
-            chunks_a_stage=chunks_a_stage(facts),
+            chunks_per_stage=chunks_per_stage(facts),
             v_shaped=SCHEDULES[facts.parallel.schedule].v_shaped,
             given=facts.parallel.layers_per_stage,
         )
     except ValueError:
         return
     shape = _shape(facts)
-    held = [rules_of(stage_parameters(shape, split, stage), groups) for stage in range(stages)]
+    held = [update_rules(stage_parameters(shape, split, stage), groups) for stage in range(stages)]
     missing = {rule for each in held for rule in each if not all(rule in other for other in held)}
     if missing:
         group, _ = min(missing)

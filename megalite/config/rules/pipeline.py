@@ -9,7 +9,7 @@ from megalite.errors import Problem
 from megalite.topology.schedules import SCHEDULES, Schedule
 
 
-def chunks_a_stage(facts: Facts) -> int:
+def chunks_per_stage(facts: Facts) -> int:
     """parallel.virtual_stages; "auto": as many as the schedule is made for, and one where there is one stage.
 
     Raises Unknown where the schedule does not run so many.
@@ -39,7 +39,7 @@ def chunks_suit_the_schedule(facts: Facts) -> Iterator[Problem]:
 
 
 def every_chunk_has_a_layer(facts: Facts) -> Iterator[Problem]:
-    stages, chunks, layers = facts.parallel.pipeline, chunks_a_stage(facts), facts.model.num_hidden_layers
+    stages, chunks, layers = facts.parallel.pipeline, chunks_per_stage(facts), facts.model.num_hidden_layers
     if stages * chunks <= layers:
         return
     pieces = f"{stages} stages"
@@ -60,7 +60,7 @@ def layers_per_stage_cover_the_model(facts: Facts) -> Iterator[Problem]:
     given, key = facts.parallel.layers_per_stage, "parallel.layers_per_stage"
     if given is None:
         return
-    stages, chunks, layers = facts.parallel.pipeline, chunks_a_stage(facts), facts.model.num_hidden_layers
+    stages, chunks, layers = facts.parallel.pipeline, chunks_per_stage(facts), facts.model.num_hidden_layers
     if len(given) != stages * chunks:
         message = f"names {len(given)} stages and parallel.pipeline is {stages}"
         if chunks > 1:
@@ -78,14 +78,14 @@ def schedule_has_micro_batches(facts: Facts) -> Iterator[Problem]:
     schedule, stages, chunks = (
         SCHEDULES[facts.parallel.schedule],
         facts.parallel.pipeline,
-        chunks_a_stage(facts),
+        chunks_per_stage(facts),
     )
     plan = _batch(facts)
     # One stage accumulates gradients, whatever the schedule's name.
     if plan is None or stages == 1:
         return
-    if reason := schedule.legal(stages, plan.micro_batches, chunks):
-        nearest = schedule.nearest_legal(stages, plan.micro_batches, chunks)
+    if reason := schedule.problem(stages, plan.micro_batches, chunks):
+        nearest = schedule.nearest_micro_batches(stages, plan.micro_batches, chunks)
         remedy = (
             f"use {nearest} (training.global_batch_size {plan.micro_batch_size * nearest * plan.data}), "
             f'or parallel.schedule "{_nearest_schedule(schedule, facts, chunks)}"'
@@ -99,7 +99,8 @@ def _nearest_schedule(schedule: Schedule, facts: Facts, chunks: int) -> str:
     fitting = [
         each
         for each in SCHEDULES.values()
-        if each.takes_chunks(chunks) and (plan is None or not each.legal(stages, plan.micro_batches, chunks))
+        if each.takes_chunks(chunks)
+        and (plan is None or not each.problem(stages, plan.micro_batches, chunks))
     ]
     traits = (schedule.splits_backward, schedule.v_shaped)
     unlike = {each.name: (each.splits_backward != traits[0], each.v_shaped != traits[1]) for each in fitting}

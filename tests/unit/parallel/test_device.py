@@ -7,7 +7,13 @@ import pytest
 import torch
 
 from megalite.errors import LaunchError
-from megalite.parallel.device import CPU, HostCopy, card_of, local_device, require_own_cards
+from megalite.parallel.device import (
+    CPU,
+    HostCopy,
+    accelerator_id,
+    local_device,
+    require_distinct_accelerators,
+)
 from megalite.parallel.mesh import connect
 
 
@@ -48,11 +54,11 @@ def test_more_ranks_than_cards_are_refused() -> None:
 
 
 def test_ranks_that_share_a_card_are_refused() -> None:
-    require_own_cards([("a", "GPU-1"), ("a", "GPU-2"), ("b", "GPU-1"), None, None])
+    require_distinct_accelerators([("a", "GPU-1"), ("a", "GPU-2"), ("b", "GPU-1"), None, None])
     with pytest.raises(
         LaunchError, match=r"ranks 0 and 2 share one accelerator of a \(GPU-1\); start one rank"
     ):
-        require_own_cards([("a", "GPU-1"), ("a", "GPU-2"), ("a", "GPU-1")])
+        require_distinct_accelerators([("a", "GPU-1"), ("a", "GPU-2"), ("a", "GPU-1")])
 
 
 @pytest.mark.parametrize(("properties", "uuid"), [({"uuid": "GPU-7"}, "GPU-7"), ({}, None)])
@@ -61,9 +67,9 @@ def test_a_card_is_told_by_its_host_and_uuid(properties: dict[str, Any], uuid: s
         get_device_properties=lambda device: mock.Mock(spec_set=list(properties), **properties)
     )
     with mock.patch.object(torch, "get_device_module", lambda device: module):
-        card = card_of(torch.device("cuda", 3))
+        card = accelerator_id(torch.device("cuda", 3))
     assert (card and card[1]) == uuid
-    assert card_of(CPU) is None
+    assert accelerator_id(CPU) is None
 
 
 def test_a_torch_without_the_devices_collectives_is_refused() -> None:

@@ -40,7 +40,7 @@ cached_orders = cache(orders_of)
 
 @cache
 def legal_sizes(name: str) -> list[Case]:
-    return [size for size in SIZES if SCHEDULES[name].legal(*size) is None]
+    return [size for size in SIZES if SCHEDULES[name].problem(*size) is None]
 
 
 def idle(name: str, size: Case, costs: Costs = UNIT) -> float:
@@ -77,7 +77,7 @@ def test_a_schedule_is_complete_and_ends(name: str) -> None:
     for size in legal_sizes(name):
         stages, micro_batches, chunks = size
         split = pipeline_split(
-            stages * chunks, stages, chunks_a_stage=chunks, v_shaped=SCHEDULES[name].v_shaped
+            stages * chunks, stages, chunks_per_stage=chunks, v_shaped=SCHEDULES[name].v_shaped
         )
         assert check_order(cached_orders(name, *size), split, micro_batches) == [], size
 
@@ -247,7 +247,7 @@ REASONS = [
 
 @pytest.mark.parametrize(("name", "size", "reason"), REASONS)
 def test_what_does_not_run_is_said(name: str, size: Case, reason: str) -> None:
-    assert SCHEDULES[name].legal(*size) == reason
+    assert SCHEDULES[name].problem(*size) == reason
     with pytest.raises(ValueError, match=reason):
         ideal_timeline(name, *size)
 
@@ -258,14 +258,14 @@ def test_the_nearest_number_of_micro_batches(name: str) -> None:
     for stages, micro_batches, chunks in SIZES:
         if not schedule.takes_chunks(chunks):
             with pytest.raises(ValueError, match="chunk"):
-                schedule.nearest_legal(stages, micro_batches, chunks)
+                schedule.nearest_micro_batches(stages, micro_batches, chunks)
             continue
-        nearest = schedule.nearest_legal(stages, micro_batches, chunks)
+        nearest = schedule.nearest_micro_batches(stages, micro_batches, chunks)
         passed_over = range(micro_batches, nearest)
-        assert schedule.legal(stages, nearest, chunks) is None
-        assert all(schedule.legal(stages, each, chunks) for each in passed_over)
+        assert schedule.problem(stages, nearest, chunks) is None
+        assert all(schedule.problem(stages, each, chunks) for each in passed_over)
     most = 2**31 - 1
-    assert schedule.nearest_legal(most // 3, most - 4, schedule.default_chunks) >= most - 4
+    assert schedule.nearest_micro_batches(most // 3, most - 4, schedule.default_chunks) >= most - 4
 
 
 def test_the_default_number_of_chunks_is_legal() -> None:
@@ -283,7 +283,7 @@ def test_the_default_number_of_chunks_is_legal() -> None:
         assert not schedule.takes_chunks(0)
 
 
-SPLIT = pipeline_split(4, 2, chunks_a_stage=2, v_shaped=True)
+SPLIT = pipeline_split(4, 2, chunks_per_stage=2, v_shaped=True)
 
 
 @pytest.mark.parametrize("stage", [0, 1])
@@ -309,7 +309,7 @@ def test_a_repeated_action_is_found() -> None:
 
 def test_an_action_of_another_stage_is_found() -> None:
     orders = orders_of("zbv", 2, 4, 2)
-    looped = pipeline_split(4, 2, chunks_a_stage=2)
+    looped = pipeline_split(4, 2, chunks_per_stage=2)
     assert "stage 0 does F of micro batch 0 in chunk 3, which is not its own" in check_order(
         orders, looped, 4
     )

@@ -65,7 +65,7 @@ def test_orders_and_rules_are_those_of_torch(name: str, chunks: int) -> None:
     schedule = SCHEDULES[name]
     for stages, micro_batches in product(STAGES, MICRO_BATCHES):
         size = (stages, micro_batches, chunks)
-        reason = schedule.legal(*size)
+        reason = schedule.problem(*size)
         if reason is not None:
             with pytest.raises(ValueError, match=r"requires|must be greater"):
                 torch_orders(name, size)

@@ -18,7 +18,7 @@ from megalite.topology.parameters import (
     stage_parameters,
 )
 from megalite.topology.shape import ModelShape
-from megalite.topology.sharding import Box, Part, ShardSpec, units_fit, units_held
+from megalite.topology.sharding import Box, Part, ShardSpec, heads_fit, heads_held
 from megalite.topology.stages import pipeline_split
 
 
@@ -76,7 +76,7 @@ def test_the_ranks_of_a_replica_hold_every_element(found: tuple[ModelShape, int,
             for rank in range(tp):
                 for part, box in spec.boxes(rank, tp):
                     counted[part.name].update(cells(box))
-                    holders = tp if spec.dim is None else max(1, tp // (part.units or tp))
+                    holders = tp if spec.dim is None else max(1, tp // (part.heads or tp))
                     copies[part.name] = holders * max(1, len(spec.stages))
                     first = spec.first_holder(part, rank, tp)
                     assert first == min(each for each in range(tp) if spec.box(part, each, tp) == box)
@@ -126,16 +126,16 @@ def test_a_replica_of_a_cut_keeps_whole_heads_together() -> None:
 def test_query_heads_stay_with_their_key_value_head(heads: int, shared: int, tp: int) -> None:
     """Each rank's query heads attend to exactly the key-value heads that it holds, in the order of the repeat."""
     for rank in range(tp):
-        query, key_value = units_held(heads, rank, tp), units_held(shared, rank, tp)
+        query, key_value = heads_held(heads, rank, tp), heads_held(shared, rank, tp)
         group = len(query) // len(key_value)
         attended = [key_value[place // group] for place in range(len(query))]
         assert attended == [head // (heads // shared) for head in query]
 
 
 def test_heads_that_ranks_can_neither_split_nor_share_are_refused() -> None:
-    assert [units_fit(4, size) for size in (1, 2, 3, 4, 6, 8)] == [True, True, False, True, False, True]
-    with pytest.raises(ValueError, match="6 ranks cannot hold 4 units evenly, nor share them"):
-        units_held(4, 0, 6)
+    assert [heads_fit(4, size) for size in (1, 2, 3, 4, 6, 8)] == [True, True, False, True, False, True]
+    with pytest.raises(ValueError, match="6 ranks cannot hold 4 heads evenly, nor share them"):
+        heads_held(4, 0, 6)
 
 
 @pytest.mark.parametrize("tied", [False, True])

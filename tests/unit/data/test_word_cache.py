@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
-from megalite.data import words
-from megalite.data.words import WordTable, word_table
+from megalite.data.word_cache import WordCache, word_cache
 from tests.support.tiny import tiny_corpus
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -61,8 +60,8 @@ BACKENDS = {
 }
 
 
-def table(backend: Backend) -> WordTable:
-    found = word_table(backend, UINT16)
+def table(backend: Backend) -> WordCache:
+    found = word_cache(backend, UINT16)
     assert found is not None
     return found
 
@@ -80,7 +79,7 @@ def test_of_any_text(name: str, text: str) -> None:
 @pytest.mark.parametrize("most", [3, 1 << 17])
 def test_of_a_long_text_and_a_full_table(name: str, most: int) -> None:
     backend = BACKENDS[name]
-    with mock.patch.object(words, "_MOST_WORDS", most):
+    with mock.patch("megalite.data.word_cache._MOST_WORDS", most):
         found = table(backend)
         for text in (TEXT, TEXT):
             assert found.ids(text).tolist() == backend.encode(text, add_special_tokens=False).ids
@@ -107,4 +106,4 @@ def test_of_a_text_with_added_tokens() -> None:
     ids=["prefix", "pattern", "normalizer", "sequence", "unigram"],
 )
 def test_others_have_none(backend: Backend) -> None:
-    assert word_table(backend, UINT16) is None
+    assert word_cache(backend, UINT16) is None

@@ -28,7 +28,7 @@ _LONGEST_WORD = 40
 _MOST_WORDS = 1 << 17
 
 
-class WordTable(dict[str, bytes]):
+class WordCache(dict[str, bytes]):
     """Word -> its ids, as the bytes of an array. It fills itself, and begins anew when it is full."""
 
     def __init__(self, backend: Backend, pattern: re.Pattern[str], dtype: np.dtype[Any]):
@@ -67,7 +67,7 @@ class WordTable(dict[str, bytes]):
         return np.array(encoding.ids, dtype=self._dtype).tobytes()
 
 
-def word_table(backend: Backend, dtype: np.dtype[Any]) -> WordTable | None:
+def word_cache(backend: Backend, dtype: np.dtype[Any]) -> WordCache | None:
     """A table for a tokenizer that treats each word by itself, cut by a pattern known here; None for others."""
     spec = json.loads(backend.to_str())
     pattern = _pattern_of(spec["pre_tokenizer"] or {})
@@ -77,7 +77,7 @@ def word_table(backend: Backend, dtype: np.dtype[Any]) -> WordTable | None:
         return None
     within_brackets = re.sub(r"\[[^]]*\]", lambda found: _as_ascii(found[0], "A-Za-z", "0-9"), pattern)
     # re.ASCII: to Python four control characters are spaces.
-    return WordTable(backend, re.compile(_as_ascii(within_brackets, "[A-Za-z]", "[0-9]"), re.ASCII), dtype)
+    return WordCache(backend, re.compile(_as_ascii(within_brackets, "[A-Za-z]", "[0-9]"), re.ASCII), dtype)
 
 
 def _found_in_texts(backend: Backend) -> list[str]:
