@@ -1,4 +1,4 @@
-"""Every error that a user can cause or has to read, with the process exit code it leads to."""
+"""The errors that a user reads, each with the exit code of the process."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing wrong with the user's input: which setting, what rule it breaks, what to do."""
+    """One problem of the user's input: the setting, the rule that it breaks, the remedy."""
 
     key: str
     message: str
@@ -17,13 +17,13 @@ class Problem:
 
 
 class MegaliteError(Exception):
-    """Base of all errors raised on purpose; `exit_code` is 2 for the user's input and 1 for the run."""
+    """Base class of all errors raised on purpose; `exit_code` is 2 for the user's input and 1 for the run."""
 
     exit_code = 1
 
 
 class ConfigError(MegaliteError):
-    """The run cannot start as described; holds every problem found, not only the first."""
+    """The configuration is invalid; holds all problems, not only the first."""
 
     exit_code = 2
 
@@ -41,7 +41,7 @@ class LaunchError(MegaliteError):
 
 
 class DataError(MegaliteError):
-    """A corpus, tokenizer or token file is missing, damaged or unfit."""
+    """A corpus, tokenizer or token file is missing, damaged or unsuitable."""
 
     exit_code = 2
 
@@ -53,15 +53,15 @@ class CheckpointError(MegaliteError):
 
 
 class KernelError(MegaliteError):
-    """A compiled operator is missing or refuses its input."""
+    """A compiled operator is missing or does not support its input."""
 
 
 class TrainingError(MegaliteError):
-    """The run itself went wrong: a rank failed, or the numbers are no longer finite."""
+    """The run failed: a rank died, or a loss or gradient is not finite."""
 
 
 class RankFailure(TrainingError):
-    """One or more ranks died; the message is the first cause with that rank's coordinates."""
+    """One or more ranks died; the message holds the first cause and the coordinates of its rank."""
 
     def __init__(self, message: str, exit_code: int = 1):
         super().__init__(message)
@@ -69,5 +69,5 @@ class RankFailure(TrainingError):
 
 
 def listed(names: Sequence[str], most: int = 5) -> str:
-    """The first `most` names, and how many more there are."""
+    """Return the first `most` names as text, followed by the number of the others."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

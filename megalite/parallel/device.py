@@ -1,7 +1,6 @@
-"""The device that a rank computes on, and how numbers leave it: every accelerator through torch's common interface.
+"""The device of a rank, and asynchronous copies of numbers to the host.
 
-Nothing here asks for CUDA: what runs on a GPU runs on any device that torch calls an accelerator, and so in the tests
-on one that has no hardware.
+The code uses torch.accelerator rather than torch.cuda, so tests run it on an accelerator without hardware.
 """
 
 import socket
@@ -13,16 +12,16 @@ from torch import Tensor
 from megalite.errors import LaunchError
 
 CPU = torch.device("cpu")
-# Without float64 and without a collective library: a Mac trains on its CPU.
+# mps has no float64 and no collective library, so a Mac trains on its CPU.
 _UNUSABLE = ("mps",)
 
 
 def local_device(local_rank: int, local_ranks: int) -> torch.device:
-    """Return the accelerator of this rank, made current, or the CPU where torch sees no accelerator.
+    """Make the accelerator of this rank current and return it; return the CPU if torch sees no accelerator.
 
-    Each rank takes the accelerator of its local rank, among those that the launcher or CUDA_VISIBLE_DEVICES left
-    visible. Where exactly one is visible it is the rank's own: `srun --gpus-per-task=1` shows every rank another one.
-    Raises LaunchError where a node starts more ranks than it shows accelerators.
+    Local rank n takes the n-th visible accelerator. If exactly one is visible, every rank takes that one: with
+    `srun --gpus-per-task=1` each rank sees a different one.
+    Raises LaunchError if a node starts more ranks than it has visible accelerators.
     """
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None or accelerator.type in _UNUSABLE:
@@ -31,7 +30,7 @@ def local_device(local_rank: int, local_ranks: int) -> torch.device:
     if local_rank >= count > 1:
         raise LaunchError(
             f"this node starts {local_ranks} ranks, but only {count} accelerators are visible to them; start at most "
-            f"{count} ranks a node, or set CUDA_VISIBLE_DEVICES= (empty) to train on the CPU"
+            f"{count} ranks per node, or set CUDA_VISIBLE_DEVICES= (empty) to train on the CPU"
         )
     device = torch.device(accelerator.type, local_rank if count > 1 else 0)
     torch.accelerator.set_device_index(device)
@@ -39,7 +38,7 @@ def local_device(local_rank: int, local_ranks: int) -> torch.device:
 
 
 def accelerator_id(device: torch.device) -> tuple[str, str] | None:
-    """Return the host's name and the accelerator's UUID, which no two ranks may share; None if it has no UUID."""
+    """Return (host name, UUID of the accelerator); None for the CPU and for an accelerator without a UUID."""
     if device.type == "cpu":
         return None
     properties: Any = torch.get_device_module(device).get_device_properties(device)
@@ -47,23 +46,23 @@ def accelerator_id(device: torch.device) -> tuple[str, str] | None:
     return None if uuid is None else (socket.gethostname(), str(uuid))
 
 
-def require_distinct_accelerators(cards: list[tuple[str, str] | None]) -> None:
-    """Raise LaunchError where two ranks compute on one accelerator; `cards`: that of each rank, in rank order."""
+def require_distinct_accelerators(ids: list[tuple[str, str] | None]) -> None:
+    """Raise LaunchError if two ranks share an accelerator; ids: `accelerator_id` of each rank, in rank order."""
     first: dict[tuple[str, str], int] = {}
-    for rank, card in enumerate(cards):
-        if card is None:
+    for rank, found in enumerate(ids):
+        if found is None:
             continue
-        if card in first:
+        if found in first:
             raise LaunchError(
-                f"ranks {first[card]} and {rank} share one accelerator of {card[0]} ({card[1]}); start one rank an "
+                f"ranks {first[found]} and {rank} share one accelerator of {found[0]} ({found[1]}); start one rank per "
                 "accelerator, give each rank its own (srun --gpus-per-task=1), or set CUDA_VISIBLE_DEVICES= (empty) "
                 "to train on the CPU"
             )
-        first[card] = rank
+        first[found] = rank
 
 
 class HostCopy:
-    """A number on its way from its device to the host; `item` waits only for what was queued before the copy."""
+    """An asynchronous copy of a one-element tensor to the host."""
 
     def __init__(self, number: Tensor):
         self._number, self._arrived = number.detach(), None
@@ -73,6 +72,7 @@ class HostCopy:
             self._arrived = torch.accelerator.current_stream(number.device).record_event()
 
     def item(self) -> float:
+        """Return the number; wait for the work queued before the copy, not for later work."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return float(self._number)

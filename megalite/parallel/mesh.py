@@ -1,4 +1,4 @@
-"""The mesh of ranks and the process group of each of its axes. The only creator of process groups."""
+"""The mesh of ranks and the process groups of its axes. No other module creates process groups."""
 
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,7 +18,7 @@ from megalite.topology.stages import balanced_split
 
 @dataclass(frozen=True)
 class Axis:
-    """The ranks that this rank shares an axis with; a size of 1 communicates nothing, and needs no group."""
+    """The ranks of one process group; an axis of size 1 does not communicate and needs no group."""
 
     ranks: tuple[int, ...]
     rank: int
@@ -34,14 +34,14 @@ ALONE = Axis(ranks=(0,), rank=0)
 
 @dataclass(frozen=True)
 class ParallelMesh:
-    """This rank's place on the mesh and its peers on every axis.
+    """This rank's coordinates on the mesh and its process group on every axis.
 
-    tp, dp, pp: the axes. replica: the tp x pp ranks that hold one copy of the model together.
-    ends: the first and the last stage with the same dp and tp, for tied embeddings; alone on the stages between.
-    sequence_parallel: outside of attention and MLP each rank of tp holds a run of the positions (Korthikanti et al.,
-    "Reducing activation recomputation in large Transformer models", 2022).
-    host: the whole world over gloo, for numbers and objects that lie in host memory; None where the default group
-    takes these. On an accelerator the default group refuses them, and a wait for it would drain the device.
+    tp, dp, pp: the axes. replica: the tp x pp ranks that together hold one copy of the model.
+    ends: the first and the last stage with the same dp and tp, for tied embeddings; only this rank on other stages.
+    sequence_parallel: outside of attention and MLP each tp rank holds a range of the positions (Korthikanti et al.,
+        "Reducing Activation Recomputation in Large Transformer Models", 2022).
+    host: all ranks over gloo, for values in host memory. None: the default group is gloo itself. NCCL takes no host
+        tensors, and waiting for it would synchronise the device.
     """
 
     layout: Layout
@@ -64,9 +64,9 @@ class ParallelMesh:
     def over_world(
         cls, layout: Layout, device: torch.device | str = "cpu", *, sequence_parallel: bool = False
     ) -> "ParallelMesh":
-        """Lay the axes over the ranks of the default process group; collective over the world.
+        """Create the process groups of the axes over the default process group; collective over the world.
 
-        Raises ValueError when the layout's size is not the world's, LaunchError where two ranks share an accelerator.
+        Raises ValueError if the layout has another size than the world, LaunchError if two ranks share an accelerator.
         """
         device = torch.device(device)
         rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -74,10 +74,10 @@ class ParallelMesh:
             raise ValueError(f"layout {layout} needs {layout.world_size} ranks, the world has {world_size}")
         host = None if device.type == "cpu" or world_size == 1 else dist.new_group(backend="gloo")
         if host is not None:
-            # Before the first collective on the devices: NCCL says of a shared card that a call was invalid.
-            cards: list[Any] = [None] * world_size
-            dist.all_gather_object(cards, accelerator_id(device), group=host)
-            require_distinct_accelerators(cards)
+            # Before the first NCCL collective, which on a shared GPU only reports "invalid usage".
+            ids: list[Any] = [None] * world_size
+            dist.all_gather_object(ids, accelerator_id(device), group=host)
+            require_distinct_accelerators(ids)
         pp_ranks = layout.peers(rank, "pp")
         pp = _join(pp_ranks, rank)
         ends_ranks = (pp_ranks[0], pp_ranks[-1])
@@ -100,11 +100,11 @@ class ParallelMesh:
         return self.layout.coordinates(self.rank)
 
     def local(self, size: int) -> int:
-        """This rank's part of a size that is cut over tp anywhere: intermediate features."""
+        """Return this rank's part of a size that may be sharded over tp at any index, such as intermediate features."""
         return len(balanced_split(size, self.tp.size)[self.tp.rank])
 
     def local_heads(self, heads: int) -> int:
-        """This rank's part of whole heads, at least one: neighbours share one where there are fewer than ranks.
+        """Return the number of heads on this rank; with fewer heads than ranks, neighbours share a head.
 
         Raises ValueError where neither number divides the other.
         """
@@ -112,11 +112,11 @@ class ParallelMesh:
 
     @property
     def splits_sequence(self) -> bool:
-        """Whether hidden states [B, S / tp, H] stand outside of attention and MLP."""
+        """Whether hidden states are [B, S / tp, H] outside of attention and MLP."""
         return self.sequence_parallel and self.tp.size > 1
 
     def sequence_range(self, length: int) -> range:
-        """The positions, of `length`, that this rank holds outside of attention and MLP."""
+        """Return the positions, of range(length), that this rank holds outside of attention and MLP."""
         if not self.splits_sequence:
             return range(length)
         held, rest = divmod(length, self.tp.size)
@@ -131,7 +131,7 @@ class ParallelMesh:
             dist.barrier(group=self.host)
 
     def gather_objects(self, value: Any) -> list[Any] | None:
-        """Every rank's (picklable) value, in rank order, on rank 0; None elsewhere."""
+        """Return the picklable values of all ranks, in rank order, on rank 0; None on other ranks."""
         if self.layout.world_size == 1:
             return [value]
         gathered: list[Any] | None = [None] * self.layout.world_size if self.rank == 0 else None
@@ -139,29 +139,29 @@ class ParallelMesh:
         return gathered
 
     def broadcast_object(self, value: Any) -> Any:
-        """Rank 0's value, on every rank."""
+        """Return rank 0's picklable value on every rank."""
         if self.layout.world_size == 1:
             return value
-        box = [value]
-        dist.broadcast_object_list(box, group=self.host)
-        return box[0]
+        values = [value]
+        dist.broadcast_object_list(values, group=self.host)
+        return values[0]
 
     def sum_over_world(self, values: list[float]) -> list[float]:
-        """Elementwise float64 sums over all ranks of numbers that the host has."""
+        """Return the elementwise float64 sums over all ranks of numbers in host memory."""
         total = torch.tensor(values, dtype=torch.float64)
         if self.layout.world_size > 1:
             dist.all_reduce(total, group=self.host)
         return total.tolist()
 
     def max_over_world(self, value: float) -> float:
-        """The largest of all ranks' values, on every rank."""
+        """Return the maximum over all ranks, on every rank."""
         largest = torch.tensor(value, dtype=torch.float64)
         if self.layout.world_size > 1:
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.host)
         return float(largest)
 
     def reduce_over_world(self, values: Tensor) -> Tensor:
-        """Sum a tensor on the mesh's device over all ranks, in place; the host does not wait for it."""
+        """Sum a tensor on the mesh's device over all ranks, in place, without a device synchronisation."""
         if self.layout.world_size > 1:
             dist.all_reduce(values)
         return values
@@ -175,10 +175,10 @@ def connect(
     rendezvous: str = "env://",
     timeout_seconds: float = 1800,
 ) -> None:
-    """Join the default process group, over torch's own backend for the device: gloo on CPUs, NCCL on GPUs.
+    """Create the default process group with torch's default backend of the device: gloo on CPUs, NCCL on GPUs.
 
-    rendezvous: where ranks meet, in torch's words: MASTER_ADDR and MASTER_PORT, or file:///a/path on one node.
-    Raises LaunchError where this torch was built without that backend.
+    rendezvous: torch's `init_method`: env:// (MASTER_ADDR and MASTER_PORT), or file:///a/path on one node.
+    Raises LaunchError if this torch was built without that backend.
     """
     backend = backend_of(device)
     if not backend:
@@ -196,17 +196,17 @@ def connect(
 
 
 def disconnect() -> None:
-    """Leave the default process group and every group made from it."""
+    """Destroy the default process group and all groups made from it."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def _join(ranks: tuple[int, ...], rank: int) -> Axis:
-    # Only the members take part: group creation does not grow with the world.
+    # Only the members create the group, so the cost does not grow with the world.
     return Axis(ranks, ranks.index(rank), dist.new_group(list(ranks), use_local_synchronization=True))
 
 
 def backend_of(device: torch.device) -> str:
-    """Return torch's name of the collective library for a device; empty where this torch was built without it."""
+    """Return the name of torch's default backend for a device; "" if this torch was built without the backend."""
     name = dist.get_default_backend_for_device(device)
     return str(name) if dist.is_backend_available(name) else ""

@@ -1,7 +1,7 @@
-"""Random numbers that are a pure function of (seed, name, step, global index), whatever rank draws them.
+"""Random numbers as a pure function of (seed, name, step, global index), independent of the layout.
 
-The generator is Philox4x32-10 (ops/counter.py, where the masks of attention's probabilities are too). There is no
-stream to carry or save: a rank draws the slice it holds, and all layouts agree on every element.
+The generator is Philox4x32-10 (ops/counter.py, like attention dropout). It has no state to save: a rank draws its
+slice, and all layouts agree on every element.
 """
 
 import hashlib
@@ -14,23 +14,23 @@ from megalite.ops.counter import MASK_LEVELS, philox
 from megalite.topology.sharding import Box
 
 _MASK = 0xFFFFFFFF
-# Counters worked on at once: small enough for a cache, large enough that torch's overhead does not count.
+# Counters per block: small enough for the CPU cache, large enough to hide torch's overhead per call.
 _BLOCK = 1 << 16
-# A mask's values are 16-bit, so that one counter gives eight of them.
+# One 128-bit counter value gives eight 16-bit mask values.
 _OCTET = 8
 
 
 def key_of(seed: int, name: str) -> tuple[int, int]:
-    """The two 32-bit words of a generator key."""
+    """Return the generator key, two 32-bit words, of a named stream."""
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
 
 
 def normal_box(seed: int, name: str, box: Box, std: float, *, step: int = 0) -> Tensor:
-    """The region `box` of a normal tensor called `name`: float64, mean 0, standard deviation `std`.
+    """Return a slice of the normal tensor `name`: float64, shape `box.shape`, mean 0, standard deviation `std`.
 
-    Four neighbouring columns share a counter (column // 4, row, row >> 32, step); a dim beyond the second would
-    need a wider counter, so boxes have one or two.
+    Four neighbouring columns share a counter (column // 4, row, row >> 32, step). Tensors have one or two dims: the
+    counter has no room for a third.
     """
     rows, columns = box.shape if len(box.shape) == 2 else (1, box.shape[0])
     first_row, first_column = box.offsets if len(box.shape) == 2 else (0, box.offsets[0])
@@ -39,9 +39,9 @@ def normal_box(seed: int, name: str, box: Box, std: float, *, step: int = 0) -> 
     key = key_of(seed, name)
     values = torch.empty(rows, columns, dtype=torch.float64)
     skip = first_column - first_quad * 4
-    rows_a_block = max(1, _BLOCK // len(quads))
-    for start in range(0, rows, rows_a_block):
-        row = torch.arange(first_row + start, first_row + min(start + rows_a_block, rows)).unsqueeze(1)
+    rows_per_block = max(1, _BLOCK // len(quads))
+    for start in range(0, rows, rows_per_block):
+        row = torch.arange(first_row + start, first_row + min(start + rows_per_block, rows)).unsqueeze(1)
         words = philox((quads, row & _MASK, row >> 32, torch.tensor(step)), key)
         drawn = torch.stack(_box_muller(*words), dim=-1).flatten(1)
         values[start : start + len(row)] = drawn[:, skip : skip + columns]
@@ -51,10 +51,10 @@ def normal_box(seed: int, name: str, box: Box, std: float, *, step: int = 0) -> 
 def keep_mask(
     seed: int, name: str, samples: Tensor, positions: range, features: range, *, dropped: int
 ) -> Tensor:
-    """Which values of the mask called `name` are kept: bool [b, positions, features].
+    """Return a slice of the dropout mask `name`: bool [b, positions, features], True: keep.
 
-    dropped: how many (not all) of the MASK_LEVELS equally likely values of an element drop it. samples: [b] int64.
-    An element depends on (seed, name, sample, position, feature) alone, so any slice can be drawn by itself.
+    samples: [b] int64. dropped: the drop probability in units of 1 / MASK_LEVELS, below MASK_LEVELS.
+    An element depends on (seed, name, sample, position, feature) only, so each rank draws its own slice.
     Eight neighbouring features share the counter (feature // 8, position, sample, sample >> 32).
     """
     first = features.start // _OCTET
@@ -65,18 +65,18 @@ def keep_mask(
     columns = slice(features.start - first * _OCTET, features.stop - first * _OCTET)
     key = key_of(seed, name)
     kept = torch.empty(len(sample), len(features), dtype=torch.bool, device=samples.device)
-    rows_a_block = max(1, _BLOCK // len(octets))
-    for start in range(0, len(sample), rows_a_block):
-        block = slice(start, start + rows_a_block)
+    rows_per_block = max(1, _BLOCK // len(octets))
+    for start in range(0, len(sample), rows_per_block):
+        block = slice(start, start + rows_per_block)
         words = philox((octets, position[block], sample[block] & _MASK, sample[block] >> 32), key)
         halves = torch.stack([word.to(torch.int32) for word in words], dim=-1).view(torch.int16).flatten(1)
-        # Signed halves: the smallest is -MASK_LEVELS / 2.
+        # The 16-bit values are signed: the smallest is -MASK_LEVELS / 2.
         torch.ge(halves[:, columns], dropped - MASK_LEVELS // 2, out=kept[block])
     return kept.view(len(samples), len(positions), len(features))
 
 
 def _box_muller(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Four independent standard normal values from four words (Box and Muller 1958)."""
+    """Turn four random words into four independent standard normal values (Box and Muller 1958)."""
     normals = []
     for radius_bits, angle_bits in ((a, b), (c, d)):
         # + 0.5 keeps the logarithm's argument above zero.

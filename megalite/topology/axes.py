@@ -1,15 +1,15 @@
-"""The mesh axes, and the coordinates of each rank on them."""
+"""The mesh axes, and the coordinates of each rank on them. No torch."""
 
 from dataclasses import dataclass
 from itertools import product
 
-# Outermost first: ranks of one tensor-parallel group are neighbours, as their traffic is the heaviest.
+# Outermost first. A tensor-parallel group has the heaviest traffic, so its ranks are neighbours.
 AXES = ("pp", "dp", "tp")
 
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Where a rank sits on each axis."""
+    """A rank's index on each mesh axis."""
 
     pp: int
     dp: int
@@ -21,7 +21,7 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class Layout:
-    """How many ranks each axis has. rank = (pp * data + dp) * tensor + tp, as in DeepSpeed and Megatron-LM."""
+    """The number of ranks on each axis. rank = (pp * data + dp) * tensor + tp, as in DeepSpeed and Megatron-LM."""
 
     pipeline: int = 1
     data: int = 1
@@ -29,7 +29,7 @@ class Layout:
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """Ranks along pp, dp, tp, in the order of AXES."""
+        """The number of ranks on each axis, in the order of AXES: pp, dp, tp."""
         return (self.pipeline, self.data, self.tensor)
 
     @property
@@ -37,6 +37,7 @@ class Layout:
         return self.pipeline * self.data * self.tensor
 
     def coordinates(self, rank: int) -> Coordinates:
+        """Return the coordinates of `rank`; ValueError outside of the world."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is outside a world of {self.world_size}")
         outer, tp = divmod(rank, self.tensor)
@@ -47,7 +48,7 @@ class Layout:
         return (at.pp * self.data + at.dp) * self.tensor + at.tp
 
     def peers(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """The ranks that share this rank's place on every axis not named, itself included, ascending."""
+        """Return the ranks, `rank` included and ascending, with the same coordinates on all axes but the named ones."""
         at = self.coordinates(rank)
         fixed = {"pp": at.pp, "dp": at.dp, "tp": at.tp}
         ranges = [
@@ -57,7 +58,7 @@ class Layout:
         return tuple(self.rank(Coordinates(*place)) for place in product(*ranges))
 
     def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
-        """Every distinct peer group over the named axes: a partition of the world, ordered by first rank."""
+        """Return all peer groups over the named axes: a partition of the world, ordered by first rank."""
         return tuple(dict.fromkeys(self.peers(rank, *axes) for rank in range(self.world_size)))
 
     def describe(self, rank: int) -> str:

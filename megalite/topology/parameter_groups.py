@@ -1,4 +1,4 @@
-"""Parameters that are updated in another way than the rest, chosen by patterns over canonical names."""
+"""Parameter groups: other learning rates and weight decays for parameters chosen by name."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -9,9 +9,11 @@ from megalite.topology.parameters import Parameter
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """pattern: a glob over canonical names, "*.mlp.*"; a parameter belongs to the first group that it matches.
+    """A parameter group. A parameter belongs to the first group that it matches.
 
-    learning_rate_ratio: times the schedule's rate. weight_decay: None leaves a parameter its own.
+    pattern: a glob over canonical names, such as "*.mlp.*".
+    learning_rate_ratio: the factor on the scheduled learning rate.
+    weight_decay: None: the default weight decay of the parameter.
     """
 
     pattern: str
@@ -19,24 +21,24 @@ class ParameterGroup:
     weight_decay: float | None = None
 
     def matches(self, parameter: Parameter) -> bool:
-        """Whether all parts of a parameter match: `group_problems` refuses what matches only some."""
+        """Whether all parts of a parameter match; `group_problems` refuses a pattern that matches only some of them."""
         return all(fnmatchcase(part.name, self.pattern) for part in parameter.spec.parts)
 
 
 def group_of(parameter: Parameter, groups: Sequence[ParameterGroup]) -> ParameterGroup | None:
-    """The group that a parameter belongs to; None: the rest."""
+    """Return the group of a parameter, or None for the default group."""
     return next((group for group in groups if group.matches(parameter)), None)
 
 
 def update_rules(parameters: Iterable[Parameter], groups: Sequence[ParameterGroup]) -> set[tuple[int, bool]]:
-    """The rules by which the parameters are updated: the place of the group, -1 for none, and whether they decay."""
-    places = {group: place for place, group in enumerate(groups)}
+    """Return the distinct (index of the group, -1 for none; whether weight decay applies) of the parameters."""
+    indices = {group: index for index, group in enumerate(groups)}
     found = ((group_of(each, groups), each.decay) for each in parameters)
-    return {(-1 if group is None else places[group], decays) for group, decays in found}
+    return {(-1 if group is None else indices[group], decays) for group, decays in found}
 
 
 def group_problems(parameters: Sequence[Parameter], groups: Sequence[ParameterGroup]) -> Iterator[str]:
-    """What is wrong with the groups of a model: patterns without effect, and those that cut a fused parameter."""
+    """Yield the problems of the groups: patterns that match nothing new, and patterns that split a fused parameter."""
     for index, group in enumerate(groups):
         pattern = f'"{group.pattern}"'
         torn = next((each for each in parameters if _is_torn(each, group)), None)

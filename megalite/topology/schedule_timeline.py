@@ -1,4 +1,4 @@
-"""Orders of actions, checked and played through: whether they end, when each action starts, what stays in memory."""
+"""Checks and simulates schedules: deadlocks, the start of each action, the activations in memory."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,9 +11,10 @@ from megalite.topology.stages import PipelineSplit
 
 @dataclass(frozen=True)
 class Costs:
-    """How long each kind of action takes, in any unit; `chunks` has a factor for each chunk, in model order.
+    """The duration of each kind of action, in any unit.
 
-    Every chunk costs 1 without them: for two schedules to do the same work, the factors must have the same sum.
+    chunks: a factor for each chunk, in model order; None: 1 for all. Two schedules do the same work only if their
+        factors have the same sum.
     """
 
     forward: float = 1
@@ -23,6 +24,7 @@ class Costs:
     chunks: tuple[float, ...] | None = None
 
     def of(self, action: Action) -> float:
+        """Return the duration of an action."""
         kinds = {
             "F": self.forward,
             "B": self.backward,
@@ -37,7 +39,7 @@ UNIT = Costs()
 
 @dataclass(frozen=True)
 class Timeline:
-    """When each action of each stage starts, in the unit of the costs, counted from the first."""
+    """The start of each (stage, action), in the unit of the costs; the first action starts at 0."""
 
     starts: Mapping[tuple[int, Action], float]
     stages: int
@@ -45,18 +47,18 @@ class Timeline:
 
     @property
     def length(self) -> float:
-        """From the first start to the last end."""
+        """The time from the first start to the last end."""
         return max(start + self.costs.of(action) for (_, action), start in self.starts.items())
 
     @property
     def bubble(self) -> float:
-        """The share of the stages' time, from the first start to the last end, in which they do nothing."""
+        """The idle share of the time of all stages, from the first start to the last end."""
         busy = sum(self.costs.of(action) for _, action in self.starts)
         return 1 - busy / (self.stages * self.length)
 
 
 def orders_of(name: str, stages: int, micro_batches: int, chunks: int) -> list[tuple[Action, ...]]:
-    """What each stage does. Raises ValueError with the reason where the schedule does not run so."""
+    """Return the actions of each stage; ValueError with the reason if the schedule does not run with these numbers."""
     schedule = SCHEDULES[name]
     if reason := schedule.problem(stages, micro_batches, chunks):
         raise ValueError(reason)
@@ -66,22 +68,22 @@ def orders_of(name: str, stages: int, micro_batches: int, chunks: int) -> list[t
 def ideal_timeline(
     name: str, stages: int, micro_batches: int, chunks: int = 1, costs: Costs = UNIT
 ) -> Timeline:
-    """The schedule as `play` plays it. Raises ValueError where it does not run so."""
+    """Return the timeline of a schedule; ValueError if it does not run with these numbers."""
     return play(orders_of(name, stages, micro_batches, chunks), costs)
 
 
 def bubble_fraction(
     name: str, stages: int, micro_batches: int, chunks: int = 1, costs: Costs = UNIT
 ) -> float:
-    """The idle share of the schedule's ideal timeline."""
+    """Return the idle share of the ideal timeline of a schedule."""
     return ideal_timeline(name, stages, micro_batches, chunks, costs).bubble
 
 
 def play(orders: Sequence[Sequence[Action]], costs: Costs = UNIT) -> Timeline:
-    """Each stage works through its order; an action starts when its stage is free and what it needs has ended.
+    """Simulate the stages: an action starts when its stage is free and the actions that it depends on have ended.
 
-    Transfers are free. Raises ValueError where something is missing or done twice, and where stages wait for
-    each other for ever, naming what each of them stands at.
+    Transfers take no time. Raises ValueError for a missing or repeated action, and for a deadlock, with the action at
+    which each stage waits.
     """
     every = [action for order in orders for action in order]
     chunks = 1 + max(action.chunk for action in every)
@@ -106,18 +108,18 @@ def play(orders: Sequence[Sequence[Action]], costs: Costs = UNIT) -> Timeline:
                 free_at[stage] = ends[_as_needed(action)] = start + costs.of(action)
                 position[stage] += 1
                 moved = True
-    standing = [
+    waiting = [
         f"stage {stage} before {order[done]}"
         for stage, (order, done) in enumerate(zip(orders, position, strict=True))
         if done < len(order)
     ]
-    if standing:
-        raise ValueError(f"deadlock: {', '.join(standing)}")
+    if waiting:
+        raise ValueError(f"deadlock: {', '.join(waiting)}")
     return Timeline(starts, len(orders), costs)
 
 
 def _needs(action: Action, chunks: int) -> Iterator[Action]:
-    """What must have ended before the action starts; I stands for B, too."""
+    """Yield the actions that must have ended before `action` starts, with I in place of B."""
     kind, chunk, micro_batch = action
     if kind == "W":
         yield Action("I", chunk, micro_batch)
@@ -135,13 +137,13 @@ def _as_needed(action: Action) -> Action:
 
 
 def check_order(orders: Sequence[Sequence[Action]], split: PipelineSplit, micro_batches: int) -> list[str]:
-    """What is wrong with the stages' orders.
+    """Return the problems of the stages' orders; an empty list if they are right.
 
-    Nothing, where every chunk of the split runs on its own stage, once forward and once backward (B, or I and W)
-    for every micro batch, and no stage waits for ever.
+    They are right if every chunk of the split runs on its own stage, once forward and once backward (B, or I and W)
+    for every micro batch, without a deadlock.
     """
     wrong = [
-        f"stage {stage} does {action}, which is not its own"
+        f"stage {stage} runs {action}, which is not on this stage"
         for stage, order in enumerate(orders)
         for action in order
         if action.chunk not in split.chunks_of(stage) or action.micro_batch >= micro_batches
@@ -156,7 +158,7 @@ def check_order(orders: Sequence[Sequence[Action]], split: PipelineSplit, micro_
 
 
 def _unfinished(orders: Sequence[Sequence[Action]], chunks: int, micro_batches: int) -> Iterator[str]:
-    """What does not run once forward and once backward."""
+    """Yield a message for each (chunk, micro batch) that does not run exactly once forward and once backward."""
     times = Counter(action for order in orders for action in order)
     for chunk, micro_batch in product(range(chunks), range(micro_batches)):
         done = "".join(kind * times[Action(kind, chunk, micro_batch)] for kind in ("F", "B", "I", "W"))
@@ -166,20 +168,20 @@ def _unfinished(orders: Sequence[Sequence[Action]], chunks: int, micro_batches: 
 
 
 def in_flight_chunks(order: Sequence[Action]) -> int:
-    """The most activations that a stage holds at once, each of one micro batch in one chunk.
+    """Return the peak number of activations on a stage; an activation is of one micro batch in one chunk.
 
-    They live from F to B, or to W where the backward is split.
+    It lives from F to B, or to W where the backward is split.
     """
     return max(len(alive) for alive in _alive(order))
 
 
 def in_flight_peak(order: Sequence[Action]) -> int:
-    """The most micro batches of which a stage holds any activation at once."""
+    """Return the peak number of micro batches of which a stage holds activations."""
     return max(len({micro_batch for _, micro_batch in alive}) for alive in _alive(order))
 
 
 def _alive(order: Sequence[Action]) -> Iterator[set[tuple[int, int]]]:
-    """The (chunk, micro batch) whose activations are held, after each action."""
+    """Yield after each action the set of (chunk, micro batch) whose activations are in memory."""
     alive: set[tuple[int, int]] = set()
     for action in order:
         place = (action.chunk, action.micro_batch)

@@ -1,6 +1,6 @@
-"""Each pipeline schedule as data: its rules and each stage's order of actions. No torch, no process.
+"""Pipeline schedules as data: the rules of each schedule and each stage's order of actions. No torch.
 
-torch.distributed.pipelining runs them (parallel/pipeline.py); these orders are what it then does.
+torch.distributed.pipelining runs the schedules (parallel/pipeline.py), in these very orders.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,9 +16,10 @@ WEIGHT: ActionKind = "W"
 
 
 class Action(NamedTuple):
-    """What a stage does with one micro batch in one of its chunks, named by the chunk's place in model order.
+    """One forward or backward of one micro batch in one chunk; `chunk` counts in model order.
 
-    F forward; B backward; or, where the schedule splits it, I the input's gradient and W the weights'.
+    kind: F: forward; B: whole backward; I, W: the two halves of a split backward, the gradients of the input and of the
+        weights.
     """
 
     kind: ActionKind
@@ -29,45 +30,42 @@ class Action(NamedTuple):
         return f"{self.kind} of micro batch {self.micro_batch} in chunk {self.chunk}"
 
 
-# (stage, stages, micro batches, chunks a stage) -> what the stage does, first to last.
+# (stage, stages, micro batches, chunks per stage) -> the actions of the stage, first to last.
 Order = Callable[[int, int, int, int], tuple[Action, ...]]
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A schedule by its name in `parallel.schedule`.
+    """A schedule and the numbers of chunks and micro batches that it runs.
 
-    splits_backward: some backwards are I and, later, W. v_shaped: as of PipelineSplit.
-    only_chunks: the one number of chunks a stage that it runs; None: any.
+    name: its name in `parallel.schedule`.
+    splits_backward: some backwards are split into I and, later, W. v_shaped: see PipelineSplit.
+    only_chunks: the only number of chunks per stage that it runs; None: any number.
+    least_micro_batches: the least number of micro batches, per stage.
+    whole_rounds: it runs the micro batches in M // stages rounds of equal size.
     """
 
     name: str
-    description: str
-    paper: str
     order: Order
     splits_backward: bool = False
     v_shaped: bool = False
     only_chunks: int | None = None
     least_micro_batches: int = 0
-    """A stage."""
     whole_rounds: bool = False
-    """The micro batches are run in M // stages rounds of equal size."""
 
     @property
     def default_chunks(self) -> int:
+        """The number of chunks per stage where the user gives none."""
         return self.only_chunks or 2
 
     def takes_chunks(self, chunks: int) -> bool:
-        """Whether it runs with so many chunks a stage."""
+        """Whether the schedule runs with this number of chunks per stage."""
         return chunks == self.only_chunks if self.only_chunks else chunks >= 1
 
     def problem(self, stages: int, micro_batches: int, chunks: int) -> str | None:
-        """None where it runs, else the reason why not."""
+        """Return why the schedule does not run with these numbers, or None if it runs."""
         if not self.takes_chunks(chunks):
-            verb = "is" if chunks == 1 else "are"
-            return (
-                f"{_counted(chunks, 'chunk')} a stage {verb} not the {self.only_chunks} that {self.name} runs"
-            )
+            return f"{self.name} runs {_counted(self.only_chunks or 1, 'chunk')} per stage, not {chunks}"
         given = _counted(micro_batches, "micro batch", "es")
         least = self.least_micro_batches * stages
         if micro_batches < least:
@@ -79,9 +77,9 @@ class Schedule:
         return None
 
     def nearest_micro_batches(self, stages: int, micro_batches: int, chunks: int) -> int:
-        """The least number of micro batches from `micro_batches` on that it runs.
+        """Return the least number of micro batches, `micro_batches` or more, that the schedule runs.
 
-        Raises ValueError where no number would do, for the chunks are wrong.
+        Raises ValueError for a number of chunks that it does not run with.
         """
         if not self.takes_chunks(chunks):
             raise ValueError(self.problem(stages, micro_batches, chunks))
@@ -89,7 +87,7 @@ class Schedule:
         if not self.whole_rounds:
             return enough
         rounds = _rounds(stages, enough)
-        # As many rounds of a few more, or, at the latest, one round more of as many as there are stages.
+        # Either larger rounds of the same number, or one more round of `stages` micro batches.
         return min(-(-enough // rounds) * rounds, (rounds + 1) * stages)
 
 
@@ -102,29 +100,40 @@ def _counted(number: int, word: str, plural: str = "s") -> str:
 
 
 def gpipe_order(stage: int, stages: int, micro_batches: int, chunks: int = 1) -> tuple[Action, ...]:
-    """All forwards, then all backwards: keeps every micro batch's activations alive."""
+    """All forwards, then all backwards; holds the activations of all micro batches (Huang et al. 2019, "GPipe")."""
     forwards = _actions(FORWARD, [stage], range(micro_batches))
     return (*forwards, *_actions(BACKWARD, [stage], range(micro_batches)))
 
 
 def one_f_one_b_order(stage: int, stages: int, micro_batches: int, chunks: int = 1) -> tuple[Action, ...]:
-    """Warm up, then one forward and one backward by turns: at most `stages - stage` micro batches are alive."""
+    """Warm-up forwards, then one forward and one backward in turn.
+
+    A stage holds the activations of at most `stages - stage` micro batches. Narayanan et al. 2019, "PipeDream";
+    2021, as "PipeDream-Flush".
+    """
     forwards = _actions(FORWARD, [stage], range(micro_batches))
     backwards = _actions(BACKWARD, [stage], range(micro_batches))
     return tuple(_by_turns(forwards, backwards, warm_up=stages - stage - 1))
 
 
 def looped_bfs_order(stage: int, stages: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
-    """All forwards chunk by chunk, then all backwards the same way back."""
+    """GPipe over several chunks per stage: all forwards chunk by chunk, then all backwards in reverse.
+
+    Lamy-Poirier 2023, "Breadth-First Pipeline Parallelism".
+    """
     held = _looped(stage, stages, chunks)
     forwards = _actions(FORWARD, held, range(micro_batches))
     return (*forwards, *_actions(BACKWARD, held[::-1], range(micro_batches)[::-1]))
 
 
 def interleaved_1f1b_order(stage: int, stages: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
-    """1F1B over rounds of about as many micro batches as stages; a round passes every chunk before the next."""
+    """1F1B over several chunks per stage; a round of about `stages` micro batches passes all chunks before the next.
+
+    The bubble shrinks by the number of chunks, and the transfers grow by it. Narayanan et al. 2021, "Efficient
+    Large-Scale Language Model Training on GPU Clusters Using Megatron-LM".
+    """
     held, a_round = _looped(stage, stages, chunks), micro_batches // _rounds(stages, micro_batches)
-    # A stage further from the end sees the first backward two actions later: one down, one up.
+    # Each stage further from the last one gets its first backward two actions later: one down, one up.
     warm_up = (chunks - 1) * a_round + 2 * (stages - 1 - stage)
     return tuple(
         _by_turns(
@@ -138,9 +147,10 @@ def interleaved_1f1b_order(stage: int, stages: int, micro_batches: int, chunks: 
 def interleaved_zero_bubble_order(
     stage: int, stages: int, micro_batches: int, chunks: int
 ) -> tuple[Action, ...]:
-    """Interleaved 1F1B that holds each W back by `stage` backwards, to fill the wait at the end with them.
+    """Interleaved 1F1B that delays each W by `stage` backwards, to fill the bubble at the end.
 
-    With one chunk it is ZB-H1: every stage holds what the first one does under 1F1B.
+    With one chunk per stage this is ZB-H1, in which every stage holds as many activations as the first stage of 1F1B.
+    Qi et al. 2023, "Zero Bubble Pipeline Parallelism".
     """
     held, a_round = _looped(stage, stages, chunks), micro_batches // _rounds(stages, micro_batches)
     turns = _by_turns(
@@ -160,10 +170,11 @@ def interleaved_zero_bubble_order(
 
 
 def zbv_order(stage: int, stages: int, micro_batches: int, chunks: int = 2) -> tuple[Action, ...]:
-    """Down the stages and up again: where F, I and W take equally long, no stage waits once it has begun.
+    """Two chunks per stage, down the stages and up again; no bubble where F, I and W take equally long.
 
-    At most 2 * stages chunks' activations are alive on every stage, as much as on the first one under 1F1B.
-    Micro batches too few to fill the pipeline are run as the first ones of so many that do.
+    Each stage holds the activations of at most 2 * stages chunks, as many as the first stage of 1F1B. Micro batches
+    that do not fill the pipeline run as the first ones of a full pipeline.
+    Qi et al. 2024, "Pipeline Parallelism with Controllable Memory".
     """
     down, up = stage, 2 * stages - 1 - stage
     filling = max(2 * stages - 1, micro_batches)
@@ -185,10 +196,10 @@ def zbv_order(stage: int, stages: int, micro_batches: int, chunks: int = 2) -> t
 
 
 def dualpipev_order(stage: int, stages: int, micro_batches: int, chunks: int = 2) -> tuple[Action, ...]:
-    """DualPipe cut in half: a forward of one chunk is paired with a backward of the other, to overlap them.
+    """DualPipe on half the stages: each forward of one chunk is paired with a backward of the other, to overlap them.
 
-    torch runs such a pair one after the other, F first, and so it stands here. The backward is split only where
-    the pipeline fills and drains.
+    torch runs the two of a pair in sequence, F first, and so does this order. Only the backwards during fill and drain
+    are split. DeepSeek-AI 2024, "DeepSeek-V3 Technical Report"; the half version is by Sea AI Lab.
     """
     down, up = stage, 2 * stages - 1 - stage
     below = stages - 1 - stage
@@ -208,20 +219,23 @@ def dualpipev_order(stage: int, stages: int, micro_batches: int, chunks: int = 2
     return tuple(_numbered(steps))
 
 
-# A chunk's kinds of action in a row; their micro batches are numbered as they come.
+# (kind, chunk) in order; `_numbered` adds the micro batches.
 _Steps = list[tuple[ActionKind, int | None]]
 
 
 def _numbered(steps: _Steps) -> Iterator[Action]:
-    """Each chunk's forwards and backwards count up; W is of its chunk's oldest I without one, None: of any chunk's."""
+    """Number the micro batches: the n-th forward or backward of a chunk is of micro batch n.
+
+    W pairs with the oldest unmatched I of its chunk (of any chunk if None).
+    """
     forwards: dict[int, int] = {}
     backwards: dict[int, int] = {}
     pending: list[Action] = []
     for kind, chunk in steps:
         if kind == WEIGHT:
-            of = next(each for each in pending if chunk in (None, each.chunk))
-            pending.remove(of)
-            yield Action(WEIGHT, of.chunk, of.micro_batch)
+            oldest = next(each for each in pending if chunk in (None, each.chunk))
+            pending.remove(oldest)
+            yield Action(WEIGHT, oldest.chunk, oldest.micro_batch)
             continue
         assert chunk is not None
         counter = forwards if kind == FORWARD else backwards
@@ -247,7 +261,7 @@ def _in_rounds(kind: ActionKind, held: Sequence[int], micro_batches: int, a_roun
 
 
 def _by_turns(forwards: Iterable[Action], backwards: Iterable[Action], warm_up: int) -> Iterator[Action]:
-    """`warm_up` forwards, then a forward and a backward by turns, then the backwards that are left."""
+    """Yield `warm_up` forwards, then a forward and a backward in turn, then the remaining backwards."""
     forwards, backwards = iter(forwards), iter(backwards)
     yield from islice(forwards, warm_up)
     for action in forwards:
@@ -257,55 +271,16 @@ def _by_turns(forwards: Iterable[Action], backwards: Iterable[Action], warm_up: 
 
 
 _EVERY = (
+    Schedule("1f1b", one_f_one_b_order, only_chunks=1, least_micro_batches=1),
+    Schedule("gpipe", gpipe_order, only_chunks=1),
+    Schedule("interleaved_1f1b", interleaved_1f1b_order, whole_rounds=True),
+    Schedule("looped_bfs", looped_bfs_order),
     Schedule(
-        "1f1b",
-        "one forward and one backward by turns; few activations",
-        "Narayanan et al. 2019, PipeDream; 2021 as PipeDream-Flush",
-        one_f_one_b_order,
-        only_chunks=1,
-        least_micro_batches=1,
+        "interleaved_zero_bubble", interleaved_zero_bubble_order, splits_backward=True, whole_rounds=True
     ),
-    Schedule(
-        "gpipe",
-        "all forwards, then all backwards; takes any number of micro batches, and keeps all their activations",
-        "Huang et al. 2019, GPipe",
-        gpipe_order,
-        only_chunks=1,
-    ),
-    Schedule(
-        "interleaved_1f1b",
-        "1F1B over several chunks a stage: the bubble shrinks by their number, transfers grow by it",
-        "Narayanan et al. 2021, Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM",
-        interleaved_1f1b_order,
-        whole_rounds=True,
-    ),
-    Schedule(
-        "looped_bfs",
-        "GPipe over several chunks a stage; takes any number of micro batches",
-        "Lamy-Poirier 2023, Breadth-First Pipeline Parallelism",
-        looped_bfs_order,
-    ),
-    Schedule(
-        "interleaved_zero_bubble",
-        "interleaved 1F1B with weight gradients put off into the bubble",
-        "Qi et al. 2023, Zero Bubble Pipeline Parallelism",
-        interleaved_zero_bubble_order,
-        splits_backward=True,
-        whole_rounds=True,
-    ),
-    Schedule(
-        "zbv",
-        "two chunks a stage, down and up again, weight gradients put off: nearly no bubble in the memory of 1F1B",
-        "Qi et al. 2024, Pipeline Parallelism with Controllable Memory",
-        zbv_order,
-        splits_backward=True,
-        v_shaped=True,
-        only_chunks=2,
-    ),
+    Schedule("zbv", zbv_order, splits_backward=True, v_shaped=True, only_chunks=2),
     Schedule(
         "dualpipev",
-        "two chunks a stage, down and up again, forwards beside backwards",
-        "DeepSeek-AI 2024, DeepSeek-V3 Technical Report; cut in half by Sea AI Lab",
         dualpipev_order,
         splits_backward=True,
         v_shaped=True,

@@ -1,4 +1,4 @@
-"""How a parameter is cut: said once, read by init, clipping, checkpoint, export and the planner."""
+"""ShardSpec: how a parameter is sharded. Init, clipping, checkpoints and exports all read it."""
 
 from dataclasses import dataclass
 from math import prod
@@ -20,9 +20,10 @@ class Box:
 
 @dataclass(frozen=True)
 class Part:
-    """A canonical tensor inside a registered parameter: its name and its full, true shape.
+    """A canonical tensor inside a registered parameter.
 
-    heads: the cut dim consists of so many equal heads (heads), which are not cut; None: it may be cut anywhere.
+    shape: the full, unpadded shape.
+    heads: the number of equal heads along the sharded dim; a head is never cut. None: any row may be a boundary.
     """
 
     name: str
@@ -31,18 +32,20 @@ class Part:
 
 
 def heads_fit(heads: int, size: int) -> bool:
-    """Whether `size` ranks can hold that many heads: as many each, or one each that as many neighbours share."""
+    """Whether `heads` divides `size` or is divided by it."""
     return heads % size == 0 or size % heads == 0
 
 
 def heads_held(heads: int, index: int, size: int) -> range:
-    """The heads that rank `index` of `size` holds; where there are fewer than ranks, size / heads neighbours share one.
+    """Return the heads of rank `index` of `size`; with fewer heads than ranks, size / heads neighbours share a head.
 
-    So query heads stay with their key-value head: rank r's are r h / n to (r + 1) h / n, and head q's is q k / h.
+    Query heads thus stay on the rank of their key-value head (grouped-query attention).
     Raises ValueError where neither number divides the other.
     """
     if not heads_fit(heads, size):
-        raise ValueError(f"{size} ranks cannot hold {heads} heads evenly, nor share them")
+        raise ValueError(
+            f"{size} ranks cannot hold {heads} heads evenly, nor share them: neither number divides the other"
+        )
     if heads >= size:
         return balanced_split(heads, size)[index]
     unit = index * heads // size
@@ -51,17 +54,18 @@ def heads_held(heads: int, index: int, size: int) -> range:
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """How a registered parameter lies on the mesh.
+    """How a registered parameter is sharded over the mesh.
 
-    dim: the tensor dim that is cut over the mesh axis `axis`; None: every rank of the axis has it whole.
-    parts: the canonical tensors it is made of, stacked along dim 0; each part is cut on its own, so a fused
-        query-key-value weight gives every tensor-parallel rank its share of all three.
-    stages: the pipeline stages that hold a copy; more than one means tied, and gradients are summed over them.
-    summed: every rank of the axis has it whole, and uses it for what only that rank holds (the norms of single
-        heads): the gradient is the sum over the axis.
+    parts: the canonical tensors that the parameter consists of, stacked along dim 0. Each part is sharded by itself,
+        so that every tensor-parallel rank has its share of the query, the key and the value of a fused weight.
+    dim: the tensor dim that is sharded over the mesh axis `axis`; None: the parameter is replicated over the axis.
+    stages: the pipeline stages that hold a copy. More than one: a tied weight, whose gradients are summed over them.
+    summed: the parameter is replicated, but each rank applies it to its own heads (query and key norms), so its
+        gradient is the sum over the axis.
 
-    A part of fewer heads than ranks is held by several: its gradient is the sum over them, and counts on the first.
-    Other sizes that the axis does not divide are cut unevenly (the first ranks hold one row more): nothing is padded.
+    A part with fewer heads than ranks is replicated over neighbouring ranks: its gradient is the sum over them, and
+    only the first of them counts it in the norm. A size that the ranks do not divide is split unevenly, the first
+    ranks hold one row more; nothing is padded.
     """
 
     parts: tuple[Part, ...]
@@ -72,11 +76,11 @@ class ShardSpec:
 
     @property
     def full_shape(self) -> tuple[int, ...]:
-        """Shape of the registered parameter on one rank."""
+        """Shape of the registered parameter without sharding."""
         return (sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:])
 
     def box(self, part: Part, index: int, size: int) -> Box:
-        """The region of `part` that rank `index` of the `size` ranks of the axis holds."""
+        """Return the slice of `part` on rank `index` of the `size` ranks of the axis."""
         offsets, shape = [0] * len(part.shape), list(part.shape)
         if self.dim is not None:
             if part.heads is None:
@@ -88,21 +92,21 @@ class ShardSpec:
         return Box(tuple(offsets), tuple(shape))
 
     def boxes(self, index: int, size: int) -> tuple[tuple[Part, Box], ...]:
-        """Each part with the region of it that rank `index` holds, in the order of the parameter's dim 0."""
+        """Return each part with its slice on rank `index`, in the order of the parameter's dim 0."""
         return tuple((part, self.box(part, index, size)) for part in self.parts)
 
     def is_shared(self, part: Part, size: int) -> bool:
-        """Whether `part` is cut, into fewer pieces than there are ranks."""
+        """Whether several ranks hold the same slice of a sharded `part`: it has fewer heads than there are ranks."""
         return self.dim is not None and part.heads is not None and part.heads < size
 
     def first_holder(self, part: Part, index: int, size: int) -> int:
-        """The first of the ranks that hold the same region of `part` as rank `index`."""
+        """Return the first of the ranks that hold the same slice of `part` as rank `index`."""
         if self.dim is None:
             return 0
         holders = size // part.heads if part.heads is not None and part.heads < size else 1
         return index // holders * holders
 
     def local_shape(self, index: int, size: int) -> tuple[int, ...]:
-        """Shape of the registered parameter on rank `index` of `size`."""
+        """Return the shape of the registered parameter on rank `index` of `size`."""
         shapes = [box.shape for _, box in self.boxes(index, size)]
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])

@@ -1,4 +1,4 @@
-"""Which layers each pipeline stage holds."""
+"""The split of the layers over chunks and pipeline stages. No torch."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from itertools import pairwise
 
 
 def balanced_split(total: int, parts: int) -> tuple[range, ...]:
-    """`total` items in `parts` contiguous runs whose sizes differ by at most one, the larger ones first."""
+    """Split range(total) into `parts` contiguous ranges whose sizes differ by at most one, the larger ones first."""
     size, extra = divmod(total, parts)
     starts = [part * size + min(part, extra) for part in range(parts + 1)]
     return tuple(range(start, stop) for start, stop in pairwise(starts))
@@ -14,11 +14,12 @@ def balanced_split(total: int, parts: int) -> tuple[range, ...]:
 
 @dataclass(frozen=True)
 class PipelineSplit:
-    """How the layers are cut into chunks, and which stage (pipeline rank) holds which chunks.
+    """The layers of each chunk, and the chunks of each stage (pipeline rank).
 
-    layers: the global layer indices of each chunk, in model order. Chunks go around the stages by turns
-    (Narayanan et al. 2021, "interleaved"), or, v_shaped, down the stages and up again, so that the first stage
-    holds both ends of the model (Qi et al. 2024, "controllable memory").
+    layers: the global layer indices of each chunk, in model order.
+    v_shaped: False: chunk c is on stage c % stages, as in interleaved schedules (Narayanan et al. 2021). True: chunks
+        go from the first stage to the last and back, so the first stage holds the first and the last chunk of the
+        model (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory").
     """
 
     layers: tuple[range, ...]
@@ -30,16 +31,16 @@ class PipelineSplit:
         return len(self.layers) // self.stages
 
     def stage_of(self, chunk: int) -> int:
-        """The stage that holds a chunk, by its place in model order."""
+        """Return the stage that holds chunk number `chunk` in model order."""
         turn, place = divmod(chunk, self.stages)
         return self.stages - 1 - place if self.v_shaped and turn % 2 else place
 
     def chunks_of(self, stage: int) -> tuple[int, ...]:
-        """The chunks that a stage holds, ascending."""
+        """Return the chunks of a stage, ascending."""
         return tuple(chunk for chunk in range(len(self.layers)) if self.stage_of(chunk) == stage)
 
     def layers_of(self, stage: int) -> tuple[int, ...]:
-        """The global layer indices that a stage holds, ascending."""
+        """Return the global layer indices of a stage, ascending."""
         return tuple(layer for chunk in self.chunks_of(stage) for layer in self.layers[chunk])
 
 
@@ -51,11 +52,11 @@ def pipeline_split(
     v_shaped: bool = False,
     given: Sequence[int] | None = None,
 ) -> PipelineSplit:
-    """Every layer in exactly one of stages * chunks_per_stage chunks.
+    """Split the layers over stages * chunks_per_stage chunks.
 
-    Without `given` (layers a chunk, in model order) the split is balanced; the extra layers go to the middle
-    chunks, since the first also embeds and the last also holds the head.
-    Raises ValueError when `given` does not cover the layers exactly or leaves a chunk empty.
+    given: the number of layers of each chunk, in model order. None: sizes differ by at most one; the larger chunks are
+        in the middle, because the first chunk also holds the embedding and the last one the head.
+    Raises ValueError when there are fewer layers than chunks, or `given` does not sum to the layers.
     """
     chunks = stages * chunks_per_stage
     if given is None:

@@ -1,4 +1,4 @@
-"""What the checkpoint needs from an optimizer, whoever implements it."""
+"""The optimizer state as checkpoints see it, whatever implements the optimizer."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -7,22 +7,22 @@ from typing import Any, Protocol
 from megalite.topology.parameters import Parameter
 
 WEIGHT = "weight"
-"""Kind of the weights that the model computes with."""
+"""State key of the weights that the model computes with."""
 MASTER = "master"
-"""Kind of state: the weights themselves in float32, beside those of a 16-bit model."""
+"""State key of the fp32 master weights of a bf16 or fp16 model."""
 EMA = "ema"
-"""Kind of state: an exponential moving average of the weights."""
+"""State key of the exponential moving average of the weights."""
 
 
 @dataclass(frozen=True)
 class StateShard:
-    """A run of one registered parameter's optimizer state on this rank.
+    """A flat range of the state of one registered parameter on this rank.
 
-    parameter: the registered parameter (its spec says which canonical tensors it is made of).
-    key: the kind of state: "exp_avg", "exp_avg_sq", MASTER, EMA, WEIGHT, ...
-    start: first element of the run in the *flattened local shard* of the registered parameter.
-    values: one-dimensional tensor of the run's elements; a view where possible, so that load can write into it.
-    owned: False where another data-parallel rank holds the same run and writes it; loading fills every run.
+    parameter: the registered parameter; its spec names the canonical tensors that it consists of.
+    key: the state key: "exp_avg", "exp_avg_sq", MASTER, EMA, WEIGHT, ...
+    start: the first element of the range in the *flattened local shard* of the parameter.
+    values: one-dimensional tensor of the elements; a view where possible, so that loading writes in place.
+    owned: False where another data-parallel rank has the same range and saves it. Loading fills every range.
     """
 
     parameter: Parameter
@@ -33,28 +33,30 @@ class StateShard:
 
 
 class OptimizerState(Protocol):
-    """The optimizer's state as named runs of elements, each element owned by exactly one data-parallel rank."""
+    """An optimizer's state as flat ranges; exactly one data-parallel rank owns each element."""
 
     def weights(self) -> Iterable[StateShard] | None:
-        """The runs of the model's weights that this rank holds where data-parallel ranks share them; None where the
-        stage's parameters hold them whole. Saving and loading use them as they use those of `shards`."""
+        """The weights of this rank as flat ranges if they are partitioned over data-parallel ranks (ZeRO 3), else None.
+
+        None: the parameters of the stage hold the weights. Saving and loading treat the ranges like those of `shards`.
+        """
         ...
 
     def shards(self) -> Iterator[StateShard]:
-        """The runs that this rank holds; saving writes the owned ones, loading copies into `values` of all."""
+        """The flat ranges on this rank; saving writes the owned ones, loading copies into `values` of all."""
         ...
 
     def scalars(self) -> Mapping[str, Any]:
-        """JSON values that are equal on every rank: step counts, loss scale."""
+        """Return JSON values that are equal on every rank: step counts, loss scale."""
         ...
 
     def load(self, scalars: Mapping[str, Any]) -> None:
-        """Take over what was copied into `shards()` and these scalars; must be called on every rank."""
+        """Apply the values that were copied into `shards()`, and these scalars; called on every rank."""
         ...
 
 
 class NoOptimizer:
-    """The state of a model that was not trained here: weights alone."""
+    """The state of a model without an optimizer: weights only."""
 
     def weights(self) -> None:
         return None

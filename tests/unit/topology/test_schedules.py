@@ -232,10 +232,10 @@ def test_uneven_chunks_cost_what_their_factor_says() -> None:
 REASONS = [
     ("1f1b", (4, 3, 1), "3 micro batches are fewer than the 4 that 1f1b needs for 4 stages"),
     ("1f1b", (2, 1, 1), "1 micro batch is fewer than the 2 that 1f1b needs for 2 stages"),
-    ("1f1b", (4, 8, 2), "2 chunks a stage are not the 1 that 1f1b runs"),
-    ("gpipe", (4, 8, 4), "4 chunks a stage are not the 1 that gpipe runs"),
-    ("zbv", (4, 8, 1), "1 chunk a stage is not the 2 that zbv runs"),
-    ("dualpipev", (4, 8, 3), "3 chunks a stage are not the 2 that dualpipev runs"),
+    ("1f1b", (4, 8, 2), "1f1b runs 1 chunk per stage, not 2"),
+    ("gpipe", (4, 8, 4), "gpipe runs 1 chunk per stage, not 4"),
+    ("zbv", (4, 8, 1), "zbv runs 2 chunks per stage, not 1"),
+    ("dualpipev", (4, 8, 3), "dualpipev runs 2 chunks per stage, not 3"),
     ("dualpipev", (4, 7, 2), "7 micro batches are fewer than the 8 that dualpipev needs for 4 stages"),
     (
         "interleaved_1f1b",
@@ -310,10 +310,12 @@ def test_a_repeated_action_is_found() -> None:
 def test_an_action_of_another_stage_is_found() -> None:
     orders = orders_of("zbv", 2, 4, 2)
     looped = pipeline_split(4, 2, chunks_per_stage=2)
-    assert "stage 0 does F of micro batch 0 in chunk 3, which is not its own" in check_order(
+    assert "stage 0 runs F of micro batch 0 in chunk 3, which is not on this stage" in check_order(
         orders, looped, 4
     )
-    assert "stage 0 does F of micro batch 3 in chunk 0, which is not its own" in check_order(orders, SPLIT, 3)
+    assert "stage 0 runs F of micro batch 3 in chunk 0, which is not on this stage" in check_order(
+        orders, SPLIT, 3
+    )
 
 
 def test_swapped_actions_that_deadlock_are_found() -> None:

@@ -134,7 +134,7 @@ def test_query_heads_stay_with_their_key_value_head(heads: int, shared: int, tp:
 
 def test_heads_that_ranks_can_neither_split_nor_share_are_refused() -> None:
     assert [heads_fit(4, size) for size in (1, 2, 3, 4, 6, 8)] == [True, True, False, True, False, True]
-    with pytest.raises(ValueError, match="6 ranks cannot hold 4 heads evenly, nor share them"):
+    with pytest.raises(ValueError, match="6 ranks cannot hold 4 heads evenly, nor share them: neither"):
         heads_held(4, 0, 6)
 
 
