@@ -3,10 +3,12 @@
 import os
 import random
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
+from operator import itemgetter
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 # Read when torch is first imported. Tensors here are tiny: a second thread costs more than it brings, and where the
@@ -17,8 +19,18 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 from tests.support.ranks import RankPool
 
-SELECTED_BY_MARKER = ("gpu", "slow")
+# A busy machine is no failure.
+hypothesis.settings.register_profile("megalite", deadline=None)
+hypothesis.settings.load_profile("megalite")
+
+# Marker -> how to run what it keeps out.
+HOW_TO_RUN = {
+    "extended": "bash tests/run.sh --all",
+    "slow": "bash tests/run.sh -m slow",
+    "gpu": "bash tests/run.sh -m gpu",
+}
 not_selected: Counter[str] = Counter()
+seconds_of_file: defaultdict[str, float] = defaultdict(float)
 
 
 @pytest.fixture(scope="session")
@@ -54,11 +66,26 @@ def one_seed() -> None:
         torch.manual_seed(0)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slowest-files", type=int, default=0, metavar="N", help="name the N slowest files")
+
+
 def pytest_deselected(items: list[pytest.Item]) -> None:
     for item in items:
-        not_selected.update(marker for marker in SELECTED_BY_MARKER if item.get_closest_marker(marker))
+        marker = next((each for each in reversed(HOW_TO_RUN) if item.get_closest_marker(each)), None)
+        not_selected.update([marker] if marker else [])
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    for marker, count in sorted(not_selected.items()):
-        terminalreporter.write_line(f"not run: {count} marked {marker} (run them with: pytest -m {marker})")
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    seconds_of_file[report.nodeid.partition("::")[0]] += report.duration
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if count := config.getoption("slowest_files"):
+        slowest = sorted(seconds_of_file.items(), key=itemgetter(1), reverse=True)[:count]
+        terminalreporter.section("slowest files", "-")
+        for file, seconds in slowest:
+            terminalreporter.write_line(f"{seconds:7.1f} s  {file}")
+    for marker, command in HOW_TO_RUN.items():
+        if count := not_selected[marker]:
+            terminalreporter.write_line(f"not run: {count} tests marked {marker} ({command})")

@@ -1,22 +1,35 @@
 #!/usr/bin/env bash
-# Sets up .venv, checks style and types, and runs all tests but those marked gpu or slow.
-# With arguments: runs pytest with them, and nothing else (tests/run.sh tests/unit -k layout; tests/run.sh -m gpu).
+# Sets up .venv, checks style and types, and runs the tests.
+#   tests/run.sh                        the core: the cheap unit tests, and of every table and topic a part that proves it
+#   tests/run.sh --all                  what every change must pass: all tests but those marked slow or gpu
+#   tests/run.sh tests/unit -k layout   pytest alone, with these arguments
+#   tests/run.sh --all tests/parity     pytest alone, with those marked extended
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash examples/setup.sh || exit
+set_up=$SECONDS
 python=.venv/bin/python
-[ $# -eq 0 ] || exec "$python" -m pytest "$@"
+chosen=()
+if [ "${1-}" = --all ]; then
+    chosen=(-m "not gpu and not slow")
+    shift
+fi
+[ $# -eq 0 ] || exec "$python" -m pytest "${chosen[@]}" "$@"
 
 failed=()
+times="set-up $set_up s"
 check() {
     printf '\n== %s\n' "$*"
-    "$python" -m "$@" || failed+=("$*")
+    local start=$SECONDS
+    "$python" -m "$@" || failed+=("$1")
+    times+=", $1 $((SECONDS - start)) s"
 }
-check ruff check .
-check ruff format --check .
+check ruff check --quiet .
+check ruff format --quiet --check .
 check mypy
-check pytest -q
+check pytest -q --slowest-files 10 "${chosen[@]}"
 if [ ${#failed[@]} -gt 0 ]; then
-    printf '\nfailed:%s\n' "$(printf ' [%s]' "${failed[@]}")" >&2
+    printf '\nfailed: %s (%s)\n' "${failed[*]}" "$times" >&2
     exit 1
 fi
+printf '\npassed (%s)\n' "$times"

@@ -28,7 +28,7 @@ from megalite.topology.parameters import canonical_tensors, model_parameters, pa
 from megalite.topology.shape import ModelShape
 from megalite.topology.stages import pipeline_split
 from megalite.train.optimizer import OptimizerSettings, TorchOptimizer
-from tests.support.parity import assert_close
+from tests.support.parity import ZERO_RTOL, assert_close
 from tests.support.tiny import tiny_shape, tiny_tokenizer
 from tests.unit.convert.exporting import lively_stage, save_stage
 
@@ -173,7 +173,7 @@ def test_masters_and_the_moving_average_can_be_exported(
     for name, master in exported["master"].items():
         assert torch.equal(exported["weight"][name], master.bfloat16().float()), name
         # The average is half-way between the master after the only step and before it.
-        assert_close(exported["ema"][name], master + 0.5e-3, rtol=1e-6, what=name)
+        assert_close(exported["ema"][name], master + 0.5e-3, rtol=ZERO_RTOL, what=name)
     assert "float32, from the checkpoint's ema" in (tmp_path / "ema" / "README.md").read_text()
     with pytest.raises(CheckpointError, match="step-000020 has no ema; it has weight"):
         convert.run(["export", str(run_folder), str(tmp_path / "none"), "--weights", "ema"])

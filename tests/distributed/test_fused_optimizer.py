@@ -9,7 +9,6 @@ from megalite.checkpoint.folder import read_manifest
 from megalite.topology.axes import Layout
 from tests.distributed.test_precision import (
     ADAMW,
-    LARGEST_LOSS_DIFFERENCE,
     SMALL_WINDOW,
     curve,
     first_gradients,
@@ -19,6 +18,7 @@ from tests.distributed.test_precision import (
     worst_loss,
 )
 from tests.support.kernels import needs_library
+from tests.support.parity import NARROW_LOSS, about, narrow_bound
 
 pytestmark = needs_library
 
@@ -29,7 +29,7 @@ def test_the_curve_is_plain_torchs(ranks, dtype):
     for layout, changes in ((Layout(), {}), (Layout(2, 2, 1), {"schedule": "zbv", "chunks_per_stage": 2})):
         job = replace(job_of(dtype, layout=layout, kernels="fused", **changes), micro_batch_size=1)
         results = ranks.run(curve, world_size=layout.world_size, job=job, steps=8)
-        assert worst_loss(results[0], plain) < LARGEST_LOSS_DIFFERENCE
+        assert worst_loss(results[0], plain) < NARROW_LOSS
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(tensor=2), Layout(pipeline=2)], ids=str)
@@ -39,8 +39,7 @@ def test_sums_over_micro_batches_are_as_exact(ranks, layout):
     job = replace(job_of(torch.bfloat16, layout=layout, kernels="fused"), micro_batch_size=1)
     held = ranks.run(first_gradients, world_size=layout.world_size, job=job)
     errors = gradient_errors([shard for rank in held for shard in rank], exact)
-    margin = torch.finfo(torch.bfloat16).eps
-    assert not {name: error for name, error in errors.items() if error > 2 * single[name] + margin}
+    assert not {name: error for name, error in errors.items() if error > narrow_bound("bf16", single[name])}
 
 
 @pytest.mark.parametrize("order", [("fused", "reference"), ("reference", "fused")], ids=" then ".join)
@@ -59,7 +58,7 @@ def test_a_run_is_resumed_with_other_kernels(ranks, tmp_path, order):
     resumed = run("parts", order[1], 5)
     for one, other in zip(whole, resumed, strict=True):
         norms = [[update.grad_norm for update in updates] for updates in (one.updates[3:], other.updates)]
-        assert torch.tensor(norms[0]).isclose(torch.tensor(norms[1]), rtol=LARGEST_LOSS_DIFFERENCE).all()
+        assert norms[1] == about(norms[0], NARROW_LOSS)
         assert one.scales[3:] == other.scales
     first, second = (read_manifest(tmp_path / name / "step-000005") for name in ("whole", "parts"))
     assert first.optimizer == second.optimizer

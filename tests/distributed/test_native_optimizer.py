@@ -15,7 +15,7 @@ from megalite.topology.parameter_groups import ParameterGroup
 from megalite.train.deepspeed_ops import replay_steps
 from megalite.train.optimizer import OptimizerSettings
 from tests.distributed.test_zero_precision import contents
-from tests.support.parity import assert_same_tensors
+from tests.support.parity import BF16_RTOL, FLOAT32_RTOL, ZERO_RTOL, about, assert_same_tensors
 from tests.support.tiny import tiny_shape
 from tests.support.training import Job, build, local_batch
 
@@ -28,7 +28,6 @@ GROUPS = (ParameterGroup("*.mlp.*", learning_rate_ratio=0.5, weight_decay=0.3),)
 OURS = OptimizerSettings("adamw", (0.9, 0.95), 1e-8, 0.1, 0.0, 0.5, groups=GROUPS)
 NATIVE = replace(OURS, native=True)
 STEPS = 10
-RTOL, BF16_RTOL = 1e-6, 1e-2
 
 JOBS = [
     (1, Layout(2, 2, 1), "none", torch.float32),
@@ -72,15 +71,15 @@ def test_it_updates_as_torch_does_and_goes_on_where_it_stopped(
 
     def same(found: list[list[tuple[float, float]]], expected: list[list[tuple[float, float]]]) -> None:
         for one, other in zip(found, expected, strict=True):
-            rtol = RTOL if dtype == torch.float32 else BF16_RTOL
-            assert one == [pytest.approx(pair, rel=rtol) for pair in other]
+            rtol = ZERO_RTOL if dtype == torch.float32 else BF16_RTOL
+            assert one == [about(pair, rtol) for pair in other]
 
     native, ours = run("native", NATIVE), run("ours", OURS)
     assert all(norm > 0.5 for _, norm in native[0]), "clipping is not active"
     same(native, ours)
     if dtype == torch.float32:
         found, expected = (contents(find_latest(tmp_path / name)) for name in ("native", "ours"))
-        assert_same_tensors(found, expected, rtol=1e-5)
+        assert_same_tensors(found, expected, rtol=FLOAT32_RTOL)
     run("parts", NATIVE, STEPS // 2)
     assert run("parts", NATIVE) == [curve[STEPS // 2 :] for curve in native]
     found, expected = (contents(find_latest(tmp_path / name)) for name in ("parts", "native"))

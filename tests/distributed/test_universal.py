@@ -25,6 +25,7 @@ from megalite.train.trainer import Trainer
 from tests.support.checkpoint_pairs import save
 from tests.support.matrix.axes import BASE, Settings
 from tests.support.matrix.rows import config_of
+from tests.support.parity import ENGINE_RTOL, about
 from tests.support.ranks import RankPool
 from tests.support.tiny import FAMILY_SHAPES, tiny_shape
 from tests.support.training import rows_of
@@ -44,7 +45,6 @@ OURS: Settings = {
     # Theirs decays norms and biases too.
     "optimizer.groups": [{"pattern": "*", "weight_decay": ADAMW["weight_decay"]}],
 }
-LOSS_RTOL = 2e-6
 
 
 def batch_of(step: int, shape: ModelShape) -> StepBatch:
@@ -202,7 +202,7 @@ def test_a_run_goes_on_from_deepspeed_and_back(
         resume=str(imported),
         folder=str(tmp_path / "moved"),
     )
-    assert ours == pytest.approx(theirs[SAVED:], rel=LOSS_RTOL)
+    assert ours == about(theirs[SAVED:], ENGINE_RTOL)
 
     convert.run(["universal", str(tmp_path / "moved"), str(tmp_path / "left")])
     left, *_ = ranks.run(
@@ -213,4 +213,4 @@ def test_a_run_goes_on_from_deepspeed_and_back(
         steps=(MOVED, END),
         load=str(tmp_path / "left"),
     )
-    assert left == pytest.approx(ours[MOVED - SAVED :], rel=LOSS_RTOL)
+    assert left == about(ours[MOVED - SAVED :], ENGINE_RTOL)

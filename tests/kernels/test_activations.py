@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megalite.ops.activations import bias_gelu, geglu, swiglu
-from tests.support.kernels import DTYPES, assert_no_worse, needs_library, with_gradients
+from tests.support.kernels import DTYPES, needs_library, with_gradients
+from tests.support.parity import assert_no_worse
 
 pytestmark = needs_library
 GENERATOR = torch.Generator().manual_seed(11)

@@ -15,8 +15,7 @@ from torch import Tensor
 from megalite.ops.counter import MASK_LEVELS, keep_probabilities, philox
 from tests.support import emulator
 from tests.support.attention import Packed, attention, counted_mask, gradients, starts
-from tests.support.kernels import assert_no_worse
-from tests.support.parity import FLOAT32_RTOL, assert_close
+from tests.support.parity import FLOAT32_RTOL, assert_close, assert_no_worse
 
 pytestmark = pytest.mark.skipif(emulator.COMPILER is None, reason="no C++ compiler")
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from megalite.ops.cross_entropy import Targets, shard_statistics, write_gradient
 from megalite.parallel.cross_entropy import IGNORE_INDEX, LossTerms, vocab_parallel_cross_entropy
 from megalite.parallel.mesh import ALONE
-from tests.support.kernels import DTYPES, assert_no_worse, needs_library
-from tests.support.parity import FLOAT32_RTOL, assert_close
+from tests.support.kernels import DTYPES, needs_library
+from tests.support.parity import FLOAT32_RTOL, OPERATOR_RTOL, SLOPE_RTOL, assert_close, assert_no_worse
 from tests.unit.parallel.test_cross_entropy import torchs
 
 pytestmark = needs_library
@@ -141,8 +141,9 @@ def test_an_id_may_be_forbidden(fused):
     logits[..., 6:] = float("-inf")
     losses, gradient = loss_and_gradient(logits, labels, torch.ones(1, 2), LossTerms(37), fused=fused)
     expected = torchs(logits[..., :6], labels, torch.ones(1, 2), LossTerms(6))
-    assert torch.allclose(losses, expected[0], rtol=1e-12)
-    assert torch.allclose(gradient[..., :6], expected[1], rtol=1e-12) and not gradient[..., 6:].any()
+    assert_close(losses, expected[0], rtol=OPERATOR_RTOL)
+    assert_close(gradient[..., :6], expected[1], rtol=OPERATOR_RTOL)
+    assert not gradient[..., 6:].any()
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
@@ -166,8 +167,8 @@ def test_statistics_of_unequal_shards_are_those_of_the_whole(cuts, fused):
     here = torch.stack([(labels >= each.start) & (labels < each.stop) for each in shards])
     mass = 0.9 * here.double() + torch.tensor([[len(each) * uniform] for each in shards], dtype=torch.float64)
     assert torch.equal(maxima.amax(dim=0), whole[0])
-    assert torch.allclose((sums * shift.exp()).sum(dim=0), whole[1], rtol=1e-13)
-    assert torch.allclose((expected + mass * shift).sum(dim=0), whole[2], rtol=1e-12)
+    assert_close((sums * shift.exp()).sum(dim=0), whole[1], rtol=OPERATOR_RTOL)
+    assert_close((expected + mass * shift).sum(dim=0), whole[2], rtol=OPERATOR_RTOL)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -259,11 +260,12 @@ def test_gradients_are_those_of_small_differences(terms, fused):
         fused=fused,
     )
     _, gradient = run(logits)
+    slopes = torch.empty_like(gradient)
     for column in range(11):
         step = torch.zeros_like(logits)
         step[..., column] = 1e-6
-        slope = (run(logits + step)[0] - run(logits - step)[0]) / 2e-6
-        assert torch.allclose(gradient[..., column], slope, rtol=1e-6, atol=1e-8)
+        slopes[..., column] = (run(logits + step)[0] - run(logits - step)[0]) / 2e-6
+    assert_close(gradient, slopes, rtol=SLOPE_RTOL)
 
 
 # ------------------------------------------------------------------------------------------------- torch's own checks
@@ -309,7 +311,7 @@ def test_operators_compile_whole():
     for seen, expected in zip(
         compiled(logits.clone(), labels, values), both_operators(logits.clone(), labels, values), strict=True
     ):
-        assert torch.allclose(seen, expected)
+        assert_close(seen, expected, rtol=FLOAT32_RTOL)
 
 
 def test_operators_know_their_shapes_without_data():

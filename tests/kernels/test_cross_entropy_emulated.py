@@ -12,7 +12,8 @@ from torch import Tensor
 
 from megalite.ops.cross_entropy import Targets, shard_statistics, write_gradient
 from megalite.ops.extension import SOURCES
-from tests.support.kernels import DTYPES, assert_no_worse
+from tests.support.kernels import DTYPES
+from tests.support.parity import assert_no_worse
 
 COMPILER = shutil.which("g++") or shutil.which("c++")
 SOURCE = Path(__file__).parent / "emulator" / "cross_entropy.cpp"

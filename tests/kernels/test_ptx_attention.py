@@ -14,8 +14,7 @@ from torch import Tensor
 
 from tests.support import emulator
 from tests.support.attention import Packed, attention, counted_mask, gradients, starts
-from tests.support.kernels import assert_no_worse
-from tests.support.parity import FLOAT32_RTOL, assert_close
+from tests.support.parity import FLOAT32_RTOL, assert_close, assert_no_worse
 from tests.support.ptx.build import WHY_NOT
 from tests.support.ptx.device import Device
 from tests.support.ptx.memory import Fault

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.support.parity import BF16_RTOL, FLOAT32_RTOL, relative_error
 from tests.support.ptx import arithmetic, parse
 from tests.support.ptx.build import WHY_NOT, compiled
 from tests.support.ptx.device import Device, unknown_forms
@@ -61,9 +62,9 @@ def right(made: list[Tensor]) -> bool:
     scale = (wide.var(dim=1, correction=0) + 1e-5).rsqrt()
     return (
         torch.equal(total, expected)
-        and torch.allclose(output.double(), normalised.flatten(), rtol=2.0**-7, atol=2.0**-7)
-        and torch.allclose(mean.double(), wide.mean(dim=1), rtol=1e-5, atol=1e-6)
-        and torch.allclose(inverse.double(), scale, rtol=1e-5)
+        and relative_error(output, normalised.flatten()) <= BF16_RTOL
+        and relative_error(mean, wide.mean(dim=1)) <= FLOAT32_RTOL
+        and relative_error(inverse, scale) <= FLOAT32_RTOL
     )
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from tests.kernels.test_ptx_kernels import Angles, Heads
 from tests.support import emulator
 from tests.support.attention import Packed, starts
+from tests.support.parity import BF16_RTOL, assert_close
 from tests.support.ptx.build import WHY_NOT
 from tests.support.ptx.device import Device
 from tests.support.ptx.machine import Launch
@@ -48,7 +49,7 @@ def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def assert_near(made: Tensor, exact: Tensor) -> None:
-    torch.testing.assert_close(made.double(), exact.double(), rtol=2.0**-7, atol=2.0**-7)
+    assert_close(made, exact, rtol=BF16_RTOL)
 
 
 @pytest.mark.parametrize("columns", [1032, 1031], ids=["in registers", "read again"])

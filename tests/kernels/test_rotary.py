@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megalite.ops.rotary import rotary_frequencies, rotary_table, rotate, split_and_rotate
-from tests.support.kernels import DTYPES, OUTGROWING, assert_no_worse, needs_library, with_gradients
+from tests.support.kernels import DTYPES, OUTGROWING, needs_library, with_gradients
+from tests.support.parity import OPERATOR_RTOL, assert_close, assert_no_worse
 
 pytestmark = needs_library
 HEADS, KEY_VALUE_HEADS = 4, 2
@@ -110,7 +111,8 @@ def test_heads_apart_and_with_gaps(interleaved: bool) -> None:
 
         return with_gradients(turn, [packed], grads)
 
-    torch.testing.assert_close(run(True), run(False), rtol=1e-14, atol=1e-14)
+    for fused, plain in zip(run(True), run(False), strict=True):
+        assert_close(fused, plain, rtol=OPERATOR_RTOL)
 
 
 @interleaved_or_not
@@ -205,7 +207,8 @@ def test_compiled_without_a_break(interleaved: bool) -> None:
     for fused in (True, False):
         compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
         made = with_gradients(lambda qkv: compiled(fused, qkv), [qkv], grads)  # noqa: B023
-        torch.testing.assert_close(made, expected, rtol=1e-14, atol=1e-14)
+        for one, two in zip(made, expected, strict=True):
+            assert_close(one, two, rtol=OPERATOR_RTOL)
 
 
 def test_no_tokens() -> None:

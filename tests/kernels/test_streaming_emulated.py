@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.support.emulated_cuda import emulated
 from tests.support.kernels import needs_library
+from tests.support.parity import assert_rounded_alike
 
 pytestmark = [
     needs_library,
@@ -68,12 +69,6 @@ def _call(function: Callable[..., int], tensors: tuple[Tensor | None, ...], *num
     assert function(*pointers, *map(c_int64, sizes), c_int(activation), c_int(dtype), None) == 0
 
 
-def _close(made: Tensor, expected: Tensor) -> None:
-    units = 16 if made.element_size() >= 4 else 1
-    size = expected.abs().max().item()
-    torch.testing.assert_close(made, expected, rtol=0, atol=units * torch.finfo(made.dtype).eps * size)
-
-
 # In packs, over two tiles of columns, and not in packs; 13 tiles of rows, of which the last is not full.
 SHAPES = [(torch.bfloat16, 51, 1032), (torch.float32, 50, 24), (torch.float16, 50, 9), (torch.float64, 7, 5)]
 
@@ -88,8 +83,8 @@ def test_gated_activations(
     numbers = (rows, features, activation, DTYPES[dtype])
     _call(activations.megalite_glu_cuda, (gate_up, made), *numbers)
     _call(activations.megalite_glu_backward_cuda, (grad, gate_up, made_grad), *numbers)
-    _close(made, torch.ops.megalite.glu(gate_up, activation))
-    _close(made_grad, torch.ops.megalite.glu_backward(grad, gate_up, activation))
+    assert_rounded_alike(made, torch.ops.megalite.glu(gate_up, activation))
+    assert_rounded_alike(made_grad, torch.ops.megalite.glu_backward(grad, gate_up, activation))
 
 
 @pytest.mark.parametrize("biased", [True, False])
@@ -108,11 +103,11 @@ def test_bias_and_gelu(
     _call(activations.megalite_bias_gelu_cuda, (inputs, bias, made), *numbers)
     room = (bias_grad, partials) if biased else (None, None)
     _call(activations.megalite_bias_gelu_backward_cuda, (grad, inputs, bias, inputs_grad, *room), *numbers)
-    _close(made, torch.ops.megalite.bias_gelu(inputs, bias, activation))
+    assert_rounded_alike(made, torch.ops.megalite.bias_gelu(inputs, bias, activation))
     expected, expected_bias = torch.ops.megalite.bias_gelu_backward(grad, inputs, bias, activation)
-    _close(inputs_grad, expected)
+    assert_rounded_alike(inputs_grad, expected)
     if biased:
-        _close(bias_grad, expected_bias)
+        assert_rounded_alike(bias_grad, expected_bias)
 
 
 def test_a_bias_off_16_bytes_is_read_all_the_same(activations: ctypes.CDLL) -> None:
@@ -120,7 +115,7 @@ def test_a_bias_off_16_bytes_is_read_all_the_same(activations: ctypes.CDLL) -> N
     assert bias.data_ptr() % 16
     made = torch.full_like(inputs, torch.nan)
     _call(activations.megalite_bias_gelu_cuda, (inputs, bias, made), 4, 8, GELU, 0)
-    _close(made, torch.ops.megalite.bias_gelu(inputs, bias, GELU))
+    assert_rounded_alike(made, torch.ops.megalite.bias_gelu(inputs, bias, GELU))
 
 
 def _turn(
@@ -148,7 +143,7 @@ def test_rotations(rotary: ctypes.CDLL, dtype: torch.dtype, size: int, interleav
     parts = [Heads.of(*each, turns=which < 2) for which, each in enumerate(zip(split, made, strict=True))]
     _turn(rotary, parts, cosines, sines, qkv, interleaved)
     for one, two in zip(made, expected, strict=True):
-        _close(one, two)
+        assert_rounded_alike(one, two)
 
 
 def test_more_rows_than_a_grid_has_blocks_across(rotary: ctypes.CDLL) -> None:
@@ -157,4 +152,4 @@ def test_more_rows_than_a_grid_has_blocks_across(rotary: ctypes.CDLL) -> None:
     made, expected = torch.full_like(heads, torch.nan), heads.clone()
     torch.ops.megalite.rotary_(expected, cosines, sines, None, False)
     _turn(rotary, [Heads.of(heads, made)], cosines, sines, heads, False)
-    _close(made, expected)
+    assert_rounded_alike(made, expected)

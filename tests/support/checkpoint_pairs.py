@@ -25,7 +25,7 @@ from megalite.train.trainer import Trainer
 from tests.support.matrix.axes import BASE, ZERO, Settings
 from tests.support.matrix.rows import config_of
 from tests.support.matrix.train import TinyLoader
-from tests.support.parity import NARROW_FLOOR, relative_error, tensor_errors
+from tests.support.parity import FLOAT32_RTOL, NARROW_FLOOR, ZERO_RTOL, relative_error, tensor_errors
 from tests.support.ranks import RankPool
 from tests.support.training import fp16_allowed
 
@@ -118,9 +118,6 @@ PRECISIONS: Mapping[str, Settings] = {
     "fp16 dp2 zero2": {**LAYOUTS["dp2 zero2"], **_FP16},
 }
 
-# Layouts sum in another order.
-LOSS_RTOL = 1e-6
-STATE_RTOL = 1e-5
 EVERY_PAIR = [(one, other) for one in LAYOUTS for other in LAYOUTS]
 PRECISION_PAIRS = [(one, other) for one in PRECISIONS for other in PRECISIONS]
 
@@ -241,7 +238,7 @@ class Pairs:
             return dict.fromkeys(errors, float("inf")) | {
                 "losses": max(NARROW_FLOOR[each] for each in narrow)
             }
-        return dict.fromkeys(errors, STATE_RTOL) | {"losses": LOSS_RTOL}
+        return dict.fromkeys(errors, FLOAT32_RTOL) | {"losses": ZERO_RTOL}
 
     def _uninterrupted(self, name: str) -> Steps:
         if name not in self._whole:

@@ -1,4 +1,4 @@
-"""What the tests of compiled operators share: whether there are any, and how far one may be from the exact result."""
+"""What the tests of compiled operators share: whether there are any, and an operator's outputs with its gradients."""
 
 from collections.abc import Callable, Sequence
 
@@ -17,18 +17,6 @@ OUTGROWING = 1 << 22
 needs_library = pytest.mark.skipif(
     not extension.available("cpu"), reason=f"no compiled operators: {extension.why_not('cpu')}"
 )
-
-
-def assert_no_worse(fused: Tensor, plain: Tensor, exact: Tensor, *, what: str) -> None:
-    """The error of `fused` against `exact` (float64) is at most twice that of the plain form in the same dtype, plus
-    one unit in the last place of the largest value; in float64, where the plain form is exact itself, 16 units."""
-    assert fused.dtype == plain.dtype and fused.shape == plain.shape == exact.shape, what
-    if not exact.numel():
-        return
-    error, allowed = ((each.double() - exact).abs().max().item() for each in (fused, plain))
-    unit = torch.finfo(fused.dtype).eps * exact.abs().max().item()
-    units = 16 if fused.dtype == torch.float64 else 1
-    assert error <= 2 * allowed + units * unit, f"{what}: error {error:.2e}, of the plain form {allowed:.2e}"
 
 
 def with_gradients(

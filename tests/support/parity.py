@@ -4,9 +4,11 @@ A relative error is the largest difference over the largest magnitude of the ref
 are small by cancellation carry the rounding errors of the large ones.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -20,6 +22,28 @@ FLOAT32_RTOL = 1e-5
 NARROW_FLOOR = {"bf16": 2**-8, "fp16": 2**-11}
 # Copies of one tensor on several ranks, which compute it from the same values.
 COPIES_RTOL = 1e-9
+# One operator in float64 in two implementations: the order of its sums is all that differs.
+OPERATOR_RTOL = 1e-13
+# Slopes by central differences with steps of 1e-6: losses in float64 keep ten digits of a difference.
+SLOPE_RTOL = 1e-6
+# Losses of DeepSpeed's own engine in float32, over a few steps and two conversions.
+ENGINE_RTOL = 2e-6
+# A bf16 result whose inputs, probabilities and output are each rounded once.
+BF16_RTOL = 2**-7
+# A float32 value that was rounded once more than the reference.
+ROUNDED_RTOL = 2**-24
+# Gradients whose hidden states and products are rounded to 16 bits on the way: four rounding steps.
+CHUNKED_RTOL = {torch.bfloat16: 2**-6, torch.float16: 2**-9}
+# Losses in 16 bits beside the same run's in float32, and beside those of another ZeRO stage; absolute.
+NARROW_LOSS, ZERO_NARROW_LOSS = 2e-2, 2e-3
+# AdamW divides a gradient by its own size: where the gradient is rounding alone, so is the whole update.
+ADAM_UPDATES = 100
+# Python's own figures (times, learning rates, shares): formulas in another order.
+FIGURE_RTOL = 1e-6
+# Figures that makers publish with two or three digits.
+PUBLISHED_RTOL = 0.02
+# Memory beside its formula, which leaves small tensors and the padding of partitions out.
+MEMORY_RTOL = 0.01
 
 
 def layout_bounds(precision: str, zero_stage: int) -> dict[str, float]:
@@ -107,11 +131,47 @@ def assert_same_curve(values: Sequence[float], golden: Sequence[float], *, rtol:
         assert error <= rtol, f"step {step}: {value!r}, expected {expected!r} (relative error {error:.2e})"
 
 
-def assert_as_accurate_as(fused: Tensor, naive: Tensor, reference: Tensor, *, what: str = "values") -> None:
-    """`fused` errs at most twice as much as the plain implementation `naive` in the same type.
+def assert_no_worse(
+    fused: Tensor, plain: Tensor, exact: Tensor, *, what: str = "values", approximate: bool = False
+) -> None:
+    """The error of `fused` against `exact` (float64) is at most twice that of the plain form in the same dtype, plus
+    one unit in the last place of the largest value; in float64, where the plain form is exact itself, 16 units.
 
-    reference: the same computed in a higher precision (the rule of flash-attention's tests).
+    approximate: three units more in float32, for powers and quotients that are as far off as the PTX ISA lets them
+    be, two units each.
     """
-    assert fused.dtype == naive.dtype, f"{what}: {fused.dtype} is not compared with {naive.dtype}"
-    error, allowed = relative_error(fused, reference), 2 * relative_error(naive, reference)
-    assert error <= allowed, f"{what}: relative error {error:.2e}, allowed {allowed:.2e}"
+    assert fused.dtype == plain.dtype and fused.shape == plain.shape == exact.shape, what
+    if not exact.numel():
+        return
+    error, allowed = ((each.double() - exact).abs().max().item() for each in (fused, plain))
+    units = 16 if fused.dtype == torch.float64 else 1 + 3 * (approximate and fused.dtype == torch.float32)
+    unit = torch.finfo(fused.dtype).eps * exact.abs().max().item()
+    assert error <= 2 * allowed + units * unit, f"{what}: error {error:.2e}, of the plain form {allowed:.2e}"
+
+
+def assert_rounded_alike(actual: Tensor, expected: Tensor) -> None:
+    """Two implementations with the same intermediate types: only the order of their sums differs.
+
+    At most one unit in the last place of the largest value in 16 bits, which may round the other way; else 16.
+    """
+    assert actual.dtype == expected.dtype
+    units = 16 if actual.element_size() >= 4 else 1
+    assert_close(actual, expected, rtol=units * torch.finfo(actual.dtype).eps)
+
+
+def assert_copies(one: Tensor, other: Tensor, *, what: str) -> None:
+    """Two ranks hold the same tensor. A tensor below 1e-5 is rounding alone and is measured by that."""
+    error = relative_error(one, other, floor=1e-5)
+    assert error <= COPIES_RTOL, f"copies of {what} differ: relative error {error:.2e}"
+
+
+def assert_mean(values: Any, expected: float, *, deviation: float = 1.0, what: str = "values") -> None:
+    """The mean of independent draws with this standard deviation is within four of its standard errors."""
+    values = torch.as_tensor(values, dtype=torch.float64)
+    off, allowed = abs(values.mean().item() - expected), 4 * deviation / math.sqrt(values.numel())
+    assert off <= allowed, f"the mean of {what} is {off:.2e} off {expected}, allowed {allowed:.2e}"
+
+
+def about(expected: Any, rtol: float = FIGURE_RTOL) -> Any:
+    """For `==` with a figure, or a list or dict of figures, that Python computed in another way."""
+    return pytest.approx(expected, rel=rtol)

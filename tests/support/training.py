@@ -27,6 +27,7 @@ from megalite.topology.shape import ModelShape
 from megalite.topology.sharding import Box
 from megalite.topology.stages import PipelineSplit, pipeline_split
 from megalite.train.optimizer import Optimizer, OptimizerSettings, TorchOptimizer
+from tests.support.parity import assert_copies
 from tests.support.tiny import in_documents, tiny_batch
 
 SEQUENCES = 8
@@ -315,9 +316,7 @@ def _without_tensor_replicas(job: Job, replica: Sequence[RankResult]) -> list[Sh
         for shard in (shard for rank in ranks for shard in rank.gradients):
             key = (shard.name, shard.box)
             if key in seen and not shard.partial:
-                assert torch.allclose(seen[key], shard.values, rtol=1e-9, atol=1e-14), (
-                    f"copies of {shard.name} differ"
-                )
+                assert_copies(seen[key], shard.values, what=shard.name)
                 continue
             seen[key] = shard.values
             kept.append(shard)

@@ -22,7 +22,7 @@ from megalite.topology.parameters import canonical_tensors, model_parameters
 from megalite.topology.shape import ModelShape
 from megalite.topology.stages import pipeline_split
 from megalite.train.optimizer import OptimizerSettings, TorchOptimizer
-from tests.support.parity import assert_close
+from tests.support.parity import ROUNDED_RTOL, assert_close
 from tests.support.tiny import tiny_shape
 from tests.unit.checkpoint.worlds import World, truth
 from tests.unit.convert.exporting import lively_stage, save_stage
@@ -138,7 +138,7 @@ def test_the_mean_of_a_bf16_run_is_that_of_its_masters(tmp_path: Path) -> None:
         for kind in means:
             with AveragedWeights([each], kind) as reader:
                 means[kind] = means[kind] + reader.read("weight", name, full_box(mean.shape)).double() / 3
-    assert_close(mean, means["master"], rtol=1e-7)
+    assert_close(mean, means["master"], rtol=ROUNDED_RTOL)
     assert not torch.equal(mean, means["weight"].float())
 
 

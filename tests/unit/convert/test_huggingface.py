@@ -25,6 +25,7 @@ from megalite.families.records import FAMILIES
 from megalite.topology.axes import Layout
 from megalite.topology.parameters import canonical_tensors
 from megalite.topology.shape import ModelShape
+from tests.support.parity import FLOAT32_RTOL, assert_close
 from tests.support.tiny import tiny_batch, tiny_corpus, tiny_shape, tiny_tokenizer
 from tests.unit.checkpoint.worlds import World
 from tests.unit.convert.exporting import lively_stage, our_logits, save_stage
@@ -45,7 +46,7 @@ def test_transformers_loads_what_was_trained(tmp_path: Path, tied: bool) -> None
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
     assert model.dtype == torch.float32
     ids = tiny_batch(shape, 3).input_ids
-    torch.testing.assert_close(model(ids).logits, our_logits(stage, ids), rtol=1e-5, atol=1e-5)
+    assert_close(model(ids).logits, our_logits(stage, ids), rtol=FLOAT32_RTOL)
     assert [check.what for check in result.comparisons] == [
         "embedding",
         result.comparisons[1].what,
@@ -54,7 +55,7 @@ def test_transformers_loads_what_was_trained(tmp_path: Path, tied: bool) -> None
         "whole model, logits",
     ]
     assert result.comparisons[0].absolute == 0.0
-    assert all(check.relative < 1e-5 for check in result.comparisons)
+    assert all(check.relative < FLOAT32_RTOL for check in result.comparisons)
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoints", "export"}
 
 
@@ -78,7 +79,7 @@ def test_half_precision_is_compared_after_rounding(tmp_path: Path, dtype: torch.
     shape = shape_for(101, tied=False)
     stage = lively_stage(shape)
     result = export(save_stage(tmp_path, shape, stage), tmp_path / "export", None, dtype=dtype)
-    assert all(check.relative < 1e-5 for check in result.comparisons)
+    assert all(check.relative < FLOAT32_RTOL for check in result.comparisons)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
     assert model.dtype == dtype
     expected = dict(stage.named_parameters())["model.layers.1.mlp.down_proj.weight"].to(dtype)
@@ -99,7 +100,7 @@ def test_several_files_and_their_index(tmp_path: Path) -> None:
             assert tuple(opened.get_slice(name).get_shape()) == canonical_tensors(shape)[name]
     ids = tiny_batch(shape, 2).input_ids
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
-    torch.testing.assert_close(model(ids).logits, our_logits(stage, ids), rtol=1e-5, atol=1e-5)
+    assert_close(model(ids).logits, our_logits(stage, ids), rtol=FLOAT32_RTOL)
 
 
 def test_weights_are_rounded_to_nearest_with_ties_to_even() -> None:

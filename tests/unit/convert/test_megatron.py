@@ -20,6 +20,7 @@ from megalite.topology.parameters import canonical_tensors
 from megalite.topology.shape import ModelShape, RopeScaling
 from megalite.topology.stages import pipeline_split
 from tests.support.megatron_writer import Written, write_megatron
+from tests.support.parity import FLOAT32_RTOL, assert_close
 from tests.support.tiny import FAMILY_SHAPES, tiny_shape
 from tests.unit.convert.exporting import our_logits
 
@@ -154,7 +155,7 @@ def test_logits_are_those_of_transformers_gpt2(tmp_path: Path, names: str, fused
     assert done.shape.hidden_act == ("gelu_pytorch_tanh" if fused else "gelu")
     ids = torch.randint(101, (2, 9), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        torch.testing.assert_close(logits_of(done, ids), model(ids).logits, rtol=1e-5, atol=1e-5)
+        assert_close(logits_of(done, ids), model(ids).logits, rtol=FLOAT32_RTOL)
 
 
 @pytest.mark.parametrize("kind", ["llama", "llama tied", "qwen2", "qwen3"])
@@ -188,7 +189,7 @@ def test_logits_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
     assert done.shape == shape
     ids = torch.randint(101, (2, 9), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        torch.testing.assert_close(logits_of(done, ids), model(ids).logits, rtol=1e-5, atol=1e-5)
+        assert_close(logits_of(done, ids), model(ids).logits, rtol=FLOAT32_RTOL)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -10,6 +10,7 @@ import torch
 
 from megalite.convert.megatron.load import import_megatron
 from tests.support.megatron_core_model import SHAPES, input_ids
+from tests.support.parity import FLOAT32_RTOL, assert_close
 from tests.unit.convert.test_megatron import logits_of
 
 ROOT = Path(__file__).parents[3]
@@ -41,4 +42,4 @@ def test_logits_are_those_of_megatron_core(tmp_path: Path, kind: str, ranks: int
     done = import_megatron(tmp_path / "iter_0000007", tmp_path / "run")
     assert done.shape == SHAPES[kind] and done.iteration == 7 and not done.notes
     theirs = torch.load(tmp_path / "logits.pt")[..., :101]
-    torch.testing.assert_close(logits_of(done, input_ids()), theirs, rtol=1e-5, atol=2e-5)
+    assert_close(logits_of(done, input_ids()), theirs, rtol=FLOAT32_RTOL)

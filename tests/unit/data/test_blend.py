@@ -74,7 +74,7 @@ def test_other_weights_are_nearly_so(weights: list[float]) -> None:
     shares = whole_shares(weights)
     assert min(shares) >= 1
     for share, weight in zip(shares, weights, strict=True):
-        assert abs(share / sum(shares) - weight / sum(weights)) < 9 / 2**20
+        assert abs(share / sum(shares) - weight / sum(weights)) < (len(weights) + 1) / 2**20
 
 
 @pytest.fixture(scope="module")

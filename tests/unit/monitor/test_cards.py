@@ -3,6 +3,7 @@
 import pytest
 
 from megalite.monitor.cards import CARDS, find_card, peak_flops
+from tests.support.parity import PUBLISHED_RTOL, about
 
 
 @pytest.mark.parametrize(
@@ -26,7 +27,7 @@ from megalite.monitor.cards import CARDS, find_card, peak_flops
     ],
 )
 def test_a_card_has_the_peak_of_its_data_sheet(name: str, precision: str, teraflops: float) -> None:
-    assert peak_flops(name, precision) == pytest.approx(teraflops * 1e12)
+    assert peak_flops(name, precision) == about(teraflops * 1e12)
 
 
 @pytest.mark.parametrize(
@@ -56,6 +57,6 @@ def test_the_figures_of_a_card_fit_together(name: str) -> None:
     card = find_card(name)
     assert card is not None and card.fp16 > card.fp32
     if card.bf16 is not None and card.tf32 is not None:
-        assert card.bf16 == card.fp16 and card.tf32 == pytest.approx(card.bf16 / 2, rel=0.02)
+        assert card.bf16 == card.fp16 and card.tf32 == about(card.bf16 / 2, PUBLISHED_RTOL)
     # FLOPs that a card makes while it moves a byte: tens to some hundreds.
     assert 50 < card.fp16 * 1e3 / card.memory < 500

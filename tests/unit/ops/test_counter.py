@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megalite.ops import counter
 from megalite.ops.counter import MASK_LEVELS, keep_probabilities
+from tests.support.parity import assert_mean
 
 SAMPLES = torch.tensor([5, 6, 2**32 + 5, 2**40])
 
@@ -52,7 +53,7 @@ def test_the_share_of_kept_values_is_what_was_asked_for_in_every_row_and_column(
     dropped = round(share * MASK_LEVELS)
     mask, expected = kept(dropped=dropped).double(), 1 - dropped / MASK_LEVELS
     variance = expected * (1 - expected)
-    assert abs(mask.mean().item() - expected) < 4 * (variance / mask.numel()) ** 0.5
+    assert_mean(mask, expected, deviation=variance**0.5)
     # Sums over rows, columns and short runs of keys scatter as those of independent values do.
     for sums, count in (
         (mask.sum(-1), mask.shape[-1]),
@@ -89,6 +90,6 @@ def test_neighbours_have_nothing_to_do_with_each_other(share):
         **{f"key + {by}": (one[..., :-by], one[..., by:]) for by in (1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 610)},
     }
     for what, (first, second) in pairs.items():
-        assert abs((first * second).mean().item()) < 5 * first.numel() ** -0.5, what
+        assert_mean(first * second, 0.0, what=what)
     triples = one[..., :-5] * one[..., 2:-3] * one[..., 5:]
-    assert abs(triples.mean().item()) < 5 * triples.numel() ** -0.5
+    assert_mean(triples, 0.0)

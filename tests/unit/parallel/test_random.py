@@ -9,6 +9,7 @@ from megalite.ops.counter import MASK_LEVELS, philox
 from megalite.parallel import random
 from megalite.parallel.random import keep_mask, normal_box
 from megalite.topology.sharding import Box
+from tests.support.parity import assert_mean
 
 ONES = 0xFFFFFFFF
 
@@ -56,13 +57,14 @@ def test_seed_name_and_step_each_change_every_value():
 
 def test_values_are_standard_normal():
     values = normal_box(3, "w", Box((0, 0), (1000, 1000)), 1.0)
-    assert abs(values.mean()) < 5e-3
-    assert abs(values.var() - 1) < 1e-2
+    assert_mean(values, 0.0)
+    assert_mean(values.square(), 1.0, deviation=2**0.5)
     for quantile, expected in ((0.1, -1.2816), (0.5, 0.0), (0.975, 1.9600)):
-        assert abs(values.flatten()[::7].quantile(quantile) - expected) < 2e-2
+        below = (values < expected).double()
+        assert_mean(below, quantile, deviation=(quantile * (1 - quantile)) ** 0.5)
     # Neighbours share a counter: they must not share anything else.
     for shift in (1, 2, 3):
-        assert abs((values[:, :-shift] * values[:, shift:]).mean()) < 5e-3
+        assert_mean(values[:, :-shift] * values[:, shift:], 0.0)
 
 
 def test_words_do_not_depend_on_how_the_counter_is_broadcast():
@@ -118,11 +120,11 @@ def test_the_share_of_kept_values_is_what_was_asked_for(share):
     dropped = round(share * MASK_LEVELS)
     kept = mask(features=range(4096), dropped=dropped)
     expected = 1 - dropped / MASK_LEVELS
-    deviation = (expected * (1 - expected) / kept.numel()) ** 0.5
-    assert abs(kept.double().mean().item() - expected) < 4 * deviation
+    deviation = (expected * (1 - expected)) ** 0.5
+    assert_mean(kept, expected, deviation=deviation)
     # Nor does any of a counter's eight values stand out, nor any sample.
     for each in (*kept.unflatten(-1, (-1, 8)).unbind(-1), *kept.unbind(0)):
-        assert abs(each.double().mean().item() - expected) < 5 * deviation * 8**0.5
+        assert_mean(each, expected, deviation=deviation)
 
 
 def test_every_level_of_the_16_bits_counts():
@@ -145,5 +147,4 @@ def test_masks_of_seeds_names_samples_positions_and_features_are_independent():
         **{f"feature + {by}": (signs[..., :-by], signs[..., by:]) for by in (1, 2, 4, 8)},
     }
     for what, (one, other) in pairs.items():
-        correlation = (one * other).mean().item()
-        assert abs(correlation) < 5 * one.numel() ** -0.5, what
+        assert_mean(one * other, 0.0, what=what)

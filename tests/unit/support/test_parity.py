@@ -5,8 +5,11 @@ import torch
 
 from tests.support.parity import (
     LAYOUT_RTOL,
-    assert_as_accurate_as,
+    about,
     assert_close,
+    assert_mean,
+    assert_no_worse,
+    assert_rounded_alike,
     assert_same_curve,
     assert_same_tensors,
     relative_error,
@@ -14,7 +17,7 @@ from tests.support.parity import (
 
 
 def test_the_error_is_relative_to_the_largest_magnitude() -> None:
-    assert relative_error(torch.tensor([100.0, 0.5]), torch.tensor([100.0, 0.0])) == pytest.approx(0.005)
+    assert relative_error(torch.tensor([100.0, 0.5]), torch.tensor([100.0, 0.0])) == about(0.005)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -57,8 +60,35 @@ def test_curves_are_equal_to_the_bit() -> None:
         assert_same_curve([1.0], [1.0, 2.0])
 
 
-def test_a_kernel_may_err_twice_as_much_as_the_plain_implementation() -> None:
-    reference = torch.tensor([1.0])
-    assert_as_accurate_as(torch.tensor([1.0625]), torch.tensor([0.96875]), reference)
-    with pytest.raises(AssertionError):
-        assert_as_accurate_as(torch.tensor([1.125]), torch.tensor([0.96875]), reference)
+def test_a_kernel_may_err_twice_as_much_as_the_plain_implementation_and_one_unit() -> None:
+    exact, plain = torch.tensor([1.0], dtype=torch.float64), torch.tensor([0.96875])
+    assert_no_worse(torch.tensor([1.0625]), plain, exact)
+    with pytest.raises(AssertionError, match="of the plain form"):
+        assert_no_worse(torch.tensor([1.125]), plain, exact)
+    unit = torch.finfo(torch.float32).eps
+    for units, approximate in ((1, False), (4, True)):
+        assert_no_worse(torch.tensor([1 + units * unit]), exact.float(), exact, approximate=approximate)
+        with pytest.raises(AssertionError):
+            above = torch.tensor([1 + (units + 1) * unit])
+            assert_no_worse(above, exact.float(), exact, approximate=approximate)
+
+
+def test_another_order_of_sums_may_round_the_other_way() -> None:
+    for dtype, units in ((torch.bfloat16, 1), (torch.float32, 16)):
+        one, unit = torch.ones(1, dtype=dtype), torch.finfo(dtype).eps
+        assert_rounded_alike(one + units * unit, one)
+        with pytest.raises(AssertionError):
+            assert_rounded_alike(one + (units + 1) * unit, one)
+
+
+def test_a_mean_has_its_standard_error() -> None:
+    draws = torch.randn(10_000, dtype=torch.float64)
+    assert_mean(draws, 0.0)
+    with pytest.raises(AssertionError, match="the mean of draws is"):
+        assert_mean(draws, 0.06, what="draws")
+
+
+def test_figures_are_compared_one_by_one() -> None:
+    assert about([1.0 + 1e-7, 1e-9]) == [1.0, 1e-9]
+    assert about([1.0, 2.0 + 1e-5]) != [1.0, 2.0]
+    assert about(1.01, 0.02) == 1.0

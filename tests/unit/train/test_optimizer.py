@@ -14,7 +14,7 @@ from megalite.topology.parameters import model_parameters
 from megalite.topology.stages import pipeline_split
 from megalite.topology.state import EMA
 from megalite.train.optimizer import OptimizerSettings, TorchOptimizer
-from tests.support.parity import assert_close
+from tests.support.parity import FLOAT32_RTOL, OPERATOR_RTOL, ZERO_RTOL, about, assert_close
 from tests.support.tiny import tiny_shape
 
 SHAPE = tiny_shape(layers=2)
@@ -61,13 +61,13 @@ def test_values_are_clipped_before_the_norm():
     for name, tensor in tensors.items():
         tensor.grad = spread.clone() if name == QKV else torch.zeros_like(tensor)
     update = optimizer.step(1.0)
-    assert update.grad_norm == pytest.approx(spread.norm().item())
-    assert_close(before - tensors[QKV].detach(), spread.clamp(-0.25, 0.25), rtol=1e-12)
+    assert update.grad_norm == about(spread.norm().item())
+    assert_close(before - tensors[QKV].detach(), spread.clamp(-0.25, 0.25), rtol=OPERATOR_RTOL)
 
     moved = changes(replace(SGD, clip_value=0.25, gradient_clipping=1.0), gradient=-7.0)
     norm = torch.cat([each.flatten() for each in moved.values()]).norm()
     # By the norm of what clipping by value leaves, so nothing is cut twice.
-    assert norm.item() == pytest.approx(0.5, rel=1e-5)
+    assert norm.item() == about(0.5, FLOAT32_RTOL)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -86,7 +86,7 @@ def test_the_average_of_weights_follows_the_masters(dtype):
         lag = 0.75 * lag + 0.25 * step
     for name, shard in averages.items():
         assert shard.values.dtype == torch.float32
-        assert_close(shard.values.view_as(start[name]), start[name] - lag * 2**-6, rtol=1e-6, what=name)
+        assert_close(shard.values.view_as(start[name]), start[name] - lag * 2**-6, rtol=ZERO_RTOL, what=name)
 
 
 def test_a_gradient_that_is_wider_than_its_weight_is_summed_so():

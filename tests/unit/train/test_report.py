@@ -13,6 +13,7 @@ from megalite.monitor.memory import MemoryUse
 from megalite.train import report as module
 from megalite.train.report import RunReporter
 from megalite.train.state import StepReport
+from tests.support.parity import about
 from tests.support.tiny import tiny_shape
 
 INFO = RankInfo(
@@ -74,7 +75,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 def test_the_share_is_of_all_devices_by_the_cards_name(
     on_gpu: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert share(tmp_path, reporter(tmp_path, "cuda")) == pytest.approx(1 / (4 * 756.5e12))
+    assert share(tmp_path, reporter(tmp_path, "cuda")) == about(1 / (4 * 756.5e12))
     assert "1.00 GiB of 3.00 reserved" in capsys.readouterr().out
 
 
@@ -97,4 +98,4 @@ def test_a_peak_that_is_named_is_a_devices_or_a_nodes(
     on_gpu.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H20")
     on_gpu.setattr(module, "sgemm_flops_per_second", lambda: pytest.fail("measured, though it is named"))
     made = reporter(tmp_path, device, "--monitor.peak_tflops", "148")
-    assert share(tmp_path, made) == pytest.approx(1 / (places * 148e12))
+    assert share(tmp_path, made) == about(1 / (places * 148e12))
