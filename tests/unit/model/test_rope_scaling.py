@@ -9,6 +9,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from megalite.model.rope import LayerRotations
 from megalite.topology.shape import ModelShape, RopeScaling
+from tests.support.parity import FLOAT32_RTOL, assert_close
 from tests.support.tiny import tiny_shape
 
 PAIRS = 4  # of tiny_shape's heads
@@ -68,9 +69,9 @@ def test_angles_equal_those_of_transformers(name: str, length: int) -> None:
     assert length <= shape.longest_sequence
     rotation = LayerRotations(shape)(torch.arange(length)[None]).full
     cosines, sines = theirs(shape, length)
-    # Their angles of up to 128 radians are float32: 128 * 2 ** -24 wrong.
-    torch.testing.assert_close(rotation.cosines[0, :, 0], cosines, rtol=0, atol=2e-5)
-    torch.testing.assert_close(rotation.sines[0, :, 0], sines, rtol=0, atol=2e-5)
+    # transformers computes angles of up to 128 radians in float32.
+    assert_close(rotation.cosines[0, :, 0], cosines, rtol=FLOAT32_RTOL, what="cosines")
+    assert_close(rotation.sines[0, :, 0], sines, rtol=FLOAT32_RTOL, what="sines")
 
 
 @pytest.mark.parametrize("name", ["longrope", "dynamic"])
