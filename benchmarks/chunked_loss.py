@@ -28,9 +28,9 @@ def _once(hidden_states: torch.Tensor, weight: torch.Tensor, chunk: int, fused: 
     labels = torch.randint(VOCABULARY, hidden_states.shape[:2])
     tokens = (labels, torch.ones(labels.shape), range(VOCABULARY), ALONE, LossTerms(VOCABULARY))
     if chunk:
-        losses = chunked_cross_entropy(hidden_states, weight, *tokens, chunk_tokens=chunk, fused=fused)
+        losses = chunked_cross_entropy(hidden_states, weight, *tokens, chunk_tokens=chunk, operator=operator)
     else:
-        losses = vocab_parallel_cross_entropy(hidden_states @ weight.t(), *tokens, fused=fused)
+        losses = vocab_parallel_cross_entropy(hidden_states @ weight.t(), *tokens, operator=operator)
     torch.autograd.grad(losses.sum(), (hidden_states, weight))
 
 

@@ -42,7 +42,7 @@ def _forms(
         output = causal_attention(*leaves, window=window, mask=mask, **how)
         return torch.autograd.grad(output, leaves, grad) if backward else output
 
-    return {"torch": partial(once, documents=spans), "fused": partial(once, documents=starts, fused=True)}
+    return {"torch": partial(once, documents=spans), "fused": partial(once, attend=compiled_attention, documents=starts)}
 
 
 CASES = [

@@ -73,7 +73,8 @@ class Training:
             chunks_per_stage=schedule.default_chunks,
             v_shaped=schedule.v_shaped,
         )
-        options = replace(setup.options, split_backward=schedule.splits_backward)
+        operators = replace(setup.options.operators, split_backward=schedule.splits_backward)
+        options = replace(setup.options, operators=operators)
         self.stage = build_stage(SHAPE, mesh, split, options, seed=0)
         parameters = list(stage_parameters(SHAPE, split, mesh.at.pp))
         self.optimizer = _optimizer(setup, self.stage, parameters, mesh)

@@ -1,31 +1,39 @@
 """Causal self-attention with grouped key-value heads."""
 
-from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from megalite.model.kv_cache import KeyValueCache
-from megalite.model.norms import RMSNorm
+from megalite.model.context import StepContext
+from megalite.model.norms import Norm
 from megalite.model.options import ModelOptions
+from megalite.model.recompute import recomputed
 from megalite.model.rope import Rotation
-from megalite.ops.attention import causal_attention
-from megalite.ops.rotary import rotate, split_and_rotate
+from megalite.ops.documents import Documents
+from megalite.ops.dropout import CountedMask, Mask
 from megalite.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.norms import HeadShardedNorm
 from megalite.topology.shape import ModelShape
-
-# From query, key and value to [B, S, heads, head_dim].
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class SelfAttention(nn.Module):
-    """Query, key and value in one column-parallel product, heads split over tensor parallel ranks."""
+    """Query, key and value in one column-parallel product, heads split over tensor parallel ranks.
 
-    def __init__(self, shape: ModelShape, layer: int, mesh: ParallelMesh, options: ModelOptions):
+    recompute: backward computes attention again from query, key and value.
+    """
+
+    q_norm: nn.Module
+    k_norm: nn.Module
+
+    def __init__(
+        self, shape: ModelShape, layer: int, mesh: ParallelMesh, options: ModelOptions, *, recompute: bool
+    ):
         super().__init__()
-        self.layer, self.head_dim = layer, shape.head_dim
-        self.fused_rotary = options.operators.uses("rotary")
+        self.layer, self.head_dim, self.ops, self.recompute = layer, shape.head_dim, options.ops, recompute
+        self.window, self.rotates = shape.window_of(layer), shape.rotates(layer)
+        self.scale, self.softcap = shape.attention_scale, shape.attn_logit_softcapping
         self.heads = mesh.local_heads(shape.num_attention_heads)
         self.key_value_heads = mesh.local_heads(shape.num_key_value_heads)
         rows = (self.heads + 2 * self.key_value_heads) * shape.head_dim
@@ -35,7 +43,7 @@ class SelfAttention(nn.Module):
             mesh=mesh,
             dtype=options.dtype,
             bias=shape.attention_bias,
-            split_backward=options.split_backward,
+            ops=options.ops,
         )
         self.o_proj = RowParallelLinear(
             self.heads * shape.head_dim,
@@ -46,37 +54,69 @@ class SelfAttention(nn.Module):
         )
         self.qk_norm = shape.qk_norm
         if shape.qk_norm:
-            offset = shape.zero_centered_gamma
-            self.q_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps, options, offset=offset)
-            self.k_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps, options, offset=offset)
+            self.q_norm = _query_key_norm(shape, shape.num_attention_heads, mesh, options)
+            self.k_norm = _query_key_norm(shape, shape.num_key_value_heads, mesh, options)
 
     def forward(
-        self,
-        hidden_states: Tensor,
-        rotation: Rotation | None,
-        cache: KeyValueCache | None = None,
-        attend: Attend = causal_attention,
+        self, hidden_states: Tensor, context: StepContext, mask: Mask | CountedMask | None
     ) -> Tensor:
-        """[B, S, H] -> [B, S, H]; with a cache, the S tokens follow those it holds."""
+        """[B, S, H] -> [B, S, H]; with a cache, the S tokens follow those it holds. mask: of the probabilities."""
         qkv = self.qkv_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
+        rotated = context.rotation is not None and self.rotates
+        rotation = context.rotation.of(self.window) if context.rotation is not None and rotated else None
         query, key, value = self._heads(qkv, rotation)
-        if cache is not None:
-            key, value = cache.extend(self.layer, key, value)
-        return self.o_proj(attend(query, key, value).flatten(2))
+        if context.cache is not None:
+            key, value = context.cache.extend(self.layer, key, value)
+        attend = partial(self._attend, context.documents, mask)
+        attended = recomputed(attend, query, key, value) if self.recompute else attend(query, key, value)
+        return self.o_proj(attended.flatten(2))
 
     def _heads(self, qkv: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
         if rotation is not None and not self.qk_norm:
-            return split_and_rotate(
-                qkv,
-                self.heads,
-                self.key_value_heads,
-                *rotation,
-                overwrite=not torch.is_grad_enabled(),  # nobody else holds the projection's output
-                fused=self.fused_rotary,
+            # Nothing else holds the projection's output, which may be rotated in place without gradients.
+            overwrite = not torch.is_grad_enabled()
+            return self.ops.split_and_rotate(
+                qkv, self.heads, self.key_value_heads, *rotation, overwrite=overwrite
             )
         query, key, value = qkv.split((self.heads, self.key_value_heads, self.key_value_heads), dim=2)
         if self.qk_norm:
             query, key = self.q_norm(query.contiguous()), self.k_norm(key.contiguous())
         if rotation is not None:
-            query, key = rotate(query, key, *rotation, fused=self.fused_rotary)
+            query, key = self.ops.rotate(query, key, *rotation)
         return query, key, value
+
+    def _attend(
+        self,
+        documents: Documents | None,
+        mask: Mask | CountedMask | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+    ) -> Tensor:
+        return self.ops.attention(
+            query,
+            key,
+            value,
+            window=self.window,
+            mask=mask,
+            documents=documents,
+            scale=self.scale,
+            softcap=self.softcap,
+        )
+
+
+def _query_key_norm(shape: ModelShape, heads: int, mesh: ParallelMesh, options: ModelOptions) -> nn.Module:
+    """The norm of query or key [B, S, heads here, head_dim], over each head or over all heads of all ranks."""
+    if shape.qk_norm == "head":
+        return Norm(
+            shape.head_dim, shape.rms_norm_eps, options, zero_centered_gamma=shape.zero_centered_gamma
+        )
+    return HeadShardedNorm(
+        heads,
+        shape.head_dim,
+        shape.rms_norm_eps,
+        mesh=mesh,
+        dtype=options.dtype,
+        ops=options.ops,
+        zero_centered_gamma=shape.zero_centered_gamma,
+    )

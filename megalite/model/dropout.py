@@ -13,8 +13,8 @@ from megalite.topology.shape import ModelShape
 from megalite.topology.stages import balanced_split
 
 
-class Places(NamedTuple):
-    """What tells the values of one micro batch apart, in any layout: samples [b], and S positions in each.
+class DropoutContext(NamedTuple):
+    """The counters of one micro batch's masks, the same in any layout: global sample numbers [b], positions a sample.
 
     A position is the index in the row: position_ids start again with every document.
     """
@@ -33,7 +33,7 @@ class LayerMasks(NamedTuple):
 
 
 class DropoutSites:
-    """The places of one decoder layer, or of the embedding, at which this rank drops values."""
+    """Where this rank drops values in one decoder layer, or of the embedding."""
 
     def __init__(self, shape: ModelShape, name: str, mesh: ParallelMesh, options: ModelOptions):
         self._name, self._mesh = name, mesh
@@ -42,33 +42,31 @@ class DropoutSites:
         self._intermediate = balanced_split(shape.intermediate_size, mesh.tp.size)[mesh.tp.rank]
         self._heads = balanced_split(shape.num_attention_heads, mesh.tp.size)[mesh.tp.rank]
 
-    def embedding_mask(self, places: Places) -> Mask | None:
+    def embedding_mask(self, context: DropoutContext) -> Mask | None:
         """[b, positions held here, H]."""
-        return self._residual("output", self._rates.embedding, places)
+        return self._residual("output", self._rates.embedding, context)
 
-    def layer_masks(self, places: Places, *, attention: bool = True) -> LayerMasks:
-        """On the residual stream [b, positions held here, H], within the MLP [b, S, intermediate / tp].
-
-        attention: draw attention's own too.
-        """
-        everywhere = range(places.sequence_length)
+    def layer_masks(self, context: DropoutContext) -> LayerMasks:
+        """On the residual stream [b, positions held here, H], within the MLP [b, S, intermediate / tp]; attention's is
+        drawn where it is used."""
+        everywhere = range(context.sequence_length)
         return LayerMasks(
-            self.attention_mask(places) if attention else None,
-            self._residual("attention_residual", self._rates.residual, places),
-            self._mask("mlp", self._rates.mlp, places.samples, everywhere, self._intermediate),
-            self._residual("mlp_residual", self._rates.residual, places),
+            self.attention_mask(context),
+            self._residual("attention_residual", self._rates.residual, context),
+            self._mask("mlp", self._rates.mlp, context.samples, everywhere, self._intermediate),
+            self._residual("mlp_residual", self._rates.residual, context),
         )
 
-    def attention_mask(self, places: Places) -> CountedMask | None:
+    def attention_mask(self, context: DropoutContext) -> CountedMask | None:
         """Of the probabilities [b, heads of this rank, S queries, S keys]."""
         if self._rates.attention == 0:
             return None
         key = key_of(self._seed, self._key_name("attention"))
-        return CountedMask(key, places.samples, self._heads, dropped_levels(self._rates.attention))
+        return CountedMask(key, context.samples, self._heads, dropped_levels(self._rates.attention))
 
-    def _residual(self, site: str, rate: float, places: Places) -> Mask | None:
-        held = self._mesh.sequence_range(places.sequence_length)
-        return self._mask(site, rate, places.samples, held, self._hidden)
+    def _residual(self, site: str, rate: float, context: DropoutContext) -> Mask | None:
+        held = self._mesh.sequence_range(context.sequence_length)
+        return self._mask(site, rate, context.samples, held, self._hidden)
 
     def _mask(
         self, site: str, rate: float, samples: Tensor, positions: range, features: range

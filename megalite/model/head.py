@@ -1,12 +1,87 @@
-"""The output projection."""
+"""From the hidden states of the last layer to logits and token losses."""
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from megalite.model.norms import Norm
+from megalite.model.options import ModelOptions
+from megalite.ops.softcap import soft_capped
+from megalite.parallel.collectives import column_input, gather_last_dim
+from megalite.parallel.cross_entropy import (
+    LogitTransform,
+    LossTerms,
+    chunked_cross_entropy,
+    vocab_parallel_cross_entropy,
+)
+from megalite.parallel.layers import VocabParallelEmbedding, column_linear
+from megalite.parallel.mesh import ParallelMesh
+from megalite.topology.layout import balanced_split
+from megalite.topology.shape import ModelShape
 
 
 class Head(nn.Module):
     """The untied output projection: the rows of the vocabulary that this rank holds."""
 
-    def __init__(self, rows: int, hidden_size: int, *, dtype: torch.dtype):
+    def __init__(self, rows: int, hidden_size: int, *, dtype: torch.dtype, bias: bool = False):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(rows, hidden_size, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(rows, dtype=dtype)) if bias else None
+
+
+class OutputHead(nn.Module):
+    """The final norm, the projection to the vocabulary (tied or not) and the loss over it.
+
+    Its modules are the stage's own.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        norm: Norm,
+        projection: Head | VocabParallelEmbedding,
+        mesh: ParallelMesh,
+        options: ModelOptions,
+    ):
+        super().__init__()
+        self.norm, self.projection, self.mesh, self.ops = norm, projection, mesh, options.ops
+        self.chunked_loss = options.chunked_loss
+        self.transform = LogitTransform(shape.final_logit_softcapping, shape.logits_scaling)
+        self.vocabulary = balanced_split(shape.vocab_size, mesh.tp.size)
+        self.loss_terms = LossTerms(shape.vocab_size, options.label_smoothing, options.z_loss)
+
+    def losses(self, hidden_states: Tensor, labels: Tensor, loss_mask: Tensor, *, training: bool) -> Tensor:
+        """[B, S, H] -> weighted losses [B, S]; label smoothing and z-loss are left out of an evaluation."""
+        terms = self.loss_terms if training else LossTerms(self.loss_terms.vocabulary)
+        tp = self.mesh.tp
+        tokens = (labels, loss_mask, self.vocabulary[tp.rank], tp, terms)
+        operator = self.ops.cross_entropy
+        if not self.chunked_loss:
+            return vocab_parallel_cross_entropy(self.local_logits(hidden_states), *tokens, operator=operator)
+        return chunked_cross_entropy(
+            column_input(self.norm(hidden_states), self.mesh),
+            self.projection.weight,
+            self._bias,
+            *tokens,
+            chunk_tokens=self.chunked_loss,
+            transform=self.transform,
+            operator=operator,
+        )
+
+    def local_logits(self, hidden_states: Tensor) -> Tensor:
+        """[B, S, H] -> logits over this rank's rows of the vocabulary [B, S, V / tp]."""
+        logits = column_linear(
+            self.norm(hidden_states), self.projection.weight, self._bias, mesh=self.mesh, ops=self.ops
+        )
+        if self.transform.scaling != 1:
+            logits = logits / self.transform.scaling
+        return logits if self.transform.softcap is None else soft_capped(logits, self.transform.softcap)
+
+    def logits(self, hidden_states: Tensor) -> Tensor:
+        """[B, S, H] -> full logits [B, S, V], >= float32, on every tensor parallel rank; outside autograd."""
+        sizes = tuple(len(rows) for rows in self.vocabulary)
+        logits = gather_last_dim(self.local_logits(hidden_states), sizes, self.mesh.tp)
+        return logits.float() if logits.element_size() < 4 else logits
+
+    @property
+    def _bias(self) -> Tensor | None:
+        return self.projection.bias if isinstance(self.projection, Head) else None

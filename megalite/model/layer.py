@@ -2,36 +2,34 @@
 
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megalite.model.attention import Attend, SelfAttention
-from megalite.model.dropout import DropoutSites, LayerMasks, Places
-from megalite.model.kv_cache import KeyValueCache
+from megalite.model.attention import SelfAttention
+from megalite.model.context import StepContext
+from megalite.model.dropout import DropoutSites, LayerMasks
 from megalite.model.mlp import build_mlp
-from megalite.model.norms import build_norm
+from megalite.model.norms import Norm, build_norm
 from megalite.model.options import PLAIN, ModelOptions, RecomputeMode
 from megalite.model.recompute import recomputed
-from megalite.model.rope import Rotation
-from megalite.ops.attention import (
-    causal_attention,
-    fused_pays,
-)
-from megalite.ops.choice import COMPILED, PLAIN_TORCH, attention_operator
-from megalite.ops.documents import Documents
-from megalite.ops.dropout import CountedMask, Mask, dropout
+from megalite.ops.dropout import CountedMask, dropout
 from megalite.parallel.mesh import ParallelMesh
+from megalite.topology.parameters import layer_norms
 from megalite.topology.shape import ModelShape
-
-Stream = Tensor | tuple[Tensor, Tensor]
-"""The residual stream between layers [B, S, H]: itself, or the two parts whose sum it is, which the next norm adds."""
 
 
 class DecoderLayer(nn.Module):
-    """Attention and feed-forward with residual connections and norms before them (Touvron et al., "LLaMA", 2023), after
-    the sums, or before and after them (Gemma team, "Gemma 2", 2024)."""
+    """Attention and feed-forward blocks around a residual stream, arranged as ModelShape.norm_placement says.
+
+    What a block adds to the stream is its output, normalised in "sandwich" and "output", after dropout, times
+    residual_multiplier. Sums are written over what a block adds: no backward needs that tensor.
+    """
+
+    input_layernorm: Norm
+    post_attention_layernorm: Norm
+    pre_feedforward_layernorm: Norm
+    post_feedforward_layernorm: Norm
 
     def __init__(
         self,
@@ -44,130 +42,107 @@ class DecoderLayer(nn.Module):
     ):
         super().__init__()
         self.recompute, self.compile_layer = recompute, options.compile
-        self.post_norm, self.sandwich = (shape.norm_placement == each for each in ("post", "sandwich"))
-        self.leaves_sum_open = options.operators.uses("add_norm") and not (
-            options.compile or self.post_norm or recompute == "full"
-        )
-        self.softcap, self.scale = shape.attn_logit_softcapping, shape.attention_scale
-        # Compiled layers are torch's own fusion.
-        self.operators = PLAIN_TORCH if options.compile else options.operators
-        self.input_layernorm = build_norm(shape, options)
-        self.self_attn = SelfAttention(shape, layer, mesh, options)
-        self.post_attention_layernorm = build_norm(shape, options)
-        if self.sandwich:
-            self.pre_feedforward_layernorm = build_norm(shape, options)
-            self.post_feedforward_layernorm = build_norm(shape, options)
+        self.arranged = _ARRANGEMENTS[shape.norm_placement]
+        self.normalises_outputs = shape.norm_placement in ("sandwich", "output")
+        self.residual_multiplier = shape.residual_multiplier
+        for name in layer_norms(shape):
+            self.add_module(name, build_norm(shape, options))
+        self.self_attn = SelfAttention(shape, layer, mesh, options, recompute=recompute == "selective")
         self.mlp = build_mlp(shape, mesh, options)
-        self.window = shape.window_of(layer)
         self.sites = DropoutSites(shape, f"layers.{layer}", mesh, options)
 
-    def forward(
-        self,
-        stream: Stream,
-        rotation: Rotation | None,
-        places: Places | None = None,
-        cache: KeyValueCache | None = None,
-        documents: Documents | None = None,
-    ) -> Stream:
-        """[B, S, H] -> [B, S, H], in two parts where the norms can add them; drops values where `places` are given."""
-        run = partial(self._draw_and_run, rotation=rotation, places=places, cache=cache, documents=documents)
-        return recomputed(run, closed(stream)) if self.recompute == "full" else run(stream)
+    def forward(self, hidden_states: Tensor, context: StepContext) -> Tensor:
+        """[B, S, H] -> [B, S, H]."""
+        run = partial(self._draw_and_run, context)
+        return recomputed(run, hidden_states) if self.recompute == "full" else run(hidden_states)
 
-    def _draw_and_run(
-        self,
-        stream: Stream,
-        *,
-        rotation: Rotation | None,
-        places: Places | None,
-        cache: KeyValueCache | None,
-        documents: Documents | None,
-    ) -> Any:
+    def _draw_and_run(self, context: StepContext, hidden_states: Tensor) -> Tensor:
         """Masks are drawn outside of what is compiled, whose code is then the same for all layers."""
-        masks, attend = LayerMasks(), None
-        if self.recompute == "selective":
-            attend = partial(recomputed, partial(self._draw_and_attend, places, documents))
-        if places is not None:
-            masks = self.sites.layer_masks(places, attention=attend is None)
-        if self.compile_layer and isinstance(masks.attention, CountedMask) and places is not None:
-            length = places.sequence_length
+        masks = LayerMasks() if context.dropout is None else self.sites.layer_masks(context.dropout)
+        if not self.compile_layer:
+            return self.arranged(self, hidden_states, context, masks)
+        if isinstance(masks.attention, CountedMask) and context.dropout is not None:
+            length = context.dropout.sequence_length
             masks = masks._replace(attention=masks.attention.draw(length, length))
-        run = _compiled_layer() if self.compile_layer else DecoderLayer._run
-        return run(self, stream, rotation, masks, cache, attend, documents)
+        return _compiled()(self, hidden_states, context, masks)
 
-    def _run(
-        self,
-        stream: Stream,
-        rotation: Rotation | None,
-        masks: LayerMasks,
-        cache: KeyValueCache | None,
-        attend: Attend | None,
-        documents: Documents | None,
-    ) -> Stream:
-        attend = attend or partial(self._attend, masks.attention, documents)
-        # Sums in place on the projections' outputs, which no backward needs.
-        if isinstance(stream, tuple):
-            stream, normed = self.input_layernorm(*stream)
-        else:
-            normed = stream if self.post_norm else self.input_layernorm(stream)
-        attended = self.self_attn(normed, rotation, cache, attend)
-        if self.sandwich:
-            attended = self.post_attention_layernorm(attended)
-        attended = dropout(attended, masks.attention_residual)
-        norm = self.input_layernorm if self.post_norm else self.post_attention_layernorm
-        attended, normed = (self.pre_feedforward_layernorm if self.sandwich else norm)(attended, stream)
-        output: Tensor = self.mlp(normed, masks.mlp)
-        if self.sandwich:
+    def attention(self, inputs: Tensor, context: StepContext, masks: LayerMasks) -> Tensor:
+        """What attention adds to the residual stream: [B, S, H] -> [B, S, H]."""
+        output: Tensor = self.self_attn(inputs, context, masks.attention)
+        if self.normalises_outputs:
+            output = self.post_attention_layernorm(output)
+        return self._scaled(dropout(output, masks.attention_residual))
+
+    def feed_forward(self, inputs: Tensor, masks: LayerMasks) -> Tensor:
+        """What the MLP adds to the residual stream: [B, S, H] -> [B, S, H]."""
+        output: Tensor = self.mlp(inputs, masks.mlp)
+        if self.normalises_outputs:
             output = self.post_feedforward_layernorm(output)
-        output = dropout(output, masks.mlp_residual)
-        if self.post_norm:
-            output = self.post_attention_layernorm(output, normed)[1]
-            return output
-        return (output, attended) if self.leaves_sum_open else output.add_(attended)
+        return self._scaled(dropout(output, masks.mlp_residual))
 
-    def _draw_and_attend(
-        self, places: Places | None, documents: Documents | None, query: Tensor, key: Tensor, value: Tensor
-    ) -> Tensor:
-        mask = None if places is None else self.sites.attention_mask(places)
-        return self._attend(mask, documents, query, key, value)
-
-    def _attend(
-        self,
-        mask: Mask | CountedMask | None,
-        documents: Documents | None,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-    ) -> Tensor:
-        operator = attention_operator(
-            dropout=mask is not None,
-            softcap=self.softcap is not None,
-            documents=documents is not None,
-            window=self.window is not None,
-        )
-        chosen = self.operators.of(operator)
-        capable = self.softcap is None and chosen == COMPILED
-        fused = capable and fused_pays(query, key, self.window, documents, mask)
-        return causal_attention(
-            query,
-            key,
-            value,
-            window=self.window,
-            mask=mask,
-            documents=documents,
-            scale=self.scale,
-            softcap=self.softcap,
-            fused=fused,
-            prefer=chosen,
-        )
+    def _scaled(self, output: Tensor) -> Tensor:
+        return output if self.residual_multiplier == 1 else output * self.residual_multiplier
 
 
-def closed(stream: Stream) -> Tensor:
-    """The sum; in place on the first part, an output of a projection that no backward needs."""
-    return stream[0].add_(stream[1]) if isinstance(stream, tuple) else stream
+Arrangement = Callable[[DecoderLayer, Tensor, StepContext, LayerMasks], Tensor]
+
+
+def _pre(layer: DecoderLayer, hidden: Tensor, context: StepContext, masks: LayerMasks) -> Tensor:
+    """A norm before each block (Touvron et al., "LLaMA", 2023)."""
+    attended = layer.attention(layer.input_layernorm(hidden), context, masks)
+    hidden, normed = layer.post_attention_layernorm(attended, hidden)
+    return layer.feed_forward(normed, masks).add_(hidden)
+
+
+def _sandwich(layer: DecoderLayer, hidden: Tensor, context: StepContext, masks: LayerMasks) -> Tensor:
+    """A norm before each block and on its output (Gemma team, "Gemma 2", 2024)."""
+    attended = layer.attention(layer.input_layernorm(hidden), context, masks)
+    hidden, normed = layer.pre_feedforward_layernorm(attended, hidden)
+    return layer.feed_forward(normed, masks).add_(hidden)
+
+
+def _output(layer: DecoderLayer, hidden: Tensor, context: StepContext, masks: LayerMasks) -> Tensor:
+    """A norm on each block's output (OLMo team, "2 OLMo 2 Furious", 2024)."""
+    hidden = layer.attention(hidden, context, masks).add_(hidden)
+    return layer.feed_forward(hidden, masks).add_(hidden)
+
+
+def _post(layer: DecoderLayer, hidden: Tensor, context: StepContext, masks: LayerMasks) -> Tensor:
+    """A norm of each residual sum (Vaswani et al. 2017)."""
+    _, hidden = layer.input_layernorm(layer.attention(hidden, context, masks), hidden)
+    normed: Tensor = layer.post_attention_layernorm(layer.feed_forward(hidden, masks), hidden)[1]
+    return normed
+
+
+def _parallel(layer: DecoderLayer, hidden: Tensor, context: StepContext, masks: LayerMasks) -> Tensor:
+    """Both blocks read the same residual stream (Black et al., "GPT-NeoX-20B", 2022)."""
+    attended = layer.attention(layer.input_layernorm(hidden), context, masks)
+    return layer.feed_forward(layer.post_attention_layernorm(hidden), masks).add_(attended).add_(hidden)
+
+
+def _parallel_shared(layer: DecoderLayer, hidden: Tensor, context: StepContext, masks: LayerMasks) -> Tensor:
+    """Both blocks read the same norm of the residual stream (Wang and Komatsuzaki, "GPT-J-6B", 2021)."""
+    normed = layer.input_layernorm(hidden)
+    attended = layer.attention(normed, context, masks)
+    return layer.feed_forward(normed, masks).add_(attended).add_(hidden)
+
+
+_ARRANGEMENTS: dict[str, Arrangement] = {
+    "pre": _pre,
+    "sandwich": _sandwich,
+    "output": _output,
+    "post": _post,
+    "parallel": _parallel,
+    "parallel_shared": _parallel_shared,
+}
+
+
+def _arranged(layer: DecoderLayer, hidden: Tensor, context: StepContext, masks: LayerMasks) -> Tensor:
+    return layer.arranged(layer, hidden, context, masks)
 
 
 @cache
-def _compiled_layer() -> Callable[..., Stream]:
+def _compiled() -> Arrangement:
     """One compiled function for all layers of a process; whatever it could not trace is an error, not a break."""
-    compiled: Callable[..., Stream] = torch.compile(DecoderLayer._run, fullgraph=True)
+    compiled: Arrangement = torch.compile(_arranged, fullgraph=True)
     return compiled

@@ -1,10 +1,11 @@
 """The feed-forward block."""
 
+from functools import partial
+
 from torch import Tensor, nn
 
 from megalite.model.options import ModelOptions
-from megalite.ops import liger
-from megalite.ops.activations import Approximate, bias_gelu, geglu, swiglu
+from megalite.ops.activations import Approximate
 from megalite.ops.dropout import Mask, dropout
 from megalite.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.mesh import ParallelMesh
@@ -16,17 +17,11 @@ class GatedMLP(nn.Module):
 
     def __init__(self, shape: ModelShape, mesh: ParallelMesh, options: ModelOptions):
         super().__init__()
-        features = mesh.local(shape.intermediate_size)
-        self.fused = options.operators.uses("glu")
-        self.by_liger = options.operators.uses("glu", liger.LIGER) and not options.compile
-        self.approximate = None if shape.hidden_act == "silu" else _approximate(shape)
+        features, ops = mesh.local(shape.intermediate_size), options.ops
+        gelu = partial(ops.geglu, approximate=_approximate(shape))
+        self.activation = ops.swiglu if shape.hidden_act == "silu" else gelu
         self.gate_up_proj = ColumnParallelLinear(
-            shape.hidden_size,
-            2 * features,
-            mesh=mesh,
-            dtype=options.dtype,
-            bias=shape.mlp_bias,
-            split_backward=options.split_backward,
+            shape.hidden_size, 2 * features, mesh=mesh, dtype=options.dtype, bias=shape.mlp_bias, ops=ops
         )
         self.down_proj = RowParallelLinear(
             features, shape.hidden_size, mesh=mesh, dtype=options.dtype, bias=shape.mlp_bias
@@ -34,14 +29,7 @@ class GatedMLP(nn.Module):
 
     def forward(self, hidden_states: Tensor, mask: Mask | None = None) -> Tensor:
         """[B, S, H] -> [B, S, H]; the mask is of the activations [B, S, intermediate / tp]."""
-        gate_up = self.gate_up_proj(hidden_states)
-        if self.approximate is None and self.by_liger:
-            activated = liger.swiglu(gate_up)
-        elif self.approximate is None:
-            activated = swiglu(gate_up, fused=self.fused)
-        else:
-            activated = geglu(gate_up, approximate=self.approximate, fused=self.fused)
-        return self.down_proj(dropout(activated, mask))
+        return self.down_proj(dropout(self.activation(self.gate_up_proj(hidden_states)), mask))
 
 
 class PlainMLP(nn.Module):
@@ -49,16 +37,10 @@ class PlainMLP(nn.Module):
 
     def __init__(self, shape: ModelShape, mesh: ParallelMesh, options: ModelOptions):
         super().__init__()
-        features = mesh.local(shape.intermediate_size)
+        features, self.ops = mesh.local(shape.intermediate_size), options.ops
         self.approximate = _approximate(shape)
-        self.fused, self.split_backward = options.operators.uses("bias_gelu"), options.split_backward
         self.up_proj = ColumnParallelLinear(
-            shape.hidden_size,
-            features,
-            mesh=mesh,
-            dtype=options.dtype,
-            bias=shape.mlp_bias,
-            split_backward=options.split_backward,
+            shape.hidden_size, features, mesh=mesh, dtype=options.dtype, bias=shape.mlp_bias, ops=options.ops
         )
         self.down_proj = RowParallelLinear(
             features, shape.hidden_size, mesh=mesh, dtype=options.dtype, bias=shape.mlp_bias
@@ -66,13 +48,11 @@ class PlainMLP(nn.Module):
 
     def forward(self, hidden_states: Tensor, mask: Mask | None = None) -> Tensor:
         """[B, S, H] -> [B, S, H]; the mask is of the activations [B, S, intermediate / tp]."""
-        # The activation's backward has the bias's gradient at hand; a split one asks for it at another time.
-        apart = self.fused and not self.split_backward
-        activated = bias_gelu(
-            self.up_proj(hidden_states, with_bias=not apart),
-            self.up_proj.bias if apart else None,
+        with_gelu = self.ops.adds_bias_with_gelu
+        activated = self.ops.bias_gelu(
+            self.up_proj(hidden_states, with_bias=not with_gelu),
+            self.up_proj.bias if with_gelu else None,
             approximate=self.approximate,
-            fused=self.fused,
         )
         return self.down_proj(dropout(activated, mask))
 

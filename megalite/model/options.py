@@ -1,6 +1,7 @@
 """How a model computes, as opposed to what it is (topology.parameters.ModelShape)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from math import ceil
 from typing import Literal
 
@@ -49,16 +50,14 @@ class Recompute:
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """dtype: of weights and activations; logits and losses of 16-bit models are float32.
+    """dtype: of weights and activations; logits and losses of bf16 and fp16 models are float32.
 
-    split_backward: the schedule asks for the gradients of inputs and weights at different times, so that an
-    autograd node that gives both would run twice. compile: decoder layers run through torch.compile.
-    label_smoothing, z_loss: as of cross_entropy.LossTerms. operators: which implementation of each is used.
-    chunked_loss: how many tokens' logits exist at once, as of chunked_cross_entropy; 0: all.
+    compile: decoder layers run through torch.compile. label_smoothing, z_loss: as of cross_entropy.LossTerms.
+    operators: which implementation of each is used. chunked_loss: how many tokens' logits exist at once, as of
+    chunked_cross_entropy; 0: all.
     """
 
     dtype: torch.dtype = torch.float32
-    split_backward: bool = False
     dropout: Dropout = Dropout()
     dropout_seed: int = 0
     recompute: Recompute = Recompute()
@@ -67,6 +66,11 @@ class ModelOptions:
     z_loss: float = 0.0
     operators: Operators = PLAIN_TORCH
     chunked_loss: int = 0
+
+    @cached_property
+    def ops(self) -> Operators:
+        """The operators as the model's modules use them."""
+        return replace(self.operators, compile=self.compile)
 
     @property
     def loss_dtype(self) -> torch.dtype:

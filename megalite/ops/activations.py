@@ -1,7 +1,7 @@
 """Gated activations of the feed-forward block (Shazeer, "GLU variants improve Transformer", 2020), and bias + GELU
 (Hendrycks and Gimpel 2016).
 
-Each in two forms: plain torch, and the compiled operators of csrc/activations.h (`fused`).
+Each in two forms: plain torch, and the compiled operators of csrc/activations.h.
 """
 
 from typing import Any, Literal
@@ -40,12 +40,9 @@ class _SwiGLU(torch.autograd.Function):
         return gate_up_grad
 
 
-def swiglu(gate_up: Tensor, *, fused: bool = False) -> Tensor:
+def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up of the packed [..., 2 I] (gate first) -> [..., I]."""
     activated: Tensor
-    if fused:
-        activated = torch.ops.megalite.glu(gate_up, _SILU)
-        return activated
     if torch.compiler.is_compiling():  # which fuses what it sees, and sees no further than a node of ours
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
@@ -53,26 +50,34 @@ def swiglu(gate_up: Tensor, *, fused: bool = False) -> Tensor:
     return activated
 
 
-def geglu(gate_up: Tensor, *, approximate: Approximate = "none", fused: bool = False) -> Tensor:
+def compiled_swiglu(gate_up: Tensor) -> Tensor:
+    """As of `swiglu`."""
+    activated: Tensor = torch.ops.megalite.glu(gate_up, _SILU)
+    return activated
+
+
+def geglu(gate_up: Tensor, *, approximate: Approximate = "none") -> Tensor:
     """gelu(gate) * up of the packed [..., 2 I] (gate first) -> [..., I]."""
-    if fused:
-        activated: Tensor = torch.ops.megalite.glu(gate_up, _GELU[approximate])
-        return activated
     gate, up = gate_up.chunk(2, dim=-1)
     return F.gelu(gate, approximate=approximate) * up
 
 
-def bias_gelu(
-    inputs: Tensor, bias: Tensor | None, *, approximate: Approximate = "none", fused: bool = False
-) -> Tensor:
-    """gelu(inputs + bias), [..., I] -> [..., I]; without a bias gelu(inputs).
+def compiled_geglu(gate_up: Tensor, *, approximate: Approximate = "none") -> Tensor:
+    """As of `geglu`."""
+    activated: Tensor = torch.ops.megalite.glu(gate_up, _GELU[approximate])
+    return activated
 
-    Fused, one node gives both gradients: a schedule that splits the backward leaves the bias to the product before.
-    """
-    if fused:
-        activated: Tensor = torch.ops.megalite.bias_gelu(inputs, bias, _GELU[approximate])
-        return activated
+
+def bias_gelu(inputs: Tensor, bias: Tensor | None, *, approximate: Approximate = "none") -> Tensor:
+    """gelu(inputs + bias), [..., I] -> [..., I]; without a bias gelu(inputs)."""
     return F.gelu(inputs if bias is None else inputs + bias, approximate=approximate)
+
+
+def compiled_bias_gelu(inputs: Tensor, bias: Tensor | None, *, approximate: Approximate = "none") -> Tensor:
+    """As of `bias_gelu`. One node gives both gradients: a schedule that splits the backward has the linear before add
+    the bias."""
+    activated: Tensor = torch.ops.megalite.bias_gelu(inputs, bias, _GELU[approximate])
+    return activated
 
 
 def _glu_like(gate_up: Tensor, activation: int) -> Tensor:

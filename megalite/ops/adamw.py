@@ -13,18 +13,13 @@ from torch import Tensor
 from megalite.ops import apex, extension
 
 
-def sum_of_squares(tensors: Sequence[Tensor], *, fused: bool = False) -> Tensor:
+def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     """The sum of the squares of all elements of tensors on one device, a float64 number there.
 
-    fused: added in float64 over blocks that only the sizes decide, so equal from run to run whatever the threads.
-    Else each tensor's norm is taken in float32, or by Apex where there is a GPU for it.
+    Each tensor's norm is taken in float32, or by Apex where there is a GPU for it.
     """
     if not tensors:
         return torch.zeros((), dtype=torch.float64)
-    if fused:
-        sums = [torch.ops.megalite.sum_of_squares(alike) for alike in _by_type(tensors)]
-        total: Tensor = sums[0] if len(sums) == 1 else torch.stack(sums).sum()
-        return total
     total = torch.zeros((), dtype=torch.float64, device=tensors[0].device)
     norm = apex.l2_norm(tensors[0].device)
     if norm is not None:
@@ -32,8 +27,18 @@ def sum_of_squares(tensors: Sequence[Tensor], *, fused: bool = False) -> Tensor:
             total += norm(alike).double().square()
         return total
     for tensor in tensors:
-        wide = tensor if tensor.element_size() >= 4 else tensor.float()
-        total += torch.linalg.vector_norm(wide).double().square()
+        fp32 = tensor if tensor.element_size() >= 4 else tensor.float()
+        total += torch.linalg.vector_norm(fp32).double().square()
+    return total
+
+
+def compiled_sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
+    """As of `sum_of_squares`, added in float64 over blocks that only the sizes decide: equal from run to run whatever
+    the threads."""
+    if not tensors:
+        return torch.zeros((), dtype=torch.float64)
+    sums = [torch.ops.megalite.sum_of_squares(alike) for alike in _by_type(tensors)]
+    total: Tensor = sums[0] if len(sums) == 1 else torch.stack(sums).sum()
     return total
 
 
@@ -61,19 +66,12 @@ def adamw_(
     weight_decay: float,
     step: float,
     gradient_scale: float = 1.0,
-    fused: bool = False,
 ) -> None:
     """Update weights and moments in place, from gradients times `gradient_scale`; round the weights into `copies`.
 
     weights, moments: float32 or float64. gradients: of that type or, of float32 weights, of 16 bits. copies: empty,
     or of 16 bits. step: how many updates there are with this one.
     """
-    if fused:
-        lists = [[*each] for each in (weights, copies, gradients, exp_avgs, exp_avg_sqs)]
-        torch.ops.megalite.adamw_(*lists, learning_rate, *betas, eps, weight_decay, step, gradient_scale)
-        # So that autograd sees where a weight was saved before it changed.
-        torch.autograd.graph.increment_version([*weights, *copies])
-        return
     scaled = [
         gradient.to(weight.dtype) * gradient_scale
         for weight, gradient in zip(weights, gradients, strict=True)
@@ -93,13 +91,38 @@ def adamw_(
 
 
 @torch.no_grad()
-def accumulate_(total: Tensor, gradient: Tensor, *, fused: bool = False) -> None:
-    """total += gradient: float32 with a gradient of float32 or 16 bits, or both float64."""
-    if fused:
-        torch.ops.megalite.accumulate_(total, gradient)
-        torch.autograd.graph.increment_version(total)
-    else:
-        total.add_(gradient)
+def compiled_adamw_(
+    weights: Sequence[Tensor],
+    copies: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    *,
+    learning_rate: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    step: float,
+    gradient_scale: float = 1.0,
+) -> None:
+    """As of `adamw_`, in one pass over all of them."""
+    lists = [[*each] for each in (weights, copies, gradients, exp_avgs, exp_avg_sqs)]
+    torch.ops.megalite.adamw_(*lists, learning_rate, *betas, eps, weight_decay, step, gradient_scale)
+    # So that autograd sees where a weight was saved before it changed.
+    torch.autograd.graph.increment_version([*weights, *copies])
+
+
+@torch.no_grad()
+def accumulate_(total: Tensor, gradient: Tensor) -> None:
+    """total += gradient: float32 with a gradient of float32, bf16 or fp16, or both float64."""
+    total.add_(gradient)
+
+
+@torch.no_grad()
+def compiled_accumulate_(total: Tensor, gradient: Tensor) -> None:
+    """As of `accumulate_`."""
+    torch.ops.megalite.accumulate_(total, gradient)
+    torch.autograd.graph.increment_version(total)
 
 
 def _by_type(tensors: Iterable[Tensor]) -> list[list[Tensor]]:

@@ -87,8 +87,7 @@ def causal_attention(
     documents: Documents | None = None,
     scale: float | None = None,
     softcap: float | None = None,
-    fused: bool = False,
-    prefer: str = "",
+    backend: str = "",
 ) -> Tensor:
     """softmax(scale Q K^T) V where position i sees the keys up to i, aligned at the end.
 
@@ -104,19 +103,12 @@ def causal_attention(
     scale: 1 / sqrt(D) by default. softcap: scores become softcap * tanh(score / softcap), which neither torch's
     fused kernels nor ours have: plain torch computes them, a chunk of queries at a time where no `mask` is given.
 
-    fused: by the compiled operator if it can; what it lacks is told once, and torch computes it. prefer: on an
-    accelerator, the backend of ops/attention_backends.py that serves where it can.
+    backend: on an accelerator, the one of ops/attention_backends.py that serves where it can.
     """
-    if fused:
-        complaint = why_not_fused(query, mask, documents, softcap)
-        if not complaint:
-            assert not isinstance(mask, Mask)
-            return _fused_attention(query, key, value, window, documents, mask, scale)
-        _tell(complaint)
     form = _Scores(query.shape[-1] ** -0.5 if scale is None else scale, softcap)
     if mask is None and served_on_device(documents, query.device):
         return attend_on_device(
-            query, key, value, window, documents, scale=form.scale, softcap=softcap, prefer=prefer
+            query, key, value, window, documents, scale=form.scale, softcap=softcap, prefer=backend
         )
     if isinstance(mask, CountedMask):
         mask = mask.draw(query.shape[1], key.shape[1])
@@ -130,7 +122,28 @@ def causal_attention(
     return _plain(query, key, value, window, documents, form, mask)
 
 
-def why_not_fused(
+def compiled_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    window: int | None = None,
+    mask: Mask | CountedMask | None = None,
+    documents: Documents | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """As of `causal_attention`, by the compiled operator; what it cannot do is said once, and torch computes it."""
+    complaint = why_not_compiled(query, mask, documents, softcap)
+    if complaint:
+        _tell(complaint)
+        form: dict[str, Any] = {"window": window, "mask": mask, "documents": documents}
+        return causal_attention(query, key, value, **form, scale=scale, softcap=softcap)
+    assert not isinstance(mask, Mask)
+    return _packed(query, key, value, window, documents, mask, scale)
+
+
+def why_not_compiled(
     query: Tensor,
     mask: Mask | CountedMask | None = None,
     documents: Documents | None = None,
@@ -146,7 +159,7 @@ def why_not_fused(
     return why_not_packed(query, dropout=mask is not None)
 
 
-def fused_pays(
+def compiled_pays(
     query: Tensor,
     key: Tensor,
     window: int | None,
@@ -172,10 +185,10 @@ def fused_pays(
 
 @cache
 def _tell(complaint: str) -> None:
-    warnings.warn(f"attention is not fused: {complaint}", stacklevel=3)
+    warnings.warn(f"attention is not compiled: {complaint}", stacklevel=3)
 
 
-def _fused_attention(
+def _packed(
     query: Tensor,
     key: Tensor,
     value: Tensor,

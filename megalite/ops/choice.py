@@ -1,13 +1,35 @@
-"""Which implementation of each operator a model uses: one name for each, chosen before the model is built."""
+"""The operators of a model, chosen once: a description (operator -> implementation) and the functions built from it.
 
-from collections.abc import Iterable, Mapping
+No other file knows which implementation is used: modules call `ops.norm(...)`, `ops.attention(...)`. What a compiled
+operator cannot do goes to plain torch here.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megalite.ops import activations, adamw, liger, norms, rotary
+from megalite.ops.attention import (
+    causal_attention,
+    compiled_attention,
+    compiled_pays,
+    document_spans,
+    document_starts,
+    documents_seen,
+)
+from megalite.ops.cross_entropy import COMPILED_CROSS_ENTROPY, TORCH_CROSS_ENTROPY, ShardCrossEntropy
+from megalite.ops.documents import Documents, starts_of_rows
+from megalite.ops.dropout import CountedMask, Mask
 
 TORCH = "torch"
 COMPILED = "megalite"
 """The library that setup.py builds from csrc/."""
 
-# What a model asks for by name, in words.
+# The operators that a model asks for by name, in words.
 NAMES = {
     "norm": "RMSNorm, LayerNorm",
     "add_norm": "residual add + norm",
@@ -25,12 +47,91 @@ NAMES = {
     "accumulate": "gradient sums in float32",
 }
 
+Norm = Callable[[Tensor, Tensor, Tensor | None, float, bool], Tensor]
+AddNorm = Callable[[Tensor, Tensor, Tensor, Tensor | None, float, bool], tuple[Tensor, Tensor]]
+
+
+class AdamW(Protocol):
+    """ops.adamw.adamw_."""
+
+    def __call__(
+        self,
+        weights: Sequence[Tensor],
+        copies: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        exp_avgs: Sequence[Tensor],
+        exp_avg_sqs: Sequence[Tensor],
+        *,
+        learning_rate: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        step: float,
+        gradient_scale: float = 1.0,
+    ) -> None: ...
+
 
 @dataclass(frozen=True)
 class Operators:
-    """The implementation of each operator of NAMES; torch where none is given."""
+    """The functions that a model computes with, built from the name of each one's implementation.
+
+    chosen: operator of NAMES -> implementation; torch where none is given. split_backward: the schedule asks for the
+    gradients of inputs and weights at different times, so that an autograd node that gives both would run twice.
+    compile: layers run through torch.compile, which does the fusing itself and cannot see into others' nodes.
+
+    norm(x, weight, bias, eps, zero_centered_gamma); add_norm(x, residual, weight, ...) -> their sum, which may
+    overwrite x, and its norm. split_and_rotate, rotate: as of ops/rotary.py. swiglu, geglu, bias_gelu: as of
+    ops/activations.py. cross_entropy: as of ops/cross_entropy.py. adamw, sum_of_squares, accumulate: as of
+    ops/adamw.py.
+    """
 
     chosen: Mapping[str, str] = field(default_factory=dict, hash=False)
+    split_backward: bool = False
+    compile: bool = False
+    norm: Norm = field(init=False, repr=False, compare=False)
+    add_norm: AddNorm = field(init=False, repr=False, compare=False)
+    split_and_rotate: Callable[..., tuple[Tensor, Tensor, Tensor]] = field(
+        init=False, repr=False, compare=False
+    )
+    rotate: Callable[..., tuple[Tensor, Tensor]] = field(init=False, repr=False, compare=False)
+    swiglu: Callable[[Tensor], Tensor] = field(init=False, repr=False, compare=False)
+    geglu: Callable[..., Tensor] = field(init=False, repr=False, compare=False)
+    bias_gelu: Callable[..., Tensor] = field(init=False, repr=False, compare=False)
+    adds_bias_with_gelu: bool = field(init=False, repr=False, compare=False)
+    cross_entropy: ShardCrossEntropy = field(init=False, repr=False, compare=False)
+    adamw: AdamW = field(init=False, repr=False, compare=False)
+    sum_of_squares: Callable[[Sequence[Tensor]], Tensor] = field(init=False, repr=False, compare=False)
+    accumulate: Callable[[Tensor, Tensor], None] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        ours = {name: self.uses(name) for name in NAMES}
+        glu = activations.compiled_swiglu if ours["glu"] else activations.swiglu
+        if self.uses("glu", liger.LIGER) and not self.compile:
+            glu = liger.swiglu
+        norm = self._norm()
+        slots: dict[str, Any] = {
+            "norm": norm,
+            "add_norm": self._add_norm(norm),
+            "split_and_rotate": _split_and_rotate_compiled if ours["rotary"] else rotary.split_and_rotate,
+            "rotate": _rotate_compiled if ours["rotary"] else rotary.rotate,
+            "swiglu": glu,
+            "geglu": activations.compiled_geglu if ours["glu"] else activations.geglu,
+            "bias_gelu": activations.compiled_bias_gelu if ours["bias_gelu"] else activations.bias_gelu,
+            # The compiled activation's backward computes the bias's gradient too, from what it reads anyway.
+            "adds_bias_with_gelu": ours["bias_gelu"] and not self.split_backward,
+            "cross_entropy": COMPILED_CROSS_ENTROPY if ours["cross_entropy"] else TORCH_CROSS_ENTROPY,
+            "adamw": adamw.compiled_adamw_ if ours["adamw"] else adamw.adamw_,
+            "sum_of_squares": (
+                adamw.compiled_sum_of_squares if ours["sum_of_squares"] else adamw.sum_of_squares
+            ),
+            "accumulate": adamw.compiled_accumulate_ if ours["accumulate"] else adamw.accumulate_,
+        }
+        for name, function in slots.items():
+            object.__setattr__(self, name, function)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """What another process builds it from."""
+        return type(self), (self.chosen, self.split_backward, self.compile)
 
     def of(self, operator: str) -> str:
         """The implementation's name. Raises KeyError for an operator that does not exist."""
@@ -47,9 +148,76 @@ class Operators:
         """One implementation for all of these operators."""
         return cls(dict.fromkeys(operators, implementation))
 
+    def attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        window: int | None = None,
+        mask: Mask | CountedMask | None = None,
+        documents: Documents | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """As of ops.attention.causal_attention, by the implementation chosen for attention of this form."""
+        chosen = self._attention(mask is not None, softcap is not None, documents is not None, window is not None)
+        if chosen == COMPILED and softcap is None and compiled_pays(query, key, window, documents, mask):
+            return compiled_attention(
+                query, key, value, window=window, mask=mask, documents=documents, scale=scale
+            )
+        return causal_attention(
+            query,
+            key,
+            value,
+            window=window,
+            mask=mask,
+            documents=documents,
+            scale=scale,
+            softcap=softcap,
+            backend=chosen,
+        )
 
-PLAIN_TORCH = Operators()
-ALL_COMPILED = Operators.all(COMPILED)
+    def documents(
+        self, document_ids: Tensor, cu_seqlens: Tensor | None, *, dropout: bool, softcap: float | None
+    ) -> Documents:
+        """The form in which `attention` wants the documents of a micro batch [B, S], made once for all its layers.
+
+        cu_seqlens: the same documents as of ops.documents.row_starts, without which an accelerator's host has to wait
+        for the ids. On an accelerator they serve every kernel; on a CPU each kernel has the form that it is fastest with.
+        """
+        if document_ids.device.type != "cpu":
+            if cu_seqlens is None:
+                return document_starts(document_ids)
+            return starts_of_rows(cu_seqlens, document_ids.shape[1])
+        if self._attention(dropout, softcap is not None, True, False) == COMPILED and softcap is None:
+            return document_starts(document_ids)
+        # Compiled layers want one shape, and probabilities that are written out a mask.
+        if self.compile or dropout:
+            return documents_seen(document_ids)
+        return document_spans(document_ids)
+
+    def _attention(self, dropout: bool, softcap: bool, documents: bool, window: bool) -> str:
+        if self.compile:
+            return TORCH
+        return self.of(
+            attention_operator(dropout=dropout, softcap=softcap, documents=documents, window=window)
+        )
+
+    def _norm(self) -> Norm:
+        plain: Norm = norms.norm_split if self.split_backward else norms.norm
+        if self.uses("norm"):
+            ours = norms.compiled_norm_split if self.split_backward else norms.compiled_norm
+            return partial(_norm_compiled, ours, plain)
+        if self.uses("norm", liger.LIGER) and not (self.split_backward or self.compile):
+            return _norm_by_liger
+        return plain
+
+    def _add_norm(self, norm: Norm) -> AddNorm:
+        if not self.uses("add_norm"):
+            return partial(_add_then_norm, norm)
+        ours = norms.compiled_add_norm_split if self.split_backward else norms.compiled_add_norm
+        return partial(_add_norm_compiled, ours, norm)
 
 
 def attention_operator(*, dropout: bool, softcap: bool, documents: bool, window: bool) -> str:
@@ -62,3 +230,66 @@ def attention_operator(*, dropout: bool, softcap: bool, documents: bool, window:
     if documents:
         return "attention_documents"
     return "attention_windows" if window else "attention"
+
+
+def _norm_compiled(
+    ours: Norm, plain: Norm, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered_gamma: bool
+) -> Tensor:
+    serves = not norms.why_not_compiled(weight.dtype, zero_centered_gamma=zero_centered_gamma)
+    return (ours if serves else plain)(x, weight, bias, eps, zero_centered_gamma)
+
+
+def _norm_by_liger(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered_gamma: bool
+) -> Tensor:
+    """Liger's RMSNorm has no 1 + weight, and its LayerNorm is not a candidate."""
+    if bias is not None or zero_centered_gamma:
+        return norms.norm(x, weight, bias, eps, zero_centered_gamma)
+    return liger.rms_norm(x, weight, eps)
+
+
+def _add_then_norm(
+    norm: Norm,
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    zero_centered_gamma: bool,
+) -> tuple[Tensor, Tensor]:
+    total = x.add_(residual)
+    return total, norm(total, weight, bias, eps, zero_centered_gamma)
+
+
+def _add_norm_compiled(
+    ours: AddNorm,
+    norm: Norm,
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    zero_centered_gamma: bool,
+) -> tuple[Tensor, Tensor]:
+    if norms.why_not_compiled(weight.dtype, zero_centered_gamma=zero_centered_gamma):
+        return _add_then_norm(norm, x, residual, weight, bias, eps, zero_centered_gamma)
+    return ours(x, residual, weight, bias, eps, zero_centered_gamma)
+
+
+def _split_and_rotate_compiled(
+    qkv: Tensor, heads: int, key_value_heads: int, cosines: Tensor, sines: Tensor, **form: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    whole = 2 * cosines.shape[-1] == qkv.shape[-1]
+    run = rotary.compiled_split_and_rotate if whole else rotary.split_and_rotate
+    return run(qkv, heads, key_value_heads, cosines, sines, **form)
+
+
+def _rotate_compiled(
+    query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor, **form: Any
+) -> tuple[Tensor, Tensor]:
+    whole = 2 * cosines.shape[-1] == query.shape[-1]
+    return (rotary.compiled_rotate if whole else rotary.rotate)(query, key, cosines, sines, **form)
+
+
+PLAIN_TORCH = Operators()
+ALL_COMPILED = Operators.all(COMPILED)

@@ -5,6 +5,7 @@ A row is a token. Weights, statistics and factors are at least float32. Both for
 can follow the statistics. Where no other shard has a part, one visit of each row can do both (`losses_over_gradient`).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -31,17 +32,12 @@ class Targets:
         return (self.labels >= self.first_id) & (self.labels < self.first_id + columns)
 
 
-def shard_statistics(logits: Tensor, weights: Tensor, targets: Targets, *, fused: bool) -> Tensor:
+def shard_statistics(logits: Tensor, weights: Tensor, targets: Targets) -> Tensor:
     """[3, T]: of each row the maximum, sum(exp(logit - maximum)), and sum(target * (logit - maximum)).
 
     logits: [T, columns], to be handed on to `write_gradient` and read by nobody else. weights: [T]; rows of weight 0
     may hold anything, and give numbers without a meaning, but finite ones.
     """
-    if fused:
-        statistics: Tensor = torch.ops.megalite.cross_entropy_statistics(
-            logits, targets.labels, weights, targets.first_id, targets.on_label, targets.uniform
-        )
-        return statistics
     if logits.device.type == "cpu":
         logits.index_fill_(0, (weights == 0).nonzero().squeeze(-1), 0)
     else:
@@ -58,25 +54,21 @@ def shard_statistics(logits: Tensor, weights: Tensor, targets: Targets, *, fused
     return torch.stack([maximum, logits.exp_().sum(dim=-1), expected])
 
 
+def compiled_shard_statistics(logits: Tensor, weights: Tensor, targets: Targets) -> Tensor:
+    """As of `shard_statistics`; logits stay as they are."""
+    statistics: Tensor = torch.ops.megalite.cross_entropy_statistics(
+        logits, targets.labels, weights, targets.first_id, targets.on_label, targets.uniform
+    )
+    return statistics
+
+
 def write_gradient(
-    logits: Tensor, maximum: Tensor, factor: Tensor, weights: Tensor, targets: Targets, *, fused: bool
+    logits: Tensor, maximum: Tensor, factor: Tensor, weights: Tensor, targets: Targets
 ) -> None:
     """Make of logits their gradient: exp(logit - maximum) * factor - target * weight; maximum to weights: [T].
 
     maximum: of the statistics. Rows whose factor and weight are 0 become 0.
     """
-    if fused:
-        torch.ops.megalite.cross_entropy_gradient_(
-            logits,
-            targets.labels,
-            maximum,
-            factor,
-            weights,
-            targets.first_id,
-            targets.on_label,
-            targets.uniform,
-        )
-        return
     # The statistics have left exp(logit - maximum).
     logits.mul_(factor.unsqueeze(-1))
     if targets.uniform:
@@ -84,6 +76,22 @@ def write_gradient(
     here = targets.here(logits.shape[-1])
     at_label = torch.where(here, weights * -targets.on_label, 0)
     logits.scatter_add_(-1, _local_labels(targets, here), at_label.unsqueeze(-1))
+
+
+def compiled_write_gradient(
+    logits: Tensor, maximum: Tensor, factor: Tensor, weights: Tensor, targets: Targets
+) -> None:
+    """As of `write_gradient`."""
+    torch.ops.megalite.cross_entropy_gradient_(
+        logits,
+        targets.labels,
+        maximum,
+        factor,
+        weights,
+        targets.first_id,
+        targets.on_label,
+        targets.uniform,
+    )
 
 
 def visits_rows_once(logits: Tensor) -> bool:
@@ -101,6 +109,25 @@ def losses_over_gradient(logits: Tensor, weights: Tensor, targets: Targets, z_lo
         logits, targets.labels, weights, targets.first_id, targets.on_label, targets.uniform, z_loss
     )
     return losses
+
+
+@dataclass(frozen=True)
+class ShardCrossEntropy:
+    """An implementation: `shard_statistics`, `write_gradient`, and `losses_over_gradient` where it has one.
+
+    reads_low_precision: bf16 and fp16 logits are computed from where they lie; else a float32 copy is made first.
+    """
+
+    statistics: Callable[[Tensor, Tensor, Targets], Tensor]
+    write_gradient: Callable[[Tensor, Tensor, Tensor, Tensor, Targets], None]
+    losses_over_gradient: Callable[[Tensor, Tensor, Targets, float], Tensor] | None
+    reads_low_precision: bool
+
+
+TORCH_CROSS_ENTROPY = ShardCrossEntropy(shard_statistics, write_gradient, None, reads_low_precision=False)
+COMPILED_CROSS_ENTROPY = ShardCrossEntropy(
+    compiled_shard_statistics, compiled_write_gradient, losses_over_gradient, reads_low_precision=True
+)
 
 
 def _local_labels(targets: Targets, here: Tensor) -> Tensor:

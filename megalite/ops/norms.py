@@ -1,6 +1,10 @@
 """Root-mean-square norm (Zhang and Sennrich 2019) and layer norm (Ba et al. 2016), also of a sum with the residual.
 
-Each in two forms: plain torch, and the compiled operators of csrc/norms.h (`fused`).
+In plain torch, and by the compiled operators of csrc/norms.h. Schedules that split the backward ask for the gradients
+of inputs and weights at different times: the forms named `_split` give them from nodes of their own.
+
+Everywhere x is [..., H], weight and bias are [H]. A norm without a bias is RMSNorm. zero_centered_gamma: it multiplies by
+1 + weight (Gemma).
 """
 
 import math
@@ -17,148 +21,168 @@ class _RMSNorm(torch.autograd.Function):
     """One node instead of six: it keeps only its input and one number a token for the backward."""
 
     @staticmethod
-    def forward(ctx: Any, hidden_states: Tensor, weight: Tensor, eps: float, offset: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, zero_centered_gamma: bool) -> Tensor:
         # Statistics in at least float32, whatever the type of the activations.
-        wide = hidden_states.float() if hidden_states.element_size() < 4 else hidden_states
-        inverse_rms = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        inverse_rms.square_().div_(wide.shape[-1]).add_(eps).rsqrt_()
-        ctx.save_for_backward(hidden_states, weight, inverse_rms)
-        ctx.offset = offset
-        if offset:
-            return (wide * inverse_rms).mul_(1 + weight.to(wide.dtype)).to(hidden_states.dtype)
-        return (wide * inverse_rms).to(hidden_states.dtype).mul_(weight)
+        fp32 = x.float() if x.element_size() < 4 else x
+        inverse_rms = torch.linalg.vector_norm(fp32, dim=-1, keepdim=True)
+        inverse_rms.square_().div_(fp32.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, inverse_rms)
+        ctx.zero_centered_gamma = zero_centered_gamma
+        if zero_centered_gamma:
+            return (fp32 * inverse_rms).mul_(1 + weight.to(fp32.dtype)).to(x.dtype)
+        return (fp32 * inverse_rms).to(x.dtype).mul_(weight)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        hidden_states, weight, inverse_rms = ctx.saved_tensors
-        flat = hidden_states.view(-1, hidden_states.shape[-1])
-        wide = flat.float() if flat.element_size() < 4 else flat
-        grad = grad.reshape(flat.shape).to(wide.dtype)
+        x, weight, inverse_rms = ctx.saved_tensors
+        flat = x.view(-1, x.shape[-1])
+        fp32 = flat.float() if flat.element_size() < 4 else flat
+        grad = grad.reshape(flat.shape).to(fp32.dtype)
         inverse_rms = inverse_rms.view(-1, 1)
-        normalised = wide * inverse_rms
+        normalised = fp32 * inverse_rms
         products = grad * normalised
         weight_grad = products.sum(dim=0)
-        factor = weight.to(wide.dtype) + 1 if ctx.offset else weight.to(wide.dtype)
+        factor = weight.to(fp32.dtype) + 1 if ctx.zero_centered_gamma else weight.to(fp32.dtype)
         # The part of the gradient along the input itself, which normalisation removes.
         projection = torch.mv(products, factor).div_(flat.shape[-1])
         scaled_grad = grad * factor
         scaled_grad.addcmul_(normalised, projection.unsqueeze(-1), value=-1).mul_(inverse_rms)
-        return scaled_grad.to(flat.dtype).view_as(hidden_states), weight_grad.to(weight.dtype), None, None
+        return scaled_grad.to(flat.dtype).view_as(x), weight_grad.to(weight.dtype), None, None
 
 
 class _Normalise(torch.autograd.Function):
     """The norm without its weight, so that a product gives the weight's gradient when it is asked for."""
 
     @staticmethod
-    def forward(ctx: Any, hidden_states: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-        wide = hidden_states.float() if hidden_states.element_size() < 4 else hidden_states
-        inverse_rms = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        inverse_rms.square_().div_(wide.shape[-1]).add_(eps).rsqrt_()
-        normalised = (wide * inverse_rms).to(dtype)
+    def forward(ctx: Any, x: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+        fp32 = x.float() if x.element_size() < 4 else x
+        inverse_rms = torch.linalg.vector_norm(fp32, dim=-1, keepdim=True)
+        inverse_rms.square_().div_(fp32.shape[-1]).add_(eps).rsqrt_()
+        normalised = (fp32 * inverse_rms).to(dtype)
         ctx.save_for_backward(normalised, inverse_rms)
-        ctx.dtype = hidden_states.dtype
+        ctx.dtype = x.dtype
         return normalised
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         normalised, inverse_rms = ctx.saved_tensors
-        wide = grad.to(inverse_rms.dtype)
-        projection = (wide * normalised).mean(dim=-1, keepdim=True)
-        scaled_grad = torch.addcmul(wide, normalised.to(wide.dtype), projection, value=-1)
+        fp32 = grad.to(inverse_rms.dtype)
+        projection = (fp32 * normalised).mean(dim=-1, keepdim=True)
+        scaled_grad = torch.addcmul(fp32, normalised.to(fp32.dtype), projection, value=-1)
         return scaled_grad.mul_(inverse_rms).to(ctx.dtype), None, None
 
 
-def rms_norm(
-    hidden_states: Tensor,
-    weight: Tensor,
-    eps: float,
-    *,
-    offset: bool = False,
-    split_backward: bool = False,
-    fused: bool = False,
+def norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered_gamma: bool = False
 ) -> Tensor:
-    """weight * x / sqrt(mean(x^2) + eps) over the last dim: [..., H], weight [H] -> [..., H].
-
-    offset: by 1 + weight (Gemma), added and multiplied in at least float32; plain torch alone has it for narrower
-    types (`why_not_fused`).
-    split_backward: the gradients of x and of the weight come from nodes of their own.
-    """
-    if fused:
-        return _fused(hidden_states, None, weight, None, eps, offset, split_backward)[1]
-    dtype = hidden_states.dtype
-    wide_dtype = torch.promote_types(dtype, torch.float32)
-    if torch.compiler.is_compiling():  # which fuses what it sees, and sees no further than a node of ours
-        wide = hidden_states.to(wide_dtype)
-        inverse_rms = wide.square().mean(dim=-1, keepdim=True).add(eps).rsqrt()
-        if offset:
-            return (wide * inverse_rms * (1 + weight.to(wide_dtype))).to(dtype)
-        return (wide * inverse_rms).to(dtype) * weight
-    normalised: Tensor
-    if not split_backward:
-        normalised = _RMSNorm.apply(hidden_states, weight, eps, offset)
-        return normalised
-    normalised = _Normalise.apply(hidden_states, eps, wide_dtype if offset else dtype)
-    return (normalised * (1 + weight.to(wide_dtype))).to(dtype) if offset else normalised * weight
+    """The norm of x over its last dim, in plain torch."""
+    if bias is not None:
+        return F.layer_norm(x, weight.shape, weight, bias, eps)  # computes what a pass asks for
+    return rms_norm(x, weight, eps, zero_centered_gamma)
 
 
-def why_not_fused(dtype: torch.dtype, *, offset: bool) -> str:
+def norm_split(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered_gamma: bool = False
+) -> Tensor:
+    """As of `norm`."""
+    if bias is not None:
+        return F.layer_norm(x, weight.shape, weight, bias, eps)
+    return rms_norm_split(x, weight, eps, zero_centered_gamma)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered_gamma: bool = False) -> Tensor:
+    """weight * x / sqrt(mean(x^2) + eps); 1 + weight is added and multiplied in at least float32."""
+    if torch.compiler.is_compiling():
+        return _traced_rms_norm(x, weight, eps, zero_centered_gamma)
+    normalised: Tensor = _RMSNorm.apply(x, weight, eps, zero_centered_gamma)
+    return normalised
+
+
+def rms_norm_split(x: Tensor, weight: Tensor, eps: float, zero_centered_gamma: bool = False) -> Tensor:
+    """As of `rms_norm`."""
+    if torch.compiler.is_compiling():
+        return _traced_rms_norm(x, weight, eps, zero_centered_gamma)
+    fp32 = torch.promote_types(x.dtype, torch.float32)
+    normalised: Tensor = _Normalise.apply(x, eps, fp32 if zero_centered_gamma else x.dtype)
+    return (normalised * (1 + weight.to(fp32))).to(x.dtype) if zero_centered_gamma else normalised * weight
+
+
+def _traced_rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered_gamma: bool) -> Tensor:
+    """For the compiler, which fuses what it sees, and cannot see into an autograd node."""
+    fp32 = x.to(torch.promote_types(x.dtype, torch.float32))
+    inverse_rms = fp32.square().mean(dim=-1, keepdim=True).add(eps).rsqrt()
+    if zero_centered_gamma:
+        return (fp32 * inverse_rms * (1 + weight.to(fp32.dtype))).to(x.dtype)
+    return (fp32 * inverse_rms).to(x.dtype) * weight
+
+
+def why_not_compiled(dtype: torch.dtype, *, zero_centered_gamma: bool) -> str:
     """Why the compiled operator cannot serve a norm whose weights are of this type; empty where it can."""
-    if offset and dtype.itemsize < 4:
+    if zero_centered_gamma and dtype.itemsize < 4:
         return "1 + weight would be rounded to the weights' 16 bits"
     return ""
 
 
-def layer_norm(
-    hidden_states: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    eps: float,
-    *,
-    split_backward: bool = False,
-    fused: bool = False,
+def compiled_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered_gamma: bool = False
 ) -> Tensor:
-    """weight * (x - mean(x)) / sqrt(var(x) + eps) + bias over the last dim: [..., H] -> [..., H]."""
-    if fused:
-        return _fused(hidden_states, None, weight, bias, eps, False, split_backward)[1]
-    return F.layer_norm(hidden_states, weight.shape, weight, bias, eps)  # computes what a pass asks for
+    """As of `norm`, by the compiled operator; zero_centered_gamma: where `why_not_compiled` has nothing against it."""
+    factor = 1 + weight if zero_centered_gamma else weight
+    output: Tensor = torch.ops.megalite.norm(x, None, factor, bias, eps)[1]
+    return output
 
 
-def fused_add_norm(
-    hidden_states: Tensor,
+def compiled_norm_split(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered_gamma: bool = False
+) -> Tensor:
+    """As of `compiled_norm`."""
+    return _compiled_split(x, None, weight, bias, eps, zero_centered_gamma)[1]
+
+
+def compiled_add_norm(
+    x: Tensor,
     residual: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     eps: float,
-    *,
-    offset: bool = False,
-    split_backward: bool = False,
+    zero_centered_gamma: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """hidden_states + residual, and its norm: the layer norm where there is a bias, else the root-mean-square norm.
+    """x + residual in new memory, and its norm."""
+    factor = 1 + weight if zero_centered_gamma else weight
+    total, output, _, _ = torch.ops.megalite.norm(x, residual, factor, bias, eps)
+    return total, output
 
-    offset: as of rms_norm.
-    """
-    return _fused(hidden_states, residual, weight, bias, eps, offset, split_backward)
+
+def compiled_add_norm_split(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    zero_centered_gamma: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """As of `compiled_add_norm`."""
+    return _compiled_split(x, residual, weight, bias, eps, zero_centered_gamma)
 
 
-def _fused(
+def _compiled_split(
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor,
     bias: Tensor | None,
     eps: float,
-    offset: bool,
-    split_backward: bool,
+    zero_centered_gamma: bool,
 ) -> tuple[Tensor, Tensor]:
     """What was normalised (x, or its sum with the residual), and the norm."""
-    operator = torch.ops.megalite.norm
-    if not (split_backward and weight.requires_grad and torch.is_grad_enabled()):
-        total, output, _, _ = operator(x, residual, 1 + weight if offset else weight, bias, eps)
-        return x if residual is None else total, output
-    shift = None if bias is None else bias.detach()
-    factor = 1 + weight.detach() if offset else weight.detach()
-    total, output, mean, inverse = operator(x, residual, factor, shift, eps)
+    factor, shift = (1 + weight if zero_centered_gamma else weight), bias
+    attached = weight.requires_grad and torch.is_grad_enabled()
+    if attached:
+        factor, shift = factor.detach(), None if bias is None else bias.detach()
+    total, output, mean, inverse = torch.ops.megalite.norm(x, residual, factor, shift, eps)
     if residual is None:
         total = x
+    if not attached:
+        return total, output
     statistics = (inverse.detach(),) if bias is None else (mean.detach(), inverse.detach())
     nothing = _WeightGradient.apply(weight, bias, total.detach(), *statistics)
     output = _Joined.apply(output, nothing)
@@ -166,8 +190,8 @@ def _fused(
 
 
 class _WeightGradient(torch.autograd.Function):
-    """Of x's shape and without memory, a constant; its backward computes the gradients of weight and bias, for a pass
-    that asks for these."""
+    """Returns a zero-stride tensor shaped like x whose only purpose is to attach the node of the gradients of weight and
+    bias."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, bias: Tensor | None, x: Tensor, *statistics: Tensor) -> Tensor:
@@ -183,7 +207,7 @@ class _WeightGradient(torch.autograd.Function):
 
 
 class _Joined(torch.autograd.Function):
-    """The first, whose gradient both get."""
+    """Returns the output and hands its gradient to both inputs."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, nothing: Tensor) -> Tensor:
@@ -199,12 +223,12 @@ class _Joined(torch.autograd.Function):
 def _norm_like(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    rows, wide = math.prod(x.shape[:-1]), torch.promote_types(x.dtype, torch.float32)
+    rows, fp32 = math.prod(x.shape[:-1]), torch.promote_types(x.dtype, torch.float32)
     return (
         x.new_empty((0,) if residual is None else x.shape),
         x.new_empty(x.shape),
-        x.new_empty(0 if bias is None else rows, dtype=wide),
-        x.new_empty(rows, dtype=wide),
+        x.new_empty(0 if bias is None else rows, dtype=fp32),
+        x.new_empty(rows, dtype=fp32),
     )
 
 

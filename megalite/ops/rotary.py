@@ -1,6 +1,7 @@
 """Rotary position embedding (Su et al., "RoFormer", 2021), in the half-split form of Llama and the interleaved one.
 
-In two forms: plain torch, and the compiled operators of csrc/rotary.h (`fused`).
+In plain torch, which can also rotate the first values of each head only, and by the compiled operators of csrc/rotary.h
+for whole heads. The angles' size says how many values are rotated: rotary_dim.
 """
 
 import math
@@ -47,34 +48,47 @@ def split_and_rotate(
     position_ids: Tensor | None = None,
     interleaved: bool = False,
     overwrite: bool = False,
-    fused: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Query, key and value from their packed projection, query and key rotated by their positions' angles.
 
-    qkv: [B, S, heads + 2 key_value_heads, head_dim]; cosines, sines: [B or 1, S, 1, head_dim / 2], same dtype, or
-    with position_ids [B or 1, S] tables of all positions [positions, head_dim / 2]. Dimension i of a head is paired
-    with i + head_dim / 2, or 2 i with 2 i + 1 where interleaved. overwrite: qkv may become the result, since nobody
-    reads it later; it does where that saves time and no gradient is recorded. Returns [B, S, heads, head_dim] and
-    twice [B, S, key_value_heads, head_dim].
+    qkv: [B, S, heads + 2 key_value_heads, head_dim]; cosines, sines: [B or 1, S, 1, rotary_dim / 2], same dtype,
+    or with position_ids [B or 1, S] tables of all positions [positions, rotary_dim / 2]. Value i of a head is paired
+    with i + rotary_dim / 2, or 2 i with 2 i + 1 where interleaved. overwrite: qkv may become the result, which it never
+    does here. Returns [B, S, heads, head_dim] and twice [B, S, key_value_heads, head_dim].
     """
     parts = (heads, key_value_heads, key_value_heads)
     query: Tensor
-    if fused and overwrite and not torch.is_grad_enabled():
-        turning = qkv[:, :, : heads + key_value_heads]
-        torch.ops.megalite.rotary_(turning, cosines, sines, position_ids, interleaved)
-        query, key, value = qkv.split(parts, dim=2)
-        return query, key, value
-    if fused:
-        query, key, value = torch.ops.megalite.rotary_split(
-            qkv, heads, key_value_heads, cosines, sines, position_ids, interleaved
-        )
-        return query, key, value
     cosines, sines = _of_positions(position_ids, cosines, sines)
     if torch.compiler.is_compiling():  # which fuses what it sees, and sees no further than a node of ours
         query, key, value = qkv.split(parts, dim=2)
         query, key = (_rotated(each, cosines, sines, interleaved) for each in (query, key))
         return query, key, value
     query, key, value = _SplitAndRotate.apply(qkv, heads, key_value_heads, cosines, sines, interleaved)
+    return query, key, value
+
+
+def compiled_split_and_rotate(
+    qkv: Tensor,
+    heads: int,
+    key_value_heads: int,
+    cosines: Tensor,
+    sines: Tensor,
+    *,
+    position_ids: Tensor | None = None,
+    interleaved: bool = False,
+    overwrite: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As of `split_and_rotate`, for rotary_dim = head_dim. overwrite: qkv becomes the result where no gradient is
+    recorded."""
+    query: Tensor
+    if overwrite and not torch.is_grad_enabled():
+        turning = qkv[:, :, : heads + key_value_heads]
+        torch.ops.megalite.rotary_(turning, cosines, sines, position_ids, interleaved)
+        query, key, value = qkv.split((heads, key_value_heads, key_value_heads), dim=2)
+        return query, key, value
+    query, key, value = torch.ops.megalite.rotary_split(
+        qkv, heads, key_value_heads, cosines, sines, position_ids, interleaved
+    )
     return query, key, value
 
 
@@ -86,19 +100,30 @@ def rotate(
     *,
     position_ids: Tensor | None = None,
     interleaved: bool = False,
-    fused: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """[B, S, heads, head_dim] and [B, S, key_value_heads, head_dim] -> the same, rotated; for heads that something
     happens to before the rotation. The rest as of split_and_rotate."""
     turned: Tensor
-    if fused:
-        turned, turned_key = torch.ops.megalite.rotary(
-            query, key, cosines, sines, position_ids, interleaved, False
-        )
-        return turned, turned_key
     cosines, sines = _of_positions(position_ids, cosines, sines)
     run = _rotated if torch.compiler.is_compiling() else _Rotate.apply
     turned, turned_key = (run(each, cosines, sines, interleaved) for each in (query, key))
+    return turned, turned_key
+
+
+def compiled_rotate(
+    query: Tensor,
+    key: Tensor,
+    cosines: Tensor,
+    sines: Tensor,
+    *,
+    position_ids: Tensor | None = None,
+    interleaved: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """As of `rotate`, for rotary_dim = head_dim."""
+    turned: Tensor
+    turned, turned_key = torch.ops.megalite.rotary(
+        query, key, cosines, sines, position_ids, interleaved, False
+    )
     return turned, turned_key
 
 
@@ -155,6 +180,10 @@ class _Rotate(torch.autograd.Function):
 
 
 def _rotate(heads: Tensor, cosines: Tensor, sines: Tensor, interleaved: bool, *, out: Tensor) -> None:
+    rotary_dim = 2 * cosines.shape[-1]
+    if rotary_dim < heads.shape[-1]:
+        out[..., rotary_dim:].copy_(heads[..., rotary_dim:])
+        heads, out = heads[..., :rotary_dim], out[..., :rotary_dim]
     first, second = _pairs(heads, interleaved)
     out_first, out_second = _pairs(out, interleaved)
     torch.mul(first, cosines, out=out_first)
@@ -164,9 +193,12 @@ def _rotate(heads: Tensor, cosines: Tensor, sines: Tensor, interleaved: bool, *,
 
 
 def _rotated(heads: Tensor, cosines: Tensor, sines: Tensor, interleaved: bool) -> Tensor:
-    first, second = _pairs(heads, interleaved)
+    turning, unturned = heads.tensor_split((2 * cosines.shape[-1],), dim=-1)
+    first, second = _pairs(turning, interleaved)
     turned = (first * cosines - second * sines, second * cosines + first * sines)
-    return torch.stack(turned, dim=-1).flatten(-2) if interleaved else torch.cat(turned, dim=-1)
+    if interleaved:
+        return torch.cat((torch.stack(turned, dim=-1).flatten(-2), unturned), dim=-1)
+    return torch.cat((*turned, unturned), dim=-1)
 
 
 def _pairs(heads: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:

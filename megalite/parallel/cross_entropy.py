@@ -11,11 +11,10 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
 
 from megalite.ops.cross_entropy import (
+    TORCH_CROSS_ENTROPY,
+    ShardCrossEntropy,
     Targets,
-    losses_over_gradient,
-    shard_statistics,
     visits_rows_once,
-    write_gradient,
 )
 from megalite.ops.softcap import cap_with_slope
 from megalite.parallel.collectives import gather_ranks
@@ -49,7 +48,7 @@ class _ShardLoss:
     weights: Tensor
     tp: Axis
     terms: LossTerms
-    fused: bool
+    operator: ShardCrossEntropy
 
     @classmethod
     def of(
@@ -59,7 +58,7 @@ class _ShardLoss:
         rows: range,
         tp: Axis,
         terms: LossTerms,
-        fused: bool,
+        operator: ShardCrossEntropy,
         dtype: torch.dtype,
     ) -> "_ShardLoss":
         """labels, loss_mask: of any shape. dtype: that of the logits."""
@@ -67,7 +66,7 @@ class _ShardLoss:
         flat = labels.reshape(-1).contiguous()
         targets = Targets(flat, rows.start, 1 - smoothing, smoothing / terms.vocabulary)
         weights = loss_mask.reshape(-1).to(torch.promote_types(dtype, torch.float32)) * (flat != IGNORE_INDEX)
-        return cls(targets, weights, tp, terms, fused)
+        return cls(targets, weights, tp, terms, operator)
 
     def in_chunks(self, tokens: int) -> Iterator["_ShardLoss"]:
         """The same of `tokens` tokens at a time."""
@@ -75,25 +74,25 @@ class _ShardLoss:
             self.targets.labels.split(tokens), self.weights.split(tokens), strict=True
         ):
             targets = Targets(labels, self.targets.first_id, self.targets.on_label, self.targets.uniform)
-            yield _ShardLoss(targets, weights, self.tp, self.terms, self.fused)
+            yield _ShardLoss(targets, weights, self.tp, self.terms, self.operator)
 
     def working_logits(self, logits: Tensor) -> Tensor:
-        """[..., columns] -> [T, columns] to compute in: their own memory, but without fused operators float32 for
-        narrower ones."""
+        """[..., columns] -> [T, columns] to compute in: their own memory, or a float32 copy of low precision."""
         flat = logits.detach().view(-1, logits.shape[-1])
-        return flat if self.fused else flat.to(self.weights.dtype)
+        return flat if self.operator.reads_low_precision else flat.to(self.weights.dtype)
 
     def losses_over_gradient(self, logits: Tensor) -> Tensor | None:
         """Weighted losses [T], with the gradient of their sum written over the logits; None where that takes two
         visits: `losses` and `write_gradient`."""
-        if not (self.fused and self.tp.size == 1 and visits_rows_once(logits)):
+        in_one_visit = self.operator.losses_over_gradient
+        if in_one_visit is None or self.tp.size > 1 or not visits_rows_once(logits):
             return None
-        return losses_over_gradient(logits, self.weights, self.targets, self.terms.z_loss)
+        return in_one_visit(logits, self.weights, self.targets, self.terms.z_loss)
 
     def losses(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Weighted losses [T], the same on every rank of tp; and for the gradient the shard's maximum [T] and the
         factor [T] that makes probabilities, times what z-loss brings, of its exponentials."""
-        statistics = shard_statistics(logits, self.weights, self.targets, fused=self.fused)
+        statistics = self.operator.statistics(logits, self.weights, self.targets)
         maximum, sums, expected = statistics
         shift, normaliser = None, maximum
         if self.tp.size > 1:
@@ -122,7 +121,7 @@ class _ShardLoss:
         """Over what `losses` was given; grad: by the weighted losses [T], 1 if it is None."""
         weights = self.weights if grad is None else self.weights * grad
         factors = torch.where(weights != 0, factor * weights, 0)
-        write_gradient(logits, maximum, factors, weights, self.targets, fused=self.fused)
+        self.operator.write_gradient(logits, maximum, factors, weights, self.targets)
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
@@ -162,53 +161,86 @@ def vocab_parallel_cross_entropy(
     tp: Axis,
     terms: LossTerms,
     *,
-    fused: bool = False,
+    operator: ShardCrossEntropy = TORCH_CROSS_ENTROPY,
 ) -> Tensor:
     """Token losses, weighted by `loss_mask`: [B, S], equal on every rank of `tp`, in at least float32.
 
-    logits: [B, S, rows held here], CONSUMED: its memory holds the gradient afterwards, or already after the forward,
-    made for a gradient of 1 by every loss, which is thus the fastest one; so backward runs once.
+    logits: [B, S, rows held here], overwritten: holds d(loss)/d(logits) after backward; where losses and gradient are
+    computed in one visit already after forward, assuming an upstream gradient of 1. So backward runs once.
     labels: [B, S] global ids; IGNORE_INDEX (-100) counts as masked. loss_mask: [B, S], any non-negative weights;
     where it is 0 logits may be anything, infinite too. rows: the range of the vocabulary that this rank holds.
     terms: what comes to the plain cross entropy.
     """
-    loss = _ShardLoss.of(labels, loss_mask, rows, tp, terms, fused, logits.dtype)
+    loss = _ShardLoss.of(labels, loss_mask, rows, tp, terms, operator, logits.dtype)
     differentiated = torch.is_grad_enabled() and logits.requires_grad
     losses: Tensor = _VocabParallelCrossEntropy.apply(logits, loss, differentiated)  # type: ignore[no-untyped-call]
     return losses
+
+
+@dataclass(frozen=True)
+class LogitTransform:
+    """What happens to logits before the loss: divided by `scaling`, then softcap * tanh(logit / softcap)."""
+
+    softcap: float | None = None
+    scaling: float = 1.0
+
+
+@dataclass(frozen=True)
+class _Gradients:
+    """The gradients of the sum of a chunked loss that are wanted, filled chunk by chunk.
+
+    hidden_states: [T, H]; weight: [rows, H] and bias: [rows], both zeros of at least float32 at first.
+    """
+
+    hidden_states: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+
+    @property
+    def wanted(self) -> bool:
+        return any(each is not None for each in (self.hidden_states, self.weight, self.bias))
+
+    def add(self, at: int, inputs: Tensor, logits_grad: Tensor, weight: Tensor) -> None:
+        """Of one chunk, whose first token is `at`."""
+        if self.bias is not None:
+            self.bias.add_(logits_grad.sum(dim=0))
+        low = logits_grad.to(weight.dtype)
+        if self.hidden_states is not None:
+            torch.mm(low, weight, out=self.hidden_states[at : at + len(inputs)])
+        if self.weight is not None:
+            _add_product(self.weight, low.t(), inputs)
 
 
 @torch.no_grad()
 def _in_chunks(
     hidden_states: Tensor,
     weight: Tensor,
+    bias: Tensor | None,
     loss: _ShardLoss,
     tokens: int,
-    softcap: float | None,
-    hidden_grad: Tensor | None,
-    weight_grad: Tensor | None,
+    transform: LogitTransform,
+    gradients: _Gradients,
 ) -> Tensor:
-    """Losses [T] of hidden_states [T, H]; fills the gradients of their sum that are wanted (weight_grad holds 0)."""
+    """Losses [T] of hidden_states [T, H]; fills the gradients of their sum."""
     losses, at = [], 0
     for inputs, chunk in zip(hidden_states.split(tokens), loss.in_chunks(tokens), strict=True):
-        logits = chunk.working_logits(F.linear(inputs, weight))
-        slope = None if softcap is None else cap_with_slope(logits, softcap)
-        differentiated = hidden_grad is not None or weight_grad is not None
-        of_chunk = chunk.losses_over_gradient(logits) if differentiated else None
+        logits = chunk.working_logits(F.linear(inputs, weight, bias))
+        if transform.scaling != 1:
+            logits.div_(transform.scaling)
+        slope = None if transform.softcap is None else cap_with_slope(logits, transform.softcap)
+        of_chunk = chunk.losses_over_gradient(logits) if gradients.wanted else None
         if of_chunk is None:
             of_chunk, *for_gradient = chunk.losses(logits)
-            if differentiated:
+            if gradients.wanted:
                 chunk.write_gradient(logits, *for_gradient)
         losses.append(of_chunk)
-        if not differentiated:
+        if not gradients.wanted:
             continue
         if slope is not None:
             logits.mul_(slope)
-        logits = logits.to(weight.dtype)
-        if hidden_grad is not None:
-            torch.mm(logits, weight, out=hidden_grad[at : at + len(inputs)])
-        if weight_grad is not None:
-            _add_product(weight_grad, logits.t(), inputs)
+        if transform.scaling != 1:
+            logits.div_(transform.scaling)
+        gradients.add(at, inputs, logits, weight)
         at += len(inputs)
     return torch.cat(losses)
 
@@ -230,7 +262,7 @@ class _KnownGradient(torch.autograd.Function):
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Narrower products are rounded to their own type before they are added."""
+    """Products of lower precision are rounded to their own type before they are added."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
     else:
@@ -259,6 +291,7 @@ def _one_number(grad: Tensor) -> Tensor:
 def chunked_cross_entropy(
     hidden_states: Tensor,
     weight: Tensor,
+    bias: Tensor | None,
     labels: Tensor,
     loss_mask: Tensor,
     rows: range,
@@ -266,22 +299,31 @@ def chunked_cross_entropy(
     terms: LossTerms,
     *,
     chunk_tokens: int,
-    softcap: float | None = None,
-    fused: bool = False,
+    transform: LogitTransform = LogitTransform(),
+    operator: ShardCrossEntropy = TORCH_CROSS_ENTROPY,
 ) -> Tensor:
-    """`vocab_parallel_cross_entropy` of hidden_states @ weight.T, of which no more than `chunk_tokens` tokens exist.
+    """`vocab_parallel_cross_entropy` of transformed hidden_states @ weight.T + bias, `chunk_tokens` tokens at a time.
 
     Only the sum of the losses may be differentiated, and once, times any number: forward computes its gradients.
-    Those of the weight are summed in at least float32. One small collective a chunk.
+    Those of the weight and the bias are summed in at least float32. One small collective a chunk.
     hidden_states: [B, S, H], equal on every rank of tp; their gradient is of this rank's rows. weight: [rows, H].
-    softcap: logits become softcap * tanh(logit / softcap) before.
+    bias: [rows].
     """
-    loss = _ShardLoss.of(labels, loss_mask, rows, tp, terms, fused, hidden_states.dtype)
+    loss = _ShardLoss.of(labels, loss_mask, rows, tp, terms, operator, hidden_states.dtype)
     flat = hidden_states.reshape(-1, hidden_states.shape[-1])
-    for_hidden, for_weight = (torch.is_grad_enabled() and each.requires_grad for each in (flat, weight))
-    hidden_grad = torch.empty_like(flat) if for_hidden else None
-    weight_grad = torch.zeros_like(weight, dtype=loss.weights.dtype) if for_weight else None
-    losses = _in_chunks(flat, weight, loss, chunk_tokens, softcap, hidden_grad, weight_grad)
-    by_hidden: Tensor = _KnownGradient.apply(flat, hidden_grad, losses)  # type: ignore[no-untyped-call]
-    by_weight: Tensor = _KnownGradient.apply(weight, weight_grad, torch.zeros_like(losses))  # type: ignore[no-untyped-call]
-    return (by_hidden + by_weight).view(labels.shape)
+    fp32 = loss.weights.dtype
+    gradients = _Gradients(
+        torch.empty_like(flat) if _differentiated(flat) else None,
+        torch.zeros_like(weight, dtype=fp32) if _differentiated(weight) else None,
+        torch.zeros_like(bias, dtype=fp32) if bias is not None and _differentiated(bias) else None,
+    )
+    losses = _in_chunks(flat, weight, bias, loss, chunk_tokens, transform, gradients)
+    total: Tensor = _KnownGradient.apply(flat, gradients.hidden_states, losses)  # type: ignore[no-untyped-call]
+    for source, gradient in ((weight, gradients.weight), (bias, gradients.bias)):
+        if source is not None:
+            total = total + _KnownGradient.apply(source, gradient, torch.zeros_like(losses))  # type: ignore[no-untyped-call]
+    return total.view(labels.shape)
+
+
+def _differentiated(tensor: Tensor) -> bool:
+    return torch.is_grad_enabled() and tensor.requires_grad

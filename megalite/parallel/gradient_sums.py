@@ -8,15 +8,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.ops import apex
-from megalite.ops.adamw import accumulate_
+from megalite.ops.adamw import compiled_accumulate_
 
 
 def sum_in_place(weights: Iterable[nn.Parameter]) -> None:
-    """Have linears and embeddings add to the gradients of these weights themselves, in at least float32: autograd makes
-    a tensor of each part first, of a tied weight's rows that no token has too.
+    """Have linears and embeddings add to the gradients of these weights in place, in at least float32.
 
-    Only for backwards that run each node once, and for gradients that nobody takes before all are there; weights with
-    hooks are left to autograd.
+    Otherwise autograd materialises every partial gradient, including embedding rows that no token used. Only for
+    backwards that run each node once, and where no gradient is read before all parts are summed; weights with hooks are
+    left to autograd.
     """
     for weight in weights:
         if weight.dim() == 2 and (weight.element_size() >= 4 or weight.grad_dtype == torch.float32):
@@ -32,7 +32,7 @@ def _sums_in_place(weight: Tensor) -> bool:
     return not torch.compiler.is_compiling() and not hooked and getattr(weight, _SUMS_IN_PLACE, False)
 
 
-def _weight_gradient(weight: Tensor, grad: Tensor, inputs: Tensor) -> Tensor | None:
+def weight_gradient(weight: Tensor, grad: Tensor, inputs: Tensor) -> Tensor | None:
     """grad [N, out]^T inputs [N, in], or None where it was added to the weight's own gradient."""
     if not _sums_in_place(weight):
         return grad.t() @ inputs
@@ -45,7 +45,7 @@ def _weight_gradient(weight: Tensor, grad: Tensor, inputs: Tensor) -> Tensor | N
     elif (accumulate := apex.accumulate_weight_gradient(total.device)) is not None:
         accumulate(inputs.contiguous(), grad.contiguous(), total)
     else:
-        accumulate_(total, grad.t() @ inputs, fused=True)
+        compiled_accumulate_(total, grad.t() @ inputs)
     return None
 
 
@@ -64,12 +64,12 @@ class _SummingLinear(torch.autograd.Function):
         flat_grad = grad.flatten(0, -2)
         return (
             grad @ weight if for_inputs else None,
-            _weight_gradient(weight, flat_grad, inputs.flatten(0, -2)) if for_weight else None,
+            weight_gradient(weight, flat_grad, inputs.flatten(0, -2)) if for_weight else None,
             flat_grad.sum(dim=0) if for_bias else None,
         )
 
 
-def _linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if not (_sums_in_place(weight) and torch.is_grad_enabled()):
         return F.linear(inputs, weight, bias)
     output: Tensor = _SummingLinear.apply(inputs, weight, bias)  # type: ignore[no-untyped-call]
@@ -95,7 +95,7 @@ class _SummingEmbedding(torch.autograd.Function):
         return None, None
 
 
-def _embedding(input_ids: Tensor, weight: Tensor) -> Tensor:
+def embedding(input_ids: Tensor, weight: Tensor) -> Tensor:
     # A GPU adds rows in any order, which a resumed run would show.
     in_place = weight.device.type == "cpu" and _sums_in_place(weight)
     if not (in_place and torch.is_grad_enabled()):

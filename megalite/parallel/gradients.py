@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalite.ops.adamw import scale_, sum_of_squares
+from megalite.ops.adamw import scale_
+from megalite.ops.choice import PLAIN_TORCH, Operators
 from megalite.parallel.collectives import all_reduce
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.parameters import EMBEDDING, Parameter
@@ -180,15 +181,15 @@ def global_norm(
     tensors: Mapping[str, Tensor],
     mesh: ParallelMesh,
     *,
-    fused: bool = False,
+    ops: Operators = PLAIN_TORCH,
 ) -> float:
     """L2 norm of the whole model's gradient, every element counted once; equal on all ranks of a replica.
 
-    Accumulated in float64 over parameters. Collective over tp x pp. fused: as of ops.adamw.sum_of_squares.
+    Accumulated in float64 over parameters. Collective over tp x pp.
     """
     found = [tensors[each.name].grad for each in parameters if counted_here(each, mesh)]
     gradients = [gradient for gradient in found if gradient is not None]
-    total = sum_of_squares(gradients, fused=fused).to(mesh.device)
+    total = ops.sum_of_squares(gradients).to(mesh.device)
     return float(all_reduce(total, mesh.replica).sqrt())
 
 

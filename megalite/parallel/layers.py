@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megalite.ops.choice import PLAIN_TORCH, Operators
 from megalite.parallel.collectives import (
     column_input,
     row_output,
@@ -18,7 +19,7 @@ from megalite.parallel.collectives import (
     start_gather,
     start_reduce_scatter,
 )
-from megalite.parallel.gradient_sums import _embedding, _linear, _weight_gradient
+from megalite.parallel.gradient_sums import embedding, linear, weight_gradient
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.stages import balanced_split
 
@@ -49,7 +50,7 @@ class _OverlappedColumnLinear(torch.autograd.Function):
             (start_reduce_scatter if split else start_all_reduce)(grad @ weight, tp) if for_inputs else None
         )
         flat_grad = grad.flatten(0, -2)
-        weight_grad = _weight_gradient(weight, flat_grad, gathering().flatten(0, -2)) if for_weight else None
+        weight_grad = weight_gradient(weight, flat_grad, gathering().flatten(0, -2)) if for_weight else None
         bias_grad = flat_grad.sum(dim=0) if for_bias else None
         return summing() if summing is not None else None, weight_grad, bias_grad, None
 
@@ -60,15 +61,15 @@ def column_linear(
     bias: Tensor | None = None,
     *,
     mesh: ParallelMesh,
-    split_backward: bool = False,
+    ops: Operators = PLAIN_TORCH,
 ) -> Tensor:
     """[B, S or S / tp, in] -> [B, S, this rank's outputs]: a product whose outputs are split over tp.
 
-    split_backward: the gradients of inputs and weight are asked for at different times, so they come from nodes of
-    their own, which overlap nothing; all positions of the inputs are kept until then.
+    Where a schedule asks for the gradients of inputs and weight at different times (ops.split_backward), they come from
+    nodes of their own, which overlap nothing; all positions of the inputs are kept until then.
     """
-    if mesh.tp.size == 1 or split_backward:
-        return _linear(column_input(hidden_states, mesh), weight, bias)
+    if mesh.tp.size == 1 or ops.split_backward:
+        return linear(column_input(hidden_states, mesh), weight, bias)
     output: Tensor = _OverlappedColumnLinear.apply(hidden_states, weight, bias, mesh)  # type: ignore[no-untyped-call]
     return output
 
@@ -89,19 +90,17 @@ class ColumnParallelLinear(nn.Module):
         mesh: ParallelMesh,
         dtype: torch.dtype,
         bias: bool = False,
-        split_backward: bool = False,
+        ops: Operators = PLAIN_TORCH,
     ):
         super().__init__()
-        self.mesh, self.split_backward = mesh, split_backward
+        self.mesh, self.ops = mesh, ops
         self.weight = nn.Parameter(torch.empty(local_out_features, in_features, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(local_out_features, dtype=dtype)) if bias else None
 
     def forward(self, hidden_states: Tensor, *, with_bias: bool = True) -> Tensor:
         """[B, S or S / tp, in] -> [B, S, out / tp]; without the bias where the caller adds it."""
         bias = self.bias if with_bias else None
-        return column_linear(
-            hidden_states, self.weight, bias, mesh=self.mesh, split_backward=self.split_backward
-        )
+        return column_linear(hidden_states, self.weight, bias, mesh=self.mesh, ops=self.ops)
 
 
 class RowParallelLinear(nn.Module):
@@ -128,7 +127,7 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """[B, S, in / tp] -> [B, S or S / tp, out]."""
-        summed = row_output(_linear(hidden_states, self.weight), self.mesh)
+        summed = row_output(linear(hidden_states, self.weight), self.mesh)
         # After the sum: every rank has the whole bias, and it counts once.
         return summed if self.bias is None else summed.add_(self.bias)
 
@@ -148,8 +147,8 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, input_ids: Tensor) -> Tensor:
         """[B, S] -> [B, S or S / tp, hidden_size]."""
         if self.mesh.tp.size == 1:
-            return _embedding(input_ids, self.weight)
+            return embedding(input_ids, self.weight)
         elsewhere = (input_ids < self.rows.start) | (input_ids >= self.rows.stop)
         local_ids = (input_ids - self.rows.start).masked_fill(elsewhere, 0)
-        embedded = _embedding(local_ids, self.weight).masked_fill(elsewhere.unsqueeze(-1), 0)
+        embedded = embedding(local_ids, self.weight).masked_fill(elsewhere.unsqueeze(-1), 0)
         return row_output(embedded, self.mesh)

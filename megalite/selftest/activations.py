@@ -6,7 +6,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.ops import liger
-from megalite.ops.activations import Approximate, bias_gelu, geglu, swiglu
+from megalite.ops.activations import (
+    Approximate,
+    compiled_bias_gelu,
+    compiled_geglu,
+    compiled_swiglu,
+    swiglu,
+)
 from megalite.ops.choice import COMPILED
 from megalite.selftest.norms import ROWS, rows
 from megalite.selftest.registry import Candidate, Entry, Form, Shape, Workload, compiled
@@ -37,7 +43,7 @@ def _plain_geglu(approximate: Approximate) -> Form:
 
 
 def _compiled_geglu(approximate: Approximate) -> Form:
-    return lambda gate_up: geglu(gate_up, approximate=approximate, fused=True)
+    return lambda gate_up: compiled_geglu(gate_up, approximate=approximate)
 
 
 def _plain_bias_gelu(approximate: Approximate) -> Form:
@@ -45,7 +51,7 @@ def _plain_bias_gelu(approximate: Approximate) -> Form:
 
 
 def _compiled_bias_gelu(approximate: Approximate) -> Form:
-    return lambda x, bias: bias_gelu(x, bias, approximate=approximate, fused=True)
+    return lambda x, bias: compiled_bias_gelu(x, bias, approximate=approximate)
 
 
 _GELUS: tuple[tuple[Approximate, str], ...] = (("none", "gelu"), ("tanh", "gelu_pytorch_tanh"))
@@ -58,7 +64,7 @@ ENTRIES = [
         plain=plain_swiglu,
         torch={"one autograd node": swiglu},
         candidates={
-            COMPILED: compiled(lambda gate_up: swiglu(gate_up, fused=True), "glu", "glu_backward"),
+            COMPILED: compiled(compiled_swiglu, "glu", "glu_backward"),
             liger.LIGER: Candidate(liger.swiglu, liger.why_not),
         },
         gradients=1,

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.ops.choice import COMPILED
+from megalite.ops.cross_entropy import COMPILED_CROSS_ENTROPY, TORCH_CROSS_ENTROPY, ShardCrossEntropy
 from megalite.parallel.cross_entropy import IGNORE_INDEX, LossTerms, vocab_parallel_cross_entropy
 from megalite.parallel.mesh import ParallelMesh
 from megalite.selftest.registry import Entry, Form, Shape, compiled
@@ -20,14 +21,14 @@ def _make(shape: Shape, dtype: torch.dtype, random: Form) -> list[Tensor]:
     return [logits, labels, weights]
 
 
-def _losses(fused: bool) -> Form:
+def _losses(operator: ShardCrossEntropy) -> Form:
     """As the model computes them."""
 
     def form(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
         mesh, columns = ParallelMesh.single(logits.device), logits.shape[-1]
         rows, ids, masks = (each.unsqueeze(0) for each in (logits, labels, weights))
         losses = vocab_parallel_cross_entropy(
-            rows, ids, masks, range(columns), mesh.tp, LossTerms(columns), fused=fused
+            rows, ids, masks, range(columns), mesh.tp, LossTerms(columns), operator=operator
         )
         return losses.squeeze(0)
 
@@ -45,9 +46,11 @@ ENTRIES = [
         operator="cross_entropy",
         make=_make,
         plain=plain_losses,
-        torch={"over the logits": _losses(fused=False)},
+        torch={"over the logits": _losses(TORCH_CROSS_ENTROPY)},
         candidates={
-            COMPILED: compiled(_losses(fused=True), "cross_entropy_statistics", "cross_entropy_gradient_")
+            COMPILED: compiled(
+                _losses(COMPILED_CROSS_ENTROPY), "cross_entropy_statistics", "cross_entropy_gradient_"
+            )
         },
         gradients=1,
         shapes=((1, 2), (5, 33), (7, 1030), (3, 50257)),

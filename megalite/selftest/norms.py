@@ -63,7 +63,7 @@ ENTRIES = [
         plain=plain_rms_norm,
         torch={"one autograd node": _one_node},
         candidates={
-            COMPILED: compiled(lambda x, weight: norms.rms_norm(x, weight, EPS, fused=True), *_NEEDS),
+            COMPILED: compiled(lambda x, weight: norms.compiled_norm(x, weight, None, EPS), *_NEEDS),
             liger.LIGER: Candidate(lambda x, weight: liger.rms_norm(x, weight, EPS), liger.why_not),
         },
         gradients=2,
@@ -78,7 +78,7 @@ ENTRIES = [
         torch={"one autograd node": _add_one_node},
         candidates={
             COMPILED: compiled(
-                lambda x, residual, weight: norms.fused_add_norm(x, residual, weight, None, EPS), *_NEEDS
+                lambda x, residual, weight: norms.compiled_add_norm(x, residual, weight, None, EPS), *_NEEDS
             )
         },
         gradients=3,
@@ -92,7 +92,7 @@ ENTRIES = [
         plain=plain_layer_norm,
         candidates={
             COMPILED: compiled(
-                lambda x, weight, bias: norms.layer_norm(x, weight, bias, EPS, fused=True), *_NEEDS
+                lambda x, weight, bias: norms.compiled_norm(x, weight, bias, EPS), *_NEEDS
             )
         },
         gradients=3,
@@ -106,7 +106,7 @@ ENTRIES = [
         plain=plain_add_layer_norm,
         candidates={
             COMPILED: compiled(
-                lambda x, residual, weight, bias: norms.fused_add_norm(x, residual, weight, bias, EPS),
+                lambda x, residual, weight, bias: norms.compiled_add_norm(x, residual, weight, bias, EPS),
                 *_NEEDS,
             )
         },

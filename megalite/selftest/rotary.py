@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megalite.ops.choice import COMPILED
-from megalite.ops.rotary import rotary_frequencies, rotary_table, split_and_rotate
+from megalite.ops.rotary import rotary_frequencies, compiled_split_and_rotate, rotary_table, split_and_rotate
 from megalite.selftest.registry import Entry, Form, Shape, Workload, compiled
 
 # Each form's heads of query for one of key and value; a run's own ratio comes as a fifth number of the shape.
@@ -28,11 +28,12 @@ def _make(shape: Shape, dtype: torch.dtype, random: Form) -> list[Tensor]:
     return [qkv, *tables, qkv.new_empty(group, 0)]
 
 
-def _form(interleaved: bool, fused: bool) -> Form:
+def _form(run: Form, interleaved: bool) -> Form:
     def form(qkv: Tensor, cosines: Tensor, sines: Tensor, group: Tensor) -> tuple[Tensor, ...]:
         key_value_heads = qkv.shape[2] // (len(group) + 2)
         heads = (len(group) * key_value_heads, key_value_heads)
-        return split_and_rotate(qkv, *heads, cosines, sines, interleaved=interleaved, fused=fused)
+        rotated: tuple[Tensor, ...] = run(qkv, *heads, cosines, sines, interleaved=interleaved)
+        return rotated
 
     return form
 
@@ -54,9 +55,11 @@ ENTRIES = [
         name=f"rotary embedding, {name}",
         operator="rotary",
         make=_make,
-        plain=_form(interleaved, fused=False),
+        plain=_form(split_and_rotate, interleaved),
         candidates={
-            COMPILED: compiled(_form(interleaved, fused=True), "rotary_split", "rotary_split_backward")
+            COMPILED: compiled(
+                _form(compiled_split_and_rotate, interleaved), "rotary_split", "rotary_split_backward"
+            )
         },
         gradients=1,
         shapes=((1, 1, 1, 2), (2, 5, 1, 6), (1, 33, 2, 64), (2, 17, 1, 128)),

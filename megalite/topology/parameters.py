@@ -36,6 +36,26 @@ EMBEDDING = "model.embed_tokens.weight"
 POSITIONS = "model.embed_positions.weight"
 FINAL_NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
+HEAD_BIAS = "lm_head.bias"
+
+_LAYER_NORMS = {
+    "pre": ("input_layernorm", "post_attention_layernorm"),
+    "post": ("input_layernorm", "post_attention_layernorm"),
+    "sandwich": (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    ),
+    "output": ("post_attention_layernorm", "post_feedforward_layernorm"),
+    "parallel": ("input_layernorm", "post_attention_layernorm"),
+    "parallel_shared": ("input_layernorm",),
+}
+
+
+def layer_norms(shape: ModelShape) -> tuple[str, ...]:
+    """The names of a decoder layer's norms of the residual stream, in the order in which they are used."""
+    return _LAYER_NORMS[shape.norm_placement]
 
 
 def layer_parameters(shape: ModelShape, layer: int) -> Iterator[Parameter]:
@@ -69,25 +89,33 @@ def layer_parameters(shape: ModelShape, layer: int) -> Iterator[Parameter]:
     def norm(name: str) -> Iterator[Parameter]:
         yield from _norm(shape, f"{prefix}.{name}", layer)
 
-    yield from norm("input_layernorm")
+    def head_norm(name: str, heads: int) -> Iterator[Parameter]:
+        """RMSNorm of query or key: one weight for every head, used on every rank, or one of all heads, cut by heads."""
+        weight, ones = f"{prefix}.self_attn.{name}.weight", _ones(shape)
+        if shape.qk_norm == "head":
+            yield _vector(weight, shape.head_dim, layer, fill=ones, summed=True)
+        elif shape.qk_norm == "full":
+            spec = ShardSpec((Part(weight, (heads * shape.head_dim,), heads),), 0)
+            yield Parameter(weight, spec, layer, None, False, ones)
+
+    before_mlp = [each for each in layer_norms(shape) if each not in ("input_layernorm", "post_feedforward_layernorm")]
+    if "input_layernorm" in layer_norms(shape):
+        yield from norm("input_layernorm")
     qkv = {"self_attn.q_proj": query, "self_attn.k_proj": key_value, "self_attn.v_proj": key_value}
     heads = (shape.num_attention_heads, shape.num_key_value_heads, shape.num_key_value_heads)
     yield from column("self_attn.qkv_proj", qkv, shape.attention_bias, heads)
-    if shape.qk_norm:
-        ones = _ones(shape)
-        yield _vector(f"{prefix}.self_attn.q_norm.weight", shape.head_dim, layer, fill=ones, summed=True)
-        yield _vector(f"{prefix}.self_attn.k_norm.weight", shape.head_dim, layer, fill=ones, summed=True)
+    yield from head_norm("q_norm", shape.num_attention_heads)
+    yield from head_norm("k_norm", shape.num_key_value_heads)
     yield from row("self_attn.o_proj", query, shape.attention_output_bias)
-    yield from norm("post_attention_layernorm")
-    if shape.norm_placement == "sandwich":
-        yield from norm("pre_feedforward_layernorm")
+    for each in before_mlp:
+        yield from norm(each)
     if shape.gated_mlp:
         gate_up = {"mlp.gate_proj": shape.intermediate_size, "mlp.up_proj": shape.intermediate_size}
         yield from column("mlp.gate_up_proj", gate_up, shape.mlp_bias)
     else:
         yield from column("mlp.up_proj", {"mlp.up_proj": shape.intermediate_size}, shape.mlp_bias)
     yield from row("mlp.down_proj", shape.intermediate_size, shape.mlp_bias)
-    if shape.norm_placement == "sandwich":
+    if "post_feedforward_layernorm" in layer_norms(shape):
         yield from norm("post_feedforward_layernorm")
 
 
@@ -116,6 +144,9 @@ def stage_parameters(shape: ModelShape, split: PipelineSplit, stage: int) -> Ite
         yield from _norm(shape, FINAL_NORM.removesuffix(".weight"), None)
         if not tied:
             yield Parameter(HEAD, ShardSpec((Part(HEAD, table),), 0), None, std, True)
+            if shape.head_bias:
+                bias = ShardSpec((Part(HEAD_BIAS, (shape.vocab_size,)),), 0)
+                yield Parameter(HEAD_BIAS, bias, None, None, False, fill=0.0)
         elif 0 not in chunks:
             yield embedding
 

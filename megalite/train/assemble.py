@@ -1,5 +1,7 @@
 """The configuration as options of the model and settings of the optimizer."""
 
+from dataclasses import replace
+
 from megalite.config.schema import RunConfig, TrainingConfig
 from megalite.model.options import Dropout, ModelOptions, Recompute
 from megalite.ops.choice import PLAIN_TORCH, Operators
@@ -12,9 +14,9 @@ from megalite.train.precision import DTYPES
 def model_options(config: RunConfig, operators: Operators = PLAIN_TORCH) -> ModelOptions:
     """All that the configuration has to say to the model beyond its shape, with these operators."""
     model, parallel, training = config.model, config.parallel, config.training
+    splits = parallel.pipeline > 1 and SCHEDULES[parallel.schedule].splits_backward
     return ModelOptions(
         dtype=DTYPES[config.training.precision],
-        split_backward=parallel.pipeline > 1 and SCHEDULES[parallel.schedule].splits_backward,
         dropout=Dropout(
             embedding=model.embedding_dropout,
             residual=model.residual_dropout,
@@ -27,7 +29,7 @@ def model_options(config: RunConfig, operators: Operators = PLAIN_TORCH) -> Mode
         recompute=Recompute(training.recompute, training.recompute_layers, training.recompute_ratio),
         compile=training.compile,
         chunked_loss=model.chunked_loss,
-        operators=operators,
+        operators=replace(operators, split_backward=splits),
     )
 
 
@@ -49,7 +51,7 @@ def optimizer_settings(config: RunConfig, options: ModelOptions) -> OptimizerSet
         loss_scale=_loss_scale_settings(training) if training.precision == "fp16" else None,
         native=config.native_optimizer,
         operators=options.operators,
-        sum_in_place=not options.split_backward,
+        sum_in_place=not options.operators.split_backward,
     )
 
 

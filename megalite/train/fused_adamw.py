@@ -12,18 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megalite.ops.adamw import adamw_
+from megalite.ops.choice import AdamW
 
 
 class OnePassAdamW(torch.optim.AdamW):
-    """torch.optim.AdamW whose groups, state and hooks are torch's own, and whose update is ops.adamw.adamw_.
+    """torch.optim.AdamW whose groups, state and hooks are torch's own, and whose update is one call of an operator.
 
     Unlike torch's it takes the gradients of the 16-bit weights that `copies` names, as they are, and writes those
     weights in the same pass. A result differs from torch's by float32's rounding: the gradient is scaled where it is
     used instead of before, and the coefficients are rounded once.
 
     copies: master -> its 16-bit weight. gradient_scale: what the next step's gradients are multiplied by.
-    fused: by the operator of ours, else by whatever stands in for it.
+    update: the operator that does it.
     """
 
     def __init__(
@@ -33,10 +33,10 @@ class OnePassAdamW(torch.optim.AdamW):
         *,
         betas: tuple[float, float],
         eps: float,
-        fused: bool,
+        update: AdamW,
     ):
         super().__init__(groups, lr=0.0, betas=betas, eps=eps, fused=True)
-        self.copies, self.gradient_scale, self._fused_update = copies, 1.0, fused
+        self.copies, self.gradient_scale, self._update = copies, 1.0, update
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -45,7 +45,7 @@ class OnePassAdamW(torch.optim.AdamW):
             for step, weights in self._alike(group):
                 states = [self.state[weight] for weight in weights]
                 torch._foreach_add_([state["step"] for state in states], 1)
-                adamw_(
+                self._update(
                     weights,
                     [self.copies[weight] for weight in weights if weight in self.copies],
                     [self._gradient(weight) for weight in weights],
@@ -57,7 +57,6 @@ class OnePassAdamW(torch.optim.AdamW):
                     weight_decay=group["weight_decay"],
                     step=step + 1,
                     gradient_scale=self.gradient_scale,
-                    fused=self._fused_update,
                 )
 
     def _alike(self, group: Mapping[str, Any]) -> Iterator[tuple[float, list[Tensor]]]:

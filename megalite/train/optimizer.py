@@ -147,8 +147,8 @@ def torch_optimizer(
     if settings.name == "sgd":
         optimizer = torch.optim.SGD(groups, lr=0.0, momentum=settings.momentum)
     elif copies is not None:
-        fused = settings.operators.uses("adamw")
-        optimizer = OnePassAdamW(groups, copies, betas=settings.betas, eps=settings.eps, fused=fused)
+        update = settings.operators.adamw
+        optimizer = OnePassAdamW(groups, copies, betas=settings.betas, eps=settings.eps, update=update)
         optimizer.register_step_pre_hook(lambda self, _arguments, _keywords: ensure_state(self))
     else:
         optimizer = torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, eps=settings.eps, fused=True)
@@ -290,8 +290,7 @@ class TorchOptimizer:
         return copies if (faster or apex.adamw(device)) and not rounds else None
 
     def _norm(self, tensors: Mapping[str, nn.Parameter]) -> float:
-        fused = self._settings.operators.uses("sum_of_squares")
-        return global_norm(self._parameters, tensors, self._mesh, fused=fused)
+        return global_norm(self._parameters, tensors, self._mesh, ops=self._settings.operators)
 
     def _step_in_one_pass(self, optimizer: OnePassAdamW, norm: float) -> None:
         """From the 16-bit weights' own gradients, which are read once more for each value that is clipped."""

@@ -134,14 +134,16 @@ def build(job: Job) -> Parts:
         torch._dynamo.reset()
     options = ModelOptions(
         dtype=job.dtype,
-        split_backward=job.layout.pipeline > 1 and SCHEDULES[job.schedule].splits_backward,
         dropout=job.dropout,
         dropout_seed=13,
         recompute=job.recompute,
         compile=job.compile,
         label_smoothing=job.label_smoothing,
         z_loss=job.z_loss,
-        operators=job.operators,
+        operators=replace(
+            job.operators,
+            split_backward=job.layout.pipeline > 1 and SCHEDULES[job.schedule].splits_backward,
+        ),
         chunked_loss=job.chunked_loss,
     )
     split = pipeline_split(

@@ -1,0 +1,23 @@
+"""What one micro batch brings to every layer beside its hidden states."""
+
+from dataclasses import dataclass
+
+from megalite.model.dropout import DropoutContext
+from megalite.model.kv_cache import KeyValueCache
+from megalite.model.rope import Rotations
+from megalite.ops.documents import Documents
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """Shared by all layers of a chunk during one micro batch.
+
+    rotation: the rotary angles of its positions; None: the model has none. dropout: which samples and positions
+    they are, to draw masks from; None: nothing is dropped. cache: keys and values of earlier tokens, in generation.
+    documents: tokens attend within their own document only.
+    """
+
+    rotation: Rotations | None
+    dropout: DropoutContext | None = None
+    cache: KeyValueCache | None = None
+    documents: Documents | None = None

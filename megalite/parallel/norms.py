@@ -1,0 +1,73 @@
+"""Root-mean-square norm over heads that are split over the tensor-parallel axis."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megalite.ops.choice import Operators
+from megalite.parallel.collectives import all_reduce
+from megalite.parallel.mesh import Axis, ParallelMesh
+
+
+class _ShardedNormalise(torch.autograd.Function):
+    """x / sqrt(mean(x^2) + eps) over the last dim of all ranks' x together.
+
+    Where `copies` ranks hold the same values, each counts 1 / copies of them. Their gradients are then parts of a sum
+    over those ranks, so each has that share of the term along x, which comes from the sum over all ranks.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, eps: float, total: int, copies: int, tp: Axis) -> Tensor:
+        fp32 = x.to(torch.promote_types(x.dtype, torch.float32))
+        squares = all_reduce(fp32.square().sum(dim=-1, keepdim=True), tp).div_(copies)
+        inverse_rms = squares.div_(total).add_(eps).rsqrt_()
+        normalised = fp32 * inverse_rms
+        ctx.save_for_backward(normalised, inverse_rms)
+        ctx.tp, ctx.share, ctx.dtype = tp, total * copies, x.dtype
+        return normalised
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        normalised, inverse_rms = ctx.saved_tensors
+        along = all_reduce((grad * normalised).sum(dim=-1, keepdim=True), ctx.tp).div_(ctx.share)
+        x_grad = torch.addcmul(grad, normalised, along, value=-1).mul_(inverse_rms)
+        return x_grad.to(ctx.dtype), None, None, None, None
+
+
+class HeadShardedNorm(nn.Module):
+    """RMSNorm over all heads together (OLMo team, "2 OLMo 2 Furious", 2024, section 3), each rank with its own heads.
+
+    weight: [heads of this rank * head_dim]. Where fewer heads than ranks exist, several ranks hold one head, and the
+    weight's gradient is the sum over them, as ShardSpec says of such a part.
+    """
+
+    def __init__(
+        self,
+        heads: int,
+        head_dim: int,
+        eps: float,
+        *,
+        mesh: ParallelMesh,
+        dtype: torch.dtype,
+        ops: Operators,
+        zero_centered_gamma: bool = False,
+    ):
+        super().__init__()
+        self.tp, self.ops, self.eps, self.zero_centered_gamma = mesh.tp, ops, eps, zero_centered_gamma
+        self.total, self.copies = heads * head_dim, max(1, mesh.tp.size // heads)
+        self.weight = nn.Parameter(torch.empty(mesh.local_heads(heads) * head_dim, dtype=dtype))
+
+    def forward(self, heads: Tensor) -> Tensor:
+        """[B, S, heads of this rank, head_dim] -> the same."""
+        flat = heads.flatten(2)
+        if self.tp.size == 1:
+            normed = self.ops.norm(flat, self.weight, None, self.eps, self.zero_centered_gamma)
+            return normed.view_as(heads)
+        normalised: Tensor = _ShardedNormalise.apply(flat, self.eps, self.total, self.copies, self.tp)  # type: ignore[no-untyped-call]
+        # A product of torch gives the weight's gradient when a schedule asks for it.
+        if self.zero_centered_gamma:
+            normed = (normalised * (1 + self.weight.to(normalised.dtype))).to(heads.dtype)
+        else:
+            normed = normalised.to(heads.dtype) * self.weight
+        return normed.view_as(heads)
