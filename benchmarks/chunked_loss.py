@@ -17,6 +17,7 @@ import torch
 from benchmarks import report
 from megalite.launcher.process import keep_freed_memory
 from megalite.ops import extension
+from megalite.ops.cross_entropy import COMPILED_CROSS_ENTROPY, TORCH_CROSS_ENTROPY
 from megalite.parallel.cross_entropy import LossTerms, chunked_cross_entropy, vocab_parallel_cross_entropy
 from megalite.parallel.mesh import ALONE
 
@@ -26,9 +27,12 @@ COLUMNS = {name: name for name in ("chunk", "form", "peak MB", "seconds")}
 
 def _once(hidden_states: torch.Tensor, weight: torch.Tensor, chunk: int, fused: bool) -> None:
     labels = torch.randint(VOCABULARY, hidden_states.shape[:2])
+    operator = COMPILED_CROSS_ENTROPY if fused else TORCH_CROSS_ENTROPY
     tokens = (labels, torch.ones(labels.shape), range(VOCABULARY), ALONE, LossTerms(VOCABULARY))
     if chunk:
-        losses = chunked_cross_entropy(hidden_states, weight, *tokens, chunk_tokens=chunk, operator=operator)
+        losses = chunked_cross_entropy(
+            hidden_states, weight, None, *tokens, chunk_tokens=chunk, operator=operator
+        )
     else:
         losses = vocab_parallel_cross_entropy(hidden_states @ weight.t(), *tokens, operator=operator)
     torch.autograd.grad(losses.sum(), (hidden_states, weight))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks.kernel_timing import Case, run
-from megalite.ops.attention import causal_attention, document_spans, document_starts
+from megalite.ops.attention import causal_attention, compiled_attention, document_spans, document_starts
 from megalite.ops.counter import MASK_LEVELS
 from megalite.ops.dropout import CountedMask
 
@@ -38,11 +38,12 @@ def _forms(
 
     mask = CountedMask((1, 2), torch.arange(rows), range(HEADS), MASK_LEVELS // 10) if dropped else None
 
-    def once(**how: Any) -> Any:
-        output = causal_attention(*leaves, window=window, mask=mask, **how)
+    def once(attend: Callable[..., Any] = causal_attention, **how: Any) -> Any:
+        output = attend(*leaves, window=window, mask=mask, **how)
         return torch.autograd.grad(output, leaves, grad) if backward else output
 
-    return {"torch": partial(once, documents=spans), "fused": partial(once, attend=compiled_attention, documents=starts)}
+    fused = partial(once, attend=compiled_attention, documents=starts)
+    return {"torch": partial(once, documents=spans), "fused": fused}
 
 
 CASES = [

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.kernel_timing import Case, run
+from megalite.ops.cross_entropy import COMPILED_CROSS_ENTROPY, TORCH_CROSS_ENTROPY, ShardCrossEntropy
 from megalite.parallel.cross_entropy import LossTerms, vocab_parallel_cross_entropy
 from megalite.parallel.mesh import ALONE
 
@@ -31,10 +32,11 @@ def _forms(tokens: int, vocabulary: int, label_smoothing: float = 0.0) -> Mappin
             logits.flatten(0, 1), labels.flatten(), reduction="sum", label_smoothing=label_smoothing
         )
 
-    def ours(logits: Tensor, *, fused: bool) -> Tensor:
+    def ours(logits: Tensor, *, operator: ShardCrossEntropy) -> Tensor:
         terms = LossTerms(vocabulary, label_smoothing)
         rows = range(vocabulary)
-        return vocab_parallel_cross_entropy(logits, labels, loss_mask, rows, ALONE, terms, fused=fused).sum()
+        weights = (labels, loss_mask, rows, ALONE, terms)
+        return vocab_parallel_cross_entropy(logits, *weights, operator=operator).sum()
 
     def once(loss: Callable[[Tensor], Tensor]) -> Any:
         return torch.autograd.grad(loss(logits), logits)
@@ -42,8 +44,8 @@ def _forms(tokens: int, vocabulary: int, label_smoothing: float = 0.0) -> Mappin
     forms = {
         "eager": torchs,
         "compiled": torch.compile(torchs),
-        "plain": partial(ours, fused=False),
-        "fused": partial(ours, fused=True),
+        "plain": partial(ours, operator=TORCH_CROSS_ENTROPY),
+        "fused": partial(ours, operator=COMPILED_CROSS_ENTROPY),
     }
     timed = {name: partial(once, loss) for name, loss in forms.items()}
     return timed | {"rewritten": lambda: logits.detach().mul_(1.0)}

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks.kernel_timing import Case, run
-from megalite.ops.adamw import accumulate_, adamw_, sum_of_squares
+from megalite.ops.adamw import compiled_accumulate_, compiled_adamw_, compiled_sum_of_squares, sum_of_squares
 
 COUNT, SIDE = 16, 1024
 RULES: dict[str, Any] = {
@@ -53,8 +53,8 @@ def _update(gradient: torch.dtype, copy: torch.dtype | None) -> Mapping[str, Cal
             each.copy_(weight)
 
     def fused() -> None:
-        sum_of_squares(gradients, fused=True)
-        adamw_(weights, copies, gradients, *moments, **RULES, step=3, fused=True)
+        compiled_sum_of_squares(gradients)
+        compiled_adamw_(weights, copies, gradients, *moments, **RULES, step=3)
 
     return {"fused": fused, "as before": before}
 
@@ -62,7 +62,7 @@ def _update(gradient: torch.dtype, copy: torch.dtype | None) -> Mapping[str, Cal
 def _norm(dtype: torch.dtype) -> Mapping[str, Callable[[], Any]]:
     gradients = [torch.randn(SIDE, SIDE).to(dtype) for _ in range(COUNT)]
     return {
-        "fused": lambda: sum_of_squares(gradients, fused=True),
+        "fused": lambda: compiled_sum_of_squares(gradients),
         "as before": lambda: sum_of_squares(gradients),
     }
 
@@ -70,7 +70,7 @@ def _norm(dtype: torch.dtype) -> Mapping[str, Callable[[], Any]]:
 def _accumulate(dtype: torch.dtype) -> Mapping[str, Callable[[], Any]]:
     total, gradient = torch.zeros(4 * SIDE, SIDE), torch.randn(4 * SIDE, SIDE).to(dtype)
     return {
-        "fused": lambda: accumulate_(total, gradient, fused=True),
+        "fused": lambda: compiled_accumulate_(total, gradient),
         "as before": lambda: total.add_(gradient.float()),
     }
 

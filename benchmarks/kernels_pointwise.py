@@ -15,8 +15,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.kernel_timing import Case, run
-from megalite.ops.activations import bias_gelu, geglu, swiglu
-from megalite.ops.rotary import rotary_frequencies, rotary_table, rotate, split_and_rotate
+from megalite.ops.activations import (
+    bias_gelu,
+    compiled_bias_gelu,
+    compiled_geglu,
+    compiled_swiglu,
+    geglu,
+    swiglu,
+)
+from megalite.ops.rotary import (
+    compiled_rotate,
+    compiled_split_and_rotate,
+    rotary_frequencies,
+    rotary_table,
+    rotate,
+    split_and_rotate,
+)
 
 TOKENS, HEADS, HEAD_DIM = 4096, 16, 64
 HIDDEN, GATED = 1024, 2816
@@ -68,26 +82,23 @@ def _heads(count: int) -> Tensor:
 
 def _rotary() -> dict[str, Callable[[], Any]]:
     inputs = [_heads(HEADS), _heads(HEADS), *_angles()]
-    return _forms(_eager_rotary, rotate, partial(rotate, fused=True), inputs)
+    return _forms(_eager_rotary, rotate, compiled_rotate, inputs)
 
 
 def _split() -> dict[str, Callable[[], Any]]:
-    def ours(
-        qkv: Tensor, cosines: Tensor, sines: Tensor, fused: bool = False
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return split_and_rotate(qkv, HEADS, HEADS, cosines, sines, fused=fused)
+    def ours(run: Form) -> Form:
+        return lambda qkv, cosines, sines: run(qkv, HEADS, HEADS, cosines, sines)
 
-    return _forms(_eager_split, ours, partial(ours, fused=True), [_heads(3 * HEADS), *_angles()])
+    plain, compiled = ours(split_and_rotate), ours(compiled_split_and_rotate)
+    return _forms(_eager_split, plain, compiled, [_heads(3 * HEADS), *_angles()])
 
 
-def _gated(eager: Callable[[Tensor], Tensor], ours: Form) -> dict[str, Callable[[], Any]]:
+def _gated(eager: Callable[[Tensor], Tensor], ours: Form, compiled: Form) -> dict[str, Callable[[], Any]]:
     def product(gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return eager(gate) * up
 
-    return _forms(
-        product, ours, partial(ours, fused=True), [torch.randn(TOKENS, 2 * GATED, requires_grad=True)]
-    )
+    return _forms(product, ours, compiled, [torch.randn(TOKENS, 2 * GATED, requires_grad=True)])
 
 
 def _bias_gelu(approximate: str) -> dict[str, Callable[[], Any]]:
@@ -95,11 +106,10 @@ def _bias_gelu(approximate: str) -> dict[str, Callable[[], Any]]:
         torch.randn(TOKENS, 4 * HIDDEN, requires_grad=True),
         torch.randn(4 * HIDDEN, requires_grad=True),
     ]
-    ours = partial(bias_gelu, approximate=approximate)
     return _forms(
         lambda inputs, bias: F.gelu(inputs + bias, approximate=approximate),
-        ours,
-        partial(ours, fused=True),
+        partial(bias_gelu, approximate=approximate),
+        partial(compiled_bias_gelu, approximate=approximate),
         inputs,
     )
 
@@ -108,11 +118,16 @@ ROTARY_TARGETS = {"eager": 5.0, "compiled": 2.0}
 CASES = [
     Case("rotary, query and key, 16 heads x 64", _rotary, ROTARY_TARGETS),
     Case("rotary of packed qkv, 3 x 16 heads x 64", _split),
-    Case("SwiGLU, 2816", partial(_gated, F.silu, swiglu)),
-    Case("GeGLU, 2816", partial(_gated, F.gelu, geglu)),
+    Case("SwiGLU, 2816", partial(_gated, F.silu, swiglu, compiled_swiglu)),
+    Case("GeGLU, 2816", partial(_gated, F.gelu, geglu, compiled_geglu)),
     Case(
         "GeGLU (tanh), 2816",
-        partial(_gated, partial(F.gelu, approximate="tanh"), partial(geglu, approximate="tanh")),
+        partial(
+            _gated,
+            partial(F.gelu, approximate="tanh"),
+            partial(geglu, approximate="tanh"),
+            partial(compiled_geglu, approximate="tanh"),
+        ),
     ),
     Case("bias + GELU, 4096", partial(_bias_gelu, "none")),
     Case("bias + GELU (tanh), 4096", partial(_bias_gelu, "tanh")),

@@ -96,7 +96,7 @@ class Form:
         mesh = ParallelMesh.over_world(Layout(tensor=WORLD), sequence_parallel=sequence_parallel)
         self.layer = DecoderLayer(shape, 0, mesh)
         for linear in (self.layer.self_attn.qkv_proj, self.layer.mlp.gate_up_proj):
-            linear.split_backward = not overlapped
+            linear.ops = replace(linear.ops, split_backward=not overlapped)
         for parameter in self.layer.parameters():
             torch.nn.init.normal_(parameter, std=0.02)
         held = len(mesh.sequence_range(length))

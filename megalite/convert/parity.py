@@ -23,10 +23,11 @@ from megalite.convert.average import AveragedWeights
 from megalite.convert.huggingface.files import SINGLE
 from megalite.errors import CheckpointError
 from megalite.families.tensors import family_tensors
+from megalite.model.context import StepContext
+from megalite.model.embedding import embedding_scale
 from megalite.model.layer import DecoderLayer
 from megalite.model.norms import build_norm
 from megalite.model.rope import LayerRotations
-from megalite.model.transformer import embedding_scale
 from megalite.ops.softcap import soft_capped
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.parameters import (
@@ -134,8 +135,7 @@ class _Parity:
         worst = Comparison("decoder layers", 0.0, 0.0)
         for layer in range(self.shape.num_hidden_layers):
             window = self.shape.window_of(layer)
-            rotation = None if rotations is None else rotations.of(window)
-            ours = self._our_layer(layer)(hidden_states, rotation)
+            ours = self._our_layer(layer)(hidden_states, StepContext(rotations))
             mask = self._mask(window)
             theirs = self.modules.layer(layer, hidden_states, self.position_ids, mask)
             # Rounding of the sum itself grows with the input.

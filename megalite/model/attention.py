@@ -57,9 +57,7 @@ class SelfAttention(nn.Module):
             self.q_norm = _query_key_norm(shape, shape.num_attention_heads, mesh, options)
             self.k_norm = _query_key_norm(shape, shape.num_key_value_heads, mesh, options)
 
-    def forward(
-        self, hidden_states: Tensor, context: StepContext, mask: Mask | CountedMask | None
-    ) -> Tensor:
+    def forward(self, hidden_states: Tensor, context: StepContext, mask: Mask | CountedMask | None) -> Tensor:
         """[B, S, H] -> [B, S, H]; with a cache, the S tokens follow those it holds. mask: of the probabilities."""
         qkv = self.qkv_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
         rotated = context.rotation is not None and self.rotates

@@ -15,8 +15,8 @@ from megalite.parallel.cross_entropy import (
 )
 from megalite.parallel.layers import VocabParallelEmbedding, column_linear
 from megalite.parallel.mesh import ParallelMesh
-from megalite.topology.layout import balanced_split
 from megalite.topology.shape import ModelShape
+from megalite.topology.stages import balanced_split
 
 
 class Head(nn.Module):

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from megalite.ops import activations, adamw, liger, norms, rotary
@@ -161,7 +160,9 @@ class Operators:
         softcap: float | None = None,
     ) -> Tensor:
         """As of ops.attention.causal_attention, by the implementation chosen for attention of this form."""
-        chosen = self._attention(mask is not None, softcap is not None, documents is not None, window is not None)
+        chosen = self._attention(
+            mask is not None, softcap is not None, documents is not None, window is not None
+        )
         if chosen == COMPILED and softcap is None and compiled_pays(query, key, window, documents, mask):
             return compiled_attention(
                 query, key, value, window=window, mask=mask, documents=documents, scale=scale
@@ -184,7 +185,7 @@ class Operators:
         """The form in which `attention` wants the documents of a micro batch [B, S], made once for all its layers.
 
         cu_seqlens: the same documents as of ops.documents.row_starts, without which an accelerator's host has to wait
-        for the ids. On an accelerator they serve every kernel; on a CPU each kernel has the form that it is fastest with.
+        for the ids. On an accelerator they serve every kernel; on a CPU each kernel has its fastest form.
         """
         if document_ids.device.type != "cpu":
             if cu_seqlens is None:
@@ -233,7 +234,13 @@ def attention_operator(*, dropout: bool, softcap: bool, documents: bool, window:
 
 
 def _norm_compiled(
-    ours: Norm, plain: Norm, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered_gamma: bool
+    ours: Norm,
+    plain: Norm,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    zero_centered_gamma: bool,
 ) -> Tensor:
     serves = not norms.why_not_compiled(weight.dtype, zero_centered_gamma=zero_centered_gamma)
     return (ours if serves else plain)(x, weight, bias, eps, zero_centered_gamma)

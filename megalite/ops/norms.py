@@ -3,8 +3,8 @@
 In plain torch, and by the compiled operators of csrc/norms.h. Schedules that split the backward ask for the gradients
 of inputs and weights at different times: the forms named `_split` give them from nodes of their own.
 
-Everywhere x is [..., H], weight and bias are [H]. A norm without a bias is RMSNorm. zero_centered_gamma: it multiplies by
-1 + weight (Gemma).
+Everywhere x is [..., H], weight and bias are [H]. A norm without a bias is RMSNorm. zero_centered_gamma: it
+multiplies by 1 + weight (Gemma).
 """
 
 import math
@@ -190,8 +190,7 @@ def _compiled_split(
 
 
 class _WeightGradient(torch.autograd.Function):
-    """Returns a zero-stride tensor shaped like x whose only purpose is to attach the node of the gradients of weight and
-    bias."""
+    """Returns a zero-stride tensor shaped like x whose only purpose is to attach the weight-gradient node."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, bias: Tensor | None, x: Tensor, *statistics: Tensor) -> Tensor:

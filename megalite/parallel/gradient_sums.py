@@ -1,6 +1,6 @@
 """Linear and embedding backwards that add weight gradients to the sum in place."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -8,28 +8,27 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.ops import apex
-from megalite.ops.adamw import compiled_accumulate_
 
 
-def sum_in_place(weights: Iterable[nn.Parameter]) -> None:
+def sum_in_place(weights: Iterable[nn.Parameter], accumulate: Callable[[Tensor, Tensor], None]) -> None:
     """Have linears and embeddings add to the gradients of these weights in place, in at least float32.
 
     Otherwise autograd materialises every partial gradient, including embedding rows that no token used. Only for
     backwards that run each node once, and where no gradient is read before all parts are summed; weights with hooks are
-    left to autograd.
+    left to autograd. accumulate: as of ops.adamw.accumulate_.
     """
     for weight in weights:
         if weight.dim() == 2 and (weight.element_size() >= 4 or weight.grad_dtype == torch.float32):
-            setattr(weight, _SUMS_IN_PLACE, True)
+            setattr(weight, _ACCUMULATE, accumulate)
 
 
-_SUMS_IN_PLACE = "sums_in_place"
+_ACCUMULATE = "accumulate_gradient"
 
 
 def _sums_in_place(weight: Tensor) -> bool:
     # A tensor's hook is shown what autograd makes; one after the accumulation sees the sum either way.
     hooked = bool(weight._backward_hooks)
-    return not torch.compiler.is_compiling() and not hooked and getattr(weight, _SUMS_IN_PLACE, False)
+    return not torch.compiler.is_compiling() and not hooked and hasattr(weight, _ACCUMULATE)
 
 
 def weight_gradient(weight: Tensor, grad: Tensor, inputs: Tensor) -> Tensor | None:
@@ -42,10 +41,10 @@ def weight_gradient(weight: Tensor, grad: Tensor, inputs: Tensor) -> Tensor | No
         weight.grad = (grad.t() @ inputs).to(weight.grad_dtype)
     elif total.dtype == grad.dtype:
         total.addmm_(grad.t(), inputs)
-    elif (accumulate := apex.accumulate_weight_gradient(total.device)) is not None:
-        accumulate(inputs.contiguous(), grad.contiguous(), total)
+    elif (by_apex := apex.accumulate_weight_gradient(total.device)) is not None:
+        by_apex(inputs.contiguous(), grad.contiguous(), total)
     else:
-        compiled_accumulate_(total, grad.t() @ inputs)
+        getattr(weight, _ACCUMULATE)(total, grad.t() @ inputs)
     return None
 
 

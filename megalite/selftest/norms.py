@@ -91,9 +91,7 @@ ENTRIES = [
         make=rows(1, 2),
         plain=plain_layer_norm,
         candidates={
-            COMPILED: compiled(
-                lambda x, weight, bias: norms.compiled_norm(x, weight, bias, EPS), *_NEEDS
-            )
+            COMPILED: compiled(lambda x, weight, bias: norms.compiled_norm(x, weight, bias, EPS), *_NEEDS)
         },
         gradients=3,
         shapes=ROWS,

@@ -5,8 +5,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.ops.adamw import accumulate_, adamw_, sum_of_squares
-from megalite.ops.choice import COMPILED
+from megalite.ops.adamw import (
+    accumulate_,
+    adamw_,
+    compiled_accumulate_,
+    compiled_adamw_,
+    compiled_sum_of_squares,
+    sum_of_squares,
+)
+from megalite.ops.choice import COMPILED, AdamW
 from megalite.selftest.norms import ROWS, rows
 from megalite.selftest.registry import NARROW, Entry, Form, Shape, Workload, compiled
 
@@ -35,14 +42,14 @@ def _make_update(shape: Shape, dtype: torch.dtype, random: Form) -> list[Tensor]
     return [*(each.float() for each in weights), *copies, *gradients, *means, *squares]
 
 
-def _update(fused: bool, scale: float = 0.5) -> Form:
+def _update(update: AdamW, scale: float = 0.5) -> Form:
     def form(*tensors: Tensor) -> list[Tensor]:
         count = len(tensors) // 5
         weights, copies, gradients, means, squares = (
             [*tensors[start : start + count]] for start in range(0, len(tensors), count)
         )
         narrow = copies if copies[0].element_size() < 4 else []
-        adamw_(weights, narrow, gradients, means, squares, **_RULES, gradient_scale=scale, fused=fused)
+        update(weights, narrow, gradients, means, squares, **_RULES, gradient_scale=scale)
         return [*weights, *(narrow or [each.clone() for each in weights]), *means, *squares]
 
     return form
@@ -53,8 +60,8 @@ ENTRIES = [
         name="AdamW, float32 masters and 16-bit copies",
         operator="adamw",
         make=_make_update,
-        plain=_update(fused=False),
-        candidates={COMPILED: compiled(_update(fused=True), "adamw_")},
+        plain=_update(adamw_),
+        candidates={COMPILED: compiled(_update(compiled_adamw_), "adamw_")},
         dtypes=NARROW,
         shapes=LISTS,
         own=_weights,
@@ -64,9 +71,7 @@ ENTRIES = [
         operator="sum_of_squares",
         make=lambda shape, dtype, random: [random(shape[1]) for _ in range(shape[0])],
         plain=lambda *tensors: sum_of_squares(tensors),
-        candidates={
-            COMPILED: compiled(lambda *tensors: sum_of_squares(tensors, fused=True), "sum_of_squares")
-        },
+        candidates={COMPILED: compiled(lambda *tensors: compiled_sum_of_squares(tensors), "sum_of_squares")},
         shapes=LISTS,
         own=_weights,
     ),
@@ -77,7 +82,7 @@ ENTRIES = [
         plain=lambda total, gradient: (accumulate_(total, gradient), total)[1],
         candidates={
             COMPILED: compiled(
-                lambda total, gradient: (accumulate_(total, gradient, fused=True), total)[1], "accumulate_"
+                lambda total, gradient: (compiled_accumulate_(total, gradient), total)[1], "accumulate_"
             )
         },
         dtypes=NARROW,

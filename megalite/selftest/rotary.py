@@ -6,7 +6,12 @@ import torch
 from torch import Tensor
 
 from megalite.ops.choice import COMPILED
-from megalite.ops.rotary import rotary_frequencies, compiled_split_and_rotate, rotary_table, split_and_rotate
+from megalite.ops.rotary import (
+    compiled_split_and_rotate,
+    rotary_frequencies,
+    rotary_table,
+    split_and_rotate,
+)
 from megalite.selftest.registry import Entry, Form, Shape, Workload, compiled
 
 # Each form's heads of query for one of key and value; a run's own ratio comes as a fifth number of the shape.

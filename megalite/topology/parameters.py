@@ -98,7 +98,9 @@ def layer_parameters(shape: ModelShape, layer: int) -> Iterator[Parameter]:
             spec = ShardSpec((Part(weight, (heads * shape.head_dim,), heads),), 0)
             yield Parameter(weight, spec, layer, None, False, ones)
 
-    before_mlp = [each for each in layer_norms(shape) if each not in ("input_layernorm", "post_feedforward_layernorm")]
+    before_mlp = [
+        each for each in layer_norms(shape) if each not in ("input_layernorm", "post_feedforward_layernorm")
+    ]
     if "input_layernorm" in layer_norms(shape):
         yield from norm("input_layernorm")
     qkv = {"self_attn.q_proj": query, "self_attn.k_proj": key_value, "self_attn.v_proj": key_value}

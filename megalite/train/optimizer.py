@@ -232,7 +232,7 @@ class TorchOptimizer:
                 or apex.accumulate_weight_gradient(mesh.device) is not None
             )
             if settings.sum_in_place and adds:
-                sum_in_place(self._tensors.values())
+                sum_in_place(self._tensors.values(), settings.operators.accumulate)
         self._masters = {name: _master(tensor) for name, tensor in self._tensors.items()}
         self._optimizer = torch_optimizer(settings, parameters, self._masters, self._copies())
         self._scale = LossScale(settings.loss_scale) if settings.loss_scale is not None else None

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from megalite.data import documents
 from megalite.model import transformer
+from megalite.model.attention import SelfAttention
 from megalite.model.options import Dropout, Recompute
-from megalite.ops import attention
+from megalite.ops import attention, choice
 from megalite.topology.axes import Layout
 from megalite.train.document_probe import DocumentFindings, probe_documents
 from tests.support.tiny import FAMILY_SHAPES
@@ -38,7 +39,7 @@ def _shared_spans_causal(own: Callable[[Tensor], Tensor]) -> Callable[[Tensor], 
 
 
 def _unmasked_layer(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return lambda self, places, documents, *heads: attend(self, places, None, *heads)
+    return lambda self, documents, *inputs: attend(self, None, *inputs)
 
 
 def _window_alone(within: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -79,9 +80,9 @@ def _end_with_the_next(number: Callable[..., Any]) -> Callable[..., Any]:
 
 # Name -> target, attribute, what it becomes, and the job whose path goes there.
 FAULTS: dict[str, tuple[Any, str, Callable[..., Any], Job]] = {
-    "spans ignored": (transformer, "document_spans", _one_span, JOB),
+    "spans ignored": (choice, "document_spans", _one_span, JOB),
     "documents of one span not told apart": (attention, "_own_document", _shared_spans_causal, JOB),
-    "fused attention without its documents": (transformer, "causal_attention", _unmasked, JOB),
+    "fused attention without its documents": (choice, "causal_attention", _unmasked, JOB),
     "reference attention without its documents": (attention, "_within", _window_alone, DROPPED),
     "window without documents": (
         attention,
@@ -90,8 +91,8 @@ FAULTS: dict[str, tuple[Any, str, Callable[..., Any], Job]] = {
         replace(JOB, shape=FAMILY_SHAPES["mistral"]),
     ),
     "selective recompute without its documents": (
-        transformer.DecoderLayer,
-        "_draw_and_attend",
+        SelfAttention,
+        "_attend",
         _unmasked_layer,
         replace(JOB, recompute=Recompute("selective")),
     ),
@@ -175,8 +176,8 @@ def test_the_leak_is_told_by_sample_and_token(ranks):
 
 
 def compiled_findings(*, ignored: bool) -> DocumentFindings:
-    seen = transformer.documents_seen
-    with mock.patch.object(transformer, "documents_seen", _shared_spans_causal(seen) if ignored else seen):
+    seen = choice.documents_seen
+    with mock.patch.object(choice, "documents_seen", _shared_spans_causal(seen) if ignored else seen):
         return findings(replace(JOB, compile=True))
 
 

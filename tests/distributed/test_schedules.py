@@ -21,6 +21,7 @@ from megalite.model.layer import DecoderLayer
 from megalite.model.options import ModelOptions
 from megalite.model.stages import build_stage
 from megalite.model.transformer import Stage
+from megalite.ops.choice import Operators
 from megalite.parallel import pipeline
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.pipeline import PipelineShapes, pipeline_runner
@@ -58,7 +59,7 @@ def step_on_rank(schedule: str, layout: Layout, micro_batches: int, chunks: int)
         chunks_per_stage=chunks,
         v_shaped=SCHEDULES[schedule].v_shaped,
     )
-    options = ModelOptions(split_backward=SCHEDULES[schedule].splits_backward)
+    options = ModelOptions(operators=Operators(split_backward=SCHEDULES[schedule].splits_backward))
     stage = build_stage(SHAPE, mesh, split, options, seed=0)
     shapes = PipelineShapes(micro_batches, SHAPE.hidden_size, torch.float32, torch.float32)
     runner = pipeline_runner(stage.chunks, split, mesh, shapes, schedule=schedule)

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megalite.model.norms import RMSNorm
+from megalite.model.norms import Norm
 from megalite.model.options import ModelOptions
+from megalite.ops.choice import Operators
 from megalite.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.axes import Layout
@@ -27,8 +28,9 @@ class Block(nn.Module):
     def __init__(self, mesh: ParallelMesh, *, split_backward: bool):
         super().__init__()
         common: dict[str, Any] = {"mesh": mesh, "dtype": torch.float64, "bias": True}
-        self.norm = RMSNorm(HIDDEN, 1e-5, ModelOptions(torch.float64, split_backward))
-        self.up = ColumnParallelLinear(HIDDEN, mesh.local(FEATURES), split_backward=split_backward, **common)
+        ops = Operators(split_backward=split_backward)
+        self.norm = Norm(HIDDEN, 1e-5, ModelOptions(torch.float64, operators=ops))
+        self.up = ColumnParallelLinear(HIDDEN, mesh.local(FEATURES), ops=ops, **common)
         self.down = RowParallelLinear(mesh.local(FEATURES), HIDDEN, **common)
         held = balanced_split(FEATURES, mesh.tp.size)[mesh.tp.rank]
         with torch.no_grad():

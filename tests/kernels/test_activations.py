@@ -8,16 +8,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megalite.ops.activations import bias_gelu, geglu, swiglu
+from megalite.ops.activations import (
+    bias_gelu,
+    compiled_bias_gelu,
+    compiled_geglu,
+    compiled_swiglu,
+    geglu,
+    swiglu,
+)
 from tests.support.kernels import DTYPES, needs_library, with_gradients
 from tests.support.parity import assert_no_worse
 
 pytestmark = needs_library
 GENERATOR = torch.Generator().manual_seed(11)
 GATED: dict[str, Callable[..., Tensor]] = {
-    "swiglu": swiglu,
-    "geglu": geglu,
-    "geglu, tanh": lambda gate_up, fused=False: geglu(gate_up, approximate="tanh", fused=fused),
+    "swiglu": lambda gate_up, fused=False: (compiled_swiglu if fused else swiglu)(gate_up),
+    "geglu": lambda gate_up, fused=False: (compiled_geglu if fused else geglu)(gate_up),
+    "geglu, tanh": lambda gate_up, fused=False: (compiled_geglu if fused else geglu)(
+        gate_up, approximate="tanh"
+    ),
 }
 gated = pytest.mark.parametrize("activation", GATED.values(), ids=GATED)
 approximated = pytest.mark.parametrize("approximate", ["none", "tanh"])
@@ -36,7 +45,7 @@ def _compare(
 
 def _biased(approximate: str) -> Callable[..., Tensor]:
     def run(inputs: Tensor, bias: Tensor, fused: bool = False) -> Tensor:
-        return bias_gelu(inputs, bias, approximate=approximate, fused=fused)
+        return (compiled_bias_gelu if fused else bias_gelu)(inputs, bias, approximate=approximate)
 
     return run
 
@@ -61,7 +70,7 @@ def test_bias_gelu_and_gradients(dtype: torch.dtype, approximate: str) -> None:
 @approximated
 def test_gelu_without_a_bias(approximate: str) -> None:
     def run(inputs: Tensor, fused: bool = False) -> Tensor:
-        return bias_gelu(inputs, None, approximate=approximate, fused=fused)
+        return (compiled_bias_gelu if fused else bias_gelu)(inputs, None, approximate=approximate)
 
     for dtype in DTYPES:
         _compare(run, [_random(5, 33)], _random(5, 33), dtype)
@@ -98,11 +107,11 @@ def test_float32_is_right_to_the_last_places(activation: str, low: float, high: 
     wide = x.double()
     if activation == "silu":
         made, exact = (
-            swiglu(torch.stack([x, torch.ones_like(x)], dim=-1), fused=True)[:, 0],
+            compiled_swiglu(torch.stack([x, torch.ones_like(x)], dim=-1))[:, 0],
             wide * wide.sigmoid(),
         )
     else:
-        made = bias_gelu(x, None, approximate=activation, fused=True)
+        made = compiled_bias_gelu(x, None, approximate=activation)
         inner = (8 / torch.pi) ** 0.5 * (wide + 0.044715 * wide**3)
         below = torch.special.erfc(-wide / 2**0.5) / 2 if activation == "none" else inner.sigmoid()
         exact = wide * below
@@ -151,8 +160,8 @@ def test_operators_keep_torchs_rules() -> None:
 def test_tensors_without_data() -> None:
     gate_up = torch.empty(2, 3, 8, device="meta")
     for made, features in (
-        (swiglu(gate_up, fused=True), 4),
-        (bias_gelu(gate_up, gate_up[0, 0], fused=True), 8),
+        (compiled_swiglu(gate_up), 4),
+        (compiled_bias_gelu(gate_up, gate_up[0, 0]), 8),
     ):
         assert made.shape == (2, 3, features) and made.is_meta
 
@@ -161,7 +170,7 @@ def test_compiled_without_a_break() -> None:
     inputs, grads = [_random(2, 3, 16), _random(16)], [_random(2, 3, 8)]
 
     def run(inputs: Tensor, bias: Tensor) -> Tensor:
-        return swiglu(bias_gelu(inputs, bias, fused=True), fused=True)
+        return compiled_swiglu(compiled_bias_gelu(inputs, bias))
 
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
     pairs = zip(with_gradients(compiled, inputs, grads), with_gradients(run, inputs, grads), strict=True)
@@ -171,10 +180,10 @@ def test_compiled_without_a_break() -> None:
 def test_inputs_with_gaps_count_as_their_values() -> None:
     inputs, bias = _random(16, 6).t(), _random(32)[::2]
     for made, expected in (
-        (swiglu(inputs, fused=True), swiglu(inputs.contiguous(), fused=True)),
+        (compiled_swiglu(inputs), compiled_swiglu(inputs.contiguous())),
         (
-            bias_gelu(inputs.t(), bias[:6].repeat(1), fused=True),
-            bias_gelu(inputs.t().clone(), bias[:6].clone(), fused=True),
+            compiled_bias_gelu(inputs.t(), bias[:6].repeat(1)),
+            compiled_bias_gelu(inputs.t().clone(), bias[:6].clone()),
         ),
     ):
         assert torch.equal(made, expected)
@@ -186,7 +195,7 @@ def test_the_number_of_threads_changes_no_bit() -> None:
     try:
         for number in (1, 2, 3):
             torch.set_num_threads(number)
-            results.append(with_gradients(lambda *each: bias_gelu(*each, fused=True), inputs, grads))
+            results.append(with_gradients(lambda *each: compiled_bias_gelu(*each), inputs, grads))
     finally:
         torch.set_num_threads(threads)
     for other in results[1:]:
@@ -195,10 +204,10 @@ def test_the_number_of_threads_changes_no_bit() -> None:
 
 def test_no_rows_give_gradients_of_zero() -> None:
     _, inputs_grad, bias_grad = with_gradients(
-        lambda *each: bias_gelu(*each, fused=True), [_random(0, 8), _random(8)], [_random(0, 8)]
+        lambda *each: compiled_bias_gelu(*each), [_random(0, 8), _random(8)], [_random(0, 8)]
     )
     assert inputs_grad.shape == (0, 8) and bias_grad.shape == (8,) and not bias_grad.any()
-    assert swiglu(_random(0, 8), fused=True).shape == (0, 4)
+    assert compiled_swiglu(_random(0, 8)).shape == (0, 4)
 
 
 @pytest.mark.parametrize(

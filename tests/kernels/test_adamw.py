@@ -9,9 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megalite.ops.adamw import accumulate_, adamw_, sum_of_squares
+from megalite.ops.adamw import (
+    adamw_,
+    compiled_accumulate_,
+    compiled_adamw_,
+    compiled_sum_of_squares,
+    sum_of_squares,
+)
 from megalite.ops.choice import ALL_COMPILED, PLAIN_TORCH
 from megalite.parallel import layers
+from megalite.parallel.gradient_sums import sum_in_place
 from megalite.parallel.mesh import ParallelMesh
 from megalite.train.fused_adamw import OnePassAdamW
 from megalite.train.optimizer import OptimizerSettings, TorchOptimizer
@@ -62,7 +69,7 @@ def cloned(given: list[list[Tensor]], dtype: torch.dtype | None = None) -> list[
 def check_update(shapes: Any, types: Any, step: float) -> None:
     given = lists(shapes, *types)
     fused, plain, exact = cloned(given), cloned(given), cloned(given, torch.float64)
-    adamw_(*fused, **RULES, step=step, fused=True)
+    compiled_adamw_(*fused, **RULES, step=step)
     adamw_(*plain, **RULES, step=step)
     adamw_(*exact, **RULES, step=step)
     for name, *alike in zip(
@@ -101,7 +108,7 @@ def test_steps_equal_torchs_optimizer():
         for weight, gradient in zip(expected, gradients, strict=True):
             weight.grad = gradient.clone()
         reference.step()
-        adamw_(weights, [], gradients, *moments, **RULES | {"gradient_scale": 1.0}, step=step, fused=True)
+        compiled_adamw_(weights, [], gradients, *moments, **RULES | {"gradient_scale": 1.0}, step=step)
     for ours, torchs in zip(weights, expected, strict=True):
         assert_close(ours, torchs, rtol=FLOAT32_RTOL)
 
@@ -110,13 +117,13 @@ def test_steps_equal_torchs_optimizer():
 def test_the_sum_of_squares(dtype):
     tensors = [torch.randn(shape, dtype=dtype) for shape in SHAPES]
     exact = sum((each.double().square().sum() for each in tensors), torch.zeros((), dtype=torch.float64))
-    assert_close(sum_of_squares(tensors, fused=True), exact, rtol=OPERATOR_RTOL)
+    assert_close(compiled_sum_of_squares(tensors), exact, rtol=OPERATOR_RTOL)
     assert_close(sum_of_squares(tensors), exact, rtol=FLOAT32_RTOL)
     # Squares beyond float32's range, mixed types, and a gradient that is no block of memory.
     large = torch.full((3, 2), 2.0**100, dtype=torch.float32).t()
-    assert_close(sum_of_squares([large, tensors[3]], fused=True), 6 * 2.0**200, rtol=OPERATOR_RTOL)
+    assert_close(compiled_sum_of_squares([large, tensors[3]]), 6 * 2.0**200, rtol=OPERATOR_RTOL)
     for bad in (float("inf"), float("nan")):
-        assert not sum_of_squares([tensors[3], torch.tensor([bad], dtype=dtype)], fused=True).isfinite()
+        assert not compiled_sum_of_squares([tensors[3], torch.tensor([bad], dtype=dtype)]).isfinite()
 
 
 def test_threads_do_not_change_a_bit():
@@ -125,7 +132,7 @@ def test_threads_do_not_change_a_bit():
         sums = set()
         for count in (1, 2, 3):
             torch.set_num_threads(count)
-            sums.add(sum_of_squares(tensors, fused=True).item())
+            sums.add(compiled_sum_of_squares(tensors).item())
     finally:
         torch.set_num_threads(threads)
     assert len(sums) == 1
@@ -135,7 +142,7 @@ def test_threads_do_not_change_a_bit():
 def test_gradients_are_summed_wide(types):
     total, gradient = torch.randn(9001, dtype=types[0]), torch.randn(9001, dtype=types[1])
     expected = total + gradient.to(types[0])
-    accumulate_(total, gradient, fused=True)
+    compiled_accumulate_(total, gradient)
     assert torch.equal(total, expected)
 
 
@@ -149,10 +156,10 @@ def test_what_cannot_be_is_refused():
         ([], [torch.randn(4, dtype=torch.float64)], "no kernel"),
     ):
         with pytest.raises(RuntimeError, match=complaint):
-            adamw_(weights, copies, gradients, *moments, **RULES, step=1, fused=True)
+            compiled_adamw_(weights, copies, gradients, *moments, **RULES, step=1)
     with pytest.raises(RuntimeError, match="not contiguous"):
         strided = torch.randn(4, 2)[:, 0]
-        adamw_([strided], [], [torch.randn(4)], *moments, **RULES, step=1, fused=True)
+        compiled_adamw_([strided], [], [torch.randn(4)], *moments, **RULES, step=1)
 
 
 def test_torch_knows_the_operators():
@@ -170,7 +177,7 @@ def test_a_saved_weight_that_changes_is_noticed():
     weight = torch.nn.Parameter(torch.randn(4))
     loss = weight.square().sum()
     moments = [[torch.zeros(4)], [torch.zeros(4)]]
-    adamw_([weight], [], [torch.randn(4)], *moments, **RULES, step=1, fused=True)
+    compiled_adamw_([weight], [], [torch.randn(4)], *moments, **RULES, step=1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
@@ -250,9 +257,9 @@ class _Counted:
     def __init__(self) -> None:
         self.calls = 0
 
-    def __call__(self, total: Tensor, gradient: Tensor, *, fused: bool) -> None:
+    def __call__(self, total: Tensor, gradient: Tensor) -> None:
         self.calls += 1
-        accumulate_(total, gradient, fused=fused)
+        compiled_accumulate_(total, gradient)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -260,7 +267,7 @@ def test_linears_add_to_the_sums_that_are_there(monkeypatch, bias):
     """To the bit what autograd sums, and without its float32 copy of each gradient."""
 
     def summed(in_place: bool) -> tuple[list[Tensor], int]:
-        monkeypatch.setattr(layers, "accumulate_", counted := _Counted())
+        counted = _Counted()
         torch.manual_seed(4)
         mesh = ParallelMesh.single()
         up = layers.ColumnParallelLinear(6, 10, mesh=mesh, dtype=torch.bfloat16, bias=bias)
@@ -270,7 +277,7 @@ def test_linears_add_to_the_sums_that_are_there(monkeypatch, bias):
             torch.nn.init.normal_(each)
             each.grad_dtype = torch.float32
         if in_place:
-            layers.sum_in_place(parameters)
+            sum_in_place(parameters, counted)
         for _ in range(3):
             inputs = torch.randn(2, 4, 6).bfloat16().requires_grad_()
             down(up(inputs).tanh()).square().sum().backward()
@@ -299,7 +306,7 @@ def test_a_tied_embedding_adds_to_its_own_rows_of_the_heads_gradient(dtype):
         node = torch.autograd.graph.get_gradient_edge(weight).node
         node.register_prehook(lambda gradients: seen.append(gradients[0]))
         if in_place:
-            layers.sum_in_place([weight])
+            sum_in_place([weight], compiled_accumulate_)
         for _ in range(2):
             hidden_states = embedding(torch.randint(11, (2, 8)))
             layers.column_linear(hidden_states.tanh(), weight, mesh=mesh).square().sum().backward()
@@ -329,7 +336,7 @@ def test_a_hook_of_a_weight_is_shown_every_gradient(hook):
 
         getattr(linear.weight, hook)(look)
         if in_place:
-            layers.sum_in_place([linear.weight])
+            sum_in_place([linear.weight], compiled_accumulate_)
         for _ in range(3):
             linear(torch.randn(2, 4, 6, dtype=torch.float64)).square().sum().backward()
         assert linear.weight.grad is not None

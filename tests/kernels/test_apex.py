@@ -13,8 +13,9 @@ from torch import Tensor
 from megalite.cli import doctor
 from megalite.launcher.environment import without_apex
 from megalite.ops import apex
-from megalite.ops.adamw import adamw_, scale_, sum_of_squares
+from megalite.ops.adamw import accumulate_, adamw_, scale_, sum_of_squares
 from megalite.parallel import layers
+from megalite.parallel.gradient_sums import sum_in_place
 from megalite.parallel.mesh import ParallelMesh
 from megalite.train.fused_adamw import OnePassAdamW
 from tests.kernels.test_adamw import ADAMW
@@ -123,7 +124,7 @@ def test_linears_add_to_their_gradients_by_it(fake):
     linear = layers.RowParallelLinear(8, 4, mesh=ParallelMesh.single(), dtype=torch.bfloat16)
     torch.nn.init.normal_(linear.weight)
     linear.weight.grad_dtype = torch.float32
-    layers.sum_in_place([linear.weight])
+    sum_in_place([linear.weight], accumulate_)
     apex.accumulate_weight_gradient(CPU)
     fake.calls.clear()
     batches = [torch.randn(2, 3, 8).bfloat16() for _ in range(3)]

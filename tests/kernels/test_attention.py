@@ -249,7 +249,7 @@ MASKS = pytest.mark.parametrize("mask", [None, counted_mask(2, 4)], ids=["plain"
 @pytest.mark.parametrize(("new", "total"), [(80, 80), (1, 90), (5, 90)])
 def test_causal_attention_fused_is_what_it_is_otherwise(new, total, window, mask) -> None:
     heads = _heads(2, new, total)
-    fused = ops.causal_attention(*heads, window=window, mask=mask, fused=True)
+    fused = ops.compiled_attention(*heads, window=window, mask=mask)
     assert fused.grad_fn is not None and "attention_forward" in str(fused.grad_fn.next_functions)
     _same_gradients(fused, ops.causal_attention(*heads, window=window, mask=mask), heads)
 
@@ -264,9 +264,9 @@ def test_documents_by_their_starts(window, mask) -> None:
     assert (places.places.tolist(), places.longest) == ([0, 60, 61, 90, 180], 90)
     form = ops.document_spans if mask is None else ops.documents_seen
     expected = ops.causal_attention(*heads, window=window, mask=mask, documents=form(ids))
-    for fused in (True, False):
+    for attend in (ops.compiled_attention, ops.causal_attention):
         _same_gradients(
-            ops.causal_attention(*heads, window=window, mask=mask, documents=places, fused=fused),
+            attend(*heads, window=window, mask=mask, documents=places),
             expected,
             heads,
         )
@@ -284,11 +284,11 @@ def _same_gradients(one: Tensor, other: Tensor, heads: list[Tensor]) -> None:
 
 def test_what_the_operator_lacks_is_told_and_torch_serves() -> None:
     heads = _heads(1, 6, 6)
-    assert "no mask that is written out" in ops.why_not_fused(heads[0], counted_mask(1, 4).draw(6, 6))
+    assert "no mask that is written out" in ops.why_not_compiled(heads[0], counted_mask(1, 4).draw(6, 6))
     ids = torch.zeros(1, 6, dtype=torch.int64)
     ops._tell.cache_clear()
-    with pytest.warns(UserWarning, match="not fused: it takes documents by their starts only"):
-        spans = ops.causal_attention(*heads, documents=ops.document_spans(ids), fused=True)
+    with pytest.warns(UserWarning, match="not compiled: it takes documents by their starts only"):
+        spans = ops.compiled_attention(*heads, documents=ops.document_spans(ids))
     assert_close(spans, ops.causal_attention(*heads))
 
 
@@ -327,5 +327,5 @@ def test_a_chip_whose_blocks_have_too_little_shared_memory_is_said(limit, dropou
     ):
         complaint = why_not_packed(query, dropout=dropout)
         mask = counted_mask(1, 4) if dropout else None
-        assert ops.why_not_fused(query, mask) == complaint
+        assert ops.why_not_compiled(query, mask) == complaint
     assert words in complaint and bool(words) == bool(complaint)

@@ -11,12 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megalite.ops.cross_entropy import Targets, shard_statistics, write_gradient
+from megalite.ops.cross_entropy import (
+    COMPILED_CROSS_ENTROPY,
+    TORCH_CROSS_ENTROPY,
+    Targets,
+    compiled_shard_statistics,
+    compiled_write_gradient,
+)
 from megalite.parallel.cross_entropy import IGNORE_INDEX, LossTerms, vocab_parallel_cross_entropy
 from megalite.parallel.mesh import ALONE
 from tests.support.kernels import DTYPES, needs_library
 from tests.support.parity import FLOAT32_RTOL, OPERATOR_RTOL, SLOPE_RTOL, assert_close, assert_no_worse
 from tests.unit.parallel.test_cross_entropy import torchs
+
+OPERATORS = {False: TORCH_CROSS_ENTROPY, True: COMPILED_CROSS_ENTROPY}
 
 pytestmark = needs_library
 
@@ -45,7 +53,9 @@ def loss_and_gradient(
 ) -> tuple[Tensor, Tensor]:
     leaf = logits.clone().requires_grad_()
     rows = range(logits.shape[-1])
-    losses = vocab_parallel_cross_entropy(leaf, labels, loss_mask, rows, ALONE, terms, fused=fused)
+    losses = vocab_parallel_cross_entropy(
+        leaf, labels, loss_mask, rows, ALONE, terms, operator=OPERATORS[fused]
+    )
     (gradient,) = torch.autograd.grad(losses.sum(), leaf)
     return losses.detach(), gradient
 
@@ -157,7 +167,7 @@ def test_statistics_of_unequal_shards_are_those_of_the_whole(cuts, fused):
 
     def of(shard: range) -> Tensor:
         piece = logits[:, shard.start : shard.stop].clone()
-        return shard_statistics(piece, weights, Targets(labels, shard.start, 0.9, uniform), fused=fused)
+        return OPERATORS[fused].statistics(piece, weights, Targets(labels, shard.start, 0.9, uniform))
 
     bounds = [0, *(cut for cut in cuts if 0 < cut < 37), 37]
     shards = [range(*pair) for pair in pairwise(bounds)]
@@ -188,7 +198,7 @@ def test_the_gradient_is_written_over_the_logits_of_their_type():
     logits, labels, loss_mask = tokens(4, 50, torch.bfloat16)
     logits.requires_grad_()
     losses = vocab_parallel_cross_entropy(
-        logits, labels, loss_mask, range(50), ALONE, LossTerms(50), fused=True
+        logits, labels, loss_mask, range(50), ALONE, LossTerms(50), operator=COMPILED_CROSS_ENTROPY
     )
     (gradient,) = torch.autograd.grad(losses.sum(), logits)
     assert losses.dtype == torch.float32
@@ -213,7 +223,7 @@ def test_each_loss_may_have_a_gradient_of_its_own(dtype):
 def fused_losses(logits: Tensor, labels: Tensor, loss_mask: Tensor) -> Tensor:
     columns = logits.shape[-1]
     return vocab_parallel_cross_entropy(
-        logits, labels, loss_mask, range(columns), ALONE, LossTerms(columns), fused=True
+        logits, labels, loss_mask, range(columns), ALONE, LossTerms(columns), operator=COMPILED_CROSS_ENTROPY
     )
 
 
@@ -257,7 +267,7 @@ def test_gradients_are_those_of_small_differences(terms, fused):
         labels=labels,
         loss_mask=loss_mask,
         terms=LossTerms(11, **TERMS[terms]),
-        fused=fused,
+        operator=OPERATORS[fused],
     )
     _, gradient = run(logits)
     slopes = torch.empty_like(gradient)
@@ -300,8 +310,8 @@ def test_a_narrow_gradient_is_not_made_before_its_factor_is_known():
 
 def both_operators(logits: Tensor, labels: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     targets = Targets(labels, 10, 0.9, 0.1 / 40)
-    statistics = shard_statistics(logits, values, targets, fused=True)
-    write_gradient(logits, statistics[0], values / statistics[1], values, targets, fused=True)
+    statistics = compiled_shard_statistics(logits, values, targets)
+    compiled_write_gradient(logits, statistics[0], values / statistics[1], values, targets)
     return statistics, logits
 
 

@@ -50,8 +50,8 @@ DTYPE_CODES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.floa
 
 def in_torch(logits: Tensor, targets: Targets, weights: Tensor) -> tuple[Tensor, Tensor]:
     given = logits.clone()
-    statistics = shard_statistics(given, weights, targets, fused=False)
-    write_gradient(given, statistics[0], weights / statistics[1], weights, targets, fused=False)
+    statistics = shard_statistics(given, weights, targets)
+    write_gradient(given, statistics[0], weights / statistics[1], weights, targets)
     return statistics, given
 
 

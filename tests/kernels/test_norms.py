@@ -9,7 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megalite.ops.norms import fused_add_norm, layer_norm, rms_norm
+from megalite.ops.norms import (
+    compiled_add_norm,
+    compiled_add_norm_split,
+    compiled_norm,
+    compiled_norm_split,
+    norm,
+    norm_split,
+)
 from tests.support.kernels import DTYPES, OUTGROWING, needs_library, with_gradients
 from tests.support.parity import OPERATOR_RTOL, assert_close, assert_no_worse
 
@@ -20,16 +27,17 @@ Norm = Callable[..., tuple[Tensor, Tensor]]
 
 def _plain(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
     total = x + residual
-    return total, rms_norm(total, weight, EPS) if bias is None else layer_norm(total, weight, bias, EPS)
+    return total, norm(total, weight, bias, EPS)
 
 
 def _fused(split_backward: bool) -> Norm:
-    def norm(
+    def add_norm(
         x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        return fused_add_norm(x, residual, weight, bias, EPS, split_backward=split_backward)
+        form = compiled_add_norm_split if split_backward else compiled_add_norm
+        return form(x, residual, weight, bias, EPS)
 
-    return norm
+    return add_norm
 
 
 def _inputs(rows: int, columns: int, centred: bool) -> tuple[list[Tensor], list[Tensor]]:
@@ -74,14 +82,16 @@ def test_ragged_shapes(rows: int, columns: int, dtype: torch.dtype, centred: boo
 @pytest.mark.parametrize("centred", [False, True], ids=["rms", "layer"])
 def test_without_a_residual(centred: bool, split_backward: bool) -> None:
     (x, _, *parameters), (grad, _) = _inputs(6, 40, centred)
-    norm = layer_norm if centred else rms_norm
+    compiled, plain = (compiled_norm_split, norm_split) if split_backward else (compiled_norm, norm)
 
-    def run(fused: bool) -> list[Tensor]:
-        form = {"fused": fused, "split_backward": split_backward}
-        return with_gradients(lambda *inputs: norm(*inputs, EPS, **form), [x, *parameters], [grad])
+    def run(form: Callable[..., Tensor]) -> list[Tensor]:
+        def normed(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+            return form(x, weight, bias, EPS)
 
-    for fused, plain in zip(run(True), run(False), strict=True):
-        assert_close(fused, plain, rtol=OPERATOR_RTOL)
+        return with_gradients(normed, [x, *parameters], [grad])
+
+    for ours, torchs in zip(run(compiled), run(plain), strict=True):
+        assert_close(ours, torchs, rtol=OPERATOR_RTOL)
 
 
 @pytest.mark.parametrize("split_backward", [False, True])
@@ -117,10 +127,10 @@ def test_tensors_without_data(centred: bool) -> None:
 @pytest.mark.parametrize("split_backward", [False, True])
 def test_compiled_without_a_break(split_backward: bool) -> None:
     inputs, grads = _inputs(4, 8, True)
-    norm = _fused(split_backward)
-    compiled = torch.compile(norm, fullgraph=True, backend="aot_eager")
+    add_norm = _fused(split_backward)
+    compiled = torch.compile(add_norm, fullgraph=True, backend="aot_eager")
     for one, two in zip(
-        with_gradients(compiled, inputs, grads), with_gradients(norm, inputs, grads), strict=True
+        with_gradients(compiled, inputs, grads), with_gradients(add_norm, inputs, grads), strict=True
     ):
         assert torch.equal(one, two)
 
@@ -193,7 +203,7 @@ def test_a_pass_for_inputs_computes_no_weight_gradient(monkeypatch: pytest.Monke
 def test_values_that_are_not_finite_stay_seen() -> None:
     x = torch.ones(2, 16, dtype=torch.bfloat16)
     x[0, 3] = float("nan")
-    output = rms_norm(x, torch.ones(16, dtype=torch.bfloat16), EPS, fused=True)
+    output = compiled_norm(x, torch.ones(16, dtype=torch.bfloat16), None, EPS)
     assert output[0].isnan().all() and torch.equal(output[1], F.rms_norm(x[1], (16,), eps=EPS))
 
 

@@ -6,7 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megalite.ops.rotary import rotary_frequencies, rotary_table, rotate, split_and_rotate
+from megalite.ops.rotary import (
+    compiled_rotate,
+    compiled_split_and_rotate,
+    rotary_frequencies,
+    rotary_table,
+    rotate,
+    split_and_rotate,
+)
 from tests.support.kernels import DTYPES, OUTGROWING, needs_library, with_gradients
 from tests.support.parity import OPERATOR_RTOL, assert_close, assert_no_worse
 
@@ -52,9 +59,8 @@ def test_query_key_value_and_gradient(dtype: torch.dtype, interleaved: bool, hea
     def run(dtype: torch.dtype, fused: bool) -> list[Tensor]:
         def turn(qkv: Tensor) -> tuple[Tensor, ...]:
             angles = (each.to(dtype) for each in tables)
-            return split_and_rotate(
-                qkv, HEADS, KEY_VALUE_HEADS, *angles, interleaved=interleaved, fused=fused
-            )
+            form = compiled_split_and_rotate if fused else split_and_rotate
+            return form(qkv, HEADS, KEY_VALUE_HEADS, *angles, interleaved=interleaved)
 
         return with_gradients(turn, [qkv.to(dtype)], [each.to(dtype) for each in grads])
 
@@ -83,14 +89,14 @@ def test_ragged_shapes(
     tables = [each.to(dtype) for each in _angles(50, 2 * pairs, LLAMA3)]
     position_ids = torch.randint(50, (batch if own else 1, sequence), generator=GENERATOR)
     form = {"position_ids": position_ids, "interleaved": interleaved}
-    query, key, value = split_and_rotate(qkv, heads, shared, *tables, **form, fused=True)
+    query, key, value = compiled_split_and_rotate(qkv, heads, shared, *tables, **form)
     plain = split_and_rotate(qkv, heads, shared, *tables, **form)
     exact = split_and_rotate(qkv.double(), heads, shared, *(each.double() for each in tables), **form)
     for one, two, three in zip((query, key), plain[:2], exact[:2], strict=True):
         assert_no_worse(one, two, three, what="turned")
     assert torch.equal(value, qkv[:, :, heads + shared :])
     gathered = [each[position_ids].unsqueeze(2) for each in tables]
-    again = split_and_rotate(qkv, heads, shared, *gathered, interleaved=interleaved, fused=True)
+    again = compiled_split_and_rotate(qkv, heads, shared, *gathered, interleaved=interleaved)
     assert all(torch.equal(one, two) for one, two in zip((query, key, value), again, strict=True))
 
 
@@ -107,7 +113,7 @@ def test_heads_apart_and_with_gaps(interleaved: bool) -> None:
     def run(fused: bool) -> list[Tensor]:
         def turn(packed: Tensor) -> tuple[Tensor, Tensor]:
             query, key = packed.transpose(1, 2).split((HEADS, KEY_VALUE_HEADS), dim=2)
-            return rotate(query, key, cosines, sines, interleaved=interleaved, fused=fused)
+            return (compiled_rotate if fused else rotate)(query, key, cosines, sines, interleaved=interleaved)
 
         return with_gradients(turn, [packed], grads)
 
@@ -120,11 +126,11 @@ def test_heads_apart_and_with_gaps(interleaved: bool) -> None:
 def test_in_place_is_the_same_to_the_bit(dtype: torch.dtype, interleaved: bool) -> None:
     qkv = _parts(2, 5, 24)[0].to(dtype)
     angles = [_of_tokens(each.to(dtype)) for each in _angles(5, 24)]
-    form = {"interleaved": interleaved, "fused": True}
-    expected = split_and_rotate(qkv, HEADS, KEY_VALUE_HEADS, *angles, **form)
+    form = {"interleaved": interleaved}
+    expected = compiled_split_and_rotate(qkv, HEADS, KEY_VALUE_HEADS, *angles, **form)
     with torch.no_grad():
         given = qkv.clone()
-        made = split_and_rotate(given, HEADS, KEY_VALUE_HEADS, *angles, **form, overwrite=True)
+        made = compiled_split_and_rotate(given, HEADS, KEY_VALUE_HEADS, *angles, **form, overwrite=True)
     assert all(torch.equal(one, two) for one, two in zip(made, expected, strict=True))
     assert made[0].data_ptr() == given.data_ptr()
     recorded = qkv.clone().requires_grad_()
@@ -143,7 +149,7 @@ def test_tokens_beyond_the_caches_are_the_same_to_the_bit(head_dim: int, interle
     def turned(at: slice) -> list[Tensor]:
         def turn(qkv: Tensor) -> tuple[Tensor, ...]:
             angles = (each[:, at] for each in tables)
-            return split_and_rotate(qkv, HEADS, KEY_VALUE_HEADS, *angles, interleaved=interleaved, fused=True)
+            return compiled_split_and_rotate(qkv, HEADS, KEY_VALUE_HEADS, *angles, interleaved=interleaved)
 
         return with_gradients(turn, [qkv[:, at]], [each[:, at] for each in grads])
 
@@ -162,12 +168,13 @@ def test_gradients_are_those_of_the_outputs(interleaved: bool) -> None:
     qkv = _parts(2, 3, 6)[0].requires_grad_()
     query, key = (torch.randn(2, 3, each, 6, dtype=torch.float64, generator=GENERATOR) for each in (2, 1))
     cosines, sines = _angles(9, 6)
-    form = {"position_ids": torch.tensor([[8, 0, 3]]), "interleaved": interleaved, "fused": True}
+    form = {"position_ids": torch.tensor([[8, 0, 3]]), "interleaved": interleaved}
     assert torch.autograd.gradcheck(
-        lambda qkv: split_and_rotate(qkv, HEADS, KEY_VALUE_HEADS, cosines, sines, **form), [qkv]
+        lambda qkv: compiled_split_and_rotate(qkv, HEADS, KEY_VALUE_HEADS, cosines, sines, **form), [qkv]
     )
     assert torch.autograd.gradcheck(
-        lambda *heads: rotate(*heads, cosines, sines, **form), [query.requires_grad_(), key.requires_grad_()]
+        lambda *heads: compiled_rotate(*heads, cosines, sines, **form),
+        [query.requires_grad_(), key.requires_grad_()],
     )
 
 
@@ -187,9 +194,9 @@ def test_operators_keep_torchs_rules() -> None:
 def test_tensors_without_data() -> None:
     qkv = torch.empty(2, 3, HEADS + 2 * KEY_VALUE_HEADS, 8, device="meta")
     angles = [torch.empty(1, 3, 1, 4, device="meta")] * 2
-    query, key, value = split_and_rotate(qkv, HEADS, KEY_VALUE_HEADS, *angles, fused=True)
+    query, key, value = compiled_split_and_rotate(qkv, HEADS, KEY_VALUE_HEADS, *angles)
     assert query.shape == (2, 3, HEADS, 8) and key.shape == value.shape == (2, 3, KEY_VALUE_HEADS, 8)
-    assert [each.shape for each in rotate(query, key, *angles, fused=True)] == [query.shape, key.shape]
+    assert [each.shape for each in compiled_rotate(query, key, *angles)] == [query.shape, key.shape]
     assert query.is_meta
 
 
@@ -199,9 +206,10 @@ def test_compiled_without_a_break(interleaved: bool) -> None:
     angles = [_of_tokens(each) for each in _angles(3, 8)]
 
     def run(fused: bool, qkv: Tensor) -> tuple[Tensor, ...]:
-        form = {"interleaved": interleaved, "fused": fused}
-        query, key, value = split_and_rotate(qkv, HEADS, KEY_VALUE_HEADS, *angles, **form)
-        return *rotate(query, key, *angles, **form), value
+        form = {"interleaved": interleaved}
+        split, turn = (compiled_split_and_rotate, compiled_rotate) if fused else (split_and_rotate, rotate)
+        query, key, value = split(qkv, HEADS, KEY_VALUE_HEADS, *angles, **form)
+        return *turn(query, key, *angles, **form), value
 
     expected = with_gradients(lambda qkv: run(True, qkv), [qkv], grads)
     for fused in (True, False):
@@ -215,7 +223,7 @@ def test_no_tokens() -> None:
     qkv, *grads = _parts(2, 0, 8)
     angles = [_of_tokens(each) for each in _angles(0, 8)]
     made = with_gradients(
-        lambda qkv: split_and_rotate(qkv, HEADS, KEY_VALUE_HEADS, *angles, fused=True), [qkv], grads
+        lambda qkv: compiled_split_and_rotate(qkv, HEADS, KEY_VALUE_HEADS, *angles), [qkv], grads
     )
     assert [each.shape[1] for each in made] == [0, 0, 0, 0]
 

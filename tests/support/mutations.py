@@ -18,7 +18,7 @@ import megalite.parallel.collectives as collectives
 import megalite.parallel.gradients as gradients
 import megalite.parallel.layers as layers
 import megalite.parallel.pipeline as pipeline
-from megalite.model import dropout, recompute, stages, transformer
+from megalite.model import dropout, head, recompute, stages, transformer
 from megalite.topology.sharding import Box
 from megalite.train import deepspeed, optimizer
 
@@ -301,10 +301,10 @@ FAULTS: dict[str, Fault] = {
         pipeline, "_mean_over_replicas", _instead(_count_every_tensor_rank), TP
     ),
     "label smoothing over the shard's vocabulary": Fault(
-        transformer, "vocab_parallel_cross_entropy", _smooth_over_own_vocabulary, {**TP, "loss": "smoothed"}
+        head, "vocab_parallel_cross_entropy", _smooth_over_own_vocabulary, {**TP, "loss": "smoothed"}
     ),
     "z-loss of the shard's vocabulary": Fault(
-        transformer, "vocab_parallel_cross_entropy", _z_loss_of_own_vocabulary, {**TP, "loss": "z-loss"}
+        head, "vocab_parallel_cross_entropy", _z_loss_of_own_vocabulary, {**TP, "loss": "z-loss"}
     ),
     "a dropped layer": Fault(transformer.Chunk, "decode", _skip_one_layer, PP),
     "a dropped chunk": Fault(transformer.Chunk, "decode", _skip_one_chunk, INTERLEAVED),
@@ -352,7 +352,7 @@ FAULTS: dict[str, Fault] = {
         recompute._Region, "run_again", _draw_anew_in_recompute, {**DROPOUT, "recompute": "full"}
     ),
     "dropout keyed by the rank's own samples": Fault(
-        transformer, "Places", _number_samples_on_this_rank, {**DP, **DROPOUT}
+        transformer, "DropoutContext", _number_samples_on_this_rank, {**DP, **DROPOUT}
     ),
     "dropout keyed by the rank's own positions": Fault(
         dropout, "keep_mask", _drop_from_position_zero, {**SEQUENCE, **DROPOUT}

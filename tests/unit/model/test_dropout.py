@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megalite.model.dropout import DropoutSites, LayerMasks, Places, dropped_levels
+from megalite.model.dropout import DropoutContext, DropoutSites, LayerMasks, dropped_levels
 from megalite.model.options import Dropout, ModelOptions
 from megalite.model.stages import build_stage
 from megalite.ops.counter import MASK_LEVELS
@@ -15,7 +15,7 @@ from tests.support.tiny import tiny_batch, tiny_shape
 
 SHAPE = tiny_shape()
 OPTIONS = ModelOptions(dropout=Dropout(embedding=0.1, residual=0.2, mlp=0.3, attention=0.4), dropout_seed=3)
-PLACES = Places(torch.tensor([4, 9]), 12)
+PLACES = DropoutContext(torch.tensor([4, 9]), 12)
 
 
 def _sites(name: str = "layers.0", *, tensor: int = 1, rank: int = 0) -> DropoutSites:
@@ -71,7 +71,7 @@ def test_no_two_sites_have_the_same_mask():
 
 
 def test_another_step_drops_other_values():
-    later = Places(PLACES.samples + 2, PLACES.sequence_length)
+    later = DropoutContext(PLACES.samples + 2, PLACES.sequence_length)
     assert not torch.equal(_sites().layer_masks(PLACES).mlp.keep, _sites().layer_masks(later).mlp.keep)
 
 

@@ -20,6 +20,7 @@ from megalite.topology.stages import pipeline_split
 from tests.support.parity import assert_same_tensors
 from tests.support.tiny import FAMILY_SHAPES, tiny_batch, tiny_shape
 
+SPLIT = Operators({"norm": "liger", "glu": "liger"}, split_backward=True)
 CHOSEN = ModelOptions(torch.float64, operators=Operators({"norm": "liger", "glu": "liger"}))
 
 
@@ -70,7 +71,9 @@ def test_a_model_calls_what_was_chosen(calls: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "family"), [({"split_backward": True}, "llama 3"), ({}, "gemma")], ids=["split", "1 + weight"]
+    ("changes", "family"),
+    [({"operators": SPLIT}, "llama 3"), ({}, "gemma")],
+    ids=["split", "1 + weight"],
 )
 def test_norms_that_it_does_not_serve_are_torchs(calls: list[str], changes, family: str) -> None:
     options, shape = replace(CHOSEN, **changes), FAMILY_SHAPES[family]

@@ -4,18 +4,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite.ops.norms import rms_norm, why_not_fused
+from megalite.ops.norms import rms_norm, rms_norm_split, why_not_compiled
 from tests.support.parity import assert_close
 
 
-def _formula(hidden_states: Tensor, weight: Tensor, eps: float, offset: bool = False) -> Tensor:
-    weight = 1 + weight if offset else weight
+def _formula(hidden_states: Tensor, weight: Tensor, eps: float, zero_centered: bool = False) -> Tensor:
+    weight = 1 + weight if zero_centered else weight
     return weight * hidden_states / (hidden_states.square().mean(dim=-1, keepdim=True) + eps).sqrt()
 
 
-@pytest.mark.parametrize("offset", [False, True], ids=["weight", "1 + weight"])
+@pytest.mark.parametrize("zero_centered", [False, True], ids=["weight", "1 + weight"])
 @pytest.mark.parametrize("split_backward", [False, True])
-def test_output_and_gradients_are_those_of_the_formula(split_backward: bool, offset: bool) -> None:
+def test_output_and_gradients_are_those_of_the_formula(split_backward: bool, zero_centered: bool) -> None:
     generator = torch.Generator().manual_seed(1)
     inputs, weight, grad = (
         torch.randn(shape, dtype=torch.float64, generator=generator)
@@ -24,22 +24,21 @@ def test_output_and_gradients_are_those_of_the_formula(split_backward: bool, off
 
     def run(ours: bool) -> list[Tensor]:
         leaves = [each.clone().requires_grad_() for each in (inputs, weight)]
-        form = {"split_backward": split_backward, "offset": offset}
-        output = rms_norm(*leaves, 1e-3, **form) if ours else _formula(*leaves, 1e-3, offset)
+        norm = rms_norm_split if split_backward else rms_norm
+        output = norm(*leaves, 1e-3, zero_centered) if ours else _formula(*leaves, 1e-3, zero_centered)
         return [output, *torch.autograd.grad(output, leaves, grad)]
 
     for what, actual, expected in zip(("output", "inputs", "weight"), run(True), run(False), strict=True):
         assert_close(actual, expected, what=what)
 
 
-@pytest.mark.parametrize("offset", [False, True], ids=["weight", "1 + weight"])
+@pytest.mark.parametrize("zero_centered", [False, True], ids=["weight", "1 + weight"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_both_forms_are_equal_to_the_bit_forward(dtype: torch.dtype, offset: bool) -> None:
+def test_both_forms_are_equal_to_the_bit_forward(dtype: torch.dtype, zero_centered: bool) -> None:
     generator = torch.Generator().manual_seed(2)
     inputs, weight = torch.randn(4, 12, generator=generator), torch.randn(12, generator=generator)
     one, two = (
-        rms_norm(inputs.to(dtype), weight.to(dtype), 1e-5, offset=offset, split_backward=split)
-        for split in (False, True)
+        norm(inputs.to(dtype), weight.to(dtype), 1e-5, zero_centered) for norm in (rms_norm, rms_norm_split)
     )
     assert one.dtype == two.dtype == dtype
     assert torch.equal(one, two)
@@ -54,8 +53,9 @@ def test_one_and_a_narrow_weight_are_added_before_they_are_rounded() -> None:
     with torch.no_grad():
         norm.weight.fill_(2**-9 + 2**-10)
         theirs = norm(inputs)
-        ours = rms_norm(inputs, norm.weight, norm.eps, offset=True)
+        ours = rms_norm(inputs, norm.weight, norm.eps, zero_centered_gamma=True)
         rounded = rms_norm(inputs, 1 + norm.weight, norm.eps)
     assert torch.equal(ours, theirs)
     assert not torch.equal(rounded, theirs)
-    assert why_not_fused(torch.bfloat16, offset=True) and not why_not_fused(torch.float32, offset=True)
+    assert why_not_compiled(torch.bfloat16, zero_centered_gamma=True)
+    assert not why_not_compiled(torch.float32, zero_centered_gamma=True)
