@@ -58,6 +58,7 @@ OWNERS = {
 }
 PRINTERS = ("cli/", "__main__.py", "monitor/console.py")
 ENVIRONMENT = ("launcher/detect.py", "launcher/environment.py")
+OPERATOR_FLAGS = {"fused", "split_backward"}
 VAGUE_NAMES = re.compile(r"(utils?|helpers?|misc|common|.*_(part\d*|helpers?|utils?))\.py")
 FILE_LINES, FUNCTION_LINES, TEST_LINES, CSRC_LINES = 400, 60, 600, 800
 
@@ -204,7 +205,31 @@ def is_literal(value: ast.expr) -> bool:
     return True
 
 
-RULES: list[Rule] = [import_rows, sole_owners, environment, calls, torch_free, annotated, sizes]
+def operators_without_flags(module: Module) -> Iterator[str]:
+    """Which implementation of an operator is used is decided in ops/choice.py alone."""
+    if module.path == "ops/choice.py":
+        return
+    for node in ast.walk(module.tree):
+        names: list[str] = []
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            arguments = node.args
+            names = [each.arg for each in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+        elif isinstance(node, ast.ClassDef):
+            names = [ast.unparse(each.target) for each in node.body if isinstance(each, ast.AnnAssign)]
+        for name in OPERATOR_FLAGS.intersection(names):
+            yield f"{node.lineno}: {name}"
+
+
+RULES: list[Rule] = [
+    import_rows,
+    sole_owners,
+    environment,
+    calls,
+    torch_free,
+    annotated,
+    sizes,
+    operators_without_flags,
+]
 
 
 def modules(folder: Path = PACKAGE) -> list[Module]:
@@ -245,6 +270,8 @@ BROKEN = [
     (annotated, "data/loader.py", "def load(path: str): ..."),
     (sizes, "data/loader.py", "\n".join(f"call({line})" for line in range(FILE_LINES + 1))),
     (sizes, "data/loader.py", "def long():\n" + "    call()\n" * FUNCTION_LINES),
+    (operators_without_flags, "ops/norms.py", "def norm(x: Tensor, *, fused: bool) -> Tensor: ..."),
+    (operators_without_flags, "model/options.py", "class Options:\n    split_backward: bool = False"),
 ]
 
 
@@ -258,6 +285,7 @@ KEPT = [
     (import_rows, "cli/__init__.py", "from megalite.version import __version__"),
     (sole_owners, "checkpoint/save.py", "import torch.distributed.checkpoint as dcp"),
     (calls, "model/stages.py", "stage.eval()"),
+    (operators_without_flags, "ops/choice.py", "class Operators:\n    split_backward: bool = False"),
     (sizes, "config/tables.py", "KEYS = [\n" + '    "key",\n' * (FILE_LINES + 1) + "]"),
     (
         sizes,

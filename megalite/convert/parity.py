@@ -34,6 +34,7 @@ from megalite.topology.parameters import (
     EMBEDDING,
     FINAL_NORM,
     HEAD,
+    HEAD_BIAS,
     POSITIONS,
     canonical_tensors,
     layer_parameters,
@@ -157,17 +158,20 @@ class _Parity:
 
     def head(self, hidden_states: Tensor) -> tuple[Tensor, Comparison]:
         """Logits in pieces of the vocabulary; returns all of ours [B, S, V] for a small model, else nothing."""
+        bias = self.ours(HEAD_BIAS) if HEAD_BIAS in self.names else None
+        their_bias = self.files.tensor(self.theirs[HEAD_BIAS]) if HEAD_BIAS in self.names else None
         name = self.theirs[EMBEDDING if self.modules.config.tie_word_embeddings else HEAD]
         our_name = EMBEDDING if self.shape.tie_word_embeddings else HEAD
         kept: list[Tensor] = []
 
         def pairs() -> Iterator[tuple[Tensor, Tensor]]:
             for rows, table in self.rows_of_ours(our_name):
-                ours = F.linear(hidden_states, table)
+                ours = F.linear(hidden_states, table, None if bias is None else bias[rows])
                 if self.whole_fits:
-                    cap = self.shape.final_logit_softcapping
-                    kept.append(ours if cap is None else soft_capped(ours, cap))
-                yield ours, F.linear(hidden_states, self.files.rows(name, rows))
+                    cap, scaled = self.shape.final_logit_softcapping, ours / self.shape.logits_scaling
+                    kept.append(scaled if cap is None else soft_capped(scaled, cap))
+                their_rows = None if their_bias is None else their_bias[rows]
+                yield ours, F.linear(hidden_states, self.files.rows(name, rows), their_rows)
 
         comparison = _accepted(_compare("head", pairs()))
         return torch.cat(kept or [hidden_states.new_empty(0)], dim=-1), comparison

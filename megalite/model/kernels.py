@@ -16,10 +16,10 @@ Asked = Literal["auto", "fused", "reference"]
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the model: the operator of csrc that it uses, in words too, and its plain form."""
+    """A part of the model: its compiled operator, what that computes in words, and its form in plain torch."""
 
     operator: str
-    fused: str
+    compiled: str
     reference: str
 
 
@@ -141,7 +141,7 @@ def used_parts(device_type: str) -> dict[str, str]:
     """Part -> the operator it uses with model.kernels = "auto"; with "reference", always its plain form."""
     choice = choose_kernels("auto", device_type)
     return {
-        name: part.fused
+        name: part.compiled
         if choice.name == "fused" and hasattr(torch.ops.megalite, part.operator)
         else part.reference
         for name, part in PARTS.items()
