@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megalite.families.records import FAMILIES
+from megalite.families.registry import FAMILIES
 from megalite.topology.shape import ModelShape, RopeScaling
 
 if TYPE_CHECKING:
