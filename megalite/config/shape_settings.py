@@ -84,11 +84,11 @@ def shape_settings() -> dict[str, tuple[Any, Any]]:
     for each in fields(ModelShape):
         if each.name in _DESCRIPTIONS and each.name not in settings:
             settings[each.name] = _of_field(each, hints[each.name])
-    hints = get_type_hints(RopeScaling)
+    hints, used = get_type_hints(RopeScaling), {name for names in SCALINGS.values() for name in names}
     description = "how rotary frequencies are scaled for longer sequences"
     settings["rope_type"] = _setting(_one_of(("default", *SCALINGS)), "default", description)
     for each in fields(RopeScaling):
-        if each.name in _ROPE_DESCRIPTIONS:
+        if each.name in used:
             kind, default = _limited(each, hints[each.name]), _default(each)
             settings[rope_setting(each.name)] = _setting(kind, default, _ROPE_DESCRIPTIONS[each.name])
     return settings

@@ -17,13 +17,12 @@ def family_can_be_exported(facts: Facts) -> Iterator[Problem]:
         return
     for name, value, theirs in inexpressible(model_shape(facts.model, 1)):
         if name == "rope_scaling":
-            continue  # told by its own settings below
+            message = f"{shown(facts.model.rope_type)} has no meaning for {facts.model.family}"
+            yield Problem("model.rope_type", message, 'use "default"')
+            continue
         message = f"{shown(value)} cannot be said by a {facts.model.family} folder, which has {shown(theirs)}"
         remedy = f"use {shown(theirs)}, another model.family, or checkpoint.export = false"
         yield Problem(f"model.{name}", message, remedy)
-    if facts.model.rope_type != "default" and "rope_scaling" not in FAMILIES[facts.model.family].free:
-        message = f"{shown(facts.model.rope_type)} has no meaning for {facts.model.family}"
-        yield Problem("model.rope_type", message, 'use "default"')
 
 
 def rope_settings_belong_to_their_type(facts: Facts) -> Iterator[Problem]:

@@ -16,6 +16,7 @@ from megalite.config.shape_settings import rope_setting
 from megalite.convert.huggingface.export import as_family_tensor
 from megalite.errors import CheckpointError
 from megalite.families.registry import FAMILIES, family_tensors, hf_config
+from megalite.families.rope import SCALINGS
 from megalite.families.table import family_page
 from megalite.families.tensors import QKV, Fused, TensorNames
 from megalite.topology.parameters import canonical_tensors
@@ -119,7 +120,9 @@ def test_every_family_is_a_module_of_the_folder():
 def test_every_field_of_a_shape_is_a_setting():
     settings = ModelConfig.model_fields
     assert {each.name for each in fields(ModelShape)} - settings.keys() == {"rope_scaling"}
-    assert {rope_setting(each.name) for each in fields(RopeScaling)} <= settings.keys()
+    used = {name for names in SCALINGS.values() for name in names}
+    assert {"rope_type", *map(rope_setting, used)} <= settings.keys()
+    assert used <= {each.name for each in fields(RopeScaling)}
 
 
 def test_projections_interleaved_by_head():
