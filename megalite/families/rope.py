@@ -12,6 +12,7 @@ SCALINGS: Mapping[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
+_PARTIAL = "partial_rotary_factor"
 
 
 @dataclass(frozen=True)
@@ -92,9 +93,6 @@ class Rope(Plain):
         scaling = shape.rope_scaling
         if self.scalings and scaling is not None and scaling.rope_type not in self.scalings:
             yield "rope_scaling", scaling.rope_type, "default"
-
-
-_PARTIAL = "partial_rotary_factor"
 
 
 def scaling_words(scaling: RopeScaling) -> dict[str, Any]:

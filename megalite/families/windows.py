@@ -26,7 +26,7 @@ class EveryLayer(Plain):
 
 
 @dataclass(frozen=True)
-class LayerTypes:
+class LayerTypes(Plain):
     """A window in the layers that layer_types calls sliding_attention; without it, as the older keys say.
 
     every: every n-th layer may be without the window again.
@@ -58,9 +58,6 @@ class LayerTypes:
             if self.every:
                 remedy += ", with every n-th layer full_attention again"
             yield "mixes layer_types", remedy
-
-    def inexpressible(self, shape: ModelShape) -> Iterator[tuple[str, Any, Any]]:
-        yield from ()
 
     def older_keys(self, shape: ModelShape) -> dict[str, Any]:
         """Return the keys beside layer_types."""
