@@ -45,7 +45,7 @@ ROWS = {
 }
 # They take numbers, tensors and groups, so that they can be used without a run's configuration.
 WITHOUT_CONFIG = ("parallel", "ops")
-TORCH_FREE = ("__init__", "errors", "version", "topology", "config", "launcher", "planner")
+TORCH_FREE = ("__init__", "errors", "version", "topology", "families", "config", "launcher", "planner")
 # What is imported -> where. The longest name that fits decides.
 OWNERS = {
     "torch.distributed": ("parallel/",),

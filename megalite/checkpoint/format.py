@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 from megalite.checkpoint.regions import contains, intersection
 from megalite.checkpoint.strict_json import is_int, parse, without_collections
 from megalite.errors import CheckpointError, listed
-from megalite.families.records import FAMILIES
+from megalite.families.registry import FAMILIES
 from megalite.topology.axes import Layout
 from megalite.topology.parameters import canonical_tensors
 from megalite.topology.shape import ModelShape, RopeScaling

@@ -20,6 +20,7 @@ from megalite.convert.huggingface.files import headers, is_folder_of_weights
 from megalite.convert.megatron.folder import is_megatron_folder
 from megalite.convert.universal.folder import find_universal
 from megalite.errors import CheckpointError
+from megalite.families.registry import FAMILIES
 from megalite.families.table import family_page
 from megalite.topology.state import EMA, MASTER
 
@@ -84,7 +85,7 @@ def _universal(options: argparse.Namespace) -> int:
 
 
 def _families(options: argparse.Namespace) -> int:
-    print(family_page(), end="")
+    print(family_page(FAMILIES.values()), end="")
     return 0
 
 

@@ -2,15 +2,15 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, create_model
 
-from megalite.families.records import FAMILIES
+from megalite.config.shape_settings import model_shape, shape_settings
 from megalite.topology.axes import Layout
 from megalite.topology.parameter_groups import ParameterGroup
 from megalite.topology.schedules import SCHEDULES
-from megalite.topology.shape import ModelShape, RopeScaling
+from megalite.topology.shape import ModelShape
 from megalite.topology.stages import PipelineSplit, pipeline_split
 
 # Above any size in use, and small enough that every rule can list the neighbours of a value at once.
@@ -39,9 +39,7 @@ class RunSection(Section):
     seed: int = Field(1234, ge=0, lt=2**63, description="of initial weights, data order and dropout")
 
 
-class ModelConfig(Section):
-    """The model's shape, in the words of Hugging Face's config.json."""
-
+class _StartingPoint(Section):
     preset: Text | None = Field(
         None,
         description="a shape by name; keys beside it take precedence, but a flag's preset over a file's keys",
@@ -54,57 +52,19 @@ class ModelConfig(Section):
         None,
         description="a Hugging Face folder, or org/name[@revision] of its Hub, to start from; its shape too",
     )
-    family: Literal[
-        "llama", "mistral", "qwen2", "qwen3", "phi3", "gpt2", "gemma", "gemma2", "gemma3_text"
-    ] = Field("llama", description="architecture, and whose files an export is written as")
-    vocab_size: Count | Literal["auto"] = Field(
-        "auto", description='rows of the embedding; "auto": the tokenizer\'s'
-    )
-    hidden_size: Count = Field(description="width of the residual stream")
-    intermediate_size: Count = Field(description="width of the gated MLP")
-    num_hidden_layers: Count = Field(description="decoder layers")
-    num_attention_heads: Count = Field(description="query heads")
-    num_key_value_heads: Count | None = Field(None, description="key and value heads; default: as many")
-    head_dim: Count | None = Field(None, description="default: hidden_size / num_attention_heads")
-    max_position_embeddings: Count = Field(2048, description="longest sequence the model is meant for")
-    rope_theta: float = Field(10000.0, gt=0, description="base of the rotary frequencies")
-    rms_norm_eps: float = Field(1e-5, gt=0, description="added to the mean square in every norm")
-    tie_word_embeddings: bool = Field(False, description="the head is the embedding")
-    initializer_range: float = Field(0.02, gt=0, description="standard deviation of the initial weights")
-    attention_bias: bool | None = Field(None, description="of query, key and value; default: the family's")
-    attention_output_bias: bool | None = Field(
-        None, description="of attention's output; default: the family's"
-    )
-    mlp_bias: bool | None = Field(None, description="of the MLP's projections; default: the family's")
-    norm_placement: Literal["pre", "post", "sandwich"] | None = Field(
-        None, description="norms before a block, after its sum, or around it; default: the family's"
-    )
-    sliding_window: Count | None = Field(None, description="keys that a token sees, itself included")
-    full_attention_layers: int = Field(
-        0, ge=0, lt=2**31, description="first layers that a sliding window leaves alone"
-    )
-    full_attention_every: int = Field(
-        0, ge=0, lt=2**31, description="it leaves every so manieth alone; 0: none (Gemma 2: 2, Gemma 3: 6)"
-    )
-    query_pre_attn_scalar: Count | None = Field(
-        None, description="attention's scores are divided by its root; default: head_dim"
-    )
-    attn_logit_softcapping: float | None = Field(
-        None, gt=0, description="Gemma 2's 50: scores become cap * tanh(score / cap), in plain torch only"
-    )
-    final_logit_softcapping: float | None = Field(None, gt=0, description="the same of logits; Gemma 2's 30")
-    rope_type: Literal["default", "linear", "llama3"] = Field(
-        "default", description="how rotary frequencies are scaled for longer sequences"
-    )
-    rope_local_base_freq: float | None = Field(
-        None,
-        gt=0,
-        description="rope_theta of layers with a window, unscaled (Gemma 3: 10000); default: the same",
-    )
-    rope_factor: float = Field(1.0, ge=1, description="by how much, for linear and llama3")
-    rope_low_freq_factor: float = Field(1.0, gt=0, description="llama3's")
-    rope_high_freq_factor: float = Field(4.0, gt=0, description="llama3's")
-    rope_original_positions: Count = Field(8192, description="llama3's original_max_position_embeddings")
+
+
+if TYPE_CHECKING:
+
+    class _ShapeSettings(_StartingPoint):
+        def __getattr__(self, name: str) -> Any: ...
+else:
+    _ShapeSettings = create_model("_ShapeSettings", __base__=_StartingPoint, **shape_settings())
+
+
+class ModelConfig(_ShapeSettings):
+    """The model's shape, in the words of Hugging Face's config.json."""
+
     embedding_dropout: Fraction = Field(
         0.0, description="share of the embedding's output dropped in training"
     )
@@ -119,26 +79,8 @@ class ModelConfig(Section):
     chunked_loss: int = Field(0, ge=0, lt=2**31, description="tokens whose logits exist at once; 0: all")
 
     def shape(self, vocab_size: int) -> ModelShape:
-        """The shape; `vocab_size` (the tokenizer's) counts where the setting is "auto"."""
-        heads = self.num_attention_heads
-        fields = ModelShape.__dataclass_fields__.keys() & type(self).model_fields.keys()
-        given = {name: getattr(self, name) for name in fields} | {
-            "vocab_size": vocab_size if self.vocab_size == "auto" else self.vocab_size,
-            "num_key_value_heads": self.num_key_value_heads or heads,
-            "head_dim": self.head_dim or self.hidden_size // heads,
-            "rope_scaling": self._rope_scaling,
-        }
-        chosen = {name: value for name, value in given.items() if value is not None}
-        return ModelShape(**dict(FAMILIES[self.family].fixed) | chosen)
-
-    @property
-    def _rope_scaling(self) -> RopeScaling | None:
-        if self.rope_type == "default":
-            return None
-        of_llama3 = (self.rope_low_freq_factor, self.rope_high_freq_factor, self.rope_original_positions)
-        return RopeScaling(
-            self.rope_type, self.rope_factor, *(of_llama3 if self.rope_type == "llama3" else ())
-        )
+        """Return the shape; `vocab_size` (the tokenizer's) counts where the setting is "auto"."""
+        return model_shape(self, vocab_size)
 
 
 class ParallelConfig(Section):

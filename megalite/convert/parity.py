@@ -22,7 +22,7 @@ from megalite.config.hub import INDEX
 from megalite.convert.average import AveragedWeights
 from megalite.convert.huggingface.files import SINGLE
 from megalite.errors import CheckpointError
-from megalite.families.tensors import family_tensors
+from megalite.families.registry import FAMILIES, family_tensors
 from megalite.model.context import StepContext
 from megalite.model.embedding import embedding_scale
 from megalite.model.layer import DecoderLayer
@@ -82,13 +82,14 @@ class _Parity:
         self.shape = reader.manifest.model
         self.names = canonical_tensors(self.shape)
         self.files = _ExportedFiles(folder)
+        tensors = family_tensors(self.shape)
         # How each canonical tensor outside the layers is called there, which is never stacked nor transposed.
-        self.theirs = {tensor.parts[0]: tensor.name for tensor in family_tensors(self.shape)}
-        expected = {tensor.name for tensor in family_tensors(self.shape)}
+        self.theirs = {tensor.parts[0]: tensor.name for tensor in tensors}
+        expected = {tensor.name for tensor in tensors}
         if self.files.where.keys() != expected:
             differing = sorted(self.files.where.keys() ^ expected)
             raise CheckpointError(f"the export's files and the model differ in {differing}")
-        self.modules = _TheirModules(folder, self.files)
+        self.modules = _TheirModules(folder, self.files, self.shape.family)
         self.whole_fits = parameter_count(self.shape) < _WHOLE_MODEL_PARAMETERS
         length = min(_SEQUENCE_LENGTH, self.shape.max_position_embeddings)
         generator = torch.Generator().manual_seed(0)
@@ -216,45 +217,41 @@ class _Parity:
 class _TheirModules:
     """transformers' own modules, one at a time in memory, filled from the export's files."""
 
-    def __init__(self, folder: Path, files: "_ExportedFiles"):
+    def __init__(self, folder: Path, files: "_ExportedFiles", family: str):
         from transformers import AutoConfig, AutoModelForCausalLM
 
         self.config = AutoConfig.from_pretrained(folder)
         # Not the attention that our side uses.
         self.config._attn_implementation = "eager"
-        self._files = files
+        self._files, self._names = files, FAMILIES[family].names
         with torch.device("meta"):
             self._model = AutoModelForCausalLM.from_config(self.config)
 
     def layer(self, layer: int, hidden_states: Tensor, position_ids: Tensor, mask: Tensor) -> Tensor:
         base = self._model.base_model
-        if self.config.model_type == "gpt2":
-            block = self._filled(f"transformer.h.{layer}.", base.h[layer])
-            output = block(hidden_states, attention_mask=mask)
-        else:
-            block = self._filled(f"model.layers.{layer}.", base.layers[layer])
+        block = self._filled(f"{self._names.layers}.{layer}")
+        angles = {}
+        if hasattr(base, "rotary_emb"):
             # Gemma 3's has angles of its own for each kind of layer.
             kind = (
                 (self.config.layer_types[layer],) if "full_attention" in self.config.rope_parameters else ()
             )
-            angles = type(base.rotary_emb)(self.config)(hidden_states, position_ids, *kind)
-            output = block(hidden_states, attention_mask=mask, position_embeddings=angles)
+            rotary = type(base.rotary_emb)(self.config)(hidden_states, position_ids, *kind)
+            angles["position_embeddings"] = rotary
+        output = block(hidden_states, attention_mask=mask, **angles)
         block.to("meta")
         values: Tensor = output[0] if isinstance(output, tuple) else output
         return values
 
     def final_norm(self, hidden_states: Tensor) -> Tensor:
-        base = self._model.base_model
-        if self.config.model_type == "gpt2":
-            norm = self._filled("transformer.ln_f.", base.ln_f)
-        else:
-            norm = self._filled("model.norm.", base.norm)
-        normed: Tensor = norm(hidden_states)
+        name = self._names.of(FINAL_NORM).removesuffix(".weight")
+        normed: Tensor = self._filled(name)(hidden_states)
         return normed
 
-    def _filled(self, prefix: str, module: torch.nn.Module) -> torch.nn.Module:
-        names = [name for name in self._files.where if name.startswith(prefix)]
-        state = {name.removeprefix(prefix): self._files.tensor(name) for name in names}
+    def _filled(self, name: str) -> torch.nn.Module:
+        module, prefix = self._model.get_submodule(name), f"{name}."
+        names = [each for each in self._files.where if each.startswith(prefix)]
+        state = {each.removeprefix(prefix): self._files.tensor(each) for each in names}
         module.load_state_dict(state, assign=True)
         return module.eval()
 

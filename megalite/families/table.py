@@ -1,12 +1,12 @@
 """Which tensor of each family's Hugging Face folder is which of ours, and how tensor parallelism cuts it: as a page."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from megalite.families.records import FAMILIES, Family
-from megalite.families.tensors import FamilyTensor, family_tensors
+from megalite.families.family import Family
+from megalite.families.tensors import FamilyTensor
 from megalite.topology.parameters import canonical_tensors, model_parameters
 from megalite.topology.shape import ModelShape
 from megalite.topology.sharding import Part, ShardSpec
@@ -40,9 +40,9 @@ Sizes that the ranks do not divide are cut unevenly, and never padded.
 """
 
 
-def family_page() -> str:
-    """The page, in Markdown."""
-    return "\n".join([_PREAMBLE, *(line for family in FAMILIES.values() for line in _section(family))])
+def family_page(families: Iterable[Family]) -> str:
+    """Return the page, in Markdown."""
+    return "\n".join([_PREAMBLE, *(line for family in families for line in _section(family))])
 
 
 def _section(family: Family) -> Iterator[str]:
@@ -55,14 +55,14 @@ def _section(family: Family) -> Iterator[str]:
     yield "|---|---|---|---|---|"
     cuts = {part.name: (part, spec) for spec in _specs(shape) for part in spec.parts}
     conditions = dict(_conditions(shape, family))
-    for tensor in family_tensors(shape):
+    for tensor in family.tensors(shape):
         theirs, ours = _pattern(tensor.name), [_pattern(part) for part in tensor.parts]
         same = "the same" if ours == [theirs] else f"`{_stacked(ours)}`"
         cut = dict.fromkeys(_cut(*cuts[part]) for part in tensor.parts)
         columns = (
             f"`{theirs}`",
             _shape_text(tensor, shape),
-            same + (", transposed" if tensor.transposed else ""),
+            same + (", transposed" if tensor.transposed else "") + (", by head" if tensor.groups > 1 else ""),
             "; ".join(cut),
             conditions.get(tensor.name, "always"),
         )
@@ -80,7 +80,7 @@ def _shape(family: Family) -> ModelShape:
         intermediate_size=size["F"],
         num_hidden_layers=1,
         num_attention_heads=_QUERY_HEADS,
-        num_key_value_heads=_SHARED_HEADS,
+        num_key_value_heads=_SHARED_HEADS if "num_key_value_heads" in family.free else _QUERY_HEADS,
         head_dim=_HEAD_DIM,
         max_position_embeddings=size["P"],
         family=family.model_type,
@@ -105,8 +105,8 @@ def _conditions(shape: ModelShape, family: Family) -> Iterator[tuple[str, str]]:
     for name, without, there in _OPTIONAL:
         if name in (*family.free, "tie_word_embeddings"):
             change: dict[str, Any] = {name: without}
-            left = {tensor.name for tensor in family_tensors(replace(shape, **change))}
-            yield from ((tensor.name, there) for tensor in family_tensors(shape) if tensor.name not in left)
+            left = {tensor.name for tensor in family.tensors(replace(shape, **change))}
+            yield from ((tensor.name, there) for tensor in family.tensors(shape) if tensor.name not in left)
 
 
 def _cut(part: Part, spec: ShardSpec) -> str:

@@ -1,97 +1,109 @@
-"""Each family's Hugging Face tensors as a table: which canonical tensors stand in which of theirs, and how."""
+"""The tensors of a family's Hugging Face folder, each made of canonical tensors: renamed, fused, transposed."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from megalite.topology.parameters import EMBEDDING, FINAL_NORM, POSITIONS, canonical_tensors
+from megalite.topology.parameters import canonical_tensors
 from megalite.topology.shape import ModelShape
+from megalite.topology.sharding import Box
+
+_LAYERS = "model.layers"
 
 
 @dataclass(frozen=True)
 class FamilyTensor:
-    """One tensor of a Hugging Face folder: canonical tensors stacked along dim 0, then perhaps transposed."""
+    """One tensor of a Hugging Face folder: canonical tensors along dim 0, then transposed or not.
+
+    groups: 1: the parts follow each other whole. n: dim 0 is n groups, each with the n-th part of every canonical
+    tensor in turn (GPT-NeoX: query, key and value of one head after the other).
+    """
 
     name: str
     shape: tuple[int, ...]
     parts: tuple[str, ...]
     transposed: bool = False
+    groups: int = 1
+
+    def boxes(self, part: str, region: Box, canonical: Mapping[str, tuple[int, ...]]) -> Iterator[Box]:
+        """Return where a region of one part stands, in order along dim 0, before the transposition."""
+        rows = {name: canonical[name][0] // self.groups for name in self.parts}
+        group_rows, own = sum(rows.values()), rows[part]
+        before = sum(rows[name] for name in self.parts[: self.parts.index(part)])
+        first, last = region.offsets[0], region.offsets[0] + region.shape[0]
+        while first < last:
+            group, within = divmod(first, own)
+            count = min(own - within, last - first)
+            offset = group * group_rows + before + within
+            yield Box((offset, *region.offsets[1:]), (count, *region.shape[1:]))
+            first += count
 
 
-def family_tensors(shape: ModelShape) -> tuple[FamilyTensor, ...]:
-    """Every tensor of the family's folder, in forward order; each canonical tensor stands in exactly one."""
-    canonical = canonical_tensors(shape)
-    if shape.family == "gpt2":
-        return tuple(_gpt2(shape, canonical))
-    return tuple(_in_our_names(canonical, _STACKED.get(shape.family, {})))
+@dataclass(frozen=True)
+class Fused:
+    """Projections of a layer that stand in one tensor; `by_head`: interleaved, one key-value head after the other."""
+
+    name: str
+    modules: tuple[str, ...]
+    by_head: bool = False
 
 
-# Our modules within a layer that stand in one of theirs: the first -> its name there, and all of them.
-_Stacks = Mapping[str, tuple[str, tuple[str, ...]]]
-_STACKED: Mapping[str, _Stacks] = {
-    "phi3": {
-        "self_attn.q_proj": (
-            "self_attn.qkv_proj",
-            ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        ),
-        "mlp.gate_proj": ("mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj")),
-    }
-}
+QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
 
 
-def _in_our_names(canonical: dict[str, tuple[int, ...]], stacks: _Stacks) -> Iterator[FamilyTensor]:
-    later = {part for _, parts in stacks.values() for part in parts[1:]}
-    for name, size in canonical.items():
-        if not name.startswith("model.layers."):
-            yield FamilyTensor(name, size, (name,))
-            continue
-        _, module, _ = _within_layer(name)
-        if module in later:
-            continue
-        theirs, modules = stacks.get(module, (module, (module,)))
-        parts = tuple(name.replace(module, part) for part in modules)
-        rows = sum(canonical[part][0] for part in parts)
-        yield FamilyTensor(name.replace(module, theirs), (rows, *size[1:]), parts)
+@dataclass(frozen=True)
+class TensorNames:
+    """How a family's names differ from the canonical ones, which are Llama's.
 
+    modules: canonical module -> the family's, within a layer ("mlp.up_proj") or outside of it ("model.norm",
+    "lm_head"; "model.layers": what stands before the index of a layer).
+    fused: canonical modules that stand in one tensor.
+    conv1d: matrices within layers are stored as [in, out].
+    optional_prefix: what the names in some published files lack.
+    """
 
-_GPT2_OUTSIDE = {
-    EMBEDDING: "transformer.wte.weight",
-    POSITIONS: "transformer.wpe.weight",
-    FINAL_NORM: "transformer.ln_f.weight",
-    "model.norm.bias": "transformer.ln_f.bias",
-    "lm_head.weight": "lm_head.weight",
-}
-# Our module within a layer -> theirs. Their linears are Conv1D: stored [in, out].
-_GPT2_INSIDE = {
-    "input_layernorm": "ln_1",
-    "self_attn.q_proj": "attn.c_attn",
-    "self_attn.o_proj": "attn.c_proj",
-    "post_attention_layernorm": "ln_2",
-    "mlp.up_proj": "mlp.c_fc",
-    "mlp.down_proj": "mlp.c_proj",
-}
+    modules: Mapping[str, str] = field(default_factory=dict)
+    fused: tuple[Fused, ...] = ()
+    conv1d: bool = False
+    optional_prefix: str = ""
 
+    @property
+    def layers(self) -> str:
+        """What stands before the index of a layer."""
+        return self.modules.get(_LAYERS, _LAYERS)
 
-def _gpt2(shape: ModelShape, canonical: dict[str, tuple[int, ...]]) -> Iterator[FamilyTensor]:
-    for name, size in canonical.items():
-        if name in _GPT2_OUTSIDE:
-            yield FamilyTensor(_GPT2_OUTSIDE[name], size, (name,))
-            continue
-        layer, module, kind = _within_layer(name)
-        if module not in _GPT2_INSIDE:
-            continue  # key and value stand in the tensor of query
-        parts: tuple[str, ...] = (name,)
-        if module == "self_attn.q_proj":
-            parts = tuple(name.replace("q_proj", part) for part in ("q_proj", "k_proj", "v_proj"))
-        rows = sum(canonical[part][0] for part in parts)
-        theirs = f"transformer.h.{layer}.{_GPT2_INSIDE[module]}.{kind}"
-        if len(size) == 2:
-            yield FamilyTensor(theirs, (size[1], rows), parts, transposed=True)
-        else:
-            yield FamilyTensor(theirs, (rows,), parts)
+    def of(self, name: str) -> str:
+        """Return the family's name of a canonical tensor outside of the layers."""
+        module, kind = name.rsplit(".", 1)
+        return f"{self.modules.get(module, module)}.{kind}"
+
+    def tensors(self, shape: ModelShape) -> Iterator[FamilyTensor]:
+        """Return every tensor of the folder, in forward order; each canonical tensor stands in exactly one."""
+        canonical = canonical_tensors(shape)
+        first = {fused.modules[0]: fused for fused in self.fused}
+        later = {module for fused in self.fused for module in fused.modules[1:]}
+        for name, size in canonical.items():
+            if not name.startswith(f"{_LAYERS}."):
+                yield FamilyTensor(self.of(name), size, (name,))
+                continue
+            layer, module, kind = _within_layer(name)
+            if module in later:
+                continue
+            fused = first.get(module, Fused(self.modules.get(module, module), (module,)))
+            parts = tuple(f"{_LAYERS}.{layer}.{part}.{kind}" for part in fused.modules)
+            stacked = (sum(canonical[part][0] for part in parts), *size[1:])
+            transposed = self.conv1d and len(size) == 2
+            yield FamilyTensor(
+                f"{self.layers}.{layer}.{fused.name}.{kind}",
+                stacked[::-1] if transposed else stacked,
+                parts,
+                transposed,
+                shape.num_key_value_heads if fused.by_head else 1,
+            )
 
 
 def _within_layer(name: str) -> tuple[str, str, str]:
     """model.layers.3.mlp.up_proj.weight -> ("3", "mlp.up_proj", "weight")."""
-    layer, rest = name.removeprefix("model.layers.").split(".", 1)
+    layer, rest = name.removeprefix(f"{_LAYERS}.").split(".", 1)
     module, kind = rest.rsplit(".", 1)
     return layer, module, kind

@@ -16,8 +16,7 @@ from megalite.cli import convert
 from megalite.config.huggingface import shape_of_folder
 from megalite.convert.huggingface.export import read_family_tensor
 from megalite.data.loader import StepLoader
-from megalite.families.config_json import hf_config
-from megalite.families.tensors import family_tensors
+from megalite.families.registry import family_tensors, hf_config
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.pipeline import StepBatch
 from megalite.topology.shape import ModelShape

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from megalite.families.config_json import hf_config
-from megalite.families.tensors import family_tensors
+from megalite.convert.huggingface.export import as_family_tensor
+from megalite.families.registry import family_tensors, hf_config
 from megalite.model.stages import build_stage
 from megalite.model.transformer import Stage
 from megalite.parallel.mesh import ParallelMesh
@@ -42,11 +42,10 @@ def _transformers_model(shape: ModelShape, folder: Path) -> nn.Module:
 
 
 def _in_their_names(shape: ModelShape, canonical: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    theirs = {}
-    for tensor in family_tensors(shape):
-        stacked = torch.cat([canonical[part] for part in tensor.parts])
-        theirs[tensor.name] = stacked.t() if tensor.transposed else stacked
-    return theirs
+    return {
+        tensor.name: as_family_tensor(tensor, [canonical[part] for part in tensor.parts])
+        for tensor in family_tensors(shape)
+    }
 
 
 def _canonical(stage: Stage, shape: ModelShape, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megalite.families.records import FAMILIES
+from megalite.families.registry import FAMILIES
 from megalite.topology.shape import ModelShape, RopeScaling
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ FAMILY_SHAPES = {
     "llama, linear scaling": _of("llama", tie_word_embeddings=True, rope_scaling=RopeScaling("linear", 2.5)),
     "mistral": _of("mistral", sliding_window=5),
     "mistral without window": _of("mistral"),
+    "ministral": _of("ministral", sliding_window=5, full_attention_layers=1, full_attention_every=3),
     "qwen2": _of("qwen2", sliding_window=4, full_attention_layers=2),
     "qwen2 tied": _of("qwen2", tie_word_embeddings=True),
     "qwen3": _of("qwen3", tie_word_embeddings=True),

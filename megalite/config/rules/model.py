@@ -2,57 +2,38 @@
 
 from collections.abc import Iterator
 
-from megalite.config.rules.layout import (
-    divisors,
-)
+from megalite.config.rules.layout import divisors
 from megalite.config.schema import ModelConfig
+from megalite.config.shape_settings import model_shape, rope_setting
 from megalite.config.toml import shown
 from megalite.config.validate import Facts
 from megalite.errors import Problem
-from megalite.families.records import FAMILIES, inexpressible
-from megalite.topology.shape import ModelShape
-
-# Settings that are fields of the shape by the same name, but for its sizes.
-_OF_THE_SHAPE = (
-    "family",
-    "rope_theta",
-    "norm_placement",
-    "attention_bias",
-    "attention_output_bias",
-    "mlp_bias",
-    "sliding_window",
-    "full_attention_layers",
-    "full_attention_every",
-    "query_pre_attn_scalar",
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
-    "rope_local_base_freq",
-    "tie_word_embeddings",
-)
-_ROPE_SETTINGS = ("rope_factor", "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_positions")
-_USED_BY = {"default": 0, "linear": 1, "llama3": 4}
+from megalite.families.registry import FAMILIES, inexpressible
+from megalite.families.rope import SCALINGS
 
 
 def family_can_be_exported(facts: Facts) -> Iterator[Problem]:
     if not facts.checkpoint.export:
         return
-    for name, value, theirs in inexpressible(_shape(facts)):
+    for name, value, theirs in inexpressible(model_shape(facts.model, 1)):
         if name == "rope_scaling":
-            continue  # told by its own settings below
+            message = f"{shown(facts.model.rope_type)} has no meaning for {facts.model.family}"
+            yield Problem("model.rope_type", message, 'use "default"')
+            continue
         message = f"{shown(value)} cannot be said by a {facts.model.family} folder, which has {shown(theirs)}"
         remedy = f"use {shown(theirs)}, another model.family, or checkpoint.export = false"
         yield Problem(f"model.{name}", message, remedy)
-    if facts.model.rope_type != "default" and "rope_scaling" not in FAMILIES[facts.model.family].free:
-        message = f"{shown(facts.model.rope_type)} has no meaning for {facts.model.family}"
-        yield Problem("model.rope_type", message, 'use "default"')
 
 
 def rope_settings_belong_to_their_type(facts: Facts) -> Iterator[Problem]:
     kind = facts.model.rope_type
-    for name in _ROPE_SETTINGS[_USED_BY[kind] :]:
-        if getattr(facts.model, name) != ModelConfig.model_fields[name].default:
+    used = SCALINGS.get(kind, ())
+    for name in dict.fromkeys(each for names in SCALINGS.values() for each in names):
+        setting = rope_setting(name)
+        if name not in used and getattr(facts.model, setting) != ModelConfig.model_fields[setting].default:
             message = f"has no meaning for model.rope_type = {shown(kind)}"
-            yield Problem(f"model.{name}", message, 'use rope_type "llama3" or "linear", or take it out')
+            kinds = " or ".join(shown(each) for each, names in SCALINGS.items() if name in names)
+            yield Problem(f"model.{setting}", message, f"use rope_type {kinds}, or take it out")
     if kind != "default" and facts.model.rope_factor == 1.0:
         yield Problem("model.rope_factor", "1 scales nothing", 'set it, or rope_type "default"')
     if kind == "llama3" and facts.model.rope_low_freq_factor >= facts.model.rope_high_freq_factor:
@@ -74,24 +55,6 @@ def window_leaves_layers(facts: Facts) -> Iterator[Problem]:
     elif every == 1:
         message = f"1 leaves none of model.num_hidden_layers = {layers} to the window"
         yield Problem("model.full_attention_every", message, "use 2 or more, or no window")
-
-
-def _shape(facts: Facts) -> ModelShape:
-    """The shape as far as the family's files care; reading a wrong value raises Unknown."""
-    model = facts.model
-    heads = model.num_attention_heads
-    chosen = {name: getattr(model, name) for name in _OF_THE_SHAPE}
-    return ModelShape(
-        vocab_size=1,
-        hidden_size=model.hidden_size,
-        intermediate_size=model.intermediate_size,
-        num_hidden_layers=model.num_hidden_layers,
-        num_attention_heads=heads,
-        num_key_value_heads=model.num_key_value_heads or heads,
-        head_dim=model.head_dim or model.hidden_size // heads,
-        **dict(FAMILIES[model.family].fixed)
-        | {name: value for name, value in chosen.items() if value is not None},
-    )
 
 
 def query_heads_share_key_value_heads(facts: Facts) -> Iterator[Problem]:

@@ -26,8 +26,8 @@ from megalite.convert.huggingface.model_card import is_our_card, model_card
 from megalite.convert.parity import Comparison, compare_with_transformers
 from megalite.data.tokenizer import Tokenizer, copy_tokenizer, load_tokenizer, save_tokenizer
 from megalite.errors import CheckpointError
-from megalite.families.config_json import hf_config
-from megalite.families.tensors import FamilyTensor, family_tensors
+from megalite.families.registry import family_tensors, hf_config
+from megalite.families.tensors import FamilyTensor
 from megalite.topology.parameters import canonical_tensors
 
 CARD = "README.md"
@@ -56,8 +56,8 @@ def export(
 
     weights: the kind to write: the model's weights, their float32 masters, or their moving average; None: the weights,
     of several checkpoints the masters where there are any.
-    In memory are some rows of a tensor while files are written (of a family that holds matrices transposed, three of
-    them), and while they are compared one decoder layer in float32 with one more of its matrices.
+    In memory are some rows of a tensor while files are written (of a family that holds matrices transposed or
+    interleaved, three of them), and while they are compared one decoder layer in float32 with one more of its matrices.
     The folder appears only after transformers' own modules, run from its files, agreed with our forward; an
     earlier export there is then replaced. Raises CheckpointError, leaving nothing behind, when they disagree, when
     a checkpoint is damaged, a weight beyond the range of `dtype` or `destination` holds something else; DataError for
@@ -123,9 +123,19 @@ def _write_weights(
 def read_family_tensor(reader: CheckpointReader | AveragedWeights, kind: str, tensor: FamilyTensor) -> Tensor:
     """What a checkpoint has of one kind, as it stands in the family's folder."""
     shapes = canonical_tensors(reader.manifest.model)
-    parts = [reader.read(kind, name, full_box(shapes[name])) for name in tensor.parts]
-    stacked = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return stacked.t().contiguous() if tensor.transposed else stacked
+    return as_family_tensor(
+        tensor, [reader.read(kind, name, full_box(shapes[name])) for name in tensor.parts]
+    )
+
+
+def as_family_tensor(tensor: FamilyTensor, parts: Sequence[Tensor]) -> Tensor:
+    """Return the tensor of the family's folder that the canonical tensors, all of `tensor.parts`, make."""
+    if len(parts) == 1:
+        fused = parts[0]
+    else:
+        grouped = [part.unflatten(0, (tensor.groups, -1)) for part in parts]
+        fused = torch.cat(grouped, dim=1).flatten(0, 1)
+    return fused.t().contiguous() if tensor.transposed else fused
 
 
 def rounded(values: Tensor, dtype: torch.dtype, name: str) -> Tensor:
@@ -143,7 +153,7 @@ def rounded(values: Tensor, dtype: torch.dtype, name: str) -> Tensor:
 
 def _family_blocks(reader: AveragedWeights, tensor: FamilyTensor) -> Iterator[Tensor]:
     """Rows of one of the family's tensors, from the first to the last."""
-    if tensor.transposed:
+    if tensor.transposed or tensor.groups > 1:
         yield read_family_tensor(reader, WEIGHT, tensor)
         return
     for name in tensor.parts:

@@ -16,7 +16,8 @@ from megalite.convert.huggingface.files import headers
 from megalite.convert.step_zero import write_step_zero
 from megalite.data.tokenizer import copy_tokenizer
 from megalite.errors import CheckpointError, listed
-from megalite.families.tensors import FamilyTensor, family_tensors
+from megalite.families.registry import FAMILIES, family_tensors
+from megalite.families.tensors import FamilyTensor
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.parameters import EMBEDDING, HEAD, canonical_tensors, stage_parameters
 from megalite.topology.shape import ModelShape
@@ -25,7 +26,6 @@ from megalite.topology.stages import PipelineSplit, pipeline_split
 
 # What older exports hold beside the weights: masks and frequencies, which follow from the configuration.
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
-_GPT2_PREFIX = "transformer."
 
 
 def load_huggingface(
@@ -55,12 +55,12 @@ class HuggingFaceReader:
         self._tensors = {part: tensor for tensor in family_tensors(shape) for part in tensor.parts}
         self._files = [RegionReader(folder / name, header) for name, header in headers(folder).items()]
         self._where = {name: opened for opened in self._files for name in opened.header}
-        if shape.family == "gpt2" and not any(name.startswith(_GPT2_PREFIX) for name in self._where):
-            self._prefix = _GPT2_PREFIX  # files of the bare model, as the first ones published were
-        else:
-            self._prefix = ""
+        names = FAMILIES[shape.family].names
+        # Files of the bare model have none, as the first ones published.
+        bare = not any(name.startswith(names.optional_prefix) for name in self._where)
+        self._prefix, self._head = names.optional_prefix if bare else "", names.of(HEAD)
         self._check(shape)
-        self._head_too = shape.tie_word_embeddings and HEAD in self._where
+        self._head_too = shape.tie_word_embeddings and self._head in self._where
 
     def __enter__(self) -> "HuggingFaceReader":
         return self
@@ -74,13 +74,16 @@ class HuggingFaceReader:
     def read(self, kind: str, name: str, box: Box) -> Tensor:
         """A region of one canonical tensor, in the type of the file; raises CheckpointError."""
         tensor = self._tensors[name]
-        first = sum(self._shapes[part][0] for part in tensor.parts[: tensor.parts.index(name)])
-        stacked = Box((box.offsets[0] + first, *box.offsets[1:]), box.shape)
-        values = self._region(self._stored(tensor), stacked, transposed=tensor.transposed)
-        if name == EMBEDDING and self._head_too and not torch.equal(self._region(HEAD, box), values):
+        stored = self._stored(tensor)
+        pieces = [
+            self._region(stored, theirs, transposed=tensor.transposed)
+            for theirs in tensor.boxes(name, box, self._shapes)
+        ]
+        values = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        if name == EMBEDDING and self._head_too and not torch.equal(self._region(self._head, box), values):
             raise CheckpointError(
-                f"{self._folder} has {HEAD}, which the model has not, as its head is the embedding, and they differ;"
-                " is its config.json that of these weights?"
+                f"{self._folder} has {self._head}, which the model has not, as its head is the embedding, and they"
+                " differ; is its config.json that of these weights?"
             )
         return values
 
@@ -98,8 +101,8 @@ class HuggingFaceReader:
         expected = {self._stored(tensor): tensor for tensor in self._tensors.values()}
         missing = sorted(expected.keys() - self._where.keys())
         extra = sorted(name for name in self._where.keys() - expected.keys() if not name.endswith(BUFFERS))
-        if shape.tie_word_embeddings and HEAD in extra and self._is_like_the_embedding(HEAD):
-            extra.remove(HEAD)  # whether it is the same, each rank sees with what it reads
+        if shape.tie_word_embeddings and self._head in extra and self._is_like_the_embedding(self._head):
+            extra.remove(self._head)  # whether it is the same, each rank sees with what it reads
         if missing or extra:
             parts = [f"lacks {listed(missing)}"] if missing else []
             parts += [f"has {listed(extra)}, which the model has not"] if extra else []

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megalite.errors import CheckpointError
-from megalite.families.records import FAMILIES, inexpressible
+from megalite.families.registry import FAMILIES, inexpressible
 from megalite.topology.shape import ModelShape, RopeScaling
 
 _LARGEST = 1 << 24

@@ -27,8 +27,7 @@ from megalite.convert.universal.folder import (
     ZERO,
 )
 from megalite.errors import CheckpointError
-from megalite.families.config_json import hf_config
-from megalite.families.tensors import family_tensors
+from megalite.families.registry import family_tensors, hf_config
 from megalite.topology.state import MASTER
 
 _CARD = "README.md"

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megalite.checkpoint.folder import require_new_run, undone_on_failure
 from megalite.checkpoint.format import WEIGHT
+from megalite.checkpoint.tensor_file import full_box
 from megalite.convert.foreign_pickle import load_pickle, require_undamaged
 from megalite.convert.huggingface.load import BUFFERS, take_tokenizer
 from megalite.convert.streamed import write_streamed
@@ -25,7 +26,7 @@ from megalite.convert.universal.folder import (
     ZERO,
 )
 from megalite.errors import CheckpointError, listed
-from megalite.families.tensors import family_tensors
+from megalite.families.registry import FAMILIES, family_tensors
 from megalite.topology.parameters import EMBEDDING, HEAD, canonical_tensors
 from megalite.topology.shape import ModelShape
 
@@ -173,7 +174,7 @@ class UniversalReader:
         self.folder = UniversalFolder(folder)
         self._shapes = canonical_tensors(shape)
         self._tensors = {part: tensor for tensor in family_tensors(shape) for part in tensor.parts}
-        self._tied = shape.tie_word_embeddings
+        self._tied, self._head = shape.tie_word_embeddings, FAMILIES[shape.family].names.of(HEAD)
         names = self.folder.names
         self._prefix = _WRAPPER if names and all(name.startswith(_WRAPPER) for name in names) else ""
         self._check()
@@ -183,8 +184,9 @@ class UniversalReader:
         tensor = self._tensors[name]
         values = self._theirs(tensor.name, kind, checked=True).reshape(tensor.shape)
         values = values.t() if tensor.transposed else values
-        first = sum(self._shapes[part][0] for part in tensor.parts[: tensor.parts.index(name)])
-        return values[first : first + self._shapes[name][0]]
+        boxes = list(tensor.boxes(name, full_box(self._shapes[name]), self._shapes))
+        pieces = [values[box.offsets[0] : box.offsets[0] + box.shape[0]] for box in boxes]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def _theirs(self, name: str, kind: str, *, checked: bool = False) -> Tensor:
         return self.folder.tensor(self._prefix + name, WEIGHTS if kind == WEIGHT else kind, checked=checked)
@@ -212,9 +214,9 @@ class UniversalReader:
 
     def _is_spare(self, name: str) -> bool:
         """What ds_to_universal adds of the model: buffers, and the embedding once more under its other name."""
-        if name == HEAD and self._tied:
+        if name == self._head and self._tied:
             return torch.equal(
-                self._theirs(HEAD, WEIGHTS), self._theirs(self._tensors[EMBEDDING].name, WEIGHTS)
+                self._theirs(name, WEIGHTS), self._theirs(self._tensors[EMBEDDING].name, WEIGHTS)
             )
         return name.endswith(BUFFERS)
 

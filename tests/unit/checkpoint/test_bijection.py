@@ -18,9 +18,9 @@ from torch import Tensor
 from megalite.checkpoint.save import save_checkpoint
 from megalite.checkpoint.tensor_file import CheckpointReader
 from megalite.convert.huggingface import export as huggingface
+from megalite.convert.huggingface.export import as_family_tensor
 from megalite.convert.huggingface.load import load_huggingface
-from megalite.families.records import FAMILIES
-from megalite.families.tensors import family_tensors
+from megalite.families.registry import FAMILIES, family_tensors
 from megalite.topology.axes import Layout
 from megalite.topology.parameters import canonical_tensors
 from megalite.topology.shape import ModelShape
@@ -43,7 +43,7 @@ def variants() -> dict[str, ModelShape]:
         head = "untied" if shape.tie_word_embeddings else "tied"
         found[shape] = name
         found.setdefault(replace(shape, tie_word_embeddings=head == "tied"), f"{name}, {head}")
-        if shape.family != "gpt2":
+        if "num_key_value_heads" in FAMILIES[shape.family].free:
             found[replace(shape, num_key_value_heads=2)] = f"{name}, shared heads"
     return {name: shape for shape, name in found.items()}
 
@@ -91,11 +91,9 @@ def expected_counts(shape: ModelShape, tensor: int) -> Tensor:
     counts = []
     rows = {part: size[0] for part, size in canonical_tensors(shape).items()}
     for each in family_tensors(shape):
-        stacked = [torch.full((rows[part],), holders(part, shape, tensor)) for part in each.parts]
-        per_row = torch.cat(stacked).view(-1, *[1] * (len(each.shape) - 1))
-        wanted = torch.Size(reversed(each.shape) if each.transposed else each.shape)
-        whole = per_row.expand(wanted)
-        counts.append((whole.t() if each.transposed else whole).flatten())
+        columns = each.shape[:-1] if each.transposed else each.shape[1:]
+        parts = [torch.full((rows[part], *columns), holders(part, shape, tensor)) for part in each.parts]
+        counts.append(as_family_tensor(each, parts).flatten())
     return torch.cat(counts)
 
 

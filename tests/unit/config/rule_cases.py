@@ -62,7 +62,7 @@ FAMILY_CASES = [
         "rope_settings_belong_to_their_type",
         {"model.rope_factor": 2.0},
         'model.rope_factor: has no meaning for model.rope_type = "default"; '
-        'use rope_type "llama3" or "linear", or take it out',
+        'use rope_type "linear" or "llama3", or take it out',
         {"model.rope_factor": 2.0, "model.rope_type": "linear"},
     ),
     Case(

@@ -355,7 +355,7 @@ def test_a_hugging_face_config_is_a_shape(tmp_path: Path, rope: dict[str, Any], 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"model_type": "bloom"}, 'config.json is of model_type "bloom"; llama, mistral,'),
+        ({"model_type": "bloom"}, 'config.json is of model_type "bloom"; gpt2, llama, mistral,'),
         ({"hidden_act": "gelu"}, 'config.json has hidden_act = "gelu"; only "silu" is built'),
         (
             {"rope_scaling": {"type": "yarn", "factor": 2}},

@@ -20,8 +20,7 @@ from megalite.data.sentencepiece_model import PROBE_TEXTS
 from megalite.data.tokenizer import load_tokenizer
 from megalite.data.tokenizer_training import KINDS, train_into
 from megalite.errors import CheckpointError, DataError
-from megalite.families.config_json import hf_config
-from megalite.families.records import FAMILIES
+from megalite.families.registry import FAMILIES, hf_config
 from megalite.topology.axes import Layout
 from megalite.topology.parameters import canonical_tensors
 from megalite.topology.shape import ModelShape

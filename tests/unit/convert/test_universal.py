@@ -19,8 +19,7 @@ from megalite.cli import convert
 from megalite.convert.streamed import write_streamed
 from megalite.convert.universal.export import export_universal
 from megalite.errors import CheckpointError
-from megalite.families.config_json import hf_config
-from megalite.families.tensors import family_tensors
+from megalite.families.registry import family_tensors, hf_config
 from megalite.topology.parameters import canonical_tensors
 from megalite.topology.shape import ModelShape
 from tests.support.tiny import FAMILY_SHAPES, tiny_shape, tiny_tokenizer

@@ -1,21 +1,27 @@
 """The table of each family: every tensor once, under transformers' names, and a configuration that reads back."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, fields, replace
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
 
+from megalite import families
 from megalite.cli import convert
 from megalite.config.load import load_run
+from megalite.config.schema import ModelConfig
+from megalite.config.shape_settings import rope_setting
+from megalite.convert.huggingface.export import as_family_tensor
 from megalite.errors import CheckpointError
-from megalite.families.config_json import hf_config
-from megalite.families.records import FAMILIES
+from megalite.families.registry import FAMILIES, family_tensors, hf_config
+from megalite.families.rope import SCALINGS
 from megalite.families.table import family_page
-from megalite.families.tensors import family_tensors
+from megalite.families.tensors import QKV, Fused, TensorNames
 from megalite.topology.parameters import canonical_tensors
 from megalite.topology.shape import ModelShape, RopeScaling
+from megalite.topology.sharding import Box
 from tests.support.tiny import FAMILY_SHAPES, tiny_shape
 
 
@@ -92,6 +98,57 @@ def test_what_a_published_configuration_leaves_out_is_as_transformers_has_it(giv
     assert not different, {name: (theirs[name], ours.get(name)) for name in different}
 
 
+@pytest.mark.parametrize("given", [{}, {"hidden_size": 128, "num_attention_heads": 64}], ids=str)
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_key_that_a_configuration_lacks_is_as_transformers_has_it(model_type, given, tmp_path):
+    from transformers import AutoConfig
+
+    keys = {FAMILIES[model_type].keys[name]: value for name, value in given.items()}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, **keys}))
+    ours, theirs = asdict(read(tmp_path)), AutoConfig.from_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(theirs.to_dict()))
+    for name, value in asdict(read(tmp_path)).items():
+        assert ours[name] == value, name
+
+
+def test_every_family_is_a_module_of_the_folder():
+    modules = {f"megalite.families.{file.stem}" for file in Path(families.__file__).parent.glob("*.py")}
+    defined = [getattr(import_module(name), "FAMILY", None) for name in modules]
+    assert {id(each) for each in defined if each is not None} == set(map(id, FAMILIES.values()))
+
+
+def test_every_field_of_a_shape_is_a_setting():
+    settings = ModelConfig.model_fields
+    assert {each.name for each in fields(ModelShape)} - settings.keys() == {"rope_scaling"}
+    used = {name for names in SCALINGS.values() for name in names}
+    assert {"rope_type", *map(rope_setting, used)} <= settings.keys()
+    assert used <= {each.name for each in fields(RopeScaling)}
+
+
+def test_projections_interleaved_by_head():
+    """GPT-NeoX's query_key_value: the rows of one head's query, key and value, then those of the next head."""
+    shape = replace(tiny_shape(layers=1), num_key_value_heads=8)
+    prefix = "gpt_neox.layers.0.attention.query_key_value"
+    names = TensorNames(
+        modules={"model.layers": "gpt_neox.layers", "model.embed_tokens": "gpt_neox.embed_in"},
+        fused=(Fused("attention.query_key_value", QKV, by_head=True),),
+    )
+    canonical = canonical_tensors(shape)
+    found = {tensor.name: tensor for tensor in names.tensors(shape)}
+    assert "gpt_neox.embed_in.weight" in found and names.of("lm_head.weight") == "lm_head.weight"
+    tensor = found[f"{prefix}.weight"]
+    parts = [torch.randn(canonical[part]) for part in tensor.parts]
+    theirs = as_family_tensor(tensor, parts)
+    assert theirs.shape == tensor.shape == (3 * 48, 48)
+    expected = torch.stack([part.view(8, 6, 48) for part in parts], dim=1)
+    assert torch.equal(theirs.view(8, 3, 6, 48), expected)
+    for part, values in zip(tensor.parts, parts, strict=True):
+        for first, count in ((0, 48), (5, 14), (12, 6)):
+            boxes = tensor.boxes(part, Box((first, 0), (count, 48)), canonical)
+            rows = [theirs[box.offsets[0] : box.offsets[0] + box.shape[0]] for box in boxes]
+            assert torch.equal(torch.cat(rows), values[first : first + count])
+
+
 def read(folder) -> ModelShape:
     settings = {
         "model.hf_config": str(folder),
@@ -164,7 +221,7 @@ def test_the_page_of_all_tensors_is_that_of_the_code(capsys):
     ],
 )
 def test_lines_of_the_page(line):
-    assert line in family_page().splitlines()
+    assert line in family_page(FAMILIES.values()).splitlines()
 
 
 def test_every_family_has_a_tiny_shape():

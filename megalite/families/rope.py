@@ -1,0 +1,119 @@
+"""Rotary embedding in config.json: rope_parameters of transformers 5, rope_theta and rope_scaling of 4."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from megalite.families.words import Config, Plain, quoted
+from megalite.topology.shape import ModelShape, RopeScaling
+
+# rope_type -> the fields of RopeScaling that it uses, by their names in config.json.
+SCALINGS: Mapping[str, tuple[str, ...]] = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+_PARTIAL = "partial_rotary_factor"
+
+
+@dataclass(frozen=True)
+class Rope(Plain):
+    """The base of the rotary frequencies, and how they are stretched.
+
+    scalings: the values of rope_type that the family's files may have beside "default".
+    local: layers with a sliding window have a base of their own, rope_local_base_freq (Gemma 3).
+    partial: partial_rotary_factor says which share of each head is rotated.
+    theta_key, partial_key: the names in transformers 4.
+    """
+
+    scalings: tuple[str, ...] = tuple(SCALINGS)
+    local: bool = False
+    partial: bool = False
+    theta_key: str = "rope_theta"
+    partial_key: str = "partial_rotary_factor"
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        given = {
+            "rope_theta": True,
+            "rope_scaling": bool(self.scalings),
+            "rope_local_base_freq": self.local,
+            "partial_rotary_factor": self.partial,
+        }
+        return tuple(name for name, free in given.items() if free)
+
+    def read(self, config: Config) -> dict[str, Any]:
+        rope, kind = _rope(config), _kind(_rope(config))
+        found = {"rope_theta": rope.get("rope_theta", config.get(self.theta_key))}
+        if kind in self.scalings:
+            given = {name: rope[name] for name in SCALINGS[kind] if rope.get(name) is not None}
+            found["rope_scaling"] = RopeScaling(kind, **{"factor": 1.0, **given})
+        if self.local:
+            found["rope_local_base_freq"] = _local(config).get(
+                "rope_theta", config.get("rope_local_base_freq")
+            )
+        if self.partial:
+            found["partial_rotary_factor"] = rope.get("partial_rotary_factor", config.get(self.partial_key))
+        return {name: value for name, value in found.items() if value is not None}
+
+    def write(self, shape: ModelShape) -> dict[str, Any]:
+        base = {"rope_theta": shape.rope_theta}
+        part = {"partial_rotary_factor": shape.partial_rotary_factor} if self.partial else {}
+        config: dict[str, Any] = {self.theta_key: shape.rope_theta}
+        if self.partial:
+            config[self.partial_key] = shape.partial_rotary_factor
+        scaling: dict[str, Any] = {"rope_type": "default"}
+        if shape.rope_scaling is not None:
+            scaling = scaling_words(shape.rope_scaling)
+            config["rope_scaling"] = scaling
+        config["rope_parameters"] = {**scaling, **base, **part}
+        if self.local:
+            local = shape.rope_local_base_freq or shape.rope_theta
+            config["rope_local_base_freq"] = local
+            config["rope_parameters"] = {
+                "full_attention": config["rope_parameters"],
+                "sliding_attention": {"rope_type": "default", "rope_theta": local},
+            }
+        return config
+
+    def refused(self, config: Config) -> Iterator[tuple[str, str]]:
+        if (local := _kind(_local(config))) != "default":
+            text = f"scales the rotary frequencies of layers with a window ({quoted(local)})"
+            yield text, 'only "default" is built'
+        rope = _rope(config)
+        kind, built = _kind(rope), ("default", *self.scalings)
+        if kind not in built:
+            words = f"{', '.join(map(quoted, built))} {'are' if len(built) > 1 else 'is'} built"
+            if kind in ("longrope", "su"):
+                words += "; longrope's change with the longest sequence of a batch"
+            yield f"scales its rotary frequencies ({quoted(kind)})", words
+        elif not self.partial and (rope.get(_PARTIAL) or config.get(_PARTIAL) or 1.0) != 1.0:
+            yield "rotates a part of each head", "only whole heads are built"
+
+    def inexpressible(self, shape: ModelShape) -> Iterator[tuple[str, Any, Any]]:
+        scaling = shape.rope_scaling
+        if self.scalings and scaling is not None and scaling.rope_type not in self.scalings:
+            yield "rope_scaling", scaling.rope_type, "default"
+
+
+def scaling_words(scaling: RopeScaling) -> dict[str, Any]:
+    """Return rope_type and the fields that it uses, as config.json and RUN.toml name them."""
+    used = ("rope_type", *SCALINGS[scaling.rope_type])
+    values = {each.name: getattr(scaling, each.name) for each in fields(scaling) if each.name in used}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+
+def _kind(rope: Mapping[str, Any]) -> Any:
+    return rope.get("rope_type", rope.get("type", "default"))
+
+
+def _rope(config: Config) -> Mapping[str, Any]:
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = rope.get("full_attention", rope) if isinstance(rope, Mapping) else {}
+    return rope if isinstance(rope, Mapping) else {}
+
+
+def _local(config: Config) -> Mapping[str, Any]:
+    """rope_parameters of layers with a window, where they have their own."""
+    rope = config.get("rope_parameters")
+    local = rope.get("sliding_attention") if isinstance(rope, Mapping) else None
+    return local if isinstance(local, Mapping) else {}
