@@ -20,7 +20,7 @@ from megalite.parallel.cross_entropy import IGNORE_INDEX
 from megalite.parallel.pipeline import PipelineRunner, StepBatch
 
 if TYPE_CHECKING:
-    from megalite.train.trainer import Trainer
+    from megalite.train.step import TrainStep
 
 # Relative, of documents that stand elsewhere in their rows: other kernels' shapes round otherwise.
 _MOVED = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
@@ -37,12 +37,12 @@ class DocumentFindings:
     leaks: tuple[str, ...] = ()
 
 
-def check_documents(trainer: "Trainer", end_of_document_id: int) -> DocumentFindings:
+def check_documents(trainer: "TrainStep", end_of_document_id: int) -> DocumentFindings:
     """Probe the trainer's model, as it is, with samples of its next step; collective over the world.
 
     Raises TrainingError where a document sees another one.
     """
-    batch = trainer.loader.step_batch(trainer.state.samples, dtype=trainer.loss_dtype)
+    batch = trainer.loader.step_batch(trainer.state.samples, dtype=trainer.options.loss_dtype)
     micro_batches = batch.micro_batches(trainer.config.batch.micro_batches)
     shared = [_sharing(each, end_of_document_id) for each in micro_batches]
     chosen = trainer.transfer.start(micro_batches[shared.index(max(shared))]).ready()

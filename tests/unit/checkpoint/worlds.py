@@ -15,6 +15,7 @@ from torch import Tensor
 from megalite.checkpoint.load import load_checkpoint
 from megalite.checkpoint.regions import slices
 from megalite.checkpoint.save import save_checkpoint
+from megalite.model.replica import Replica
 from megalite.parallel.mesh import Axis
 from megalite.topology.axes import Coordinates, Layout
 from megalite.topology.parameters import Parameter, canonical_tensors, stage_parameters
@@ -174,6 +175,9 @@ class World:
     def parameters(self, mesh: ThreadMesh) -> list[Parameter]:
         return list(stage_parameters(self.shape, self.split, mesh.at.pp))
 
+    def replica(self, mesh: ThreadMesh, stage: HeldStage) -> Replica:
+        return Replica(self.shape, self.split, mesh, stage)  # type: ignore[arg-type]
+
     def held(self, mesh: ThreadMesh, *, version: int | None) -> tuple[HeldStage, HeldState]:
         """This rank's stage and state with the true values; version None: filled with nan, to be loaded."""
         parameters = self.parameters(mesh)
@@ -195,11 +199,8 @@ class World:
             stage, state = self.held(mesh, version=version)
             return save_checkpoint(
                 folder,
-                mesh=mesh,  # type: ignore[arg-type]
-                shape=self.shape,
-                split=self.split,
-                stage=stage,  # type: ignore[arg-type]
-                optimizer=state,
+                self.replica(mesh, stage),
+                state,
                 trainer_state={"step": step, "samples": 8 * step, "tokens": 96 * step},
                 config={"run": {"seed": 1}},
             )
@@ -212,12 +213,7 @@ class World:
         def action(mesh: ThreadMesh) -> Any:
             stage, state = self.held(mesh, version=None)
             manifest = load_checkpoint(
-                checkpoint,
-                mesh=mesh,  # type: ignore[arg-type]
-                shape=self.shape,
-                split=self.split,
-                stage=stage,  # type: ignore[arg-type]
-                optimizer=state if with_optimizer else None,
+                checkpoint, self.replica(mesh, stage), state if with_optimizer else None
             )
             return mesh, stage, state, manifest
 

@@ -10,7 +10,7 @@ import torch
 
 from megalite.checkpoint.folder import find_best, find_checkpoint, find_latest, read_manifest
 from megalite.checkpoint.load import intact_instead
-from megalite.checkpoint.save import all_or_none
+from megalite.checkpoint.save import explain
 from megalite.config.load import write_resolved
 from megalite.config.schema import RunConfig
 from megalite.convert.huggingface.export import export
@@ -24,7 +24,7 @@ from megalite.launcher.detect import RankInfo
 from megalite.launcher.local import STOPPED, TERMINATED
 from megalite.monitor.console import announce
 from megalite.parallel.device import local_device
-from megalite.parallel.mesh import ParallelMesh, connect, disconnect
+from megalite.parallel.mesh import ParallelMesh, all_or_none, connect, disconnect
 from megalite.train.callbacks import Callback
 from megalite.train.document_probe import check_documents
 from megalite.train.interruption import termination_noted
@@ -34,7 +34,7 @@ from megalite.train.precision import Precision, choose_precision
 from megalite.train.report import RunReporter
 from megalite.train.run_folder import RunFolder
 from megalite.train.saving import RunSaver
-from megalite.train.trainer import Trainer
+from megalite.train.step import TrainStep
 from megalite.train.validation import HeldOutSet, held_out_set
 
 
@@ -118,14 +118,14 @@ def _train(
     config = config.in_precision(precision.name)
     if config.zero_stage:
         # DeepSpeed costs seconds to import: only a run that uses it pays.
-        from megalite.train.deepspeed_ops import require_precision
+        from megalite.train.optimizer.deepspeed_ops import require_precision
 
         # "auto" may go on with any; every rank asks, so that none waits.
         require_precision(precision.name, config.deepspeed_json())
     start = None
     if (weights := inputs.weights) and resumed_from is None:
         # Other machines than that of rank 0 have it not yet.
-        start = all_or_none(mesh, "import", Path(weights), lambda: local_folder(weights))
+        start = all_or_none(mesh, lambda: local_folder(weights), explain(mesh, "import", Path(weights)))
     trainer, held_out, tested = _trainer(config, mesh, inputs, start, leads_node=info.local_rank == 0)
     if resumed_from is not None:
         _resume(trainer, resumed_from)
@@ -192,7 +192,7 @@ def _finish(done: _Done, folder: RunFolder) -> dict[str, Path]:
 
 def _trainer(
     config: RunConfig, mesh: ParallelMesh, inputs: RunInputs, weights: Path | None, *, leads_node: bool
-) -> tuple[Trainer, Mapping[str, HeldOutSet], str]:
+) -> tuple[TrainStep, Mapping[str, HeldOutSet], str]:
     """This rank's trainer, what the run validates on, by name, and a line about the test of its operators."""
     tokenizer = load_tokenizer(inputs.tokenizer_folder, end_of_document=config.tokenizer.end_of_document)
     shape = config.model.shape(tokenizer.vocab_size)
@@ -218,10 +218,10 @@ def _trainer(
     files = {prefix.name: TokenFile.open(prefix) for prefix in inputs.data.validation}
     held_out = {name: held_out_set(load, file, config.validation.samples) for name, file in files.items()}
     kernels, tested = agreed_kernels(config, shape, mesh, leads_node=leads_node)
-    return Trainer(config, mesh, shape, loader, weights=weights, kernels=kernels), held_out, tested
+    return TrainStep(config, mesh, shape, loader, weights=weights, kernels=kernels), held_out, tested
 
 
-def _check_documents(trainer: Trainer, inputs: RunInputs, reporter: RunReporter) -> None:
+def _check_documents(trainer: TrainStep, inputs: RunInputs, reporter: RunReporter) -> None:
     """Before the first step; raises TrainingError."""
     if trainer.state.step >= trainer.total_steps:
         return
@@ -252,7 +252,7 @@ def _found_to_resume(config: RunConfig, folder: RunFolder) -> Path | None:
     return find_latest(folder.checkpoints) if auto else find_checkpoint(Path(config.checkpoint.resume))
 
 
-def _resume(trainer: Trainer, checkpoint: Path) -> None:
+def _resume(trainer: TrainStep, checkpoint: Path) -> None:
     """Go on from a checkpoint; CheckpointError, which names an older one to take instead of one that is damaged."""
     try:
         trainer.resume(checkpoint)
