@@ -8,14 +8,13 @@ from pathlib import Path
 
 import torch
 
-from megalite.checkpoint.folder import find_best, find_checkpoint, find_latest, read_manifest
+from megalite.checkpoint.folder import find_best, read_manifest
 from megalite.checkpoint.load import intact_instead
 from megalite.checkpoint.save import explain
 from megalite.config.load import write_resolved
 from megalite.config.schema import RunConfig
 from megalite.convert.huggingface.export import export
 from megalite.convert.huggingface.files import local_folder
-from megalite.data.ensure import RunData, ensure_data, ensure_tokenizer
 from megalite.data.loader import StepLoader
 from megalite.data.token_file import TokenFile
 from megalite.data.tokenizer import load_tokenizer
@@ -26,7 +25,7 @@ from megalite.monitor.console import announce
 from megalite.parallel.device import local_device
 from megalite.parallel.mesh import ParallelMesh, all_or_none, connect, disconnect
 from megalite.train.callbacks import Callback
-from megalite.train.document_probe import check_documents
+from megalite.train.inputs import RunInputs, found_to_resume, prepare_inputs
 from megalite.train.interruption import termination_noted
 from megalite.train.kernel_choice import agreed_kernels
 from megalite.train.loop import TrainingLoop
@@ -36,27 +35,6 @@ from megalite.train.run_folder import RunFolder
 from megalite.train.saving import RunSaver
 from megalite.train.step import TrainStep
 from megalite.train.validation import HeldOutSet, held_out_set
-
-
-@dataclass(frozen=True)
-class RunInputs:
-    """What a run reads, made once and shared by all ranks."""
-
-    tokenizer_folder: Path
-    data: RunData
-    weights: str | None
-    """What to start from where nothing is resumed: a folder, or a commit of the Hub."""
-
-
-def prepare_inputs(config: RunConfig, folder: RunFolder) -> RunInputs:
-    """Fetch the weights, train the tokenizer and prepare the token file if that was not done before.
-
-    On one process, starts no torch.
-    """
-    if config.model.weights and _found_to_resume(config, folder) is None:
-        local_folder(config.model.weights)
-    tokenizer_folder = ensure_tokenizer(config, folder.root)
-    return RunInputs(tokenizer_folder, ensure_data(config, folder.root), config.model.weights)
 
 
 def train_rank(info: RankInfo, config: RunConfig, threads: int, callbacks: Sequence[Callback] = ()) -> int:
@@ -144,8 +122,6 @@ def _train(
         reporter.say(f"resumed after step {trainer.state.step} from {resumed_from}")
         if trainer.state.step >= trainer.total_steps:
             reporter.say(f"nothing left to train: this run has {trainer.total_steps} steps")
-    if config.data.document_mask and config.data.check_document_mask:
-        _check_documents(trainer, inputs, reporter)
     saver = RunSaver(
         trainer, folder.checkpoints, resumed_from=resumed_from, ranks_a_node=info.local_world_size
     )
@@ -221,35 +197,10 @@ def _trainer(
     return TrainStep(config, mesh, shape, loader, weights=weights, kernels=kernels), held_out, tested
 
 
-def _check_documents(trainer: TrainStep, inputs: RunInputs, reporter: RunReporter) -> None:
-    """Before the first step; raises TrainingError."""
-    if trainer.state.step >= trainer.total_steps:
-        return
-    end = trainer.config.tokenizer.end_of_document
-    found = check_documents(
-        trainer, load_tokenizer(inputs.tokenizer_folder, end_of_document=end).end_of_document_id
-    )
-    if found.documents:
-        reporter.say(
-            f"data.document_mask: {found.documents} documents of the first samples do not see each other"
-        )
-    else:
-        reporter.say(
-            "data.document_mask: none of the first samples has two documents, so nothing could be checked"
-        )
-
-
 def _checkpoint_to_resume(config: RunConfig, mesh: ParallelMesh, folder: RunFolder) -> Path | None:
     """What `checkpoint.resume` means here; found by rank 0, so that all ranks go on from the same one."""
-    resumed: Path | None = mesh.broadcast_object(_found_to_resume(config, folder) if mesh.rank == 0 else None)
+    resumed: Path | None = mesh.broadcast_object(found_to_resume(config, folder) if mesh.rank == 0 else None)
     return resumed
-
-
-def _found_to_resume(config: RunConfig, folder: RunFolder) -> Path | None:
-    if config.checkpoint.resume == "never":
-        return None
-    auto = config.checkpoint.resume == "auto"
-    return find_latest(folder.checkpoints) if auto else find_checkpoint(Path(config.checkpoint.resume))
 
 
 def _resume(trainer: TrainStep, checkpoint: Path) -> None:

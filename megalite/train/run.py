@@ -103,7 +103,8 @@ class Trainer:
         threads = prepare_process(config.training.threads, local_ranks=config.layout.world_size, info=info)
 
         # From here on torch may be imported: everything a user can get wrong in the file is known to be right.
-        from megalite.train.rank import prepare_inputs, train_rank
+        from megalite.train.inputs import prepare_inputs
+        from megalite.train.rank import train_rank
         from megalite.train.run_folder import RunFolder
 
         _prepare_deepspeed(config, info)
