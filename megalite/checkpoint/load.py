@@ -18,7 +18,7 @@ from megalite.model.replica import Replica
 from megalite.parallel.mesh import ParallelMesh, all_or_none
 from megalite.topology.parameters import Parameter
 from megalite.topology.shape import ModelShape
-from megalite.topology.sharding import Box
+from megalite.topology.sharding import TensorSlice
 from megalite.topology.state import EMA, MASTER, OptimizerState, StateShard
 
 # These may differ between a checkpoint and the model it is loaded into.
@@ -91,7 +91,7 @@ def _is_intact(checkpoint: Path) -> bool:
 class WeightReader(Protocol):
     """Something that holds canonical tensors: a checkpoint, a Hugging Face folder."""
 
-    def read(self, kind: str, name: str, box: Box) -> Tensor:
+    def read(self, kind: str, name: str, box: TensorSlice) -> Tensor:
         """A region of a tensor."""
         ...
 

@@ -20,7 +20,7 @@ from megalite.data.loader import StepLoader
 from megalite.errors import TrainingError
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.axes import Coordinates, Layout
-from megalite.topology.sharding import Box
+from megalite.topology.sharding import TensorSlice
 from megalite.topology.state import MASTER, WEIGHT
 from megalite.train.loss_scale import LossScaleSettings
 from megalite.train.optimizer.protocol import Update
@@ -228,7 +228,7 @@ def contents(checkpoint: Path) -> dict[str, Tensor]:
     """Every tensor of every kind, whole."""
     with CheckpointReader(checkpoint) as reader:
         return {
-            f"{kind} {name}": reader.read(kind, name, Box((0,) * len(entry.shape), entry.shape))
+            f"{kind} {name}": reader.read(kind, name, TensorSlice((0,) * len(entry.shape), entry.shape))
             for kind, entries in reader.manifest.tensors.items()
             for name, entry in entries.items()
         }

@@ -19,7 +19,7 @@ import megalite.parallel.gradients as gradients
 import megalite.parallel.layers as layers
 import megalite.parallel.pipeline as pipeline
 from megalite.model import dropout, recompute, stages, transformer
-from megalite.topology.sharding import Box
+from megalite.topology.sharding import TensorSlice
 from megalite.train.optimizer import deepspeed
 from megalite.train.optimizer import torch as torch_path
 
@@ -137,8 +137,8 @@ def _documents_of_the_first(micro_batches: Callable[..., Any]) -> Callable[..., 
 
 
 def _draw_the_first_shard(normal_box: Callable[..., Any]) -> Callable[..., Any]:
-    def alike(seed: int, name: str, box: Box, std: float) -> Any:
-        return normal_box(seed, name, Box(tuple(0 for _ in box.offsets), box.shape), std)
+    def alike(seed: int, name: str, box: TensorSlice, std: float) -> Any:
+        return normal_box(seed, name, TensorSlice(tuple(0 for _ in box.offsets), box.shape), std)
 
     return alike
 

@@ -24,7 +24,7 @@ from megalite.topology.axes import Layout
 from megalite.topology.parameters import Parameter, canonical_tensors
 from megalite.topology.schedules import SCHEDULES
 from megalite.topology.shape import ModelShape
-from megalite.topology.sharding import Box
+from megalite.topology.sharding import TensorSlice
 from megalite.topology.stages import pipeline_split
 from megalite.train.assemble import Schedule, assemble
 from megalite.train.optimizer.protocol import Optimizer
@@ -77,7 +77,7 @@ class Shard:
     """A region of a canonical tensor as one rank holds it; partial: as a gradient, part of the sum over tp."""
 
     name: str
-    box: Box
+    box: TensorSlice
     values: Tensor
     partial: bool = False
 
@@ -331,7 +331,7 @@ def _without_tensor_replicas(job: Job, replica: Sequence[RankResult]) -> list[Sh
     kept: list[Shard] = []
     for stage in range(job.layout.pipeline):
         ranks = replica[stage * job.layout.tensor : (stage + 1) * job.layout.tensor]
-        seen: dict[tuple[str, Box], Tensor] = {}
+        seen: dict[tuple[str, TensorSlice], Tensor] = {}
         for shard in (shard for rank in ranks for shard in rank.gradients):
             key = (shard.name, shard.box)
             if key in seen and not shard.partial:

@@ -21,7 +21,7 @@ from megalite.model.replica import Replica
 from megalite.parallel.mesh import all_or_none
 from megalite.topology.parameters import EMBEDDING, HEAD, canonical_tensors
 from megalite.topology.shape import ModelShape
-from megalite.topology.sharding import Box
+from megalite.topology.sharding import TensorSlice
 
 # What older exports hold beside the weights: masks and frequencies, which follow from the configuration.
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
@@ -69,11 +69,11 @@ class HuggingFaceReader:
         for opened in self._files:
             opened.close()
 
-    def read(self, kind: str, name: str, box: Box) -> Tensor:
+    def read(self, kind: str, name: str, box: TensorSlice) -> Tensor:
         """A region of one canonical tensor, in the type of the file; raises CheckpointError."""
         tensor = self._tensors[name]
         first = sum(self._shapes[part][0] for part in tensor.parts[: tensor.parts.index(name)])
-        stacked = Box((box.offsets[0] + first, *box.offsets[1:]), box.shape)
+        stacked = TensorSlice((box.offsets[0] + first, *box.offsets[1:]), box.shape)
         values = self._region(self._stored(tensor), stacked, transposed=tensor.transposed)
         if name == EMBEDDING and self._head_too and not torch.equal(self._region(HEAD, box), values):
             raise CheckpointError(
@@ -82,12 +82,12 @@ class HuggingFaceReader:
             )
         return values
 
-    def _region(self, name: str, box: Box, *, transposed: bool = False) -> Tensor:
+    def _region(self, name: str, box: TensorSlice, *, transposed: bool = False) -> Tensor:
         """That of a tensor of the files; `transposed`: they hold it so, and the box is that of what we hold."""
         opened = self._where[name]
         try:
             if transposed:
-                return opened.read(name, Box(box.offsets[::-1], box.shape[::-1])).t()
+                return opened.read(name, TensorSlice(box.offsets[::-1], box.shape[::-1])).t()
             return opened.read(name, box)
         except OSError as error:
             raise CheckpointError(f"{opened.path} cannot be read ({error}); fetch it again") from error

@@ -20,7 +20,7 @@ from megalite.parallel.mesh import Axis
 from megalite.topology.axes import Coordinates, Layout
 from megalite.topology.parameters import Parameter, canonical_tensors, stage_parameters
 from megalite.topology.shape import ModelShape
-from megalite.topology.sharding import Box
+from megalite.topology.sharding import TensorSlice
 from megalite.topology.stages import PipelineSplit, pipeline_split
 from megalite.topology.state import StateShard
 
@@ -102,7 +102,9 @@ def truth(shape: ModelShape, kind: str, name: str, *, version: int = 0) -> Tenso
 def local_truth(shape: ModelShape, kind: str, parameter: Parameter, mesh: ThreadMesh, version: int) -> Tensor:
     """What this rank holds of a registered parameter, cut from the full tensors."""
     pieces = [
-        truth(shape, kind, part.name, version=version)[slices(box, Box((0,) * len(part.shape), part.shape))]
+        truth(shape, kind, part.name, version=version)[
+            slices(box, TensorSlice((0,) * len(part.shape), part.shape))
+        ]
         for part, box in parameter.spec.boxes(mesh.tp.rank, mesh.tp.size)
     ]
     return torch.cat(pieces)
