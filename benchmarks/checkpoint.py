@@ -61,7 +61,7 @@ def trainer_of(ranks: int, steps: int) -> Any:
     from megalite.config.load import load_run
     from megalite.parallel.mesh import ParallelMesh
     from megalite.parallel.pipeline import StepBatch
-    from megalite.train.trainer import Trainer
+    from megalite.train.step import TrainStep
 
     values = {
         "model.vocab_size": SHAPE.vocab_size,
@@ -95,7 +95,7 @@ def trainer_of(ranks: int, steps: int) -> Any:
             return StepBatch(ids, positions, ids.roll(-1, dims=1), weights, torch.arange(len(ids)))
 
     loader: Any = Loader()
-    return Trainer(config, mesh, config.model.shape(SHAPE.vocab_size), loader)
+    return TrainStep(config, mesh, config.model.shape(SHAPE.vocab_size), loader)
 
 
 def measure(ranks: int, folder: Path, rounds: int) -> dict[str, Any]:

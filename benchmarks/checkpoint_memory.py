@@ -159,22 +159,22 @@ def exporting(checkpoint: Path, destination: Path) -> dict[str, float]:
 def importing(folder: Path, shape: ModelShape, layout: Layout) -> dict[str, float]:
     """This rank's figures."""
     from megalite.convert.huggingface.load import load_huggingface
-    from megalite.model.stages import build_stage
+    from megalite.model.stages import build_replica
     from megalite.parallel.mesh import ParallelMesh
 
     mesh = ParallelMesh.over_world(layout)
     split = pipeline_split(shape.num_hidden_layers, layout.pipeline)
     mesh.barrier()
     memory, before, began = Memory(), counters(), time.perf_counter()
-    stage = build_stage(shape, mesh, split, seed=None)
-    load_huggingface(folder, mesh=mesh, shape=shape, split=split, stage=stage)
+    replica = build_replica(shape, mesh, split, seed=None)
+    load_huggingface(folder, replica)
     seconds, after = time.perf_counter() - began, counters()
     held = slices_of(shape, split, mesh.at.pp, mesh.tp.rank, mesh.tp.size)
     return {
         "start": memory.start_bytes,
         "peak": memory.peak_bytes,
         "seconds": seconds,
-        "model": sum(parameter.nbytes for parameter in stage.parameters()),
+        "model": sum(parameter.nbytes for parameter in replica.stage.parameters()),
         "needed": sum(4 * box.numel for _, _, box in held),
         "read": after["rchar"] - before["rchar"],
         "from_disk": after["read_bytes"] - before["read_bytes"],

@@ -72,7 +72,7 @@ def measure(case: Case, prefix: Path, steps: int) -> tuple[list[float], list[flo
     from megalite.data.loader import StepLoader
     from megalite.data.token_file import TokenFile
     from megalite.parallel.mesh import ParallelMesh
-    from megalite.train.trainer import Trainer
+    from megalite.train.step import TrainStep
 
     torch.set_num_threads(2)
     hidden, intermediate, layers, heads, vocabulary, sequences, _ = MODELS[case.model]
@@ -106,7 +106,7 @@ def measure(case: Case, prefix: Path, steps: int) -> tuple[list[float], list[flo
         seed=0,
         vocab_size=vocabulary,
     )
-    trainer = Trainer(config, ParallelMesh.single(), config.model.shape(vocabulary), loader)
+    trainer = TrainStep(config, ParallelMesh.single(), config.model.shape(vocabulary), loader)
     with trainer.batches:
         reports = [trainer.train_step() for _ in range(steps)][1:]
     return [each.step_seconds for each in reports], [each.data_seconds for each in reports]

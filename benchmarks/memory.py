@@ -185,23 +185,23 @@ class Watched(Training):
         super().__init__(setup, mesh)
         self.activations = self.gathered = self.gradients = 0
         self._born: Born | None = None
+        # After DeepSpeed's own hooks, which let go of gathered weights.
+        self.replica.stage.register_forward_hook(self._count_forward)
 
-    def forward(self, input_ids: Tensor, **arguments: Tensor) -> Tensor:
-        losses = super().forward(input_ids, **arguments)
+    def _count_forward(self, *_: Any) -> None:
         if self._born is not None:
             born = self._born.alive()
             self.activations = born.without(self._parameters()).total
             self.gathered = born.total - self.activations
             self._born.phase = "backward"
-        return losses
 
     def counted_step(self) -> Held:
         gc.collect()
         with Born() as self._born:
-            with self.optimizer.accumulating():
-                self.runner.forward_backward(self.batch)
-                self.gradients = self._gradients()
-                self._born.phase = "reduction"
+            self.pipeline.forward_backward(self.batch)
+            self.gradients = self._gradients()
+            self._born.phase = "reduction"
+            self.optimizer.reduce_gradients()
             self.gradients = max(self.gradients, self._gradients())
             self._born.phase = "update"
             self.optimizer.step(3e-4)
@@ -223,11 +223,11 @@ class Watched(Training):
 
     def _parameters(self) -> Storages:
         # ZeRO 3 keeps its part of a parameter beside it, and the parameter itself empty.
-        tensors = list(self.stage.parameters())
+        tensors = list(self.replica.stage.parameters())
         return Storages([*tensors, *(getattr(tensor, "ds_tensor", None) for tensor in tensors)])
 
     def _gradients(self) -> int:
-        tensors = list(self.stage.parameters())
+        tensors = list(self.replica.stage.parameters())
         zero = getattr(self.optimizer, "_zero", None)
         # What every backward adds to: ZeRO 2 keeps it under other names than what a step once reduces.
         names = ("averaged_gradients", "all_grad_tensors", "accumulated_grads_in_cpu")

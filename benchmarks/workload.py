@@ -1,7 +1,7 @@
 """The training step that all benchmarks share: a 17M Llama, AdamW, clipping; batch 4 x 256, float32 by default."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -9,17 +9,15 @@ import torch
 
 from megalite.data.transfer import BatchTransfer
 from megalite.model.options import PLAIN, ModelOptions
-from megalite.model.stages import build_stage
-from megalite.model.transformer import Stage
 from megalite.parallel.device import HostCopy
 from megalite.parallel.mesh import ParallelMesh
-from megalite.parallel.pipeline import PipelineShapes, StepBatch, pipeline_runner
+from megalite.parallel.pipeline import StepBatch
 from megalite.topology.axes import Layout
-from megalite.topology.parameters import Parameter, stage_parameters
 from megalite.topology.schedules import SCHEDULES
 from megalite.topology.shape import ModelShape
 from megalite.topology.stages import pipeline_split
-from megalite.train.optimizer import Optimizer, OptimizerSettings, TorchOptimizer
+from megalite.train.assemble import Schedule, assemble
+from megalite.train.optimizer.settings import OptimizerSettings
 
 SEQUENCES, SEQUENCE_LENGTH = 4, 256
 TOKENS = SEQUENCES * SEQUENCE_LENGTH
@@ -73,55 +71,40 @@ class Training:
             chunks_per_stage=schedule.default_chunks,
             v_shaped=schedule.v_shaped,
         )
-        operators = replace(setup.options.operators, split_backward=schedule.splits_backward)
-        options = replace(setup.options, operators=operators)
-        self.stage = build_stage(SHAPE, mesh, split, options, seed=0)
-        parameters = list(stage_parameters(SHAPE, split, mesh.at.pp))
-        self.optimizer = _optimizer(setup, self.stage, parameters, mesh)
-        shapes = PipelineShapes(
-            setup.micro_batches, SHAPE.hidden_size, setup.options.dtype, setup.options.loss_dtype
-        )
-        self.runner = pipeline_runner(
-            self.stage.chunks, split, mesh, shapes, schedule=setup.schedule, forward=self.forward
+        self.replica, self.optimizer, self.pipeline = assemble(
+            SHAPE,
+            split,
+            mesh,
+            setup.options,
+            SETTINGS,
+            Schedule(setup.schedule, setup.micro_batches),
+            seed=0,
+            deepspeed=None if setup.zero is None else _deepspeed_json(setup, setup.zero, mesh),
         )
         self.batch = _batch(setup.sequences, mesh)
         if setup.document_tokens is not None:
             self.batch = _in_documents(self.batch, setup.document_tokens)
         self.batch = BatchTransfer(mesh.device).start(self.batch).ready()
 
-    def forward(self, input_ids: torch.Tensor, **arguments: torch.Tensor) -> torch.Tensor:
-        return self.optimizer.forward(input_ids, **arguments)
-
     def step(self) -> float:
         """The loss."""
-        with self.optimizer.accumulating():
-            loss = HostCopy(self.runner.forward_backward(self.batch, self.optimizer.loss_scale))
+        loss = HostCopy(self.pipeline.forward_backward(self.batch, self.optimizer.loss_scale))
+        self.optimizer.reduce_gradients()
         self.optimizer.step(3e-4)
         return loss.item()
 
 
-def _optimizer(setup: Setup, stage: Stage, parameters: Sequence[Parameter], mesh: ParallelMesh) -> Optimizer:
-    if setup.zero is None:
-        # As trainer.optimizer_settings has them.
-        settings = replace(
-            SETTINGS,
-            operators=setup.options.operators,
-            sum_in_place=not SCHEDULES[setup.schedule].splits_backward,
-        )
-        return TorchOptimizer(stage, parameters, mesh, settings)
-    from megalite.train.deepspeed import DeepSpeedOptimizer
-
-    config = {
+def _deepspeed_json(setup: Setup, zero: Mapping[str, Any], mesh: ParallelMesh) -> dict[str, Any]:
+    return {
         "train_micro_batch_size_per_gpu": setup.sequences // mesh.dp.size,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": SETTINGS.gradient_clipping,
-        "zero_optimization": dict(setup.zero),
+        "zero_optimization": dict(zero),
         "bf16": {"enabled": setup.options.dtype == torch.bfloat16},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 1_000_000,
     }
-    return DeepSpeedOptimizer(stage, parameters, mesh, SETTINGS, config)
 
 
 def _batch(sequences: int, mesh: ParallelMesh) -> StepBatch:

@@ -58,7 +58,7 @@ def train(kernels: str, *, device: str, product: float | None, tiny: bool = Fals
     from megalite.data.loader import StepLoader
     from megalite.data.token_file import TokenFile
     from megalite.parallel.mesh import ParallelMesh
-    from megalite.train.trainer import Trainer
+    from megalite.train.step import TrainStep
 
     model = TINY if tiny else MODEL
     sequence, sequences, steps = (32, 2, 2) if tiny else (SEQUENCE_LENGTH, SEQUENCES, STEPS)
@@ -86,7 +86,7 @@ def train(kernels: str, *, device: str, product: float | None, tiny: bool = Fals
             vocab_size=model["vocab_size"],
         )
         shape = config.model.shape(model["vocab_size"])
-        trainer = Trainer(config, ParallelMesh.single(device), shape, loader)
+        trainer = TrainStep(config, ParallelMesh.single(device), shape, loader)
         with trainer.batches:
             reports = [trainer.train_step() for _ in range(steps)]
         tokens, losses = trainer.tokens_per_step, [report.loss for report in reports]

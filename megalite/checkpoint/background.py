@@ -182,7 +182,7 @@ class BackgroundWriter:
             self._thread.join()
         cause, text = self._failure, None
         if cause is not None and not isinstance(cause, _Stopped):
-            text = explain(cause, self._mesh, "publish" if self._publishing else "write", draft.path)
+            text = explain(self._mesh, "publish" if self._publishing else "write", draft.path)(cause)
         failures = [each for each in self._mesh.gather_objects(text) or [] if each is not None]
         first = self._mesh.broadcast_object(failures[0] if failures else None)
         self._draft = self._thread = self._failure = None

@@ -21,7 +21,7 @@ from megalite.families.registry import FAMILIES
 from megalite.topology.axes import Layout
 from megalite.topology.parameters import canonical_tensors
 from megalite.topology.shape import ModelShape, RopeScaling
-from megalite.topology.sharding import Box
+from megalite.topology.sharding import TensorSlice
 from megalite.topology.state import WEIGHT as WEIGHT
 
 FORMAT_VERSION = 1
@@ -49,8 +49,8 @@ class Shard:
     sha256: str
 
     @property
-    def box(self) -> Box:
-        return Box(self.offsets, self.shape)
+    def box(self) -> TensorSlice:
+        return TensorSlice(self.offsets, self.shape)
 
     @property
     def run(self) -> tuple[int, int]:
@@ -65,9 +65,9 @@ class TensorEntry:
     dtype: str
     shards: tuple[Shard, ...]
 
-    def by_box(self) -> dict[Box, list[Shard]]:
+    def by_box(self) -> dict[TensorSlice, list[Shard]]:
         """The shards of each box."""
-        groups: dict[Box, list[Shard]] = {}
+        groups: dict[TensorSlice, list[Shard]] = {}
         for shard in self.shards:
             groups.setdefault(shard.box, []).append(shard)
         return groups
@@ -339,6 +339,6 @@ def _digest_of_text(text: str) -> str:
     return hashlib.sha256(content.encode(errors="replace")).hexdigest()
 
 
-def _region(box: Box) -> str:
+def _region(box: TensorSlice) -> str:
     spans = (f"{low}:{low + size}" for low, size in zip(box.offsets, box.shape, strict=True))
     return f"[{', '.join(spans)}]"

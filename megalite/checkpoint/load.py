@@ -6,19 +6,19 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megalite.checkpoint.folder import older_checkpoints
 from megalite.checkpoint.format import WEIGHT, Manifest, check_coverage
 from megalite.checkpoint.regions import rows_of, split_run
-from megalite.checkpoint.save import all_or_none
+from megalite.checkpoint.save import explain
 from megalite.checkpoint.tensor_file import CheckpointReader
 from megalite.errors import CheckpointError
-from megalite.parallel.mesh import ParallelMesh
-from megalite.topology.parameters import Parameter, stage_parameters
+from megalite.model.replica import Replica
+from megalite.parallel.mesh import ParallelMesh, all_or_none
+from megalite.topology.parameters import Parameter
 from megalite.topology.shape import ModelShape
-from megalite.topology.sharding import Box
-from megalite.topology.stages import PipelineSplit
+from megalite.topology.sharding import TensorSlice
 from megalite.topology.state import EMA, MASTER, OptimizerState, StateShard
 
 # These may differ between a checkpoint and the model it is loaded into.
@@ -29,12 +29,9 @@ _COPIES = frozenset({MASTER, EMA})
 
 def load_checkpoint(
     checkpoint: Path,
-    *,
-    mesh: ParallelMesh,
-    shape: ModelShape,
-    split: PipelineSplit,
-    stage: nn.Module,
+    replica: Replica,
     optimizer: OptimizerState | None = None,
+    *,
     verify_hashes: bool = True,
 ) -> Manifest:
     """Fill this rank's stage, and its optimizer's state unless None, from a checkpoint of any layout.
@@ -43,12 +40,12 @@ def load_checkpoint(
     tensor is in memory at a time beside the model. Raises CheckpointError, on every rank alike, when the
     checkpoint does not fit or is damaged; then the stage may be filled in part.
     """
-
+    mesh = replica.mesh
     wanted = None if optimizer is None else _kinds_of_all_ranks(optimizer, mesh, checkpoint)
 
     def load() -> Manifest:
         with CheckpointReader(checkpoint, verify_hashes=verify_hashes) as reader:
-            check_fits(reader.manifest, shape, checkpoint)
+            check_fits(reader.manifest, replica.shape, checkpoint)
             check_coverage(reader.manifest, checkpoint)
             if wanted is not None:
                 _check_optimizer(reader.manifest, wanted, checkpoint)
@@ -56,8 +53,8 @@ def load_checkpoint(
             kind = WEIGHT if optimizer is None else _exact_weights(reader.manifest)
             runs = None if optimizer is None else optimizer.weights()
             if runs is None:
-                tensors = dict(stage.named_parameters())
-                for parameter in stage_parameters(shape, split, mesh.at.pp):
+                tensors = replica.tensors
+                for parameter in replica.parameters:
                     load_parameter(reader, parameter, tensors[parameter.name], mesh, kind)
             for run in runs or ():
                 _load_run(reader, run, kind, mesh)
@@ -65,7 +62,7 @@ def load_checkpoint(
                 _load_optimizer(reader, list(optimizer.shards()), mesh)
             return reader.manifest
 
-    manifest = all_or_none(mesh, "load", checkpoint, load)
+    manifest = all_or_none(mesh, load, explain(mesh, "load", checkpoint))
     if optimizer is not None:
         optimizer.load(manifest.optimizer)
     return manifest
@@ -94,7 +91,7 @@ def _is_intact(checkpoint: Path) -> bool:
 class WeightReader(Protocol):
     """Something that holds canonical tensors: a checkpoint, a Hugging Face folder."""
 
-    def read(self, kind: str, name: str, box: Box) -> Tensor:
+    def read(self, kind: str, name: str, box: TensorSlice) -> Tensor:
         """A region of a tensor."""
         ...
 
@@ -139,7 +136,8 @@ def _exact_weights(manifest: Manifest) -> str:
 
 def _kinds_of_all_ranks(optimizer: OptimizerState, mesh: ParallelMesh, checkpoint: Path) -> frozenset[str]:
     """The kinds of state that the optimizer keeps: a rank whose partition is empty has none itself. Collective."""
-    own = all_or_none(mesh, "load", checkpoint, lambda: {shard.key for shard in optimizer.shards()})
+    explained = explain(mesh, "load", checkpoint)
+    own = all_or_none(mesh, lambda: {shard.key for shard in optimizer.shards()}, explained)
     gathered = mesh.gather_objects(own)
     kinds: frozenset[str] = mesh.broadcast_object(frozenset().union(*gathered or []))
     return kinds

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megalite.checkpoint.regions import stretches
 from megalite.checkpoint.tensor_header import HeaderEntry
-from megalite.topology.sharding import Box
+from megalite.topology.sharding import TensorSlice
 
 TYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """The types that a model or its optimizer may have, by their names in a file."""
@@ -34,10 +34,10 @@ class RegionReader:
             self._file.close()
             self._file = None
 
-    def read(self, name: str, box: Box | None = None) -> Tensor:
+    def read(self, name: str, box: TensorSlice | None = None) -> Tensor:
         """A region of a tensor, or all of it. Raises OSError."""
         entry = self.header[name]
-        region = box or Box((0,) * len(entry.shape), entry.shape)
+        region = box or TensorSlice((0,) * len(entry.shape), entry.shape)
         values = torch.empty(region.shape, dtype=TYPES[entry.dtype])
         size, data, reached = values.element_size(), _bytes_of(values.view(-1)), 0
         self._announce(entry, region, size)
@@ -57,7 +57,7 @@ class RegionReader:
                 raise OSError(f"the file ends at byte {position}: it was cut short")
             data, position = data[count:], position + count
 
-    def _announce(self, entry: HeaderEntry, region: Box, size: int) -> None:
+    def _announce(self, entry: HeaderEntry, region: TensorSlice, size: int) -> None:
         """Of columns the kernel would fetch each row's when it is asked for it: a disk is several times slower so.
 
         What lies between them is fetched too, once for all ranks of the machine, which want it as a rule.

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import product
 from math import prod
 
-from megalite.topology.sharding import Box, Part
+from megalite.topology.sharding import Part, TensorSlice
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class PartRun:
     """
 
     part: Part
-    box: Box
+    box: TensorSlice
     start: int
     stop: int
     offset: int
@@ -26,7 +26,7 @@ class PartRun:
         return self.stop - self.start
 
 
-def split_run(boxes: Iterable[tuple[Part, Box]], start: int, numel: int) -> Iterator[PartRun]:
+def split_run(boxes: Iterable[tuple[Part, TensorSlice]], start: int, numel: int) -> Iterator[PartRun]:
     """Split a run of a flattened local parameter by its parts; parts it does not touch are left out.
 
     boxes: as ShardSpec.boxes gives them. They are stacked along dim 0, so the flattened parameter is the
@@ -40,7 +40,7 @@ def split_run(boxes: Iterable[tuple[Part, Box]], start: int, numel: int) -> Iter
         first += box.numel
 
 
-def intersection(one: Box, other: Box) -> Box | None:
+def intersection(one: TensorSlice, other: TensorSlice) -> TensorSlice | None:
     """The region that both boxes hold; None where they have no element in common."""
     offsets, shape = [], []
     for a, a_size, b, b_size in zip(one.offsets, one.shape, other.offsets, other.shape, strict=True):
@@ -49,16 +49,16 @@ def intersection(one: Box, other: Box) -> Box | None:
             return None
         offsets.append(low)
         shape.append(high - low)
-    return Box(tuple(offsets), tuple(shape))
+    return TensorSlice(tuple(offsets), tuple(shape))
 
 
-def slices(inner: Box, outer: Box) -> tuple[slice, ...]:
+def slices(inner: TensorSlice, outer: TensorSlice) -> tuple[slice, ...]:
     """Where `inner`, a region of `outer`, lies in a tensor that holds `outer`."""
     starts = [low - base for low, base in zip(inner.offsets, outer.offsets, strict=True)]
     return tuple(slice(start, start + size) for start, size in zip(starts, inner.shape, strict=True))
 
 
-def contains(full_shape: tuple[int, ...], box: Box) -> bool:
+def contains(full_shape: tuple[int, ...], box: TensorSlice) -> bool:
     """Whether the box has the tensor's number of dims and lies within it."""
     if not len(full_shape) == len(box.shape) == len(box.offsets):
         return False
@@ -66,15 +66,15 @@ def contains(full_shape: tuple[int, ...], box: Box) -> bool:
     return all(low >= 0 and low + size <= full for low, size, full in spans)
 
 
-def rows_of(box: Box, most_elements: int) -> Iterator[Box]:
+def rows_of(box: TensorSlice, most_elements: int) -> Iterator[TensorSlice]:
     """The region in pieces of whole rows, from the first on: as many a piece as have no more elements, at least one."""
     step = max(1, most_elements // max(1, prod(box.shape[1:])))
     for first in range(0, box.shape[0], step):
         offsets = (box.offsets[0] + first, *box.offsets[1:])
-        yield Box(offsets, (min(step, box.shape[0] - first), *box.shape[1:]))
+        yield TensorSlice(offsets, (min(step, box.shape[0] - first), *box.shape[1:]))
 
 
-def stretches(full_shape: tuple[int, ...], box: Box) -> Iterator[tuple[int, int]]:
+def stretches(full_shape: tuple[int, ...], box: TensorSlice) -> Iterator[tuple[int, int]]:
     """Where a region lies in the flattened (row-major) tensor: start and length of each stretch, in its own order."""
     if not box.numel:
         return

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megalite.checkpoint.folder import (
     check_files,
@@ -36,14 +36,11 @@ from megalite.checkpoint.format import (
 from megalite.checkpoint.regions import PartRun, split_run
 from megalite.checkpoint.tensor_file import TensorInfo, dtype_name, write_tensor_file
 from megalite.errors import CheckpointError
-from megalite.parallel.mesh import ParallelMesh
-from megalite.topology.parameters import Parameter, stage_parameters
-from megalite.topology.shape import ModelShape
-from megalite.topology.stages import PipelineSplit
+from megalite.model.replica import Replica
+from megalite.parallel.mesh import ParallelMesh, all_or_none
+from megalite.topology.parameters import Parameter
 from megalite.topology.state import OptimizerState, StateShard
 from megalite.version import __version__
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -139,12 +136,9 @@ class Draft:
 
 def save_checkpoint(
     folder: Path,
-    *,
-    mesh: ParallelMesh,
-    shape: ModelShape,
-    split: PipelineSplit,
-    stage: nn.Module,
+    replica: Replica,
     optimizer: OptimizerState,
+    *,
     trainer_state: Mapping[str, int],
     config: Mapping[str, Any],
     remedies: Remedies = OF_A_RUN,
@@ -157,17 +151,9 @@ def save_checkpoint(
     older checkpoints stay as they were.
     """
     draft = draft_checkpoint(
-        folder,
-        mesh=mesh,
-        shape=shape,
-        split=split,
-        stage=stage,
-        optimizer=optimizer,
-        trainer_state=trainer_state,
-        config=config,
-        remedies=remedies,
+        folder, replica, optimizer, trainer_state=trainer_state, config=config, remedies=remedies
     )
-    write_draft(draft, mesh)
+    write_draft(draft, replica.mesh)
     return draft.published
 
 
@@ -180,10 +166,10 @@ def write_draft(draft: Draft, mesh: ParallelMesh, then: Callable[[], None] = lam
 
     try:
         write = partial(draft.write, draft.tensors.__getitem__)
-        table = all_or_none(mesh, "write", draft.path, write, draft.remedies)
+        table = all_or_none(mesh, write, explain(mesh, "write", draft.path, draft.remedies))
         tables = mesh.gather_objects(table)
         last = (lambda: None) if tables is None else partial(finish, tables)
-        all_or_none(mesh, "publish", draft.partial, last, draft.remedies)
+        all_or_none(mesh, last, explain(mesh, "publish", draft.partial, draft.remedies))
     except CheckpointError:
         if mesh.rank == 0:
             remove_stale(draft.partial.parent)
@@ -192,63 +178,46 @@ def write_draft(draft: Draft, mesh: ParallelMesh, then: Callable[[], None] = lam
 
 def draft_checkpoint(
     folder: Path,
-    *,
-    mesh: ParallelMesh,
-    shape: ModelShape,
-    split: PipelineSplit,
-    stage: nn.Module,
+    replica: Replica,
     optimizer: OptimizerState,
+    *,
     trainer_state: Mapping[str, int],
     config: Mapping[str, Any],
     remedies: Remedies = OF_A_RUN,
 ) -> Draft:
     """Make the folder for it, once there is room for what all ranks have to write; as `save_checkpoint`."""
-    step = trainer_state["step"]
-    parameters = list(stage_parameters(shape, split, mesh.at.pp))
+    step, mesh, split = trainer_state["step"], replica.mesh, replica.split
     manifest = Manifest(
         megalite=__version__,
         torch=torch.__version__,
         trainer_state=dict(trainer_state),
         layout=mesh.layout,
         stage_layers=tuple(split.layers_of(stage) for stage in range(split.stages)),
-        model=shape,
+        model=replica.shape,
         config=config,
         optimizer=dict(optimizer.scalars()),
         tensors={},
         files={},
     )
-    pieces = all_or_none(mesh, "list", folder, lambda: _by_key(_pieces(mesh, parameters, stage, optimizer)))
+    pieces = all_or_none(mesh, lambda: _by_key(_pieces(replica, optimizer)), explain(mesh, "list", folder))
     where = folder / mesh.broadcast_object(partial_name(step, secrets.token_hex(4)))
     draft = Draft(where, folder / published_name(step), mesh.rank, pieces, manifest, remedies)
     sizes = mesh.gather_objects(draft.size_bytes)
     make = partial(_prepare, folder, where, sum(sizes or []), remedies)
-    all_or_none(mesh, "prepare", folder, lambda: make() if mesh.rank == 0 else None, remedies)
+    prepare = explain(mesh, "prepare", folder, remedies)
+    all_or_none(mesh, lambda: make() if mesh.rank == 0 else None, prepare)
     return draft
 
 
-def all_or_none(
-    mesh: ParallelMesh, verb: str, path: Path, action: Callable[[], T], remedies: Remedies = OF_A_RUN
-) -> T:
-    """Run `action` on every rank; when it fails on one, raise the same CheckpointError on all. Collective."""
-    failure, cause, result = None, None, None
-    try:
-        result = action()
-    # Whatever it is: the other ranks would wait for this one for ever.
-    except Exception as error:
-        cause = error
-        failure = explain(error, mesh, verb, path, remedies)
-    failures = [text for text in mesh.gather_objects(failure) or [] if text is not None]
-    first = mesh.broadcast_object(failures[0] if failures else None)
-    if first is not None:
-        raise CheckpointError(first) from cause
-    return result  # type: ignore[return-value]
-
-
 def explain(
-    error: Exception, mesh: ParallelMesh, verb: str, path: Path, remedies: Remedies = OF_A_RUN
-) -> str:
-    """Which rank could not do what, why, and what to do."""
-    return f"{mesh.layout.describe(mesh.rank)} could not {verb} {path}: {_reason(error, remedies)}"
+    mesh: ParallelMesh, verb: str, path: Path, remedies: Remedies = OF_A_RUN
+) -> Callable[[Exception], str]:
+    """For `all_or_none`: the message that says which rank could not do what, why, and what to do."""
+
+    def message(error: Exception) -> str:
+        return f"{mesh.layout.describe(mesh.rank)} could not {verb} {path}: {_reason(error, remedies)}"
+
+    return message
 
 
 def _reason(error: Exception, remedies: Remedies) -> str:
@@ -274,13 +243,11 @@ def _prepare(folder: Path, partial: Path, needed_bytes: int, remedies: Remedies)
     partial.mkdir()
 
 
-def _pieces(
-    mesh: ParallelMesh, parameters: Sequence[Parameter], stage: nn.Module, optimizer: OptimizerState
-) -> Iterator[_Piece]:
+def _pieces(replica: Replica, optimizer: OptimizerState) -> Iterator[_Piece]:
     """Everything that this rank has to write."""
-    weights = optimizer.weights()
+    mesh, weights = replica.mesh, optimizer.weights()
     if weights is None:
-        weights = _whole_weights(mesh, parameters, dict(stage.named_parameters()))
+        weights = _whole_weights(replica)
     for shard in chain(weights, optimizer.shards()):
         if shard.owned:
             boxes = shard.parameter.spec.boxes(mesh.tp.rank, mesh.tp.size)
@@ -297,12 +264,11 @@ def _by_key(pieces: Iterable[_Piece]) -> dict[str, _Piece]:
     return found
 
 
-def _whole_weights(
-    mesh: ParallelMesh, parameters: Sequence[Parameter], tensors: Mapping[str, Tensor]
-) -> Iterator[StateShard]:
+def _whole_weights(replica: Replica) -> Iterator[StateShard]:
     """What every data-parallel rank holds alike, to be written by them in turn."""
-    for index, parameter in enumerate(parameters):
-        owned = index % mesh.dp.size == mesh.dp.rank
+    dp, tensors = replica.mesh.dp, replica.tensors
+    for index, parameter in enumerate(replica.parameters):
+        owned = index % dp.size == dp.rank
         yield StateShard(parameter, WEIGHT, 0, tensors[parameter.name].detach().reshape(-1), owned)
 
 

@@ -20,7 +20,7 @@ from megalite.checkpoint.region_reader import TYPES, RegionReader
 from megalite.checkpoint.regions import intersection, rows_of, slices
 from megalite.checkpoint.tensor_header import HeaderEntry, read_header
 from megalite.errors import CheckpointError
-from megalite.topology.sharding import Box
+from megalite.topology.sharding import TensorSlice
 
 DTYPES = {
     "float64": torch.float64,
@@ -101,9 +101,9 @@ def write_tensor_file(
     return hashes, 8 + len(text) + offset
 
 
-def full_box(shape: tuple[int, ...]) -> Box:
+def full_box(shape: tuple[int, ...]) -> TensorSlice:
     """The region that is the whole tensor."""
-    return Box((0,) * len(shape), shape)
+    return TensorSlice((0,) * len(shape), shape)
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
@@ -142,7 +142,7 @@ class CheckpointReader:
             opened.close()
         self._files.clear()
 
-    def read(self, kind: str, name: str, box: Box, run: tuple[int, int] | None = None) -> Tensor:
+    def read(self, kind: str, name: str, box: TensorSlice, run: tuple[int, int] | None = None) -> Tensor:
         """The region `box` of a tensor, in its shape; with `run`, those elements of it flattened."""
         entry = self._entry(kind, name)
         start, stop = run or (0, box.numel)
@@ -194,7 +194,7 @@ class CheckpointReader:
                 target.copy_(self._shard(name, entry, shard)[low : low + target.numel()])
         return values
 
-    def _assemble(self, name: str, entry: TensorEntry, box: Box) -> Tensor:
+    def _assemble(self, name: str, entry: TensorEntry, box: TensorSlice) -> Tensor:
         """The region `box`, from every box that overlaps it."""
         groups = {source: shards for source, shards in entry.by_box().items() if intersection(source, box)}
         self._require_files(name, [shard for shards in groups.values() for shard in shards])

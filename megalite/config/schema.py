@@ -272,9 +272,6 @@ class DataConfig(Section):
     document_mask: bool = Field(
         False, description="tokens attend within their own document only, and positions start anew with each"
     )
-    check_document_mask: bool = Field(
-        True, description="show on the first samples that no document sees another, before the first step"
-    )
     shuffle: bool = Field(True, description="order of sequences anew in every epoch")
     workers: int = Field(2, ge=0, lt=1024, description="processes that encode text")
     loader_workers: int = Field(

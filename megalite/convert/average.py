@@ -13,7 +13,7 @@ from torch import Tensor
 from megalite.checkpoint.format import WEIGHT, Manifest, check_coverage
 from megalite.checkpoint.tensor_file import CheckpointReader
 from megalite.errors import CheckpointError
-from megalite.topology.sharding import Box
+from megalite.topology.sharding import TensorSlice
 from megalite.topology.state import MASTER
 
 # It says how weights are drawn, and nothing of those that were trained.
@@ -66,7 +66,7 @@ class AveragedWeights:
         """What is read as the weights: of all checkpoints the same, as a rule."""
         return tuple(dict.fromkeys(reader.weights for reader in self._readers))
 
-    def read(self, kind: str, name: str, box: Box) -> Tensor:
+    def read(self, kind: str, name: str, box: TensorSlice) -> Tensor:
         """A region of a tensor."""
         return self._mean(reader.read(kind, name, box) for reader in self._readers)
 

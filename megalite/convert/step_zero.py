@@ -8,8 +8,8 @@ import torch
 
 from megalite.checkpoint.folder import require_new_run, undone_on_failure
 from megalite.checkpoint.save import Remedies, save_checkpoint
-from megalite.model.stages import build_stage
-from megalite.model.transformer import Stage
+from megalite.model.replica import Replica
+from megalite.model.stages import build_replica
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.shape import ModelShape
 from megalite.topology.stages import pipeline_split
@@ -24,11 +24,11 @@ _REMEDIES = Remedies(
 def write_step_zero(
     run_folder: Path,
     shape: ModelShape,
-    fill: Callable[[Stage], None],
+    fill: Callable[[Replica], None],
     config: Mapping[str, Any],
     dtype: torch.dtype = torch.float32,
 ) -> Path:
-    """The checkpoint of a stage that `fill` has filled; one process, which holds the model once.
+    """The checkpoint of a model that `fill` has filled; one process, which holds the model once.
 
     fill: may write the run's tokenizer too. Raises CheckpointError where the run has a checkpoint already, and whatever
     `fill` raises; nothing that was written is left then.
@@ -37,15 +37,13 @@ def write_step_zero(
     mesh, split = ParallelMesh.single(), pipeline_split(shape.num_hidden_layers)
     folder = run_folder / "checkpoints"
     with undone_on_failure(folder, run_folder / "tokenizer"):
-        stage = build_stage(shape, mesh, split, seed=None).to(dtype)
-        fill(stage)
+        replica = build_replica(shape, mesh, split, seed=None)
+        replica.stage.to(dtype)
+        fill(replica)
         return save_checkpoint(
             folder,
-            mesh=mesh,
-            shape=shape,
-            split=split,
-            stage=stage,
-            optimizer=NoOptimizer(),
+            replica,
+            NoOptimizer(),
             trainer_state={"step": 0, "samples": 0, "tokens": 0},
             config=config,
             remedies=_REMEDIES,

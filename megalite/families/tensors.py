@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from megalite.topology.parameters import canonical_tensors
 from megalite.topology.shape import ModelShape
-from megalite.topology.sharding import Box
+from megalite.topology.sharding import TensorSlice
 
 _LAYERS = "model.layers"
 
@@ -24,7 +24,9 @@ class FamilyTensor:
     transposed: bool = False
     groups: int = 1
 
-    def boxes(self, part: str, region: Box, canonical: Mapping[str, tuple[int, ...]]) -> Iterator[Box]:
+    def boxes(
+        self, part: str, region: TensorSlice, canonical: Mapping[str, tuple[int, ...]]
+    ) -> Iterator[TensorSlice]:
         """Return where a region of one part stands, in order along dim 0, before the transposition."""
         rows = {name: canonical[name][0] // self.groups for name in self.parts}
         group_rows, own = sum(rows.values()), rows[part]
@@ -34,7 +36,7 @@ class FamilyTensor:
             group, within = divmod(first, own)
             count = min(own - within, last - first)
             offset = group * group_rows + before + within
-            yield Box((offset, *region.offsets[1:]), (count, *region.shape[1:]))
+            yield TensorSlice((offset, *region.offsets[1:]), (count, *region.shape[1:]))
             first += count
 
 

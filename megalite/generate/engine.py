@@ -1,7 +1,6 @@
 """Generation from a checkpoint of any layout, over tensor- and pipeline-parallel ranks, with cached keys and values."""
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
@@ -13,39 +12,26 @@ from megalite.checkpoint.load import load_checkpoint
 from megalite.errors import ConfigError, Problem
 from megalite.generate.sampling import GREEDY, Sampling, next_token
 from megalite.model.kv_cache import KeyValueCache
-from megalite.model.stages import build_stage
-from megalite.model.transformer import Chunk, Stage
+from megalite.model.replica import Replica
+from megalite.model.stages import build_replica
+from megalite.model.transformer import Chunk
 from megalite.parallel.decode import along_chunks, from_last_chunk
 from megalite.parallel.mesh import ParallelMesh
-from megalite.topology.stages import PipelineSplit, pipeline_split
+from megalite.topology.stages import pipeline_split
 
 
-@dataclass(frozen=True)
-class LoadedModel:
-    """What this rank holds of a model, ready to generate."""
-
-    stage: Stage
-    split: PipelineSplit
-    mesh: ParallelMesh
-
-    @classmethod
-    def whole(cls, stage: Stage) -> "LoadedModel":
-        """A model that one process holds."""
-        device = next(stage.parameters()).device
-        return cls(stage, pipeline_split(stage.shape.num_hidden_layers), ParallelMesh.single(device))
-
-
-def load_model(checkpoint: Path, mesh: ParallelMesh | None = None) -> LoadedModel:
+def load_model(checkpoint: Path, mesh: ParallelMesh | None = None) -> Replica:
     """This rank's part of a checkpoint in float32; raises CheckpointError for a damaged one. Collective."""
     shape, mesh = read_manifest(checkpoint).model, mesh or ParallelMesh.single()
     split = pipeline_split(shape.num_hidden_layers, mesh.pp.size)
-    stage = build_stage(shape, mesh, split, seed=None)
-    load_checkpoint(checkpoint, mesh=mesh, shape=shape, split=split, stage=stage)
-    return LoadedModel(stage.eval(), split, mesh)
+    replica = build_replica(shape, mesh, split, seed=None)
+    load_checkpoint(checkpoint, replica)
+    replica.stage.eval()
+    return replica
 
 
 def generate(
-    model: LoadedModel,
+    model: Replica,
     prompt_ids: Sequence[int],
     *,
     new_tokens: int,
@@ -57,7 +43,7 @@ def generate(
     Every rank of the model's mesh must iterate, and gets the same ids. Raises ConfigError when the prompt is empty,
     has an id outside of the vocabulary, or does not fit the model's positions.
     """
-    shape = model.stage.shape
+    shape = model.shape
     capacity = len(prompt_ids) + new_tokens
     if not prompt_ids:
         raise ConfigError([Problem("--prompt", "is empty", "give at least one character")], "the request")
@@ -81,7 +67,7 @@ def generate(
 
 @torch.inference_mode()
 def _generate(
-    model: LoadedModel,
+    model: Replica,
     ids: list[int],
     new_tokens: int,
     sampling: Sampling,
@@ -99,9 +85,9 @@ def _generate(
         ids = [chosen]
 
 
-def _last_logits(model: LoadedModel, ids: list[int], cache: KeyValueCache) -> Tensor | None:
+def _last_logits(model: Replica, ids: list[int], cache: KeyValueCache) -> Tensor | None:
     """Logits [V] after the last of the new ids, on the stage that has the head; None on the others."""
-    mesh, shape = model.mesh, model.stage.shape
+    mesh, shape = model.mesh, model.shape
     input_ids = torch.tensor([ids], device=mesh.device)
     position_ids = torch.arange(cache.length, cache.length + len(ids), device=mesh.device).unsqueeze(0)
 

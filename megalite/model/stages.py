@@ -1,16 +1,34 @@
-"""Builds one pipeline stage and gives every parameter its initial value by name."""
-
-from collections.abc import Sequence
+"""Builds this rank's stage of a model and gives every parameter its initial value by name."""
 
 import torch
 
 from megalite.model.options import PLAIN, ModelOptions
+from megalite.model.replica import Replica
 from megalite.model.transformer import Stage
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.random import normal_box
-from megalite.topology.parameters import Parameter, stage_parameters
 from megalite.topology.shape import ModelShape
 from megalite.topology.stages import PipelineSplit
+
+
+def build_replica(
+    shape: ModelShape,
+    mesh: ParallelMesh,
+    split: PipelineSplit,
+    options: ModelOptions = PLAIN,
+    *,
+    seed: int | None,
+) -> Replica:
+    """This rank's share of a new model, on the mesh's device.
+
+    seed: initial weights are a function of the seed and of the parameter's name, equal in every layout; None leaves
+    the weights unset, to be loaded.
+    """
+    replica = Replica(shape, split, mesh, Stage(shape, split, mesh, options))
+    if seed is not None:
+        initialise(replica, seed)
+    replica.stage.to(mesh.device)
+    return replica
 
 
 def build_stage(
@@ -21,29 +39,20 @@ def build_stage(
     *,
     seed: int | None,
 ) -> Stage:
-    """This rank's stage, on the mesh's device.
-
-    seed: initial weights are a function of it and of the parameter's name, equal in every layout; None leaves
-    them unset, to be loaded.
-    """
-    built = Stage(shape, split, mesh, options)
-    if seed is not None:
-        initialise(built, list(stage_parameters(shape, split, mesh.at.pp)), mesh, seed)
-    return built.to(mesh.device)
+    """The stage alone of `build_replica`."""
+    return build_replica(shape, mesh, split, options, seed=seed).stage
 
 
 @torch.no_grad()
-def initialise(stage: Stage, parameters: Sequence[Parameter], mesh: ParallelMesh, seed: int) -> None:
+def initialise(replica: Replica, seed: int) -> None:
     """Fill every parameter: norms with ones, weights with normal values drawn for the region this rank holds."""
-    tensors = dict(stage.named_parameters())
-    if set(tensors) != {parameter.name for parameter in parameters}:
-        raise AssertionError(f"stage and topology disagree: {set(tensors) ^ {p.name for p in parameters}}")
-    for parameter in parameters:
+    tensors, tp = replica.tensors, replica.mesh.tp
+    for parameter in replica.parameters:
         if parameter.std is None:
             tensors[parameter.name].fill_(parameter.fill)
             continue
         row = 0
-        for part, box in parameter.spec.boxes(mesh.tp.rank, mesh.tp.size):
+        for part, box in parameter.spec.boxes(tp.rank, tp.size):
             rows = tensors[parameter.name][row : row + box.shape[0]]
             rows.copy_(normal_box(seed, part.name, box, parameter.std))
             row += box.shape[0]

@@ -40,17 +40,17 @@ class _Share:
     first: bool
 
 
-def complete_gradients(
+def all_reduce_replicated_gradients(
     parameters: Sequence[Parameter],
     tensors: Mapping[str, Tensor],
     mesh: ParallelMesh,
     gradient_of: Callable[[Tensor], Tensor | None] = attrgetter("grad"),
 ) -> None:
-    """Add up, once a step, what the copies of a weight each have of its gradient, before it is averaged over dp.
+    """Sum, once a step and before the mean over dp, the partial gradients of weights that several ranks hold.
 
-    Over tp: of weights that each rank has whole and uses for its own positions or heads, and of key-value heads that
-    ranks share, whose gradient all but the first then hold as zeros, so that every norm counts it once. Over the end
-    stages: of tied weights. Collective over both. gradient_of: where a parameter's gradient is.
+    Over tp: weights that each rank holds whole but uses for its own positions or heads only, and key-value heads that
+    ranks share (all ranks but the first then hold zeros as their gradient, so that every norm counts it once). Over the
+    first and last stage: tied weights. Collective over both. gradient_of: returns a parameter's gradient.
     """
 
     def gradient(parameter: Parameter) -> Tensor:
@@ -66,12 +66,12 @@ def complete_gradients(
             all_reduce(gradient(parameter), mesh.ends)
 
 
-def complete_in_backward(
+def all_reduce_replicated_in_backward(
     parameters: Sequence[Parameter], tensors: Mapping[str, Tensor], mesh: ParallelMesh
 ) -> None:
-    """Have every backward add up over tp what complete_gradients does once a step: a collective for each weight.
+    """Have every backward sum replicated gradients over tp, a collective for each weight, not once a step.
 
-    For an optimizer that takes gradients away as soon as they are there, so has no stages to sum over.
+    For an optimizer that takes gradients away in backward (ZeRO 2 and 3), which has one pipeline stage.
     """
 
     def complete(parameter: Parameter, given: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ def _is_partial(parameter: Parameter, mesh: ParallelMesh) -> bool:
     return any(partial_over_tp(parameter, part, mesh) for part in parameter.spec.parts)
 
 
-def copy_shared_weights(
+def sync_tied_weights(
     parameters: Sequence[Parameter], tensors: Mapping[str, Tensor], mesh: ParallelMesh
 ) -> None:
     """Overwrite the other copies of a tied weight with the first stage's, of a shared head with the first rank's.

@@ -1,19 +1,22 @@
 """The mesh of ranks and the process groups of its axes. No other module creates process groups."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup as ProcessGroup
 
-from megalite.errors import LaunchError
+from megalite.errors import CheckpointError, LaunchError
 from megalite.parallel.device import accelerator_id, require_distinct_accelerators
 from megalite.topology.axes import Coordinates, Layout
 from megalite.topology.sharding import heads_held
 from megalite.topology.stages import balanced_split
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -165,6 +168,25 @@ class ParallelMesh:
         if self.layout.world_size > 1:
             dist.all_reduce(values)
         return values
+
+
+def all_or_none(mesh: ParallelMesh, action: Callable[[], T], explain: Callable[[Exception], str]) -> T:
+    """Run `action` on every rank; if it fails on any rank, raise the same CheckpointError on all. Collective.
+
+    explain: what the error says of an exception of `action`; the text of the first rank that failed is raised.
+    """
+    failure, cause, result = None, None, None
+    try:
+        result = action()
+    # Whatever it is: the other ranks would wait for this one for ever.
+    except Exception as error:
+        cause = error
+        failure = explain(error)
+    failures = [text for text in mesh.gather_objects(failure) or [] if text is not None]
+    first = mesh.broadcast_object(failures[0] if failures else None)
+    if first is not None:
+        raise CheckpointError(first) from cause
+    return result  # type: ignore[return-value]
 
 
 def connect(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megalite.ops.counter import MASK_LEVELS, philox
-from megalite.topology.sharding import Box
+from megalite.topology.sharding import TensorSlice
 
 _MASK = 0xFFFFFFFF
 # Counters per block: small enough for the CPU cache, large enough to hide torch's overhead per call.
@@ -26,7 +26,7 @@ def key_of(seed: int, name: str) -> tuple[int, int]:
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
 
 
-def normal_box(seed: int, name: str, box: Box, std: float, *, step: int = 0) -> Tensor:
+def normal_box(seed: int, name: str, box: TensorSlice, std: float, *, step: int = 0) -> Tensor:
     """Return a slice of the normal tensor `name`: float64, shape `box.shape`, mean 0, standard deviation `std`.
 
     Four neighbouring columns share a counter (column // 4, row, row >> 32, step). Tensors have one or two dims: the
@@ -76,7 +76,7 @@ def keep_mask(
 
 
 def _box_muller(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Turn four random words into four independent standard normal values (Box and Muller 1958)."""
+    """Turn four random words into four independent standard normal values (TensorSlice and Muller 1958)."""
     normals = []
     for radius_bits, angle_bits in ((a, b), (c, d)):
         # + 0.5 keeps the logarithm's argument above zero.

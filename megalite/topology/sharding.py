@@ -7,7 +7,7 @@ from megalite.topology.stages import balanced_split
 
 
 @dataclass(frozen=True)
-class Box:
+class TensorSlice:
     """A rectangular region of a full tensor: where it starts and how long it is in each dim."""
 
     offsets: tuple[int, ...]
@@ -79,7 +79,7 @@ class ShardSpec:
         """Shape of the registered parameter without sharding."""
         return (sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:])
 
-    def box(self, part: Part, index: int, size: int) -> Box:
+    def box(self, part: Part, index: int, size: int) -> TensorSlice:
         """Return the slice of `part` on rank `index` of the `size` ranks of the axis."""
         offsets, shape = [0] * len(part.shape), list(part.shape)
         if self.dim is not None:
@@ -89,9 +89,9 @@ class ShardSpec:
                 length, heads = part.shape[self.dim] // part.heads, heads_held(part.heads, index, size)
                 held = range(heads.start * length, heads.stop * length)
             offsets[self.dim], shape[self.dim] = held.start, len(held)
-        return Box(tuple(offsets), tuple(shape))
+        return TensorSlice(tuple(offsets), tuple(shape))
 
-    def boxes(self, index: int, size: int) -> tuple[tuple[Part, Box], ...]:
+    def boxes(self, index: int, size: int) -> tuple[tuple[Part, TensorSlice], ...]:
         """Return each part with its slice on rank `index`, in the order of the parameter's dim 0."""
         return tuple((part, self.box(part, index, size)) for part in self.parts)
 

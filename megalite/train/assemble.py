@@ -1,66 +1,75 @@
-"""The configuration as options of the model and settings of the optimizer."""
+"""Puts together what trains: the replica, its optimizer and its pipeline. Knows no configuration file.
 
-from dataclasses import replace
+Production, tests and benchmarks all train what this function returns.
+"""
 
-from megalite.config.schema import RunConfig, TrainingConfig
-from megalite.model.options import Dropout, ModelOptions, Recompute
-from megalite.ops.choice import PLAIN_TORCH, Operators
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megalite.model.options import ModelOptions
+from megalite.model.replica import Replica
+from megalite.model.stages import build_replica
+from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.pipeline import PipelineRunner, PipelineShapes, pipeline_runner
 from megalite.topology.schedules import SCHEDULES
-from megalite.train.loss_scale import LossScaleSettings
-from megalite.train.optimizer import OptimizerSettings
-from megalite.train.precision import DTYPES
+from megalite.topology.shape import ModelShape
+from megalite.topology.stages import PipelineSplit
+from megalite.train.optimizer.protocol import Optimizer
+from megalite.train.optimizer.settings import OptimizerSettings
+from megalite.train.optimizer.torch import TorchOptimizer
 
 
-def model_options(config: RunConfig, operators: Operators = PLAIN_TORCH) -> ModelOptions:
-    """All that the configuration has to say to the model beyond its shape, with these operators."""
-    model, parallel, training = config.model, config.parallel, config.training
-    splits = parallel.pipeline > 1 and SCHEDULES[parallel.schedule].splits_backward
-    return ModelOptions(
-        dtype=DTYPES[config.training.precision],
-        dropout=Dropout(
-            embedding=model.embedding_dropout,
-            residual=model.residual_dropout,
-            mlp=model.mlp_dropout,
-            attention=model.attention_dropout,
-        ),
-        dropout_seed=config.run.seed,
-        label_smoothing=config.training.label_smoothing,
-        z_loss=config.training.z_loss,
-        recompute=Recompute(training.recompute, training.recompute_layers, training.recompute_ratio),
-        compile=training.compile,
-        chunked_loss=model.chunked_loss,
-        operators=replace(operators, split_backward=splits),
+@dataclass(frozen=True)
+class Schedule:
+    """How the micro batches of a step run through the stages: a name of topology.schedules, and their number."""
+
+    name: str = "1f1b"
+    micro_batches: int = 1
+
+
+def assemble(
+    shape: ModelShape,
+    split: PipelineSplit,
+    mesh: ParallelMesh,
+    options: ModelOptions,
+    settings: OptimizerSettings,
+    schedule: Schedule,
+    *,
+    seed: int | None,
+    deepspeed: Mapping[str, Any] | None = None,
+    prepare: Callable[[Replica], None] = lambda replica: None,
+) -> tuple[Replica, Optimizer, PipelineRunner]:
+    """This rank's share of the model, its optimizer, and the pipeline that runs it; every rank of `mesh` calls it.
+
+    seed: of the initial weights; None leaves them to `prepare`.
+    deepspeed: DeepSpeed's JSON with ZeRO 1 to 3; None for the optimizer of torch alone.
+    prepare: called with the replica before the optimizer copies its weights and registers its hooks.
+    """
+    # A schedule that splits the backward runs each linear twice, so none may add to the gradient by itself.
+    split_backward = mesh.pp.size > 1 and SCHEDULES[schedule.name].splits_backward
+    options = replace(options, operators=replace(options.operators, split_backward=split_backward))
+    settings = replace(settings, operators=options.operators, sum_in_place=not split_backward)
+    replica = build_replica(shape, mesh, split, options, seed=seed)
+    prepare(replica)
+    optimizer = _optimizer(replica, settings, deepspeed)
+    pipeline = pipeline_runner(
+        replica.stage.chunks,
+        split,
+        mesh,
+        PipelineShapes(schedule.micro_batches, shape.hidden_size, options.dtype, options.loss_dtype),
+        schedule=schedule.name,
+        forward=optimizer.wrap(replica.stage),
     )
+    return replica, optimizer, pipeline
 
 
-def optimizer_settings(config: RunConfig, options: ModelOptions) -> OptimizerSettings:
-    """All that the configuration has to say to the optimizer of a model with these options."""
-    optimizer, training = config.optimizer, config.training
-    return OptimizerSettings(
-        name=optimizer.name,
-        betas=optimizer.betas,
-        eps=optimizer.eps,
-        weight_decay=optimizer.weight_decay,
-        momentum=optimizer.momentum,
-        gradient_clipping=optimizer.gradient_clipping,
-        clip_value=optimizer.clip_value,
-        groups=tuple(each.group for each in optimizer.groups),
-        ema_decay=optimizer.ema_decay,
-        accumulate_wide=training.accumulation == "fp32",
-        skip_nonfinite=training.nonfinite == "skip",
-        loss_scale=_loss_scale_settings(training) if training.precision == "fp16" else None,
-        native=config.native_optimizer,
-        operators=options.operators,
-        sum_in_place=not options.operators.split_backward,
-    )
+def _optimizer(
+    replica: Replica, settings: OptimizerSettings, deepspeed: Mapping[str, Any] | None
+) -> Optimizer:
+    if deepspeed is None:
+        return TorchOptimizer(replica, settings)
+    # DeepSpeed costs seconds to import: only a run that uses it pays.
+    from megalite.train.optimizer.deepspeed import DeepSpeedOptimizer
 
-
-def _loss_scale_settings(training: TrainingConfig) -> LossScaleSettings:
-    if training.loss_scale != "dynamic":
-        return LossScaleSettings(initial=training.loss_scale, window=None, minimum=training.loss_scale)
-    return LossScaleSettings(
-        initial=2.0**training.initial_loss_scale_power,
-        window=training.loss_scale_window,
-        hysteresis=training.loss_scale_hysteresis,
-        minimum=float(training.minimum_loss_scale),
-    )
+    return DeepSpeedOptimizer(replica, settings, deepspeed)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from megalite.config.schema import RunConfig
     from megalite.train.state import StepReport, TrainerState
-    from megalite.train.trainer import Trainer
+    from megalite.train.step import TrainStep
 
 Metrics = Mapping[str, float]
 
@@ -21,7 +21,7 @@ Metrics = Mapping[str, float]
 class ActiveRun:
     """What a callback sees of the run, and how it asks it to end; one a rank."""
 
-    def __init__(self, trainer: "Trainer"):
+    def __init__(self, trainer: "TrainStep"):
         self._trainer = trainer
         self.asked_to_stop: str | None = None
         """Why some callback of this rank wants the run to end; None as long as none does."""

@@ -9,7 +9,7 @@ from megalite.train.callbacks import ActiveRun, Callback, Callbacks
 from megalite.train.report import RunReporter
 from megalite.train.saving import RunSaver
 from megalite.train.state import StepReport
-from megalite.train.trainer import Trainer
+from megalite.train.step import TrainStep
 from megalite.train.validation import HeldOutSet, validate
 
 
@@ -18,7 +18,7 @@ class TrainingLoop:
 
     def __init__(
         self,
-        trainer: Trainer,
+        trainer: TrainStep,
         held_out: Mapping[str, HeldOutSet],
         reporter: RunReporter,
         saver: RunSaver,

@@ -20,7 +20,7 @@ from megalite.monitor.tensorboard import TensorBoardFile
 from megalite.monitor.throughput import Throughput, flops_per_token, sgemm_flops_per_second
 from megalite.parallel.mesh import ParallelMesh
 from megalite.train.state import StepReport
-from megalite.train.trainer import Trainer
+from megalite.train.step import TrainStep
 
 # The loss "after" is a mean over so many last steps: one step's says as much about its batch as about the model.
 _LAST_STEPS = 10
@@ -29,7 +29,7 @@ _LAST_STEPS = 10
 class RunReporter:
     """Turns step reports into metrics for people and files."""
 
-    def __init__(self, trainer: Trainer, info: RankInfo, metrics_file: Path, tensorboard: Path):
+    def __init__(self, trainer: TrainStep, info: RankInfo, metrics_file: Path, tensorboard: Path):
         """tensorboard: the folder for its files, where the configuration asks for them."""
         self._mesh, self._every = trainer.mesh, trainer.config.monitor.every
         self._total_steps = trainer.total_steps

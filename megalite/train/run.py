@@ -103,7 +103,8 @@ class Trainer:
         threads = prepare_process(config.training.threads, local_ranks=config.layout.world_size, info=info)
 
         # From here on torch may be imported: everything a user can get wrong in the file is known to be right.
-        from megalite.train.job import prepare_inputs, train_rank
+        from megalite.train.inputs import prepare_inputs
+        from megalite.train.rank import train_rank
         from megalite.train.run_folder import RunFolder
 
         _prepare_deepspeed(config, info)
@@ -117,10 +118,10 @@ class Trainer:
             method = self._start_method(threads)
         folder.occupy().close()  # a folder that rank 0 could not use is better known before the text is prepared
         prepare_inputs(config, folder)
-        preload = ["torch", "megalite.train.job", "torch.distributed.pipelining"]
+        preload = ["torch", "megalite.train.rank", "torch.distributed.pipelining"]
         if config.zero_stage:
             # DeepSpeed's engine imports the compiler when it is made: two seconds and 115 MB, here once for all ranks.
-            preload += ["megalite.train.deepspeed", "torch._inductor.compile_fx"]
+            preload += ["megalite.train.optimizer.deepspeed", "torch._inductor.compile_fx"]
         return run_local_ranks(
             train_rank, config.layout, folder.failures, arguments=arguments, preload=preload, method=method
         )
@@ -167,7 +168,7 @@ def _prepare_deepspeed(config: RunConfig, info: RankInfo | None) -> None:
     compiles = config.native_optimizer or "nvme" in offload_devices(settings["zero_optimization"]).values()
     if not compiles and config.training.precision != "fp16":
         return
-    from megalite.train.deepspeed_ops import build_operators, operators, require_precision
+    from megalite.train.optimizer.deepspeed_ops import build_operators, operators, require_precision
 
     require_precision(config.training.precision, settings)
     silent = info is not None and info.local_rank > 0

@@ -15,7 +15,7 @@ from megalite.config.schema import RunConfig
 from megalite.launcher.process import available_memory_bytes
 from megalite.monitor.metrics import SaveMetrics
 from megalite.train.state import StepReport
-from megalite.train.trainer import Trainer
+from megalite.train.step import TrainStep
 
 # Steps that those beside a save are compared with.
 _COMPARED_STEPS = 20
@@ -25,7 +25,7 @@ class RunSaver:
     """The checkpoints of one run; one a rank, called alike on every rank. What it returns was published."""
 
     def __init__(
-        self, trainer: Trainer, folder: Path, *, resumed_from: Path | None = None, ranks_a_node: int = 1
+        self, trainer: TrainStep, folder: Path, *, resumed_from: Path | None = None, ranks_a_node: int = 1
     ):
         """resumed_from: what may not be deleted. ranks_a_node: those that share this one's memory."""
         self._trainer, self._folder = trainer, folder

@@ -15,7 +15,7 @@ from megalite.errors import DataError
 from megalite.monitor.metrics import ValidationMetrics
 
 if TYPE_CHECKING:
-    from megalite.train.trainer import Trainer
+    from megalite.train.step import TrainStep
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def held_out_set(load: Callable[..., StepLoader], file: TokenFile, limit: int | 
     return HeldOutSet(load(file, shuffle=True, epochs=Fraction(limit, whole.samples_per_epoch)), limit)
 
 
-def validate(trainer: "Trainer", sets: Mapping[str, HeldOutSet]) -> ValidationMetrics:
+def validate(trainer: "TrainStep", sets: Mapping[str, HeldOutSet]) -> ValidationMetrics:
     """Evaluate the trainer's model on the sets; collective over the world, and without effect on the training.
 
     Raises DataError where there is not one token to predict.

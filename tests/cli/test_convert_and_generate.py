@@ -21,13 +21,14 @@ from megalite.checkpoint.save import save_checkpoint
 from megalite.cli import convert, generate
 from megalite.errors import CheckpointError, ConfigError
 from megalite.model.options import ModelOptions
-from megalite.model.stages import build_stage
+from megalite.model.stages import build_replica
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.axes import Layout
-from megalite.topology.parameters import canonical_tensors, model_parameters, parameter_count
+from megalite.topology.parameters import canonical_tensors, parameter_count
 from megalite.topology.shape import ModelShape
 from megalite.topology.stages import pipeline_split
-from megalite.train.optimizer import OptimizerSettings, TorchOptimizer
+from megalite.train.optimizer.settings import OptimizerSettings
+from megalite.train.optimizer.torch import TorchOptimizer
 from tests.support.parity import ZERO_RTOL, assert_close
 from tests.support.tiny import tiny_shape, tiny_tokenizer
 from tests.unit.convert.exporting import lively_stage, save_stage
@@ -143,19 +144,16 @@ def test_export_then_generate_from_either(
 def averaged_run(run: Path, shape: ModelShape) -> None:
     """A bf16 run after one step, with a moving average of the weights."""
     split, mesh = pipeline_split(shape.num_hidden_layers), ParallelMesh.single()
-    stage = build_stage(shape, mesh, split, ModelOptions(dtype=torch.bfloat16), seed=3)
+    replica = build_replica(shape, mesh, split, ModelOptions(dtype=torch.bfloat16), seed=3)
     settings = OptimizerSettings("sgd", (0.9, 0.95), 1e-8, 0.0, 0.0, 0.0, ema_decay=0.5)
-    optimizer = TorchOptimizer(stage, model_parameters(shape), mesh, settings)
-    for tensor in stage.parameters():
+    optimizer = TorchOptimizer(replica, settings)
+    for tensor in replica.stage.parameters():
         tensor.grad = torch.full_like(tensor, 1e-3, dtype=torch.float32)
     optimizer.step(1.0)
     save_checkpoint(
         run / "checkpoints",
-        mesh=mesh,
-        shape=shape,
-        split=split,
-        stage=stage,
-        optimizer=optimizer.state,
+        replica,
+        optimizer.state,
         trainer_state={"step": 1, "samples": 8, "tokens": 96},
         config={},
     )

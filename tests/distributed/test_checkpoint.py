@@ -16,7 +16,7 @@ from megalite.errors import CheckpointError
 from megalite.model.options import PLAIN, Dropout
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.axes import Layout
-from megalite.train.optimizer import OptimizerSettings
+from megalite.train.optimizer.settings import OptimizerSettings
 from tests.support.parity import ADAM_UPDATES, FLOAT32_RTOL, LAYOUT_RTOL, assert_close
 from tests.support.ranks import RankPool
 from tests.support.tiny import tiny_shape
@@ -42,19 +42,16 @@ def train_and_save(job: Job, folder: str) -> RankResult:
     latest = find_latest(Path(folder))
     parts = build(replace(job, seed=99) if latest else job)
     mesh, optimizer = parts.mesh, parts.optimizer
-    common = {"mesh": mesh, "shape": job.shape, "split": parts.split, "stage": parts.stage}
-    first = load_checkpoint(latest, **common, optimizer=optimizer.state).step if latest else 0
+    first = load_checkpoint(latest, parts.replica, optimizer.state).step if latest else 0
     result = RankResult(mesh.dp.rank)
     for step in range(first, job.steps):
-        with optimizer.accumulating():
-            batch = local_batch(job, mesh, step)
-            result.losses.append(parts.pipeline.forward_backward(batch, optimizer.loss_scale).item())
+        result.losses.append(parts.accumulate(local_batch(job, mesh, step)))
         result.norms.append(optimizer.step(job.learning_rate).grad_norm)
     counters = {"step": job.steps, "samples": 8 * job.steps, "tokens": 96 * job.steps}
-    save_checkpoint(Path(folder), **common, optimizer=optimizer.state, trainer_state=counters, config={})
-    tensors = dict(parts.stage.named_parameters())
+    save_checkpoint(Path(folder), parts.replica, optimizer.state, trainer_state=counters, config={})
+    tensors = parts.replica.tensors
     with whole_weights(job.zero_stage, tensors):
-        result.final = shards_of(parts.parameters, tensors, mesh)
+        result.final = shards_of(parts.replica.parameters, tensors, mesh)
     return result
 
 

@@ -1,4 +1,4 @@
-"""The built-in probe finds no leak where there is none, and every planted one, whatever path attention takes."""
+"""The probe of the document mask finds no leak where there is none, and every planted one, whatever path is taken."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -17,7 +17,7 @@ from megalite.model.attention import SelfAttention
 from megalite.model.options import Dropout, Recompute
 from megalite.ops import attention, choice
 from megalite.topology.axes import Layout
-from megalite.train.document_probe import DocumentFindings, probe_documents
+from tests.support.document_probe import DocumentFindings, probe_documents
 from tests.support.tiny import FAMILY_SHAPES
 from tests.support.training import Job, build, local_batch
 

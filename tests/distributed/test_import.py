@@ -13,10 +13,9 @@ from megalite.convert.huggingface import load as hf_import
 from megalite.convert.huggingface.export import export
 from megalite.convert.huggingface.load import load_huggingface
 from megalite.errors import CheckpointError
-from megalite.model.stages import build_stage
+from megalite.model.stages import build_replica
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.axes import Layout
-from megalite.topology.parameters import stage_parameters
 from megalite.topology.shape import ModelShape
 from megalite.topology.stages import pipeline_split
 from tests.support.parity import assert_same_tensors
@@ -28,10 +27,9 @@ from tests.unit.convert.exporting import lively_stage, save_stage
 def imported(folder: Path, shape: ModelShape, layout: Layout) -> list[Shard]:
     mesh = ParallelMesh.over_world(layout)
     split = pipeline_split(shape.num_hidden_layers, layout.pipeline)
-    stage = build_stage(shape, mesh, split, seed=None)
-    load_huggingface(folder, mesh=mesh, shape=shape, split=split, stage=stage)
-    parameters = list(stage_parameters(shape, split, mesh.at.pp))
-    return shards_of(parameters, dict(stage.named_parameters()), mesh)
+    replica = build_replica(shape, mesh, split, seed=None)
+    load_huggingface(folder, replica)
+    return shards_of(replica.parameters, replica.tensors, mesh)
 
 
 @pytest.mark.parametrize("shape", FAMILY_SHAPES.values(), ids=FAMILY_SHAPES)
@@ -157,6 +155,6 @@ def exported(folder: Path, shape: ModelShape) -> Path:
 
 def read_alone(folder: Path, shape: ModelShape) -> dict[str, torch.Tensor]:
     mesh, split = ParallelMesh.single(), pipeline_split(shape.num_hidden_layers)
-    stage = build_stage(shape, mesh, split, seed=None)
-    load_huggingface(folder, mesh=mesh, shape=shape, split=split, stage=stage)
-    return {name: tensor.detach().double() for name, tensor in stage.named_parameters()}
+    replica = build_replica(shape, mesh, split, seed=None)
+    load_huggingface(folder, replica)
+    return {name: tensor.detach().double() for name, tensor in replica.tensors.items()}

@@ -12,8 +12,8 @@ from megalite.checkpoint.load import load_checkpoint
 from megalite.checkpoint.save import save_checkpoint
 from megalite.topology.axes import Layout
 from megalite.topology.parameter_groups import ParameterGroup
-from megalite.train.deepspeed_ops import replay_steps
-from megalite.train.optimizer import OptimizerSettings
+from megalite.train.optimizer.deepspeed_ops import replay_steps
+from megalite.train.optimizer.settings import OptimizerSettings
 from tests.distributed.test_zero_precision import contents
 from tests.support.parity import BF16_RTOL, FLOAT32_RTOL, ZERO_RTOL, about, assert_same_tensors
 from tests.support.tiny import tiny_shape
@@ -41,17 +41,13 @@ def train_and_save(job: Job, folder: str) -> list[tuple[float, float]]:
     """Losses and norms from the folder's latest checkpoint, if any, up to step `job.steps`, then save."""
     latest = find_latest(Path(folder))
     parts = build(replace(job, seed=99) if latest else job)
-    common = {"mesh": parts.mesh, "shape": job.shape, "split": parts.split, "stage": parts.stage}
-    first = load_checkpoint(latest, **common, optimizer=parts.optimizer.state).step if latest else 0
+    first = load_checkpoint(latest, parts.replica, parts.optimizer.state).step if latest else 0
     curve = []
     for step in range(first, job.steps):
-        with parts.optimizer.accumulating():
-            loss = parts.pipeline.forward_backward(local_batch(job, parts.mesh, step), 1.0).item()
+        loss = parts.accumulate(local_batch(job, parts.mesh, step))
         curve.append((loss, parts.optimizer.step(1e-3 * (step + 1) / STEPS).grad_norm))
     counters = {"step": job.steps, "samples": 8 * job.steps, "tokens": 96 * job.steps}
-    save_checkpoint(
-        Path(folder), **common, optimizer=parts.optimizer.state, trainer_state=counters, config={}
-    )
+    save_checkpoint(Path(folder), parts.replica, parts.optimizer.state, trainer_state=counters, config={})
     return curve
 
 

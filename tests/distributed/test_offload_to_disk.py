@@ -8,7 +8,7 @@ from deepspeed.ops.op_builder import AsyncIOBuilder
 
 from megalite.checkpoint.folder import find_latest
 from megalite.topology.axes import Layout
-from megalite.train.optimizer import OptimizerSettings
+from megalite.train.optimizer.settings import OptimizerSettings
 from tests.distributed.test_native_optimizer import train_and_save
 from tests.distributed.test_zero_precision import contents
 from tests.support.parity import assert_same_tensors

@@ -20,9 +20,10 @@ from megalite.errors import TrainingError
 from megalite.parallel import gradients
 from megalite.topology.axes import Layout
 from megalite.topology.state import MASTER
-from megalite.train import optimizer as optimizer_module
 from megalite.train.loss_scale import LossScaleSettings
-from megalite.train.optimizer import OptimizerSettings, Update
+from megalite.train.optimizer import torch as torch_path
+from megalite.train.optimizer.protocol import Update
+from megalite.train.optimizer.settings import OptimizerSettings
 from tests.support.parity import BF16_RTOL, NARROW_LOSS, narrow_bound, relative_error
 from tests.support.tiny import tiny_shape
 from tests.support.training import Job, Parts, Shard, build, full_tensors, local_batch, shards_of
@@ -75,8 +76,8 @@ FAULTS: dict[str, dict[str, Callable[[Any], Any]]] = {
 @contextmanager
 def planted(fault: str | None) -> Iterator[None]:
     faults = FAULTS[fault] if fault else {}
-    replaced = {name: replace_(getattr(optimizer_module, name)) for name, replace_ in faults.items()}
-    with mock.patch.multiple(optimizer_module, **replaced) if replaced else nullcontext():
+    replaced = {name: replace_(getattr(torch_path, name)) for name, replace_ in faults.items()}
+    with mock.patch.multiple(torch_path, **replaced) if replaced else nullcontext():
         yield
 
 
@@ -97,12 +98,9 @@ def curve(job: Job, *, steps: int = STEPS, fault: str | None = None) -> Curve:
         batch = local_batch(job, parts.mesh, 0)
         result = Curve([], [], [])
         for _ in range(steps):
-            with parts.optimizer.accumulating():
-                result.losses.append(
-                    parts.pipeline.forward_backward(batch, parts.optimizer.loss_scale).item()
-                )
+            result.losses.append(parts.accumulate(batch))
             result.norms.append(parts.optimizer.step(job.learning_rate).grad_norm)
-        result.final = shards_of(parts.parameters, dict(parts.stage.named_parameters()), parts.mesh)
+        result.final = shards_of(parts.replica.parameters, parts.replica.tensors, parts.mesh)
         return result
 
 
@@ -164,16 +162,18 @@ def first_gradients(
     """This rank's shards of the gradient of so many batches, averaged over dp, at bfloat16's initial weights."""
     with planted(fault):
         parts = build(job)
-        tensors = dict(parts.stage.named_parameters())
+        tensors = parts.replica.tensors
         if rounded:
             with torch.no_grad():
                 for tensor in tensors.values():
                     tensor.copy_(tensor.bfloat16())
-        with parts.optimizer.accumulating():
-            for step in range(batches):
-                parts.pipeline.forward_backward(local_batch(job, parts.mesh, step))
+        for step in range(batches):
+            parts.pipeline.forward_backward(local_batch(job, parts.mesh, step))
+        parts.optimizer.reduce_gradients()
         return shards_of(
-            parts.parameters, {name: tensor.grad.double() for name, tensor in tensors.items()}, parts.mesh
+            parts.replica.parameters,
+            {name: tensor.grad.double() for name, tensor in tensors.items()},
+            parts.mesh,
         )
 
 
@@ -235,31 +235,26 @@ def train_with_overflow(
     """Go on from the folder's latest checkpoint up to step `steps`, with an inf planted on one rank, and save."""
     with planted(fault):
         parts = build(job)
-        common = {"mesh": parts.mesh, "shape": SHAPE, "split": parts.split, "stage": parts.stage}
         latest = find_latest(Path(folder))
-        first = load_checkpoint(latest, **common, optimizer=parts.optimizer.state).step if latest else 0
+        first = load_checkpoint(latest, parts.replica, parts.optimizer.state).step if latest else 0
         result = Overflow([], [], [], [])
         for step in range(first, steps):
             before = _copies(parts)
-            with parts.optimizer.accumulating():
-                parts.pipeline.forward_backward(
-                    local_batch(job, parts.mesh, step), parts.optimizer.loss_scale
-                )
-                if step == overflow_at:
-                    _plant_inf(parts)
+            parts.pipeline.forward_backward(local_batch(job, parts.mesh, step), parts.optimizer.loss_scale)
+            if step == overflow_at:
+                _plant_inf(parts)
+            parts.optimizer.reduce_gradients()
             result.scales.append(parts.optimizer.loss_scale)
             result.updates.append(parts.optimizer.step(job.learning_rate))
             result.unchanged.append(all(map(torch.equal, before, _copies(parts))))
         counters = {"step": steps, "samples": 8 * steps, "tokens": 96 * steps}
-        save_checkpoint(
-            Path(folder), **common, optimizer=parts.optimizer.state, trainer_state=counters, config={}
-        )
-        result.final = shards_of(parts.parameters, dict(parts.stage.named_parameters()), parts.mesh)
+        save_checkpoint(Path(folder), parts.replica, parts.optimizer.state, trainer_state=counters, config={})
+        result.final = shards_of(parts.replica.parameters, parts.replica.tensors, parts.mesh)
         return result
 
 
 def _plant_inf(parts: Parts) -> None:
-    tensors = dict(parts.stage.named_parameters())
+    tensors = parts.replica.tensors
     if OVERFLOWING in tensors and parts.mesh.tp.rank == parts.mesh.tp.size - 1 and parts.mesh.dp.rank == 0:
         tensors[OVERFLOWING].grad[0, 0] = torch.inf
 
@@ -322,9 +317,9 @@ def test_a_step_skipped_on_one_rank_only_is_seen(ranks, tmp_path):
 
 def overflow_message(job: Job) -> str:
     parts = build(job)
-    with parts.optimizer.accumulating():
-        parts.pipeline.forward_backward(local_batch(job, parts.mesh, 0), parts.optimizer.loss_scale)
-        _plant_inf(parts)
+    parts.pipeline.forward_backward(local_batch(job, parts.mesh, 0), parts.optimizer.loss_scale)
+    _plant_inf(parts)
+    parts.optimizer.reduce_gradients()
     with pytest.raises(TrainingError) as caught:
         parts.optimizer.step(job.learning_rate)
     return str(caught.value)
@@ -351,32 +346,27 @@ def test_what_is_not_finite_without_a_scale_names_the_tensor_on_every_rank(ranks
 def train_and_save(job: Job, folder: str, steps: int) -> tuple[list[float], list[Shard], list[Shard]]:
     """Losses; this rank's weights as they were loaded (or begun with) and at the end, exactly: masters if any."""
     parts = build(job)
-    common = {"mesh": parts.mesh, "shape": SHAPE, "split": parts.split, "stage": parts.stage}
     latest = find_latest(Path(folder))
-    first = load_checkpoint(latest, **common, optimizer=parts.optimizer.state).step if latest else 0
+    first = load_checkpoint(latest, parts.replica, parts.optimizer.state).step if latest else 0
     begun = _exact_weights(parts)
     losses = []
     for step in range(first, steps):
-        with parts.optimizer.accumulating():
-            batch = local_batch(job, parts.mesh, step)
-            losses.append(parts.pipeline.forward_backward(batch, parts.optimizer.loss_scale).item())
+        losses.append(parts.accumulate(local_batch(job, parts.mesh, step)))
         parts.optimizer.step(job.learning_rate)
     counters = {"step": steps, "samples": 8 * steps, "tokens": 96 * steps}
-    save_checkpoint(
-        Path(folder), **common, optimizer=parts.optimizer.state, trainer_state=counters, config={}
-    )
+    save_checkpoint(Path(folder), parts.replica, parts.optimizer.state, trainer_state=counters, config={})
     return losses, begun, _exact_weights(parts)
 
 
 def _exact_weights(parts: Parts) -> list[Shard]:
     masters = {s.parameter.name: s.values for s in parts.optimizer.state.shards() if s.key == MASTER}
-    tensors = dict(parts.stage.named_parameters())
+    tensors = parts.replica.tensors
     for name, master in masters.items():
         assert torch.equal(tensors[name].detach(), master.view_as(tensors[name]).to(tensors[name].dtype)), (
             name
         )
         tensors[name] = master.view_as(tensors[name]).clone()
-    return shards_of(parts.parameters, tensors, parts.mesh)
+    return shards_of(parts.replica.parameters, tensors, parts.mesh)
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(2, 2, 1)], ids=str)
@@ -424,4 +414,4 @@ def nonfinite_after_a_step() -> str | None:
     job = job_of(torch.float32, layout=Layout(pipeline=2))
     parts = build(job)
     parts.pipeline.forward_backward(local_batch(job, parts.mesh, 0))
-    return gradients.first_nonfinite(parts.parameters, dict(parts.stage.named_parameters()), parts.mesh)
+    return gradients.first_nonfinite(parts.replica.parameters, parts.replica.tensors, parts.mesh)

@@ -20,7 +20,7 @@ from megalite.families.registry import family_tensors, hf_config
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.pipeline import StepBatch
 from megalite.topology.shape import ModelShape
-from megalite.train.trainer import Trainer
+from megalite.train.step import TrainStep
 from tests.support.checkpoint_pairs import save
 from tests.support.matrix.axes import BASE, Settings
 from tests.support.matrix.rows import config_of
@@ -136,7 +136,7 @@ def with_megalite(model_folder: str, layout: Settings, resume: str, folder: str)
     config = config_of({**OURS, **layout, "model.hf_config": model_folder})
     mesh = ParallelMesh.over_world(config.layout)
     shape = shape_of_folder(model_folder)
-    trainer = Trainer(config, mesh, shape, cast(StepLoader, StepsOfBoth(mesh, shape)))
+    trainer = TrainStep(config, mesh, shape, cast(StepLoader, StepsOfBoth(mesh, shape)))
     trainer.resume(Path(resume))
     assert trainer.state.step == SAVED
     losses = []

@@ -3,7 +3,6 @@
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from megalite.topology.axes import Layout
 from megalite.topology.parameter_groups import ParameterGroup
 from megalite.topology.parameters import canonical_tensors
 from megalite.topology.state import EMA
-from megalite.train.optimizer import OptimizerSettings
+from megalite.train.optimizer.settings import OptimizerSettings
 from tests.support.parity import LAYOUT_RTOL, ZERO_RTOL, assert_same_tensors
 from tests.support.tiny import tiny_shape
 from tests.support.training import Job, build, local_batch
@@ -37,21 +36,13 @@ SETTINGS = OptimizerSettings("sgd", (0.9, 0.95), 1e-8, 0.1, 0.9, 0.5, groups=GRO
 def train_and_save(job: Job, folder: str, steps: int) -> None:
     """Go on from the folder's latest checkpoint, if any."""
     parts = build(job)
-    common: dict[str, Any] = {
-        "mesh": parts.mesh,
-        "shape": SHAPE,
-        "split": parts.split,
-        "stage": parts.stage,
-        "optimizer": parts.optimizer.state,
-    }
     latest = find_latest(Path(folder))
-    first = load_checkpoint(latest, **common).step if latest else 0
+    first = load_checkpoint(latest, parts.replica, parts.optimizer.state).step if latest else 0
     for step in range(first, steps):
-        with parts.optimizer.accumulating():
-            parts.pipeline.forward_backward(local_batch(job, parts.mesh, step))
+        parts.accumulate(local_batch(job, parts.mesh, step))
         parts.optimizer.step(job.learning_rate)
     counters = {"step": steps, "samples": 8 * steps, "tokens": 96 * steps}
-    save_checkpoint(Path(folder), **common, trainer_state=counters, config={})
+    save_checkpoint(Path(folder), parts.replica, parts.optimizer.state, trainer_state=counters, config={})
 
 
 def tensors_of(folder: Path, kind: str, step: int = 4) -> dict[str, Tensor]:

@@ -20,13 +20,14 @@ from megalite.data.loader import StepLoader
 from megalite.errors import TrainingError
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.axes import Coordinates, Layout
-from megalite.topology.sharding import Box
+from megalite.topology.sharding import TensorSlice
 from megalite.topology.state import MASTER, WEIGHT
 from megalite.train.loss_scale import LossScaleSettings
-from megalite.train.optimizer import OptimizerSettings, Update
+from megalite.train.optimizer.protocol import Update
+from megalite.train.optimizer.settings import OptimizerSettings
 from megalite.train.saving import RunSaver
 from megalite.train.state import StepReport
-from megalite.train.trainer import Trainer
+from megalite.train.step import TrainStep
 from tests.support.matrix.axes import Settings
 from tests.support.matrix.rows import config_of, settings_of
 from tests.support.matrix.train import TinyLoader
@@ -53,10 +54,7 @@ def train(job: Job) -> Curve:
         result = Curve([], [], {})
         for step in range(job.steps):
             batch = local_batch(job, parts.mesh, step)
-            with parts.optimizer.accumulating():
-                result.losses.append(
-                    parts.pipeline.forward_backward(batch, parts.optimizer.loss_scale).item()
-                )
+            result.losses.append(parts.accumulate(batch))
             result.norms.append(parts.optimizer.step(job.learning_rate).grad_norm)
             if step == 0:
                 result.masters = masters(parts)
@@ -137,9 +135,8 @@ def train_with_overflow(job: Job) -> Overflow:
         parts = build(job)
         for step in range(job.steps):
             before = held(job, parts)
-            with parts.optimizer.accumulating(), overflow(parts) if step == 1 else nullcontext():
-                batch = local_batch(job, parts.mesh, step)
-                parts.pipeline.forward_backward(batch, parts.optimizer.loss_scale)
+            with overflow(parts) if step == 1 else nullcontext():
+                parts.accumulate(local_batch(job, parts.mesh, step))
             result.scales.append(parts.optimizer.loss_scale)
             try:
                 result.updates.append(parts.optimizer.step(job.learning_rate))
@@ -154,7 +151,7 @@ def train_with_overflow(job: Job) -> Overflow:
 @contextmanager
 def overflow(parts: Parts) -> Iterator[None]:
     """A hook on the gradient itself, since ZeRO 2 and 3 take it away before anyone could reach it."""
-    tensor = dict(parts.stage.named_parameters()).get(OVERFLOWING)
+    tensor = parts.replica.tensors.get(OVERFLOWING)
     if tensor is None or (parts.mesh.tp.rank, parts.mesh.dp.rank) != (parts.mesh.tp.size - 1, 0):
         yield
         return
@@ -165,7 +162,7 @@ def overflow(parts: Parts) -> Iterator[None]:
 
 def held(job: Job, parts: Parts) -> list[Tensor]:
     states = [shard.values.clone() for shard in parts.optimizer.state.shards()]
-    with whole_weights(job.zero_stage, dict(parts.stage.named_parameters())):
+    with whole_weights(job.zero_stage, parts.replica.tensors):
         return states + [tensor.detach().clone() for tensor in parts.stage.parameters()]
 
 
@@ -217,18 +214,13 @@ def train_and_save(job: Job, folder: str) -> list[float]:
     latest = find_latest(Path(folder))
     with fp16_allowed():
         parts = build(replace(job, seed=99) if latest else job)
-        common = {"mesh": parts.mesh, "shape": SHAPE, "split": parts.split, "stage": parts.stage}
-        first = load_checkpoint(latest, **common, optimizer=parts.optimizer.state).step if latest else 0
+        first = load_checkpoint(latest, parts.replica, parts.optimizer.state).step if latest else 0
         losses = []
         for step in range(first, job.steps):
-            with parts.optimizer.accumulating():
-                batch = local_batch(job, parts.mesh, step)
-                losses.append(parts.pipeline.forward_backward(batch, parts.optimizer.loss_scale).item())
+            losses.append(parts.accumulate(local_batch(job, parts.mesh, step)))
             parts.optimizer.step(job.learning_rate)
         counters = {"step": job.steps, "samples": 8 * job.steps, "tokens": 96 * job.steps}
-        save_checkpoint(
-            Path(folder), **common, optimizer=parts.optimizer.state, trainer_state=counters, config={}
-        )
+        save_checkpoint(Path(folder), parts.replica, parts.optimizer.state, trainer_state=counters, config={})
         return losses
 
 
@@ -236,7 +228,7 @@ def contents(checkpoint: Path) -> dict[str, Tensor]:
     """Every tensor of every kind, whole."""
     with CheckpointReader(checkpoint) as reader:
         return {
-            f"{kind} {name}": reader.read(kind, name, Box((0,) * len(entry.shape), entry.shape))
+            f"{kind} {name}": reader.read(kind, name, TensorSlice((0,) * len(entry.shape), entry.shape))
             for kind, entries in reader.manifest.tensors.items()
             for name, entry in entries.items()
         }
@@ -278,7 +270,7 @@ def train_from_settings(settings: Settings, folder: str, stop: int) -> list[Step
     assert config.model.vocab_size != "auto"
     shape = config.model.shape(config.model.vocab_size)
     with fp16_allowed():
-        trainer = Trainer(config, mesh, shape, cast(StepLoader, TinyLoader(config, mesh, shape)))
+        trainer = TrainStep(config, mesh, shape, cast(StepLoader, TinyLoader(config, mesh, shape)))
         if (latest := find_latest(Path(folder))) is not None:
             trainer.resume(latest)
         reports = [trainer.train_step() for _ in range(trainer.state.step, stop)]

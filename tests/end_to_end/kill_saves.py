@@ -124,10 +124,10 @@ def save_for_ever(rank: int, folder: Path, mode: str, store: str, sender: int) -
     mesh = ParallelMesh.over_world(WORLD.layout)
     writer, step = BackgroundWriter(mesh), 0
     stage, state = WORLD.held(mesh, version=None)  # type: ignore[arg-type]
-    common: dict[str, Any] = {"mesh": mesh, "shape": WORLD.shape, "split": WORLD.split, "stage": stage}
+    replica = WORLD.replica(mesh, stage)  # type: ignore[arg-type]
     latest = mesh.broadcast_object(find_latest(folder) if rank == 0 else None)
     if latest is not None:
-        manifest = load_checkpoint(latest, **common, optimizer=state)
+        manifest = load_checkpoint(latest, replica, state)
         step = manifest.step
         WORLD.assert_loaded([(mesh, stage, state, manifest)], version=step)
 
@@ -153,7 +153,7 @@ def save_for_ever(rank: int, folder: Path, mode: str, store: str, sender: int) -
         update(step)
         tell(BEGUN, step)
         counters = {"step": step, "samples": step, "tokens": step}
-        draft = draft_checkpoint(folder, **common, optimizer=state, trainer_state=counters, config={})
+        draft = draft_checkpoint(folder, replica, state, trainer_state=counters, config={})
         if mode == "waiting":
             write_draft(draft, mesh, partial(tidy, step))
             continue

@@ -21,7 +21,8 @@ from megalite.parallel import layers
 from megalite.parallel.gradient_sums import sum_in_place
 from megalite.parallel.mesh import ParallelMesh
 from megalite.train.fused_adamw import OnePassAdamW
-from megalite.train.optimizer import OptimizerSettings, TorchOptimizer
+from megalite.train.optimizer.settings import OptimizerSettings
+from megalite.train.optimizer.torch import TorchOptimizer
 from tests.support.kernels import needs_library
 from tests.support.parity import BF16_RTOL, FLOAT32_RTOL, OPERATOR_RTOL, assert_close, assert_no_worse
 from tests.unit.train.test_optimizer import NORM, made

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megalite.topology.axes import Layout
-from megalite.train.optimizer import OptimizerSettings
+from megalite.train.optimizer.settings import OptimizerSettings
 from tests.support.parity import FLOAT32_RTOL, LAYOUT_RTOL, ZERO_RTOL, assert_close, assert_same_tensors
 from tests.support.tiny import tiny_shape
 from tests.support.training import Job, RankResult, full_gradients, full_tensors, train_on_rank

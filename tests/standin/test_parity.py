@@ -8,7 +8,7 @@ import torch
 
 from megalite.model.options import Dropout, Recompute
 from megalite.topology.axes import Layout
-from megalite.train.optimizer import OptimizerSettings
+from megalite.train.optimizer.settings import OptimizerSettings
 from tests.support.parity import assert_close, assert_same_tensors
 from tests.support.ranks import RankPool
 from tests.support.tiny import FAMILY_SHAPES, tiny_shape

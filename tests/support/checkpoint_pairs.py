@@ -21,7 +21,7 @@ from megalite.checkpoint.tensor_file import CheckpointReader, full_box
 from megalite.data.loader import StepLoader
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.state import EMA, MASTER, WEIGHT
-from megalite.train.trainer import Trainer
+from megalite.train.step import TrainStep
 from tests.support.matrix.axes import BASE, ZERO, Settings
 from tests.support.matrix.rows import config_of
 from tests.support.matrix.train import TinyLoader
@@ -151,7 +151,7 @@ def train(settings: Settings, folder: str, resume: str | None, saved: Sequence[i
         mesh = ParallelMesh.over_world(config.layout, sequence_parallel=config.parallel.sequence)
         assert config.model.vocab_size != "auto"
         shape = config.model.shape(config.model.vocab_size)
-        trainer = Trainer(config, mesh, shape, cast(StepLoader, TinyLoader(config, mesh, shape)))
+        trainer = TrainStep(config, mesh, shape, cast(StepLoader, TinyLoader(config, mesh, shape)))
         if resume is not None:
             trainer.resume(Path(resume))
         steps = Steps([], [], [], [])
@@ -167,7 +167,7 @@ def train(settings: Settings, folder: str, resume: str | None, saved: Sequence[i
             steps.scales.append(report.loss_scale)
 
 
-def save(trainer: Trainer, folder: Path) -> Path:
+def save(trainer: TrainStep, folder: Path) -> Path:
     """Where a trainer stands, as one checkpoint; collective."""
     draft = trainer.draft(folder)
     write_draft(draft, trainer.mesh)

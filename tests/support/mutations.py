@@ -19,8 +19,9 @@ import megalite.parallel.gradients as gradients
 import megalite.parallel.layers as layers
 import megalite.parallel.pipeline as pipeline
 from megalite.model import dropout, head, recompute, stages, transformer
-from megalite.topology.sharding import Box
-from megalite.train import deepspeed, optimizer
+from megalite.topology.sharding import TensorSlice
+from megalite.train.optimizer import deepspeed
+from megalite.train.optimizer import torch as torch_path
 
 Replace = Callable[[Any], Any]
 
@@ -136,8 +137,8 @@ def _documents_of_the_first(micro_batches: Callable[..., Any]) -> Callable[..., 
 
 
 def _draw_the_first_shard(normal_box: Callable[..., Any]) -> Callable[..., Any]:
-    def alike(seed: int, name: str, box: Box, std: float) -> Any:
-        return normal_box(seed, name, Box(tuple(0 for _ in box.offsets), box.shape), std)
+    def alike(seed: int, name: str, box: TensorSlice, std: float) -> Any:
+        return normal_box(seed, name, TensorSlice(tuple(0 for _ in box.offsets), box.shape), std)
 
     return alike
 
@@ -248,21 +249,31 @@ def _norm_of_this_rank(parameters: Any, tensors: Any, mesh: Any, **_: Any) -> fl
     return float(torch.nn.utils.get_total_norm(held))
 
 
-def _forget_reduced_micro_batches(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def forgetting(self: Any, *inputs: Any, **arguments: Any) -> Tensor:
-        self._zero.averaged_gradients.clear()
-        return forward(self, *inputs, **arguments)
+def _forget_reduced_micro_batches(wrap: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapped(self: Any, stage: Any) -> Callable[..., Tensor]:
+        run = wrap(self, stage)
 
-    return forgetting
+        def forgetting(*inputs: Any, **arguments: Any) -> Tensor:
+            self._zero.averaged_gradients.clear()
+            return run(*inputs, **arguments)
+
+        return forgetting
+
+    return wrapped
 
 
-def _forget_earlier_micro_batches(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def forgetting(self: Any, *inputs: Any, **arguments: Any) -> Tensor:
-        for tensor in self._tensors.values():
-            tensor.grad = None
-        return forward(self, *inputs, **arguments)
+def _forget_earlier_micro_batches(wrap: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapped(self: Any, stage: Any) -> Callable[..., Tensor]:
+        run = wrap(self, stage)
 
-    return forgetting
+        def forgetting(*inputs: Any, **arguments: Any) -> Tensor:
+            for tensor in self._tensors.values():
+                tensor.grad = None
+            return run(*inputs, **arguments)
+
+        return forgetting
+
+    return wrapped
 
 
 TP, PP, DP = ({"layout": layout} for layout in ("tp2-pp1-dp1", "tp1-pp2-dp1", "tp1-pp1-dp2"))
@@ -290,7 +301,7 @@ FAULTS: dict[str, Fault] = {
         _instead(lambda parameter, mesh: len(parameter.spec.stages) < 2 or mesh.at.pp == 0),
         TP,
     ),
-    "norm of one stage": Fault(optimizer, "global_norm", _instead(_norm_of_this_rank), PP),
+    "norm of one stage": Fault(torch_path, "global_norm", _instead(_norm_of_this_rank), PP),
     "DeepSpeed's norm counts replicas": Fault(
         deepspeed, "_mark", _instead(_nothing), {"layout": "tp2-pp1-dp2", "zero": "1"}
     ),
@@ -314,21 +325,24 @@ FAULTS: dict[str, Fault] = {
         pipeline.StepBatch, "micro_batches", _keep_the_last_micro_batch, DP
     ),
     "a ZeRO stage that drops micro steps": Fault(
-        deepspeed.DeepSpeedOptimizer, "forward", _forget_earlier_micro_batches, {**DP, "zero": "1"}
+        deepspeed.DeepSpeedOptimizer, "wrap", _forget_earlier_micro_batches, {**DP, "zero": "1"}
     ),
     "a ZeRO stage that drops micro steps it has reduced": Fault(
-        deepspeed.DeepSpeedOptimizer, "forward", _forget_reduced_micro_batches, {**DP, "zero": "2"}
+        deepspeed.DeepSpeedOptimizer, "wrap", _forget_reduced_micro_batches, {**DP, "zero": "2"}
     ),
     "documents of the first micro batch for all": Fault(
         pipeline.StepBatch, "micro_batches", _documents_of_the_first, {**DP, "documents": "on"}
     ),
-    "missing mean over data-parallel ranks": Fault(optimizer, "average_over_data", _instead(_nothing), DP),
-    "tied copies that drift": Fault(optimizer, "complete_gradients", _sum_no_tied_copies, PP),
+    "missing mean over data-parallel ranks": Fault(torch_path, "average_over_data", _instead(_nothing), DP),
+    "tied copies that drift": Fault(torch_path, "all_reduce_replicated_gradients", _sum_no_tied_copies, PP),
     "tied copies that drift under ZeRO": Fault(
-        deepspeed, "complete_gradients", _sum_no_tied_copies, {**PP, "zero": "1"}
+        deepspeed, "all_reduce_replicated_gradients", _sum_no_tied_copies, {**PP, "zero": "1"}
     ),
     "tied weight of a V summed as if it were two": Fault(
-        optimizer, "complete_gradients", _sum_the_shared_embedding, {**PP, "schedule": "zbv", "chunks": "2"}
+        torch_path,
+        "all_reduce_replicated_gradients",
+        _sum_the_shared_embedding,
+        {**PP, "schedule": "zbv", "chunks": "2"},
     ),
     "norm weights' gradients of own positions only": Fault(
         gradients, "partial_over_tp", _partial_gradients_only_of_heads, SEQUENCE
@@ -341,7 +355,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "norm weights' gradients of own positions reduced by ZeRO": Fault(
         deepspeed,
-        "complete_in_backward",
+        "all_reduce_replicated_in_backward",
         _instead(_nothing),
         {"layout": "tp2-pp1-dp2", "zero": "2", "sequence": "on"},
     ),
@@ -383,7 +397,7 @@ FAULTS: dict[str, Fault] = {
         {"dropout": "attention", "recompute": "selective"},
     ),
     "loss scale not divided out": Fault(
-        optimizer, "scale_gradients", _instead(_nothing), {"precision": "fp16", "clipping": "none"}
+        torch_path, "scale_gradients", _instead(_nothing), {"precision": "fp16", "clipping": "none"}
     ),
 }
 

@@ -34,7 +34,7 @@ PRELOADED = [
     "pytest",
     "torch.distributed.pipelining",
     "torch._inductor.compile_fx",
-    "megalite.train.deepspeed",
+    "megalite.train.optimizer.deepspeed",
 ]
 START_SECONDS = 120
 # How long the others may still take once one rank has failed; most notice within half a second.

@@ -13,7 +13,7 @@ from megalite.data.loader import StepLoader
 from megalite.data.token_file import TokenFile, TokenWriter
 from megalite.parallel.device import local_device
 from megalite.parallel.mesh import ParallelMesh
-from megalite.train.trainer import Trainer
+from megalite.train.step import TrainStep
 
 VOCABULARY, LENGTH = 101, 12
 HELD_OUT_TOKENS = 10 * LENGTH + 6
@@ -49,7 +49,7 @@ def write_token_files(folder: Path) -> None:
             writer.close()
 
 
-def tiny_trainer(folder: Path, changes: Mapping[str, Any]) -> tuple[Trainer, Callable[..., StepLoader]]:
+def tiny_trainer(folder: Path, changes: Mapping[str, Any]) -> tuple[TrainStep, Callable[..., StepLoader]]:
     """The trainer of this rank of the current process group, and what makes loaders of other files for it.
 
     changes: to SETTINGS.
@@ -68,7 +68,7 @@ def tiny_trainer(folder: Path, changes: Mapping[str, Any]) -> tuple[Trainer, Cal
         seed=config.run.seed,
     )
     loader = load(TokenFile.open(folder / "train"))
-    return Trainer(config, mesh, config.model.shape(VOCABULARY), loader), load
+    return TrainStep(config, mesh, config.model.shape(VOCABULARY), loader), load
 
 
 def ranks_of(changes: Mapping[str, Any]) -> int:

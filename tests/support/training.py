@@ -13,20 +13,22 @@ from torch import Tensor
 
 from megalite.data.transfer import BatchTransfer
 from megalite.model.options import PLAIN, Dropout, ModelOptions, Recompute
-from megalite.model.stages import build_stage
+from megalite.model.replica import Replica
 from megalite.model.transformer import Stage
 from megalite.ops.choice import ALL_COMPILED, PLAIN_TORCH, Operators
 from megalite.parallel.device import local_device
 from megalite.parallel.gradients import partial_over_tp
 from megalite.parallel.mesh import ParallelMesh
-from megalite.parallel.pipeline import PipelineRunner, PipelineShapes, StepBatch, pipeline_runner
+from megalite.parallel.pipeline import PipelineRunner, StepBatch
 from megalite.topology.axes import Layout
-from megalite.topology.parameters import Parameter, canonical_tensors, stage_parameters
+from megalite.topology.parameters import Parameter, canonical_tensors
 from megalite.topology.schedules import SCHEDULES
 from megalite.topology.shape import ModelShape
-from megalite.topology.sharding import Box
-from megalite.topology.stages import PipelineSplit, pipeline_split
-from megalite.train.optimizer import Optimizer, OptimizerSettings, TorchOptimizer
+from megalite.topology.sharding import TensorSlice
+from megalite.topology.stages import pipeline_split
+from megalite.train.assemble import Schedule, assemble
+from megalite.train.optimizer.protocol import Optimizer
+from megalite.train.optimizer.settings import OptimizerSettings
 from tests.support.parity import assert_copies
 from tests.support.tiny import in_documents, tiny_batch
 
@@ -75,7 +77,7 @@ class Shard:
     """A region of a canonical tensor as one rank holds it; partial: as a gradient, part of the sum over tp."""
 
     name: str
-    box: Box
+    box: TensorSlice
     values: Tensor
     partial: bool = False
 
@@ -95,18 +97,18 @@ class RankResult:
 def train_on_rank(job: Job) -> RankResult:
     """Run the job's steps on this rank of the current process group."""
     parts = build(job)
-    mesh, parameters, optimizer = parts.mesh, parts.parameters, parts.optimizer
-    tensors = dict(parts.stage.named_parameters())
+    mesh, parameters, optimizer = parts.mesh, parts.replica.parameters, parts.optimizer
+    tensors = parts.replica.tensors
     with whole_weights(job.zero_stage, tensors):
         result = RankResult(mesh.dp.rank, initial=shards_of(parameters, tensors, mesh))
     for step in range(job.steps):
-        batch = local_batch(job, mesh, step)
-        with optimizer.accumulating():
-            result.losses.append(parts.pipeline.forward_backward(batch, optimizer.loss_scale).item())
-            if step == 0:
-                gradients = parts.reduced or {name: _gradient(tensor) for name, tensor in tensors.items()}
-                result.gradients = shards_of(parameters, gradients, mesh, complete=job.zero_stage >= 2)
-                parts.reduced.clear()
+        loss = parts.pipeline.forward_backward(local_batch(job, mesh, step), optimizer.loss_scale)
+        result.losses.append(loss.item())
+        if step == 0:
+            gradients = parts.reduced if job.zero_stage >= 2 else gradients_of(tensors)
+            result.gradients = shards_of(parameters, gradients, mesh, complete=job.zero_stage >= 2)
+            parts.reduced.clear()
+        optimizer.reduce_gradients()
         result.norms.append(optimizer.step(job.learning_rate).grad_norm)
     with whole_weights(job.zero_stage, tensors):
         result.final = shards_of(parameters, tensors, mesh)
@@ -115,15 +117,29 @@ def train_on_rank(job: Job) -> RankResult:
 
 @dataclass(frozen=True)
 class Parts:
-    """What a job consists of on one rank."""
+    """What a job consists of on one rank.
 
-    mesh: ParallelMesh
-    split: PipelineSplit
-    stage: Stage
-    parameters: list[Parameter]
+    reduced: under ZeRO 2 and 3 the gradients of the step so far, which DeepSpeed takes away in each backward.
+    """
+
+    replica: Replica
     optimizer: Optimizer
     pipeline: PipelineRunner
     reduced: dict[str, Tensor]
+
+    @property
+    def mesh(self) -> ParallelMesh:
+        return self.replica.mesh
+
+    @property
+    def stage(self) -> Stage:
+        return self.replica.stage
+
+    def accumulate(self, batch: StepBatch) -> float:
+        """Forward and backward of a step and the reduction of its gradients; the loss."""
+        loss = self.pipeline.forward_backward(batch, self.optimizer.loss_scale).item()
+        self.optimizer.reduce_gradients()
+        return loss
 
 
 def build(job: Job) -> Parts:
@@ -153,17 +169,26 @@ def build(job: Job) -> Parts:
         v_shaped=SCHEDULES[job.schedule].v_shaped,
         given=job.layers_per_stage,
     )
-    stage = build_stage(job.shape, mesh, split, options, seed=job.seed)
-    parameters = list(stage_parameters(job.shape, split, mesh.at.pp))
     micro_batches = SEQUENCES // job.layout.data // job.micro_batch_size
-    # Before DeepSpeed's own hooks.
-    reduced = reduced_gradients(dict(stage.named_parameters())) if job.zero_stage >= 2 else {}
-    optimizer = job_optimizer(job, stage, parameters, mesh, micro_batches)
-    shapes = PipelineShapes(micro_batches, job.shape.hidden_size, job.dtype, options.loss_dtype)
-    pipeline = pipeline_runner(
-        stage.chunks, split, mesh, shapes, schedule=job.schedule, forward=optimizer.forward
+    reduced: dict[str, Tensor] = {}
+
+    def watch(replica: Replica) -> None:
+        if job.zero_stage >= 2:
+            # Before DeepSpeed's own hooks.
+            watch_gradients(replica.tensors, reduced)
+
+    replica, optimizer, pipeline = assemble(
+        job.shape,
+        split,
+        mesh,
+        options,
+        job.optimizer,
+        Schedule(job.schedule, micro_batches),
+        seed=job.seed,
+        deepspeed=deepspeed_json(job, micro_batches) if job.zero_stage else None,
+        prepare=watch,
     )
-    return Parts(mesh, split, stage, parameters, optimizer, pipeline, reduced)
+    return Parts(replica, optimizer, pipeline, reduced)
 
 
 @contextmanager
@@ -187,38 +212,27 @@ def whole_weights(zero_stage: int, tensors: dict[str, torch.nn.Parameter]) -> It
         yield
 
 
-def reduced_gradients(tensors: dict[str, torch.nn.Parameter]) -> dict[str, Tensor]:
-    """Will hold the sums of the gradients that ZeRO 2 and 3 take away in each backward, as they were before."""
-    sums: dict[str, Tensor] = {}
+def watch_gradients(tensors: dict[str, torch.nn.Parameter], sums: dict[str, Tensor]) -> None:
+    """Have `sums` hold the gradients that ZeRO 2 and 3 take away in each backward, added up, as they were before."""
 
     def add(name: str, tensor: Tensor) -> None:
-        sums[name] = sums.get(name, 0) + _gradient(tensor)
+        sums[name] = sums.get(name, 0) + gradient_of(name, tensor)
 
     for name, tensor in tensors.items():
         tensor.register_post_accumulate_grad_hook(partial(add, name))
-    return sums
 
 
-def job_optimizer(
-    job: Job, stage: torch.nn.Module, parameters: list[Parameter], mesh: ParallelMesh, micro_batches: int
-) -> Optimizer:
-    if job.zero_stage == 0:
-        split = SCHEDULES[job.schedule].splits_backward
-        settings = replace(job.optimizer, operators=job.operators, sum_in_place=not split)
-        return TorchOptimizer(stage, parameters, mesh, settings)
-    from megalite.train.deepspeed import DeepSpeedOptimizer
-
+def deepspeed_json(job: Job, micro_batches: int) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": job.zero_stage}
     there = {"device": "cpu"} if job.disk is None else {"device": "nvme", "nvme_path": job.disk}
     if job.offload != "none":
         zero["offload_optimizer"] = there
     if job.offload == "parameters":
         zero["offload_param"] = {**there, "buffer_size": 1 << 20, "max_in_cpu": 0}
-    if (
-        job.zero_stage == 3
-    ):  # without this it would leave all weights whole, as they are small; now only the norms
+    if job.zero_stage == 3:
+        # Without this it would leave all weights whole, as they are small; now only the norms.
         zero["stage3_param_persistence_threshold"] = 100
-    config = {
+    return {
         "train_micro_batch_size_per_gpu": job.micro_batch_size * micro_batches,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": job.optimizer.gradient_clipping,
@@ -229,7 +243,6 @@ def job_optimizer(
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 1_000_000,
     }
-    return DeepSpeedOptimizer(stage, parameters, mesh, job.optimizer, config)
 
 
 def global_batch(job: Job, step: int) -> StepBatch:
@@ -249,10 +262,16 @@ def rows_of(batch: StepBatch, rows: slice) -> StepBatch:
     return batch.map(lambda tensor: tensor[rows])
 
 
-def _gradient(parameter: Tensor) -> Tensor:
+def gradients_of(tensors: dict[str, torch.nn.Parameter]) -> dict[str, Tensor]:
+    return {name: gradient_of(name, tensor) for name, tensor in tensors.items()}
+
+
+def gradient_of(name: str, parameter: Tensor) -> Tensor:
+    """In float64. Raises AssertionError where the parameter has none: its backward never ran."""
     # DeepSpeed keeps fp32 sums beside the parameter when its type differs from the model's.
     gradient = parameter.grad if parameter.grad is not None else getattr(parameter, "grad_accum", None)
-    return torch.zeros_like(parameter).double() if gradient is None else gradient.double()
+    assert gradient is not None, f"{name} has no gradient"
+    return gradient.double()
 
 
 def shards_of(
@@ -264,6 +283,7 @@ def shards_of(
 ) -> list[Shard]:
     shards = []
     for parameter in parameters:
+        assert parameter.name in tensors, f"nothing of {parameter.name} was seen"
         row = 0
         for part, box in parameter.spec.boxes(mesh.tp.rank, mesh.tp.size):
             values = tensors[parameter.name].detach()[row : row + box.shape[0]].cpu().clone()
@@ -314,7 +334,7 @@ def _without_tensor_replicas(job: Job, replica: Sequence[RankResult]) -> list[Sh
     kept: list[Shard] = []
     for stage in range(job.layout.pipeline):
         ranks = replica[stage * job.layout.tensor : (stage + 1) * job.layout.tensor]
-        seen: dict[tuple[str, Box], Tensor] = {}
+        seen: dict[tuple[str, TensorSlice], Tensor] = {}
         for shard in (shard for rank in ranks for shard in rank.gradients):
             key = (shard.name, shard.box)
             if key in seen and not shard.partial:

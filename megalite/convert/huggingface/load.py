@@ -6,11 +6,11 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megalite.checkpoint.load import load_parameter
 from megalite.checkpoint.region_reader import TYPES, RegionReader
-from megalite.checkpoint.save import all_or_none
+from megalite.checkpoint.save import explain
 from megalite.checkpoint.tensor_file import BLOCK_ELEMENTS
 from megalite.convert.huggingface.files import headers
 from megalite.convert.step_zero import write_step_zero
@@ -18,33 +18,31 @@ from megalite.data.tokenizer import copy_tokenizer
 from megalite.errors import CheckpointError, listed
 from megalite.families.registry import FAMILIES, family_tensors
 from megalite.families.tensors import FamilyTensor
-from megalite.parallel.mesh import ParallelMesh
-from megalite.topology.parameters import EMBEDDING, HEAD, canonical_tensors, stage_parameters
+from megalite.model.replica import Replica
+from megalite.parallel.mesh import all_or_none
+from megalite.topology.parameters import EMBEDDING, HEAD, canonical_tensors
 from megalite.topology.shape import ModelShape
-from megalite.topology.sharding import Box
-from megalite.topology.stages import PipelineSplit, pipeline_split
+from megalite.topology.sharding import TensorSlice
 
 # What older exports hold beside the weights: masks and frequencies, which follow from the configuration.
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
 
-def load_huggingface(
-    folder: Path, *, mesh: ParallelMesh, shape: ModelShape, split: PipelineSplit, stage: nn.Module
-) -> None:
+def load_huggingface(folder: Path, replica: Replica) -> None:
     """Fill this rank's stage from a folder that transformers could load; collective over the world.
 
     Raises CheckpointError, on every rank alike, when the files are missing or damaged, or do not hold exactly the
-    tensors of `shape`; the message names the tensors.
+    tensors of the replica's shape; the message names the tensors.
     """
 
     def load() -> None:
-        tensors = dict(stage.named_parameters())
-        with HuggingFaceReader(folder, shape) as reader:
-            for parameter in stage_parameters(shape, split, mesh.at.pp):
+        tensors = replica.tensors
+        with HuggingFaceReader(folder, replica.shape) as reader:
+            for parameter in replica.parameters:
                 tensor = tensors[parameter.name]
-                load_parameter(reader, parameter, tensor, mesh, most_elements=BLOCK_ELEMENTS)
+                load_parameter(reader, parameter, tensor, replica.mesh, most_elements=BLOCK_ELEMENTS)
 
-    all_or_none(mesh, "import", folder, load)
+    all_or_none(replica.mesh, load, explain(replica.mesh, "import", folder))
 
 
 class HuggingFaceReader:
@@ -71,7 +69,7 @@ class HuggingFaceReader:
         for opened in self._files:
             opened.close()
 
-    def read(self, kind: str, name: str, box: Box) -> Tensor:
+    def read(self, kind: str, name: str, box: TensorSlice) -> Tensor:
         """A region of one canonical tensor, in the type of the file; raises CheckpointError."""
         tensor = self._tensors[name]
         stored = self._stored(tensor)
@@ -87,12 +85,12 @@ class HuggingFaceReader:
             )
         return values
 
-    def _region(self, name: str, box: Box, *, transposed: bool = False) -> Tensor:
+    def _region(self, name: str, box: TensorSlice, *, transposed: bool = False) -> Tensor:
         """That of a tensor of the files; `transposed`: they hold it so, and the box is that of what we hold."""
         opened = self._where[name]
         try:
             if transposed:
-                return opened.read(name, Box(box.offsets[::-1], box.shape[::-1])).t()
+                return opened.read(name, TensorSlice(box.offsets[::-1], box.shape[::-1])).t()
             return opened.read(name, box)
         except OSError as error:
             raise CheckpointError(f"{opened.path} cannot be read ({error}); fetch it again") from error
@@ -139,9 +137,8 @@ def import_checkpoint(folder: Path, shape: ModelShape, run_folder: Path) -> Path
     where the run has a checkpoint already.
     """
 
-    def fill(stage: nn.Module) -> None:
-        mesh, split = ParallelMesh.single(), pipeline_split(shape.num_hidden_layers)
-        load_huggingface(folder, mesh=mesh, shape=shape, split=split, stage=stage)
+    def fill(replica: Replica) -> None:
+        load_huggingface(folder, replica)
         config["tokenizer"] = take_tokenizer(folder, run_folder)
 
     config: dict[str, Any] = {"model": {"weights": str(folder)}}

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from megalite.checkpoint.load import load_parameter
 from megalite.convert.foreign_pickle import require_undamaged
@@ -13,8 +12,8 @@ from megalite.convert.megatron.arguments import OF_INTEREST, not_built
 from megalite.convert.megatron.folder import find_megatron_folder
 from megalite.convert.megatron.rank_files import open_megatron, open_rank
 from megalite.convert.step_zero import write_step_zero
-from megalite.parallel.mesh import ParallelMesh
-from megalite.topology.parameters import EMBEDDING, model_parameters
+from megalite.model.replica import Replica
+from megalite.topology.parameters import EMBEDDING
 from megalite.topology.shape import ModelShape
 
 
@@ -39,10 +38,10 @@ def import_megatron(folder: Path, run_folder: Path, vocab_size: int | None = Non
     for path in find_megatron_folder(folder).files.values():
         require_undamaged(path)
 
-    def fill(stage: nn.Module) -> None:
-        tensors, mesh = dict(stage.named_parameters()), ParallelMesh.single()
-        for parameter in model_parameters(reader.shape):
-            load_parameter(reader, parameter, tensors[parameter.name], mesh)
+    def fill(replica: Replica) -> None:
+        tensors = replica.tensors
+        for parameter in replica.parameters:
+            load_parameter(reader, parameter, tensors[parameter.name], replica.mesh)
         reader.check_tied_head(tensors[EMBEDDING].detach())
 
     written = write_step_zero(

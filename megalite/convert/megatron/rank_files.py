@@ -24,7 +24,7 @@ from megalite.convert.megatron.names import (
 from megalite.errors import CheckpointError, listed
 from megalite.topology.parameters import EMBEDDING, HEAD, POSITIONS, model_parameters
 from megalite.topology.shape import ModelShape
-from megalite.topology.sharding import Box
+from megalite.topology.sharding import TensorSlice
 
 _TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # Copies that ranks keep of one tensor drift apart by roundings; more than this share of the largest is another tensor.
@@ -129,7 +129,7 @@ class MegatronReader:
             for index, part in enumerate(parameter.spec.parts)
         }
 
-    def read(self, kind: str, name: str, box: Box) -> Tensor:
+    def read(self, kind: str, name: str, box: TensorSlice) -> Tensor:
         """A region of one canonical tensor."""
         parameter, index = self._parts[name]
         shards = self._shards(parameter.name)
@@ -137,7 +137,7 @@ class MegatronReader:
             for tp, copy in enumerate(shards[1:], start=1):
                 self._compare(f"the copy of {self.places[name].name} on tensor rank {tp}", copy, shards[0])
         whole = part_of(parameter, index, shards, self.shape, self.version)
-        return whole[slices(box, Box((0,) * len(box.offsets), tuple(whole.shape)))]
+        return whole[slices(box, TensorSlice((0,) * len(box.offsets), tuple(whole.shape)))]
 
     def check_tied_head(self, embedding: Tensor) -> None:
         """Hold the last stage's copy of a tied embedding, where there is one, against `embedding`."""

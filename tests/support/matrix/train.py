@@ -12,14 +12,15 @@ from torch import Tensor
 
 from megalite.config.schema import RunConfig
 from megalite.data.loader import StepLoader
-from megalite.model.stages import build_stage
+from megalite.model.stages import build_replica
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.pipeline import StepBatch
-from megalite.topology.parameters import Parameter, stage_parameters
+from megalite.topology.parameters import Parameter
 from megalite.topology.shape import ModelShape
-from megalite.train import deepspeed, optimizer
-from megalite.train import trainer as trainer_module
-from megalite.train.trainer import Trainer
+from megalite.train import assemble
+from megalite.train.optimizer import deepspeed
+from megalite.train.optimizer import torch as torch_path
+from megalite.train.step import TrainStep
 from tests.support.matrix.axes import Row, Settings
 from tests.support.matrix.rows import config_of, reference_of, settings_of
 from tests.support.mutations import planted_fault
@@ -37,9 +38,9 @@ from tests.support.training import (
     RankResult,
     Shard,
     full_tensors,
-    reduced_gradients,
     rows_of,
     shards_of,
+    watch_gradients,
     whole_weights,
 )
 
@@ -78,9 +79,8 @@ def train_settings(settings: Settings, fault: str | None = None) -> RankResult:
         shape = config.model.shape(config.model.vocab_size)
         result = RankResult(mesh.dp.rank)
         with _first_gradients(config.zero_stage) as gradients:
-            trainer = Trainer(config, mesh, shape, cast(StepLoader, TinyLoader(config, mesh, shape)))
-            parameters = list(stage_parameters(shape, trainer.split, mesh.at.pp))
-            tensors = dict(trainer.stage.named_parameters())
+            trainer = TrainStep(config, mesh, shape, cast(StepLoader, TinyLoader(config, mesh, shape)))
+            parameters, tensors = trainer.replica.parameters, trainer.replica.tensors
             with whole_weights(config.zero_stage, tensors):
                 result.initial = shards_of(parameters, tensors, mesh)
             for step in range(trainer.total_steps):
@@ -107,38 +107,38 @@ def _first_gradients(zero_stage: int) -> Iterator[Callable[[], dict[str, Tensor]
     brought: list[dict[str, Tensor]] = []
 
     def build(*arguments: Any, **named: Any) -> Any:
-        stage = build_stage(*arguments, **named)
+        replica = build_replica(*arguments, **named)
+        brought.append({})
         # Now, so that the hooks come before DeepSpeed's own.
-        brought.append(reduced_gradients(dict(stage.named_parameters())))
-        return stage
+        watch_gradients(replica.tensors, brought[-1])
+        return replica
 
     with ExitStack() as patches:
         if zero_stage >= 2:
-            patches.enter_context(mock.patch.object(trainer_module, "build_stage", build))
-        for module in (optimizer, deepspeed):
-            watched = _watched(module.complete_gradients, complete)
-            patches.enter_context(mock.patch.object(module, "complete_gradients", watched))
+            patches.enter_context(mock.patch.object(assemble, "build_replica", build))
+        for module in (torch_path, deepspeed):
+            watched = _watched(module.all_reduce_replicated_gradients, complete)
+            patches.enter_context(mock.patch.object(module, "all_reduce_replicated_gradients", watched))
         yield lambda: (complete or brought)[0]
 
 
-def _watched(complete_gradients: Callable[..., None], found: list[dict[str, Tensor]]) -> Callable[..., None]:
+def _watched(
+    all_reduce_replicated_gradients: Callable[..., None], found: list[dict[str, Tensor]]
+) -> Callable[..., None]:
     def complete(
         parameters: Sequence[Parameter],
         tensors: Mapping[str, Tensor],
         mesh: ParallelMesh,
         gradient_of: Callable[[Tensor], Tensor | None] = attrgetter("grad"),
     ) -> None:
-        complete_gradients(parameters, tensors, mesh, gradient_of)
-        gradients = {name: gradient_of(tensor) for name, tensor in tensors.items()}
-        found.append(
-            {
-                # A copy: what is clipped in place later would else be clipped here too.
-                name: torch.zeros(tensors[name].shape)
-                if gradient is None
-                else gradient.to(torch.float64, copy=True)
-                for name, gradient in gradients.items()
-            }
-        )
+        all_reduce_replicated_gradients(parameters, tensors, mesh, gradient_of)
+        whole: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            gradient = gradient_of(tensor)
+            assert gradient is not None, f"{name} has no gradient"
+            # A copy: what is clipped in place later would else be clipped here too.
+            whole[name] = gradient.to(torch.float64, copy=True)
+        found.append(whole)
 
     return complete
 

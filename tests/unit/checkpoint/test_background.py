@@ -37,11 +37,8 @@ class Rank:
     def start(self, step: int, then: Callable[[], None] = lambda: None) -> None:
         draft = draft_checkpoint(
             self.folder,
-            mesh=self.mesh,  # type: ignore[arg-type]
-            shape=WORLD.shape,
-            split=WORLD.split,
-            stage=self.stage,  # type: ignore[arg-type]
-            optimizer=self.state,
+            WORLD.replica(self.mesh, self.stage),
+            self.state,
             trainer_state={"step": step, "samples": 8 * step, "tokens": 96 * step},
             config={},
         )

@@ -66,7 +66,7 @@ def imported(world: World, folder: Path, mesh: ThreadMesh) -> HeldStage:
     """What a rank of the world holds after the import; nan where nothing landed."""
     sizes = {each.name: each.spec.local_shape(mesh.tp.rank, mesh.tp.size) for each in world.parameters(mesh)}
     stage = HeldStage({name: torch.full(size, torch.nan) for name, size in sizes.items()})
-    load_huggingface(folder, mesh=mesh, shape=world.shape, split=world.split, stage=stage)
+    load_huggingface(folder, world.replica(mesh, stage))
     return stage
 
 
@@ -125,11 +125,8 @@ def test_export_puts_every_element_back(tmp_path: Path, variant: str, layout: st
     def into_a_checkpoint(mesh: ThreadMesh) -> Path:
         return save_checkpoint(
             tmp_path / "checkpoints",
-            mesh=mesh,
-            shape=world.shape,
-            split=world.split,
-            stage=imported(world, tmp_path, mesh),
-            optimizer=NoOptimizer(),
+            world.replica(mesh, imported(world, tmp_path, mesh)),
+            NoOptimizer(),
             trainer_state={"step": 0, "samples": 0, "tokens": 0},
             config={},
         )

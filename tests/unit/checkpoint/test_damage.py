@@ -81,11 +81,11 @@ def test_a_flipped_bit_in_a_header_is_refused(folder: Path) -> None:
 
 def test_hashes_may_be_left_unread(folder: Path) -> None:
     from megalite.checkpoint.tensor_file import CheckpointReader
-    from megalite.topology.sharding import Box
+    from megalite.topology.sharding import TensorSlice
 
     path = folder / "step-000100" / "rank-00000.safetensors"
     flip_bit(path, data_start(path) + 1)
-    box = Box((0, 0), (SHAPE.vocab_size, SHAPE.hidden_size))
+    box = TensorSlice((0, 0), (SHAPE.vocab_size, SHAPE.hidden_size))
     for kind in ("weight", "exp_avg", "exp_avg_sq"):
         with CheckpointReader(folder / "step-000100", verify_hashes=False) as reader:
             assert reader.read(kind, "model.embed_tokens.weight", box).shape == box.shape

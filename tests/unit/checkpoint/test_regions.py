@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalite.checkpoint.regions import contains, intersection, slices, split_run, stretches
-from megalite.topology.sharding import Box, Part, ShardSpec
+from megalite.topology.sharding import Part, ShardSpec, TensorSlice
 
 
 @st.composite
@@ -46,19 +46,19 @@ def test_a_run_splits_into_one_run_a_part(case: tuple[ShardSpec, int, int, int, 
 
 
 boxes_2d = st.builds(
-    Box,
+    TensorSlice,
     st.tuples(st.integers(0, 5), st.integers(0, 5)),
     st.tuples(st.integers(1, 5), st.integers(1, 5)),
 )
 
 
-def cells(box: Box) -> set[tuple[int, int]]:
+def cells(box: TensorSlice) -> set[tuple[int, int]]:
     (row, column), (rows, columns) = box.offsets, box.shape
     return {(i, j) for i in range(row, row + rows) for j in range(column, column + columns)}
 
 
 @given(boxes_2d, boxes_2d)
-def test_an_intersection_holds_the_common_cells(one: Box, other: Box) -> None:
+def test_an_intersection_holds_the_common_cells(one: TensorSlice, other: TensorSlice) -> None:
     common = intersection(one, other)
     assert (cells(common) if common else set()) == cells(one) & cells(other)
     if common:
@@ -70,23 +70,23 @@ def test_an_intersection_holds_the_common_cells(one: Box, other: Box) -> None:
 
 
 @given(boxes_2d)
-def test_a_box_is_contained_when_all_its_cells_are(box: Box) -> None:
-    assert contains((6, 7), box) == (cells(box) <= cells(Box((0, 0), (6, 7))))
+def test_a_box_is_contained_when_all_its_cells_are(box: TensorSlice) -> None:
+    assert contains((6, 7), box) == (cells(box) <= cells(TensorSlice((0, 0), (6, 7))))
 
 
 def test_a_box_of_other_dims_is_not_contained() -> None:
-    assert not contains((6,), Box((0, 0), (1, 1)))
+    assert not contains((6,), TensorSlice((0, 0), (1, 1)))
 
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3), st.integers(0, 4)), min_size=1, max_size=4))
 def test_the_stretches_of_a_region_are_its_elements_in_order(dims: list[tuple[int, int, int]]) -> None:
     full = tuple(size for size, _, _ in dims)
     offsets = tuple(min(low, size) for size, low, _ in dims)
-    box = Box(
+    box = TensorSlice(
         offsets, tuple(min(wanted, size - low) for (size, _, wanted), low in zip(dims, offsets, strict=True))
     )
     numbers = torch.arange(prod(full)).view(full)
-    expected = numbers[slices(box, Box((0,) * len(full), full))].flatten().tolist()
+    expected = numbers[slices(box, TensorSlice((0,) * len(full), full))].flatten().tolist()
     found = list(stretches(full, box))
     assert [start + i for start, numel in found for i in range(numel)] == expected
     # No two could have been one.

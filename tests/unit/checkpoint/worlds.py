@@ -15,11 +15,12 @@ from torch import Tensor
 from megalite.checkpoint.load import load_checkpoint
 from megalite.checkpoint.regions import slices
 from megalite.checkpoint.save import save_checkpoint
+from megalite.model.replica import Replica
 from megalite.parallel.mesh import Axis
 from megalite.topology.axes import Coordinates, Layout
 from megalite.topology.parameters import Parameter, canonical_tensors, stage_parameters
 from megalite.topology.shape import ModelShape
-from megalite.topology.sharding import Box
+from megalite.topology.sharding import TensorSlice
 from megalite.topology.stages import PipelineSplit, pipeline_split
 from megalite.topology.state import StateShard
 
@@ -101,7 +102,9 @@ def truth(shape: ModelShape, kind: str, name: str, *, version: int = 0) -> Tenso
 def local_truth(shape: ModelShape, kind: str, parameter: Parameter, mesh: ThreadMesh, version: int) -> Tensor:
     """What this rank holds of a registered parameter, cut from the full tensors."""
     pieces = [
-        truth(shape, kind, part.name, version=version)[slices(box, Box((0,) * len(part.shape), part.shape))]
+        truth(shape, kind, part.name, version=version)[
+            slices(box, TensorSlice((0,) * len(part.shape), part.shape))
+        ]
         for part, box in parameter.spec.boxes(mesh.tp.rank, mesh.tp.size)
     ]
     return torch.cat(pieces)
@@ -174,6 +177,9 @@ class World:
     def parameters(self, mesh: ThreadMesh) -> list[Parameter]:
         return list(stage_parameters(self.shape, self.split, mesh.at.pp))
 
+    def replica(self, mesh: ThreadMesh, stage: HeldStage) -> Replica:
+        return Replica(self.shape, self.split, mesh, stage)  # type: ignore[arg-type]
+
     def held(self, mesh: ThreadMesh, *, version: int | None) -> tuple[HeldStage, HeldState]:
         """This rank's stage and state with the true values; version None: filled with nan, to be loaded."""
         parameters = self.parameters(mesh)
@@ -195,11 +201,8 @@ class World:
             stage, state = self.held(mesh, version=version)
             return save_checkpoint(
                 folder,
-                mesh=mesh,  # type: ignore[arg-type]
-                shape=self.shape,
-                split=self.split,
-                stage=stage,  # type: ignore[arg-type]
-                optimizer=state,
+                self.replica(mesh, stage),
+                state,
                 trainer_state={"step": step, "samples": 8 * step, "tokens": 96 * step},
                 config={"run": {"seed": 1}},
             )
@@ -212,12 +215,7 @@ class World:
         def action(mesh: ThreadMesh) -> Any:
             stage, state = self.held(mesh, version=None)
             manifest = load_checkpoint(
-                checkpoint,
-                mesh=mesh,  # type: ignore[arg-type]
-                shape=self.shape,
-                split=self.split,
-                stage=stage,  # type: ignore[arg-type]
-                optimizer=state if with_optimizer else None,
+                checkpoint, self.replica(mesh, stage), state if with_optimizer else None
             )
             return mesh, stage, state, manifest
 

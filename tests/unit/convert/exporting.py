@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from megalite.checkpoint.save import save_checkpoint
+from megalite.model.replica import Replica
 from megalite.model.stages import build_stage
 from megalite.model.transformer import Stage
 from megalite.parallel.mesh import ParallelMesh
@@ -43,11 +44,8 @@ def save_stage(
     """One checkpoint in a run's folder."""
     return save_checkpoint(
         run / "checkpoints",
-        mesh=ParallelMesh.single(),
-        shape=shape,
-        split=pipeline_split(shape.num_hidden_layers),
-        stage=stage,
-        optimizer=optimizer or NoOptimizer(),
+        Replica.whole(stage),
+        optimizer or NoOptimizer(),
         trainer_state={"step": step, "samples": 8 * step, "tokens": 96 * step},
         config=config or {"optimizer": {"learning_rate": 1e-3}, "data": {"source": "stdlib"}},
     )

@@ -15,13 +15,14 @@ from megalite.cli import convert
 from megalite.convert.average import AveragedWeights
 from megalite.errors import CheckpointError
 from megalite.model.options import ModelOptions
-from megalite.model.stages import build_stage
+from megalite.model.stages import build_replica
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.axes import Layout
-from megalite.topology.parameters import canonical_tensors, model_parameters
+from megalite.topology.parameters import canonical_tensors
 from megalite.topology.shape import ModelShape
 from megalite.topology.stages import pipeline_split
-from megalite.train.optimizer import OptimizerSettings, TorchOptimizer
+from megalite.train.optimizer.settings import OptimizerSettings
+from megalite.train.optimizer.torch import TorchOptimizer
 from tests.support.parity import ROUNDED_RTOL, assert_close
 from tests.support.tiny import tiny_shape
 from tests.unit.checkpoint.worlds import World, truth
@@ -116,14 +117,14 @@ def test_what_has_no_mean_is_refused(folder: Path, tmp_path: Path) -> None:
 def bf16_run(run: Path, shape: ModelShape, steps: int) -> None:
     """Each step's checkpoint of a run with float32 masters."""
     split, mesh = pipeline_split(shape.num_hidden_layers), ParallelMesh.single()
-    stage = build_stage(shape, mesh, split, ModelOptions(dtype=torch.bfloat16), seed=3)
+    replica = build_replica(shape, mesh, split, ModelOptions(dtype=torch.bfloat16), seed=3)
     settings = OptimizerSettings("sgd", (0.9, 0.95), 1e-8, 0.0, 0.0, 0.0)
-    optimizer = TorchOptimizer(stage, model_parameters(shape), mesh, settings)
+    optimizer = TorchOptimizer(replica, settings)
     for step in range(1, steps + 1):
-        for tensor in stage.parameters():
+        for tensor in replica.stage.parameters():
             tensor.grad = torch.full_like(tensor, 1e-3 * step, dtype=torch.float32)
         optimizer.step(1.0)
-        save_stage(run, shape, stage, step=step, optimizer=optimizer.state)
+        save_stage(run, shape, replica.stage, step=step, optimizer=optimizer.state)
 
 
 def test_the_mean_of_a_bf16_run_is_that_of_its_masters(tmp_path: Path) -> None:

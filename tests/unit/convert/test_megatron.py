@@ -14,7 +14,7 @@ from megalite.checkpoint.load import load_checkpoint
 from megalite.checkpoint.tensor_file import CheckpointReader, full_box
 from megalite.convert.megatron.load import MegatronImport, import_megatron
 from megalite.errors import CheckpointError
-from megalite.model.stages import build_stage
+from megalite.model.stages import build_replica
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.parameters import canonical_tensors
 from megalite.topology.shape import ModelShape, RopeScaling
@@ -90,9 +90,10 @@ def test_each_element_lands_exactly_once(tmp_path: Path, way: str) -> None:
 
 def logits_of(done: MegatronImport, input_ids: Tensor) -> Tensor:
     mesh, split = ParallelMesh.single(), pipeline_split(done.shape.num_hidden_layers)
-    stage = build_stage(done.shape, mesh, split, seed=None).to(done.dtype)
-    load_checkpoint(done.checkpoint, mesh=mesh, shape=done.shape, split=split, stage=stage)
-    return our_logits(stage, input_ids)
+    replica = build_replica(done.shape, mesh, split, seed=None)
+    replica.stage.to(done.dtype)
+    load_checkpoint(done.checkpoint, replica)
+    return our_logits(replica.stage, input_ids)
 
 
 def randomised(model: torch.nn.Module) -> torch.nn.Module:

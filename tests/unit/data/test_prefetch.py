@@ -20,7 +20,7 @@ from megalite.data.token_file import TokenFile, TokenWriter, bin_path, idx_path
 from megalite.errors import DataError
 from megalite.parallel.mesh import ParallelMesh
 from megalite.train.state import StepReport, TrainerState
-from megalite.train.trainer import Trainer
+from megalite.train.step import TrainStep
 
 ROOT = Path(__file__).parents[3]
 ENDLESS = 1 << 60
@@ -184,7 +184,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> TokenFile:
     return TokenFile.open(prefix)
 
 
-def trainer(file: TokenFile, workers: int, vocab_size: int = 40) -> Trainer:
+def trainer(file: TokenFile, workers: int, vocab_size: int = 40) -> TrainStep:
     values = {
         "model.vocab_size": vocab_size,
         "model.hidden_size": 16,
@@ -205,7 +205,7 @@ def trainer(file: TokenFile, workers: int, vocab_size: int = 40) -> Trainer:
     loader = StepLoader(
         file, sequence_length=8, micro_batch_size=4, micro_batches=1, seed=3, vocab_size=vocab_size
     )
-    return Trainer(config, ParallelMesh.single(), config.model.shape(vocab_size), loader)
+    return TrainStep(config, ParallelMesh.single(), config.model.shape(vocab_size), loader)
 
 
 def test_a_run_has_the_same_losses_and_says_what_it_waited(file: TokenFile) -> None:

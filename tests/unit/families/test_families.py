@@ -21,7 +21,7 @@ from megalite.families.table import family_page
 from megalite.families.tensors import QKV, Fused, TensorNames
 from megalite.topology.parameters import canonical_tensors
 from megalite.topology.shape import ModelShape, RopeScaling
-from megalite.topology.sharding import Box
+from megalite.topology.sharding import TensorSlice
 from tests.support.tiny import FAMILY_SHAPES, tiny_shape
 
 
@@ -144,7 +144,7 @@ def test_projections_interleaved_by_head():
     assert torch.equal(theirs.view(8, 3, 6, 48), expected)
     for part, values in zip(tensor.parts, parts, strict=True):
         for first, count in ((0, 48), (5, 14), (12, 6)):
-            boxes = tensor.boxes(part, Box((first, 0), (count, 48)), canonical)
+            boxes = tensor.boxes(part, TensorSlice((first, 0), (count, 48)), canonical)
             rows = [theirs[box.offsets[0] : box.offsets[0] + box.shape[0]] for box in boxes]
             assert torch.equal(torch.cat(rows), values[first : first + count])
 

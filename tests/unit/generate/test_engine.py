@@ -9,7 +9,8 @@ from transformers import AutoModelForCausalLM
 
 from megalite.convert.huggingface.export import export
 from megalite.errors import ConfigError
-from megalite.generate.engine import LoadedModel, generate, load_model
+from megalite.generate.engine import generate, load_model
+from megalite.model.replica import Replica
 from tests.support.tiny import tiny_shape
 from tests.unit.convert.exporting import lively_stage, our_logits, save_stage
 
@@ -34,7 +35,7 @@ def test_the_cache_changes_nothing(tmp_path: Path) -> None:
     shape = tiny_shape()
     stage = lively_stage(shape)
     ids = [3, 14, 15]
-    for chosen in generate(LoadedModel.whole(stage), [3, 14, 15], new_tokens=30):
+    for chosen in generate(Replica.whole(stage), [3, 14, 15], new_tokens=30):
         assert chosen == int(our_logits(stage, torch.tensor([ids]))[0, -1].argmax())
         ids.append(chosen)
     assert len(ids) == 33
@@ -42,18 +43,18 @@ def test_the_cache_changes_nothing(tmp_path: Path) -> None:
 
 def test_a_stop_token_is_the_last(tmp_path: Path) -> None:
     stage = lively_stage(tiny_shape())
-    free = list(generate(LoadedModel.whole(stage), [7], new_tokens=30))
+    free = list(generate(Replica.whole(stage), [7], new_tokens=30))
     stop = free[4]
     assert (
-        list(generate(LoadedModel.whole(stage), [7], new_tokens=30, stop_ids={stop}))
+        list(generate(Replica.whole(stage), [7], new_tokens=30, stop_ids={stop}))
         == free[: free.index(stop) + 1]
     )
 
 
 def test_a_request_beyond_the_models_positions_is_refused() -> None:
     stage = lively_stage(tiny_shape())
-    assert len(list(generate(LoadedModel.whole(stage), [7] * 60, new_tokens=4))) == 4
+    assert len(list(generate(Replica.whole(stage), [7] * 60, new_tokens=4))) == 4
     with pytest.raises(ConfigError, match=r"60 tokens of the prompt and 5 new ones .* = 64; use at most 4"):
-        generate(LoadedModel.whole(stage), [7] * 60, new_tokens=5)
+        generate(Replica.whole(stage), [7] * 60, new_tokens=5)
     with pytest.raises(ConfigError, match="--prompt: is empty"):
-        generate(LoadedModel.whole(stage), [], new_tokens=5)
+        generate(Replica.whole(stage), [], new_tokens=5)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from megalite.ops.counter import MASK_LEVELS, philox
 from megalite.parallel import random
 from megalite.parallel.random import keep_mask, normal_box
-from megalite.topology.sharding import Box
+from megalite.topology.sharding import TensorSlice
 from tests.support.parity import assert_mean
 
 ONES = 0xFFFFFFFF
@@ -37,13 +37,13 @@ def test_philox_gives_the_published_words(counter, key, expected):
     columns=st.tuples(st.integers(0, 30), st.integers(1, 11)),
 )
 def test_any_region_equals_that_region_of_the_whole(rows, columns):
-    whole = normal_box(5, "weight", Box((0, 0), (29, 41)), 1.0)
-    part = normal_box(5, "weight", Box((rows[0], columns[0]), (rows[1], columns[1])), 1.0)
+    whole = normal_box(5, "weight", TensorSlice((0, 0), (29, 41)), 1.0)
+    part = normal_box(5, "weight", TensorSlice((rows[0], columns[0]), (rows[1], columns[1])), 1.0)
     assert torch.equal(part, whole[rows[0] : sum(rows), columns[0] : sum(columns)])
 
 
 def test_seed_name_and_step_each_change_every_value():
-    box = Box((0,), (64,))
+    box = TensorSlice((0,), (64,))
     draws = [
         normal_box(1, "a", box, 1.0),
         normal_box(2, "a", box, 1.0),
@@ -56,7 +56,7 @@ def test_seed_name_and_step_each_change_every_value():
 
 
 def test_values_are_standard_normal():
-    values = normal_box(3, "w", Box((0, 0), (1000, 1000)), 1.0)
+    values = normal_box(3, "w", TensorSlice((0, 0), (1000, 1000)), 1.0)
     assert_mean(values, 0.0)
     assert_mean(values.square(), 1.0, deviation=2**0.5)
     for quantile, expected in ((0.1, -1.2816), (0.5, 0.0), (0.975, 1.9600)):

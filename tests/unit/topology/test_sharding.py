@@ -18,7 +18,7 @@ from megalite.topology.parameters import (
     stage_parameters,
 )
 from megalite.topology.shape import ModelShape
-from megalite.topology.sharding import Box, Part, ShardSpec, heads_fit, heads_held
+from megalite.topology.sharding import Part, ShardSpec, TensorSlice, heads_fit, heads_held
 from megalite.topology.stages import pipeline_split
 
 
@@ -55,7 +55,7 @@ def models(draw: st.DrawFn) -> tuple[ModelShape, int, int]:
     return shape, tp, draw(st.integers(1, shape.num_hidden_layers))
 
 
-def cells(box: Box) -> product:  # type: ignore[type-arg]
+def cells(box: TensorSlice) -> product:  # type: ignore[type-arg]
     return product(
         *(range(start, start + length) for start, length in zip(box.offsets, box.shape, strict=True))
     )

@@ -14,8 +14,8 @@ from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder
 from deepspeed.runtime.zero.partition_parameters import Init
 
 from megalite.errors import ConfigError
-from megalite.train import deepspeed_ops
-from megalite.train.deepspeed_ops import build_operators, operators, require_precision
+from megalite.train.optimizer import deepspeed_ops
+from megalite.train.optimizer.deepspeed_ops import build_operators, operators, require_precision
 
 CONFIG = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
 

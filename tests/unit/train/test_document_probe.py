@@ -1,19 +1,14 @@
 """What the probe makes of losses whose rounding hides what many tokens have a small share in."""
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
-from megalite.data.transfer import BatchTransfer
-from megalite.errors import TrainingError
 from megalite.parallel.pipeline import StepBatch
-from megalite.train import document_probe
-from megalite.train.document_probe import DocumentFindings, check_documents, probe_documents
+from tests.support.document_probe import probe_documents
 
 END, VOCABULARY = 0, 50
 LENGTHS = ((3, 61, 96), (100, 5, 40, 15))
@@ -73,28 +68,3 @@ def test_in_every_precision(dtype: torch.dtype, sees: Any, leak: str | None) -> 
     assert found.documents == 7
     assert bool(found.leaks) == bool(leak)
     assert any(each.endswith(leak) for each in found.leaks) if leak else True
-
-
-def test_the_error_says_what_to_do() -> None:
-    alone = SimpleNamespace(rank=0, size=1)
-    mesh = SimpleNamespace(
-        tp=alone, pp=alone, gather_objects=lambda found: [found], broadcast_object=lambda found: found
-    )
-    dropout = SimpleNamespace(embedding=0, residual=0, mlp=0, attention=0)
-    trainer: Any = SimpleNamespace(
-        mesh=mesh,
-        loader=SimpleNamespace(step_batch=lambda *_, **__: batch()),
-        state=SimpleNamespace(samples=0),
-        loss_dtype=torch.float32,
-        config=SimpleNamespace(batch=SimpleNamespace(micro_batches=1)),
-        options=SimpleNamespace(dropout=dropout, dtype=torch.float32),
-        shape=SimpleNamespace(vocab_size=VOCABULARY),
-        pipeline=None,
-        transfer=BatchTransfer(torch.device("cpu")),
-    )
-    leaking = DocumentFindings(7, (f"the loss at token 3 of sample 0 {OTHER}",))
-    with (
-        mock.patch.object(document_probe, "probe_documents", lambda *_, **__: leaking),
-        pytest.raises(TrainingError, match=r"token 3 of sample 0.*report it.*data\.document_mask = false"),
-    ):
-        check_documents(trainer, END)

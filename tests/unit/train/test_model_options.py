@@ -6,7 +6,7 @@ import torch
 
 from megalite.model.options import Dropout, ModelOptions, Recompute
 from megalite.ops.choice import ALL_COMPILED
-from megalite.train.assemble import model_options
+from megalite.train.options import model_options
 from tests.unit.config.runs import load
 
 

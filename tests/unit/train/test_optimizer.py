@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from megalite.model.options import ModelOptions
-from megalite.model.stages import build_stage
+from megalite.model.stages import build_replica
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.parameter_groups import ParameterGroup
-from megalite.topology.parameters import model_parameters
 from megalite.topology.stages import pipeline_split
 from megalite.topology.state import EMA
-from megalite.train.optimizer import OptimizerSettings, TorchOptimizer
+from megalite.train.optimizer.settings import OptimizerSettings
+from megalite.train.optimizer.torch import TorchOptimizer
 from tests.support.parity import FLOAT32_RTOL, OPERATOR_RTOL, ZERO_RTOL, about, assert_close
 from tests.support.tiny import tiny_shape
 
@@ -25,9 +25,9 @@ NORM, QKV = "model.norm.weight", "model.layers.1.self_attn.qkv_proj.weight"
 def made(
     settings: OptimizerSettings, dtype: torch.dtype = torch.float64
 ) -> tuple[TorchOptimizer, dict[str, Tensor]]:
-    stage = build_stage(SHAPE, ParallelMesh.single(), pipeline_split(2, 1), ModelOptions(dtype=dtype), seed=3)
-    tensors: dict[str, Tensor] = dict(stage.named_parameters())
-    return TorchOptimizer(stage, model_parameters(SHAPE), ParallelMesh.single(), settings), tensors
+    options, split = ModelOptions(dtype=dtype), pipeline_split(2, 1)
+    replica = build_replica(SHAPE, ParallelMesh.single(), split, options, seed=3)
+    return TorchOptimizer(replica, settings), dict(replica.tensors)
 
 
 def changes(settings: OptimizerSettings, gradient: float = 1.0) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ from megalite.checkpoint.tensor_file import CheckpointReader, full_box
 from megalite.data.loader import StepLoader
 from megalite.errors import CheckpointError
 from megalite.parallel.mesh import ParallelMesh
-from megalite.train.trainer import Trainer
+from megalite.train.step import TrainStep
 from tests.support.checkpoint_pairs import COMMON, save
 from tests.support.matrix.rows import config_of
 from tests.support.matrix.train import TinyLoader
@@ -22,14 +22,14 @@ BATCH = {"training.micro_batch_size": 2, "training.micro_batches": 2}
 BEFORE = 3
 
 
-def trainer_of(**changes: Any) -> Trainer:
+def trainer_of(**changes: Any) -> TrainStep:
     """`changes`: section__key."""
     given = {key.replace("__", "."): value for key, value in changes.items()}
     settings = {**COMMON, **BATCH, "model.num_hidden_layers": 1, **given}
     config = config_of({key: value for key, value in settings.items() if value is not None})
     assert config.model.vocab_size != "auto"
     shape, mesh = config.model.shape(config.model.vocab_size), ParallelMesh.single()
-    return Trainer(config, mesh, shape, cast(StepLoader, _Loader(config, mesh, shape)))
+    return TrainStep(config, mesh, shape, cast(StepLoader, _Loader(config, mesh, shape)))
 
 
 class _Loader(TinyLoader):
@@ -58,14 +58,14 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(trainer, tmp_path_factory.mktemp("written"))
 
 
-def resumed(written: Path, **changes: Any) -> Trainer:
+def resumed(written: Path, **changes: Any) -> TrainStep:
     trainer = trainer_of(data__loader_workers=0, **changes)
     trainer.resume(written)
     asked.clear()
     return trainer
 
 
-def state_of(trainer: Trainer, name: str) -> Mapping[str, Any]:
+def state_of(trainer: TrainStep, name: str) -> Mapping[str, Any]:
     """The group and the state of a parameter."""
     optimizer = trainer.optimizer._optimizer  # type: ignore[attr-defined]
     tensor = dict(trainer.stage.named_parameters())[name]

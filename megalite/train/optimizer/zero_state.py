@@ -1,38 +1,32 @@
-"""ZeRO's optimizer state for the checkpoint: runs of flattened shards, as they lie in DeepSpeed's partitions."""
+"""ZeRO's optimizer state for the checkpoint: flat ranges of shards, as they lie in DeepSpeed's partitions."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from megalite.parallel.mesh import ParallelMesh
+from megalite.model.replica import Replica
 from megalite.topology.parameters import Parameter
 from megalite.topology.state import MASTER, WEIGHT, OptimizerState, StateShard
-from megalite.train.deepspeed_ops import replay_steps
 from megalite.train.loss_scale import LossScale
-from megalite.train.optimizer import ensure_state, set_step_count, step_count
+from megalite.train.optimizer.deepspeed_ops import replay_steps
+from megalite.train.optimizer.update import ensure_state, set_step_count, step_count
 
 
-def zero_state(
-    zero: Any,
-    parameters: Sequence[Parameter],
-    tensors: Mapping[str, nn.Parameter],
-    mesh: ParallelMesh,
-    scale: LossScale | None,
-) -> OptimizerState:
-    """The state of the optimizer that DeepSpeed made for these parameters."""
+def zero_state(zero: Any, replica: Replica, scale: LossScale | None) -> OptimizerState:
+    """The state of `zero`, the optimizer that DeepSpeed made for the replica's parameters."""
     sharded = hasattr(zero, "fp32_partitioned_groups_flat")
-    return (_ShardedState if sharded else _PartitionedState)(zero, parameters, tensors, mesh, scale)
+    return (_ShardedState if sharded else _PartitionedState)(zero, replica, scale)
 
 
 @dataclass(frozen=True)
-class _Run:
-    """A run of one parameter: `start` in its flattened shard, `offset` in the flat partition `flat` of its group.
+class _FlatRange:
+    """A flat range of one parameter: from `start` in its flattened shard, from `offset` in the partition `flat`.
 
-    group: which of the partitions that is.
+    group: the index of that partition.
     """
 
     parameter: Parameter
@@ -43,28 +37,21 @@ class _Run:
     group: int
 
     def of(self, values: Tensor) -> Tensor:
-        """The run's elements of a tensor that lies as the partition does."""
+        """The elements of this range in a tensor laid out as the partition."""
         return values.detach().view(-1).narrow(0, self.offset, self.size)
 
 
 class _ZeroState(ABC):
-    """What all stages have in common: where the runs of this rank lie is the stage's to say."""
+    """What all ZeRO stages share; a stage says where the flat ranges of this rank lie."""
 
-    def __init__(
-        self,
-        zero: Any,
-        parameters: Sequence[Parameter],
-        tensors: Mapping[str, nn.Parameter],
-        mesh: ParallelMesh,
-        scale: LossScale | None,
-    ):
-        self._zero, self._parameters, self._tensors = zero, parameters, tensors
-        self._dp_rank, self._scale = mesh.dp.rank, scale
-        self._narrow = any(tensor.element_size() < 4 for tensor in tensors.values())
+    def __init__(self, zero: Any, replica: Replica, scale: LossScale | None):
+        self._zero, self._parameters, self._tensors = zero, replica.parameters, replica.tensors
+        self._dp_rank, self._scale = replica.mesh.dp.rank, scale
+        self._low_precision = any(tensor.element_size() < 4 for tensor in self._tensors.values())
 
     @abstractmethod
-    def _runs(self) -> Iterator[_Run]:
-        """Those of this rank's partitions."""
+    def _ranges(self) -> Iterator[_FlatRange]:
+        """The flat ranges in this rank's partitions."""
 
     def _ensure_state(self) -> None:
         """Have the optimizer make its state of every partition."""
@@ -75,10 +62,10 @@ class _ZeroState(ABC):
 
     def shards(self) -> Iterator[StateShard]:
         self._ensure_state()
-        for run in self._runs():
-            for key, values in self._held(run.group, run.flat).items():
-                if key != MASTER or self._narrow:
-                    yield StateShard(run.parameter, key, run.start, run.of(values))
+        for each in self._ranges():
+            for key, values in self._held(each.group, each.flat).items():
+                if key != MASTER or self._low_precision:
+                    yield StateShard(each.parameter, key, each.start, each.of(values))
 
     def _held(self, group: int, flat: Tensor) -> dict[str, Tensor]:
         """A partition and what the optimizer has of it."""
@@ -95,8 +82,8 @@ class _ZeroState(ABC):
         replay_steps(self._zero.optimizer, int(scalars["step"]))
         if self._scale is not None:
             self._scale.load(scalars)
-        if not self._narrow:
-            # Nobody stored these masters: they follow the weights, which the checkpoint has just filled.
+        if not self._low_precision:
+            # The checkpoint has no masters of a model in fp32: they are its weights, which were loaded just now.
             self._refresh_masters()
 
     def _refresh_masters(self) -> None:
@@ -106,20 +93,20 @@ class _ZeroState(ABC):
 class _PartitionedState(_ZeroState):
     """ZeRO 1 and 2: this rank's partition of each group, cut where parameters begin and end."""
 
-    def _runs(self) -> Iterator[_Run]:
+    def _ranges(self) -> Iterator[_FlatRange]:
         for parameter in self._parameters:
             fragment = self._tensors[parameter.name]._hp_mapping  # type: ignore[attr-defined]
             if fragment is not None:
                 flat = self._zero.single_partition_of_fp32_groups[fragment.param_group_index]
                 place = fragment.hp_fragment_address
                 start, group = fragment.lp_fragment_address.start, fragment.param_group_index
-                yield _Run(parameter, start, place.numel, flat, place.start, group)
+                yield _FlatRange(parameter, start, place.numel, flat, place.start, group)
 
 
 class _ShardedState(_ZeroState):
     """ZeRO 3: this rank's partition of each parameter, which may end in padding, or be nothing else."""
 
-    def _runs(self) -> Iterator[_Run]:
+    def _ranges(self) -> Iterator[_FlatRange]:
         for parameter in self._parameters:
             tensor: Any = self._tensors[parameter.name]
             group, offset, length = self._zero.grad_position[self._zero.get_param_id(tensor)]
@@ -127,7 +114,7 @@ class _ShardedState(_ZeroState):
             size = min(length, tensor.ds_numel - start)
             if size > 0:
                 flat = self._zero.fp32_partitioned_groups_flat[group]
-                yield _Run(parameter, start, size, flat, offset, group)
+                yield _FlatRange(parameter, start, size, flat, offset, group)
 
     def _ensure_state(self) -> None:
         for group, flat in enumerate(self._zero.fp32_partitioned_groups_flat):
@@ -155,9 +142,9 @@ class _ShardedState(_ZeroState):
         return {key: _mapped(files[id(each)], swapped.numel(), each.dtype) for key, each in held.items()}
 
     def weights(self) -> Iterable[StateShard]:
-        for run in self._runs():
-            values = self._weight(self._tensors[run.parameter.name]).narrow(0, 0, run.size)
-            yield StateShard(run.parameter, WEIGHT, run.start, values)
+        for each in self._ranges():
+            values = self._weight(self._tensors[each.parameter.name]).narrow(0, 0, each.size)
+            yield StateShard(each.parameter, WEIGHT, each.start, values)
 
     def _weight(self, tensor: Any) -> Tensor:
         """This rank's partition of a parameter."""
@@ -168,9 +155,9 @@ class _ShardedState(_ZeroState):
         return values
 
     def _refresh_masters(self) -> None:
-        for run in self._runs():
-            weight = self._weight(self._tensors[run.parameter.name])
-            run.of(self._held(run.group, run.flat)[MASTER]).copy_(weight.narrow(0, 0, run.size))
+        for each in self._ranges():
+            weight = self._weight(self._tensors[each.parameter.name])
+            each.of(self._held(each.group, each.flat)[MASTER]).copy_(weight.narrow(0, 0, each.size))
 
     def load(self, scalars: Mapping[str, Any]) -> None:
         super().load(scalars)

@@ -1,4 +1,4 @@
-"""The training loop: one trainer for every layout and every optimizer."""
+"""One training step, alike for every layout and every optimizer."""
 
 import math
 import time
@@ -18,21 +18,22 @@ from megalite.data.prefetch import Prefetch
 from megalite.data.transfer import ArrivingBatch, BatchTransfer
 from megalite.errors import CheckpointError, TrainingError
 from megalite.model.kernels import KernelChoice
-from megalite.model.stages import build_stage
+from megalite.model.replica import Replica
+from megalite.model.transformer import Stage
 from megalite.parallel.device import HostCopy
 from megalite.parallel.mesh import ParallelMesh
-from megalite.parallel.pipeline import PipelineShapes, StepBatch, pipeline_runner
-from megalite.topology.parameters import stage_parameters
+from megalite.parallel.pipeline import StepBatch
 from megalite.topology.shape import ModelShape
-from megalite.train.assemble import model_options, optimizer_settings
+from megalite.train.assemble import Schedule, assemble
 from megalite.train.kernel_choice import known_kernels
 from megalite.train.learning_rate import LearningRate
-from megalite.train.optimizer import Optimizer, TorchOptimizer
+from megalite.train.optimizer.protocol import Update
+from megalite.train.options import model_options, optimizer_settings
 from megalite.train.state import StepReport, TrainerState
 
 
-class Trainer:
-    """Trains the model of `config` on this rank; every rank of the mesh makes one and calls it alike."""
+class TrainStep:
+    """Trains the model of `config` on this rank, a step a call; every rank of the mesh makes one and calls it alike."""
 
     def __init__(
         self,
@@ -44,33 +45,26 @@ class Trainer:
         weights: Path | None = None,
         kernels: KernelChoice | None = None,
     ):
-        """`weights`: a Hugging Face folder to start from instead of random values. `kernels`: None on a CPU, or where
-        this machine's earlier tests are to choose them."""
-        self.config, self.mesh, self.shape, self.loader = config, mesh, shape, loader
+        """
+        weights: a Hugging Face folder to start from instead of random values.
+        kernels: which operators the model uses; None chooses them by what this machine has tested before.
+        """
+        self.config, self.loader = config, loader
         self.state = TrainerState()
         self.before_update: Callable[[], None] = lambda: None
         """Called in every step before weights and optimizer state change; nothing else changes them."""
-        self.split = config.split
         self.kernels = kernels or known_kernels(config, shape, mesh.device)
-        self.options = options = model_options(config, self.kernels.operators)
-        self.loss_dtype = options.loss_dtype
-        seed = config.run.seed if weights is None else None
-        self.stage = build_stage(shape, mesh, self.split, options, seed=seed)
-        if weights is not None:
-            load_huggingface(weights, mesh=mesh, shape=shape, split=self.split, stage=self.stage)
-        self.optimizer = self._build_optimizer()
-        self.pipeline = pipeline_runner(
-            self.stage.chunks,
-            self.split,
+        self.options = model_options(config, self.kernels.operators)
+        self.replica, self.optimizer, self.pipeline = assemble(
+            shape,
+            config.split,
             mesh,
-            PipelineShapes(
-                micro_batches=config.batch.micro_batches,
-                hidden_size=shape.hidden_size,
-                dtype=options.dtype,
-                loss_dtype=options.loss_dtype,
-            ),
-            schedule=config.parallel.schedule,
-            forward=self.optimizer.forward,
+            self.options,
+            optimizer_settings(config),
+            Schedule(config.parallel.schedule, config.batch.micro_batches),
+            seed=config.run.seed if weights is None else None,
+            deepspeed=config.deepspeed_json() if config.zero_stage else None,
+            prepare=_nothing if weights is None else partial(load_huggingface, weights),
         )
         self.transfer = BatchTransfer(mesh.device)
         self.batches = Prefetch(
@@ -83,8 +77,21 @@ class Trainer:
         self.learning_rate = self._schedule()
 
     @property
+    def mesh(self) -> ParallelMesh:
+        return self.replica.mesh
+
+    @property
+    def shape(self) -> ModelShape:
+        return self.replica.shape
+
+    @property
+    def stage(self) -> Stage:
+        return self.replica.stage
+
+    @property
     def total_steps(self) -> int:
-        """At which step the run ends; of epochs, those that what is left of them makes of today's global batch."""
+        """The last step of the run. With `epochs`: the steps done, and the remaining samples divided by the current
+        global batch size."""
         training = self.config.training
         if training.steps:
             return training.steps
@@ -96,8 +103,8 @@ class Trainer:
         return self.config.batch.global_batch_size * self.config.training.sequence_length
 
     def arriving_batch(self, loader: StepLoader, samples: int) -> ArrivingBatch:
-        """What `loader` has for the step after `samples` samples, on its way to the device; for any thread."""
-        return self.transfer.start(loader.step_batch(samples, dtype=self.loss_dtype))
+        """Start to copy the batch that `loader` has after `samples` samples to the device; for any thread."""
+        return self.transfer.start(loader.step_batch(samples, dtype=self.options.loss_dtype))
 
     def train_step(self) -> StepReport:
         """One global batch: forward and backward of all micro batches, then one update."""
@@ -105,22 +112,18 @@ class Trainer:
         batch = self.batches.step_batch(self.state.samples).ready()
         data_seconds = time.perf_counter() - started
         loss_scale = self.optimizer.loss_scale
-        with self.optimizer.accumulating():
-            loss_on_device = self.pipeline.forward_backward(batch, loss_scale)
+        loss_on_device = self.pipeline.forward_backward(batch, loss_scale)
+        self.optimizer.reduce_gradients()
         # Read after the gradient norm, for which the host waits anyway.
-        told_loss = HostCopy(loss_on_device)
+        loss_on_host = HostCopy(loss_on_device)
         learning_rate = self.learning_rate(self.state.step)
         self.before_update()
         try:
             update = self.optimizer.step(learning_rate)
         except TrainingError as error:
             raise TrainingError(f"step {self.state.step + 1}: {error}") from error
-        loss = told_loss.item()
-        if not math.isfinite(loss) and not update.skipped:
-            raise TrainingError(
-                f"step {self.state.step + 1}: the loss is {loss}, though its gradient is finite; look at the data of "
-                "this step, and at training.z_loss, then run again to resume"
-            )
+        loss = loss_on_host.item()
+        self._require_finite(loss, update)
         self.state = self.state.advanced(
             samples=self.config.batch.global_batch_size, tokens=self.tokens_per_step, skipped=update.skipped
         )
@@ -137,6 +140,13 @@ class Trainer:
             skipped_steps=self.state.skipped_steps,
             overflow=update.overflow if update.skipped else None,
         )
+
+    def _require_finite(self, loss: float, update: Update) -> None:
+        if not math.isfinite(loss) and not update.skipped:
+            raise TrainingError(
+                f"step {self.state.step + 1}: the loss is {loss}, though its gradient is finite; look at the data of "
+                "this step, and at training.z_loss, then run again to resume"
+            )
 
     def _require_progress(self, tensor: str | None) -> None:
         limit = self.config.training.nonfinite_limit
@@ -159,11 +169,8 @@ class Trainer:
         """A checkpoint of this moment, to be written to `folder`; collective."""
         return draft_checkpoint(
             folder,
-            mesh=self.mesh,
-            shape=self.shape,
-            split=self.split,
-            stage=self.stage,
-            optimizer=self.optimizer.state,
+            self.replica,
+            self.optimizer.state,
             trainer_state=asdict(self.state),
             config=self.config.model_dump(mode="json"),
         )
@@ -173,14 +180,7 @@ class Trainer:
 
         Layout, precision, global batch, length, schedule, groups and the optimizer's numbers are those of this run.
         """
-        loaded = load_checkpoint(
-            checkpoint,
-            mesh=self.mesh,
-            shape=self.shape,
-            split=self.split,
-            stage=self.stage,
-            optimizer=self.optimizer.state,
-        )
+        loaded = load_checkpoint(checkpoint, self.replica, self.optimizer.state)
         unknown = loaded.trainer_state.keys() - asdict(TrainerState()).keys()
         if unknown:
             raise CheckpointError(
@@ -202,13 +202,6 @@ class Trainer:
             optimizer.decay_shape,
         )
 
-    def _build_optimizer(self) -> Optimizer:
-        config = self.config
-        parameters = list(stage_parameters(self.shape, self.split, self.mesh.at.pp))
-        settings = optimizer_settings(config, self.options)
-        if config.zero_stage == 0:
-            return TorchOptimizer(self.stage, parameters, self.mesh, settings)
-        # DeepSpeed costs seconds to import: only a run that uses it pays.
-        from megalite.train.deepspeed import DeepSpeedOptimizer
 
-        return DeepSpeedOptimizer(self.stage, parameters, self.mesh, settings, config.deepspeed_json())
+def _nothing(_: Replica) -> None:
+    pass

@@ -8,14 +8,13 @@ from pathlib import Path
 
 import torch
 
-from megalite.checkpoint.folder import find_best, find_checkpoint, find_latest, read_manifest
+from megalite.checkpoint.folder import find_best, read_manifest
 from megalite.checkpoint.load import intact_instead
-from megalite.checkpoint.save import all_or_none
+from megalite.checkpoint.save import explain
 from megalite.config.load import write_resolved
 from megalite.config.schema import RunConfig
 from megalite.convert.huggingface.export import export
 from megalite.convert.huggingface.files import local_folder
-from megalite.data.ensure import RunData, ensure_data, ensure_tokenizer
 from megalite.data.loader import StepLoader
 from megalite.data.token_file import TokenFile
 from megalite.data.tokenizer import load_tokenizer
@@ -24,9 +23,9 @@ from megalite.launcher.detect import RankInfo
 from megalite.launcher.local import STOPPED, TERMINATED
 from megalite.monitor.console import announce
 from megalite.parallel.device import local_device
-from megalite.parallel.mesh import ParallelMesh, connect, disconnect
+from megalite.parallel.mesh import ParallelMesh, all_or_none, connect, disconnect
 from megalite.train.callbacks import Callback
-from megalite.train.document_probe import check_documents
+from megalite.train.inputs import RunInputs, found_to_resume, prepare_inputs
 from megalite.train.interruption import termination_noted
 from megalite.train.kernel_choice import agreed_kernels
 from megalite.train.loop import TrainingLoop
@@ -34,29 +33,8 @@ from megalite.train.precision import Precision, choose_precision
 from megalite.train.report import RunReporter
 from megalite.train.run_folder import RunFolder
 from megalite.train.saving import RunSaver
-from megalite.train.trainer import Trainer
+from megalite.train.step import TrainStep
 from megalite.train.validation import HeldOutSet, held_out_set
-
-
-@dataclass(frozen=True)
-class RunInputs:
-    """What a run reads, made once and shared by all ranks."""
-
-    tokenizer_folder: Path
-    data: RunData
-    weights: str | None
-    """What to start from where nothing is resumed: a folder, or a commit of the Hub."""
-
-
-def prepare_inputs(config: RunConfig, folder: RunFolder) -> RunInputs:
-    """Fetch the weights, train the tokenizer and prepare the token file if that was not done before.
-
-    On one process, starts no torch.
-    """
-    if config.model.weights and _found_to_resume(config, folder) is None:
-        local_folder(config.model.weights)
-    tokenizer_folder = ensure_tokenizer(config, folder.root)
-    return RunInputs(tokenizer_folder, ensure_data(config, folder.root), config.model.weights)
 
 
 def train_rank(info: RankInfo, config: RunConfig, threads: int, callbacks: Sequence[Callback] = ()) -> int:
@@ -118,14 +96,14 @@ def _train(
     config = config.in_precision(precision.name)
     if config.zero_stage:
         # DeepSpeed costs seconds to import: only a run that uses it pays.
-        from megalite.train.deepspeed_ops import require_precision
+        from megalite.train.optimizer.deepspeed_ops import require_precision
 
         # "auto" may go on with any; every rank asks, so that none waits.
         require_precision(precision.name, config.deepspeed_json())
     start = None
     if (weights := inputs.weights) and resumed_from is None:
         # Other machines than that of rank 0 have it not yet.
-        start = all_or_none(mesh, "import", Path(weights), lambda: local_folder(weights))
+        start = all_or_none(mesh, lambda: local_folder(weights), explain(mesh, "import", Path(weights)))
     trainer, held_out, tested = _trainer(config, mesh, inputs, start, leads_node=info.local_rank == 0)
     if resumed_from is not None:
         _resume(trainer, resumed_from)
@@ -144,8 +122,6 @@ def _train(
         reporter.say(f"resumed after step {trainer.state.step} from {resumed_from}")
         if trainer.state.step >= trainer.total_steps:
             reporter.say(f"nothing left to train: this run has {trainer.total_steps} steps")
-    if config.data.document_mask and config.data.check_document_mask:
-        _check_documents(trainer, inputs, reporter)
     saver = RunSaver(
         trainer, folder.checkpoints, resumed_from=resumed_from, ranks_a_node=info.local_world_size
     )
@@ -192,7 +168,7 @@ def _finish(done: _Done, folder: RunFolder) -> dict[str, Path]:
 
 def _trainer(
     config: RunConfig, mesh: ParallelMesh, inputs: RunInputs, weights: Path | None, *, leads_node: bool
-) -> tuple[Trainer, Mapping[str, HeldOutSet], str]:
+) -> tuple[TrainStep, Mapping[str, HeldOutSet], str]:
     """This rank's trainer, what the run validates on, by name, and a line about the test of its operators."""
     tokenizer = load_tokenizer(inputs.tokenizer_folder, end_of_document=config.tokenizer.end_of_document)
     shape = config.model.shape(tokenizer.vocab_size)
@@ -218,41 +194,16 @@ def _trainer(
     files = {prefix.name: TokenFile.open(prefix) for prefix in inputs.data.validation}
     held_out = {name: held_out_set(load, file, config.validation.samples) for name, file in files.items()}
     kernels, tested = agreed_kernels(config, shape, mesh, leads_node=leads_node)
-    return Trainer(config, mesh, shape, loader, weights=weights, kernels=kernels), held_out, tested
-
-
-def _check_documents(trainer: Trainer, inputs: RunInputs, reporter: RunReporter) -> None:
-    """Before the first step; raises TrainingError."""
-    if trainer.state.step >= trainer.total_steps:
-        return
-    end = trainer.config.tokenizer.end_of_document
-    found = check_documents(
-        trainer, load_tokenizer(inputs.tokenizer_folder, end_of_document=end).end_of_document_id
-    )
-    if found.documents:
-        reporter.say(
-            f"data.document_mask: {found.documents} documents of the first samples do not see each other"
-        )
-    else:
-        reporter.say(
-            "data.document_mask: none of the first samples has two documents, so nothing could be checked"
-        )
+    return TrainStep(config, mesh, shape, loader, weights=weights, kernels=kernels), held_out, tested
 
 
 def _checkpoint_to_resume(config: RunConfig, mesh: ParallelMesh, folder: RunFolder) -> Path | None:
     """What `checkpoint.resume` means here; found by rank 0, so that all ranks go on from the same one."""
-    resumed: Path | None = mesh.broadcast_object(_found_to_resume(config, folder) if mesh.rank == 0 else None)
+    resumed: Path | None = mesh.broadcast_object(found_to_resume(config, folder) if mesh.rank == 0 else None)
     return resumed
 
 
-def _found_to_resume(config: RunConfig, folder: RunFolder) -> Path | None:
-    if config.checkpoint.resume == "never":
-        return None
-    auto = config.checkpoint.resume == "auto"
-    return find_latest(folder.checkpoints) if auto else find_checkpoint(Path(config.checkpoint.resume))
-
-
-def _resume(trainer: Trainer, checkpoint: Path) -> None:
+def _resume(trainer: TrainStep, checkpoint: Path) -> None:
     """Go on from a checkpoint; CheckpointError, which names an older one to take instead of one that is damaged."""
     try:
         trainer.resume(checkpoint)

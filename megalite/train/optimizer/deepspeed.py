@@ -1,4 +1,4 @@
-"""DeepSpeed's engine behind the trainer's optimizer protocol: ZeRO shards the optimizer, the pipeline is ours.
+"""DeepSpeed's engine behind the optimizer protocol: ZeRO shards the optimizer, the pipeline is ours.
 
 One engine a rank owns the rank's stage module. Under ZeRO 1 gradients are reduced once a step, after the pipeline and
 the tied sums, through the public `coalesce_grad_reduction`; ZeRO 2 and 3, at one stage, reduce them in every backward.
@@ -6,30 +6,30 @@ the tied sums, through the public `coalesce_grad_reduction`; ZeRO 2 and 3, at on
 
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import deepspeed
 from torch import Tensor, nn
 
-from megalite.parallel.gradients import complete_gradients, complete_in_backward, copy_shared_weights
+from megalite.model.replica import Replica
+from megalite.model.transformer import Stage
+from megalite.parallel.gradients import (
+    all_reduce_replicated_gradients,
+    all_reduce_replicated_in_backward,
+    sync_tied_weights,
+)
 from megalite.parallel.mesh import ParallelMesh, ProcessGroup
 from megalite.topology.parameters import Parameter
 from megalite.topology.state import OptimizerState
-from megalite.train.deepspeed_ops import load_operators, native_optimizer, operators
 from megalite.train.loss_scale import LossScale
 from megalite.train.nonfinite import FiniteFlags
-from megalite.train.optimizer import (
-    OptimizerSettings,
-    Update,
-    accumulate_in_float32,
-    set_learning_rate,
-    skip_update,
-    torch_optimizer,
-)
-from megalite.train.zero_state import zero_state
+from megalite.train.optimizer.deepspeed_ops import load_operators, native_optimizer, operators
+from megalite.train.optimizer.protocol import Update, skip_update
+from megalite.train.optimizer.settings import OptimizerSettings
+from megalite.train.optimizer.update import accumulate_in_float32, set_learning_rate, torch_optimizer
+from megalite.train.optimizer.zero_state import zero_state
 
 
 class DeepSpeedOptimizer:
@@ -38,35 +38,29 @@ class DeepSpeedOptimizer:
     Building it needs the whole stage of this rank in memory, under ZeRO 3 too, which partitions it from there.
     """
 
-    def __init__(
-        self,
-        stage: nn.Module,
-        parameters: Sequence[Parameter],
-        mesh: ParallelMesh,
-        settings: OptimizerSettings,
-        config: Mapping[str, Any],
-    ):
+    def __init__(self, replica: Replica, settings: OptimizerSettings, config: Mapping[str, Any]):
         """`config`: DeepSpeed's own JSON, in which a step is one micro batch (config/deepspeed/read.py)."""
         _quieten()
-        self._stage, self._parameters, self._mesh = stage, parameters, mesh
+        parameters, mesh = replica.parameters, replica.mesh
+        self._parameters, self._mesh, self._tensors = parameters, mesh, replica.tensors
         self._skip_nonfinite = settings.skip_nonfinite
-        self._tensors = dict(stage.named_parameters())
         _mark(parameters, self._tensors, mesh)
-        narrow = any(tensor.element_size() < 4 for tensor in self._tensors.values())
-        if narrow and settings.accumulate_wide:
+        low_precision = any(tensor.element_size() < 4 for tensor in self._tensors.values())
+        sum_in_fp32 = low_precision and settings.accumulate_wide
+        if sum_in_fp32:
             accumulate_in_float32(self._tensors)
-        handed, self._once_a_step = _handed(config, accumulate_wide=narrow and settings.accumulate_wide)
+        handed, self._once_a_step = _handed(config, sum_in_fp32=sum_in_fp32)
         load_operators(operators(config, native=settings.native))
         make = partial(native_optimizer, config) if settings.native else torch_optimizer
         self._finite = FiniteFlags(parameters, mesh)
         if not self._once_a_step:
-            complete_in_backward(parameters, self._tensors, mesh)
+            all_reduce_replicated_in_backward(parameters, self._tensors, mesh)
             # These hooks run before DeepSpeed's, which take the gradient away.
             for parameter in parameters:
                 tensor = self._tensors[parameter.name]
                 tensor.register_post_accumulate_grad_hook(lambda _, parameter=parameter: self._see(parameter))
         self._engine, self._zero, *_ = deepspeed.initialize(
-            model=stage,
+            model=replica.stage,
             optimizer=make(settings, parameters, self._tensors),
             mpu=_ModelParallelUnit(mesh),
             config=handed,
@@ -74,36 +68,34 @@ class DeepSpeedOptimizer:
         self._scale = LossScale(settings.loss_scale) if settings.loss_scale is not None else None
         if self._scale is not None:
             self._zero.override_loss_scale(self._scale.value)
-        self.state: OptimizerState = zero_state(self._zero, parameters, self._tensors, mesh, self._scale)
+        self.state: OptimizerState = zero_state(self._zero, replica, self._scale)
+        self._leave_gradients_local()
 
     @property
     def loss_scale(self) -> float:
         return 1.0 if self._scale is None else self._scale.value
 
-    def forward(self, input_ids: Tensor, **arguments: Tensor) -> Tensor:
-        # As a pipeline runs it: the engine has a part in a backward only where it reduces in it.
-        run = self._stage if self._once_a_step else self._engine
-        losses: Tensor = run(input_ids, **arguments)
-        if self._scale is not None and not self._once_a_step and losses.requires_grad:
-            # The runner scales the loss; the engine refuses a backward if it has not been told so.
-            self._engine.scale(losses.sum())
-        return losses
+    def wrap(self, stage: Stage) -> Callable[..., Tensor]:
+        if self._once_a_step:
+            # ZeRO 1 takes no part in forward and backward, as in a pipeline of several stages.
+            return stage
+        # ZeRO 2 and 3 must go through the engine: they reduce in backward.
+        return self._engine_forward
 
-    @contextmanager
-    def accumulating(self) -> Iterator[None]:
+    def reduce_gradients(self) -> None:
         if not self._once_a_step:
-            yield
             return
         with self._engine.coalesce_grad_reduction():
-            yield
             for parameter in self._parameters:
                 self._see(parameter)
             if self._zero.use_grad_accum_attribute:
-                # Where the pipeline ran the raw module, no engine hook has moved the gradients to their fp32 sums.
+                # The pipeline ran the raw module, so no engine hook has moved the gradients to their fp32 sums.
                 self._zero.fill_grad_accum_attribute()
-            # Before the reduction: ZeRO partitions the gradients, and a tied weight's two copies differ in place.
+            # Before the reduction: ZeRO partitions the gradients, and the two copies of a tied weight lie elsewhere in
+            # their partitions.
             gradient_of = self._zero.get_gradient_for_reduction
-            complete_gradients(self._parameters, self._tensors, self._mesh, gradient_of)
+            all_reduce_replicated_gradients(self._parameters, self._tensors, self._mesh, gradient_of)
+        self._leave_gradients_local()
 
     def step(self, learning_rate: float) -> Update:
         set_learning_rate(self._zero.optimizer, learning_rate)
@@ -116,10 +108,27 @@ class DeepSpeedOptimizer:
         self._finite.clear()
         if self._zero.overflow:
             return skip_update(self._scale, norm, tensor, skip_nonfinite=self._skip_nonfinite)
-        copy_shared_weights(self._parameters, self._tensors, self._mesh)
+        sync_tied_weights(self._parameters, self._tensors, self._mesh)
         if self._scale is not None:
             self._scale.passed()
         return Update(norm)
+
+    def _leave_gradients_local(self) -> None:
+        """Have the backwards up to the next `reduce_gradients` leave each gradient on its parameter.
+
+        `coalesce_grad_reduction` sets this flag while it is open, and reduces when it closes. Set here, the flag needs
+        no context around forward and backward: were one left by an exception, it would reduce, and so wait for ranks
+        that may have failed.
+        """
+        if self._once_a_step:
+            self._zero._coalesce_grad_reduction = True
+
+    def _engine_forward(self, input_ids: Tensor, **arguments: Tensor) -> Tensor:
+        losses: Tensor = self._engine(input_ids, **arguments)
+        if self._scale is not None and losses.requires_grad:
+            # The runner scales the loss; the engine refuses a backward if it has not been told so.
+            self._engine.scale(losses.sum())
+        return losses
 
     def _see(self, parameter: Parameter) -> None:
         gradient = self._tensors[parameter.name].grad
@@ -127,10 +136,10 @@ class DeepSpeedOptimizer:
             self._finite.see(parameter, gradient)
 
 
-def _handed(config: Mapping[str, Any], *, accumulate_wide: bool) -> tuple[dict[str, Any], bool]:
+def _handed(config: Mapping[str, Any], *, sum_in_fp32: bool) -> tuple[dict[str, Any], bool]:
     """What DeepSpeed is given to do what `config` asks for; and whether it reduces gradients once a step.
 
-    accumulate_wide: gradients of 16-bit parameters are summed and reduced in float32.
+    sum_in_fp32: gradients of low-precision parameters are summed and reduced in float32.
     """
     zero = dict(config["zero_optimization"])
     stage = zero["stage"]
@@ -140,7 +149,7 @@ def _handed(config: Mapping[str, Any], *, accumulate_wide: bool) -> tuple[dict[s
     if config.get("fp16", {}).get("enabled"):
         # The scale is ours, so that it goes the same way with and without ZeRO; DeepSpeed is told it at every step.
         handed["fp16"] = {"enabled": True, "loss_scale": 1}
-    if accumulate_wide:
+    if sum_in_fp32:
         handed["data_types"] = {**config.get("data_types", {}), "grad_accum_dtype": "fp32"}
         handed.setdefault("communication_data_type", "fp32")
         if stage == 2 and offloads:

@@ -20,7 +20,8 @@ from torch.utils import cpp_extension
 from megalite.config.deepspeed.read import offload_devices
 from megalite.errors import ConfigError, Problem
 from megalite.topology.parameters import Parameter
-from megalite.train.optimizer import OptimizerSettings, filled_groups, keep_average
+from megalite.train.optimizer.settings import OptimizerSettings, filled_groups
+from megalite.train.optimizer.update import keep_average
 
 
 def require_precision(precision: str, config: Mapping[str, Any]) -> None:

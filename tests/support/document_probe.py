@@ -1,4 +1,4 @@
-"""Shows on the model itself that no document of a sample sees another one: data.check_document_mask.
+"""Shows on the model itself that no document of a sample sees another one.
 
 The tokens of every second document are changed, but for its last, the end-of-document token. Of the others no loss may
 move by one bit, whatever path its attention takes; that of the last one must. Then every second token of each document
@@ -10,17 +10,12 @@ the tokens alone, not from what the loader says.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from megalite.errors import TrainingError
 from megalite.parallel.cross_entropy import IGNORE_INDEX
 from megalite.parallel.pipeline import PipelineRunner, StepBatch
-
-if TYPE_CHECKING:
-    from megalite.train.trainer import Trainer
 
 # Relative, of documents that stand elsewhere in their rows: other kernels' shapes round otherwise.
 _MOVED = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
@@ -35,41 +30,6 @@ class DocumentFindings:
 
     documents: int
     leaks: tuple[str, ...] = ()
-
-
-def check_documents(trainer: "Trainer", end_of_document_id: int) -> DocumentFindings:
-    """Probe the trainer's model, as it is, with samples of its next step; collective over the world.
-
-    Raises TrainingError where a document sees another one.
-    """
-    batch = trainer.loader.step_batch(trainer.state.samples, dtype=trainer.loss_dtype)
-    micro_batches = batch.micro_batches(trainer.config.batch.micro_batches)
-    shared = [_sharing(each, end_of_document_id) for each in micro_batches]
-    chosen = trainer.transfer.start(micro_batches[shared.index(max(shared))]).ready()
-    # In evaluation mode too only where the two differ: dropout is keyed by the place in the row.
-    dropout = trainer.options.dropout
-    findings = probe_documents(
-        trainer.pipeline,
-        chosen,
-        end_of_document_id=end_of_document_id,
-        vocab_size=trainer.shape.vocab_size,
-        dtype=trainer.options.dtype,
-        moved=not any((dropout.embedding, dropout.residual, dropout.mlp, dropout.attention)),
-    )
-    mesh = trainer.mesh
-    if mesh.tp.rank or mesh.pp.rank:  # the same rows as its replica's first rank
-        findings = replace(findings, documents=0)
-    everywhere = mesh.gather_objects(findings) or []
-    documents = sum(each.documents for each in everywhere)
-    leaks = next((each.leaks for each in everywhere if each.leaks), ())
-    found: DocumentFindings = mesh.broadcast_object(DocumentFindings(documents, leaks))
-    if found.leaks:
-        raise TrainingError(
-            f"data.document_mask does not hold: {'; '.join(found.leaks[:3])}; this is a fault of megalite: report it "
-            "with the run file, and until it is mended train across documents (data.document_mask = false), or with "
-            "another training.precision or [parallel] if these make the difference"
-        )
-    return found
 
 
 def probe_documents(

@@ -1,0 +1,52 @@
+"""This rank's share of one copy of the model, with all that says where it stands."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import nn
+
+from megalite.model.transformer import Stage
+from megalite.parallel.mesh import ParallelMesh
+from megalite.topology.parameters import Parameter, stage_parameters
+from megalite.topology.shape import ModelShape
+from megalite.topology.stages import PipelineSplit, pipeline_split
+
+
+@dataclass(frozen=True)
+class Replica:
+    """The stage that this rank holds of a model of `shape`, whose layers `split` spreads over the stages of `mesh`.
+
+    Raises AssertionError when the stage's registered parameters are not exactly those of the topology, by name and
+    local shape.
+    """
+
+    shape: ModelShape
+    split: PipelineSplit
+    mesh: ParallelMesh
+    stage: Stage
+
+    def __post_init__(self) -> None:
+        tp = self.mesh.tp
+        expected = {each.name: each.spec.local_shape(tp.rank, tp.size) for each in self.parameters}
+        held = {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
+        if held != expected:
+            differing = sorted(dict(held.items() ^ expected.items()))
+            raise AssertionError(f"stage and topology disagree: {', '.join(differing)}")
+
+    @classmethod
+    def whole(cls, stage: Stage) -> "Replica":
+        """Of a stage that one process holds whole."""
+        device = next(stage.parameters()).device
+        return cls(
+            stage.shape, pipeline_split(stage.shape.num_hidden_layers), ParallelMesh.single(device), stage
+        )
+
+    @cached_property
+    def parameters(self) -> tuple[Parameter, ...]:
+        """The registered parameters of this stage, in model order."""
+        return tuple(stage_parameters(self.shape, self.split, self.mesh.at.pp))
+
+    @property
+    def tensors(self) -> dict[str, nn.Parameter]:
+        """Name -> this rank's shard of each registered parameter."""
+        return dict(self.stage.named_parameters())

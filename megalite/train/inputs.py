@@ -1,0 +1,39 @@
+"""What a run reads before it trains: tokenizer, token files, weights, the checkpoint to go on from."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from megalite.checkpoint.folder import find_checkpoint, find_latest
+from megalite.config.schema import RunConfig
+from megalite.convert.huggingface.files import local_folder
+from megalite.data.ensure import RunData, ensure_data, ensure_tokenizer
+from megalite.train.run_folder import RunFolder
+
+
+@dataclass(frozen=True)
+class RunInputs:
+    """What a run reads, made once and shared by all ranks."""
+
+    tokenizer_folder: Path
+    data: RunData
+    weights: str | None
+    """What to start from where nothing is resumed: a folder, or a commit of the Hub."""
+
+
+def prepare_inputs(config: RunConfig, folder: RunFolder) -> RunInputs:
+    """Fetch the weights, train the tokenizer and prepare the token file if that was not done before.
+
+    On one process, starts no torch.
+    """
+    if config.model.weights and found_to_resume(config, folder) is None:
+        local_folder(config.model.weights)
+    tokenizer_folder = ensure_tokenizer(config, folder.root)
+    return RunInputs(tokenizer_folder, ensure_data(config, folder.root), config.model.weights)
+
+
+def found_to_resume(config: RunConfig, folder: RunFolder) -> Path | None:
+    """The checkpoint that `checkpoint.resume` means; None where the run begins anew."""
+    if config.checkpoint.resume == "never":
+        return None
+    auto = config.checkpoint.resume == "auto"
+    return find_latest(folder.checkpoints) if auto else find_checkpoint(Path(config.checkpoint.resume))

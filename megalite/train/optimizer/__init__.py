@@ -1,0 +1,1 @@
+"""What updates the weights: torch alone, or DeepSpeed with ZeRO."""

@@ -1,0 +1,81 @@
+"""The trainer's view of an optimizer, and what one update reports."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from megalite.errors import TrainingError
+from megalite.model.transformer import Stage
+from megalite.topology.state import OptimizerState
+from megalite.train.loss_scale import LossScale
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one `step` did.
+
+    grad_norm: the global norm of the gradient, without the loss scale, before clipping.
+    skipped: no weight was changed, since the gradient is not finite. overflow: the first tensor where it is not.
+    """
+
+    grad_norm: float
+    skipped: bool = False
+    overflow: str | None = None
+
+
+class Optimizer(Protocol):
+    """What a training step asks of an optimizer: after all backwards `reduce_gradients`, then `step`."""
+
+    state: OptimizerState
+
+    @property
+    def loss_scale(self) -> float:
+        """What the gradients of the coming step are to be multiplied by; 1 unless the precision is fp16."""
+        ...
+
+    def wrap(self, stage: Stage) -> Callable[..., Tensor]:
+        """The forward that a one-stage pipeline calls in place of `stage`; an engine may gather weights around it."""
+        ...
+
+    def reduce_gradients(self) -> None:
+        """Complete the gradients once all backwards of a step are done: sum tied and replicated weights over their
+        copies, then average over the data-parallel ranks. Collective."""
+        ...
+
+    def step(self, learning_rate: float) -> Update:
+        """Clip, update, clear gradients.
+
+        Raises TrainingError, on every rank alike and before any weight changes, when the norm is not finite, unless
+        the settings leave such a step out.
+        """
+        ...
+
+
+def require_finite(norm: float, tensor: str | None = None) -> None:
+    """Raises TrainingError, naming the tensor where it arose, when the gradient norm is inf or nan."""
+    if not math.isfinite(norm):
+        where = f", from the gradient of {tensor} on" if tensor is not None else ""
+        raise TrainingError(
+            f"the gradient norm is {norm}{where}: no weight was changed; lower optimizer.learning_rate, set"
+            " optimizer.gradient_clipping, or look at the data of this step, then run again to resume"
+        )
+
+
+def skip_update(scale: LossScale | None, norm: float, tensor: str | None, *, skip_nonfinite: bool) -> Update:
+    """Lower the scale for the overflow that arose in the gradient of `tensor`. Raises TrainingError where it cannot
+    be lowered, or is none and the step is not to be left out: `norm` is not finite."""
+    if scale is None:
+        if not skip_nonfinite:
+            require_finite(norm, tensor)
+    elif scale.exhausted:
+        raise TrainingError(
+            f"fp16 overflows in the gradient of {tensor} at the smallest loss scale, {scale.value:g}:"
+            ' no weight was changed; use training.precision = "bf16", or lower optimizer.learning_rate,'
+            " then run again to resume"
+        )
+    else:
+        scale.overflowed()
+    return Update(norm, skipped=True, overflow=tensor)

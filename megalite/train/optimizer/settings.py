@@ -1,0 +1,72 @@
+"""The settings of an optimizer, and the groups of parameters that they make."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from megalite.ops.choice import PLAIN_TORCH, Operators
+from megalite.topology.parameter_groups import ParameterGroup, group_of
+from megalite.topology.parameters import Parameter
+from megalite.train.loss_scale import LossScaleSettings
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """Hyperparameters as the config has them; 0 switches clipping and the average of weights off.
+
+    accumulate_wide: gradients of 16-bit weights are summed in float32. skip_nonfinite: leave out an update that is not
+    finite, where no loss scale does so. loss_scale: None where there is none. native: DeepSpeed's own AdamW updates,
+    which ZeRO alone has. operators: which implementation of each is used.
+    sum_in_place: a backward runs each linear once, which may then add to the sum of earlier micro batches itself.
+    """
+
+    name: str
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    momentum: float
+    gradient_clipping: float
+    clip_value: float = 0.0
+    groups: tuple[ParameterGroup, ...] = ()
+    ema_decay: float = 0.0
+    accumulate_wide: bool = True
+    skip_nonfinite: bool = False
+    loss_scale: LossScaleSettings | None = None
+    native: bool = False
+    operators: Operators = PLAIN_TORCH
+    sum_in_place: bool = False
+
+
+def update_groups(
+    settings: OptimizerSettings, parameters: Sequence[Parameter], tensors: Mapping[str, nn.Parameter]
+) -> list[dict[str, Any]]:
+    """The parameters as torch's groups, one for each rule of update: the same on every rank, some with nobody.
+
+    What is in no group of the settings has the schedule's learning rate, and weight decay unless it is a norm or
+    a bias.
+    """
+    found: list[dict[str, Any]] = []
+    for group in (None, *settings.groups):
+        ratio = 1.0 if group is None else group.learning_rate_ratio
+        given = None if group is None else group.weight_decay
+        for decays in (True, False):
+            members = [p for p in parameters if group_of(p, settings.groups) == group and p.decay == decays]
+            decay = settings.weight_decay if decays else 0.0
+            found.append(
+                {
+                    "params": [tensors[each.name] for each in members],
+                    "learning_rate_ratio": ratio,
+                    "weight_decay": decay if given is None else given,
+                    "ema_decay": settings.ema_decay,
+                }
+            )
+    return found
+
+
+def filled_groups(
+    settings: OptimizerSettings, parameters: Sequence[Parameter], tensors: Mapping[str, nn.Parameter]
+) -> list[dict[str, Any]]:
+    """Those of `update_groups` that have somebody, as an optimizer takes them."""
+    return [group for group in update_groups(settings, parameters, tensors) if group["params"]]

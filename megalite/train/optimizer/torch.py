@@ -1,0 +1,202 @@
+"""The optimizer without ZeRO: torch alone, the whole state on every data-parallel rank."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megalite.model.replica import Replica
+from megalite.model.transformer import Stage
+from megalite.ops import apex
+from megalite.parallel.gradient_sums import sum_in_place
+from megalite.parallel.gradients import (
+    all_reduce_replicated_gradients,
+    average_over_data,
+    clip_factor,
+    clip_gradients,
+    clip_values,
+    first_nonfinite,
+    global_norm,
+    scale_gradients,
+    sync_tied_weights,
+)
+from megalite.topology.state import MASTER, OptimizerState, StateShard
+from megalite.train.fused_adamw import OnePassAdamW
+from megalite.train.loss_scale import LossScale
+from megalite.train.optimizer.protocol import Update, skip_update
+from megalite.train.optimizer.settings import OptimizerSettings
+from megalite.train.optimizer.update import (
+    accumulate_in_float32,
+    ensure_state,
+    set_learning_rate,
+    set_step_count,
+    step_count,
+    torch_optimizer,
+)
+
+
+class TorchOptimizer:
+    """Every data-parallel rank keeps the whole optimizer state of its stage and shard.
+
+    The weights of a 16-bit model are copies of float32 masters, which are what is updated.
+    """
+
+    def __init__(self, replica: Replica, settings: OptimizerSettings):
+        self._parameters, self._mesh, self._settings = replica.parameters, replica.mesh, settings
+        self._tensors = replica.tensors
+        if settings.accumulate_wide:
+            accumulate_in_float32(self._tensors)
+            adds = (
+                settings.operators.uses("accumulate")
+                or apex.accumulate_weight_gradient(self._mesh.device) is not None
+            )
+            if settings.sum_in_place and adds:
+                sum_in_place(self._tensors.values(), settings.operators.accumulate)
+        self._masters = {name: _master(tensor) for name, tensor in self._tensors.items()}
+        self._optimizer = torch_optimizer(settings, self._parameters, self._masters, self._copies())
+        self._scale = LossScale(settings.loss_scale) if settings.loss_scale is not None else None
+        self.state: OptimizerState = _TorchState(replica, self._optimizer, self._masters, self._scale)
+
+    @property
+    def loss_scale(self) -> float:
+        return 1.0 if self._scale is None else self._scale.value
+
+    def wrap(self, stage: Stage) -> Callable[..., Tensor]:
+        return stage
+
+    def reduce_gradients(self) -> None:
+        all_reduce_replicated_gradients(self._parameters, self._tensors, self._mesh)
+        average_over_data(_gradients(self._tensors), self._mesh)
+
+    def step(self, learning_rate: float) -> Update:
+        scale = self.loss_scale
+        norm = self._norm(self._tensors) / scale
+        # The norm is finite on all ranks or on none: a gradient that is not has reached all by the collectives.
+        if not math.isfinite(norm):
+            return self._skip(norm)
+        set_learning_rate(self._optimizer, learning_rate)
+        if isinstance(self._optimizer, OnePassAdamW):
+            self._step_in_one_pass(self._optimizer, norm)
+        else:
+            self._hand_gradients_to_masters()
+            gradients = _gradients(self._masters)
+            if scale != 1:
+                scale_gradients(gradients, 1 / scale)
+            self._clip(gradients, norm)
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+            _copy_masters(self._masters, self._tensors)
+        sync_tied_weights(self._parameters, self._tensors, self._mesh)
+        if self._scale is not None:
+            self._scale.passed()
+        return Update(norm)
+
+    def _copies(self) -> Mapping[Tensor, nn.Parameter] | None:
+        """The 16-bit weight of each master, if there are masters; None where torch's own update is to be taken."""
+        settings, device = self._settings, self._mesh.device
+        named = {master: self._tensors[name] for name, master in self._masters.items()}
+        copies: dict[Tensor, nn.Parameter] = {
+            master: copy for master, copy in named.items() if master is not copy
+        }
+        faster = settings.operators.uses("adamw") and (device.type == "cpu" or bool(copies))
+        # In place, clipping values of 16 bits would round them.
+        rounds = bool(copies) and settings.clip_value > 0 and not settings.accumulate_wide
+        return copies if (faster or apex.adamw(device)) and not rounds else None
+
+    def _norm(self, tensors: Mapping[str, nn.Parameter]) -> float:
+        return global_norm(self._parameters, tensors, self._mesh, ops=self._settings.operators)
+
+    def _step_in_one_pass(self, optimizer: OnePassAdamW, norm: float) -> None:
+        """From the 16-bit weights' own gradients, which are read once more for each value that is clipped."""
+        settings, scale = self._settings, 1 / self.loss_scale
+        if settings.clip_value > 0:
+            gradients = _gradients(self._tensors)
+            scale_gradients(gradients, scale)
+            clip_values(gradients, limit=settings.clip_value)
+            norm, scale = self._norm(self._tensors), 1.0
+        optimizer.gradient_scale = scale * clip_factor(norm, settings.gradient_clipping)
+        optimizer.step()
+        for tensor in self._tensors.values():
+            tensor.grad = None
+
+    def _skip(self, norm: float) -> Update:
+        """Leave out the update of an overflow, on every rank alike. Raises TrainingError where it is none."""
+        tensor = first_nonfinite(self._parameters, self._tensors, self._mesh)
+        update = skip_update(self._scale, norm, tensor, skip_nonfinite=self._settings.skip_nonfinite)
+        for held in self._tensors.values():
+            held.grad = None
+        return update
+
+    def _hand_gradients_to_masters(self) -> None:
+        for name, master in self._masters.items():
+            tensor = self._tensors[name]
+            if master is not tensor and tensor.grad is not None:
+                master.grad, tensor.grad = tensor.grad.to(master.dtype), None
+
+    def _clip(self, gradients: Sequence[Tensor], norm: float) -> None:
+        """By value, then by the norm of what that leaves."""
+        settings = self._settings
+        if settings.clip_value > 0:
+            clip_values(gradients, limit=settings.clip_value)
+            norm = self._norm(self._masters)
+        if settings.gradient_clipping > 0:
+            clip_gradients(gradients, norm=norm, max_norm=settings.gradient_clipping)
+
+
+def _master(tensor: nn.Parameter) -> nn.Parameter:
+    """What is updated in a parameter's place: a float32 copy of a 16-bit one, any other itself."""
+    return nn.Parameter(tensor.detach().float()) if tensor.element_size() < 4 else tensor
+
+
+@torch.no_grad()
+def _copy_masters(masters: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    """Make 16-bit weights the rounded values of their masters."""
+    for name, master in masters.items():
+        if master is not tensors[name]:
+            tensors[name].copy_(master)
+
+
+def _gradients(tensors: Mapping[str, Tensor]) -> list[Tensor]:
+    return [tensor.grad for tensor in tensors.values() if tensor.grad is not None]
+
+
+class _TorchState:
+    """The torch optimizer's state for the checkpoint: whole local shards, written by one dp rank each."""
+
+    def __init__(
+        self,
+        replica: Replica,
+        optimizer: torch.optim.Optimizer,
+        masters: Mapping[str, nn.Parameter],
+        scale: LossScale | None,
+    ):
+        self._optimizer, self._parameters, self._mesh = optimizer, replica.parameters, replica.mesh
+        self._tensors, self._masters, self._scale = replica.tensors, masters, scale
+
+    def weights(self) -> None:
+        return None
+
+    def shards(self) -> Iterator[StateShard]:
+        ensure_state(self._optimizer)
+        for index, parameter in enumerate(self._parameters):
+            # Writing is spread over the data-parallel ranks, a parameter each in turn.
+            owned = index % self._mesh.dp.size == self._mesh.dp.rank
+            master = self._masters[parameter.name]
+            held = {key: values for key, values in self._optimizer.state[master].items() if key != "step"}
+            if master is not self._tensors[parameter.name]:
+                held[MASTER] = master.detach()
+            for key, values in held.items():
+                yield StateShard(parameter, key, 0, values.view(-1), owned)
+
+    def scalars(self) -> dict[str, Any]:
+        scale = {} if self._scale is None else self._scale.scalars()
+        return {"step": step_count(self._optimizer), **scale}
+
+    def load(self, scalars: Mapping[str, Any]) -> None:
+        ensure_state(self._optimizer)
+        set_step_count(self._optimizer, float(scalars["step"]))
+        if self._scale is not None:
+            self._scale.load(scalars)
+        _copy_masters(self._masters, self._tensors)

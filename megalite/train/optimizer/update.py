@@ -1,0 +1,97 @@
+"""torch's optimizers as both paths use them: made for the groups, with their state and step count at hand."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from megalite.topology.parameters import Parameter
+from megalite.topology.state import EMA
+from megalite.train.fused_adamw import OnePassAdamW
+from megalite.train.optimizer.settings import OptimizerSettings, filled_groups
+
+
+def torch_optimizer(
+    settings: OptimizerSettings,
+    parameters: Sequence[Parameter],
+    tensors: Mapping[str, nn.Parameter],
+    copies: Mapping[Tensor, nn.Parameter] | None = None,
+) -> torch.optim.Optimizer:
+    """AdamW (Loshchilov and Hutter 2019) or SGD, which also keeps the average of the weights if it is asked for.
+
+    copies: the 16-bit weights that AdamW is to write with `tensors`, their masters.
+    """
+    groups = filled_groups(settings, parameters, tensors)
+    optimizer: torch.optim.Optimizer
+    if settings.name == "sgd":
+        optimizer = torch.optim.SGD(groups, lr=0.0, momentum=settings.momentum)
+    elif copies is not None:
+        update = settings.operators.adamw
+        optimizer = OnePassAdamW(groups, copies, betas=settings.betas, eps=settings.eps, update=update)
+        optimizer.register_step_pre_hook(lambda self, _arguments, _keywords: ensure_state(self))
+    else:
+        optimizer = torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, eps=settings.eps, fused=True)
+    keep_average(optimizer, settings)
+    return optimizer
+
+
+def keep_average(optimizer: torch.optim.Optimizer, settings: OptimizerSettings) -> None:
+    """Have it average what it updates, if that is asked for: by hooks, as these may be masters or ZeRO's partitions."""
+    if settings.ema_decay:
+        optimizer.register_step_pre_hook(lambda self, _arguments, _keywords: ensure_state(self))
+        optimizer.register_step_post_hook(lambda self, _arguments, _keywords: _average_weights(self))
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate * group["learning_rate_ratio"]
+
+
+@torch.no_grad()
+def _average_weights(optimizer: torch.optim.Optimizer) -> None:
+    """Move the exponential moving average of the weights (Polyak and Juditsky 1992) towards the new ones."""
+    for group in optimizer.param_groups:
+        averages = [optimizer.state[tensor][EMA] for tensor in group["params"]]
+        torch._foreach_lerp_(averages, list(group["params"]), 1 - group["ema_decay"])
+
+
+def accumulate_in_float32(tensors: Mapping[str, nn.Parameter]) -> None:
+    """Let autograd sum the gradients of 16-bit parameters in float32."""
+    for tensor in tensors.values():
+        if tensor.element_size() < 4:
+            tensor.grad_dtype = torch.float32
+
+
+def ensure_state(optimizer: torch.optim.Optimizer) -> None:
+    """Create the state that the first step would create, so that a checkpoint has a place to load into."""
+    adam = "betas" in optimizer.defaults
+    counts_in_tensors = isinstance(optimizer, torch.optim.AdamW)
+    for group in optimizer.param_groups:
+        for tensor in group["params"]:
+            state = optimizer.state[tensor]
+            if adam and "step" not in state:
+                # As each has it itself: torch's fused update wants a float32 tensor beside the weight, DeepSpeed's a
+                # number, and ours reads it on the host.
+                on_host = isinstance(optimizer, OnePassAdamW)
+                zero = torch.zeros((), dtype=torch.float32, device="cpu" if on_host else tensor.device)
+                state["step"] = zero if counts_in_tensors else 0
+                state["exp_avg"] = torch.zeros_like(tensor)
+                state["exp_avg_sq"] = torch.zeros_like(tensor)
+            elif not adam and group["momentum"] and state.get("momentum_buffer") is None:
+                state["momentum_buffer"] = torch.zeros_like(tensor)
+            if group["ema_decay"] and EMA not in state:
+                state[EMA] = tensor.detach().clone()
+
+
+def step_count(optimizer: torch.optim.Optimizer) -> float:
+    """How many updates Adam has made; its bias correction depends on it. 0 for SGD."""
+    counts = [float(state["step"]) for state in optimizer.state.values() if "step" in state]
+    return max(counts, default=0.0)
+
+
+def set_step_count(optimizer: torch.optim.Optimizer, count: float) -> None:
+    for state in optimizer.state.values():
+        if isinstance(state.get("step"), Tensor):
+            state["step"].fill_(count)
+        elif "step" in state:
+            state["step"] = int(count)

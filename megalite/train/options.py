@@ -1,0 +1,60 @@
+"""Turns the configuration into options of the model and settings of the optimizer."""
+
+from megalite.config.schema import RunConfig, TrainingConfig
+from megalite.model.options import Dropout, ModelOptions, Recompute
+from megalite.ops.choice import PLAIN_TORCH, Operators
+from megalite.train.loss_scale import LossScaleSettings
+from megalite.train.optimizer.settings import OptimizerSettings
+from megalite.train.precision import DTYPES
+
+
+def model_options(config: RunConfig, operators: Operators = PLAIN_TORCH) -> ModelOptions:
+    """How the configuration has the model compute, with these operators; its shape is apart."""
+    model, training = config.model, config.training
+    return ModelOptions(
+        dtype=DTYPES[config.training.precision],
+        dropout=Dropout(
+            embedding=model.embedding_dropout,
+            residual=model.residual_dropout,
+            mlp=model.mlp_dropout,
+            attention=model.attention_dropout,
+        ),
+        dropout_seed=config.run.seed,
+        label_smoothing=config.training.label_smoothing,
+        z_loss=config.training.z_loss,
+        recompute=Recompute(training.recompute, training.recompute_layers, training.recompute_ratio),
+        compile=training.compile,
+        chunked_loss=model.chunked_loss,
+        operators=operators,
+    )
+
+
+def optimizer_settings(config: RunConfig) -> OptimizerSettings:
+    """The optimizer's settings in the configuration; `assemble` adds what follows from the model's options."""
+    optimizer, training = config.optimizer, config.training
+    return OptimizerSettings(
+        name=optimizer.name,
+        betas=optimizer.betas,
+        eps=optimizer.eps,
+        weight_decay=optimizer.weight_decay,
+        momentum=optimizer.momentum,
+        gradient_clipping=optimizer.gradient_clipping,
+        clip_value=optimizer.clip_value,
+        groups=tuple(each.group for each in optimizer.groups),
+        ema_decay=optimizer.ema_decay,
+        accumulate_wide=training.accumulation == "fp32",
+        skip_nonfinite=training.nonfinite == "skip",
+        loss_scale=_loss_scale_settings(training) if training.precision == "fp16" else None,
+        native=config.native_optimizer,
+    )
+
+
+def _loss_scale_settings(training: TrainingConfig) -> LossScaleSettings:
+    if training.loss_scale != "dynamic":
+        return LossScaleSettings(initial=training.loss_scale, window=None, minimum=training.loss_scale)
+    return LossScaleSettings(
+        initial=2.0**training.initial_loss_scale_power,
+        window=training.loss_scale_window,
+        hysteresis=training.loss_scale_hysteresis,
+        minimum=float(training.minimum_loss_scale),
+    )

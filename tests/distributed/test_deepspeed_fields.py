@@ -1,0 +1,94 @@
+"""Names every private field of DeepSpeed that megalite uses: an upgrade that renames one fails here."""
+
+import ast
+import inspect
+import tomllib
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import torch
+
+from megalite.train import optimizer
+from tests.support.tiny import tiny_shape
+from tests.support.training import Job, build, local_batch
+
+# Of the engine, of the optimizers of ZeRO 1 and 2, and of ZeRO 3.
+ENGINE = {"coalesce_grad_reduction", "scale", "step", "get_global_grad_norm"}
+EVERY_STAGE = {"optimizer", "overflow", "override_loss_scale"}
+ZERO_1 = EVERY_STAGE | {
+    "_coalesce_grad_reduction",
+    "fill_grad_accum_attribute",
+    "get_gradient_for_reduction",
+    "refresh_fp32_params",
+    "single_partition_of_fp32_groups",
+    "use_grad_accum_attribute",
+}
+ZERO_3 = EVERY_STAGE | {
+    "_optimizer_states_and_gradient_swap_in",
+    "_optimizer_states_and_gradient_swap_out",
+    "_partition_all_parameters",
+    "_swappable_optimizer_subgroup",
+    "fp32_partitioned_groups_flat",
+    "get_param_id",
+    "grad_position",
+    "persistent_parameters",
+    "sub_group_to_group_id",
+}
+ON_DISK = {"optimizer_swapper"}
+
+
+def held(stage: int) -> None:
+    """On one rank, after a step."""
+    job = Job(tiny_shape(layers=2), zero_stage=stage, dtype=torch.float32)
+    parts = build(job)
+    parts.accumulate(local_batch(job, parts.mesh, 0))
+    parts.optimizer.step(0.1)
+    engine, zero = parts.optimizer._engine, parts.optimizer._zero  # type: ignore[attr-defined]
+    for owner, names in ((engine, ENGINE), (zero, ZERO_3 if stage == 3 else ZERO_1)):
+        missing = sorted(name for name in names if not hasattr(owner, name))
+        assert not missing, f"{type(owner).__name__} has no {', '.join(missing)}"
+    tensor = parts.stage.get_parameter("model.norm.weight")
+    if stage == 3:
+        assert tensor.ds_tensor.status.name and tensor.ds_tensor.ds_numel and tensor.ds_numel
+        group, offset, length = zero.grad_position[zero.get_param_id(tensor)]
+        assert zero.fp32_partitioned_groups_flat[group].numel() >= offset + length
+        assert callable(tensor.all_gather)
+    else:
+        fragment = tensor._hp_mapping
+        place = fragment.hp_fragment_address
+        flat = zero.single_partition_of_fp32_groups[fragment.param_group_index]
+        assert flat.numel() >= place.start + place.numel and fragment.lp_fragment_address.start == 0
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_we_take_of_deepspeed_is_there(ranks, stage):
+    ranks.run(held, world_size=1, stage=stage)
+
+
+def test_what_is_kept_in_files_is_found_by_these_names():
+    from deepspeed.runtime.swap_tensor import optimizer_utils, partitioned_param_swapper
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+    assert "self.optimizer_swapper" in inspect.getsource(DeepSpeedZeroOptimizer_Stage3)
+    assert "self.swap_params_info" in inspect.getsource(optimizer_utils.OptimizerSwapper)
+    info = inspect.getsource(optimizer_utils)
+    assert all(
+        name in info for name in ("self.tensors", "self.compute_tensor", "self.swap_path", "def numel")
+    )
+    assert hasattr(partitioned_param_swapper.AsyncPartitionedParameterSwapper, "get_path")
+
+
+def test_no_other_name_is_used():
+    used: set[str] = set()
+    folder = Path(optimizer.__file__).parent
+    for path in (folder / "deepspeed.py", folder / "zero_state.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self._zero", "self._engine"):
+                used.add(node.attr)
+    assert used == ENGINE | ZERO_1 | ZERO_3 | ON_DISK
+
+
+def test_deepspeed_is_pinned_to_the_version_that_is_tested():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert f"deepspeed=={version('deepspeed')}" in project["dependencies"]
