@@ -85,7 +85,7 @@ def job_of(
     [
         (Layout(), 0, True),
         (Layout(pipeline=2, data=2), 0, True),
-        (Layout(pipeline=2, data=2, tensor=2), 1, False),
+        pytest.param(Layout(pipeline=2, data=2, tensor=2), 1, False, marks=pytest.mark.extended),
         (Layout(data=3), 2, False),
         (Layout(pipeline=2, data=2), 1, True),
         (
@@ -93,7 +93,7 @@ def job_of(
             3,
             True,
         ),  # three ranks divide no parameter: every partition of the last ends in padding
-        (Layout(data=2, tensor=2), 3, False),
+        pytest.param(Layout(data=2, tensor=2), 3, False, marks=pytest.mark.extended),
     ],
 )
 def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(

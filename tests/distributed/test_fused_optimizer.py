@@ -19,11 +19,14 @@ from tests.distributed.test_precision import (
 )
 from tests.support.kernels import needs_library
 from tests.support.parity import NARROW_LOSS, about, narrow_bound
+from tests.support.selection import cases
 
 pytestmark = needs_library
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(
+    "dtype", cases([torch.bfloat16, torch.float16], core=[torch.bfloat16]), ids=["bf16", "fp16"]
+)
 def test_the_curve_is_plain_torchs(ranks, dtype):
     [plain] = ranks.run(curve, job=job_of(dtype), steps=8)
     for layout, changes in ((Layout(), {}), (Layout(2, 2, 1), {"schedule": "zbv", "chunks_per_stage": 2})):
@@ -42,7 +45,13 @@ def test_sums_over_micro_batches_are_as_exact(ranks, layout):
     assert not {name: error for name, error in errors.items() if error > narrow_bound("bf16", single[name])}
 
 
-@pytest.mark.parametrize("order", [("fused", "reference"), ("reference", "fused")], ids=" then ".join)
+@pytest.mark.parametrize(
+    "order",
+    [
+        pytest.param(("fused", "reference"), id="fused then reference"),
+        pytest.param(("reference", "fused"), id="reference then fused", marks=pytest.mark.extended),
+    ],
+)
 def test_a_run_is_resumed_with_other_kernels(ranks, tmp_path, order):
     """An overflow is left out on the way; the files are alike, and so is what follows."""
     job = replace(job_of(torch.float16, SMALL_WINDOW, layout=Layout(tensor=2)), micro_batch_size=1)

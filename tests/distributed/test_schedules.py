@@ -28,6 +28,7 @@ from megalite.parallel.pipeline import PipelineShapes, pipeline_runner
 from megalite.topology.axes import Layout
 from megalite.topology.schedules import SCHEDULES, Action
 from megalite.topology.stages import pipeline_split
+from tests.support.selection import cases
 from tests.support.tiny import tiny_batch, tiny_shape
 
 SHAPE = tiny_shape(tied=True, layers=8)
@@ -155,7 +156,13 @@ SIZES = {
 }
 
 
-@pytest.mark.parametrize(("schedule", "size"), [(name, size) for name in SCHEDULES for size in SIZES[name]])
+@pytest.mark.parametrize(
+    ("schedule", "size"),
+    cases(
+        [(name, size) for name in SCHEDULES for size in SIZES[name]],
+        core=lambda case: case[1] == SIZES[case[0]][1],
+    ),
+)
 def test_executed_actions_are_those_of_the_schedule(ranks, schedule, size):
     stages, micro_batches, chunks = size
     results = ranks.run(

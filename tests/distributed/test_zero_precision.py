@@ -32,6 +32,7 @@ from tests.support.matrix.axes import Settings
 from tests.support.matrix.rows import config_of, settings_of
 from tests.support.matrix.train import TinyLoader
 from tests.support.parity import ZERO_NARROW_LOSS, ZERO_RTOL, assert_close, assert_same_tensors
+from tests.support.selection import cases
 from tests.support.tiny import tiny_shape
 from tests.support.training import SGD, Job, Parts, build, fp16_allowed, local_batch, whole_weights
 
@@ -97,8 +98,10 @@ JOBS = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize(("stage", "layout", "offload"), JOBS)
+@pytest.mark.parametrize(
+    "dtype", cases([torch.bfloat16, torch.float16], core=[torch.bfloat16]), ids=["bf16", "fp16"]
+)
+@pytest.mark.parametrize(("stage", "layout", "offload"), cases(JOBS, core=[JOBS[0], JOBS[-1]]))
 def test_the_masters_are_those_of_the_torch_path(ranks, stage, layout, offload, dtype):
     scale = LossScaleSettings() if dtype == torch.float16 else None
     job = Job(SHAPE, layout, optimizer=replace(SGD, loss_scale=scale), dtype=dtype, steps=5)
@@ -173,7 +176,7 @@ ENGINES = [
 ]
 
 
-@pytest.mark.parametrize(("stage", "layout", "offload"), ENGINES)
+@pytest.mark.parametrize(("stage", "layout", "offload"), cases(ENGINES, core=ENGINES[:1]))
 def test_an_fp16_overflow_is_left_out_on_every_rank(ranks, stage, layout, offload):
     job = Job(
         SHAPE, layout, optimizer=SMALL_WINDOW, dtype=torch.float16, zero_stage=stage, offload=offload, steps=6
@@ -185,7 +188,7 @@ def test_an_fp16_overflow_is_left_out_on_every_rank(ranks, stage, layout, offloa
         assert result.scales == [64, 64, 32, 32, 32, 64], "as without ZeRO"
 
 
-@pytest.mark.parametrize(("stage", "layout", "offload"), ENGINES)
+@pytest.mark.parametrize(("stage", "layout", "offload"), cases(ENGINES, core=ENGINES[:1]))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_what_is_not_finite_without_a_scale_ends_the_run_and_changes_nothing(
     ranks, stage, layout, offload, dtype
@@ -238,8 +241,8 @@ def contents(checkpoint: Path) -> dict[str, Tensor]:
     ("stage", "layout", "offload", "dtype"),
     [
         (1, Layout(2, 2, 1), "none", torch.bfloat16),
-        (2, Layout(data=3), "optimizer", torch.bfloat16),
-        (3, Layout(data=3), "parameters", torch.float16),
+        pytest.param(2, Layout(data=3), "optimizer", torch.bfloat16, marks=pytest.mark.extended),
+        pytest.param(3, Layout(data=3), "parameters", torch.float16, marks=pytest.mark.extended),
     ],
     ids=["bf16 zero1 pp2", "bf16 zero2 offload", "fp16 zero3 offload"],
 )
@@ -278,6 +281,7 @@ def train_from_settings(settings: Settings, folder: str, stop: int) -> list[Step
         return reports
 
 
+@pytest.mark.extended
 def test_an_fp16_run_file_trains_in_a_pipeline_under_zero(ranks, tmp_path):
     """The first steps overflow; a resumed run goes on with the scale and the count of skipped steps."""
     row = {"layout": "tp1-pp2-dp2", "precision": "fp16", "zero": "1", "micro_batches": "2"}
@@ -313,6 +317,7 @@ def test_an_fp16_run_file_trains_in_a_pipeline_under_zero(ranks, tmp_path):
     assert [each[1:3] for each in plain[0]] == [each[1:3] for each in whole[0]], "as without ZeRO"
 
 
+@pytest.mark.extended
 def test_a_run_changes_stage_layout_and_precision_without_losing_a_digit(ranks, tmp_path):
     """Each loads what the one before has saved, trains nothing, and saves."""
     first = Job(SHAPE, Layout(data=3), optimizer=ADAMW, dtype=torch.bfloat16, zero_stage=3, steps=2)

@@ -18,6 +18,7 @@ def job(tmp_path: Path) -> Job:
     return job
 
 
+@pytest.mark.extended
 def test_a_run_with_a_document_mask_goes_on_bit_for_bit(job: Job, tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     job.run(whole, *FLAGS, "--training.steps", "4")

@@ -68,6 +68,7 @@ def test_one_rank_killed_ends_the_job_in_time_and_names_the_rank(job, undisturbe
     assert tensor_hashes(folder) == tensor_hashes(undisturbed)
 
 
+@pytest.mark.extended
 def test_everything_killed_at_random_moments_and_during_saves(job, undisturbed, tmp_path):
     folder = tmp_path / "run"
     chance = random.Random(os.environ.get("MEGALITE_TEST_SEED", "kills"))
@@ -93,6 +94,7 @@ def test_everything_killed_at_random_moments_and_during_saves(job, undisturbed, 
     assert tensor_hashes(folder) == tensor_hashes(undisturbed)
 
 
+@pytest.mark.extended
 def test_the_same_command_again_has_nothing_left_to_do(job, undisturbed):
     before = curve(undisturbed)
     output = job.run(undisturbed)
@@ -102,8 +104,14 @@ def test_the_same_command_again_has_nothing_left_to_do(job, undisturbed):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "number", "code"), [(1, signal.SIGTERM, 75), (2, signal.SIGTERM, 75), (2, signal.SIGINT, 130)]
+    ("ranks", "number", "code"),
+    [
+        pytest.param(1, signal.SIGTERM, 75, marks=pytest.mark.slow),  # two ranks do what one does
+        (2, signal.SIGTERM, 75),
+        (2, signal.SIGINT, 130),
+    ],
 )
+@pytest.mark.extended
 def test_an_interrupted_run_says_where_it_goes_on(tmp_path, ranks, number, code):
     """SIGTERM lets it save first. And one whose last checkpoint was damaged since then, which older one is intact."""
     job = Job.write(tmp_path, tensor=ranks, pipeline=1)
@@ -129,6 +137,7 @@ def test_an_interrupted_run_says_where_it_goes_on(tmp_path, ranks, number, code)
     assert f'checkpoint.resume = "{older}"' in output
 
 
+@pytest.mark.extended
 def test_a_second_sigterm_ends_a_run_that_cannot_save(tmp_path):
     """One rank stands still, so that the other waits for it in a collective."""
     job = Job.write(tmp_path, tensor=2, pipeline=1)

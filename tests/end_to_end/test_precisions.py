@@ -20,6 +20,7 @@ def job(tmp_path: Path) -> Job:
     return job
 
 
+@pytest.mark.extended
 def test_fp16_tells_of_overflows_and_bf16_of_its_price(job: Job, tmp_path: Path) -> None:
     run = tmp_path / "run"
     first = ("--training.precision", "fp16", "--training.initial_loss_scale_power", "26")
@@ -46,6 +47,7 @@ def test_fp16_tells_of_overflows_and_bf16_of_its_price(job: Job, tmp_path: Path)
     assert latest is not None and {MASTER, EMA} < read_manifest(latest).tensors.keys()
 
 
+@pytest.mark.extended
 def test_an_overflow_of_a_fixed_scale_ends_the_run_at_its_step(job: Job, tmp_path: Path) -> None:
     flags = ("--training.precision", "fp16", "--training.loss_scale", "1e9")
     process = job.start(tmp_path / "run", *flags)

@@ -253,6 +253,7 @@ def run_python(*arguments: str) -> "subprocess.CompletedProcess[str]":
     return ran
 
 
+@pytest.mark.extended
 def test_a_script_starts_ranks_and_hears_of_what_any_of_them_does(run_file: Path, tmp_path: Path) -> None:
     ran = run_python("-c", SCRIPT, str(run_file), str(tmp_path))
     told = json.loads(ran.stdout.splitlines()[-1])

@@ -16,6 +16,7 @@ from megalite.ops.counter import MASK_LEVELS, keep_probabilities, philox
 from tests.support import emulator
 from tests.support.attention import Packed, attention, counted_mask, gradients, starts
 from tests.support.parity import FLOAT32_RTOL, assert_close, assert_no_worse
+from tests.support.selection import cases
 
 pytestmark = pytest.mark.skipif(emulator.COMPILER is None, reason="no C++ compiler")
 
@@ -124,26 +125,29 @@ def test_forward(case) -> None:
 
 @pytest.mark.parametrize(
     ("case", "in_order", "late"),
-    [
-        ("documents", False, True),
-        ("documents", True, False),
-        ("unmasked", True, True),
-        ("a cache", False, False),
-        ("rows that see nothing", True, True),
-        ("window", True, False),
-        ("window", False, True),
-        ("band", False, False),
-        ("no keys", True, True),
-        ("wide heads", True, True),
-        ("wide heads in a window", False, False),
-        ("heads of 96", True, True),
-        ("heads of 96 in a window", False, False),
-        ("heads of 256", True, False),
-        ("dropped, heads of 96", True, False),
-        ("dropped, heads of 256", True, True),
-        ("dropped, documents", True, False),
-        ("dropped, wide heads", True, True),
-    ],
+    cases(
+        [
+            ("documents", False, True),
+            ("documents", True, False),
+            ("unmasked", True, True),
+            ("a cache", False, False),
+            ("rows that see nothing", True, True),
+            ("window", True, False),
+            ("window", False, True),
+            ("band", False, False),
+            ("no keys", True, True),
+            ("wide heads", True, True),
+            ("wide heads in a window", False, False),
+            ("heads of 96", True, True),
+            ("heads of 96 in a window", False, False),
+            ("heads of 256", True, False),
+            ("dropped, heads of 96", True, False),
+            ("dropped, heads of 256", True, True),
+            ("dropped, documents", True, False),
+            ("dropped, wide heads", True, True),
+        ],
+        core=[("documents", False, True), ("window", True, False), ("dropped, documents", True, False)],
+    ),
 )
 def test_backward(case, in_order, late) -> None:
     _check_backward(case, in_order=in_order, late=late)
@@ -160,6 +164,7 @@ def test_backward(case, in_order, late) -> None:
         ("dropped, heads of 256", True),
     ],
 )
+@pytest.mark.extended
 def test_backward_where_a_block_has_99_kib_of_shared_memory(case, late) -> None:
     _check_backward(case, in_order=True, late=late, shared=99 * 1024)
 

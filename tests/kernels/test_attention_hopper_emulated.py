@@ -16,6 +16,7 @@ from tests.support import emulator
 from tests.support.attention import Packed, attention, starts
 from tests.support.emulated_cuda import emulated, in_order, races
 from tests.support.parity import BF16_RTOL, FLOAT32_RTOL, assert_close, assert_no_worse, relative_error
+from tests.support.selection import cases
 
 pytestmark = pytest.mark.skipif(emulator.COMPILER is None, reason="no C++ compiler")
 
@@ -77,7 +78,7 @@ def _check(packed: Packed, inputs: list[Tensor], output: Tensor, lse: Tensor) ->
     assert_close(lse[~nothing], exact_lse[~nothing], rtol=FLOAT32_RTOL, what="log-sum-exps")
 
 
-@pytest.mark.parametrize("order", [0, 1, 2])
+@pytest.mark.parametrize("order", cases([0, 1, 2], core=[1]))
 @pytest.mark.parametrize("case", CASES)
 def test_forward(hoppers, case, order) -> None:
     packed = CASES[case]
@@ -94,6 +95,7 @@ def test_any_order_gives_the_same_bits(hoppers) -> None:
     assert all(torch.equal(each[i], first[i]) for each in others for i in range(2))
 
 
+@pytest.mark.extended
 def test_more_sequences_than_a_launch_takes(tmp_path) -> None:
     limits = {"without": "kMostSequences = 65535;", "but": "kMostSequences = 2;"}
     limited = Hopper(emulated("attention_hopper_64", tmp_path, **limits), 64)

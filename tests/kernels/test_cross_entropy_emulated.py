@@ -14,6 +14,7 @@ from megalite.ops.cross_entropy import Targets, shard_statistics, write_gradient
 from megalite.ops.extension import SOURCES
 from tests.support.kernels import DTYPES
 from tests.support.parity import assert_no_worse
+from tests.support.selection import cases
 
 COMPILER = shutil.which("g++") or shutil.which("c++")
 SOURCE = Path(__file__).parent / "emulator" / "cross_entropy.cpp"
@@ -55,7 +56,7 @@ def in_torch(logits: Tensor, targets: Targets, weights: Tensor) -> tuple[Tensor,
     return statistics, given
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", cases(DTYPES, core=[torch.float32, torch.bfloat16]), ids=str)
 @pytest.mark.parametrize("uniform", [0.0, 1e-4])
 @pytest.mark.parametrize(
     ("columns", "threads"),

@@ -18,6 +18,7 @@ from tests.support.parity import FLOAT32_RTOL, assert_close, assert_no_worse
 from tests.support.ptx.build import WHY_NOT
 from tests.support.ptx.device import Device
 from tests.support.ptx.memory import Fault
+from tests.support.selection import cases
 
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 DROPPING = Packed((30,), (30,), heads=1, mask=counted_mask(1, 1))
@@ -77,7 +78,7 @@ def _unwritten(packed: Packed) -> dict[str, int]:
     return {} if packed.mask is None else {"unwritten": 0xFF}
 
 
-@pytest.mark.parametrize("late", [True, False], ids=["late", "early"])
+@pytest.mark.parametrize("late", cases([True, False], core=[True]), ids=["late", "early"])
 @pytest.mark.parametrize("case", CASES)
 def test_forward(case: str, late: bool) -> None:
     packed, dtype = CASES[case], torch.bfloat16 if late else torch.float16
@@ -90,10 +91,10 @@ def test_forward(case: str, late: bool) -> None:
 
 @pytest.mark.parametrize(
     ("case", "in_order", "arch"),
-    [
+    cases([
         ("documents", True, 80), ("documents", False, 80), ("window over two blocks", False, 90),
         ("wide heads", True, 90), ("dropped", True, 80),
-    ],
+    ], core=[("documents", False, 80)]),
 )  # fmt: skip
 def test_backward(case: str, in_order: bool, arch: int) -> None:
     packed, dtype = CASES[case], torch.float16 if in_order else torch.bfloat16
@@ -118,6 +119,7 @@ def test_what_nobody_wrote_changes_nothing() -> None:
     assert torch.equal(*made)
 
 
+@pytest.mark.extended
 def test_a_chip_of_99_kib_computes_gradients_of_dropped_attention() -> None:
     """8.6 and 8.9 allow a block 99 KiB of shared memory; code for 8.0 runs on them."""
     packed = Packed((30,), (30,), heads=1, head_size=128, mask=counted_mask(1, 1))

@@ -67,6 +67,7 @@ def test_norms(columns: int) -> None:
 
 
 @pytest.mark.parametrize("features", [64, 9], ids=["packs", "single values"])
+@pytest.mark.extended
 def test_gated_activations(features: int) -> None:
     rows, dtype = HUGE // features + 3, torch.bfloat16
     gate_up, out = sparse(rows, 2 * features, dtype=dtype), sparse(rows, features, dtype=dtype)
@@ -80,6 +81,7 @@ def test_gated_activations(features: int) -> None:
     assert_near(out[-1], F.silu(gate) * up)
 
 
+@pytest.mark.extended
 def test_cross_entropy() -> None:
     columns, dtype = 8200, torch.bfloat16
     rows = HUGE // columns + 3
@@ -101,6 +103,7 @@ def test_cross_entropy() -> None:
     assert_near(logits[-1], given.softmax(0) - F.one_hot(torch.tensor(77), columns))
 
 
+@pytest.mark.extended
 def test_adamw() -> None:
     size = HUGE + 4099
     weight, gradient = sparse(size, dtype=torch.float32), sparse(size, dtype=torch.bfloat16)
@@ -128,6 +131,7 @@ def _rotated(run: Device, given: Tensor, made: Tensor) -> None:
 
 
 @pytest.mark.parametrize("in_place", [False, True], ids=["apart", "in place"])
+@pytest.mark.extended
 def test_rotary_with_strides_beyond_32_bits(in_place: bool) -> None:
     space = sparse(2, 2, 3, HUGE // 4, dtype=torch.bfloat16)
     given = space[..., -64:]
@@ -135,6 +139,7 @@ def test_rotary_with_strides_beyond_32_bits(in_place: bool) -> None:
     _rotated(device("rotary"), given, given if in_place else torch.zeros(given.shape, dtype=given.dtype))
 
 
+@pytest.mark.extended
 def test_rotary_of_more_rows_than_a_grid_has_in_y() -> None:
     given = random(70001, 1, 1, 16)
     _rotated(device("rotary"), given, torch.zeros_like(given))
@@ -157,6 +162,7 @@ def test_indices_of_32_bits_are_seen() -> None:
         run.call("megalite_norm_forward_cuda", *arguments)
 
 
+@pytest.mark.extended
 def test_attention_of_more_sequences_than_a_grid_has_in_z() -> None:
     """Of one token each: the output is its value."""
     sequences = 65537

@@ -1,11 +1,14 @@
 """The command line trains with any schedule to the same losses, and goes on from a checkpoint under another one."""
 
+import pytest
+
 from tests.support.jobs import Job, curve
 from tests.support.parity import FLOAT32_RTOL, assert_same_curve
 
 FLAGS = ("--model.num_hidden_layers", "5", "--optimizer.schedule", "constant")
 
 
+@pytest.mark.extended
 def test_a_run_changes_its_schedule_between_checkpoints(tmp_path):
     job = Job.write(tmp_path, tensor=1, pipeline=2, data=1)
     plain, mixed = tmp_path / "plain", tmp_path / "mixed"

@@ -13,6 +13,16 @@ from tests.support.checkpoint_pairs import (
 )
 
 CHOSEN = pairs_for_every_change()
+# Tensor, pipeline and data ranks, chunks, ZeRO and an offload write and read; two read what they wrote themselves.
+CORE = {
+    ("dp2 zero1", "tp2 dp2 zero3"),
+    ("dp2 zero3", "pp2 virtual"),
+    ("tp2 dp2 zero3", "pp2 dp2 zero1 offload"),
+    ("pp2 virtual", "tp2"),
+    ("tp2 pp2 v-shaped", "tp4"),
+    ("tp2", "tp2"),
+    ("dp2 zero3 offload", "dp2 zero3 offload"),
+}
 # Into 16 bits and back, and from one 16-bit type to the other.
 CHOSEN_PRECISIONS = [
     ("fp32 one process", "bf16 dp2 zero1"),
@@ -32,23 +42,24 @@ def precisions(ranks, tmp_path_factory):
 
 
 def test_the_chosen_pairs_have_every_layout_on_both_sides():
-    assert len(set(CHOSEN)) == 24 and set(CHOSEN) < set(EVERY_PAIR) and len(LAYOUTS) >= 12
+    assert len(set(CHOSEN)) == 24 and CORE < set(CHOSEN) < set(EVERY_PAIR) and len(LAYOUTS) >= 12
     small = {name for name, settings in LAYOUTS.items() if world_size(settings) <= 4}
     assert LAYOUTS.keys() - small == {"tp2 pp2 dp2 zero1"}
     for side in (0, 1):
         assert {pair[side] for pair in CHOSEN if pair[0] != pair[1]} == small
 
 
-def _params(every, chosen):
-    marks = {pair: () if pair in chosen else pytest.mark.slow for pair in every}
+def _params(every, chosen, core):
+    marks = {pair: pytest.mark.extended if pair in chosen else pytest.mark.slow for pair in every}
+    marks |= dict.fromkeys(core, ())
     return [pytest.param(*pair, marks=marks[pair], id=" to ".join(pair)) for pair in every]
 
 
-@pytest.mark.parametrize(("writer", "reader"), _params(EVERY_PAIR, CHOSEN))
+@pytest.mark.parametrize(("writer", "reader"), _params(EVERY_PAIR, CHOSEN, CORE))
 def test_a_run_goes_on_in_another_layout(pairs, writer, reader):
     assert pairs.run(writer, reader).problems == []
 
 
-@pytest.mark.parametrize(("writer", "reader"), _params(PRECISION_PAIRS, CHOSEN_PRECISIONS))
+@pytest.mark.parametrize(("writer", "reader"), _params(PRECISION_PAIRS, CHOSEN_PRECISIONS, CHOSEN_PRECISIONS))
 def test_a_run_goes_on_in_other_numbers(precisions, writer, reader):
     assert precisions.run(writer, reader).problems == []

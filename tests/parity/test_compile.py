@@ -47,6 +47,7 @@ def graphs_compiled(job: Job) -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
+@pytest.mark.extended
 def test_all_layers_share_one_compiled_function(ranks):
     _assert_equal_to_plain_layers(ranks, JOB)
     assert ranks.run(graphs_compiled, world_size=1, job=JOB) == [1]

@@ -1,5 +1,6 @@
 """Any layout trains to the same numbers as one process: loss, norm, every full gradient, and the weights after."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -9,6 +10,7 @@ import torch
 from megalite.topology.axes import Layout
 from megalite.train.optimizer.settings import OptimizerSettings
 from tests.support.parity import FLOAT32_RTOL, LAYOUT_RTOL, ZERO_RTOL, assert_close, assert_same_tensors
+from tests.support.selection import cases
 from tests.support.tiny import tiny_shape
 from tests.support.training import Job, RankResult, full_gradients, full_tensors, train_on_rank
 
@@ -23,6 +25,12 @@ LAYOUTS = [
 ]
 LONG_RUNS = (Layout(2, 2, 2), Layout(4, 2, 1))
 ADAMW = OptimizerSettings("adamw", (0.9, 0.95), 1e-8, 0.1, 0.0, 1.0)
+
+
+def _marks(layout: Layout, every_change: Sequence[Layout]) -> tuple[pytest.MarkDecorator, ...]:
+    if layout == Layout(2, 2, 2):
+        return ()
+    return (pytest.mark.extended if layout in every_change else pytest.mark.slow,)
 
 
 def _id(layout: Layout) -> str:
@@ -69,7 +77,18 @@ def _assert_equal_to_one_process(job: Job, results: list[RankResult], alone: Ran
     )
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=_id)
+# Of two axes and of all three, each alone; the table of pairs has the rest of the values.
+CORE = (
+    Layout(tensor=2),
+    Layout(pipeline=2),
+    Layout(data=2),
+    Layout(4, 2, 1),
+    Layout(1, 2, 4),
+    Layout(2, 2, 2),
+)
+
+
+@pytest.mark.parametrize("layout", cases(LAYOUTS, core=CORE), ids=_id)
 @pytest.mark.parametrize(
     "shape", [pytest.param(TIED, id="tied"), pytest.param(UNTIED, id="untied", marks=pytest.mark.slow)]
 )
@@ -85,10 +104,7 @@ WITH_ZERO = (Layout(2, 2, 2), Layout(data=8), Layout(4, 2, 1), Layout(1, 2, 4))
 
 @pytest.mark.parametrize(
     "layout",
-    [
-        pytest.param(each, marks=() if each in WITH_ZERO else pytest.mark.slow, id=_id(each))
-        for each in LAYOUTS
-    ],
+    [pytest.param(each, marks=_marks(each, WITH_ZERO), id=_id(each)) for each in LAYOUTS],
 )
 def test_zero_1_equals_one_process(ranks, reference, layout):
     job = Job(TIED if layout.pipeline > 1 else UNTIED, layout, zero_stage=1, steps=5)
@@ -139,7 +155,7 @@ def test_any_split_of_the_batch_and_the_layers_gives_the_same_gradient(ranks, re
         ("dualpipev", 4, 2, 1),
     ],
 )
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("tied", cases([True, False], core=[True]), ids=["tied", "untied"])
 def test_every_schedule_equals_one_process(
     ranks, reference, schedule, stages, chunks, micro_batch_size, tied
 ):
@@ -154,10 +170,7 @@ def test_every_schedule_equals_one_process(
 
 @pytest.mark.parametrize(
     "layout",
-    [
-        pytest.param(each, marks=() if each in LONG_RUNS else pytest.mark.slow, id=_id(each))
-        for each in LAYOUTS
-    ],
+    [pytest.param(each, marks=_marks(each, LONG_RUNS), id=_id(each)) for each in LAYOUTS],
 )
 @pytest.mark.parametrize("zero_stage", [0, 1])
 def test_twenty_adamw_steps_in_float32_follow_one_process(ranks, reference, layout, zero_stage):

@@ -1,6 +1,7 @@
 """The pairwise table: it is complete and legal, and its rows train to the numbers of one process.
 
-`python -m tests.parity.run_matrix` runs all of it; every change runs the part that `part_for_every_change` chooses.
+`python -m tests.parity.run_matrix` runs all of it; every change runs the part that `part_for_every_change` chooses, and
+the core the part of that which `part_for_the_core` chooses.
 """
 
 import pytest
@@ -8,11 +9,19 @@ import pytest
 from tests.support.matrix.axes import AXES
 from tests.support.matrix.pairwise import every_pair, pairs_of, uncoverable
 from tests.support.matrix.rows import illegal
-from tests.support.matrix.table import TABLE, as_text, made_anew, part_for_every_change, read_table
+from tests.support.matrix.table import (
+    TABLE,
+    as_text,
+    made_anew,
+    part_for_every_change,
+    part_for_the_core,
+    read_table,
+)
 from tests.support.matrix.train import Matrix
 
 ROWS = read_table()
 PART = frozenset(part_for_every_change(ROWS))
+CORE = frozenset(part_for_the_core(ROWS, PART))
 VALUES = {name: list(axis.values) for name, axis in AXES.items()}
 
 
@@ -39,13 +48,20 @@ def matrix(ranks):
     return Matrix(ranks)
 
 
+def _marks(index: int) -> tuple[pytest.MarkDecorator, ...]:
+    if index in CORE:
+        return ()
+    # torch.compile takes longer than the rest of a row; the core has one such row, and test_compile.py the schedules.
+    return (pytest.mark.extended if index in PART and ROWS[index]["compile"] == "off" else pytest.mark.slow,)
+
+
 def _name(index: int) -> str:
     return f"{index + 1}-{ROWS[index]['layout']}-{ROWS[index]['schedule']}"
 
 
 @pytest.mark.parametrize(
     "index",
-    [pytest.param(each, marks=() if each in PART else pytest.mark.slow) for each in range(len(ROWS))],
+    [pytest.param(each, marks=_marks(each)) for each in range(len(ROWS))],
     ids=_name,
 )
 def test_a_row_equals_one_process(matrix, index):

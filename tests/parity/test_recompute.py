@@ -76,7 +76,7 @@ def test_every_schedule_recomputes_to_the_same_numbers(ranks, reference, schedul
     [
         (Layout(), Recompute("full", layers=3)),
         (Layout(), Recompute("selective", ratio=0.5)),
-        (Layout(tensor=4), FULL),
+        pytest.param(Layout(tensor=4), FULL, marks=pytest.mark.extended),
         (Layout(tensor=2, data=2), Recompute("full", ratio=0.5)),
         (Layout(pipeline=2, tensor=2), Recompute("full", layers=1)),
         (Layout(tensor=2), SELECTIVE),

@@ -19,6 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megalite.model.options import Dropout, Recompute
 from megalite.topology.axes import Layout
 from megalite.train.optimizer.settings import OptimizerSettings
+from tests.support.selection import cases
 from tests.support.tiny import FAMILY_SHAPES, tiny_shape
 from tests.support.training import SGD, Job, build, global_batch
 
@@ -110,14 +111,14 @@ JOBS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kernels", ["reference", "fused"])
+@pytest.mark.parametrize("kernels", cases(["reference", "fused"], core=["fused"]))
 @pytest.mark.parametrize("name", JOBS)
 def test_a_step_needs_no_other_device(name: str, kernels: Any) -> None:
     job = Job(tiny_shape(), **JOBS[name], kernels=kernels)
     step_on_meta(job)
 
 
-@pytest.mark.parametrize("kernels", ["reference", "fused"])
+@pytest.mark.parametrize("kernels", cases(["reference", "fused"], core=["fused"]))
 @pytest.mark.parametrize("family", FAMILY_SHAPES)
 def test_a_step_of_each_family_needs_no_other_device(family: str, kernels: Any) -> None:
     step_on_meta(Job(FAMILY_SHAPES[family], kernels=kernels, dtype=torch.float32, optimizer=SGD))

@@ -11,6 +11,7 @@ from megalite.topology.axes import Layout
 from megalite.train.optimizer.settings import OptimizerSettings
 from tests.support.parity import assert_close, assert_same_tensors
 from tests.support.ranks import RankPool
+from tests.support.selection import cases
 from tests.support.tiny import FAMILY_SHAPES, tiny_shape
 from tests.support.training import Job, RankResult, full_gradients, full_tensors, train_on_rank
 
@@ -89,20 +90,25 @@ def require_close(job: Job, devices: list[RankResult], cpus: list[RankResult]) -
     assert_same_tensors(*weights)
 
 
-@pytest.mark.parametrize("name", JOBS)
+CORE = ("one rank", "pp, zbv", "all three axes", "label smoothing, z-loss, chunks")
+
+
+@pytest.mark.parametrize("name", cases(JOBS, core=CORE))
 def test_a_job_is_equal_to_the_cpu_to_the_bit(ranks, devices, name):
     job = Job(**{"shape": tiny_shape(), "steps": 2, **JOBS[name]})
     for device, cpu in zip(*on_both(job, ranks, devices), strict=True):
         require_equal(device, cpu)
 
 
-@pytest.mark.parametrize("name", OTHER_BRANCHES)
+@pytest.mark.parametrize(
+    "name", cases(OTHER_BRANCHES, core=("documents over dp and tp", "compiled operators"))
+)
 def test_the_branches_of_an_accelerator_compute_the_same(ranks, devices, name):
     job = Job(tiny_shape(), steps=2, **OTHER_BRANCHES[name])
     require_close(job, *on_both(job, ranks, devices))
 
 
-@pytest.mark.parametrize("family", FAMILY_SHAPES)
+@pytest.mark.parametrize("family", cases(FAMILY_SHAPES, core=("gpt2", "gemma3")))
 def test_a_family_computes_the_same(ranks, devices, family):
     job = Job(FAMILY_SHAPES[family], layout=Layout(tensor=2), documents=True)
     require_close(job, *on_both(job, ranks, devices))

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from megalite.ops import trust
@@ -27,6 +28,7 @@ def prove_what_is_not_there() -> tuple[dict[str, trust.Choice], str]:
 
 
 @needs_library
+@pytest.mark.extended
 def test_operators_prove_themselves_on_an_accelerator(devices) -> None:
     ((found, choices, facts),) = devices.run(prove, world_size=1)
     assert (facts["device"], facts["card"]) == ("standin", "stand-in")

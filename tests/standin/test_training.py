@@ -8,6 +8,7 @@ import pytest
 
 from megalite.checkpoint.folder import read_manifest
 from tests.support.device_run import STEPS, resume, train, write_text
+from tests.support.selection import cases
 from tests.support.tiny_run import ranks_of, write_token_files
 
 # In 16 bits the gradients of shared keys and values depend on who adds them: torch's attention on an accelerator.
@@ -47,7 +48,7 @@ def by_kind(lines: Counter[tuple[str, str]]) -> dict[str, int]:
     return dict(kinds)
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", cases(RUNS, core=("one rank", "pp, zbv")))
 def test_a_run_is_equal_to_the_cpus_to_the_bit(ranks, devices, data, tmp_path, name):
     changes = {"model.kernels": "reference", **RUNS[name]}
     world = ranks_of(changes)
@@ -64,7 +65,7 @@ def test_a_run_is_equal_to_the_cpus_to_the_bit(ranks, devices, data, tmp_path, n
     assert resumed == ranks.run(resume, world, data=data, changes=changes, from_=device)
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", cases(RUNS, core=("one rank", "pp, zbv")))
 def test_the_host_waits_for_the_device_once_a_step(devices, data, tmp_path, name):
     changes = {"model.kernels": "reference", **RUNS[name]}
     for rank in devices.run(train, ranks_of(changes), data=data, changes=changes, into=tmp_path):

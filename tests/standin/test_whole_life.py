@@ -56,6 +56,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
     return job
 
 
+@pytest.mark.extended
 def test_a_run_on_an_accelerator_is_the_run_on_the_cpu(job: Job, tmp_path: Path) -> None:
     build.load()
     on_cpu, on_device, record = tmp_path / "cpu", tmp_path / "device", tmp_path / "called"

@@ -9,6 +9,7 @@ from deepspeed.accelerator import get_accelerator
 
 from megalite.topology.axes import Layout
 from tests.support.parity import assert_close, assert_same_tensors
+from tests.support.selection import cases
 from tests.support.tiny import tiny_shape
 from tests.support.training import Job, full_tensors, train_on_rank
 
@@ -23,7 +24,8 @@ JOBS: dict[str, dict[str, Any]] = {
 SHAPE = replace(tiny_shape(), num_key_value_heads=8)
 
 
-@pytest.mark.parametrize("name", JOBS)
+# All stages reduce, shard and gather as on the CPU; the table of pairs has them in many layouts.
+@pytest.mark.parametrize("name", cases(JOBS, core=("zero 1", "zero 3")))
 def test_zero_is_equal_to_the_cpu_to_the_bit(ranks, devices, name):
     job = Job(**{"shape": SHAPE, "layout": Layout(data=2), "steps": 2, "dtype": torch.float32, **JOBS[name]})
     results = [pool.run(train_on_rank, job.layout.world_size, job=job) for pool in (devices, ranks)]

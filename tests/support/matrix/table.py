@@ -1,9 +1,10 @@
 """The table as a file, how it is made, and the part of it that every change runs."""
 
 import csv
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 from tests.support.matrix.axes import AXES, Row
 from tests.support.matrix.pairwise import Covering, cover
@@ -43,9 +44,18 @@ def as_text(rows: Sequence[Row]) -> str:
 def part_for_every_change(rows: Sequence[Row]) -> list[int]:
     """Few rows in which each value of each axis meets each schedule, and all of CROSSED one another.
 
-    As far as the table has them. Greedy: again and again the row that has the most that is new for its ranks.
+    As far as the table has them.
     """
-    wanted = {index: set(_meetings(row)) for index, row in enumerate(rows)}
+    return _few(rows, {index: set(_meetings(row)) for index, row in enumerate(rows)})
+
+
+def part_for_the_core(rows: Sequence[Row], part: Iterable[int]) -> list[int]:
+    """Few rows of `part` that have each value of each axis, and each kind of layout."""
+    return _few(rows, {index: {*rows[index].items(), ("kind", layout_kind(rows[index]))} for index in part})
+
+
+def _few(rows: Sequence[Row], wanted: dict[int, set[Any]]) -> list[int]:
+    """Greedy: again and again the row that has the most that is new for what it costs."""
     missing = set().union(*wanted.values())
     chosen: list[int] = []
     while missing:

@@ -75,6 +75,7 @@ def test_training_on_wikitext2_equals_a_plain_loop(tmp_path: Path, shared_data: 
         assert row["largest_gap"] < FLOAT32_RTOL, row
 
 
+@pytest.mark.extended
 def test_checkpoint_memory(tmp_path: Path) -> None:
     """A model of 404 MB, half of which is its embedding; what is mapped of the files, or held whole, would show."""
     export, *imports = quick_rows("checkpoint_memory", tmp_path)
@@ -86,6 +87,7 @@ def test_checkpoint_memory(tmp_path: Path) -> None:
         assert row["above_start_mib"] < row["model_mib"] + 120, row
 
 
+@pytest.mark.extended
 def test_loader(tmp_path: Path) -> None:
     rows = quick_rows("loader", tmp_path)
     assert [(row["file"], row["loader_workers"]) for row in rows] == list(product(["cold", "warm"], [0, 1]))

@@ -48,6 +48,7 @@ def suite(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 @needs_library
+@pytest.mark.extended
 def test_every_operator_is_right_on_the_cpu(tmp_path: Path) -> None:
     run = suite("--device", "cpu", "--parts", "checks", "--results", str(tmp_path))
     assert run.returncode == 0, run.stdout + run.stderr[-3000:]
@@ -61,6 +62,7 @@ def test_every_operator_is_right_on_the_cpu(tmp_path: Path) -> None:
     assert (tmp_path / "gpu.md").read_text() == gpu_suite.markdown(report) == run.stdout.removesuffix("\n")
 
 
+@pytest.mark.extended
 def test_the_smoke_jobs_commands_do_what_it_asks(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
