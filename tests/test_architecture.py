@@ -210,12 +210,14 @@ def operators_without_flags(module: Module) -> Iterator[str]:
     if module.path == "ops/choice.py":
         return
     for node in ast.walk(module.tree):
-        names: list[str] = []
+        typed: list[tuple[str, ast.expr | None]] = []
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            arguments = node.args
-            names = [each.arg for each in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+            arguments = (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
+            typed = [(each.arg, each.annotation) for each in arguments]
         elif isinstance(node, ast.ClassDef):
-            names = [ast.unparse(each.target) for each in node.body if isinstance(each, ast.AnnAssign)]
+            fields = [each for each in node.body if isinstance(each, ast.AnnAssign)]
+            typed = [(ast.unparse(each.target), each.annotation) for each in fields]
+        names = {name for name, hint in typed if hint is None or ast.unparse(hint) == "bool"}
         for name in OPERATOR_FLAGS.intersection(names):
             yield f"{node.lineno}: {name}"
 
