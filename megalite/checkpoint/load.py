@@ -106,9 +106,9 @@ def load_parameter(
     *,
     most_elements: int | None = None,
 ) -> None:
-    """Fill one registered parameter of this rank, part by part, with what the reader has of that kind.
+    """Fill one registered parameter of this rank, part by part, from the reader's tensors of state key `kind`.
 
-    most_elements: about how many are read at a time, where the reader reads no more for it.
+    most_elements: read about so many elements at a time; None reads a part at once.
     """
     row = 0
     for part, box in parameter.spec.boxes(mesh.tp.rank, mesh.tp.size):
@@ -169,7 +169,7 @@ def _load_optimizer(reader: CheckpointReader, shards: Sequence[StateShard], mesh
 
 
 def _load_run(reader: CheckpointReader, shard: StateShard, kind: str, mesh: ParallelMesh) -> None:
-    """Fill a run of one parameter with what the reader has of that kind."""
+    """Fill a flat range of one parameter from the reader's tensor of that state key."""
     boxes = shard.parameter.spec.boxes(mesh.tp.rank, mesh.tp.size)
     for run in split_run(boxes, shard.start, shard.values.numel()):
         values = reader.read(kind, run.part.name, run.box, (run.start, run.stop))
