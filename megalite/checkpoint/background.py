@@ -1,7 +1,7 @@
-"""Saving beside the training: a copy is taken, a thread of each rank writes it, rank 0's publishes the whole.
+"""Asynchronous checkpoints: a thread of each rank writes a copy of its state, and rank 0's publishes the whole.
 
-What is copied changes in an update alone, so the copy runs beside the next step's forward and backward, and only the
-update waits for it. No thread takes part in a collective: ranks agree between two steps, in their main threads, on
+Only an update changes the state, so the copy runs during the next step's forward and backward, and only the update
+waits for it. No thread takes part in a collective: ranks agree between two steps, in their main threads, on
 whether all have written; then rank 0's thread publishes. One checkpoint is in flight at a time: a second one waits.
 """
 
@@ -22,9 +22,9 @@ from megalite.parallel.mesh import ParallelMesh
 
 @dataclass(frozen=True)
 class Written:
-    """A checkpoint that a thread has published, and what it cost: rank 0 alone knows that of all ranks.
+    """A checkpoint that a thread has published, and its cost; the costs of all ranks are known to rank 0 alone.
 
-    stall_seconds: what rank 0's training waited for it. write_seconds: from the start of the copy until the slowest
+    stall_seconds: how long rank 0's training waited for it. write_seconds: from the start of the copy until the slowest
     rank's file was on the disk. staging_bytes: the copy, of the rank that has most.
     """
 
@@ -36,11 +36,11 @@ class Written:
 
 
 class _Stopped(Exception):
-    """Another rank failed: what this one writes is of no use any more."""
+    """Another rank failed, so this rank stops writing."""
 
 
 class BackgroundWriter:
-    """Writes drafts of one run beside its training; one a rank, called alike on every rank, from its main thread."""
+    """Writes drafts while training goes on; one object a rank, called alike on every rank from its main thread."""
 
     def __init__(self, mesh: ParallelMesh):
         self._mesh = mesh
@@ -77,9 +77,9 @@ class BackgroundWriter:
         return self._failure is not None
 
     def start(self, draft: Draft, then: Callable[[], None], *, stalled: float = 0.0) -> None:
-        """Begin to write a draft, when none is in flight.
+        """Begin to write a draft; no other may be in flight.
 
-        then: what rank 0's thread does when it has published. stalled: seconds that the training has waited already.
+        then: called by rank 0's thread after publishing. stalled: seconds that training has waited already.
         """
         started = time.perf_counter()
         self._draft, self._then, self._publishing = draft, then, False
@@ -89,7 +89,7 @@ class BackgroundWriter:
         self._stall_seconds = stalled + time.perf_counter() - started
 
     def before_update(self) -> None:
-        """Wait until what an update changes has been copied; without effect where nothing is to be copied."""
+        """Wait until the state has been copied; returns at once if no checkpoint is in flight."""
         if self._draft is None:
             return
         started = time.perf_counter()
@@ -98,7 +98,7 @@ class BackgroundWriter:
         self._stall_seconds += time.perf_counter() - started
 
     def advance(self, *, busy: bool, failed: bool) -> Written | None:
-        """Go on with what is in flight; the checkpoint, once it is published. Collective.
+        """Advance the checkpoint in flight, and return it once it is published. Collective.
 
         busy, failed: whether any rank is. Raises CheckpointError on every rank alike when any has failed; older
         checkpoints are as they were.
@@ -116,7 +116,7 @@ class BackgroundWriter:
         return replace(self._cost, stall_seconds=self._stall_seconds)
 
     def finish(self) -> Written | None:
-        """Wait for what is in flight until it is published. Collective."""
+        """Wait until the checkpoint in flight is published. Collective."""
         started, done = time.perf_counter(), None
         while self._draft is not None:
             if self._thread is not None:
@@ -131,13 +131,13 @@ class BackgroundWriter:
         def guarded() -> None:
             try:
                 action()
-            # Whatever it is: it is for the training to know.
+            # Whatever it is: the main thread raises it.
             except Exception as error:
                 self._failure = error
             finally:
                 self._copied.set()
 
-        # A run that is ended does not wait for it.
+        # A daemon: a run that is ended does not wait for its checkpoint.
         self._thread = threading.Thread(target=guarded, name="checkpoint", daemon=True)
         self._thread.start()
 

@@ -41,7 +41,7 @@ def load_checkpoint(
     checkpoint does not fit or is damaged; then the stage may be filled in part.
     """
     mesh = replica.mesh
-    wanted = None if optimizer is None else _kinds_of_all_ranks(optimizer, mesh, checkpoint)
+    wanted = None if optimizer is None else _keys_of_all_ranks(optimizer, mesh, checkpoint)
 
     def load() -> Manifest:
         with CheckpointReader(checkpoint, verify_hashes=verify_hashes) as reader:
@@ -106,9 +106,9 @@ def load_parameter(
     *,
     most_elements: int | None = None,
 ) -> None:
-    """Fill one registered parameter of this rank, part by part, with what the reader has of that kind.
+    """Fill one registered parameter of this rank, part by part, from the reader's tensors of state key `kind`.
 
-    most_elements: about how many are read at a time, where the reader reads no more for it.
+    most_elements: read about so many elements at a time; None reads a part at once.
     """
     row = 0
     for part, box in parameter.spec.boxes(mesh.tp.rank, mesh.tp.size):
@@ -130,17 +130,17 @@ def check_fits(manifest: Manifest, shape: ModelShape, checkpoint: Path) -> None:
 
 
 def _exact_weights(manifest: Manifest) -> str:
-    """The kind that has the weights with all their digits."""
+    """The state key under which the weights have all their digits."""
     return MASTER if MASTER in manifest.optimizer_kinds else WEIGHT
 
 
-def _kinds_of_all_ranks(optimizer: OptimizerState, mesh: ParallelMesh, checkpoint: Path) -> frozenset[str]:
-    """The kinds of state that the optimizer keeps: a rank whose partition is empty has none itself. Collective."""
+def _keys_of_all_ranks(optimizer: OptimizerState, mesh: ParallelMesh, checkpoint: Path) -> frozenset[str]:
+    """The state keys that the optimizer keeps on any rank; a rank with an empty partition has none. Collective."""
     explained = explain(mesh, "load", checkpoint)
     own = all_or_none(mesh, lambda: {shard.key for shard in optimizer.shards()}, explained)
     gathered = mesh.gather_objects(own)
-    kinds: frozenset[str] = mesh.broadcast_object(frozenset().union(*gathered or []))
-    return kinds
+    keys: frozenset[str] = mesh.broadcast_object(frozenset().union(*gathered or []))
+    return keys
 
 
 def _check_optimizer(manifest: Manifest, wanted: frozenset[str], checkpoint: Path) -> None:
@@ -169,7 +169,7 @@ def _load_optimizer(reader: CheckpointReader, shards: Sequence[StateShard], mesh
 
 
 def _load_run(reader: CheckpointReader, shard: StateShard, kind: str, mesh: ParallelMesh) -> None:
-    """Fill a run of one parameter with what the reader has of that kind."""
+    """Fill a flat range of one parameter from the reader's tensor of that state key."""
     boxes = shard.parameter.spec.boxes(mesh.tp.rank, mesh.tp.size)
     for run in split_run(boxes, shard.start, shard.values.numel()):
         values = reader.read(kind, run.part.name, run.box, (run.start, run.stop))

@@ -60,7 +60,7 @@ OF_A_RUN = Remedies(
 
 @dataclass(frozen=True)
 class _Piece:
-    """What one rank writes under one key: a run of one kind of one canonical tensor."""
+    """What one rank writes under one key: a flat range of one canonical tensor, of one state key (`kind`)."""
 
     kind: str
     run: PartRun
@@ -84,9 +84,9 @@ class _Piece:
 
 
 class Draft:
-    """A checkpoint that is being made: what this rank writes of it, and on rank 0 how it is published.
+    """A checkpoint in the making: what this rank writes, and on rank 0 how the whole is published.
 
-    partial: the folder that it is written to. published: its name in the end.
+    partial: the folder that the ranks write to. published: the name of that folder once it is complete.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Draft:
         manifest: Manifest,
         remedies: Remedies,
     ):
-        """manifest: without tensors and files, which the ranks' tables tell."""
+        """manifest: without tensors and files; `publish` takes these from the tables of all ranks."""
         self.partial, self.published = partial, published
         self.path = partial / f"rank-{rank:05d}.safetensors"
         self._pieces, self._manifest, self.remedies = pieces, manifest, remedies
@@ -109,23 +109,23 @@ class Draft:
 
     @property
     def size_bytes(self) -> int:
-        """Of the numbers that this rank writes."""
+        """Bytes of the tensors that this rank writes."""
         return sum(piece.values.nbytes for piece in self._pieces.values())
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Key -> what this rank writes under it: no copies, but what training goes on with."""
+        """Key -> the tensor that this rank writes under it: a view of the live state, not a copy."""
         return {key: piece.shaped for key, piece in self._pieces.items()}
 
     def write(self, read: Callable[[str], Tensor]) -> str:
-        """Write this rank's file and wait until it is on the disk; what rank 0 has to know of it.
+        """Write this rank's file, wait until it is on the disk, and return its table of shards for `publish`.
 
-        read: gives `tensors`, or a copy of them, one after the other.
+        read: returns the tensor of a key, live or copied; called once a key, in order.
         """
         return _write(self.path, self._pieces, read)
 
     def publish(self, tables: Sequence[str]) -> None:
-        """On one rank, with what `write` gave on each: check that nothing is missing, and give it its name."""
+        """On one rank, with the tables of all: check that nothing is missing, then rename the folder."""
         manifest = replace(self._manifest, **_merge(tables))
         check_coverage(manifest, self.partial)
         check_files(manifest, self.partial)
@@ -158,7 +158,7 @@ def save_checkpoint(
 
 
 def write_draft(draft: Draft, mesh: ParallelMesh, then: Callable[[], None] = lambda: None) -> None:
-    """Write and publish it, now; `then` is called on rank 0. Collective; raises as `save_checkpoint` does."""
+    """Write and publish a draft; rank 0 then calls `then`. Collective; raises as `save_checkpoint` does."""
 
     def finish(tables: Sequence[str]) -> None:
         draft.publish(tables)
@@ -185,7 +185,7 @@ def draft_checkpoint(
     config: Mapping[str, Any],
     remedies: Remedies = OF_A_RUN,
 ) -> Draft:
-    """Make the folder for it, once there is room for what all ranks have to write; as `save_checkpoint`."""
+    """List what each rank has to write, and make the folder if the disk has room for all; as `save_checkpoint`."""
     step, mesh, split = trainer_state["step"], replica.mesh, replica.split
     manifest = Manifest(
         megalite=__version__,
@@ -260,12 +260,12 @@ def _by_key(pieces: Iterable[_Piece]) -> dict[str, _Piece]:
     found: dict[str, _Piece] = {}
     for piece in pieces:
         if found.setdefault(piece.key, piece) is not piece:
-            raise AssertionError("a rank holds the same run of the same tensor twice")
+            raise AssertionError("a rank holds the same flat range of the same tensor twice")
     return found
 
 
 def _whole_weights(replica: Replica) -> Iterator[StateShard]:
-    """What every data-parallel rank holds alike, to be written by them in turn."""
+    """The weights that every data-parallel rank holds; the ranks take turns to write them."""
     dp, tensors = replica.mesh.dp, replica.tensors
     for index, parameter in enumerate(replica.parameters):
         owned = index % dp.size == dp.rank
@@ -273,7 +273,7 @@ def _whole_weights(replica: Replica) -> Iterator[StateShard]:
 
 
 def _written(mesh: ParallelMesh, parameter: Parameter, runs: Iterable[PartRun]) -> Iterator[PartRun]:
-    """The runs that this tensor-parallel rank and stage write: replicas and tied copies only once."""
+    """The flat ranges that this tensor-parallel rank and stage write: replicas and tied copies only once."""
     spec, (rank, size) = parameter.spec, (mesh.tp.rank, mesh.tp.size)
     if not spec.stages or mesh.at.pp == spec.stages[0]:
         yield from (run for run in runs if spec.first_holder(run.part, rank, size) == rank)

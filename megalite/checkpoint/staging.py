@@ -1,4 +1,4 @@
-"""The copy that a checkpoint is written from while training goes on: one buffer of host memory, used ever again."""
+"""The copy that an asynchronous checkpoint is written from: one buffer of host memory, reused for every save."""
 
 from collections.abc import Mapping
 
@@ -29,7 +29,7 @@ class Staging:
 
     @property
     def size_bytes(self) -> int:
-        """Held from the first copy to the last."""
+        """Bytes of the buffer, which is kept from one save to the next."""
         return self._buffer.bytes.nbytes
 
     @staticmethod
@@ -37,7 +37,7 @@ class Staging:
         return sum(_aligned(tensor.nbytes) for tensor in tensors.values())
 
     def begin(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Where the copies will be; those of an accelerator's tensors are under way."""
+        """Start to copy an accelerator's tensors; returns key -> the tensor that will hold the copy."""
         on_device = {key: tensor for key, tensor in tensors.items() if tensor.device.type != "cpu"}
         self._device = next((tensor.device for tensor in on_device.values()), None)
         self._buffer.reserve(self.needed_bytes(tensors), self._device)
@@ -58,7 +58,7 @@ class Staging:
         return targets
 
     def fill(self) -> None:
-        """Copy what lies in host memory: by numpy, whose copies start no threads and let others run."""
+        """Copy the tensors in host memory by numpy, which starts no threads and releases the GIL."""
         for target, tensor in self._on_host:
             np.copyto(
                 np.frombuffer(tensor_bytes(target), np.uint8), np.frombuffer(tensor_bytes(tensor), np.uint8)
@@ -70,7 +70,7 @@ class Staging:
             self._arrived.synchronize()
 
     def hold_update(self) -> None:
-        """Have what the training's stream is given from now on wait for the copy; the host does not wait."""
+        """Make later work on the training's stream wait for the copy; the host does not wait."""
         if self._arrived is not None:
             torch.accelerator.current_stream(self._device).wait_event(self._arrived)
 

@@ -42,7 +42,7 @@ def optimizer_settings(config: RunConfig) -> OptimizerSettings:
         clip_value=optimizer.clip_value,
         groups=tuple(each.group for each in optimizer.groups),
         ema_decay=optimizer.ema_decay,
-        accumulate_wide=training.accumulation == "fp32",
+        sum_in_fp32=training.accumulation == "fp32",
         skip_nonfinite=training.nonfinite == "skip",
         loss_scale=_loss_scale_settings(training) if training.precision == "fp16" else None,
         native=config.native_optimizer,

@@ -69,7 +69,7 @@ def train_rank(info: RankInfo, config: RunConfig, threads: int, callbacks: Seque
 
 @dataclass(frozen=True)
 class _Done:
-    """What is left of a rank when its last step is saved.
+    """What remains to be done by a rank once its last step is saved.
 
     last: the last checkpoint, if there is any. told_to_end: SIGTERM came before the last step.
     """

@@ -3,6 +3,7 @@
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from shutil import copytree
 from unittest.mock import patch
 
 import pytest
@@ -102,12 +103,19 @@ def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(
     job = job_of(layout, zero_stage, tied=tied)
     whole = run(ranks, job, tmp_path / "whole")
     run(ranks, replace(job, steps=2), tmp_path / "parts")
+    copytree(tmp_path / "parts", tmp_path / "changed")
     resumed = run(ranks, job, tmp_path / "parts")
     for one, other in zip(whole, resumed, strict=True):
         assert one.losses[2:] == other.losses and one.norms[2:] == other.norms
         assert all(torch.equal(a.values, b.values) for a, b in zip(one.final, other.final, strict=True))
     first, second = (read_manifest(tmp_path / name / "step-000004") for name in ("whole", "parts"))
     assert (first.tensors, first.optimizer, first.files) == (second.tensors, second.optimizer, second.files)
+    # And with changed settings: on one rank without ZeRO, in larger micro batches.
+    other = replace(job_of(Layout(), 0, tied=tied), micro_batch_size=2, dtype=job.dtype)
+    rtol = LAYOUT_RTOL if job.dtype == torch.float64 else FLOAT32_RTOL
+    [changed] = run(ranks, other, tmp_path / "changed")
+    assert_close(changed.losses, whole[0].losses[2:], rtol=rtol)
+    assert_close(changed.norms, whole[0].norms[2:], rtol=rtol)
 
 
 @pytest.mark.parametrize(

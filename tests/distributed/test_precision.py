@@ -207,7 +207,7 @@ def test_gradients_of_many_micro_batches_are_summed_in_float32(ranks, fault):
     job = replace(job_of(torch.bfloat16), micro_batch_size=1)
     [exact] = ranks.run(first_gradients, job=job_of(torch.float64), rounded=True, batches=16)
     [summed] = ranks.run(first_gradients, job=job, batches=16, fault=fault)
-    in_model_type = replace(job, optimizer=replace(ADAMW, accumulate_wide=False))
+    in_model_type = replace(job, optimizer=replace(ADAMW, sum_in_fp32=False))
     [lossy] = ranks.run(first_gradients, job=in_model_type, batches=16)
     error, expected = (sum(gradient_errors(each, exact).values()) for each in (summed, lossy))
     assert (error < 0.5 * expected) == (fault is None), (error, expected)

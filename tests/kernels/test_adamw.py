@@ -208,7 +208,7 @@ def state_of(optimizer: TorchOptimizer) -> dict[tuple[str, str], Tensor]:
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_the_trainers_step_is_the_same(dtype, changes, wide):
-    plain = replace(ADAMW, accumulate_wide=wide, **changes)
+    plain = replace(ADAMW, sum_in_fp32=wide, **changes)
     one, other = trained(plain, dtype, 5), trained(replace(plain, operators=ALL_COMPILED), dtype, 5)
     # Clipping values of 16 bits in place would round them: torch's form does it in float32.
     assert isinstance(other._optimizer, OnePassAdamW) == (

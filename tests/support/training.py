@@ -84,12 +84,17 @@ class Shard:
 
 @dataclass
 class RankResult:
-    """What one rank saw. gradients: of the first step, before clipping and before ZeRO's reduction over dp."""
+    """What one rank saw.
+
+    gradients: of the first step, before clipping and before ZeRO's reduction over dp. without_gradient: the parameters
+    that had none in the matrix's run, which must be none; `train_on_rank` fails there and then.
+    """
 
     dp_rank: int
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     gradients: list[Shard] = field(default_factory=list)
+    without_gradient: list[str] = field(default_factory=list)
     initial: list[Shard] = field(default_factory=list)
     final: list[Shard] = field(default_factory=list)
 

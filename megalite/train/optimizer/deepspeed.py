@@ -46,7 +46,7 @@ class DeepSpeedOptimizer:
         self._skip_nonfinite = settings.skip_nonfinite
         _mark(parameters, self._tensors, mesh)
         low_precision = any(tensor.element_size() < 4 for tensor in self._tensors.values())
-        sum_in_fp32 = low_precision and settings.accumulate_wide
+        sum_in_fp32 = low_precision and settings.sum_in_fp32
         if sum_in_fp32:
             accumulate_in_float32(self._tensors)
         handed, self._once_a_step = _handed(config, sum_in_fp32=sum_in_fp32)

@@ -16,7 +16,7 @@ from megalite.train.loss_scale import LossScaleSettings
 class OptimizerSettings:
     """Hyperparameters as the config has them; 0 switches clipping and the average of weights off.
 
-    accumulate_wide: gradients of 16-bit weights are summed in float32. skip_nonfinite: leave out an update that is not
+    sum_in_fp32: gradients of low-precision weights are summed in fp32. skip_nonfinite: leave out an update that is not
     finite, where no loss scale does so. loss_scale: None where there is none. native: DeepSpeed's own AdamW updates,
     which ZeRO alone has. operators: which implementation of each is used.
     sum_in_place: a backward runs each linear once, which may then add to the sum of earlier micro batches itself.
@@ -31,7 +31,7 @@ class OptimizerSettings:
     clip_value: float = 0.0
     groups: tuple[ParameterGroup, ...] = ()
     ema_decay: float = 0.0
-    accumulate_wide: bool = True
+    sum_in_fp32: bool = True
     skip_nonfinite: bool = False
     loss_scale: LossScaleSettings | None = None
     native: bool = False
@@ -42,9 +42,9 @@ class OptimizerSettings:
 def update_groups(
     settings: OptimizerSettings, parameters: Sequence[Parameter], tensors: Mapping[str, nn.Parameter]
 ) -> list[dict[str, Any]]:
-    """The parameters as torch's groups, one for each rule of update: the same on every rank, some with nobody.
+    """The parameters as torch's groups, one for each rule of update: the same on every rank; a group may be empty.
 
-    What is in no group of the settings has the schedule's learning rate, and weight decay unless it is a norm or
+    A parameter in no group of the settings has the schedule's learning rate, and weight decay unless it is a norm or
     a bias.
     """
     found: list[dict[str, Any]] = []
@@ -68,5 +68,5 @@ def update_groups(
 def filled_groups(
     settings: OptimizerSettings, parameters: Sequence[Parameter], tensors: Mapping[str, nn.Parameter]
 ) -> list[dict[str, Any]]:
-    """Those of `update_groups` that have somebody, as an optimizer takes them."""
+    """The groups of `update_groups` that are not empty, as an optimizer takes them."""
     return [group for group in update_groups(settings, parameters, tensors) if group["params"]]

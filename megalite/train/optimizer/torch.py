@@ -40,13 +40,13 @@ from megalite.train.optimizer.update import (
 class TorchOptimizer:
     """Every data-parallel rank keeps the whole optimizer state of its stage and shard.
 
-    The weights of a 16-bit model are copies of float32 masters, which are what is updated.
+    A low-precision model has fp32 masters, which are updated and then rounded into its weights.
     """
 
     def __init__(self, replica: Replica, settings: OptimizerSettings):
         self._parameters, self._mesh, self._settings = replica.parameters, replica.mesh, settings
         self._tensors = replica.tensors
-        if settings.accumulate_wide:
+        if settings.sum_in_fp32:
             accumulate_in_float32(self._tensors)
             adds = (
                 settings.operators.uses("accumulate")
@@ -94,7 +94,7 @@ class TorchOptimizer:
         return Update(norm)
 
     def _copies(self) -> Mapping[Tensor, nn.Parameter] | None:
-        """The 16-bit weight of each master, if there are masters; None where torch's own update is to be taken."""
+        """Master -> its low-precision weight, for the one-pass update; None where torch's own update is used."""
         settings, device = self._settings, self._mesh.device
         named = {master: self._tensors[name] for name, master in self._masters.items()}
         copies: dict[Tensor, nn.Parameter] = {
@@ -102,14 +102,14 @@ class TorchOptimizer:
         }
         faster = settings.operators.uses("adamw") and (device.type == "cpu" or bool(copies))
         # In place, clipping values of 16 bits would round them.
-        rounds = bool(copies) and settings.clip_value > 0 and not settings.accumulate_wide
+        rounds = bool(copies) and settings.clip_value > 0 and not settings.sum_in_fp32
         return copies if (faster or apex.adamw(device)) and not rounds else None
 
     def _norm(self, tensors: Mapping[str, nn.Parameter]) -> float:
         return global_norm(self._parameters, tensors, self._mesh, ops=self._settings.operators)
 
     def _step_in_one_pass(self, optimizer: OnePassAdamW, norm: float) -> None:
-        """From the 16-bit weights' own gradients, which are read once more for each value that is clipped."""
+        """Update from the gradients of the low-precision weights; clipping by value reads them once more."""
         settings, scale = self._settings, 1 / self.loss_scale
         if settings.clip_value > 0:
             gradients = _gradients(self._tensors)
@@ -122,7 +122,7 @@ class TorchOptimizer:
             tensor.grad = None
 
     def _skip(self, norm: float) -> Update:
-        """Leave out the update of an overflow, on every rank alike. Raises TrainingError where it is none."""
+        """Leave out an update whose gradient is not finite, on every rank alike; raises as `skip_update`."""
         tensor = first_nonfinite(self._parameters, self._tensors, self._mesh)
         update = skip_update(self._scale, norm, tensor, skip_nonfinite=self._settings.skip_nonfinite)
         for held in self._tensors.values():
@@ -136,7 +136,7 @@ class TorchOptimizer:
                 master.grad, tensor.grad = tensor.grad.to(master.dtype), None
 
     def _clip(self, gradients: Sequence[Tensor], norm: float) -> None:
-        """By value, then by the norm of what that leaves."""
+        """Clip by value, then by the global norm of the clipped gradient."""
         settings = self._settings
         if settings.clip_value > 0:
             clip_values(gradients, limit=settings.clip_value)
@@ -146,13 +146,13 @@ class TorchOptimizer:
 
 
 def _master(tensor: nn.Parameter) -> nn.Parameter:
-    """What is updated in a parameter's place: a float32 copy of a 16-bit one, any other itself."""
+    """The tensor that is updated for a parameter: an fp32 copy of a low-precision one, else the parameter itself."""
     return nn.Parameter(tensor.detach().float()) if tensor.element_size() < 4 else tensor
 
 
 @torch.no_grad()
 def _copy_masters(masters: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-    """Make 16-bit weights the rounded values of their masters."""
+    """Round the masters into the low-precision weights."""
     for name, master in masters.items():
         if master is not tensors[name]:
             tensors[name].copy_(master)

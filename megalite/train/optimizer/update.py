@@ -19,7 +19,7 @@ def torch_optimizer(
 ) -> torch.optim.Optimizer:
     """AdamW (Loshchilov and Hutter 2019) or SGD, which also keeps the average of the weights if it is asked for.
 
-    copies: the 16-bit weights that AdamW is to write with `tensors`, their masters.
+    copies: master in `tensors` -> the low-precision weight that AdamW writes with it.
     """
     groups = filled_groups(settings, parameters, tensors)
     optimizer: torch.optim.Optimizer
@@ -36,7 +36,7 @@ def torch_optimizer(
 
 
 def keep_average(optimizer: torch.optim.Optimizer, settings: OptimizerSettings) -> None:
-    """Have it average what it updates, if that is asked for: by hooks, as these may be masters or ZeRO's partitions."""
+    """Keep the average of the weights, if asked for: by hooks, as it may update masters or ZeRO's partitions."""
     if settings.ema_decay:
         optimizer.register_step_pre_hook(lambda self, _arguments, _keywords: ensure_state(self))
         optimizer.register_step_post_hook(lambda self, _arguments, _keywords: _average_weights(self))
@@ -56,7 +56,7 @@ def _average_weights(optimizer: torch.optim.Optimizer) -> None:
 
 
 def accumulate_in_float32(tensors: Mapping[str, nn.Parameter]) -> None:
-    """Let autograd sum the gradients of 16-bit parameters in float32."""
+    """Let autograd sum the gradients of low-precision parameters in fp32."""
     for tensor in tensors.values():
         if tensor.element_size() < 4:
             tensor.grad_dtype = torch.float32

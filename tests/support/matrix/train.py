@@ -90,7 +90,9 @@ def train_settings(settings: Settings, fault: str | None = None) -> RankResult:
                 result.norms.append(report.grad_norm)
                 if step == 0:
                     unscaled = {name: gradient.double() / scale for name, gradient in gradients().items()}
-                    result.gradients = shards_of(parameters, unscaled, mesh)
+                    result.without_gradient = sorted(tensors.keys() - unscaled.keys())
+                    used = [each for each in parameters if each.name in unscaled]
+                    result.gradients = shards_of(used, unscaled, mesh)
         with whole_weights(config.zero_stage, tensors):
             result.final = shards_of(parameters, tensors, mesh)
         return result
@@ -132,13 +134,15 @@ def _watched(
         gradient_of: Callable[[Tensor], Tensor | None] = attrgetter("grad"),
     ) -> None:
         all_reduce_replicated_gradients(parameters, tensors, mesh, gradient_of)
-        whole: dict[str, Tensor] = {}
-        for name, tensor in tensors.items():
-            gradient = gradient_of(tensor)
-            assert gradient is not None, f"{name} has no gradient"
-            # A copy: what is clipped in place later would else be clipped here too.
-            whole[name] = gradient.to(torch.float64, copy=True)
-        found.append(whole)
+        gradients = {name: gradient_of(tensor) for name, tensor in tensors.items()}
+        found.append(
+            {
+                # A copy: what is clipped in place later would else be clipped here too.
+                name: gradient.to(torch.float64, copy=True)
+                for name, gradient in gradients.items()
+                if gradient is not None
+            }
+        )
 
     return complete
 
@@ -163,6 +167,8 @@ class Trained:
         for rank, result in enumerate(results):
             same = result.losses == first.losses and result.norms == first.norms
             assert same, f"rank {rank} reports {result.losses}, {result.norms}: not what rank 0 does"
+            missing = ", ".join(result.without_gradient)
+            assert not missing, f"no gradient on rank {rank} of {missing}"
         return cls(
             first.losses,
             first.norms,

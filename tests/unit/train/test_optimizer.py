@@ -93,5 +93,5 @@ def test_a_gradient_that_is_wider_than_its_weight_is_summed_so():
     optimizer, tensors = made(SGD, torch.bfloat16)
     del optimizer
     assert all(tensor.grad_dtype == torch.float32 for tensor in tensors.values())
-    _, tensors = made(replace(SGD, accumulate_wide=False), torch.bfloat16)
+    _, tensors = made(replace(SGD, sum_in_fp32=False), torch.bfloat16)
     assert all(tensor.grad_dtype == torch.bfloat16 for tensor in tensors.values())
