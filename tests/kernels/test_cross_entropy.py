@@ -267,7 +267,7 @@ def test_gradients_are_those_of_small_differences(terms, fused):
         labels=labels,
         loss_mask=loss_mask,
         terms=LossTerms(11, **TERMS[terms]),
-        operator=OPERATORS[fused],
+        fused=fused,
     )
     _, gradient = run(logits)
     slopes = torch.empty_like(gradient)
