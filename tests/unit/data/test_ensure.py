@@ -334,7 +334,7 @@ def test_text_and_prepared_files_by_weight(text: Path, other: Path, run_folder: 
     data = ensure_data(blend(*parts), run_folder)
     assert data.train == (run_folder / "data" / "train-0", tmp_path / "x")
     assert not (run_folder / "tokenizer").exists()  # the prepared files brought theirs
-    with pytest.raises(DataError, match=r"x is a prepared token file, which data\.split does not divide"):
+    with pytest.raises(DataError, match=r"x is a prepared token file, and data\.split divides text only"):
         ensure_data(blend(*parts, split=[0.5, 0.5]), run_folder / "other")
     with pytest.raises(DataError, match=r"x was prepared with min_length 0, not data\.min_length = 3"):
         ensure_data(blend(*parts, min_length=3), run_folder / "other")

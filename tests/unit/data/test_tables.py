@@ -101,7 +101,7 @@ def test_positions_end_at_the_size_of_the_corpus(tmp_path: Path) -> None:
             {"body": ["a"], "id": [1]},
             r"no column 'text' \(columns: \['body', 'id'\]\); set data\.text_column",
         ),
-        ({"text": [1, 2]}, r"column 'text' holds int64, not text; set data\.text_column"),
+        ({"text": [1, 2]}, r"column 'text' holds int64, not text; set another data\.text_column"),
         ({"text": [["a"], ["b"]]}, r"column 'text' holds list<.*>, not text"),
         ({"text": ["a", None]}, r"row 1: column 'text' has no value; remove the rows without text"),
         ({"text": b"\xff"}, r"row 0: column 'text' is not UTF-8"),
