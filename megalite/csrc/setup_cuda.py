@@ -175,7 +175,9 @@ def check_known(codes: tuple[str, ...], known: set[tuple[int, ...]], nvcc: str) 
     """Raise ValueError if nvcc does not support one of the compute capabilities."""
     if unknown := [code for code in codes if numbers(code) not in known]:
         chips = ", ".join(dotted(chip) for chip in sorted(known) if chip >= OLDEST_CHIP)
-        raise ValueError(f"MEGALITE_ARCHS has '{unknown[0]}', which {nvcc} does not support; it supports {chips}")
+        raise ValueError(
+            f"MEGALITE_ARCHS has '{unknown[0]}', which {nvcc} does not support; it supports {chips}"
+        )
 
 
 def find_host(
