@@ -55,7 +55,7 @@ class ForeignTokenizer:
 def foreign_tokenizer(path: Path) -> ForeignTokenizer | None:
     """Return the tokenizer of a file or folder without a tokenizer.json; None if it has one, or no known format.
 
-    Raises DataError for a .vocab without its .model, which has the scores and rules for splitting a text.
+    Raises DataError for a .vocab without its .model, which has the rules for splitting a text.
     """
     path = path.expanduser()
     if path.is_dir():
