@@ -1,23 +1,22 @@
-"""Builds the package, and from megalite/csrc the library of compiled operators; the rest stands in pyproject.toml.
+"""Builds the package and the library of compiled operators from megalite/csrc; metadata is in pyproject.toml.
 
-    python setup.py build_ext --inplace       # the library again, for a checkout: only what changed is compiled
+    python setup.py build_ext --inplace       # rebuilds the library in a checkout; compiles changed files only
 
-Every .cpp under csrc/cpu and csrc/bind goes through the C++ compiler, every .cu under csrc/cuda through nvcc, as many
-at once as there are cores; one library comes of them, with a record of what it holds, which megalite/ops/extension.py
-reads. No GPU is needed, and torch for its headers only. Without a compiler, or without torch in the environment that
-builds, megalite is pure Python and the record says why. Where nvcc, its host compiler and the linker do not work
-together, or a kernel does not compile, there are no CUDA kernels and the record says why. megalite/csrc/setup_cuda.py
-has the choice of nvcc, and which drivers run what it makes.
+The C++ compiler compiles every .cpp under csrc/cpu and csrc/bind, nvcc every .cu under csrc/cuda, in parallel. The
+result is one library, and a record of its content for megalite/ops/extension.py. The build needs no GPU, and only the
+headers of torch. Without a compiler, or without torch in the build environment, megalite is pure Python. If nvcc, its
+host compiler and the linker do not work together, or a kernel does not compile, the library has no CUDA kernels. The
+record gives the reason. megalite/csrc/setup_cuda.py chooses nvcc, and says which drivers run its code.
 
 CXX             the C++ compiler (default: g++ or c++)
-CUDA_HOME       where nvcc is (default: the first in PATH, /usr/local/cuda and /usr/local/cuda-* that fits torch)
-CUDAHOSTCXX     nvcc's host compiler, or NVCC_CCBIN (default: CXX, else nvcc's own or another in PATH that works)
-MEGALITE_CUDA   0: no CUDA kernels; 1: an error where they cannot be built; auto (default): what is possible
-MEGALITE_ARCHS  the chips to compile for: a list like "8.0+PTX;9.0a;10.0;12.0". auto (default): 8.0 with PTX, which the
-                driver compiles for any later chip when a kernel first runs there, and the GPUs that nvidia-smi shows,
-                or 9.0a where it shows none
-MEGALITE_CPU    the processors to compile for: x86-64-v3 (AVX2) or x86-64-v4 (AVX-512; default: what this machine has)
-MAX_JOBS        how many compilers at once (default: the cores)
+CUDA_HOME       the toolkit with nvcc (default: the first in PATH, /usr/local/cuda, /usr/local/cuda-* that fits torch)
+CUDAHOSTCXX     nvcc's host compiler, or NVCC_CCBIN (default: CXX, else nvcc's default or another in PATH that works)
+MEGALITE_CUDA   0: no CUDA kernels; 1: fail if they cannot be built; auto (default): build them if possible
+MEGALITE_ARCHS  the compute capabilities to compile for, such as "8.0+PTX;9.0a;10.0;12.0". auto (default): 8.0 with PTX,
+                which the driver compiles for any later GPU when a kernel first runs there, and the GPUs that nvidia-smi
+                lists, or 9.0a if it lists none
+MEGALITE_CPU    the processors to compile for: x86-64-v3 (AVX2) or x86-64-v4 (AVX-512; default: those of this machine)
+MAX_JOBS        the number of parallel compilers (default: the number of cores)
 """
 
 import hashlib
@@ -59,14 +58,14 @@ from setup_cuda import (  # noqa: E402
 OBJECTS = ROOT / "build" / "kernels"
 LIBRARY, RECORD = "libmegalite.so", "libmegalite.json"
 STABLE_ABI = "2.11"
-"""The oldest torch that the library runs with: bind/ uses nothing younger of torch's stable ABI."""
-# What levels of x86-64 mean, as /proc/cpuinfo names it; the best first.
+"""The oldest torch that the library runs with: bind/ uses only this version of torch's stable ABI."""
+# The CPU flags of each x86-64 level, as in /proc/cpuinfo; the best level first.
 _V3 = {"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave"}
 LEVELS = {
     "x86-64-v4": _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
     "x86-64-v3": _V3,
 }
-# Sums may be reordered into vector code; infinities and NaN keep their meaning.
+# Allows reordered sums for vector code, but keeps infinities and NaN.
 MATH = ["-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno"]
 PROBE = """#include <span>
 #include <omp.h>
@@ -76,9 +75,10 @@ int threads() { return std::span<int>{}.empty() ? omp_get_max_threads() : 0; }
 
 @dataclass(frozen=True)
 class Torch:
-    """The torch in the environment that builds. folder: None where none serves, `why` says for what reason.
+    """The torch of the build environment.
 
-    cuda, hip: the versions of CUDA or ROCm that it is built for, empty where it is for neither.
+    folder: None if it cannot be used, for the reason `why`. cuda, hip: the versions of CUDA or ROCm that it is built
+    for, or "".
     """
 
     folder: Path | None
@@ -90,9 +90,9 @@ class Torch:
 
 @dataclass(frozen=True)
 class Tools:
-    """What is here to build with; without `cxx` or `cuda` it must do without, `why` says for what reason.
+    """The compilers and torch to build with.
 
-    cuda_wanted: MEGALITE_CUDA.
+    cuda_wanted: MEGALITE_CUDA. why: the reason for each missing part, under "all" (no library) or "CUDA" (no kernels).
     """
 
     cxx: str
@@ -105,7 +105,7 @@ class Tools:
 
     @property
     def chips(self) -> str:
-        """The chips that there are CUDA kernels for, in words."""
+        """The compute capabilities of the CUDA kernels, as text."""
         if self.cuda is None:
             return f"no CUDA: {self.why['CUDA']}"
         ptx = [f"PTX {code}" for code in self.cuda.ptx]
@@ -153,7 +153,7 @@ def find_tools(environ: dict[str, str]) -> Tools:
 
 
 def find_level(environ: dict[str, str]) -> str:
-    """The level of x86-64 to compile for; empty for the compiler's own choice, as on other processors."""
+    """Return the x86-64 level to compile for; "" for the compiler's default, as on other processors."""
     wanted = environ.get("MEGALITE_CPU", "")
     if wanted and wanted not in LEVELS:
         raise SetupError(f"MEGALITE_CPU is '{wanted}'; it is one of {', '.join(LEVELS)}")
@@ -168,7 +168,7 @@ def cpu_flags() -> set[str]:
 
 
 def find_torch() -> Torch:
-    """Read off torch's files, without importing it."""
+    """Find torch and read its versions from its files, without importing it."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         said = "torch is not in the environment that builds; with torch installed: "
@@ -186,7 +186,7 @@ def find_torch() -> Torch:
 
 
 def try_compiler(cxx: str, march: str) -> str:
-    """What the compiler complains of in a few lines of what the sources are made of; empty where it can."""
+    """Compile a small C++20 and OpenMP source; return the error message, or ""."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "probe.cpp"
         source.write_text(PROBE)
@@ -200,7 +200,7 @@ class KernelError(SetupError):
 
 @dataclass(frozen=True)
 class Object:
-    """One translation unit: its source in csrc, and the command, run there, that makes `path` of it."""
+    """A translation unit: its source in csrc, and the command, run in csrc, that compiles it to `path`."""
 
     source: Path
     path: Path
@@ -212,7 +212,7 @@ class Object:
         return self.path.with_suffix(".json")
 
     def is_current(self) -> bool:
-        """Whether it was made by this command from these very sources."""
+        """Whether `path` was compiled with this command from the current sources."""
         if not self.path.exists() or not self.record.exists():
             return False
         made = json.loads(self.record.read_text())
@@ -221,6 +221,7 @@ class Object:
         )
 
     def make(self) -> None:
+        """Compile the object; SetupError with the compiler's message, KernelError for a .cu file."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         makefile, partial = self.path.with_suffix(".d"), self.path.with_suffix(f".{os.getpid()}.o")
         command = [*self.command, "-MMD", "-MF", str(makefile), "-c", str(self.source), "-o", str(partial)]
@@ -251,7 +252,7 @@ def digest(path: Path) -> str:
 
 
 def kernels_of(said: str) -> list[dict[str, object]]:
-    """What `ptxas -v` says each kernel takes: registers a thread, bytes of stack and of spilled registers."""
+    """Parse `ptxas -v`: for each kernel the registers per thread and the bytes of stack and of register spills."""
     pattern = (
         r"Compiling entry function '(\S+)' for '(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores, "
         r"(\d+) bytes spill loads.*?Used (\d+) registers"
@@ -269,11 +270,11 @@ def kernels_of(said: str) -> list[dict[str, object]]:
 
 
 def objects_of(tools: Tools) -> list[Object]:
-    """The longest to compile first."""
+    """Return all objects, the slowest to compile first."""
     host = ["-std=c++20", "-O3", "-fPIC", "-Wall", "-Wextra", "-I."]
     march = [f"-march={tools.march}"] if tools.march else []
     if tools.march == "x86-64-v4":
-        march.append("-mprefer-vector-width=512")  # else compilers stop at 256, for processors that slow down
+        march.append("-mprefer-vector-width=512")  # compilers default to 256, for older processors
     numeric_abi = sum(number << shift for number, shift in zip(numbers(STABLE_ABI), (56, 48), strict=True))
     torch_headers = [
         "-isystem",
@@ -294,7 +295,7 @@ def objects_of(tools: Tools) -> list[Object]:
 
 
 def kernel_objects(cuda: Toolkit | None) -> list[Object]:
-    """Those of csrc/cuda; the kernels for Hopper alone, whose body is empty on other chips, for 9.0a only."""
+    """Return the objects of csrc/cuda; the Hopper kernels, which are empty on other chips, are for 9.0a only."""
     if cuda is None:
         return []
     flags = ["-std=c++20", "-O3", "-I.", "-Xcompiler", "-fPIC,-Wall", "-Xptxas", "-v"]
@@ -315,7 +316,7 @@ def kernel_objects(cuda: Toolkit | None) -> list[Object]:
 
 
 def link(tools: Tools, objects: list[Object], library: Path) -> None:
-    """The C++ compiler links, whatever nvcc's host compiler is: the newest of both has all of the C++ library."""
+    """Link the library with the C++ compiler, even if nvcc has another host compiler."""
     torch = ["-Wl,--no-as-needed", f"-L{tools.torch.folder}/lib", "-ltorch", "-ltorch_cpu"]
     partial = library.with_suffix(f".{os.getpid()}.so")
     command = [tools.cxx, "-shared", "-fopenmp", *(str(each.path) for each in objects), *torch]
@@ -327,7 +328,7 @@ def link(tools: Tools, objects: list[Object], library: Path) -> None:
 
 
 def compile_stale(objects: list[Object]) -> int:
-    """Compile those that are not current, and say how many; the first that fails ends it."""
+    """Compile the objects that are not current and return their number; stop at the first failure."""
     stale = [each for each in objects if not each.is_current()]
     jobs = int(os.environ.get("MAX_JOBS", 0)) or len(os.sched_getaffinity(0))
     with ThreadPoolExecutor(jobs) as pool:
@@ -340,7 +341,7 @@ def compile_stale(objects: list[Object]) -> int:
 
 
 def compile_all(tools: Tools) -> tuple[Tools, list[Object], int]:
-    """The objects, how many were compiled now, and the tools, without CUDA if a kernel fails that need not be there."""
+    """Return the tools, the objects and the number of compiled ones; a failing optional kernel turns CUDA off."""
     objects = objects_of(tools)
     try:
         return tools, objects, compile_stale(objects)
@@ -355,7 +356,7 @@ def compile_all(tools: Tools) -> tuple[Tools, list[Object], int]:
 
 
 def sources_digest() -> str:
-    """As megalite.ops.extension computes it, to know a library that was built from other sources."""
+    """Return the same hash of the sources as megalite.ops.extension, which detects a library of other sources."""
     whole = hashlib.sha256()
     for path in sorted(each for each in CSRC.rglob("*") if each.suffix in (".h", ".cuh", ".cpp", ".cu")):
         whole.update(f"{path.relative_to(CSRC).as_posix()}\0{digest(path)}\n".encode())
@@ -363,7 +364,7 @@ def sources_digest() -> str:
 
 
 def build(tools: Tools, folder: Path) -> str:
-    """Puts library and record into `folder`; one line about them."""
+    """Write library and record into `folder`; return a one-line summary."""
     folder.mkdir(parents=True, exist_ok=True)
     library, record = folder / LIBRARY, folder / RECORD
     started, compiled = time.monotonic(), ""
@@ -403,7 +404,7 @@ def build(tools: Tools, folder: Path) -> str:
 
 
 class BuildKernels(build_ext):
-    """In place of setuptools' own: one library, no Python module."""
+    """Builds one library instead of the Python modules of setuptools."""
 
     def run(self) -> None:
         print(build(find_tools(dict(os.environ)), self._folder()), flush=True)
@@ -420,7 +421,7 @@ class BuildKernels(build_ext):
 
 
 class PlatformWheel(bdist_wheel):
-    """The library is for a machine, and for every Python."""
+    """Tags the wheel: the library depends on the platform, but not on the Python version."""
 
     def get_tag(self) -> tuple[str, str, str]:
         return ("py3", "none", super().get_tag()[2])

@@ -142,9 +142,9 @@ def measure(ranks: int, folder: Path, rounds: int) -> dict[str, Any]:
                 "save": waited.write_seconds,
                 "stall": saved.stall_seconds,
                 "beside": saved.write_seconds,
-                "steps": saved.steps_beside,
+                "steps": saved.steps_during_write,
                 "slowdown": saved.slowdown,
-                "cost": saved.stall_seconds + saved.steps_beside * (saved.slowdown - 1) * row["step"],
+                "cost": saved.stall_seconds + saved.steps_during_write * (saved.slowdown - 1) * row["step"],
                 "staging": saved.staging_bytes,
                 "load": timed(lambda path=saved.path: trainer.resume(path)),
             }

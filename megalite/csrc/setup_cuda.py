@@ -1,10 +1,10 @@
-"""setup.py's part for CUDA: which nvcc compiles csrc/cuda, with which host compiler, for which chips.
+"""Chooses nvcc, its host compiler and the compute capabilities for csrc/cuda; used by setup.py.
 
-Drivers: the library has nvcc's own CUDA runtime in it, linked statically. The runtime and the machine code of CUDA N.x
-run with every driver for CUDA N.0 or newer, and so do torch's. An nvcc of torch's major version, or of an older one,
-therefore runs with every driver that this torch runs with, and is preferred. A newer one is taken where there is no
-other; the record says that it needs a newer driver. PTX needs a driver for nvcc's full version, as the driver compiles
-it. megalite/ops/extension.py holds these rules against the driver that it meets.
+Drivers: nvcc's CUDA runtime is linked statically. The runtime and the machine code of CUDA N.x run with every driver
+for CUDA N.0 or newer, as do torch's. An nvcc with torch's major version or an older one therefore runs with every
+driver that torch runs with, and is preferred. A newer nvcc is used if there is no other, and the record says that the
+library needs a newer driver. PTX needs a driver for nvcc's full version, because the driver compiles it.
+megalite/ops/extension.py checks these rules against the installed driver.
 """
 
 import os
@@ -19,15 +19,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 OLDEST_NVCC = (12, 0)
-"""The oldest with C++20 and sm_90a."""
+"""The oldest nvcc with C++20 and sm_90a."""
 OLDEST_CHIP = (8, 0)
-"""The oldest with bf16 products and asynchronous copies."""
+"""The oldest compute capability with bf16 products and asynchronous copies."""
 TOOLKITS = Path("/usr/local")
-"""Where CUDA's installer puts cuda/ and cuda-12.8/."""
+"""The folder in which CUDA's installer creates cuda/ and cuda-12.8/."""
 HOSTS = ("g++", "g++-14", "g++-13", "g++-12", "g++-11", "clang++")
-"""The host compilers to look for where nvcc refuses both the C++ compiler and its own default."""
+"""The host compilers to try if nvcc works neither with the C++ compiler nor with its default."""
 LIMIT = 120
-"""Seconds that a compiler has for an answer; a compiler on a network's disk may take half a minute."""
+"""The timeout of a compiler call in seconds; a compiler on a network disk may take half a minute."""
 SILENCE = f"no answer within {LIMIT} s"
 OTHER_HOME = "CUDA_HOME=/usr/local/cuda-12.8"
 NO_CUDA = "MEGALITE_CUDA=0 builds without CUDA kernels"
@@ -49,15 +49,15 @@ extern "C" int megalite_probe(void* to, const void* from) {
 
 
 class NoCudaError(Exception):
-    """No CUDA kernels can be compiled here; its text is the reason, with what to do."""
+    """No CUDA kernels can be compiled; the message has the reason and the remedy."""
 
 
 @dataclass(frozen=True)
 class Toolkit:
     """An nvcc that works with a host compiler.
 
-    host: the argument of -ccbin, empty for nvcc's own choice. codes: compute capabilities to compile machine code for
-    ("8.0", "9.0a"); ptx: those to keep PTX of. libraries: the linker's options for the static runtime.
+    host: the argument of -ccbin; "": nvcc's default. codes: compute capabilities with machine code ("8.0", "9.0a").
+    ptx: compute capabilities with PTX. libraries: the linker options of the static runtime.
     """
 
     nvcc: str
@@ -75,14 +75,14 @@ class Toolkit:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a command wrote, and in one line what went wrong: empty where nothing did."""
+    """The output of a command, and its error in one line, or ""."""
 
     output: str
     complaint: str
 
 
 def ask(command: list[str], folder: str | None = None) -> Answer:
-    """Run a command for at most LIMIT seconds; end it with all processes it started if it takes longer."""
+    """Run a command for at most LIMIT seconds; after that, kill it with all its child processes."""
     try:
         process = subprocess.Popen(
             command,
@@ -114,7 +114,7 @@ def ask(command: list[str], folder: str | None = None) -> Answer:
 
 
 def main_line(said: str) -> str:
-    """The line of a compiler's or linker's messages that says what is wrong, else the last."""
+    """Return the first line of a compiler's or linker's output that names an error, else the last line."""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     pattern = r"\b(error|fatal|cannot find|undefined reference|killed)\b"
     telling = [line for line in lines if re.search(pattern, line, re.IGNORECASE)]
@@ -122,15 +122,15 @@ def main_line(said: str) -> str:
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """Major and minor version."""
+    """Return (major, minor) of a version."""
     return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 
 def find_toolkit(environ: Mapping[str, str], cxx: str, torch_cuda: str) -> Toolkit:
-    """The nvcc, host compiler and chips to compile with, after a probe compiled and linked.
+    """Return the nvcc, host compiler and compute capabilities for which a test kernel compiles and links.
 
-    cxx: the C++ compiler, which links. torch_cuda: the CUDA version of torch, empty where it is built without.
-    NoCudaError: nothing here works; the reason is that of the first nvcc. ValueError: MEGALITE_ARCHS is wrong.
+    cxx: the C++ compiler, which links. torch_cuda: the CUDA version of torch, "" for a torch without CUDA.
+    Raises NoCudaError if no nvcc works, with the reason of the first one, and ValueError if MEGALITE_ARCHS is invalid.
     """
     wanted = parse_archs(environ.get("MEGALITE_ARCHS", "auto"))
     hosts = host_compilers(environ, cxx)
@@ -148,7 +148,7 @@ def find_toolkit(environ: Mapping[str, str], cxx: str, torch_cuda: str) -> Toolk
 
 
 def find_compilers(environ: Mapping[str, str], torch_cuda: str) -> list[tuple[str, str]]:
-    """Path and version of the nvcc in CUDA_HOME, else of each in PATH and /usr/local, those that fit torch first."""
+    """Return (path, version) of the nvcc in CUDA_HOME, else of all in PATH and /usr/local; compatible ones first."""
     home = environ.get("CUDA_HOME")
     candidates = [f"{home}/bin/nvcc"] if home else [shutil.which("nvcc") or "", *installed_compilers()]
     here = [nvcc for nvcc in dict.fromkeys(candidates) if nvcc and Path(nvcc).exists()]
@@ -161,7 +161,7 @@ def find_compilers(environ: Mapping[str, str], torch_cuda: str) -> list[tuple[st
         answer = ask([nvcc, "--version"])
         version = re.search(r"release \S+ V(\S+)", answer.output)
         if version is None:
-            complaints.append(f"{nvcc} does not tell its version: {answer.complaint or answer.output[:80]}")
+            complaints.append(f"{nvcc} does not print its version: {answer.complaint or answer.output[:80]}")
         elif numbers(version[1]) < OLDEST_NVCC:
             complaints.append(f"{nvcc} {version[1]} is older than {dotted(OLDEST_NVCC)}")
         else:
@@ -172,15 +172,18 @@ def find_compilers(environ: Mapping[str, str], torch_cuda: str) -> list[tuple[st
 
 
 def check_known(codes: tuple[str, ...], known: set[tuple[int, ...]], nvcc: str) -> None:
+    """Raise ValueError if nvcc does not support one of the compute capabilities."""
     if unknown := [code for code in codes if numbers(code) not in known]:
         chips = ", ".join(dotted(chip) for chip in sorted(known) if chip >= OLDEST_CHIP)
-        raise ValueError(f"MEGALITE_ARCHS has '{unknown[0]}', which {nvcc} does not know; it knows {chips}")
+        raise ValueError(
+            f"MEGALITE_ARCHS has '{unknown[0]}', which {nvcc} does not support; it supports {chips}"
+        )
 
 
 def find_host(
     nvcc: str, version: str, hosts: list[str], cxx: str, archs: list[str]
 ) -> tuple[str, tuple[str, ...]]:
-    """The first host compiler that nvcc works with, and the linker's options for CUDA's runtime."""
+    """Return the first host compiler with which nvcc works, and the linker options of the CUDA runtime."""
     complaints: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:
         for host in hosts:
@@ -200,13 +203,13 @@ def find_host(
 
 
 def installed_compilers() -> list[str]:
-    """The nvcc of each toolkit that CUDA's installer put into /usr/local: its default first, then the newest."""
+    """Return the nvcc of each toolkit in /usr/local: the default toolkit first, then the newest."""
     versions = sorted(TOOLKITS.glob("cuda-*"), key=lambda folder: numbers(folder.name), reverse=True)
     return [str(folder / "bin" / "nvcc") for folder in (TOOLKITS / "cuda", *versions)]
 
 
 def known_chips(nvcc: str) -> set[tuple[int, ...]]:
-    """The compute capabilities that nvcc compiles for."""
+    """Return the compute capabilities that nvcc supports."""
     answer = ask([nvcc, "--list-gpu-code"])
     known: set[tuple[int, ...]] = {
         (int(code[:-1]), int(code[-1])) for code in re.findall(r"sm_(\d+)", answer.output)
@@ -217,7 +220,7 @@ def known_chips(nvcc: str) -> set[tuple[int, ...]]:
 
 
 def visible_chips() -> set[tuple[int, ...]]:
-    """The compute capabilities of this machine's GPUs; empty where there are none, as on a login node."""
+    """Return the compute capabilities of this machine's GPUs; empty without a GPU, as on a login node."""
     if not (smi := shutil.which("nvidia-smi")):
         return set()
     answer = ask([smi, "--query-gpu=compute_cap", "--format=csv,noheader"])
@@ -226,7 +229,7 @@ def visible_chips() -> set[tuple[int, ...]]:
 
 
 def parse_archs(wanted: str) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
-    """Chips with machine code, and chips with PTX too, of "8.0+PTX;9.0a"; None for "auto"."""
+    """Parse "8.0+PTX;9.0a" to the compute capabilities (with machine code, with PTX); None for "auto"."""
     if wanted.strip() == "auto":
         return None
     codes: list[str] = []
@@ -240,8 +243,8 @@ def parse_archs(wanted: str) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
             raise ValueError(f"MEGALITE_ARCHS has '{each}'; the kernels need {dotted(OLDEST_CHIP)} or newer")
         if kind and keeps:
             raise ValueError(
-                f"MEGALITE_ARCHS has '{each}', but PTX of {chip}{kind} runs on no later chip; "
-                f'put +PTX behind one without a letter: "8.0+PTX;{chip}{kind}"'
+                f"MEGALITE_ARCHS has '{each}', but PTX of {chip}{kind} runs on no later GPU; "
+                f'add +PTX to a compute capability without a letter: "8.0+PTX;{chip}{kind}"'
             )
         codes.append(chip + kind)
         ptx += [chip] if keeps else []
@@ -251,14 +254,15 @@ def parse_archs(wanted: str) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
 def choose_archs(
     known: set[tuple[int, ...]], visible: set[tuple[int, ...]]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Chips for "auto": the oldest as machine code and as PTX, which every later one runs; beside it the visible ones.
+    """Return the compute capabilities for "auto", as `parse_archs` does.
 
-    Where no GPU is visible 9.0a stands beside it, whose attention has a kernel of its own.
+    The oldest one has machine code and PTX, which every later GPU can run. The visible GPUs have machine code as well;
+    without a visible GPU 9.0a has, because it has a separate attention kernel.
     """
     oldest = min(chip for chip in known if chip >= OLDEST_CHIP)
     codes = {oldest: dotted(oldest)}
     for chip in visible or {(9, 0)}:
-        # Code of a chip runs on later ones of its generation.
+        # Machine code runs on later chips of the same major version.
         same = [each for each in known if each[0] == chip[0] and OLDEST_CHIP < each <= chip]
         if same and chip[0] != oldest[0]:
             codes[max(same)] = "9.0a" if max(same) == (9, 0) else dotted(max(same))
@@ -270,21 +274,21 @@ def dotted(chip: tuple[int, ...]) -> str:
 
 
 def arch_options(codes: tuple[str, ...], ptx: tuple[str, ...]) -> list[str]:
-    """nvcc's options for machine code of some chips and PTX of some."""
+    """Return nvcc's options for the compute capabilities with machine code and with PTX."""
     options = []
     for code in dict.fromkeys((*codes, *ptx)):
         bare = code.replace(".", "")
-        # Both from one pass of the compiler, which two options would run twice.
+        # One option for both, because two options compile twice.
         kinds = [f"sm_{bare}"] * (code in codes) + [f"compute_{bare}"] * (code in ptx)
         options.append(f"-gencode=arch=compute_{bare},code=[{','.join(kinds)}]")
     return options
 
 
 def host_compilers(environ: Mapping[str, str], cxx: str) -> list[str]:
-    """What to try as nvcc's host compiler, in order; empty names nvcc's own choice. A named one is the only one."""
+    """Return the host compilers to try, in order, "" for nvcc's default; only the user's choice if there is one."""
     if named := environ.get("CUDAHOSTCXX") or environ.get("NVCC_CCBIN"):
         return [named]
-    # A name without a number is a link to one with a number.
+    # g++ is usually a link to one of the numbered compilers.
     seen = {os.path.realpath(shutil.which(cxx) or cxx)}
     others = []
     for path in filter(None, map(shutil.which, HOSTS)):
@@ -303,21 +307,21 @@ def compiler_version(compiler: str) -> str:
 
 
 def try_host(nvcc: str, host: str, archs: list[str], folder: str) -> str:
-    """What nvcc with this host compiler complains of in a kernel that it makes folder/probe.o of; empty if it can."""
+    """Compile a test kernel to folder/probe.o with this host compiler; return the error message, or ""."""
     Path(folder, "probe.cu").write_text(PROBE)
     command = [nvcc, *host_options(host), "-std=c++20", "-O3", "-Xcompiler", "-fPIC", *archs]
     return ask([*command, "-c", "probe.cu", "-o", "probe.o"], folder).complaint
 
 
 def runtime_libraries(nvcc: str, host: str, cxx: str, folder: str) -> tuple[str, ...]:
-    """The linker's options for nvcc's static runtime, tried with folder/probe.o."""
-    # nvcc names the folders of its libraries in what it would run, and nowhere else.
+    """Return the linker options of nvcc's static runtime, after linking folder/probe.o with them."""
+    # Only the output of --dryrun names nvcc's library folders.
     options = [*host_options(host), "--dryrun", "-shared", "-cudart=static", "probe.o", "-o", "probe.so"]
     said = ask([nvcc, *options], folder)
     folders = re.search(r"^#\$ LIBRARIES=(.*)$", said.output, re.MULTILINE)
     if folders is None:
         raise NoCudaError(
-            f"{nvcc} does not say where its libraries are: {said.complaint or '--dryrun names none'}"
+            f"{nvcc} does not print its library folders: {said.complaint or '--dryrun names none'}"
         )
     libraries = (*shlex.split(folders[1]), "-lcudart_static", "-lrt", "-lpthread", "-ldl")
     link = [cxx, "-shared", "-Wl,--no-undefined", "probe.o", *libraries, "-o", "probe.so"]

@@ -1,4 +1,4 @@
-"""Samples of several sets by weight: which set each place of a run falls to, each set in its own order and epochs."""
+"""Blended data sets: samples of several token files in proportion to their weights."""
 
 import hashlib
 import heapq
@@ -16,13 +16,13 @@ from megalite.data.sampler import Sampler
 from megalite.data.token_file import TokenFile
 from megalite.errors import DataError
 
-# Weights are taken as whole shares of at most so many; the order of sets recurs after them.
+# Upper bound on the sum of the integer shares, after which the order of the sets repeats.
 _LONGEST_PERIOD = 1 << 20
 _FIRST_STEPS = 1 << 12
 
 
 def whole_shares(weights: Sequence[float]) -> list[int]:
-    """The weights as whole numbers: exact where their decimals allow, else of 2**20, none below 1."""
+    """Return integers in the ratio of the weights: exact if their sum is at most 2**20, else rounded, at least 1."""
     exact = [Fraction(repr(float(weight))) for weight in weights]
     total = sum(exact)
     period = lcm(*((weight / total).denominator for weight in exact))
@@ -30,7 +30,7 @@ def whole_shares(weights: Sequence[float]) -> list[int]:
         return [int(weight / total * period) for weight in exact]
     quotas = [weight / total * _LONGEST_PERIOD for weight in exact]
     shares = [max(1, int(quota)) for quota in quotas]
-    # Largest remainders; those raised to 1 have none left.
+    # The largest-remainder method; a share that was raised to 1 has no remainder.
     order = sorted(range(len(quotas)), key=lambda index: shares[index] - quotas[index])
     for index in order[: max(0, _LONGEST_PERIOD - sum(shares))]:
         shares[index] += 1
@@ -38,11 +38,11 @@ def whole_shares(weights: Sequence[float]) -> list[int]:
 
 
 class SetOrder:
-    """Which set each step of an endless sequence takes, `shares` of `period` = sum(shares) steps falling to each.
+    """The data set of each step of an endless sequence; set i gets shares[i] of `period` = sum(shares) steps.
 
     After any number of steps every set is within one step of its share: Tijdeman, "The chairman assignment problem",
-    1980, whose bound is 1 - 1 / (2 sets - 2). Each turn of a set has a first and a last step within that bound, and of
-    the turns that may come now the most urgent does. A step is looked up; only one period is ever computed.
+    1980, with the bound 1 - 1 / (2 sets - 2). The bound gives each turn of a set a first and a last step; among the
+    turns that may come now, the one with the earliest last step is taken. At most one period is computed.
     """
 
     def __init__(self, shares: Sequence[int]):
@@ -50,7 +50,7 @@ class SetOrder:
         self.period = sum(shares)
         self._sets = np.zeros(0, dtype=np.int64)
         self._turns = np.zeros(0, dtype=np.int64)
-        self._computing = Lock()  # threads of a loader look up at once
+        self._computing = Lock()  # the loader threads look up concurrently
         self._scale = max(1, 2 * len(shares) - 2)
         self._taken = [0] * len(shares)
         self._waiting: list[tuple[int, int]] = []
@@ -59,7 +59,7 @@ class SetOrder:
             self._enter(each)
 
     def look_up(self, steps: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """For each step its set, and how many steps before it fell to the same set."""
+        """Return for each step its set, and how many earlier steps had the same set: [steps] int64 each."""
         periods, places = np.divmod(steps, self.period)
         with self._computing:
             self._compute(int(places.max(initial=0)) + 1)
@@ -68,7 +68,7 @@ class SetOrder:
         return sets, periods * self.shares[sets] + turns
 
     def _enter(self, each: int) -> None:
-        """Queue the next turn of a set by the first step that may be its."""
+        """Queue the next turn of a set under the first step that the bound allows."""
         share, turn = int(self.shares[each]), self._taken[each]
         first = -(-((turn * self._scale + 1) * self.period) // (self._scale * share))
         heapq.heappush(self._waiting, (first, each))
@@ -96,9 +96,10 @@ class SetOrder:
 
 @dataclass(frozen=True)
 class Rows:
-    """Samples by their places in the run's order.
+    """Samples as rows of a batch.
 
-    input_ids, labels: [places, S]. sample_ids: of all sets end to end, the same in every epoch. sets: of each row.
+    input_ids, labels: [rows, S]. sample_ids: [rows], counted over all sets end to end, the same in every epoch.
+    sets: [rows], the index of the data set.
     """
 
     input_ids: NDArray[np.int64]
@@ -108,9 +109,9 @@ class Rows:
 
 
 class BlendedSamples:
-    """The samples of one or more token files in the order of a run; its length is that of all sets together.
+    """The samples of one or more token files in training order; `len` counts the samples of all files.
 
-    Each set is shuffled by a seed of its own and begins its next epoch when it is through, whatever the others do.
+    Each file is shuffled with its own seed and has its own epochs.
     """
 
     def __init__(
@@ -138,6 +139,7 @@ class BlendedSamples:
         return sum(map(len, self._samples))
 
     def read(self, places: NDArray[np.int64], pad_id: int) -> Rows:
+        """Return the samples at these places of the training order; `pad_id` fills up short ones."""
         sets, turns = self._order.look_up(places)
         length = self._samples[0].sequence_length
         input_ids = np.empty((len(places), length), dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Documents from text, .jsonl, .gz of these, parquet, Arrow, and the standard library; never a whole file in memory."""
+"""Reads documents from text, .jsonl, their .gz, parquet, Arrow and Python's standard library, in bounded memory."""
 
 import codecs
 import gzip
@@ -18,10 +18,10 @@ from megalite.errors import DataError
 
 STANDARD_LIBRARY = "stdlib"
 
-# Characters of one piece: the unit of work, of memory, and of the cuts in a long document.
+# The size of a piece in characters: the unit of work and of memory; longer documents are cut.
 PIECE_CHARACTERS = 1 << 18
 _BLOCK_BYTES = 1 << 20
-# How files begin that no one means to train on as text.
+# The magic bytes of files that are not plain text.
 _BINARY = {
     b"PAR1": "a parquet file; call it .parquet",
     b"ARROW1": "an Arrow file; call it .arrow",
@@ -31,14 +31,14 @@ _BINARY = {
     b"BZh": "a bzip2 file; unpack it",
     b"\xfd7zXZ": "an xz file; unpack it",
     b"%PDF": "a PDF file; extract its text",
-    b"MMIDIDX": "the index of a prepared token file; name its prefix, alone",
+    b"MMIDIDX": "the index of a prepared token file; name its prefix as the only source",
 }
 _NOT_THE_LIBRARY = {"site-packages", "dist-packages", "__pycache__"}
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A run of one document's text; a document longer than PIECE_CHARACTERS comes in several."""
+    """Contiguous text of one document; a document longer than PIECE_CHARACTERS has several pieces."""
 
     text: str
     ends_document: bool
@@ -47,8 +47,11 @@ class Piece:
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One file of a corpus: "text" is one document, "jsonl" one a line, "table" (parquet, Arrow) one a row, "optional"
-    one, left out if not UTF-8."""
+    """One file of a corpus.
+
+    kind: "text": one document; "jsonl": one per line; "table" (parquet, Arrow): one per row; "optional": one document,
+        skipped if it is not UTF-8.
+    """
 
     path: Path
     kind: Literal["text", "jsonl", "table", "optional"]
@@ -62,7 +65,7 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class Place:
-    """How much of a corpus is behind: whole files, pieces of the next one, and bytes on disk in all."""
+    """A position in a corpus: whole files read, pieces read of the next file, bytes read on disk in all."""
 
     files: int = 0
     pieces: int = 0
@@ -71,7 +74,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Corpus:
-    """The files behind one or more sources, in reading order, which is the same on every machine."""
+    """The files of one or more sources in reading order, which is the same on every machine."""
 
     sources: tuple[str, ...]
     files: tuple[SourceFile, ...]
@@ -79,9 +82,9 @@ class Corpus:
 
     @classmethod
     def open(cls, sources: Sequence[str], *, text_column: str = "text", pattern: str = "*") -> "Corpus":
-        """Find the files of every source; `pattern` chooses among a folder's files, at any depth.
+        """Find the files of all sources; `pattern` selects among the files of a folder, at any depth.
 
-        Raises DataError for a source that does not exist, is a prepared token file, or has no file.
+        Raises DataError for a source that does not exist, is a prepared token file, or has no files.
         """
         files = tuple(file for source in sources for file in _files(source, pattern))
         if not files:
@@ -90,18 +93,18 @@ class Corpus:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes on disk, compressed ones as they are."""
+        """The bytes of all files on disk, compressed files as they are."""
         return sum(file.size_bytes for file in self.files)
 
     def fingerprint(self) -> str:
-        """Changes whenever a file is added, removed, resized or modified, or other text would be taken from it."""
+        """Return a hash that changes when a file is added, removed, resized or modified, or the text column changes."""
         files = [(str(file.path), file.kind, file.size_bytes, file.modified_ns) for file in self.files]
         return hashlib.blake2b(json.dumps([files, self.text_column]).encode(), digest_size=16).hexdigest()
 
     def pieces(self, after: Place | None = None) -> Iterator[tuple[Piece, Place]]:
-        """The text of every document in order, each piece with the place behind it; from `after` on, if given.
+        """Yield the pieces of all documents in order, each with the position after it; start at `after` if given.
 
-        Documents without a character are left out. Raises DataError with file, line and remedy.
+        Empty documents are skipped. Raises DataError with file, line and remedy.
         """
         after = after or Place()
         before = sum(file.size_bytes for file in self.files[: after.files])
@@ -114,10 +117,10 @@ class Corpus:
 
 
 def cut_point(text: str, limit: int) -> int:
-    """Where to cut `text`, at most `limit` characters in, so that both sides give the tokens of the whole.
+    """Return where to cut `text`, after at most `limit` characters, so that the two parts have the tokens of the whole.
 
-    Pre-tokenizers in use (GPT-2's, Llama 3's) never join a line's newline, or a space, with what stands on the other
-    side of such a cut: behind a single newline, else before the first space. Text without either is cut at `limit`.
+    The cut is after a single newline, else before a single space: pre-tokenizers (GPT-2's, Llama 3's) never join the
+    characters on the two sides of such a cut. Text without either is cut at `limit`.
     """
     at = text.rfind("\n", 1, limit)
     while at > limit // 2:
@@ -133,7 +136,7 @@ def cut_point(text: str, limit: int) -> int:
 
 
 def cut_document(blocks: Iterable[str], limit: int = PIECE_CHARACTERS) -> Iterator[Piece]:
-    """One document from its text in blocks; the pieces do not depend on how it is cut into blocks."""
+    """Yield the pieces of one document, whose text comes in blocks; the pieces do not depend on the blocks."""
     text, found = "", False
     for block in blocks:
         text += block
@@ -184,7 +187,7 @@ def _standard_library_files() -> Iterator[SourceFile]:
     root = Path(sysconfig.get_path("stdlib")).resolve()
     found = []
     for folder, below, names in os.walk(root):
-        # Changed in place, so that installed packages, often larger by far, are not even walked.
+        # Changed in place, so that os.walk does not enter installed packages, which are often far larger.
         below[:] = [name for name in below if name not in _NOT_THE_LIBRARY]
         found += [Path(folder, name) for name in names if name.endswith(".py")]
     if not found:
@@ -192,7 +195,7 @@ def _standard_library_files() -> Iterator[SourceFile]:
             f"this Python has no library sources in {root}; name a folder with text instead of stdlib"
         )
     for path in sorted(found, key=Path.as_posix):
-        # Its own test suite has files that are wrongly encoded on purpose.
+        # Optional, because Python's test suite has wrongly encoded files on purpose.
         yield _source_file(path, "optional")
 
 
@@ -210,7 +213,7 @@ def _hidden(path: Path) -> bool:
 
 
 def _read(file: SourceFile, text_column: str) -> Iterator[tuple[Piece, int]]:
-    """The pieces of one file, each with the position in the file on disk."""
+    """Yield the pieces of one file, each with the bytes of the file read so far."""
     if file.kind == "table":
         for text, position in column_texts(file.path, text_column):
             for piece in cut_document([text]):
@@ -252,7 +255,7 @@ def _text_blocks(path: Path, stream: io.BufferedIOBase) -> Iterator[str]:
         if null >= 0:
             number = line + text.count("\n", 0, null)
             raise DataError(
-                f"{path}, line {number}: a null character, so this is no UTF-8 text; "
+                f"{path}, line {number}: a null character, so the file is not UTF-8 text; "
                 "convert the file (iconv -f utf-16 -t utf-8) or leave it out (data.pattern, --pattern)"
             )
         line += text.count("\n")
@@ -284,7 +287,7 @@ def _json_lines(path: Path, stream: io.BufferedIOBase, text_column: str) -> Iter
         except UnicodeDecodeError as error:
             raise _not_utf8(path, number, error) from error
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{where}: not JSON ({_reason(error)}); mend or remove the line") from error
+            raise DataError(f"{where}: not JSON ({_reason(error)}); fix or remove the line") from error
         if not isinstance(row, dict) or text_column not in row:
             columns = sorted(row) if isinstance(row, dict) else "none: it is not an object"
             raise DataError(
@@ -293,25 +296,26 @@ def _json_lines(path: Path, stream: io.BufferedIOBase, text_column: str) -> Iter
         if not isinstance(row[text_column], str):
             kind = type(row[text_column]).__name__
             raise DataError(
-                f"{where}: column {text_column!r} holds {kind}, not text; choose another or mend the line"
+                f"{where}: column {text_column!r} holds {kind}, not text; set another data.text_column (--text-column) "
+                "or fix the line"
             )
         yield (_without_surrogates(row[text_column], where),)
 
 
 def _reason(error: Exception) -> str:
-    """What is wrong with a line; a number of very many digits, and deep nesting, are no JSONDecodeError."""
+    """Return why a line is not JSON; too many digits and too deep nesting raise other errors than JSONDecodeError."""
     if isinstance(error, json.JSONDecodeError):
         return f"{error.msg} at column {error.colno}"
     return "nested too deeply" if isinstance(error, RecursionError) else str(error).partition(";")[0]
 
 
 def _without_surrogates(text: str, where: str) -> str:
-    # JSON can spell half of a surrogate pair, which is not a character and has no UTF-8.
+    # A JSON escape can be half of a surrogate pair, which UTF-8 cannot encode.
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise DataError(
-            f"{where}: half a surrogate pair at character {error.start}; mend or remove the line"
+            f"{where}: half a surrogate pair at character {error.start}; fix or remove the line"
         ) from error
     return text
 

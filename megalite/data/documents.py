@@ -1,4 +1,4 @@
-"""Where documents begin within samples: data.document_mask."""
+"""The documents within packed samples, for data.document_mask."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -7,16 +7,16 @@ from megalite.data.packing import IGNORE_INDEX
 from megalite.data.token_file import TokenFile, bin_path
 from megalite.errors import DataError
 
-_LOOKED_AT = 64
+_CHECKED_DOCUMENTS = 64
 
 
 def document_ids_and_positions(
     input_ids: NDArray[np.int64], labels: NDArray[np.int64], end_of_document_id: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Of each token of the samples its document, counted within the row, and its place in there: [rows, S] each.
+    """Return for each token its document, counted from 0 in each row, and its position in it: [rows, S] int64 each.
 
-    A document includes the end-of-document token that closes it. A row begins at position 0, also within a document;
-    the filling behind the last label belongs to the document before it, or is one of its own.
+    A document includes its end-of-document token. A row starts at position 0, even within a document. The padding after
+    the last label belongs to the document before it, or is a document of its own.
     """
     begins = np.zeros(input_ids.shape, dtype=bool)
     begins[:, 1:] = (input_ids[:, :-1] == end_of_document_id) & (labels[:, :-1] != IGNORE_INDEX)
@@ -26,13 +26,16 @@ def document_ids_and_positions(
 
 
 def require_ends(file: TokenFile, end_of_document_id: int) -> None:
-    """DataError where documents of a token file do not close with the id; looks at some of them."""
+    """Raise DataError unless the documents of a token file end in the id; checks _CHECKED_DOCUMENTS of them."""
     count = file.num_documents
-    for index in np.unique(np.linspace(0, max(0, count - 1), num=min(count, _LOOKED_AT), dtype=np.int64)):
+    for index in np.unique(
+        np.linspace(0, max(0, count - 1), num=min(count, _CHECKED_DOCUMENTS), dtype=np.int64)
+    ):
         document = file.document(int(index))
         if len(document) and document[-1] != end_of_document_id:
             raise DataError(
-                f"{bin_path(file.prefix)}: document {index} ends in id {document[-1]}, and the tokenizer's end of "
-                f"document, which data.document_mask goes by, is {end_of_document_id}; set tokenizer.end_of_document "
-                "to the token that stands there, or prepare the text again (Megatron's preprocess_data: --append-eod)"
+                f"{bin_path(file.prefix)}: document {index} ends in id {document[-1]}, but the end-of-document id of "
+                f"the tokenizer, which data.document_mask looks for, is {end_of_document_id}; set "
+                "tokenizer.end_of_document to the token that ends these documents, or prepare the text again "
+                "(Megatron's preprocess_data: --append-eod)"
             )

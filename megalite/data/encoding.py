@@ -1,4 +1,4 @@
-"""Ids of a document in pieces: those of the whole, also where a tokenizer treats a beginning in its own way."""
+"""Encodes the pieces of a document to the same ids as the whole document."""
 
 import json
 from typing import Any
@@ -20,30 +20,31 @@ _PROBE_LIMITS = (20, 36, 50)
 
 
 class PieceEncoder:
-    """Encodes pieces one by one. A text that spells a special token, as code about language models does, gives none."""
+    """Encodes pieces one by one. Text that spells a special token is encoded as ordinary text."""
 
     def __init__(self, tokenizer: Tokenizer, dtype: np.dtype[Any]):
         self._dtype = dtype
         self._start = tokenizer.backend
         self._start.encode_special_tokens = True
         self._after = {space: _continuation(self._start, space) for space in (True, False)}
-        # Where words are encoded by themselves, it makes no difference what stands before them.
+        # A tokenizer that encodes each word by itself does not need a continuation.
         self._words = word_cache(self._start, dtype)
 
     def ids(self, piece: Piece) -> NDArray[Any]:
+        """Return the ids of a piece, without special tokens."""
         if self._words is not None:
             return self._words.ids(piece.text)
         backend = self._start if piece.starts_document else self._after[piece.text.startswith(" ")]
-        # One text at a time runs on this process's own core; "fast" leaves out the offsets in the text.
+        # A batch of one runs in this thread; the "fast" call skips the character offsets.
         [encoding] = backend.encode_batch_fast([piece.text], add_special_tokens=False)
         return np.array(encoding.ids, dtype=self._dtype)
 
 
 def _continuation(backend: Backend, space: bool) -> Backend:
-    """What encodes pieces that go on from others, with a space or without: the tokenizer itself, or it less its prefix.
+    """Return the tokenizer for pieces that continue a document: the given one, or a copy that adds no prefix.
 
-    A prefix (sentencepiece's dummy prefix, Metaspace's, ByteLevel's) belongs to the beginning of a text alone. But
-    where the spaces around a text are taken off, it stands for the space that a piece begins with.
+    The prefix (sentencepiece's dummy prefix, Metaspace's, ByteLevel's) belongs to the start of a document only. A
+    tokenizer that strips spaces needs the prefix for pieces that begin with a space, hence `space`.
     """
     if _joins(backend, backend, space):
         return backend
@@ -55,6 +56,8 @@ def _continuation(backend: Backend, space: bool) -> Backend:
 
 
 def _joins(start: Backend, continuation: Backend, space: bool) -> bool:
+    """Whether the ids of two parts of each probe text, cut before a space or not, are those of the whole."""
+
     def encode(backend: Backend, text: str) -> list[int]:
         ids: list[int] = backend.encode(text, add_special_tokens=False).ids
         return ids
@@ -68,7 +71,7 @@ def _joins(start: Backend, continuation: Backend, space: bool) -> bool:
 
 
 def _without_prefix(step: Any) -> Any:
-    """One step of a tokenizer.json, and those in it, with nothing put before a text."""
+    """Return a step of a tokenizer.json, including nested steps, without the prefix that it adds to a text."""
     if not isinstance(step, dict):
         return step
     if step.get("type") == "Sequence":

@@ -1,6 +1,6 @@
-"""The tokenizer and the token files of a run, made when they are missing. Call it before ranks start, on one process.
+"""Provides the tokenizer and the token files of a run, and makes missing ones; called once, before the ranks start.
 
-All heavy work happens in worker processes: this one starts no thread pool, so that ranks can be forked from it.
+Worker processes do all heavy work: this process starts no thread pool, so that ranks can be forked from it.
 """
 
 import json
@@ -31,7 +31,7 @@ _RECORD = "trained_from.json"
 
 @dataclass(frozen=True)
 class RunData:
-    """Prefixes of the token files of a run: those that it trains on, each with its weight, and those held out."""
+    """The prefixes of a run's token files; weights: one per training file."""
 
     train: tuple[Path, ...]
     weights: tuple[float, ...]
@@ -41,22 +41,21 @@ class RunData:
 
 @dataclass(frozen=True)
 class _Set:
-    """One set of a run: text, or the prefix of a token file that was given in its place."""
+    """A data set of a run: text, or the prefix of a prepared token file."""
 
     source: Corpus | Path
     part: str
-    """One of PARTS; of a set that is divided, the first."""
+    """One of PARTS; the first one, if data.split divides the set."""
     number: str = ""
-    """Tells the sets of a blend apart, in the names of their files."""
+    """The suffix of the file names of a blended set."""
     weight: float = 1.0
 
 
 def ensure_tokenizer(config: RunConfig, run_folder: Path) -> Path:
-    """The Hugging Face folder of the run's tokenizer: the given one, that of the prepared data, or one made here.
+    """Return the Hugging Face folder of the run's tokenizer: the given one, that of the prepared data, or a new one.
 
-    Trained, or converted from another form, once into run_folder/tokenizer, and again only when its text, its source
-    or its settings changed.
-    Raises DataError, also when they changed under a run that already has checkpoints.
+    A new one is trained, or converted from another format, in run_folder/tokenizer, and only made again if its text,
+    its source or its settings changed. Raises DataError, also if they changed and the run already has checkpoints.
     """
     return _tokenizer_folder(config, run_folder, _sets(config))
 
@@ -64,10 +63,10 @@ def ensure_tokenizer(config: RunConfig, run_folder: Path) -> Path:
 def ensure_data(
     config: RunConfig, run_folder: Path, *, progress: Callable[[Progress], None] | None = None
 ) -> RunData:
-    """The token files of the run: the given ones, or those in run_folder/data, prepared when out of date.
+    """Return the token files of the run: the given ones, or those in run_folder/data, prepared if out of date.
 
-    Raises DataError, also when a given token file was made with another tokenizer than the run's, and when the
-    text changed under a run that already has checkpoints.
+    Raises DataError, also if a given token file was made with another tokenizer, or the text changed and the run
+    already has checkpoints.
     """
     sets = _sets(config)
     folder = _tokenizer_folder(config, run_folder, sets)
@@ -99,7 +98,7 @@ def ensure_data(
 
 
 def _sets(config: RunConfig) -> list[_Set]:
-    """Every set of the run, opened; DataError where the text of one is also that of another."""
+    """Open and return the data sets of the run; DataError if validation text is also trained on."""
     data = config.data
     sets = []
     if data.source is not None:
@@ -115,7 +114,7 @@ def _sets(config: RunConfig) -> list[_Set]:
         shared = sorted(str(file) for file in _files(sets[-1]) & trained)
         if shared:
             raise DataError(
-                f"data.validation: {shared[0]} is trained on too; name other text, or set data.split"
+                f"data.validation: {shared[0]} is also training data; name other text, or set data.split"
             )
     return sets
 
@@ -141,7 +140,7 @@ def _preparation(config: RunConfig, each: _Set, tokenizer: Tokenizer, folder: Pa
 
 
 def _check_prepared(prefix: Path, tokenizer: Tokenizer, data: DataConfig) -> None:
-    """DataError unless a given token file opens, is of this tokenizer, and is what the settings ask for."""
+    """Raise DataError unless a given token file opens, has this tokenizer, and fits the settings of `data`."""
     file = TokenFile.open(prefix)
     if data.document_mask:
         require_ends(file, tokenizer.end_of_document_id)
@@ -149,22 +148,22 @@ def _check_prepared(prefix: Path, tokenizer: Tokenizer, data: DataConfig) -> Non
     if facts is not None and facts.tokenizer_sha256 != tokenizer.sha256:
         raise DataError(
             f"{prefix} was prepared with {facts.tokenizer}, and the run's tokenizer is {tokenizer.file}; "
-            "set tokenizer.path to the former, or prepare the text again with the latter"
+            "set tokenizer.path to the tokenizer of the file, or prepare the text again with the tokenizer of the run"
         )
     if data.split is not None and len(Split(data.split).parts) > 1:
         raise DataError(
-            f"{prefix} is a prepared token file, which data.split does not divide; prepare its text with "
+            f"{prefix} is a prepared token file, and data.split divides text only; prepare the text with "
             "megalite data prepare --split, and name the parts as data.source and data.validation"
         )
     if data.min_length and facts is not None and facts.min_length != data.min_length:
         raise DataError(
             f"{prefix} was prepared with min_length {facts.min_length}, not data.min_length = {data.min_length}; "
-            "leave the setting out, or prepare the text again"
+            "remove the setting, or prepare the text again"
         )
 
 
 def _check_rows(config: RunConfig, tokenizer: Tokenizer) -> None:
-    """DataError where the model lacks rows for ids of the tokenizer; else the export would say so in the end."""
+    """Raise DataError if the tokenizer has more ids than the model has embedding rows."""
     rows, ids = config.model.vocab_size, tokenizer.vocab_size
     if rows != "auto" and rows < ids:
         raise DataError(
@@ -202,7 +201,7 @@ def _tokenizer_folder(config: RunConfig, run_folder: Path, sets: Sequence[_Set])
 
 @dataclass(frozen=True)
 class _Training:
-    """A tokenizer to train, and where it goes."""
+    """A tokenizer to train, and its folder."""
 
     texts: tuple[Corpus, ...]
     vocab_size: int
@@ -226,7 +225,7 @@ class _Training:
 
 @dataclass(frozen=True)
 class _Import:
-    """A tokenizer of another form to convert, and where it goes."""
+    """A tokenizer to convert from another format, and its folder."""
 
     tokenizer: ForeignTokenizer
     end_of_document: str
@@ -250,30 +249,30 @@ def _is_done(job: _Training | _Import) -> bool:
 def _make(job: _Training | _Import) -> None:
     record = job.folder / _RECORD
     record.unlink(missing_ok=True)
-    # Another kind of tokenizer may have stood there.
+    # The folder may hold a tokenizer of another kind.
     (job.folder / SENTENCEPIECE_FILE).unlink(missing_ok=True)
     job.make()
     record.write_text(json.dumps(job.record()) + "\n", encoding="utf-8")
 
 
 def _refuse_change(config: RunConfig, run_folder: Path, made: Path) -> None:
-    """DataError when `made`, about to be made anew, carries a run that goes on: its curve would silently change."""
+    """Raise DataError if the run has checkpoints and resumes: new data would silently change its loss curve."""
     if config.checkpoint.resume != "never" and (run_folder / "checkpoints" / "latest").exists():
         raise DataError(
             f"the text or the tokenizer settings changed since {made} was made, and the checkpoints in {run_folder} "
-            "rest on it; set run.folder to a new folder, or checkpoint.resume = 'never' to start over, "
+            "depend on it; set run.folder to a new folder, or checkpoint.resume = 'never' to start over, "
             f"or data.source = '{run_folder / 'data' / 'train'}' to go on with the old text"
         )
 
 
 def _text_or_prefix(source: str | Sequence[str], text_column: str, pattern: str) -> Corpus | Path:
-    """The text of a source, or the prefix of a token file that was given in its place."""
+    """Return the corpus of a source, or the prefix if it is a prepared token file."""
     sources = [source] if isinstance(source, str) else source
     return _prepared_prefix(sources) or Corpus.open(sources, text_column=text_column, pattern=pattern)
 
 
 def _prepared_prefix(sources: Sequence[str]) -> Path | None:
-    """X where the source is X, X.bin or X.idx of a prepared pair; None where it is text."""
+    """Return X if the source is X, X.bin or X.idx of a prepared pair; None if it is text."""
     for source in sources:
         path = Path(source).expanduser()
         prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
@@ -281,7 +280,7 @@ def _prepared_prefix(sources: Sequence[str]) -> Path | None:
             continue
         if len(sources) > 1:
             raise DataError(
-                f"{source} is a prepared token file and cannot be one of several sources; name it alone"
+                f"{source} is a prepared token file and cannot be one of several sources; name it as the only source"
             )
         return prefix
     return None
@@ -290,19 +289,17 @@ def _prepared_prefix(sources: Sequence[str]) -> Path | None:
 def _tokenizer_of(prefix: Path) -> Path:
     facts = prepared_facts(prefix)
     if facts is None:
-        raise DataError(f"{prefix} does not say which tokenizer it was made with; set tokenizer.path")
+        raise DataError(f"{prefix} does not record its tokenizer; set tokenizer.path")
     file = Path(facts.tokenizer)
     if not file.is_file():
         raise DataError(
-            f"{prefix} was made with {file}, which is gone; set tokenizer.path to where it is now"
+            f"{prefix} was made with {file}, which does not exist any more; set tokenizer.path to its new place"
         )
     return _folder_of(file, facts.end_of_document)
 
 
 def _folder_of(file: Path, end_of_document: str | None) -> Path:
     if file.name != "tokenizer.json":
-        raise DataError(
-            f"{file} is not called tokenizer.json; put it under that name into a folder of its own"
-        )
+        raise DataError(f"{file} is not called tokenizer.json; move it to a new folder under that name")
     load_tokenizer(file, end_of_document=end_of_document)
     return file.parent

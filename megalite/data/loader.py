@@ -1,4 +1,4 @@
-"""The batch of a step on one data-parallel rank: a pure function of the files, the seed and the samples consumed."""
+"""Loads the batch of a step: a pure function of the files, the seed and the samples consumed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,25 +20,27 @@ from megalite.parallel.pipeline import StepBatch
 
 @dataclass(frozen=True)
 class LoadedBatch(StepBatch):
-    """A StepBatch with the data set's sample behind each of its rows, [M * b] int64, the same in every epoch."""
+    """A StepBatch with the data set's sample of each row: sample_ids [M * b] int64, the same in every epoch."""
 
     sample_ids: Tensor
 
     @property
     def valid_tokens(self) -> int:
-        """Tokens of this rank that count in the loss."""
+        """The number of tokens of this rank in the loss."""
         return int((self.labels != IGNORE_INDEX).sum())
 
 
 class StepLoader:
-    """Reads, for data-parallel rank `dp_rank`, its share of each global batch of G = M * dp_size * b samples.
+    """Reads the share of data-parallel rank `dp_rank` in each global batch of G = M * dp_size * b samples.
 
-    The global batch after c consumed samples is places c .. c + G - 1 of the order that seed, files and weights give,
-    `weights` being the share of each token file where there are several (BlendedSamples). Micro batch m of
-    rank d takes b of them from m * dp_size * b + d * b, so every split of the same G covers the same samples.
-    `vocab_size`, where given, is the model's: a larger id in the file is a DataError instead of a silent zero.
-    `epochs`, where given, ends the data: rows of the last global batch that lie beyond have no labels.
-    `end_of_document_id`, where given, tells documents apart: batches number them, and positions start anew with each.
+    The global batch after c consumed samples is samples c to c + G - 1 of the training order (BlendedSamples). Micro
+    batch m of rank d has b of them, from m * dp_size * b + d * b on, so every split of G covers the same samples.
+
+    weights: the share of each token file.
+    vocab_size: the model's vocabulary; a larger id in the data raises DataError. None: ids are not checked.
+    epochs: the end of the data; later rows of the last global batch have no labels. None: no end.
+    end_of_document_id: separates documents: the batch has document_ids, and position_ids restart with each document.
+        None: no document mask.
     """
 
     def __init__(
@@ -76,19 +78,19 @@ class StepLoader:
         return len(self._samples)
 
     def steps_for_epochs(self, epochs: float | Fraction, *, after: int = 0) -> int:
-        """Steps until every sample was seen `epochs` times, at least one; with `after` samples, those still to do."""
-        left = max(ceil(epochs * self.samples_per_epoch) - after, 0 if after else 1)
-        return ceil(left / self.global_batch_size)
+        """Return the steps of `epochs` epochs, at least one; with `after` consumed samples, the remaining steps."""
+        remaining = max(ceil(epochs * self.samples_per_epoch) - after, 0 if after else 1)
+        return ceil(remaining / self.global_batch_size)
 
     def step_batch(self, samples_consumed: int, *, dtype: torch.dtype = torch.float32) -> LoadedBatch:
-        """What this rank works on after `samples_consumed` samples; the loss mask is of `dtype`."""
+        """Return this rank's batch after `samples_consumed` samples; the loss mask has `dtype`."""
         places = samples_consumed + self._offsets
         rows = self._samples.read(places, self._pad_id)
         self._check_ids(rows)
         input_ids, labels = rows.input_ids, rows.labels
         position_ids, document_ids = self._position_ids, None
         if self._end_of_document_id is not None:
-            # While labels tell the filling of a short sample.
+            # Before `epochs` masks labels, so that IGNORE_INDEX still means padding only.
             documents, positions = document_ids_and_positions(input_ids, labels, self._end_of_document_id)
             position_ids, document_ids = torch.from_numpy(positions), torch.from_numpy(documents)
         if self._end is not None:
@@ -105,7 +107,7 @@ class StepLoader:
 
     @staticmethod
     def _numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
-        """Converted by numpy: torch, called by a loader's thread, would start a team of threads beside the model's."""
+        """Return numpy's dtype. Torch would start a second OpenMP thread team if a loader thread converted with it."""
         return np.dtype(str(dtype).removeprefix("torch."))
 
     def _check_ids(self, rows: Rows) -> None:
@@ -117,5 +119,5 @@ class StepLoader:
             raise DataError(
                 f"{bin_path(self._samples.token_files[rows.sets[row]].prefix)}, sample {rows.sample_ids[row]}: id "
                 f"{largest[row]} is outside the model's vocabulary of {self._vocab_size}; prepare the text with the "
-                "model's own tokenizer, or raise model.vocab_size"
+                "model's tokenizer, or raise model.vocab_size"
             )

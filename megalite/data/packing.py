@@ -1,4 +1,4 @@
-"""Samples of equal length, cut from the documents of a token file laid end to end."""
+"""Packed samples: a token file, as one sequence of tokens, cut into samples of equal length."""
 
 from dataclasses import dataclass
 
@@ -8,16 +8,16 @@ from numpy.typing import NDArray
 from megalite.data.token_file import TokenFile
 from megalite.errors import DataError
 
-# What the loss leaves out, as Hugging Face and torch have it.
+# The label that the loss ignores, as in torch and Hugging Face.
 IGNORE_INDEX = -100
 
 
 @dataclass(frozen=True)
 class PackedSamples:
-    """Sample i reads tokens i * S up to (i + 1) * S and predicts each one's successor, across documents.
+    """Sample i has tokens i * S to (i + 1) * S - 1 as inputs and their successors as labels, across documents.
 
-    Neighbours share one token (the last label, the first input), so every token but the first is predicted exactly
-    once an epoch. The last sample may be short: it is filled up and its filling is not counted.
+    The last label of a sample is the first input of the next one, so each token but the first is predicted exactly once
+    per epoch. The last sample may be short: it is padded, and the loss ignores the padding.
     """
 
     token_file: TokenFile
@@ -26,14 +26,15 @@ class PackedSamples:
     def __post_init__(self) -> None:
         if self.token_file.num_tokens < 2:
             raise DataError(
-                f"{self.token_file.prefix} holds {self.token_file.num_tokens} tokens; prepare a longer text"
+                f"{self.token_file.prefix} holds {self.token_file.num_tokens} tokens, fewer than the 2 of a sample; "
+                "prepare a longer text"
             )
 
     def __len__(self) -> int:
         return -(-(self.token_file.num_tokens - 1) // self.sequence_length)
 
     def read(self, sample_ids: NDArray[np.int64], pad_id: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """input_ids and labels of the samples, [len(sample_ids), S] each; IGNORE_INDEX labels the filling."""
+        """Return (input_ids, labels), [len(sample_ids), S] int64 each; the label of padding is IGNORE_INDEX."""
         length = self.sequence_length
         input_ids = np.full((len(sample_ids), length), pad_id, dtype=np.int64)
         labels = np.full((len(sample_ids), length), IGNORE_INDEX, dtype=np.int64)

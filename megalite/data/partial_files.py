@@ -1,4 +1,4 @@
-"""Token files while they are written: hidden beside where they will stand, and claimed by one process."""
+"""Token files while they are written: hidden files in the output folder, locked by one process."""
 
 import contextlib
 import errno
@@ -14,13 +14,13 @@ from megalite.data.token_file import bin_path, idx_path
 from megalite.data.workers import WorkerDied
 from megalite.errors import DataError
 
-# File systems without locks (Lustre mounted without flock) answer so.
+# The errors of file systems without locks (Lustre mounted without flock).
 _NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK}
 
 
 @dataclass(frozen=True)
 class PartialFiles:
-    """What becomes X.bin and X.idx, and the lengths that the index is made of."""
+    """The open files that become X.bin and X.idx, and the sequence lengths for the index."""
 
     prefix: Path
     bin_file: IO[bytes]
@@ -28,7 +28,7 @@ class PartialFiles:
     lengths_file: IO[bytes]
 
     def cut(self, bin_bytes: int, lengths_bytes: int) -> bool:
-        """Keep so many bytes of what an earlier process wrote; False, and nothing is done, where there are less."""
+        """Truncate what an earlier process wrote to these sizes; False, without a change, if a file is shorter."""
         kept = ((self.bin_file, bin_bytes), (self.lengths_file, lengths_bytes))
         if any(os.fstat(file.fileno()).st_size < size for file, size in kept):
             return False
@@ -39,7 +39,7 @@ class PartialFiles:
 
 
 def partial(path: Path) -> Path:
-    # Always the same name: what a killed process leaves behind, the next one takes up or overwrites.
+    # A fixed name, so that the next process resumes or overwrites what a killed one left.
     return path.with_name(f".{path.name}.partial")
 
 
@@ -49,10 +49,9 @@ def journal_path(prefix: Path) -> Path:
 
 @contextlib.contextmanager
 def partial_files(prefixes: Sequence[Path]) -> Iterator[list[PartialFiles]]:
-    """Files to write and publish, this process's alone.
+    """Open and lock the files for these outputs; their content from an earlier process is kept.
 
-    They keep what an earlier process left in them. An Exception removes them; an interrupt or a killed worker leaves
-    them to be taken up, if there is a journal.
+    An Exception removes them. After an interrupt or a killed worker they stay, if there is a journal to resume from.
     Raises DataError while another process has them.
     """
     with contextlib.ExitStack() as stack:
@@ -66,7 +65,7 @@ def partial_files(prefixes: Sequence[Path]) -> Iterator[list[PartialFiles]]:
             yield opened
         except BaseException as error:
             lasting = isinstance(error, Exception) and not isinstance(error, WorkerDied)
-            # Only here: once published, these names may already be another process's.
+            # Not in a `finally`: after publishing, another process may already use these names.
             if lasting or not journal_path(prefixes[0]).exists():
                 for files in opened:
                     remove(files.prefix)
@@ -74,7 +73,7 @@ def partial_files(prefixes: Sequence[Path]) -> Iterator[list[PartialFiles]]:
 
 
 def remove(prefix: Path) -> None:
-    """Remove what is left of writing `prefix`."""
+    """Remove the partial files and the journal of `prefix`."""
     for path in (
         partial(bin_path(prefix)),
         partial(idx_path(prefix)),
@@ -85,7 +84,7 @@ def remove(prefix: Path) -> None:
 
 
 def read_journal(prefix: Path) -> dict[str, Any]:
-    """What was last written there; empty where there is nothing of use."""
+    """Return the journal; an empty dict if there is none, or it is damaged."""
     try:
         content = json.loads(journal_path(prefix).read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -103,7 +102,7 @@ def write_journal(prefix: Path, content: dict[str, Any]) -> None:
 
 
 def publish(files: PartialFiles, facts: dict[str, Any]) -> None:
-    """Rename .bin, then .idx, then write .json: at no moment does an index stand beside another corpus's tokens."""
+    """Rename .bin, then .idx, then .json, so that an index never exists beside the tokens of another corpus."""
     prefix = files.prefix
     json_partial = partial(json_path(prefix))
     try:
@@ -132,7 +131,7 @@ def json_path(prefix: Path) -> Path:
 
 
 def locked(path: Path) -> IO[bytes]:
-    """Open `path` to append to; DataError when another process has it open so. The lock dies with its process."""
+    """Open `path` for appending and lock it for this process; DataError if another process holds the lock."""
     while True:
         file = path.open("ab")
         try:
@@ -142,10 +141,11 @@ def locked(path: Path) -> IO[bytes]:
                 file.close()
                 if isinstance(error, BlockingIOError):
                     raise DataError(
-                        f"another process is preparing {path.parent}; wait for it or choose another output"
+                        f"another process is preparing {path.parent}; wait for it, or choose another output "
+                        "(--output, run.folder)"
                     ) from error
                 raise
-        # Between opening and locking, its last owner may have published it under another name: then begin anew.
+        # Between open and lock the previous owner may have renamed the file: then try again.
         if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
             return file
         file.close()

@@ -1,4 +1,4 @@
-"""The batches of the steps to come, assembled by threads while a step computes."""
+"""Reads the batches of coming steps in threads while a step computes."""
 
 from collections import deque
 from collections.abc import Callable
@@ -10,14 +10,13 @@ Batch = TypeVar("Batch")
 
 
 class Prefetch(Generic[Batch]):
-    """`read(samples)`, what a step works on after so many samples, read ahead of the steps that ask for it.
+    """Calls `read(samples)`, the batch after `samples` consumed samples, ahead of time.
 
-    A step takes `stride` samples; the run ends before sample `end`. `workers` threads (0: none, each step reads for
-    itself) keep up to `depth` steps ready. Threads suffice: copying from a mapped file, and waiting for its disk, hold
-    no interpreter lock. `read` must be a pure function of its argument and bear several callers at once.
+    read: a pure and thread-safe function. stride: the samples of a step. end: the last step ends before this sample.
+    workers: threads; 0: each step reads for itself. depth: the number of steps to keep ready.
 
-    Nothing of it is state: whoever asks for another step than the next, as after a resume, gets that one. What `read`
-    raises is raised to the step that the batch was for, and by then only once.
+    Threads suffice, because copies from a memory-mapped file and disk reads release the GIL. A request for another step
+    than the next, as after a resume, is served as well. An exception of `read` reaches the step of that batch.
     """
 
     def __init__(self, read: Callable[[int], Batch], *, stride: int, end: int, workers: int, depth: int):
@@ -34,7 +33,7 @@ class Prefetch(Generic[Batch]):
         self.close()
 
     def step_batch(self, samples: int) -> Batch:
-        """The batch after `samples` samples; the reading of later ones is under way when this returns."""
+        """Return the batch after `samples` samples; later batches are being read when this returns."""
         if self._pool is None:
             return self._read(samples)
         if self._ahead and self._ahead[0][0] != samples:
@@ -46,7 +45,7 @@ class Prefetch(Generic[Batch]):
         return self._ahead.popleft()[1].result()
 
     def close(self) -> None:
-        """Wait for what is being read at this moment, and read no more ahead."""
+        """Wait for the reads in progress, and stop reading ahead."""
         self._drop()
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)

@@ -1,4 +1,4 @@
-"""From a corpus to X.bin, X.idx and X.json: by several processes, published whole, taken up where one was killed."""
+"""Prepares token files (X.bin, X.idx, X.json) from a corpus: in parallel, atomically, and resumable after a kill."""
 
 import errno
 import hashlib
@@ -30,17 +30,17 @@ from megalite.data.tokenizer import Tokenizer, load_tokenizer
 from megalite.data.workers import ordered_map
 from megalite.errors import DataError
 
-# Part of every fingerprint: counted up when the same text and tokenizer would give other files.
+# Part of every fingerprint; incremented when the same text and tokenizer would give other files.
 _FORMAT = 1
-# Characters that travel to a worker at once: long enough to hide the pipe, short enough to keep all workers busy.
+# Characters per item of work: enough to hide the cost of the pipe, few enough to keep all workers busy.
 _BATCH_CHARACTERS = 1 << 19
-# Batches between two journal entries: what a kill costs at most, some ten seconds of one core.
+# Batches between two journal entries, about ten seconds of one core: the work that a kill loses at most.
 _JOURNAL_BATCHES = 64
 
 
 @dataclass(frozen=True)
 class PreparedFacts:
-    """What X.json says of X.bin and X.idx: where they come from, and what they hold."""
+    """The content of X.json: the origin of X.bin and X.idx, their sizes, and what they hold."""
 
     fingerprint: str
     sources: tuple[str, ...]
@@ -57,12 +57,12 @@ class PreparedFacts:
     end_of_document_id: int
     min_length: int = 0
     short_documents: int = 0
-    """Left out, having less than min_length tokens."""
+    """Documents that were skipped, with fewer than min_length tokens."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far `prepare` is; bytes are those of the source files on disk."""
+    """The progress of a preparation; bytes are those of the source files on disk."""
 
     bytes_read: int
     bytes_total: int
@@ -72,10 +72,10 @@ class Progress:
 
 @dataclass(frozen=True)
 class Preparation:
-    """What is to be made of a corpus.
+    """The inputs and outputs of a preparation.
 
-    outputs: a prefix for each part of `split` that gets documents. min_length: of a document in tokens, its end not
-    counted; shorter ones are left out.
+    outputs: a prefix for each part of `split` that gets documents. min_length: in tokens, without the end of document;
+    shorter documents are skipped.
     """
 
     corpus: Corpus
@@ -85,7 +85,7 @@ class Preparation:
     split: Split = WHOLE
 
     def fingerprint(self) -> str:
-        """Equal for two preparations exactly when they would write the same files."""
+        """Return a hash that is equal for two preparations exactly if they write the same files."""
         parts: list[Any] = [
             _FORMAT,
             self.corpus.fingerprint(),
@@ -99,7 +99,7 @@ class Preparation:
         return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
     def done(self) -> list[PreparedFacts] | None:
-        """The facts of all outputs if they stand as this preparation would write them, else None."""
+        """Return the facts of all outputs if this preparation has already written them, else None."""
         found = [prepared_facts(prefix) for prefix in self.outputs]
         fingerprint = self.fingerprint()
         facts = [each for each in found if each is not None and each.fingerprint == fingerprint]
@@ -114,7 +114,7 @@ def prepare(
     workers: int = 0,
     progress: Callable[[Progress], None] | None = None,
 ) -> PreparedFacts:
-    """`prepare_outputs` of every document into `prefix`.bin and .idx."""
+    """Run `prepare_outputs` with a single output, `prefix`.bin and .idx."""
     [facts] = prepare_outputs(Preparation(corpus, tokenizer, (prefix,)), workers=workers, progress=progress)
     return facts
 
@@ -125,12 +125,11 @@ def prepare_outputs(
     workers: int = 0,
     progress: Callable[[Progress], None] | None = None,
 ) -> list[PreparedFacts]:
-    """Encode the documents of a corpus, each closed by the end-of-document id, into one or more token files.
+    """Encode the documents of a corpus, each followed by the end-of-document id, into one or more token files.
 
-    Nothing is done when the .json files say that these were made from the same files with the same tokenizer.
-    The bytes do not depend on `workers` (processes beside this one; 0: none), nor on how often the preparation was
-    killed and started again. Memory does not grow with the corpus.
-    Raises DataError; then files that stood there before still do, and no other.
+    Returns at once if the .json files name the same sources and tokenizer. The bytes do not depend on `workers`
+    (additional processes; 0: none) or on kills and resumes. Memory does not grow with the corpus.
+    Raises DataError; the files of an earlier preparation then stay as they were.
     """
     done = preparation.done()
     if done is not None:
@@ -142,7 +141,7 @@ def prepare_outputs(
         for prefix in preparation.outputs:
             prefix.parent.mkdir(parents=True, exist_ok=True)
         with partial_files(preparation.outputs) as files:
-            state, writers = _taken_up(preparation, files)
+            state, writers = _resumed(preparation, files)
             for count, (batch, place) in enumerate(_encoded(preparation, state.place, workers), start=1):
                 state.document = batch.write(writers, preparation.split, state.document)
                 state.place = place
@@ -159,59 +158,60 @@ def prepare_outputs(
 
 
 def prepared_facts(prefix: Path) -> PreparedFacts | None:
-    """What was prepared at `prefix`; None unless the three files are there and fit each other by their size."""
+    """Return the facts of the token file at `prefix`; None unless all three files exist with matching sizes."""
     try:
         fields = json.loads(json_path(prefix).read_text(encoding="utf-8"))
         facts = PreparedFacts(**{**fields, "sources": tuple(map(str, fields["sources"]))})
         sizes = (bin_path(prefix).stat().st_size, idx_path(prefix).stat().st_size)
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
-        return None  # another program's .json, or half a set: as good as none
+        return None  # another program's .json, or an incomplete set of files
     kinds: dict[str, Any] = {each.name: get_origin(each.type) or each.type for each in fields_of(facts)}
     typed = all(isinstance(getattr(facts, name), kind) for name, kind in kinds.items())
     return facts if typed and sizes == (facts.bin_bytes, facts.idx_bytes) else None
 
 
 class _Documents:
-    """Passes documents of at least `min_length` tokens on to a TokenWriter, and counts the others."""
+    """Passes documents of at least `min_length` tokens on to a TokenWriter, and counts the shorter ones."""
 
     def __init__(self, writer: TokenWriter, min_length: int, short: int = 0):
         self.writer, self.short = writer, short
         self._min_length = min_length
         self._open_tokens = 0
-        self._waiting: list[NDArray[Any]] = []
-        # A document that is taken up was long enough, or nothing would have been written of it.
+        self._pending: list[NDArray[Any]] = []
+        # An open document of a resumed writer is long enough: tokens of shorter ones are never written.
         self._passing = writer.in_document
 
     @property
     def undecided(self) -> bool:
-        return bool(self._waiting)
+        """Whether the open document may still be too short."""
+        return bool(self._pending)
 
     def add(self, tokens: NDArray[Any], *, closing: bool) -> None:
-        """A run of the open document; with `closing` its last, which ends in the end-of-document id."""
+        """Append tokens to the open document; `closing`: they are its last ones and end in the end-of-document id."""
         self._open_tokens += len(tokens) - closing
-        self._waiting.append(tokens)
+        self._pending.append(tokens)
         if self._passing or self._open_tokens >= self._min_length:
             self._passing = True
-            for run in self._waiting:
-                self.writer.add(run)
-            self._waiting = []
+            for each in self._pending:
+                self.writer.add(each)
+            self._pending = []
         if closing:
             if self._passing:
                 self.writer.end_document()
             else:
                 self.short += 1
-            self._open_tokens, self._waiting, self._passing = 0, [], False
+            self._open_tokens, self._pending, self._passing = 0, [], False
 
 
 @dataclass
 class _State:
-    """How far a preparation is, between two batches: what has been read, and the number of the next document."""
+    """The progress between two batches: the position in the corpus, and the number of the next document."""
 
     place: Place
     document: int
 
     def entry(self, preparation: Preparation, writers: Sequence[_Documents]) -> dict[str, Any]:
-        """For the journal."""
+        """Return the journal entry."""
         return {
             "fingerprint": preparation.fingerprint(),
             "outputs": [str(prefix) for prefix in preparation.outputs],
@@ -221,8 +221,8 @@ class _State:
         }
 
 
-def _taken_up(preparation: Preparation, files: Sequence[PartialFiles]) -> tuple[_State, list[_Documents]]:
-    """State and writers as the journal has them, where it is of this very preparation; else as at the beginning."""
+def _resumed(preparation: Preparation, files: Sequence[PartialFiles]) -> tuple[_State, list[_Documents]]:
+    """Return the state and the writers of the journal if it is of this preparation, else those of a new one."""
     journal = read_journal(preparation.outputs[0])
     state = _State(Place(), 0)
     saved: list[dict[str, Any]] = [{"short": 0, **asdict(WriterState())} for _ in files]
@@ -252,7 +252,7 @@ def _taken_up(preparation: Preparation, files: Sequence[PartialFiles]) -> tuple[
 
 @dataclass(frozen=True)
 class _Batch:
-    """Consecutive pieces, and the place in the corpus behind the last of them."""
+    """Consecutive pieces, and the position in the corpus after the last of them."""
 
     pieces: list[Piece]
     place: Place
@@ -260,19 +260,18 @@ class _Batch:
 
 @dataclass(frozen=True)
 class _EncodedBatch:
-    """The ids of a batch end to end, the length of each piece, and which of them end a document."""
+    """The ids of a batch end to end, the length of each piece in ids, and which pieces end a document."""
 
     tokens: NDArray[Any]
     lengths: list[int]
     ends_document: list[bool]
 
     def write(self, writers: Sequence[_Documents], split: Split, document: int) -> int:
-        """Write each piece to the part that its document belongs to; `document` is the number of the first, and
-        of the next one what is returned."""
+        """Write each piece to the part of its document, starting at number `document`; return the next number."""
         start = 0
-        writing = dict(zip(split.parts, writers, strict=True))
+        writer_of_part = dict(zip(split.parts, writers, strict=True))
         for length, ends in zip(self.lengths, self.ends_document, strict=True):
-            writing[split.part(document)].add(self.tokens[start : start + length], closing=ends)
+            writer_of_part[split.part(document)].add(self.tokens[start : start + length], closing=ends)
             start += length
             document += ends
         return document
@@ -280,7 +279,7 @@ class _EncodedBatch:
 
 @dataclass(frozen=True)
 class _Encode:
-    """Encodes batches in whichever process it lands; the tokenizer is loaded there, once."""
+    """Encodes batches in a worker process, which loads the tokenizer once."""
 
     file: Path
     end_of_document: str
@@ -328,12 +327,14 @@ def _progress(corpus: Corpus, place: Place, writers: Sequence[_Documents]) -> Pr
 
 
 def _check_outputs(preparation: Preparation) -> None:
-    """DataError where what is read would be replaced by what is made of it."""
+    """Raise DataError if an output is one of the inputs."""
     read = {file.path for file in preparation.corpus.files} | {preparation.tokenizer.file.resolve()}
     for prefix in preparation.outputs:
         for path in (bin_path(prefix), idx_path(prefix), json_path(prefix)):
             if path.resolve() in read:
-                raise DataError(f"{path} is read, and would be written; choose another output (--output)")
+                raise DataError(
+                    f"{path} is an input of this preparation and cannot be its output; choose another output (--output)"
+                )
 
 
 def _check_not_empty(preparation: Preparation, writers: Sequence[_Documents]) -> None:
@@ -342,7 +343,7 @@ def _check_not_empty(preparation: Preparation, writers: Sequence[_Documents]) ->
     sources = ", ".join(preparation.corpus.sources)
     if not kept and short:
         raise DataError(
-            f"all {short} documents of {sources} have less than {preparation.min_length} tokens; "
+            f"all {short} documents of {sources} have fewer than {preparation.min_length} tokens; "
             "lower data.min_length (--min-length)"
         )
     if not kept:
@@ -351,7 +352,7 @@ def _check_not_empty(preparation: Preparation, writers: Sequence[_Documents]) ->
         if not each.writer.documents:
             raise DataError(
                 f"the {PARTS[part]} part gets none of the {kept} documents of {sources}; raise its share in data.split "
-                "(--split), or name a text of its own (data.validation)"
+                "(--split), or name another text as data.validation"
             )
 
 
@@ -388,13 +389,13 @@ def _published(
 
 
 def _cannot_write(prefix: Path, written_bytes: int, error: OSError) -> DataError:
-    place = error.filename or prefix
+    path = error.filename or prefix
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return DataError(
-            f"{place}: {error.strerror} after {written_bytes} bytes of tokens; free space or choose another folder"
-            " (--output, run.folder); nothing is left of this attempt"
+            f"{path}: {error.strerror} after {written_bytes} bytes of tokens, which were removed again; free space or "
+            "choose another folder (--output, run.folder)"
         )
     return DataError(
-        f"{place} cannot be written ({error.strerror or error}); check its permissions or choose another folder"
+        f"{path} cannot be written ({error.strerror or error}); check its permissions or choose another folder"
         " (--output, run.folder)"
     )

@@ -1,4 +1,4 @@
-"""In which order samples are seen: a pure function of (seed, epoch), with no list in memory and no state."""
+"""The order of the samples: a pure function of (seed, epoch), without a list in memory and without state."""
 
 import hashlib
 from dataclasses import dataclass
@@ -7,17 +7,17 @@ from math import isqrt
 import numpy as np
 from numpy.typing import NDArray
 
-# Fewer leave some orders of very small sets too frequent (measured over all orders of 5 and 6 samples).
+# With fewer rounds some orders of 5 and 6 samples are too frequent (measured over all orders).
 _ROUNDS = 16
 _MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
 @dataclass(frozen=True)
 class Sampler:
-    """The global order of samples, epoch after epoch without end.
+    """The order of the samples over endless epochs.
 
-    Position p of the order, counted from the start of training, is place p % samples of epoch p // samples. How many
-    samples were consumed is therefore the whole state, whatever the data-parallel size or the batch size was.
+    Position p, counted from the start of training, is place p % samples of epoch p // samples. The number of consumed
+    samples is therefore the whole state, for any data-parallel size and batch size.
     """
 
     samples: int
@@ -25,7 +25,7 @@ class Sampler:
     shuffle: bool = True
 
     def sample_ids(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The sample at each position; every epoch holds each sample exactly once."""
+        """Return the sample at each position; each epoch has every sample exactly once."""
         epochs, places = np.divmod(positions, self.samples)
         if not self.shuffle:
             return places
@@ -37,11 +37,11 @@ class Sampler:
 
 
 def permuted(places: NDArray[np.int64], size: int, keys: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """Where a keyed permutation of range(size) sends each place; any one costs the same, and no memory.
+    """Map places by a keyed permutation of range(size), in constant time and memory per place.
 
-    A Feistel network over the smallest a x b >= size with a = ceil(sqrt(size)), walked along its cycle until it is
-    back inside: Black & Rogaway, "Ciphers with arbitrary finite domains", 2002, sections 4 and 3. Its values, unlike
-    numpy's permutations, do not depend on a library's version.
+    A Feistel network over a x b >= size with a = ceil(sqrt(size)), repeated until the result is below `size`
+    (cycle walking): Black & Rogaway, "Ciphers with Arbitrary Finite Domains", 2002, sections 4 and 3. Unlike numpy's
+    permutations, the result does not depend on a library version.
     """
     rows = isqrt(size - 1) + 1
     columns = -(-size // rows)
@@ -54,18 +54,18 @@ def permuted(places: NDArray[np.int64], size: int, keys: NDArray[np.uint64]) -> 
 def _feistel(
     values: NDArray[np.uint64], rows: int, columns: int, keys: NDArray[np.uint64]
 ) -> NDArray[np.uint64]:
-    """One pass of all rounds over range(rows * columns); each adds a hash of one half to the other, by turns."""
+    """Run all rounds over range(rows * columns); each round adds a hash of one half to the other half."""
     moduli = (np.uint64(rows), np.uint64(columns))
     right, left = np.divmod(values, moduli[0])  # left < rows, right < columns
     for index, key in enumerate(keys):
-        # Reduced before the sum, which would otherwise wrap at 2**64 and no longer be a bijection.
+        # Reduced before the addition: a sum that wraps at 2**64 would not be a bijection.
         modulus = moduli[index % 2]
         left, right = right, (left + _mixed(right, key) % modulus) % modulus
     return right * moduli[0] + left
 
 
 def _mixed(values: NDArray[np.uint64], key: np.uint64) -> NDArray[np.uint64]:
-    """The finalizer of SplitMix64 (Steele et al. 2014) of value + key, which wraps."""
+    """Apply the finalizer of SplitMix64 (Steele et al. 2014) to value + key, modulo 2**64."""
     mixed = values + key
     mixed = (mixed ^ (mixed >> np.uint64(30))) * _MIX_1
     mixed = (mixed ^ (mixed >> np.uint64(27))) * _MIX_2

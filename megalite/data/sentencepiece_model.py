@@ -1,6 +1,6 @@
-"""A sentencepiece model, read from its file, as a `tokenizers` pipeline that gives the same ids; checked on hard texts.
+"""Converts a sentencepiece model to a `tokenizers` pipeline with the same ids, checked on difficult texts.
 
-Read by our own few lines of protobuf's wire format: sentencepiece's generated reader needs the protobuf package.
+The model file is parsed by a small reader of protobuf's wire format: sentencepiece's needs the protobuf package.
 """
 
 import re
@@ -19,7 +19,7 @@ from megalite.errors import DataError
 
 SPACE = "▁"  # how a space is written in a piece
 
-# Every kind of place where two implementations have been seen to differ.
+# One text for each way in which implementations have been seen to differ.
 PROBE_TEXTS = (
     "",
     " ",
@@ -45,7 +45,7 @@ PROBE_TEXTS = (
 
 
 class PieceType(IntEnum):
-    """What a piece is for, with sentencepiece's numbers."""
+    """The type of a piece, with sentencepiece's numbers."""
 
     NORMAL = 1
     UNKNOWN = 2
@@ -57,7 +57,7 @@ class PieceType(IntEnum):
 
 @dataclass(frozen=True)
 class SentencePieceModel:
-    """What a model file holds, as far as it decides about ids; defaults are those of sentencepiece_model.proto."""
+    """The fields of a model file that decide about ids, with the defaults of sentencepiece_model.proto."""
 
     pieces: tuple[tuple[str, float, PieceType], ...]
     algorithm: int = 1  # 1 unigram, 2 BPE, 3 words, 4 characters
@@ -71,7 +71,7 @@ class SentencePieceModel:
 
     @classmethod
     def parse(cls, data: bytes) -> "SentencePieceModel":
-        """Raises ValueError unless `data` is a model."""
+        """Parse the content of a model file; ValueError if it is not one."""
         pieces, trainer, normalizer = [], {}, {}
         try:
             for number, value in _fields(data):
@@ -98,17 +98,18 @@ class SentencePieceModel:
         )
 
     def of_type(self, *types: PieceType) -> list[str]:
+        """Return the pieces of these types."""
         return [piece for piece, _, kind in self.pieces if kind in types]
 
     @cached_property
     def words_are_separate(self) -> bool:
-        """No piece goes on from a word over a space: then each word can be encoded, and remembered, alone."""
+        """Whether no piece continues after a space: each word can then be encoded and cached separately."""
         usable = self.of_type(PieceType.NORMAL, PieceType.USER_DEFINED)
         return not any(re.search(f"[^{SPACE}]{SPACE}", piece) for piece in usable)
 
 
 def read_sentencepiece(file: Path) -> bytes:
-    """The content of a model file; DataError when it cannot be read or is no model."""
+    """Return the content of a model file; DataError if it cannot be read or is not a model."""
     try:
         data = file.read_bytes()
     except OSError as error:
@@ -125,10 +126,10 @@ def read_sentencepiece(file: Path) -> bytes:
 
 
 def convert_sentencepiece(data: bytes, name: str) -> Backend:
-    """The `tokenizers` pipeline of a model, with sentencepiece's ids for all PROBE_TEXTS and for its own symbols.
+    """Return the `tokenizers` pipeline of a model, with sentencepiece's ids for PROBE_TEXTS and the user's symbols.
 
-    Only a text that spells a control symbol differs: as everywhere in `tokenizers`, it is the symbol.
-    Raises DataError, calling the model `name`, when it is of a kind that `tokenizers` lacks, or the ids differ.
+    Only text that spells a control symbol differs: `tokenizers` encodes it as the symbol.
+    name: the model's name in messages. Raises DataError if `tokenizers` lacks a feature of the model, or ids differ.
     """
     model = SentencePieceModel.parse(data)
     lacking = _lacking(model)
@@ -148,7 +149,7 @@ def convert_sentencepiece(data: bytes, name: str) -> Backend:
 
 
 def special_tokens(data: bytes) -> dict[str, str]:
-    """The pieces with a part of their own, in transformers' words: unk_token, bos_token, eos_token, pad_token."""
+    """Return the special tokens by transformers' names: unk_token, bos_token, eos_token, pad_token."""
     processor = SentencePieceProcessor(model_proto=data)
     ids = {
         "unk_token": processor.unk_id(),
@@ -200,7 +201,7 @@ def _backend(model: SentencePieceModel) -> Backend:
 def _normalizer(model: SentencePieceModel) -> normalizers.Normalizer:
     steps: list[normalizers.Normalizer] = []
     if "nfkc" in model.normalization:
-        # Precompiled looks at a character and its marks only where they have less than six bytes in all.
+        # Precompiled ignores a character with combining marks of six bytes or more in all.
         steps.append(normalizers.NFC())
     if model.normalization_map:
         steps.append(normalizers.Precompiled(model.normalization_map))
@@ -208,7 +209,7 @@ def _normalizer(model: SentencePieceModel) -> normalizers.Normalizer:
         steps.append(normalizers.Replace(Regex(rf"\A +|[ {SPACE}]+\z"), ""))
         steps.append(normalizers.Replace(Regex(" {2,}"), " "))
     if model.adds_prefix:
-        # Metaspace, the usual way, would leave it out before a text that begins with a space.
+        # Metaspace would add no prefix to a text that begins with a space.
         steps.append(normalizers.Prepend(SPACE))
     return normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
 
@@ -219,7 +220,7 @@ def _unigram(model: SentencePieceModel) -> models.Model:
     lowest = min(score for _, score, kind in model.pieces if kind is PieceType.NORMAL)
     for piece, score, kind in model.pieces:
         if kind is PieceType.USER_DEFINED:
-            score = len(piece) * highest - 0.1  # as unigram_model.cc has it: always taken
+            score = len(piece) * highest - 0.1  # as in unigram_model.cc: always chosen
         elif kind is not PieceType.NORMAL:
             score = lowest  # never reached; a lower one would change the price of an unknown character
         vocabulary.append((piece, score))
@@ -228,10 +229,10 @@ def _unigram(model: SentencePieceModel) -> models.Model:
 
 
 def _inside_reserved(model: SentencePieceModel) -> str:
-    """A pattern of the first part of every control symbol and byte piece, where its second part follows.
+    """Return a pattern for the first part of each control symbol and byte piece, if the second part follows.
 
-    To `tokenizers` they are pieces like any other; a word that is cut there cannot contain one. Cut where no token
-    goes across, be it a piece or a run of unknown characters, if there is such a place.
+    `tokenizers` treats these as ordinary pieces; splitting a word inside of one prevents a match. The split is where no
+    piece and no sequence of unknown characters can cross, if the symbol has such a place.
     """
     normal = model.of_type(PieceType.NORMAL)
     joints = {piece[at : at + 2] for piece in normal for at in range(len(piece) - 1)}
@@ -263,13 +264,13 @@ def _bpe(model: SentencePieceModel) -> models.Model:
         unk_token=unknown,
         fuse_unk=True,
         byte_fallback=model.byte_fallback,
-        # A symbol of the user, which is cut out, is one token though no merges lead to it.
+        # A user-defined symbol is one token, although no merges produce it.
         ignore_merges=bool(model.of_type(PieceType.USER_DEFINED)),
     )
 
 
 def _symbol_probes(model: SentencePieceModel) -> Iterator[str]:
-    """Texts around what the user of the model defined, and with its longest and its least likely pieces."""
+    """Yield texts with the user-defined symbols, and with the longest and the least likely pieces."""
     for symbol in model.of_type(PieceType.USER_DEFINED):
         plain = symbol.replace(SPACE, " ")
         yield from (plain, f"a{plain}b", f" a {plain} b{plain}{plain}")
@@ -279,7 +280,7 @@ def _symbol_probes(model: SentencePieceModel) -> Iterator[str]:
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Number and value of each field of one message, https://protobuf.dev/programming-guides/encoding."""
+    """Yield (number, value) of each field of a message, https://protobuf.dev/programming-guides/encoding."""
     at = 0
     while at < len(data):
         tag, at = _varint(data, at)

@@ -1,4 +1,4 @@
-"""Which documents train, validate and test: by a hash of the seed and the document's place in the corpus."""
+"""The split of documents into train, validation and test, by a hash of the seed and the document's number."""
 
 import hashlib
 from bisect import bisect_right
@@ -10,17 +10,16 @@ PARTS = ("train", "validation", "test")
 
 @dataclass(frozen=True)
 class Split:
-    """Shares of the documents for each of PARTS, as many as are given; they sum to one.
+    """The shares of the documents for the first len(shares) of PARTS; they sum to one.
 
-    A document's part depends on nothing but the seed and how many documents stand before it, so text that is added at
-    the end moves none.
+    The part of a document depends on the seed and on its number only, so text added at the end moves no document.
     """
 
     shares: tuple[float, ...] = (1.0,)
     seed: int = 0
 
     def part(self, document: int) -> int:
-        """The index in PARTS of the part that a document belongs to."""
+        """Return the part of a document, as an index into PARTS."""
         if len(self.shares) == 1:
             return 0
         digest = hashlib.blake2b(f"{self.seed}:split:{document}".encode(), digest_size=8).digest()
@@ -30,7 +29,7 @@ class Split:
 
     @property
     def parts(self) -> list[int]:
-        """The parts that get documents at all."""
+        """The parts with a share above 0, as indices into PARTS."""
         return [index for index, share in enumerate(self.shares) if share > 0]
 
 

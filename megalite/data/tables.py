@@ -1,4 +1,4 @@
-"""Text out of columns: parquet, Arrow, and the folders that `datasets` saves; a few rows in memory at once."""
+"""Reads text columns of parquet and Arrow files and of saved `datasets` folders, a few rows at a time."""
 
 import json
 from collections.abc import Iterator
@@ -11,21 +11,21 @@ from megalite.errors import DataError
 if TYPE_CHECKING:
     import pyarrow
 
-# Values made into Python text at once.
+# Rows decoded at once.
 _ROWS = 64
 _BUFFER_BYTES = 1 << 20
-_ARROW_FILE = b"ARROW1"  # how Arrow's random-access form begins; its stream form has no mark
+_ARROW_FILE = b"ARROW1"  # the magic bytes of Arrow's file format; its stream format has none
 
 
 def is_saved_dataset(folder: Path) -> bool:
-    """Whether `folder` is what Dataset.save_to_disk or DatasetDict.save_to_disk wrote."""
+    """Whether Dataset.save_to_disk or DatasetDict.save_to_disk wrote `folder`."""
     return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
 
 
 def saved_dataset_files(folder: Path) -> list[Path]:
-    """The Arrow files of a saved data set, in the order of its rows.
+    """Return the Arrow files of a saved data set, in the order of its rows.
 
-    Raises DataError for several splits, for a damaged folder, and for a selection of rows that was not written out.
+    Raises DataError for several splits, for a damaged folder, and for a data set with an indices mapping.
     """
     if (folder / "dataset_dict.json").is_file():
         names = _json(folder / "dataset_dict.json").get("splits")
@@ -38,7 +38,7 @@ def saved_dataset_files(folder: Path) -> list[Path]:
     state = _json(folder / "state.json")
     if state.get("_indices_data_files"):
         raise DataError(
-            f"{folder} is a selection of rows of other files; write it out with datasets: flatten_indices(), then save"
+            f"{folder} selects rows of other files by indices; call flatten_indices() on the data set and save it again"
         )
     try:
         files = [folder / entry["filename"] for entry in state["_data_files"]]
@@ -49,13 +49,13 @@ def saved_dataset_files(folder: Path) -> list[Path]:
     missing = [file.name for file in files if not file.is_file()]
     if missing or not files:
         raise DataError(
-            f"{folder} lacks {missing or 'all data files'}; copy the whole folder, or save it again"
+            f"{folder} lacks {missing or 'all data files'}; copy the whole folder, or save the data set again"
         )
     return files
 
 
 def column_texts(path: Path, column: str) -> Iterator[tuple[str, int]]:
-    """Each row's text in order, with the bytes of the file read by then; raises DataError with file, row and remedy."""
+    """Yield each row's text with the bytes of the file read so far; DataError with file, row and remedy."""
     with _explained(path):
         table, size = (_parquet if path.suffix == ".parquet" else _arrow), path.stat().st_size
         row = 0
@@ -68,7 +68,7 @@ def column_texts(path: Path, column: str) -> Iterator[tuple[str, int]]:
 def _parquet(path: Path, column: str) -> Iterator[tuple["pyarrow.Array[Any]", float]]:
     from pyarrow import parquet
 
-    # Without threads of its own: ranks may be forked from this process.
+    # No threads, because ranks may be forked from this process.
     options = {"memory_map": True, "pre_buffer": False, "buffer_size": _BUFFER_BYTES}
     with parquet.ParquetFile(path, page_checksum_verification=True, **options) as file:
         _check_column(path, column, file.schema_arrow)
@@ -112,7 +112,7 @@ def _check_column(path: Path, column: str, schema: "pyarrow.Schema") -> None:
     kind = kind.value_type if types.is_dictionary(kind) else kind
     if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
         raise DataError(
-            f"{path}: column {column!r} holds {kind}, not text; set data.text_column (--text-column) to another"
+            f"{path}: column {column!r} holds {kind}, not text; set another data.text_column (--text-column)"
         )
 
 
@@ -122,18 +122,18 @@ def _text(value: "pyarrow.Scalar[Any]", path: Path, column: str, row: int) -> st
     except UnicodeDecodeError as error:
         raise DataError(f"{path}, row {row}: column {column!r} is not UTF-8; write the file again") from error
     if text is None:
-        raise DataError(f"{path}, row {row}: column {column!r} has no value; remove such rows")
+        raise DataError(f"{path}, row {row}: column {column!r} has no value; remove the rows without text")
     assert isinstance(text, str)
     return text
 
 
 @contextmanager
 def _explained(path: Path) -> Iterator[None]:
-    """Turn what pyarrow raises, or its absence, into a DataError."""
+    """Turn the errors of pyarrow, or its absence, into a DataError."""
     try:
         import pyarrow
     except ImportError as error:
-        raise DataError(f"{path} needs pyarrow to be read; install it: pip install pyarrow") from error
+        raise DataError(f"{path} cannot be read without pyarrow; install it: pip install pyarrow") from error
     try:
         yield
     except (pyarrow.ArrowException, OSError) as error:
@@ -153,5 +153,5 @@ def _json(file: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{file} cannot be read ({error}); save the data set again (save_to_disk)") from error
     if not isinstance(content, dict):
-        raise DataError(f"{file} holds no table; save the data set again (save_to_disk)")
+        raise DataError(f"{file} is not a JSON object; save the data set again (save_to_disk)")
     return content

@@ -1,9 +1,9 @@
-"""Megatron-LM's token files: X.bin holds the ids of all documents end to end, X.idx where each of them lies.
+"""Megatron-LM's token files: X.bin holds the ids of all documents end to end, X.idx their lengths and offsets.
 
 X.idx, little-endian: b"MMIDIDX\\0\\0", uint64 version 1, uint8 dtype code, uint64 sequences, uint64 documents + 1;
-then int32 length of each sequence in tokens, int64 offset of each in X.bin in bytes, int64 first sequence of each
-document and, last, the number of sequences. As megatron-core's IndexedDataset writes and reads it; its multimodal sets
-end in an int8 mode of each sequence, of which only 0, text, is read here.
+then the int32 length of each sequence in tokens, the int64 offset of each sequence in X.bin in bytes, the int64 first
+sequence of each document and, last, the number of sequences. This is the format of megatron-core's IndexedDataset. Its
+multimodal data sets append an int8 mode per sequence; only mode 0, text, is supported here.
 """
 
 import os
@@ -24,15 +24,15 @@ _VERSION = 1
 _HEADER = struct.Struct("<9sQBQQ")
 _DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 _CODES = {np.dtype(dtype): code for code, dtype in _DTYPES.items()}
-_ROWS = 1 << 20  # index rows worked on at once
+_ROWS = 1 << 20  # index rows per block
 LONGEST_SEQUENCE = 2**31 - 1
 
-# Megatron-LM's own threshold (DType.optimal_dtype).
+# The threshold of Megatron-LM (DType.optimal_dtype).
 _SMALL_VOCABULARY = 65500
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """uint16 for vocabularies below 65500, else int32, as Megatron-LM chooses."""
+    """Return uint16 for vocabularies below 65500, else int32, as Megatron-LM does."""
     return np.dtype(np.uint16 if vocab_size < _SMALL_VOCABULARY else np.int32)
 
 
@@ -46,7 +46,7 @@ def idx_path(prefix: Path) -> Path:
 
 @dataclass(frozen=True)
 class WriterState:
-    """How far a TokenWriter is: documents and tokens, the bytes of its two growing files, and the open sequence."""
+    """The progress of a TokenWriter: documents, tokens, the bytes of its two growing files, and the open sequence."""
 
     documents: int = 0
     tokens: int = 0
@@ -54,15 +54,15 @@ class WriterState:
     lengths_bytes: int = 0
     open_tokens: int = 0
     continued: bool = False
-    """Whether the open sequence goes on with the document of the one before it."""
+    """Whether the open sequence continues the document of the previous sequence."""
 
 
 class TokenWriter:
-    """Writes one .bin and one .idx through files opened by the caller; memory does not grow with the corpus.
+    """Writes one .bin and one .idx to files opened by the caller; memory does not grow with the corpus.
 
     A document of more than `longest_sequence` tokens (a length is an int32) becomes several sequences.
-    lengths_file: collects what the index is made of in the end; unnamed where none is given. With it, and `bin_file`,
-    both cut to the bytes that `state` names, writing goes on from there.
+    lengths_file: collects the sequence lengths for the index; None: an unnamed temporary file.
+    state: the state to resume from; the caller has truncated `bin_file` and `lengths_file` to its sizes.
     """
 
     def __init__(
@@ -79,20 +79,20 @@ class TokenWriter:
         self.documents, self.tokens = state.documents, state.tokens
         self._bin, self._idx, self._dtype = bin_file, idx_file, dtype
         self._longest = longest_sequence
-        self.open_tokens = state.open_tokens  # of the sequence being written
+        self.open_tokens = state.open_tokens  # tokens of the open sequence
         self._sign = -1 if state.continued else 1
-        # int32 a sequence; negative where it goes on with the document before it.
+        # One int32 per sequence; negative if the sequence continues the document of the previous one.
         self._lengths = lengths_file or tempfile.TemporaryFile(  # noqa: SIM115 - closed by close()
             dir=Path(idx_file.name).parent
         )
 
     @property
     def in_document(self) -> bool:
-        """Whether something was written of a document that has not ended."""
+        """Whether tokens of an unfinished document were written."""
         return self.open_tokens > 0 or self._sign < 0
 
     def saved_state(self) -> WriterState:
-        """Where writing can go on, once this has returned: what it names is on the disk."""
+        """Flush both files to the disk and return the state to resume from."""
         for file in (self._bin, self._lengths):
             file.flush()
             os.fsync(file.fileno())
@@ -116,6 +116,7 @@ class TokenWriter:
         self._write(tokens)
 
     def end_document(self) -> None:
+        """Close the open document."""
         self._end_sequence()
         self._sign = 1
         self.documents += 1
@@ -161,10 +162,10 @@ class TokenWriter:
 
 @dataclass(frozen=True)
 class TokenFile:
-    """A prepared corpus, memory-mapped: opening reads the header only.
+    """A memory-mapped token file; opening it reads the header only.
 
-    tokens: every id end to end. sequence_lengths, sequence_offsets (bytes): one row a sequence.
-    document_indices: the first sequence of each document, and at the end the number of sequences.
+    tokens: the ids of all documents end to end. sequence_lengths (tokens), sequence_offsets (bytes): per sequence.
+    document_indices: the first sequence of each document and, last, the number of sequences.
     """
 
     prefix: Path
@@ -175,7 +176,7 @@ class TokenFile:
 
     @classmethod
     def open(cls, prefix: Path | str) -> "TokenFile":
-        """Map X.bin and X.idx; DataError when one is missing, is no token file, or its size is not what it says."""
+        """Map X.bin and X.idx; DataError if one is missing, is not a token file, or has a wrong size."""
         prefix = Path(prefix)
         idx, data = idx_path(prefix), bin_path(prefix)
         for path in (idx, data):
@@ -214,7 +215,7 @@ class TokenFile:
         return len(self.document_indices) - 1
 
     def document(self, index: int) -> NDArray[Any]:
-        """The ids of one document, its end-of-document id included; a view of the mapped file."""
+        """Return the ids of one document with its end-of-document id: a view of the mapped file."""
         first, end = int(self.document_indices[index]), int(self.document_indices[index + 1])
         if first == end:
             return self.tokens[:0]
@@ -225,9 +226,9 @@ class TokenFile:
         return self.tokens[start:stop]
 
     def check_index(self) -> None:
-        """Read the whole index: sequences must lie end to end and documents must cover them in order.
+        """Raise DataError unless the sequences are contiguous and the documents cover them in order.
 
-        Raises DataError. Not part of `open`: on a large corpus it reads gigabytes.
+        Reads the whole index, gigabytes for a large corpus, so `open` does not call it.
         """
         expected = 0
         for start in range(0, self.num_sequences, _ROWS):
@@ -239,7 +240,7 @@ class TokenFile:
                 raise DataError(f"{idx_path(self.prefix)}: sequences do not lie end to end; {_PREPARE_AGAIN}")
             expected = int(ends[-1])
         first, last = int(self.document_indices[0]), int(self.document_indices[-1])
-        # Overlapping by one row, so that the step between two blocks is seen too.
+        # Blocks overlap by one row, to compare across their boundary too.
         ascending = all(
             (np.diff(self.document_indices[start : start + _ROWS + 1]) >= 0).all()
             for start in range(0, self.num_documents, _ROWS)
@@ -254,7 +255,7 @@ _PREPARE_AGAIN = "the pair is damaged or half copied: prepare or copy both files
 
 
 def _read_header(idx: Path) -> tuple[np.dtype[Any], int, int]:
-    """Dtype, number of sequences, number of documents; DataError unless the file has exactly their size."""
+    """Return (dtype, number of sequences, number of documents); DataError unless the file size fits them."""
     with idx.open("rb") as file:
         header = file.read(_HEADER.size)
     if len(header) < _HEADER.size or not header.startswith(_MAGIC):
@@ -276,6 +277,6 @@ def _read_header(idx: Path) -> tuple[np.dtype[Any], int, int]:
 
 
 def _mapped(path: Path, dtype: str | np.dtype[Any], offset: int, count: int) -> NDArray[Any]:
-    if count == 0:  # nothing to map, which mmap refuses
+    if count == 0:  # mmap refuses an empty range
         return np.empty(0, dtype=dtype)
     return np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=(count,))

@@ -1,4 +1,4 @@
-"""Any tokenizer.json of Hugging Face, and the two files we write, of which AutoTokenizer gives the same ids."""
+"""Loads any Hugging Face tokenizer.json, and writes folders from which AutoTokenizer gives the same ids."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ from megalite.errors import DataError
 
 END_OF_DOCUMENT = "<|endoftext|>"
 SENTENCEPIECE_FILE = "tokenizer.model"
-# What a tokenizer may consist of, in the names that transformers looks for.
+# The files of a tokenizer folder, by the names that transformers looks for.
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -26,7 +26,7 @@ TOKENIZER_FILES = (
     "merges.txt",
     SENTENCEPIECE_FILE,
 )
-# The class of transformers that takes tokenizer.json as it is.
+# The transformers class that uses tokenizer.json unchanged.
 _AS_WRITTEN = "PreTrainedTokenizerFast"
 
 
@@ -34,7 +34,7 @@ _AS_WRITTEN = "PreTrainedTokenizerFast"
 class Tokenizer:
     """A loaded tokenizer.
 
-    file: the tokenizer.json. vocab_size: one above the largest id. sha256: of the file, to tell tokenizers apart.
+    file: the tokenizer.json. vocab_size: the largest id + 1. sha256: of the file, identifies the tokenizer.
     """
 
     file: Path
@@ -45,11 +45,12 @@ class Tokenizer:
     sha256: str
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`, special tokens in it included, none added."""
+        """Return the ids of `text`; special tokens in the text get their ids, none are added."""
         ids: list[int] = self.backend.encode(text, add_special_tokens=False).ids
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Return the text of `ids`."""
         text: str = self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 
@@ -62,10 +63,10 @@ def save_tokenizer(
     special_tokens: Mapping[str, str] | None = None,
     sentencepiece: bytes | None = None,
 ) -> None:
-    """Write tokenizer.json and tokenizer_config.json, each whole or not at all, for AutoTokenizer and for us.
+    """Write tokenizer.json and tokenizer_config.json, each atomically, for AutoTokenizer and `load_tokenizer`.
 
-    special_tokens: further ones, by transformers' names. sentencepiece: the model that `backend` was made of, to stand
-    beside as tokenizer.model for the programs that want it; AutoTokenizer does not look at it.
+    special_tokens: additional special tokens, by transformers' names. sentencepiece: the model that `backend` was made
+    from, also written as tokenizer.model for other programs; AutoTokenizer does not read it.
     """
     config = {
         **{"bos_token": end_of_document, **(special_tokens or {}), "eos_token": end_of_document},
@@ -73,10 +74,10 @@ def save_tokenizer(
         "add_bos_token": False,
         "add_eos_token": False,
         "clean_up_tokenization_spaces": False,
-        "model_max_length": int(1e30),  # transformers' own word for "no limit"
+        "model_max_length": int(1e30),  # transformers' value for "no limit"
     }
     with _writing(folder):
-        # tokenizer.json last: where it stands, the folder is whole.
+        # tokenizer.json is last: if it exists, the folder is complete.
         if sentencepiece is not None:
             _write(folder / SENTENCEPIECE_FILE, sentencepiece)
         _write(folder / "tokenizer_config.json", _as_json(config))
@@ -84,10 +85,10 @@ def save_tokenizer(
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
-    """Copy a Hugging Face folder's tokenizer so that AutoTokenizer takes tokenizer.json as it is, as we do.
+    """Copy the tokenizer of a Hugging Face folder so that AutoTokenizer uses tokenizer.json unchanged.
 
-    Under the name of a class such as LlamaTokenizer, transformers 5 builds a pipeline of its own around the vocabulary,
-    which gives other ids where a text begins with a space.
+    For a class such as LlamaTokenizer, transformers 5 builds a new pipeline from the vocabulary, which gives other ids
+    for a text that begins with a space.
     """
     with _writing(folder):
         present = (name for name in TOKENIZER_FILES if (source / name).is_file())
@@ -96,16 +97,16 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
         rebuilding = ("auto_map", "add_prefix_space", "legacy", "tokenizer_file", "vocab_file", "merges_file")
         kept = {key: value for key, value in config.items() if key not in rebuilding}
         contents["tokenizer_config.json"] = _as_json({**kept, "tokenizer_class": _AS_WRITTEN})
-        # tokenizer.json last: where it stands, the folder is whole.
+        # tokenizer.json is last: if it exists, the folder is complete.
         for name in sorted(contents, key="tokenizer.json".__eq__):
             _write(folder / name, contents[name])
 
 
 def load_tokenizer(path: Path | str, *, end_of_document: str | None = None) -> Tokenizer:
-    """The tokenizer of a Hugging Face folder, or of a tokenizer.json itself.
+    """Load the tokenizer of a Hugging Face folder, or a tokenizer.json.
 
-    end_of_document: None stands for the eos_token that the folder names, else END_OF_DOCUMENT.
-    Raises DataError when there is none, or when it does not know `end_of_document`.
+    end_of_document: None: the eos_token of the folder, else END_OF_DOCUMENT.
+    Raises DataError if there is no tokenizer, or it has no token `end_of_document`.
     """
     file = tokenizer_file(Path(path))
     try:
@@ -115,7 +116,7 @@ def load_tokenizer(path: Path | str, *, end_of_document: str | None = None) -> T
         raise DataError(f"{file} cannot be read ({error.strerror}); check its permissions") from error
     except Exception as error:  # tokenizers raises a bare Exception for whatever is wrong with the JSON
         raise DataError(f"{file} is not a tokenizer ({error}); save it again with save_pretrained") from error
-    # A file may ask for either; documents are never shortened or filled up.
+    # The file may ask for truncation and padding, which would change documents.
     backend.no_truncation()
     backend.no_padding()
     end_of_document = end_of_document or _own_end_of_document(file.parent) or END_OF_DOCUMENT
@@ -128,7 +129,7 @@ def load_tokenizer(path: Path | str, *, end_of_document: str | None = None) -> T
 
 
 def tokenizer_file(path: Path) -> Path:
-    """The tokenizer.json that `path`, a folder or the file itself, stands for; DataError when there is none."""
+    """Return the tokenizer.json of `path`, a folder or the file itself; DataError if it does not exist."""
     path = path.expanduser()
     file = path / "tokenizer.json" if path.is_dir() else path
     if file.is_file():
@@ -179,7 +180,7 @@ def _config(file: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise DataError(f"{file} is not a tokenizer's configuration ({error}); save it again") from error
     if not isinstance(content, dict):
-        raise DataError(f"{file} holds no table; save it again with save_pretrained")
+        raise DataError(f"{file} is not a JSON object; save it again with save_pretrained")
     return content
 
 

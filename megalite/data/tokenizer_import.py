@@ -1,4 +1,4 @@
-"""Tokenizers that come without a tokenizer.json: sentencepiece models, and GPT-2's vocab.json with merges.txt."""
+"""Imports tokenizers without a tokenizer.json: sentencepiece models, and GPT-2's vocab.json with merges.txt."""
 
 import hashlib
 import json
@@ -26,13 +26,14 @@ _GPT2_CLASSES = (None, "GPT2Tokenizer", "GPT2TokenizerFast")
 
 @dataclass(frozen=True)
 class ForeignTokenizer:
-    """A tokenizer in another program's form: the files that it consists of."""
+    """A tokenizer in another format, and the files that it consists of."""
 
     files: tuple[Path, ...]
     _convert: Callable[[tuple[Path, ...], Path, str], None]
     _end: Callable[[tuple[Path, ...]], str | None]
 
     def fingerprint(self) -> str:
+        """Return a hash of the files."""
         digest = hashlib.sha256()
         for file in self.files:
             digest.update(_read(file))
@@ -40,19 +41,21 @@ class ForeignTokenizer:
 
     @property
     def end_of_document(self) -> str:
-        """Its own token for the end of a text, else END_OF_DOCUMENT."""
+        """The end-of-text token of the tokenizer, else END_OF_DOCUMENT."""
         return self._end(self.files) or END_OF_DOCUMENT
 
     def write_into(self, folder: Path, end_of_document: str) -> None:
-        """Write it as tokenizer.json and tokenizer_config.json; DataError when the same ids cannot be had, or when
-        it has no token `end_of_document`."""
+        """Write tokenizer.json and tokenizer_config.json.
+
+        Raises DataError if these cannot give the same ids, or the tokenizer has no token `end_of_document`.
+        """
         self._convert(self.files, folder, end_of_document)
 
 
 def foreign_tokenizer(path: Path) -> ForeignTokenizer | None:
-    """What `path`, a file or a folder, holds in place of a tokenizer.json; None where it has one, or nothing known.
+    """Return the tokenizer of a file or folder without a tokenizer.json; None if it has one, or no known format.
 
-    Raises DataError for a .vocab without its .model, which does not say how a text is cut.
+    Raises DataError for a .vocab without its .model, which has the rules for splitting a text.
     """
     path = path.expanduser()
     if path.is_dir():
@@ -70,7 +73,7 @@ def foreign_tokenizer(path: Path) -> ForeignTokenizer | None:
     if path.suffix == ".vocab" and path.is_file():
         if not path.with_suffix(".model").is_file():
             raise DataError(
-                f"{path} has the pieces only, and no {path.with_suffix('.model').name} stands beside it; "
+                f"{path} has the pieces only, and there is no {path.with_suffix('.model').name} beside it; "
                 "name the sentencepiece .model"
             )
         path = path.with_suffix(".model")
@@ -80,9 +83,9 @@ def foreign_tokenizer(path: Path) -> ForeignTokenizer | None:
 
 
 def import_tokenizer(path: Path, folder: Path, end_of_document: str | None = None) -> None:
-    """Write the tokenizer of `path`, whatever its form, as a folder that AutoTokenizer and we read alike.
+    """Write the tokenizer of `path`, in any known format, as a folder for AutoTokenizer and `load_tokenizer`.
 
-    end_of_document: None stands for its own.
+    end_of_document: None: the one that the tokenizer names.
     """
     foreign = foreign_tokenizer(path)
     if foreign is not None:
@@ -127,7 +130,7 @@ def _convert_gpt2(files: tuple[Path, ...], folder: Path, end_of_document: str) -
     kind = _json(config).get("tokenizer_class") if config.is_file() else None
     if kind not in _GPT2_CLASSES:
         raise DataError(
-            f"{vocabulary.parent} holds the vocabulary of a {kind}, of which only GPT-2's is known here; "
+            f"{vocabulary.parent} holds the vocabulary of a {kind} without a tokenizer.json; only GPT-2's needs none; "
             "write its tokenizer.json with transformers: AutoTokenizer.from_pretrained(...).save_pretrained(...)"
         )
     ids = _json(vocabulary)
@@ -157,7 +160,7 @@ def _json(file: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise DataError(f"{file} is not JSON ({error}); copy or download it again") from error
     if not isinstance(content, dict):
-        raise DataError(f"{file} holds no table; copy or download it again")
+        raise DataError(f"{file} is not a JSON object; copy or download it again")
     return content
 
 

@@ -1,4 +1,4 @@
-"""Training a tokenizer on a text: byte-level BPE, and sentencepiece's unigram and BPE; alike in every process."""
+"""Trains byte-level BPE and sentencepiece's unigram and BPE tokenizers, deterministically."""
 
 import io
 import re
@@ -15,20 +15,20 @@ from megalite.data.sentencepiece_model import convert_sentencepiece, special_tok
 from megalite.data.tokenizer import END_OF_DOCUMENT, save_tokenizer
 from megalite.errors import DataError
 
-# What the setting tokenizer.kind calls them -> sentencepiece's name, where it trains them.
+# tokenizer.kind -> the model_type of sentencepiece; None: trained by the tokenizers library.
 KINDS = {"bpe": None, "unigram": "unigram", "sentencepiece_bpe": "bpe"}
 
-# Text that training looks at; more changes the merges of a 16k vocabulary hardly, and the time a lot.
+# The sample of the text; more text hardly changes the merges of a 16k vocabulary and takes longer.
 SAMPLE_CHARACTERS = 1 << 26
 _BYTES = 256
-# Pieces that every sentencepiece model of ours has: the bytes, <unk> and the end of a document.
+# The pieces of every sentencepiece model that we train: the bytes, <unk> and the end of document.
 _RESERVED = _BYTES + 2
-# Share of a text's characters with a piece of their own, as in Llama's model; the others are spelled in bytes.
+# The share of characters with their own piece, as in Llama's model; the others are encoded as bytes.
 _COVERAGE = 0.99995
-# sentencepiece sums over threads in their order: the number of them is part of the result.
+# The order of sums in sentencepiece, and so its result, depends on the number of threads.
 _THREADS = 4
 _LINE_CHARACTERS = 1 << 12
-_NO_TEXT = "there is no text to train a tokenizer on; name a source that has some (--source, data.source)"
+_NO_TEXT = "there is no text to train a tokenizer on; name a source with text (--source, data.source)"
 
 
 def train_into(
@@ -39,9 +39,9 @@ def train_into(
     kind: str = "bpe",
     end_of_document: str = END_OF_DOCUMENT,
 ) -> None:
-    """Train a tokenizer of one of KINDS and write it; the same pieces give the same files.
+    """Train a tokenizer of one of KINDS and write its folder; the same pieces give the same files.
 
-    Raises DataError when `vocab_size` cannot be reached.
+    Raises DataError if `vocab_size` cannot be reached.
     """
     algorithm = KINDS[kind]
     if algorithm is None:
@@ -62,10 +62,10 @@ def train_bpe(
     end_of_document: str = END_OF_DOCUMENT,
     sample_characters: int = SAMPLE_CHARACTERS,
 ) -> Backend:
-    """A byte-level BPE of exactly `vocab_size` ids: the end of a document is id 0, then the bytes, then merges.
+    """Train a byte-level BPE of exactly `vocab_size` ids: id 0 is the end of document, then bytes, then merges.
 
-    The same pieces give the same tokenizer. Of a long text about `sample_characters` are used, evenly spaced.
-    Raises DataError when `vocab_size` cannot be reached.
+    Deterministic. Uses at most about `sample_characters`, evenly spaced over the text.
+    Raises DataError if `vocab_size` cannot be reached.
     """
     smallest = _BYTES + 1
     if vocab_size < smallest:
@@ -100,10 +100,11 @@ def train_sentencepiece(
     end_of_document: str = END_OF_DOCUMENT,
     sample_characters: int = SAMPLE_CHARACTERS,
 ) -> bytes:
-    """A sentencepiece model, "unigram" or "bpe", of exactly `vocab_size` ids, 0 <unk> and 1 the end of a document.
+    """Train a sentencepiece model of exactly `vocab_size` ids: id 0 is <unk>, id 1 the end of document.
 
-    Every text comes back from its ids: no normalization, no prefix, and characters without a piece in bytes. Newlines
-    are among these, since sentencepiece learns from lines.
+    algorithm: "unigram" or "bpe". Decoding restores every text: the model has no normalization and no prefix, and
+    encodes characters without a piece as bytes, newlines among them, because sentencepiece trains on lines.
+    Raises DataError if `vocab_size` cannot be reached.
     """
     smallest = _RESERVED + 1
     if vocab_size < smallest:
@@ -132,12 +133,12 @@ def train_sentencepiece(
                 ) from error
             if own == len(covered):
                 raise _too_little_text(int(reached[1]), vocab_size) from error
-            # There are not so many words: more characters have room.
+            # The text has too few words, so there is room for more characters.
             own = min(own + vocab_size - int(reached[1]), len(covered))
 
 
 def _covered(characters: Counter[str]) -> list[str]:
-    """The characters that are to have a piece of their own if there is room, the most frequent first."""
+    """Return the characters that should have their own piece if there is room, the most frequent first."""
     left = _COVERAGE * sum(characters.values())
     covered = []
     for character, count in characters.most_common():
@@ -156,7 +157,7 @@ def _trained(lines: Iterator[str], algorithm: str, vocab_size: int, end_of_docum
         model_writer=model,
         model_type=algorithm,
         vocab_size=vocab_size,
-        # sentencepiece would cover at least 98 %, which may be more characters than a small vocabulary has room for.
+        # `_lines` has removed rare characters already: sentencepiece's minimum of 98 % may be too many characters.
         character_coverage=1.0,
         byte_fallback=True,
         split_digits=True,
@@ -177,7 +178,7 @@ def _trained(lines: Iterator[str], algorithm: str, vocab_size: int, end_of_docum
 
 
 def _lines(texts: Iterable[str], rare: set[str]) -> Iterator[str]:
-    """What sentencepiece learns from: runs of characters that are not rare, none too long for it."""
+    """Yield the training lines of sentencepiece: text between rare characters, within its length limit."""
     cuts = {ord(character): "\n" for character in rare}
     for text in texts:
         for line in text.translate(cuts).split("\n"):
@@ -193,9 +194,9 @@ def _too_little_text(reached: int, vocab_size: int) -> DataError:
 
 
 def evenly_spaced(pieces: Iterable[Piece], characters: int) -> list[str]:
-    """Every n-th piece, n the smallest power of two that keeps at most `characters` (one piece at least).
+    """Return every n-th piece, n the smallest power of two that keeps at most `characters`, and at least one piece.
 
-    One pass, and never more than that and a piece in memory.
+    Takes one pass, and memory for the result and one more piece.
     """
     kept: list[str] = []
     total, stride = 0, 1

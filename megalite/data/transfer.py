@@ -1,4 +1,4 @@
-"""Moves the batch of a coming step to the device while the device works on an earlier one."""
+"""Copies the batch of a coming step to the device while the device computes an earlier step."""
 
 from dataclasses import dataclass, replace
 
@@ -11,9 +11,9 @@ from megalite.parallel.pipeline import StepBatch
 
 @dataclass(frozen=True)
 class ArrivingBatch:
-    """A batch on its way to the device.
+    """A batch whose copy to the device may be in progress.
 
-    arrived: the event behind the last copy, None on a CPU. on_host: the pinned memory that is being copied from.
+    arrived: the event after the last copy; None on a CPU. on_host: the pinned source, kept alive during the copy.
     """
 
     batch: StepBatch
@@ -21,29 +21,29 @@ class ArrivingBatch:
     on_host: StepBatch | None = None
 
     def ready(self) -> StepBatch:
-        """Return the batch for use on the current stream, which waits for the copy; the host does not."""
+        """Return the batch for use on the current stream; the stream waits for the copy, the host does not."""
         if self.arrived is not None:
             stream = torch.accelerator.current_stream(self.batch.input_ids.device)
             stream.wait_event(self.arrived)
             for tensor in self.batch.tensors.values():
-                # The memory belongs to the copying stream, and must not be given away while this one reads it.
+                # The allocator must not reuse the copy stream's memory while this stream reads it.
                 tensor.record_stream(stream)
         return self.batch
 
 
 class BatchTransfer:
-    """Copies batches from pinned host memory to an accelerator, on a stream of its own; on a CPU it copies nothing."""
+    """Copies batches from pinned host memory to an accelerator on a separate stream; copies nothing on a CPU."""
 
     def __init__(self, device: torch.device):
         self._device = device
         self._stream = None if device.type == "cpu" else torch.Stream(device)
 
     def start(self, batch: StepBatch) -> ArrivingBatch:
-        """Begin the copy of a batch in host memory; any thread may call it."""
+        """Start copying a batch from host memory; thread-safe."""
         if self._stream is None:
             return ArrivingBatch(batch)
         if batch.document_ids is not None:
-            # While the ids are here: attention on a device would wait for them.
+            # Computed on the host, because computing them on a device needs a device sync.
             batch = replace(batch, cu_seqlens=row_starts(batch.document_ids))
         with self._stream:
             on_host = batch.map(Tensor.pin_memory)

@@ -1,7 +1,7 @@
-"""Ids of a text word by word from a table: several times as fast as the tokenizer, which looks at each anew.
+"""A cache word -> ids, which encodes a text several times as fast as the tokenizer, which caches no words.
 
-For byte-level BPE that cuts a text as GPT-2, Llama 3 or Qwen do. Their patterns cut ASCII in a way that Python's `re`
-knows too; what is not ASCII is cut where no pattern joins, and encoded by the tokenizer itself.
+For byte-level BPE with the pre-tokenizer patterns of GPT-2, Llama 3 and Qwen. Python's `re` splits ASCII text by an
+equivalent pattern; other text is cut where no pattern joins two words, and the tokenizer encodes it.
 """
 
 import json
@@ -19,26 +19,26 @@ _LLAMA3 = (
     r"|\s+(?!\S)|\s+"
 )
 _PATTERNS = {_GPT2, *(_LLAMA3.replace("DIGITS", digits) for digits in ("{1,3}", ""))}
-# NFC leaves ASCII as it is, and what stands on both sides of a space.
+# NFC changes neither ASCII nor anything across a space.
 _NORMALIZERS = (None, {"type": "NFC"})
-# Before the one space between two words, and behind the one newline between two lines.
+# Before a single space between two words, and after a single newline between two lines.
 _CUT = re.compile(r"(?<=\S)(?= \S)|(?<=\S\n)(?=\S)")
-# Longer ones hardly come again, and the table is not to grow with the corpus: some 25 MB.
+# Longer words seldom recur. The two bounds keep the cache at about 25 MB.
 _LONGEST_WORD = 40
 _MOST_WORDS = 1 << 17
 
 
 class WordCache(dict[str, bytes]):
-    """Word -> its ids, as the bytes of an array. It fills itself, and begins anew when it is full."""
+    """Maps a word to its ids, as the bytes of an array; fills itself on lookup, and is cleared when it is full."""
 
     def __init__(self, backend: Backend, pattern: re.Pattern[str], dtype: np.dtype[Any]):
         super().__init__()
         self._backend, self._pattern, self._dtype = backend, pattern, dtype
-        self._apart = _found_in_texts(backend)
+        self._added_tokens = _added_tokens(backend)
 
     def ids(self, text: str) -> NDArray[Any]:
-        """What the tokenizer gives for `text`."""
-        if any(token in text for token in self._apart):
+        """Return the ids of `text`, the same as the tokenizer's."""
+        if any(token in text for token in self._added_tokens):
             encoded = self._encoded(text)
         else:
             encoded = b"".join(map(self.__getitem__, self._words(text)))
@@ -62,26 +62,27 @@ class WordCache(dict[str, bytes]):
         return encoded
 
     def _encoded(self, text: str) -> bytes:
-        # One text at a time runs on this process's own core; "fast" leaves out the offsets in the text.
+        # A batch of one runs in this thread; the "fast" call skips the character offsets.
         [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=False)
         return np.array(encoding.ids, dtype=self._dtype).tobytes()
 
 
 def word_cache(backend: Backend, dtype: np.dtype[Any]) -> WordCache | None:
-    """A table for a tokenizer that treats each word by itself, cut by a pattern known here; None for others."""
+    """Return the cache of a tokenizer that encodes words separately by one of _PATTERNS; None for other tokenizers."""
     spec = json.loads(backend.to_str())
     pattern = _pattern_of(spec["pre_tokenizer"] or {})
-    alike = spec["model"]["type"] == "BPE" and not spec["model"].get("dropout")
-    alike &= all(map(str.isascii, _found_in_texts(backend)))  # else a normalizer may make one of a text
-    if pattern not in _PATTERNS or not alike or spec["normalizer"] not in _NORMALIZERS:
+    cacheable = spec["model"]["type"] == "BPE" and not spec["model"].get("dropout")
+    # The normalizer could turn text into an added token that is not ASCII.
+    cacheable &= all(map(str.isascii, _added_tokens(backend)))
+    if pattern not in _PATTERNS or not cacheable or spec["normalizer"] not in _NORMALIZERS:
         return None
     within_brackets = re.sub(r"\[[^]]*\]", lambda found: _as_ascii(found[0], "A-Za-z", "0-9"), pattern)
-    # re.ASCII: to Python four control characters are spaces.
+    # re.ASCII: without it Python counts four control characters as spaces.
     return WordCache(backend, re.compile(_as_ascii(within_brackets, "[A-Za-z]", "[0-9]"), re.ASCII), dtype)
 
 
-def _found_in_texts(backend: Backend) -> list[str]:
-    """The added tokens; but the special ones are none in a text that is encoded with encode_special_tokens."""
+def _added_tokens(backend: Backend) -> list[str]:
+    """Return the added tokens that text can contain: with encode_special_tokens, special tokens are ordinary text."""
     return [token.content for token in backend.get_added_tokens_decoder().values() if not token.special]
 
 
@@ -90,7 +91,7 @@ def _as_ascii(pattern: str, letters: str, digits: str) -> str:
 
 
 def _pattern_of(step: dict[str, Any]) -> str | None:
-    """By which a pre-tokenizer cuts; None where it does more, or something else."""
+    """Return the pattern by which a pre-tokenizer splits text; None if it does anything else."""
     if step.get("add_prefix_space"):
         return None
     match step:

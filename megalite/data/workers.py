@@ -1,4 +1,4 @@
-"""A map over worker processes, results in the order of the items and memory bounded."""
+"""An ordered map over worker processes, in bounded memory."""
 
 import multiprocessing
 import signal
@@ -14,7 +14,7 @@ from megalite.errors import DataError
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-# Results that may wait for a slower one before them, a worker.
+# Items per worker that may be ahead of the slowest result.
 _LEAD = 4
 _STOP_SECONDS = 5.0
 
@@ -22,11 +22,11 @@ _STOP_SECONDS = 5.0
 def ordered_map(
     function: Callable[[Item], Result], items: Iterable[Item], *, workers: int
 ) -> Iterator[Result]:
-    """function(item) for every item, in order, by `workers` processes beside this one; 0: here.
+    """Yield function(item) for every item, in order, computed by `workers` processes; 0: in this process.
 
-    `function`, items and results must pickle. Workers start fresh (spawn: safe whatever threads this process
-    runs), import what `function` needs only, and end when this process does, however it ends.
-    Raises what `function` raised, and DataError when a worker died.
+    `function`, items and results must be picklable. Workers are spawned, which is safe with threads in this process;
+    they import only what `function` needs, and end with this process, however it ends.
+    Raises the exceptions of `function`, and WorkerDied if a worker process died.
     """
     if workers == 0:
         yield from map(function, items)
@@ -44,7 +44,7 @@ def ordered_map(
 
 
 class WorkerDied(DataError):
-    """A worker process ended before its work did; what was done until then is good."""
+    """A worker process ended before its work did; the results before that are valid."""
 
 
 class _Worker(Generic[Item, Result]):
@@ -60,7 +60,7 @@ class _Worker(Generic[Item, Result]):
         except OSError as error:
             raise DataError(f"cannot start a worker process ({error.strerror}); use fewer workers") from error
         finally:
-            # With our copy closed, its death is an end of file here; it has no copy of our end, so ours is one there.
+            # The child does not inherit our end, so closing either end gives the other process EOF.
             theirs.close()
 
     def send(self, item: Item) -> None:
@@ -125,7 +125,7 @@ def _collect(
     idle: list[_Worker[Item, Result]],
     finished: dict[int, Result],
 ) -> None:
-    """Wait until a worker has answered, and take every answer there is."""
+    """Wait until a worker has answered, and collect all available answers."""
     for connection in wait(list(busy)):
         assert isinstance(connection, Connection)
         worker, index = busy.pop(connection)
@@ -135,8 +135,7 @@ def _collect(
 
 @contextmanager
 def _without_main() -> Iterator[None]:
-    """A spawned process runs the program of the one that started it anew, to know its names. It needs none of them
-    here, and a user's script that trains would train there too."""
+    """Hide __main__ from a spawned process, which would import it: a user's script would start training again."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:
@@ -146,7 +145,7 @@ def _without_main() -> Iterator[None]:
 
 
 def _serve(function: Callable[[Any], Any], connection: Connection) -> None:
-    # Ctrl-C reaches the whole process group; the parent ends its workers by closing their pipes.
+    # Ctrl-C reaches the whole process group, but the parent ends its workers by closing their pipes.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     while True:
         try:

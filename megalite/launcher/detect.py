@@ -1,4 +1,7 @@
-"""Who started this process: the rank, the world and the address that a launcher put into the environment."""
+"""Detects the launcher of this process: reads rank, world size and master address from the environment.
+
+Supports torchrun, deepspeed, Open MPI, MPICH, SLURM, and variables set by hand.
+"""
 
 import os
 import re
@@ -11,18 +14,14 @@ from pathlib import Path
 from megalite.errors import LaunchError
 
 LOOPBACK = "127.0.0.1"
-
-
-# torch's own default, for MPI on one node; SLURM jobs share nodes, so theirs follows from the job.
+# torch's default port, for MPI on one node. SLURM jobs share nodes, so their port depends on the job id.
 DEFAULT_PORT = 29500
-
-
-_SLURM_PORTS = range(20000, 30000)  # below the range that Linux hands out to clients
+_SLURM_PORTS = range(20000, 30000)  # below the ephemeral ports of Linux
 
 
 @dataclass(frozen=True)
 class RankInfo:
-    """One rank's place among all, and where ranks meet; `launcher` is "megalite" for ranks of our own."""
+    """The rank of a process, its launcher and its rendezvous; launcher: "megalite" for ranks that we start."""
 
     rank: int
     world_size: int
@@ -33,9 +32,9 @@ class RankInfo:
     launcher: str
     node: str
     rendezvous: str = "env://"
-    """torch's init_method: the master's address and port, or a file for ranks of our own."""
+    """torch's init_method: env:// (master address and port), or a file for ranks that we start."""
     job: str = ""
-    """The same on all ranks of this start of the job, and on no others; empty where only the parent process tells."""
+    """A string that identifies this start of the job; empty if only the id of the parent process identifies it."""
 
     @property
     def on_one_node(self) -> bool:
@@ -44,7 +43,7 @@ class RankInfo:
 
 @dataclass(frozen=True)
 class _Names:
-    """The variables in which a launcher tells a rank its place."""
+    """The names of a launcher's environment variables."""
 
     launcher: str
     rank: str
@@ -54,14 +53,8 @@ class _Names:
 
 
 _TORCHRUN = _Names("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-
-
 _DEEPSPEED = _Names("deepspeed", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE")
-
-
 _EXPLICIT = _Names("the environment", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-
-
 _OPENMPI = _Names(
     "openmpi",
     "OMPI_COMM_WORLD_RANK",
@@ -69,21 +62,17 @@ _OPENMPI = _Names(
     "OMPI_COMM_WORLD_LOCAL_RANK",
     "OMPI_COMM_WORLD_LOCAL_SIZE",
 )
-
-
 _MPICH = _Names("mpich", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-
-
 _SLURM = _Names("slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
 
 
 def rank_info(environ: Mapping[str, str] | None = None) -> RankInfo | None:
-    """The rank that a launcher started this process as, or None when nobody did.
+    """Return the rank that a launcher gave this process, or None without a launcher.
 
-    A step of one SLURM task counts as nobody: it is a shell to start local ranks in. MPI comes before SLURM,
-    since mpirun starts its daemons with srun, and torchrun and deepspeed come before both, since either may
-    start them. Raises LaunchError, naming the variable, for a partial or contradictory set, and in the shell
-    of a SLURM batch job that asked for several tasks.
+    A SLURM step with a single task counts as no launcher: it is a shell to start local ranks in. torchrun and deepspeed
+    are looked for first, because MPI or SLURM may have started them, then MPI, because mpirun starts its daemons with
+    srun. Raises LaunchError with the variable's name if variables are missing or contradict each other, and in the
+    shell of a SLURM batch job with several tasks.
     """
     environ = os.environ if environ is None else environ
     if "TORCHELASTIC_RUN_ID" in environ:
@@ -105,10 +94,10 @@ def rank_info(environ: Mapping[str, str] | None = None) -> RankInfo | None:
 
 
 def local_rank_infos(world_size: int, rendezvous: Path) -> tuple[RankInfo, ...]:
-    """The ranks of a job that stays on this machine, which meet over a file that does not exist yet.
+    """Return the ranks of a job on this machine only; `rendezvous` is a file that does not exist yet.
 
-    A file, since torch's TCP store listens on every interface. The address and the port are what DeepSpeed
-    insists on being told; nothing listens there.
+    A file, because torch's TCP store listens on all network interfaces. Only DeepSpeed reads the master address and
+    port, and nothing listens there.
     """
     return tuple(
         RankInfo(
@@ -127,7 +116,7 @@ def local_rank_infos(world_size: int, rendezvous: Path) -> tuple[RankInfo, ...]:
 
 
 def _from_launcher(environ: Mapping[str, str], names: _Names) -> RankInfo:
-    """torchrun and deepspeed say everything; anything missing is an error."""
+    """Read the variables of torchrun or deepspeed, which set all of them."""
     return _checked(
         names,
         environ,
@@ -138,25 +127,24 @@ def _from_launcher(environ: Mapping[str, str], names: _Names) -> RankInfo:
 
 
 def _from_explicit(environ: Mapping[str, str]) -> RankInfo:
-    """RANK and its companions, set by hand or by a launcher without a sign of its own: all or an error."""
+    """Read RANK and its companions, set by hand or by an unknown launcher: all of them or LaunchError."""
     names = _EXPLICIT
     if names.local_world_size not in environ and "LOCAL_SIZE" in environ:
         names = _Names(names.launcher, names.rank, names.world_size, names.local_rank, "LOCAL_SIZE")
     info = _from_launcher(environ, names)
     for other in (_OPENMPI, _MPICH, _SLURM):
-        # Another world size is a launcher started below another; another rank in the same world is a stale
-        # variable.
+        # Another world size means nested launchers; another rank in the same world means a stale variable.
         same_world = environ.get(other.world_size) == str(info.world_size)
         if same_world and other.rank in environ and environ[other.rank] != str(info.rank):
             raise LaunchError(
                 f"RANK is {info.rank} but {other.rank} is {environ[other.rank]}, in a world of "
-                f"{info.world_size}; unset RANK, WORLD_SIZE and LOCAL_RANK to go by {other.launcher}"
+                f"{info.world_size}; unset RANK, WORLD_SIZE and LOCAL_RANK to use the rank of {other.launcher}"
             )
     return info
 
 
 def _from_mpi(environ: Mapping[str, str], names: _Names) -> RankInfo:
-    """mpirun says who is who, but not where to meet."""
+    """Read the variables of mpirun, which sets the rank, but not the master address and port."""
     world_size = _integer(environ, names.world_size, names)
     local_world_size = _integer(environ, names.local_world_size, names)
     if "MASTER_ADDR" not in environ and local_world_size != world_size:
@@ -175,7 +163,7 @@ def _from_mpi(environ: Mapping[str, str], names: _Names) -> RankInfo:
 
 
 def _from_slurm(environ: Mapping[str, str]) -> RankInfo | None:
-    """srun gives each task its place in the step and the names of the step's nodes."""
+    """Read the variables of srun; None for a step with a single task."""
     world_size = _integer(environ, _SLURM.world_size, _SLURM)
     if world_size == 1:
         return None
@@ -200,13 +188,13 @@ def _from_slurm(environ: Mapping[str, str]) -> RankInfo | None:
 
 
 def _refuse_batch_shell(environ: Mapping[str, str]) -> None:
-    """The shell of a batch job looks like rank 0 of its tasks, yet no task has been started."""
+    """Raise LaunchError in the shell of a batch job with several tasks: it looks like rank 0, but is no task."""
     tasks = environ.get("SLURM_NTASKS", "1")
     nodes = environ.get("SLURM_JOB_NUM_NODES", "1")
     if "SLURM_JOB_ID" in environ and "SLURM_STEP_ID" not in environ and (tasks, nodes) != ("1", "1"):
         raise LaunchError(
-            f"this is the shell of a SLURM job with SLURM_NTASKS = {tasks} on SLURM_JOB_NUM_NODES = {nodes}, "
-            "and no task of it; start the ranks with srun, as launch/slurm.sbatch does"
+            f"this is the batch shell of a SLURM job with SLURM_NTASKS = {tasks} on SLURM_JOB_NUM_NODES = {nodes}, "
+            "not one of its tasks; start the ranks with srun, as launch/slurm.sbatch does"
         )
 
 
@@ -239,7 +227,7 @@ def _checked(
         if not least <= value <= most:
             raise LaunchError(f"{name} = {value} does not fit {other} = {size}, as set by {names.launcher}")
     if not 1 <= master_port <= 65535:
-        raise LaunchError(f"MASTER_PORT = {master_port} is not a port; use one of 1 to 65535")
+        raise LaunchError(f"MASTER_PORT = {master_port} is not a port; use a number from 1 to 65535")
     return info
 
 
@@ -248,10 +236,10 @@ def _text(environ: Mapping[str, str], name: str, names: _Names) -> str:
     if value:
         return value
     given = [known for known in (names.rank, names.world_size, names.local_rank) if environ.get(known)]
-    beside = f" beside {', '.join(given)}" if given else ""
+    others = f", but {', '.join(given)} {'is' if len(given) == 1 else 'are'}" if given else ""
     raise LaunchError(
-        f"{name} is not set{beside}; {names.launcher} sets all of them, and a set that is partly there is "
-        "not guessed at: set it, or unset the others to have megalite start local ranks"
+        f"{name} is not set{others}, and {names.launcher} sets all of them; set it, or unset the others to have "
+        "megalite start local ranks"
     )
 
 
@@ -263,19 +251,19 @@ def _integer(environ: Mapping[str, str], name: str, names: _Names) -> int:
 
 
 def _port_of_job(environ: Mapping[str, str], names: _Names) -> int:
-    """MASTER_PORT, or a port that every rank of a SLURM job finds by itself, or torch's usual one."""
+    """Return MASTER_PORT, or a port computed from the SLURM job id, or torch's default port."""
     if "MASTER_PORT" in environ:
         return _integer(environ, "MASTER_PORT", names)
     if "SLURM_JOB_ID" not in environ:
         return DEFAULT_PORT
     job = _integer(environ, "SLURM_JOB_ID", names)
-    # mpirun's daemons make one step of their own, whose number need not be the same on every node.
+    # mpirun's daemons run in another step, whose id may differ between nodes.
     step = _integer(environ, "SLURM_STEP_ID", names) if names is _SLURM else 0
     return _SLURM_PORTS[(job + step) % len(_SLURM_PORTS)]
 
 
 def tasks_per_node(compact: str) -> tuple[int, ...]:
-    """SLURM's "2(x3),1" as (2, 2, 2, 1)."""
+    """Expand SLURM's "2(x3),1" to (2, 2, 2, 1)."""
     counts: list[int] = []
     for item in compact.split(","):
         match = re.fullmatch(r"([0-9]+)(?:\(x([0-9]+)\))?", item.strip())
@@ -286,7 +274,7 @@ def tasks_per_node(compact: str) -> tuple[int, ...]:
 
 
 def node_names(compact: str, variable: str = "SLURM_JOB_NODELIST") -> tuple[str, ...]:
-    """SLURM's "gpu[08-10,12],login" as its node names in order: gpu08, gpu09, gpu10, gpu12, login."""
+    """Expand SLURM's "gpu[08-10,12],login" to its node names in order: gpu08, gpu09, gpu10, gpu12, login."""
     if not re.fullmatch(r"(?:[^\[\],\s]|\[[0-9,-]+\]|,(?=[^,]))+", compact):
         raise LaunchError(f"{variable} = {compact!r} is not a SLURM node list like 'gpu[08-10,12],login'")
     names: list[str] = []
@@ -298,19 +286,16 @@ def node_names(compact: str, variable: str = "SLURM_JOB_NODELIST") -> tuple[str,
 
 
 def _numbers(ranges: str, variable: str) -> Sequence[str]:
-    """ "08-10,12" as 08, 09, 10, 12: zeros in front are part of the name."""
+    """Expand "08-10,12" to 08, 09, 10, 12; leading zeros are part of the name."""
     numbers: list[str] = []
     for item in ranges.split(","):
         first, _, last = item.partition("-")
         if not first.isdecimal() or not (last or first).isdecimal() or int(last or first) < int(first):
-            raise LaunchError(f"{variable} holds the range {item!r}, which is not one like '08-10'")
+            raise LaunchError(f"{variable} holds {item!r}, which is not a range like '08-10'")
         numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last or first) + 1)]
     return numbers
 
 
-_LOCAL_RANK = re.compile(r"--local[-_]rank=\d+")
-
-
 def without_local_rank(arguments: Iterable[str]) -> list[str]:
-    """Those of the user: deepspeed, without --no_local_rank, adds what the environment says anyway."""
-    return [argument for argument in arguments if not _LOCAL_RANK.fullmatch(argument)]
+    """Drop the --local_rank that deepspeed adds without --no_local_rank; LOCAL_RANK has the same value."""
+    return [argument for argument in arguments if not re.fullmatch(r"--local[-_]rank=\d+", argument)]

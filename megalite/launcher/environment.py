@@ -1,6 +1,6 @@
-"""Who started this process, read from the environment, and what torch and DeepSpeed read from it in turn.
+"""The environment variables that we set for torch and DeepSpeed, and the ones that users set for us.
 
-The only reader and writer of os.environ; its functions take the variables as an argument, those by default.
+Only this module and detect.py touch os.environ; their functions also take the variables as an argument.
 """
 
 import os
@@ -13,7 +13,7 @@ from typing import Literal
 from megalite.launcher.detect import RankInfo
 from megalite.launcher.process import available_cores, keep_freed_memory
 
-# A device node of each kind of accelerator that DeepSpeed would look for by importing its libraries.
+# The device files of all accelerators that DeepSpeed would otherwise look for by importing their libraries.
 _ACCELERATORS = (
     "nvidia[0-9]*",
     "nvidiactl",
@@ -27,14 +27,14 @@ _ACCELERATORS = (
 
 
 def export_rank(info: RankInfo, environ: MutableMapping[str, str] | None = None) -> None:
-    """Tell torch and DeepSpeed in this process which rank it is."""
+    """Set the variables from which torch and DeepSpeed read the rank of this process."""
     environ = os.environ if environ is None else environ
     environ.update(
         RANK=str(info.rank),
         WORLD_SIZE=str(info.world_size),
         LOCAL_RANK=str(info.local_rank),
         LOCAL_WORLD_SIZE=str(info.local_world_size),
-        LOCAL_SIZE=str(info.local_world_size),  # spares DeepSpeed a call of numactl to count devices
+        LOCAL_SIZE=str(info.local_world_size),  # otherwise DeepSpeed runs numactl to count devices
         MASTER_ADDR=info.master_addr,
         MASTER_PORT=str(info.master_port),
     )
@@ -42,16 +42,16 @@ def export_rank(info: RankInfo, environ: MutableMapping[str, str] | None = None)
 
 @contextmanager
 def exported_rank(info: RankInfo) -> Iterator[None]:
-    """`export_rank` for as long as it is entered: in a process that goes on as no rank."""
+    """Set the variables of `export_rank` inside of the `with` block, and restore the old ones after it."""
     before = dict(os.environ)
     export_rank(info)
-    told = [name for name, value in os.environ.items() if before.get(name) != value]
+    changed = [name for name, value in os.environ.items() if before.get(name) != value]
     try:
         yield
     finally:
-        for name in told:
+        for name in changed:
             os.environ.pop(name, None)
-        os.environ.update({name: before[name] for name in told if name in before})
+        os.environ.update({name: before[name] for name in changed if name in before})
 
 
 def prepare_process(
@@ -61,11 +61,10 @@ def prepare_process(
     info: RankInfo | None = None,
     environ: MutableMapping[str, str] | None = None,
 ) -> int:
-    """Ready this process, and those forked from it, for torch; return the threads a rank computes with.
+    """Set the variables of torch for this process and its forks; return the number of threads per rank.
 
-    Call it before anything imports torch, which reads these variables once. `info` is what `rank_info`
-    found; without it this process starts `local_ranks` ranks of its own. What the user has set stays, but
-    for the thread counts where `threads` is a number.
+    Call it before the first import of torch, which reads them once. info: the result of `rank_info`; None: this process
+    starts `local_ranks` ranks. Variables set by the user stay, except the thread counts if `threads` is a number.
     """
     environ = os.environ if environ is None else environ
     local_ranks = info.local_world_size if info else local_ranks
@@ -73,33 +72,31 @@ def prepare_process(
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         environ[name] = str(threads)
     if "OMP_WAIT_POLICY" not in environ:
-        # Threads that wait for one another spin for milliseconds else, and ten times as long as they compute where the
-        # kernel or another job has them share a core.
+        # By default waiting threads spin for milliseconds, which slows down threads that share their core tenfold.
         environ.setdefault("GOMP_SPINCOUNT", "1000")
     keep_freed_memory()
 
     loopback = any(name == "lo" for _, name in socket.if_nameindex())
     if loopback and (info is None or info.on_one_node):
-        # A hostname that does not resolve stops gloo, and ranks of one machine are nobody else's business.
+        # gloo fails if the host name does not resolve, and local ranks should not listen on the network.
         environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if local_ranks > 1:
         environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads do not survive a fork
     if not any(node for pattern in _ACCELERATORS for node in Path("/dev").glob(pattern)):
-        environ.setdefault(
-            "DS_ACCELERATOR", "cpu"
-        )  # or DeepSpeed searches for every kind, and warns in every rank
+        # Otherwise DeepSpeed tries to import each accelerator's library, and warns on every rank.
+        environ.setdefault("DS_ACCELERATOR", "cpu")
     environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     environ.setdefault("TORCH_EXTENSIONS_DIR", str(_user_cache(environ) / "megalite" / "torch_extensions"))
     return threads
 
 
 def without_apex(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether NVIDIA Apex's kernels are to be left alone, however good: MEGALITE_NO_APEX=1."""
+    """Whether MEGALITE_NO_APEX=1 turns NVIDIA Apex off."""
     return (os.environ if environ is None else environ).get("MEGALITE_NO_APEX", "") == "1"
 
 
 def trust_folder(environ: Mapping[str, str] | None = None) -> Path:
-    """Where findings about operators on cards are kept: MEGALITE_TRUST_FOLDER, or in the user's cache."""
+    """Return the folder of the operators' self-test results: MEGALITE_TRUST_FOLDER, or in the user's cache."""
     environ = os.environ if environ is None else environ
     chosen = environ.get("MEGALITE_TRUST_FOLDER", "")
     return Path(chosen) if chosen else _user_cache(environ) / "megalite" / "trust"
@@ -108,10 +105,10 @@ def trust_folder(environ: Mapping[str, str] | None = None) -> Path:
 def threads_per_rank(
     local_ranks: int, info: RankInfo | None = None, environ: Mapping[str, str] | None = None
 ) -> int:
-    """OMP_NUM_THREADS if somebody chose it, else this node's cores shared among its ranks, at least 1."""
+    """Return OMP_NUM_THREADS if the user set it, else the cores of this node divided by its ranks, at least 1."""
     environ = os.environ if environ is None else environ
     chosen = environ.get("OMP_NUM_THREADS", "")
-    # torchrun sets 1 for lack of anything better; whoever means it sets training.threads.
+    # torchrun sets OMP_NUM_THREADS=1 by default, so its 1 does not count; users can set training.threads.
     if (
         chosen.isdecimal()
         and int(chosen) > 0
@@ -120,7 +117,7 @@ def threads_per_rank(
         return int(chosen)
     cores = available_cores()
     if info and info.launcher in ("slurm", "openmpi", "mpich"):
-        # These may have bound each rank to cores of its own, or all ranks of the node to the same ones.
+        # These may bind each rank to separate cores, or all ranks of the node to the same cores.
         on_node = environ.get("SLURM_CPUS_ON_NODE", "")
         shared = int(on_node) if on_node.isdecimal() else os.cpu_count() or 1
         return max(1, min(cores, shared // local_ranks))

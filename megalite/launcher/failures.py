@@ -1,4 +1,4 @@
-"""Why ranks failed: each writes a report, and the first cause is told from the failures that followed."""
+"""Failure reports: each failed rank writes one, and the first cause is separated from its consequences."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from megalite.errors import LaunchError, MegaliteError, RankFailure
 from megalite.launcher.detect import RankInfo
 from megalite.topology.axes import Layout
 
-# What a rank sees when a peer is gone. By name and text: torch raises most of these as RuntimeError.
+# The errors of a rank whose peer died, by name and text, because torch raises most of them as RuntimeError.
 _PEER_EXCEPTIONS = {"DistNetworkError", "DistStoreError", "DistBackendError"}
 _PEER_ERRORS = (ConnectionResetError, ConnectionAbortedError, ConnectionRefusedError, BrokenPipeError)
 _PEER_MESSAGES = (
@@ -40,17 +40,18 @@ _USUAL_SENDERS = {
     signal.SIGBUS: "a full /dev/shm or disk behind mapped memory is the usual cause",
     signal.SIGSEGV: "a crash in native code",
     signal.SIGILL: "a library was built for another processor",
-    signal.SIGABRT: "a library gave up; what it said stands above",
+    signal.SIGABRT: "a library aborted; its message is above",
 }
 
 
 @dataclass(frozen=True)
 class FailureReport:
-    """Why one rank failed; `exception` is empty for a rank that was killed or just ended.
+    """The failure of one rank.
 
-    job: the same for the ranks that one process started. secondary: only because another rank was gone.
-    expected: raised on purpose with a message for the user, so that its type and place add nothing.
-    origin: what the exception was raised from. frames: where that was raised, the innermost first.
+    job: identifies the start of the job. exception: the type; "" for a rank that was killed or exited.
+    secondary: the rank failed only because another rank was gone.
+    expected: a MegaliteError, written for the user, who needs no type and traceback.
+    origin: the exception at the start of the `raise ... from` chain. frames: where it was raised, innermost first.
     """
 
     rank: int
@@ -74,14 +75,14 @@ class FailureReport:
 
     @property
     def headline(self) -> str:
-        """What happened, without who; one line unless it was written for the user."""
+        """What happened, without the rank: one line, unless the message was written for the user."""
         if self.expected or not self.exception:
             return self.message
         return _one_line(self.exception, self.message)
 
 
 class FailureFolder:
-    """`failures/` of a run: one file a failed rank, written whole or not at all."""
+    """The folder `failures/` of a run: one file per failed rank, written atomically."""
 
     def __init__(self, path: Path, layout: Layout, job: str):
         self.path, self._layout, self._job = path, layout, job
@@ -90,7 +91,7 @@ class FailureFolder:
         return self.path / f"rank-{rank:05d}.json"
 
     def clear(self, ranks: Iterable[int] | None = None) -> None:
-        """Forget what the ranks, by default all, reported in an earlier run, or raise LaunchError."""
+        """Remove the reports of an earlier run, by default of all ranks; LaunchError if that fails."""
         try:
             for path in self.path.glob("rank-*.json") if ranks is None else map(self.file_of, ranks):
                 path.unlink(missing_ok=True)
@@ -98,7 +99,7 @@ class FailureFolder:
             raise LaunchError(f"{self.path}: reports of an earlier run cannot be removed: {error}") from error
 
     def write(self, report: FailureReport) -> None:
-        """Publish a report; a folder that cannot be written to must not hide the failure itself."""
+        """Write a report; an unwritable folder is ignored, so that it does not hide the failure."""
         path = self.file_of(report.rank)
         partial = path.with_suffix(f".{os.getpid()}.partial")
         try:
@@ -109,7 +110,7 @@ class FailureFolder:
             return
 
     def read(self) -> list[FailureReport]:
-        """The reports of this job; damaged files and those of other jobs are passed over."""
+        """Return the reports of this job; damaged files and those of other jobs are ignored."""
         reports = []
         for path in sorted(self.path.glob("rank-*.json")):
             try:
@@ -119,7 +120,7 @@ class FailureFolder:
         return [report for report in reports if report.job == self._job]
 
     def of_exception(self, info: RankInfo, error: BaseException) -> FailureReport:
-        """What to report of an exception that ended this rank."""
+        """Return the report of an exception that ended this rank."""
         cause, secondary = _cause_of(error)
         origin = _innermost(cause)
         frames = traceback.extract_tb(origin.__traceback__)[-3:]
@@ -141,7 +142,7 @@ class FailureFolder:
         )
 
     def of_exit(self, info: RankInfo, pid: int, exit_code: int, ended: float) -> FailureReport:
-        """What to report of a rank that ended without a word; `exit_code` is negative for a signal."""
+        """Return the report of a rank that ended without writing one; `exit_code` is negative for a signal."""
         return FailureReport(
             rank=info.rank,
             coordinates=asdict(self._layout.coordinates(info.rank)),
@@ -154,7 +155,7 @@ class FailureFolder:
         )
 
     def failure(self, reports: Sequence[FailureReport]) -> RankFailure:
-        """The error that shows the first cause among all reports of a job, once."""
+        """Return the error with the first cause among all reports of a job."""
         first = first_cause(reports)
         alike = sum(report.cause == first.cause for report in reports)
         if first.expected and alike == self._layout.world_size:
@@ -172,10 +173,9 @@ class FailureFolder:
         return "\n  ".join(lines)
 
     def own_failure(self, own: FailureReport) -> RankFailure:
-        """The error with which one of several failing ranks ends, when no parent collects their reports.
+        """Return the error of one of several failing ranks, when no parent process collects their reports.
 
-        The whole block if it is the first cause as far as the reports of this node's other ranks tell, one
-        line otherwise.
+        The full report if this rank is the first cause among the reports on this node, else one line.
         """
         who = f"{self._layout.describe(own.rank)} on {own.node}"
         if own.secondary:
@@ -189,17 +189,17 @@ class FailureFolder:
 
 
 def first_cause(reports: Sequence[FailureReport]) -> FailureReport:
-    """The earliest failure that is not a consequence of another, or else the earliest of all."""
+    """Return the earliest report that is not secondary, or the earliest of all."""
     primary = [report for report in reports if not report.secondary]
     return min(primary or reports, key=lambda report: (report.time, report.rank))
 
 
 def _cause_of(error: BaseException) -> tuple[BaseException, bool]:
-    """The exception that tells why, and whether it only says that a peer was gone.
+    """Return the exception that caused the failure, and whether it is only the loss of a peer.
 
-    `raise ... from`: the pipeline wraps whatever a stage raises, so the innermost decides, and an error written
-    for the user is not wrapped. An exception raised while another was handled (a collective in a `finally`) does
-    not hide that other one.
+    torch's pipeline wraps the exceptions of a stage (`raise ... from`), so the innermost exception decides; a
+    MegaliteError in the chain is preferred. If a collective failed while another exception was handled (in a
+    `finally`), that other exception is the cause.
     """
     innermost = _innermost(error)
     if _is_loss_of_peer(innermost):
@@ -220,7 +220,7 @@ def _innermost(error: BaseException) -> BaseException:
 
 
 def _one_line(exception: str, message: str) -> str:
-    """As at the end of a traceback, but only the first line that says something."""
+    """Return "type: message", as at the end of a traceback, with the first non-empty line of the message only."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     return f"{exception}: {lines[0]}" if lines else exception
 

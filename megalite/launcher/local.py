@@ -1,8 +1,8 @@
-"""Runs the ranks of a job: starts those of this machine, or is one that a launcher started.
+"""Runs ranks: starts all ranks of a job on this machine, or runs one rank that a launcher started.
 
-The ranks are forked from a parent that has imported torch once and computed nothing with it: no CUDA context
-and no thread pool crosses the fork, and eight ranks start in the time of one. Ranks of a parent that has computed
-are spawned: each is a new Python, which imports torch for itself.
+Local ranks are forked from a parent that has imported torch but has not computed with it: no CUDA context and no thread
+pool crosses the fork, and torch is imported only once. A parent that has computed must spawn ranks instead: each is a
+new Python process, which imports torch itself.
 """
 
 import importlib
@@ -28,22 +28,22 @@ from megalite.launcher.failures import FailureFolder, FailureReport
 from megalite.launcher.process import adopt_orphans, children, die_with_parent, identity, keep_freed_memory
 from megalite.topology.axes import Layout
 
-# A worker is called with its rank and the job's arguments, and returns the exit code: 0, or STOPPED.
+# Called with the RankInfo and the job's arguments; returns the exit code: 0 or STOPPED.
 Worker = Callable[..., int]
 
-STOPPED = 75  # stopped in good order and wants to be resumed
+STOPPED = 75  # stopped in an orderly way, to be resumed
 INTERRUPTED = 128 + signal.SIGINT
 TERMINATED = 128 + signal.SIGTERM
-_IN_GOOD_ORDER = (0, STOPPED)
+_ORDERLY = (0, STOPPED)
 
-# After the first failure the others may report their own cause, then are told to end, then are made to.
+# After the first failure the other ranks get time to report theirs, then SIGTERM, then SIGKILL.
 _GRACE_SECONDS = 1.5
 _TERMINATION_SECONDS = 1.0
 _INTERRUPTION_SECONDS = 1.0
 _EXIT_SECONDS = 3
 
-# These start ranks from their main thread and leave them behind when killed. (For the daemons of MPI and SLURM neither
-# holds, and the kernel takes the end of the thread that started a process for the end of its parent.)
+# These launchers leave their ranks running when they are killed, so the ranks watch their parent. That is safe because
+# they start ranks from their main thread; PR_SET_PDEATHSIG fires when the starting thread ends (as in MPI's daemons).
 _DIRECT_PARENTS = ("torchrun", "deepspeed")
 
 _WATCHED = (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)
@@ -60,14 +60,16 @@ def run_local_ranks(
 ) -> int:
     """Run every rank of `layout` on this machine as `worker(info, *arguments)` and return the exit code.
 
-    0: all ranks returned 0. 75: all returned, at least one with 75. 143: this process was sent SIGTERM, and
-    passed it on. `preload` names the modules to import before the fork; none may start CUDA or compute on
-    import. `failures` gets one file a failed rank. Needs the main thread, for signals. `method` "spawn" starts
-    each rank as a new Python: `worker` and `arguments` must pickle then, and nothing is preloaded.
+    The exit code is 0 if all ranks returned 0, 75 if all returned and at least one returned 75, and 143 if this process
+    received SIGTERM, which it passes on. Must be called from the main thread, for signals. A single rank runs in this
+    process, as in `run_rank`.
 
-    Raises RankFailure, within 5 seconds of the first failure, and KeyboardInterrupt after Ctrl-C. Either way
-    no rank goes on running, nor what a rank started; nor does a rank when this process is killed.
-    A single rank runs in this process, as in `run_rank`.
+    failures: the folder for the reports of failed ranks. preload: modules to import before the fork; they must not
+    start CUDA or compute on import. method: "spawn" starts each rank as a new Python process without preloading;
+    `worker` and `arguments` must then be picklable.
+
+    Raises RankFailure within 5 seconds of the first failure, and KeyboardInterrupt after Ctrl-C. In all cases, even if
+    this process is killed, no rank and no process started by a rank is left running.
     """
     folder = FailureFolder(failures, layout, job=identity(os.getpid()))
     folder.clear()
@@ -91,12 +93,11 @@ def run_local_ranks(
 def run_rank(
     worker: Worker, info: RankInfo, layout: Layout, failures: Path, *, arguments: Sequence[Any] = ()
 ) -> int:
-    """Be the rank `info` that a launcher started, or the only one: `worker(info, *arguments)`, its exit code.
+    """Run `worker(info, *arguments)` as the rank `info` of a launcher, or as the only rank; return its exit code.
 
-    Raises RankFailure for an exception: the whole block from the rank that failed first, one line from those
-    that only lost a peer. For the caller to show before it exits, which it has a few seconds to do: whatever
-    hangs then, such as the end of a broken communicator, must not keep the launcher from seeing this rank
-    fail. A MegaliteError of the only rank is raised as it is.
+    Raises RankFailure for an exception: with the full report on the rank that failed first, with one line on ranks that
+    only lost a peer. A MegaliteError of a single rank is raised unchanged. The process is killed a few seconds later
+    (SIGALRM), so that a hanging destructor of a broken communicator does not hide the failure from the launcher.
     """
     folder = FailureFolder(failures, layout, job=info.job or f"{info.node} {identity(os.getppid())}")
     folder.clear([info.rank])
@@ -117,7 +118,7 @@ def run_rank(
 
 
 class _Signals:
-    """While entered, counts SIGINT and SIGTERM, and wakes `wait` for them and for the end of a child."""
+    """Counts SIGINT and SIGTERM inside of the `with` block; these and the end of a child wake `wait`."""
 
     def __init__(self) -> None:
         self.interrupts = 0
@@ -128,7 +129,7 @@ class _Signals:
         for end in (self._receiver, self._sender):
             os.set_blocking(end, False)
         self._previous = {number: signal.signal(number, self._count) for number in _WATCHED}
-        # A full pipe wakes as well as an empty one would.
+        # A full pipe wakes `wait` too, so there is no need for the warning.
         self._previous_fd = signal.set_wakeup_fd(self._sender, warn_on_full_buffer=False)
         return self
 
@@ -138,13 +139,13 @@ class _Signals:
         os.close(self._sender)
 
     def restore(self) -> None:
-        """Handlers as they were; a forked rank starts with this."""
+        """Restore the previous handlers; a forked rank does this first."""
         signal.set_wakeup_fd(self._previous_fd)
         for number, handler in self._previous.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def wait(self, seconds: float) -> None:
-        """Return when a signal arrived, at the latest after `seconds`."""
+        """Wait for a signal, at most `seconds`."""
         if select.select([self._receiver], [], [], max(0.0, seconds))[0]:
             with suppress(BlockingIOError):
                 os.read(self._receiver, 4096)
@@ -155,7 +156,7 @@ class _Signals:
 
 
 class _LocalJob:
-    """The ranks of one job, from the fork to the last one's end."""
+    """The processes of one job, from their start to the end of the last one."""
 
     def __init__(self, infos: Sequence[RankInfo], folder: FailureFolder, signals: _Signals):
         self._infos, self._folder, self._signals = infos, folder, signals
@@ -169,20 +170,20 @@ class _LocalJob:
         self._terminations = 0
 
     def start(self, worker: Worker, arguments: Sequence[Any], method: Literal["fork", "spawn"]) -> None:
-        """Start one process a rank. Raises LaunchError when the system refuses one."""
+        """Start one process per rank; LaunchError if the system cannot start one."""
         parent = os.getpid()
         context: Any = multiprocessing.get_context(method)
-        # A forked rank has this process's handlers, a spawned one none.
+        # A forked rank inherits the signal handlers of this process, a spawned one does not.
         signals = self._signals if method == "fork" else None
         for info in self._infos:
             process: BaseProcess = context.Process(
-                target=_be_rank,
+                target=_run_new_rank,
                 args=(worker, info, arguments, parent, self._folder, signals),
                 name=f"rank {info.rank}",
             )
             try:
-                with _signals_held(), warnings.catch_warnings():
-                    # Python warns of forks beside threads; those of numpy's BLAS are made for it.
+                with _signals_blocked(), warnings.catch_warnings():
+                    # Python warns of forks in a process with threads; the threads of numpy's BLAS are fork-safe.
                     warnings.simplefilter("ignore", DeprecationWarning)
                     process.start()
             except OSError as error:
@@ -194,29 +195,29 @@ class _LocalJob:
             self._pids[info.rank] = process.pid or 0
 
     def watch(self) -> None:
-        """Return when every rank has ended, by itself or made to."""
+        """Wait until every rank has ended or been killed."""
         while self._running:
-            self._heed_signals()
+            self._handle_signals()
             self._reap()
             now = time.monotonic()
             while self._escalation and self._escalation[0][0] <= now:
                 self._send(self._escalation.pop(0)[1])
             if self._running:
-                # Wakes for a signal; the limit is for a signal handled between the look and the wait.
+                # Signals wake the wait; the limit covers a signal between `_handle_signals` and here.
                 self._signals.wait(min(0.5, self._escalation[0][0] - now) if self._escalation else 0.5)
 
     def kill(self) -> None:
-        """Leave nothing running; without effect after `watch`."""
-        with _signals_held():
+        """Kill all ranks that still run; none do after `watch`."""
+        with _signals_blocked():
             self._send(signal.SIGKILL)
             for process in self._running.values():
                 process.join()
 
     def outcome(self) -> int:
-        """The job's exit code. Raises RankFailure with the first cause, KeyboardInterrupt after Ctrl-C."""
+        """Return the exit code of the job; RankFailure with the first cause, KeyboardInterrupt after Ctrl-C."""
         if self._signals.interrupts:
             raise KeyboardInterrupt
-        if all(code in _IN_GOOD_ORDER for code in self._codes.values()):
+        if all(code in _ORDERLY for code in self._codes.values()):
             return STOPPED if STOPPED in self._codes.values() else 0
         reports = self._reports()
         if self._signals.terminations and all(report.secondary for report in reports):
@@ -226,24 +227,23 @@ class _LocalJob:
     def _reports(self) -> list[FailureReport]:
         reports = {report.rank: report for report in self._folder.read()}
         for rank, code in self._codes.items():
-            as_told = -code in self._sent[rank] or code - 128 in self._sent[rank]
-            if code not in _IN_GOOD_ORDER and rank not in reports and not as_told:
+            caused_by_us = -code in self._sent[rank] or code - 128 in self._sent[rank]
+            if code not in _ORDERLY and rank not in reports and not caused_by_us:
                 reports[rank] = self._folder.of_exit(
                     self._infos[rank], self._pids[rank], code, self._ended[rank]
                 )
                 self._folder.write(reports[rank])
         return list(reports.values())
 
-    def _heed_signals(self) -> None:
+    def _handle_signals(self) -> None:
         if self._signals.interrupts > self._interrupts:
-            # The terminal sent it to the ranks as well. Once more means now.
+            # The terminal sends SIGINT to the ranks too. A second Ctrl-C ends them at once.
             first, self._interrupts = self._interrupts == 0, self._signals.interrupts
             self._end_all_after(
                 _INTERRUPTION_SECONDS if first else 0.0, 0.0 if not first else _TERMINATION_SECONDS
             )
         if self._signals.terminations > self._terminations:
-            # However long a checkpoint takes: whoever sent it knows when to kill. SLURM sends it more than
-            # once.
+            # No escalation to SIGKILL: the ranks may be saving a checkpoint. SLURM sends SIGTERM repeatedly.
             self._terminations = self._signals.terminations
             self._send(signal.SIGTERM)
 
@@ -254,7 +254,7 @@ class _LocalJob:
                 continue
             del self._running[rank]
             self._codes[rank], self._ended[rank] = code, time.time()
-            if code not in _IN_GOOD_ORDER and not self._escalation:
+            if code not in _ORDERLY and not self._escalation:
                 self._end_all_after(_GRACE_SECONDS, _TERMINATION_SECONDS)
 
     def _end_all_after(self, grace: float, termination: float) -> None:
@@ -268,7 +268,7 @@ class _LocalJob:
                 os.kill(process.pid or 0, number)
 
 
-def _be_rank(
+def _run_new_rank(
     worker: Worker,
     info: RankInfo,
     arguments: Sequence[Any],
@@ -276,7 +276,7 @@ def _be_rank(
     folder: FailureFolder,
     signals: _Signals | None,
 ) -> NoReturn:
-    """A rank's whole life, signals held at its start. signals: the handlers that a forked rank has to leave."""
+    """Run a rank in a new process, whose signals are blocked at first. signals: the inherited handlers, if forked."""
     code = 1
     try:
         die_with_parent(parent)
@@ -299,7 +299,7 @@ def _be_rank(
 
 
 def _end_now(code: int) -> NoReturn:
-    """End without the tidying up that could wait for a peer that is gone."""
+    """Exit without destructors, which could wait for a dead peer."""
     signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
@@ -308,8 +308,8 @@ def _end_now(code: int) -> NoReturn:
 
 
 @contextmanager
-def _signals_held() -> Iterator[None]:
-    """Signals wait until this process leaves the block; one forked within it must let them in itself."""
+def _signals_blocked() -> Iterator[None]:
+    """Block the watched signals inside of the `with` block; a process forked in it must unblock them."""
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
     try:
         yield
@@ -319,13 +319,13 @@ def _signals_held() -> Iterator[None]:
 
 @contextmanager
 def _orphans_killed() -> Iterator[None]:
-    """What the ranks started and left behind, such as data workers of a killed rank, is killed at the end."""
+    """Kill orphaned processes of the ranks, such as data workers of a killed rank, at the end of the `with` block."""
     before = children()
     adopt_orphans(True)
     try:
         yield
     finally:
-        # Killing one hands its own children over, so until none is left.
+        # The children of a killed orphan become orphans in turn, hence the loop.
         while orphans := children() - before:
             for orphan in orphans:
                 with suppress(ProcessLookupError):

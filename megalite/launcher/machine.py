@@ -1,4 +1,4 @@
-"""What this machine has: cores, memory, programs, packages. Reads, and imports nothing heavy."""
+"""Describes this machine for `megalite doctor`: cores, memory, programs, packages. No heavy imports."""
 
 import importlib.metadata
 import importlib.util
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megalite.launcher.process import available_cores
 
-# What each is for, and what goes without it.
+# name -> (purpose, consequence if it is missing)
 PACKAGES = {
     "torch": ("tensors, autograd, collectives, pipelines", "nothing runs"),
     "deepspeed": ("ZeRO and offload", "no ZeRO: every rank keeps its whole optimizer state"),
@@ -30,7 +30,7 @@ PROGRAMS = {
         "compiles DeepSpeed's native optimizer",
         "deepspeed.native_optimizer and training.compile do not work",
     ),
-    "ninja": ("compiles it too", "deepspeed.native_optimizer does not work"),
+    "ninja": ("compiles DeepSpeed's native optimizer", "deepspeed.native_optimizer does not work"),
     "nvcc": ("compiles CUDA kernels", "no kernels of our own on a GPU"),
     "nvidia-smi": ("the GPU's driver", "no NVIDIA GPU can be used"),
     "srun": ("SLURM", "not a SLURM node"),
@@ -42,7 +42,7 @@ PROGRAMS = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing looked for: `found` is its version or path, empty where it is missing."""
+    """A package or program; found: its version or path, "" if it is missing; without: what does not work then."""
 
     name: str
     found: str
@@ -51,7 +51,7 @@ class Finding:
 
 
 def system() -> dict[str, str]:
-    """Facts of the machine in words."""
+    """Return facts of the machine as text."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {
         "system": f"{platform.system()} {platform.release()}, Python {platform.python_version()}",
@@ -69,7 +69,7 @@ def programs() -> list[Finding]:
 
 
 def apex() -> Finding:
-    """NVIDIA Apex by its compiled parts: the package of that name on PyPI is another project."""
+    """Look for NVIDIA Apex by its compiled extension, because the package `apex` on PyPI is another project."""
     purpose, without = "NVIDIA's fused optimizers, optional", "torch's own are used"
     if importlib.util.find_spec("apex") is None:
         return Finding("apex", "", purpose, without)

@@ -1,4 +1,4 @@
-"""What this process asks of the system: cores, the allocator, its parent's end, orphans. No-ops off Linux."""
+"""Process control: cores, memory, malloc settings, parent death and orphans. No-ops outside of Linux."""
 
 import ctypes
 import os
@@ -14,10 +14,10 @@ _MIB = 2**20
 
 
 def keep_freed_memory() -> bool:
-    """Have glibc keep freed buffers for reuse, as its MALLOC_..._ variables would from the start.
+    """Make glibc keep freed buffers for reuse, like its MALLOC_..._ variables; False without mallopt (musl, macOS).
 
-    Without it every activation of a step is handed back to the kernel and faulted in again. Forked processes
-    inherit it. False where the C library has no mallopt (musl, macOS): then nothing changes.
+    Otherwise glibc returns the activations of each step to the kernel, and page faults bring them back. Forked
+    processes inherit the setting.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
@@ -28,10 +28,9 @@ def keep_freed_memory() -> bool:
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process as soon as `parent`, the process that forked it, is gone.
+    """Have the kernel kill this process when `parent`, the process that forked it, ends.
 
-    Call it first thing after the fork: a parent that died before the call is noticed too. Not inherited by
-    forks.
+    To be called right after the fork; also covers a parent that ended before the call. Forks do not inherit it.
     """
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -39,25 +38,25 @@ def die_with_parent(parent: int) -> None:
 
 
 def adopt_orphans(adopt: bool) -> None:
-    """Whether processes below this one that lose their parent become its own children."""
+    """Make this process the parent of orphaned descendants (a child subreaper), or stop that."""
     _prctl(_PR_SET_CHILD_SUBREAPER, int(adopt))
 
 
 def children() -> set[int]:
-    """The ids of this process's children, ended ones that nobody waited for included; empty without /proc."""
+    """Return the ids of this process's children, including zombies; an empty set without /proc."""
     own = str(os.getpid())
     processes = [int(entry.name) for entry in Path("/proc").glob("[0-9]*")]
     return {process for process in processes if _status(process)[1:2] == [own]}
 
 
 def identity(process: int) -> str:
-    """A name for a running process that no later one on this machine shares, as ids alone may."""
+    """Return the id and the start time of a process: unique on this machine, while ids are reused."""
     started = _status(process)[19:20]
     return ".".join([str(process), *started])
 
 
 def _status(process: int) -> list[str]:
-    """State, parent's id and what follows in proc(5)'s `stat`; empty if there is no such process."""
+    """Return the fields of /proc/PID/stat from the state on; empty if there is no such process."""
     try:
         # "pid (name) state ppid ...": the name may hold spaces and parentheses.
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
@@ -66,7 +65,7 @@ def _status(process: int) -> list[str]:
 
 
 def available_cores() -> int:
-    """The cores this process may use at once: its affinity mask, capped by its control groups' quotas."""
+    """Return the number of usable cores: the affinity mask, limited by the quotas of the control groups."""
     affinity = getattr(os, "sched_getaffinity", None)
     cores = float(len(affinity(0)) if affinity else os.cpu_count() or 1)
     for folder in _control_groups(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"), "cpu"):
@@ -77,7 +76,7 @@ def available_cores() -> int:
 
 
 def available_memory_bytes() -> int | None:
-    """What this node can still hand out, or this process's control groups; None where nobody says."""
+    """Return the free memory of this node, limited by the control groups; None if it is unknown."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
@@ -91,7 +90,7 @@ def available_memory_bytes() -> int | None:
 
 
 def _memory_left(folder: Path) -> int | None:
-    """Bytes that a control group of version 2 or 1 has left, its page cache counted as such; None without a limit."""
+    """Return the free bytes of a control group (v2 or v1), counting its page cache as free; None without a limit."""
     names = ("memory.max", "memory.current", "inactive_file")
     if not (folder / names[0]).exists():
         names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
@@ -104,7 +103,7 @@ def _memory_left(folder: Path) -> int | None:
 
 
 def _control_groups(membership: Path, root: Path, controller: str) -> list[Path]:
-    """The folders, own group first and then its ancestors, whose limits on "cpu" or "memory" hold for this process."""
+    """Return the folders of this process's control groups for "cpu" or "memory", from its own group up to the root."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:
@@ -115,15 +114,14 @@ def _control_groups(membership: Path, root: Path, controller: str) -> list[Path]
         if controllers and controller not in controllers.split(","):
             continue
         mount = root / controllers if controllers else root
-        # In a container the path is often that of the host, which is not mounted here: the mount itself
-        # still counts.
+        # In a container the path is often the host's and not mounted here; the limits of the mount still apply.
         own = mount / group.strip("/")
         folders += [own, *(parent for parent in own.parents if parent.is_relative_to(mount))]
     return folders
 
 
 def _quota(folder: Path) -> float | None:
-    """Cores granted by a control group of version 2 (cpu.max) or 1 (cpu.cfs_*), or None without a limit."""
+    """Return the cores of a control group, v2 (cpu.max) or v1 (cpu.cfs_*); None without a limit."""
     try:
         if (folder / "cpu.max").exists():
             quota, period = (folder / "cpu.max").read_text().split()

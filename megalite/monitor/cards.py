@@ -1,9 +1,9 @@
-"""The peaks of accelerators that MFU is a share of, by the exact name that torch gives a device. No torch.
+"""The peak FLOP/s of accelerators, for MFU, by the exact device name of torch. No torch.
 
-A name is looked up whole, so that a card of another form factor (SXM, PCIe, NVL) or a MIG slice never takes the figures
-of its relative. Figures are dense (data sheets that print them with 2:4 sparsity are halved) and of tensor cores that
-sum in float32: on GeForce cards half of the figure that sums in float16 reaches. The source of each row is NVIDIA's or
-AMD's data sheet of that card, or the white paper named beside it.
+Names must match completely, so that another form factor (SXM, PCIe, NVL) or a MIG slice never gets the figures of a
+similar card. Figures are dense (figures with 2:4 sparsity are halved) and of tensor cores that accumulate in fp32,
+which on GeForce cards are half as fast as with fp16 accumulation. The source of each row is the data sheet of NVIDIA or
+AMD for that card, or the white paper named above it.
 """
 
 from collections.abc import Mapping
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Card:
-    """TFLOP/s in each type, and GB/s of the memory. None: no matrix units for that type.
+    """The peaks of an accelerator: TFLOP/s per type, and the memory bandwidth in GB/s. None: no such tensor cores.
 
-    fp32: products of float32 operands that are not rounded to TF32.
+    fp32: matrix products with fp32 operands, without TF32.
     """
 
     bf16: float | None
@@ -25,7 +25,7 @@ class Card:
 
 
 def _card(bf16: float, tf32: float | None, fp32: float, memory: float) -> Card:
-    """A card as fast in fp16 as in bf16."""
+    """Return a card with the same peak in fp16 and bf16."""
     return Card(bf16, bf16, tf32, fp32, memory)
 
 
@@ -75,24 +75,24 @@ CARDS: Mapping[str, Card] = {
     "GB200": _card(2500, 1250, 80, 8000),
     # White paper "NVIDIA RTX Blackwell GPU Architecture".
     "GeForce RTX 5090": _card(209.5, 104.8, 104.8, 1792),
-    # "AMD Instinct MI250X" data sheet, halved: torch shows each of the two dies as a device.
+    # "AMD Instinct MI250X" data sheet, halved: torch lists each of the two dies as a device.
     "AMD Instinct MI250X": _card(191.5, None, 47.9, 1638),
-    # "AMD Instinct MI300X" and "MI325X" data sheets, of a card that is not partitioned.
+    # "AMD Instinct MI300X" and "MI325X" data sheets, for a card without partitions.
     "AMD Instinct MI300X": _card(1307.4, 653.7, 163.4, 5300),
     "AMD Instinct MI325X": _card(1307.4, 653.7, 163.4, 6000),
 }
 
 
 def find_card(device_name: str) -> Card | None:
-    """The card of the name that torch gives a device; None where it is not listed."""
-    # Older drivers leave the vendor out.
+    """Return the card with this device name of torch; None if it is not listed."""
+    # Older drivers omit the vendor.
     return CARDS.get(device_name.removeprefix("NVIDIA "))
 
 
 def peak_flops(device_name: str, precision: str, *, tf32: bool = False) -> float | None:
-    """FLOP/s of one device in `training.precision`; None for a card that is not listed or has no units for it.
+    """Return the peak FLOP/s of one device in `training.precision`; None if the card or its figure is not listed.
 
-    tf32: whether torch may round the operands of fp32 products to TF32.
+    tf32: whether torch uses TF32 for fp32 matrix products.
     """
     card = find_card(device_name)
     peaks = {} if card is None else {"bf16": card.bf16, "fp16": card.fp16, "fp32": card.fp32}

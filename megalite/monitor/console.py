@@ -1,4 +1,4 @@
-"""What a person sees of a run: a progress bar on a terminal, single lines anywhere else. Only rank 0 has one."""
+"""The console output of a run: a progress bar on a terminal, lines elsewhere. Only rank 0 prints."""
 
 import sys
 from collections.abc import Mapping
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What the last lines say.
+    """The content of the last lines.
 
-    validation: a line of its own about it; empty where there was none. places: what lies where, in the order shown.
+    validation: the line about validation; "" without validation. places: name -> path, in the order shown.
     """
 
     steps: int
@@ -31,10 +31,10 @@ class RunSummary:
 
 
 class Console:
-    """Shows the steps of a run, and what else there is to say, on one stream.
+    """Shows the steps and messages of a run on one stream.
 
-    every: steps between two lines, or between two refreshes of the bar; the last step is always shown.
-    peak: what `mfu` is a share of, as it is shown ("sgemm", "989 TFLOP/s").
+    every: the number of steps between lines, or between refreshes of the bar; the last step is always shown.
+    peak: the text for the peak that `mfu` is a share of ("sgemm", "989 TFLOP/s").
     """
 
     def __init__(self, *, total_steps: int, every: int = 1, peak: str = "peak", stream: TextIO | None = None):
@@ -51,13 +51,13 @@ class Console:
         self.close()
 
     def step(self, metrics: StepMetrics) -> None:
-        """Show a step, if it is one of those to be shown."""
+        """Show a step, if it is an `every`-th step or the last one."""
         if metrics.step % self._every and metrics.step != self._total_steps:
             return
         if self._bar is not None:
             self._bar.start()
-            self._bar.console.show_cursor(True)  # a run that is killed must not leave a terminal without one
-            self._bar.update(self._picture(metrics), refresh=True)
+            self._bar.console.show_cursor(True)  # otherwise a killed run leaves the terminal without a cursor
+            self._bar.update(self._progress(metrics), refresh=True)
             return
         width = len(str(self._total_steps))
         numbers = [*self._numbers(metrics), self._time_left(metrics)]
@@ -79,24 +79,25 @@ class Console:
         """Show a checkpoint and what it cost."""
         text = f"saved {metrics.path.name}: training waited {metrics.stall_seconds:.2f} s"
         if metrics.staging_bytes:
-            text += f", written in {metrics.write_seconds:.2f} s beside {metrics.steps_beside} steps"
+            text += f", written in {metrics.write_seconds:.2f} s during {metrics.steps_during_write} steps"
             if metrics.slowdown is not None:
                 text += f" (each {metrics.slowdown:.2f} times as long)"
-            text += f", {metrics.staging_bytes / 2**20:,.0f} MiB of copies a rank"
+            text += f", {metrics.staging_bytes / 2**20:,.0f} MiB of copies per rank"
         self.say(text)
 
     def say(self, text: str) -> None:
-        """A line of its own, above the bar."""
+        """Print a line, above the bar if there is one."""
         if self._bar is None:
             print(text, file=self._stream, flush=True)
         else:
             self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def warn(self, text: str) -> None:
+        """Print a warning."""
         self.say(f"warning: {text}")
 
     def summary(self, summary: RunSummary) -> None:
-        """The last lines of a run: what it did, whether it learned, where things lie."""
+        """Print the last lines of a run: steps and speed, first and last loss, output paths."""
         self.close()
         rate = summary.tokens / summary.seconds if summary.seconds else 0.0
         self.say(
@@ -111,12 +112,12 @@ class Console:
             self.say(f"  {name:<{width}}  {path}")
 
     def close(self) -> None:
-        """Leave the bar as it stands; lines can still be said."""
+        """Stop updating the bar; `say` still works."""
         if self._bar is not None:
             self._bar.stop()
 
-    def _picture(self, metrics: StepMetrics) -> "RenderableType":
-        """The bar, and below it the numbers: side by side they would not fit into 80 columns."""
+    def _progress(self, metrics: StepMetrics) -> "RenderableType":
+        """Return the bar with the numbers below it; side by side they do not fit into 80 columns."""
         from rich.console import Group
         from rich.progress_bar import ProgressBar
         from rich.table import Table
@@ -146,25 +147,25 @@ class Console:
         ]
 
     def _time_left(self, metrics: StepMetrics) -> str:
-        tokens_a_step = metrics.tokens / metrics.step
+        tokens_per_step = metrics.tokens / metrics.step
         steps_left = self._total_steps - metrics.step
-        return f"{duration(steps_left * tokens_a_step / metrics.tokens_per_second)} left"
+        return f"{duration(steps_left * tokens_per_step / metrics.tokens_per_second)} left"
 
 
 def announce(text: str) -> None:
-    """A line of what takes long before there is a run to show, or of what ended it."""
+    """Print a line without a Console: before the run starts, or after it ended."""
     print(text, flush=True)
 
 
 def duration(seconds: float) -> str:
-    """Hours, minutes and seconds as 1:02:03, or 2:03 below an hour."""
+    """Return a duration as text: 1:02:03, or 2:03 below an hour."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def _live(stream: TextIO) -> "Live | None":
-    """A picture that is drawn when it is told to: a thread of its own would take time from the training threads."""
+    """Return rich's live display without its refresh thread, which would take time from the training threads."""
     from rich.console import Console as RichConsole
     from rich.live import Live
 

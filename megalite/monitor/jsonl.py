@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object a line and a step, each step once, however often the run was killed."""
+"""metrics.jsonl: one JSON object per line and step; each step occurs once, even after kills and resumes."""
 
 import json
 import math
@@ -9,18 +9,18 @@ from typing import Any
 
 
 class MetricsFile:
-    """Appends records to a file; a record is in the file, whole, when `append` returns."""
+    """Appends records to a file; a record is completely written when `append` returns."""
 
     def __init__(self, path: Path, *, after_step: int = 0):
-        """Go on after step `after_step`: what the file holds of later steps, or of a torn line, is cut off."""
+        """Continue after step `after_step`: later records, and an incomplete line, are removed."""
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
-            # One system call: there is no moment at which a kept record is missing.
+            # A single truncate, so that a kill never loses a kept record.
             os.truncate(path, _end_of_step(path, after_step))
         self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Write one record, which has the key "step". Numbers that are not finite become null: JSON has no nan."""
+        """Write a record with the key "step"; inf and nan become null, because JSON has no such numbers."""
         finite = {
             key: None if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in record.items()
@@ -33,12 +33,12 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics file, in order; a torn line at its end is left out."""
+    """Return the records of a metrics file in order, without an incomplete last line."""
     return [record for record, _ in _records(path)]
 
 
 def _end_of_step(path: Path, step: int) -> int:
-    """The byte after the last record of a step up to `step`."""
+    """Return the offset after the last record of steps up to `step`."""
     end = 0
     for record, record_end in _records(path):
         if record["step"] > step:
@@ -48,7 +48,7 @@ def _end_of_step(path: Path, step: int) -> int:
 
 
 def _records(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
-    """Each whole record and the byte after it; stops at the first line that is none."""
+    """Yield each complete record and the offset after it; stop at the first invalid line."""
     end = 0
     with path.open("rb") as file:
         for line in file:

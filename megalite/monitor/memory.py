@@ -1,4 +1,4 @@
-"""How much memory this process holds."""
+"""The memory use of this process, and of its device."""
 
 import resource
 import sys
@@ -14,7 +14,7 @@ _STATUS = Path("/proc/self/status")
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Bytes held now and at the most; reserved_bytes: what a device's allocator took at the most to hand these out."""
+    """Current and peak bytes in use; reserved_bytes: the peak that a device's allocator has reserved for them."""
 
     now_bytes: int
     peak_bytes: int
@@ -22,7 +22,7 @@ class MemoryUse:
 
 
 def process_memory() -> MemoryUse:
-    """The resident set of this process, from /proc where there is one."""
+    """Return the resident set size of this process, from /proc if it exists."""
     if _STATUS.exists():
         fields = dict(line.split(":", 1) for line in _STATUS.read_text().splitlines() if ":" in line)
         now, peak = (int(fields[key].split()[0]) * 1024 for key in ("VmRSS", "VmHWM"))
@@ -33,15 +33,15 @@ def process_memory() -> MemoryUse:
 
 
 def device_memory(device: "torch.device") -> MemoryUse | None:
-    """What torch's allocator handed out and reserved on an accelerator, at the most since the last call.
+    """Return the allocated and reserved bytes of torch's allocator on a device; peaks since the last call.
 
-    None where the device's allocator counts nothing. The first call counts from the start of the process.
+    None if the allocator has no statistics. The first call covers the time since the start of the process.
     """
     import torch
 
     try:
         found = torch.accelerator.memory.memory_stats(device)
-    except RuntimeError:  # a backend whose allocator is none of torch's device allocators
+    except RuntimeError:  # the backend does not use a torch device allocator
         return None
     torch.accelerator.memory.reset_peak_memory_stats(device)
     names = ("allocated_bytes.all.current", "allocated_bytes.all.peak", "reserved_bytes.all.peak")

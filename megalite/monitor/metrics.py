@@ -1,4 +1,4 @@
-"""The numbers of one step, as every reader of a run sees them."""
+"""The metrics of a step, a validation and a save, as console, metrics.jsonl and TensorBoard show them."""
 
 import math
 from collections.abc import Mapping
@@ -13,15 +13,14 @@ _OPTIONAL = ("loss_scale", "skipped_steps", "reserved_bytes")
 class StepMetrics:
     """One step of a run; the field names are the keys of metrics.jsonl.
 
-    step: counted from 1. loss: mean over the counted tokens of the global batch, before the step's update.
-    grad_norm: global L2 norm before clipping. tokens: seen since the run began, all ranks together.
-    tokens_per_second: of all ranks, over the last steps. mfu: share of the peak FLOP/s; None where the peak is unknown.
-    memory_bytes: the most that any rank held: of a process since it began, of a device since the last line.
-    step_seconds: the wall time of this step.
-    data_seconds: of these, what rank 0 waited for its batch.
-    loss_scale: of fp16 alone. skipped_steps: how many were left out since the run began, where any may be.
-    reserved_bytes: of a device alone, what torch's allocator reserved for memory_bytes, the most of any rank.
-    custom: what callbacks add, by their own names.
+    step: counted from 1. loss: mean over the unmasked tokens of the global batch, before the update.
+    grad_norm: global L2 norm before clipping. tokens: seen since the start of the run, all ranks together.
+    tokens_per_second: of all ranks, over the last steps. mfu: share of the peak FLOP/s; None: unknown peak.
+    memory_bytes: the maximum over ranks of the peak, of a process since its start, of a device since the last line.
+    step_seconds: wall time of this step. data_seconds: the part of it that rank 0 waited for its batch.
+    loss_scale: with fp16 only. skipped_steps: skipped since the start of the run; None if no step can be skipped.
+    reserved_bytes: with a device only, the maximum over ranks of the bytes reserved by torch's allocator.
+    custom: metrics of callbacks, by name.
     """
 
     step: int
@@ -40,7 +39,7 @@ class StepMetrics:
     custom: Mapping[str, float] = field(default_factory=dict)
 
     def scalars(self) -> dict[str, float]:
-        """As they are shown as curves, by tag."""
+        """Return the TensorBoard scalars: tag -> value."""
         shown = ("loss", "grad_norm", "learning_rate", "tokens_per_second", "loss_scale", "skipped_steps")
         values = {name: getattr(self, name) for name in shown}
         return {f"train/{name}": value for name, value in values.items() if value is not None} | dict(
@@ -48,7 +47,7 @@ class StepMetrics:
         )
 
     def record(self) -> dict[str, Any]:
-        """As it stands in metrics.jsonl, without what another run has."""
+        """Return the record for metrics.jsonl, without metrics that this run does not have."""
         own = asdict(self)
         custom = own.pop("custom")
         return {
@@ -60,7 +59,7 @@ class StepMetrics:
 class ValidationMetrics:
     """A validation with the weights after `step` steps.
 
-    loss: the mean over every counted token of all sets. tokens: their weight. sets: each set's mean, by name.
+    loss: mean over the unmasked tokens of all data sets. tokens: their total weight. sets: name -> mean of a data set.
     """
 
     step: int
@@ -71,20 +70,20 @@ class ValidationMetrics:
 
     @property
     def perplexity(self) -> float:
-        """exp(loss); infinite where that is too large for a number."""
+        """exp(loss); inf if it overflows."""
         try:
             return math.exp(self.loss)
         except OverflowError:
             return math.inf
 
     def scalars(self) -> dict[str, float]:
-        """As they are shown as curves, by tag."""
+        """Return the TensorBoard scalars: tag -> value."""
         several = self.sets if len(self.sets) > 1 else {}
         curves = {"validation/loss": self.loss, "validation/perplexity": self.perplexity}
         return curves | {f"validation/loss_{name}": loss for name, loss in several.items()}
 
     def record(self) -> dict[str, Any]:
-        """As it stands in metrics.jsonl; sets by name only where there are several."""
+        """Return the record for metrics.jsonl; single data sets only if there are several."""
         several = self.sets if len(self.sets) > 1 else {}
         return {
             "validation_loss": self.loss,
@@ -97,12 +96,13 @@ class ValidationMetrics:
 
 @dataclass(frozen=True)
 class SaveMetrics:
-    """A checkpoint that was published, and what it cost.
+    """A published checkpoint, and its cost.
 
-    step: after which it was taken. stall_seconds: what training waited for it, all in all. write_seconds: until the
-    slowest rank's file was on the disk. staging_bytes: the copy that training went on beside, of the rank that holds
-    most; 0 where training waited. steps_beside: made while it was written. slowdown: how many times as long as others
-    these took; None where there was none to compare.
+    step: the step after which it was taken. stall_seconds: total time that training waited for it.
+    write_seconds: time until the slowest rank's file was on disk.
+    staging_bytes: the maximum over ranks of the copy for an asynchronous save; 0 if the save was synchronous.
+    steps_during_write: the number of steps during the write.
+    slowdown: the duration of these steps divided by that of other steps; None without other steps.
     """
 
     step: int
@@ -110,11 +110,11 @@ class SaveMetrics:
     stall_seconds: float
     write_seconds: float
     staging_bytes: int = 0
-    steps_beside: int = 0
+    steps_during_write: int = 0
     slowdown: float | None = None
 
     def record(self) -> dict[str, Any]:
-        """As it stands in metrics.jsonl, in the record of the first step that ends after it was published."""
+        """Return the fields for metrics.jsonl, in the record of the first step that ends after publishing."""
         return {
             "checkpoint_step": self.step,
             "checkpoint_stall_seconds": self.stall_seconds,
@@ -125,7 +125,7 @@ class SaveMetrics:
 
 
 def is_own_metric(name: str) -> bool:
-    """Whether a key of metrics.jsonl is one that every run may have."""
+    """Whether a key of metrics.jsonl is built in, so that callbacks cannot use it."""
     return name in {each.name for each in fields(StepMetrics)} or name.startswith(
         ("validation_", "checkpoint_")
     )

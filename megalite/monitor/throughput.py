@@ -1,4 +1,4 @@
-"""Tokens a second, and what share of the machine's arithmetic they are."""
+"""Tokens per second, model FLOP/s utilisation (MFU), and the sgemm speed of a CPU."""
 
 import time
 from collections import deque
@@ -11,11 +11,10 @@ _PRODUCT_SIZE, _PRODUCTS = 2048, 5
 
 
 def flops_per_token(shape: ModelShape, sequence_length: int) -> int:
-    """Floating point operations of one token's forward and backward.
+    """Return the floating point operations of the forward and backward of one token.
 
-    6 for each parameter that is multiplied with (the head, but not the look-up of the embedding), and of each layer's
-    causal attention 12 x attention width x the keys that a token sees on average: half the sequence length, or less
-    with a window.
+    6 per matmul parameter (including the head, excluding the embedding), plus 12 x attention width x keys per layer for
+    causal attention. keys: the mean number of keys per token: half the sequence length, less with a sliding window.
     Source: Kaplan et al., "Scaling laws for neural language models", 2020, section 2.1; Chowdhery et al., "PaLM",
     2022, appendix B.
     """
@@ -32,13 +31,13 @@ def flops_per_token(shape: ModelShape, sequence_length: int) -> int:
 
 
 def _twice_seen(window: int | None, length: int) -> int:
-    """Twice the keys that a token sees on average."""
+    """Return twice the mean number of keys per token."""
     window = length if window is None else min(window, length)
     return 2 * window - window * window // length
 
 
 def sgemm_flops_per_second() -> float:
-    """What this process's torch threads reach here and now: the best of 5 float32 products of 2048^3.
+    """Measure the best FLOP/s of 5 fp32 products of 2048^3 with this process's torch threads.
 
     Takes 5 x 17 GFLOP. Processes that share cores must not measure at the same time.
     """
@@ -56,23 +55,23 @@ def sgemm_flops_per_second() -> float:
 
 @dataclass(frozen=True)
 class Speed:
-    """tokens_per_second, and the share of the peak FLOP/s; None where the peak is unknown."""
+    """tokens_per_second of all ranks; mfu: share of the peak FLOP/s, None if the peak is unknown."""
 
     tokens_per_second: float
     mfu: float | None
 
 
 class Throughput:
-    """The speed over the last `window` steps; the first step of a process warms up and is not counted after it."""
+    """The mean speed over the last `window` steps, without the warm-up step of a process once a second step ran."""
 
     def __init__(self, *, flops_per_token: int, peak_flops_per_second: float | None, window: int = 20):
-        """`peak_flops_per_second`: of all processes of the run together."""
+        """peak_flops_per_second: of all ranks together; None: unknown."""
         self._flops_per_token, self._peak = flops_per_token, peak_flops_per_second
         self._steps: deque[tuple[int, float]] = deque(maxlen=window)
         self._warm = False
 
     def update(self, tokens: int, seconds: float) -> Speed:
-        """Count a step of so many tokens, all ranks together, that took so long."""
+        """Add a step with its tokens of all ranks and its duration, and return the new speed."""
         if len(self._steps) == 1 and not self._warm:
             self._steps.clear()
             self._warm = True

@@ -114,7 +114,7 @@ class RunSaver:
                 stall_seconds=written.stall_seconds,
                 write_seconds=written.write_seconds,
                 staging_bytes=written.staging_bytes,
-                steps_beside=len(beside),
+                steps_during_write=len(beside),
                 slowdown=statistics.mean(beside) / statistics.median(self._alone) if compared else None,
             )
         ]

@@ -137,7 +137,7 @@ def test_an_nvcc_that_refuses_every_compiler_is_none(bin: Path) -> None:
         ),
         ({"runtime": False}, "g++ cannot link what .* compiles: .*cannot find -lcudart_static.*; install"),
         ({"version": "11.8.89"}, "nvcc 11.8.89 is older than 12.0"),
-        ({"version": ""}, "does not tell its version"),
+        ({"version": ""}, "does not print its version"),
         ({"codes": ()}, "does not list its architectures"),
     ],
     ids=[
@@ -248,10 +248,10 @@ def test_a_list_of_chips_is_read() -> None:
     [
         ("8.0;hopper", "MEGALITE_ARCHS has 'hopper'; it is auto or a list like"),
         ("8.0;7.5", "MEGALITE_ARCHS has '7.5'; the kernels need 8.0 or newer"),
-        ("9.0a+PTX", r"PTX of 9.0a runs on no later chip; put \+PTX behind .*: \"8.0\+PTX;9.0a\""),
+        ("9.0a+PTX", r"PTX of 9.0a runs on no later GPU; add \+PTX to .*: \"8.0\+PTX;9.0a\""),
         (
             "8.0;12.0",
-            r"MEGALITE_ARCHS has '12.0', which .*nvcc 12.0.140 does not know; it knows 8.0, 8.6, 8.9, 9.0$",
+            r"MEGALITE_ARCHS has '12.0', which .*nvcc 12.0.140 does not support; it supports 8.0, 8.6, 8.9, 9.0$",
         ),
     ],
 )

@@ -185,22 +185,22 @@ CASES = [
     Case(
         "a line that is no JSON",
         of_file("a.jsonl", GOOD_LINE + '{"text": '),
-        ("a.jsonl, line 2: not JSON", "mend"),
+        ("a.jsonl, line 2: not JSON", "fix"),
     ),
     Case(
         "a line cut short",
         of_file("a.jsonl", GOOD_LINE + '{"text": "ab'),
-        ("a.jsonl, line 2: not JSON", "mend"),
+        ("a.jsonl, line 2: not JSON", "fix"),
     ),
     Case(
         "a line that is nested deeply",
         of_file("a.jsonl", "[" * 200_000),
-        ("a.jsonl, line 1: not JSON", "mend"),
+        ("a.jsonl, line 1: not JSON", "fix"),
     ),
     Case(
         "a number of many digits",
         of_file("a.jsonl", '{"text": "a", "n": ' + "9" * 5000 + "}"),
-        ("a.jsonl, line 1: not JSON", "mend"),
+        ("a.jsonl, line 1: not JSON", "fix"),
     ),
     Case(
         "another column",
@@ -213,12 +213,12 @@ CASES = [
     Case(
         "a text that is a number",
         of_file("a.jsonl", '{"text": 5}\n'),
-        ("a.jsonl, line 1:", "holds int, not text", "mend"),
+        ("a.jsonl, line 1:", "holds int, not text", "fix"),
     ),
     Case(
         "half a character",
         of_file("a.jsonl", '{"text": "\\ud800"}\n'),
-        ("a.jsonl, line 1: half a surrogate", "mend"),
+        ("a.jsonl, line 1: half a surrogate", "fix"),
     ),
     Case(
         "no gzip file",
@@ -301,7 +301,7 @@ CASES = [
     Case(
         "short documents only",
         of_good_text("--min-length", "9999"),
-        ("40 documents of", "less than 9999 tokens", "--min-length"),
+        ("40 documents of", "fewer than 9999 tokens", "--min-length"),
     ),
     Case("a minimum below nothing", of_good_text("--min-length", "-1"), ("--min-length", "-1", "0 or more")),
     Case("workers below nothing", of_good_text("--workers", "-1"), ("--workers", "-1", "0 or more")),

@@ -215,12 +215,12 @@ CASES = [
     Case(
         "a pair that names no tokenizer",
         training_on(without_manifest, tokenizer__path=None),
-        ("good does not say which tokenizer", "set tokenizer.path"),
+        ("good does not record its tokenizer", "set tokenizer.path"),
     ),
     Case(
         "a pair whose tokenizer is gone",
         training_on(facts(tokenizer="/nowhere/tokenizer.json"), tokenizer__path=None),
-        ("good was made with /nowhere/tokenizer.json, which is gone", "set tokenizer.path"),
+        ("good was made with /nowhere/tokenizer.json, which does not exist any more", "set tokenizer.path"),
     ),
     Case(
         "a pair whose tokenizer has no such end",
@@ -263,7 +263,7 @@ CASES = [
     Case(
         "a pair among texts",
         lambda world: train(world, data__source=[str(world / "good"), str(world / "text.txt")]),
-        ("good is a prepared token file", "name it alone"),
+        ("good is a prepared token file", "name it as the only source"),
     ),
     Case(
         "a weight of nothing",

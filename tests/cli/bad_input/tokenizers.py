@@ -205,7 +205,7 @@ CASES = [
     Case(
         "a vocab.json that is a list",
         convert(**{**GPT2, "vocab_json": "[]"}),
-        ("vocab.json holds no table", COPY_AGAIN),
+        ("vocab.json is not a JSON object", COPY_AGAIN),
     ),
     Case(
         "a vocab.json of texts",

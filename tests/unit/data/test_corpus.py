@@ -112,7 +112,7 @@ def test_library_files_that_are_not_utf8_are_left_out(
         ),
         ("a.jsonl", b'{"text": "a"}\n\n[1]\n', r"line 3: no column 'text' .*not an object"),
         ("a.jsonl", b'{"text": 5}\n', r"line 1: column 'text' holds int, not text"),
-        ("a.jsonl", b'{"text": "a"}\n{"text"\n', r"line 2: not JSON .*mend"),
+        ("a.jsonl", b'{"text": "a"}\n{"text"\n', r"line 2: not JSON .*fix"),
         ("a.jsonl", b'{"text": "\xff"}\n', r"a\.jsonl, line 1: not UTF-8"),
         ("a.jsonl", b'{"text": "a\\ud800"}\n', r"line 1: half a surrogate pair"),
         ("a.txt.gz", b"not gzip at all", r"a\.txt\.gz is not a whole gzip file"),

@@ -106,7 +106,9 @@ def test_nothing_changes_under_a_run_with_checkpoints(text: Path, run_folder: Pa
     before = times(run_folder)
     ensure_train(config(text), run_folder)
     text.write_text(text.read_text() * 2)
-    with pytest.raises(DataError, match=r"checkpoints in .*run rest on it; set run\.folder to a new folder"):
+    with pytest.raises(
+        DataError, match=r"checkpoints in .*run depend on it; set run\.folder to a new folder"
+    ):
         ensure_train(config(text), run_folder)
     assert times(run_folder) == before
     # The two ways out that the message names.
@@ -158,9 +160,7 @@ def test_prepared_files_and_the_tokenizer_must_belong_together(
     with pytest.raises(DataError, match="cannot be one of several sources"):
         ensure_train(config([str(text), str(prefix)]), run_folder)
     (tmp_path / "x.json").unlink()
-    with pytest.raises(
-        DataError, match=r"does not say which tokenizer it was made with; set tokenizer\.path"
-    ):
+    with pytest.raises(DataError, match=r"does not record its tokenizer; set tokenizer\.path"):
         ensure_train(config(prefix), run_folder)
     # Files of another program say nothing of a tokenizer, and are believed.
     assert ensure_train(config(prefix, tokenizer={"path": str(other)}), run_folder) == prefix
@@ -172,7 +172,9 @@ def test_a_vanished_tokenizer_of_prepared_files_is_named(
     folder = ensure_tokenizer(config(text), run_folder)
     prepare(Corpus.open([str(text)]), load_tokenizer(folder), tmp_path / "x")
     (folder / "tokenizer.json").unlink()
-    with pytest.raises(DataError, match=r"tokenizer\.json, which is gone; set tokenizer\.path"):
+    with pytest.raises(
+        DataError, match=r"tokenizer\.json, which does not exist any more; set tokenizer\.path"
+    ):
         ensure_train(config(tmp_path / "x"), run_folder)
 
 
@@ -253,7 +255,7 @@ def test_a_sentencepiece_model_is_converted_into_the_run(
     assert times(run_folder) == made
     with_checkpoint(run_folder)
     (tmp_path / "a.model").write_bytes(model("bpe", **VARIANTS["llama"]))
-    with pytest.raises(DataError, match=r"checkpoints in .*run rest on it"):
+    with pytest.raises(DataError, match=r"checkpoints in .*run depend on it"):
         ensure_train(settings, run_folder)
     assert times(run_folder) == {**made, str(run_folder / "checkpoints" / "latest"): ANY}
 
@@ -299,7 +301,7 @@ def test_validation_text_of_its_own(text: Path, other: Path, run_folder: Path) -
 
 def test_the_same_file_under_another_name_does_not_validate(text: Path, run_folder: Path) -> None:
     with pytest.raises(
-        DataError, match=r"data\.validation: .*text\.jsonl is trained on too; name other text"
+        DataError, match=r"data\.validation: .*text\.jsonl is also training data; name other text"
     ):
         ensure_data(config(text, data={"validation": [str(text.parent)], "pattern": "*.jsonl"}), run_folder)
 
@@ -332,7 +334,7 @@ def test_text_and_prepared_files_by_weight(text: Path, other: Path, run_folder: 
     data = ensure_data(blend(*parts), run_folder)
     assert data.train == (run_folder / "data" / "train-0", tmp_path / "x")
     assert not (run_folder / "tokenizer").exists()  # the prepared files brought theirs
-    with pytest.raises(DataError, match=r"x is a prepared token file, which data\.split does not divide"):
+    with pytest.raises(DataError, match=r"x is a prepared token file, and data\.split divides text only"):
         ensure_data(blend(*parts, split=[0.5, 0.5]), run_folder / "other")
     with pytest.raises(DataError, match=r"x was prepared with min_length 0, not data\.min_length = 3"):
         ensure_data(blend(*parts, min_length=3), run_folder / "other")

@@ -70,7 +70,9 @@ def test_every_token_but_the_first_is_predicted_once_by_its_predecessor(
 
 
 def test_a_file_without_a_pair_of_tokens_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="x holds 1 tokens; prepare a longer text"):
+    with pytest.raises(
+        DataError, match="x holds 1 tokens, fewer than the 2 of a sample; prepare a longer text"
+    ):
         PackedSamples(token_file(tmp_path, 1), LENGTH)
 
 

@@ -176,7 +176,8 @@ def test_a_full_disk_cleans_up_and_says_so(
 
     monkeypatch.setattr(TokenWriter, method, full)
     with pytest.raises(
-        DataError, match=r"No space left on device after \d+ bytes of tokens; free space or choose"
+        DataError,
+        match=r"No space left on device after \d+ bytes of tokens, which were removed again; free space",
     ):
         prepare(corpus, tokenizer, tmp_path / "out" / "x")
     assert published(tmp_path / "out") == []

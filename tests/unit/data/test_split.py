@@ -115,7 +115,7 @@ def test_nothing_but_short_documents_is_refused(tmp_path: Path, tokenizer: Token
         write(tmp_path / "a.jsonl", ["a", "b"]), tokenizer, (tmp_path / "x",), min_length=50
     )
     with pytest.raises(
-        DataError, match=r"all 2 documents of .*a\.jsonl have less than 50 tokens; lower data\.min_length"
+        DataError, match=r"all 2 documents of .*a\.jsonl have fewer than 50 tokens; lower data\.min_length"
     ):
         prepare_outputs(preparation)
 

@@ -101,9 +101,9 @@ def test_positions_end_at_the_size_of_the_corpus(tmp_path: Path) -> None:
             {"body": ["a"], "id": [1]},
             r"no column 'text' \(columns: \['body', 'id'\]\); set data\.text_column",
         ),
-        ({"text": [1, 2]}, r"column 'text' holds int64, not text; set data\.text_column"),
+        ({"text": [1, 2]}, r"column 'text' holds int64, not text; set another data\.text_column"),
         ({"text": [["a"], ["b"]]}, r"column 'text' holds list<.*>, not text"),
-        ({"text": ["a", None]}, r"row 1: column 'text' has no value; remove such rows"),
+        ({"text": ["a", None]}, r"row 1: column 'text' has no value; remove the rows without text"),
         ({"text": b"\xff"}, r"row 0: column 'text' is not UTF-8"),
     ],
 )
@@ -151,10 +151,10 @@ def test_damaged_data_sets_are_named(tmp_path: Path) -> None:
         read(folder)
     for state, said in (
         ("{", "cannot be read"),
-        ("[]", "holds no table"),
+        ("[]", "is not a JSON object"),
         ("{}", "names no data files"),
         ('{"_data_files": []}', "lacks all data files"),
-        ('{"_indices_data_files": [1]}', "selection of rows of other files.*flatten_indices"),
+        ('{"_indices_data_files": [1]}', "selects rows of other files by indices.*flatten_indices"),
     ):
         (folder / "state.json").write_text(state)
         with pytest.raises(DataError, match=said):
@@ -165,7 +165,7 @@ def test_a_missing_pyarrow_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     parquet.write_table(table(), tmp_path / "x.parquet")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(
-        DataError, match=r"x\.parquet needs pyarrow to be read; install it: pip install pyarrow"
+        DataError, match=r"x\.parquet cannot be read without pyarrow; install it: pip install pyarrow"
     ):
         read(tmp_path / "x.parquet")
 

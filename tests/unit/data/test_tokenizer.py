@@ -120,7 +120,7 @@ def test_added_tokens_are_the_same_in_every_form(tmp_path: Path) -> None:
 
 def test_a_damaged_configuration_is_named(tmp_path: Path) -> None:
     trained(tmp_path)
-    for content, said in (("{", "is not a tokenizer's configuration"), ("[]", "holds no table")):
+    for content, said in (("{", "is not a tokenizer's configuration"), ("[]", "is not a JSON object")):
         (tmp_path / "tokenizer_config.json").write_text(content)
         with pytest.raises(DataError, match=rf"tokenizer_config\.json {said}.*save it again"):
             copy_tokenizer(tmp_path, tmp_path / "copy")

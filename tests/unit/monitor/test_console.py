@@ -61,14 +61,14 @@ def test_a_checkpoint_has_a_line_with_what_it_cost() -> None:
     console = Console(total_steps=10, stream=stream)
     waited = SaveMetrics(10, Path("checkpoints/step-000010"), stall_seconds=1.25, write_seconds=1.25)
     console.saved(waited)
-    beside = replace(waited, stall_seconds=0.014, staging_bytes=200 << 20, steps_beside=4)
+    beside = replace(waited, stall_seconds=0.014, staging_bytes=200 << 20, steps_during_write=4)
     console.saved(beside)
     console.saved(replace(beside, slowdown=1.31))
     assert stream.getvalue().splitlines() == [
         "saved step-000010: training waited 1.25 s",
-        "saved step-000010: training waited 0.01 s, written in 1.25 s beside 4 steps, 200 MiB of copies a rank",
-        "saved step-000010: training waited 0.01 s, written in 1.25 s beside 4 steps (each 1.31 times as long), "
-        "200 MiB of copies a rank",
+        "saved step-000010: training waited 0.01 s, written in 1.25 s during 4 steps, 200 MiB of copies per rank",
+        "saved step-000010: training waited 0.01 s, written in 1.25 s during 4 steps (each 1.31 times as long), "
+        "200 MiB of copies per rank",
     ]
     assert waited.record() == {
         "checkpoint_step": 10,

@@ -48,7 +48,9 @@ def test_without_a_usable_accelerator_it_takes_the_cpu() -> None:
 
 
 def test_more_ranks_than_cards_are_refused() -> None:
-    said = r"starts 8 ranks, but only 4 accelerators.*at most 4 ranks a node.*CUDA_VISIBLE_DEVICES= \(empty\)"
+    said = (
+        r"starts 8 ranks, but only 4 accelerators.*at most 4 ranks per node.*CUDA_VISIBLE_DEVICES= \(empty\)"
+    )
     with pytest.raises(LaunchError, match=said):
         taken("cuda", 4, 4, 8)
 
