@@ -6,14 +6,12 @@ from typing import Any
 
 from megalite.config.schema import (
     CheckpointConfig,
-    DataConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
-    TokenizerConfig,
     TrainingConfig,
-    ValidationConfig,
 )
+from megalite.config.text_sections import DataConfig, TokenizerConfig, ValidationConfig
 
 
 class Unknown(Exception):

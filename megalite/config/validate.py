@@ -10,7 +10,7 @@ from pydantic_core import ErrorDetails
 from megalite.config.describe import item_model, section_models
 from megalite.config.draft import DERIVED, Draft, did_you_mean
 from megalite.config.facts import Facts, KnownValues
-from megalite.config.schema import Section
+from megalite.config.section import Section
 from megalite.config.toml import shown
 from megalite.errors import Problem
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from megalite.config.facts import Facts
-from megalite.config.schema import ValidationConfig
+from megalite.config.text_sections import ValidationConfig
 from megalite.config.toml import shown
 from megalite.errors import Problem
 

@@ -178,7 +178,7 @@ def test_ranks_that_start_together_fetch_once(hub: Hub) -> None:
 def test_only_safetensors_are_named_by_an_index(hub: Hub) -> None:
     index = {"weight_map": {"model.norm.weight": "pytorch_model.bin"}}
     (hub.files / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match=r"names pytorch_model\.bin, which is no file of safetensors"):
+    with pytest.raises(CheckpointError, match=r"names pytorch_model\.bin, which is not a safetensors file"):
         local_folder("org/name")
     assert "pytorch_model.bin" not in hub.fetched
 
