@@ -85,7 +85,7 @@ def test_config_show_is_the_run_as_toml_with_origins(
     assert origins["micro_batches = 4"] == "derived"
     assert origins["workers = 2"] == "default"
 
-    handed = shown.split("# DeepSpeed is handed:\n")[1]
+    handed = shown.split("# DeepSpeed's configuration:\n")[1]
     config = load_run(QUICKSTART, ["--training.steps", "70"]).config
     assert json.loads(handed.replace("# ", "")) == config.deepspeed_json()
 
