@@ -63,8 +63,10 @@ def write_checkpoint(run: Path, shape: ModelShape) -> Path:
     import torch
 
     import megalite
-    from megalite.checkpoint.folder import publish, published_name, write_durably
+    from megalite.checkpoint.durable import write_durably
+    from megalite.checkpoint.folder import published_name
     from megalite.checkpoint.format import MANIFEST, WEIGHT, Manifest, Shard, TensorEntry, to_json
+    from megalite.checkpoint.publish import publish
     from megalite.checkpoint.tensor_file import TensorInfo, write_tensor_file
 
     split = pipeline_split(shape.num_hidden_layers, WRITTEN_BY.pipeline)

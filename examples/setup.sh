@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Makes .venv at the repository's root with the versions in constraints.txt. Where that is done, does nothing.
-# PYTHON names the interpreter to start from (3.11 or newer; default: python3).
+# Creates .venv in the repository's root with the versions in constraints.txt; does nothing if it is up to date.
+# PYTHON: the interpreter to create it with (3.11 or newer; default: python3).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv=.venv
 stamp=$venv/set-up-done
 
 say() { echo "set-up: $*"; }
-# The folder is part of it: a virtual environment that was moved no longer works. So is a Python that went away.
+# Includes the folder and the Python version: a virtual environment breaks if it is moved or its Python is removed.
 state() {
     "$venv/bin/python" -V 2>/dev/null && pwd && sha256sum setup.py pyproject.toml constraints.txt &&
         find megalite/csrc -type f -not -name "*.pyc" -exec sha256sum {} + | sort && ls megalite/ops/libmegalite.json
@@ -24,7 +24,7 @@ fi
 
 if [ -f "$stamp" ] && "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
     say "bringing $venv up to date"
-else # none, or one whose set-up was cut short
+else # no environment, or one whose set-up was interrupted
     python=${PYTHON:-python3}
     if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
         found=$("$python" -V 2>/dev/null || echo "no such command")
@@ -46,7 +46,7 @@ install() {
 }
 install setuptools
 install torch
-# DeepSpeed comes as source, and its build looks at the torch that it will run with, as does ours of the kernels.
+# DeepSpeed and the compiled kernels are built from source against the installed torch, hence no build isolation.
 install --no-build-isolation --editable '.[test]'
 say "$("$venv/bin/python" -c 'import json; print(json.load(open("megalite/ops/libmegalite.json"))["said"])')"
 state >"$stamp"

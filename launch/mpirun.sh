@@ -1,20 +1,20 @@
 #!/usr/bin/env bash
-# Train under Open MPI's mpirun: on this machine, or on the nodes of a hostfile. MPI only starts the ranks.
+# Train with Open MPI's mpirun, on this machine or on the nodes of a hostfile. MPI only starts the ranks.
 #
 #   RUN=examples/quickstart/run.toml RANKS=8 launch/mpirun.sh                    one machine
 #   RANKS=16 HOSTFILE=my/hostfile MASTER_ADDR=node-a RUN=my/run.toml launch/mpirun.sh
 #
-# Arguments go to `megalite train`. Several nodes need ssh by key to each, and this folder and PYTHON at the same path
-# on all of them. For MPICH: `mpiexec -n RANKS -f HOSTFILE -genv MASTER_ADDR ...`, with `host:slots` in the hostfile.
+# Arguments go to `megalite train`. Several nodes need ssh by key to each node, and this folder and PYTHON at the same
+# path on all nodes. For MPICH: `mpiexec -n RANKS -f HOSTFILE -genv MASTER_ADDR ...`, with `host:slots` in the hostfile.
 set -euo pipefail
 
-RUN=${RUN:-examples/quickstart/run.toml}    # what to train
-PYTHON=${PYTHON:-$(command -v python3)}     # the interpreter that megalite is installed for, by its full path
-RANKS=${RANKS:-8}                           # all ranks: tensor x pipeline x data
+RUN=${RUN:-examples/quickstart/run.toml}    # the run to train
+PYTHON=${PYTHON:-$(command -v python3)}     # Python with megalite installed, by its full path
+RANKS=${RANKS:-8}                           # number of ranks: tensor x pipeline x data
 HOSTFILE=${HOSTFILE:-}                      # several nodes: see hostfile.example
-MASTER_ADDR=${MASTER_ADDR:-127.0.0.1}       # several: the hostfile's first node, by a name that all can reach
-MASTER_PORT=${MASTER_PORT:-29500}           # a free port there
-# As root, as in many containers: export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+MASTER_ADDR=${MASTER_ADDR:-127.0.0.1}       # several nodes: the hostfile's first node, by a name that all nodes reach
+MASTER_PORT=${MASTER_PORT:-29500}           # a free port on that node
+# As root, common in containers: export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 
 export MASTER_ADDR MASTER_PORT
 options=(-n "$RANKS" -x MASTER_ADDR -x MASTER_PORT)
@@ -26,6 +26,6 @@ if [[ -n $HOSTFILE ]]; then
     [[ $MASTER_ADDR != 127.* ]] || { echo "error: MASTER_ADDR: name the first node of $HOSTFILE" >&2; exit 2; }
     options+=(--hostfile "$HOSTFILE")
 else
-    options+=(--oversubscribe --bind-to none)    # more ranks than cores is fine on one machine
+    options+=(--oversubscribe --bind-to none)    # allow more ranks than cores
 fi
 exec mpirun "${options[@]}" "$PYTHON" -m megalite train "$RUN" "$@"

@@ -1,22 +1,22 @@
 #!/usr/bin/env bash
-# Train under torchrun: on this machine, or, started on each of several nodes, on all of them.
+# Train with torchrun, on this machine or on several nodes; start it on each node.
 #
 #   RUN=examples/quickstart/run.toml RANKS=8 launch/torchrun.sh                  one machine
-#   NODES=2 MASTER=node-a RUN=my/run.toml launch/torchrun.sh                     the same on every node
+#   NODES=2 MASTER=node-a RUN=my/run.toml launch/torchrun.sh                     this command on every node
 #
 # Arguments go to `megalite train`.
 set -euo pipefail
 
-RUN=${RUN:-examples/quickstart/run.toml}    # what to train
-PYTHON=${PYTHON:-python3}                   # the interpreter that megalite is installed for
+RUN=${RUN:-examples/quickstart/run.toml}    # the run to train
+PYTHON=${PYTHON:-python3}                   # Python with megalite installed
 RANKS=${RANKS:-8}                           # ranks on each node; over all nodes tensor x pipeline x data
-NODES=${NODES:-1}                           # how many nodes
-MASTER=${MASTER:-}                          # several: the node where they meet, by a name that all can reach
-MASTER_PORT=${MASTER_PORT:-29400}           # several: a free port there
-JOB=${JOB:-megalite}                        # several: another name for a second job that meets there
-# Several nodes: set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to the network between them if there is more than one.
+NODES=${NODES:-1}                           # number of nodes
+MASTER=${MASTER:-}                          # several nodes: the rendezvous node, by a name that all nodes reach
+MASTER_PORT=${MASTER_PORT:-29400}           # several nodes: a free port on that node
+JOB=${JOB:-megalite}                        # several nodes: the rendezvous id, different for each job on that node
+# If nodes have several networks, set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to the one between them.
 
-# torchrun's own default, set here to spare its notice: megalite shares the cores among the ranks.
+# torchrun's default, set here to avoid its warning: megalite divides the cores among the ranks itself.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 options=(--nnodes "$NODES" --nproc-per-node "$RANKS")
 if ((NODES == 1)); then

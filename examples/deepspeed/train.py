@@ -1,4 +1,4 @@
-"""A Hugging Face model under DeepSpeed's own engine, from and to checkpoints of its own form.
+"""Train a Hugging Face model with DeepSpeed's engine, from a universal checkpoint and to a checkpoint of the engine.
 
 From the repository's root: .venv/bin/deepspeed --num_gpus 2 examples/deepspeed/train.py --help
 (without a GPU: torchrun --nproc-per-node 2 in place of deepspeed --num_gpus 2)
@@ -28,14 +28,14 @@ CONFIG = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", type=Path, required=True, help="config.json, or its folder")
+    parser.add_argument("--model", type=Path, required=True, help="the model's config.json, or its folder")
     parser.add_argument(
-        "--tokens", type=Path, required=True, help="token file that megalite prepared: its .bin"
+        "--tokens", type=Path, required=True, help="the .bin of a token file that megalite prepared"
     )
-    parser.add_argument("--steps", type=int, default=20, help="further steps")
-    parser.add_argument("--load", help="folder of a universal checkpoint to go on from")
-    parser.add_argument("--save", help="folder to save to at the end")
-    parser.add_argument("--local_rank", type=int, help="the deepspeed launcher's")
+    parser.add_argument("--steps", type=int, default=20, help="number of steps to train")
+    parser.add_argument("--load", help="universal checkpoint to load")
+    parser.add_argument("--save", help="folder to save the engine's checkpoint to")
+    parser.add_argument("--local_rank", type=int, help="set by the deepspeed launcher")
     options = parser.parse_args()
 
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(options.model))

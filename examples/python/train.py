@@ -1,4 +1,4 @@
-"""The run of run.toml from Python, with a metric and a reason to stop of our own.
+"""Train run.toml from Python, with two callbacks: a custom metric and a time limit.
 
 From the repository's root: .venv/bin/python examples/python/train.py [--training.steps 50 ...]
 """
@@ -11,7 +11,7 @@ from megalite import ActiveRun, Callback, Trainer, load_config
 
 
 class TimeLimit(Callback):
-    """Ends the run, with a checkpoint, when its time is over; the same command goes on from there."""
+    """Ends the run with a checkpoint after some seconds; the same command resumes it."""
 
     def __init__(self, seconds: float):
         self._seconds, self._started = seconds, time.monotonic()
@@ -22,7 +22,7 @@ class TimeLimit(Callback):
 
 
 class WeightNorm(Callback):
-    """A metric: it goes to the console, metrics.jsonl and TensorBoard like any other."""
+    """Adds a metric to the console, metrics.jsonl and TensorBoard."""
 
     def on_step_end(self, run: ActiveRun, report: object) -> Mapping[str, float]:
         squares = sum(float(weight.detach().square().sum()) for weight in run.model.parameters())

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Sets up .venv, runs the whole job of run.toml beside it and lets the model continue two lines of Python.
-# Arguments are passed to the training (--training.steps 50 --run.folder runs/short).
+# Sets up .venv, trains examples/quickstart/run.toml and lets the model continue two lines of Python.
+# Arguments go to `megalite train`, for example --training.steps 50 --run.folder runs/short.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 bash examples/setup.sh

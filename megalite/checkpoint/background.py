@@ -13,7 +13,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megalite.checkpoint.folder import remove_stale
+from megalite.checkpoint.publish import remove_stale
 from megalite.checkpoint.save import Draft, explain
 from megalite.checkpoint.staging import Staging
 from megalite.errors import CheckpointError

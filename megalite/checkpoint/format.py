@@ -1,7 +1,7 @@
-"""The manifest: what a checkpoint holds and where each element lies. No torch.
+"""The manifest: which tensors a checkpoint holds and where each element is stored. No torch.
 
-A checkpoint is a folder: manifest.json and one safetensors file a rank that wrote something. The manifest
-speaks of canonical tensors with their full, true shapes only; the layout that wrote it is for people to read.
+A checkpoint is a folder with manifest.json and one safetensors file for each rank that wrote something. The manifest
+lists canonical tensors with their full shapes; the layout that wrote them is recorded for information only.
 """
 
 import hashlib
@@ -27,18 +27,18 @@ from megalite.topology.state import WEIGHT as WEIGHT
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-"""What an element of each type takes."""
+"""dtype -> bytes per element."""
 _MOST_POSITIONS = 1 << 24
-# Nothing that leads to another folder.
+# Excludes every path into another folder.
 _FILE_NAME = re.compile(r"\w[\w.-]*", re.ASCII)
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A run of a flattened box of one tensor, as one entry `key` of one safetensors file.
+    """A flat range of one tensor's box, stored under `key` in one safetensors file.
 
-    offsets, shape: the box. flat: start and stop of the run in the flattened (row-major) box; None means the
-    whole box, stored in its own shape. sha256: of the stored bytes.
+    offsets, shape: the box. flat: start and stop of the range in the flattened (row-major) box; None: the whole box,
+    stored in its own shape. sha256: of the stored bytes.
     """
 
     file: str
@@ -53,20 +53,21 @@ class Shard:
         return TensorSlice(self.offsets, self.shape)
 
     @property
-    def run(self) -> tuple[int, int]:
+    def flat_range(self) -> tuple[int, int]:
+        """Start and stop of the stored elements in the flattened box."""
         return self.flat or (0, self.box.numel)
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One canonical tensor (or one kind of its optimizer state): full shape, type ("float32"), shards."""
+    """One canonical tensor, or its optimizer state under one state key: full shape, dtype ("float32"), shards."""
 
     shape: tuple[int, ...]
     dtype: str
     shards: tuple[Shard, ...]
 
     def by_box(self) -> dict[TensorSlice, list[Shard]]:
-        """The shards of each box."""
+        """Return box -> its shards."""
         groups: dict[TensorSlice, list[Shard]] = {}
         for shard in self.shards:
             groups.setdefault(shard.box, []).append(shard)
@@ -75,12 +76,12 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything about a checkpoint but the numbers.
+    """Everything about a checkpoint except the elements of its tensors.
 
     trainer_state: step, samples and tokens so far. layout, stage_layers: those of the run that wrote it.
     config: the resolved run configuration. optimizer: JSON scalars of the optimizer.
-    tensors: kind -> canonical name -> entry; kinds are "weight" and the optimizer's ("exp_avg", ...).
-    files: size in bytes of every file beside the manifest.
+    tensors: state key -> canonical name -> entry; state keys are "weight" and the optimizer's ("exp_avg", ...).
+    files: name -> size in bytes of each safetensors file.
     """
 
     megalite: str
@@ -99,20 +100,21 @@ class Manifest:
         return self.trainer_state["step"]
 
     @property
-    def optimizer_kinds(self) -> frozenset[str]:
+    def optimizer_state_keys(self) -> frozenset[str]:
+        """The state keys other than the weights'."""
         return frozenset(self.tensors) - {WEIGHT}
 
 
 def to_json(manifest: Manifest) -> str:
-    """The manifest's text, which ends with a hash of itself."""
+    """Return the manifest as JSON, followed by the hash of that JSON."""
     content = {"format": FORMAT_VERSION, **asdict(manifest)}
     return _dump({"manifest": content, "sha256": _digest(content)}) + "\n"
 
 
 def from_json(text: str, source: Path) -> Manifest:
-    """The manifest in `text`, read from `source`, every field of it of its type.
+    """Parse and check a manifest; source: its path, for messages.
 
-    Raises CheckpointError when it is damaged or of another version, or is none that megalite would write.
+    Raises CheckpointError if it is damaged, of another format version, or has a field that megalite would not write.
     """
     with without_collections():
         return _from_json(text, source)
@@ -124,10 +126,12 @@ def _from_json(text: str, source: Path) -> Manifest:
         content, digest = outer["manifest"], outer["sha256"]
         version = content["format"]
     except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{source}: not a whole manifest ({error}); use another checkpoint") from error
+        raise CheckpointError(
+            f"{source}: not a complete manifest ({error}); use another checkpoint"
+        ) from error
     if version != FORMAT_VERSION:
         raise CheckpointError(
-            f"{source}: format {version} is not {FORMAT_VERSION}, the one this version of megalite reads;"
+            f"{source}: format {version} is not {FORMAT_VERSION}, the only one that this version of megalite reads;"
             " use the version that wrote it"
         )
     if digest != _digest_of_text(text) and digest != _digest(content):
@@ -136,12 +140,12 @@ def _from_json(text: str, source: Path) -> Manifest:
         return manifest_of({key: value for key, value in content.items() if key != "format"})
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
-            f"{source}: a field is missing, unknown or not of its kind ({error}); use another checkpoint"
+            f"{source}: a field is missing, unknown or of the wrong type ({error}); use another checkpoint"
         ) from error
 
 
 def manifest_of(content: Mapping[str, Any]) -> Manifest:
-    """The manifest with these fields; raises ValueError, TypeError, KeyError or AttributeError where one is wrong."""
+    """Build a manifest from its JSON fields. Raises ValueError, TypeError, KeyError or AttributeError for a bad one."""
     counters, files = content["trainer_state"], content["files"]
     for name in ("step", "samples", "tokens"):
         value = counters[name] if name == "step" else counters.get(name, 0)
@@ -163,8 +167,8 @@ def manifest_of(content: Mapping[str, Any]) -> Manifest:
     for layers in content["stage_layers"]:
         _require(_are_ints(layers), "stage_layers", "", layers)
     tensors = {
-        kind: {name: _entry(f"{kind} of {name}", entry, files) for name, entry in entries.items()}
-        for kind, entries in content["tensors"].items()
+        key: {name: _entry(f"{key} of {name}", entry, files) for name, entry in entries.items()}
+        for key, entries in content["tensors"].items()
     }
     fields = {
         "layout": layout,
@@ -175,7 +179,7 @@ def manifest_of(content: Mapping[str, Any]) -> Manifest:
     return Manifest(**{**content, **fields})
 
 
-# Fields of ModelShape by the names that older checkpoints have.
+# Names of ModelShape's fields in older checkpoints -> names today.
 _RENAMED = {"norm_offset": "zero_centered_gamma"}
 
 
@@ -195,7 +199,7 @@ def _model(content: Mapping[str, Any]) -> ModelShape:
     for name in ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"):
         value = getattr(model, name)
         _require(value is None or value > 0, "model", name, value)
-    # Of these no file has the size: a table is made of them.
+    # No file's size bounds this field, and a table of that many rotary angles is allocated.
     positions = model.max_position_embeddings
     _require(positions <= _MOST_POSITIONS, "model", "max_position_embeddings", positions)
     return model
@@ -205,7 +209,7 @@ T = TypeVar("T", ModelShape, RopeScaling)
 
 
 def _checked(made: T) -> T:
-    """The same; raises ValueError unless each of its fields is of its type."""
+    """Return `made`. Raises ValueError unless each field has the type of its annotation."""
     for name, hint in get_type_hints(type(made)).items():
         _require(_is_of(getattr(made, name), hint), "model", name, getattr(made, name))
     return made
@@ -216,7 +220,7 @@ def _is_of(value: object, hint: Any) -> bool:
         return value in get_args(hint)
     if get_origin(hint) is tuple:
         return isinstance(value, tuple) and all(_is_of(each, get_args(hint)[0]) for each in value)
-    if get_args(hint):  # of a union
+    if get_args(hint):  # a union
         return any(_is_of(value, each) for each in get_args(hint))
     if hint is int:
         return is_int(value)
@@ -224,7 +228,7 @@ def _is_of(value: object, hint: Any) -> bool:
 
 
 def _entry(whose: str, content: Mapping[str, Any], files: Mapping[str, int]) -> TensorEntry:
-    """One tensor's: what it says of types and numbers is right, be it of this model or not."""
+    """Parse one tensor's entry and check types and numbers; `check_coverage` compares it with the model."""
     shape, dtype, shards = content["shape"], content["dtype"], content["shards"]
     _require(_are_ints(shape), whose, "shape", shape)
     _require(isinstance(dtype, str) and dtype in ITEM_BYTES, whose, "dtype", dtype)
@@ -238,7 +242,7 @@ def _entry(whose: str, content: Mapping[str, Any], files: Mapping[str, int]) -> 
 
 
 def _are_ints(values: object) -> bool:
-    # There are hundreds of thousands of them: one call each would take most of the time.
+    # A manifest has hundreds of thousands of numbers: calling is_int for each would take most of the time.
     if not isinstance(values, list) or {*map(type, values)} - {int}:
         return False
     return not values or (is_int(min(values)) and is_int(max(values)))
@@ -251,65 +255,65 @@ def _require(right: bool, where: str, name: str, value: object) -> None:
 
 
 def shard_from_json(content: Mapping[str, Any]) -> Shard:
-    """A shard from its fields, whose lists become tuples."""
+    """Build a shard from its JSON fields, converting lists to tuples."""
     flat = content["flat"]
     lists = {"offsets": tuple(content["offsets"]), "shape": tuple(content["shape"])}
     return Shard(**{**content, **lists, "flat": None if flat is None else tuple(flat)})
 
 
 def check_coverage(manifest: Manifest, source: Path) -> None:
-    """Raise CheckpointError unless every element of every tensor of the model is there exactly once.
+    """Raise CheckpointError unless each element of each tensor of the model is stored exactly once.
 
-    This holds for each kind: the weights and each kind of optimizer state. Each box must be covered by its
-    runs without gap or overlap, and the boxes must tile the tensor.
+    Checked for each state key: the flat ranges must cover each box without gap or overlap, and the boxes must tile
+    the tensor.
     """
     layers, weights = manifest.model.num_hidden_layers, manifest.tensors.get(WEIGHT, {})
-    if layers > len(weights):  # before so many names are made
+    if layers > len(weights):  # before a hostile number of names is allocated
         raise CheckpointError(
-            f"{source}: its model has {layers} layers, and there are {len(weights)} weights"
+            f"{source}: its model has {layers} layers, but there are only {len(weights)} weights"
         )
     expected = canonical_tensors(manifest.model)
-    for kind, entries in {WEIGHT: {}, **manifest.tensors}.items():
+    for key, entries in {WEIGHT: {}, **manifest.tensors}.items():
         missing, extra = expected.keys() - entries.keys(), entries.keys() - expected.keys()
         if missing or extra:
             raise CheckpointError(
-                f"{source}: {kind} of {listed(sorted(missing))} is missing"
+                f"{source}: {key} of {listed(sorted(missing))} is missing"
                 if missing
-                else f"{source}: {kind} of {listed(sorted(extra))} belongs to no tensor of the model"
+                else f"{source}: {key} of {listed(sorted(extra))} belongs to no tensor of the model"
             )
         for name, entry in entries.items():
             problem = _coverage_problem(entry, expected[name])
             if problem:
-                raise CheckpointError(f"{source}: {kind} of {name}: {problem}")
+                raise CheckpointError(f"{source}: {key} of {name}: {problem}")
 
 
 def check_sizes(manifest: Manifest, source: Path) -> None:
-    """Raise CheckpointError unless each file is large enough for what is said to lie in it.
+    """Raise CheckpointError unless each file is large enough for the tensors listed in it.
 
-    What is read or built from the manifest is then no larger than the files are.
+    Memory allocated from the manifest's shapes is then bounded by the size of the files.
     """
     said_bytes = dict.fromkeys(manifest.files, 0)
     for entries in manifest.tensors.values():
         for entry in entries.values():
             for shard in entry.shards:
-                start, stop = shard.run
+                start, stop = shard.flat_range
                 said_bytes[shard.file] += (stop - start) * ITEM_BYTES[entry.dtype]
     for name, size_bytes in manifest.files.items():
         if said_bytes[name] > size_bytes:
             raise CheckpointError(
-                f"{source}: its tensors in {name} have {said_bytes[name]} bytes, and the file {size_bytes}"
+                f"{source}: its tensors in {name} have {said_bytes[name]} bytes, but the file {size_bytes}"
             )
 
 
 def _coverage_problem(entry: TensorEntry, full_shape: tuple[int, ...]) -> str | None:
     if entry.shape != full_shape:
-        return f"its shape is {list(entry.shape)}, the model's is {list(full_shape)}"
+        return f"its shape is {list(entry.shape)}, but the model's is {list(full_shape)}"
     groups = entry.by_box()
     for box, shards in groups.items():
         if not contains(full_shape, box):
             return f"region {_region(box)} lies outside {list(full_shape)}"
         reached = 0
-        for start, stop in sorted(shard.run for shard in shards):
+        for start, stop in sorted(shard.flat_range for shard in shards):
             if start != reached or stop <= start:
                 fault = "covered twice" if start < reached else "missing"
                 low, high = sorted((start, reached))
@@ -320,7 +324,7 @@ def _coverage_problem(entry: TensorEntry, full_shape: tuple[int, ...]) -> str | 
     for one, other in combinations(groups, 2):
         if intersection(one, other):
             return f"regions {_region(one)} and {_region(other)} overlap"
-    # Boxes that lie within the tensor and are disjoint tile it exactly when their sizes add up.
+    # Disjoint boxes inside the tensor tile it if and only if their sizes add up to its size.
     absent = prod(full_shape) - sum(box.numel for box in groups)
     return f"{absent} of {prod(full_shape)} elements are missing" if absent else None
 
@@ -334,7 +338,7 @@ def _digest(content: object) -> str:
 
 
 def _digest_of_text(text: str) -> str:
-    """That of the content as it stands in what `to_json` wrote, which need not be written again to be hashed."""
+    """Hash the content as it stands in `to_json`'s text, which saves dumping it again."""
     content = text[len('{"manifest":') : text.rfind(',"sha256":')]
     return hashlib.sha256(content.encode(errors="replace")).hexdigest()
 

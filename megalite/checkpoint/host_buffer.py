@@ -1,4 +1,4 @@
-"""One buffer of host memory that an accelerator can copy to beside its work."""
+"""A host buffer that an accelerator can copy to asynchronously."""
 
 import weakref
 from collections.abc import Callable
@@ -9,22 +9,22 @@ from torch import Tensor
 
 
 class HostBuffer:
-    """Bytes in host memory, locked for copies from a device where there is one."""
+    """Bytes in host memory, page-locked if there is a device to copy from."""
 
     def __init__(self) -> None:
         self.bytes = torch.empty(0, dtype=torch.uint8)
-        """Of at least the size that was reserved."""
+        """uint8 tensor of at least the reserved size."""
         self._device: torch.device | None = None
         self._unlock: Callable[[], object] = lambda: None
 
     def reserve(self, size_bytes: int, device: torch.device | None) -> None:
-        """Grow to `size_bytes`; locked where `device` is given. What was there is lost.
+        """Grow to `size_bytes`, page-locked if `device` is given; the old content is lost.
 
-        Where the system refuses to lock the memory, copies are right all the same, but run one after another.
+        If the system refuses to lock the memory, copies still work but are synchronous.
         """
         if self.bytes.nbytes >= size_bytes and device in (None, self._device):
             return
-        # The smaller one goes first: the two would not fit, perhaps.
+        # Free the smaller buffer first: both together may not fit.
         self._unlock()
         self.bytes = torch.empty(0, dtype=torch.uint8)
         self._device = device
@@ -37,11 +37,11 @@ class HostBuffer:
 
 
 def _lock(memory: Tensor, device: torch.device) -> bool:
-    """Lock what is there: torch's own pinned memory comes in powers of two, up to twice what is needed."""
+    """Page-lock existing memory; torch's pin_memory rounds sizes up to a power of two, up to twice the need."""
     if int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0:
         return True
     with suppress(RuntimeError):
-        # CUDA keeps the error for whoever launches next, and forgets it when told.
+        # CUDA would report the error at the next launch; this call takes and clears it.
         torch.ones(1, device=device)
     return False
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from megalite.checkpoint.folder import older_checkpoints
 from megalite.checkpoint.format import WEIGHT, Manifest, check_coverage
-from megalite.checkpoint.regions import rows_of, split_run
+from megalite.checkpoint.reader import CheckpointReader
+from megalite.checkpoint.regions import rows_of, split_flat_range
 from megalite.checkpoint.save import explain
-from megalite.checkpoint.tensor_file import CheckpointReader
 from megalite.errors import CheckpointError
 from megalite.model.replica import Replica
 from megalite.parallel.mesh import ParallelMesh, all_or_none
@@ -131,7 +131,7 @@ def check_fits(manifest: Manifest, shape: ModelShape, checkpoint: Path) -> None:
 
 def _exact_weights(manifest: Manifest) -> str:
     """The state key under which the weights have all their digits."""
-    return MASTER if MASTER in manifest.optimizer_kinds else WEIGHT
+    return MASTER if MASTER in manifest.optimizer_state_keys else WEIGHT
 
 
 def _keys_of_all_ranks(optimizer: OptimizerState, mesh: ParallelMesh, checkpoint: Path) -> frozenset[str]:
@@ -145,7 +145,7 @@ def _keys_of_all_ranks(optimizer: OptimizerState, mesh: ParallelMesh, checkpoint
 
 def _check_optimizer(manifest: Manifest, wanted: frozenset[str], checkpoint: Path) -> None:
     """Raise CheckpointError unless the checkpoint's optimizer is the one that goes on: no state is made up or lost."""
-    held = manifest.optimizer_kinds
+    held = manifest.optimizer_state_keys
     if "step" not in manifest.optimizer:
         raise CheckpointError(
             f"{checkpoint} holds weights alone, and no optimizer to go on with; start a run from them with"
@@ -162,7 +162,7 @@ def _check_optimizer(manifest: Manifest, wanted: frozenset[str], checkpoint: Pat
 
 
 def _load_optimizer(reader: CheckpointReader, shards: Sequence[StateShard], mesh: ParallelMesh) -> None:
-    held = reader.manifest.optimizer_kinds
+    held = reader.manifest.optimizer_state_keys
     for shard in shards:
         kind = _exact_weights(reader.manifest) if shard.key in _COPIES - held else shard.key
         _load_run(reader, shard, kind, mesh)
@@ -171,6 +171,6 @@ def _load_optimizer(reader: CheckpointReader, shards: Sequence[StateShard], mesh
 def _load_run(reader: CheckpointReader, shard: StateShard, kind: str, mesh: ParallelMesh) -> None:
     """Fill a flat range of one parameter from the reader's tensor of that state key."""
     boxes = shard.parameter.spec.boxes(mesh.tp.rank, mesh.tp.size)
-    for run in split_run(boxes, shard.start, shard.values.numel()):
+    for run in split_flat_range(boxes, shard.start, shard.values.numel()):
         values = reader.read(kind, run.part.name, run.box, (run.start, run.stop))
         shard.values[run.offset : run.offset + run.numel].copy_(values)

@@ -1,6 +1,6 @@
-"""A safetensors file read by position: of a region its own bytes alone, and none of them mapped.
+"""Read regions of a safetensors file with pread: only the bytes of the region, and no mmap.
 
-What is mapped counts in a process's memory, page by page, until the file is closed.
+Mapped pages would count as the process's memory until the file is closed.
 """
 
 import os
@@ -18,14 +18,14 @@ from megalite.checkpoint.tensor_header import HeaderEntry
 from megalite.topology.sharding import TensorSlice
 
 TYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-"""The types that a model or its optimizer may have, by their names in a file."""
+"""dtype in a file's header -> torch dtype, for the dtypes that weights and optimizer state can have."""
 
 
 class RegionReader:
-    """Reads regions of the tensors of one file, whose types are among TYPES."""
+    """Reads regions of the tensors of one file; their dtypes must be in TYPES."""
 
     def __init__(self, path: Path, header: Mapping[str, HeaderEntry]):
-        """header: as `read_header` gave it. The file is opened when something of it is read."""
+        """header: from `read_header`. The file is opened at the first read."""
         self.path, self.header = path, header
         self._file: FileIO | None = None
 
@@ -35,7 +35,7 @@ class RegionReader:
             self._file = None
 
     def read(self, name: str, box: TensorSlice | None = None) -> Tensor:
-        """A region of a tensor, or all of it. Raises OSError."""
+        """Return a region of a tensor; None: the whole tensor. Raises OSError."""
         entry = self.header[name]
         region = box or TensorSlice((0,) * len(entry.shape), entry.shape)
         values = torch.empty(region.shape, dtype=TYPES[entry.dtype])
@@ -47,7 +47,7 @@ class RegionReader:
         return values
 
     def fill(self, values: Tensor, name: str, start: int = 0) -> None:
-        """Fill `values`, flat and of the file's type, with a flattened tensor's elements from `start` on."""
+        """Fill `values`, 1-D and of the file's dtype, with a flattened tensor's elements from `start` on."""
         self._fill(_bytes_of(values), self.header[name].start + start * values.element_size())
 
     def _fill(self, data: memoryview, position: int) -> None:
@@ -58,9 +58,9 @@ class RegionReader:
             data, position = data[count:], position + count
 
     def _announce(self, entry: HeaderEntry, region: TensorSlice, size: int) -> None:
-        """Of columns the kernel would fetch each row's when it is asked for it: a disk is several times slower so.
+        """Ask the kernel to prefetch a region of columns; row by row the reads would be several times slower.
 
-        What lies between them is fetched too, once for all ranks of the machine, which want it as a rule.
+        The other columns are prefetched too: other ranks of the machine usually read them.
         """
         if region.numel and region.shape[1:] != entry.shape[1:]:
             width = prod(entry.shape[1:]) * size

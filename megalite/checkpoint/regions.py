@@ -1,4 +1,4 @@
-"""Arithmetic of regions: boxes of a full tensor and runs of a flattened box. No torch."""
+"""Arithmetic on regions: boxes of a full tensor and flat ranges of a flattened box. No torch."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -9,10 +9,10 @@ from megalite.topology.sharding import Part, TensorSlice
 
 
 @dataclass(frozen=True)
-class PartRun:
-    """A run of one part's box: elements `start` to `stop` of the flattened (row-major) box.
+class PartRange:
+    """A flat range of one part's box: elements `start` to `stop` of the flattened (row-major) box.
 
-    offset: where these elements stand in the run of the registered parameter that was split.
+    offset: index of the first of these elements in the flat range of the registered parameter that was split.
     """
 
     part: Part
@@ -26,22 +26,29 @@ class PartRun:
         return self.stop - self.start
 
 
-def split_run(boxes: Iterable[tuple[Part, TensorSlice]], start: int, numel: int) -> Iterator[PartRun]:
-    """Split a run of a flattened local parameter by its parts; parts it does not touch are left out.
+def split_flat_range(
+    boxes: Iterable[tuple[Part, TensorSlice]], start: int, numel: int
+) -> Iterator[PartRange]:
+    """Split a flat range of a local parameter by the parameter's parts; yields only the parts it overlaps.
 
-    boxes: as ShardSpec.boxes gives them. They are stacked along dim 0, so the flattened parameter is the
-    flattened boxes one after the other.
+    boxes: from ShardSpec.boxes. They are stacked along dim 0, so the flattened parameter is the concatenation of the
+    flattened boxes.
     """
     stop, first = start + numel, 0
     for part, box in boxes:
         low, high = max(start, first), min(stop, first + box.numel)
         if low < high:
-            yield PartRun(part, box, low - first, high - first, low - start)
+            yield PartRange(part, box, low - first, high - first, low - start)
         first += box.numel
 
 
+def full_box(shape: tuple[int, ...]) -> TensorSlice:
+    """Return the box of a whole tensor."""
+    return TensorSlice((0,) * len(shape), shape)
+
+
 def intersection(one: TensorSlice, other: TensorSlice) -> TensorSlice | None:
-    """The region that both boxes hold; None where they have no element in common."""
+    """Return the box of the elements in both boxes; None if there are none."""
     offsets, shape = [], []
     for a, a_size, b, b_size in zip(one.offsets, one.shape, other.offsets, other.shape, strict=True):
         low, high = max(a, b), min(a + a_size, b + b_size)
@@ -53,13 +60,13 @@ def intersection(one: TensorSlice, other: TensorSlice) -> TensorSlice | None:
 
 
 def slices(inner: TensorSlice, outer: TensorSlice) -> tuple[slice, ...]:
-    """Where `inner`, a region of `outer`, lies in a tensor that holds `outer`."""
+    """Return the slices that select `inner`, a region of `outer`, from a tensor that holds `outer`."""
     starts = [low - base for low, base in zip(inner.offsets, outer.offsets, strict=True)]
     return tuple(slice(start, start + size) for start, size in zip(starts, inner.shape, strict=True))
 
 
 def contains(full_shape: tuple[int, ...], box: TensorSlice) -> bool:
-    """Whether the box has the tensor's number of dims and lies within it."""
+    """Whether the box has the tensor's number of dims and lies inside the tensor."""
     if not len(full_shape) == len(box.shape) == len(box.offsets):
         return False
     spans = zip(box.offsets, box.shape, full_shape, strict=True)
@@ -67,7 +74,7 @@ def contains(full_shape: tuple[int, ...], box: TensorSlice) -> bool:
 
 
 def rows_of(box: TensorSlice, most_elements: int) -> Iterator[TensorSlice]:
-    """The region in pieces of whole rows, from the first on: as many a piece as have no more elements, at least one."""
+    """Split a box into blocks of whole rows with at most `most_elements` elements each, but at least one row."""
     step = max(1, most_elements // max(1, prod(box.shape[1:])))
     for first in range(0, box.shape[0], step):
         offsets = (box.offsets[0] + first, *box.offsets[1:])
@@ -75,10 +82,10 @@ def rows_of(box: TensorSlice, most_elements: int) -> Iterator[TensorSlice]:
 
 
 def stretches(full_shape: tuple[int, ...], box: TensorSlice) -> Iterator[tuple[int, int]]:
-    """Where a region lies in the flattened (row-major) tensor: start and length of each stretch, in its own order."""
+    """Yield (start, length) of each contiguous stretch of a box in the flattened (row-major) tensor, in order."""
     if not box.numel:
         return
-    # The dims from here on are whole, so that a stretch goes on from one index of the dim before to the next.
+    # The dims from `whole` on are complete, so a stretch continues over consecutive indices of the dim before.
     whole = len(full_shape)
     while whole and box.shape[whole - 1] == full_shape[whole - 1]:
         whole -= 1

@@ -15,15 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.checkpoint.folder import (
-    check_files,
-    partial_name,
-    publish,
-    published_name,
-    remove_stale,
-    sync_folder,
-    write_durably,
-)
+from megalite.checkpoint.durable import sync_folder, write_durably
+from megalite.checkpoint.folder import check_files, partial_name, published_name
 from megalite.checkpoint.format import (
     MANIFEST,
     WEIGHT,
@@ -33,7 +26,8 @@ from megalite.checkpoint.format import (
     shard_from_json,
     to_json,
 )
-from megalite.checkpoint.regions import PartRun, split_run
+from megalite.checkpoint.publish import publish, remove_stale
+from megalite.checkpoint.regions import PartRange, split_flat_range
 from megalite.checkpoint.tensor_file import TensorInfo, dtype_name, write_tensor_file
 from megalite.errors import CheckpointError
 from megalite.model.replica import Replica
@@ -63,7 +57,7 @@ class _Piece:
     """What one rank writes under one key: a flat range of one canonical tensor, of one state key (`kind`)."""
 
     kind: str
-    run: PartRun
+    run: PartRange
     values: Tensor
 
     @property
@@ -251,7 +245,7 @@ def _pieces(replica: Replica, optimizer: OptimizerState) -> Iterator[_Piece]:
     for shard in chain(weights, optimizer.shards()):
         if shard.owned:
             boxes = shard.parameter.spec.boxes(mesh.tp.rank, mesh.tp.size)
-            runs = split_run(boxes, shard.start, shard.values.numel())
+            runs = split_flat_range(boxes, shard.start, shard.values.numel())
             for run in _written(mesh, shard.parameter, runs):
                 yield _Piece(shard.key, run, shard.values[run.offset : run.offset + run.numel])
 
@@ -272,7 +266,7 @@ def _whole_weights(replica: Replica) -> Iterator[StateShard]:
         yield StateShard(parameter, WEIGHT, 0, tensors[parameter.name].detach().reshape(-1), owned)
 
 
-def _written(mesh: ParallelMesh, parameter: Parameter, runs: Iterable[PartRun]) -> Iterator[PartRun]:
+def _written(mesh: ParallelMesh, parameter: Parameter, runs: Iterable[PartRange]) -> Iterator[PartRange]:
     """The flat ranges that this tensor-parallel rank and stage write: replicas and tied copies only once."""
     spec, (rank, size) = parameter.spec, (mesh.tp.rank, mesh.tp.size)
     if not spec.stages or mesh.at.pp == spec.stages[0]:

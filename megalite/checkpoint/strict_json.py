@@ -1,4 +1,4 @@
-"""JSON that somebody else may have written: parsed only where it can mean one thing. No torch."""
+"""Parse untrusted JSON strictly: no duplicate keys, no NaN or infinity, bounded nesting. No torch."""
 
 import gc
 import json
@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 
 def parse(text: str) -> Any:
-    """The value of `text`; raises ValueError where it is no JSON, or has a key twice or a number beyond bounds."""
+    """Parse `text`. Raises ValueError if it is not JSON, repeats a key, or has a number that is not finite."""
     try:
         return json.loads(text, object_pairs_hook=_once_each, parse_constant=_refuse, parse_float=_finite)
     except RecursionError as error:
@@ -19,7 +19,7 @@ def parse(text: str) -> Any:
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """Nothing of what is parsed is garbage, and to look through all of it again and again takes most of the time."""
+    """Turn off garbage collection: during a large parse it frees nothing and takes most of the time."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -30,7 +30,7 @@ def without_collections() -> Iterator[None]:
 
 
 def is_int(value: object) -> bool:
-    """Whether this is a number of things: no bool, not negative, and small enough to compute with."""
+    """Whether `value` is an int of 0 to 2**62 - 1; a bool is not."""
     return type(value) is int and 0 <= value < 1 << 62
 
 

@@ -1,6 +1,6 @@
-"""Headers of safetensors files: what lies where, without reading it and without torch.
+"""Read headers of safetensors files strictly: a file is refused unless its tensors fill it exactly. No torch.
 
-A file is eight bytes with the header's length, the header (JSON: name -> type, shape, place), and the elements.
+A file has eight bytes with the header's length, the header (JSON: name -> dtype, shape, data_offsets), and the data.
 """
 
 from collections.abc import Iterator, Mapping
@@ -11,7 +11,7 @@ from typing import Any, TypeGuard
 
 from megalite.checkpoint.strict_json import is_int, parse
 
-# As in the safetensors library, which also refuses longer ones.
+# The same limit as in the safetensors library.
 _LONGEST_BYTES = 100_000_000
 _BITS = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0"), 8),
@@ -27,7 +27,7 @@ _METADATA = "__metadata__"
 
 @dataclass(frozen=True, slots=True)
 class HeaderEntry:
-    """One tensor of a file. dtype: "F32", "BF16", ...; start, stop: its bytes, counted from the file's first."""
+    """One tensor of a file. dtype: "F32", "BF16", ...; start, stop: its byte range in the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -36,7 +36,7 @@ class HeaderEntry:
 
 
 def read_header(path: Path) -> dict[str, HeaderEntry]:
-    """Name -> entry, in the order of the file; raises ValueError unless they fill the file exactly, OSError."""
+    """Return name -> entry, in the header's order. Raises OSError; ValueError unless the tensors fill the file."""
     size_bytes = path.stat().st_size
     with path.open("rb") as file:
         first = file.read(8)
@@ -44,10 +44,10 @@ def read_header(path: Path) -> dict[str, HeaderEntry]:
         if len(first) < 8 or length > min(size_bytes - 8, _LONGEST_BYTES):
             if first.startswith((b"\x80", b"PK\x03\x04")):
                 raise ValueError("it is a pickle, which may run any code and is never opened")
-            raise ValueError(f"it has {size_bytes} bytes and says that its header has {length}")
+            raise ValueError(f"it has {size_bytes} bytes, but claims a header of {length}")
         content = parse(file.read(length).decode())
     if not isinstance(content, dict):
-        raise ValueError("its header names no tensors")
+        raise ValueError("its header is not a table of tensors")
     entries = {name: _entry(name, each, 8 + length) for name, each in content.items() if name != _METADATA}
     for problem in _misplaced(entries, 8 + length, size_bytes):
         raise ValueError(problem)
@@ -58,26 +58,26 @@ def _entry(name: str, content: Any, data_start: int) -> HeaderEntry:
     fields = ("dtype", "shape", "data_offsets")
     dtype, shape, offsets = (content.get(key) if isinstance(content, dict) else None for key in fields)
     if not (_are_ints(shape) and _are_ints(offsets) and len(offsets) == 2 and isinstance(dtype, str)):
-        raise ValueError(f"its header says of {name} neither type, shape nor place rightly")
+        raise ValueError(f"dtype, shape or data_offsets of {name} are malformed in its header")
     if dtype not in _BITS:
-        raise ValueError(f"{name} is of the type {dtype}, which is not known")
+        raise ValueError(f"{name} has the unknown dtype {dtype}")
     start, stop = offsets
     if 8 * (stop - start) != prod(shape) * _BITS[dtype]:
-        raise ValueError(f"{name} has {stop - start} bytes, which {shape} of {dtype} has not")
+        raise ValueError(f"{name} has {stop - start} bytes, which do not fit {shape} of {dtype}")
     return HeaderEntry(dtype, tuple(shape), data_start + start, data_start + stop)
 
 
 def _misplaced(entries: Mapping[str, HeaderEntry], data_start: int, size_bytes: int) -> Iterator[str]:
-    """Tensors that overlap, leave a gap, or lie beyond the end."""
+    """Yield what is wrong with tensors that overlap, leave a gap or exceed the file."""
     reached = data_start
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)):
         if entry.start != reached:
-            yield f"{name} begins at byte {entry.start}, what is before it ends at {reached}"
+            yield f"{name} begins at byte {entry.start}, but the data before it ends at {reached}"
         reached = entry.stop
         if reached > size_bytes:
-            yield f"{name} is to end at byte {reached}, and the file ends at {size_bytes}: it was cut short"
+            yield f"{name} should end at byte {reached}, but the file ends at {size_bytes}: it was cut short"
     if reached != size_bytes:
-        yield f"its tensors end at byte {reached}, and the file at {size_bytes}"
+        yield f"its tensors end at byte {reached}, but the file at {size_bytes}"
 
 
 def _are_ints(values: Any) -> TypeGuard[list[int]]:

@@ -1,4 +1,4 @@
-"""The command line: the table of commands, and the one place where an error becomes a line and an exit code."""
+"""The command line: the table of commands, and the one place that turns an error into a message and an exit code."""
 
 import os
 import sys
@@ -10,16 +10,16 @@ from megalite.errors import MegaliteError
 from megalite.launcher.detect import without_local_rank
 from megalite.version import __version__
 
-# Each has a module of its name here with `run(arguments) -> exit code`, imported only when it runs.
+# Command -> description. Each is a module here with `run(arguments) -> exit code`, imported only when it runs.
 COMMANDS = {
-    "train": "train a model, on ranks of its own or as a rank of a launcher",
+    "train": "train a model, starting its own ranks or as one rank of a launcher",
     "generate": "continue a text with a trained model",
-    "tokenizer": "train a tokenizer",
-    "data": "turn text into token files, and look into them",
-    "convert": "checkpoints for and from Hugging Face, DeepSpeed and Megatron-LM; a look into one",
-    "selftest": "compare and time each operator on this machine's card, before runs use it",
-    "doctor": "what is installed and detected here, and what would be used",
-    "config": "show a run as it would start, and where each value came from",
+    "tokenizer": "train or convert a tokenizer",
+    "data": "tokenize text into token files, and inspect them",
+    "convert": "export, import and inspect checkpoints: Hugging Face, DeepSpeed, Megatron-LM",
+    "selftest": "check each operator against float64 on this machine's device, and time it",
+    "doctor": "show what is installed and detected, and what a run would use",
+    "config": "show a run's resolved settings and where each value comes from",
 }
 
 _INTERRUPTED = 130
@@ -28,9 +28,9 @@ _USER_ERROR = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code: 0 done, 2 the user's input, 1 the run, 75 stopped to be resumed, 130 Ctrl-C.
+    """Run one command and return its exit code.
 
-    141: who read its output has closed it.
+    0: done. 1: the run failed. 2: wrong input. 75: stopped, to be resumed. 130: Ctrl-C. 141: stdout was closed.
     """
     name, *rest = without_local_rank(sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("-h", "--help", "help"):
@@ -41,14 +41,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if name not in COMMANDS:
         close = get_close_matches(name, COMMANDS, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(COMMANDS)}"
+        hint = f"did you mean {close[0]}?" if close else f"use one of {', '.join(COMMANDS)}"
         print(f"error: megalite has no command {name}; {hint}", file=sys.stderr)
         return _USER_ERROR
     try:
         code: int = import_module(f"megalite.cli.{name}").run(rest)
         sys.stdout.flush()
     except BrokenPipeError:
-        # Its reader has seen enough, as `head` has; what is left unwritten must not be tried again at the exit.
+        # The reader, such as `head`, closed the pipe. At exit Python would flush stdout again and fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _PIPE_CLOSED
     except MegaliteError as error:
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def overview() -> str:
-    """The help of `megalite` itself."""
+    """Return the help text of `megalite` itself."""
     width = max(map(len, COMMANDS)) + 2
     commands = [f"  {name:<{width}}{line}" for name, line in COMMANDS.items()]
     return "\n".join(
@@ -71,6 +71,6 @@ def overview() -> str:
             "",
             *commands,
             "",
-            "megalite COMMAND --help says more; megalite --version which one this is.",
+            "megalite COMMAND --help shows a command's options; megalite --version the version.",
         ]
     )

@@ -1,4 +1,4 @@
-"""megalite config: show a run as it would start, as TOML, with where each value came from; list the presets."""
+"""megalite config: show a run's resolved settings as TOML with the origin of each value, or list the presets."""
 
 import argparse
 import json
@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megalite.cli.arguments import whole_number
 from megalite.config.flags import split_overrides
 from megalite.config.load import LoadedRun, load_run
 from megalite.config.presets import PRESETS
@@ -19,9 +20,9 @@ _STATE_BYTES = 18
 
 
 def run(arguments: Sequence[str]) -> int:
-    """`megalite config show RUN.toml [--section.key value ...]`; raises ConfigError with everything that is wrong.
+    """Run `megalite config show RUN.toml [--section.key value ...]` or `megalite config presets`.
 
-    `megalite config presets` prints a line for each.
+    Returns the exit code. Raises ConfigError with every problem of the run.
     """
     own, overrides = split_overrides(arguments)
     options = _parser().parse_args(own)
@@ -47,10 +48,10 @@ def _lines(loaded: LoadedRun, run_file: str) -> Iterator[str]:
         else:
             yield from _table(name, section, loaded)
     if config.zero_stage:
-        yield from ("", "# DeepSpeed is handed:")
+        yield from ("", "# DeepSpeed's configuration:")
         yield from (f"# {line}" for line in json.dumps(config.deepspeed_json(), indent=2).splitlines())
     else:
-        yield from ("", "# DeepSpeed is not used: its ZeRO stage is 0")
+        yield from ("", "# DeepSpeed is not used: the ZeRO stage is 0")
 
 
 def _table(name: str, table: Mapping[str, Any], loaded: LoadedRun) -> Iterator[str]:
@@ -72,18 +73,18 @@ def _table(name: str, table: Mapping[str, Any], loaded: LoadedRun) -> Iterator[s
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="megalite config", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
-    commands.add_parser("presets", help="list the shapes that model.preset names, with size and memory")
+    commands.add_parser("presets", help="list the values of model.preset with parameters and memory")
     show = commands.add_parser(
         "show",
-        help="print the resolved run and the JSON that DeepSpeed is handed",
-        epilog="--section.key value changes a setting, as for megalite train (megalite train --help lists them)",
+        help="print the resolved settings and DeepSpeed's JSON",
+        epilog="--section.key value changes a setting, as in megalite train (megalite train --help lists all)",
     )
     show.add_argument("run_file", type=Path, metavar="RUN.toml")
     show.add_argument(
         "--world-size",
-        type=_ranks,
+        type=whole_number(1),
         metavar="N",
-        help="as if a launcher had started N ranks (default: megalite starts its own)",
+        help="resolve for N ranks started by a launcher (default: megalite starts its own)",
     )
     return parser
 
@@ -96,16 +97,10 @@ def _preset_lines() -> Iterator[str]:
         weights, state = (_size(count * each) for each in (2, _STATE_BYTES))
         yield f"{name:<18}{model.family:<9}{count:>15,}{weights:>14}{state:>14}"
     yield ""
-    yield f"AdamW state: {_STATE_BYTES} bytes a parameter over all ranks (bf16 weights 2, gradients 4, fp32 weights 4,"
-    yield "moments 8), to which activations come."
-    yield f"Presets without a vocabulary of their own are counted with {_OWN_VOCABULARY:,} rows."
+    yield f"AdamW state: {_STATE_BYTES} bytes per parameter over all ranks (bf16 weights 2, gradients 4, fp32 weights"
+    yield "4, moments 8), without activations."
+    yield f"Presets without a fixed vocabulary are counted with {_OWN_VOCABULARY:,} tokens."
 
 
 def _size(size_bytes: int) -> str:
     return f"{size_bytes / 2**30:,.1f} GiB" if size_bytes >= 0.1 * 2**30 else f"{size_bytes / 2**20:.0f} MiB"
-
-
-def _ranks(text: str) -> int:
-    if int(text) < 1:
-        raise ValueError
-    return int(text)

@@ -1,4 +1,4 @@
-"""megalite convert import: a Hugging Face folder, a Megatron-LM or a DeepSpeed universal checkpoint as one of ours."""
+"""megalite convert import: write a Hugging Face, Megatron-LM or DeepSpeed universal checkpoint as a megalite one."""
 
 import argparse
 from pathlib import Path
@@ -15,58 +15,62 @@ from megalite.topology.parameters import parameter_count
 
 
 def add_import(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command to the parser's."""
+    """Add `import` to the commands of `megalite convert`."""
     importing = commands.add_parser(
         "import",
-        help="write a Hugging Face folder, Megatron-LM or DeepSpeed universal checkpoint as one of ours",
+        help="write a Hugging Face, Megatron-LM or DeepSpeed universal checkpoint as a megalite checkpoint",
     )
     importing.add_argument(
         "folder",
         metavar="FOLDER",
-        help="config.json and safetensors files, or org/name[@revision] of the Hugging Face Hub; mp_rank_* folders of"
-        " Megatron-LM's --ckpt-format torch; a DeepSpeed universal folder",
+        help="Hugging Face folder with config.json and safetensors files, or org/name[@revision] of its Hub; folder"
+        " with mp_rank_* folders (Megatron-LM, --ckpt-format torch); DeepSpeed universal folder",
     )
     importing.add_argument("output", type=Path, metavar="RUN", help="run folder to write")
     importing.add_argument(
         "--hf-config",
         type=Path,
         metavar="PATH",
-        help="the model's config.json or its folder, where a universal folder has none",
+        help="config.json of the model, or its folder; needed if a universal folder has none",
     )
     importing.add_argument(
         "--vocab-size",
         type=int,
         metavar="TOKENS",
-        help="the tokenizer's size, where a Megatron-LM checkpoint's table is padded and does not say it",
+        help="vocabulary size, if a Megatron-LM checkpoint does not record the size before padding",
     )
     importing.set_defaults(command=run_import)
 
 
 def run_import(options: argparse.Namespace) -> int:
-    """`megalite convert import`: what the folder is shows in its files. Raises CheckpointError, ConfigError."""
+    """Run `megalite convert import`; the folder's files decide its format. Raises CheckpointError, ConfigError."""
     folder = Path(options.folder).expanduser()
     if HubName.of(options.folder) is None and not folder.is_dir():
         raise CheckpointError(
-            f"{options.folder} is no folder; name one here, or org/name of the Hugging Face Hub"
+            f"{options.folder} is not a folder; name one here, or org/name of the Hugging Face Hub"
         )
     universal = find_universal(folder)
     megatron = universal is None and is_megatron_folder(folder)
     if megatron and options.hf_config is not None:
-        raise CheckpointError(f"--hf-config is not for Megatron-LM checkpoints, whose args say it: {folder}")
+        raise CheckpointError(
+            f"{folder} is a Megatron-LM checkpoint, whose args give the model's shape; leave out --hf-config"
+        )
     if not megatron and options.vocab_size is not None:
-        raise CheckpointError(f"--vocab-size is for Megatron-LM checkpoints, and {options.folder} is none")
+        raise CheckpointError(
+            f"{options.folder} is not a Megatron-LM checkpoint, the only kind --vocab-size is for; leave it out"
+        )
     if universal is not None:
         return _import_universal(universal, options)
     if megatron:
         return _import_megatron(folder, options)
     if (folder / MANIFEST).is_file() or find_latest(folder / "checkpoints") is not None:
         raise CheckpointError(
-            f"{options.folder} is a checkpoint of megalite already; train or generate from it"
+            f"{options.folder} is a megalite checkpoint already; name it in checkpoint.resume or megalite generate"
         )
     if options.hf_config is None and folder.is_dir() and not (folder / "config.json").is_file():
         raise CheckpointError(
-            f"{options.folder} holds no config.json (Hugging Face), no {LATEST_UNIVERSAL} or {ZERO} folder (DeepSpeed"
-            " universal), and no mp_rank_* folders (Megatron-LM); name the folder that has one of them"
+            f"{options.folder} has no config.json (Hugging Face), no {LATEST_UNIVERSAL} file or {ZERO} folder"
+            " (DeepSpeed universal), and no mp_rank_* folders (Megatron-LM); name a folder with one of them"
         )
     shape = shape_of_folder(str(options.hf_config or options.folder))
     from megalite.convert.huggingface.load import import_checkpoint
@@ -79,7 +83,7 @@ def run_import(options: argparse.Namespace) -> int:
 def _import_universal(universal: Path, options: argparse.Namespace) -> int:
     if (hf_config := options.hf_config or find_config(universal)) is None:
         raise CheckpointError(
-            f"{universal} does not say which model it is of; name its config.json with --hf-config"
+            f"{universal} has no config.json, which gives the model's shape; name it with --hf-config"
         )
     shape = shape_of_folder(str(hf_config))
     from megalite.convert.universal.load import import_universal
@@ -87,9 +91,7 @@ def _import_universal(universal: Path, options: argparse.Namespace) -> int:
     checkpoint = import_universal(universal, shape, hf_config, options.output)
     settings = require_whole(checkpoint).config["optimizer"].items()
     print(f"{checkpoint}: weights and AdamW's state of a {shape.family} from {universal}")
-    print(
-        "a run that resumes from it begins at the first sample of its data; the position there is not known"
-    )
+    print("the position in the data is not known: a run that resumes from it starts at its first sample")
     print("trained with " + ", ".join(f"optimizer.{name} = {value}" for name, value in settings))
     return 0
 
@@ -102,7 +104,5 @@ def _import_megatron(folder: Path, options: argparse.Namespace) -> int:
     print(f"{done.checkpoint}: {count:,} parameters of {kind}, iteration {done.iteration} of {folder}")
     for note in done.notes:
         print(f"  {note}")
-    print(
-        "  weights only: the optimizer's state stays behind, and a run that starts from it begins a new one"
-    )
+    print("  weights only: a run that starts from it begins with a new optimizer state")
     return 0

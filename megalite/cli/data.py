@@ -1,4 +1,4 @@
-"""megalite data: turn text into a Megatron token file (X.bin, X.idx), and look into one."""
+"""megalite data: tokenize text into a Megatron token file (X.bin, X.idx), or inspect one."""
 
 import argparse
 import sys
@@ -8,7 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megalite.cli.arguments import whole_number
 from megalite.cli.tokenizer import add_source_options
+from megalite.config.describe import setting
 
 if TYPE_CHECKING:
     from megalite.data.prepare import PreparedFacts, Progress
@@ -19,7 +21,7 @@ _SHOWN_CHARACTERS = 200
 
 
 def run(arguments: Sequence[str]) -> int:
-    """`megalite data prepare` and `inspect`; returns the exit code, raises DataError."""
+    """Run `megalite data prepare` or `inspect` and return the exit code. Raises DataError."""
     options = _parser().parse_args(arguments)
     command: Callable[[argparse.Namespace], int] = options.command
     return command(options)
@@ -27,7 +29,7 @@ def run(arguments: Sequence[str]) -> int:
 
 @contextmanager
 def preparation_progress() -> Iterator["Callable[[Progress], None]"]:
-    """A bar on stderr to hand to `prepare` or `ensure_data`; nothing is drawn unless stderr is a terminal."""
+    """Show a progress bar on stderr, if that is a terminal; yields the callback for `prepare` and `ensure_data`."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
@@ -51,7 +53,7 @@ def preparation_progress() -> Iterator["Callable[[Progress], None]"]:
 
 
 def _prepare(options: argparse.Namespace) -> int:
-    # Imported late, so that --help is instant.
+    # Imported here, so that --help does not wait for these libraries.
     from megalite.data.corpus import Corpus
     from megalite.data.prepare import Preparation, prepare_outputs
     from megalite.data.split import Split
@@ -85,7 +87,7 @@ def _prepare(options: argparse.Namespace) -> int:
 
 
 def _tokenizer_folder(options: argparse.Namespace) -> Path:
-    """The given tokenizer; converted, beside the output, where it comes in another form."""
+    """Return the tokenizer's folder; one of another format is first converted into a folder next to the output."""
     from megalite.data.tokenizer_import import foreign_tokenizer
 
     foreign = foreign_tokenizer(options.tokenizer)
@@ -106,7 +108,7 @@ def _outputs(prefix: Path, split: "Split") -> list[Path]:
 
 
 def _refuse_foreign(prefixes: Sequence[Path]) -> None:
-    """DataError where a token file of another program stands; one of ours has its .json, or was to get it."""
+    """Raise DataError if an output exists that another program wrote: files of ours have a .json, maybe partial."""
     from megalite.data.partial_files import json_path, partial
     from megalite.data.token_file import bin_path, idx_path
     from megalite.errors import DataError
@@ -115,7 +117,7 @@ def _refuse_foreign(prefixes: Sequence[Path]) -> None:
         ours = json_path(prefix).exists() or partial(json_path(prefix)).exists()
         if not ours and bin_path(prefix).exists() and idx_path(prefix).exists():
             raise DataError(
-                f"{bin_path(prefix)} was not written by megalite data prepare, and would be replaced; "
+                f"{bin_path(prefix)} was not written by megalite data prepare and would be replaced; "
                 "choose another --output, or remove it"
             )
 
@@ -131,7 +133,7 @@ def _inspect(options: argparse.Namespace) -> int:
     if file.num_sequences:
         lengths = file.sequence_lengths
         print(
-            f"tokens a sequence: {lengths.min():,} to {lengths.max():,}, mean {file.num_tokens / len(lengths):,.1f}"
+            f"tokens per sequence: {lengths.min():,} to {lengths.max():,}, mean {file.num_tokens / len(lengths):,.1f}"
         )
     facts = prepared_facts(options.prefix)
     if facts is not None:
@@ -142,7 +144,7 @@ def _inspect(options: argparse.Namespace) -> int:
 
 
 def _show_documents(file: "TokenFile", facts: "PreparedFacts | None", count: int) -> None:
-    """Print the start of the first documents: as text where the tokenizer is still what it was, else as ids."""
+    """Print the start of the first documents: as text if the tokenizer is unchanged, else as ids."""
     decode: Callable[[list[int]], str] = str
     if facts is not None and Path(facts.tokenizer).is_file():
         from megalite.data.tokenizer import load_tokenizer
@@ -152,25 +154,19 @@ def _show_documents(file: "TokenFile", facts: "PreparedFacts | None", count: int
             decode = tokenizer.decode
     for index in range(count):
         ids = file.document(index)
-        # A token is hardly ever less than a character, so no document is decoded whole.
+        # A token is nearly always one character or more, so these ids suffice and long documents cost nothing.
         text = decode(ids[:_SHOWN_CHARACTERS].tolist())
         shown = text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "..."
         print(f"--- document {index}, {len(ids):,} tokens\n{shown}")
 
 
 def _counts(facts: "PreparedFacts") -> str:
-    short = f" ({facts.short_documents:,} shorter ones left out)" if facts.short_documents else ""
+    short = f" ({facts.short_documents:,} shorter ones skipped)" if facts.short_documents else ""
     return f"{facts.documents:,} documents{short}, {facts.tokens:,} tokens of {facts.dtype}"
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 0 or more")
-    return int(text)
-
-
 class _Shares(argparse.Action):
-    """The shares of data.split; argparse itself cannot look at several values at once."""
+    """Check the shares of --split together; an argparse type sees only one value at a time."""
 
     def __call__(
         self,
@@ -190,7 +186,7 @@ class _Shares(argparse.Action):
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="megalite data", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    prepare = commands.add_parser("prepare", help="encode text into X.bin and X.idx")
+    prepare = commands.add_parser("prepare", help="tokenize text into X.bin and X.idx")
     add_source_options(prepare)
     prepare.add_argument(
         "--tokenizer",
@@ -204,12 +200,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     prepare.add_argument(
         "--workers",
-        type=_count,
+        type=whole_number(0),
         metavar="N",
-        help="encoding processes (default: one a core; 0: in this process)",
+        help="tokenizing processes (default: one per core; 0: in this process)",
     )
     prepare.add_argument(
-        "--min-length", type=_count, default=0, metavar="N", help="leave out documents of less than N tokens"
+        "--min-length",
+        type=whole_number(0),
+        default=0,
+        metavar="N",
+        help=setting("data.min_length").description,
     )
     prepare.add_argument(
         "--split",
@@ -218,12 +218,16 @@ def _parser() -> argparse.ArgumentParser:
         default=[1.0],
         action=_Shares,
         metavar="SHARE",
-        help="of the documents for X-train, X-validation and X-test, for example 0.98 0.01 0.01",
+        help="fractions of the documents for X-train, X-validation and X-test, for example 0.98 0.01 0.01",
     )
-    prepare.add_argument("--seed", type=int, default=1234, help="of the split")
+    prepare.add_argument(
+        "--seed", type=int, default=setting("run.seed").default, help="random seed of the split"
+    )
     prepare.set_defaults(command=_prepare)
-    inspect = commands.add_parser("inspect", help="counts, and the first documents")
+    inspect = commands.add_parser("inspect", help="print counts and the first documents")
     inspect.add_argument("prefix", type=Path, metavar="X", help="prefix of the files, without .bin or .idx")
-    inspect.add_argument("--documents", type=int, default=3, metavar="N", help="how many to show")
+    inspect.add_argument(
+        "--documents", type=int, default=3, metavar="N", help="number of documents to print (3)"
+    )
     inspect.set_defaults(command=_inspect)
     return parser

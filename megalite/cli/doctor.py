@@ -1,4 +1,4 @@
-"""megalite doctor: what is installed and detected, what is missing and what that costs, what would be used here."""
+"""megalite doctor: show what is installed and detected, what is missing and why that matters, what a run would use."""
 
 import argparse
 import json
@@ -18,9 +18,9 @@ _CASE_WIDTH = 60
 
 
 def run(arguments: Sequence[str]) -> int:
-    """`megalite doctor [--json]`: 0 when a training job can run here, 1 when something it needs is missing."""
+    """Run `megalite doctor [--json]`; return 0 if a training job can run here, 1 if something it needs is missing."""
     parser = argparse.ArgumentParser(prog="megalite doctor", description=__doc__)
-    parser.add_argument("--json", action="store_true", help="the same as one JSON object")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(arguments)
     findings = {"packages": packages(), "programs": programs(), "optional": [apex()]}
     facts = {"megalite": __version__, **system(), "launcher": _launcher()}
@@ -62,7 +62,7 @@ def _lines(
     for name, fact in kernels.items():
         yield f"   {name:<{_WIDTH - 2}} {fact}"
     yield ""
-    yield "what would be used here:" if used else "nothing can run here without torch"
+    yield "used here:" if used else "nothing can run here without torch"
     for name, fact in used.items():
         yield f"   {name:<{_WIDTH - 2}} {fact}"
 
@@ -78,12 +78,12 @@ def _proved_lines(proved: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
 def _launcher() -> str:
     info = rank_info()
     if info is None:
-        return "nobody: megalite train starts its own ranks on this machine"
+        return "none: megalite train starts its own ranks on this machine"
     return f"{info.launcher}, rank {info.rank} of {info.world_size} on {info.node}"
 
 
 def _kernels() -> dict[str, str]:
-    """What the library of compiled operators holds, whether it can be used, and with which versions of torch it ran."""
+    """Describe the library of compiled operators: how it was built, and whether it can be used on each device type."""
     from megalite.ops import extension
 
     built = extension.built()
@@ -103,7 +103,7 @@ def _kernels() -> dict[str, str]:
 
 
 def _proved() -> dict[str, dict[str, str]]:
-    """Card -> operators and cases -> what each implementation showed there; operators that were not tested too."""
+    """Return device -> "operator: case, implementation" -> verdict of the self-test, untested operators included."""
     import torch
 
     from megalite.ops import trust
@@ -118,7 +118,7 @@ def _proved() -> dict[str, dict[str, str]]:
         facts = trust.machine(device)
         found = trust.read(facts)
         if not found and not trust.needs_proof(device.type):
-            continue  # a CPU's need no proof
+            continue  # CPU operators are used without a self-test
         shown = {
             f"{operator}: {case}, {name}": _verdict(finding)
             for operator, cases in found.items()
@@ -146,7 +146,7 @@ def _verdict(finding: "Tested") -> str:
 
 
 def _used() -> dict[str, str]:
-    """Torch's side, from torch itself."""
+    """Describe what a run would use: devices, collectives, precision, attention, compiled operators."""
     import torch
 
     from megalite.model.kernels import used_parts
@@ -161,7 +161,7 @@ def _used() -> dict[str, str]:
         + (f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build")
     }
     if device.type == "cpu":
-        used["device"] = "the CPU: torch sees no GPU"
+        used["device"] = "CPU: torch finds no GPU"
     else:
         for index in range(torch.accelerator.device_count()):
             card = torch.device(device.type, index)
@@ -170,8 +170,8 @@ def _used() -> dict[str, str]:
             if capability := trust.card_capability(card):
                 facts.append(f"compute capability {capability}")
             used[f"GPU {index}"] = ", ".join(facts)
-    used["collectives"] = backend_of(device) or f"none: this torch has none for {device.type}, use one rank"
-    used["precision"] = f"{choose_precision('auto', device).name}, the faster one here"
+    used["collectives"] = backend_of(device) or f"none: this torch has none for {device.type}; use one rank"
+    used["precision"] = f"{choose_precision('auto', device).name}, the fastest on this device"
     used["attention"] = "torch's scaled_dot_product_attention"
     used["Apex"] = "; ".join(f"{part}: {choice}" for part, choice in apex.choices().items())
     return used | used_parts(device.type)

@@ -1,4 +1,4 @@
-"""megalite generate: continue a text with a checkpoint of any layout, on one or several ranks."""
+"""megalite generate: continue a text with a checkpoint of any layout, on one or more ranks."""
 
 import argparse
 import sys
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from megalite.checkpoint.folder import find_checkpoint, find_tokenizer, require_whole
 from megalite.checkpoint.format import Manifest, check_coverage
+from megalite.cli.arguments import whole_number
 from megalite.errors import CheckpointError, ConfigError, Problem
 from megalite.launcher.detect import RankInfo
 from megalite.launcher.environment import prepare_process
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Request:
-    """What every rank is told."""
+    """The arguments that every rank gets."""
 
     checkpoint: Path
     tokenizer: Path
@@ -39,14 +40,14 @@ class _Request:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Print the prompt and what follows it; returns the exit code, raises CheckpointError, DataError, ConfigError."""
+    """Print the prompt and its continuation; return the exit code. Raises CheckpointError, DataError, ConfigError."""
     options = _parser().parse_args(arguments)
     checkpoint = find_checkpoint(options.checkpoint)
     manifest = require_whole(checkpoint)
     check_coverage(manifest, checkpoint)
     tokenizer = options.tokenizer or find_tokenizer(checkpoint, manifest)
     if tokenizer is None:
-        raise CheckpointError(f"no tokenizer was found beside {checkpoint}; name one with --tokenizer")
+        raise CheckpointError(f"no tokenizer was found for {checkpoint}; name one with --tokenizer")
     layout = Layout(pipeline=options.pipeline, tensor=options.tensor)
     _check(options, manifest)
     request = _Request(
@@ -61,7 +62,7 @@ def run(arguments: Sequence[str]) -> int:
         options.seed,
         layout,
     )
-    # What needs torch is imported late, so that --help and a wrong request are answered at once.
+    # torch is imported below this line, so that --help and a wrong request are answered at once.
     if layout.world_size == 1:
         from megalite.parallel.device import local_device
         from megalite.parallel.mesh import ParallelMesh
@@ -93,7 +94,7 @@ def _generate_on_rank(info: RankInfo, request: _Request, threads: int) -> int:
 
 
 def _generate(request: _Request, mesh: "ParallelMesh") -> None:
-    """Load the model, draw the tokens, print the text on the first rank."""
+    """Load the model, sample the tokens and print the text on rank 0."""
     from megalite.data.tokenizer import load_tokenizer
     from megalite.generate.engine import generate, load_model
     from megalite.generate.sampling import Sampling
@@ -117,43 +118,41 @@ def _generate(request: _Request, mesh: "ParallelMesh") -> None:
 
 
 def _prompt_ids(tokenizer: "Tokenizer", prompt: str) -> list[int]:
-    """The prompt as transformers would start it: with the tokenizer's own first token, if it has one."""
+    """Encode the prompt as transformers does: with the tokenizer's start token, without its end token."""
     ids: list[int] = tokenizer.backend.encode(prompt).ids
     return ids[:-1] if ids[-1:] == [tokenizer.end_of_document_id] else ids
 
 
 def _continuation(tokenizer: "Tokenizer", prompt_ids: list[int], new_ids: list[int]) -> str:
-    """The text of the new tokens where they stand: alone, many tokenizers drop the space before the first of them."""
+    """Decode the new tokens after the prompt: decoded alone, many tokenizers drop the leading space."""
     before = tokenizer.decode(prompt_ids, skip_special_tokens=True)
     whole = tokenizer.decode([*prompt_ids, *new_ids], skip_special_tokens=True)
     if whole.startswith(before):
         return whole[len(before) :]
-    return tokenizer.decode(new_ids, skip_special_tokens=True)  # the prompt ended within a character
+    return tokenizer.decode(new_ids, skip_special_tokens=True)  # the prompt ended inside a UTF-8 character
 
 
 def _check(options: argparse.Namespace, manifest: Manifest) -> None:
-    """Raises ConfigError for ranks that the model cannot be spread over."""
+    """Raise ConfigError for a layout that the model does not fit, or sampling options without effect."""
     shape = manifest.model
     problems = []
     query, shared = shape.num_attention_heads, shape.num_key_value_heads
     if query % options.tensor or not heads_fit(shared, options.tensor):
-        message = f"{options.tensor} ranks cannot share {query} query and {shared} key-value heads"
-        remedy = "use a divisor of the first that divides the second or is a multiple of it"
+        message = (
+            f"{options.tensor} tensor-parallel ranks cannot share {query} query and {shared} key-value heads"
+        )
+        sizes = [n for n in range(1, query + 1) if query % n == 0 and heads_fit(shared, n)]
+        remedy = f"use one of {sizes}"
         problems.append(Problem("--tensor", message, remedy))
     if options.pipeline > shape.num_hidden_layers:
-        message = f"{options.pipeline} stages cannot each have one of {shape.num_hidden_layers} layers"
+        message = f"{options.pipeline} stages are more than the model's {shape.num_hidden_layers} layers"
         problems.append(Problem("--pipeline", message, f"use at most {shape.num_hidden_layers}"))
     if options.temperature == 0 and (options.top_k or options.top_p < 1):
-        message = "has no meaning for the likeliest token only"
-        problems.append(Problem("--top-k" if options.top_k else "--top-p", message, "set --temperature too"))
+        message = "has no effect with --temperature 0, which takes the most likely token"
+        remedy = "set --temperature above 0, for example 1"
+        problems.append(Problem("--top-k" if options.top_k else "--top-p", message, remedy))
     if problems:
         raise ConfigError(problems, "the request")
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
-    return int(text)
 
 
 def _temperature(text: str) -> float:
@@ -184,21 +183,39 @@ def _parser() -> argparse.ArgumentParser:
         "checkpoint",
         type=Path,
         metavar="CHECKPOINT",
-        help="a checkpoint's folder, or a run's: its latest one",
+        help="checkpoint folder, or run folder for its latest checkpoint",
     )
     add("--prompt", required=True, metavar="TEXT", help="the text to continue")
-    add("--tokens", type=_positive, default=64, metavar="N", help="most tokens to add (64)")
-    add("--temperature", type=_temperature, default=0.0, metavar="T", help="0 takes the likeliest token (0)")
-    add("--top-k", type=_positive, default=0, metavar="K", help="draw from the K likeliest tokens only")
-    add("--top-p", type=_share, default=1.0, metavar="P", help="draw from the fewest that have probability P")
-    add("--seed", type=int, default=0, metavar="N", help="of the draws (0)")
-    add("--tensor", type=_positive, default=1, metavar="N", help="ranks that share each layer (1)")
+    add("--tokens", type=whole_number(1), default=64, metavar="N", help="maximum number of new tokens (64)")
+    add(
+        "--temperature",
+        type=_temperature,
+        default=0.0,
+        metavar="T",
+        help="sampling temperature; 0: greedy (0)",
+    )
+    add(
+        "--top-k",
+        type=whole_number(1),
+        default=0,
+        metavar="K",
+        help="sample only from the K most likely tokens",
+    )
+    add(
+        "--top-p",
+        type=_share,
+        default=1.0,
+        metavar="P",
+        help="sample from the fewest tokens with total probability P",
+    )
+    add("--seed", type=int, default=0, metavar="N", help="random seed (0)")
+    add("--tensor", type=whole_number(1), default=1, metavar="N", help="tensor-parallel size (1)")
     add(
         "--pipeline",
-        type=_positive,
+        type=whole_number(1),
         default=1,
         metavar="N",
-        help="stages that the layers are spread over (1)",
+        help="pipeline-parallel size (1)",
     )
-    add("--tokenizer", type=Path, metavar="FOLDER", help="the model's tokenizer (default: that of the run)")
+    add("--tokenizer", type=Path, metavar="FOLDER", help="the model's tokenizer (default: the run's)")
     return parser

@@ -1,7 +1,7 @@
-"""megalite selftest: compare each operator with float64 on this very card, time it against torch, remember the result.
+"""megalite selftest: check each operator against float64 on this device, time it against torch, store the result.
 
-Without RUN.toml the shapes are those of a small Llama. Each operator runs in a process of its own with a time limit, so
-that a crash or a hang costs that operator alone. Runs read the result; so does megalite doctor.
+Without RUN.toml the shapes are those of a small Llama. Each operator runs in its own process with a time limit, so a
+crash or hang affects only that operator. Runs and megalite doctor read the stored result.
 """
 
 import argparse
@@ -27,7 +27,7 @@ _WIDTH = 160
 
 @dataclass(frozen=True)
 class _Row:
-    """What one implementation showed in one case."""
+    """The finding on one implementation in one case."""
 
     case: "Case"
     implementation: str
@@ -35,9 +35,9 @@ class _Row:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """0 when nothing is wrong, 1 when an operator is wrong, crashed or hung: runs then use torch in its place.
+    """Run `megalite selftest`; return 0 if all operators are right, 1 if one is wrong, crashed or hung.
 
-    Raises ConfigError; KernelError where the device cannot be reached.
+    Runs use torch in place of an operator that failed. Raises ConfigError; KernelError if the device does not respond.
     """
     own, overrides = split_overrides(arguments)
     options = _parser().parse_args(own)
@@ -81,30 +81,34 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "run_file", type=Path, nargs="?", metavar="RUN.toml", help="test the shapes of this run"
+        "run_file", type=Path, nargs="?", metavar="RUN.toml", help="test with the shapes of this run"
     )
     parser.add_argument(
-        "--device", default="auto", help='"cuda", "cuda:1", "cpu"; default: the accelerator, if any'
+        "--device", default="auto", help='"cuda", "cuda:1" or "cpu"; default: the accelerator if there is one'
     )
     parser.add_argument(
-        "--operators", nargs="+", default=[], metavar="NAME", help="only these: norm, rotary, ..."
+        "--operators",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="test only these operators: norm, rotary, ...",
     )
     parser.add_argument(
         "--timeout",
         type=float,
         default=60.0,
         metavar="SECONDS",
-        help="for one operator on one shape; default: 60",
+        help="time limit of one operator on one shape; default: 60",
     )
-    parser.add_argument("--json", action="store_true", help="the same as one JSON object")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
         "--entries", type=Path, help=argparse.SUPPRESS
-    )  # a file of other operators, for tests
+    )  # for tests: a file with other operators
     return parser
 
 
 def _device(asked: str) -> "torch.device":
-    """Raises ConfigError where it is no device of this machine."""
+    """Return the device that --device names. Raises ConfigError if this machine does not have it."""
     import torch
 
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -118,13 +122,13 @@ def _device(asked: str) -> "torch.device":
     if device.type not in here:
         remedy = f"use {' or '.join(here)}"
         raise ConfigError(
-            [Problem("--device", f"{asked} is no device of this machine", remedy)], "the command line"
+            [Problem("--device", f"{asked} is not a device of this machine", remedy)], "the command line"
         )
     return device if device.type == "cpu" else torch.device(device.type, device.index or 0)
 
 
 def _workload(run_file: Path | None, overrides: Sequence[str], device: "torch.device") -> "Workload":
-    """The run's own shapes, or those of a small Llama."""
+    """Return the run's shapes, or those of a small Llama."""
     from megalite.config.load import load_run
     from megalite.selftest.decide import LIKE_LLAMA, workload_of
     from megalite.train.precision import DTYPES, choose_precision
@@ -141,13 +145,13 @@ def _asked(case: "Case", operators: Sequence[str]) -> bool:
 
 
 def _keep(facts: Mapping[str, str], found: "Findings") -> str:
-    """Where the findings are kept, or why they are not."""
+    """Store the findings; return their path, or why they could not be stored."""
     from megalite.ops import trust
 
     try:
         return str(trust.write(facts, found))
     except OSError as error:
-        return f"nowhere: {error}; set MEGALITE_TRUST_FOLDER to a folder that can be written"
+        return f"nowhere: {error}; set MEGALITE_TRUST_FOLDER to a writable folder"
 
 
 def _json(
@@ -197,7 +201,5 @@ def _show(facts: Mapping[str, str], rows: Sequence[_Row], choices: Mapping[str, 
     for name, choice in choices.items():
         print(f"{name}: {choice.name}" + (f" ({choice.why})" if choice.why else ""))
     if any(choice.name != TORCH for choice in choices.values()) and not needs_proof(facts["device"]):
-        print(
-            "on a CPU, model.kernels decides alone: its compiled operators are proved by the project's own tests"
-        )
+        print("on a CPU only model.kernels decides: the project's tests have checked its compiled operators")
     print(f"kept: {kept}")

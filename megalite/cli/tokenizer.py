@@ -1,4 +1,4 @@
-"""megalite tokenizer: train a tokenizer, or convert one, into a Hugging Face folder."""
+"""megalite tokenizer: train or convert a tokenizer and write it as a Hugging Face folder."""
 
 import argparse
 import sys
@@ -6,19 +6,18 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-# As tokenizer.kind in a run file; spelled out, since --help is not to load what trains them.
-_KINDS = ("bpe", "unigram", "sentencepiece_bpe")
+from megalite.config.describe import setting, type_names
 
 
 def run(arguments: Sequence[str]) -> int:
-    """`megalite tokenizer train` and `convert`; returns the exit code, raises DataError."""
+    """Run `megalite tokenizer train` or `convert` and return the exit code. Raises DataError."""
     options = _parser().parse_args(arguments)
     command: Callable[[argparse.Namespace], int] = options.command
     return command(options)
 
 
 def _train(options: argparse.Namespace) -> int:
-    # Imported late, so that --help is instant.
+    # Imported here, so that --help does not wait for these libraries.
     from rich.console import Console
 
     from megalite.data.corpus import Corpus
@@ -44,7 +43,7 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _left_over(kind: str) -> set[str]:
-    """What only a tokenizer that stood there before can have; AutoTokenizer would read some of it."""
+    """Return file names that only an earlier tokenizer can have left: AutoTokenizer would read some of them."""
     from megalite.data.tokenizer import SENTENCEPIECE_FILE, TOKENIZER_FILES
 
     written = {"tokenizer.json", "tokenizer_config.json"} | ({SENTENCEPIECE_FILE} if kind != "bpe" else set())
@@ -64,27 +63,28 @@ def _convert(options: argparse.Namespace) -> int:
 
 
 def _refuse_standing(options: argparse.Namespace) -> None:
-    """DataError where a tokenizer stands in the output folder: other ids would make its token files and models void."""
+    """Raise DataError if the output folder has a tokenizer: its token files and models would no longer fit."""
     from megalite.data.tokenizer import TOKENIZER_FILES
     from megalite.errors import DataError
 
     standing = next((name for name in TOKENIZER_FILES if (options.output / name).exists()), None)
     if standing is not None and not options.overwrite:
         raise DataError(
-            f"{options.output / standing} exists, and would be replaced; choose another --output, or add --overwrite"
+            f"{options.output / standing} exists and would be replaced; choose another --output, or add --overwrite"
         )
 
 
 def add_source_options(parser: argparse.ArgumentParser) -> None:
-    """The options that name a text, as in the section [data] of a run file."""
+    """Add the options that name a text; the same settings as in the section [data] of a run file."""
     parser.add_argument(
         "--source",
         action="append",
         required=True,
         help="text file, folder, .jsonl, .gz of these, or stdlib (the Python library's sources); may be repeated",
     )
-    parser.add_argument("--text-column", default="text", help="which field of a .jsonl line is the text")
-    parser.add_argument("--pattern", default="*", help="which files of a folder to read, for example '*.txt'")
+    for name in ("text_column", "pattern"):
+        field = setting(f"data.{name}")
+        parser.add_argument(f"--{name.replace('_', '-')}", default=field.default, help=field.description)
     add_end_of_document(parser)
 
 
@@ -95,34 +95,36 @@ def _token(text: str) -> str:
 
 
 def add_end_of_document(parser: argparse.ArgumentParser) -> None:
+    """Add --end-of-document, the same setting as tokenizer.end_of_document."""
     parser.add_argument(
         "--end-of-document",
         type=_token,
         metavar="TOKEN",
-        help="the token that closes each document; default: the tokenizer's own eos_token, else <|endoftext|>",
+        help=setting("tokenizer.end_of_document").description,
     )
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="where to write it")
-    parser.add_argument("--overwrite", action="store_true", help="replace a tokenizer that stands there")
+    parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="folder to write")
+    parser.add_argument("--overwrite", action="store_true", help="replace a tokenizer in that folder")
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="megalite tokenizer", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    train = commands.add_parser("train", help="train one on a text")
+    train = commands.add_parser("train", help="train a tokenizer on a text")
     add_source_options(train)
-    train.add_argument("--vocab-size", type=int, required=True, help="number of ids, exactly")
+    train.add_argument("--vocab-size", type=int, required=True, help="exact number of ids")
+    kind = setting("tokenizer.kind")
     train.add_argument(
-        "--kind", choices=_KINDS, default="bpe", help="byte-level BPE, or sentencepiece's unigram or BPE"
+        "--kind", choices=type_names(kind.annotation), default=kind.default, help=kind.description
     )
     _add_output(train)
     train.set_defaults(command=_train)
     convert = commands.add_parser(
         "convert", help="write a sentencepiece model or GPT-2's files as a tokenizer.json"
     )
-    convert.add_argument("path", type=Path, metavar="PATH", help="a .model, or a folder with a tokenizer")
+    convert.add_argument("path", type=Path, metavar="PATH", help="sentencepiece .model, or tokenizer folder")
     add_end_of_document(convert)
     _add_output(convert)
     convert.set_defaults(command=_convert)

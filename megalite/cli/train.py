@@ -1,4 +1,4 @@
-"""`megalite train`: the job, on ranks of its own or as a rank that a launcher started."""
+"""megalite train: train a model, starting its own ranks or as one rank of a launcher."""
 
 import argparse
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from megalite.train.run import Trainer
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Check the configuration, start the ranks or be one, train; the exit code of the job."""
+    """Check the configuration, start the ranks or act as one, train; return the job's exit code."""
     own, overrides = split_overrides(arguments)
     options = _parser(with_settings=bool({"-h", "--help"} & set(own))).parse_args(own)
     info = rank_info()
@@ -25,7 +25,7 @@ def run(arguments: Sequence[str]) -> int:
         return Trainer(loaded.config).run(str(options.run_file))
     except ConfigError as error:
         if info is not None and info.rank > 0:
-            return error.exit_code  # rank 0 says it for all
+            return error.exit_code  # rank 0 prints the same error
         raise
 
 
@@ -34,8 +34,8 @@ def _parser(*, with_settings: bool) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megalite train",
         usage="megalite train [-h] RUN.toml [--section.key value ...]",
-        description="Train the model that RUN.toml describes, on ranks of its own or as a rank of a launcher.",
-        epilog=f"settings, in RUN.toml as [section] and key = value, or here as flags:\n\n{settings}",
+        description="Train the model that RUN.toml describes, starting its own ranks or as one rank of a launcher.",
+        epilog=f"settings, as [section] and key = value in RUN.toml, or as flags here:\n\n{settings}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("run_file", type=Path, metavar="RUN.toml")

@@ -1,4 +1,4 @@
-"""The settings as text for `--help`: each key with its type, default and meaning, as the schema has them."""
+"""The schema as text and data: each setting with type, default and description for `--help`, its choices."""
 
 import textwrap
 from collections.abc import Iterator
@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from megalite.config.schema import DeepSpeedSection, RunConfig, Section
+from megalite.config.schema import DeepSpeedSection, RunConfig
+from megalite.config.section import Section
 from megalite.config.toml import format_value
 
 _NAMES = {int: "INT", float: "NUMBER", str: "TEXT", bool: "true | false"}
@@ -15,7 +16,7 @@ _INDENT = 30
 
 
 def section_models() -> dict[str, type[Section]]:
-    """Section name -> its model, in the order of RUN.toml."""
+    """Return section name -> model, in the order of RUN.toml."""
     found = {}
     for name, info in RunConfig.model_fields.items():
         [model] = [kind for kind in _members(info.annotation) if kind is not NoneType]
@@ -24,14 +25,14 @@ def section_models() -> dict[str, type[Section]]:
 
 
 def item_model(annotation: Any) -> type[Section]:
-    """The model of the tables in a setting that takes a list of tables."""
+    """Return the model of one table, for a setting that takes a list of tables."""
     [tables] = [kind for kind in _members(annotation) if get_origin(kind) is tuple]
     model: type[Section] = get_args(tables)[0]
     return model
 
 
 def type_names(annotation: Any) -> list[str]:
-    """What a setting takes: INT, NUMBER, TEXT, LIST, true | false, or the words it is one of."""
+    """Return the types a setting takes, INT, NUMBER, TEXT, LIST or "true | false", and the choices of a Literal."""
     names: list[str] = []
     for kind in _members(annotation):
         if get_origin(kind) is Literal:
@@ -43,8 +44,14 @@ def type_names(annotation: Any) -> list[str]:
     return names
 
 
+def setting(key: str) -> FieldInfo:
+    """Return the schema's field of `section.key`, with its default and description."""
+    section, name = key.split(".")
+    return section_models()[section].model_fields[name]
+
+
 def describe_keys(width: int = 110) -> str:
-    """Every section and key with type, default and description, wrapped to `width` columns."""
+    """Return every section and key with type, default and description, wrapped to `width` columns."""
     lines: list[str] = []
     for section, model in section_models().items():
         title = (model.__doc__ or "").strip().splitlines()[0]
@@ -78,7 +85,7 @@ def _wrapped(name: str, text: str, width: int) -> Iterator[str]:
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:
-    """The kinds of a union, without what only limits their values."""
+    """Return the members of a union, without annotations such as limits."""
     if get_origin(annotation) is Annotated:
         return _members(get_args(annotation)[0])
     if get_origin(annotation) in (Union, UnionType):

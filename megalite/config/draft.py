@@ -1,4 +1,4 @@
-"""What was read of a run before it is checked: values, where each came from, and what was wrong on the way."""
+"""A run's settings before they are checked: values, their origins, and the problems found while reading."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ DERIVED = "derived"
 
 @dataclass
 class Draft:
-    """Sections of keys; the origin of a key is a file, a flag, a preset, a key of DeepSpeed's JSON or "derived"."""
+    """Section -> key -> value. A key's origin is a file, a flag, a preset, a key of DeepSpeed's JSON or "derived"."""
 
     source: str
     """The run file as the user named it."""
@@ -21,12 +21,12 @@ class Draft:
     origins: dict[str, str] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    """What the user did not ask for and should know."""
+    """Messages for the user that are no errors."""
     incomplete: set[str] = field(default_factory=set)
-    """Sections of which a part could not be read, so that what is missing there is no problem of its own."""
+    """Sections with a part that could not be read; keys missing there are not reported again."""
 
     def section(self, name: str) -> dict[str, Any]:
-        """The section, made if it is missing; an empty one of no consequence where a value stands in its place."""
+        """Return the section's table, created if missing; a detached empty one if RUN.toml has a plain value there."""
         section = self.values.setdefault(name, {})
         return section if isinstance(section, dict) else {}
 
@@ -35,14 +35,18 @@ class Draft:
         self.origins[f"{section}.{key}"] = origin
 
     def take_out(self, section: str, key: str) -> Any:
-        """Remove a key that only says where others come from; its value, None where it is not set."""
+        """Remove a key and return its value; None where it is not set."""
         return self.section(section).pop(key, None)
 
     def given_by_flag(self, key: str) -> bool:
         return self.origin(key).startswith("--")
 
     def set_behind(self, section: str, values: Mapping[str, Any], origin: str, *, named_by: str) -> None:
-        """Set what the section has not; where `named_by` is a flag, also what the file has, but no other flag."""
+        """Set the values of keys that the section does not have.
+
+        named_by: the setting that names the source of the values. If a flag set it, they also replace the file's
+        values, but never those of other flags.
+        """
         before_file = self.given_by_flag(named_by)
         for key, value in values.items():
             full = f"{section}.{key}"
@@ -53,7 +57,7 @@ class Draft:
         return isinstance(self.values.get(section), dict) and key in self.values[section]
 
     def origin(self, key: str) -> str:
-        """Where the value of `section.key` came from."""
+        """Return where the value of `section.key` came from."""
         return self.origins.get(key, DEFAULT)
 
     def problem(self, key: str, message: str, remedy: str = "") -> None:
@@ -61,12 +65,12 @@ class Draft:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """A remedy that names the likeliest of `known`; empty when none is near."""
+    """Return a remedy with the closest match among `known`; "" if none is close."""
     by_last = {name.rsplit(".", 1)[-1]: name for name in known}
     close = get_close_matches(word, by_last, n=1, cutoff=0.6)
     return f"did you mean {by_last[close[0]]}?" if close else ""
 
 
 def one_of(known: Iterable[str]) -> str:
-    """A remedy that lists all of `known`."""
+    """Return a remedy that lists all of `known`."""
     return f"use one of {', '.join(known)}"

@@ -1,12 +1,13 @@
-"""`--section.key value` on the command line: split off from a command's own options, and laid over RUN.toml."""
+"""`--section.key value` flags: separate them from a command's own options and apply them over RUN.toml."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from megalite.config.describe import section_models, type_names
 from megalite.config.draft import Draft, did_you_mean
-from megalite.config.toml import parse_value
+from megalite.config.toml import format_value, parse_value, shown
 from megalite.errors import ConfigError, Problem
 
 _FLAG = re.compile(r"--(?P<name>\w+(?:\.[\w-]+)+)(?:=(?P<value>.*))?", re.DOTALL)
@@ -15,9 +16,9 @@ COMMAND_LINE = "the command line"
 
 
 def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """A command's own arguments, and the `--section.key value` pairs among them; each keeps its order.
+    """Return (a command's own arguments, its `--section.key value` flags), both in their given order.
 
-    Raises ConfigError for a setting without its section.
+    Raises ConfigError for a setting that is named without its section.
     """
     own: list[str] = []
     overrides: list[str] = []
@@ -41,9 +42,9 @@ def _refuse_bare_key(argument: str) -> None:
 
 
 def apply_overrides(draft: Draft, overrides: Sequence[str]) -> None:
-    """Lay `["--training.steps", "100", "--model.preset=tiny", ...]` over the draft, later ones over earlier ones.
+    """Apply `["--training.steps", "100", "--model.preset=tiny", ...]` to the draft; later flags win.
 
-    Values are TOML (`[1, 2]`, `true`); text needs no quotes; `none` takes a value of the file away.
+    Values are TOML (`[1, 2]`, `true`); text needs no quotes; `none` removes a value that the file sets.
     """
     for name, text in _pairs(draft, overrides):
         section, *keys = name.split(".")
@@ -53,7 +54,7 @@ def apply_overrides(draft: Draft, overrides: Sequence[str]) -> None:
             )
             continue
         if not isinstance(draft.values.get(section, {}), dict):
-            continue  # RUN.toml has a value in the section's place, which is a problem of its own
+            continue  # RUN.toml sets the section to a plain value, which the schema check reports
         table = draft.section(section)
         for key in keys[:-1]:
             inner = table.get(key)
@@ -64,6 +65,29 @@ def apply_overrides(draft: Draft, overrides: Sequence[str]) -> None:
             continue
         table[keys[-1]] = _value(section, keys, text)
         draft.origins[f"{section}.{keys[0]}"] = f"--{name}"
+
+
+def as_flags(settings: Mapping[str, Any]) -> Iterator[str]:
+    """Turn keyword settings, section -> table, into `--section.key=value` flags. Raises ConfigError."""
+    for section, table in settings.items():
+        if not isinstance(table, Mapping) and "." not in section:
+            problem = Problem(
+                section, f"is {shown(table)}, but should be a section", f'write {section}={{"key": value}}'
+            )
+            raise ConfigError([problem], "the call")
+        yield from _flags_of(section, table)
+
+
+def _flags_of(name: str, value: Any) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _flags_of(f"{name}.{key}", each)
+    else:
+        value = str(value) if isinstance(value, Path) else value
+        try:
+            yield f"--{name}={UNSET if value is None else format_value(value)}"
+        except TypeError as error:
+            raise ConfigError([Problem(name, str(error), "use numbers, text, lists")], "the call") from None
 
 
 def _pairs(draft: Draft, overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -82,7 +106,7 @@ def _pairs(draft: Draft, overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _value(section: str, keys: Sequence[str], text: str) -> Any:
-    """What `text` means: TOML where a setting takes numbers or lists, itself where it takes text."""
+    """Parse `text` as TOML where the setting takes numbers or lists; keep it as it is where the setting takes text."""
     info = section_models()[section].model_fields.get(keys[0])
     kinds = type_names(info.annotation) if info is not None else []
     if "TEXT" not in kinds:

@@ -1,4 +1,4 @@
-"""Model folders by their name on the Hugging Face Hub: fetched once, into its cache, and only files of known kinds."""
+"""Fetch model folders from the Hugging Face Hub into its cache, once, and only files of known kinds."""
 
 import fcntl
 import re
@@ -11,7 +11,7 @@ from pathlib import Path
 from megalite.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
-# All that is read of a folder beside its weights; nothing that Python would run or unpickle.
+# Every file that is read besides the weights: none of them is code or a pickle.
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json")
 DESCRIPTION = (
     "config.json",
@@ -29,14 +29,14 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 @dataclass(frozen=True)
 class HubName:
-    """org/name or org/name@revision: a branch, a tag or a commit."""
+    """A repository on the Hub: org/name or org/name@revision, where revision is a branch, tag or commit."""
 
     repository: str
     revision: str | None
 
     @classmethod
     def of(cls, text: str) -> "HubName | None":
-        """None where something lies here under that name, or where it is no name of that form."""
+        """Parse `text`; None if it is not of that form or is a path that exists here."""
         match = _NAME.fullmatch(text)
         return None if match is None or Path(text).exists() else cls(match[1], match[2])
 
@@ -44,20 +44,21 @@ class HubName:
         return self.repository if self.revision is None else f"{self.repository}@{self.revision}"
 
     def at(self, folder: Path) -> "HubName":
-        """The name with the very commit that the fetched folder has."""
+        """Return the name with the commit of the fetched folder as its revision."""
         return replace(self, revision=folder.name) if _COMMIT.fullmatch(folder.name) else self
 
 
 def fetch_description(name: HubName) -> Path:
-    """The folder in the cache with all but the weights; raises CheckpointError."""
+    """Fetch everything but the weights and return the folder in the cache. Raises CheckpointError."""
     return fetch(name, DESCRIPTION, required=("config.json",), one_of=_TOKENIZERS)
 
 
 def fetch(name: HubName, files: Sequence[str], required: Sequence[str], one_of: Sequence[str] = ()) -> Path:
-    """The folder in the cache with those of `files` that there are; raises CheckpointError without the required.
+    """Fetch those of `files` that the repository has and return the folder in the cache.
 
-    Where the cache has these and `one_of` those that most have, it is taken without asking the Hub. One process of
-    a machine fetches at a time, and so the others find what the first one fetched.
+    The Hub is not asked if the cache holds all `required` files and, if `one_of` is given, one of those. One process
+    per machine fetches at a time; the others wait and then find the files in the cache. Raises CheckpointError if a
+    required file cannot be had.
     """
     from huggingface_hub import constants, snapshot_download
 
@@ -77,14 +78,14 @@ def fetch(name: HubName, files: Sequence[str], required: Sequence[str], one_of: 
             if held.issuperset(required) and (not one_of or held.intersection(one_of)):
                 return folder
         except (OSError, ValueError):
-            pass  # not in the cache, not all of it, or no name after all
+            pass  # not in the cache, incomplete there, or not a valid name
         try:
             folder = snapshot(cached=False)
-        # Its client passes on the errors of several libraries.
+        # The Hub's client raises the errors of several libraries.
         except Exception as error:
             reason = next(iter(str(error).splitlines()), "") or type(error).__name__
             raise CheckpointError(_not_fetched(name, reason, offline=constants.HF_HUB_OFFLINE)) from error
-    # Where the Hub cannot be reached, its client gives what the cache has.
+    # When the Hub cannot be reached, its client returns the cache's folder, which may be incomplete.
     if lacking := [file for file in required if not (folder / file).is_file()]:
         raise CheckpointError(_not_fetched(name, f"it lacks {lacking[0]}", offline=constants.HF_HUB_OFFLINE))
     return folder
@@ -92,26 +93,26 @@ def fetch(name: HubName, files: Sequence[str], required: Sequence[str], one_of: 
 
 def _not_fetched(name: HubName, reason: str, *, offline: bool) -> str:
     if offline:
-        reason = "HF_HUB_OFFLINE is set, and the cache has not all of it"
+        reason = "HF_HUB_OFFLINE is set and the cache is incomplete"
     revision = f" --revision {name.revision}" if name.revision else ""
     return (
-        f'"{name}" is no folder here, and could not be fetched from the Hugging Face Hub ({reason}); where there is'
-        f" a network, run: hf download {name.repository}{revision} --include '*.json' '*.safetensors' '*.model'"
-        " 'merges.txt' --local-dir FOLDER, and name that folder; weights of another format are converted by"
+        f'"{name}" is not a folder here, and fetching it from the Hugging Face Hub failed ({reason}); on a machine'
+        f" with network access run: hf download {name.repository}{revision} --include '*.json' '*.safetensors'"
+        " '*.model' 'merges.txt' --local-dir FOLDER, and name that folder; convert weights of another format with"
         " transformers' save_pretrained"
     )
 
 
 @contextmanager
 def _one_at_a_time(cache: Path, name: HubName) -> Iterator[None]:
-    """Others of this machine that fetch the same wait here, however long that takes."""
+    """Hold a lock file, so that one process per machine fetches a repository at a time."""
     try:
         cache.mkdir(parents=True, exist_ok=True)
         lock = (cache / f".megalite-{name.repository.replace('/', '--')}.lock").open("wb")
-    except OSError:  # a cache that can only be read
+    except OSError:  # a read-only cache
         yield
         return
     with lock:
-        with suppress(OSError):  # a file system without locks: then each asks for itself
+        with suppress(OSError):  # a file system without locks: each process fetches on its own
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield

@@ -1,4 +1,4 @@
-"""RUN.toml, read with its place in every error, and written so that reading gives the same values."""
+"""Read TOML with line and column in every error; format values so that reading them back gives the same."""
 
 import json
 import re
@@ -14,7 +14,7 @@ _PLACE = re.compile(r" \(at (?:line (\d+), column (\d+)|end of document)\)$")
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of a TOML file. Raises ConfigError, with line and column where there is one."""
+    """Return the tables of a TOML file. Raises ConfigError, with line and column for a syntax error."""
     try:
         text = path.read_bytes().decode("utf-8-sig")
         return tomllib.loads(text)
@@ -29,14 +29,14 @@ def read_toml(path: Path) -> dict[str, Any]:
         message = str(error)
         place = _PLACE.search(message)
         at = f"line {place[1]}, column {place[2]}" if place and place[1] else "end of file"
-        remedy = 'TOML has key = value, with text in "quotes"'
+        remedy = 'write key = value, with text in "quotes"'
         raise ConfigError([Problem(at, _PLACE.sub("", message), remedy)], str(path)) from error
     except RecursionError:
         raise ConfigError([Problem(str(path), "is nested too deeply")], str(path)) from None
 
 
 def parse_value(text: str) -> Any:
-    """The TOML value that `text` spells, else the text itself."""
+    """Parse one TOML value; return the text itself where it is not TOML."""
     try:
         parsed = tomllib.loads(f"value = {text}")
     except (tomllib.TOMLDecodeError, RecursionError):
@@ -45,11 +45,11 @@ def parse_value(text: str) -> Any:
 
 
 def format_value(value: Any) -> str:
-    """One value as TOML. Raises TypeError for what TOML has not, such as None; a table's None values are left out."""
+    """Format one value as TOML, leaving out a table's None values. Raises TypeError for a type TOML lacks, as None."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        # JSON escapes what TOML wants escaped, but for the character DEL.
+        # JSON escapes the same characters as TOML, except DEL.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, int | float):
         return repr(value)
@@ -64,7 +64,7 @@ def format_value(value: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value as an error message quotes it: as TOML where it has the word, and short."""
+    """Format a value for an error message: as TOML if possible, at most 60 characters."""
     try:
         text = format_value(value)
     except TypeError:
@@ -77,7 +77,7 @@ def format_key(key: str) -> str:
 
 
 def format_table(name: str, table: Mapping[str, Any]) -> Iterator[str]:
-    """The lines of a table and of those in it; None values are left out."""
+    """Yield the lines of a table and its inner tables, leaving out None values."""
     yield f"[{name}]"
     for key, value in table.items():
         if value is not None and not isinstance(value, Mapping):
@@ -89,7 +89,7 @@ def format_table(name: str, table: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _files_here(path: Path) -> str:
-    """A remedy that names the TOML files beside a path that does not exist."""
+    """Return a remedy that lists the TOML files in the folder of a missing path."""
     if not path.parent.is_dir():
         return f"the folder {path.parent} does not exist either"
     files = [file.name for file in path.parent.glob("*.toml") if file.name != "pyproject.toml"]

@@ -1,8 +1,7 @@
-"""The draft against the schema: every wrong value as a Problem, and what is right as facts for the rules."""
+"""Check a draft against the schema: a Problem for each wrong value, and Facts with the valid ones for the rules."""
 
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any, cast
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
@@ -10,21 +9,12 @@ from pydantic_core import ErrorDetails
 
 from megalite.config.describe import item_model, section_models
 from megalite.config.draft import DERIVED, Draft, did_you_mean
-from megalite.config.schema import (
-    CheckpointConfig,
-    DataConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    Section,
-    TokenizerConfig,
-    TrainingConfig,
-    ValidationConfig,
-)
+from megalite.config.facts import Facts, KnownValues
+from megalite.config.section import Section
 from megalite.config.toml import shown
 from megalite.errors import Problem
 
-# pydantic's words -> plain ones.
+# pydantic's name of a type -> ours.
 _WORDS = {
     "tuple": "a list",
     "integer": "a whole number",
@@ -36,86 +26,32 @@ _WORDS = {
 }
 
 
-class Unknown(Exception):
-    """A setting that is wrong or missing, which is reported already; a rule that needs it says nothing."""
-
-
-class _Known:
-    """Stands for a section of which only some values are right: reading another one raises Unknown."""
-
-    def __init__(self, values: Mapping[str, Any]):
-        self._values = values
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return self._values[name]
-        except KeyError:
-            raise Unknown(name) from None
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What is known of a run, for the rules that span settings. Reading a wrong value raises Unknown."""
-
-    model: ModelConfig
-    parallel: ParallelConfig
-    training: TrainingConfig
-    optimizer: OptimizerConfig
-    tokenizer: TokenizerConfig
-    data: DataConfig
-    validation: ValidationConfig
-    checkpoint: CheckpointConfig
-    deepspeed: Mapping[str, Any]
-    """native_optimizer and what is passed on to DeepSpeed; empty without [deepspeed]."""
-    world_size: int | None
-    """Ranks that a launcher started; None when megalite starts its own."""
-    origins: Mapping[str, str]
-    incomplete: Collection[str]
-    """Sections of which a part could not be read."""
-
-    def source(self, key: str) -> str:
-        """`(where section.key came from)`, for a message."""
-        return f"({self.origins.get(key, 'default')})"
-
-    @property
-    def zero_stage(self) -> int:
-        zero = self.deepspeed.get("zero_optimization", {})
-        stage = zero.get("stage", 0) if isinstance(zero, Mapping) else None
-        if isinstance(stage, bool) or not isinstance(stage, int):
-            raise Unknown("deepspeed.zero_optimization.stage")
-        return stage
-
-
 def validate(draft: Draft, world_size: int | None) -> Facts:
-    """Check every section on its own, adding problems to the draft; return what can be relied on."""
+    """Check each section on its own and add its problems to the draft; return the valid settings."""
     models = section_models()
     for name in draft.values.keys() - models.keys():
         draft.problems.append(_unknown_section(name, draft.values[name], models))
     sections = {name: _known_values(draft, name, model) for name, model in models.items()}
     deepspeed = draft.values.get("deepspeed")
+    settings: dict[str, Any] = {
+        name: KnownValues(values) for name, values in sections.items() if name in Facts.__dataclass_fields__
+    }
     return Facts(
-        model=cast(ModelConfig, _Known(sections["model"])),
-        parallel=cast(ParallelConfig, _Known(sections["parallel"])),
-        training=cast(TrainingConfig, _Known(sections["training"])),
-        optimizer=cast(OptimizerConfig, _Known(sections["optimizer"])),
-        tokenizer=cast(TokenizerConfig, _Known(sections["tokenizer"])),
-        data=cast(DataConfig, _Known(sections["data"])),
-        validation=cast(ValidationConfig, _Known(sections["validation"])),
-        checkpoint=cast(CheckpointConfig, _Known(sections["checkpoint"])),
-        deepspeed=deepspeed if isinstance(deepspeed, Mapping) else {},
-        world_size=world_size,
-        origins=draft.origins,
-        incomplete=draft.incomplete,
+        **settings
+        | {
+            "deepspeed": deepspeed if isinstance(deepspeed, Mapping) else {},
+            "world_size": world_size,
+            "origins": draft.origins,
+            "incomplete": draft.incomplete,
+        }
     )
 
 
 def _known_values(draft: Draft, name: str, model: type[Section]) -> dict[str, Any]:
-    """The section's values that are right, defaults included; problems for the others."""
+    """Return the section's valid values, defaults included; add a problem to the draft for each other one."""
     raw = draft.values.get(name, {})
     if not isinstance(raw, dict):
-        draft.problem(
-            name, f"{shown(raw)} stands where a section should", f"write [{name}] and keys below it"
-        )
+        draft.problem(name, f"is {shown(raw)}, but should be a section", f"write [{name}] and keys below it")
         return {}
     try:
         return dict(model.model_validate(raw))
@@ -137,7 +73,7 @@ def _known_values(draft: Draft, name: str, model: type[Section]) -> dict[str, An
 
 
 def _converted(info: FieldInfo, value: Any) -> Any:
-    """A value that is right, as its model holds it: lists as tuples, whole numbers as floats."""
+    """Convert a valid value as the model would: a list to a tuple, an int to a float where the field is one."""
     annotated: Any = Annotated[info.annotation, info]
     return TypeAdapter(annotated).validate_python(value)
 
@@ -160,7 +96,7 @@ def _problem(
 
 
 def _is_in_table(error: ErrorDetails) -> bool:
-    """Whether it is about a key in one of a list of tables ([[section.key]])."""
+    """Whether the error is about a key inside a list of tables ([[section.key]])."""
     return len(error["loc"]) > 2 and isinstance(error["loc"][1], int) and isinstance(error["loc"][2], str)
 
 
@@ -185,12 +121,12 @@ def _table_problems(
 
 
 def _is_missing(errors: list[ErrorDetails]) -> bool:
-    """Whether it is the key itself that is missing, and not an item of its list."""
+    """Whether the key itself is missing, rather than an item of its list."""
     return errors[0]["type"] == "missing" and len(errors[0]["loc"]) == 1
 
 
 def _rules(errors: list[ErrorDetails]) -> Iterator[str]:
-    """What pydantic asks for, of a value each way it could be right, of a list's items only the first."""
+    """Yield pydantic's rules: one for each member of a union, and only the first that concerns a list's items."""
     in_list = [each for each in errors if any(isinstance(place, int) for place in each["loc"])]
     for error in [each for each in errors if each not in in_list] + in_list[:1]:
         rule = error["msg"].removeprefix("Input should be ").removeprefix("a valid ")
@@ -211,7 +147,7 @@ def _rules(errors: list[ErrorDetails]) -> Iterator[str]:
 
 
 def _words(error: ErrorDetails) -> Iterator[str]:
-    """The words of a Literal, from the message that quotes them."""
+    """Yield the choices of a Literal, taken from pydantic's message."""
     if error["type"] == "literal_error":
         yield from error["msg"].split("'")[1::2]
 
@@ -231,6 +167,6 @@ def _unknown_section(name: str, value: Any, models: Mapping[str, type[Section]])
         )
     homes = [f"{section}.{name}" for section, model in models.items() if name in model.model_fields]
     if homes:
-        return Problem(name, "stands outside of a section", f"did you mean {homes[0]}?")
+        return Problem(name, "is outside of any section", f"did you mean {homes[0]}?")
     every = [f"{section}.{key}" for section, model in models.items() for key in model.model_fields]
     return Problem(name, "unknown key", did_you_mean(name, every))

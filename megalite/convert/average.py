@@ -1,4 +1,4 @@
-"""The mean of several checkpoints' weights, read as those of one, and one tensor's rows at a time."""
+"""Read the average of several checkpoints' weights as if it were one checkpoint, in blocks of rows."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -11,26 +11,26 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.format import WEIGHT, Manifest, check_coverage
-from megalite.checkpoint.tensor_file import CheckpointReader
+from megalite.checkpoint.reader import CheckpointReader
 from megalite.errors import CheckpointError
 from megalite.topology.sharding import TensorSlice
 from megalite.topology.state import MASTER
 
-# It says how weights are drawn, and nothing of those that were trained.
+# Fields that may differ: they affect initial weights only.
 _FREE_FIELDS = ("initializer_range",)
 
 
 class AveragedWeights:
-    """Reads the uniform mean of one or more checkpoints of one model; that of one are its own weights, to the bit.
+    """Reads the uniform average of one or more checkpoints of one model; for one checkpoint, its exact weights.
 
-    Sums are of float64, and means of float32 (of float64 where a checkpoint has it): what a mean of 16-bit weights
-    gains would be lost to their type.
+    Sums are float64 and averages float32 (float64 if a checkpoint is): rounding to bf16 or fp16 would lose the gain.
     """
 
     def __init__(self, checkpoints: Sequence[Path], weights: str | None = None):
-        """weights: the kind to read; None: the weights of one checkpoint, of several each one's masters if it has any.
+        """weights: the state key to read; None: "weight" for one checkpoint, "master" for several where it exists.
 
-        Raises CheckpointError where the kind or an element is missing, models differ, or a checkpoint is named twice.
+        Raises CheckpointError if that state is missing or incomplete, if models differ, or if a checkpoint is named
+        twice.
         """
         twice = [path for path, count in Counter(each.resolve() for each in checkpoints).items() if count > 1]
         if twice:
@@ -54,7 +54,7 @@ class AveragedWeights:
 
     @property
     def manifest(self) -> Manifest:
-        """That of the last step's checkpoint."""
+        """The manifest of the checkpoint with the highest step."""
         return self._readers[-1].manifest
 
     @property
@@ -62,29 +62,29 @@ class AveragedWeights:
         return tuple(reader.manifest.step for reader in self._readers)
 
     @property
-    def kinds(self) -> tuple[str, ...]:
-        """What is read as the weights: of all checkpoints the same, as a rule."""
+    def weight_keys(self) -> tuple[str, ...]:
+        """The state keys read as the weights, without duplicates; usually one."""
         return tuple(dict.fromkeys(reader.weights for reader in self._readers))
 
-    def read(self, kind: str, name: str, box: TensorSlice) -> Tensor:
-        """A region of a tensor."""
-        return self._mean(reader.read(kind, name, box) for reader in self._readers)
+    def read(self, state_key: str, name: str, box: TensorSlice) -> Tensor:
+        """Return a region of a tensor."""
+        return self._mean(reader.read(state_key, name, box) for reader in self._readers)
 
-    def blocks(self, kind: str, name: str) -> Iterator[Tensor]:
-        """A whole tensor, some rows at a time from the first to the last."""
-        for blocks in zip(*(reader.blocks(kind, name) for reader in self._readers), strict=True):
+    def blocks(self, state_key: str, name: str) -> Iterator[Tensor]:
+        """Yield a whole tensor in blocks of consecutive rows."""
+        for blocks in zip(*(reader.blocks(state_key, name) for reader in self._readers), strict=True):
             yield self._mean(iter(blocks))
 
     def _mean(self, found: Iterator[Tensor]) -> Tensor:
         first = next(found)
         if len(self._readers) == 1:
             return first
-        wide = torch.promote_types(first.dtype, torch.float32)
+        dtype = torch.promote_types(first.dtype, torch.float32)
         total = first.double()
         for each in found:
-            wide = torch.promote_types(wide, each.dtype)
+            dtype = torch.promote_types(dtype, each.dtype)
             total += each
-        return total.div_(len(self._readers)).to(wide)
+        return total.div_(len(self._readers)).to(dtype)
 
     def _require_one_model(self) -> None:
         last = self._readers[-1]
@@ -97,8 +97,8 @@ class AveragedWeights:
             ]
             if differing:
                 raise CheckpointError(
-                    f"{reader.checkpoint} and {last.checkpoint} are of different models, which have no average:"
-                    f" {', '.join(differing)}"
+                    f"{reader.checkpoint} and {last.checkpoint} cannot be averaged, as their models differ:"
+                    f" {', '.join(differing)}; name checkpoints of one model"
                 )
 
 

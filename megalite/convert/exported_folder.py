@@ -1,4 +1,4 @@
-"""Folders that are written for other programs: free before, whole when they get their name. No torch."""
+"""Write an export folder atomically: it appears under its name only when it is complete. No torch."""
 
 import secrets
 import shutil
@@ -6,16 +6,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megalite.checkpoint.folder import sync_folder
+from megalite.checkpoint.durable import sync_folder
 from megalite.errors import CheckpointError
 
 
 @contextmanager
 def exported_folder(destination: Path, what: str, is_ours: Callable[[Path], bool]) -> Iterator[Path]:
-    """An empty folder to fill, which becomes `destination` when all went well, and else leaves nothing behind.
+    """Yield an empty folder that is renamed to `destination` if the block succeeds, else removed.
 
-    what: the kind of folder, for messages. is_ours: whether a folder is an earlier one, which may be replaced.
-    Raises CheckpointError where `destination` holds something else, and where it cannot be written.
+    what: the kind of folder, for messages. is_ours: whether a folder is an earlier export, which may be replaced.
+    Raises CheckpointError if `destination` has other content or cannot be written.
     """
     _require_free(destination, what, is_ours)
     partial = destination.with_name(f".{destination.name}.partial-{secrets.token_hex(4)}")
@@ -36,7 +36,7 @@ def _require_free(destination: Path, what: str, is_ours: Callable[[Path], bool])
         if not any(destination.iterdir()) or is_ours(destination):
             return
         raise CheckpointError(
-            f"{destination} holds something else than {what} written by megalite, and only that is replaced; choose"
+            f"{destination} is not empty and not {what} written by megalite, and nothing else is replaced; choose"
             " another folder"
         )
     if destination.exists():
@@ -44,7 +44,7 @@ def _require_free(destination: Path, what: str, is_ours: Callable[[Path], bool])
 
 
 def _publish(partial: Path, destination: Path) -> None:
-    """Give the export its name; an earlier one makes way in one step and is then removed."""
+    """Rename the export to its final name; an earlier one is first renamed, then removed."""
     sync_folder(partial)
     replaced = partial.with_name(f"{partial.name}-replaced")
     if destination.exists():

@@ -1,7 +1,7 @@
-"""Pickled checkpoints of other projects: tensors, plain values, and named stand-ins for whatever else they hold.
+"""Load pickled checkpoints of other projects without running their code: tensors, plain values and stand-ins.
 
-torch's restricted unpickler calls nothing but what it is given. It is given stand-ins under the full names of the
-classes that Megatron-LM and DeepSpeed are known to write, so neither need be installed and no code of theirs runs.
+torch's restricted unpickler calls only what it is given. It is given stand-ins under the full names of the classes that
+Megatron-LM and DeepSpeed write, so neither has to be installed.
 """
 
 import re
@@ -24,10 +24,11 @@ _FORBIDDEN = re.compile(r"GLOBAL ([\w.<>]+)")
 
 
 class Foreign:
-    """What stands for an object of a class that is not loaded: what it was made of, and nothing that acts.
+    """A stand-in for an object whose class is not loaded; holds its data and has no behaviour.
 
-    type_name: the full name of its class. arguments: those it was made with, as an enum's value.
-    fields: its attributes, as of an argparse.Namespace. state: what it pickled that is no table of attributes.
+    type_name: the full name of its class. arguments: its constructor's arguments, for example an enum's value.
+    fields: its attributes, for example those of an argparse.Namespace. state: pickled state that is not a dict of
+    attributes.
     """
 
     type_name = ""
@@ -53,11 +54,10 @@ class Foreign:
 
 
 def load_pickle(path: Path) -> Any:
-    """What torch.save wrote, with a Foreign for each object of a class; tensors are read where they are used.
+    """Load a file of torch.save, with a Foreign for each object of a class; tensors are memory-mapped.
 
-    They lie in the file, unless it is of the form before torch 1.6, which is read as a whole.
-    Raises CheckpointError where the file cannot be read, is damaged, or asks for anything that has no stand-in;
-    nothing that it names was run then either.
+    Files from before torch 1.6 are read whole. Raises CheckpointError if the file cannot be read, is damaged, or names
+    anything without a stand-in. No code that the file names is ever run.
     """
     try:
         with path.open("rb") as file:
@@ -65,33 +65,33 @@ def load_pickle(path: Path) -> Any:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     try:
-        # What torch warns of is that it is about to fail on a damaged file.
+        # torch warns before it fails on a damaged file; the error below is enough.
         with _only_stand_ins(), warnings.catch_warnings(action="ignore"):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except Exception as error:  # a hostile or damaged file can make the unpickler raise anything
         if forbidden := _FORBIDDEN.search(str(error)):
             raise CheckpointError(
-                f"{path} asks for {forbidden[1]}, which is none of the classes known from such files; nothing of it"
-                " was run. Load it where you trust it and save it again with tensors and plain values only"
+                f"{path} asks for {forbidden[1]}, which is not among the classes allowed in such files; no code was"
+                " run. If you trust the file, load it with torch and save it again with only tensors and plain values"
             ) from None
-        # torch advises to load the file without its guard: that advice is not passed on.
+        # torch's text advises weights_only=False, which would run the file's code; it is cut off.
         text = str(error).rpartition("WeightsUnpickler error: ")[2].strip() or type(error).__name__
         first = text.splitlines()[0]
         raise CheckpointError(
-            f"{path} is no whole file of torch.save ({first}); fetch or write it again"
+            f"{path} is not a complete file of torch.save ({first}); fetch or write it again"
         ) from error
 
 
 def require_undamaged(path: Path) -> None:
-    """Raise CheckpointError where a record of torch.save's file is not what its checksum says; reads all of it.
+    """Read all of a torch.save file and raise CheckpointError if a record does not match its checksum.
 
-    The form before torch 1.6 has none.
+    Files from before torch 1.6 have no checksums and are not checked.
     """
     try:
         with zipfile.ZipFile(path) as file:
             damaged = file.testzip()
     except zipfile.BadZipFile:
-        return  # `load_pickle` says what it is
+        return  # not a zip file: `load_pickle` reports it
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     if damaged is not None:
@@ -100,7 +100,7 @@ def require_undamaged(path: Path) -> None:
 
 @contextmanager
 def _only_stand_ins() -> Iterator[None]:
-    """Nothing else is known meanwhile, whatever a library has allowed at its import."""
+    """Allow only the stand-ins in torch's unpickler, not what libraries have registered at their import."""
     before = get_safe_globals()
     clear_safe_globals()
     try:
@@ -112,12 +112,12 @@ def _only_stand_ins() -> Iterator[None]:
 
 
 def _is_of_slots(state: Any) -> bool:
-    """Whether it is what an object with __slots__ pickles: (its dictionary or None, its slots)."""
+    """Whether `state` is the pickled form of an object with __slots__: (its dict or None, its slots)."""
     return isinstance(state, tuple) and len(state) == 2 and all(isinstance(x, Mapping | None) for x in state)
 
 
 def _dictionary(*_: Any) -> OrderedDict[Any, Any]:
-    """For a defaultdict, whose items are set afterwards."""
+    """Stand in for a defaultdict; the unpickler sets the items afterwards."""
     return OrderedDict()
 
 
@@ -128,11 +128,11 @@ _NUMBERS = {
 
 
 def _number(dtype: Foreign, data: bytes) -> int | float | bool:
-    """numpy's scalar of a numeric type as a plain number; raises ValueError for any other."""
+    """Convert a numpy scalar to a plain number. Raises ValueError for a dtype that is not numeric."""
     order = dtype.state[1] if isinstance(dtype.state, tuple) and len(dtype.state) > 1 else "<"
     code = _NUMBERS.get(dtype.arguments[0]) if dtype.type_name == "numpy.dtype" else None
     if code is None or not isinstance(data, bytes):
-        raise ValueError(f"a scalar of {dtype} is no number")
+        raise ValueError(f"a scalar of {dtype} is not a number")
     number: int | float | bool = struct.unpack((">" if order == ">" else "<") + code, data)[0]
     return number
 
@@ -149,7 +149,7 @@ _PYTHON = [
     *_named("pathlib._local", "Path", "PosixPath", "PurePosixPath"),
     *_named("datetime", "date", "datetime", "timedelta"),
     *_named("signal", "Signals", "SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"),
-    # What a defaultdict makes of a missing key; never called.
+    # Default factories of defaultdicts; never called.
     *_named("builtins", "bool", "dict", "float", "int", "list", "str", "tuple"),
 ]
 _NUMPY = [

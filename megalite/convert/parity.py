@@ -1,26 +1,25 @@
-"""transformers' modules run from an export's files, against our forward run from the checkpoint.
+"""Compare transformers' modules, loaded from an export's files, with megalite's forward from the checkpoint.
 
-One decoder layer of each at a time, so that models larger than the memory are checked too. A wrong permutation of
-query and key rows, swapped norms or a wrong rotary base all show here; differences of rounding do not.
+One decoder layer at a time, so that models larger than memory can be checked. A wrong permutation of query and key
+rows, swapped norms or a wrong rotary base exceed the tolerance; rounding does not.
 """
 
-import json
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
 from torch import Tensor
 
 from megalite.checkpoint.format import WEIGHT
 from megalite.checkpoint.load import load_parameter
-from megalite.checkpoint.tensor_file import full_box
+from megalite.checkpoint.region_reader import RegionReader
+from megalite.checkpoint.regions import full_box
 from megalite.config.hub import INDEX
 from megalite.convert.average import AveragedWeights
-from megalite.convert.huggingface.files import SINGLE
+from megalite.convert.huggingface.files import headers, weight_map
 from megalite.errors import CheckpointError
 from megalite.families.registry import FAMILIES, family_tensors
 from megalite.model.context import StepContext
@@ -40,16 +39,17 @@ from megalite.topology.parameters import (
     layer_parameters,
     parameter_count,
 )
+from megalite.topology.sharding import TensorSlice
 
 TOLERANCE = 1e-4
-# Below this many parameters the whole model is loaded by AutoModelForCausalLM as well.
+# Models with fewer parameters are also loaded whole, with AutoModelForCausalLM.
 _WHOLE_MODEL_PARAMETERS = 100_000_000
 _SEQUENCES, _SEQUENCE_LENGTH = 2, 48
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The largest absolute difference of one part, and that relative to the part's largest value."""
+    """The largest absolute difference of one part, and the same relative to the part's largest value."""
 
     what: str
     absolute: float
@@ -58,10 +58,10 @@ class Comparison:
 
 @torch.no_grad()
 def compare_with_transformers(reader: AveragedWeights, folder: Path, dtype: torch.dtype) -> list[Comparison]:
-    """Compare part by part, in float32, with weights rounded to `dtype` on both sides.
+    """Compare embedding, layers, final norm and head in float32, with weights rounded to `dtype` on both sides.
 
-    Raises CheckpointError when a part differs by more than TOLERANCE relative, or when the files do not hold
-    exactly the model's tensors.
+    Raises CheckpointError if a part differs by more than TOLERANCE relative, or if the files do not hold exactly the
+    model's tensors.
     """
     parity = _Parity(reader, folder, dtype)
     hidden_states, embedding = parity.embedding()
@@ -75,7 +75,7 @@ def compare_with_transformers(reader: AveragedWeights, folder: Path, dtype: torc
 
 
 class _Parity:
-    """Both sides of the comparison: `ours` reads the checkpoint, `theirs` the export's files."""
+    """Both sides of the comparison: `ours` is read from the checkpoint, `theirs` from the export's files."""
 
     def __init__(self, reader: AveragedWeights, folder: Path, dtype: torch.dtype):
         self.reader, self.folder, self.dtype = reader, folder, dtype
@@ -83,7 +83,7 @@ class _Parity:
         self.names = canonical_tensors(self.shape)
         self.files = _ExportedFiles(folder)
         tensors = family_tensors(self.shape)
-        # How each canonical tensor outside the layers is called there, which is never stacked nor transposed.
+        # Canonical name -> exported name; used only outside the layers, where no tensor is fused or transposed.
         self.theirs = {tensor.parts[0]: tensor.name for tensor in tensors}
         expected = {tensor.name for tensor in tensors}
         if self.files.where.keys() != expected:
@@ -97,11 +97,11 @@ class _Parity:
         self.position_ids = torch.arange(length).unsqueeze(0)
 
     def ours(self, name: str) -> Tensor:
-        """A full tensor of the checkpoint, rounded as the export is."""
+        """Return a full tensor of the checkpoint, rounded like the export."""
         return self.reader.read(WEIGHT, name, full_box(self.names[name])).to(self.dtype).float()
 
     def rows_of_ours(self, name: str) -> Iterator[tuple[slice, Tensor]]:
-        """A tensor of the checkpoint, rounded as the export is, some rows at a time."""
+        """Yield blocks of rows of a checkpoint's tensor, rounded like the export."""
         first = 0
         for block in self.reader.blocks(WEIGHT, name):
             rows = slice(first, first + block.shape[0])
@@ -109,7 +109,7 @@ class _Parity:
             first = rows.stop
 
     def embedding(self) -> tuple[Tensor, Comparison]:
-        """The input's hidden states [B, S, H]; every row of the tables is compared, not only the rows used."""
+        """Return the input's hidden states [B, S, H], and the comparison of all rows of the embedding tables."""
         hidden_states = torch.zeros(*self.input_ids.shape, self.shape.hidden_size)
 
         def pairs() -> Iterator[tuple[Tensor, Tensor]]:
@@ -127,9 +127,9 @@ class _Parity:
         return hidden_states, comparison
 
     def layers(self, hidden_states: Tensor) -> tuple[Tensor, Comparison]:
-        """The decoder layers one after the other, each side given our hidden states; the worst layer is told.
+        """Run each decoder layer of both sides on our hidden states; return ours and the worst layer's comparison.
 
-        What is compared is what a layer adds to its input, which would else hide a fault in a deep model.
+        The change that a layer makes to its input is compared: in a deep model the input itself would hide a fault.
         """
         rotations = None
         if self.shape.position_embedding == "rope":
@@ -140,7 +140,7 @@ class _Parity:
             ours = self._our_layer(layer)(hidden_states, StepContext(rotations))
             mask = self._mask(window)
             theirs = self.modules.layer(layer, hidden_states, self.position_ids, mask)
-            # Rounding of the sum itself grows with the input.
+            # The rounding error of the residual sum grows with the input.
             floor = 0.01 * hidden_states.abs().max().item()
             added = ((ours - hidden_states, theirs - hidden_states),)
             comparison = _accepted(_compare(f"decoder layers (worst: {layer})", added, floor=floor))
@@ -158,7 +158,7 @@ class _Parity:
         return normed, _accepted(_compare("final norm", ((normed, theirs),)))
 
     def head(self, hidden_states: Tensor) -> tuple[Tensor, Comparison]:
-        """Logits in pieces of the vocabulary; returns all of ours [B, S, V] for a small model, else nothing."""
+        """Compare logits in blocks of the vocabulary; return ours [B, S, V] for a small model, else an empty tensor."""
         bias = self.ours(HEAD_BIAS) if HEAD_BIAS in self.names else None
         their_bias = self.files.tensor(self.theirs[HEAD_BIAS]) if HEAD_BIAS in self.names else None
         name = self.theirs[EMBEDDING if self.modules.config.tie_word_embeddings else HEAD]
@@ -178,7 +178,7 @@ class _Parity:
         return torch.cat(kept or [hidden_states.new_empty(0)], dim=-1), comparison
 
     def whole_model(self, logits: Tensor) -> Comparison:
-        """The folder as a user loads it, from ids to logits."""
+        """Compare our logits with those of the whole model, loaded as a user loads the folder."""
         from transformers import AutoModelForCausalLM
         from transformers.utils.logging import (
             disable_progress_bar,
@@ -187,7 +187,7 @@ class _Parity:
         )
 
         shown = is_progress_bar_enabled()
-        # A second bar would be drawn into the job's own.
+        # A second progress bar would overlap the job's own.
         disable_progress_bar()
         model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32).eval()
         if shown:
@@ -206,7 +206,7 @@ class _Parity:
         return built
 
     def _mask(self, window: int | None) -> Tensor:
-        """What eager attention adds to its scores: causal, and no further back than the window."""
+        """Return the additive causal mask of eager attention [1, 1, S, S], limited to the sliding window."""
         length = self.input_ids.shape[1]
         seen = torch.ones(length, length).tril().bool()
         if window is not None:
@@ -215,13 +215,13 @@ class _Parity:
 
 
 class _TheirModules:
-    """transformers' own modules, one at a time in memory, filled from the export's files."""
+    """transformers' modules with weights from the export's files, one in memory at a time."""
 
     def __init__(self, folder: Path, files: "_ExportedFiles", family: str):
         from transformers import AutoConfig, AutoModelForCausalLM
 
         self.config = AutoConfig.from_pretrained(folder)
-        # Not the attention that our side uses.
+        # Independent of the attention that our side uses.
         self.config._attn_implementation = "eager"
         self._files, self._names = files, FAMILIES[family].names
         with torch.device("meta"):
@@ -232,7 +232,7 @@ class _TheirModules:
         block = self._filled(f"{self._names.layers}.{layer}")
         angles = {}
         if hasattr(base, "rotary_emb"):
-            # Gemma 3's has angles of its own for each kind of layer.
+            # Gemma 3 has separate rotary angles for layers with and without a window.
             kind = (
                 (self.config.layer_types[layer],) if "full_attention" in self.config.rope_parameters else ()
             )
@@ -257,32 +257,26 @@ class _TheirModules:
 
 
 class _ExportedFiles:
-    """The safetensors files of an export, read as transformers reads them: by name, through the index.
-
-    A file is open only while a tensor is taken from it: what is mapped of it counts as this process's memory.
-    """
+    """The tensors of an export's safetensors files, read as float32."""
 
     def __init__(self, folder: Path):
-        self.folder, index = folder, folder / INDEX
-        if index.is_file():
-            named = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        else:
-            named = dict.fromkeys(self._opened(SINGLE).keys(), SINGLE)
-        held = {file: self._opened(file).keys() for file in sorted(set(named.values()))}
-        self.where = {name: file for file, names in held.items() for name in names}
-        if self.where != named:
-            raise CheckpointError(f"{index} does not tell what is in the files")
+        self._folder, self._headers = folder, headers(folder)
+        self.where = {name: file for file, header in self._headers.items() for name in header}
+        if (folder / INDEX).is_file() and self.where != weight_map(folder):
+            raise CheckpointError(f"{folder / INDEX} does not list the tensors of the files")
 
     def tensor(self, name: str) -> Tensor:
-        values: Tensor = self._opened(self.where[name]).get_tensor(name)
-        return values.float()
+        return self._read(name)
 
     def rows(self, name: str, rows: slice) -> Tensor:
-        values: Tensor = self._opened(self.where[name]).get_slice(name)[rows]
-        return values.float()
+        shape = self._headers[self.where[name]][name].shape
+        first = (rows.start, *(0 for _ in shape[1:]))
+        return self._read(name, TensorSlice(first, (rows.stop - rows.start, *shape[1:])))
 
-    def _opened(self, file: str) -> Any:
-        return safe_open(self.folder / file, framework="pt")
+    def _read(self, name: str, box: TensorSlice | None = None) -> Tensor:
+        file = self.where[name]
+        with closing(RegionReader(self._folder / file, self._headers[file])) as opened:
+            return opened.read(name, box).float()
 
 
 def _compare(
@@ -291,11 +285,11 @@ def _compare(
     *,
     floor: float = 0.0,
 ) -> Comparison:
-    """The largest difference over all pairs, relative to the largest value (at least `floor`) of the second ones."""
+    """Return the largest difference over all pairs, and relative to the largest value (at least `floor`) of theirs."""
     absolute, largest = 0.0, floor
     for ours, theirs in pairs:
         difference = (ours - theirs).abs().max().item()
-        # A nan anywhere must not be lost to a comparison.
+        # Written so that a nan is kept: comparisons with nan are false.
         absolute = difference if not difference <= absolute else absolute
         largest = max(largest, theirs.abs().max().item())
     return Comparison(what, absolute, absolute / largest if largest else absolute)
@@ -304,8 +298,8 @@ def _compare(
 def _accepted(comparison: Comparison) -> Comparison:
     if not comparison.relative <= TOLERANCE:
         raise CheckpointError(
-            f"{comparison.what}: transformers differs from the model that was trained by"
-            f" {comparison.relative:.1e} relative ({comparison.absolute:.1e} absolute), more than {TOLERANCE:g};"
-            " nothing was exported"
+            f"{comparison.what}: transformers differs from the trained model by {comparison.relative:.1e} relative"
+            f" ({comparison.absolute:.1e} absolute), more than the allowed {TOLERANCE:g}; nothing was exported, please"
+            " report this"
         )
     return comparison

@@ -1,4 +1,4 @@
-"""A checkpoint made of another project's files: by one process, one tensor in memory at a time."""
+"""Write a checkpoint from another project's files, in one process with one tensor in memory at a time."""
 
 import secrets
 import shutil
@@ -9,14 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.checkpoint.folder import (
-    partial_name,
-    publish,
-    published_name,
-    sync_folder,
-    write_durably,
-)
+from megalite.checkpoint.durable import sync_folder, write_durably
+from megalite.checkpoint.folder import partial_name, published_name
 from megalite.checkpoint.format import MANIFEST, Manifest, Shard, TensorEntry, check_coverage, to_json
+from megalite.checkpoint.publish import publish
 from megalite.checkpoint.tensor_file import TensorInfo, write_tensor_file
 from megalite.errors import CheckpointError
 from megalite.topology.axes import Layout
@@ -30,23 +26,23 @@ _FILE = "rank-00000.safetensors"
 def write_streamed(
     run_folder: Path,
     shape: ModelShape,
-    kinds: Sequence[str],
+    state_keys: Sequence[str],
     read: Callable[[str, str], Tensor],
     *,
     trainer_state: Mapping[str, int],
     optimizer: Mapping[str, Any],
     config: Mapping[str, Any],
 ) -> Path:
-    """Write every kind of every canonical tensor, in float32, as a checkpoint of a run; returns it.
+    """Write all canonical tensors under each state key, in fp32, as a checkpoint of a run; return its folder.
 
-    read: gives a kind's tensor, whole. Raises CheckpointError where it cannot be written; what `read` raises leaves
-    nothing behind either.
+    read: returns the whole tensor of (state key, canonical name). Raises CheckpointError if the checkpoint cannot be
+    written. On any error, also one of `read`, nothing is left behind.
     """
     folder, step = run_folder / "checkpoints", trainer_state["step"]
     partial = folder / partial_name(step, secrets.token_hex(4))
     try:
         partial.mkdir(parents=True)
-        tensors, size_bytes = _write(partial / _FILE, shape, kinds, read)
+        tensors, size_bytes = _write(partial / _FILE, shape, state_keys, read)
         manifest = Manifest(
             megalite=__version__,
             torch=torch.__version__,
@@ -64,23 +60,25 @@ def write_streamed(
         sync_folder(partial)
         publish(partial, folder / published_name(step))
     except OSError as error:
-        raise CheckpointError(f"{folder} cannot be written ({error}); free space or name another") from error
+        raise CheckpointError(
+            f"{folder} cannot be written ({error}); free space or name another folder"
+        ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return folder / published_name(step)
 
 
 def _write(
-    path: Path, shape: ModelShape, kinds: Sequence[str], read: Callable[[str, str], Tensor]
+    path: Path, shape: ModelShape, state_keys: Sequence[str], read: Callable[[str, str], Tensor]
 ) -> tuple[dict[str, dict[str, TensorEntry]], int]:
-    """The file, and what the manifest has to say of it: the entries, and its size in bytes."""
+    """Write the file; return the manifest's entries, state key -> name -> entry, and the file's size in bytes."""
     shapes = canonical_tensors(shape)
-    keys = {f"{kind}/{name}": (kind, name) for kind in kinds for name in shapes}
+    keys = {f"{state_key}/{name}": (state_key, name) for state_key in state_keys for name in shapes}
     infos = {key: TensorInfo(torch.float32, shapes[name]) for key, (_, name) in keys.items()}
     hashes, size_bytes = write_tensor_file(path, infos, lambda key: read(*keys[key]).float())
-    tensors: dict[str, dict[str, TensorEntry]] = {kind: {} for kind in kinds}
-    for key, (kind, name) in keys.items():
+    tensors: dict[str, dict[str, TensorEntry]] = {state_key: {} for state_key in state_keys}
+    for key, (state_key, name) in keys.items():
         full = shapes[name]
         shard = Shard(path.name, key, (0,) * len(full), full, None, hashes[key])
-        tensors[kind][name] = TensorEntry(full, "float32", (shard,))
+        tensors[state_key][name] = TensorEntry(full, "float32", (shard,))
     return tensors, size_bytes

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megalite.config.schema import DataConfig, RunConfig
+from megalite.config.schema import RunConfig
+from megalite.config.text_sections import DataConfig
 from megalite.data.corpus import Corpus
 from megalite.data.documents import require_ends
 from megalite.data.prepare import Preparation, Progress, prepare_outputs, prepared_facts

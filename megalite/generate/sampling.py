@@ -1,4 +1,4 @@
-"""From logits to the next token: pure functions of the logits, the settings and one random number."""
+"""Sample the next token from logits: pure functions of the logits, the settings and a counter-based random number."""
 
 from dataclasses import dataclass
 
@@ -11,10 +11,10 @@ from megalite.parallel.random import key_of
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn.
+    """How the next token is sampled.
 
-    temperature: 0 takes the likeliest. top_k: from the k likeliest only; 0: all. top_p: from the fewest that
-    together have at least this probability (Holtzman et al. 2020, "nucleus sampling"). seed: of the draws.
+    temperature: 0 is greedy. top_k: sample from the k most likely tokens; 0: all. top_p: sample from the fewest tokens
+    whose total probability is at least top_p (nucleus sampling, Holtzman et al. 2020). seed: random seed.
     """
 
     temperature: float = 0.0
@@ -27,7 +27,7 @@ GREEDY = Sampling()
 
 
 def next_token(logits: Tensor, sampling: Sampling, position: int) -> int:
-    """The token at `position` from the logits [V] before it; the same on every rank that has the same logits."""
+    """Return the token at `position`, sampled from the logits [V]; the same on all ranks with the same logits."""
     if sampling.temperature == 0:
         return int(logits.argmax())
     cumulated = probabilities(logits, sampling).cumsum(0)
@@ -36,7 +36,7 @@ def next_token(logits: Tensor, sampling: Sampling, position: int) -> int:
 
 
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
-    """[V] -> [V] in float64: temperature, then top-k, then top-p; those left out have 0."""
+    """Return float64 probabilities [V] for logits [V], after temperature, top-k and top-p; excluded tokens have 0."""
     scaled = logits.double() / sampling.temperature
     if 0 < sampling.top_k < len(scaled):
         least = scaled.topk(sampling.top_k).values[-1]
@@ -44,7 +44,7 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     chances = scaled.softmax(0)
     if sampling.top_p < 1:
         ordered, order = chances.sort(descending=True, stable=True)
-        # Those that the more likely ones alone do not suffice for; the first always stays.
+        # Exclude a token if the more likely ones already reach top_p; the most likely token always stays.
         beyond = ordered.cumsum(0) - ordered >= sampling.top_p
         beyond[0] = False
         chances = chances.masked_fill(torch.zeros_like(beyond).scatter(0, order, beyond), 0)
@@ -52,7 +52,7 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def uniform(seed: int, position: int) -> Tensor:
-    """A number in [0, 1) that depends on the seed and the position only."""
+    """Return a random number in [0, 1) that depends only on seed and position."""
     words = philox(
         (torch.tensor(position), torch.tensor(0), torch.tensor(0), torch.tensor(0)), key_of(seed, "generate")
     )

@@ -11,8 +11,8 @@ import torch
 from megalite.checkpoint.folder import find_best, read_manifest
 from megalite.checkpoint.load import intact_instead
 from megalite.checkpoint.save import explain
-from megalite.config.load import write_resolved
 from megalite.config.schema import RunConfig
+from megalite.config.write import write_resolved
 from megalite.convert.huggingface.export import export
 from megalite.convert.huggingface.files import local_folder
 from megalite.data.loader import StepLoader

@@ -7,7 +7,8 @@ from functools import partial
 from pathlib import Path
 
 from megalite.checkpoint.background import BackgroundWriter, Written
-from megalite.checkpoint.folder import published_name, remove_older, write_best
+from megalite.checkpoint.folder import published_name
+from megalite.checkpoint.publish import remove_older, write_best
 from megalite.checkpoint.save import Draft, write_draft
 from megalite.checkpoint.staging import Staging
 from megalite.config.deepspeed.read import offload_devices
@@ -96,7 +97,7 @@ class RunSaver:
         settings = self._trainer.config.checkpoint
         if settings.keep_last is not None:
             keep, every = settings.keep_last, settings.keep_every
-            remove_older(self._folder, step, keep=keep, every=every, spared=self._spared)
+            remove_older(self._folder, step, keep=keep, every=every, protected=self._spared)
 
     def _point_to(self, best_step: int | None) -> None:
         if self._trainer.config.checkpoint.best and best_step is not None:

@@ -85,7 +85,7 @@ def test_config_show_is_the_run_as_toml_with_origins(
     assert origins["micro_batches = 4"] == "derived"
     assert origins["workers = 2"] == "default"
 
-    handed = shown.split("# DeepSpeed is handed:\n")[1]
+    handed = shown.split("# DeepSpeed's configuration:\n")[1]
     config = load_run(QUICKSTART, ["--training.steps", "70"]).config
     assert json.loads(handed.replace("# ", "")) == config.deepspeed_json()
 
@@ -128,8 +128,8 @@ def test_a_bad_run_is_one_block_on_stderr_and_exit_code_2(
             "  training.micro_batchsize: unknown key; did you mean training.micro_batch_size?\n"
             "  parallel.tensor: 6 neither divides model.num_key_value_heads = 4 nor is a multiple of it; "
             "use one of [1, 2, 4, 12]\n"
-            "  training.micro_batch_size: the batch has only training.global_batch_size = 32 (run.toml); "
-            "set one of training.micro_batch_size, training.micro_batches\n"
+            "  training.micro_batch_size: training.global_batch_size = 32 (run.toml) alone does not determine the batch"
+            "; set one of training.micro_batch_size, training.micro_batches\n"
         )
 
 

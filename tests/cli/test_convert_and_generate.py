@@ -50,7 +50,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_inspect_tells_what_is_there_without_torch(run_folder: Path) -> None:
     said = inspected_without_torch(run_folder)
     for fact in (
-        "step-000020: whole, every element of every tensor once",
+        "step-000020: complete, each element is stored exactly once",
         "step 20, 160 sequences, 1,920 tokens",
         "written by tensor 1 x pipeline 1 x data 1, layers 0-1",
         "model.layers.1.self_attn.k_proj.weight 24 x 48 float32 1 shard",
@@ -118,7 +118,7 @@ def inspected_without_torch(path: Path) -> str:
 
 
 def test_inspect_refuses_what_is_broken(run_folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="neither a checkpoint nor a run's folder"):
+    with pytest.raises(CheckpointError, match="neither a checkpoint nor a run folder"):
         convert.run(["inspect", str(tmp_path)])
 
 
@@ -234,7 +234,7 @@ def test_generate_finds_the_tokenizer_of_the_run(run_folder: Path, capsys: pytes
 def test_a_checkpoint_without_a_tokenizer_says_so(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     shape = tiny_shape(layers=1)
     checkpoint = save_stage(tmp_path, shape, lively_stage(shape))
-    with pytest.raises(CheckpointError, match=r"no tokenizer was found beside .*--tokenizer"):
+    with pytest.raises(CheckpointError, match=r"no tokenizer was found for .*--tokenizer"):
         generate.run([str(checkpoint), "--prompt", "x"])
     assert convert.run(["export", str(checkpoint), str(tmp_path / "out"), "--dtype", "bfloat16"]) == 0
     assert "no tokenizer was found" in capsys.readouterr().out

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megalite.checkpoint.format import WEIGHT
-from megalite.checkpoint.tensor_file import CheckpointReader
+from megalite.checkpoint.reader import CheckpointReader
 from megalite.cli import convert
 from tests.support.megatron_writer import Written, write_megatron
 from tests.support.tiny import tiny_shape

@@ -109,7 +109,7 @@ def test_parts_by_share_without_short_documents(
     options = ["--split", "0.5", "0.25", "0.25", "--min-length", "5", "--seed", "3"]
     assert data.run([*prepare, *options]) == 0
     printed = capsys.readouterr().out
-    assert "(1 shorter ones left out)" in printed
+    assert "(1 shorter ones skipped)" in printed
     parts = [TokenFile.open(tmp_path / f"x-{name}").num_documents for name in ("train", "validation", "test")]
     assert sum(parts) == 40 and min(parts) > 0
     assert data.run([*prepare, *options]) == 0

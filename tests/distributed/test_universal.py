@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from megalite.checkpoint.tensor_file import CheckpointReader
+from megalite.checkpoint.reader import CheckpointReader
 from megalite.cli import convert
 from megalite.config.huggingface import shape_of_folder
 from megalite.convert.huggingface.export import read_family_tensor

@@ -11,8 +11,9 @@ from torch import Tensor
 from megalite.checkpoint.folder import find_latest
 from megalite.checkpoint.format import WEIGHT
 from megalite.checkpoint.load import load_checkpoint
+from megalite.checkpoint.reader import CheckpointReader
+from megalite.checkpoint.regions import full_box
 from megalite.checkpoint.save import save_checkpoint
-from megalite.checkpoint.tensor_file import CheckpointReader, full_box
 from megalite.topology.axes import Layout
 from megalite.topology.parameter_groups import ParameterGroup
 from megalite.topology.parameters import canonical_tensors

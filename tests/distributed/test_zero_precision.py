@@ -14,8 +14,8 @@ from torch import Tensor
 
 from megalite.checkpoint.folder import find_latest, read_manifest
 from megalite.checkpoint.load import load_checkpoint
+from megalite.checkpoint.reader import CheckpointReader
 from megalite.checkpoint.save import save_checkpoint
-from megalite.checkpoint.tensor_file import CheckpointReader
 from megalite.data.loader import StepLoader
 from megalite.errors import TrainingError
 from megalite.parallel.mesh import ParallelMesh

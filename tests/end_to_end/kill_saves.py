@@ -38,8 +38,9 @@ from typing import Any
 import torch
 
 from megalite.checkpoint.background import BackgroundWriter
-from megalite.checkpoint.folder import find_latest, read_manifest, remove_older
+from megalite.checkpoint.folder import find_latest, read_manifest
 from megalite.checkpoint.load import load_checkpoint
+from megalite.checkpoint.publish import remove_older
 from megalite.checkpoint.save import draft_checkpoint, write_draft
 from megalite.launcher.process import die_with_parent
 from megalite.parallel.mesh import ParallelMesh, connect

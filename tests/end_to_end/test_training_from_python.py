@@ -179,7 +179,9 @@ def test_what_a_call_sets_is_checked_like_the_file(run_file: Path) -> None:
     with pytest.raises(ConfigError, match=r"training\.micro_batchsize: unknown key; did you mean") as raised:
         load_config(run_file, training={"micro_batchsize": 1}, model={"family": "lama"})
     assert len(raised.value.problems) == 2
-    with pytest.raises(ConfigError, match=r"steps: 5 stands for a section; write steps=\{key: value\}"):
+    with pytest.raises(
+        ConfigError, match=r"steps: is 5, but should be a section; write steps=\{.key.: value\}"
+    ):
         load_config(run_file, steps=5)
     config = load_config(run_file, **{"training.steps": None, "training": {"epochs": 1}})
     assert (config.training.steps, config.training.epochs) == (None, 1.0)

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from megalite.checkpoint.folder import published_name, read_manifest
 from megalite.checkpoint.format import Manifest
+from megalite.checkpoint.reader import CheckpointReader
+from megalite.checkpoint.regions import full_box
 from megalite.checkpoint.save import write_draft
-from megalite.checkpoint.tensor_file import CheckpointReader, full_box
 from megalite.data.loader import StepLoader
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.state import EMA, MASTER, WEIGHT

@@ -1,4 +1,4 @@
-"""DeepSpeed's settings as they are written: in a JSON file, or as tables of RUN.toml."""
+"""Read DeepSpeed's settings from a JSON file or from tables in RUN.toml."""
 
 import json
 import math
@@ -12,14 +12,14 @@ from megalite.config.toml import shown
 from megalite.errors import Problem
 
 AUTO = "auto"
-"""In DeepSpeed's JSON: what the trainer says."""
+"""A value in DeepSpeed's JSON that the trainer fills in."""
 OURS = ("config", "native_optimizer")
-"""Keys of [deepspeed] that are not DeepSpeed's."""
+"""Keys of [deepspeed] that belong to megalite, not to DeepSpeed."""
 
 
 @dataclass
 class Block:
-    """DeepSpeed's settings, and how to name one of them in an error and as an origin."""
+    """DeepSpeed's settings, and the file they were read from; None: they are tables of RUN.toml."""
 
     values: dict[str, Any]
     file: str | None
@@ -31,7 +31,7 @@ class Block:
         return f"{path} in {self.file}" if self.file else f"deepspeed.{path}"
 
     def take(self, draft: Draft, path: str, section: str, key: str, value: Any) -> None:
-        """Set `section.key` to what stands at `path`; a different value that is there already is a problem."""
+        """Set `section.key` to `value`, found at `path`; add a problem if the key already has another value."""
         if value is None or value == AUTO:
             return
         if not draft.has(section, key):
@@ -46,7 +46,7 @@ class Block:
 
 
 def read_block(draft: Draft, section: dict[str, Any], run_folder: Path) -> Block:
-    """The file that deepspeed.config names with flags laid over it, or the tables written in its place."""
+    """Return the settings of the file that deepspeed.config names, with flags applied, or those of RUN.toml."""
     inline = {key: value for key, value in section.items() if key not in OURS}
     given = section.get("config")
     if given is None:
@@ -58,7 +58,7 @@ def read_block(draft: Draft, section: dict[str, Any], run_folder: Path) -> Block
     if beside:
         draft.problem(
             "deepspeed.config",
-            f"stands beside deepspeed.{beside[0]}",
+            f"is set together with deepspeed.{beside[0]}",
             f"move {', '.join(beside)} into {given}",
         )
     path = Path(given)
@@ -99,7 +99,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands there twice")
+        raise ValueError(f"it has the key {next(key for key in keys if keys.count(key) > 1)!r} twice")
     return found
 
 
@@ -117,24 +117,24 @@ def _merged(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """null stands for "not set", for which TOML has no word, so that it is left out."""
+    """Return `value` without the keys that are null: null means "not set", and TOML cannot express it."""
     if isinstance(value, dict):
         return {key: _without_nulls(each) for key, each in value.items() if each is not None}
     return value
 
 
 def _value_problems(block: Block, value: Any, path: str) -> Iterator[Problem]:
-    """What JSON cannot hold: TOML's dates and infinities, and nulls in lists, which a TOML file could not repeat."""
+    """Yield values that JSON or TOML cannot express: dates, infinities, nan, and null in a list."""
     if isinstance(value, dict):
         for key, each in value.items():
             yield from _value_problems(block, each, f"{path}.{key}" if path else key)
     elif isinstance(value, list):
         for each in value:
             if each is None:
-                yield Problem(block.key(path), "has a null in a list", "take it out")
+                yield Problem(block.key(path), "has a null in a list", "remove it")
             else:
                 yield from _value_problems(block, each, path)
     elif isinstance(value, float) and not math.isfinite(value):
         yield Problem(block.key(path), f"{value} is not a finite number")
     elif value is not None and not isinstance(value, str | int | float):
-        yield Problem(block.key(path), f"{shown(value)} is of a kind that JSON has not", "write it as text")
+        yield Problem(block.key(path), f"{shown(value)} has a type that JSON lacks", "write it as text")

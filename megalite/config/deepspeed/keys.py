@@ -1,7 +1,7 @@
-"""The keys that DeepSpeed 0.19.8 reads, block by block, since it accepts others without a word.
+"""The keys that DeepSpeed 0.19.8 reads, block by block; DeepSpeed itself ignores unknown keys silently.
 
-From its sources: runtime/config.py and runtime/constants.py for the top level, the pydantic models and constants of
-each block for the rest (a test compares them with the installed ones). A block that is not listed is free in form.
+Sources: DeepSpeed's runtime/config.py and runtime/constants.py for the top level, the pydantic models and constants of
+each block for the rest (a test compares them with the installed ones). A block that is not listed may hold any key.
 """
 
 VERSION = "0.19.8"
@@ -333,20 +333,20 @@ KEYS: dict[str, tuple[str, ...]] = {
     ),
 }
 
-# What earlier versions read and this one refuses to start with, in its words shortened.
+# Keys of earlier versions with which DeepSpeed 0.19.8 refuses to start -> remedy.
 REMOVED: dict[str, str] = {
     "amp": "use fp16, bf16 or torch_autocast",
     "compression_training": "the model would train uncompressed",
     "curriculum_learning": "use data_efficiency.data_sampling.curriculum_learning",
-    "eigenvalue": "take it out",
+    "eigenvalue": "remove it",
     "elasticity": "set the batch sizes themselves",
-    "graph_harvesting": "take it out",
-    "nebula": "take it out",
-    "progressive_layer_drop": "take it out",
-    "quantize_training": "take it out",
-    "sparse_attention": "take it out",
-    "sparse_gradients": "take it out",
-    "zero_optimization.mics_hierarchical_params_gather": "take it out",
-    "zero_optimization.mics_shard_size": "take it out",
-    "zero_optimization.zeropp_loco_param": "take it out",
+    "graph_harvesting": "remove it",
+    "nebula": "remove it",
+    "progressive_layer_drop": "remove it",
+    "quantize_training": "remove it",
+    "sparse_attention": "remove it",
+    "sparse_gradients": "remove it",
+    "zero_optimization.mics_hierarchical_params_gather": "remove it",
+    "zero_optimization.mics_shard_size": "remove it",
+    "zero_optimization.zeropp_loco_param": "remove it",
 }

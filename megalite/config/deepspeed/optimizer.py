@@ -1,4 +1,4 @@
-"""The optimizer and scheduler blocks of DeepSpeed's JSON, read into [optimizer]; what they leave out stays ours."""
+"""Read the optimizer and scheduler blocks of DeepSpeed's JSON into [optimizer]."""
 
 from typing import Any
 
@@ -15,20 +15,20 @@ _OPTIMIZER_PARAMS = {
     "weight_decay": "weight_decay",
     "momentum": "momentum",
 }
-# Variants of the update that torch's optimizers are not asked for here: key -> the only value that is run.
+# Options of the update: key -> the only supported value.
 _FIXED_PARAMS = {"amsgrad": False, "bias_correction": True, "dampening": 0, "nesterov": False}
 _SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 
 
 def read_optimizer(draft: Draft, block: Block, table: Any) -> None:
-    """AdamW, Adam and SGD with their parameters."""
+    """Read AdamW, Adam or SGD with its parameters; add a problem for another optimizer or an unsupported option."""
     if not isinstance(table, dict):
         return
     kind = table.get("type", AUTO)
     name = _OPTIMIZERS.get(str(kind).lower())
     if kind != AUTO and name is None:
         remedy = did_you_mean(str(kind), ("AdamW", "Adam", "SGD")) or "use AdamW or SGD"
-        draft.problem(block.key("optimizer.type"), f"{shown(kind)} is not run by megalite", remedy)
+        draft.problem(block.key("optimizer.type"), f"{shown(kind)} is not supported by megalite", remedy)
     block.take(draft, "optimizer.type", "optimizer", "name", name)
     params = table.get("params")
     if not isinstance(params, dict):
@@ -39,7 +39,7 @@ def read_optimizer(draft: Draft, block: Block, table: Any) -> None:
         if params.get(theirs, AUTO) not in (AUTO, only):
             draft.problem(
                 block.key(f"optimizer.params.{theirs}"),
-                f"{shown(params[theirs])} is not run",
+                f"{shown(params[theirs])} is not supported",
                 f"use {shown(only)}",
             )
     if "max_grad_norm" in params:
@@ -49,7 +49,7 @@ def read_optimizer(draft: Draft, block: Block, table: Any) -> None:
     if coupled and params.get("weight_decay") != 0:
         key = block.key("optimizer.params.adam_w_mode")
         draft.problem(
-            key, "Adam with weight decay in the gradient is not run", "use AdamW, or weight_decay 0"
+            key, "Adam with weight decay in the gradient is not supported", "use AdamW, or weight_decay 0"
         )
 
 
@@ -61,7 +61,7 @@ def read_scheduler(draft: Draft, block: Block, table: Any) -> None:
     schedule = _SCHEDULES.get(kind) if isinstance(kind, str) else None
     if kind != AUTO and schedule is None:
         remedy = did_you_mean(str(kind), _SCHEDULES) or f"use one of {', '.join(_SCHEDULES)}"
-        draft.problem(block.key("scheduler.type"), f"{shown(kind)} is not run by megalite", remedy)
+        draft.problem(block.key("scheduler.type"), f"{shown(kind)} is not supported by megalite", remedy)
         return
     block.take(draft, "scheduler.type", "optimizer", "schedule", schedule)
     params = table.get("params")
@@ -82,15 +82,17 @@ def read_scheduler(draft: Draft, block: Block, table: Any) -> None:
     for theirs in ("warmup_min_lr", "warmup_min_ratio"):
         if params.get(theirs, AUTO) not in (AUTO, 0):
             draft.problem(
-                block.key(f"scheduler.params.{theirs}"), f"{shown(params[theirs])} is not run", "use 0"
+                block.key(f"scheduler.params.{theirs}"), f"{shown(params[theirs])} is not supported", "use 0"
             )
     warmup_type = params.get("warmup_type")
     if warmup_type not in (None, AUTO, "linear"):
         draft.problem(
-            block.key("scheduler.params.warmup_type"), f"{shown(warmup_type)} is not run", 'use "linear"'
+            block.key("scheduler.params.warmup_type"),
+            f"{shown(warmup_type)} is not supported",
+            'use "linear"',
         )
     elif warmup_type is None and schedule is not None:
         key = block.key("scheduler.params.warmup_type")
         draft.notes.append(
-            f"{key} is not set: the warm-up is linear here, and logarithmic by DeepSpeed's default"
+            f"{key} is not set: megalite's warm-up is linear, DeepSpeed's default is logarithmic"
         )

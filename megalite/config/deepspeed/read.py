@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON: every key checked, what says the same as our sections read into them, the rest passed on."""
+"""Check every key of DeepSpeed's JSON, read those that megalite has a setting for, pass the others on."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -8,6 +8,7 @@ from megalite.config.deepspeed.json_file import AUTO, OURS, Block, read_block
 from megalite.config.deepspeed.keys import KEYS, REMOVED, VERSION
 from megalite.config.deepspeed.optimizer import read_optimizer, read_scheduler
 from megalite.config.draft import Draft, did_you_mean
+from megalite.config.schema import DEEPSPEED_LOSS_SCALE
 from megalite.config.toml import shown
 from megalite.errors import Problem
 
@@ -17,45 +18,38 @@ _BATCH = {
     "gradient_accumulation_steps": "micro_batches",
 }
 
-_LOSS_SCALE = {
-    "loss_scale": "loss_scale",
-    "initial_scale_power": "initial_loss_scale_power",
-    "loss_scale_window": "loss_scale_window",
-    "hysteresis": "loss_scale_hysteresis",
-    "min_loss_scale": "minimum_loss_scale",
-}
 
-# What would change the training if it were passed on, or would silently do nothing: key -> harmless values, remedy.
+# Keys that would change the training if passed on, or have no effect: key -> (values without effect, remedy).
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "autotuning.enabled": ((False,), "take it out"),
-    "compile.deepcompile": ((False,), "take it out"),
-    "data_efficiency.enabled": ((False,), "take it out"),
+    "autotuning.enabled": ((False,), "remove it"),
+    "compile.deepcompile": ((False,), "remove it"),
+    "data_efficiency.enabled": ((False,), "remove it"),
     "data_parallel_size": ((), "set parallel.data"),
-    "expert_parallel.enabled": ((False,), "take it out"),
-    "gradient_allreduce_op": (("mean",), 'use "mean", on which the loss is weighted'),
-    "hybrid_engine.enabled": ((False,), "take it out"),
+    "expert_parallel.enabled": ((False,), "remove it"),
+    "gradient_allreduce_op": (("mean",), 'use "mean", which the weights of the loss assume'),
+    "hybrid_engine.enabled": ((False,), "remove it"),
     "pipeline": (({},), "set parallel.pipeline and parallel.schedule"),
-    "sequence_parallel_size": ((1,), "take it out"),
+    "sequence_parallel_size": ((1,), "remove it"),
     "tensor_parallel.autotp_size": ((0,), "set parallel.tensor"),
     "torch_autocast.enabled": ((False,), "set training.precision"),
-    "weight_quantization": (({},), "take it out"),
-    "zero_optimization.compute_grad_norm": ((True,), "take it out: the norm is reported at every step"),
+    "weight_quantization": (({},), "remove it"),
+    "zero_optimization.compute_grad_norm": ((True,), "remove it: every step reports the norm"),
     "zero_optimization.cpu_offload": ((False,), 'the name is now offload_optimizer: {"device": "cpu"}'),
     "zero_optimization.cpu_offload_param": ((False,), 'the name is now offload_param: {"device": "cpu"}'),
-    "zero_optimization.zenflow": ((), "take it out"),
+    "zero_optimization.zenflow": ((), "remove it"),
 }
-# What does no harm and no good here: key -> why.
+# Keys without effect in megalite: key -> why.
 _IDLE = {
-    "activation_checkpointing": "training.recompute is what recomputes here",
-    "checkpoint": "checkpoints are megalite's own",
-    "datastates_ckpt": "checkpoints are megalite's own",
-    "dataloader_drop_last": "the data is loaded by megalite",
+    "activation_checkpointing": "use training.recompute",
+    "checkpoint": "megalite writes its own checkpoints",
+    "datastates_ckpt": "megalite writes its own checkpoints",
+    "dataloader_drop_last": "megalite loads the data",
 }
 _OFFLOADS = ("offload_optimizer", "offload_param")
 
 
 def apply_deepspeed(draft: Draft, run_folder: Path) -> None:
-    """Replace [deepspeed] by what is passed on to DeepSpeed, and fill our sections with what it says of them."""
+    """Move the settings that megalite owns from [deepspeed] to their sections; leave there what DeepSpeed is handed."""
     section = draft.values.get("deepspeed")
     if not isinstance(section, dict):
         return
@@ -74,7 +68,7 @@ def apply_deepspeed(draft: Draft, run_folder: Path) -> None:
     read_scheduler(draft, block, passed_on.pop("scheduler", None))
     for always_ours in ("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"):
         passed_on.pop(always_ours, None)
-    # The file that `config` names has been read by now.
+    # The file that `config` names has been read, so its path is dropped.
     ours = {key: section[key] for key in OURS if key in section and key != "config"}
     draft.values["deepspeed"] = ours | {key: value for key, value in passed_on.items() if value != AUTO}
     for key in passed_on:
@@ -82,7 +76,7 @@ def apply_deepspeed(draft: Draft, run_folder: Path) -> None:
 
 
 def offload_devices(zero: object) -> dict[str, Any]:
-    """Which tables of `zero_optimization` ask for offload, and where to."""
+    """Return the tables of `zero_optimization` that ask for offload -> their device."""
     tables = {name: zero.get(name) for name in _OFFLOADS} if isinstance(zero, Mapping) else {}
     devices = {
         name: table.get("device", "none") for name, table in tables.items() if isinstance(table, Mapping)
@@ -120,18 +114,22 @@ def _refused(block: Block) -> Iterator[Problem]:
         for key in path.split("."):
             value = value.get(key) if isinstance(value, dict) else None
         if value is not None and value != AUTO and not any(value == each for each in harmless):
-            yield Problem(block.key(path), "is not run by megalite", remedy)
+            yield Problem(block.key(path), "is not supported by megalite", remedy)
 
 
 def _zero_problems(block: Block) -> Iterator[Problem]:
     zero = block.values.get("zero_optimization", {})
     if isinstance(zero, bool):
-        yield Problem(block.key("zero_optimization"), "true and false are an old form", 'write {"stage": 1}')
+        yield Problem(
+            block.key("zero_optimization"), "true and false are no longer accepted", 'write {"stage": 1}'
+        )
     elif isinstance(zero, dict):
         stage = zero.get("stage", 0)
         if isinstance(stage, bool) or not isinstance(stage, int) or not 0 <= stage <= 3:
             yield Problem(
-                block.key("zero_optimization.stage"), f"{shown(stage)} is no stage", "use 0, 1, 2 or 3"
+                block.key("zero_optimization.stage"),
+                f"{shown(stage)} is not a ZeRO stage",
+                "use 0, 1, 2 or 3",
             )
 
 
@@ -141,7 +139,7 @@ def _read_batch(draft: Draft, block: Block, passed_on: dict[str, Any]) -> None:
 
 
 def _read_precision(draft: Draft, block: Block, passed_on: dict[str, Any]) -> None:
-    """fp16.enabled and bf16.enabled against training.precision; the rest of the two blocks is passed on."""
+    """Read fp16.enabled and bf16.enabled into training.precision; pass the rest of the two blocks on."""
     enabled: list[str] = []
     given = draft.section("training").get("precision", AUTO)
     for name, precision in (("fp16", "fp16"), ("bf16", "bf16"), ("bfloat16", "bf16")):
@@ -168,12 +166,12 @@ def _read_precision(draft: Draft, block: Block, passed_on: dict[str, Any]) -> No
         if rest:
             passed_on[precision] = rest
     if len(enabled) > 1:
-        draft.problem(block.key(enabled[0]), f"is true beside {enabled[1]}", "enable one of them")
+        draft.problem(block.key(enabled[0]), f"and {enabled[1]} are both true", "enable only one of them")
 
 
 def _read_loss_scale(draft: Draft, block: Block, fp16: dict[str, Any]) -> None:
-    """Move the loss scale's settings out of the fp16 block; 0 is DeepSpeed's word for a dynamic scale."""
-    for theirs, ours in _LOSS_SCALE.items():
+    """Move the loss scale's settings out of the fp16 block; DeepSpeed writes a dynamic scale as 0."""
+    for theirs, ours in DEEPSPEED_LOSS_SCALE.items():
         value = fp16.pop(theirs, None)
         dynamic = theirs == "loss_scale" and value == 0 and not isinstance(value, bool)
         block.take(draft, f"fp16.{theirs}", "training", ours, "dynamic" if dynamic else value)

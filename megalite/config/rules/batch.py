@@ -1,17 +1,17 @@
-"""How many replicas there are, and how a global batch is cut up: the numbers, or the problem with them."""
+"""Data-parallel size and batch sizes: compute the missing ones, or say what is wrong with them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megalite.config.facts import Facts, Unknown
 from megalite.config.schema import BatchPlan
-from megalite.config.validate import Facts, Unknown
 from megalite.errors import Problem
 
 _GLOBAL, _SIZE, _COUNT = "training.global_batch_size", "training.micro_batch_size", "training.micro_batches"
 
 
 def data_size(facts: Facts) -> int:
-    """Data-parallel replicas. Raises Unknown where the layout does not fit the ranks that were started."""
+    """Return the number of data-parallel replicas. Raises Unknown if the layout does not fit the started ranks."""
     replica = facts.parallel.tensor * facts.parallel.pipeline
     if facts.parallel.data == "auto":
         if facts.world_size is None:
@@ -26,15 +26,15 @@ def data_size(facts: Facts) -> int:
 
 @dataclass(frozen=True)
 class BatchProblem(Exception):
-    """The batch numbers contradict each other or do not suffice."""
+    """The batch sizes contradict each other, or too few are set."""
 
     problem: Problem
 
 
 def plan_batch(facts: Facts) -> BatchPlan:
-    """global_batch_size = micro_batch_size * micro_batches * data, one of the first three found from the others.
+    """Solve global_batch_size = micro_batch_size * micro_batches * data for the one of the first three not set.
 
-    Raises BatchProblem, and Unknown where one of the numbers is wrong in itself.
+    Raises BatchProblem; Unknown if one of the settings is invalid.
     """
     training, data = facts.training, data_size(facts)
     size, count, total = training.micro_batch_size, training.micro_batches, training.global_batch_size
@@ -44,7 +44,7 @@ def plan_batch(facts: Facts) -> BatchPlan:
         raise BatchProblem(_contradiction(facts, total, size, count, data))
     if total is None or (size is None and count is None):
         if "deepspeed" in facts.incomplete:
-            raise Unknown("the batch numbers of a JSON that cannot be read")
+            raise Unknown("the batch sizes of a JSON that cannot be read")
         raise BatchProblem(_too_few(facts))
     known_name, known = (_SIZE, size) if size is not None else (_COUNT, count)
     assert known is not None
@@ -85,12 +85,12 @@ def _too_few(facts: Facts) -> Problem:
     found = {key: getattr(facts.training, key.removeprefix("training.")) for key in (_GLOBAL, _SIZE, _COUNT)}
     given = [f"{key} = {value} {facts.source(key)}" for key, value in found.items() if value is not None]
     others = [key for key, value in found.items() if value is None]
-    message = f"the batch has only {given[0]}" if given else "the size of the batch is not set"
+    message = f"{given[0]} alone does not determine the batch" if given else "the batch size is not set"
     return Problem(others[0], message, f"set {'one' if given else 'two'} of {', '.join(others)}")
 
 
 def _data(facts: Facts, data: int) -> str:
-    """`data 2 (8 ranks / tensor 2 / pipeline 2)`: the number and where it came from."""
+    """Return the data-parallel size and its origin: "data 2 (8 ranks / tensor 2 / pipeline 2)"."""
     if facts.parallel.data != "auto":
         return f"data {data} {facts.source('parallel.data')}"
     if facts.world_size is None:

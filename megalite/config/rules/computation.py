@@ -1,23 +1,23 @@
-"""Rules and notes over how a step is computed: dropout, recompute, torch.compile, sequence parallelism."""
+"""Rules and notes on how a step is computed: dropout, recompute, torch.compile, sequence parallelism, offload."""
 
 from collections.abc import Iterator
 
 from megalite.config.deepspeed.read import offload_devices
-from megalite.config.validate import Facts
+from megalite.config.facts import Facts
 from megalite.errors import Problem
 from megalite.topology.schedules import SCHEDULES
 
 
 def notes_of(facts: Facts) -> list[str]:
-    """What a run without problems should be told of its settings."""
+    """Return messages about costs and settings without effect, for a run without problems."""
     return [note for notes in NOTES for note in notes(facts)]
 
 
 def recomputed_layers_are_chosen_once(facts: Facts) -> Iterator[Problem]:
     layers, ratio = facts.training.recompute_layers, facts.training.recompute_ratio
     if layers is not None and ratio is not None:
-        message = f"{layers} stands beside training.recompute_ratio = {ratio}"
-        yield Problem("training.recompute_layers", message, "set one of the two")
+        message = f"{layers} and training.recompute_ratio = {ratio} are both set"
+        yield Problem("training.recompute_layers", message, "set only one of them")
 
 
 def chosen_layers_are_recomputed(facts: Facts) -> Iterator[Problem]:
@@ -26,7 +26,7 @@ def chosen_layers_are_recomputed(facts: Facts) -> Iterator[Problem]:
     for name in ("recompute_layers", "recompute_ratio"):
         value = getattr(facts.training, name)
         if value is not None:
-            message = f'{value} has no meaning beside training.recompute = "none"'
+            message = f'{value} has no effect with training.recompute = "none"'
             yield Problem(f"training.{name}", message, 'set training.recompute to "full" or "selective"')
 
 
@@ -37,28 +37,35 @@ def compiled_layers_fit_the_schedule(facts: Facts) -> Iterator[Problem]:
     if SCHEDULES[name].splits_backward:
         others = ", ".join(f'"{each}"' for each in SCHEDULES if not SCHEDULES[each].splits_backward)
         message = (
-            f'true: a compiled layer computes both gradients at once, which parallel.schedule = "{name}" asks for '
-            "apart, so torch refuses it"
+            f'true does not work with parallel.schedule = "{name}", which computes input and weight gradients '
+            "separately: a compiled layer computes them together"
         )
-        yield Problem("training.compile", message, f"use one of {others}, or leave it out")
+        remedy = f"use one of the schedules {others}, or training.compile = false"
+        yield Problem("training.compile", message, remedy)
 
 
 def compiled_layers_hold_no_collectives(facts: Facts) -> Iterator[Problem]:
     if facts.training.compile and facts.parallel.tensor > 1:
-        message = f"true: the collectives of parallel.tensor = {facts.parallel.tensor} are not compiled"
-        yield Problem("training.compile", message, "use parallel.tensor 1, or leave it out")
+        message = (
+            f"true does not work with parallel.tensor = {facts.parallel.tensor}: collectives are not compiled"
+        )
+        yield Problem("training.compile", message, "use parallel.tensor 1, or training.compile = false")
 
 
 def compiled_layers_are_recomputed_whole(facts: Facts) -> Iterator[Problem]:
     if facts.training.compile and facts.training.recompute == "selective":
-        message = 'true: a compiled layer has no attention to recompute, and training.recompute = "selective"'
-        yield Problem("training.compile", message, 'use training.recompute "full" or "none", or leave it out')
+        message = (
+            'true does not work with training.recompute = "selective": the attention of a compiled layer cannot be '
+            "recomputed alone"
+        )
+        remedy = 'use training.recompute "full" or "none", or training.compile = false'
+        yield Problem("training.compile", message, remedy)
 
 
 def compiled_layers_hold_their_weights(facts: Facts) -> Iterator[Problem]:
     if facts.training.compile and facts.zero_stage == 3:
-        message = "true: deepspeed.zero_optimization.stage = 3 gathers weights inside of a layer"
-        yield Problem("training.compile", message, "use stage 1 or 2, or leave it out")
+        message = "true does not work with deepspeed.zero_optimization.stage = 3, which gathers weights inside a layer"
+        yield Problem("training.compile", message, "use stage 1 or 2, or training.compile = false")
 
 
 def attention_dropout_costs(facts: Facts) -> Iterator[str]:
@@ -66,9 +73,8 @@ def attention_dropout_costs(facts: Facts) -> Iterator[str]:
     if rate > 0 and (reference or facts.training.compile):
         why = 'model.kernels = "reference"' if reference else "training.compile = true"
         yield (
-            f"model.attention_dropout = {rate} with {why} has attention written out instead of fused: 3 to 5 times "
-            "its time (measured on a CPU, sequences of 256 to 2048), and it keeps two values for each head and "
-            "pair of tokens"
+            f"model.attention_dropout = {rate} with {why} disables fused attention: attention is 3 to 5 times slower "
+            "(measured on a CPU, sequences of 256 to 2048) and stores two values per head and pair of tokens"
         )
 
 
@@ -81,16 +87,18 @@ def soft_caps_cost(facts: Facts) -> Iterator[str]:
             else ', unless training.recompute is "selective" or "full"'
         )
         yield (
-            f"model.attn_logit_softcapping = {cap} has attention written out in plain torch, since no fused kernel has "
-            "soft caps: 2 to 7 times its time (measured on a CPU, sequences of 256 to 2048, more with a window)"
-            + (kept and f", and it keeps two values for each head and pair of tokens{kept}")
+            f"model.attn_logit_softcapping = {cap} disables fused attention, which has no soft caps: attention is 2 to "
+            "7 times slower (measured on a CPU, sequences of 256 to 2048, more with a window)"
+            + (kept and f" and stores two values per head and pair of tokens{kept}")
         )
 
 
 def sequence_parallel_divides_the_length(facts: Facts) -> Iterator[Problem]:
     length, tensor = facts.training.sequence_length, facts.parallel.tensor
     if facts.parallel.sequence and length % tensor:
-        message = f"{length} positions are not divisible by parallel.tensor = {tensor}, which share them"
+        message = (
+            f"{length} is not divisible by parallel.tensor = {tensor}, as parallel.sequence = true requires"
+        )
         nearest = [each for each in (length // tensor * tensor, -(-length // tensor) * tensor) if each]
         remedy = f"use {' or '.join(map(str, nearest))}, or parallel.sequence = false"
         yield Problem("training.sequence_length", message, remedy)
@@ -98,12 +106,12 @@ def sequence_parallel_divides_the_length(facts: Facts) -> Iterator[Problem]:
 
 def offload_has_its_stage(facts: Facts) -> Iterator[Problem]:
     stage = facts.zero_stage
-    least = {"offload_optimizer": (1, "optimizer"), "offload_param": (3, "weights")}
+    least = {"offload_optimizer": (1, "optimizer state"), "offload_param": (3, "weights")}
     for name, device in _offload_devices(facts):
         first, what = least[name]
         if stage < first:
-            message = f'device "{device}" has no effect: stage {stage} has no partition of the {what} to move'
-            remedy = f"use stage {first}{' or higher' * (first < 3)}, or leave it out"
+            message = f'device "{device}" has no effect: ZeRO stage {stage} does not partition the {what}'
+            remedy = f'use stage {first}{" or higher" * (first < 3)}, or device "none"'
             yield Problem(f"deepspeed.zero_optimization.{name}", message, remedy)
 
 
@@ -111,7 +119,9 @@ def offload_has_a_device(facts: Facts) -> Iterator[Problem]:
     for name, device in _offload_devices(facts):
         if device not in ("cpu", "nvme"):
             key = f"deepspeed.zero_optimization.{name}.device"
-            yield Problem(key, f'"{device}" is no device', 'use "cpu" or "nvme", or leave it out')
+            yield Problem(
+                key, f'"{device}" is not a device that DeepSpeed offloads to', 'use "cpu", "nvme" or "none"'
+            )
 
 
 def offload_to_disk_has_its_folder(facts: Facts) -> Iterator[Problem]:
@@ -121,16 +131,16 @@ def offload_to_disk_has_its_folder(facts: Facts) -> Iterator[Problem]:
         if device != "nvme":
             continue
         if facts.zero_stage in (1, 2):
-            message = f'"nvme" is read by stage 3 alone, and this is stage {facts.zero_stage}'
+            message = f'"nvme" needs ZeRO stage 3, but the stage is {facts.zero_stage}'
             yield Problem(f"{key}.device", message, 'use stage 3, or "cpu"')
         elif not isinstance(table.get("nvme_path"), str):
             yield Problem(
-                f"{key}.nvme_path", 'is needed beside device = "nvme"', "name a folder of that disk"
+                f"{key}.nvme_path", 'is required with device = "nvme"', "set it to a folder on that disk"
             )
         for pipelined in ("pipeline_read", "pipeline_write"):
             if table.get(pipelined):
-                message = "is not run: what a checkpoint reads might still be on its way to the disk"
-                yield Problem(f"{key}.{pipelined}", message, "leave it out")
+                message = "is not supported: a checkpoint could read state that is not on the disk yet"
+                yield Problem(f"{key}.{pipelined}", message, "set it to false")
 
 
 def _offload_devices(facts: Facts) -> Iterator[tuple[str, str]]:
@@ -139,7 +149,7 @@ def _offload_devices(facts: Facts) -> Iterator[tuple[str, str]]:
 
 def one_rank_has_the_whole_sequence(facts: Facts) -> Iterator[str]:
     if facts.parallel.sequence and facts.parallel.tensor == 1:
-        yield "parallel.sequence = true does nothing beside parallel.tensor = 1"
+        yield "parallel.sequence = true has no effect with parallel.tensor = 1"
 
 
 COMPUTATION_RULES = (
@@ -159,15 +169,15 @@ COMPUTATION_RULES = (
 def compiled_documents_cost(facts: Facts) -> Iterator[str]:
     if facts.training.compile and facts.data.document_mask:
         yield (
-            "training.compile has all documents of a sequence in one attention mask: on a CPU attention takes 3 times "
-            "as long as document by document, without it"
+            "training.compile with data.document_mask computes attention with a dense mask: on a CPU attention is 3 "
+            "times slower than without training.compile, where each document is computed alone"
         )
 
 
 def chunks_of_the_loss_are_smaller_than_a_micro_batch(facts: Facts) -> Iterator[str]:
     chunk, sequences = facts.model.chunked_loss, facts.training.micro_batch_size
     if sequences and chunk >= (tokens := sequences * facts.training.sequence_length):
-        yield f"model.chunked_loss = {chunk} saves nothing: a micro batch has {tokens} tokens"
+        yield f"model.chunked_loss = {chunk} saves no memory: a micro batch has only {tokens} tokens"
 
 
 NOTES = (

@@ -1,9 +1,9 @@
-"""The rules over [tokenizer] and [data]: where text and tokenizer come from, how sets are mixed and divided."""
+"""Rules over [tokenizer] and [data]: source of text and tokenizer, blending, and the split of documents."""
 
 from collections.abc import Iterator, Sequence
 
+from megalite.config.facts import Facts
 from megalite.config.toml import shown
-from megalite.config.validate import Facts
 from megalite.errors import Problem
 
 _LARGEST_ERROR = 1e-6
@@ -12,11 +12,12 @@ _LARGEST_ERROR = 1e-6
 def tokenizer_is_given_once(facts: Facts) -> Iterator[Problem]:
     path, size = facts.tokenizer.path, facts.tokenizer.vocab_size
     if path is not None and size is not None:
-        message = f"{size} is for training a tokenizer, and tokenizer.path names one"
-        yield Problem("tokenizer.vocab_size", message, "set one of the two")
+        message = f"{size} trains a new tokenizer, but tokenizer.path names an existing one"
+        yield Problem("tokenizer.vocab_size", message, "set only one of them")
     elif path is None and size is None and facts.data.source == "stdlib":
-        message = "no tokenizer is named and none is to be trained"
-        yield Problem("tokenizer.vocab_size", message, "set it, or tokenizer.path")
+        message = "is not set, and neither is tokenizer.path"
+        remedy = "set it to train a tokenizer, or set tokenizer.path to an existing one"
+        yield Problem("tokenizer.vocab_size", message, remedy)
 
 
 def model_holds_every_token(facts: Facts) -> Iterator[Problem]:
@@ -29,20 +30,20 @@ def model_holds_every_token(facts: Facts) -> Iterator[Problem]:
 def text_is_given_once(facts: Facts) -> Iterator[Problem]:
     source, blend = facts.data.source, facts.data.blend
     if source is None and blend is None:
-        yield Problem("data.source", "is required", "name a text, or several by weight in [[data.blend]]")
+        yield Problem("data.source", "is required", "name a text, or several with weights in [[data.blend]]")
     elif source is not None and blend is not None:
-        remedy = "name its text in the blend, or leave that out"
-        yield Problem("data.source", "stands beside [[data.blend]]", remedy)
+        remedy = "move its text into the blend, or leave the blend out"
+        yield Problem("data.source", "is set together with [[data.blend]]", remedy)
     elif blend is not None and not blend:
-        yield Problem("data.blend", "names no set", "add one with source and weight")
+        yield Problem("data.blend", "is empty", "add a [[data.blend]] table with source and weight")
 
 
 def blend_weights_are_positive(facts: Facts) -> Iterator[Problem]:
     for number, part in enumerate(facts.data.blend or (), start=1):
         if part.weight <= 0:
-            message = f"{part.weight:g} is not above 0"
+            message = f"{part.weight:g} is not greater than 0"
             yield Problem(
-                f"data.blend[{number}].weight", message, "set its share of the samples, or leave the set out"
+                f"data.blend[{number}].weight", message, "use a positive weight, or leave this data set out"
             )
 
 
@@ -51,7 +52,7 @@ def blend_names_each_set_once(facts: Facts) -> Iterator[Problem]:
     for number, part in enumerate(facts.data.blend or (), start=1):
         first = seen.setdefault((part.source, part.text_column, part.pattern), number)
         if first != number:
-            message = f"{shown(part.source)} is set {first} already"
+            message = f"{shown(part.source)} is also the source of data.blend[{first}]"
             yield Problem(
                 f"data.blend[{number}].source", message, "name it once, with the sum of the weights"
             )
@@ -64,18 +65,18 @@ def split_shares_add_up(facts: Facts) -> Iterator[Problem]:
 
 
 def wrong_shares(shares: Sequence[float]) -> tuple[str, str] | None:
-    """What is wrong with the shares of a split, and the remedy."""
+    """Return (what is wrong with the shares of a split, the remedy); None if they are valid."""
     if not 1 <= len(shares) <= 3:
         wrong = f"has {len(shares)} shares, not 2 or 3"
     elif min(shares) < 0:
         wrong = "has a share below 0"
     elif shares[0] == 0:
-        wrong = "leaves nothing to train on"
-    elif not abs(sum(shares) - 1) <= _LARGEST_ERROR:  # nor nan
+        wrong = "has no documents for training"
+    elif not abs(sum(shares) - 1) <= _LARGEST_ERROR:  # true for nan too
         wrong = f"adds up to {sum(shares):g}, not 1"
     else:
         return None
-    remedy = "write for example [0.98, 0.01, 0.01]: of the documents for training, validation and test"
+    remedy = "write for example [0.98, 0.01, 0.01] for training, validation and test"
     return f"[{', '.join(f'{share:g}' for share in shares)}] {wrong}", remedy
 
 
@@ -84,22 +85,23 @@ def validation_is_other_text(facts: Facts) -> Iterator[Problem]:
     if validation is None:
         return
     if split is not None and len(split) > 1 and split[1] > 0:
-        message = f"{split[1]:g} of the documents would validate, and data.validation names others"
-        yield Problem("data.split", message, "set one of the two, or its second share to 0")
+        message = f"{split[1]:g} of the documents are for validation, but data.validation is set too"
+        yield Problem("data.split", message, "set only one of them, or the second share to 0")
     trained = [facts.data.source, *(part.source for part in facts.data.blend or ())]
     if validation in trained:
         yield Problem(
             "data.validation",
-            f"{shown(validation)} is what is trained on",
-            "name other text, or set data.split",
+            f"{shown(validation)} is also the training text",
+            "name other text, or set data.split instead",
         )
 
 
 def every_loader_worker_has_a_step(facts: Facts) -> Iterator[Problem]:
     workers, steps = facts.data.loader_workers, facts.data.prefetch
     if workers > steps:
-        message = f"{workers} threads have {steps} steps to read ahead (data.prefetch)"
-        yield Problem("data.loader_workers", message, f"use at most {steps}, or raise data.prefetch")
+        message = f"{workers} threads are more than the data.prefetch = {steps} steps that are read ahead"
+        remedy = f"use at most {steps}, or data.prefetch {workers} or more"
+        yield Problem("data.loader_workers", message, remedy)
 
 
 DATA_RULES = (

@@ -1,7 +1,8 @@
-"""Each rule that spans settings or the number of ranks, as one function that yields what breaks it."""
+"""All rules over several settings or the number of ranks; each is a function that yields its problems."""
 
 from collections.abc import Callable, Iterator
 
+from megalite.config.facts import Facts, Unknown
 from megalite.config.rules.batch import BATCH_RULES
 from megalite.config.rules.computation import COMPUTATION_RULES
 from megalite.config.rules.data import DATA_RULES
@@ -11,14 +12,13 @@ from megalite.config.rules.optimizer import OPTIMIZER_RULES
 from megalite.config.rules.pipeline import PIPELINE_RULES
 from megalite.config.rules.training import TRAINING_RULES
 from megalite.config.rules.validation import VALIDATION_RULES
-from megalite.config.validate import Facts, Unknown
 from megalite.errors import Problem
 
 Rule = Callable[[Facts], Iterator[Problem]]
 
 
 def problems_of(facts: Facts) -> list[Problem]:
-    """What all rules find; a rule that needs a wrong or missing value is passed over."""
+    """Return the problems of all rules, skipping each rule that reads an invalid or missing setting."""
     found: list[Problem] = []
     for rule in RULES:
         try:

@@ -1,9 +1,9 @@
-"""Rules over [parallel]: whether tensor ranks can share the model and ranks fill the layout."""
+"""Rules over [parallel]: tensor-parallel size against the model's sizes, layout against the number of ranks."""
 
 from collections.abc import Iterator
 from math import isqrt
 
-from megalite.config.validate import Facts
+from megalite.config.facts import Facts
 from megalite.errors import Problem
 from megalite.topology.sharding import heads_fit
 
@@ -32,8 +32,8 @@ def zero_3_splits_no_shared_head(facts: Facts) -> Iterator[Problem]:
     tensor, heads = facts.parallel.tensor, facts.model.num_key_value_heads
     if heads is not None and facts.zero_stage == 3 and tensor > heads:
         source = facts.source("deepspeed.zero_optimization")
-        message = f"3 {source} splits weights, of which parallel.tensor = {tensor} ranks keep copies of each of the "
-        message += f"{heads} key-value heads alike"
+        message = f"3 {source} cannot partition copies of key-value heads, and parallel.tensor = {tensor} is more than "
+        message += f"model.num_key_value_heads = {heads}"
         yield Problem(
             "deepspeed.zero_optimization.stage", message, f"use stage 1 or 2, or parallel.tensor {heads}"
         )
@@ -71,7 +71,8 @@ def ranks_fill_the_layout(facts: Facts) -> Iterator[Problem]:
     tensor, pipeline = facts.parallel.tensor, facts.parallel.pipeline
     if world != tensor * pipeline * data:
         message = f"tensor {tensor} * pipeline {pipeline} * data {data} = {tensor * pipeline * data}, not the {world} "
-        yield Problem("parallel.data", message + "ranks that were started", 'use "auto", or start as many')
+        remedy = f'use "auto", or start {tensor * pipeline * data} ranks'
+        yield Problem("parallel.data", message + "ranks that were started", remedy)
 
 
 def zero_fits_the_pipeline(facts: Facts) -> Iterator[Problem]:
@@ -80,13 +81,13 @@ def zero_fits_the_pipeline(facts: Facts) -> Iterator[Problem]:
         source = facts.source("deepspeed.zero_optimization")
         does = "reduces gradients" if stage == 2 else "gathers weights"
         message = (
-            f"{stage} {source} {does} in every micro batch, and parallel.pipeline = {stages} interleaves them"
+            f"{stage} {source} {does} in every micro batch, but parallel.pipeline = {stages} interleaves them"
         )
         yield Problem("deepspeed.zero_optimization.stage", message, "use stage 1, or parallel.pipeline 1")
 
 
 def divisors(number: int) -> list[int]:
-    """Ascending."""
+    """Return the divisors of `number` in ascending order."""
     low = [each for each in range(1, isqrt(number) + 1) if number % each == 0]
     return low + [number // each for each in reversed(low) if each * each != number]
 

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator
 
+from megalite.config.facts import Facts
 from megalite.config.rules.layout import divisors
 from megalite.config.schema import ModelConfig
 from megalite.config.shape_settings import model_shape, rope_setting
 from megalite.config.toml import shown
-from megalite.config.validate import Facts
 from megalite.errors import Problem
 from megalite.families.registry import FAMILIES, inexpressible
 from megalite.families.rope import SCALINGS

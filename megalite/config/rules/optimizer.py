@@ -1,10 +1,10 @@
-"""Rules of the update: groups of parameters, clipping by value, the average of weights, the loss scale."""
+"""Rules over [optimizer]: parameter groups, clipping, moving average, learning-rate schedule; and the loss scale."""
 
 from collections.abc import Iterator
 
+from megalite.config.facts import Facts
 from megalite.config.rules.pipeline import chunks_per_stage
 from megalite.config.schema import ModelConfig
-from megalite.config.validate import Facts
 from megalite.errors import Problem
 from megalite.topology.parameter_groups import group_problems, update_rules
 from megalite.topology.parameters import model_parameters, stage_parameters
@@ -17,12 +17,12 @@ def patterns_choose_whole_parameters(facts: Facts) -> Iterator[Problem]:
     groups = [each.group for each in facts.optimizer.groups]
     if groups:
         for message in group_problems(model_parameters(_shape(facts)), groups):
-            remedy = "choose whole parameters of the model by their Hugging Face names"
+            remedy = "match whole parameters of the model by their Hugging Face names"
             yield Problem("optimizer.groups", message, remedy)
 
 
 def zero_finds_every_group_on_every_stage(facts: Facts) -> Iterator[Problem]:
-    """DeepSpeed's norm is one collective a group over all stages: with unequal numbers of groups it waits for ever."""
+    """DeepSpeed's norm is one collective per group over all stages: stages with unequal groups would deadlock."""
     groups = [each.group for each in facts.optimizer.groups]
     stages = facts.parallel.pipeline
     if not groups or not facts.zero_stage or stages == 1:
@@ -42,17 +42,18 @@ def zero_finds_every_group_on_every_stage(facts: Facts) -> Iterator[Problem]:
     missing = {rule for each in held for rule in each if not all(rule in other for other in held)}
     if missing:
         group, _ = min(missing)
-        name = "what belongs to no group" if group < 0 else f'what "{groups[group].pattern}" matches'
+        name = (
+            "parameters without a group" if group < 0 else f'parameters that match "{groups[group].pattern}"'
+        )
         message = (
-            f"{name} is not on all {stages} stages alike, and DeepSpeed wants every group on every stage"
+            f"{name} are not on each of the {stages} stages, but DeepSpeed needs every group on every stage"
         )
-        yield Problem(
-            "optimizer.groups", message, "choose parameters of all stages, or leave [deepspeed] out"
-        )
+        remedy = "choose patterns that match on every stage, or leave [deepspeed] out"
+        yield Problem("optimizer.groups", message, remedy)
 
 
 def _shape(facts: Facts) -> ModelShape:
-    """The shape as far as names go: none depends on the vocabulary, which a tokenizer may still have to say."""
+    """Return a shape with a placeholder vocabulary size: parameter names do not depend on that size."""
     values = {name: getattr(facts.model, name) for name in ModelConfig.model_fields}
     return ModelConfig.model_construct(**values).shape(vocab_size=1)
 
@@ -61,9 +62,9 @@ def values_are_clipped_without_zero(facts: Facts) -> Iterator[Problem]:
     limit, stage = facts.optimizer.clip_value, facts.zero_stage
     if limit and stage:
         message = (
-            f"{limit} is not run with ZeRO {stage}: DeepSpeed clips inside its own step, and only by the norm"
+            f"{limit} is not supported with ZeRO {stage}: DeepSpeed clips in its own step, and only by norm"
         )
-        yield Problem("optimizer.clip_value", message, "use optimizer.gradient_clipping")
+        yield Problem("optimizer.clip_value", message, "use 0, and optimizer.gradient_clipping")
 
 
 def the_native_optimizer_is_adamw_under_zero(facts: Facts) -> Iterator[Problem]:
@@ -71,21 +72,23 @@ def the_native_optimizer_is_adamw_under_zero(facts: Facts) -> Iterator[Problem]:
         return
     key, name = "deepspeed.native_optimizer", facts.optimizer.name
     if not facts.zero_stage:
-        message = "true has no effect without ZeRO, which alone DeepSpeed is used for"
-        yield Problem(key, message, "set deepspeed.zero_optimization.stage, or leave it out")
+        message = "true has no effect without ZeRO: DeepSpeed is used only for ZeRO"
+        yield Problem(key, message, "set deepspeed.zero_optimization.stage to 1, 2 or 3, or use false")
     if name != "adamw":
         yield Problem(
             key,
-            f'true is AdamW, and optimizer.name = "{name}"',
-            'use optimizer.name "adamw", or leave it out',
+            f'true needs AdamW, but optimizer.name = "{name}"',
+            'use optimizer.name "adamw", or false',
         )
 
 
-def the_average_has_whole_runs(facts: Facts) -> Iterator[Problem]:
+def ema_works_without_zero_3(facts: Facts) -> Iterator[Problem]:
     decay, stage = facts.optimizer.ema_decay, facts.zero_stage
     if decay and stage == 3:
-        message = f"{decay} is not run with ZeRO 3, which updates its weights where no hook of ours sees them"
-        yield Problem("optimizer.ema_decay", message, "use ZeRO 1 or 2, or leave it out")
+        message = (
+            f"{decay} is not supported with ZeRO 3, which updates weights where the average cannot follow"
+        )
+        yield Problem("optimizer.ema_decay", message, "use ZeRO 1 or 2, or 0")
 
 
 def the_stable_rate_follows_the_warmup(facts: Facts) -> Iterator[Problem]:
@@ -97,7 +100,7 @@ def the_stable_rate_follows_the_warmup(facts: Facts) -> Iterator[Problem]:
     if optimizer.warmup_steps > start:
         message = (
             f"{optimizer.decay_fraction} of {end} steps starts the decay after step {start},"
-            f" within the {optimizer.warmup_steps} of optimizer.warmup_steps"
+            f" before optimizer.warmup_steps = {optimizer.warmup_steps} are over"
         )
         yield Problem("optimizer.decay_fraction", message, "lower one of the two")
 
@@ -128,7 +131,9 @@ def momentum_is_for_sgd(facts: Facts) -> Iterator[Problem]:
     momentum, name = facts.optimizer.momentum, facts.optimizer.name
     if momentum and name != "sgd":
         yield Problem(
-            "optimizer.momentum", f"{momentum} has no meaning for {name}", 'use optimizer.betas, or "sgd"'
+            "optimizer.momentum",
+            f'{momentum} has no effect with optimizer.name = "{name}"',
+            'use 0 and optimizer.betas, or optimizer.name "sgd"',
         )
 
 
@@ -137,7 +142,7 @@ OPTIMIZER_RULES = (
     zero_finds_every_group_on_every_stage,
     values_are_clipped_without_zero,
     the_native_optimizer_is_adamw_under_zero,
-    the_average_has_whole_runs,
+    ema_works_without_zero_3,
     the_stable_rate_follows_the_warmup,
     the_loss_scale_starts_above_its_minimum,
     warmup_ends_before_the_run,

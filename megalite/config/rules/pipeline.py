@@ -1,18 +1,18 @@
-"""Rules of the pipeline: its chunks, their layers, and the micro batches that its schedule runs."""
+"""Rules over the pipeline: chunks per stage, layers per chunk, and the micro batches its schedule needs."""
 
 from collections.abc import Iterator
 
+from megalite.config.facts import Facts, Unknown
 from megalite.config.rules.batch import BatchProblem, plan_batch
 from megalite.config.schema import BatchPlan
-from megalite.config.validate import Facts, Unknown
 from megalite.errors import Problem
 from megalite.topology.schedules import SCHEDULES, Schedule
 
 
 def chunks_per_stage(facts: Facts) -> int:
-    """parallel.virtual_stages; "auto": as many as the schedule is made for, and one where there is one stage.
+    """Return parallel.virtual_stages; for "auto" the schedule's default, or 1 with a single stage.
 
-    Raises Unknown where the schedule does not run so many.
+    Raises Unknown if the schedule does not run that number of chunks.
     """
     stages, schedule = facts.parallel.pipeline, SCHEDULES[facts.parallel.schedule]
     given = facts.parallel.virtual_stages
@@ -30,10 +30,11 @@ def chunks_suit_the_schedule(facts: Facts) -> Iterator[Problem]:
         return
     if facts.parallel.pipeline == 1:
         if given > 1:
-            message = f"{given} chunks of one stage have no other stage to take turns with"
+            message = f"{given} chunks per stage need at least 2 stages, but parallel.pipeline is 1"
             yield Problem(key, message, 'use "auto", or parallel.pipeline 2 or more')
     elif not schedule.takes_chunks(given):
-        message = f"{given} {'is' if given == 1 else 'are'} not the {schedule.only_chunks} that {schedule.name} runs"
+        chunks = f"{schedule.only_chunks} chunk{'s' * (schedule.only_chunks != 1)} per stage"
+        message = f'is {given}, but parallel.schedule "{schedule.name}" runs {chunks}'
         other = _nearest_schedule(schedule, facts, given)
         yield Problem(key, message, f'use "auto", or parallel.schedule "{other}"')
 
@@ -62,16 +63,16 @@ def layers_per_stage_cover_the_model(facts: Facts) -> Iterator[Problem]:
         return
     stages, chunks, layers = facts.parallel.pipeline, chunks_per_stage(facts), facts.model.num_hidden_layers
     if len(given) != stages * chunks:
-        message = f"names {len(given)} stages and parallel.pipeline is {stages}"
+        message = f"has {len(given)} numbers, but parallel.pipeline is {stages}"
         if chunks > 1:
-            message = f"names {len(given)} chunks and there are parallel.pipeline {stages} * parallel.virtual_stages "
-            message += f"{chunks} = {stages * chunks}"
+            message = f"has {len(given)} numbers, but parallel.pipeline {stages} * parallel.virtual_stages {chunks} = "
+            message += f"{stages * chunks} chunks"
         yield Problem(key, message, f"give {stages * chunks} numbers")
     if sum(given) != layers:
         message = (
             f"{' + '.join(map(str, given)) or 0} = {sum(given)} is not model.num_hidden_layers = {layers}"
         )
-        yield Problem(key, message, "every layer stands on exactly one stage")
+        yield Problem(key, message, f"give numbers whose sum is {layers}")
 
 
 def schedule_has_micro_batches(facts: Facts) -> Iterator[Problem]:
@@ -81,7 +82,7 @@ def schedule_has_micro_batches(facts: Facts) -> Iterator[Problem]:
         chunks_per_stage(facts),
     )
     plan = _batch(facts)
-    # One stage accumulates gradients, whatever the schedule's name.
+    # With one stage every schedule is gradient accumulation.
     if plan is None or stages == 1:
         return
     if reason := schedule.problem(stages, plan.micro_batches, chunks):
@@ -94,7 +95,7 @@ def schedule_has_micro_batches(facts: Facts) -> Iterator[Problem]:
 
 
 def _nearest_schedule(schedule: Schedule, facts: Facts, chunks: int) -> str:
-    """The one most like it of those that run so many chunks and the micro batches as given."""
+    """Return the most similar schedule among those that run these chunks and the run's micro batches."""
     plan, stages = _batch(facts), facts.parallel.pipeline
     fitting = [
         each
@@ -108,7 +109,7 @@ def _nearest_schedule(schedule: Schedule, facts: Facts, chunks: int) -> str:
 
 
 def _batch(facts: Facts) -> BatchPlan | None:
-    """None where the batch numbers are wrong, which another rule says."""
+    """Return the batch sizes; None if they are wrong, which another rule reports."""
     try:
         return plan_batch(facts)
     except (BatchProblem, Unknown):

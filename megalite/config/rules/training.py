@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from megalite.config.validate import Facts
+from megalite.config.facts import Facts
 from megalite.errors import Problem
 
 
@@ -13,17 +13,17 @@ def length_is_given_once(facts: Facts) -> Iterator[Problem]:
             "training.steps", "the length of the run is not set", "set training.steps or training.epochs"
         )
     elif steps is not None and epochs is not None:
-        message = f"{steps} stands beside training.epochs = {epochs}"
-        yield Problem(
-            "training.steps", message, "set one of the two; on the command line `none` takes the other away"
-        )
+        message = f"{steps} and training.epochs = {epochs} are both set"
+        remedy = "set only one of them; on the command line --training.steps none removes a value of the file"
+        yield Problem("training.steps", message, remedy)
 
 
 def sequences_fit_the_model(facts: Facts) -> Iterator[Problem]:
     length, longest = facts.training.sequence_length, facts.model.max_position_embeddings
     if length > longest:
         message = f"{length} is longer than model.max_position_embeddings = {longest}"
-        yield Problem("training.sequence_length", message, "shorten the one or raise the other")
+        remedy = f"use at most {longest}, or raise model.max_position_embeddings"
+        yield Problem("training.sequence_length", message, remedy)
 
 
 TRAINING_RULES = (length_is_given_once, sequences_fit_the_model)

@@ -1,4 +1,4 @@
-"""Export to a Hugging Face folder: streamed, checked against transformers, published whole or not at all."""
+"""Export a checkpoint as a Hugging Face folder: checked against transformers, published atomically."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,15 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.checkpoint.folder import write_durably
+from megalite.checkpoint.durable import write_durably
 from megalite.checkpoint.format import WEIGHT, Manifest
-from megalite.checkpoint.tensor_file import (
-    CheckpointReader,
-    TensorInfo,
-    dtype_name,
-    full_box,
-    write_tensor_file,
-)
+from megalite.checkpoint.reader import CheckpointReader
+from megalite.checkpoint.regions import full_box
+from megalite.checkpoint.tensor_file import TensorInfo, dtype_name, write_tensor_file
 from megalite.config.hub import INDEX
 from megalite.convert.average import AveragedWeights
 from megalite.convert.exported_folder import exported_folder
@@ -36,7 +32,7 @@ SHARD_SIZE_BYTES = 5_000_000_000
 
 @dataclass(frozen=True)
 class Export:
-    """A published export: its folder, its weight files, and how it compared with our own forward."""
+    """A published export: its folder, its weight files, and its comparisons with transformers."""
 
     folder: Path
     files: tuple[str, ...]
@@ -52,16 +48,15 @@ def export(
     shard_size_bytes: int = SHARD_SIZE_BYTES,
     weights: str | None = None,
 ) -> Export:
-    """Write a checkpoint of any layout, or the mean of several, as a folder that transformers loads; one process.
+    """Write a checkpoint of any layout, or the average of several, as a folder that transformers loads; one process.
 
-    weights: the kind to write: the model's weights, their float32 masters, or their moving average; None: the weights,
-    of several checkpoints the masters where there are any.
+    weights: the state key to write, "weight", "master" (fp32) or "ema"; None: "weight" for one checkpoint, "master" for
+    several where it exists.
     In memory are some rows of a tensor while files are written (of a family that holds matrices transposed or
     interleaved, three of them), and while they are compared one decoder layer in float32 with one more of its matrices.
-    The folder appears only after transformers' own modules, run from its files, agreed with our forward; an
-    earlier export there is then replaced. Raises CheckpointError, leaving nothing behind, when they disagree, when
-    a checkpoint is damaged, a weight beyond the range of `dtype` or `destination` holds something else; DataError for
-    the tokenizer.
+    The folder appears only after transformers' modules, loaded from its files, agreed with our forward; an earlier
+    export there is then replaced. Raises CheckpointError, leaving nothing behind, if they disagree, if a checkpoint is
+    damaged, a weight is out of the range of `dtype`, or `destination` has other content; DataError for the tokenizer.
     """
     checkpoints = [checkpoint] if isinstance(checkpoint, Path) else list(checkpoint)
     with exported_folder(
@@ -78,15 +73,15 @@ def export(
                 write_durably(partial / name, json.dumps(content, indent=2) + "\n")
             comparisons = compare_with_transformers(reader, partial, dtype)
             kind = dtype_name(dtype)
-            if reader.kinds != (WEIGHT,):
-                kind += f", from the checkpoint's {' and '.join(reader.kinds)}"
+            if reader.weight_keys != (WEIGHT,):
+                kind += f", from the checkpoint's {' and '.join(reader.weight_keys)}"
             card = model_card(manifest, kind, comparisons, averaged=reader.steps)
         write_durably(partial / CARD, card)
     return Export(destination, tuple(files), tuple(comparisons))
 
 
 def plan_files(sizes_bytes: Mapping[str, int], shard_size_bytes: int) -> dict[str, list[str]]:
-    """File name -> tensors in it, in order: a new file wherever the next tensor would exceed the size."""
+    """Return file name -> its tensors in order; a new file starts where the next tensor would exceed the size."""
     groups: list[list[str]] = []
     filled = 0
     for name, size_bytes in sizes_bytes.items():
@@ -121,7 +116,7 @@ def _write_weights(
 
 
 def read_family_tensor(reader: CheckpointReader | AveragedWeights, kind: str, tensor: FamilyTensor) -> Tensor:
-    """What a checkpoint has of one kind, as it stands in the family's folder."""
+    """Return a checkpoint's tensor of the state key `kind`, in the family's form: parts concatenated, transposed."""
     shapes = canonical_tensors(reader.manifest.model)
     return as_family_tensor(
         tensor, [reader.read(kind, name, full_box(shapes[name])) for name in tensor.parts]
@@ -139,20 +134,20 @@ def as_family_tensor(tensor: FamilyTensor, parts: Sequence[Tensor]) -> Tensor:
 
 
 def rounded(values: Tensor, dtype: torch.dtype, name: str) -> Tensor:
-    """The values in another type, to nearest, ties to even; raises CheckpointError for one beyond its range."""
+    """Round to another dtype (nearest, ties to even). Raises CheckpointError for a value out of its range."""
     found = values.to(dtype)
     beyond = found.isinf() & values.isfinite()
     if beyond.any():
         value, most = values[beyond][0].item(), torch.finfo(dtype).max
         raise CheckpointError(
-            f"{name} has the weight {value:g}, and {dtype_name(dtype)} ends at {most:g}; export with a wider --dtype,"
-            " such as bfloat16 or float32"
+            f"{name} has the weight {value:g}, but the largest {dtype_name(dtype)} is {most:g}; export with --dtype"
+            " bfloat16 or float32"
         )
     return found
 
 
 def _family_blocks(reader: AveragedWeights, tensor: FamilyTensor) -> Iterator[Tensor]:
-    """Rows of one of the family's tensors, from the first to the last."""
+    """Yield one of the family's tensors in blocks of consecutive rows."""
     if tensor.transposed or tensor.groups > 1:
         yield read_family_tensor(reader, WEIGHT, tensor)
         return
@@ -166,27 +161,27 @@ def _weight_map(files: Mapping[str, list[str]]) -> Iterator[tuple[str, str]]:
 
 
 def _write_tokenizer(manifest: Manifest, source: Path, folder: Path) -> dict[str, int]:
-    """Copy the tokenizer; returns the ids of its special tokens in config.json's words."""
+    """Copy the tokenizer; return the ids of its special tokens under config.json's keys."""
     config = _tokenizer_config(source)
     trained_with = (manifest.config.get("tokenizer") or {}).get("end_of_document")
     end = trained_with or config.get("eos_token")
     tokenizer = load_tokenizer(source, end_of_document=end) if end else load_tokenizer(source)
     if tokenizer.vocab_size > manifest.model.vocab_size:
         raise CheckpointError(
-            f"{source} has {tokenizer.vocab_size} tokens, the model only {manifest.model.vocab_size}; give the"
+            f"{source} has {tokenizer.vocab_size} tokens, but the model only {manifest.model.vocab_size}; name the"
             " tokenizer that the model was trained with"
         )
     if source.is_dir() and config:
         copy_tokenizer(source, folder)
     else:
-        # A bare tokenizer.json: without a configuration transformers would guess Llama's own way to split text.
+        # For a tokenizer.json alone transformers would assume Llama's pre-tokenizer.
         save_tokenizer(tokenizer.backend, folder, tokenizer.end_of_document)
         config = _tokenizer_config(folder)
     return _token_ids(tokenizer, config)
 
 
 def _tokenizer_config(folder: Path) -> dict[str, Any]:
-    """tokenizer_config.json, with special tokens as plain text; empty where there is none."""
+    """Return tokenizer_config.json with special tokens as plain text; {} if there is none."""
     path = folder / "tokenizer_config.json"
     if not path.is_file():
         return {}
@@ -200,7 +195,7 @@ def _tokenizer_config(folder: Path) -> dict[str, Any]:
 
 
 def _plain(token: Any) -> Any:
-    """A special token may be written with its flags beside it."""
+    """Return a special token's text; the file may hold a dict of the text and its flags."""
     return token.get("content", token) if isinstance(token, dict) else token
 
 

@@ -1,4 +1,4 @@
-"""The weight files of a Hugging Face folder: which there are, and what their headers say. No torch."""
+"""Find the weight files of a Hugging Face folder and read their headers. No torch."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,14 +12,14 @@ SINGLE = "model.safetensors"
 
 
 def is_folder_of_weights(folder: Path) -> bool:
-    """Whether this looks like one, be it whole or not."""
+    """Whether this looks like a Hugging Face folder, complete or not."""
     return any((folder / name).is_file() for name in (INDEX, SINGLE, "config.json"))
 
 
 def local_folder(text: str) -> Path:
-    """The folder of weights that a setting names: one here, or one of the Hub, whose weights are fetched.
+    """Return the folder that a setting names; for a name on the Hub, fetch it first.
 
-    Of a Hub's folder exactly the safetensors files that transformers would load. Raises CheckpointError.
+    Only the safetensors files that transformers would load are fetched. Raises CheckpointError.
     """
     name = HubName.of(text)
     if name is None:
@@ -28,21 +28,31 @@ def local_folder(text: str) -> Path:
     names = weight_files(description) if (description / INDEX).is_file() else [SINGLE]
     foreign = [each for each in names if not each.endswith(".safetensors")]
     if foreign:
-        raise CheckpointError(f"{name}: its {INDEX} names {foreign[0]}, which is no file of safetensors")
+        raise CheckpointError(
+            f"{name}: its {INDEX} names {foreign[0]}, which is not a safetensors file; convert it with transformers'"
+            " save_pretrained"
+        )
     return fetch(name.at(description), [*DESCRIPTION, *names], required=names)
 
 
+def weight_map(folder: Path) -> dict[str, str]:
+    """Return tensor -> file of a folder's index. Raises CheckpointError for a damaged index or files elsewhere."""
+    try:
+        named: dict[str, str] = dict(parse((folder / INDEX).read_text(encoding="utf-8"))["weight_map"])
+        outside = [name for name in named.values() if Path(name).name != name]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{folder / INDEX} is not an index of weights ({error}); fetch it again"
+        ) from error
+    if outside:
+        raise CheckpointError(f"{folder / INDEX} names files outside of its folder; fetch it again")
+    return named
+
+
 def weight_files(folder: Path) -> list[str]:
-    """The names of the files that hold the weights; raises CheckpointError where they are not to be known."""
+    """Return the names of the files with the weights. Raises CheckpointError if there are none."""
     if (folder / INDEX).is_file():
-        try:
-            names = set(parse((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
-            outside = [name for name in names if Path(name).name != name]
-        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-            raise CheckpointError(f"{folder / INDEX} is not an index of weights ({error})") from error
-        if outside:
-            raise CheckpointError(f"{folder / INDEX} names files outside of its folder")
-        return sorted(names)
+        return sorted(set(weight_map(folder).values()))
     if (folder / SINGLE).is_file():
         return [SINGLE]
     if not folder.is_dir():
@@ -52,7 +62,7 @@ def weight_files(folder: Path) -> list[str]:
 
 
 def header_of(path: Path) -> Mapping[str, HeaderEntry]:
-    """Tensor -> entry of one file. Raises CheckpointError; a link is followed, as the Hub's cache is made of them."""
+    """Return tensor -> entry of one file. Raises CheckpointError. Links are followed: the Hub's cache has them."""
     try:
         if not path.is_file():
             raise ValueError("there is no such file")
@@ -62,7 +72,7 @@ def header_of(path: Path) -> Mapping[str, HeaderEntry]:
 
 
 def headers(folder: Path) -> dict[str, Mapping[str, HeaderEntry]]:
-    """File -> tensor -> entry. Raises CheckpointError where a file is damaged or two hold the same tensor."""
+    """Return file -> tensor -> entry. Raises CheckpointError if a file is damaged or two files have the same tensor."""
     found = {name: header_of(folder / name) for name in weight_files(folder)}
     seen: dict[str, str] = {}
     for file, entries in found.items():

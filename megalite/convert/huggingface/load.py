@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.load import load_parameter
+from megalite.checkpoint.reader import BLOCK_ELEMENTS
 from megalite.checkpoint.region_reader import TYPES, RegionReader
 from megalite.checkpoint.save import explain
-from megalite.checkpoint.tensor_file import BLOCK_ELEMENTS
 from megalite.convert.huggingface.files import headers
 from megalite.convert.step_zero import write_step_zero
 from megalite.data.tokenizer import copy_tokenizer

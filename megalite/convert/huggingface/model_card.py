@@ -1,4 +1,4 @@
-"""The README.md of an export: how to use it, how it was trained, how it was checked."""
+"""Write the README.md of an export: how to use it, how it was trained, how it was checked."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,14 +9,14 @@ from megalite.convert.parity import TOLERANCE, Comparison
 from megalite.topology.parameters import parameter_count
 from megalite.version import __version__
 
-# By it a later export knows that it may replace this one.
+# Marks the folder as an export of megalite, which a later export may replace.
 _MARK = "<!-- written by megalite convert export -->"
 
 
 def model_card(
     manifest: Manifest, dtype: str, comparisons: Sequence[Comparison], averaged: Sequence[int] = ()
 ) -> str:
-    """Markdown with the front matter that Hugging Face reads; averaged: the steps, if there are several."""
+    """Return the card as Markdown with Hugging Face's front matter; averaged: the steps of the averaged checkpoints."""
     shape, layout, state = manifest.model, manifest.layout, manifest.trainer_state
     facts = {
         "parameters": f"{parameter_count(shape):,}"
@@ -26,7 +26,7 @@ def model_card(
         "vocabulary": f"{shape.vocab_size:,}",
         "type of the weights": dtype,
         "steps": f"{state['step']:,}",
-        **({"weights": f"the mean of steps {', '.join(map(str, averaged))}"} if len(averaged) > 1 else {}),
+        **({"weights": f"the average of steps {', '.join(map(str, averaged))}"} if len(averaged) > 1 else {}),
         "sequences": f"{state['samples']:,}",
         "tokens": f"{state['tokens']:,}",
         "layout": f"tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data}",
@@ -63,8 +63,8 @@ print(tokenizer.decode(model.generate(**inputs, max_new_tokens=40)[0]))
 
 ## Check
 
-transformers' own modules, run from these files, against the forward that trained the model
-(largest differences; refused above {TOLERANCE:g} relative):
+Largest differences between transformers' modules with these files and the forward that trained the model
+(an export with more than {TOLERANCE:g} relative is refused):
 
 | | absolute | relative |
 |---|---|---|
@@ -78,7 +78,7 @@ def is_our_card(path: Path) -> bool:
 
 
 def _training_facts(config: Mapping[str, Any]) -> dict[str, str]:
-    """The settings of the run that shaped the weights, as far as its configuration names them."""
+    """Return the training settings to list, as far as the run's configuration has them."""
     found = {}
     for section, name in (
         ("training", "sequence_length"),

@@ -1,8 +1,8 @@
-"""Which rank files a Megatron-LM checkpoint has, as `--ckpt-format torch` lays them out. No torch.
+"""Find the rank files of a Megatron-LM checkpoint saved with `--ckpt-format torch`. No torch.
 
 latest_checkpointed_iteration.txt         1000, or release
-iter_0001000/mp_rank_01/model_optim_rng.pt            of tensor-parallel rank 1
-iter_0001000/mp_rank_01_003/model_optim_rng.pt        the same, of pipeline rank 3
+iter_0001000/mp_rank_01/model_optim_rng.pt            tensor-parallel rank 1
+iter_0001000/mp_rank_01_003/model_optim_rng.pt        tensor-parallel rank 1, pipeline rank 3
 """
 
 import re
@@ -16,15 +16,15 @@ from megalite.errors import CheckpointError
 _TRACKER = "latest_checkpointed_iteration.txt"
 _RANK = re.compile(r"mp_rank_(\d{2,6})(?:_(\d{3,6}))?", re.ASCII)
 _ITERATION = re.compile(r"iter_\d{7,12}|release", re.ASCII)
-# The second: of the months in which the optimizer had a file of its own.
+# The second name is of versions that kept the optimizer in a separate file.
 _FILES = ("model_optim_rng.pt", "model_rng.pt")
-# What torch.distributed.checkpoint or zarr write in its place.
+# Files of torch.distributed.checkpoint and zarr checkpoints.
 _SHARDED = ("metadata.json", "common.pt", ".metadata")
 
 
 @dataclass(frozen=True)
 class MegatronFolder:
-    """path: of one iteration. files: (pipeline rank, tensor-parallel rank) -> its file, one for each pair."""
+    """The rank files of one iteration. path: the iteration's folder. files: (pp rank, tp rank) -> file."""
 
     path: Path
     files: Mapping[tuple[int, int], Path]
@@ -39,7 +39,7 @@ class MegatronFolder:
 
 
 def is_megatron_folder(folder: Path) -> bool:
-    """Whether this looks like a Megatron-LM checkpoint, be it whole or not."""
+    """Whether this looks like a Megatron-LM checkpoint, complete or not."""
     try:
         names = {each.name for each in folder.iterdir()}
     except OSError:
@@ -49,21 +49,22 @@ def is_megatron_folder(folder: Path) -> bool:
 
 
 def find_megatron_folder(folder: Path) -> MegatronFolder:
-    """The rank files of the latest iteration in `folder`, or of the one that it is.
+    """Return the rank files of the latest iteration in `folder`, or of `folder` if that is an iteration's.
 
-    Raises CheckpointError, which names what is missing or too much.
+    Raises CheckpointError for a missing or unexpected file.
     """
     path = _of_iteration(folder)
     if any((path / name).exists() for name in _SHARDED):
         raise CheckpointError(
-            f"{path} is a distributed checkpoint of megatron-core; have Megatron-LM write its plain form first:"
+            f"{path} is a distributed checkpoint of megatron-core; first convert it with Megatron-LM:"
             " --ckpt-convert-format torch --ckpt-convert-save FOLDER"
         )
     named = {name: each for name, each in _inside(path).items() if name.startswith("mp_rank_")}
     matches = {name: _RANK.fullmatch(name) for name in named}
     if unknown := sorted(name for name, match in matches.items() if match is None):
         raise CheckpointError(
-            f"{path / unknown[0]} is of no tensor and pipeline rank alone; mixtures of experts are not built"
+            f"{path / unknown[0]} is not named by a tensor and pipeline rank alone; expert parallelism is not"
+            " supported"
         )
     ranks = [(match[1], match[2], named[name]) for name, match in matches.items() if match is not None]
     if not ranks:

@@ -1,4 +1,4 @@
-"""A Megatron-LM checkpoint as canonical tensors: the files of one pipeline stage at a time, mapped rather than read."""
+"""Read a Megatron-LM checkpoint as canonical tensors, with the files of one pipeline stage memory-mapped at a time."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalite.checkpoint.region_reader import TYPES
 from megalite.checkpoint.regions import slices
 from megalite.convert.foreign_pickle import Foreign, load_pickle
 from megalite.convert.megatron.arguments import Arguments, megatron_shape, true_vocab_size
@@ -26,19 +27,18 @@ from megalite.topology.parameters import EMBEDDING, HEAD, POSITIONS, model_param
 from megalite.topology.shape import ModelShape
 from megalite.topology.sharding import TensorSlice
 
-_TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-# Copies that ranks keep of one tensor drift apart by roundings; more than this share of the largest is another tensor.
+# Replicas of a tensor on several ranks may differ by rounding, up to this fraction of the largest element.
 _DRIFT = 0.01
 _VERSIONS = (0, 1, 2, 3)
 _NAMESPACES = ("argparse.Namespace", "types.SimpleNamespace")
 
 Entry = tuple[tuple[int, ...], torch.dtype]
-"""A tensor's shape on one rank, and its type."""
+"""A tensor's shape on one rank, and its dtype."""
 
 
 @dataclass(frozen=True)
 class RankFile:
-    """What one rank's file holds; chunks: the tensors of each model chunk (virtual stage) by their own names."""
+    """One rank's file. chunks: the tensors of each model chunk (virtual stage) by Megatron-LM's names."""
 
     path: Path
     iteration: int | None
@@ -54,38 +54,38 @@ class RankFile:
 
 
 def open_rank(path: Path) -> RankFile:
-    """Raises CheckpointError where the file is no rank's; nothing of its tensors is read."""
+    """Open a rank's file without reading its tensors. Raises CheckpointError if it is not such a file."""
     content = load_pickle(path)
     if not isinstance(content, Mapping):
-        raise CheckpointError(f"{path} holds no table, so it is no rank of a Megatron-LM checkpoint")
+        raise CheckpointError(f"{path} holds no dict, so it is not a rank file of a Megatron-LM checkpoint")
     states = [content["model"]] if "model" in content else list(_virtual_stages(content))
     if not states or not all(isinstance(state, Mapping) for state in states):
-        raise CheckpointError(f"{path} holds no model, so it is no rank of a Megatron-LM checkpoint")
+        raise CheckpointError(f"{path} holds no model, so it is not a rank file of a Megatron-LM checkpoint")
     version, iteration = content.get("checkpoint_version", 0), content.get("iteration")
     if not isinstance(version, int | float) or version not in _VERSIONS:
         raise CheckpointError(
-            f"{path} is of checkpoint_version {version!r}; {', '.join(map(str, _VERSIONS))} are read"
+            f"{path} has checkpoint_version {version!r}; supported are {', '.join(map(str, _VERSIONS))}"
         )
     given = content.get("args")
     if not isinstance(given, Foreign) or given.type_name not in _NAMESPACES:
         raise CheckpointError(
-            f"{path} has no args, which say the model's shape; load and save it with a newer Megatron-LM"
+            f"{path} has no args, which give the model's shape; load and save it with a newer Megatron-LM"
         )
     chunks = []
     for state in states:
         named = {name: value for name, value in flat_names(state).items() if is_weight(name)}
         for name, value in named.items():
             if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_meta:
-                raise CheckpointError(f"{path}: {name} is no tensor but {type(value).__name__}")
+                raise CheckpointError(f"{path}: {name} is a {type(value).__name__}, not a dense tensor")
         chunks.append(named)
-    # What is made of it is then no larger than it is: a tensor may claim any shape of one stored number.
+    # Bounds later allocations by the file's size: an expanded tensor can claim any shape with one stored element.
     said_bytes = sum(each.numel() * each.itemsize for chunk in chunks for each in chunk.values())
     if said_bytes > path.stat().st_size:
         raise CheckpointError(
-            f"{path}: its tensors have {said_bytes} bytes, and the file {path.stat().st_size}"
+            f"{path}: its tensors have {said_bytes} bytes, but the file {path.stat().st_size}"
         )
     whole = iteration if isinstance(iteration, int) else None
-    # A tensor among them compares with nothing as plain values do.
+    # Tensors are dropped: comparing one with a plain value does not give a bool.
     plain = {name: value for name, value in given.fields.items() if not isinstance(value, Tensor)}
     return RankFile(path, whole, float(version), Arguments(plain, path), tuple(chunks))
 
@@ -99,7 +99,7 @@ def _virtual_stages(content: Mapping[str, Any]) -> Iterator[Any]:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a registered parameter lies: pipeline rank, chunk of it, its name there."""
+    """Where a registered parameter is stored: pipeline rank, model chunk, Megatron-LM's name."""
 
     stage: int
     chunk: int
@@ -108,9 +108,9 @@ class _Place:
 
 @dataclass
 class MegatronReader:
-    """Reads regions of canonical tensors; the files of one pipeline stage are open at a time.
+    """Reads regions of canonical tensors, with the files of one pipeline stage open at a time.
 
-    dtype: the widest of its weights'. notes: what a reader of the result should know.
+    dtype: the promoted dtype of all weights. notes: messages for the user.
     """
 
     folder: MegatronFolder
@@ -129,8 +129,8 @@ class MegatronReader:
             for index, part in enumerate(parameter.spec.parts)
         }
 
-    def read(self, kind: str, name: str, box: TensorSlice) -> Tensor:
-        """A region of one canonical tensor."""
+    def read(self, state_key: str, name: str, box: TensorSlice) -> Tensor:
+        """Return a region of a canonical tensor. Raises CheckpointError if ranks hold different replicas of it."""
         parameter, index = self._parts[name]
         shards = self._shards(parameter.name)
         if parameter.spec.dim is None:
@@ -140,7 +140,7 @@ class MegatronReader:
         return whole[slices(box, TensorSlice((0,) * len(box.offsets), tuple(whole.shape)))]
 
     def check_tied_head(self, embedding: Tensor) -> None:
-        """Hold the last stage's copy of a tied embedding, where there is one, against `embedding`."""
+        """Compare the last stage's copy of a tied embedding, if there is one, with `embedding`."""
         if self.shape.tie_word_embeddings and HEAD in self.places:
             head = torch.cat(list(self._shards(HEAD)))[: self.shape.vocab_size]
             self._compare(f"{self.places[HEAD].name} of the last stage", head, embedding)
@@ -148,7 +148,7 @@ class MegatronReader:
     def _shards(self, parameter: str) -> list[Tensor]:
         place = self.places[parameter]
         if self._opened is None or self._opened[0] != place.stage:
-            self._opened = None  # the files before are given up first
+            self._opened = None  # unmap the previous stage's files first
             self._opened = (place.stage, _open_stage(self.folder, place.stage))
         return [rank.chunks[place.chunk][place.name] for rank in self._opened[1]]
 
@@ -158,42 +158,42 @@ class MegatronReader:
         off = float((copy.double() - taken.double()).abs().max())
         if not off <= _DRIFT * float(taken.double().abs().max()):
             raise CheckpointError(
-                f"{self.folder.path}: {what} is another tensor than the first, by up to {off:.1e}"
+                f"{self.folder.path}: {what} differs from the first copy by up to {off:.1e}, more than rounding"
+                f" explains ({_DRIFT:.0%} of the largest element); fetch the files of one iteration"
             )
-        self.notes.append(f"{what} differs from the first, which was taken, by up to {off:.1e}")
+        self.notes.append(f"{what} differs from the first copy, which was used, by up to {off:.1e}")
 
 
 def open_megatron(folder: Path, vocab_size: int | None = None) -> MegatronReader:
-    """The reader of a whole and expressible checkpoint; vocab_size: true size, where its arguments do not say it.
+    """Open a checkpoint and check everything but the elements of its tensors.
 
-    Raises CheckpointError, which names the file, argument or tensor: everything but the tensors' numbers is checked.
+    vocab_size: the size before padding, if the checkpoint's arguments do not record it. Raises CheckpointError with the
+    file, argument or tensor.
     """
     found = find_megatron_folder(folder)
     first = open_rank(found.files[0, 0])
-    shape = megatron_shape(first.arguments, vocab_size=1)  # refused before anything else is looked at
+    shape = megatron_shape(first.arguments, vocab_size=1)  # an unsupported model is refused first
     _check_layout(found, first)
     places: dict[str, _Place] = {}
     shapes: dict[str, Entry] = {}
     stages = [_entries_of_stage(found, stage, first) for stage in range(found.pipeline)]
     first_layer = 0
-    for chunk in range(len(first.chunks)):  # of all stages in turn, as virtual stages follow each other
+    for chunk in range(len(first.chunks)):  # layers run through a chunk of each stage, then the next chunk
         for stage, chunks in enumerate(stages):
             for name, entry in chunks[chunk].items():
                 ours = parameter_name(name, first_layer, gated=shape.gated_mlp)
                 if ours is None or ours in places:
                     where = found.files[stage, 0]
-                    what = (
-                        "which the model has not" if ours is None else f"and {places[ours].name} is the same"
-                    )
-                    raise CheckpointError(f"{where} has {name}, {what}")
+                    what = "which the model lacks" if ours is None else f"and {places[ours].name} is the same"
+                    raise CheckpointError(f"{where} has {name}, {what}; correct its args")
                 places[ours], shapes[ours] = _Place(stage, chunk, name), entry
             first_layer += _layer_count(chunks[chunk], found.files[stage, 0])
     if first_layer != shape.num_hidden_layers:
         raise first.arguments.problem(
-            f"num_layers = {shape.num_hidden_layers}, and its files hold {first_layer} layers"
+            f"num_layers = {shape.num_hidden_layers}, but its files hold {first_layer} layers"
         )
     if EMBEDDING not in shapes or len(shapes[EMBEDDING][0]) != 2:
-        raise CheckpointError(f"{found.files[0, 0]} has no table of word_embeddings; fetch it again")
+        raise CheckpointError(f"{found.files[0, 0]} has no word_embeddings of 2 dims; fetch it again")
     rows = shapes[EMBEDDING][0][0] * found.tensor
     shape = megatron_shape(first.arguments, true_vocab_size(first.arguments, rows, vocab_size))
     _check_tensors(found, shape, first.version, places, shapes)
@@ -216,11 +216,11 @@ def _check_layout(folder: MegatronFolder, first: RankFile) -> None:
     for name, (found, older) in sizes.items():
         said = given.get(name, older)
         if said is not None and said != found:
-            raise first.arguments.problem(f"{name} = {said!r}, and there are files of {found} rank(s)")
+            raise first.arguments.problem(f"{name} = {said!r}, but there are files of {found} rank(s)")
 
 
 def _entries_of_stage(folder: MegatronFolder, stage: int, first: RankFile) -> list[dict[str, Entry]]:
-    """Those of each chunk's tensors by name, the same on every rank of the stage."""
+    """Return the entries of each chunk's tensors by name. Raises CheckpointError if the stage's ranks differ."""
     of_rank_0: list[dict[str, Entry]] | None = None
     for tp in range(folder.tensor):
         rank = open_rank(folder.files[stage, tp])
@@ -228,11 +228,11 @@ def _entries_of_stage(folder: MegatronFolder, stage: int, first: RankFile) -> li
             expected = first.iteration if what == "iteration" else first.version
             if value != expected:
                 raise CheckpointError(
-                    f"{rank.path} is of {what} {value}, {first.path} of {expected}; fetch the files of one iteration"
+                    f"{rank.path} has {what} {value}, but {first.path} {expected}; fetch the files of one iteration"
                 )
         if len(rank.chunks) != len(first.chunks):
             raise CheckpointError(
-                f"{rank.path} holds {len(rank.chunks)} model chunk(s), {first.path} {len(first.chunks)}"
+                f"{rank.path} holds {len(rank.chunks)} model chunk(s), but {first.path} {len(first.chunks)}"
             )
         of_rank_0 = of_rank_0 or rank.entries
         for mine, other in zip(rank.entries, of_rank_0, strict=True):
@@ -250,13 +250,15 @@ def _check_alike(
         raise CheckpointError(f"{lacking} lacks {name}, which {having} has; fetch it again")
     for name, entry in mine.items():
         if entry != other[name]:
-            raise CheckpointError(f"{own}: {name} is {_said(entry)}, and {_said(other[name])} on rank 0")
+            raise CheckpointError(f"{own}: {name} is {_said(entry)}, but {_said(other[name])} on rank 0")
 
 
 def _layer_count(names: Mapping[str, Any], path: Path) -> int:
     layers = {layer for name in names if (layer := layer_of(name)) is not None}
     if layers != set(range(len(layers))):
-        raise CheckpointError(f"{path} holds the layers {sorted(layers)}, which are not its first ones")
+        raise CheckpointError(
+            f"{path} holds layers {sorted(layers)}, which are not numbered from 0 without gaps"
+        )
     return len(layers)
 
 
@@ -267,7 +269,7 @@ def _check_tensors(
     places: Mapping[str, _Place],
     found: Mapping[str, Entry],
 ) -> None:
-    """Raise CheckpointError unless the files hold exactly the model's tensors, cut as they are to be."""
+    """Raise CheckpointError unless the files hold exactly the model's tensors, with the expected shapes per rank."""
     expected = {parameter.name: parameter for parameter in model_parameters(shape)}
     if missing := [name for name in expected if name not in places]:
         raise _lacking(folder, missing, places)
@@ -276,22 +278,24 @@ def _check_tensors(
         path = folder.files[place.stage, 0]
         copy = name == HEAD and shape.tie_word_embeddings
         if name not in expected and not copy:
-            raise CheckpointError(f"{path} has {place.name}, which the model has not by its args")
+            raise CheckpointError(
+                f"{path} has {place.name}, which the model of its args lacks; correct its args"
+            )
         if name in (EMBEDDING, HEAD):
             wanted: tuple[int, ...] | None = (found[EMBEDDING][0][0], shape.hidden_size)
         else:
             wanted = rank_shape(expected[name], folder.tensor)
         if size != wanted:
-            raise CheckpointError(f"{path}: {place.name} is {size} on each rank, by its args it is {wanted}")
-        if kind not in _TYPES:
+            raise CheckpointError(f"{path}: {place.name} is {size} on each rank, but by its args {wanted}")
+        if kind not in TYPES.values():
             raise CheckpointError(
-                f"{path}: {place.name} is of {kind}; save the weights in a type of 16 bits or more"
+                f"{path}: {place.name} is {kind}; save the weights as bf16, fp16, fp32 or fp64"
             )
     _check_heads(folder, shape, version)
 
 
 def _lacking(folder: MegatronFolder, missing: Sequence[str], places: Mapping[str, _Place]) -> CheckpointError:
-    """Name the first file that lacks tensors, and these as it would call them."""
+    """Return the error for missing tensors: the first file that lacks some, and Megatron-LM's names of these."""
     names = {ours: place.name for ours, place in places.items()}
 
     def stage_of(name: str) -> int:
@@ -305,7 +309,7 @@ def _lacking(folder: MegatronFolder, missing: Sequence[str], places: Mapping[str
     first = min(map(stage_of, missing))
     lacked = [missing_name(name, names) for name in missing if stage_of(name) == first]
     return CheckpointError(
-        f"{folder.files[first, 0]} lacks {listed(lacked)}, which its args ask for; fetch it again, or correct its args"
+        f"{folder.files[first, 0]} lacks {listed(lacked)}, which its args imply; fetch it again, or correct its args"
     )
 
 
@@ -313,7 +317,7 @@ def _check_heads(folder: MegatronFolder, shape: ModelShape, version: float) -> N
     groups = shape.num_key_value_heads
     if version < 2 and groups != shape.num_attention_heads:
         raise CheckpointError(
-            f"{folder.path} is of checkpoint_version {version:g}, which had no groups of queries, and its args have"
+            f"{folder.path} has checkpoint_version {version:g}, which has no grouped-query attention, but its args have"
         )
     if groups % folder.tensor and folder.tensor % groups:
         raise CheckpointError(

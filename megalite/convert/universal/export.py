@@ -1,7 +1,7 @@
-"""A checkpoint as a DeepSpeed universal one: weights and AdamW's moments, under the names of Hugging Face's models.
+"""Export a checkpoint as a DeepSpeed universal checkpoint: weights and AdamW's moments, under Hugging Face's names.
 
-The folder is what `engine.load_checkpoint` takes with `checkpoint.load_universal` under ZeRO 1, 2 and 3, on any number
-of data-parallel ranks.
+`engine.load_checkpoint` loads the folder with `checkpoint.load_universal` under ZeRO 1, 2 and 3, on any number of
+data-parallel ranks.
 """
 
 import json
@@ -12,17 +12,17 @@ from typing import Any
 
 import torch
 
-from megalite.checkpoint.folder import write_durably
+from megalite.checkpoint.durable import write_durably
 from megalite.checkpoint.format import WEIGHT, Manifest, check_coverage
-from megalite.checkpoint.tensor_file import CheckpointReader
+from megalite.checkpoint.reader import CheckpointReader
 from megalite.convert.exported_folder import exported_folder
 from megalite.convert.huggingface.export import read_family_tensor
 from megalite.convert.universal.folder import (
-    KINDS,
     LATEST_UNIVERSAL,
     MODEL_STATES,
     MOMENTS,
     OPTIMIZER_STATE,
+    STATE_FILES,
     STEP,
     ZERO,
 )
@@ -32,20 +32,21 @@ from megalite.topology.state import MASTER
 
 _CARD = "README.md"
 _MARK = "<!-- DeepSpeed universal checkpoint, written by megalite -->"
-# The version whose files these are.
+# The DeepSpeed version whose file format is written.
 _DEEPSPEED = "0.19.8"
-# It takes over hyperparameters group by group, as far as there are groups in the file: none of any number of groups.
+# DeepSpeed copies hyperparameters group by group from the file; this many empty groups make it copy none.
 _MOST_GROUPS = 1024
 
 
 def export_universal(checkpoint: Path, destination: Path) -> Manifest:
-    """Write a checkpoint of any layout as a universal one; one process, one tensor in memory at a time.
+    """Write a checkpoint of any layout as a universal one, in one process with one tensor in memory at a time.
 
-    What is written as float32 are the masters of a 16-bit run. Hyperparameters are not: those of the engine that
-    loads it stay. The folder appears only when it is whole; an earlier one of ours is replaced. Raises
-    CheckpointError when the checkpoint is damaged, has not AdamW's state, or `destination` holds something else.
+    Weights are fp32: the master weights of a bf16 or fp16 run. Hyperparameters are not written: the loading engine
+    keeps its own. The folder appears when it is complete; an earlier export of megalite is replaced. Returns the
+    checkpoint's manifest. Raises CheckpointError if the checkpoint is damaged or lacks AdamW's state, or if
+    `destination` has other content.
     """
-    exact = _weights_kind(checkpoint)
+    exact = _fp32_weights_key(checkpoint)
     with (
         exported_folder(destination, "a DeepSpeed universal checkpoint", _is_ours) as partial,
         CheckpointReader(checkpoint, weights=exact) as reader,
@@ -66,16 +67,16 @@ def export_universal(checkpoint: Path, destination: Path) -> Manifest:
     return manifest
 
 
-def _weights_kind(checkpoint: Path) -> str:
-    """The kind with all the digits of the weights; raises CheckpointError where AdamW's state is not there."""
+def _fp32_weights_key(checkpoint: Path) -> str:
+    """Return the state key of the unrounded weights. Raises CheckpointError if AdamW's state is missing."""
     with CheckpointReader(checkpoint) as reader:
-        kinds, scalars = reader.manifest.optimizer_kinds, reader.manifest.optimizer
-    if not kinds.issuperset(MOMENTS) or "step" not in scalars:
+        held, scalars = reader.manifest.optimizer_state_keys, reader.manifest.optimizer
+    if not held.issuperset(MOMENTS) or "step" not in scalars:
         raise CheckpointError(
-            f"{checkpoint} has {', '.join(sorted(kinds)) or 'no optimizer state'}, and a universal checkpoint is made"
-            f" of AdamW's {' and '.join(MOMENTS)}; for the weights alone use megalite convert export"
+            f"{checkpoint} has {', '.join(sorted(held)) or 'no optimizer state'}, but a universal checkpoint needs"
+            f" AdamW's {' and '.join(MOMENTS)}; for the weights alone use megalite convert export"
         )
-    return MASTER if MASTER in kinds else WEIGHT
+    return MASTER if MASTER in held else WEIGHT
 
 
 def _write_tensors(reader: CheckpointReader, zero: Path) -> None:
@@ -83,23 +84,22 @@ def _write_tensors(reader: CheckpointReader, zero: Path) -> None:
     for tensor in family_tensors(reader.manifest.model):
         folder = zero / tensor.name
         folder.mkdir()
-        for kind, ours in zip(KINDS, (WEIGHT, *MOMENTS), strict=True):
-            values = read_family_tensor(reader, ours, tensor).float()
+        for name, state_key in zip(STATE_FILES, (WEIGHT, *MOMENTS), strict=True):
+            values = read_family_tensor(reader, state_key, tensor).float()
             if values.untyped_storage().nbytes() > values.nbytes:
-                values = values.clone()  # else all of the storage would be saved
-            _save({"param": values}, folder / f"{kind}.pt")
+                values = values.clone()  # torch.save writes the whole storage
+            _save({"param": values}, folder / f"{name}.pt")
         _save(step, folder / STEP)
 
 
 def _step(manifest: Manifest) -> torch.Tensor:
-    """As torch's AdamW counts; DeepSpeed's own take it too."""
+    """Return the step as a tensor, as torch's AdamW keeps it; DeepSpeed's optimizers accept that too."""
     return torch.tensor(float(manifest.optimizer["step"]))
 
 
 def _optimizer_state(manifest: Manifest) -> dict[str, Any]:
     groups: list[dict[str, Any]] = [{} for _ in range(_MOST_GROUPS)]
-    # ZeRO 3 looks for the step here and gives this very object to each of its sub-groups, which would all add to a
-    # tensor.
+    # ZeRO 3 shares this object between its sub-groups; all of them would increment the same tensor, so it is an int.
     third = {"state": {0: {"step": int(_step(manifest))}}, "param_groups": [{}]}
     return {"ds_version": _DEEPSPEED, "param_groups": groups, "optimizer_state_dict": third}
 
@@ -112,7 +112,7 @@ def _model_states(manifest: Manifest) -> dict[str, Any]:
         "global_steps": manifest.step,
         "global_samples": state.get("samples", 0),
         "skipped_steps": skipped,
-        # As DeepSpeed's own schedules count: the last of the updates made.
+        # DeepSpeed's schedules count the last update made, starting from 0.
         "lr_scheduler": {"last_batch_iteration": manifest.step - skipped - 1},
         "dp_world_size": manifest.layout.data,
         "mp_world_size": 1,
@@ -125,7 +125,7 @@ def _save(content: object, path: Path) -> None:
     with path.open("wb") as file:
         try:
             torch.save(content, file)
-        except RuntimeError as error:  # what torch makes of a disk that is full
+        except RuntimeError as error:  # torch raises this for a full disk
             raise OSError(f"{path.name}: {error}") from error
         file.flush()
         os.fsync(file.fileno())
@@ -149,21 +149,21 @@ engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters
 engine.load_checkpoint(FOLDER)
 ```
 
-Weights and AdamW's moments are float32; it made {manifest.optimizer["step"]:g} updates. Learning rate, betas, eps,
-weight decay and their groups are those of your `config` or optimizer. The run had
+Weights and AdamW's moments are fp32, after {manifest.optimizer["step"]:g} updates. Learning rate, betas, eps, weight
+decay and parameter groups come from your `config` or optimizer. The run was trained with
 
 {settings}
 
-Under ZeRO 3 each `state` of `engine.optimizer.optimizer.state.values()` gets its `step` as a number, as DeepSpeed's own
-Adam counts. torch's AdamW wants tensors there: `state["step"] = torch.tensor(float(state["step"]))` for each.
+Under ZeRO 3 DeepSpeed sets `step` in each `state` of `engine.optimizer.optimizer.state.values()` to a number, which its
+own Adam expects. For torch's AdamW convert each: `state["step"] = torch.tensor(float(state["step"]))`.
 
-One of DeepSpeed's own schedules goes on with `engine.lr_scheduler.step({last})` after the loading; one of torch's has
-to be told by you, with `load_lr_scheduler_states=False`. The data begins where your loader does.
+A DeepSpeed learning-rate schedule continues after `engine.lr_scheduler.step({last})`. For a torch schedule, load with
+`load_lr_scheduler_states=False` and set its position yourself. The position in the data is not stored.
 """
 
 
 def _settings(manifest: Manifest) -> Iterator[str]:
-    """What the run was trained with, as far as its configuration says."""
+    """Yield the optimizer settings in the run's configuration, and the number of sequences and tokens."""
     optimizer = manifest.config.get("optimizer") or {}
     for name in ("learning_rate", "betas", "eps", "weight_decay", "gradient_clipping", "groups"):
         if optimizer.get(name) is not None:

@@ -1,7 +1,7 @@
-"""Which folders are DeepSpeed universal checkpoints, and what lies where in them. No torch.
+"""Find DeepSpeed universal checkpoints, and name their files. No torch.
 
-TAG/zero/<parameter>/{fp32,exp_avg,exp_avg_sq,step}.pt, TAG/zero/optimizer_state.pt, TAG/*_model_states.pt, and beside
-TAG the file latest_universal, which names it.
+TAG/zero/<parameter>/{fp32,exp_avg,exp_avg_sq,step}.pt, TAG/zero/optimizer_state.pt, TAG/*_model_states.pt, and next to
+TAG the file latest_universal with its name.
 """
 
 from pathlib import Path
@@ -14,18 +14,19 @@ ZERO = "zero"
 OPTIMIZER_STATE = "optimizer_state.pt"
 STEP = "step.pt"
 MODEL_STATES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
-"""What the engine reads first: under ZeRO 0 to 2, and under ZeRO 3."""
+"""Files that DeepSpeed's engine reads first: under ZeRO 0 to 2, and under ZeRO 3."""
 WEIGHTS = "fp32"
 MOMENTS = ("exp_avg", "exp_avg_sq")
-KINDS = (WEIGHTS, *MOMENTS)
+STATE_FILES = (WEIGHTS, *MOMENTS)
+"""Names of a parameter's files, without .pt."""
 _OF_THE_ENGINE = ("*_model_states.pt", "*_optim_states.pt")
 
 
 def find_universal(folder: Path) -> Path | None:
-    """The TAG folder that `folder` is, or names in latest_universal; None where it is something else.
+    """Return the TAG folder: `folder` itself, or the one its latest_universal names; None for another kind of folder.
 
-    Raises CheckpointError for what DeepSpeed's engine saves, which has to be converted first, unless weights in the
-    form of Hugging Face lie beside it.
+    Raises CheckpointError for a checkpoint of DeepSpeed's engine, which must be converted first, unless the folder also
+    has Hugging Face weights.
     """
     if (folder / ZERO).is_dir():
         return folder
@@ -33,7 +34,9 @@ def find_universal(folder: Path) -> Path | None:
     if tag is not None and (folder / tag / ZERO).is_dir():
         return folder / tag
     if tag is not None:
-        raise CheckpointError(f"{folder / LATEST_UNIVERSAL} names {tag}, which has no {ZERO} folder there")
+        raise CheckpointError(
+            f"{folder / LATEST_UNIVERSAL} names {tag}, which has no {ZERO} folder; write or fetch it again"
+        )
     if any((folder / name).is_file() for name in (SINGLE, INDEX)):
         return None
     saved = _named_by(folder / "latest")
@@ -44,13 +47,13 @@ def find_universal(folder: Path) -> Path | None:
 
 
 def find_config(universal: Path) -> Path | None:
-    """The folder of the config.json in or beside a TAG folder; None where there is none."""
+    """Return the folder with a config.json: the TAG folder or its parent; None if neither has one."""
     places = (universal, universal.resolve().parent)
     return next((place for place in places if (place / "config.json").is_file()), None)
 
 
 def _named_by(pointer: Path) -> str | None:
-    """None where the file is missing, cannot be read, or names something that is not beside it."""
+    """Return the name in a pointer file; None if it is missing, unreadable or not the name of a sibling."""
     try:
         name = pointer.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
@@ -61,11 +64,11 @@ def _named_by(pointer: Path) -> str | None:
 def _convert_first(engine: Path) -> str:
     if not any(engine.glob("*_optim_states.pt")):
         return (
-            f"{engine} was saved by DeepSpeed under ZeRO 0, which ds_to_universal does not convert; import its weights:"
-            " load it into the model, save that with save_pretrained and name the folder"
+            f"{engine} was saved by DeepSpeed under ZeRO 0, which ds_to_universal does not convert; import only the"
+            " weights: load them into the model, call its save_pretrained(FOLDER) and name that folder"
         )
     return (
-        f"{engine} was saved by DeepSpeed's engine; make it universal and name that folder:\n"
+        f"{engine} was saved by DeepSpeed's engine; convert it to a universal checkpoint and name that folder:\n"
         "  python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state"
         f" --input_folder {engine} --output_folder {engine}_universal"
     )

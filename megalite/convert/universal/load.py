@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.checkpoint.folder import require_new_run, undone_on_failure
 from megalite.checkpoint.format import WEIGHT
-from megalite.checkpoint.tensor_file import full_box
+from megalite.checkpoint.regions import full_box
 from megalite.convert.foreign_pickle import load_pickle, require_undamaged
 from megalite.convert.huggingface.load import BUFFERS, take_tokenizer
+from megalite.convert.new_run import require_new_run, undone_on_failure
 from megalite.convert.streamed import write_streamed
 from megalite.convert.universal.folder import (
-    KINDS,
     MODEL_STATES,
     MOMENTS,
     OPTIMIZER_STATE,
+    STATE_FILES,
     STEP,
     WEIGHTS,
     ZERO,
@@ -55,8 +55,8 @@ class UniversalFolder:
         path = self.path / ZERO / name / f"{kind}.pt"
         if not path.is_file():
             raise CheckpointError(
-                f"{path} is missing: {', '.join(KINDS)} are read of every parameter, as AdamW under ZeRO leaves them of"
-                " those that are trained; no other optimizer's, and no frozen ones"
+                f"{path} is missing: every parameter needs {', '.join(STATE_FILES)}, which AdamW under ZeRO saves for"
+                " trained parameters; other optimizers and frozen parameters are not supported"
             )
         if checked:
             require_undamaged(path)
@@ -204,7 +204,7 @@ class UniversalReader:
                 " tensor-parallel ranks, without adapters?"
             )
         for name, shape in expected.items():
-            for kind in KINDS:
+            for kind in STATE_FILES:
                 size = tuple(self._theirs(name, kind).shape)
                 if size not in (shape, (prod(shape),)):
                     raise CheckpointError(

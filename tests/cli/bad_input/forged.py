@@ -176,7 +176,7 @@ CASES = [
     Case("a file that is not in the list", inspecting(forged(lambda m: m.update(files={}))), (STEP, "file: 'rank")),
     Case("a link out of the folder", generating(spoil=linked), (FILE, "link out of its folder")),
     Case("a manifest that is a link", inspecting(linked_manifest), ("manifest.json", "link out of its folder")),
-    Case("a pipe in a file's place", generating(spoil=pipe), (FILE, "is no file")),
+    Case("a pipe in a file's place", generating(spoil=pipe), (FILE, "is not a file")),
     Case("a pickle in a file's place", generating(spoil=pickled_shard), (FILE, "it is a pickle")),
     Case("a key twice", inspecting(in_text('"step":20', '"step":20,"step":21')), (STEP, "'step' twice")),
     Case("a manifest with no number", inspecting(in_text('"step":20', '"step":NaN')), (STEP, "NaN is no number")),
@@ -186,7 +186,7 @@ CASES = [
     Case("an offset below 0", inspecting(forged(lambda m: entry_of(m)["shards"][0].update(offsets=[-1]))), (STEP,)),
     Case("half a shape", inspecting(forged(lambda m: entry_of(m).update(shape=[]))), (STEP, NORM)),
     Case("a type that there is not", inspecting(forged(lambda m: entry_of(m).update(dtype="object"))), (STEP, "dtype")),
-    Case("a model that is huge", generating(spoil=forged(huge_model)), (STEP, "bytes, and the file")),
+    Case("a model that is huge", generating(spoil=forged(huge_model)), (STEP, "bytes, but the file")),
     Case(
         "layers without end",
         generating(spoil=forged(lambda m: m["model"].update(num_hidden_layers=HUGE))),

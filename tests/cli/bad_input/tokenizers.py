@@ -274,12 +274,12 @@ CASES = [
     Case(
         "a training over another tokenizer",
         training(output="tok"),
-        ("tok/tokenizer.json exists, and would be replaced", "--overwrite"),
+        ("tok/tokenizer.json exists and would be replaced", "--overwrite"),
     ),
     Case(
         "a conversion over another tokenizer",
         lambda world: ["tokenizer", "convert", str(world / "tok"), "--output", str(world / "tok")],
-        ("tok/tokenizer.json exists, and would be replaced", "--overwrite"),
+        ("tok/tokenizer.json exists and would be replaced", "--overwrite"),
     ),
     Case(
         "a tokenizer below a file",

@@ -12,11 +12,12 @@ from math import prod
 from typing import Any, cast
 
 from megalite.config.draft import Draft
+from megalite.config.facts import Facts, Unknown
 from megalite.config.load import load_run
 from megalite.config.rules.every import problems_of
 from megalite.config.schema import RunConfig
 from megalite.config.toml import format_value
-from megalite.config.validate import Facts, Unknown, validate
+from megalite.config.validate import validate
 from megalite.errors import ConfigError, Problem
 from tests.support.matrix.axes import AXES, BASE, COMPILED_LAYOUTS, ELSEWHERE, Row, Settings
 

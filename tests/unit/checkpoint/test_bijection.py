@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from megalite.checkpoint.reader import CheckpointReader
 from megalite.checkpoint.save import save_checkpoint
-from megalite.checkpoint.tensor_file import CheckpointReader
 from megalite.convert.huggingface import export as huggingface
 from megalite.convert.huggingface.export import as_family_tensor
 from megalite.convert.huggingface.load import load_huggingface

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from megalite.checkpoint import tensor_file
-from megalite.checkpoint.folder import find_checkpoint, find_latest, remove_stale, write_latest
+from megalite.checkpoint.folder import find_checkpoint, find_latest
+from megalite.checkpoint.publish import remove_stale, write_latest
 from megalite.errors import CheckpointError
 from megalite.topology.axes import Layout
 from tests.support.tiny import tiny_shape
@@ -80,7 +81,7 @@ def test_a_flipped_bit_in_a_header_is_refused(folder: Path) -> None:
 
 
 def test_hashes_may_be_left_unread(folder: Path) -> None:
-    from megalite.checkpoint.tensor_file import CheckpointReader
+    from megalite.checkpoint.reader import CheckpointReader
     from megalite.topology.sharding import TensorSlice
 
     path = folder / "step-000100" / "rank-00000.safetensors"
@@ -98,8 +99,8 @@ def test_a_truncated_file_is_refused_and_named(folder: Path, keep: float) -> Non
     message = refused(folder / "step-000100")
     assert str(path) in message and "bytes instead of" in message
     if keep > 0.1:  # the header is whole
-        cut = f"and the file ends at {path.stat().st_size}: it was cut short"
-        assert re.search(r"\S+/\S+ is to end at byte \d+, " + cut, message)
+        cut = f"but the file ends at {path.stat().st_size}: it was cut short"
+        assert re.search(r"\S+/\S+ should end at byte \d+, " + cut, message)
 
 
 def test_the_newest_whole_checkpoint_is_found_when_latest_is_not(
@@ -123,7 +124,7 @@ def test_the_newest_whole_checkpoint_is_found_when_latest_is_not(
             assert find_latest(folder) == folder / "step-000100"
         assert "names a broken checkpoint" in caplog.text
     shutil.rmtree(folder / "step-000100")
-    with pytest.raises(CheckpointError, match="holds no whole checkpoint"):
+    with pytest.raises(CheckpointError, match="has no complete checkpoint"):
         find_latest(folder)
 
 

@@ -58,7 +58,7 @@ def manifest(kinds: tuple[str, ...] = ("weight", "exp_avg"), **changed: TensorEn
 def test_a_manifest_survives_its_text() -> None:
     written = manifest(exp_avg=TensorEntry((48, 48), "float32", (shard((0, 0), (24, 48), (3, 70)),)))
     assert from_json(to_json(written), SOURCE) == written
-    assert written.step == 3 and written.optimizer_kinds == {"exp_avg"}
+    assert written.step == 3 and written.optimizer_state_keys == {"exp_avg"}
 
 
 def test_a_whole_manifest_is_covered() -> None:
@@ -91,7 +91,7 @@ FAULTS = {
     ),
     "a run cut short": ({"exp_avg": entry(shard((0, 0), (48, 48), (0, 100)))}, "elements 100 to 2304 of region"),
     "a box outside": ({"weight": entry(shard((24, 0), (48, 48)))}, "region [24:72, 0:48] lies outside [48, 48]"),
-    "a padded size": ({"weight": entry(shard((0, 0), (64, 48)), shape=(64, 48))}, "its shape is [64, 48], the model's"),
+    "a padded size": ({"weight": entry(shard((0, 0), (64, 48)), shape=(64, 48))}, "[64, 48], but the model's"),
 }  # fmt: skip
 
 
@@ -133,10 +133,10 @@ def test_a_tensor_is_covered_exactly_when_no_shard_is_lost(data: st.DataObject, 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda text: text[: len(text) // 2], "not a whole manifest"),
+        (lambda text: text[: len(text) // 2], "not a complete manifest"),
         (lambda text: text.replace('"step":3,', '"step":4,'), "does not match its own hash"),
         (lambda text: text.replace('"format":1', '"format":9'), "format 9 is not 1"),
-        (lambda text: "[]", "not a whole manifest"),
+        (lambda text: "[]", "not a complete manifest"),
     ],
 )
 def test_a_damaged_manifest_is_refused(damage: Callable[[str], str], message: str, tmp_path: Path) -> None:

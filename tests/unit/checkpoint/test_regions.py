@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.checkpoint.regions import contains, intersection, slices, split_run, stretches
+from megalite.checkpoint.regions import contains, intersection, slices, split_flat_range, stretches
 from megalite.topology.sharding import Part, ShardSpec, TensorSlice
 
 
@@ -33,7 +33,7 @@ def test_a_run_splits_into_one_run_a_part(case: tuple[ShardSpec, int, int, int, 
     boxes = spec.boxes(rank, size)
     # What each element of the flattened local tensor is, written out one by one.
     elements = [(part.name, index) for part, box in boxes for index in range(box.numel)]
-    runs = list(split_run(boxes, start, numel))
+    runs = list(split_flat_range(boxes, start, numel))
     assert [(run.part.name, index) for run in runs for index in range(run.start, run.stop)] == elements[
         start : start + numel
     ]

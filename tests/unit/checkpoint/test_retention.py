@@ -5,19 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from megalite.checkpoint import folder as folder_module
-from megalite.checkpoint.folder import (
-    BEST,
-    find_best,
-    find_checkpoint,
-    find_latest,
-    published_name,
-    remove_older,
-    remove_stale,
-    write_best,
-    write_latest,
-)
+from megalite.checkpoint import publish as publish_module
+from megalite.checkpoint.folder import BEST, find_best, find_checkpoint, find_latest, published_name
 from megalite.checkpoint.format import MANIFEST, Manifest, to_json
+from megalite.checkpoint.publish import remove_older, remove_stale, write_best, write_latest
 from megalite.errors import CheckpointError
 from megalite.topology.axes import Layout
 from tests.support.tiny import tiny_shape
@@ -82,12 +73,12 @@ def test_one_that_cannot_be_removed_is_named(
     monkeypatch.setattr(Path, "rename", rename)
     remove_older(folder, 50, keep=1)
     assert steps(folder) == [20, 50]
-    assert "step-000020 is not needed and cannot be removed (Permission denied): remove it" in caplog.text
+    assert "step-000020 could not be removed (Permission denied): remove it by hand" in caplog.text
 
 
 def test_what_is_named_or_spared_stays(folder: Path) -> None:
     write_best(folder, published_name(20))
-    remove_older(folder, 50, keep=1, spared=[folder / published_name(10)])
+    remove_older(folder, 50, keep=1, protected=[folder / published_name(10)])
     assert steps(folder) == [10, 20, 50]
 
 
@@ -115,7 +106,7 @@ def test_a_crash_while_one_is_removed_leaves_whole_ones_only(
             raise Killed
 
     with monkeypatch.context() as patched, pytest.raises(Killed):
-        patched.setattr(folder_module.shutil, "rmtree", half)
+        patched.setattr(publish_module.shutil, "rmtree", half)
         remove_older(folder, 50, keep=2)
     assert steps(folder) == [20, 30, 40, 50]
     assert all(find_checkpoint(path) == path for path in folder.glob("step-*"))
@@ -125,7 +116,9 @@ def test_a_crash_while_one_is_removed_leaves_whole_ones_only(
 
 def test_best_leads_to_its_checkpoint(folder: Path) -> None:
     assert find_best(folder) is None
-    with pytest.raises(CheckpointError, match=r"best names no checkpoint; checkpoint\.best = true keeps one"):
+    with pytest.raises(
+        CheckpointError, match=r"best names no checkpoint; set checkpoint\.best = true to keep one"
+    ):
         find_checkpoint(folder / BEST)
     write_best(folder, published_name(70))
     assert find_best(folder) is None

@@ -126,8 +126,8 @@ FAMILY_CASES = [
     Case(
         "offload_has_its_stage",
         {"deepspeed.zero_optimization.offload_optimizer.device": "cpu"},
-        'deepspeed.zero_optimization.offload_optimizer: device "cpu" has no effect: stage 0 has no partition of the '
-        "optimizer to move; use stage 1 or higher, or leave it out",
+        'deepspeed.zero_optimization.offload_optimizer: device "cpu" has no effect: ZeRO stage 0 does not partition '
+        'the optimizer state; use stage 1 or higher, or device "none"',
         {
             "deepspeed.zero_optimization.offload_optimizer.device": "cpu",
             "deepspeed.zero_optimization.stage": 1,
@@ -136,8 +136,8 @@ FAMILY_CASES = [
     Case(
         "offload_has_its_stage",
         {"deepspeed.zero_optimization.stage": 2, "deepspeed.zero_optimization.offload_param.device": "cpu"},
-        'deepspeed.zero_optimization.offload_param: device "cpu" has no effect: stage 2 has no partition of the '
-        "weights to move; use stage 3, or leave it out",
+        'deepspeed.zero_optimization.offload_param: device "cpu" has no effect: ZeRO stage 2 does not partition the '
+        'weights; use stage 3, or device "none"',
         {"deepspeed.zero_optimization.stage": 3, "deepspeed.zero_optimization.offload_param.device": "cpu"},
     ),
     Case(
@@ -146,8 +146,8 @@ FAMILY_CASES = [
             "deepspeed.zero_optimization.stage": 3,
             "deepspeed.zero_optimization.offload_optimizer.device": "disk",
         },
-        'deepspeed.zero_optimization.offload_optimizer.device: "disk" is no device; use "cpu" or "nvme", '
-        "or leave it out",
+        'deepspeed.zero_optimization.offload_optimizer.device: "disk" is not a device that DeepSpeed '
+        'offloads to; use "cpu", "nvme" or "none"',
         {
             "deepspeed.zero_optimization.stage": 3,
             "deepspeed.zero_optimization.offload_optimizer.device": "cpu",
@@ -159,7 +159,7 @@ FAMILY_CASES = [
             "deepspeed.zero_optimization.stage": 2,
             "deepspeed.zero_optimization.offload_optimizer.device": "nvme",
         },
-        'deepspeed.zero_optimization.offload_optimizer.device: "nvme" is read by stage 3 alone, and this is stage 2; '
+        'deepspeed.zero_optimization.offload_optimizer.device: "nvme" needs ZeRO stage 3, but the stage is 2; '
         'use stage 3, or "cpu"',
         {
             "deepspeed.zero_optimization.stage": 2,
@@ -169,8 +169,8 @@ FAMILY_CASES = [
     Case(
         "offload_to_disk_has_its_folder",
         {"deepspeed.zero_optimization.stage": 3, "deepspeed.zero_optimization.offload_param.device": "nvme"},
-        'deepspeed.zero_optimization.offload_param.nvme_path: is needed beside device = "nvme"; '
-        "name a folder of that disk",
+        'deepspeed.zero_optimization.offload_param.nvme_path: is required with device = "nvme"; '
+        "set it to a folder on that disk",
         {
             "deepspeed.zero_optimization.stage": 3,
             "deepspeed.zero_optimization.offload_param.device": "nvme",
@@ -185,8 +185,8 @@ FAMILY_CASES = [
             "deepspeed.zero_optimization.offload_optimizer.nvme_path": "disk",
             "deepspeed.zero_optimization.offload_optimizer.pipeline_read": True,
         },
-        "deepspeed.zero_optimization.offload_optimizer.pipeline_read: is not run: what a checkpoint reads might still "
-        "be on its way to the disk; leave it out",
+        "deepspeed.zero_optimization.offload_optimizer.pipeline_read: is not supported: a checkpoint could read state "
+        "that is not on the disk yet; set it to false",
         {
             "deepspeed.zero_optimization.stage": 3,
             "deepspeed.zero_optimization.offload_optimizer.device": "nvme",
@@ -197,8 +197,8 @@ FAMILY_CASES = [
     Case(
         "the_native_optimizer_is_adamw_under_zero",
         {"deepspeed.native_optimizer": True},
-        "deepspeed.native_optimizer: true has no effect without ZeRO, which alone DeepSpeed is used for; "
-        "set deepspeed.zero_optimization.stage, or leave it out",
+        "deepspeed.native_optimizer: true has no effect without ZeRO: DeepSpeed is used only for ZeRO; "
+        "set deepspeed.zero_optimization.stage to 1, 2 or 3, or use false",
         {"deepspeed.native_optimizer": True, "deepspeed.zero_optimization.stage": 1},
     ),
     Case(
@@ -208,8 +208,8 @@ FAMILY_CASES = [
             "deepspeed.zero_optimization.stage": 1,
             "optimizer.name": "sgd",
         },
-        'deepspeed.native_optimizer: true is AdamW, and optimizer.name = "sgd"; use optimizer.name "adamw", or leave '
-        "it out",
+        'deepspeed.native_optimizer: true needs AdamW, but optimizer.name = "sgd"; use optimizer.name "adamw", or '
+        "false",
         {
             "deepspeed.native_optimizer": False,
             "deepspeed.zero_optimization.stage": 1,
@@ -224,46 +224,47 @@ VALIDATION_CASES = [
     Case(
         "validation_has_text",
         {"validation.every": 5},
-        "validation.every: 5 stands without held-out text; set data.validation, or data.split, or leave it out",
+        "validation.every: 5 needs validation text; set data.validation or data.split, or leave it out",
         HELD_OUT,
     ),
     Case(
         "patience_needs_validations",
         HELD_OUT | {"validation.patience": 3},
-        "validation.patience: 3 counts validations, and there is only the last; set validation.every",
+        "validation.patience: 3 has no effect: the only validation is after the last step; set validation.every",
         {"validation.every": 5},
     ),
     Case(
         "improvement_is_for_patience",
         HELD_OUT | {"validation.every": 5, "validation.minimum_improvement": 0.1},
-        "validation.minimum_improvement: 0.1 has no meaning without patience; set validation.patience, or leave it out",
+        "validation.minimum_improvement: 0.1 has no effect without validation.patience; set validation.patience, or "
+        "leave it out",
         {"validation.patience": 3},
     ),
     Case(
         "keeping_some_means_deleting_others",
         {"checkpoint.keep_every": 1000},
-        "checkpoint.keep_every: 1000 has no meaning where no checkpoint is deleted; "
+        "checkpoint.keep_every: 1000 has no effect: no checkpoint is deleted; "
         "set checkpoint.keep_last, or leave it out",
         {"checkpoint.keep_last": 3},
     ),
     Case(
         "best_checkpoint_needs_text",
         {"checkpoint.best": True},
-        "checkpoint.best: true stands without held-out text, whose loss says which is the best; "
-        "set data.validation, or data.split",
+        "checkpoint.best: true needs validation text, whose loss decides which checkpoint is the best; "
+        "set data.validation or data.split",
         {"data.validation": "held-out.txt"},
     ),
     Case(
         "best_export_needs_its_checkpoint",
         HELD_OUT | {"checkpoint.export": "best"},
-        'checkpoint.export: "best" stands without a best checkpoint; set checkpoint.best = true',
+        'checkpoint.export: "best" needs a best checkpoint; set checkpoint.best = true',
         {"checkpoint.best": True},
     ),
     Case(
         "loss_scale_skips_by_itself",
         {"training.nonfinite": "skip", "training.precision": "fp16"},
-        'training.nonfinite: "skip" stands beside training.precision = "fp16", whose loss scale leaves steps out by '
-        'itself; use "stop", which then means: at the smallest scale',
+        'training.nonfinite: "skip" has no effect with training.precision = "fp16", whose loss scale skips such steps '
+        'itself; use "stop", which ends the run at training.minimum_loss_scale',
         {"training.nonfinite": "stop"},
     ),
 ]

@@ -12,7 +12,7 @@ def test_attention_dropout_says_what_it_costs(tmp_path: Path) -> None:
     ):
         [note] = load(tmp_path, {"model.attention_dropout": 0.1, setting: value}).notes
         assert note.startswith(
-            f"model.attention_dropout = 0.1 with {setting} = {said} has attention written out"
+            f"model.attention_dropout = 0.1 with {setting} = {said} disables fused attention"
         )
     assert not load(tmp_path, {"model.attention_dropout": 0.1}).notes
     assert not load(tmp_path, {"model.residual_dropout": 0.1, "model.kernels": "reference"}).notes
@@ -21,29 +21,31 @@ def test_attention_dropout_says_what_it_costs(tmp_path: Path) -> None:
 def test_soft_caps_say_what_they_cost(tmp_path: Path) -> None:
     gemma = {"model.family": "gemma2", "model.tie_word_embeddings": True}
     [note] = load(tmp_path, {**gemma, "model.attn_logit_softcapping": 50.0}).notes
-    assert note.startswith("model.attn_logit_softcapping = 50.0 has attention written out in plain torch")
-    assert "it keeps two values for each head and pair of tokens" in note
+    assert note.startswith(
+        "model.attn_logit_softcapping = 50.0 disables fused attention, which has no soft caps"
+    )
+    assert "stores two values per head and pair of tokens" in note
     [freed] = load(
         tmp_path, {**gemma, "model.attn_logit_softcapping": 50.0, "training.recompute": "selective"}
     ).notes
-    assert "it keeps" not in freed
+    assert "stores" not in freed
     assert not load(tmp_path, {**gemma, "model.final_logit_softcapping": 30.0}).notes
 
 
 def test_compiled_layers_say_what_documents_cost(tmp_path: Path) -> None:
     [note] = load(tmp_path, {"training.compile": True, "data.document_mask": True}).notes
-    assert note.startswith("training.compile has all documents of a sequence in one attention mask")
+    assert note.startswith("training.compile with data.document_mask computes attention with a dense mask")
     assert not load(tmp_path, {"data.document_mask": True}).notes
 
 
 def test_sequence_parallelism_of_one_rank_is_said_to_do_nothing(tmp_path: Path) -> None:
     [note] = load(tmp_path, {"parallel.sequence": True}).notes
-    assert note == "parallel.sequence = true does nothing beside parallel.tensor = 1"
+    assert note == "parallel.sequence = true has no effect with parallel.tensor = 1"
     assert not load(tmp_path, {"parallel.sequence": True, "parallel.tensor": 2}).notes
 
 
 def test_a_loss_in_one_chunk_is_said_to_save_nothing(tmp_path: Path) -> None:
     changes = {"training.micro_batch_size": 2, "training.sequence_length": 64, "model.chunked_loss": 128}
     [note] = load(tmp_path, changes).notes
-    assert note == "model.chunked_loss = 128 saves nothing: a micro batch has 128 tokens"
+    assert note == "model.chunked_loss = 128 saves no memory: a micro batch has only 128 tokens"
     assert not load(tmp_path, changes | {"model.chunked_loss": 127}).notes

@@ -208,10 +208,10 @@ WRONG = [
     ({"fp16": True}, "ds.json: fp16: true should be an object; it has auto_cast"),
     ({"amp": {"enabled": True}}, "ds.json: amp: was removed from DeepSpeed 0.19.8; use fp16, bf16"),
     ({"zero_optimization": {"mics_shard_size": 2}}, "zero_optimization.mics_shard_size: was removed"),
-    ({"zero_optimization": True}, 'true and false are an old form; write {"stage": 1}'),
-    ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage: 4 is no stage; use 0, 1, 2 or 3"),
-    ({"zero_optimization": {"stage": "1"}}, 'zero_optimization.stage: "1" is no stage'),
-    ({"zero_optimization": {"stage": True}}, "zero_optimization.stage: true is no stage"),
+    ({"zero_optimization": True}, 'true and false are no longer accepted; write {"stage": 1}'),
+    ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage: 4 is not a ZeRO stage; use 0, 1, 2 or 3"),
+    ({"zero_optimization": {"stage": "1"}}, 'zero_optimization.stage: "1" is not a ZeRO stage'),
+    ({"zero_optimization": {"stage": True}}, "zero_optimization.stage: true is not a ZeRO stage"),
     (
         {"train_batch_size": 16},
         "training.global_batch_size: 8 (run.toml) differs from 16 (train_batch_size in ds.json)",
@@ -226,11 +226,14 @@ WRONG = [
     ),
     (
         {"optimizer": {"type": "Lamb"}},
-        'ds.json: optimizer.type: "Lamb" is not run by megalite; use AdamW or SGD',
+        'ds.json: optimizer.type: "Lamb" is not supported by megalite; use AdamW or SGD',
     ),
     ({"optimizer": {"type": "AdamWW"}}, "did you mean AdamW?"),
     ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, "use AdamW, or weight_decay 0"),
-    ({"optimizer": {"params": {"amsgrad": True}}}, "optimizer.params.amsgrad: true is not run; use false"),
+    (
+        {"optimizer": {"params": {"amsgrad": True}}},
+        "optimizer.params.amsgrad: true is not supported; use false",
+    ),
     (
         {"optimizer": {"params": {"max_grad_norm": 1}}},
         "max_grad_norm: is refused by DeepSpeed; use gradient_clipping",
@@ -239,35 +242,38 @@ WRONG = [
         {"optimizer": {"params": {"lr": 0}}},
         "optimizer.learning_rate: 0 (optimizer.params.lr in ds.json) should be",
     ),
-    ({"scheduler": {"type": "OneCycle"}}, '"OneCycle" is not run by megalite; use one of WarmupLR'),
+    ({"scheduler": {"type": "OneCycle"}}, '"OneCycle" is not supported by megalite; use one of WarmupLR'),
     ({"scheduler": {"type": "WarmupCosinLR"}}, "did you mean WarmupCosineLR?"),
     (
         {"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-6}}},
-        "warmup_min_lr: 1e-06 is not run; use 0",
+        "warmup_min_lr: 1e-06 is not supported; use 0",
     ),
-    ({"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "log"}}}, '"log" is not run; use "linear"'),
+    (
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "log"}}},
+        '"log" is not supported; use "linear"',
+    ),
     ({"fp16": {"enabled": "yes"}}, 'ds.json: fp16.enabled: "yes" should be true or false'),
     (
         {"fp16": {"enabled": True}, "bf16": {"enabled": True}},
-        "ds.json: fp16.enabled: is true beside bf16.enabled",
+        "ds.json: fp16.enabled: and bf16.enabled are both true",
     ),
     (
         {"tensor_parallel": {"autotp_size": 2}},
-        "tensor_parallel.autotp_size: is not run by megalite; set parallel.tensor",
+        "tensor_parallel.autotp_size: is not supported by megalite; set parallel.tensor",
     ),
     ({"zero_optimization": {"stage": 1, "cpu_offload": True}}, "the name is now offload_optimizer"),
-    ({"gradient_allreduce_op": "sum"}, 'gradient_allreduce_op: is not run by megalite; use "mean"'),
+    ({"gradient_allreduce_op": "sum"}, 'gradient_allreduce_op: is not supported by megalite; use "mean"'),
     (
         {"zero_optimization": {"stage": 1, "compute_grad_norm": False}},
-        "compute_grad_norm: is not run by megalite",
+        "compute_grad_norm: is not supported by megalite",
     ),
     (
         {"torch_autocast": {"enabled": True}},
-        "torch_autocast.enabled: is not run by megalite; set training.precision",
+        "torch_autocast.enabled: is not supported by megalite; set training.precision",
     ),
     (
         {"comms_logger": {"prof_ops": [None]}},
-        "ds.json: comms_logger.prof_ops: has a null in a list; take it out",
+        "ds.json: comms_logger.prof_ops: has a null in a list; remove it",
     ),
 ]
 
@@ -321,7 +327,7 @@ def test_a_wrong_key_or_value_is_one_problem(tmp_path: Path, ds_json: dict[str, 
         (
             {"deepspeed.bf16.enabled": True},
             ZERO_1,
-            "deepspeed.config: stands beside deepspeed.bf16; move bf16 into",
+            "deepspeed.config: is set together with deepspeed.bf16; move bf16 into",
         ),
         ({"deepspeed.zero_optimization.a": float("inf")}, None, "inf is not a finite number"),
     ],
@@ -383,7 +389,7 @@ def test_what_has_no_effect_is_noted(tmp_path: Path) -> None:
     ds_json = {"activation_checkpointing": {"cpu_checkpointing": True}, "scheduler": {"type": "WarmupLR"}}
     notes = load(tmp_path, ds_json=ds_json).notes
     assert any("activation_checkpointing has no effect" in note for note in notes)
-    assert any("the warm-up is linear here" in note for note in notes)
+    assert any("megalite's warm-up is linear" in note for note in notes)
 
 
 @pytest.mark.parametrize(
@@ -391,7 +397,7 @@ def test_what_has_no_effect_is_noted(tmp_path: Path) -> None:
     [
         ('{"fp16": }', "ds.json: line 1, column 10: Expecting value; it must be JSON"),
         ("[]", "holds no JSON object"),
-        ('{"fp16": {}, "fp16": {}}', "the key 'fp16' stands there twice"),
+        ('{"fp16": {}, "fp16": {}}', "it has the key 'fp16' twice"),
         ('{"gradient_clipping": NaN}', "NaN is not JSON"),
         ("[" * 100_000, "cannot be read"),
     ],

@@ -8,8 +8,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megalite.config.deepspeed.keys import KEYS
-from megalite.config.load import load_run, write_resolved
+from megalite.config.load import load_run
 from megalite.config.schema import RunConfig
+from megalite.config.write import write_resolved
 from megalite.errors import ConfigError
 from tests.unit.config.runs import RUN, changed, write_run
 

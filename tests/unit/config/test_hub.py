@@ -178,7 +178,7 @@ def test_ranks_that_start_together_fetch_once(hub: Hub) -> None:
 def test_only_safetensors_are_named_by_an_index(hub: Hub) -> None:
     index = {"weight_map": {"model.norm.weight": "pytorch_model.bin"}}
     (hub.files / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match=r"names pytorch_model\.bin, which is no file of safetensors"):
+    with pytest.raises(CheckpointError, match=r"names pytorch_model\.bin, which is not a safetensors file"):
         local_folder("org/name")
     assert "pytorch_model.bin" not in hub.fetched
 
@@ -187,7 +187,7 @@ def test_a_folder_of_pickles_alone_is_refused(hub: Hub) -> None:
     for file in hub.files.glob("model*"):
         file.unlink()
     with pytest.raises(
-        CheckpointError, match=r"\(it lacks model\.safetensors\); .* by transformers' save_pretr"
+        CheckpointError, match=r"\(it lacks model\.safetensors\); .* with transformers' save_pretr"
     ):
         local_folder("org/name")
 
@@ -234,11 +234,11 @@ def test_the_cache_is_enough_without_a_network(offline: Path, name: str) -> None
 @pytest.mark.parametrize("missing", ["config.json", "model-00002-of-*"])
 def test_a_cache_in_part_is_refused_without_a_network(offline: Path, missing: str) -> None:
     next(offline.glob(missing)).unlink()
-    with pytest.raises(CheckpointError, match="HF_HUB_OFFLINE is set, and the cache has not all of it"):
+    with pytest.raises(CheckpointError, match="HF_HUB_OFFLINE is set and the cache is incomplete"):
         local_folder("org/name")
 
 
 @pytest.mark.parametrize("name", ["org/other", "org/na..me", "org/name@v9", f"org/{'n' * 96}@{'r' * 100}"])
 def test_a_name_nobody_fetched_is_refused_without_a_network(offline: Path, name: str) -> None:
-    with pytest.raises(ConfigError, match=f'"{name}" is no folder here, and could not be fetched'):
+    with pytest.raises(ConfigError, match=f'"{name}" is not a folder here, and fetching it'):
         shape_of_folder(name)

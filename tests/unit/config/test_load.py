@@ -8,9 +8,10 @@ from typing import Any, get_args
 
 import pytest
 
-from megalite.config.load import load_run, write_resolved
+from megalite.config.load import load_run
 from megalite.config.presets import PRESETS
 from megalite.config.schema import ParallelConfig
+from megalite.config.write import write_resolved
 from megalite.errors import ConfigError
 from megalite.topology.axes import Layout
 from megalite.topology.parameters import parameter_count
@@ -64,7 +65,7 @@ WRONG = [
     ({"data.source": ""}, 'data.source: "" should be text that is not empty'),
     (
         {"data.blend": [{"source": "a"}]},
-        "data.blend[1].weight: is required (share of the samples, against the others' weights)",
+        "data.blend[1].weight: is required (sampling weight relative to the other data sets)",
     ),
     (
         {"data.blend": [{"source": "a", "weight": 1}, {"source": "a", "weight": 1, "wieght": 1}]},
@@ -113,9 +114,9 @@ def test_what_stands_outside_of_a_section(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_run(path)
     assert set(map(str, caught.value.problems)) == {
-        "steps: stands outside of a section; did you mean training.steps?",
+        "steps: is outside of any section; did you mean training.steps?",
         "modell: unknown key",
-        'optimizer: "adamw" stands where a section should; write [optimizer] and keys below it',
+        'optimizer: is "adamw", but should be a section; write [optimizer] and keys below it',
     }
 
 

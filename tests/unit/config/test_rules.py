@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
+from megalite.config.facts import Unknown
 from megalite.config.rules.batch import BatchProblem
 from megalite.config.rules.every import RULES
 from megalite.config.rules.layout import divisors
-from megalite.config.validate import Unknown
 from tests.unit.config.rule_cases import FAMILY_CASES, VALIDATION_CASES, Case
 from tests.unit.config.runs import REMOVED, load, problems
 
@@ -32,14 +32,14 @@ CASES = [
     Case(
         "zero_3_splits_no_shared_head",
         {"parallel.tensor": 8, "deepspeed.zero_optimization.stage": 3},
-        "deepspeed.zero_optimization.stage: 3 (run.toml) splits weights, of which parallel.tensor = 8 ranks keep "
-        "copies of each of the 4 key-value heads alike; use stage 1 or 2, or parallel.tensor 4",
+        "deepspeed.zero_optimization.stage: 3 (run.toml) cannot partition copies of key-value heads, and "
+        "parallel.tensor = 8 is more than model.num_key_value_heads = 4; use stage 1 or 2, or parallel.tensor 4",
         {"parallel.tensor": 4},
     ),
     Case(
         "sequence_parallel_divides_the_length",
         {"parallel.sequence": True, "parallel.tensor": 4, "training.sequence_length": 18},
-        "training.sequence_length: 18 positions are not divisible by parallel.tensor = 4, which share them; "
+        "training.sequence_length: 18 is not divisible by parallel.tensor = 4, as parallel.sequence = true requires; "
         "use 16 or 20, or parallel.sequence = false",
         {"training.sequence_length": 20},
     ),
@@ -84,34 +84,35 @@ CASES = [
     Case(
         "chunks_suit_the_schedule",
         {"parallel.virtual_stages": 2, "parallel.schedule": "interleaved_1f1b"},
-        "parallel.virtual_stages: 2 chunks of one stage have no other stage to take turns with; "
+        "parallel.virtual_stages: 2 chunks per stage need at least 2 stages, but parallel.pipeline is 1; "
         'use "auto", or parallel.pipeline 2 or more',
         {"parallel.pipeline": 2},
     ),
     Case(
         "chunks_suit_the_schedule",
         {"parallel.virtual_stages": 2, "parallel.schedule": "zbv"},
-        "parallel.virtual_stages: 2 chunks of one stage have no other stage to take turns with; "
+        "parallel.virtual_stages: 2 chunks per stage need at least 2 stages, but parallel.pipeline is 1; "
         'use "auto", or parallel.pipeline 2 or more',
         {"parallel.virtual_stages": "auto"},
     ),
     Case(
         "chunks_suit_the_schedule",
         {"parallel.pipeline": 2, "parallel.virtual_stages": 2},
-        'parallel.virtual_stages: 2 are not the 1 that 1f1b runs; use "auto", '
+        'parallel.virtual_stages: is 2, but parallel.schedule "1f1b" runs 1 chunk per stage; use "auto", '
         'or parallel.schedule "interleaved_1f1b"',
         {"parallel.schedule": "interleaved_1f1b"},
     ),
     Case(
         "chunks_suit_the_schedule",
         {"parallel.pipeline": 2, "parallel.virtual_stages": 2, "training.global_batch_size": 10},
-        'parallel.virtual_stages: 2 are not the 1 that 1f1b runs; use "auto", or parallel.schedule "looped_bfs"',
+        'parallel.virtual_stages: is 2, but parallel.schedule "1f1b" runs 1 chunk per stage; use "auto", '
+        'or parallel.schedule "looped_bfs"',
         {"parallel.schedule": "looped_bfs"},
     ),
     Case(
         "chunks_suit_the_schedule",
         {"parallel.pipeline": 2, "parallel.virtual_stages": 1, "parallel.schedule": "zbv"},
-        'parallel.virtual_stages: 1 is not the 2 that zbv runs; use "auto", '
+        'parallel.virtual_stages: is 1, but parallel.schedule "zbv" runs 2 chunks per stage; use "auto", '
         'or parallel.schedule "interleaved_zero_bubble"',
         {"parallel.virtual_stages": "auto"},
     ),
@@ -146,20 +147,20 @@ CASES = [
         "layers_per_stage_cover_the_model",
         {"parallel.pipeline": 2, "parallel.layers_per_stage": [1, 2]},
         "parallel.layers_per_stage: 1 + 2 = 3 is not model.num_hidden_layers = 4; "
-        "every layer stands on exactly one stage",
+        "give numbers whose sum is 4",
         {"parallel.layers_per_stage": [1, 3]},
     ),
     Case(
         "layers_per_stage_cover_the_model",
         {"parallel.pipeline": 2, "parallel.layers_per_stage": [1, 2, 1]},
-        "parallel.layers_per_stage: names 3 stages and parallel.pipeline is 2; give 2 numbers",
+        "parallel.layers_per_stage: has 3 numbers, but parallel.pipeline is 2; give 2 numbers",
         {"parallel.layers_per_stage": [2, 2]},
     ),
     Case(
         "layers_per_stage_cover_the_model",
         {"parallel.pipeline": 2, "parallel.schedule": "zbv", "parallel.layers_per_stage": [2, 2]},
-        "parallel.layers_per_stage: names 2 chunks and there are parallel.pipeline 2 * parallel.virtual_stages 2 = 4; "
-        "give 4 numbers",
+        "parallel.layers_per_stage: has 2 numbers, but parallel.pipeline 2 * parallel.virtual_stages 2 = 4 "
+        "chunks; give 4 numbers",
         {"parallel.layers_per_stage": [1, 1, 1, 1]},
     ),
     Case(
@@ -175,7 +176,7 @@ CASES = [
         "ranks_fill_the_layout",
         {"parallel.tensor": 2, "parallel.data": 2},
         "parallel.data: tensor 2 * pipeline 1 * data 2 = 4, not the 8 ranks that were started; "
-        'use "auto", or start as many',
+        'use "auto", or start 4 ranks',
         {"parallel.data": "auto"},
         world_size=8,
         cured_world_size=8,
@@ -206,14 +207,14 @@ CASES = [
     Case(
         "batch_numbers_agree",
         {"training.global_batch_size": REMOVED},
-        "training.global_batch_size: the batch has only training.micro_batch_size = 2 (run.toml); "
+        "training.global_batch_size: training.micro_batch_size = 2 (run.toml) alone does not determine the batch; "
         "set one of training.global_batch_size, training.micro_batches",
         {"training.micro_batches": 1},
     ),
     Case(
         "batch_numbers_agree",
         {"training.global_batch_size": REMOVED, "training.micro_batch_size": REMOVED},
-        "training.global_batch_size: the size of the batch is not set; set two of training.global_batch_size, "
+        "training.global_batch_size: the batch size is not set; set two of training.global_batch_size, "
         "training.micro_batch_size, training.micro_batches",
         {"training.micro_batches": 1, "training.micro_batch_size": 1},
     ),
@@ -253,64 +254,65 @@ CASES = [
     Case(
         "zero_fits_the_pipeline",
         {"parallel.pipeline": 2, "deepspeed.zero_optimization.stage": 2},
-        "deepspeed.zero_optimization.stage: 2 (run.toml) reduces gradients in every micro batch, and "
+        "deepspeed.zero_optimization.stage: 2 (run.toml) reduces gradients in every micro batch, but "
         "parallel.pipeline = 2 interleaves them; use stage 1, or parallel.pipeline 1",
         {"deepspeed.zero_optimization.stage": 1},
     ),
     Case(
         "zero_fits_the_pipeline",
         {"parallel.pipeline": 2, "deepspeed.zero_optimization.stage": 3},
-        "deepspeed.zero_optimization.stage: 3 (run.toml) gathers weights in every micro batch, and "
+        "deepspeed.zero_optimization.stage: 3 (run.toml) gathers weights in every micro batch, but "
         "parallel.pipeline = 2 interleaves them; use stage 1, or parallel.pipeline 1",
         {"parallel.pipeline": 1},
     ),
     Case(
         "recomputed_layers_are_chosen_once",
         {"training.recompute": "full", "training.recompute_layers": 2, "training.recompute_ratio": 0.5},
-        "training.recompute_layers: 2 stands beside training.recompute_ratio = 0.5; set one of the two",
+        "training.recompute_layers: 2 and training.recompute_ratio = 0.5 are both set; set only one of them",
         {"training.recompute_layers": REMOVED},
     ),
     Case(
         "chosen_layers_are_recomputed",
         {"training.recompute_layers": 2},
-        'training.recompute_layers: 2 has no meaning beside training.recompute = "none"; '
+        'training.recompute_layers: 2 has no effect with training.recompute = "none"; '
         'set training.recompute to "full" or "selective"',
         {"training.recompute": "full"},
     ),
     Case(
         "chosen_layers_are_recomputed",
         {"training.recompute_ratio": 0.5},
-        'training.recompute_ratio: 0.5 has no meaning beside training.recompute = "none"; '
+        'training.recompute_ratio: 0.5 has no effect with training.recompute = "none"; '
         'set training.recompute to "full" or "selective"',
         {"training.recompute": "selective"},
     ),
     Case(
         "compiled_layers_fit_the_schedule",
         {"training.compile": True, "parallel.pipeline": 2, "parallel.schedule": "zbv"},
-        'training.compile: true: a compiled layer computes both gradients at once, which parallel.schedule = "zbv" '
-        'asks for apart, so torch refuses it; use one of "1f1b", "gpipe", "interleaved_1f1b", "looped_bfs", '
-        "or leave it out",
+        'training.compile: true does not work with parallel.schedule = "zbv", which computes input and weight '
+        "gradients separately: a compiled layer computes them together; use one of the schedules "
+        '"1f1b", "gpipe", "interleaved_1f1b", "looped_bfs", or training.compile = false',
         {"parallel.schedule": "interleaved_1f1b"},
     ),
     Case(
         "compiled_layers_hold_no_collectives",
         {"training.compile": True, "parallel.tensor": 2},
-        "training.compile: true: the collectives of parallel.tensor = 2 are not compiled; "
-        "use parallel.tensor 1, or leave it out",
+        "training.compile: true does not work with parallel.tensor = 2: collectives are not compiled; "
+        "use parallel.tensor 1, or training.compile = false",
         {"training.compile": False},
     ),
     Case(
         "compiled_layers_are_recomputed_whole",
         {"training.compile": True, "training.recompute": "selective"},
-        "training.compile: true: a compiled layer has no attention to recompute, and training.recompute = "
-        '"selective"; use training.recompute "full" or "none", or leave it out',
+        'training.compile: true does not work with training.recompute = "selective": the attention of a compiled '
+        "layer cannot be recomputed alone; "
+        'use training.recompute "full" or "none", or training.compile = false',
         {"training.recompute": "full"},
     ),
     Case(
         "compiled_layers_hold_their_weights",
         {"training.compile": True, "deepspeed.zero_optimization.stage": 3},
-        "training.compile: true: deepspeed.zero_optimization.stage = 3 gathers weights inside of a layer; "
-        "use stage 1 or 2, or leave it out",
+        "training.compile: true does not work with deepspeed.zero_optimization.stage = 3, which gathers weights "
+        "inside a layer; use stage 1 or 2, or training.compile = false",
         {"deepspeed.zero_optimization.stage": 2},
     ),
     Case(
@@ -322,15 +324,15 @@ CASES = [
     Case(
         "length_is_given_once",
         {"training.epochs": 2},
-        "training.steps: 10 stands beside training.epochs = 2.0; "
-        "set one of the two; on the command line `none` takes the other away",
+        "training.steps: 10 and training.epochs = 2.0 are both set; "
+        "set only one of them; on the command line --training.steps none removes a value of the file",
         {"training.steps": REMOVED},
     ),
     Case(
         "sequences_fit_the_model",
         {"training.sequence_length": 4096},
         "training.sequence_length: 4096 is longer than model.max_position_embeddings = 2048; "
-        "shorten the one or raise the other",
+        "use at most 2048, or raise model.max_position_embeddings",
         {"model.max_position_embeddings": 4096},
     ),
     Case(
@@ -348,7 +350,8 @@ CASES = [
     Case(
         "momentum_is_for_sgd",
         {"optimizer.momentum": 0.5},
-        'optimizer.momentum: 0.5 has no meaning for adamw; use optimizer.betas, or "sgd"',
+        'optimizer.momentum: 0.5 has no effect with optimizer.name = "adamw"; '
+        'use 0 and optimizer.betas, or optimizer.name "sgd"',
         {"optimizer.name": "sgd"},
     ),
     Case(
@@ -356,14 +359,14 @@ CASES = [
         {"optimizer.groups": [{"pattern": "*.up_proj.*"}]},
         'optimizer.groups: "*.up_proj.*" matches model.layers.0.mlp.up_proj.weight and not '
         "model.layers.0.mlp.gate_proj.weight, which are one parameter (model.layers.0.mlp.gate_up_proj.weight); "
-        "choose whole parameters of the model by their Hugging Face names",
+        "match whole parameters of the model by their Hugging Face names",
         {"optimizer.groups": [{"pattern": "*.mlp.*"}]},
     ),
     Case(
         "patterns_choose_whole_parameters",
         {"optimizer.groups": [{"pattern": "*.layernorm.*"}]},
         'optimizer.groups: "*.layernorm.*" matches no parameter; '
-        "choose whole parameters of the model by their Hugging Face names",
+        "match whole parameters of the model by their Hugging Face names",
         {"optimizer.groups": [{"pattern": "*norm*"}]},
     ),
     Case(
@@ -373,29 +376,30 @@ CASES = [
             "parallel.pipeline": 2,
             "deepspeed.zero_optimization.stage": 1,
         },
-        'optimizer.groups: what "model.embed_tokens.weight" matches is not on all 2 stages alike, and '
-        "DeepSpeed wants every group on every stage; choose parameters of all stages, or leave [deepspeed] out",
+        'optimizer.groups: parameters that match "model.embed_tokens.weight" are not on each of the 2 stages, but '
+        "DeepSpeed needs every group on every stage; choose patterns that match on every stage, or leave [deepspeed] "
+        "out",
         {"optimizer.groups": [{"pattern": "*norm*"}]},
     ),
     Case(
         "values_are_clipped_without_zero",
         {"optimizer.clip_value": 0.5, "deepspeed.zero_optimization.stage": 1},
-        "optimizer.clip_value: 0.5 is not run with ZeRO 1: DeepSpeed clips inside its own step, and only by the norm; "
-        "use optimizer.gradient_clipping",
+        "optimizer.clip_value: 0.5 is not supported with ZeRO 1: DeepSpeed clips in its own step, and only by norm; "
+        "use 0, and optimizer.gradient_clipping",
         {"optimizer.clip_value": 0.0},
     ),
     Case(
-        "the_average_has_whole_runs",
+        "ema_works_without_zero_3",
         {"optimizer.ema_decay": 0.5, "deepspeed.zero_optimization.stage": 3},
-        "optimizer.ema_decay: 0.5 is not run with ZeRO 3, which updates its weights where no hook of ours sees them; "
-        "use ZeRO 1 or 2, or leave it out",
+        "optimizer.ema_decay: 0.5 is not supported with ZeRO 3, which updates weights where the average cannot "
+        "follow; use ZeRO 1 or 2, or 0",
         {"deepspeed.zero_optimization.stage": 2},
     ),
     Case(
         "the_stable_rate_follows_the_warmup",
         {"optimizer.schedule": "wsd", "optimizer.warmup_steps": 6, "optimizer.decay_fraction": 0.5},
         "optimizer.decay_fraction: 0.5 of 10 steps starts the decay after step 5, "
-        "within the 6 of optimizer.warmup_steps; lower one of the two",
+        "before optimizer.warmup_steps = 6 are over; lower one of the two",
         {"optimizer.decay_fraction": 0.4},
     ),
     Case(
@@ -407,13 +411,15 @@ CASES = [
     Case(
         "tokenizer_is_given_once",
         {"tokenizer.path": "tokenizer"},
-        "tokenizer.vocab_size: 300 is for training a tokenizer, and tokenizer.path names one; set one of the two",
+        "tokenizer.vocab_size: 300 trains a new tokenizer, but tokenizer.path names an existing one; "
+        "set only one of them",
         {"tokenizer.vocab_size": REMOVED},
     ),
     Case(
         "tokenizer_is_given_once",
         {"tokenizer.vocab_size": REMOVED},
-        "tokenizer.vocab_size: no tokenizer is named and none is to be trained; set it, or tokenizer.path",
+        "tokenizer.vocab_size: is not set, and neither is tokenizer.path; "
+        "set it to train a tokenizer, or set tokenizer.path to an existing one",
         {"tokenizer.path": "tokenizer"},
     ),
     Case(
@@ -425,19 +431,19 @@ CASES = [
     Case(
         "text_is_given_once",
         {"data.source": REMOVED},
-        "data.source: is required; name a text, or several by weight in [[data.blend]]",
+        "data.source: is required; name a text, or several with weights in [[data.blend]]",
         {"data.source": "stdlib"},
     ),
     Case(
         "text_is_given_once",
         {"data.blend": [{"source": "a", "weight": 1.0}]},
-        "data.source: stands beside [[data.blend]]; name its text in the blend, or leave that out",
+        "data.source: is set together with [[data.blend]]; move its text into the blend, or leave the blend out",
         {"data.source": REMOVED},
     ),
     Case(
         "text_is_given_once",
         {"data.source": REMOVED, "data.blend": []},
-        "data.blend: names no set; add one with source and weight",
+        "data.blend: is empty; add a [[data.blend]] table with source and weight",
         {"data.blend": [{"source": "a", "weight": 1}]},
     ),
     Case(
@@ -446,7 +452,7 @@ CASES = [
             "data.source": REMOVED,
             "data.blend": [{"source": "a", "weight": 1}, {"source": "b", "weight": 0.0}],
         },
-        "data.blend[2].weight: 0 is not above 0; set its share of the samples, or leave the set out",
+        "data.blend[2].weight: 0 is not greater than 0; use a positive weight, or leave this data set out",
         {"data.blend": [{"source": "a", "weight": 1}]},
     ),
     Case(
@@ -455,61 +461,61 @@ CASES = [
             "data.source": REMOVED,
             "data.blend": [{"source": "a", "weight": -0.5}, {"source": "b", "weight": 1}],
         },
-        "data.blend[1].weight: -0.5 is not above 0; set its share of the samples, or leave the set out",
+        "data.blend[1].weight: -0.5 is not greater than 0; use a positive weight, or leave this data set out",
         {"data.blend": [{"source": "a", "weight": 0.5}, {"source": "b", "weight": 1}]},
     ),
     Case(
         "blend_names_each_set_once",
         {"data.source": REMOVED, "data.blend": [{"source": "a", "weight": 1}, {"source": "a", "weight": 2}]},
-        'data.blend[2].source: "a" is set 1 already; name it once, with the sum of the weights',
+        'data.blend[2].source: "a" is also the source of data.blend[1]; name it once, with the sum of the weights',
         {"data.blend": [{"source": "a", "weight": 3}]},
     ),
     Case(
         "split_shares_add_up",
         {"data.split": [0.9, 0.2]},
-        "data.split: [0.9, 0.2] adds up to 1.1, not 1; write for example [0.98, 0.01, 0.01]: of the documents for "
+        "data.split: [0.9, 0.2] adds up to 1.1, not 1; write for example [0.98, 0.01, 0.01] for "
         "training, validation and test",
         {"data.split": [0.98, 0.01, 0.01]},
     ),
     Case(
         "split_shares_add_up",
         {"data.split": [0, 1]},
-        "data.split: [0, 1] leaves nothing to train on; write for example [0.98, 0.01, 0.01]: of the documents for "
+        "data.split: [0, 1] has no documents for training; write for example [0.98, 0.01, 0.01] for "
         "training, validation and test",
         {"data.split": [0.9, 0.1]},
     ),
     Case(
         "split_shares_add_up",
         {"data.split": [1.2, -0.2]},
-        "data.split: [1.2, -0.2] has a share below 0; write for example [0.98, 0.01, 0.01]: of the documents for "
+        "data.split: [1.2, -0.2] has a share below 0; write for example [0.98, 0.01, 0.01] for "
         "training, validation and test",
         {"data.split": [0.9, 0, 0.1]},
     ),
     Case(
         "split_shares_add_up",
         {"data.split": [0.4, 0.3, 0.2, 0.1]},
-        "data.split: [0.4, 0.3, 0.2, 0.1] has 4 shares, not 2 or 3; write for example [0.98, 0.01, 0.01]: of the "
-        "documents for training, validation and test",
+        "data.split: [0.4, 0.3, 0.2, 0.1] has 4 shares, not 2 or 3; write for example [0.98, 0.01, 0.01] for "
+        "training, validation and test",
         {"data.split": REMOVED},
     ),
     Case(
         "validation_is_other_text",
         {"data.validation": "stdlib"},
-        'data.validation: "stdlib" is what is trained on; name other text, or set data.split',
+        'data.validation: "stdlib" is also the training text; name other text, or set data.split instead',
         {"data.validation": "held-out.txt"},
     ),
     Case(
         "validation_is_other_text",
         {"data.validation": "held-out.txt", "data.split": [0.9, 0.1]},
-        "data.split: 0.1 of the documents would validate, and data.validation names others; set one of the two, or its "
-        "second share to 0",
+        "data.split: 0.1 of the documents are for validation, but data.validation is set too; set only one of them, "
+        "or the second share to 0",
         {"data.split": [0.9, 0.0, 0.1]},
     ),
     Case(
         "every_loader_worker_has_a_step",
         {"data.loader_workers": 3},
-        "data.loader_workers: 3 threads have 2 steps to read ahead (data.prefetch); use at most 2, or "
-        "raise data.prefetch",
+        "data.loader_workers: 3 threads are more than the data.prefetch = 2 steps that are read ahead; use at most 2, "
+        "or data.prefetch 3 or more",
         {"data.loader_workers": 3, "data.prefetch": 3},
     ),
 ]

@@ -8,9 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megalite.checkpoint import tensor_file
+from megalite.checkpoint import reader as checkpoint_reader
 from megalite.checkpoint.folder import checkpoints_of, last_checkpoints
-from megalite.checkpoint.tensor_file import full_box
+from megalite.checkpoint.regions import full_box
+from megalite.checkpoint.tensor_header import read_header
 from megalite.cli import convert
 from megalite.convert.average import AveragedWeights
 from megalite.errors import CheckpointError
@@ -51,7 +52,7 @@ def mean_of(name: str, versions: range) -> torch.Tensor:
 def test_a_mean_is_exact_whatever_layouts_wrote_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch, block_elements: int
 ) -> None:
-    monkeypatch.setattr(tensor_file, "BLOCK_ELEMENTS", block_elements)
+    monkeypatch.setattr(checkpoint_reader, "BLOCK_ELEMENTS", block_elements)
     with AveragedWeights(last_checkpoints(folder, 3)) as reader:
         assert reader.steps == (100, 110, 120) and reader.manifest.step == 120
         for name, shape in canonical_tensors(SHAPE).items():
@@ -65,12 +66,12 @@ def test_a_mean_is_exact_whatever_layouts_wrote_it(
 def test_a_flipped_bit_is_found_where_blocks_are_read(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tensor_file, "BLOCK_ELEMENTS", 500)
+    monkeypatch.setattr(checkpoint_reader, "BLOCK_ELEMENTS", 500)
     checkpoint = Path(shutil.copytree(folder / "step-000110", tmp_path / "step-000110"))
     with AveragedWeights([checkpoint]) as reader:
         name = "model.layers.1.mlp.down_proj.weight"
         [*_, shard] = reader.manifest.tensors["weight"][name].shards
-        place = tensor_file.read_header(checkpoint / shard.file)[shard.key]
+        place = read_header(checkpoint / shard.file)[shard.key]
         content = bytearray((checkpoint / shard.file).read_bytes())
         content[place.stop - 1] ^= 0x10
         (checkpoint / shard.file).write_bytes(content)
@@ -86,7 +87,9 @@ def test_checkpoints_are_chosen_by_number_or_step(folder: Path) -> None:
 
 
 def test_too_few_checkpoints_are_refused(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="has 3 checkpoints up to step-000120, not 4; average fewer"):
+    with pytest.raises(
+        CheckpointError, match="has 3 checkpoints up to step-000120, not 4; average at most 3"
+    ):
         last_checkpoints(folder, 4)
     with pytest.raises(
         CheckpointError, match="no checkpoint of step 105, 130; it has those of 100, 110, 120"
@@ -132,7 +135,7 @@ def test_the_mean_of_a_bf16_run_is_that_of_its_masters(tmp_path: Path) -> None:
     bf16_run(tmp_path, shape, 3)
     name = "model.layers.1.mlp.up_proj.weight"
     with AveragedWeights(last_checkpoints(tmp_path, 3)) as reader:
-        assert reader.kinds == ("master",)
+        assert reader.weight_keys == ("master",)
         mean = reader.read("weight", name, full_box(canonical_tensors(shape)[name]))
     means = {"weight": torch.zeros(()).double(), "master": torch.zeros(()).double()}
     for each in last_checkpoints(tmp_path, 3):
@@ -152,8 +155,8 @@ def test_an_export_of_a_mean_is_compared_and_names_its_steps(
         save_stage(tmp_path, shape, stage, step=step)
     assert convert.run(["export", str(tmp_path), str(tmp_path / "last"), "--average", "2"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "from the mean of " in said and "step-000030, " in said and "whole model, logits" in said
-    assert "| weights | the mean of steps 20, 30 |" in (tmp_path / "last" / "README.md").read_text()
+    assert "from the average of " in said and "step-000030, " in said and "whole model, logits" in said
+    assert "| weights | the average of steps 20, 30 |" in (tmp_path / "last" / "README.md").read_text()
     steps = ["export", str(tmp_path), str(tmp_path / "steps"), "--steps", "10,30"]
     assert convert.run(steps) == 0
     folders = [str(tmp_path / "checkpoints" / f"step-{step:06d}") for step in (30, 10)]
@@ -165,7 +168,7 @@ def test_an_export_of_a_mean_is_compared_and_names_its_steps(
         assert torch.equal(exported["last"][name], ((second + third) / 2).float())
         assert torch.equal(exported["steps"][name], ((first + third) / 2).float())
         assert torch.equal(exported["named"][name], ((first + third) / 2).float().bfloat16())
-    with pytest.raises(CheckpointError, match="name one run with --average or --steps"):
+    with pytest.raises(CheckpointError, match="--average and --steps take one run folder"):
         convert.run(["export", *folders, str(tmp_path / "none"), "--average", "2"])
 
 
@@ -177,4 +180,7 @@ def test_wrong_words_for_a_mean_are_refused(arguments: list[str], capsys: pytest
         convert.run(["export", "run", "out", *arguments])
     assert caught.value.code == 2
     said = capsys.readouterr().err
-    assert any(each in said for each in ("not a number of checkpoints", "are not steps", "not allowed with"))
+    assert any(
+        each in said
+        for each in ("not a whole number of 1 or more", "is not a list of steps", "not allowed with")
+    )

@@ -209,7 +209,7 @@ def test_a_tokenizer_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     tiny_tokenizer(tmp_path)
     shape = shape_for(101, tied=False)
     checkpoint = save_stage(tmp_path, shape, lively_stage(shape))
-    with pytest.raises(CheckpointError, match="has 355 tokens, the model only 101"):
+    with pytest.raises(CheckpointError, match="has 355 tokens, but the model only 101"):
         export(checkpoint, tmp_path / "export", tmp_path / "tokenizer.json")
     with pytest.raises(DataError, match="does not exist"):
         export(checkpoint, tmp_path / "export", tmp_path / "nowhere")
@@ -320,7 +320,7 @@ def test_an_earlier_export_is_replaced_and_nothing_else_is(tmp_path: Path) -> No
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "config.json").write_text("{}")
     with pytest.raises(
-        CheckpointError, match="holds something else than a Hugging Face export written by megalite"
+        CheckpointError, match="is not empty and not a Hugging Face export written by megalite"
     ):
         export(checkpoint, tmp_path / "mine", None)
     (tmp_path / "file").touch()

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from megalite.checkpoint.format import WEIGHT
 from megalite.checkpoint.load import load_checkpoint
-from megalite.checkpoint.tensor_file import CheckpointReader, full_box
+from megalite.checkpoint.reader import CheckpointReader
+from megalite.checkpoint.regions import full_box
 from megalite.convert.megatron.load import MegatronImport, import_megatron
 from megalite.errors import CheckpointError
 from megalite.model.stages import build_replica

@@ -72,7 +72,7 @@ def test_all_of_what_is_not_built_is_named_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"num_layers": 3}, "num_layers = 3, and its files hold 2 layers"),
+        ({"num_layers": 3}, "num_layers = 3, but its files hold 2 layers"),
         ({"num_layers": 10**12}, "num_layers = 1000000000000, which is no size"),
         ({"hidden_size": "48"}, "hidden_size = '48', which is no size"),
         ({"hidden_size": None}, "hidden_size = None, which is no size"),
@@ -83,25 +83,28 @@ def test_all_of_what_is_not_built_is_named_at_once(tmp_path: Path) -> None:
         ({"swiglu": "yes"}, "swiglu = 'yes', which is neither True nor False"),
         (
             {"tensor_model_parallel_size": 4},
-            "tensor_model_parallel_size = 4, and there are files of 2 rank(s)",
+            "tensor_model_parallel_size = 4, but there are files of 2 rank(s)",
         ),
-        ({"pipeline_model_parallel_size": 1}, "pipeline_model_parallel_size = 1, and there are files of 2"),
-        ({"hidden_size": 64}, "word_embeddings.weight is (52, 48) on each rank, by its args it is (52, 64)"),
-        ({"ffn_hidden_size": 80}, "linear_fc2.weight is (48, 38) on each rank, by its args it is (48, 40)"),
-        ({"swiglu": False}, "mlp.linear_fc1.weight is (76, 48) on each rank, by its args it is (38, 48)"),
+        ({"pipeline_model_parallel_size": 1}, "pipeline_model_parallel_size = 1, but there are files of 2"),
+        ({"hidden_size": 64}, "word_embeddings.weight is (52, 48) on each rank, but by its args (52, 64)"),
+        ({"ffn_hidden_size": 80}, "linear_fc2.weight is (48, 38) on each rank, but by its args (48, 40)"),
+        ({"swiglu": False}, "mlp.linear_fc1.weight is (76, 48) on each rank, but by its args (38, 48)"),
         (
             {"add_qkv_bias": True},
-            "model_optim_rng.pt lacks decoder.layers.0.self_attention.linear_qkv.bias, which its args ask for",
+            "model_optim_rng.pt lacks decoder.layers.0.self_attention.linear_qkv.bias, which its args imply",
         ),
         (
             {"qk_layernorm": True},
             "lacks decoder.layers.0.self_attention.q_layernorm.weight, decoder.layers.0",
         ),
         ({"normalization": "LayerNorm"}, "lacks decoder.layers.0.self_attention.linear_qkv.layer_norm_bias"),
-        ({"untie_embeddings_and_output_weights": False}, "output_layer.weight of the last stage is another"),
+        (
+            {"untie_embeddings_and_output_weights": False},
+            "output_layer.weight of the last stage differs from the first",
+        ),
         (
             {"position_embedding_type": "learned_absolute"},
-            "lacks embedding.position_embeddings.weight, which its args ask for",
+            "lacks embedding.position_embeddings.weight, which its args imply",
         ),
         (
             {"num_query_groups": 1, "num_attention_heads": 12, "kv_channels": 8},
@@ -138,24 +141,24 @@ def of_model(name: str, change: Callable[[Tensor], Any]) -> Callable[[dict[str, 
         ),
         (
             of_model(FC1, lambda tensor: tensor[:-1]),
-            f"{FC1} is (75, 48) of float64, and (76, 48) of float64 on rank 0",
+            f"{FC1} is (75, 48) of float64, but (76, 48) of float64 on rank 0",
         ),
-        (lambda content: content.update(iteration=900), "is of iteration 900,"),
-        (lambda content: content.update(checkpoint_version=2.0), "is of checkpoint_version 2.0,"),
+        (lambda content: content.update(iteration=900), "has iteration 900, but"),
+        (lambda content: content.update(checkpoint_version=2.0), "has checkpoint_version 2.0, but"),
         (
             lambda content: content.update(checkpoint_version=4.0),
-            "is of checkpoint_version 4.0; 0, 1, 2, 3 are read",
+            "has checkpoint_version 4.0; supported are 0, 1, 2, 3",
         ),
         (lambda content: content.pop("args"), "has no args"),
         (lambda content: content.update(args={"num_layers": 2}), "has no args"),
-        (lambda content: content.update(checkpoint_version=torch.ones(2)), "is of checkpoint_version tensor"),
-        (lambda content: content["model"].update(itself=content["model"]), "is no tensor but dict"),
-        (of_model(NORM, lambda tensor: tensor.to("meta")), f"{NORM} is no tensor but"),
+        (lambda content: content.update(checkpoint_version=torch.ones(2)), "has checkpoint_version tensor"),
+        (lambda content: content["model"].update(itself=content["model"]), "is a dict, not a dense tensor"),
+        (of_model(NORM, lambda tensor: tensor.to("meta")), "not a dense tensor"),
         (lambda content: content.pop("model"), "holds no model"),
         (lambda content: content.update(model=3), "holds no model"),
-        (of_model(NORM, lambda tensor: "words"), f"{NORM} is no tensor but str"),
-        (of_model(NORM, lambda tensor: tensor.to_sparse()), f"{NORM} is no tensor but"),
-        (of_model(NORM, lambda tensor: torch.ones(1).expand(10**9)), "bytes, and the file"),
+        (of_model(NORM, lambda tensor: "words"), f"{NORM} is a str, not a dense tensor"),
+        (of_model(NORM, lambda tensor: tensor.to_sparse()), "not a dense tensor"),
+        (of_model(NORM, lambda tensor: torch.ones(1).expand(10**9)), "bytes, but the file"),
     ],
 )
 def test_a_file_unlike_the_others_is_named(tmp_path: Path, change: Any, said: str) -> None:
@@ -168,15 +171,15 @@ def test_a_file_unlike_the_others_is_named(tmp_path: Path, change: Any, said: st
     [
         (
             lambda content: content["model"].update({"decoder.layers.0.mlp.router.weight": torch.ones(2)}),
-            "has decoder.layers.0.mlp.router.weight, which the model has not",
+            "has decoder.layers.0.mlp.router.weight, which the model lacks",
         ),
         (
             lambda content: content["model"].update({"output_layer.bias": torch.ones(2)}),
-            "has output_layer.bias, which the model has not",
+            "has output_layer.bias, which the model",
         ),
         (
             lambda content: content["model"].update({QKV.replace("weight", "bias"): torch.ones(96)}),
-            "has decoder.layers.0.self_attention.linear_qkv.bias, which the model has not by its args",
+            "has decoder.layers.0.self_attention.linear_qkv.bias, which the model of its args lacks",
         ),
         (
             lambda content: content["model"].update(
@@ -184,24 +187,24 @@ def test_a_file_unlike_the_others_is_named(tmp_path: Path, change: Any, said: st
             ),
             "has decoder.layers.0.input_layernorm.weight, and decoder.layers.0.self_attention.linear_qkv.layer_norm_we",
         ),
-        (lambda content: content["model"].pop(NORM), f"lacks {NORM}, which its args ask for"),
-        (lambda content: content["model"].pop(FC1), f"lacks {FC1}, which its args ask for"),
+        (lambda content: content["model"].pop(NORM), f"lacks {NORM}, which its args imply"),
+        (lambda content: content["model"].pop(FC1), f"lacks {FC1}, which its args imply"),
         (
             lambda content: content["model"].pop("embedding.word_embeddings.weight"),
-            "has no table of word_embeddings",
+            "has no word_embeddings of 2 dims",
         ),
         (
             of_model("embedding.word_embeddings.weight", lambda tensor: tensor[0, 0]),
-            "has no table of word_embeddings",
+            "has no word_embeddings of 2 dims",
         ),
-        (of_model(QKV, lambda tensor: tensor.to(torch.int8)), f"{QKV} is of torch.int8"),
+        (of_model(QKV, lambda tensor: tensor.to(torch.int8)), f"{QKV} is torch.int8"),
         (
             of_model(QKV, lambda tensor: tensor.t()),
-            f"{QKV} is (48, 96) on each rank, by its args it is (96, 48)",
+            f"{QKV} is (48, 96) on each rank, but by its args (96, 48)",
         ),
         (
             lambda content: content["model"].update({FC1.replace("s.1", "s.7"): content["model"].pop(FC1)}),
-            "holds the layers [0, 1, 7]",
+            "holds layers [0, 1, 7]",
         ),
     ],
 )
@@ -236,7 +239,7 @@ def test_old_versions_had_no_groups(tmp_path: Path) -> None:
     folder = changed_file(
         written(tmp_path, Written()), "mp_rank_00", lambda content: content.update(checkpoint_version=1.0)
     )
-    assert "checkpoint_version 1, which had no groups" in refusal(tmp_path, folder)
+    assert "checkpoint_version 1, which has no grouped-query attention" in refusal(tmp_path, folder)
 
 
 @pytest.mark.parametrize(
@@ -257,13 +260,16 @@ def test_old_versions_had_no_groups(tmp_path: Path) -> None:
             "name one of its folders: iter_",
         ),
         (lambda step: [shutil.rmtree(each) for each in step.iterdir()], "has no mp_rank_00 folder"),
-        (lambda step: (step / "mp_rank_00_000_001").mkdir(), "mixtures of experts are not built"),
+        (lambda step: (step / "mp_rank_00_000_001").mkdir(), "expert parallelism is not"),
         (
             lambda step: shutil.copytree(step / "mp_rank_00_000", step / "mp_rank_00"),
             "with and without a pipeline",
         ),
         (lambda step: (step / "metadata.json").write_text("{}"), "--ckpt-convert-format torch"),
-        (lambda step: (step / "mp_rank_00_001/model_optim_rng.pt").write_bytes(b"PK\3\4"), "no whole file"),
+        (
+            lambda step: (step / "mp_rank_00_001/model_optim_rng.pt").write_bytes(b"PK\3\4"),
+            "not a complete file",
+        ),
     ],
 )
 def test_a_folder_that_is_not_whole_is_refused(tmp_path: Path, damage: Any, said: str) -> None:
@@ -281,18 +287,20 @@ def test_copies_that_drifted_apart_are_told(tmp_path: Path) -> None:
     changed_file(folder, "mp_rank_01_001", of_model("output_layer.weight", lambda tensor: tensor * 1.001))
     done = import_megatron(folder, tmp_path / "run")
     norm, head = done.notes
-    assert NORM in norm and "on tensor rank 1 differs from the first, which was taken, by up to" in norm
+    assert NORM in norm and "on tensor rank 1 differs from the first copy, which was used, by up to" in norm
     assert "output_layer.weight of the last stage differs" in head
     assert torch.equal(weights_of(done.checkpoint)["model.norm.weight"], weights["model.norm.weight"])
     changed_file(folder, "mp_rank_01_001", of_model(NORM, lambda tensor: tensor * 1.1))
-    with pytest.raises(CheckpointError, match="on tensor rank 1 is another tensor than the first"):
+    with pytest.raises(
+        CheckpointError, match=r"on tensor rank 1 differs from the first copy by up to .*, more than"
+    ):
         import_megatron(folder, tmp_path / "again")
 
 
 def test_a_run_that_has_a_checkpoint_is_left_alone(tmp_path: Path) -> None:
     folder = written(tmp_path)
     import_megatron(folder, tmp_path / "run")
-    with pytest.raises(CheckpointError, match="step-000000 is there already; name another folder"):
+    with pytest.raises(CheckpointError, match="step-000000 exists already; name another folder"):
         import_megatron(folder, tmp_path / "run")
 
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.folder import find_checkpoint
-from megalite.checkpoint.tensor_file import CheckpointReader, full_box
+from megalite.checkpoint.reader import CheckpointReader
+from megalite.checkpoint.regions import full_box
 from megalite.cli import convert
 from megalite.convert.streamed import write_streamed
 from megalite.convert.universal.export import export_universal
@@ -149,7 +150,7 @@ BAD = {
     ),
     "another optimizer": (
         _without_moments,
-        "exp_avg.pt is missing: fp32, exp_avg, exp_avg_sq are read of every parameter",
+        "exp_avg.pt is missing: every parameter needs fp32, exp_avg, exp_avg_sq",
     ),
     "another shape": (
         _resaved(lambda values: {"param": values[1:].clone()}),
@@ -179,7 +180,7 @@ BAD = {
         lambda folder: (_zero(folder) / "model.norm.weight" / "fp32.pt").write_bytes(
             b"PK\x03\x04" + bytes(50)
         ),
-        "fp32.pt is no whole file of torch.save",
+        "fp32.pt is not a complete file of torch.save",
     ),
     "a flipped bit": (
         lambda folder: _flip_a_bit(_zero(folder) / "model.norm.weight" / "fp32.pt"),
@@ -187,11 +188,11 @@ BAD = {
     ),
     "no config.json": (
         lambda folder: (folder / "config.json").unlink(),
-        "does not say which model it is of; name its config.json with --hf-config",
+        "has no config.json, which gives the model's shape; name it with --hf-config",
     ),
     "latest_universal of what is not there": (
         lambda folder: (folder / "latest_universal").write_text("global_step9"),
-        "names global_step9, which has no zero folder there",
+        "names global_step9, which has no zero folder; write or fetch it again",
     ),
 }
 
@@ -221,7 +222,7 @@ def test_an_engines_own_checkpoint_is_told_how_to_become_universal(tmp_path: Pat
             convert.run(["import", str(folder), str(tmp_path / "run")])
     # What transformers' Trainer saves has both, and its weights are read.
     (tmp_path / "model.safetensors").touch()
-    with pytest.raises(CheckpointError, match=r"holds no config\.json"):
+    with pytest.raises(CheckpointError, match=r"has no config\.json"):
         convert.run(["import", str(tmp_path), str(tmp_path / "run")])
 
 
@@ -264,7 +265,7 @@ def test_the_model_may_be_named(tmp_path: Path, left: Path) -> None:
     config.write_text(json.dumps(hf_config(shape, "float32", {})))
     arguments = ["import", str(folder), str(tmp_path / "run"), "--hf-config", str(config)]
     convert.run(arguments)
-    with pytest.raises(CheckpointError, match="is there already; name another folder"):
+    with pytest.raises(CheckpointError, match="exists already; name another folder"):
         convert.run(arguments)
 
 
@@ -283,9 +284,7 @@ def test_without_adamws_state_nothing_is_written(tmp_path: Path) -> None:
         (("weight", "momentum_buffer"), "momentum_buffer"),
     ):
         checkpoint = saved(tmp_path / held.split()[0], shape, kinds)
-        with pytest.raises(
-            CheckpointError, match=f"has {held}, and a universal checkpoint is made of AdamW's"
-        ):
+        with pytest.raises(CheckpointError, match=f"has {held}, but a universal checkpoint needs AdamW's"):
             export_universal(checkpoint, tmp_path / "left")
     assert not (tmp_path / "left").exists()
 
@@ -320,10 +319,12 @@ def test_an_import_on_a_full_disk_leaves_nothing(
 
 
 def test_an_option_of_another_kind_of_folder_is_refused(tmp_path: Path, left: Path) -> None:
-    with pytest.raises(CheckpointError, match="--vocab-size is for Megatron-LM"):
+    with pytest.raises(
+        CheckpointError, match="is not a Megatron-LM checkpoint, the only kind --vocab-size is for"
+    ):
         convert.run(["import", str(left), str(tmp_path / "run"), "--vocab-size", "5"])
     (tmp_path / "iter_0000001").mkdir()
-    with pytest.raises(CheckpointError, match="--hf-config is not for Megatron-LM"):
+    with pytest.raises(CheckpointError, match="is a Megatron-LM checkpoint, whose args"):
         convert.run(["import", str(tmp_path), str(tmp_path / "run"), "--hf-config", str(left)])
 
 
@@ -335,9 +336,7 @@ def test_an_earlier_one_is_replaced_and_nothing_else(tmp_path: Path) -> None:
     mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "notes.txt").touch()
-    with pytest.raises(
-        CheckpointError, match="mine holds something else than a DeepSpeed universal checkpoint"
-    ):
+    with pytest.raises(CheckpointError, match="mine is not empty and not a DeepSpeed universal checkpoint"):
         export_universal(checkpoint, mine)
     damaged = checkpoint / "rank-00000.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"\xff")

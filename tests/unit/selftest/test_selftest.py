@@ -158,7 +158,7 @@ def test_the_command_fails_where_an_operator_does(
 
 def test_a_device_that_is_not_here_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["selftest", "--device", "cpux"]) == 2
-    assert "--device: cpux is no device of this machine; use cpu" in capsys.readouterr().err
+    assert "--device: cpux is not a device of this machine; use cpu" in capsys.readouterr().err
 
 
 def test_a_finding_that_is_no_number_can_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

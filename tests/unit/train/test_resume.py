@@ -9,7 +9,8 @@ import torch
 
 from megalite.checkpoint.folder import read_manifest
 from megalite.checkpoint.format import to_json
-from megalite.checkpoint.tensor_file import CheckpointReader, full_box
+from megalite.checkpoint.reader import CheckpointReader
+from megalite.checkpoint.regions import full_box
 from megalite.data.loader import StepLoader
 from megalite.errors import CheckpointError
 from megalite.parallel.mesh import ParallelMesh

@@ -1,0 +1,96 @@
+"""megalite convert inspect: print what a checkpoint or weight folder holds."""
+
+import argparse
+from collections.abc import Sequence
+from math import prod
+from pathlib import Path
+
+from megalite.checkpoint.folder import find_checkpoint, require_whole
+from megalite.checkpoint.format import MANIFEST, WEIGHT, Manifest, check_coverage
+from megalite.checkpoint.strict_json import parse
+from megalite.convert.huggingface.files import headers, is_folder_of_weights
+from megalite.convert.megatron.folder import is_megatron_folder
+from megalite.convert.universal.folder import find_universal
+from megalite.errors import CheckpointError
+
+
+def inspect_checkpoint(options: argparse.Namespace) -> int:
+    """Print what a folder of any known format holds. Raises CheckpointError."""
+    if (universal := find_universal(options.checkpoint)) is not None:
+        from megalite.convert.universal.load import describe_universal
+
+        print(*describe_universal(universal), sep="\n")
+        return 0
+    if is_megatron_folder(options.checkpoint):
+        from megalite.convert.megatron.load import described
+
+        print(*described(options.checkpoint), sep="\n")
+        return 0
+    if is_folder_of_weights(options.checkpoint) and not (options.checkpoint / MANIFEST).is_file():
+        return _inspect_huggingface(options.checkpoint)
+    checkpoint = find_checkpoint(options.checkpoint)
+    manifest = require_whole(checkpoint)
+    check_coverage(manifest, checkpoint)
+    print(
+        f"{checkpoint}: complete, each element is stored exactly once; hashes are checked when it is loaded"
+    )
+    for line in _facts(manifest):
+        print(f"  {line}")
+    for key, entries in manifest.tensors.items():
+        print(f"{key}: {sum(prod(entry.shape) for entry in entries.values()):,} elements")
+        if key == WEIGHT or options.all:
+            width = max(map(len, entries))
+            for name, entry in entries.items():
+                shards = len(entry.shards)
+                where = f"{shards} shard{'s' * (shards > 1)}"
+                print(f"  {name:<{width}}  {_by(entry.shape):>16}  {entry.dtype}  {where}")
+    return 0
+
+
+def _inspect_huggingface(folder: Path) -> int:
+    found = headers(folder)
+    tensors = {name: (entry, file) for file, entries in found.items() for name, entry in entries.items()}
+    size_bytes = sum((folder / name).stat().st_size for name in found)
+    elements = sum(prod(entry.shape) for entry, _ in tensors.values())
+    print(f"{folder}: a Hugging Face folder, {len(tensors):,} tensors")
+    if (config := folder / "config.json").is_file():
+        try:
+            content = parse(config.read_text(encoding="utf-8"))
+            facts = {key: value for key, value in content.items() if isinstance(value, int | float | str)}
+        except (OSError, ValueError, AttributeError) as error:
+            raise CheckpointError(
+                f"{config} is not a model configuration ({error}); name another folder"
+            ) from error
+        print("  config.json:", ", ".join(f"{key} {value}" for key, value in facts.items()))
+    print(f"  {size_bytes:,} bytes in {len(found)} files")
+    print(f"{WEIGHT}: {elements:,} elements")
+    width = max(map(len, tensors), default=0)
+    for name, (entry, file) in tensors.items():
+        print(f"  {name:<{width}}  {_by(entry.shape):>16}  {entry.dtype}  {file}")
+    return 0
+
+
+def _by(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape))
+
+
+def _facts(manifest: Manifest) -> list[str]:
+    state, layout = manifest.trainer_state, manifest.layout
+    total = sum(manifest.files.values())
+    stages = ", ".join(_ranges(layers) for layers in manifest.stage_layers)
+    model = ", ".join(f"{name} {value}" for name, value in vars(manifest.model).items())
+    return [
+        f"step {state['step']:,}, {state.get('samples', 0):,} sequences, {state.get('tokens', 0):,} tokens",
+        f"written by tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data}, layers {stages}",
+        f"{total:,} bytes in {len(manifest.files)} files",
+        f"megalite {manifest.megalite}, torch {manifest.torch}",
+        f"model: {model}",
+        f"optimizer: {dict(manifest.optimizer)}",
+    ]
+
+
+def _ranges(layers: Sequence[int]) -> str:
+    """Format the layers of a stage as ranges of consecutive ones: "0-1+4-5"."""
+    starts = [layer for layer in layers if layer - 1 not in layers]
+    ends = [layer for layer in layers if layer + 1 not in layers]
+    return "+".join(f"{start}-{end}" for start, end in zip(starts, ends, strict=True))

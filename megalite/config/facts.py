@@ -1,0 +1,64 @@
+"""The values of a run's sections that passed the schema, as the rules over several settings read them."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megalite.config.schema import (
+    CheckpointConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TrainingConfig,
+)
+from megalite.config.text_sections import DataConfig, TokenizerConfig, ValidationConfig
+
+
+class Unknown(Exception):
+    """A rule reads a setting that is wrong or missing. The schema check has reported it, so the rule is skipped."""
+
+
+class KnownValues:
+    """A section with only its valid values; reading any other one raises Unknown."""
+
+    def __init__(self, values: Mapping[str, Any]):
+        self._values = values
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self._values[name]
+        except KeyError:
+            raise Unknown(name) from None
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The valid settings of a run, for rules over several of them. Reading an invalid one raises Unknown."""
+
+    model: ModelConfig
+    parallel: ParallelConfig
+    training: TrainingConfig
+    optimizer: OptimizerConfig
+    tokenizer: TokenizerConfig
+    data: DataConfig
+    validation: ValidationConfig
+    checkpoint: CheckpointConfig
+    deepspeed: Mapping[str, Any]
+    """native_optimizer and the keys passed on to DeepSpeed; empty without [deepspeed]."""
+    world_size: int | None
+    """Number of ranks that a launcher started; None: megalite starts its own."""
+    origins: Mapping[str, str]
+    incomplete: Collection[str]
+    """Sections with a part that could not be read."""
+
+    def source(self, key: str) -> str:
+        """The origin of `section.key` in parentheses, for a message: "(run.toml)"."""
+        return f"({self.origins.get(key, 'default')})"
+
+    @property
+    def zero_stage(self) -> int:
+        zero = self.deepspeed.get("zero_optimization", {})
+        stage = zero.get("stage", 0) if isinstance(zero, Mapping) else None
+        if isinstance(stage, bool) or not isinstance(stage, int):
+            raise Unknown("deepspeed.zero_optimization.stage")
+        return stage
