@@ -80,7 +80,7 @@ FAMILY = Family(
             "mlp.up_proj": "mlp.c_fc",
             "mlp.down_proj": "mlp.c_proj",
         },
-        fused=(Fused("attn.c_attn", QKV),),
+        fusions=(Fused("attn.c_attn", QKV),),
         conv1d=True,
         optional_prefix="transformer.",
     ),

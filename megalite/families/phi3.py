@@ -21,7 +21,7 @@ FAMILY = Family(
         "max_position_embeddings": 4096,
         "rms_norm_eps": 1e-5,
     },
-    names=TensorNames(fused=(Fused("self_attn.qkv_proj", QKV), Fused("mlp.gate_up_proj", GATE_UP))),
+    names=TensorNames(fusions=(Fused("self_attn.qkv_proj", QKV), Fused("mlp.gate_up_proj", GATE_UP))),
     presets={
         "phi-3-mini-4k": sizes(3072, 8192, 32, 32, 32, 4096, vocab_size=32064, sliding_window=2047),
         "phi-3-medium-4k": sizes(5120, 17920, 40, 40, 10, 4096, vocab_size=32064, sliding_window=2047),

@@ -59,13 +59,13 @@ class TensorNames:
 
     modules: canonical module -> the family's, within a layer ("mlp.up_proj") or outside of it ("model.norm",
     "lm_head"; "model.layers": what stands before the index of a layer).
-    fused: canonical modules that stand in one tensor.
+    fusions: canonical modules that stand in one tensor.
     conv1d: matrices within layers are stored as [in, out].
     optional_prefix: what the names in some published files lack.
     """
 
     modules: Mapping[str, str] = field(default_factory=dict)
-    fused: tuple[Fused, ...] = ()
+    fusions: tuple[Fused, ...] = ()
     conv1d: bool = False
     optional_prefix: str = ""
 
@@ -82,8 +82,8 @@ class TensorNames:
     def tensors(self, shape: ModelShape) -> Iterator[FamilyTensor]:
         """Return every tensor of the folder, in forward order; each canonical tensor stands in exactly one."""
         canonical = canonical_tensors(shape)
-        first = {fused.modules[0]: fused for fused in self.fused}
-        later = {module for fused in self.fused for module in fused.modules[1:]}
+        first = {fused.modules[0]: fused for fused in self.fusions}
+        later = {module for fused in self.fusions for module in fused.modules[1:]}
         for name, size in canonical.items():
             if not name.startswith(f"{_LAYERS}."):
                 yield FamilyTensor(self.of(name), size, (name,))

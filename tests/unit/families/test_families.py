@@ -131,7 +131,7 @@ def test_projections_interleaved_by_head():
     prefix = "gpt_neox.layers.0.attention.query_key_value"
     names = TensorNames(
         modules={"model.layers": "gpt_neox.layers", "model.embed_tokens": "gpt_neox.embed_in"},
-        fused=(Fused("attention.query_key_value", QKV, by_head=True),),
+        fusions=(Fused("attention.query_key_value", QKV, by_head=True),),
     )
     canonical = canonical_tensors(shape)
     found = {tensor.name: tensor for tensor in names.tensors(shape)}
