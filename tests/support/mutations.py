@@ -19,6 +19,7 @@ import megalite.parallel.gradients as gradients
 import megalite.parallel.layers as layers
 import megalite.parallel.pipeline as pipeline
 from megalite.model import dropout, head, recompute, stages, transformer
+from megalite.ops.choice import Operators
 from megalite.topology.sharding import TensorSlice
 from megalite.train.optimizer import deepspeed
 from megalite.train.optimizer import torch as torch_path
@@ -194,14 +195,18 @@ def _keep_without_scaling(mask: Callable[..., Any]) -> Callable[..., Any]:
 
 def _draw_anew_in_recompute(run_again: Callable[..., None]) -> Callable[..., None]:
     def with_other_masks(self: Any) -> None:
-        keep_mask, key_of = dropout.keep_mask, dropout.key_of
+        keep_mask, attention = dropout.keep_mask, Operators.attention
 
         def fresh(seed: int, *arguments: Any, **rest: Any) -> Any:
             return keep_mask(seed + 1, *arguments, **rest)
 
+        def attend(*tensors: Any, mask: Any = None, **rest: Any) -> Any:
+            other = None if mask is None else mask._replace(key=(mask.key[0] + 1, mask.key[1]))
+            return attention(*tensors, mask=other, **rest)
+
         with (
             mock.patch.object(dropout, "keep_mask", fresh),
-            mock.patch.object(dropout, "key_of", lambda seed, name: key_of(seed + 1, name)),
+            mock.patch.object(Operators, "attention", attend),
         ):
             run_again(self)
 
