@@ -139,9 +139,10 @@ def rounded(values: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     beyond = found.isinf() & values.isfinite()
     if beyond.any():
         value, most = values[beyond][0].item(), torch.finfo(dtype).max
+        wider = "float32" if dtype == torch.bfloat16 else "bfloat16 or float32"
         raise CheckpointError(
             f"{name} has the weight {value:g}, but the largest {dtype_name(dtype)} is {most:g}; export with --dtype"
-            " bfloat16 or float32"
+            f" {wider}"
         )
     return found
 

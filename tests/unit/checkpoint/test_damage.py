@@ -149,10 +149,10 @@ def test_a_run_s_folder_leads_to_its_checkpoint(folder: Path) -> None:
         find_checkpoint(folder.parent / "nowhere")
     other = folder.parent / "model"
     other.mkdir()
-    with pytest.raises(CheckpointError, match=r"no manifest\.json is there$"):
+    with pytest.raises(CheckpointError, match=r"it has no manifest\.json$"):
         find_checkpoint(other)
     (other / "config.json").touch()
-    with pytest.raises(CheckpointError, match=r"no manifest\.json is there; .*megalite convert import"):
+    with pytest.raises(CheckpointError, match=r"it has no manifest\.json; .*megalite convert import"):
         find_checkpoint(other)
 
 

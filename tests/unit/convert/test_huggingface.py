@@ -123,7 +123,7 @@ def test_a_weight_beyond_the_type_is_refused_by_name(
     with pytest.raises(CheckpointError) as refused:
         export(checkpoint, tmp_path / "export", None, dtype=dtype)
     name = str(dtype).removeprefix("torch.")
-    assert f"model.layers.1.mlp.down_proj.weight has the weight {value:g}, and {name} ends" in str(
+    assert f"model.layers.1.mlp.down_proj.weight has the weight {value:g}, but the largest {name} is" in str(
         refused.value
     )
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
