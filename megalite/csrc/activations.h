@@ -26,11 +26,11 @@ int megalite_bias_gelu_cuda(
     const void* inputs, const void* bias, void* out, int64_t rows, int64_t features, int activation, int dtype,
     void* stream);
 
-// How many blocks of rows the gradient of a bias is summed over: of the rows alone, whatever the threads.
+// The number of row blocks for the bias gradient; depends on the rows only, not on the threads.
 int64_t megalite_bias_blocks(int64_t rows);
 
-// inputs_grad [rows, features]; bias_grad [features] and partials, of Wide<dtype>, [bias_blocks(rows), features]:
-// null where bias is.
+// inputs_grad [rows, features]; bias_grad [features] and partials [bias_blocks(rows), features] of Wide<dtype>, null
+// if bias is null.
 int megalite_bias_gelu_backward_cpu(
     const void* grad, const void* inputs, const void* bias, void* inputs_grad, void* bias_grad, void* partials,
     int64_t rows, int64_t features, int activation, int dtype);

@@ -1,40 +1,40 @@
-// Attention over packed sequences: the C interface, and what the kernels are told.
+// The C interface of attention over packed sequences, and the arguments of the kernels.
 #pragma once
 
 #include <cstdint>
 
-// Sequence n has the queries [query_starts[n], query_starts[n + 1]) and likewise its keys: all sequences lie end to
-// end. A row of a head is head_size neighbouring numbers; tokens and heads are any distance apart (in elements; for
-// CUDA a multiple of 8, from addresses that are a multiple of 16 bytes). What has no strides here is contiguous:
-// output and its gradient [queries, heads, head_size], the gradients of query, key and value as those.
+// Sequences are packed end to end: sequence n has the queries [query_starts[n], query_starts[n + 1]), and its keys
+// likewise (cu_seqlens). The head dim is contiguous; the strides of tokens and heads are free (in elements; for CUDA a
+// multiple of 8, and addresses a multiple of 16 bytes). Tensors without strides here are contiguous: output and its
+// gradient [queries, heads, head_size], the gradients of query, key and value in the shapes of these.
 struct MegaliteAttention {
-  int64_t sequences, queries, keys;      // counts; queries and keys of all sequences together
-  int64_t longest_query, longest_key;    // of one sequence
+  int64_t sequences, queries, keys;      // queries, keys: totals over all sequences
+  int64_t longest_query, longest_key;    // max_seqlen of queries and keys
   int64_t heads, kv_heads, head_size;    // heads is a multiple of kv_heads
-  int64_t left, right;                   // keys before and behind its own place that a query sees; -1: all
-  double scale;                          // of the scores, above 0
+  int64_t left, right;                   // window_size: keys before and after the query's position; -1: no limit
+  double scale;                          // factor on the scores, above 0
 
   const void *query, *key, *value;
   int64_t query_token, query_head, key_token, key_head, value_token, value_head;
   const int32_t *query_starts, *key_starts;  // [sequences + 1]
 
-  // Probabilities that are dropped, by core/counter.h: `dropped` of 65536, 0 for none and then without the rest. Queries
-  // and keys are those of `rows` rows of equally many, with a sample each; positions count from a row's start, aligned
-  // at the ends. Head h of these is first_head + h of all.
+  // Dropout by core/counter.h: the drop probability is `dropped` / 65536; 0: no dropout, the other fields are unused.
+  // The queries and keys consist of `rows` rows of equal length, each of one sample; positions count from the start of
+  // a row, aligned at its end. Local head h is head first_head + h of the model.
   const int64_t* samples;  // [rows]
   int64_t rows, dropped, drop_key_low, drop_key_high, first_head;
 
   void* output;
-  void* lse;  // [heads, queries] of Wide<T>: log of the sum of exp(score); -inf where nothing is seen
+  void* lse;  // [heads, queries] of Wide<T>: logsumexp of the scores; -inf if the query attends to no key
 
-  // Of the backward alone.
+  // Backward only.
   const void* output_grad;
-  const void* lse_grad;  // as lse, or null
+  const void* lse_grad;  // like lse, or null
   void *query_grad, *key_grad, *value_grad;
-  float* statistics;  // CUDA: room for [2, heads, queries], of [4, ..] where probabilities are dropped
-  float* query_sums;  // CUDA: room for [queries, heads, head_size] to add up query_grad in any order; null: in order,
-                      // as always where probabilities are dropped, for heads of 256, and where a block may have less
-                      // shared memory than the sums take
+  float* statistics;  // CUDA: workspace [2, heads, queries], [4, heads, queries] with dropout
+  float* query_sums;  // CUDA: workspace [queries, heads, head_size] to sum query_grad in any order; null: in order,
+                      // as always with dropout, with head_size 256, and if a block has too little shared memory for
+                      // the sums
 };
 
 extern "C" {
@@ -45,22 +45,22 @@ int megalite_attention_forward_64_cuda(const MegaliteAttention* attention, int d
 int megalite_attention_forward_96_cuda(const MegaliteAttention* attention, int dtype, void* stream);
 int megalite_attention_forward_128_cuda(const MegaliteAttention* attention, int dtype, void* stream);
 int megalite_attention_forward_256_cuda(const MegaliteAttention* attention, int dtype, void* stream);
-// The same on chips of compute capability 9.0 alone; the unsupported dtype's code where it is not to be had: on others,
-// or for strides that no copy of boxes takes. megalite_attention_forward_64_cuda and _128_cuda ask it first.
+// The same for compute capability 9.0 only; returns the code for an unsupported dtype on other chips, and for strides
+// that tensor maps do not support. megalite_attention_forward_64_cuda and _128_cuda try it first.
 int megalite_attention_forward_hopper_64_cuda(const MegaliteAttention* attention, int dtype, void* stream);
 int megalite_attention_forward_hopper_128_cuda(const MegaliteAttention* attention, int dtype, void* stream);
 int megalite_attention_backward_64_cuda(const MegaliteAttention* attention, int dtype, void* stream);
 int megalite_attention_backward_96_cuda(const MegaliteAttention* attention, int dtype, void* stream);
 int megalite_attention_backward_128_cuda(const MegaliteAttention* attention, int dtype, void* stream);
 int megalite_attention_backward_256_cuda(const MegaliteAttention* attention, int dtype, void* stream);
-// Bytes of shared memory that a block of these kernels has at most, forward or backward, where a chip gives a block up to
-// `limit`. The backward has smaller tiles for chips that give less than the larger ones take; any_order: of the gradient
-// of queries (query_sums above), where `limit` lets it. That of 9.0 alone, which gives 227 KiB, is not counted.
+// The largest shared memory of a block of these kernels in bytes, forward or backward, on a chip that allows `limit`
+// per block. The backward uses smaller tiles if `limit` is too small for the larger ones. any_order: with query_sums,
+// if `limit` allows them. Excludes the kernel for 9.0, whose limit is 227 KiB.
 int64_t megalite_attention_shared_64_cuda(int backward, int dropped, int any_order, int64_t limit);
 int64_t megalite_attention_shared_96_cuda(int backward, int dropped, int any_order, int64_t limit);
 int64_t megalite_attention_shared_128_cuda(int backward, int dropped, int any_order, int64_t limit);
 int64_t megalite_attention_shared_256_cuda(int backward, int dropped, int any_order, int64_t limit);
-// What those of 64 and 128 call where probabilities are dropped.
+// The variants with dropout that the kernels of head_size 64 and 128 call.
 int megalite_attention_forward_64_dropout_cuda(const MegaliteAttention* attention, int dtype, void* stream);
 int megalite_attention_forward_128_dropout_cuda(const MegaliteAttention* attention, int dtype, void* stream);
 int megalite_attention_backward_64_dropout_cuda(const MegaliteAttention* attention, int dtype, void* stream);

@@ -3,8 +3,8 @@
 
 #include <cstdint>
 
-// Heads read at `from` and written at `to` (which may be the same): [batch, sequence, heads, head_dim], the last
-// dim contiguous; strides of the first three in elements. turns: 0 for heads that are copied as they are.
+// Heads are read from `from` and written to `to` (may be the same): [batch, sequence, heads, head_dim], the last dim
+// contiguous, strides of the first three in elements. turns: 0: the heads are copied without rotation.
 struct MegaliteHeads {
   const void* from;
   void* to;
@@ -14,8 +14,9 @@ struct MegaliteHeads {
   int turns;
 };
 
-// cosines, sines: [rows, head_dim / 2]. Token (b, s) turns by row positions[b * batch_stride + s], or where positions
-// is null by row b * batch_stride + s; a batch_stride of 0 shares them over the batch. inverse: by the opposite angle.
+// cosines, sines: [rows, head_dim / 2]. Token (b, s) uses row positions[b * batch_stride + s], or row
+// b * batch_stride + s if positions is null; batch_stride 0: the same for the whole batch. inverse: rotate by the
+// negative angle.
 struct MegaliteAngles {
   const void* cosines;
   const void* sines;
@@ -33,7 +34,7 @@ extern "C" {
 int megalite_rotary_cpu(
     const MegaliteHeads* parts, int count, const MegaliteAngles* angles, int64_t batch, int64_t sequence,
     int64_t head_dim, int dtype);
-// Traps where a position has no row; on the CPU that is for the caller to see.
+// Traps if a position has no row; on the CPU the caller checks the positions.
 int megalite_rotary_cuda(
     const MegaliteHeads* parts, int count, const MegaliteAngles* angles, int64_t batch, int64_t sequence,
     int64_t head_dim, int dtype, void* stream);
