@@ -45,9 +45,13 @@ class DecoderLayer(nn.Module):
         self.arranged = _ARRANGEMENTS[shape.norm_placement]
         self.normalises_outputs = shape.norm_placement in ("sandwich", "output")
         self.residual_multiplier = shape.residual_multiplier
-        for name in layer_norms(shape):
-            self.add_module(name, build_norm(shape, options))
+        # Registered in the order of use, as topology.parameters lists them.
+        norms = {name: build_norm(shape, options) for name in layer_norms(shape)}
+        if "input_layernorm" in norms:
+            self.input_layernorm = norms.pop("input_layernorm")
         self.self_attn = SelfAttention(shape, layer, mesh, options, recompute=recompute == "selective")
+        for name, norm in norms.items():
+            self.add_module(name, norm)
         self.mlp = build_mlp(shape, mesh, options)
         self.sites = DropoutSites(shape, f"layers.{layer}", mesh, options)
 
