@@ -9,6 +9,8 @@ import pytest
 
 from tests.support.jobs import ROOT, Job, curve
 
+# In the core test_scripts.py starts the ranks of a run by a real launcher.
+pytestmark = pytest.mark.extended
 STEPS = ("--training.steps", "6")
 
 
@@ -24,7 +26,6 @@ def by_itself(job, tmp_path_factory):
     return curve(folder)
 
 
-@pytest.mark.extended
 @pytest.mark.parametrize("script", ["torchrun.sh", "deepspeed.sh"])
 def test_a_launcher_gives_the_same_losses(job, by_itself, tmp_path, script):
     environment = {**os.environ, "RUN": str(job.run_file), "RANKS": "4", "PYTHON": sys.executable}
@@ -59,13 +60,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 DEEPSPEED = ("-m", "deepspeed.launcher.runner", "--num_gpus", "4")
 
 
-@pytest.mark.parametrize(
-    "launcher",
-    [
-        pytest.param(TORCHRUN, id="torchrun"),
-        pytest.param(DEEPSPEED, id="deepspeed", marks=pytest.mark.extended),
-    ],
-)
+@pytest.mark.parametrize("launcher", [TORCHRUN, DEEPSPEED], ids=["torchrun", "deepspeed"])
 def test_a_script_under_a_launcher_gives_the_same_losses(job, by_itself, tmp_path, launcher):
     script, folder = tmp_path / "script.py", tmp_path / "run"
     script.write_text(SCRIPT.format(run_file=str(job.run_file)))
