@@ -26,7 +26,8 @@ def by_itself(job, tmp_path_factory):
     return curve(folder)
 
 
-@pytest.mark.parametrize("script", ["torchrun.sh", "deepspeed.sh"])
+# Every change runs a script of launch/ under one launcher and a user's script under the other.
+@pytest.mark.parametrize("script", ["torchrun.sh", pytest.param("deepspeed.sh", marks=pytest.mark.slow)])
 def test_a_launcher_gives_the_same_losses(job, by_itself, tmp_path, script):
     environment = {**os.environ, "RUN": str(job.run_file), "RANKS": "4", "PYTHON": sys.executable}
     result = subprocess.run(
@@ -60,7 +61,13 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 DEEPSPEED = ("-m", "deepspeed.launcher.runner", "--num_gpus", "4")
 
 
-@pytest.mark.parametrize("launcher", [TORCHRUN, DEEPSPEED], ids=["torchrun", "deepspeed"])
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        pytest.param(TORCHRUN, id="torchrun", marks=pytest.mark.slow),
+        pytest.param(DEEPSPEED, id="deepspeed"),
+    ],
+)
 def test_a_script_under_a_launcher_gives_the_same_losses(job, by_itself, tmp_path, launcher):
     script, folder = tmp_path / "script.py", tmp_path / "run"
     script.write_text(SCRIPT.format(run_file=str(job.run_file)))
