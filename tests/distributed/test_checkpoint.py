@@ -121,7 +121,12 @@ def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(
 @pytest.mark.parametrize(
     ("before", "after", "tied"),
     [
-        (job_of(Layout(2, 2, 2), 1), replace(job_of(Layout(1, 2, 2), 0), dtype=torch.float32), False),
+        pytest.param(
+            job_of(Layout(2, 2, 2), 1),
+            replace(job_of(Layout(1, 2, 2), 0), dtype=torch.float32),
+            False,
+            marks=pytest.mark.extended,
+        ),
         (job_of(Layout(1, 3, 1), 3), job_of(Layout(2, 1, 2), 1), True),
         (job_of(Layout(1, 2, 2), 0, dropout=DROPOUT), job_of(Layout(2, 1, 1), 0, dropout=DROPOUT), True),
     ],

@@ -10,6 +10,7 @@ from tests.end_to_end.kill_saves import PUBLISHED, WORLD, Job, check
 from tests.support.jobs import ROOT
 
 
+@pytest.mark.extended
 def test_ten_kills_leave_whole_checkpoints_only() -> None:
     command = [sys.executable, "-m", "tests.end_to_end.kill_saves", "--kills", "10", "--between", "1"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)

@@ -203,12 +203,12 @@ def _races(race: Path, kernel: str, *, late: bool, left_out: int = -1) -> bool:
     return done.returncode == 66
 
 
-@pytest.mark.parametrize("kernel", BARRIERS)
+@pytest.mark.parametrize("kernel", cases(BARRIERS, core=["keys"]))
 def test_no_two_threads_race(race, kernel) -> None:
     assert not any(_races(race, kernel, late=late) for late in (False, True))
 
 
-@pytest.mark.parametrize("kernel", BARRIERS)
+@pytest.mark.parametrize("kernel", cases(BARRIERS, core=["keys"]))
 def test_a_deleted_barrier_is_a_race(race, kernel) -> None:
     harmless = [n for n in BARRIERS[kernel] if not _races(race, kernel, late=n % 2 == 0, left_out=n)]
     assert not harmless

@@ -9,6 +9,8 @@ import pytest
 
 from tests.support.jobs import ROOT, Job, curve
 
+# In the core test_scripts.py starts the ranks of a run by a real launcher.
+pytestmark = pytest.mark.extended
 STEPS = ("--training.steps", "6")
 
 
@@ -24,8 +26,8 @@ def by_itself(job, tmp_path_factory):
     return curve(folder)
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize("script", ["torchrun.sh", "deepspeed.sh"])
+# Every change runs a script of launch/ under one launcher and a user's script under the other.
+@pytest.mark.parametrize("script", ["torchrun.sh", pytest.param("deepspeed.sh", marks=pytest.mark.slow)])
 def test_a_launcher_gives_the_same_losses(job, by_itself, tmp_path, script):
     environment = {**os.environ, "RUN": str(job.run_file), "RANKS": "4", "PYTHON": sys.executable}
     result = subprocess.run(
@@ -62,8 +64,8 @@ DEEPSPEED = ("-m", "deepspeed.launcher.runner", "--num_gpus", "4")
 @pytest.mark.parametrize(
     "launcher",
     [
-        pytest.param(TORCHRUN, id="torchrun"),
-        pytest.param(DEEPSPEED, id="deepspeed", marks=pytest.mark.extended),
+        pytest.param(TORCHRUN, id="torchrun", marks=pytest.mark.slow),
+        pytest.param(DEEPSPEED, id="deepspeed"),
     ],
 )
 def test_a_script_under_a_launcher_gives_the_same_losses(job, by_itself, tmp_path, launcher):

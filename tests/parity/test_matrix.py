@@ -49,10 +49,12 @@ def matrix(ranks):
 
 
 def _marks(index: int) -> tuple[pytest.MarkDecorator, ...]:
+    # torch.compile takes longer than the rest of a row: every change runs one such row, test_compile.py has the others.
+    if ROWS[index]["compile"] == "on":
+        return (pytest.mark.extended if index in CORE else pytest.mark.slow,)
     if index in CORE:
         return ()
-    # torch.compile takes longer than the rest of a row; the core has one such row, and test_compile.py the schedules.
-    return (pytest.mark.extended if index in PART and ROWS[index]["compile"] == "off" else pytest.mark.slow,)
+    return (pytest.mark.extended if index in PART else pytest.mark.slow,)
 
 
 def _name(index: int) -> str:

@@ -10,8 +10,9 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from megalite.model import mlp, recompute, transformer
+from megalite.model import mlp, recompute
 from megalite.model.options import Dropout, Recompute
+from megalite.ops import choice
 from megalite.topology.axes import Layout
 from tests.support.parity import assert_close, assert_same_tensors
 from tests.support.tiny import tiny_shape
@@ -103,9 +104,7 @@ def calls_on_rank(job: Job) -> dict[str, int]:
 
     patched = (
         mock.patch.object(mlp.GatedMLP, "forward", counting("mlp", mlp.GatedMLP.forward)),
-        mock.patch.object(
-            transformer, "causal_attention", counting("attention", transformer.causal_attention)
-        ),
+        mock.patch.object(choice, "causal_attention", counting("attention", choice.causal_attention)),
         mock.patch.object(recompute._Region, "run_again", counting("regions", recompute._Region.run_again)),
         mock.patch.object(dist, "all_reduce", counting("all-reduces", dist.all_reduce)),
     )
