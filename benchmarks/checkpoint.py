@@ -89,7 +89,7 @@ def trainer_of(ranks: int, steps: int) -> Any:
         """The same batch again and again."""
 
         def step_batch(self, samples: int, dtype: torch.dtype) -> StepBatch:
-            ids = token_ids()[mesh.dp.rank :: ranks]
+            ids = token_ids()[mesh.batch.rank :: ranks]
             positions = torch.arange(SEQUENCE_LENGTH).repeat(len(ids), 1)
             weights = torch.ones(ids.shape, dtype=dtype)
             return StepBatch(ids, positions, ids.roll(-1, dims=1), weights, torch.arange(len(ids)))

@@ -33,7 +33,7 @@ from megalite.model.attention import SelfAttention
 from megalite.model.layer import DecoderLayer
 from megalite.model.rope import LayerRotations
 from megalite.parallel import collectives, layers
-from megalite.parallel.mesh import Axis, ParallelMesh
+from megalite.parallel.mesh import ParallelMesh, RankGroup
 from megalite.topology.axes import Layout
 from megalite.topology.shape import ModelShape
 
@@ -46,14 +46,14 @@ CASES = [(shape, b, s) for shape, s in ((SHAPE, 256), (SHAPE, 1024), (WIDE, 256)
 GATHERS, REDUCE_SCATTERS = 6, 4
 
 
-def _start_gather_dim_0(shard: Tensor, axis: Axis) -> Callable[[], Tensor]:
+def _start_gather_dim_0(shard: Tensor, axis: RankGroup) -> Callable[[], Tensor]:
     shard = shard.contiguous()
     gathered = shard.new_empty(axis.size * shard.shape[0], *shard.shape[1:])
     work = dist.all_gather_single(gathered, shard, group=axis.group, async_op=True)
     return lambda: (work.wait(), gathered)[1]
 
 
-def _start_reduce_scatter_dim_0(partial_sums: Tensor, axis: Axis) -> Callable[[], Tensor]:
+def _start_reduce_scatter_dim_0(partial_sums: Tensor, axis: RankGroup) -> Callable[[], Tensor]:
     partial_sums = partial_sums.contiguous()
     scattered = partial_sums.new_empty(partial_sums.shape[0] // axis.size, *partial_sums.shape[1:])
     work = dist.reduce_scatter_single(scattered, partial_sums, group=axis.group, async_op=True)

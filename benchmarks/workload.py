@@ -96,7 +96,7 @@ class Training:
 
 def _deepspeed_json(setup: Setup, zero: Mapping[str, Any], mesh: ParallelMesh) -> dict[str, Any]:
     return {
-        "train_micro_batch_size_per_gpu": setup.sequences // mesh.dp.size,
+        "train_micro_batch_size_per_gpu": setup.sequences // mesh.batch.size,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": SETTINGS.gradient_clipping,
         "zero_optimization": dict(zero),
@@ -109,8 +109,8 @@ def _deepspeed_json(setup: Setup, zero: Mapping[str, Any], mesh: ParallelMesh) -
 
 def _batch(sequences: int, mesh: ParallelMesh) -> StepBatch:
     """This rank's share of the batch."""
-    count = sequences // mesh.dp.size
-    mine = slice(mesh.dp.rank * count, (mesh.dp.rank + 1) * count)
+    count = sequences // mesh.batch.size
+    mine = slice(mesh.batch.rank * count, (mesh.batch.rank + 1) * count)
     input_ids = token_ids(sequences)[mine]
     positions = torch.arange(SEQUENCE_LENGTH).repeat(count, 1)
     labels, mask = input_ids.roll(-1, dims=1), torch.ones(input_ids.shape)

@@ -260,9 +260,9 @@ def _by_key(pieces: Iterable[_Piece]) -> dict[str, _Piece]:
 
 def _whole_weights(replica: Replica) -> Iterator[StateShard]:
     """The weights that every data-parallel rank holds; the ranks take turns to write them."""
-    dp, tensors = replica.mesh.dp, replica.tensors
+    copies, tensors = replica.mesh.dense_gradients, replica.tensors
     for index, parameter in enumerate(replica.parameters):
-        owned = index % dp.size == dp.rank
+        owned = index % copies.size == copies.rank
         yield StateShard(parameter, WEIGHT, 0, tensors[parameter.name].detach().reshape(-1), owned)
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalite.parallel.mesh import Axis, ParallelMesh
+from megalite.parallel.mesh import ParallelMesh, RankGroup
 
 # Waits for a collective that is under way, and gives its result.
 Pending = Callable[[], Tensor]
@@ -22,7 +22,7 @@ class _Copy(torch.autograd.Function):
     """Identity forward, all-reduce backward: "f"."""
 
     @staticmethod
-    def forward(ctx: Any, hidden_states: Tensor, axis: Axis) -> Tensor:
+    def forward(ctx: Any, hidden_states: Tensor, axis: RankGroup) -> Tensor:
         ctx.axis = axis
         return hidden_states.view_as(hidden_states)
 
@@ -39,7 +39,7 @@ class _Reduce(torch.autograd.Function):
     """All-reduce forward, identity backward: "g". Overwrites its input, which no linear needs again."""
 
     @staticmethod
-    def forward(ctx: Any, partial_sums: Tensor, axis: Axis) -> Tensor:
+    def forward(ctx: Any, partial_sums: Tensor, axis: RankGroup) -> Tensor:
         ctx.mark_dirty(partial_sums)
         dist.all_reduce(partial_sums, group=axis.group)
         return partial_sums
@@ -53,7 +53,7 @@ class _GatherSequence(torch.autograd.Function):
     """All-gather forward, reduce-scatter backward, along dim 1."""
 
     @staticmethod
-    def forward(ctx: Any, shard: Tensor, axis: Axis) -> Tensor:
+    def forward(ctx: Any, shard: Tensor, axis: RankGroup) -> Tensor:
         ctx.axis = axis
         return start_gather(shard, axis)()
 
@@ -66,7 +66,7 @@ class _ReduceScatterSequence(torch.autograd.Function):
     """Reduce-scatter forward, all-gather backward, along dim 1."""
 
     @staticmethod
-    def forward(ctx: Any, partial_sums: Tensor, axis: Axis) -> Tensor:
+    def forward(ctx: Any, partial_sums: Tensor, axis: RankGroup) -> Tensor:
         ctx.axis = axis
         return start_reduce_scatter(partial_sums, axis)()
 
@@ -89,7 +89,7 @@ def row_output(partial_sums: Tensor, mesh: ParallelMesh) -> Tensor:
     return reduce_from(partial_sums, mesh.tp)
 
 
-def gather_sequence(shard: Tensor, axis: Axis) -> Tensor:
+def gather_sequence(shard: Tensor, axis: RankGroup) -> Tensor:
     """All positions [B, S, ...] from each rank's run of them [B, S / n, ...]; gradients are summed and split."""
     if axis.size == 1:
         return shard
@@ -97,7 +97,7 @@ def gather_sequence(shard: Tensor, axis: Axis) -> Tensor:
     return gathered
 
 
-def reduce_scatter_sequence(partial_sums: Tensor, axis: Axis) -> Tensor:
+def reduce_scatter_sequence(partial_sums: Tensor, axis: RankGroup) -> Tensor:
     """Each rank's run of positions [B, S / n, ...] of the sum over the axis of [B, S, ...]; gradients are gathered."""
     if axis.size == 1:
         return partial_sums
@@ -105,24 +105,24 @@ def reduce_scatter_sequence(partial_sums: Tensor, axis: Axis) -> Tensor:
     return scattered
 
 
-def copy_to(hidden_states: Tensor, axis: Axis) -> Tensor:
+def copy_to(hidden_states: Tensor, axis: RankGroup) -> Tensor:
     """The same values; gradients are summed over the axis, since every rank used its own copy."""
     return hidden_states if axis.size == 1 else _Copy.apply(hidden_states, axis)  # type: ignore[no-untyped-call]
 
 
-def reduce_from(partial_sums: Tensor, axis: Axis) -> Tensor:
+def reduce_from(partial_sums: Tensor, axis: RankGroup) -> Tensor:
     """Sum over the axis, in place; each rank's gradient passes through unchanged."""
     return partial_sums if axis.size == 1 else _Reduce.apply(partial_sums, axis)  # type: ignore[no-untyped-call]
 
 
-def all_reduce(values: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+def all_reduce(values: Tensor, axis: RankGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
     """Reduce in place over the axis, outside autograd; returns `values`."""
     if axis.size > 1:
         dist.all_reduce(values, op=op, group=axis.group)
     return values
 
 
-def gather_ranks(values: Tensor, axis: Axis) -> Tensor:
+def gather_ranks(values: Tensor, axis: RankGroup) -> Tensor:
     """Every rank's `values` [...], of one shape, in rank order: [n, ...]; outside autograd."""
     if axis.size == 1:
         return values.unsqueeze(0)
@@ -131,7 +131,7 @@ def gather_ranks(values: Tensor, axis: Axis) -> Tensor:
     return gathered
 
 
-def start_all_reduce(values: Tensor, axis: Axis) -> Pending:
+def start_all_reduce(values: Tensor, axis: RankGroup) -> Pending:
     """Begin to sum contiguous `values` over the axis, in place; outside autograd, as all that starts here."""
     work = dist.all_reduce(values, group=axis.group, async_op=True)
 
@@ -142,7 +142,7 @@ def start_all_reduce(values: Tensor, axis: Axis) -> Pending:
     return finish
 
 
-def start_gather(shard: Tensor, axis: Axis) -> Pending:
+def start_gather(shard: Tensor, axis: RankGroup) -> Pending:
     """Begin the all-gather of dim 1: [B, S / n, ...] -> [B, S, ...]."""
     shard = shard.contiguous()
     gathered: Tensor = shard.new_empty(axis.size, *shard.shape)
@@ -156,7 +156,7 @@ def start_gather(shard: Tensor, axis: Axis) -> Pending:
     return finish
 
 
-def start_reduce_scatter(partial_sums: Tensor, axis: Axis) -> Pending:
+def start_reduce_scatter(partial_sums: Tensor, axis: RankGroup) -> Pending:
     """Begin the reduce-scatter of dim 1: [B, S, ...] -> [B, S / n, ...]."""
     by_rank = partial_sums.unflatten(1, (axis.size, -1)).transpose(0, 1).contiguous()
     scattered: Tensor = by_rank.new_empty(by_rank.shape[1:])
@@ -169,7 +169,7 @@ def start_reduce_scatter(partial_sums: Tensor, axis: Axis) -> Pending:
     return finish
 
 
-def gather_last_dim(shard: Tensor, sizes: tuple[int, ...], axis: Axis) -> Tensor:
+def gather_last_dim(shard: Tensor, sizes: tuple[int, ...], axis: RankGroup) -> Tensor:
     """The full tensor from shards of its last dim with the given sizes, on every rank; outside autograd."""
     if axis.size == 1:
         return shard

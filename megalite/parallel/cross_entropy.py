@@ -18,7 +18,7 @@ from megalite.ops.cross_entropy import (
 )
 from megalite.ops.softcap import cap_with_slope
 from megalite.parallel.collectives import gather_ranks
-from megalite.parallel.mesh import Axis
+from megalite.parallel.mesh import RankGroup
 
 IGNORE_INDEX = -100
 
@@ -46,7 +46,7 @@ class _ShardLoss:
 
     targets: Targets
     weights: Tensor
-    tp: Axis
+    tp: RankGroup
     terms: LossTerms
     operator: ShardCrossEntropy
 
@@ -56,7 +56,7 @@ class _ShardLoss:
         labels: Tensor,
         loss_mask: Tensor,
         rows: range,
-        tp: Axis,
+        tp: RankGroup,
         terms: LossTerms,
         operator: ShardCrossEntropy,
         dtype: torch.dtype,
@@ -158,7 +158,7 @@ def vocab_parallel_cross_entropy(
     labels: Tensor,
     loss_mask: Tensor,
     rows: range,
-    tp: Axis,
+    tp: RankGroup,
     terms: LossTerms,
     *,
     operator: ShardCrossEntropy = TORCH_CROSS_ENTROPY,
@@ -295,7 +295,7 @@ def chunked_cross_entropy(
     labels: Tensor,
     loss_mask: Tensor,
     rows: range,
-    tp: Axis,
+    tp: RankGroup,
     terms: LossTerms,
     *,
     chunk_tokens: int,

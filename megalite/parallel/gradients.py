@@ -63,7 +63,7 @@ def all_reduce_replicated_gradients(
     _add_up([share for each in concerned for share in _shares(each, gradient(each), mesh)], mesh)
     for parameter in parameters:
         if len(parameter.spec.stages) > 1:
-            all_reduce(gradient(parameter), mesh.ends)
+            all_reduce(gradient(parameter), mesh.tied)
 
 
 def all_reduce_replicated_in_backward(
@@ -108,10 +108,10 @@ def sync_tied_weights(
     shares = [share for each in shared for share in _shares(each, tensors[each.name].data, mesh)]
     for share, total in _sums_over_tp(shares, mesh, of_first=True):
         share.values.copy_(total)
-    if mesh.ends.size > 1:
+    if mesh.tied.size > 1:
         for parameter in parameters:
             if len(parameter.spec.stages) > 1:
-                dist.broadcast(tensors[parameter.name].data, src=mesh.ends.ranks[0], group=mesh.ends.group)
+                dist.broadcast(tensors[parameter.name].data, src=mesh.tied.ranks[0], group=mesh.tied.group)
 
 
 def _shares(parameter: Parameter, tensor: Tensor, mesh: ParallelMesh) -> Iterator[_Share]:
@@ -155,12 +155,13 @@ def _sums_over_tp(
 
 def average_over_data(gradients: Sequence[Tensor], mesh: ParallelMesh) -> None:
     """Replace each gradient by its mean over dp, in place, a bucket a collective."""
-    if mesh.dp.size == 1:
+    copies = mesh.dense_gradients
+    if copies.size == 1:
         return
     for bucket in _buckets(gradients, lambda each: (each.dtype, each.numel() * each.element_size())):
         flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
-        dist.all_reduce(flat, group=mesh.dp.group)
-        flat.div_(mesh.dp.size)
+        dist.all_reduce(flat, group=copies.group)
+        flat.div_(copies.size)
         for gradient, mean in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
             gradient.copy_(mean.view_as(gradient))
 
@@ -171,7 +172,7 @@ def counted_here(parameter: Parameter, mesh: ParallelMesh) -> bool:
     Of a key-value head that ranks share, all but the first have a gradient of zeros.
     """
     spec = parameter.spec
-    if spec.dim is None and mesh.tp.rank != 0:
+    if spec.dim is None and not mesh.counts_replicated:
         return False
     return len(spec.stages) < 2 or mesh.at.pp == spec.stages[0]
 

@@ -1,7 +1,7 @@
 """The mesh of ranks and the process groups of its axes. No other module creates process groups."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup as ProcessGroup
 
 from megalite.errors import CheckpointError, LaunchError
 from megalite.parallel.device import accelerator_id, require_distinct_accelerators
-from megalite.topology.axes import Coordinates, Layout
+from megalite.topology.axes import AXES, ROLES, Coordinates, Layout
 from megalite.topology.sharding import heads_held
 from megalite.topology.stages import balanced_split
 
@@ -20,8 +20,8 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Axis:
-    """The ranks of one process group; an axis of size 1 does not communicate and needs no group."""
+class RankGroup:
+    """The ranks of one process group, and this rank's place among them; one rank alone needs no group."""
 
     ranks: tuple[int, ...]
     rank: int
@@ -32,15 +32,15 @@ class Axis:
         return len(self.ranks)
 
 
-ALONE = Axis(ranks=(0,), rank=0)
+ALONE = RankGroup(ranks=(0,), rank=0)
 
 
 @dataclass(frozen=True)
 class ParallelMesh:
-    """This rank's coordinates on the mesh and its process group on every axis.
+    """This rank's coordinates on the mesh, and its process group along each axis and for each role.
 
-    tp, dp, pp: the axes. replica: the tp x pp ranks that together hold one copy of the model.
-    ends: the first and the last stage with the same dp and tp, for tied embeddings; only this rank on other stages.
+    groups: axis or role (topology.axes) -> the ranks that this rank shares it with; a rank alone where none is given.
+        "tied": the first and the last stage, which both hold tied embeddings; only this rank on other stages.
     sequence_parallel: outside of attention and MLP each tp rank holds a range of the positions (Korthikanti et al.,
         "Reducing Activation Recomputation in Large Transformer Models", 2022).
     host: all ranks over gloo, for values in host memory. None: the default group is gloo itself. NCCL takes no host
@@ -50,11 +50,7 @@ class ParallelMesh:
     layout: Layout
     rank: int
     device: torch.device
-    tp: Axis = ALONE
-    dp: Axis = ALONE
-    pp: Axis = ALONE
-    replica: Axis = ALONE
-    ends: Axis = ALONE
+    groups: Mapping[str, RankGroup] = field(default_factory=dict, hash=False)
     sequence_parallel: bool = False
     host: ProcessGroup | None = None
 
@@ -81,22 +77,61 @@ class ParallelMesh:
             ids: list[Any] = [None] * world_size
             dist.all_gather_object(ids, accelerator_id(device), group=host)
             require_distinct_accelerators(ids)
-        pp_ranks = layout.peers(rank, "pp")
-        pp = _join(pp_ranks, rank)
-        ends_ranks = (pp_ranks[0], pp_ranks[-1])
-        ends = pp if len(pp_ranks) <= 2 else _join(ends_ranks if rank in ends_ranks else (rank,), rank)
+        reach = {**{axis: (axis,) for axis in AXES}, **ROLES}
+        ranks_of = {name: layout.peers(rank, *axes) for name, axes in reach.items()}
+        stages = ranks_of["pp"]
+        ends = tuple(dict.fromkeys((stages[0], stages[-1])))
+        ranks_of["tied"] = ends if rank in ends else (rank,)
+        # Roles with the same ranks share a group: each costs connections and, on a GPU, memory.
+        joined = {ranks: _join(ranks, rank) for ranks in dict.fromkeys(ranks_of.values())}
         return cls(
             layout,
             rank,
             device,
-            tp=_join(layout.peers(rank, "tp"), rank),
-            dp=_join(layout.peers(rank, "dp"), rank),
-            pp=pp,
-            replica=_join(layout.peers(rank, "tp", "pp"), rank),
-            ends=ends,
+            groups={name: joined[ranks] for name, ranks in ranks_of.items()},
             sequence_parallel=sequence_parallel,
             host=host,
         )
+
+    @property
+    def tp(self) -> RankGroup:
+        """The ranks that share each layer (tensor parallelism)."""
+        return self.groups.get("tp", ALONE)
+
+    @property
+    def pp(self) -> RankGroup:
+        """The stages of this rank's pipeline."""
+        return self.groups.get("pp", ALONE)
+
+    @property
+    def batch(self) -> RankGroup:
+        """The ranks that read different samples."""
+        return self.groups.get("batch", ALONE)
+
+    @property
+    def loss(self) -> RankGroup:
+        """The ranks whose tokens make up the loss."""
+        return self.groups.get("loss", ALONE)
+
+    @property
+    def dense_gradients(self) -> RankGroup:
+        """The ranks with the same dense weights."""
+        return self.groups.get("dense_gradients", ALONE)
+
+    @property
+    def replica(self) -> RankGroup:
+        """The ranks that together hold one copy of the model."""
+        return self.groups.get("replica", ALONE)
+
+    @property
+    def tied(self) -> RankGroup:
+        """The first and the last stage, with the same place on all other axes; only this rank on other stages."""
+        return self.groups.get("tied", ALONE)
+
+    @property
+    def counts_replicated(self) -> bool:
+        """Whether a sum over the world counts this rank's copy of what all tensor-parallel ranks hold alike."""
+        return self.tp.rank == 0
 
     @property
     def at(self) -> Coordinates:
@@ -223,9 +258,9 @@ def disconnect() -> None:
         dist.destroy_process_group()
 
 
-def _join(ranks: tuple[int, ...], rank: int) -> Axis:
+def _join(ranks: tuple[int, ...], rank: int) -> RankGroup:
     # Only the members create the group, so the cost does not grow with the world.
-    return Axis(ranks, ranks.index(rank), dist.new_group(list(ranks), use_local_synchronization=True))
+    return RankGroup(ranks, ranks.index(rank), dist.new_group(list(ranks), use_local_synchronization=True))
 
 
 def backend_of(device: torch.device) -> str:

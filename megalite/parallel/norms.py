@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from megalite.ops.choice import Operators
 from megalite.parallel.collectives import all_reduce
-from megalite.parallel.mesh import Axis, ParallelMesh
+from megalite.parallel.mesh import ParallelMesh, RankGroup
 
 
 class _ShardedNormalise(torch.autograd.Function):
@@ -18,7 +18,7 @@ class _ShardedNormalise(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, eps: float, total: int, copies: int, tp: Axis) -> Tensor:
+    def forward(ctx: Any, x: Tensor, eps: float, total: int, copies: int, tp: RankGroup) -> Tensor:
         fp32 = x.to(torch.promote_types(x.dtype, torch.float32))
         squares = all_reduce(fp32.square().sum(dim=-1, keepdim=True), tp).div_(copies)
         inverse_rms = squares.div_(total).add_(eps).rsqrt_()

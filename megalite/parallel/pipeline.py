@@ -261,10 +261,12 @@ def _stage_arguments(batch: StepBatch) -> dict[str, Any]:
 
 
 def _token_weight(batch: StepBatch, mesh: ParallelMesh) -> Tensor:
-    """dp size over the weight of all tokens of the global batch: with gradients averaged over dp, any split of
-    the batch gives the gradient of the same mean."""
-    total = all_reduce(_weight(batch), mesh.dp, dist.ReduceOp.SUM)
-    return torch.where(total > 0, mesh.dp.size / total, 0.0)
+    """Return what each token loss is multiplied by: copies of the weights / weight of all tokens of the global batch.
+
+    Gradients are averaged over the copies, so that any split of the batch gives the gradient of the same mean.
+    """
+    total = all_reduce(_weight(batch), mesh.loss, dist.ReduceOp.SUM)
+    return torch.where(total > 0, mesh.dense_gradients.size / total, 0.0)
 
 
 def _weighted(batch: StepBatch, scale: Tensor) -> StepBatch:
@@ -286,7 +288,7 @@ def _total(losses: Sequence[Tensor], mesh: ParallelMesh) -> Tensor:
 
 def _sums_over_replicas(loss: Tensor, batch: StepBatch, mesh: ParallelMesh) -> Tensor:
     """Each rank's loss (zero where the last chunk is not) and its batch's weight, summed over the replicas: [2]."""
-    counted = mesh.tp.rank == 0
+    counted = mesh.counts_replicated
     alone = counted and mesh.pp.rank == 0
     nothing = torch.zeros_like(loss)
     sums = torch.stack((loss if counted else nothing, _weight(batch) if alone else nothing))
@@ -295,5 +297,5 @@ def _sums_over_replicas(loss: Tensor, batch: StepBatch, mesh: ParallelMesh) -> T
 
 def _mean_over_replicas(loss: Tensor, mesh: ParallelMesh) -> Tensor:
     """From each rank's scaled loss (zero where the last chunk is not) to the one loss of the step."""
-    counted = loss if mesh.tp.rank == 0 else torch.zeros_like(loss)
-    return mesh.reduce_over_world(counted) / mesh.dp.size
+    counted = loss if mesh.counts_replicated else torch.zeros_like(loss)
+    return mesh.reduce_over_world(counted) / mesh.dense_gradients.size

@@ -1,22 +1,37 @@
-"""The mesh axes, and the coordinates of each rank on them. No torch."""
+"""The mesh axes, the roles of their groups, and the coordinates of each rank."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass
 from itertools import product
+from math import prod
 
-# Outermost first. A tensor-parallel group has the heaviest traffic, so its ranks are neighbours.
-AXES = ("pp", "dp", "tp")
+# Axis -> its setting in [parallel], outermost first: tensor-parallel ranks are neighbours, as their traffic
+# is the heaviest.
+AXES: Mapping[str, str] = {"pp": "pipeline", "dp": "data", "tp": "tensor"}
+
+# Role of a group -> the axes on which its ranks differ. Code asks the mesh for a role, so that a new axis joins here.
+ROLES: Mapping[str, tuple[str, ...]] = {
+    # Ranks that read different samples.
+    "batch": ("dp",),
+    # Ranks whose tokens make up the loss: it is normalised by the sum of their token weights.
+    "loss": ("dp",),
+    # Ranks with the same dense weights: they average gradients, and ZeRO shards the optimizer state over them.
+    "dense_gradients": ("dp",),
+    # Ranks that together hold one copy of the model.
+    "replica": ("pp", "tp"),
+}
 
 
 @dataclass(frozen=True)
 class Coordinates:
-    """A rank's index on each mesh axis."""
+    """The place of a rank on each axis, in the order of AXES."""
 
     pp: int
     dp: int
     tp: int
 
     def __str__(self) -> str:
-        return f"pp {self.pp}, dp {self.dp}, tp {self.tp}"
+        return ", ".join(f"{axis} {place}" for axis, place in zip(AXES, astuple(self), strict=True))
 
 
 @dataclass(frozen=True)
@@ -28,33 +43,34 @@ class Layout:
     tensor: int = 1
 
     @property
-    def sizes(self) -> tuple[int, int, int]:
-        """The number of ranks on each axis, in the order of AXES: pp, dp, tp."""
-        return (self.pipeline, self.data, self.tensor)
+    def sizes(self) -> dict[str, int]:
+        """Axis -> its number of ranks, in the order of AXES."""
+        return {axis: getattr(self, setting) for axis, setting in AXES.items()}
 
     @property
     def world_size(self) -> int:
-        return self.pipeline * self.data * self.tensor
+        return prod(self.sizes.values())
 
     def coordinates(self, rank: int) -> Coordinates:
         """Return the coordinates of `rank`; ValueError outside of the world."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is outside a world of {self.world_size}")
-        outer, tp = divmod(rank, self.tensor)
-        pp, dp = divmod(outer, self.data)
-        return Coordinates(pp, dp, tp)
+        places = {}
+        for axis, size in reversed(self.sizes.items()):
+            rank, places[axis] = divmod(rank, size)
+        return Coordinates(**places)
 
     def rank(self, at: Coordinates) -> int:
-        return (at.pp * self.data + at.dp) * self.tensor + at.tp
+        """Return the rank at these coordinates."""
+        rank = 0
+        for size, place in zip(self.sizes.values(), astuple(at), strict=True):
+            rank = rank * size + place
+        return rank
 
     def peers(self, rank: int, *axes: str) -> tuple[int, ...]:
         """Return the ranks, `rank` included and ascending, with the same coordinates on all axes but the named ones."""
-        at = self.coordinates(rank)
-        fixed = {"pp": at.pp, "dp": at.dp, "tp": at.tp}
-        ranges = [
-            range(size) if axis in axes else (fixed[axis],)
-            for axis, size in zip(AXES, self.sizes, strict=True)
-        ]
+        places = zip(self.sizes.items(), astuple(self.coordinates(rank)), strict=True)
+        ranges = [range(size) if axis in axes else (place,) for (axis, size), place in places]
         return tuple(self.rank(Coordinates(*place)) for place in product(*ranges))
 
     def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:

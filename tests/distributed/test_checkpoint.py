@@ -44,7 +44,7 @@ def train_and_save(job: Job, folder: str) -> RankResult:
     parts = build(replace(job, seed=99) if latest else job)
     mesh, optimizer = parts.mesh, parts.optimizer
     first = load_checkpoint(latest, parts.replica, optimizer.state).step if latest else 0
-    result = RankResult(mesh.dp.rank)
+    result = RankResult(mesh.batch.rank)
     for step in range(first, job.steps):
         result.losses.append(parts.accumulate(local_batch(job, mesh, step)))
         result.norms.append(optimizer.step(job.learning_rate).grad_norm)

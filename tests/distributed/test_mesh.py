@@ -1,45 +1,41 @@
-"""The mesh's axes hold the ranks that the topology says, and its collectives reach them."""
+"""Groups of the mesh, one an axis and one a role, hold the ranks that the topology names; collectives reach them."""
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from megalite.parallel.mesh import ParallelMesh
-from megalite.topology.axes import Layout
+from megalite.topology.axes import AXES, ROLES, Layout
 
 
-def axes_on_rank(layout: Layout) -> dict[str, tuple]:
+def groups_on_rank(layout: Layout) -> dict[str, tuple]:
     mesh = ParallelMesh.over_world(layout)
     seen = {}
-    for name in ("tp", "dp", "pp", "replica", "ends"):
-        axis = getattr(mesh, name)
+    for name, group in mesh.groups.items():
         ranks = torch.zeros(layout.world_size)
         ranks[mesh.rank] = 1
-        dist.all_reduce(ranks, group=axis.group)
-        seen[name] = (axis.ranks, axis.rank, tuple(ranks.nonzero().flatten().tolist()))
+        dist.all_reduce(ranks, group=group.group)
+        seen[name] = (group.ranks, group.rank, tuple(ranks.nonzero().flatten().tolist()))
     seen["gathered"] = mesh.gather_objects(str(mesh.at))
     seen["broadcast"] = mesh.broadcast_object(mesh.rank + 100)
     return seen
 
 
 @pytest.mark.parametrize("layout", [Layout(2, 2, 2), Layout(4, 1, 2), Layout(1, 3, 1)], ids=str)
-def test_axes_join_the_ranks_of_the_topology(ranks, layout):
-    results = ranks.run(axes_on_rank, world_size=layout.world_size, layout=layout)
+def test_groups_join_the_ranks_of_the_topology(ranks, layout):
+    results = ranks.run(groups_on_rank, world_size=layout.world_size, layout=layout)
     for rank, seen in enumerate(results):
-        expected = {
-            "tp": layout.peers(rank, "tp"),
-            "dp": layout.peers(rank, "dp"),
-            "pp": layout.peers(rank, "pp"),
-            "replica": layout.peers(rank, "tp", "pp"),
-        }
+        expected = {axis: layout.peers(rank, axis) for axis in AXES}
+        expected |= {role: layout.peers(rank, *axes) for role, axes in ROLES.items()}
         stages = expected["pp"]
-        expected["ends"] = (
+        expected["tied"] = (
             stages
             if len(stages) < 3
             else (stages[0], stages[-1])
             if rank in (stages[0], stages[-1])
             else (rank,)
         )
+        assert set(seen) == {*expected, "gathered", "broadcast"}
         for name, members in expected.items():
             assert seen[name] == (members, members.index(rank), members), name
         assert seen["broadcast"] == 100

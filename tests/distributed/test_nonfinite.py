@@ -40,7 +40,7 @@ def train(folder: Path, changes: dict[str, Any], poisoned: tuple[int, ...], step
         return gradient * torch.nan if trainer.state.step + 1 in poisoned else gradient
 
     mesh = trainer.mesh
-    if POISONED in tensors and mesh.tp.rank == mesh.tp.size - 1 and mesh.dp.rank == 0:
+    if POISONED in tensors and mesh.tp.rank == mesh.tp.size - 1 and mesh.batch.rank == 0:
         tensors[POISONED].register_hook(poison)
     for _ in range(steps):
         before = _held(tensors)

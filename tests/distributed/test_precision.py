@@ -255,7 +255,7 @@ def train_with_overflow(
 
 def _plant_inf(parts: Parts) -> None:
     tensors = parts.replica.tensors
-    if OVERFLOWING in tensors and parts.mesh.tp.rank == parts.mesh.tp.size - 1 and parts.mesh.dp.rank == 0:
+    if OVERFLOWING in tensors and parts.mesh.tp.rank == parts.mesh.tp.size - 1 and parts.mesh.batch.rank == 0:
         tensors[OVERFLOWING].grad[0, 0] = torch.inf
 
 

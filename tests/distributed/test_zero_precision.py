@@ -155,7 +155,7 @@ def train_with_overflow(job: Job) -> Overflow:
 def overflow(parts: Parts) -> Iterator[None]:
     """A hook on the gradient itself, since ZeRO 2 and 3 take it away before anyone could reach it."""
     tensor = parts.replica.tensors.get(OVERFLOWING)
-    if tensor is None or (parts.mesh.tp.rank, parts.mesh.dp.rank) != (parts.mesh.tp.size - 1, 0):
+    if tensor is None or (parts.mesh.tp.rank, parts.mesh.batch.rank) != (parts.mesh.tp.size - 1, 0):
         yield
         return
     hook = tensor.register_hook(lambda gradient: torch.full_like(gradient, torch.inf))

@@ -90,7 +90,7 @@ def _z_loss_of_own_vocabulary(cross_entropy: Callable[..., Tensor]) -> Callable[
 
 
 def _count_every_tensor_rank(loss: Tensor, mesh: Any) -> Tensor:
-    return mesh.reduce_over_world(loss) / mesh.dp.size
+    return mesh.reduce_over_world(loss) / mesh.dense_gradients.size
 
 
 # ------------------------------------------------------------------------------------- layers, chunks, micro batches

@@ -63,8 +63,8 @@ def tiny_trainer(folder: Path, changes: Mapping[str, Any]) -> tuple[TrainStep, C
         sequence_length=LENGTH,
         micro_batch_size=config.batch.micro_batch_size,
         micro_batches=config.batch.micro_batches,
-        dp_rank=mesh.dp.rank,
-        dp_size=mesh.dp.size,
+        dp_rank=mesh.batch.rank,
+        dp_size=mesh.batch.size,
         seed=config.run.seed,
     )
     loader = load(TokenFile.open(folder / "train"))

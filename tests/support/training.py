@@ -105,7 +105,7 @@ def train_on_rank(job: Job) -> RankResult:
     mesh, parameters, optimizer = parts.mesh, parts.replica.parameters, parts.optimizer
     tensors = parts.replica.tensors
     with whole_weights(job.zero_stage, tensors):
-        result = RankResult(mesh.dp.rank, initial=shards_of(parameters, tensors, mesh))
+        result = RankResult(mesh.batch.rank, initial=shards_of(parameters, tensors, mesh))
     for step in range(job.steps):
         loss = parts.pipeline.forward_backward(local_batch(job, mesh, step), optimizer.loss_scale)
         result.losses.append(loss.item())
@@ -259,7 +259,9 @@ def global_batch(job: Job, step: int) -> StepBatch:
 
 def local_batch(job: Job, mesh: ParallelMesh, step: int) -> StepBatch:
     whole = global_batch(job, step)
-    mine = slice(mesh.dp.rank * SEQUENCES // mesh.dp.size, (mesh.dp.rank + 1) * SEQUENCES // mesh.dp.size)
+    mine = slice(
+        mesh.batch.rank * SEQUENCES // mesh.batch.size, (mesh.batch.rank + 1) * SEQUENCES // mesh.batch.size
+    )
     return BatchTransfer(mesh.device).start(rows_of(whole, mine)).ready()
 
 

@@ -172,16 +172,16 @@ class _ModelParallelUnit:
         self._mesh = mesh
 
     def get_data_parallel_group(self) -> ProcessGroup | None:
-        return self._mesh.dp.group
+        return self._mesh.dense_gradients.group
 
     def get_data_parallel_world_size(self) -> int:
-        return self._mesh.dp.size
+        return self._mesh.dense_gradients.size
 
     def get_data_parallel_rank(self) -> int:
-        return self._mesh.dp.rank
+        return self._mesh.dense_gradients.rank
 
     def get_data_parallel_group_ranks(self) -> list[int]:
-        return list(self._mesh.dp.ranks)
+        return list(self._mesh.dense_gradients.ranks)
 
     def get_model_parallel_group(self) -> ProcessGroup | None:
         return self._mesh.replica.group

@@ -180,9 +180,10 @@ class _TorchState:
 
     def shards(self) -> Iterator[StateShard]:
         ensure_state(self._optimizer)
+        copies = self._mesh.dense_gradients
         for index, parameter in enumerate(self._parameters):
             # Writing is spread over the data-parallel ranks, a parameter each in turn.
-            owned = index % self._mesh.dp.size == self._mesh.dp.rank
+            owned = index % copies.size == copies.rank
             master = self._masters[parameter.name]
             held = {key: values for key, values in self._optimizer.state[master].items() if key != "step"}
             if master is not self._tensors[parameter.name]:

@@ -46,7 +46,7 @@ class _ZeroState(ABC):
 
     def __init__(self, zero: Any, replica: Replica, scale: LossScale | None):
         self._zero, self._parameters, self._tensors = zero, replica.parameters, replica.tensors
-        self._dp_rank, self._scale = replica.mesh.dp.rank, scale
+        self._dp_rank, self._scale = replica.mesh.dense_gradients.rank, scale
         self._low_precision = any(tensor.element_size() < 4 for tensor in self._tensors.values())
 
     @abstractmethod

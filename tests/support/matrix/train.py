@@ -63,8 +63,8 @@ class TinyLoader:
         )
         if self._config.data.document_mask:
             whole = in_documents(whole)
-        share = sequences // self._mesh.dp.size
-        mine = slice(self._mesh.dp.rank * share, (self._mesh.dp.rank + 1) * share)
+        share = sequences // self._mesh.batch.size
+        mine = slice(self._mesh.batch.rank * share, (self._mesh.batch.rank + 1) * share)
         return rows_of(replace(whole, loss_mask=whole.loss_mask.to(dtype)), mine)
 
 
@@ -77,7 +77,7 @@ def train_settings(settings: Settings, fault: str | None = None) -> RankResult:
             torch._dynamo.reset()
         assert config.model.vocab_size != "auto"
         shape = config.model.shape(config.model.vocab_size)
-        result = RankResult(mesh.dp.rank)
+        result = RankResult(mesh.batch.rank)
         with _first_gradients(config.zero_stage) as gradients:
             trainer = TrainStep(config, mesh, shape, cast(StepLoader, TinyLoader(config, mesh, shape)))
             parameters, tensors = trainer.replica.parameters, trainer.replica.tensors

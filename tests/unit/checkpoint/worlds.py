@@ -16,7 +16,7 @@ from megalite.checkpoint.load import load_checkpoint
 from megalite.checkpoint.regions import slices
 from megalite.checkpoint.save import save_checkpoint
 from megalite.model.replica import Replica
-from megalite.parallel.mesh import Axis
+from megalite.parallel.mesh import RankGroup
 from megalite.topology.axes import Coordinates, Layout
 from megalite.topology.parameters import Parameter, canonical_tensors, stage_parameters
 from megalite.topology.shape import ModelShape
@@ -34,8 +34,8 @@ class ThreadMesh:
     def __init__(self, layout: Layout, rank: int, exchange: "Exchange"):
         self.layout, self.rank, self._exchange = layout, rank, exchange
         self.at: Coordinates = layout.coordinates(rank)
-        self.tp = Axis(layout.peers(rank, "tp"), self.at.tp)
-        self.dp = Axis(layout.peers(rank, "dp"), self.at.dp)
+        self.tp = RankGroup(layout.peers(rank, "tp"), self.at.tp)
+        self.dense_gradients = RankGroup(layout.peers(rank, "dp"), self.at.dp)
 
     def gather_objects(self, value: Any) -> list[Any] | None:
         gathered = self._exchange.all(self.rank, value)
@@ -141,7 +141,10 @@ class HeldState:
         first = 0
         for index, (parameter, size) in enumerate(zip(self.parameters, sizes, strict=True)):
             start, stop = max(low, first) - first, min(high, first + size) - first
-            owned = self.cuts is not None or index % self.mesh.dp.size == self.mesh.dp.rank
+            owned = (
+                self.cuts is not None
+                or index % self.mesh.dense_gradients.size == self.mesh.dense_gradients.rank
+            )
             if start < stop:
                 for kind in KINDS:
                     values = self.locals[kind, parameter.name].view(-1)[start:stop]
@@ -157,8 +160,12 @@ class HeldState:
     def _partition(self, total: int) -> tuple[int, int]:
         if self.cuts is None:
             return 0, total
-        bounds = [0, *(round(cut * total) for cut in sorted(self.cuts)[: self.mesh.dp.size - 1]), total]
-        return bounds[self.mesh.dp.rank], bounds[self.mesh.dp.rank + 1]
+        bounds = [
+            0,
+            *(round(cut * total) for cut in sorted(self.cuts)[: self.mesh.dense_gradients.size - 1]),
+            total,
+        ]
+        return bounds[self.mesh.dense_gradients.rank], bounds[self.mesh.dense_gradients.rank + 1]
 
 
 @dataclass(frozen=True)

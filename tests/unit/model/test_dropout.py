@@ -9,7 +9,7 @@ from megalite.model.dropout import DropoutContext, DropoutSites, LayerMasks, dro
 from megalite.model.options import Dropout, ModelOptions
 from megalite.model.stages import build_stage
 from megalite.ops.counter import MASK_LEVELS
-from megalite.parallel.mesh import Axis, ParallelMesh
+from megalite.parallel.mesh import ParallelMesh, RankGroup
 from megalite.topology.stages import pipeline_split
 from tests.support.tiny import tiny_batch, tiny_shape
 
@@ -19,7 +19,7 @@ PLACES = DropoutContext(torch.tensor([4, 9]), 12)
 
 
 def _sites(name: str = "layers.0", *, tensor: int = 1, rank: int = 0) -> DropoutSites:
-    mesh = replace(ParallelMesh.single(), tp=Axis(tuple(range(tensor)), rank))
+    mesh = replace(ParallelMesh.single(), groups={"tp": RankGroup(tuple(range(tensor)), rank)})
     return DropoutSites(SHAPE, name, mesh, OPTIONS)
 
 

@@ -1,10 +1,11 @@
 """Ranks, coordinates and groups: pure arithmetic, for all small sizes."""
 
+from dataclasses import fields
 from itertools import combinations, product
 
 import pytest
 
-from megalite.topology.axes import AXES, Coordinates, Layout
+from megalite.topology.axes import AXES, ROLES, Coordinates, Layout
 
 LAYOUTS = [Layout(*sizes) for sizes in product(range(1, 5), repeat=3)]
 SUBSETS = [axes for count in range(len(AXES) + 1) for axes in combinations(AXES, count)]
@@ -42,3 +43,16 @@ def test_groups_are_a_partition_and_peers_share_the_other_axes(layout: Layout, a
         for axis in set(AXES) - set(axes):
             assert len({getattr(layout.coordinates(rank), axis) for rank in group}) == 1
         assert all(layout.peers(rank, *axes) == group for rank in group)
+
+
+def test_an_axis_stands_in_the_table_the_layout_and_the_coordinates() -> None:
+    assert [each.name for each in fields(Coordinates)] == list(AXES)
+    assert {each.name for each in fields(Layout)} == set(AXES.values())
+    assert all(set(axes) <= set(AXES) for axes in ROLES.values())
+
+
+def test_every_rank_reads_samples_or_shares_a_replica() -> None:
+    """Each axis either splits the batch or one copy of the model; a role that both lack would lose gradients."""
+    assert {axis for role in ("batch", "replica") for axis in ROLES[role]} == set(AXES)
+    assert not set(ROLES["dense_gradients"]) & set(ROLES["replica"])
+    assert set(ROLES["batch"]) <= set(ROLES["loss"]) <= set(ROLES["dense_gradients"])
