@@ -369,6 +369,28 @@ def test_files_are_named_for_what_they_hold() -> None:
     assert not [module.path for module in modules() if VAGUE_NAMES.fullmatch(Path(module.path).name)]
 
 
+def test_the_page_names_files_that_exist_and_rows_that_hold() -> None:
+    page = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    listing, rows = re.findall(r"^```\n(.*?)^```", page, re.MULTILINE | re.DOTALL)[:2]
+    package, missing = "", []
+    for line in listing.splitlines()[1:]:
+        if found := re.match(r"  (\w+)/ ", line):
+            package = found[1]
+        names = re.findall(r"[\w/]+\.py\b", line)
+        missing += [f"{package}/{name}" for name in names if not list((PACKAGE / package).rglob(name))]
+    assert not missing
+    assert {module.package for module in modules()} - {"__init__", "__main__"} <= set(
+        re.findall(r"\w+", listing)
+    )
+    told = {
+        name: len(rows.split("|")) - row
+        for row, names in enumerate(rows.split("|"))
+        for name in names.split()
+    }
+    ordered = sorted(ROWS.keys() - {"__init__", "__main__"}, key=lambda name: (ROWS[name], name))
+    assert ordered == sorted(told, key=lambda name: (told[name], name))
+
+
 def test_every_package_has_its_row() -> None:
     found = {module.package for module in modules()} - {"__init__"}
     assert found <= ROWS.keys(), f"without a row: {sorted(found - ROWS.keys())}"
