@@ -71,13 +71,13 @@ _LEFT_OPEN: Mapping[str, tuple[Any, Any]] = {
 _SHARES = ("partial_rotary_factor",)
 # Above any size in use, and small enough that every rule can list the neighbours of a value at once.
 _MOST = 2**31
-_OF_A_FAMILY = frozenset(name for family in FAMILIES.values() for name in family.fixed)
+_OF_A_FAMILY = frozenset(name for family in FAMILIES.values() for name in family.defaults)
 
 
 def shape_settings() -> dict[str, tuple[Any, Any]]:
     """Return the settings as pydantic's create_model takes them: name -> (type, field).
 
-    A field that some family fixes has no default of its own: unset, it is the family's.
+    A field for which some family has another default has none of its own: unset, it is the family's.
     """
     settings = {"family": _setting(_one_of(FAMILIES), "llama", _DESCRIPTIONS["family"])}
     hints = get_type_hints(ModelShape)
@@ -122,7 +122,7 @@ def model_shape(model: Any, vocab_size: int) -> ModelShape:
         "rope_scaling": _rope_scaling(model),
     }
     chosen = {name: value for name, value in given.items() if value is not None}
-    return ModelShape(**dict(FAMILIES[model.family].fixed) | chosen)
+    return ModelShape(**FAMILIES[model.family].defaults | chosen)
 
 
 def _rope_scaling(model: Any) -> RopeScaling | None:

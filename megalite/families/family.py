@@ -42,6 +42,7 @@ class Family:
     words: keys that say fields in another way: biases, rotary embedding, sliding windows.
     fixed: ModelShape fields that differ from the defaults and cannot be chosen in this family. A field that is in
     neither of the three has ModelShape's default.
+    unset: fields that can be chosen, with the family's own default for a run that does not set them.
     required: keys that switch on what is not built, with the values that leave it out; the first is written.
     dropouts: keys of dropout probabilities, which are settings of a run; written as 0.
     absent: what transformers takes for a key that config.json lacks.
@@ -56,6 +57,7 @@ class Family:
     keys: Mapping[str, str] = field(default_factory=lambda: SIZES)
     words: tuple[Words, ...] = ()
     fixed: Mapping[str, Any] = field(default_factory=dict)
+    unset: Mapping[str, Any] = field(default_factory=dict)
     required: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     dropouts: tuple[str, ...] = ("attention_dropout",)
     absent: Mapping[str, Any] = field(default_factory=dict)
@@ -67,6 +69,11 @@ class Family:
     def free(self) -> tuple[str, ...]:
         """The fields of ModelShape that config.json can say."""
         return (*self.keys, *(name for words in self.words for name in words.fields))
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The ModelShape fields whose default in this family differs from ModelShape's."""
+        return {**self.unset, **self.fixed}
 
     def read_config(self, config: Config) -> dict[str, Any]:
         """Return the ModelShape fields that config.json sets; a value may be of a wrong type or size."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from megalite.families.family import Family
 from megalite.families.tensors import FamilyTensor
+from megalite.families.words import Shared
 from megalite.topology.parameters import canonical_tensors, model_parameters
 from megalite.topology.shape import ModelShape
 from megalite.topology.sharding import Part, ShardSpec
@@ -21,13 +22,13 @@ _SIZES = {
     _QUERY_HEADS * _HEAD_DIM: "N D",
     _SHARED_HEADS * _HEAD_DIM: "K D",
 }
-# Tensors that a folder may lack: the field that leaves them out, with the value that does, and when they are there.
-_OPTIONAL = (
-    ("tie_word_embeddings", True, "untied"),
-    ("attention_bias", False, "`attention_bias`"),
-    ("attention_output_bias", False, "`attention_bias`"),
-    ("mlp_bias", False, "`mlp_bias`"),
-)
+# Fields that leave tensors out of a folder, with the value that does.
+_OPTIONAL = {
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "attention_output_bias": False,
+    "mlp_bias": False,
+}
 _PREAMBLE = """# Hugging Face folders, tensor by tensor
 
 Written by `megalite convert families` from the tables that import and export use; a test keeps it so.
@@ -73,7 +74,7 @@ def _section(family: Family) -> Iterator[str]:
 def _shape(family: Family) -> ModelShape:
     """One layer with all the tensors that the family may have, its sizes all different."""
     size = {name: number for number, name in _SIZES.items()}
-    optional = {name: not without for name, without, _ in _OPTIONAL if name in family.free}
+    optional = {name: not without for name, without in _OPTIONAL.items() if name in family.free}
     return ModelShape(
         vocab_size=size["V"],
         hidden_size=size["H"],
@@ -84,16 +85,23 @@ def _shape(family: Family) -> ModelShape:
         head_dim=_HEAD_DIM,
         max_position_embeddings=size["P"],
         family=family.model_type,
-        **dict(family.fixed) | optional,
+        **family.defaults | optional,
     )
 
 
 def _said(family: Family) -> str:
-    fixed = ", ".join(f"{name} = {value}" for name, value in family.fixed.items())
+    fixed, unset = (
+        ", ".join(f"{name} = {value}" for name, value in fields.items())
+        for fields in (family.fixed, family.unset)
+    )
     refused = ", ".join(
         f"`{key}` other than {' or '.join(map(str, allowed))}" for key, allowed in family.required.items()
     )
-    sentences = [f"Fixed: {fixed}." if fixed else "", f"Refused: {refused}." if refused else ""]
+    sentences = [
+        f"Fixed: {fixed}." if fixed else "",
+        f"Default: {unset}." if unset else "",
+        f"Refused: {refused}." if refused else "",
+    ]
     return " ".join(filter(None, sentences))
 
 
@@ -102,10 +110,12 @@ def _specs(shape: ModelShape) -> list[ShardSpec]:
 
 
 def _conditions(shape: ModelShape, family: Family) -> Iterator[tuple[str, str]]:
-    for name, without, there in _OPTIONAL:
-        if name in (*family.free, "tie_word_embeddings"):
+    keys = {name: words.key for words in family.words if isinstance(words, Shared) for name in words.fields}
+    for name, without in _OPTIONAL.items():
+        if name in family.free:
             change: dict[str, Any] = {name: without}
             left = {tensor.name for tensor in family.tensors(replace(shape, **change))}
+            there = f"`{keys[name]}`" if name in keys else "untied"
             yield from ((tensor.name, there) for tensor in family.tensors(shape) if tensor.name not in left)
 
 

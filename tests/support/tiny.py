@@ -33,7 +33,7 @@ def tiny_shape(*, tied: bool = False, layers: int = 4) -> ModelShape:
 
 
 def _of(family: str, **changes: Any) -> ModelShape:
-    return replace(tiny_shape(), family=family, **dict(FAMILIES[family].fixed) | changes)
+    return replace(tiny_shape(), family=family, **FAMILIES[family].defaults | changes)
 
 
 # Every family, and every choice within one that its files can say.

@@ -1,6 +1,7 @@
 """Rules over [model]: what its family can express, and settings that only mean something together."""
 
 from collections.abc import Iterator
+from math import ceil
 
 from megalite.config.facts import Facts
 from megalite.config.rules.layout import divisors
@@ -89,10 +90,21 @@ def head_dim_is_even(facts: Facts) -> Iterator[Problem]:
         yield Problem("model.hidden_size", message, remedy)
 
 
+def rotated_share_is_even(facts: Facts) -> Iterator[Problem]:
+    shape = model_shape(facts.model, 1)
+    dim, share = shape.head_dim, shape.partial_rotary_factor
+    if dim and dim % 2 == 0 and (shape.rotary_dim % 2 or not shape.rotary_dim):
+        # Rounded up, so that the product with head_dim is not below the even number.
+        even = ceil(20_000 * max(1, shape.rotary_dim // 2) / dim) / 10_000
+        message = f"{share} of head_dim = {dim} is {shape.rotary_dim}, and rotary embeddings turn pairs"
+        yield Problem("model.partial_rotary_factor", message, f"use {even}")
+
+
 MODEL_RULES = (
     query_heads_share_key_value_heads,
     heads_fill_hidden_size,
     head_dim_is_even,
+    rotated_share_is_even,
     family_can_be_exported,
     rope_settings_belong_to_their_type,
     window_leaves_layers,

@@ -25,7 +25,10 @@ from megalite.topology.shape import ModelShape
 from megalite.topology.sharding import TensorSlice
 
 # What older exports hold beside the weights: masks and frequencies, which follow from the configuration.
-BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+BUFFERS = (
+    *(".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias"),
+    ".rotary_emb.inv_freq",
+)
 
 
 def load_huggingface(folder: Path, replica: Replica) -> None:

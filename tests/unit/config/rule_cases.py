@@ -36,6 +36,12 @@ FAMILY_CASES = [
         {"model.norm_placement": "post", "checkpoint.export": False},
     ),
     Case(
+        "rotated_share_is_even",
+        {"model.head_dim": 8, "model.partial_rotary_factor": 0.4, "checkpoint.export": False},
+        "model.partial_rotary_factor: 0.4 of head_dim = 8 is 3, and rotary embeddings turn pairs; use 0.25",
+        {"model.head_dim": 8, "model.partial_rotary_factor": 0.25, "checkpoint.export": False},
+    ),
+    Case(
         "family_can_be_exported",
         {"model.family": "gpt2"},
         "model.num_key_value_heads: 4 cannot be said by a gpt2 folder, which has 8; "
