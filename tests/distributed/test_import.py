@@ -45,7 +45,7 @@ def test_every_layout_reads_its_slices_bit_for_bit(ranks, tmp_path, shape):
         assert_same_tensors(read, written, rtol=0)
 
 
-@pytest.mark.parametrize("family", ["llama 3", "gpt2"])
+@pytest.mark.parametrize("family", ["llama 3", "gpt2", "gpt_neox"])
 def test_what_is_read_in_pieces_is_the_same(tmp_path, monkeypatch, family):
     folder = exported(tmp_path, FAMILY_SHAPES[family])
     whole = read_alone(folder, FAMILY_SHAPES[family])
@@ -100,15 +100,19 @@ def test_a_folder_of_another_model_is_refused_by_name(tmp_path, damage):
     assert said in str(refused.value)
 
 
-def test_what_old_files_hold_beside_the_weights_is_passed_over(tmp_path):
-    shape = replace(FAMILY_SHAPES["gpt2"], num_hidden_layers=2)
+@pytest.mark.parametrize(
+    ("family", "buffer"),
+    [("gpt2", "h.{}.attn.bias"), ("gpt_neox", "gpt_neox.layers.{}.attention.masked_bias")],
+)
+def test_what_old_files_hold_beside_the_weights_is_passed_over(tmp_path, family, buffer):
+    shape = replace(FAMILY_SHAPES[family], num_hidden_layers=2)
     folder = exported(tmp_path, shape)
     expected = read_alone(folder, shape)
     bare = {
         name.removeprefix("transformer."): values
         for name, values in load_file(folder / "model.safetensors").items()
     }
-    masks = {f"h.{layer}.attn.bias": torch.ones(1, 1, 8, 8) for layer in range(2)}
+    masks = {buffer.format(layer): torch.ones(1, 1, 8, 8) for layer in range(2)}
     save_file({**bare, **masks}, folder / "model.safetensors")
     assert_same_tensors(read_alone(folder, shape), expected, rtol=0)
 

@@ -51,6 +51,16 @@ FAMILY_SHAPES = {
     "phi3": _of("phi3", rope_theta=500.0, sliding_window=5),
     "gpt2": _of("gpt2", num_key_value_heads=8, tie_word_embeddings=True),
     "gpt2 untied": _of("gpt2", num_key_value_heads=8),
+    "gpt_neox": _of("gpt_neox", num_key_value_heads=8, partial_rotary_factor=0.4, rope_theta=500.0),
+    "gpt_neox, blocks in turn": _of(
+        "gpt_neox",
+        num_key_value_heads=8,
+        norm_placement="pre",
+        partial_rotary_factor=0.7,
+        tie_word_embeddings=True,
+        hidden_act="gelu_pytorch_tanh",
+        rope_scaling=RopeScaling("linear", 2.5),
+    ),
     "gemma": _of("gemma", tie_word_embeddings=True, attention_bias=True, attention_output_bias=True),
     "gemma2": _of(
         "gemma2",

@@ -23,6 +23,7 @@ from megalite.topology.parameters import canonical_tensors
 from megalite.topology.shape import ModelShape, RopeScaling
 from megalite.topology.sharding import TensorSlice
 from tests.support.huggingface import names_in_files
+from tests.support.parity import FLOAT32_RTOL, assert_close
 from tests.support.tiny import FAMILY_SHAPES, tiny_shape
 
 
@@ -70,6 +71,15 @@ PUBLISHED = {
         "sliding_window_pattern": 3,
     },
     "gemma3_text by default": {"num_hidden_layers": 7, "final_logit_softcapping": 3.0},
+    "gpt_neox": {
+        "hidden_size": 64,
+        "num_key_value_heads": None,
+        "rotary_pct": 0.5,
+        "rotary_emb_base": 500,
+        "use_parallel_residual": False,
+        "attention_bias": False,
+    },
+    "gpt_neox by default": {"hidden_size": 64, "num_key_value_heads": None, "tie_word_embeddings": True},
 }
 _PUBLISHED_SIZES = {
     "vocab_size": 101,
@@ -79,6 +89,8 @@ _PUBLISHED_SIZES = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "max_position_embeddings": 64,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
 }
 
 
@@ -111,6 +123,16 @@ def test_a_key_that_a_configuration_lacks_is_as_transformers_has_it(model_type, 
     (tmp_path / "config.json").write_text(json.dumps(theirs.to_dict()))
     for name, value in asdict(read(tmp_path)).items():
         assert ours[name] == value, name
+
+
+@pytest.mark.parametrize("name", ["gelu", "gelu_fast", "gelu_new"])
+def test_other_names_of_an_activation_are_that_activation(name, tmp_path):
+    from transformers.activations import ACT2FN
+
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt_neox", "hidden_act": name}))
+    values = torch.linspace(-4, 4, 33)
+    built = ACT2FN[read(tmp_path).hidden_act](values)
+    assert_close(built, ACT2FN[name](values), rtol=FLOAT32_RTOL, what=name)
 
 
 def test_every_family_is_a_module_of_the_folder():
@@ -182,6 +204,11 @@ def read(folder) -> ModelShape:
         ("gemma2", {"tie_word_embeddings": False}, "model.tie_word_embeddings = False (gemma2 has True)"),
         ("gpt2", {"num_key_value_heads": 4}, "model.num_key_value_heads = 4 (gpt2 has 8)"),
         ("phi3", {"rope_scaling": RopeScaling("linear", 2.0)}, "model.rope_scaling = {"),
+        (
+            "gpt_neox",
+            {"norm_placement": "sandwich"},
+            "model.norm_placement = sandwich (gpt_neox has parallel)",
+        ),
         ("phi3", {"attention_bias": True}, "model.attention_bias = True (phi3 has False)"),
         (
             "gpt2",
