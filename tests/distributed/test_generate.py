@@ -22,8 +22,13 @@ def tokens(checkpoint: Path, layout: Layout, sampling: Sampling) -> list[int]:
 @pytest.mark.parametrize("layout", [Layout(tensor=2), Layout(pipeline=3), Layout(pipeline=2, tensor=2)])
 @pytest.mark.parametrize(
     ("shape", "sampling", "scale"),
-    [(tiny_shape(tied=True), GREEDY, 12.0), (tiny_shape(), DRAWN, 5.0), (FAMILY_SHAPES["gpt2"], DRAWN, 5.0)],
-    ids=["llama, greedy", "llama, drawn", "gpt2, drawn"],
+    [
+        (tiny_shape(tied=True), GREEDY, 12.0),
+        (tiny_shape(), DRAWN, 5.0),
+        (FAMILY_SHAPES["gpt2"], DRAWN, 5.0),
+        (FAMILY_SHAPES["phi"], DRAWN, 5.0),
+    ],
+    ids=["llama, greedy", "llama, drawn", "gpt2, drawn", "phi, drawn"],
 )
 def test_tokens_are_those_of_one_process(ranks, tmp_path, layout, shape, sampling, scale):
     checkpoint = save_stage(tmp_path, shape, lively_stage(shape, scale=scale))

@@ -61,6 +61,7 @@ FAMILY_SHAPES = {
         hidden_act="gelu_pytorch_tanh",
         rope_scaling=RopeScaling("linear", 2.5),
     ),
+    "phi": _of("phi", partial_rotary_factor=0.7, rope_theta=500.0),
     "gemma": _of("gemma", tie_word_embeddings=True, attention_bias=True, attention_output_bias=True),
     "gemma2": _of(
         "gemma2",

@@ -284,6 +284,9 @@ PARAMETERS = {
     "qwen3-1.7b": 1_720_574_976,
     "qwen3-4b": 4_022_468_096,
     "qwen3-8b": 8_190_735_360,
+    "phi-1": 1_418_270_720,
+    "phi-1.5": 1_418_270_720,
+    "phi-2": 2_779_683_840,
     "phi-3-mini-4k": 3_821_079_552,
     "phi-3-medium-4k": 13_960_238_080,
     "phi-4": 14_659_507_200,
@@ -396,6 +399,10 @@ def test_a_hugging_face_config_is_a_shape(tmp_path: Path, rope: dict[str, Any], 
         (
             {"model_type": "gemma3"},
             'model_type "gemma3"; it reads images too, which is not built: use a folder',
+        ),
+        (
+            {"model_type": "phi", "hidden_act": "gelu_new", "qk_layernorm": True},
+            "config.json has qk_layernorm = true; only false is built",
         ),
         ({"model_type": "gemma3_text", "attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),
         (

@@ -80,6 +80,8 @@ PUBLISHED = {
         "attention_bias": False,
     },
     "gpt_neox by default": {"hidden_size": 64, "num_key_value_heads": None, "tie_word_embeddings": True},
+    "phi": {"hidden_size": 64, "rope_theta": 500.0, "partial_rotary_factor": 0.25},
+    "phi by default": {"hidden_size": 64, "num_key_value_heads": None},
 }
 _PUBLISHED_SIZES = {
     "vocab_size": 101,
@@ -209,6 +211,7 @@ def read(folder) -> ModelShape:
             {"norm_placement": "sandwich"},
             "model.norm_placement = sandwich (gpt_neox has parallel)",
         ),
+        ("phi", {"tie_word_embeddings": True}, "model.tie_word_embeddings = True (phi has False)"),
         ("phi3", {"attention_bias": True}, "model.attention_bias = True (phi3 has False)"),
         (
             "gpt2",
