@@ -62,6 +62,10 @@ FAMILY_SHAPES = {
         rope_scaling=RopeScaling("linear", 2.5),
     ),
     "phi": _of("phi", partial_rotary_factor=0.7, rope_theta=500.0),
+    "starcoder2": _of("starcoder2", tie_word_embeddings=True, sliding_window=5, rope_theta=500.0),
+    "starcoder2 without biases": _of(
+        "starcoder2", attention_bias=False, attention_output_bias=False, mlp_bias=False
+    ),
     "gemma": _of("gemma", tie_word_embeddings=True, attention_bias=True, attention_output_bias=True),
     "gemma2": _of(
         "gemma2",

@@ -82,6 +82,8 @@ PUBLISHED = {
     "gpt_neox by default": {"hidden_size": 64, "num_key_value_heads": None, "tie_word_embeddings": True},
     "phi": {"hidden_size": 64, "rope_theta": 500.0, "partial_rotary_factor": 0.25},
     "phi by default": {"hidden_size": 64, "num_key_value_heads": None},
+    "starcoder2": {"sliding_window": 6, "rope_theta": 500.0, "use_bias": False, "tie_word_embeddings": False},
+    "starcoder2 by default": {},
 }
 _PUBLISHED_SIZES = {
     "vocab_size": 101,
@@ -212,6 +214,7 @@ def read(folder) -> ModelShape:
             "model.norm_placement = sandwich (gpt_neox has parallel)",
         ),
         ("phi", {"tie_word_embeddings": True}, "model.tie_word_embeddings = True (phi has False)"),
+        ("starcoder2", {"mlp_bias": False}, "model.mlp_bias = False (starcoder2 has True)"),
         ("phi3", {"attention_bias": True}, "model.attention_bias = True (phi3 has False)"),
         (
             "gpt2",
