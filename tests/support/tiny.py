@@ -49,6 +49,9 @@ FAMILY_SHAPES = {
     "qwen3": _of("qwen3", tie_word_embeddings=True),
     "qwen3 with biases": _of("qwen3", attention_bias=True, attention_output_bias=True),
     "phi3": _of("phi3", rope_theta=500.0, sliding_window=5),
+    # With a small epsilon, norms of outputs near zero amplify float32's rounding, transformers' as much as ours.
+    "olmo2": _of("olmo2", rms_norm_eps=0.01),
+    "olmo2 with biases": _of("olmo2", rms_norm_eps=0.1, attention_bias=True, attention_output_bias=True),
     "gpt2": _of("gpt2", num_key_value_heads=8, tie_word_embeddings=True),
     "gpt2 untied": _of("gpt2", num_key_value_heads=8),
     "gemma": _of("gemma", tie_word_embeddings=True, attention_bias=True, attention_output_bias=True),
