@@ -52,6 +52,17 @@ FAMILY_SHAPES = {
     # With a small epsilon, norms of outputs near zero amplify float32's rounding, transformers' as much as ours.
     "olmo2": _of("olmo2", rms_norm_eps=0.01),
     "olmo2 with biases": _of("olmo2", rms_norm_eps=0.1, attention_bias=True, attention_output_bias=True),
+    "granite": _of(
+        "granite",
+        tie_word_embeddings=True,
+        attention_bias=True,
+        attention_output_bias=True,
+        mlp_bias=True,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.6,
+        logits_scaling=0.5,
+        attention_multiplier=0.3,
+    ),
     "gpt2": _of("gpt2", num_key_value_heads=8, tie_word_embeddings=True),
     "gpt2 untied": _of("gpt2", num_key_value_heads=8),
     "gemma": _of("gemma", tie_word_embeddings=True, attention_bias=True, attention_output_bias=True),
