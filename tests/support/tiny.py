@@ -63,6 +63,10 @@ FAMILY_SHAPES = {
         logits_scaling=0.5,
         attention_multiplier=0.3,
     ),
+    "smollm3": _of("smollm3", tie_word_embeddings=True, no_rope_every=2),
+    "smollm3 with windows": _of(
+        "smollm3", mlp_bias=True, sliding_window=5, full_attention_every=4, no_rope_every=3
+    ),
     "gpt2": _of("gpt2", num_key_value_heads=8, tie_word_embeddings=True),
     "gpt2 untied": _of("gpt2", num_key_value_heads=8),
     "gemma": _of("gemma", tie_word_embeddings=True, attention_bias=True, attention_output_bias=True),
