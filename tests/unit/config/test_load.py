@@ -366,8 +366,8 @@ def test_a_hugging_face_config_is_a_shape(tmp_path: Path, rope: dict[str, Any], 
         ({"model_type": "bloom"}, 'config.json is of model_type "bloom"; gpt2, llama, mistral,'),
         ({"hidden_act": "gelu"}, 'config.json has hidden_act = "gelu"; only "silu" is built'),
         (
-            {"rope_scaling": {"type": "yarn", "factor": 2}},
-            'rotary frequencies ("yarn"); "default", "linear",',
+            {"rope_scaling": {"type": "proportional", "factor": 2}},
+            'rotary frequencies ("proportional"); "default", "linear",',
         ),
         (
             {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
@@ -376,11 +376,11 @@ def test_a_hugging_face_config_is_a_shape(tmp_path: Path, rope: dict[str, Any], 
         ({"model_type": "phi3", "partial_rotary_factor": 0.75}, "rotates a part of each head"),
         (
             {"model_type": "phi3", "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4}},
-            'rotary frequencies ("longrope"); "default" is built; longrope\'s change with the longest sequence',
+            "model.rope_long_factor: has 0 numbers, and a head 4 rotated pairs; give 4 numbers",
         ),
         (
             {"model_type": "phi3", "rope_scaling": {"type": "linear", "factor": 2}},
-            'rotary frequencies ("linear"); "default" is built',
+            'rotary frequencies ("linear"); "default", "longrope" are built',
         ),
         (
             {"model_type": "qwen2", "layer_types": ["sliding_attention", *["full_attention"] * 3]},
