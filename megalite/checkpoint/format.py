@@ -199,6 +199,10 @@ def _model(content: Mapping[str, Any]) -> ModelShape:
     for name in ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"):
         value = getattr(model, name)
         _require(value is None or value > 0, "model", name, value)
+    if scaling is not None and scaling.rope_type == "longrope":
+        for name in ("short_factor", "long_factor"):
+            factors = getattr(scaling, name)
+            _require(len(factors) == model.rotary_dim // 2, "model", name, factors)
     # No file's size bounds this field, and a table of that many rotary angles is allocated.
     positions = model.max_position_embeddings
     _require(positions <= _MOST_POSITIONS, "model", "max_position_embeddings", positions)

@@ -60,7 +60,15 @@ _ROPE_DESCRIPTIONS = {
     "factor": "how much longer sequences become",
     "low_freq_factor": "llama3's",
     "high_freq_factor": "llama3's",
-    "original_max_position_embeddings": "llama3's original_max_position_embeddings",
+    "original_max_position_embeddings": "llama3's, yarn's and longrope's original_max_position_embeddings",
+    "beta_fast": "yarn: pairs that turn more often within the original length keep their frequency",
+    "beta_slow": "yarn: pairs that turn less often have theirs divided by rope_factor",
+    "truncate": "yarn: the ramp between the two begins and ends at whole pairs",
+    "attention_factor": "yarn, longrope: factor of cosines and sines; default: computed from rope_factor",
+    "mscale": "yarn: with rope_mscale_all_dim, another way to compute rope_attention_factor (DeepSeek)",
+    "mscale_all_dim": "yarn: see rope_mscale",
+    "short_factor": "longrope: divisor of each pair's frequency in sequences up to the original length",
+    "long_factor": "longrope: the same in longer sequences",
 }
 # What a setting may be beside its field's own type, and its default.
 _LEFT_OPEN: Mapping[str, tuple[Any, Any]] = {
@@ -123,6 +131,13 @@ def model_shape(model: Any, vocab_size: int) -> ModelShape:
     }
     chosen = {name: value for name, value in given.items() if value is not None}
     return ModelShape(**FAMILIES[model.family].defaults | chosen)
+
+
+def longest_sequence_setting(shape: ModelShape) -> str:
+    """Return the settings that limit the length of a sequence, as a message names them."""
+    longest = "model.max_position_embeddings"
+    extended = shape.longest_sequence != shape.max_position_embeddings
+    return f"{longest} * model.rope_factor" if extended else longest
 
 
 def _rope_scaling(model: Any) -> RopeScaling | None:

@@ -23,7 +23,7 @@ FAMILY = Family(
     "Gemma3ForCausalLM",
     published="2025-03",
     keys={**SIZES, "final_logit_softcapping": "final_logit_softcapping"},
-    words=(Rope(local=True), ATTENTION_BIAS, ExceptEvery(), QueryScale()),
+    words=(Rope(scalings=("linear", "llama3"), local=True), ATTENTION_BIAS, ExceptEvery(), QueryScale()),
     fixed={**SANDWICH, "qk_norm": "head"},
     required={**CAUSAL, "hidden_activation": ("gelu_pytorch_tanh",), "attn_logit_softcapping": (None,)},
     absent={

@@ -1,15 +1,54 @@
 """Phi-3 and Phi-4 (Abdin et al. 2024): Llama with fused projections, a window in every layer or in none."""
 
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
 from megalite.families.family import SILU, Family, sizes
 from megalite.families.rope import Rope
 from megalite.families.tensors import GATE_UP, QKV, Fused, TensorNames
 from megalite.families.windows import EveryLayer
+from megalite.topology.shape import ModelShape
+
+
+@dataclass(frozen=True)
+class Phi3Rope(Rope):
+    """LongRoPE as transformers 4 wants it of Phi-3: three keys, and the lengths whose ratio is its factor beside."""
+
+    scalings: tuple[str, ...] = ("longrope",)
+
+    def rope_type(self, rope: Mapping[str, Any]) -> Any:
+        """The first files call LongRoPE "su"; for transformers, Phi-3's "yarn" is LongRoPE too."""
+        kind = super().rope_type(rope)
+        return "longrope" if kind in ("su", "yarn") else kind
+
+    def write(self, shape: ModelShape) -> dict[str, Any]:
+        config = super().write(shape)
+        if shape.rope_scaling is not None:
+            words = config["rope_scaling"]
+            config["rope_scaling"] = {
+                "type": "longrope",
+                **{name: words[name] for name in ("short_factor", "long_factor")},
+            }
+        return config
+
+    def inexpressible(self, shape: ModelShape) -> Iterator[tuple[str, Any, Any]]:
+        yield from super().inexpressible(shape)
+        scaling = shape.rope_scaling
+        if scaling is None or scaling.rope_type != "longrope":
+            return
+        ratio = shape.max_position_embeddings / scaling.original_max_position_embeddings
+        if scaling.factor != max(ratio, 1.0):
+            yield "rope_factor", scaling.factor, max(ratio, 1.0)
+        if scaling.attention_factor is not None:
+            yield "rope_attention_factor", scaling.attention_factor, None
+
 
 FAMILY = Family(
     "phi3",
     "Phi3ForCausalLM",
     published="2024-04",
-    words=(Rope(scalings=()), EveryLayer()),
+    words=(Phi3Rope(), EveryLayer()),
     required=SILU,
     dropouts=("attention_dropout", "resid_pdrop", "embd_pdrop"),
     absent={
@@ -19,6 +58,7 @@ FAMILY = Family(
         "num_hidden_layers": 32,
         "num_attention_heads": 32,
         "max_position_embeddings": 4096,
+        "original_max_position_embeddings": 4096,
         "rms_norm_eps": 1e-5,
     },
     names=TensorNames(fusions=(Fused("self_attn.qkv_proj", QKV), Fused("mlp.gate_up_proj", GATE_UP))),

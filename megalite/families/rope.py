@@ -7,10 +7,17 @@ from typing import Any
 from megalite.families.words import Config, Plain, quoted
 from megalite.topology.shape import ModelShape, RopeScaling
 
+_ORIGINAL = "original_max_position_embeddings"
 # rope_type -> the fields of RopeScaling that it uses, by their names in config.json.
 SCALINGS: Mapping[str, tuple[str, ...]] = {
     "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
+    "yarn": (
+        *("factor", _ORIGINAL, "beta_fast", "beta_slow", "truncate"),
+        *("attention_factor", "mscale", "mscale_all_dim"),
+    ),
+    "longrope": ("factor", _ORIGINAL, "attention_factor", "short_factor", "long_factor"),
 }
 _PARTIAL = "partial_rotary_factor"
 
@@ -42,11 +49,11 @@ class Rope(Plain):
         return tuple(name for name, free in given.items() if free)
 
     def read(self, config: Config) -> dict[str, Any]:
-        rope, kind = _rope(config), _kind(_rope(config))
+        rope = _rope(config)
+        kind = self.rope_type(rope)
         found = {"rope_theta": rope.get("rope_theta", config.get(self.theta_key))}
         if kind in self.scalings:
-            given = {name: rope[name] for name in SCALINGS[kind] if rope.get(name) is not None}
-            found["rope_scaling"] = RopeScaling(kind, **{"factor": 1.0, **given})
+            found["rope_scaling"] = _scaling(kind, rope, config)
         if self.local:
             found["rope_local_base_freq"] = _local(config).get(
                 "rope_theta", config.get("rope_local_base_freq")
@@ -65,6 +72,9 @@ class Rope(Plain):
         if shape.rope_scaling is not None:
             scaling = scaling_words(shape.rope_scaling)
             config["rope_scaling"] = scaling
+            if shape.rope_scaling.rope_type == "longrope":
+                # Where transformers 4 looks for it, and 5 first.
+                config[_ORIGINAL] = scaling[_ORIGINAL]
         config["rope_parameters"] = {**scaling, **base, **part}
         if self.local:
             local = shape.rope_local_base_freq or shape.rope_theta
@@ -76,18 +86,20 @@ class Rope(Plain):
         return config
 
     def refused(self, config: Config) -> Iterator[tuple[str, str]]:
-        if (local := _kind(_local(config))) != "default":
+        if (local := self.rope_type(_local(config))) != "default":
             text = f"scales the rotary frequencies of layers with a window ({quoted(local)})"
             yield text, 'only "default" is built'
         rope = _rope(config)
-        kind, built = _kind(rope), ("default", *self.scalings)
+        kind, built = self.rope_type(rope), ("default", *self.scalings)
         if kind not in built:
             words = f"{', '.join(map(quoted, built))} {'are' if len(built) > 1 else 'is'} built"
-            if kind in ("longrope", "su"):
-                words += "; longrope's change with the longest sequence of a batch"
             yield f"scales its rotary frequencies ({quoted(kind)})", words
         elif not self.partial and (rope.get(_PARTIAL) or config.get(_PARTIAL) or 1.0) != 1.0:
             yield "rotates a part of each head", "only whole heads are built"
+
+    def rope_type(self, rope: Mapping[str, Any]) -> Any:
+        """Return how rope_parameters or rope_scaling scale, by the name that RopeScaling has for it."""
+        return rope.get("rope_type", rope.get("type", "default"))
 
     def inexpressible(self, shape: ModelShape) -> Iterator[tuple[str, Any, Any]]:
         scaling = shape.rope_scaling
@@ -96,14 +108,36 @@ class Rope(Plain):
 
 
 def scaling_words(scaling: RopeScaling) -> dict[str, Any]:
-    """Return rope_type and the fields that it uses, as config.json and RUN.toml name them."""
+    """Return rope_type and the fields that it uses, as config.json and RUN.toml name them; without those left open."""
     used = ("rope_type", *SCALINGS[scaling.rope_type])
     values = {each.name: getattr(scaling, each.name) for each in fields(scaling) if each.name in used}
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+    return {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in values.items()
+        if value is not None
+    }
 
 
-def _kind(rope: Mapping[str, Any]) -> Any:
-    return rope.get("rope_type", rope.get("type", "default"))
+def _scaling(kind: Any, rope: Mapping[str, Any], config: Config) -> RopeScaling:
+    """As transformers 5 reads it: an original length outside of rope_parameters counts before the one within."""
+    longest = config.get("max_position_embeddings")
+    original = config.get(_ORIGINAL) or rope.get(_ORIGINAL) or longest
+    given = {**rope, _ORIGINAL: original}
+    if kind == "longrope" and rope.get("factor") is None:
+        given["factor"] = _ratio(longest, original)
+    values: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name in SCALINGS[kind]
+        if (value := given.get(name)) is not None
+    }
+    return RopeScaling(kind, **{"factor": 1.0, **values})
+
+
+def _ratio(longest: Any, original: Any) -> float:
+    """1 where config.json has no such numbers, which is said of them elsewhere."""
+    if isinstance(longest, int) and isinstance(original, int) and original:
+        return max(longest / original, 1.0)
+    return 1.0
 
 
 def _rope(config: Config) -> Mapping[str, Any]:

@@ -63,8 +63,8 @@ class LayerTypes(Plain):
         """Return the keys beside layer_types."""
         return {}
 
-    def without_layer_types(self, config: Config) -> tuple[int, int]:
-        """Return full_attention_layers and full_attention_every of a file without layer_types."""
+    def without_layer_types(self, config: Config) -> tuple[int, int] | None:
+        """Return full_attention_layers and full_attention_every of a file without layer_types; None: not built."""
         return 0, 0
 
     def _pattern(self, config: Config) -> tuple[int, int] | None:

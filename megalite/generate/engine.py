@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from megalite.checkpoint.folder import read_manifest
 from megalite.checkpoint.load import load_checkpoint
+from megalite.config.shape_settings import longest_sequence_setting
 from megalite.errors import ConfigError, Problem
 from megalite.generate.sampling import GREEDY, Sampling, next_token
 from megalite.model.kv_cache import KeyValueCache
@@ -54,12 +55,12 @@ def generate(
             "name the tokenizer that the model was trained with",
         )
         raise ConfigError([problem], "the request")
-    if capacity > shape.max_position_embeddings:
+    if capacity > shape.longest_sequence:
         problem = Problem(
             "--tokens",
             f"{len(prompt_ids)} tokens of the prompt and {new_tokens} new ones exceed"
-            f" model.max_position_embeddings = {shape.max_position_embeddings}",
-            f"use at most {max(0, shape.max_position_embeddings - len(prompt_ids))}, or a shorter prompt",
+            f" {longest_sequence_setting(shape)} = {shape.longest_sequence}",
+            f"use at most {max(0, shape.longest_sequence - len(prompt_ids))}, or a shorter prompt",
         )
         raise ConfigError([problem], "the request")
     return _generate(model, list(prompt_ids), new_tokens, sampling, stop_ids, KeyValueCache(capacity))

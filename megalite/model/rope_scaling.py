@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from megalite.ops.rotary import rotary_frequencies as unscaled_frequencies
 from megalite.topology.shape import ModelShape, RopeScaling
 
 
@@ -16,7 +17,7 @@ def rotary_frequencies(shape: ModelShape, length: int) -> Tensor:
     """
     scaling = shape.rope_scaling
     if scaling is None:
-        return _frequencies(shape.rope_theta, shape.rotary_dim)
+        return unscaled_frequencies(shape.rotary_dim, shape.rope_theta)
     return _SCALED[scaling.rope_type](shape, scaling, length)
 
 
@@ -34,26 +35,21 @@ def attention_factor(scaling: RopeScaling | None) -> float:
     return _yarn_scale(factor, 1.0)
 
 
-def _frequencies(theta: float, dim: int) -> Tensor:
-    frequencies: Tensor = theta ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
-    return frequencies
-
-
 def _linear(shape: ModelShape, scaling: RopeScaling, length: int) -> Tensor:
     """Position interpolation (Chen et al. 2023)."""
-    return _frequencies(shape.rope_theta, shape.rotary_dim) / scaling.factor
+    return unscaled_frequencies(shape.rotary_dim, shape.rope_theta) / scaling.factor
 
 
 def _dynamic(shape: ModelShape, scaling: RopeScaling, length: int) -> Tensor:
     """NTK-aware scaling: the base grows with the sequence once it is longer than max_position_embeddings."""
     dim, longest = shape.rotary_dim, shape.max_position_embeddings
     stretch = scaling.factor * max(length, longest) / longest - (scaling.factor - 1)
-    return _frequencies(shape.rope_theta * stretch ** (dim / (dim - 2)), dim)
+    return unscaled_frequencies(dim, shape.rope_theta * stretch ** (dim / (dim - 2)))
 
 
 def _llama3(shape: ModelShape, scaling: RopeScaling, length: int) -> Tensor:
     """Llama 3.1: frequencies that turn rarely within the original length are slowed, the others stay."""
-    frequencies = _frequencies(shape.rope_theta, shape.rotary_dim)
+    frequencies = unscaled_frequencies(shape.rotary_dim, shape.rope_theta)
     slow = frequencies / scaling.factor
     turns = _original(scaling) * frequencies / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
@@ -63,7 +59,7 @@ def _llama3(shape: ModelShape, scaling: RopeScaling, length: int) -> Tensor:
 
 def _yarn(shape: ModelShape, scaling: RopeScaling, length: int) -> Tensor:
     """YaRN, "NTK by parts" (Peng et al. 2023, section 3.2): a linear ramp over the pairs between two turn counts."""
-    frequencies, dim = _frequencies(shape.rope_theta, shape.rotary_dim), shape.rotary_dim
+    frequencies, dim = unscaled_frequencies(shape.rotary_dim, shape.rope_theta), shape.rotary_dim
 
     def pair_with(turns: float) -> float:
         """The (fractional) pair that makes so many turns within the original length."""
@@ -81,7 +77,9 @@ def _yarn(shape: ModelShape, scaling: RopeScaling, length: int) -> Tensor:
 def _longrope(shape: ModelShape, scaling: RopeScaling, length: int) -> Tensor:
     """LongRoPE (Ding et al. 2024): a divisor for each pair, one set up to the original length, another beyond."""
     divisors = scaling.long_factor if length > _original(scaling) else scaling.short_factor
-    return _frequencies(shape.rope_theta, shape.rotary_dim) / torch.tensor(divisors, dtype=torch.float64)
+    return unscaled_frequencies(shape.rotary_dim, shape.rope_theta) / torch.tensor(
+        divisors, dtype=torch.float64
+    )
 
 
 def _yarn_scale(factor: float, mscale: float) -> float:

@@ -4,8 +4,6 @@ In plain torch, which can also rotate the first values of each head only, and by
 for whole heads. The angles' size says how many values are rotated: rotary_dim.
 """
 
-import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,22 +12,10 @@ from torch import Tensor
 from megalite.ops import extension
 
 
-def rotary_frequencies(head_dim: int, theta: float, scaling: Mapping[str, Any] | None = None) -> Tensor:
-    """Radians a position of each pair: [head_dim / 2], float64.
-
-    scaling: the fields of topology.parameters.RopeScaling; None leaves the frequencies as they are.
-    """
+def rotary_frequencies(head_dim: int, theta: float) -> Tensor:
+    """Radians a position of each pair, unscaled: [head_dim / 2], float64."""
     frequencies: Tensor = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
-    if scaling is None:
-        return frequencies
-    slow = frequencies / scaling["factor"]
-    if scaling["rope_type"] == "linear":
-        return slow
-    # How many whole turns the original length held: few, and a frequency is slowed; many, and it stays.
-    turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return slow + (frequencies - slow) * kept
+    return frequencies
 
 
 def rotary_table(positions: int, frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -20,19 +20,12 @@ from tests.support.parity import OPERATOR_RTOL, assert_close, assert_no_worse
 pytestmark = needs_library
 HEADS, KEY_VALUE_HEADS = 4, 2
 GENERATOR = torch.Generator().manual_seed(12)
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
 interleaved_or_not = pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
 
 
-def _angles(rows: int, head_dim: int, scaling: dict | None = None) -> tuple[Tensor, Tensor]:
+def _angles(rows: int, head_dim: int) -> tuple[Tensor, Tensor]:
     """Tables [rows, head_dim / 2] of cosines and sines, float64."""
-    return rotary_table(rows, rotary_frequencies(head_dim, 100.0, scaling), torch.float64)
+    return rotary_table(rows, rotary_frequencies(head_dim, 100.0), torch.float64)
 
 
 def _parts(
@@ -86,7 +79,7 @@ def test_ragged_shapes(
 ) -> None:
     """own: every row of the batch has positions of its own, in any order."""
     qkv = _parts(batch, sequence, 2 * pairs, heads, shared)[0].to(dtype)
-    tables = [each.to(dtype) for each in _angles(50, 2 * pairs, LLAMA3)]
+    tables = [each.to(dtype) for each in _angles(50, 2 * pairs)]
     position_ids = torch.randint(50, (batch if own else 1, sequence), generator=GENERATOR)
     form = {"position_ids": position_ids, "interleaved": interleaved}
     query, key, value = compiled_split_and_rotate(qkv, heads, shared, *tables, **form)

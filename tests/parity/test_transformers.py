@@ -15,13 +15,15 @@ from megalite.model.stages import build_stage
 from megalite.model.transformer import Stage
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.parameters import model_parameters
-from megalite.topology.shape import ModelShape
+from megalite.topology.shape import ModelShape, RopeScaling
 from megalite.topology.stages import pipeline_split
 from tests.support.huggingface import names_in_files
 from tests.support.parity import FLOAT32_RTOL, assert_close, assert_same_tensors
 from tests.support.tiny import FAMILY_SHAPES, tiny_batch, tiny_shape
 from tests.support.training import full_tensors, shards_of
 
+_ORIGINAL = "original_max_position_embeddings"
+LONGROPE = {"short_factor": (1.0, 1.1, 1.5), "long_factor": (1.0, 2.5, 6.0)}
 SHAPES = {
     "untied, grouped heads": tiny_shape(tied=False),
     "tied, grouped heads": tiny_shape(tied=True),
@@ -30,6 +32,30 @@ SHAPES = {
     "heads wider than the hidden size": replace(tiny_shape(), head_dim=10, rope_theta=500000.0),
     "phi3 tied, without window": replace(
         FAMILY_SHAPES["phi3"], tie_word_embeddings=True, sliding_window=None, num_key_value_heads=8
+    ),
+    "dynamic, beyond the positions": replace(
+        tiny_shape(), max_position_embeddings=8, rope_scaling=RopeScaling("dynamic", 2.0)
+    ),
+    "qwen2, yarn": replace(
+        FAMILY_SHAPES["qwen2"], rope_scaling=RopeScaling("yarn", 4.0, original_max_position_embeddings=16)
+    ),
+    "llama, yarn of DeepSeek": replace(
+        tiny_shape(),
+        rope_scaling=RopeScaling(
+            "yarn",
+            4.0,
+            original_max_position_embeddings=16,
+            beta_fast=8.0,
+            truncate=False,
+            mscale=1.2,
+            mscale_all_dim=0.7,
+        ),
+    ),
+    "phi3, longrope": replace(
+        FAMILY_SHAPES["phi3"], rope_scaling=RopeScaling("longrope", 1.0, **LONGROPE | {_ORIGINAL: 64})
+    ),
+    "phi3, longrope beyond the original length": replace(
+        FAMILY_SHAPES["phi3"], rope_scaling=RopeScaling("longrope", 8.0, **LONGROPE | {_ORIGINAL: 8})
     ),
     **FAMILY_SHAPES,
 }

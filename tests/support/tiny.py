@@ -49,6 +49,24 @@ FAMILY_SHAPES = {
     "qwen3": _of("qwen3", tie_word_embeddings=True),
     "qwen3 with biases": _of("qwen3", attention_bias=True, attention_output_bias=True),
     "phi3": _of("phi3", rope_theta=500.0, sliding_window=5),
+    # With a small epsilon, norms of outputs near zero amplify float32's rounding, transformers' as much as ours.
+    "olmo2": _of("olmo2", rms_norm_eps=0.01),
+    "olmo2 with biases": _of("olmo2", rms_norm_eps=0.1, attention_bias=True, attention_output_bias=True),
+    "granite": _of(
+        "granite",
+        tie_word_embeddings=True,
+        attention_bias=True,
+        attention_output_bias=True,
+        mlp_bias=True,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.6,
+        logits_scaling=0.5,
+        attention_multiplier=0.3,
+    ),
+    "smollm3": _of("smollm3", tie_word_embeddings=True, no_rope_every=2),
+    "smollm3 with windows": _of(
+        "smollm3", mlp_bias=True, sliding_window=5, full_attention_every=4, no_rope_every=3
+    ),
     "gpt2": _of("gpt2", num_key_value_heads=8, tie_word_embeddings=True),
     "gpt2 untied": _of("gpt2", num_key_value_heads=8),
     "gpt_neox": _of("gpt_neox", num_key_value_heads=8, partial_rotary_factor=0.4, rope_theta=500.0),

@@ -35,11 +35,43 @@ def rope_settings_belong_to_their_type(facts: Facts) -> Iterator[Problem]:
             message = f"has no meaning for model.rope_type = {shown(kind)}"
             kinds = " or ".join(shown(each) for each, names in SCALINGS.items() if name in names)
             yield Problem(f"model.{setting}", message, f"use rope_type {kinds}, or take it out")
-    if kind != "default" and facts.model.rope_factor == 1.0:
+    if kind not in ("default", "longrope") and facts.model.rope_factor == 1.0:
         yield Problem("model.rope_factor", "1 scales nothing", 'set it, or rope_type "default"')
     if kind == "llama3" and facts.model.rope_low_freq_factor >= facts.model.rope_high_freq_factor:
         message = f"{facts.model.rope_low_freq_factor} is not less than model.rope_high_freq_factor"
         yield Problem("model.rope_low_freq_factor", message, "llama 3.1 has 1 and 4")
+
+
+def yarn_and_longrope_have_their_numbers(facts: Facts) -> Iterator[Problem]:
+    model, kind = facts.model, facts.model.rope_type
+    if kind == "yarn" and model.rope_beta_fast <= model.rope_beta_slow:
+        message = f"{model.rope_beta_fast} is not more than model.rope_beta_slow = {model.rope_beta_slow}"
+        yield Problem("model.rope_beta_fast", message, "YaRN's paper has 32 and 1")
+    if kind != "longrope":
+        return
+    pairs = model_shape(model, 1).rotary_dim // 2
+    for setting in ("rope_short_factor", "rope_long_factor"):
+        if (given := len(getattr(model, setting))) != pairs:
+            message = f"has {given} numbers, and a head {pairs} rotated pairs"
+            yield Problem(f"model.{setting}", message, f"give {pairs} numbers")
+    longest, original = model.max_position_embeddings, model.rope_original_positions
+    if longest > original and model.rope_factor == 1.0 and model.rope_attention_factor is None:
+        message = (
+            f"1 is not model.max_position_embeddings {longest} / model.rope_original_positions {original}"
+        )
+        yield Problem("model.rope_factor", message, f"use {longest / original:g}")
+
+
+def scaled_rotations_can_be_computed(facts: Facts) -> Iterator[Problem]:
+    model, kind = facts.model, facts.model.rope_type
+    if kind == "dynamic" and model_shape(model, 1).rotary_dim <= 2:
+        yield Problem("model.rope_type", '"dynamic" needs more than one pair a head', 'use "linear"')
+    if kind == "yarn" and model.rope_theta <= 1:
+        message = f"{model.rope_theta} gives no pair a lower frequency, which yarn counts on"
+        yield Problem("model.rope_theta", message, "use 10000.0")
+    if kind == "longrope" and model.rope_factor > 1 and model.rope_original_positions == 1:
+        message = "1 has no logarithm to divide by, as longrope does"
+        yield Problem("model.rope_original_positions", message, "use the length of the original sequences")
 
 
 def window_leaves_layers(facts: Facts) -> Iterator[Problem]:
@@ -107,5 +139,7 @@ MODEL_RULES = (
     rotated_share_is_even,
     family_can_be_exported,
     rope_settings_belong_to_their_type,
+    yarn_and_longrope_have_their_numbers,
+    scaled_rotations_can_be_computed,
     window_leaves_layers,
 )

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from megalite.config.facts import Facts
+from megalite.config.shape_settings import longest_sequence_setting, model_shape
 from megalite.errors import Problem
 
 
@@ -19,9 +20,10 @@ def length_is_given_once(facts: Facts) -> Iterator[Problem]:
 
 
 def sequences_fit_the_model(facts: Facts) -> Iterator[Problem]:
-    length, longest = facts.training.sequence_length, facts.model.max_position_embeddings
+    shape = model_shape(facts.model, 1)
+    length, longest = facts.training.sequence_length, shape.longest_sequence
     if length > longest:
-        message = f"{length} is longer than model.max_position_embeddings = {longest}"
+        message = f"{length} is longer than {longest_sequence_setting(shape)} = {longest}"
         remedy = f"use at most {longest}, or raise model.max_position_embeddings"
         yield Problem("training.sequence_length", message, remedy)
 

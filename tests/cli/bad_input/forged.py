@@ -14,6 +14,7 @@ from tests.cli.bad_input.checkpoints import STEP, generating, inspecting
 from tests.cli.bad_input.hf_folders import NORM, importing
 
 FILE = "rank-00000.safetensors"
+LONGROPE = {"rope_type": "longrope", "factor": 4.0, "short_factor": [1.0], "long_factor": [1.0]}
 HUGE = 1 << 60
 
 
@@ -196,6 +197,11 @@ CASES = [
         "positions without end",
         generating(spoil=forged(lambda m: m["model"].update(max_position_embeddings=HUGE))),
         (STEP, "max_position_embeddings"),
+    ),
+    Case(
+        "rotary divisors for other heads",
+        generating(spoil=forged(lambda m: m["model"].update(rope_scaling=LONGROPE))),
+        (STEP, "short_factor"),
     ),
     Case("a family that there is not", inspecting(forged(lambda m: m["model"].update(family="x"))), (STEP, "family")),
     Case("a tokenizer that is a list", generating(spoil=forged(lambda m: m["config"].update(tokenizer=[1]))), (STEP,)),

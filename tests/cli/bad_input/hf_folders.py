@@ -131,8 +131,8 @@ CASES = [
     Case("an activation that there is not", config(hidden_act="relu6"), ("relu6",)),
     Case(
         "a rope scaling that is not known",
-        config(rope_parameters={"rope_type": "yarn", "factor": 4.0}),
-        ("yarn",),
+        config(rope_parameters={"rope_type": "proportional", "factor": 4.0}),
+        ("proportional",),
     ),
     Case(
         "a quantised model",

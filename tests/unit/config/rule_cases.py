@@ -19,6 +19,13 @@ class Case:
 
 
 _GEMMA_2 = {"model.family": "gemma2", "model.tie_word_embeddings": True}
+_LONGROPE = {
+    "model.rope_type": "longrope",
+    "model.rope_factor": 4.0,
+    "model.rope_original_positions": 512,
+    "model.rope_short_factor": [1.0] * 3,
+    "model.rope_long_factor": [2.0] * 3,
+}
 
 FAMILY_CASES = [
     Case(
@@ -68,7 +75,7 @@ FAMILY_CASES = [
         "rope_settings_belong_to_their_type",
         {"model.rope_factor": 2.0},
         'model.rope_factor: has no meaning for model.rope_type = "default"; '
-        'use rope_type "linear" or "llama3", or take it out',
+        'use rope_type "linear" or "dynamic" or "llama3" or "yarn" or "longrope", or take it out',
         {"model.rope_factor": 2.0, "model.rope_type": "linear"},
     ),
     Case(
@@ -82,6 +89,49 @@ FAMILY_CASES = [
         {"model.rope_type": "llama3", "model.rope_factor": 8.0, "model.rope_low_freq_factor": 4.0},
         "model.rope_low_freq_factor: 4.0 is not less than model.rope_high_freq_factor; llama 3.1 has 1 and 4",
         {"model.rope_type": "llama3", "model.rope_factor": 8.0, "model.rope_low_freq_factor": 1.0},
+    ),
+    Case(
+        "rope_settings_belong_to_their_type",
+        {"model.rope_type": "linear", "model.rope_factor": 2.0, "model.rope_beta_fast": 16.0},
+        'model.rope_beta_fast: has no meaning for model.rope_type = "linear"; use rope_type "yarn", or take it out',
+        {"model.rope_type": "yarn", "model.rope_factor": 2.0, "model.rope_beta_fast": 16.0},
+    ),
+    Case(
+        "yarn_and_longrope_have_their_numbers",
+        {"model.rope_type": "yarn", "model.rope_factor": 2.0, "model.rope_beta_slow": 32.0},
+        "model.rope_beta_fast: 32.0 is not more than model.rope_beta_slow = 32.0; YaRN's paper has 32 and 1",
+        {"model.rope_type": "yarn", "model.rope_factor": 2.0, "model.rope_beta_slow": 2.0},
+    ),
+    Case(
+        "yarn_and_longrope_have_their_numbers",
+        {**_LONGROPE, "model.rope_long_factor": [1.0, 2.0]},
+        "model.rope_long_factor: has 2 numbers, and a head 3 rotated pairs; give 3 numbers",
+        _LONGROPE,
+    ),
+    Case(
+        "yarn_and_longrope_have_their_numbers",
+        {**_LONGROPE, "model.rope_factor": 1.0},
+        "model.rope_factor: 1 is not model.max_position_embeddings 2048 / model.rope_original_positions 512; use 4",
+        {**_LONGROPE, "model.rope_factor": 1.0, "model.rope_attention_factor": 1.2},
+    ),
+    Case(
+        "scaled_rotations_can_be_computed",
+        {"model.rope_type": "dynamic", "model.rope_factor": 2.0, "model.head_dim": 2},
+        'model.rope_type: "dynamic" needs more than one pair a head; use "linear"',
+        {"model.rope_type": "linear", "model.rope_factor": 2.0, "model.head_dim": 2},
+    ),
+    Case(
+        "scaled_rotations_can_be_computed",
+        {"model.rope_type": "yarn", "model.rope_factor": 2.0, "model.rope_theta": 1.0},
+        "model.rope_theta: 1.0 gives no pair a lower frequency, which yarn counts on; use 10000.0",
+        {"model.rope_type": "yarn", "model.rope_factor": 2.0, "model.rope_theta": 10000.0},
+    ),
+    Case(
+        "scaled_rotations_can_be_computed",
+        {**_LONGROPE, "model.rope_original_positions": 1},
+        "model.rope_original_positions: 1 has no logarithm to divide by, as longrope does; "
+        "use the length of the original sequences",
+        _LONGROPE,
     ),
     Case(
         "window_leaves_layers",

@@ -336,6 +336,13 @@ CASES = [
         {"model.max_position_embeddings": 4096},
     ),
     Case(
+        "sequences_fit_the_model",
+        {"training.sequence_length": 4097, "model.rope_type": "dynamic", "model.rope_factor": 2.0},
+        "training.sequence_length: 4097 is longer than model.max_position_embeddings * model.rope_factor = 4096; "
+        "use at most 4096, or raise model.max_position_embeddings",
+        {"training.sequence_length": 4096, "model.rope_type": "dynamic", "model.rope_factor": 2.0},
+    ),
+    Case(
         "warmup_ends_before_the_run",
         {"optimizer.warmup_steps": 10},
         "optimizer.warmup_steps: 10 is not less than training.steps = 10; use 9 or fewer",

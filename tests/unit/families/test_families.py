@@ -26,6 +26,37 @@ from tests.support.huggingface import names_in_files
 from tests.support.parity import FLOAT32_RTOL, assert_close
 from tests.support.tiny import FAMILY_SHAPES, tiny_shape
 
+SCALED_SHAPES = {
+    "dynamic": replace(tiny_shape(), rope_scaling=RopeScaling("dynamic", 2.0)),
+    "yarn": replace(tiny_shape(), rope_scaling=RopeScaling("yarn", 4.0, original_max_position_embeddings=16)),
+    "yarn, given": replace(
+        FAMILY_SHAPES["qwen3"],
+        rope_scaling=RopeScaling(
+            "yarn", 4.0, 1.0, 4.0, 16, beta_fast=8.0, truncate=False, mscale=1.2, mscale_all_dim=0.7
+        ),
+    ),
+    "longrope": replace(
+        tiny_shape(),
+        rope_scaling=RopeScaling(
+            "longrope",
+            4.0,
+            1.0,
+            4.0,
+            16,
+            attention_factor=1.2,
+            short_factor=(1.0, 1.1, 1.2),
+            long_factor=(2.0,) * 3,
+        ),
+    ),
+    "phi3": replace(
+        FAMILY_SHAPES["phi3"],
+        rope_scaling=RopeScaling(
+            "longrope", 4.0, 1.0, 4.0, 16, short_factor=(1.0, 1.1, 1.2), long_factor=(2.0,) * 3
+        ),
+    ),
+}
+READ_BACK = {**FAMILY_SHAPES, **{f"{name} scaling": shape for name, shape in SCALED_SHAPES.items()}}
+
 
 @pytest.mark.parametrize("shape", FAMILY_SHAPES.values(), ids=FAMILY_SHAPES)
 def test_every_tensor_lands_exactly_once(shape):
@@ -45,7 +76,7 @@ def test_names_and_shapes_are_those_of_transformers(shape, tmp_path):
     assert {tensor.name: tensor.shape for tensor in family_tensors(shape)} == theirs
 
 
-@pytest.mark.parametrize("shape", FAMILY_SHAPES.values(), ids=FAMILY_SHAPES)
+@pytest.mark.parametrize("shape", READ_BACK.values(), ids=READ_BACK)
 @pytest.mark.parametrize("written_by", ["megalite", "transformers"])
 def test_a_configuration_reads_back_as_the_same_shape(shape, written_by, tmp_path):
     from transformers import AutoConfig
@@ -53,6 +84,18 @@ def test_a_configuration_reads_back_as_the_same_shape(shape, written_by, tmp_pat
     (tmp_path / "config.json").write_text(json.dumps(hf_config(shape, "float32", {})))
     if written_by == "transformers":
         AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path)
+    assert read(tmp_path) == shape
+
+
+def test_longrope_of_phi3_in_the_words_of_transformers_4(tmp_path):
+    """As in Phi-3-mini-128k: its length before stands outside of rope_scaling, and no factor anywhere."""
+    words = {"type": "su", "short_factor": [1.0, 1.1, 1.2], "long_factor": [2.0, 2.0, 2.0]}
+    shape = SCALED_SHAPES["phi3"]
+    written = hf_config(shape, "float32", {})
+    assert written["rope_scaling"] == words | {"type": "longrope"}
+    assert written["original_max_position_embeddings"] == 16
+    del written["rope_parameters"]
+    (tmp_path / "config.json").write_text(json.dumps(written | {"rope_scaling": words}))
     assert read(tmp_path) == shape
 
 
@@ -207,7 +250,6 @@ def read(folder) -> ModelShape:
         ),
         ("gemma2", {"tie_word_embeddings": False}, "model.tie_word_embeddings = False (gemma2 has True)"),
         ("gpt2", {"num_key_value_heads": 4}, "model.num_key_value_heads = 4 (gpt2 has 8)"),
-        ("phi3", {"rope_scaling": RopeScaling("linear", 2.0)}, "model.rope_scaling = {"),
         (
             "gpt_neox",
             {"norm_placement": "sandwich"},
@@ -215,6 +257,16 @@ def read(folder) -> ModelShape:
         ),
         ("phi", {"tie_word_embeddings": True}, "model.tie_word_embeddings = True (phi has False)"),
         ("starcoder2", {"mlp_bias": False}, "model.mlp_bias = False (starcoder2 has True)"),
+        (
+            "phi3",
+            {"rope_scaling": RopeScaling("linear", 2.0)},
+            "model.rope_scaling = linear (phi3 has default)",
+        ),
+        (
+            "phi3",
+            {"rope_scaling": RopeScaling("longrope", 2.0, 1.0, 4.0, 16)},
+            "model.rope_factor = 2.0 (phi3 has 4.0)",
+        ),
         ("phi3", {"attention_bias": True}, "model.attention_bias = True (phi3 has False)"),
         (
             "gpt2",

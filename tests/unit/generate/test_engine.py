@@ -10,7 +10,10 @@ from transformers import AutoModelForCausalLM
 from megalite.convert.huggingface.export import export
 from megalite.errors import ConfigError
 from megalite.generate.engine import generate, load_model
+from megalite.model.kv_cache import KeyValueCache
 from megalite.model.replica import Replica
+from megalite.topology.shape import ModelShape, RopeScaling
+from tests.support.parity import FLOAT32_RTOL, assert_close
 from tests.support.tiny import tiny_shape
 from tests.unit.convert.exporting import lively_stage, our_logits, save_stage
 
@@ -58,3 +61,46 @@ def test_a_request_beyond_the_models_positions_is_refused() -> None:
         generate(Replica.whole(stage), [7] * 60, new_tokens=5)
     with pytest.raises(ConfigError, match="--prompt: is empty"):
         generate(Replica.whole(stage), [], new_tokens=5)
+
+
+_FACTORS = {"short_factor": (1.0, 1.2, 1.5), "long_factor": (1.0, 3.0, 9.0)}
+SCALED = {
+    "dynamic": replace(tiny_shape(), max_position_embeddings=16, rope_scaling=RopeScaling("dynamic", 4.0)),
+    "longrope": replace(
+        tiny_shape(),
+        rope_scaling=RopeScaling("longrope", 4.0, original_max_position_embeddings=16, **_FACTORS),
+    ),
+}
+
+
+@pytest.mark.parametrize("shape", SCALED.values(), ids=SCALED)
+def test_generation_past_the_original_length_is_that_of_transformers(
+    shape: ModelShape, tmp_path: Path
+) -> None:
+    """Keys in the cache stay as they were rotated; a new token has the frequencies of the whole length."""
+    stage = lively_stage(shape, scale=12.0)
+    checkpoint = save_stage(tmp_path, shape, stage)
+    export(checkpoint, tmp_path / "export", None)
+    model = load_model(checkpoint)
+    for prompt in (list(range(10)), list(range(16)), list(range(40, 20, -1))):
+        theirs_model = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+        theirs = theirs_model.generate(
+            torch.tensor([prompt]),
+            max_new_tokens=24,
+            do_sample=False,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+        ours = list(generate(model, prompt, new_tokens=24))
+        assert ours == theirs.sequences[0, len(prompt) :].tolist()
+        cache = KeyValueCache(len(prompt) + 24)
+        ids = [prompt, *([each] for each in ours[:-1])]
+        for new, expected in zip(ids, theirs.logits, strict=True):
+            positions = torch.arange(cache.length, cache.length + len(new))[None]
+            with torch.no_grad():
+                hidden = stage.whole.decode(torch.tensor([new]), positions, cache=cache)
+                logits = stage.whole.logits(hidden[:, -1:])[:, 0]
+            cache.advance(len(new))
+            assert_close(logits, expected, rtol=FLOAT32_RTOL, what=f"logits after {cache.length}")
+    with pytest.raises(ConfigError, match=r"use at most 24"):
+        generate(model, [7] * (shape.longest_sequence - 24), new_tokens=25)
