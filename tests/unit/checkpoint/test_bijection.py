@@ -80,9 +80,11 @@ def on_every_rank(layout: Layout, action: Callable[[ThreadMesh], T]) -> list[T]:
 
 def holders(name: str, shape: ModelShape, tensor: int) -> int:
     """How many tensor-parallel ranks are to hold each element of a canonical tensor."""
-    if re.search(r"[kv]_proj\.", name):
+    # A norm over all heads is cut as the heads are; a norm over each head is whole on every rank.
+    normed = "|[{}]_norm" if shape.qk_norm == "full" else ""
+    if re.search(rf"[kv]_proj\.{normed.format('k')}", name):
         return max(1, tensor // shape.num_key_value_heads)
-    cut = r"embed_tokens|lm_head|(q|gate|up)_proj\.|(o|down)_proj\.weight"
+    cut = rf"embed_tokens|lm_head|(q|gate|up)_proj\.|(o|down)_proj\.weight{normed.format('q')}"
     return 1 if re.search(cut, name) else tensor
 
 
