@@ -50,7 +50,7 @@ def train_each_document_alone(job: Job) -> tuple[RankResult, Tensor]:
             token_losses[row, mine] = losses.detach()[0]
     tensors = {name: tensor.grad.double() for name, tensor in parts.stage.named_parameters()}
     result = RankResult(0, [float(token_losses.sum() / weight)])
-    result.gradients = shards_of(parts.parameters, tensors, parts.mesh)
+    result.gradients = shards_of(parts.replica.parameters, tensors, parts.mesh)
     return result, token_losses
 
 

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 from torch import Tensor
 
-from megalite.model import transformer
+from megalite.model import head
 from megalite.model.options import Recompute
 from megalite.parallel.cross_entropy import IGNORE_INDEX
 from megalite.topology.axes import Layout
@@ -105,8 +105,8 @@ FAULTS: dict[str, Callable[[Loss], Loss]] = {
 
 
 def train_with(job: Job, fault: str) -> RankResult:
-    right = transformer.vocab_parallel_cross_entropy
-    with mock.patch.object(transformer, "vocab_parallel_cross_entropy", FAULTS[fault](right)):
+    right = head.vocab_parallel_cross_entropy
+    with mock.patch.object(head, "vocab_parallel_cross_entropy", FAULTS[fault](right)):
         return train_on_rank(job)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite.model import transformer
+from megalite.model import layer
 from megalite.ops import attention_backends, chunked_attention
 from megalite.ops.documents import row_starts
 from megalite.parallel.pipeline import StepBatch
@@ -91,14 +91,14 @@ def test_documents_go_along_with_the_micro_batches_of_a_schedule() -> None:
 
 def test_compiled_layers_take_them_too() -> None:
     """In one graph: whatever asks the driver, or the host, ends the compilation."""
-    transformer._compiled_layer.cache_clear()
+    layer._compiled.cache_clear()
     graph = mock.patch.object(torch, "compile", partial(torch.compile, backend="aot_eager"))
     try:
         with mock.patch.object(test_meta, "global_batch", with_documents), graph:
             shape = replace(FAMILY_SHAPES["mistral"], **WIDER)
             step_on_meta(Job(shape, documents=True, dtype=torch.bfloat16, compile=True))
     finally:
-        transformer._compiled_layer.cache_clear()
+        layer._compiled.cache_clear()
 
 
 def test_without_cu_seqlens_the_ids_are_waited_for() -> None:

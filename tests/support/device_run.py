@@ -75,7 +75,7 @@ def write_text(data: Path, changes: dict[str, Any], from_: Path) -> list[int]:
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:
     """On the CPU too, the embedding's gradient is a tensor of its own, added to what there is: another rounding."""
-    with mock.patch.object(layers, "_embedding", torch.nn.functional.embedding):
+    with mock.patch.object(layers, "embedding", torch.nn.functional.embedding):
         yield
 
 
