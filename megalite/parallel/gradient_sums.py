@@ -7,15 +7,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megalite.ops import apex
 
-
-def sum_in_place(weights: Iterable[nn.Parameter], accumulate: Callable[[Tensor, Tensor], None]) -> None:
+def sum_in_place(
+    weights: Iterable[nn.Parameter], accumulate: Callable[[Tensor, Tensor, Tensor], None]
+) -> None:
     """Have linears and embeddings add to the gradients of these weights in place, in at least float32.
 
     Otherwise autograd materialises every partial gradient, including embedding rows that no token used. Only for
     backwards that run each node once, and where no gradient is read before all parts are summed; weights with hooks are
-    left to autograd. accumulate: as of ops.adamw.accumulate_.
+    left to autograd. accumulate: as of ops.adamw.add_weight_gradient_.
     """
     for weight in weights:
         if weight.dim() == 2 and (weight.element_size() >= 4 or weight.grad_dtype == torch.float32):
@@ -41,10 +41,8 @@ def weight_gradient(weight: Tensor, grad: Tensor, inputs: Tensor) -> Tensor | No
         weight.grad = (grad.t() @ inputs).to(weight.grad_dtype)
     elif total.dtype == grad.dtype:
         total.addmm_(grad.t(), inputs)
-    elif (by_apex := apex.accumulate_weight_gradient(total.device)) is not None:
-        by_apex(inputs.contiguous(), grad.contiguous(), total)
     else:
-        getattr(weight, _ACCUMULATE)(total, grad.t() @ inputs)
+        getattr(weight, _ACCUMULATE)(total, grad, inputs)
     return None
 
 

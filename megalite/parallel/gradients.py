@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalite.ops.adamw import scale_
 from megalite.ops.choice import PLAIN_TORCH, Operators
 from megalite.parallel.collectives import all_reduce
 from megalite.parallel.mesh import ParallelMesh
@@ -229,7 +228,7 @@ def _first_part(parameter: Parameter, gradient: Tensor, mesh: ParallelMesh) -> s
 
 def scale_gradients(gradients: Sequence[Tensor], factor: float) -> None:
     """Multiply all gradients in place."""
-    scale_(gradients, factor)
+    torch._foreach_mul_([*gradients], factor)
 
 
 def clip_values(gradients: Sequence[Tensor], *, limit: float) -> None:
