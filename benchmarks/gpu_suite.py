@@ -141,7 +141,7 @@ def facts(report: Mapping[str, Any], options: argparse.Namespace) -> Iterator[Ro
         "commit": commit.stdout.strip() or "unknown",
     }
     if options.device == "cuda":
-        found |= {"cuda": torch.version.cuda, "hip": torch.version.hip, "apex": apex.choices()}
+        found |= {"cuda": torch.version.cuda, "hip": torch.version.hip, "apex": apex.modules()}
     yield found
 
 

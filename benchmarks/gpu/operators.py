@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megalite.ops.activations import swiglu
+from megalite.ops.adamw import accumulate_, compiled_accumulate_
 from megalite.ops.choice import COMPILED
 from megalite.selftest import activations, attention, loss, norms, optimizer, rotary
-from megalite.selftest.registry import NARROW, Candidate, Entry, Form, Shape
+from megalite.selftest.registry import NARROW, Candidate, Entry, Form, Shape, compiled
 from megalite.selftest.rotary import packed_elements
 
 
@@ -201,7 +202,17 @@ OPTIMIZER = [
         targets=(0.85, 0),
     ),
     Operator(
-        ENTRIES["gradients summed in float32"],
+        # The sum alone, without the product that it adds.
+        replace(
+            ENTRIES["gradients summed in float32"],
+            make=lambda shape, dtype, random: [random(*shape).float(), random(*shape)],
+            plain=lambda total, gradient: (accumulate_(total, gradient), total)[1],
+            candidates={
+                COMPILED: compiled(
+                    lambda total, gradient: (compiled_accumulate_(total, gradient), total)[1], "accumulate_"
+                )
+            },
+        ),
         peers={"cast, then add": lambda total, gradient: total.add_(gradient.float())},
         compiled=False,
         timed=LARGE_ROWS,

@@ -150,7 +150,7 @@ def _used() -> dict[str, str]:
     import torch
 
     from megalite.model.kernels import used_parts
-    from megalite.ops import apex, trust
+    from megalite.ops import trust
     from megalite.parallel.device import local_device
     from megalite.parallel.mesh import backend_of
     from megalite.train.precision import choose_precision
@@ -173,7 +173,6 @@ def _used() -> dict[str, str]:
     used["collectives"] = backend_of(device) or f"none: this torch has none for {device.type}; use one rank"
     used["precision"] = f"{choose_precision('auto', device).name}, the fastest on this device"
     used["attention"] = "torch's scaled_dot_product_attention"
-    used["Apex"] = "; ".join(f"{part}: {choice}" for part, choice in apex.choices().items())
     return used | used_parts(device.type)
 
 

@@ -10,22 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.ops import apex, extension
+from megalite.ops import extension
 
 
 def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     """The sum of the squares of all elements of tensors on one device, a float64 number there.
 
-    Each tensor's norm is taken in float32, or by Apex where there is a GPU for it.
+    Each tensor's norm is taken in at least float32.
     """
     if not tensors:
         return torch.zeros((), dtype=torch.float64)
     total = torch.zeros((), dtype=torch.float64, device=tensors[0].device)
-    norm = apex.l2_norm(tensors[0].device)
-    if norm is not None:
-        for alike in _by_type(tensors):
-            total += norm(alike).double().square()
-        return total
     for tensor in tensors:
         fp32 = tensor if tensor.element_size() >= 4 else tensor.float()
         total += torch.linalg.vector_norm(fp32).double().square()
@@ -40,16 +35,6 @@ def compiled_sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     sums = [torch.ops.megalite.sum_of_squares(alike) for alike in _by_type(tensors)]
     total: Tensor = sums[0] if len(sums) == 1 else torch.stack(sums).sum()
     return total
-
-
-def scale_(tensors: Sequence[Tensor], factor: float) -> None:
-    """Multiply all tensors in place, by Apex where there is a GPU for it."""
-    scale = apex.scale(tensors[0].device) if tensors else None
-    if scale is None:
-        torch._foreach_mul_([*tensors], factor)
-    else:
-        for alike in _by_type(tensors):
-            scale(alike, factor)
 
 
 @torch.no_grad()
@@ -76,16 +61,11 @@ def adamw_(
         gradient.to(weight.dtype) * gradient_scale
         for weight, gradient in zip(weights, gradients, strict=True)
     ]
-    rules: dict[str, Any] = {"weight_decay": weight_decay, "eps": eps}
-    update = apex.adamw(weights[0].device) if weights and weights[0].dtype == torch.float32 else None
-    if update is not None:
-        rules |= {"learning_rate": learning_rate, "betas": betas, "step": int(step)}
-        update(weights, scaled, exp_avgs, exp_avg_sqs, **rules)
-    else:
-        rules |= {"lr": learning_rate, "beta1": betas[0], "beta2": betas[1]}
-        counts = [torch.full((), step, dtype=torch.float32, device=weight.device) for weight in weights]
-        lists = [[*weights], scaled, [*exp_avgs], [*exp_avg_sqs], [], counts]
-        torch._fused_adamw_(*lists, amsgrad=False, maximize=False, **rules)
+    counts = [torch.full((), step, dtype=torch.float32, device=weight.device) for weight in weights]
+    lists = [[*weights], scaled, [*exp_avgs], [*exp_avg_sqs], [], counts]
+    rules: dict[str, Any] = {"lr": learning_rate, "beta1": betas[0], "beta2": betas[1]}
+    rules |= {"weight_decay": weight_decay, "eps": eps}
+    torch._fused_adamw_(*lists, amsgrad=False, maximize=False, **rules)
     for copy, weight in zip(copies, weights, strict=bool(copies)):
         copy.copy_(weight)
 
@@ -123,6 +103,16 @@ def compiled_accumulate_(total: Tensor, gradient: Tensor) -> None:
     """As of `accumulate_`."""
     torch.ops.megalite.accumulate_(total, gradient)
     torch.autograd.graph.increment_version(total)
+
+
+def add_weight_gradient_(total: Tensor, grad: Tensor, inputs: Tensor) -> None:
+    """total [out, in] += grad [N, out]^T inputs [N, in]: a linear's weight gradient; types as of `accumulate_`."""
+    accumulate_(total, grad.t() @ inputs)
+
+
+def compiled_add_weight_gradient_(total: Tensor, grad: Tensor, inputs: Tensor) -> None:
+    """As `add_weight_gradient_`."""
+    compiled_accumulate_(total, grad.t() @ inputs)
 
 
 def _by_type(tensors: Iterable[Tensor]) -> list[list[Tensor]]:

@@ -14,27 +14,28 @@ from torch import Tensor
 from megalite.ops import extension
 from megalite.ops.attention_backends import attend_on_device, served_on_device
 from megalite.ops.chunked_attention import Visible, chunked_attention
-from megalite.ops.documents import Documents, Span, Starts, equal_starts, numbered
+from megalite.ops.documents import CuSeqlens, Documents, Span, equal_starts, numbered
 from megalite.ops.dropout import CountedMask, Mask, dropout
 from megalite.ops.packed_attention import packed_attention, why_not_packed
 from megalite.ops.softcap import soft_capped
 
-# Neighbouring documents that have no more tokens together are attended to at once: a call costs more than their square.
+# Neighbouring documents of at most this many tokens together share one attention call: the call costs more than the
+# masked-out scores.
 _SHARED_SPAN = 64
 
 
 def documents_seen(document_ids: Tensor) -> Tensor:
-    """[B, S] -> [B, 1, S, S]: the earlier tokens of a token's own document, itself included.
+    """Return the causal mask within documents: ids [B, S] -> bool [B, 1, S, S].
 
-    For the kernels that take a mask of one shape whatever the documents; it is worked through in whole.
+    For kernels that take a dense mask; its masked-out scores are computed too.
     """
     return _own_document(document_ids).unsqueeze(1)
 
 
 def document_spans(document_ids: Tensor) -> tuple[Span, ...]:
-    """[B, S], ascending in a row -> spans of which each is attended to on its own.
+    """Return spans that attention computes one by one, from ids [B, S], ascending in a row.
 
-    Waits for the ids where they are on a device. On a CPU the fastest of what was measured: 4 x 1024 tokens, 8 heads of
+    Synchronises with the ids' device. On a CPU the fastest of what was measured: 4 x 1024 tokens, 8 heads of
     64, forward and backward on one thread in ms, documents of 200 (20) tokens: spans 166 (90), each document by itself
     165 (121), plain causal attention 286 (319), a boolean mask 479 (490), documents filled up to one length
     1086 (703). Flex attention has no backward on a CPU, nested tensors no kernel.
@@ -47,14 +48,14 @@ def document_spans(document_ids: Tensor) -> tuple[Span, ...]:
     return tuple(spans)
 
 
-def document_starts(document_ids: Tensor) -> Starts:
-    """[B, S], ascending in a row -> where documents begin. Waits for the ids where they are on a device."""
+def document_starts(document_ids: Tensor) -> CuSeqlens:
+    """Return the documents of ids [B, S], ascending in a row, as cu_seqlens. Synchronises with the ids' device."""
     places = F.pad(_first_tokens(document_ids), (0, 1), value=document_ids.numel()).to(torch.int32)
-    return Starts(places, int(places.diff().max()))
+    return CuSeqlens(places, int(places.diff().max()))
 
 
 def _first_tokens(document_ids: Tensor) -> Tensor:
-    """Of each document, in a batch [B, S] laid end to end."""
+    """Return the first token of each document in a batch [B, S] laid end to end."""
     new_row = torch.ones(len(document_ids), 1, dtype=torch.bool, device=document_ids.device)
     return (
         torch.cat((new_row, document_ids[:, 1:] != document_ids[:, :-1]), dim=1).flatten().nonzero().flatten()
@@ -92,13 +93,13 @@ def causal_attention(
     """softmax(scale Q K^T) V where position i sees the keys up to i, aligned at the end.
 
     query: [B, S, heads, D]; key, value: [B, T, kv heads, D] with T >= S (T > S while decoding from a cache);
-    heads is a multiple of kv heads. window: it sees so many of them, itself included
+    heads is a multiple of kv heads. window: the number of keys that a position sees, its own included
     (Beltagy et al. 2020). Returns [B, S, heads, D].
 
-    documents: where T = S, it sees those of its own document only; spans only where no `mask` is given.
+    documents: for T = S, a position sees only keys of its own document; spans cannot be combined with `mask`.
 
-    mask: [B, heads, S, T], of the probabilities to drop. The compiled operator draws a counted one as it goes. torch
-    has no fused kernel for either: mask and probabilities are written out, and two matrices kept for the backward.
+    mask: the dropout mask of the probabilities, [B, heads, S, T]. The compiled operator draws a counted mask on the
+    fly. torch has no fused kernel for dropout here: mask and probabilities are materialised and kept for the backward.
 
     scale: 1 / sqrt(D) by default. softcap: scores become softcap * tanh(score / softcap), which neither torch's
     fused kernels nor ours have: plain torch computes them, a chunk of queries at a time where no `mask` is given.
@@ -112,11 +113,11 @@ def causal_attention(
         )
     if isinstance(mask, CountedMask):
         mask = mask.draw(query.shape[1], key.shape[1])
-    if isinstance(documents, Starts):
+    if isinstance(documents, CuSeqlens):
         if mask is not None:
             documents = documents_seen(numbered(documents, *query.shape[:2]))
         else:
-            documents = tuple(map(Span, documents.places.diff().tolist()))
+            documents = tuple(map(Span, documents.cu_seqlens.diff().tolist()))
     if form.softcap is not None and mask is None and not torch.compiler.is_compiling():
         return _capped(query, key, value, window, documents, form)
     return _plain(query, key, value, window, documents, form, mask)
@@ -133,7 +134,7 @@ def compiled_attention(
     scale: float | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """As of `causal_attention`, by the compiled operator; what it cannot do is said once, and torch computes it."""
+    """As `causal_attention`, by the compiled operator; for unsupported inputs it warns once and torch computes them."""
     complaint = why_not_compiled(query, mask, documents, softcap)
     if complaint:
         _tell(complaint)
@@ -154,8 +155,8 @@ def why_not_compiled(
         return "it has no soft cap"
     if isinstance(mask, Mask):
         return "it takes no mask that is written out"
-    if documents is not None and not isinstance(documents, Starts):
-        return "it takes documents by their starts only"
+    if documents is not None and not isinstance(documents, CuSeqlens):
+        return "it takes documents as cu_seqlens only"
     return why_not_packed(query, dropout=mask is not None)
 
 
@@ -166,18 +167,19 @@ def compiled_pays(
     documents: Documents | None,
     mask: Mask | CountedMask | None = None,
 ) -> bool:
-    """Whether the compiled operator is the faster one on a CPU: benchmarks/kernels_attention.py. An accelerator has its
-    own measurement (ops/trust.py), without which nobody asks.
+    """Whether the compiled operator is faster than torch on a CPU, by benchmarks/kernels_attention.py.
+
+    True on an accelerator: there the self-test has measured it before it is chosen (ops/trust.py).
 
     On a CPU it is 4 times as fast as torch with the mask of a window, 1.4 times with documents. Where a token sees all
     earlier ones it is 1.3 times as fast in float32 compiled for AVX-512, and slower for AVX2; with a cache neither was
-    measured. Where probabilities are dropped torch has no fused form at all: it is 3.7 times as fast.
+    measured. With attention dropout it is 3.7 times as fast: torch has no fused form.
     """
     if mask is not None:
         return True
     if query.device.type != "cpu":
-        return True  # there only what was measured to be the faster one is asked for
-    if window is not None or isinstance(documents, Starts):
+        return True
+    if window is not None or isinstance(documents, CuSeqlens):
         return True
     causal = documents is None and query.shape[1] == key.shape[1]
     return causal and query.element_size() >= 4 and extension.built().cpu == "x86-64-v4"
@@ -198,9 +200,9 @@ def _packed(
     scale: float | None,
 ) -> Tensor:
     (rows, new), total = query.shape[:2], key.shape[1]
-    if isinstance(documents, Starts):
-        starts = (documents.places, documents.places)
-        new = total = documents.longest
+    if isinstance(documents, CuSeqlens):
+        starts = (documents.cu_seqlens, documents.cu_seqlens)
+        new = total = documents.max_seqlen
     else:
         of_queries = equal_starts(rows, new, query.device)
         starts = of_queries, of_queries if total == new else equal_starts(rows, total, query.device)
@@ -210,10 +212,9 @@ def _packed(
         value.flatten(0, 1),
         starts[0],
         starts[1],
-        longest_query=new,
-        longest_key=total,
-        left=-1 if window is None else window - 1,
-        right=0,
+        max_seqlen_q=new,
+        max_seqlen_k=total,
+        window_size=(-1 if window is None else window - 1, 0),
         scale=scale,
         mask=mask,
     )
@@ -222,7 +223,7 @@ def _packed(
 
 @dataclass(frozen=True)
 class _Scores:
-    """What becomes of queries times keys."""
+    """How scores are made of queries times keys."""
 
     scale: float
     softcap: float | None
@@ -281,8 +282,10 @@ def _capped(
     documents: Tensor | tuple[Span, ...] | None,
     form: _Scores,
 ) -> Tensor:
-    """Soft-capped, in chunks of queries: on a CPU 2.4 to 5 times as fast as all queries at once from 512 tokens on, and
-    without their S x S memory."""
+    """Compute soft-capped attention in chunks of queries, without S x S memory.
+
+    On a CPU, from 512 tokens on, 2.4 to 5 times as fast as all queries at once.
+    """
 
     def attend(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None) -> Tensor:
         visible = Visible(window, seen)
@@ -303,7 +306,7 @@ def _within(seen: Tensor, window: int | None) -> Tensor:
 
 
 def _seen(new: int, total: int, window: int | None, device: torch.device) -> Tensor:
-    """Which keys [new, total] each of the last `new` positions sees."""
+    """Return the causal mask of the last `new` positions, cut to the window: bool [new, total]."""
     seen = torch.ones(new, total, dtype=torch.bool, device=device).tril(total - new)
     return seen if window is None else seen.triu(total - new - window + 1)
 
@@ -316,7 +319,7 @@ def _attended(
     form: _Scores,
     mask: Mask | None = None,
 ) -> Tensor:
-    """[B, heads, S or T, D] -> [B, heads, S, D]; seen: None where S = T for all up to a query, else for all."""
+    """[B, heads, S or T, D] -> [B, heads, S, D]; seen: bool mask [B, S, T]; None: causal if S = T, else no mask."""
     new, total = query.shape[2], key.shape[2]
     if mask is None and form.softcap is None:
         causal = seen is None and new == total

@@ -1,8 +1,8 @@
 """Causal attention on an accelerator, by the kernels of torch and of other packages.
 
-No form here makes a mask of S x S, and none waits for the device. Each says why it cannot serve a call; the first that
-can is taken: SDPA where a kernel of its own needs no mask, torch's variable-length flash attention for documents and
-windows, plain torch in chunks of queries for all else. CANDIDATES are packages that a measurement may prefer.
+No backend materialises an S x S mask or synchronises with the device. Each backend says why it cannot serve a call;
+the first that can is used: SDPA for calls without a mask, torch's variable-length flash attention for documents and
+windows, plain torch in chunks of queries for everything else. CANDIDATES are packages that the self-test may prefer.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from torch.nn.attention import (
 from torch.nn.attention.varlen import varlen_attn
 
 from megalite.ops.chunked_attention import Visible, chunked_attention
-from megalite.ops.documents import Documents, Starts, equal_starts, numbered
+from megalite.ops.documents import CuSeqlens, Documents, equal_starts, numbered
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 _LARGEST_HEAD = 256
@@ -33,11 +33,11 @@ _LARGEST_HEAD = 256
 class Asked(NamedTuple):
     """What decides who can serve a call, beside its tensors.
 
-    window: the keys that a query sees, itself included; None where it sees all before it.
+    window: the number of keys that a query sees, its own position included; None: all keys up to the query.
     """
 
     window: int | None
-    documents: Starts | None
+    documents: CuSeqlens | None
     softcap: float | None
 
 
@@ -61,9 +61,9 @@ class Backend:
         return "" if not self.package else _why_not_installed(self.package)
 
 
-def served_on_device(documents: Documents | None, device: torch.device) -> TypeGuard[Starts | None]:
+def served_on_device(documents: Documents | None, device: torch.device) -> TypeGuard[CuSeqlens | None]:
     """Whether `attend_on_device` takes documents of this form, and tensors of this device."""
-    return device.type != "cpu" and (documents is None or isinstance(documents, Starts))
+    return device.type != "cpu" and (documents is None or isinstance(documents, CuSeqlens))
 
 
 def attend_on_device(
@@ -71,13 +71,13 @@ def attend_on_device(
     key: Tensor,
     value: Tensor,
     window: int | None = None,
-    documents: Starts | None = None,
+    documents: CuSeqlens | None = None,
     *,
     scale: float,
     softcap: float | None = None,
     prefer: str = "",
 ) -> Tensor:
-    """`causal_attention` without dropped probabilities. prefer: the backend that serves where it can."""
+    """`causal_attention` without dropout. prefer: the backend to use if it can serve the call."""
     if window is not None and window >= key.shape[1]:
         window = None
     chosen = backend_for(query, key, Asked(window, documents, softcap), prefer)
@@ -85,7 +85,7 @@ def attend_on_device(
 
 
 def backend_for(query: Tensor, key: Tensor, asked: Asked, prefer: str = "") -> Backend:
-    """The preferred one of CANDIDATES if it can serve, else the first of BACKENDS that can."""
+    """Return the preferred one of CANDIDATES if it can serve the call, else the first of BACKENDS that can."""
     for each in CANDIDATES:
         if each.name == prefer and not (
             each.why_not_on(query.device.type) or each.why_not(query, key, asked)
@@ -187,7 +187,7 @@ def _varlen(
     value: Tensor,
     *,
     window: int | None,
-    documents: Starts | None,
+    documents: CuSeqlens | None,
     scale: float,
     **_: object,
 ) -> Tensor:
@@ -205,10 +205,10 @@ def _varlen(
     return attended.view_as(query)
 
 
-def _sequences(query: Tensor, key: Tensor, documents: Starts | None) -> tuple[Tensor, Tensor, int, int]:
+def _sequences(query: Tensor, key: Tensor, documents: CuSeqlens | None) -> tuple[Tensor, Tensor, int, int]:
     """cu_seqlens and max_seqlen of queries and keys laid end to end, as variable-length kernels take them."""
     if documents is not None:
-        return documents.places, documents.places, documents.longest, documents.longest
+        return documents.cu_seqlens, documents.cu_seqlens, documents.max_seqlen, documents.max_seqlen
     (rows, new), total = query.shape[:2], key.shape[1]
     of_queries = equal_starts(rows, new, query.device)
     of_keys = of_queries if new == total else equal_starts(rows, total, query.device)
@@ -263,7 +263,7 @@ def _flash_attn(
     value: Tensor,
     *,
     window: int | None,
-    documents: Starts | None,
+    documents: CuSeqlens | None,
     scale: float,
     softcap: float | None,
 ) -> Tensor:
@@ -290,7 +290,7 @@ def _chunked(
     value: Tensor,
     *,
     window: int | None,
-    documents: Starts | None,
+    documents: CuSeqlens | None,
     scale: float,
     softcap: float | None,
 ) -> Tensor:

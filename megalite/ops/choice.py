@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
-from megalite.ops import activations, adamw, liger, norms, rotary
+from megalite.ops import activations, adamw, apex, liger, norms, rotary
 from megalite.ops.attention import (
     causal_attention,
     compiled_attention,
@@ -80,8 +81,8 @@ class Operators:
 
     norm(x, weight, bias, eps, zero_centered_gamma); add_norm(x, residual, weight, ...) -> their sum, which may
     overwrite x, and its norm. split_and_rotate, rotate: as of ops/rotary.py. swiglu, geglu, bias_gelu: as of
-    ops/activations.py. cross_entropy: as of ops/cross_entropy.py. adamw, sum_of_squares, accumulate: as of
-    ops/adamw.py.
+    ops/activations.py. cross_entropy: as of ops/cross_entropy.py. adamw, sum_of_squares: as of ops/adamw.py.
+    accumulate: as of ops.adamw.add_weight_gradient_.
     """
 
     chosen: Mapping[str, str] = field(default_factory=dict, hash=False)
@@ -100,7 +101,7 @@ class Operators:
     cross_entropy: ShardCrossEntropy = field(init=False, repr=False, compare=False)
     adamw: AdamW = field(init=False, repr=False, compare=False)
     sum_of_squares: Callable[[Sequence[Tensor]], Tensor] = field(init=False, repr=False, compare=False)
-    accumulate: Callable[[Tensor, Tensor], None] = field(init=False, repr=False, compare=False)
+    accumulate: Callable[[Tensor, Tensor, Tensor], None] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         ours = {name: self.uses(name) for name in NAMES}
@@ -119,11 +120,11 @@ class Operators:
             # The compiled activation's backward computes the bias's gradient too, from what it reads anyway.
             "adds_bias_with_gelu": ours["bias_gelu"] and not self.split_backward,
             "cross_entropy": COMPILED_CROSS_ENTROPY if ours["cross_entropy"] else TORCH_CROSS_ENTROPY,
-            "adamw": adamw.compiled_adamw_ if ours["adamw"] else adamw.adamw_,
+            "adamw": self._adamw(),
             "sum_of_squares": (
                 adamw.compiled_sum_of_squares if ours["sum_of_squares"] else adamw.sum_of_squares
             ),
-            "accumulate": adamw.compiled_accumulate_ if ours["accumulate"] else adamw.accumulate_,
+            "accumulate": self._accumulate(),
         }
         for name, function in slots.items():
             object.__setattr__(self, name, function)
@@ -205,6 +206,18 @@ class Operators:
             attention_operator(dropout=dropout, softcap=softcap, documents=documents, window=window)
         )
 
+    def _adamw(self) -> AdamW:
+        if self.uses("adamw"):
+            return adamw.compiled_adamw_
+        return _adamw_by_apex if self.uses("adamw", apex.APEX) else adamw.adamw_
+
+    def _accumulate(self) -> Callable[[Tensor, Tensor, Tensor], None]:
+        if self.uses("accumulate"):
+            return adamw.compiled_add_weight_gradient_
+        if self.uses("accumulate", apex.APEX):
+            return apex.add_weight_gradient_
+        return adamw.add_weight_gradient_
+
     def _norm(self) -> Norm:
         plain: Norm = norms.norm_split if self.split_backward else norms.norm
         if self.uses("norm"):
@@ -244,6 +257,12 @@ def _norm_compiled(
 ) -> Tensor:
     serves = not norms.why_not_compiled(weight.dtype, zero_centered_gamma=zero_centered_gamma)
     return (ours if serves else plain)(x, weight, bias, eps, zero_centered_gamma)
+
+
+def _adamw_by_apex(weights: Sequence[Tensor], *lists: Sequence[Tensor], **rules: Any) -> None:
+    """Apex updates float32 weights alone."""
+    serves = all(weight.dtype == torch.float32 for weight in weights)
+    (apex.adamw_ if serves else adamw.adamw_)(weights, *lists, **rules)
 
 
 def _norm_by_liger(

@@ -1,7 +1,7 @@
 """Attention in plain torch, a chunk of queries at a time: no S x S tensor in the forward or the backward.
 
 The backward computes the probabilities again (Rabe and Staats, "Self-attention Does Not Need O(n^2) Memory", 2021).
-Keys that no query of a chunk sees, behind it or before its window, are left out of the products.
+Keys that no query of a chunk sees, after the chunk or before its window, are left out of the products.
 """
 
 from dataclasses import dataclass
@@ -21,9 +21,9 @@ _FEWEST_QUERIES, _MOST_ON_CPU = 32, 64
 
 @dataclass(frozen=True)
 class Visible:
-    """Which keys a query sees: those up to its place, aligned at the end, and of these the last `window`.
+    """The keys that a query sees: causal, aligned at the end of queries and keys, and only the last `window`.
 
-    seen: bool [S, T] or [B, 1, S, T]; document_ids: [B, S], where T = S: only keys with the id of the query.
+    seen: a further bool mask [S, T] or [B, 1, S, T]. document_ids: [B, S], for T = S: only keys with the query's id.
     """
 
     window: int | None = None
@@ -31,19 +31,19 @@ class Visible:
     document_ids: Tensor | None = None
 
     def of_rows(self, rows: slice) -> "Visible":
-        """The same for some of the B rows."""
+        """Return the visibility of a slice of the B rows."""
         seen, ids = self.seen, self.document_ids
         if seen is not None and seen.dim() == 4:
             seen = seen[rows]
         return Visible(self.window, seen, None if ids is None else ids[rows])
 
     def keys(self, queries: slice, behind: int) -> slice:
-        """Between the first and the last key that some of the queries see; `behind`: keys before the first query."""
+        """Return the slice from the first to the last visible key; `behind`: the number of keys before query 0."""
         begin = 0 if self.window is None else max(0, behind + queries.start - self.window + 1)
         return slice(begin, behind + queries.stop)
 
     def mask(self, queries: slice, behind: int, device: torch.device) -> Tensor | None:
-        """Whether queries see those keys: bool, to be broadcast to [B, 1, queries, keys]; None: they see them all."""
+        """Return the mask of queries and their `keys`: bool, broadcastable to [B, 1, queries, keys]; None: no mask."""
         keys = self.keys(queries, behind)
         if queries.stop - queries.start == 1 and self.seen is None and self.document_ids is None:
             return None
@@ -79,7 +79,7 @@ def chunked_attention(
 
 
 class _ChunkedAttention(torch.autograd.Function):
-    """Keeps its inputs alone."""
+    """Saves only its inputs for the backward."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, form: _Form) -> Tensor:
@@ -125,9 +125,9 @@ class _ChunkedAttention(torch.autograd.Function):
 
 
 class _Piece:
-    """Some queries of some rows: their probabilities [rows, kv heads, group * queries, keys], in at least float32.
+    """The probabilities of a slice of queries and rows: [rows, kv heads, group * queries, keys], at least float32.
 
-    queries: what keys are multiplied by, [rows, kv heads, group * queries, D]; slopes: the soft cap's, of each score.
+    queries: the scaled queries [rows, kv heads, group * queries, D]. slopes: d(capped score) / d(score), if asked for.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class _Piece:
 
 
 def _pieces(query: Tensor, key: Tensor) -> list[tuple[slice, slice]]:
-    """Rows and queries of each piece, in order."""
+    """Return the slices of rows and queries of all pieces, in order."""
     (rows, new, heads), total = query.shape[:3], key.shape[1]
     on_cpu = query.device.type == "cpu"
     scores, most = (_CPU_SCORES, _MOST_ON_CPU) if on_cpu else (_DEVICE_SCORES, new)

@@ -1,6 +1,6 @@
-"""Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011), and which probabilities drop.
+"""Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) and the attention dropout mask.
 
-csrc/core/counter.h has the same, bit for bit.
+csrc/core/counter.h computes the same bits.
 """
 
 import torch
@@ -10,16 +10,16 @@ _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
-# Words worked on at once: small enough for a cache, large enough that torch's overhead does not count.
+# Words a block: small enough for a cache, large enough to hide torch's overhead.
 _BLOCK = 1 << 16
-# A mask's values are 16-bit: so many equally likely ones.
+# The equally likely 16-bit values that decide whether an element is dropped.
 MASK_LEVELS = 1 << 16
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]) -> tuple[Tensor, ...]:
-    """Four int64 tensors of 32-bit words from four counter words of broadcastable shapes.
+    """Return four int64 tensors of 32-bit words from four counter words of broadcastable shapes.
 
-    The words are best given unbroadcast: each round mixes two of them, so the first ones are then almost free.
+    Pass the words unbroadcast: each round mixes two of them, so the first rounds are then almost free.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -37,7 +37,7 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int])
 
 
 def _xor(word: Tensor, other: Tensor, key: int) -> Tensor:
-    """word ^ other ^ key, in the memory of `word` where the shape allows it."""
+    """Return word ^ other ^ key, in place of `word` if the shapes allow."""
     wider = torch.broadcast_shapes(word.shape, other.shape) != word.shape
     return (word ^ other if wider else word.bitwise_xor_(other)).bitwise_xor_(key)
 
@@ -45,10 +45,10 @@ def _xor(word: Tensor, other: Tensor, key: int) -> Tensor:
 def keep_probabilities(
     key: tuple[int, int], samples: Tensor, heads: range, queries: range, keys: range, *, dropped: int
 ) -> Tensor:
-    """Which attention probabilities are kept: bool [b, heads, queries, keys].
+    """Return the mask of the attention probabilities that are kept: bool [b, heads, queries, keys].
 
-    dropped: how many (not all) of the MASK_LEVELS equally likely values of an element drop it. samples: [b] int64.
-    An element depends on (key, sample, head, position of the query, of the key) alone.
+    dropped: an element is dropped for this many, fewer than all, of its MASK_LEVELS values. samples: [b] int64.
+    An element depends only on (key, sample, head, position of the query, position of the key).
 
     A row has two words of Philox, by the counter (position, head, sample, sample >> 32): where its sequence starts and
     what its mixer is tweaked by. A key then costs nine operations on a word, wherever a kernel's tile begins.

@@ -1,8 +1,8 @@
-"""Softmax cross entropy of the logits that one shard of the vocabulary holds: what is read of them, and the gradient
-written over them. What joins the shards stands in parallel/cross_entropy.py.
+"""Softmax cross entropy over one shard of the vocabulary: statistics of its logits, and the gradient, which overwrites
+the logits. parallel/cross_entropy.py combines the shards.
 
-A row is a token. Weights, statistics and factors are at least float32. Both forms overwrite logits; only the gradient
-can follow the statistics. Where no other shard has a part, one visit of each row can do both (`losses_over_gradient`).
+A row is a token. Weights, statistics and factors are at least float32. The statistics come first, then the gradient. If
+one shard holds the whole vocabulary, one pass over each row computes both (`losses_over_gradient`).
 """
 
 from collections.abc import Callable
@@ -28,22 +28,22 @@ class Targets:
     uniform: float = 0.0
 
     def here(self, columns: int) -> Tensor:
-        """Which rows have their label among the shard's columns: [T] bool."""
+        """Return whether each row's label is one of the shard's columns: [T] bool."""
         return (self.labels >= self.first_id) & (self.labels < self.first_id + columns)
 
 
 def shard_statistics(logits: Tensor, weights: Tensor, targets: Targets) -> Tensor:
-    """[3, T]: of each row the maximum, sum(exp(logit - maximum)), and sum(target * (logit - maximum)).
+    """Return [3, T]: each row's maximum, sum(exp(logit - maximum)), and sum(target * (logit - maximum)).
 
-    logits: [T, columns], to be handed on to `write_gradient` and read by nobody else. weights: [T]; rows of weight 0
-    may hold anything, and give numbers without a meaning, but finite ones.
+    logits: [T, columns], overwritten: only `write_gradient` may read them afterwards. weights: [T]; rows of weight 0
+    may hold anything; their statistics are finite and have no meaning.
     """
     if logits.device.type == "cpu":
         logits.index_fill_(0, (weights == 0).nonzero().squeeze(-1), 0)
     else:
-        # Visits every row, but the host need not wait to learn which.
+        # Writes every row, but needs no device sync to learn which rows are masked.
         logits.masked_fill_((weights == 0).unsqueeze(-1), 0)
-    # A shard may hold nothing but -inf, which then adds 0 to the others' sums, and no NaN.
+    # A row of the shard may be all -inf: it must add 0 to the other shards' sums, not NaN.
     maximum = logits.amax(dim=-1).clamp_(min=torch.finfo(logits.dtype).min)
     logits.sub_(maximum.unsqueeze(-1))
     here = targets.here(logits.shape[-1])
@@ -55,7 +55,7 @@ def shard_statistics(logits: Tensor, weights: Tensor, targets: Targets) -> Tenso
 
 
 def compiled_shard_statistics(logits: Tensor, weights: Tensor, targets: Targets) -> Tensor:
-    """As of `shard_statistics`; logits stay as they are."""
+    """As `shard_statistics`; does not change logits."""
     statistics: Tensor = torch.ops.megalite.cross_entropy_statistics(
         logits, targets.labels, weights, targets.first_id, targets.on_label, targets.uniform
     )
@@ -65,11 +65,11 @@ def compiled_shard_statistics(logits: Tensor, weights: Tensor, targets: Targets)
 def write_gradient(
     logits: Tensor, maximum: Tensor, factor: Tensor, weights: Tensor, targets: Targets
 ) -> None:
-    """Make of logits their gradient: exp(logit - maximum) * factor - target * weight; maximum to weights: [T].
+    """Overwrite logits with their gradient: exp(logit - maximum) * factor - target * weight.
 
-    maximum: of the statistics. Rows whose factor and weight are 0 become 0.
+    maximum (of the statistics), factor, weights: [T]. Rows with factor and weight 0 become 0.
     """
-    # The statistics have left exp(logit - maximum).
+    # shard_statistics left exp(logit - maximum) in the logits.
     logits.mul_(factor.unsqueeze(-1))
     if targets.uniform:
         logits.sub_((weights * targets.uniform).unsqueeze(-1))
@@ -81,7 +81,7 @@ def write_gradient(
 def compiled_write_gradient(
     logits: Tensor, maximum: Tensor, factor: Tensor, weights: Tensor, targets: Targets
 ) -> None:
-    """As of `write_gradient`."""
+    """As `write_gradient`."""
     torch.ops.megalite.cross_entropy_gradient_(
         logits,
         targets.labels,
@@ -95,15 +95,18 @@ def compiled_write_gradient(
 
 
 def visits_rows_once(logits: Tensor) -> bool:
-    """Whether `losses_over_gradient` takes them: compiled code on the CPU, whose caches hold a row. What is narrower
-    than its statistics would lose by a factor that comes afterwards; a GPU would have to be waited for to see it."""
+    """Whether `losses_over_gradient` serves these logits: on a CPU, whose caches hold a row, in fp32 and fp64.
+
+    A low-precision gradient would be rounded before the upstream gradient scales it, and on a GPU reading that
+    gradient's value is a device sync.
+    """
     return logits.device.type == "cpu" and logits.dtype in (torch.float32, torch.float64)
 
 
 def losses_over_gradient(logits: Tensor, weights: Tensor, targets: Targets, z_loss: float) -> Tensor:
-    """Weighted losses [T], of logits [T, the whole vocabulary], which become the gradient of their sum.
+    """Return weighted losses [T] and overwrite logits [T, whole vocabulary] with the gradient of their sum.
 
-    weights: [T]; a row of weight 0 may hold anything, and has loss and gradient 0.
+    weights: [T]; a row of weight 0 may hold anything; its loss and gradient are 0.
     """
     losses: Tensor = torch.ops.megalite.cross_entropy_losses_(
         logits, targets.labels, weights, targets.first_id, targets.on_label, targets.uniform, z_loss
@@ -115,7 +118,7 @@ def losses_over_gradient(logits: Tensor, weights: Tensor, targets: Targets, z_lo
 class ShardCrossEntropy:
     """An implementation: `shard_statistics`, `write_gradient`, and `losses_over_gradient` where it has one.
 
-    reads_low_precision: bf16 and fp16 logits are computed from where they lie; else a float32 copy is made first.
+    reads_low_precision: bf16 and fp16 logits are read in place; otherwise an fp32 copy is made first.
     """
 
     statistics: Callable[[Tensor, Tensor, Targets], Tensor]
@@ -131,7 +134,7 @@ COMPILED_CROSS_ENTROPY = ShardCrossEntropy(
 
 
 def _local_labels(targets: Targets, here: Tensor) -> Tensor:
-    """Columns [T, 1]; 0 where the label is elsewhere."""
+    """Return each label's column [T, 1]; 0 if the label is on another shard."""
     return torch.where(here, targets.labels - targets.first_id, 0).unsqueeze(-1)
 
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 
 class Span(NamedTuple):
-    """A run of the tokens of a batch laid end to end: one document, or several whole short ones.
+    """Consecutive tokens of a batch laid end to end: one document, or several whole short documents.
 
-    seen: [length, length], which of them each one sees; None where it is one document.
+    seen: bool [length, length], which tokens of the span each token sees; None for one document (causal).
     """
 
     length: int
@@ -19,27 +19,27 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Starts:
-    """Where each document of a batch laid end to end begins, and the end: [documents + 1] int32, ascending; and an
-    upper bound of a document's length.
+class CuSeqlens:
+    """The documents of a batch laid end to end, in the form of variable-length kernels.
 
-    The cu_seqlens and max_seqlen of variable-length kernels. Two equal neighbours are a document without tokens.
+    cu_seqlens: [documents + 1] int32, ascending: the first token of each document, then the number of tokens. Two equal
+    neighbours are a document without tokens. max_seqlen: an upper bound of a document's length, in tokens.
     """
 
-    places: Tensor
-    longest: int
+    cu_seqlens: Tensor
+    max_seqlen: int
 
 
-# What tells the documents of [B, S] tokens apart: [B, 1, S, S], which keys each token sees; or all spans in order; or
-# their starts.
-Documents = Tensor | tuple[Span, ...] | Starts
+# The documents of [B, S] tokens: a bool mask [B, 1, S, S] of the keys that each token sees, all spans in order, or
+# cu_seqlens.
+Documents = Tensor | tuple[Span, ...] | CuSeqlens
 
 
 def row_starts(document_ids: Tensor) -> Tensor:
-    """Where each document of a row begins in it: [B, S], ascending in a row -> [B, documents] int32.
+    """Return the first token of each document within its row: ids [B, S], ascending in a row -> [B, documents] int32.
 
-    As wide as the row with most documents needs; the other rows end in documents without tokens, which begin at S.
-    Call it while the ids are on the host: it waits for them on a device. Its rows split into micro batches like ids.
+    The row with most documents decides the width; the other rows are padded with S: documents without tokens. Call this
+    while the ids are on the host: on a device it synchronises. Its rows split into micro batches like the ids.
     """
     begins = F.pad(document_ids[:, 1:] != document_ids[:, :-1], (1, 0), value=True)
     places = torch.full(
@@ -51,18 +51,21 @@ def row_starts(document_ids: Tensor) -> Tensor:
 
 
 def equal_starts(rows: int, length: int, device: torch.device) -> Tensor:
-    """The cu_seqlens [rows + 1] int32 of rows of one length, laid end to end."""
+    """Return the cu_seqlens [rows + 1] int32 of rows of `length` tokens each, laid end to end."""
     return torch.arange(rows + 1, dtype=torch.int32, device=device).mul_(length)
 
 
-def starts_of_rows(places: Tensor, length: int) -> Starts:
-    """`row_starts` of rows of `length` tokens, laid end to end; waits for no device, so a row's length is the bound."""
+def starts_of_rows(places: Tensor, length: int) -> CuSeqlens:
+    """Return `row_starts` of rows of `length` tokens as cu_seqlens of the rows laid end to end.
+
+    Without a device sync, so that max_seqlen is a row's length.
+    """
     rows = torch.arange(len(places), dtype=torch.int32, device=places.device)
     flat = (places + (rows * length).unsqueeze(1)).flatten()
-    return Starts(F.pad(flat, (0, 1), value=len(places) * length), length)
+    return CuSeqlens(F.pad(flat, (0, 1), value=len(places) * length), length)
 
 
-def numbered(starts: Starts, rows: int, length: int) -> Tensor:
-    """The number of each token's document [rows, length] int64; waits for no device."""
-    tokens = torch.arange(rows * length, dtype=torch.int32, device=starts.places.device)
-    return torch.searchsorted(starts.places, tokens, right=True).view(rows, length)
+def numbered(starts: CuSeqlens, rows: int, length: int) -> Tensor:
+    """Return the number of each token's document: [rows, length] int64; without a device sync."""
+    tokens = torch.arange(rows * length, dtype=torch.int32, device=starts.cu_seqlens.device)
+    return torch.searchsorted(starts.cu_seqlens, tokens, right=True).view(rows, length)

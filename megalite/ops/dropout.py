@@ -9,16 +9,17 @@ from megalite.ops.counter import MASK_LEVELS, keep_probabilities
 
 
 class Mask(NamedTuple):
-    """keep: bool, the shape of what it is applied to; scale: one over the probability that it is true."""
+    """A materialised dropout mask. keep: bool, of the shape of the values; scale: 1 / P(keep)."""
 
     keep: Tensor
     scale: float
 
 
 class CountedMask(NamedTuple):
-    """Of attention's probabilities, as what it is drawn from (ops/counter.py): compiled attention draws it by itself.
+    """A mask of attention probabilities by the counters it is drawn from (ops/counter.py); kernels draw it on the fly.
 
-    samples: [B] int64; heads: those of the tensors it is for, among all; dropped: of MASK_LEVELS, more than 0.
+    samples: [B] int64. heads: the global indices of the tensors' heads. dropped: a probability is dropped for this many
+    of the MASK_LEVELS values; above 0.
     """
 
     key: tuple[int, int]
@@ -27,14 +28,14 @@ class CountedMask(NamedTuple):
     dropped: int
 
     def draw(self, queries: int, keys: int) -> Mask:
-        """[B, heads, queries, keys], the queries being the last of as many positions as there are keys."""
+        """Return the mask [B, heads, queries, keys]; the queries are the last of the `keys` positions."""
         places = range(keys - queries, keys), range(keys)
         keep = keep_probabilities(self.key, self.samples, self.heads, *places, dropped=self.dropped)
         return Mask(keep, MASK_LEVELS / (MASK_LEVELS - self.dropped))
 
 
 class _Dropout(torch.autograd.Function):
-    """One node that keeps the mask alone, a byte a value: drawing it again costs far more than reading it."""
+    """Dropout that saves only the mask, a byte a value: drawing the mask again costs far more than reading it."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, keep: Tensor, scale: float) -> Tensor:
@@ -49,7 +50,7 @@ class _Dropout(torch.autograd.Function):
 
 
 def dropout(values: Tensor, mask: Mask | None) -> Tensor:
-    """values * mask.keep * mask.scale, in new memory; `values` themselves without a mask."""
+    """Return values * mask.keep * mask.scale in new memory; without a mask, `values` themselves."""
     if mask is None:
         return values
     dropped: Tensor = _Dropout.apply(values, mask.keep, mask.scale)

@@ -26,11 +26,11 @@ REBUILD = "build it: python setup.py build_ext --inplace in a checkout, else ins
 
 @dataclass(frozen=True)
 class Built:
-    """What the record beside the library says: setup.py's own words and facts.
+    """The build record beside the library, written by setup.py.
 
-    archs: compute capabilities that its CUDA kernels are machine code for, none where it has no CUDA kernels.
-    ptx: those that it has PTX of, which the driver compiles for later chips. nvcc: the version of nvcc and of the CUDA
-    runtime in the library. left_out: what is missing -> why. sources: the digest of what it was compiled from.
+    archs: compute capabilities that its CUDA kernels are machine code for; empty without CUDA kernels.
+    ptx: compute capabilities of its PTX, which the driver compiles for later chips. nvcc: the version of nvcc and of
+    the CUDA runtime in the library. left_out: missing part -> why. sources: the digest of the compiled sources.
     """
 
     library: bool = False
@@ -51,7 +51,7 @@ class Built:
 
 @cache
 def built() -> Built:
-    """The record of the last build; an empty one where there is none."""
+    """Return the record of the last build; an empty record if there was none."""
     record = LIBRARY.with_suffix(".json")
     if not record.exists():
         return Built()
@@ -91,7 +91,7 @@ def sources_digest(folder: Path = SOURCES) -> str:
 
 @cache
 def load() -> str:
-    """Loads the library, once; why it was not, or nothing."""
+    """Load the library once; return why it was not loaded, or an empty string."""
     complaint = misfit(built())
     if complaint:
         return complaint
@@ -186,9 +186,9 @@ def register(
     backward: Callable[..., Any] | None = None,
     setup_context: Callable[..., None] | None = None,
 ) -> None:
-    """Tells torch of operator megalite::<name> what it gives for tensors without data, and its gradient.
+    """Register the fake (shape-only) implementation and the gradient of operator megalite::<name> with torch.
 
-    Does nothing where the library is not loaded.
+    Does nothing if the library is not loaded.
     """
     if load():
         return

@@ -1,10 +1,10 @@
 """Root-mean-square norm (Zhang and Sennrich 2019) and layer norm (Ba et al. 2016), also of a sum with the residual.
 
-In plain torch, and by the compiled operators of csrc/norms.h. Schedules that split the backward ask for the gradients
-of inputs and weights at different times: the forms named `_split` give them from nodes of their own.
+In plain torch, and by the compiled operators of csrc/norms.h. Schedules that split the backward compute the gradients
+of inputs and weights at different times: the forms named `_split` have one autograd node for each.
 
-Everywhere x is [..., H], weight and bias are [H]. A norm without a bias is RMSNorm. zero_centered_gamma: it
-multiplies by 1 + weight (Gemma).
+Everywhere x is [..., H], weight and bias are [H]. A norm without a bias is RMSNorm. zero_centered_gamma: multiply by
+1 + weight (Gemma).
 """
 
 import math
@@ -18,7 +18,7 @@ from megalite.ops import extension
 
 
 class _RMSNorm(torch.autograd.Function):
-    """One node instead of six: it keeps only its input and one number a token for the backward."""
+    """RMSNorm as one autograd node instead of six; saves only the input and one number a token."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, zero_centered_gamma: bool) -> Tensor:
@@ -51,7 +51,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class _Normalise(torch.autograd.Function):
-    """The norm without its weight, so that a product gives the weight's gradient when it is asked for."""
+    """RMSNorm without its weight: the product with the weight is a node of its own, with the weight's gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
@@ -75,7 +75,7 @@ class _Normalise(torch.autograd.Function):
 def norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered_gamma: bool = False
 ) -> Tensor:
-    """The norm of x over its last dim, in plain torch."""
+    """Return the norm of x over its last dim, in plain torch."""
     if bias is not None:
         return F.layer_norm(x, weight.shape, weight, bias, eps)  # computes what a pass asks for
     return rms_norm(x, weight, eps, zero_centered_gamma)
@@ -108,7 +108,7 @@ def rms_norm_split(x: Tensor, weight: Tensor, eps: float, zero_centered_gamma: b
 
 
 def _traced_rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered_gamma: bool) -> Tensor:
-    """For the compiler, which fuses what it sees, and cannot see into an autograd node."""
+    """RMSNorm in traceable operations: torch.compile cannot fuse across a custom autograd node."""
     fp32 = x.to(torch.promote_types(x.dtype, torch.float32))
     inverse_rms = fp32.square().mean(dim=-1, keepdim=True).add(eps).rsqrt()
     if zero_centered_gamma:
@@ -173,7 +173,7 @@ def _compiled_split(
     eps: float,
     zero_centered_gamma: bool,
 ) -> tuple[Tensor, Tensor]:
-    """What was normalised (x, or its sum with the residual), and the norm."""
+    """Return the norm's input (x, or x + residual) and the norm."""
     factor, shift = (1 + weight if zero_centered_gamma else weight), bias
     attached = weight.requires_grad and torch.is_grad_enabled()
     if attached:
@@ -210,7 +210,7 @@ class _Joined(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, nothing: Tensor) -> Tensor:
-        # Itself, which a residual may be added to, and not a view, which autograd would not let it be.
+        # Not a view: a residual may be added in place, which autograd forbids for a view made by a custom node.
         ctx.mark_dirty(output)
         return output
 

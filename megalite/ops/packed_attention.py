@@ -1,7 +1,7 @@
 """Attention over sequences laid end to end, by the compiled operators (Dao, "FlashAttention-2", 2023).
 
-No matrix of queries x keys exists, nor are key-value heads repeated; what documents, a window or a causal mask do
-not let be seen is not worked on.
+No matrix of queries x keys is materialised and no key-value head is repeated; blocks that documents, a window or the
+causal mask hide are skipped.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor
 from megalite.ops.dropout import CountedMask
 from megalite.ops.extension import register, why_not
 
-# What the CUDA kernels are compiled for; the CPU's take any size, and float32 and float64 too.
+# The CUDA kernels are compiled for these; the CPU kernels take any size, and float32 and float64 too.
 CUDA_HEAD_SIZES = (64, 96, 128, 256)
 CUDA_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -48,13 +48,12 @@ def packed_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    query_starts: Tensor,
-    key_starts: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
     *,
-    longest_query: int,
-    longest_key: int,
-    left: int = -1,
-    right: int = -1,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    window_size: tuple[int, int] = (-1, -1),
     scale: float | None = None,
     deterministic: bool = True,
     mask: CountedMask | None = None,
@@ -62,16 +61,17 @@ def packed_attention(
     """softmax(scale Q K^T) V within each sequence, and the log of the softmax's sums.
 
     query: [tokens, heads, D]; key, value: [key tokens, kv heads, D], views of a packed projection too; heads is a
-    multiple of kv heads. query_starts, key_starts: [sequences + 1] int32, where each sequence begins, and the end;
-    longest_query, longest_key: tokens of the longest one. A query of sequence n sees `left` keys before its own place
-    and `right` behind it (-1: all), aligned at the ends of both. scale: above 0, 1 / sqrt(D) by default.
-    deterministic: the gradient of `query` is summed in one order, where a GPU would else take any; with a mask, and
-    for heads of 256, it always is.
-    mask: of the probabilities to drop, once normalised; queries, and keys, are those of as many rows of equal length
-    as it has samples, and their positions count from a row's start. It costs no memory: the backward draws it again.
+    multiple of kv heads. cu_seqlens_q, cu_seqlens_k: [sequences + 1] int32: the first token of each sequence, then the
+    number of tokens. max_seqlen_q, max_seqlen_k: the tokens of the longest sequence. window_size: how many keys before
+    and after its own position a query sees (-1: all); positions count from the ends of queries and keys. scale: above
+    0, 1 / sqrt(D) by default.
+    deterministic: sum the gradient of `query` in a fixed order on a GPU; with a mask, and for heads of 256, the order
+    is always fixed.
+    mask: drops normalised probabilities. Queries and keys are then rows of equal length, one for each of its samples,
+    and positions count from a row's start. The mask takes no memory: the backward draws it again.
 
-    Returns [tokens, heads, D], 0 where nothing is seen, and [heads, tokens] float32 (float64 for float64), -inf there.
-    Both have gradients. Memory but for these is in proportion to the tokens.
+    Returns the output [tokens, heads, D] and the log-sum-exp [heads, tokens] float32 (float64 for float64); 0 and -inf
+    for a query that sees no key. Both have gradients. All other memory is linear in the tokens.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     drop = (None, 0, 0, 0, 0) if mask is None else (mask.samples, mask.dropped, *mask.key, mask.heads.start)
@@ -79,12 +79,11 @@ def packed_attention(
         query,
         key,
         value,
-        query_starts,
-        key_starts,
-        longest_query,
-        longest_key,
-        left,
-        right,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        *window_size,
         scale,
         deterministic,
         *drop,

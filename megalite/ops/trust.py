@@ -21,14 +21,22 @@ from typing import Any, Literal
 import torch
 
 from megalite.launcher.environment import trust_folder
-from megalite.ops import extension
+from megalite.ops import apex, extension
 from megalite.ops.choice import TORCH
 
 SLOWER = 1.05
 """More than this many times torch's best time is slower; less is noise."""
 UNTESTED = "not tested on this card yet: run megalite selftest"
 # Implementations by others: a new version of one is another implementation.
-PACKAGES = ("flash_attn", "flash_attn_3", "flash_attn_4", "liger_kernel", "transformer_engine", "triton")
+PACKAGES = (
+    "apex",
+    "flash_attn",
+    "flash_attn_3",
+    "flash_attn_4",
+    "liger_kernel",
+    "transformer_engine",
+    "triton",
+)
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -143,6 +151,7 @@ def agreed(choices: Sequence[Choice]) -> Choice:
 
 def machine(device: torch.device) -> dict[str, str]:
     """All that a finding is valid for: another card, driver, torch or library asks for another test."""
+    packages = [f"{name} {found}" for name in PACKAGES if (found := _installed(name))]
     return {
         "device": device.type,
         "card": card_name(device),
@@ -150,7 +159,8 @@ def machine(device: torch.device) -> dict[str, str]:
         "driver": driver_version(device),
         "torch": torch.__version__,
         "library": library_digest(),
-        "packages": ", ".join(f"{name} {found}" for name in PACKAGES if (found := _installed(name))),
+        # Apex has the same version with and without its compiled modules.
+        "packages": ", ".join([*packages, *apex.modules()]),
     }
 
 

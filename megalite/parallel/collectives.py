@@ -1,4 +1,4 @@
-"""Conjugate pairs of collectives: what is the identity forward is a sum backward, and the other way round.
+"""Conjugate pairs of collectives: the identity in forward is an all-reduce in backward, and the other way round.
 
 Names follow Shoeybi et al., "Megatron-LM", 2019, figure 3 ("f" and "g"), and for sequences split over the ranks
 Korthikanti et al., "Reducing activation recomputation in large Transformer models", 2022, figure 5 ("g" and "g-bar").
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megalite.parallel.mesh import ParallelMesh, RankGroup
 
-# Waits for a collective that is under way, and gives its result.
+# Waits for a started collective and returns its result.
 Pending = Callable[[], Tensor]
 
 
@@ -76,21 +76,21 @@ class _ReduceScatterSequence(torch.autograd.Function):
 
 
 def column_input(hidden_states: Tensor, mesh: ParallelMesh) -> Tensor:
-    """What a product with outputs split over tp takes in: [B, S, ...] from [B, positions held here, ...]."""
+    """Return the input of a column-parallel product: [B, S, ...] from [B, positions held here, ...]."""
     return (
         gather_sequence(hidden_states, mesh.tp) if mesh.splits_sequence else copy_to(hidden_states, mesh.tp)
     )
 
 
 def row_output(partial_sums: Tensor, mesh: ParallelMesh) -> Tensor:
-    """The sums over tp of what products with split inputs gave: [B, positions held here, ...] from [B, S, ...]."""
+    """Sum the partial outputs of a row-parallel product over tp: [B, positions held here, ...] from [B, S, ...]."""
     if mesh.splits_sequence:
         return reduce_scatter_sequence(partial_sums, mesh.tp)
     return reduce_from(partial_sums, mesh.tp)
 
 
 def gather_sequence(shard: Tensor, axis: RankGroup) -> Tensor:
-    """All positions [B, S, ...] from each rank's run of them [B, S / n, ...]; gradients are summed and split."""
+    """All-gather positions: [B, S / n, ...] of each rank -> [B, S, ...]; the gradient is reduce-scattered."""
     if axis.size == 1:
         return shard
     gathered: Tensor = _GatherSequence.apply(shard, axis)  # type: ignore[no-untyped-call]
@@ -98,7 +98,7 @@ def gather_sequence(shard: Tensor, axis: RankGroup) -> Tensor:
 
 
 def reduce_scatter_sequence(partial_sums: Tensor, axis: RankGroup) -> Tensor:
-    """Each rank's run of positions [B, S / n, ...] of the sum over the axis of [B, S, ...]; gradients are gathered."""
+    """Reduce-scatter positions: [B, S, ...] -> this rank's [B, S / n, ...]; the gradient is all-gathered."""
     if axis.size == 1:
         return partial_sums
     scattered: Tensor = _ReduceScatterSequence.apply(partial_sums, axis)  # type: ignore[no-untyped-call]
@@ -106,12 +106,12 @@ def reduce_scatter_sequence(partial_sums: Tensor, axis: RankGroup) -> Tensor:
 
 
 def copy_to(hidden_states: Tensor, axis: RankGroup) -> Tensor:
-    """The same values; gradients are summed over the axis, since every rank used its own copy."""
+    """Return the same values; the gradient is summed over the axis, since every rank used its own copy."""
     return hidden_states if axis.size == 1 else _Copy.apply(hidden_states, axis)  # type: ignore[no-untyped-call]
 
 
 def reduce_from(partial_sums: Tensor, axis: RankGroup) -> Tensor:
-    """Sum over the axis, in place; each rank's gradient passes through unchanged."""
+    """Sum over the axis in place; the gradient passes through unchanged."""
     return partial_sums if axis.size == 1 else _Reduce.apply(partial_sums, axis)  # type: ignore[no-untyped-call]
 
 
@@ -123,7 +123,7 @@ def all_reduce(values: Tensor, axis: RankGroup, op: dist.ReduceOp.RedOpType = di
 
 
 def gather_ranks(values: Tensor, axis: RankGroup) -> Tensor:
-    """Every rank's `values` [...], of one shape, in rank order: [n, ...]; outside autograd."""
+    """All-gather `values` [...], of one shape on all ranks: [n, ...] in rank order; outside autograd."""
     if axis.size == 1:
         return values.unsqueeze(0)
     gathered = values.new_empty(axis.size, *values.shape)
@@ -132,7 +132,7 @@ def gather_ranks(values: Tensor, axis: RankGroup) -> Tensor:
 
 
 def start_all_reduce(values: Tensor, axis: RankGroup) -> Pending:
-    """Begin to sum contiguous `values` over the axis, in place; outside autograd, as all that starts here."""
+    """Start an in-place all-reduce of contiguous `values`; outside autograd, like every start_* here."""
     work = dist.all_reduce(values, group=axis.group, async_op=True)
 
     def finish() -> Tensor:
@@ -143,21 +143,21 @@ def start_all_reduce(values: Tensor, axis: RankGroup) -> Pending:
 
 
 def start_gather(shard: Tensor, axis: RankGroup) -> Pending:
-    """Begin the all-gather of dim 1: [B, S / n, ...] -> [B, S, ...]."""
+    """Start the all-gather of dim 1: [B, S / n, ...] -> [B, S, ...]."""
     shard = shard.contiguous()
     gathered: Tensor = shard.new_empty(axis.size, *shard.shape)
     work = dist.all_gather_single(gathered.flatten(0, 1), shard, group=axis.group, async_op=True)
 
     def finish() -> Tensor:
         work.wait()
-        # Ranks come first in memory: a copy, unless there is one sequence.
+        # Ranks are the outer dim in memory: this copies, unless B is 1.
         return gathered.transpose(0, 1).flatten(1, 2)
 
     return finish
 
 
 def start_reduce_scatter(partial_sums: Tensor, axis: RankGroup) -> Pending:
-    """Begin the reduce-scatter of dim 1: [B, S, ...] -> [B, S / n, ...]."""
+    """Start the reduce-scatter of dim 1: [B, S, ...] -> [B, S / n, ...]."""
     by_rank = partial_sums.unflatten(1, (axis.size, -1)).transpose(0, 1).contiguous()
     scattered: Tensor = by_rank.new_empty(by_rank.shape[1:])
     work = dist.reduce_scatter_single(scattered, by_rank.flatten(0, 1), group=axis.group, async_op=True)
@@ -170,7 +170,7 @@ def start_reduce_scatter(partial_sums: Tensor, axis: RankGroup) -> Pending:
 
 
 def gather_last_dim(shard: Tensor, sizes: tuple[int, ...], axis: RankGroup) -> Tensor:
-    """The full tensor from shards of its last dim with the given sizes, on every rank; outside autograd."""
+    """All-gather shards of the last dim, of the given sizes, into the full tensor; outside autograd."""
     if axis.size == 1:
         return shard
     # gloo wants equal shapes, and uneven vocabulary shards differ by one: send the widest.

@@ -25,10 +25,10 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True)
 class LossTerms:
-    """What is added to the plain cross entropy, and the shape of the vocabulary.
+    """Label smoothing and z-loss, and the size of the vocabulary.
 
-    vocabulary: how many ids there are in all, over which smoothing spreads. label_smoothing: the share of the
-    target that is spread evenly over them (Szegedy et al. 2016). z_loss: the weight of the squared logarithm of
+    vocabulary: the number of all ids, over which smoothing spreads. label_smoothing: the share of the target that is
+    spread evenly over them (Szegedy et al. 2016). z_loss: the weight of the squared logarithm of
     the softmax's normaliser (Chowdhery et al., "PaLM", 2022, section 5).
     """
 
@@ -39,9 +39,9 @@ class LossTerms:
 
 @dataclass(frozen=True)
 class _ShardLoss:
-    """The losses of some tokens, as far as this rank's rows of the vocabulary go, and all that their gradient takes.
+    """The losses of T tokens over this rank's rows of the vocabulary, and the inputs of their gradient.
 
-    targets, weights: of T tokens; a masked token weighs 0.
+    targets, weights: [T]; the weight of a masked token is 0.
     """
 
     targets: Targets
@@ -61,7 +61,7 @@ class _ShardLoss:
         operator: ShardCrossEntropy,
         dtype: torch.dtype,
     ) -> "_ShardLoss":
-        """labels, loss_mask: of any shape. dtype: that of the logits."""
+        """labels, loss_mask: any shape. dtype: of the logits."""
         smoothing = terms.label_smoothing
         flat = labels.reshape(-1).contiguous()
         targets = Targets(flat, rows.start, 1 - smoothing, smoothing / terms.vocabulary)
@@ -69,7 +69,7 @@ class _ShardLoss:
         return cls(targets, weights, tp, terms, operator)
 
     def in_chunks(self, tokens: int) -> Iterator["_ShardLoss"]:
-        """The same of `tokens` tokens at a time."""
+        """Yield the losses of `tokens` tokens at a time."""
         for labels, weights in zip(
             self.targets.labels.split(tokens), self.weights.split(tokens), strict=True
         ):
@@ -118,7 +118,7 @@ class _ShardLoss:
     def write_gradient(
         self, logits: Tensor, maximum: Tensor, factor: Tensor, grad: Tensor | None = None
     ) -> None:
-        """Over what `losses` was given; grad: by the weighted losses [T], 1 if it is None."""
+        """Overwrite the logits of `losses` with their gradient; grad: d/d(weighted losses) [T], None: 1."""
         weights = self.weights if grad is None else self.weights * grad
         factors = torch.where(weights != 0, factor * weights, 0)
         self.operator.write_gradient(logits, maximum, factors, weights, self.targets)
@@ -127,8 +127,8 @@ class _ShardLoss:
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, loss: _ShardLoss, differentiated: bool) -> Tensor:
-        # The logits' memory becomes the gradient; the head's linear needs them no more. Compiled operators leave a
-        # tensor's version as it is: it has to say so to whoever kept the logits for a gradient of their own.
+        # The gradient overwrites the logits, which the head's linear does not need again. Compiled operators do not
+        # bump a tensor's version: autograd must learn of the change if another node saved the logits.
         ctx.logits, ctx.loss = loss.working_logits(logits), loss
         ctx.shape, ctx.dtype = logits.shape, logits.dtype
         losses = loss.losses_over_gradient(ctx.logits) if differentiated else None
@@ -169,7 +169,7 @@ def vocab_parallel_cross_entropy(
     computed in one visit already after forward, assuming an upstream gradient of 1. So backward runs once.
     labels: [B, S] global ids; IGNORE_INDEX (-100) counts as masked. loss_mask: [B, S], any non-negative weights;
     where it is 0 logits may be anything, infinite too. rows: the range of the vocabulary that this rank holds.
-    terms: what comes to the plain cross entropy.
+    terms: label smoothing and z-loss.
     """
     loss = _ShardLoss.of(labels, loss_mask, rows, tp, terms, operator, logits.dtype)
     differentiated = torch.is_grad_enabled() and logits.requires_grad
@@ -275,14 +275,14 @@ def _is_one(grad: Tensor) -> bool:
 
 
 def _is_repeated(grad: Tensor) -> bool:
-    """Whether it is one number in memory, as a sum's gradient is."""
+    """Whether all elements are one number in memory, as in the gradient of a sum."""
     varying = (size for size, stride in zip(grad.shape, grad.stride(), strict=True) if stride)
     return grad.numel() > 0 and all(size == 1 for size in varying)
 
 
 def _one_number(grad: Tensor) -> Tensor:
-    """The number that every element is. Raises ValueError where they differ."""
-    # Of a sum's gradient it is known; else a GPU would have to be waited for.
+    """Return the value that all elements share. Raises ValueError if they differ."""
+    # For the gradient of a sum the strides tell, without a device sync.
     if not _is_repeated(grad) and bool((grad != grad.flatten()[0]).any()):
         raise ValueError("the losses of a chunked cross entropy may only be summed, with equal weights")
     return grad.flatten()[0]

@@ -17,7 +17,7 @@ def along_chunks(
     run: Callable[[nn.Module, Tensor | None], Tensor],
     hidden: Tensor,
 ) -> Tensor | None:
-    """The last chunk's output on the stage that holds it, None on the others. Collective over the stages.
+    """Return the last chunk's output on the stage that holds it, None on the others. Collective over the stages.
 
     run: computes one chunk; its input is None for the first chunk. hidden: an empty tensor of the shape and type of
     the hidden states between chunks.
@@ -35,7 +35,7 @@ def along_chunks(
 
 
 def from_last_chunk(value: int, split: PipelineSplit, mesh: ParallelMesh) -> int:
-    """What the holder of the last chunk says, on every stage."""
+    """Broadcast the value of the stage that holds the last chunk to all stages."""
     if mesh.pp.size == 1:
         return value
     box = torch.tensor(value, device=mesh.device)

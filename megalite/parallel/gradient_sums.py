@@ -7,15 +7,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megalite.ops import apex
 
-
-def sum_in_place(weights: Iterable[nn.Parameter], accumulate: Callable[[Tensor, Tensor], None]) -> None:
+def sum_in_place(
+    weights: Iterable[nn.Parameter], accumulate: Callable[[Tensor, Tensor, Tensor], None]
+) -> None:
     """Have linears and embeddings add to the gradients of these weights in place, in at least float32.
 
     Otherwise autograd materialises every partial gradient, including embedding rows that no token used. Only for
     backwards that run each node once, and where no gradient is read before all parts are summed; weights with hooks are
-    left to autograd. accumulate: as of ops.adamw.accumulate_.
+    left to autograd. accumulate: as of ops.adamw.add_weight_gradient_.
     """
     for weight in weights:
         if weight.dim() == 2 and (weight.element_size() >= 4 or weight.grad_dtype == torch.float32):
@@ -26,7 +26,7 @@ _ACCUMULATE = "accumulate_gradient"
 
 
 def _sums_in_place(weight: Tensor) -> bool:
-    # A tensor's hook is shown what autograd makes; one after the accumulation sees the sum either way.
+    # A tensor hook must see autograd's gradient; a post-accumulate hook sees the sum either way.
     hooked = bool(weight._backward_hooks)
     return not torch.compiler.is_compiling() and not hooked and hasattr(weight, _ACCUMULATE)
 
@@ -37,14 +37,12 @@ def weight_gradient(weight: Tensor, grad: Tensor, inputs: Tensor) -> Tensor | No
         return grad.t() @ inputs
     total = weight.grad
     if total is None:
-        # Now, not when autograd has all parts of it: the embedding's is added to a tied one.
+        # Set at once instead of returned: a tied embedding's backward adds to this sum.
         weight.grad = (grad.t() @ inputs).to(weight.grad_dtype)
     elif total.dtype == grad.dtype:
         total.addmm_(grad.t(), inputs)
-    elif (by_apex := apex.accumulate_weight_gradient(total.device)) is not None:
-        by_apex(inputs.contiguous(), grad.contiguous(), total)
     else:
-        getattr(weight, _ACCUMULATE)(total, grad.t() @ inputs)
+        getattr(weight, _ACCUMULATE)(total, grad, inputs)
     return None
 
 
@@ -76,7 +74,7 @@ def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 
 class _SummingEmbedding(torch.autograd.Function):
-    """A look-up whose backward adds to the rows of the weight's gradient that it is of, if there is one already."""
+    """An embedding look-up whose backward adds to the used rows of the weight's gradient, if that exists already."""
 
     @staticmethod
     def forward(ctx: Any, input_ids: Tensor, weight: Tensor) -> Tensor:
@@ -95,7 +93,7 @@ class _SummingEmbedding(torch.autograd.Function):
 
 
 def embedding(input_ids: Tensor, weight: Tensor) -> Tensor:
-    # A GPU adds rows in any order, which a resumed run would show.
+    # On a GPU index_add_ sums rows in any order: a resumed run would not be equal to the bit.
     in_place = weight.device.type == "cpu" and _sums_in_place(weight)
     if not (in_place and torch.is_grad_enabled()):
         return F.embedding(input_ids, weight)

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalite.ops.adamw import scale_
 from megalite.ops.choice import PLAIN_TORCH, Operators
 from megalite.parallel.collectives import all_reduce
 from megalite.parallel.mesh import ParallelMesh
@@ -28,10 +27,10 @@ _BUCKET_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class _Share:
-    """This rank's copy of some elements of a weight or of a gradient, which other ranks of tp have too.
+    """This rank's copy of elements of a weight or gradient that are replicated over tp.
 
-    start, total: where they stand in the flattened canonical tensor, and its size. first: whether this rank is the
-    first to hold them; each is where all ranks have the whole tensor.
+    start: the elements' offset in the flattened canonical tensor; total: that tensor's size. first: whether this rank
+    is the first holder; true on every rank if all ranks hold the whole tensor.
     """
 
     values: Tensor
@@ -69,7 +68,7 @@ def all_reduce_replicated_gradients(
 def all_reduce_replicated_in_backward(
     parameters: Sequence[Parameter], tensors: Mapping[str, Tensor], mesh: ParallelMesh
 ) -> None:
-    """Have every backward sum replicated gradients over tp, a collective for each weight, not once a step.
+    """Make every backward sum replicated gradients over tp: one collective for each weight, instead of once a step.
 
     For an optimizer that takes gradients away in backward (ZeRO 2 and 3), which has one pipeline stage.
     """
@@ -85,7 +84,7 @@ def all_reduce_replicated_in_backward(
 
 
 def partial_over_tp(parameter: Parameter, part: Part, mesh: ParallelMesh) -> bool:
-    """Whether backward leaves each tensor-parallel rank a part of the gradient of what several of them hold."""
+    """Whether backward leaves each tensor-parallel rank with a partial gradient of a replicated part."""
     spec = parameter.spec
     whole = spec.dim is None and mesh.tp.size > 1 and (spec.summed or mesh.sequence_parallel)
     return whole or spec.is_shared(part, mesh.tp.size)
@@ -98,7 +97,7 @@ def _is_partial(parameter: Parameter, mesh: ParallelMesh) -> bool:
 def sync_tied_weights(
     parameters: Sequence[Parameter], tensors: Mapping[str, Tensor], mesh: ParallelMesh
 ) -> None:
-    """Overwrite the other copies of a tied weight with the first stage's, of a shared head with the first rank's.
+    """Overwrite all copies of a tied weight with the first stage's copy, and of a shared head with the first rank's.
 
     Tied copies see the same gradient, but reductions round by an element's place in a buffer, which differs
     between stages: without this they would drift apart by a last digit a step. Collective over tp and the end stages.
@@ -125,7 +124,7 @@ def _shares(parameter: Parameter, tensor: Tensor, mesh: ParallelMesh) -> Iterato
 
 
 def _add_up(shares: Sequence[_Share], mesh: ParallelMesh) -> None:
-    """Make the first copies of some gradients the sums over tp, and the others zeros."""
+    """Set the first copy of each gradient to its sum over tp, and the other copies to zero."""
     for share, total in _sums_over_tp(shares, mesh):
         if share.first:
             share.values.copy_(total)
@@ -136,7 +135,10 @@ def _add_up(shares: Sequence[_Share], mesh: ParallelMesh) -> None:
 def _sums_over_tp(
     shares: Sequence[_Share], mesh: ParallelMesh, *, of_first: bool = False
 ) -> Iterator[tuple[_Share, Tensor]]:
-    """Each share with the sum over tp of all copies of its elements, or the first of them; a bucket a collective."""
+    """Yield each share with the sum over tp of all copies of its elements (of_first: with the first copy).
+
+    One collective for each bucket.
+    """
     for bucket in _buckets(
         shares, lambda share: (share.values.dtype, share.total * share.values.element_size())
     ):
@@ -154,7 +156,7 @@ def _sums_over_tp(
 
 
 def average_over_data(gradients: Sequence[Tensor], mesh: ParallelMesh) -> None:
-    """Replace each gradient by its mean over dp, in place, a bucket a collective."""
+    """Replace each gradient by its mean over dp, in place; one collective for each bucket."""
     copies = mesh.dense_gradients
     if copies.size == 1:
         return
@@ -167,9 +169,9 @@ def average_over_data(gradients: Sequence[Tensor], mesh: ParallelMesh) -> None:
 
 
 def counted_here(parameter: Parameter, mesh: ParallelMesh) -> bool:
-    """Whether this rank's copy counts: replicas do on tp rank 0, tied weights on their first stage.
+    """Whether this rank's copy counts: replicas count on tp rank 0, tied weights on their first stage.
 
-    Of a key-value head that ranks share, all but the first have a gradient of zeros.
+    A key-value head that ranks share needs no rule: all ranks but the first hold zeros as its gradient.
     """
     spec = parameter.spec
     if spec.dim is None and not mesh.counts_replicated:
@@ -197,15 +199,15 @@ def global_norm(
 def first_nonfinite(
     parameters: Sequence[Parameter], tensors: Mapping[str, Tensor], mesh: ParallelMesh
 ) -> str | None:
-    """The canonical name of the tensor, with its layer, where a gradient that is not finite arose; None: nowhere.
+    """Return the canonical name and layer of the tensor where a non-finite gradient arose; None: all are finite.
 
-    A backward carries what is not finite on towards the embedding: so it arose in the last tensor, in forward
-    order, that has it. Collective over the world.
+    Backward carries a non-finite value on towards the embedding: so it arose in the last tensor, in forward order,
+    whose gradient is not finite. Collective over the world.
     """
     found: list[tuple[float, int, str]] = []
     for index, parameter in enumerate(parameters):
         gradient = tensors[parameter.name].grad
-        # What follows the layers stands on the last stage, the embedding before them; a tied one is the embedding.
+        # The embedding stands before all layers, the final norm and the head after them; a tied head is the embedding.
         depth = -1.0 if parameter.name == EMBEDDING else math.inf
         if gradient is not None and not gradient.isfinite().all():
             name = _first_part(parameter, gradient, mesh)
@@ -229,7 +231,7 @@ def _first_part(parameter: Parameter, gradient: Tensor, mesh: ParallelMesh) -> s
 
 def scale_gradients(gradients: Sequence[Tensor], factor: float) -> None:
     """Multiply all gradients in place."""
-    scale_(gradients, factor)
+    torch._foreach_mul_([*gradients], factor)
 
 
 def clip_values(gradients: Sequence[Tensor], *, limit: float) -> None:
@@ -239,7 +241,7 @@ def clip_values(gradients: Sequence[Tensor], *, limit: float) -> None:
 
 
 def clip_factor(norm: float, max_norm: float) -> float:
-    """What gradients of the global norm `norm` are multiplied by, to be of `max_norm` at most; 0 does not clip."""
+    """Return the factor that clips gradients of global norm `norm` to `max_norm`; `max_norm` 0: no clipping."""
     if max_norm <= 0:
         return 1.0
     return min(1.0, max_norm / (norm + 1e-6))  # the same epsilon as torch's and DeepSpeed's clipping
@@ -253,7 +255,7 @@ def clip_gradients(gradients: Sequence[Tensor], *, norm: float, max_norm: float)
 
 
 def _buckets(items: Iterable[T], measure: Callable[[T], tuple[torch.dtype, int]]) -> Iterator[list[T]]:
-    """Runs of items of one type and about _BUCKET_BYTES; `measure` tells an item's type and bytes."""
+    """Yield consecutive items of one dtype, about _BUCKET_BYTES together; `measure`: item -> dtype and bytes."""
     bucket: list[T] = []
     dtype, size_bytes = None, 0
     for item in items:

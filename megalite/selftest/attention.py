@@ -14,7 +14,7 @@ from megalite.ops.attention import causal_attention, compiled_attention
 from megalite.ops.attention_backends import CANDIDATES, Asked, Backend
 from megalite.ops.choice import COMPILED
 from megalite.ops.counter import MASK_LEVELS
-from megalite.ops.documents import Starts
+from megalite.ops.documents import CuSeqlens
 from megalite.ops.dropout import CountedMask
 from megalite.ops.packed_attention import why_not_packed
 from megalite.selftest.registry import NARROW, Candidate, Entry, Form, Shape, Workload, compiled
@@ -86,7 +86,7 @@ def _make_documents(shape: Shape, dtype: torch.dtype, random: Form) -> list[Tens
 
 
 def _in_documents(query: Tensor, places: Tensor) -> dict[str, Any]:
-    return {"documents": Starts(places, min(document_of(query.shape[1]), query.shape[1]))}
+    return {"documents": CuSeqlens(places, min(document_of(query.shape[1]), query.shape[1]))}
 
 
 def _form(attend: Callable[..., Tensor], seen: Seen) -> Form:

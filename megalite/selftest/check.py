@@ -11,15 +11,15 @@ from torch import Tensor
 from megalite.selftest.registry import Candidate, Entry, Form, Shape
 
 MOST = 2.0
-"""How many times the error of the plain form in the same type an implementation may have, beside a unit in the last
-place."""
+"""An implementation's largest allowed error: this many times the plain form's error in the same dtype, plus one unit in
+the last place."""
 NOISE = 1e-6
 """Beside a tensor with values of 1, one with values below this is sums that cancel."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The largest error of outputs and gradients, by its share of what is allowed; whether a repeat is equal."""
+    """The error of the output or gradient that is closest to its limit, and whether repeats are equal."""
 
     error: float
     allowed: float
@@ -34,11 +34,11 @@ class Comparison:
 def inputs_of(
     entry: Entry, shape: Shape, dtype: torch.dtype, device: str | torch.device, seed: int
 ) -> list[Tensor]:
-    """Random inputs on a device: drawn on the CPU, so that every device is given the same."""
+    """Return random inputs on a device, drawn on the CPU so that every device gets the same."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(*sizes: int) -> Tensor:
-        # Not in the type itself: its random numbers are of fewer digits.
+        # Drawn in float64: low-precision random numbers have fewer digits.
         return torch.randn(*sizes, generator=generator, dtype=torch.float64).to(dtype).to(device)
 
     torch.manual_seed(seed)
@@ -46,9 +46,9 @@ def inputs_of(
 
 
 def run(form: Form, inputs: Sequence[Tensor], gradients: int, dtype: torch.dtype) -> list[Tensor]:
-    """Outputs, then gradients of the first `gradients` inputs for random ones of the outputs; inputs stay as they are.
+    """Return the outputs, then the gradients of the first `gradients` inputs; does not change the inputs.
 
-    dtype: of the operator that is checked; whatever type is computed in, it is asked for gradients of numbers of it.
+    The outputs' gradients are random numbers rounded to `dtype`, the checked operator's, in the reference too.
     """
     leaves = [each.detach().clone().requires_grad_(index < gradients) for index, each in enumerate(inputs)]
     made = form(*leaves)
@@ -68,9 +68,9 @@ def run(form: Form, inputs: Sequence[Tensor], gradients: int, dtype: torch.dtype
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """Every tensor that torch makes "empty" in here is NaN: an element nobody writes shows.
+    """Fill every tensor that torch allocates with `empty` with NaN, so that an unwritten element shows.
 
-    That is what torch does in its deterministic mode (torch.utils.deterministic.fill_uninitialized_memory).
+    That is part of torch's deterministic mode (torch.utils.deterministic.fill_uninitialized_memory).
     """
     before = torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode(
@@ -85,10 +85,10 @@ def poisoned() -> Iterator[None]:
 def compare(
     found: Tensor, plain: Tensor, exact: Tensor, largest: float, units: float = 1.0
 ) -> tuple[float, float]:
-    """The largest error of a tensor and what is allowed; the error is inf where something is not finite.
+    """Return a tensor's largest error and the allowed error; the error is inf if an element is not finite.
 
-    A tensor that is zero but for rounding (the gradient of a query that sees one key) is measured by `largest`, that of
-    all the operator gives.
+    For a tensor of rounding noise around 0 (the gradient of a query that sees one key) the unit in the last place is
+    that of `largest`, the largest value of all outputs and gradients.
     """
     if found.shape != exact.shape or found.dtype != plain.dtype:
         return math.inf, 1.0
@@ -110,7 +110,7 @@ def check(
     device: str | torch.device,
     seed: int = 0,
 ) -> Comparison:
-    """Compares one implementation with the plain form in float64, both on fresh random inputs on the device."""
+    """Compare one implementation with the plain form in float64, both on fresh random inputs on the device."""
     inputs = inputs_of(entry, shape, dtype, device, seed)
     wide = [each.double() if each.is_floating_point() else each for each in inputs]
     exact = run(entry.plain, wide, entry.gradients, dtype)

@@ -1,21 +1,23 @@
 """What an update does to lists of tensors."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megalite.ops import apex
 from megalite.ops.adamw import (
-    accumulate_,
     adamw_,
-    compiled_accumulate_,
+    add_weight_gradient_,
     compiled_adamw_,
+    compiled_add_weight_gradient_,
     compiled_sum_of_squares,
     sum_of_squares,
 )
 from megalite.ops.choice import COMPILED, AdamW
 from megalite.selftest.norms import ROWS, rows
-from megalite.selftest.registry import NARROW, Entry, Form, Shape, Workload, compiled
+from megalite.selftest.registry import NARROW, Candidate, Entry, Form, Shape, Workload, compiled
 
 _RULES: dict[str, Any] = {
     "learning_rate": 1e-2,
@@ -25,6 +27,7 @@ _RULES: dict[str, Any] = {
     "step": 7,
 }
 # Lists of tensors are drawn as (tensors, elements of each).
+_TOKENS = 512  # the rows whose product is a weight's gradient
 LISTS: tuple[Shape, ...] = ((1, 1), (3, 8193), (90, 5), (2, 4099))
 
 
@@ -55,13 +58,34 @@ def _update(update: AdamW, scale: float = 0.5) -> Form:
     return form
 
 
+def _make_product(shape: Shape, dtype: torch.dtype, random: Form) -> list[Tensor]:
+    """A sum [out, in] in float32; gradients of outputs [tokens, out] and inputs [tokens, in] of `dtype`.
+
+    Small whole numbers, whose products low precision holds exactly: so the sum is held to fp32's rounding.
+    """
+    outputs, inputs = shape
+    grad, signs = random(_TOKENS, outputs).round(), random(_TOKENS, inputs).sign()
+    return [random(outputs, inputs).float(), grad, signs]
+
+
+def _sum(accumulate: Callable[[Tensor, Tensor, Tensor], None]) -> Form:
+    def form(total: Tensor, grad: Tensor, inputs: Tensor) -> Tensor:
+        accumulate(total, grad, inputs)
+        return total
+
+    return form
+
+
 ENTRIES = [
     Entry(
         name="AdamW, float32 masters and 16-bit copies",
         operator="adamw",
         make=_make_update,
         plain=_update(adamw_),
-        candidates={COMPILED: compiled(_update(compiled_adamw_), "adamw_")},
+        candidates={
+            COMPILED: compiled(_update(compiled_adamw_), "adamw_"),
+            apex.APEX: Candidate(_update(apex.adamw_), apex.why_not(apex.OPTIMIZERS)),
+        },
         dtypes=NARROW,
         shapes=LISTS,
         own=_weights,
@@ -78,12 +102,11 @@ ENTRIES = [
     Entry(
         name="gradients summed in float32",
         operator="accumulate",
-        make=lambda shape, dtype, random: [random(*shape).float(), random(*shape)],
-        plain=lambda total, gradient: (accumulate_(total, gradient), total)[1],
+        make=_make_product,
+        plain=_sum(add_weight_gradient_),
         candidates={
-            COMPILED: compiled(
-                lambda total, gradient: (compiled_accumulate_(total, gradient), total)[1], "accumulate_"
-            )
+            COMPILED: compiled(_sum(compiled_add_weight_gradient_), "accumulate_"),
+            apex.APEX: Candidate(_sum(apex.add_weight_gradient_), apex.why_not(apex.WEIGHT_GRADIENTS)),
         },
         dtypes=NARROW,
         shapes=ROWS,

@@ -1,4 +1,4 @@
-"""Proves implementations in a process of its own, which may crash or hang without harm to the caller."""
+"""Test implementations in a worker process, which may crash or hang without harm to the caller."""
 
 import json
 import os
@@ -19,9 +19,9 @@ from megalite.ops.trust import Finding, Findings
 from megalite.selftest.registry import Case
 
 CASE_SECONDS = 60.0
-"""What one implementation may take for one case."""
+"""The time limit of one implementation in one case."""
 START_SECONDS = 120.0
-"""What a process may take to import torch and to reach the device."""
+"""The time limit for a worker to import torch and initialise the device."""
 _END_SECONDS = 10.0
 _START = "import sys; sys.path[:] = {path!r}; from megalite.selftest import worker; sys.exit(worker.main(sys.argv[1:]))"
 _Found = dict[str, dict[str, dict[str, Finding]]]
@@ -37,10 +37,10 @@ def prove_all(
     total_seconds: float = float("inf"),
     tell: Tell = lambda case, implementation, finding: None,
 ) -> Findings:
-    """Every implementation of every case, each compared and timed; those that total_seconds do not reach are left out.
+    """Compare and time every implementation of every case; those left when total_seconds are over are missing.
 
-    entries: the file that the cases' entries are of, where they are not this package's own. tell: called after each.
-    Raises KernelError where no process can reach the device.
+    entries: the file of the cases' entries, if they are not this package's. tell: called after each implementation.
+    Raises KernelError if no worker can initialise the device.
     """
     deadline = time.monotonic() + total_seconds
     found: _Found = {}

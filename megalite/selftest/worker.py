@@ -1,6 +1,6 @@
-"""The process that runs implementations nobody trusts yet: told case by case, it answers line by line.
+"""The worker process of the self-test: reads cases, runs untested implementations, writes one line for each case.
 
-It may crash, hang or destroy the device's context; whoever started it (selftest/run.py) goes on with another.
+The worker may crash, hang or destroy the device's context; selftest/run.py then starts another.
 """
 
 import argparse

@@ -13,6 +13,7 @@ from megalite.ops.adamw import (
     adamw_,
     compiled_accumulate_,
     compiled_adamw_,
+    compiled_add_weight_gradient_,
     compiled_sum_of_squares,
     sum_of_squares,
 )
@@ -258,9 +259,9 @@ class _Counted:
     def __init__(self) -> None:
         self.calls = 0
 
-    def __call__(self, total: Tensor, gradient: Tensor) -> None:
+    def __call__(self, total: Tensor, grad: Tensor, inputs: Tensor) -> None:
         self.calls += 1
-        compiled_accumulate_(total, gradient)
+        compiled_add_weight_gradient_(total, grad, inputs)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -307,7 +308,7 @@ def test_a_tied_embedding_adds_to_its_own_rows_of_the_heads_gradient(dtype):
         node = torch.autograd.graph.get_gradient_edge(weight).node
         node.register_prehook(lambda gradients: seen.append(gradients[0]))
         if in_place:
-            sum_in_place([weight], compiled_accumulate_)
+            sum_in_place([weight], compiled_add_weight_gradient_)
         for _ in range(2):
             hidden_states = embedding(torch.randint(11, (2, 8)))
             layers.column_linear(hidden_states.tanh(), weight, mesh=mesh).square().sum().backward()
@@ -337,7 +338,7 @@ def test_a_hook_of_a_weight_is_shown_every_gradient(hook):
 
         getattr(linear.weight, hook)(look)
         if in_place:
-            sum_in_place([linear.weight], compiled_accumulate_)
+            sum_in_place([linear.weight], compiled_add_weight_gradient_)
         for _ in range(3):
             linear(torch.randn(2, 4, 6, dtype=torch.float64)).square().sum().backward()
         assert linear.weight.grad is not None

@@ -1,8 +1,10 @@
-"""Apex's compiled parts are used where they truly are, and nothing else of that name is; faked through sys.modules."""
+"""Apex's compiled kernels, stood in for by torch: called where they are chosen, and nothing else of that name is."""
 
-import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -10,19 +12,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite.cli import doctor
 from megalite.launcher.environment import without_apex
-from megalite.ops import apex
-from megalite.ops.adamw import accumulate_, adamw_, scale_, sum_of_squares
+from megalite.ops import apex, trust
+from megalite.ops.choice import Operators
 from megalite.parallel import layers
 from megalite.parallel.gradient_sums import sum_in_place
 from megalite.parallel.mesh import ParallelMesh
+from megalite.selftest.optimizer import ENTRIES
+from megalite.selftest.prove import prove
+from megalite.selftest.registry import Case
 from megalite.train.fused_adamw import OnePassAdamW
 from tests.kernels.test_adamw import ADAMW
 from tests.support.parity import FLOAT32_RTOL, NARROW_FLOOR, assert_close
 from tests.unit.train.test_optimizer import made
 
 CPU = torch.device("cpu")
+CHOSEN = Operators.all("apex", ("adamw", "accumulate"))
+SERVED = {entry.operator: entry for entry in ENTRIES if "apex" in entry.candidates}
 
 
 class Fake:
@@ -31,8 +37,6 @@ class Fake:
     def __init__(self) -> None:
         self.calls: dict[str, int] = {}
         self.amp_C, self.wgrad = ModuleType("amp_C"), ModuleType("fused_weight_gradient_mlp_cuda")
-        self._add(self.amp_C, self.multi_tensor_l2norm)
-        self._add(self.amp_C, self.multi_tensor_scale)
         self._add(self.amp_C, self.multi_tensor_adam)
         self._add(self.wgrad, self.wgrad_gemm_accum_fp32)
 
@@ -42,18 +46,10 @@ class Fake:
             return function(*arguments)
 
         setattr(module, function.__name__, counted)
+        module.__spec__ = ModuleSpec(module.__name__, None)
 
-    def multi_tensor_l2norm(self, _chunk: int, flag: Tensor, lists: list[list[Tensor]], per: bool) -> Any:
-        assert flag.dtype == torch.int32 and not per
-        return torch.cat([each.flatten().float() for each in lists[0]]).norm().view(1), None
-
-    def multi_tensor_scale(
-        self, _chunk: int, _flag: Tensor, lists: list[list[Tensor]], factor: float
-    ) -> None:
-        for source, target in zip(*lists, strict=True):
-            target.copy_(source * factor)
-
-    def multi_tensor_adam(self, _chunk: int, _flag: Tensor, lists: Any, *rules: Any) -> None:
+    def multi_tensor_adam(self, _chunk: int, flag: Tensor, lists: Any, *rules: Any) -> None:
+        assert flag.dtype == torch.int32
         rate, beta1, beta2, eps, step, mode, corrected, decay = rules
         assert (mode, corrected) == (1, 1) and isinstance(step, int)
         for gradient, weight, mean, square in zip(*lists, strict=True):
@@ -67,40 +63,22 @@ class Fake:
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
-    """Compiled parts that work, on a device where they would: the CPU stands for it."""
+def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
+    """Compiled modules that work."""
     made = Fake()
     monkeypatch.setitem(sys.modules, "amp_C", made.amp_C)
     monkeypatch.setitem(sys.modules, "fused_weight_gradient_mlp_cuda", made.wgrad)
-    monkeypatch.setattr(apex, "_device", lambda: CPU)
     monkeypatch.delenv("MEGALITE_NO_APEX", raising=False)
-    apex._choose.cache_clear()
-    yield made
-    apex._choose.cache_clear()
+    return made
 
 
-def test_what_is_there_and_right_is_used(fake, caplog):
-    with caplog.at_level(logging.INFO, logger="megalite.ops.apex"):
-        assert apex.choices() == {
-            "norm": "amp_C.multi_tensor_l2norm",
-            "scale": "amp_C.multi_tensor_scale",
-            "AdamW": "amp_C.multi_tensor_adam",
-            "weight gradients": "fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32",
-        }
-        apex.choices()
-    assert len(caplog.messages) == 4, "each choice is made and logged once"
-    tensors = [torch.randn(5), torch.randn(3, 2), torch.randn(4).bfloat16()]
-    exact = sum(each.double().square().sum() for each in tensors)
-    fake.calls.clear()
-    assert_close(sum_of_squares(tensors), exact, rtol=FLOAT32_RTOL)
-    scale_(tensors, 0.5)
-    assert_close(sum_of_squares(tensors), exact / 4, rtol=FLOAT32_RTOL)
-    assert fake.calls == {"multi_tensor_l2norm": 4, "multi_tensor_scale": 2}, "one call for each type"
+def complaints(device_type: str) -> list[str]:
+    return [entry.candidates["apex"].why_not_on(device_type) for entry in SERVED.values()]
 
 
 def test_the_trainer_updates_by_it(fake):
-    def stepped() -> tuple[OnePassAdamW | torch.optim.Optimizer, dict[str, Tensor]]:
-        optimizer, tensors = made(ADAMW, torch.bfloat16)
+    def stepped(operators: Operators) -> tuple[OnePassAdamW | torch.optim.Optimizer, dict[str, Tensor]]:
+        optimizer, tensors = made(replace(ADAMW, operators=operators), torch.bfloat16)
         torch.manual_seed(2)
         for _ in range(3):
             for tensor in tensors.values():
@@ -110,12 +88,11 @@ def test_the_trainer_updates_by_it(fake):
             name: each.detach().clone() for name, each in optimizer._masters.items()
         }
 
-    by_apex, weights = stepped()
-    assert isinstance(by_apex, OnePassAdamW) and fake.calls["multi_tensor_adam"] > 3
-    del sys.modules["amp_C"]
-    apex._choose.cache_clear()
-    by_torch, expected = stepped()
-    assert type(by_torch) is torch.optim.AdamW
+    by_apex, weights = stepped(CHOSEN)
+    assert isinstance(by_apex, OnePassAdamW) and fake.calls["multi_tensor_adam"] >= 3
+    fake.calls.clear()
+    by_torch, expected = stepped(Operators())
+    assert type(by_torch) is torch.optim.AdamW and not fake.calls
     for name, weight in expected.items():
         assert_close(weights[name], weight, rtol=FLOAT32_RTOL, what=name)
 
@@ -124,9 +101,7 @@ def test_linears_add_to_their_gradients_by_it(fake):
     linear = layers.RowParallelLinear(8, 4, mesh=ParallelMesh.single(), dtype=torch.bfloat16)
     torch.nn.init.normal_(linear.weight)
     linear.weight.grad_dtype = torch.float32
-    sum_in_place([linear.weight], accumulate_)
-    apex.accumulate_weight_gradient(CPU)
-    fake.calls.clear()
+    sum_in_place([linear.weight], CHOSEN.accumulate)
     batches = [torch.randn(2, 3, 8).bfloat16() for _ in range(3)]
     for inputs in batches:
         linear(inputs).sum().backward()
@@ -136,64 +111,88 @@ def test_linears_add_to_their_gradients_by_it(fake):
     assert_close(linear.weight.grad, exact, rtol=NARROW_FLOOR["bf16"])
 
 
+def test_the_trainer_has_linears_add_by_what_was_chosen(fake):
+    settings = replace(ADAMW, sum_in_fp32=True, sum_in_place=True)
+    for operators, found in ((CHOSEN, CHOSEN.accumulate), (Operators(), None)):
+        _, tensors = made(replace(settings, operators=operators), torch.bfloat16)
+        weights = [each for each in tensors.values() if each.dim() == 2]
+        assert weights and all(getattr(each, "accumulate_gradient", None) is found for each in weights)
+
+
 def test_float64_is_not_given_to_it(fake):
-    assert apex.adamw(CPU) is not None
-    fake.calls.clear()
     lists = [[torch.ones(3, dtype=torch.float64)] for _ in range(4)]
     rules = {"learning_rate": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "step": 1}
-    adamw_(lists[0], [], *lists[1:], **rules)
-    assert not fake.calls
+    CHOSEN.adamw(lists[0], [], *lists[1:], **rules)
+    assert not fake.calls and not lists[0][0].eq(1).any()
 
 
-@pytest.mark.parametrize("error", [ImportError, RuntimeError, OSError], ids=lambda each: each.__name__)
-def test_another_apex_neither_breaks_nor_fools(fake, monkeypatch, error):
-    """Of the PyPI package, and of NVIDIA's without compiled parts, amp_C is not there or raises what it likes."""
-    for name in ("amp_C", "fused_weight_gradient_mlp_cuda"):
-        monkeypatch.delitem(sys.modules, name)
-    words = "cannot import name 'UnencryptedCookieSessionFactoryConfig' from 'pyramid.session'"
-
-    def find(name: str) -> ModuleType:
-        raise error(words)
-
-    monkeypatch.setattr(apex.importlib, "import_module", find)
-    monkeypatch.setitem(sys.modules, "apex", ModuleType("apex"))
-    assert set(apex.choices().values()) == {f"not used: {error.__name__}: {words}"}
-    assert apex.l2_norm(CPU) is None and apex.scale(CPU) is None and apex.adamw(CPU) is None
-    assert_close(sum_of_squares([torch.full((4,), 2.0)]), 16.0)
+def own_case(operator: str) -> Case:
+    entry = SERVED[operator]
+    return Case(entry, torch.bfloat16, entry.shapes, own=False)
 
 
-def test_the_real_machine_has_no_compiled_apex_to_use():
-    """Whatever is called apex here, without a GPU nothing of it is imported."""
-    if torch.cuda.is_available():
-        pytest.skip("a GPU is here")
-    assert set(apex.choices().values()) == {"not used: torch sees no GPU"}
+@pytest.mark.parametrize("operator", ["adamw", "accumulate"])
+def test_the_self_test_takes_what_is_there_and_right(fake, operator):
+    assert complaints("cuda") == ["", ""]
+    assert prove(own_case(operator), "apex", CPU).right and fake.calls
 
 
 @pytest.mark.parametrize(
-    ("symbol", "wrong", "part"),
+    ("operator", "module", "symbol"),
     [
-        ("multi_tensor_l2norm", lambda *_: (torch.tensor([7.0]), None), "norm"),
-        ("multi_tensor_l2norm", lambda *_: (torch.tensor([float("nan")]), None), "norm"),
-        ("multi_tensor_scale", lambda *_: None, "scale"),
-        ("multi_tensor_adam", lambda *_: None, "AdamW"),
-        ("multi_tensor_adam", "no function", "AdamW"),
+        ("adamw", "amp_C", "multi_tensor_adam"),
+        ("accumulate", "wgrad", "wgrad_gemm_accum_fp32"),
     ],
 )
-def test_a_part_that_computes_wrongly_is_left_alone(fake, symbol, wrong, part):
-    setattr(fake.amp_C, symbol, wrong)
-    assert apex.choices()[part].startswith("not used: ")
-    assert apex._serve(part, CPU) is None
-    others = [each for each in apex.PARTS if each != part]
-    assert all(apex._serve(each, CPU) is not None for each in others), "each part is chosen by itself"
+def test_what_computes_wrongly_is_left_alone(fake, operator, module, symbol):
+    """A kernel that does nothing is wrong; one that is no function, or not there, raises in the self-test's worker."""
+    setattr(getattr(fake, module), symbol, lambda *_: None)
+    assert prove(own_case(operator), "apex", CPU).verdict == "wrong"
+    setattr(getattr(fake, module), symbol, "no function")
+    with pytest.raises(TypeError):
+        prove(own_case(operator), "apex", CPU)
+    delattr(getattr(fake, module), symbol)
+    with pytest.raises(AttributeError):
+        prove(own_case(operator), "apex", CPU)
+    other = "accumulate" if operator == "adamw" else "adamw"
+    assert prove(own_case(other), "apex", CPU).right, "each is chosen by itself"
+
+
+def test_another_apex_neither_breaks_nor_fools(monkeypatch, tmp_path: Path):
+    """The PyPI package, and NVIDIA's without compiled modules, have no amp_C; nothing of them is imported."""
+    monkeypatch.delenv("MEGALITE_NO_APEX", raising=False)
+    (tmp_path / "apex").mkdir()
+    (tmp_path / "apex" / "__init__.py").write_text("raise RuntimeError('must not be imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "apex", raising=False)
+    assert complaints("cuda") == [
+        "Apex's compiled module amp_C is not installed",
+        "Apex's compiled module fused_weight_gradient_mlp_cuda is not installed",
+    ]
+    assert apex.modules() == []
+
+
+def test_a_compiled_module_that_cannot_be_imported_is_met_by_the_self_tests_worker_alone(
+    monkeypatch, tmp_path: Path
+):
+    monkeypatch.delenv("MEGALITE_NO_APEX", raising=False)
+    (tmp_path / "amp_C.py").write_text("raise OSError('libcudart.so.11: cannot open shared object file')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "amp_C", raising=False)
+    assert apex.modules() == ["amp_C"] and complaints("cuda")[0] == ""
+    with pytest.raises(OSError, match="libcudart"):
+        prove(own_case("adamw"), "apex", CPU)
+
+
+def test_a_cpu_has_no_use_for_it(fake):
+    assert complaints("cpu") == ["Apex has no kernels for devices of type cpu"] * 2
 
 
 def test_the_switch_turns_all_off(fake, monkeypatch):
+    kept = trust.machine(CPU)
+    assert "amp_C, fused_weight_gradient_mlp_cuda" in kept["packages"]
     monkeypatch.setenv("MEGALITE_NO_APEX", "1")
-    assert set(apex.choices().values()) == {"not used: MEGALITE_NO_APEX=1"}
+    assert complaints("cuda") == ["MEGALITE_NO_APEX=1"] * 2
+    assert trust.trust_file(trust.machine(CPU)) != trust.trust_file(kept), "what was kept with it is not read"
     assert not fake.calls
     assert not without_apex({}) and not without_apex({"MEGALITE_NO_APEX": "0"})
-
-
-def test_doctor_says_what_of_it_is_used(fake, capsys):
-    doctor.run([])
-    assert "norm: amp_C.multi_tensor_l2norm" in " ".join(capsys.readouterr().out.split())

@@ -41,10 +41,9 @@ def _run(packed: Packed, inputs: list[Tensor], **how: bool) -> tuple[Tensor, Ten
         *inputs,
         starts(packed.queries),
         starts(packed.keys),
-        longest_query=max(packed.queries),
-        longest_key=max(packed.keys),
-        left=packed.left,
-        right=packed.right,
+        max_seqlen_q=max(packed.queries),
+        max_seqlen_k=max(packed.keys),
+        window_size=(packed.left, packed.right),
         mask=packed.mask,
         **how,
     )
@@ -184,17 +183,17 @@ def test_meta_tensors() -> None:
     query, key = torch.empty(7, 4, 8, device="meta"), torch.empty(9, 2, 8, device="meta")
     ends = torch.empty(2, dtype=torch.int32, device="meta")
     assert not why_not_packed(query)
-    output, lse = packed_attention(query, key, key, ends, ends, longest_query=7, longest_key=9)
+    output, lse = packed_attention(query, key, key, ends, ends, max_seqlen_q=7, max_seqlen_k=9)
     assert (output.shape, lse.shape, lse.dtype) == ((7, 4, 8), (4, 7), torch.float32)
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"query_starts": torch.tensor([0, 9], dtype=torch.int32)}, "from 0 to the number of tokens"),
-        ({"query_starts": torch.tensor([0, 8])}, "vector of int32"),
-        ({"longest_key": 7}, "a sequence of 8 tokens, of 0 to 7"),
-        ({"key_starts": torch.tensor([0, 2, 8], dtype=torch.int32)}, "other sequences of queries"),
+        ({"cu_seqlens_q": torch.tensor([0, 9], dtype=torch.int32)}, "from 0 to the number of tokens"),
+        ({"cu_seqlens_q": torch.tensor([0, 8])}, "vector of int32"),
+        ({"max_seqlen_k": 7}, "a sequence of 8 tokens, of 0 to 7"),
+        ({"cu_seqlens_k": torch.tensor([0, 2, 8], dtype=torch.int32)}, "other sequences of queries"),
         ({"key": torch.zeros(8, 3, 4)}, "do not fit"),
         ({"scale": -1.0}, "above 0"),
         ({"value": torch.zeros(8, 2, 4, dtype=torch.float64)}, "another dtype"),
@@ -202,7 +201,7 @@ def test_meta_tensors() -> None:
 )
 def test_what_does_not_fit_is_refused(change, words) -> None:
     given = {"query": torch.zeros(8, 4, 4), "key": torch.zeros(8, 2, 4), "value": torch.zeros(8, 2, 4)}
-    ends = {"query_starts": starts((8,)), "key_starts": starts((8,)), "longest_query": 8, "longest_key": 8}
+    ends = {"cu_seqlens_q": starts((8,)), "cu_seqlens_k": starts((8,)), "max_seqlen_q": 8, "max_seqlen_k": 8}
     with pytest.raises(RuntimeError, match=words):
         packed_attention(**{**given, **ends, **change})
 
@@ -227,7 +226,7 @@ def test_of_one_query_with_one_key_nothing_is_dropped_or_all() -> None:
     query, value = torch.zeros(2 * 16, 3, 16), torch.eye(16).repeat(2, 1).unsqueeze(1)
     ends = starts((16, 16))
     output, _ = packed_attention(
-        query, torch.zeros_like(value), value, ends, ends, longest_query=16, longest_key=16, mask=mask
+        query, torch.zeros_like(value), value, ends, ends, max_seqlen_q=16, max_seqlen_k=16, mask=mask
     )
     keep, scale = mask.draw(16, 16)
     assert torch.equal(output.view(2, 16, 3, 16).transpose(1, 2), keep * scale / 16)
@@ -260,13 +259,13 @@ def test_documents_by_their_starts(window, mask) -> None:
     heads = _heads(2, 90, 90)
     lengths = torch.tensor([60, 1, 29]), torch.tensor([90])
     ids = torch.stack([torch.repeat_interleave(torch.arange(len(each)), each) for each in lengths])
-    places = ops.document_starts(ids)
-    assert (places.places.tolist(), places.longest) == ([0, 60, 61, 90, 180], 90)
+    documents = ops.document_starts(ids)
+    assert (documents.cu_seqlens.tolist(), documents.max_seqlen) == ([0, 60, 61, 90, 180], 90)
     form = ops.document_spans if mask is None else ops.documents_seen
     expected = ops.causal_attention(*heads, window=window, mask=mask, documents=form(ids))
     for attend in (ops.compiled_attention, ops.causal_attention):
         _same_gradients(
-            attend(*heads, window=window, mask=mask, documents=places),
+            attend(*heads, window=window, mask=mask, documents=documents),
             expected,
             heads,
         )
@@ -287,7 +286,7 @@ def test_what_the_operator_lacks_is_told_and_torch_serves() -> None:
     assert "no mask that is written out" in ops.why_not_compiled(heads[0], counted_mask(1, 4).draw(6, 6))
     ids = torch.zeros(1, 6, dtype=torch.int64)
     ops._tell.cache_clear()
-    with pytest.warns(UserWarning, match="not compiled: it takes documents by their starts only"):
+    with pytest.warns(UserWarning, match="not compiled: it takes documents as cu_seqlens only"):
         spans = ops.compiled_attention(*heads, documents=ops.document_spans(ids))
     assert_close(spans, ops.causal_attention(*heads))
 

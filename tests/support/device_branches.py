@@ -14,7 +14,6 @@ ON_THE_STANDIN = {
     "data/transfer.py:BatchTransfer.__init__",
     "monitor/memory.py:device_memory",
     "ops/choice.py:Operators.documents",
-    "ops/apex.py:_device",
     "ops/attention_backends.py:served_on_device",
     "ops/chunked_attention.py:_pieces",
     "ops/cross_entropy.py:shard_statistics",
@@ -38,6 +37,10 @@ ON_THE_STANDIN = {
 
 # The test that runs what functions do for an accelerator, or for CUDA alone -> these functions.
 TESTED = {
+    (
+        "tests/kernels/test_apex.py",
+        "test_a_cpu_has_no_use_for_it",
+    ): ("ops/apex.py:why_not.<locals>.why_not_on",),
     (
         "tests/end_to_end/test_training_from_python.py",
         "test_a_script_starts_ranks_and_hears_of_what_any_of_them_does",

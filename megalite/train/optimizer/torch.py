@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megalite.model.replica import Replica
 from megalite.model.transformer import Stage
-from megalite.ops import apex
+from megalite.ops.choice import TORCH
 from megalite.parallel.gradient_sums import sum_in_place
 from megalite.parallel.gradients import (
     all_reduce_replicated_gradients,
@@ -48,11 +48,7 @@ class TorchOptimizer:
         self._tensors = replica.tensors
         if settings.sum_in_fp32:
             accumulate_in_float32(self._tensors)
-            adds = (
-                settings.operators.uses("accumulate")
-                or apex.accumulate_weight_gradient(self._mesh.device) is not None
-            )
-            if settings.sum_in_place and adds:
+            if settings.sum_in_place and settings.operators.of("accumulate") != TORCH:
                 sum_in_place(self._tensors.values(), settings.operators.accumulate)
         self._masters = {name: _master(tensor) for name, tensor in self._tensors.items()}
         self._optimizer = torch_optimizer(settings, self._parameters, self._masters, self._copies())
@@ -100,10 +96,10 @@ class TorchOptimizer:
         copies: dict[Tensor, nn.Parameter] = {
             master: copy for master, copy in named.items() if master is not copy
         }
-        faster = settings.operators.uses("adamw") and (device.type == "cpu" or bool(copies))
+        faster = settings.operators.of("adamw") != TORCH and (device.type == "cpu" or bool(copies))
         # In place, clipping values of 16 bits would round them.
         rounds = bool(copies) and settings.clip_value > 0 and not settings.sum_in_fp32
-        return copies if (faster or apex.adamw(device)) and not rounds else None
+        return copies if faster and not rounds else None
 
     def _norm(self, tensors: Mapping[str, nn.Parameter]) -> float:
         return global_norm(self._parameters, tensors, self._mesh, ops=self._settings.operators)

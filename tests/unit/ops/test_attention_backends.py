@@ -15,7 +15,7 @@ from megalite.ops import attention_backends as backends
 from megalite.ops import chunked_attention
 from megalite.ops.attention import causal_attention, document_starts, documents_seen
 from megalite.ops.attention_backends import BACKENDS, CANDIDATES, Asked, attend_on_device, backend_for
-from megalite.ops.documents import Starts, numbered, row_starts, starts_of_rows
+from megalite.ops.documents import CuSeqlens, numbered, row_starts, starts_of_rows
 from tests.support.attention import WaitsRefused
 from tests.support.flash import fake_flash_attn, flash_kernels
 from tests.support.parity import assert_close
@@ -203,14 +203,14 @@ def test_documents_of_rows_are_those_of_their_ids(rows) -> None:
     ids = _ids(rows)
     columns = row_starts(ids)
     starts = starts_of_rows(columns, ids.shape[1])
-    assert columns.shape == (len(rows), max(map(len, rows)) + 1) and starts.places.dtype == torch.int32
-    assert starts.places.unique_consecutive().tolist() == document_starts(ids).places.tolist()
+    assert columns.shape == (len(rows), max(map(len, rows)) + 1) and starts.cu_seqlens.dtype == torch.int32
+    assert starts.cu_seqlens.unique_consecutive().tolist() == document_starts(ids).cu_seqlens.tolist()
     with mock.patch.object(Tensor, "item", side_effect=AssertionError("the host waits")):
         numbers = numbered(starts, *ids.shape)
     assert documents_seen(numbers).equal(documents_seen(ids))
-    halves = [starts_of_rows(piece, ids.shape[1]).places for piece in columns.split(1)]
+    halves = [starts_of_rows(piece, ids.shape[1]).cu_seqlens for piece in columns.split(1)]
     for row, piece in zip(ids, halves, strict=True):
-        assert piece.unique_consecutive().tolist() == document_starts(row.unsqueeze(0)).places.tolist()
+        assert piece.unique_consecutive().tolist() == document_starts(row.unsqueeze(0)).cu_seqlens.tolist()
 
 
 def _asked(**changes: object) -> tuple[SimpleNamespace, SimpleNamespace, Asked]:
@@ -227,7 +227,7 @@ def _asked(**changes: object) -> tuple[SimpleNamespace, SimpleNamespace, Asked]:
     return query, key, Asked(facts.get("window"), facts.get("documents"), facts.get("softcap"))  # type: ignore[arg-type]
 
 
-DOCUMENTS = Starts(torch.tensor([0, 3, 64], dtype=torch.int32), 64)
+DOCUMENTS = CuSeqlens(torch.tensor([0, 3, 64], dtype=torch.int32), 64)
 
 
 @pytest.mark.parametrize(
