@@ -49,15 +49,15 @@ def load_checkpoint(
             check_coverage(reader.manifest, checkpoint)
             if wanted is not None:
                 _check_optimizer(reader.manifest, wanted, checkpoint)
-            # A run that goes on takes all the digits there are; other readers take the model's.
-            kind = WEIGHT if optimizer is None else _exact_weights(reader.manifest)
-            runs = None if optimizer is None else optimizer.weights()
-            if runs is None:
+            # A run that resumes takes the fp32 masters if there are any; other readers take the model's weights.
+            state_key = WEIGHT if optimizer is None else _exact_weights(reader.manifest)
+            partitions = None if optimizer is None else optimizer.weights()
+            if partitions is None:
                 tensors = replica.tensors
                 for parameter in replica.parameters:
-                    load_parameter(reader, parameter, tensors[parameter.name], mesh, kind)
-            for run in runs or ():
-                _load_run(reader, run, kind, mesh)
+                    load_parameter(reader, parameter, tensors[parameter.name], mesh, state_key)
+            for shard in partitions or ():
+                _load_shard(reader, shard, state_key, mesh)
             if optimizer is not None:
                 _load_optimizer(reader, list(optimizer.shards()), mesh)
             return reader.manifest
@@ -91,7 +91,7 @@ def _is_intact(checkpoint: Path) -> bool:
 class WeightReader(Protocol):
     """Something that holds canonical tensors: a checkpoint, a Hugging Face folder."""
 
-    def read(self, kind: str, name: str, box: TensorSlice) -> Tensor:
+    def read(self, state_key: str, name: str, box: TensorSlice) -> Tensor:
         """A region of a tensor."""
         ...
 
@@ -102,11 +102,11 @@ def load_parameter(
     parameter: Parameter,
     tensor: Tensor,
     mesh: ParallelMesh,
-    kind: str = WEIGHT,
+    state_key: str = WEIGHT,
     *,
     most_elements: int | None = None,
 ) -> None:
-    """Fill one registered parameter of this rank, part by part, from the reader's tensors of state key `kind`.
+    """Fill one registered parameter of this rank, part by part, from the reader's tensors of that state key.
 
     most_elements: read about so many elements at a time; None reads a part at once.
     """
@@ -114,7 +114,7 @@ def load_parameter(
     for part, box in parameter.spec.boxes(mesh.tp.rank, mesh.tp.size):
         for some in [box] if most_elements is None else rows_of(box, most_elements):
             if some.numel:
-                tensor[row : row + some.shape[0]].copy_(reader.read(kind, part.name, some))
+                tensor[row : row + some.shape[0]].copy_(reader.read(state_key, part.name, some))
             row += some.shape[0]
 
 
@@ -164,13 +164,13 @@ def _check_optimizer(manifest: Manifest, wanted: frozenset[str], checkpoint: Pat
 def _load_optimizer(reader: CheckpointReader, shards: Sequence[StateShard], mesh: ParallelMesh) -> None:
     held = reader.manifest.optimizer_state_keys
     for shard in shards:
-        kind = _exact_weights(reader.manifest) if shard.key in _COPIES - held else shard.key
-        _load_run(reader, shard, kind, mesh)
+        state_key = _exact_weights(reader.manifest) if shard.key in _COPIES - held else shard.key
+        _load_shard(reader, shard, state_key, mesh)
 
 
-def _load_run(reader: CheckpointReader, shard: StateShard, kind: str, mesh: ParallelMesh) -> None:
-    """Fill a flat range of one parameter from the reader's tensor of that state key."""
+def _load_shard(reader: CheckpointReader, shard: StateShard, state_key: str, mesh: ParallelMesh) -> None:
+    """Fill a flat range of one parameter from the reader's tensor of state key `state_key`."""
     boxes = shard.parameter.spec.boxes(mesh.tp.rank, mesh.tp.size)
-    for run in split_flat_range(boxes, shard.start, shard.values.numel()):
-        values = reader.read(kind, run.part.name, run.box, (run.start, run.stop))
-        shard.values[run.offset : run.offset + run.numel].copy_(values)
+    for each in split_flat_range(boxes, shard.start, shard.values.numel()):
+        values = reader.read(state_key, each.part.name, each.box, (each.start, each.stop))
+        shard.values[each.offset : each.offset + each.numel].copy_(values)

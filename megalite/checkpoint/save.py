@@ -54,23 +54,25 @@ OF_A_RUN = Remedies(
 
 @dataclass(frozen=True)
 class _Piece:
-    """What one rank writes under one key: a flat range of one canonical tensor, of one state key (`kind`)."""
+    """What one rank writes under one key: a flat range of one canonical tensor, of one state key."""
 
-    kind: str
-    run: PartRange
+    state_key: str
+    part_range: PartRange
     values: Tensor
 
     @property
     def whole(self) -> bool:
-        return self.run.numel == self.run.box.numel
+        return self.part_range.numel == self.part_range.box.numel
 
     @property
     def key(self) -> str:
-        return f"{self.kind}/{self.run.part.name}" + ("" if self.whole else f"@{self.run.start}")
+        return f"{self.state_key}/{self.part_range.part.name}" + (
+            "" if self.whole else f"@{self.part_range.start}"
+        )
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.run.box.shape if self.whole else (self.run.numel,)
+        return self.part_range.box.shape if self.whole else (self.part_range.numel,)
 
     @property
     def shaped(self) -> Tensor:
@@ -179,7 +181,10 @@ def draft_checkpoint(
     config: Mapping[str, Any],
     remedies: Remedies = OF_A_RUN,
 ) -> Draft:
-    """List what each rank has to write, and make the folder if the disk has room for all; as `save_checkpoint`."""
+    """List what each rank has to write, and make the partial folder if the disk has room for all ranks.
+
+    Writes no tensor: `write_draft` or a BackgroundWriter does. Arguments, errors: as of `save_checkpoint`. Collective.
+    """
     step, mesh, split = trainer_state["step"], replica.mesh, replica.split
     manifest = Manifest(
         megalite=__version__,
@@ -245,9 +250,9 @@ def _pieces(replica: Replica, optimizer: OptimizerState) -> Iterator[_Piece]:
     for shard in chain(weights, optimizer.shards()):
         if shard.owned:
             boxes = shard.parameter.spec.boxes(mesh.tp.rank, mesh.tp.size)
-            runs = split_flat_range(boxes, shard.start, shard.values.numel())
-            for run in _written(mesh, shard.parameter, runs):
-                yield _Piece(shard.key, run, shard.values[run.offset : run.offset + run.numel])
+            ranges = split_flat_range(boxes, shard.start, shard.values.numel())
+            for each in _written(mesh, shard.parameter, ranges):
+                yield _Piece(shard.key, each, shard.values[each.offset : each.offset + each.numel])
 
 
 def _by_key(pieces: Iterable[_Piece]) -> dict[str, _Piece]:
@@ -266,11 +271,11 @@ def _whole_weights(replica: Replica) -> Iterator[StateShard]:
         yield StateShard(parameter, WEIGHT, 0, tensors[parameter.name].detach().reshape(-1), owned)
 
 
-def _written(mesh: ParallelMesh, parameter: Parameter, runs: Iterable[PartRange]) -> Iterator[PartRange]:
+def _written(mesh: ParallelMesh, parameter: Parameter, ranges: Iterable[PartRange]) -> Iterator[PartRange]:
     """The flat ranges that this tensor-parallel rank and stage write: replicas and tied copies only once."""
     spec, (rank, size) = parameter.spec, (mesh.tp.rank, mesh.tp.size)
     if not spec.stages or mesh.at.pp == spec.stages[0]:
-        yield from (run for run in runs if spec.first_holder(run.part, rank, size) == rank)
+        yield from (each for each in ranges if spec.first_holder(each.part, rank, size) == rank)
 
 
 def _write(path: Path, by_key: Mapping[str, _Piece], read: Callable[[str], Tensor]) -> str:
@@ -281,15 +286,15 @@ def _write(path: Path, by_key: Mapping[str, _Piece], read: Callable[[str], Tenso
     hashes, size_bytes = write_tensor_file(path, infos, read)
     shards = [
         {
-            "kind": piece.kind,
-            "name": piece.run.part.name,
-            "full_shape": piece.run.part.shape,
+            "state_key": piece.state_key,
+            "name": piece.part_range.part.name,
+            "full_shape": piece.part_range.part.shape,
             "dtype": dtype_name(piece.values.dtype),
             "shard": {
                 "key": key,
-                "offsets": piece.run.box.offsets,
-                "shape": piece.run.box.shape,
-                "flat": None if piece.whole else (piece.run.start, piece.run.stop),
+                "offsets": piece.part_range.box.offsets,
+                "shape": piece.part_range.box.shape,
+                "flat": None if piece.whole else (piece.part_range.start, piece.part_range.stop),
                 "sha256": hashes[key],
             },
         }
@@ -306,7 +311,7 @@ def _merge(tables: Sequence[str]) -> dict[str, Any]:
         if table["size_bytes"] is not None:
             files[table["file"]] = table["size_bytes"]
         for row in table["shards"]:
-            entries = tensors.setdefault(row["kind"], {})
+            entries = tensors.setdefault(row["state_key"], {})
             known = entries.get(row["name"], TensorEntry(tuple(row["full_shape"]), row["dtype"], ()))
             if known.dtype != row["dtype"]:
                 raise CheckpointError(f"ranks hold {row['name']} as {known.dtype} and as {row['dtype']}")

@@ -167,12 +167,14 @@ class TrainingConfig(Section):
         False, description="compile each decoder layer with torch.compile; needs a C++ compiler"
     )
     label_smoothing: Fraction = Field(
-        0.0, description="label smoothing of the cross entropy; included in the reported loss"
+        0.0,
+        description="label smoothing of the cross entropy; included in the training loss, not in validation",
     )
     z_loss: float = Field(
         0.0,
         ge=0,
-        description="weight of the z-loss, the squared log-sum-exp of the logits; included in the reported loss",
+        description="weight of the z-loss, the squared log-sum-exp of the logits; included in the training "
+        "loss, not in validation",
     )
     threads: Count | Literal["auto"] = Field(
         "auto", description='CPU threads per rank; "auto": the machine\'s cores divided by its ranks'

@@ -36,6 +36,7 @@ class StepLoader:
     The global batch after c consumed samples is samples c to c + G - 1 of the training order (BlendedSamples). Micro
     batch m of rank d has b of them, from m * dp_size * b + d * b on, so every split of G covers the same samples.
 
+    dp_rank, dp_size: rank and size of `mesh.batch`, the ranks that read different samples.
     weights: the share of each token file.
     vocab_size: the model's vocabulary; a larger id in the data raises DataError. None: ids are not checked.
     epochs: the end of the data; later rows of the last global batch have no labels. None: no end.

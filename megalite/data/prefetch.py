@@ -33,7 +33,7 @@ class Prefetch(Generic[Batch]):
         self.close()
 
     def step_batch(self, samples: int) -> Batch:
-        """Return the batch after `samples` samples; later batches are being read when this returns."""
+        """Return the batch after `samples` consumed samples; later batches are being read when this returns."""
         if self._pool is None:
             return self._read(samples)
         if self._ahead and self._ahead[0][0] != samples:

@@ -1,4 +1,4 @@
-"""The shape of a model and, from it, every parameter: name, shape, cut, stage, initial values."""
+"""From a ModelShape, every parameter of the model: name, shape, sharding, stage, initial values, weight decay."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -59,6 +59,7 @@ class ShardSpec:
     parts: the canonical tensors that the parameter consists of, stacked along dim 0. Each part is sharded by itself,
         so that every tensor-parallel rank has its share of the query, the key and the value of a fused weight.
     dim: the tensor dim that is sharded over the mesh axis `axis`; None: the parameter is replicated over the axis.
+    axis: "tp" for every parameter today; callers pass their index and size on that axis.
     stages: the pipeline stages that hold a copy. More than one: a tied weight, whose gradients are summed over them.
     summed: the parameter is replicated, but each rank applies it to its own heads (query and key norms), so its
         gradient is the sum over the axis.

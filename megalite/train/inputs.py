@@ -17,13 +17,13 @@ class RunInputs:
     tokenizer_folder: Path
     data: RunData
     weights: str | None
-    """What to start from where nothing is resumed: a folder, or a commit of the Hub."""
+    """The initial weights unless a checkpoint is resumed: a Hugging Face folder, or org/name@commit of the Hub."""
 
 
 def prepare_inputs(config: RunConfig, folder: RunFolder) -> RunInputs:
-    """Fetch the weights, train the tokenizer and prepare the token file if that was not done before.
+    """Fetch the weights, train the tokenizer and prepare the token files, each unless it was done before.
 
-    On one process, starts no torch.
+    Called by one process before the ranks start, and by rank 0 after; starts no threads, so that ranks can be forked.
     """
     if config.model.weights and found_to_resume(config, folder) is None:
         local_folder(config.model.weights)
@@ -32,7 +32,7 @@ def prepare_inputs(config: RunConfig, folder: RunFolder) -> RunInputs:
 
 
 def found_to_resume(config: RunConfig, folder: RunFolder) -> Path | None:
-    """The checkpoint that `checkpoint.resume` means; None where the run begins anew."""
+    """Return the checkpoint that `checkpoint.resume` names; None: the run starts at step 0."""
     if config.checkpoint.resume == "never":
         return None
     auto = config.checkpoint.resume == "auto"

@@ -1,4 +1,4 @@
-"""A run that is told to end: SIGTERM lets it save first; what is said of where it goes on from there."""
+"""SIGTERM: the run saves a checkpoint before it ends, and says how to resume."""
 
 import os
 import select
@@ -28,7 +28,7 @@ class Terminated(BaseException):
 
 @contextmanager
 def termination_raised(info: RankInfo | None, ranks: int) -> Iterator[None]:
-    """SIGTERM raises Terminated where this process trains alone; elsewhere others have plans for it."""
+    """Let SIGTERM raise Terminated where this process is the only rank; a launcher handles it elsewhere."""
     alone = info is None and ranks == 1 and threading.current_thread() is threading.main_thread()
     if not alone or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
@@ -42,7 +42,7 @@ def termination_raised(info: RankInfo | None, ranks: int) -> Iterator[None]:
 
 @contextmanager
 def termination_noted(ended: Callable[[str], None]) -> Iterator[Callable[[], bool]]:
-    """Whether SIGTERM has arrived, for the run to ask between two steps; in the main thread.
+    """Yield a function that returns whether SIGTERM has arrived, to be asked between two steps; main thread only.
 
     `ended` is told why, and ends the process, in a thread: when the signal comes again, a second later or more, or when
     the run is not over within the grace time. What others have done about the signal stands.
@@ -92,7 +92,7 @@ def _watch(receiver: int, noted: threading.Event, ended: Callable[[str], None]) 
 
 
 def tell_interruption(config: RunConfig, info: RankInfo | None) -> None:
-    """A line, from one rank."""
+    """Announce, from rank 0, what is saved and how to resume."""
     if info is None or info.rank == 0:
         announce(f"interrupted: {_what_is_left(config)}")
 

@@ -14,7 +14,7 @@ from megalite.train.validation import HeldOutSet, validate
 
 
 class TrainingLoop:
-    """What a rank does between the start and the export; every rank of the mesh runs one alike."""
+    """Runs steps, validations, saves and callbacks until the run ends; every rank of the mesh runs one alike."""
 
     def __init__(
         self,
@@ -24,23 +24,25 @@ class TrainingLoop:
         saver: RunSaver,
         *,
         callbacks: Sequence[Callback] = (),
-        told_to_end: Callable[[], bool] = lambda: False,
+        sigterm_received: Callable[[], bool] = lambda: False,
         saved: Path | None = None,
     ):
-        """told_to_end: whether this rank was told to save and end. saved: what the run goes on from."""
+        """sigterm_received: returns whether this rank has received SIGTERM. saved: the checkpoint that was resumed."""
         self._trainer, self._held_out, self._reporter = trainer, held_out, reporter
-        self._saver, self._was_told_to_end = saver, told_to_end
+        self._saver, self._sigterm_received = saver, sigterm_received
         self._run = ActiveRun(trainer)
         self._callbacks = Callbacks(callbacks, self._run)
         self._config = trainer.config
-        self._stopped: str | None = None  # what all ranks agree on that a callback asked for
-        self.told_to_end = False
-        """Whether the run was over for SIGTERM, on every rank alike."""
+        self._stopped: str | None = (
+            None  # why the run stops early: a callback's reason or "SIGTERM", the same on every rank
+        )
+        self.ended_by_sigterm = False
+        """Whether SIGTERM ended the run before its last step, the same on every rank."""
         self.saved = saved
-        """The last checkpoint."""
+        """The last published checkpoint, or the resumed one."""
 
     def run(self) -> str:
-        """Train until there is a reason to end; the reason, empty where it is the last step."""
+        """Train until there is a reason to end, and return it: empty after the last step."""
         trainer = self._trainer
         self._saver.point_to_best()
         self._callbacks.train_start()
@@ -60,7 +62,7 @@ class TrainingLoop:
         if self._held_out and every is not None and step % every == 0:
             validation = self._validated(metrics)
         last = self._ends_here()
-        if self._held_out and last and validation is None and not self.told_to_end:
+        if self._held_out and last and validation is None and not self.ended_by_sigterm:
             validation = self._validated(metrics)
         self._reporter.step(report, validation, metrics)
         self._save(report, validation, last=last)
@@ -69,14 +71,14 @@ class TrainingLoop:
         try:
             report = self._trainer.train_step()
         except TrainingError:
-            # It is every rank's, so all are here to complete what was saved before.
+            # Every rank raises it, so all are here to publish the checkpoint in flight, which is collective.
             self._published(self._saver.finish())
             raise
         self._saver.stepped(report)
         return report
 
     def _validated(self, metrics: dict[str, float]) -> ValidationMetrics:
-        """A validation, and in `metrics` what callbacks have to say of it."""
+        """Validate, and add the metrics that callbacks return for it to `metrics`."""
         validation = self._validate()
         metrics |= self._callbacks.validation_end(validation)
         return validation
@@ -101,25 +103,25 @@ class TrainingLoop:
             self._callbacks.checkpoint(each.path)
 
     def _ends_here(self) -> bool:
-        """Whether this step is the last one. Collective: any rank may have been told to end, any callback ask for it.
+        """Return whether this step is the last one, on any rank's SIGTERM or callback. Collective.
 
-        Ranks also agree on how far they have written a checkpoint that is in flight.
+        The same sum over the ranks tells whether all have written the checkpoint in flight; then it is published.
         """
         mesh, run = self._trainer.mesh, self._run
-        told, asks = self._was_told_to_end(), run.asked_to_stop is not None
+        terminated, asks = self._sigterm_received(), run.asked_to_stop is not None
         # Busy before failed: what fails between the two looks is seen.
-        own = [float(each) for each in (self._saver.busy, self._saver.failed, told, asks)]
-        busy, failed, told_any, asked_any = (total > 0 for total in mesh.sum_over_world(own))
+        own = [float(each) for each in (self._saver.busy, self._saver.failed, terminated, asks)]
+        busy, failed, terminated_any, asked_any = (total > 0 for total in mesh.sum_over_world(own))
         self._published(self._saver.advance(busy=busy, failed=failed))
         if asked_any:
             asked = [each for each in mesh.gather_objects(run.asked_to_stop) or [] if each is not None]
             self._stopped = mesh.broadcast_object(asked[0] if asked else None)
-        if told_any and self._reason_to_end() is None:
-            self.told_to_end, self._stopped = True, "SIGTERM"
+        if terminated_any and self._reason_to_end() is None:
+            self.ended_by_sigterm, self._stopped = True, "SIGTERM"
         return self._reason_to_end() is not None
 
     def _reason_to_end(self) -> str | None:
-        """None as long as there is none; empty after the last step."""
+        """Return why the run ends: None if it goes on, empty after the last step."""
         state, settings = self._trainer.state, self._config.validation
         if state.step >= self._trainer.total_steps:
             return ""

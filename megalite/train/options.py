@@ -9,7 +9,7 @@ from megalite.train.precision import DTYPES
 
 
 def model_options(config: RunConfig, operators: Operators = PLAIN_TORCH) -> ModelOptions:
-    """How the configuration has the model compute, with these operators; its shape is apart."""
+    """Return how the model computes: dtype, dropout, loss terms, recompute. Its sizes are in the ModelShape."""
     model, training = config.model, config.training
     return ModelOptions(
         dtype=DTYPES[config.training.precision],
@@ -30,7 +30,10 @@ def model_options(config: RunConfig, operators: Operators = PLAIN_TORCH) -> Mode
 
 
 def optimizer_settings(config: RunConfig) -> OptimizerSettings:
-    """The optimizer's settings in the configuration; `assemble` adds what follows from the model's options."""
+    """Return the optimizer's settings without `operators` and `sum_in_place`, which `assemble` adds.
+
+    The learning rate is an argument of `Optimizer.step`.
+    """
     optimizer, training = config.optimizer, config.training
     return OptimizerSettings(
         name=optimizer.name,

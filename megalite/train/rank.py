@@ -38,9 +38,9 @@ from megalite.train.validation import HeldOutSet, held_out_set
 
 
 def train_rank(info: RankInfo, config: RunConfig, threads: int, callbacks: Sequence[Callback] = ()) -> int:
-    """Be one rank of the job that `config` describes, until its last step is saved.
+    """Run one rank of the job that `config` describes, until its last step is saved and exported.
 
-    0 when all is done, 75 when SIGTERM ended it before.
+    Returns the exit code: 0 after the last step, 75 if SIGTERM ended the run before.
     """
     torch.set_num_threads(threads)
     folder = RunFolder(Path(config.run.folder))
@@ -50,14 +50,14 @@ def train_rank(info: RankInfo, config: RunConfig, threads: int, callbacks: Seque
     try:
         done = _train(info, config, folder, device, callbacks)
     except BaseException:
-        # Others may be gone, and leaving a broken group can hang, while the failure is still to be told.
+        # Others may be gone, and leaving a broken group can hang, and the failure has not been reported yet.
         if info.world_size == 1:
             disconnect()
         raise
     else:
         disconnect()
         # Only now: the others need not wait while one rank writes and checks the export.
-        if done.told_to_end:
+        if done.ended_by_sigterm:
             return STOPPED
         if info.rank == 0 and done.last is not None:
             done.reporter.summary(_finish(done, folder))
@@ -71,14 +71,14 @@ def train_rank(info: RankInfo, config: RunConfig, threads: int, callbacks: Seque
 class _Done:
     """What remains to be done by a rank once its last step is saved.
 
-    last: the last checkpoint, if there is any. told_to_end: SIGTERM came before the last step.
+    last: the last checkpoint, if there is any. ended_by_sigterm: SIGTERM ended the run before its last step.
     """
 
     config: RunConfig
     tokenizer_folder: Path
     reporter: RunReporter
     last: Path | None
-    told_to_end: bool
+    ended_by_sigterm: bool
 
 
 def _train(
@@ -88,7 +88,7 @@ def _train(
     device: torch.device,
     callbacks: Sequence[Callback],
 ) -> _Done:
-    """From the first look at the inputs to the last checkpoint."""
+    """Prepare the inputs, build the TrainStep, resume, write run.toml, and train up to the last checkpoint."""
     mesh = ParallelMesh.over_world(config.layout, device, sequence_parallel=config.parallel.sequence)
     inputs = mesh.broadcast_object(prepare_inputs(config, folder) if mesh.rank == 0 else None)
     resumed_from = _checkpoint_to_resume(config, mesh, folder)
@@ -125,20 +125,20 @@ def _train(
     saver = RunSaver(
         trainer, folder.checkpoints, resumed_from=resumed_from, ranks_a_node=info.local_world_size
     )
-    with trainer.batches, termination_noted(partial(_end_now, info)) as told_to_end:
+    with trainer.batches, termination_noted(partial(_end_now, info)) as sigterm_received:
         loop = TrainingLoop(
             trainer,
             held_out,
             reporter,
             saver,
             callbacks=callbacks,
-            told_to_end=told_to_end,
+            sigterm_received=sigterm_received,
             saved=resumed_from,
         )
         reason = loop.run()
     if reason:
         reporter.say(f"stopped after step {trainer.state.step}: {reason}")
-    return _Done(config, inputs.tokenizer_folder, reporter, loop.saved, loop.told_to_end)
+    return _Done(config, inputs.tokenizer_folder, reporter, loop.saved, loop.ended_by_sigterm)
 
 
 def _end_now(info: RankInfo, reason: str) -> None:
@@ -149,7 +149,7 @@ def _end_now(info: RankInfo, reason: str) -> None:
 
 
 def _finish(done: _Done, folder: RunFolder) -> dict[str, Path]:
-    """Export what is to be exported; what lies where."""
+    """Export the last or best checkpoint if asked for; return name -> path of the run's results, for the summary."""
     config, last = done.config, done.last
     assert last is not None
     places = {"checkpoint": last}
@@ -169,7 +169,7 @@ def _finish(done: _Done, folder: RunFolder) -> dict[str, Path]:
 def _trainer(
     config: RunConfig, mesh: ParallelMesh, inputs: RunInputs, weights: Path | None, *, leads_node: bool
 ) -> tuple[TrainStep, Mapping[str, HeldOutSet], str]:
-    """This rank's trainer, what the run validates on, by name, and a line about the test of its operators."""
+    """Return this rank's TrainStep, the validation sets by name, and a note on the operators' self-test."""
     tokenizer = load_tokenizer(inputs.tokenizer_folder, end_of_document=config.tokenizer.end_of_document)
     shape = config.model.shape(tokenizer.vocab_size)
     # All that the samples of training and validation have in common.
@@ -198,13 +198,13 @@ def _trainer(
 
 
 def _checkpoint_to_resume(config: RunConfig, mesh: ParallelMesh, folder: RunFolder) -> Path | None:
-    """What `checkpoint.resume` means here; found by rank 0, so that all ranks go on from the same one."""
+    """Return the checkpoint that `checkpoint.resume` names; rank 0 finds it, so that all ranks resume the same one."""
     resumed: Path | None = mesh.broadcast_object(found_to_resume(config, folder) if mesh.rank == 0 else None)
     return resumed
 
 
 def _resume(trainer: TrainStep, checkpoint: Path) -> None:
-    """Go on from a checkpoint; CheckpointError, which names an older one to take instead of one that is damaged."""
+    """Resume a checkpoint. Raises CheckpointError, which names an intact older checkpoint if this one is damaged."""
     try:
         trainer.resume(checkpoint)
     except CheckpointError as error:
@@ -221,7 +221,7 @@ def _resume(trainer: TrainStep, checkpoint: Path) -> None:
 
 
 def _precision(config: RunConfig, mesh: ParallelMesh, resumed_from: Path | None) -> Precision:
-    """What `training.precision` means here; found by rank 0, so that all ranks compute alike."""
+    """Resolve `training.precision`; rank 0 does so, so that all ranks compute alike."""
     found = None
     if mesh.rank == 0:
         written = read_manifest(resumed_from).config if resumed_from is not None else {}

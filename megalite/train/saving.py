@@ -1,4 +1,4 @@
-"""What a run saves and keeps, beside its training or in its way, and what that costs it."""
+"""Saves the checkpoints of a run, asynchronously where possible; deletes old ones, measures the cost of saving."""
 
 import statistics
 import time
@@ -18,25 +18,28 @@ from megalite.monitor.metrics import SaveMetrics
 from megalite.train.state import StepReport
 from megalite.train.step import TrainStep
 
-# Steps that those beside a save are compared with.
+# Steps without a save in flight, with which those during a save are compared.
 _COMPARED_STEPS = 20
 
 
 class RunSaver:
-    """The checkpoints of one run; one a rank, called alike on every rank. What it returns was published."""
+    """Saves the checkpoints of one run; one object a rank, called alike on every rank.
+
+    Its methods return the checkpoints that were published since the last call.
+    """
 
     def __init__(
         self, trainer: TrainStep, folder: Path, *, resumed_from: Path | None = None, ranks_a_node: int = 1
     ):
-        """resumed_from: what may not be deleted. ranks_a_node: those that share this one's memory."""
+        """resumed_from: a checkpoint that is never deleted. ranks_a_node: ranks that share this machine's memory."""
         self._trainer, self._folder = trainer, folder
-        self._spared = () if resumed_from is None else (resumed_from,)
+        self._protected = () if resumed_from is None else (resumed_from,)
         self._ranks_a_node = ranks_a_node
         self._writer = BackgroundWriter(trainer.mesh)
         self._in_background = saves_in_background(trainer.config)
         self._waited_seconds = 0.0
-        self._alone: deque[float] = deque(maxlen=_COMPARED_STEPS)
-        self._beside: list[float] = []
+        self._seconds_without_save: deque[float] = deque(maxlen=_COMPARED_STEPS)
+        self._seconds_during_save: list[float] = []
         trainer.before_update = self._before_update
 
     @property
@@ -50,9 +53,10 @@ class RunSaver:
         return self._writer.failed
 
     def save(self, *, at_once: bool) -> list[SaveMetrics]:
-        """Save where the run stands, after what is in flight; collective.
+        """Save the current state once the checkpoint in flight, if any, is published; collective.
 
-        at_once: it is published when this returns. Raises CheckpointError on every rank alike.
+        at_once: the new checkpoint is published when this returns; otherwise it may be written asynchronously.
+        Raises CheckpointError on every rank alike.
         """
         done = self.finish()
         started, state = time.perf_counter(), self._trainer.state
@@ -66,23 +70,23 @@ class RunSaver:
         return [*done, SaveMetrics(state.step, draft.published, seconds, seconds)]
 
     def stepped(self, report: StepReport) -> None:
-        """Take note of what a step took."""
+        """Record the seconds of a finished step, without its wait for the copy of a checkpoint."""
         seconds = report.step_seconds - self._waited_seconds
-        (self._beside if self._writer.in_flight else self._alone).append(seconds)
+        (self._seconds_during_save if self._writer.in_flight else self._seconds_without_save).append(seconds)
 
     def advance(self, *, busy: bool, failed: bool) -> list[SaveMetrics]:
-        """Go on with what is in flight, between two steps; collective.
+        """Publish the checkpoint in flight once all ranks have written, between two steps; collective.
 
-        busy, failed: whether any rank is. Raises CheckpointError on every rank alike when any has failed.
+        busy, failed: `busy` and `failed` of any rank. Raises CheckpointError on every rank alike when any has failed.
         """
-        return self._told(self._writer.advance(busy=busy, failed=failed))
+        return self._published(self._writer.advance(busy=busy, failed=failed))
 
     def finish(self) -> list[SaveMetrics]:
-        """Wait until what is in flight is published; collective."""
-        return self._told(self._writer.finish())
+        """Wait until the checkpoint in flight is published; collective."""
+        return self._published(self._writer.finish())
 
     def point_to_best(self) -> None:
-        """At the start: a run may have been killed before `best` named what it had just saved."""
+        """Write `best` at the start: a run may have been killed after saving a checkpoint, before naming it there."""
         if self._trainer.mesh.rank == 0:
             self._point_to(self._trainer.state.best_step)
 
@@ -92,22 +96,25 @@ class RunSaver:
         self._waited_seconds = time.perf_counter() - started
 
     def _tidy(self, step: int, best_step: int | None) -> None:
-        """On rank 0, once the checkpoint of `step` is published, from when `best_step` was the best."""
+        """Update `best` and delete old checkpoints, on rank 0, once that of `step` is published.
+
+        best_step: the best step at the time of the save.
+        """
         self._point_to(best_step)
         settings = self._trainer.config.checkpoint
         if settings.keep_last is not None:
             keep, every = settings.keep_last, settings.keep_every
-            remove_older(self._folder, step, keep=keep, every=every, protected=self._spared)
+            remove_older(self._folder, step, keep=keep, every=every, protected=self._protected)
 
     def _point_to(self, best_step: int | None) -> None:
         if self._trainer.config.checkpoint.best and best_step is not None:
             write_best(self._folder, published_name(best_step))
 
-    def _told(self, written: Written | None) -> list[SaveMetrics]:
+    def _published(self, written: Written | None) -> list[SaveMetrics]:
         if written is None:
             return []
-        beside, self._beside = self._beside, []
-        compared = bool(beside and self._alone)
+        during, self._seconds_during_save = self._seconds_during_save, []
+        compared = bool(during and self._seconds_without_save)
         return [
             SaveMetrics(
                 step=written.step,
@@ -115,13 +122,15 @@ class RunSaver:
                 stall_seconds=written.stall_seconds,
                 write_seconds=written.write_seconds,
                 staging_bytes=written.staging_bytes,
-                steps_during_write=len(beside),
-                slowdown=statistics.mean(beside) / statistics.median(self._alone) if compared else None,
+                steps_during_write=len(during),
+                slowdown=statistics.mean(during) / statistics.median(self._seconds_without_save)
+                if compared
+                else None,
             )
         ]
 
     def _has_room(self, draft: Draft) -> bool:
-        """Whether the copies of all ranks fit into memory. Collective; asked until they are there."""
+        """Whether the copies of all ranks fit into host memory, less what earlier saves have reserved. Collective."""
         more_bytes = Staging.needed_bytes(draft.tensors) - self._writer.staging_bytes
         available = available_memory_bytes()
         short = more_bytes > 0 and available is not None and more_bytes * self._ranks_a_node > available
@@ -129,7 +138,7 @@ class RunSaver:
 
 
 def saves_in_background(config: RunConfig) -> bool:
-    """Whether the run saves beside its training: not what lies on a disk, for which there is no memory."""
+    """Whether checkpoints are asynchronous: not with offload to NVMe, whose state may not fit into host memory."""
     if not config.checkpoint.async_save:
         return False
     if config.zero_stage == 0:

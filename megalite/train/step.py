@@ -1,4 +1,4 @@
-"""One training step, alike for every layout and every optimizer."""
+"""TrainStep: a rank's model, optimizer, pipeline and batches; one step, a checkpoint's draft, and resuming."""
 
 import math
 import time
@@ -103,7 +103,7 @@ class TrainStep:
         return self.config.batch.global_batch_size * self.config.training.sequence_length
 
     def arriving_batch(self, loader: StepLoader, samples: int) -> ArrivingBatch:
-        """Start to copy the batch that `loader` has after `samples` samples to the device; for any thread."""
+        """Read the batch of `loader` after `samples` consumed samples and start its copy to the device; thread-safe."""
         return self.transfer.start(loader.step_batch(samples, dtype=self.options.loss_dtype))
 
     def train_step(self) -> StepReport:
@@ -158,7 +158,7 @@ class TrainStep:
             )
 
     def evaluate(self, batch: StepBatch) -> Tensor:
-        """As of PipelineRunner, in evaluation mode: nothing is dropped, and the loss is the plain cross entropy."""
+        """Return PipelineRunner.evaluate(batch) in evaluation mode: no dropout; the loss is the plain cross entropy."""
         self.stage.train(False)
         try:
             return self.pipeline.evaluate(batch)
@@ -166,7 +166,7 @@ class TrainStep:
             self.stage.train(True)
 
     def draft(self, folder: Path) -> Draft:
-        """A checkpoint of this moment, to be written to `folder`; collective."""
+        """List what a checkpoint of this moment has, to be written below `folder`; writes no tensor yet. Collective."""
         return draft_checkpoint(
             folder,
             self.replica,

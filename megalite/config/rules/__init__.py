@@ -1,1 +1,1 @@
-"""Rules that span settings, one file a section of RUN.toml."""
+"""Rules that span settings, one file a subject; `every.py` lists them all."""

@@ -72,10 +72,10 @@ def export(
             ):
                 write_durably(partial / name, json.dumps(content, indent=2) + "\n")
             comparisons = compare_with_transformers(reader, partial, dtype)
-            kind = dtype_name(dtype)
+            stored = dtype_name(dtype)
             if reader.weight_keys != (WEIGHT,):
-                kind += f", from the checkpoint's {' and '.join(reader.weight_keys)}"
-            card = model_card(manifest, kind, comparisons, averaged=reader.steps)
+                stored += f", from the checkpoint's {' and '.join(reader.weight_keys)}"
+            card = model_card(manifest, stored, comparisons, averaged=reader.steps)
         write_durably(partial / CARD, card)
     return Export(destination, tuple(files), tuple(comparisons))
 
@@ -115,11 +115,13 @@ def _write_weights(
     return list(files)
 
 
-def read_family_tensor(reader: CheckpointReader | AveragedWeights, kind: str, tensor: FamilyTensor) -> Tensor:
-    """Return a checkpoint's tensor of the state key `kind`, in the family's form: parts concatenated, transposed."""
+def read_family_tensor(
+    reader: CheckpointReader | AveragedWeights, state_key: str, tensor: FamilyTensor
+) -> Tensor:
+    """Return a checkpoint's tensor of a state key in the family's form: parts concatenated, transposed."""
     shapes = canonical_tensors(reader.manifest.model)
     return as_family_tensor(
-        tensor, [reader.read(kind, name, full_box(shapes[name])) for name in tensor.parts]
+        tensor, [reader.read(state_key, name, full_box(shapes[name])) for name in tensor.parts]
     )
 
 

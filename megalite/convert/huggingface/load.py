@@ -72,8 +72,11 @@ class HuggingFaceReader:
         for opened in self._files:
             opened.close()
 
-    def read(self, kind: str, name: str, box: TensorSlice) -> Tensor:
-        """A region of one canonical tensor, in the type of the file; raises CheckpointError."""
+    def read(self, state_key: str, name: str, box: TensorSlice) -> Tensor:
+        """Return a region of one canonical tensor in the file's dtype; raises CheckpointError.
+
+        state_key: ignored, because the folder holds weights only.
+        """
         tensor = self._tensors[name]
         stored = self._stored(tensor)
         pieces = [

@@ -50,9 +50,9 @@ class UniversalFolder:
         """What there is of a parameter: fp32, exp_avg, ..."""
         return sorted(each.stem for each in (self.path / ZERO / name).glob("*.pt"))
 
-    def tensor(self, name: str, kind: str, *, checked: bool = False) -> Tensor:
-        """One kind of a parameter, read where it is used; checked: after the file's checksums."""
-        path = self.path / ZERO / name / f"{kind}.pt"
+    def tensor(self, name: str, state: str, *, checked: bool = False) -> Tensor:
+        """Read one state of a parameter, a name of `files`. checked: verify the file's checksums first."""
+        path = self.path / ZERO / name / f"{state}.pt"
         if not path.is_file():
             raise CheckpointError(
                 f"{path} is missing: every parameter needs {', '.join(STATE_FILES)}, which AdamW under ZeRO saves for"
@@ -67,10 +67,10 @@ class UniversalFolder:
             raise CheckpointError(f"{path} holds no tensor of a parameter; convert the checkpoint again")
         return values
 
-    def tensors(self, kind: str) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, state: str) -> Iterator[tuple[str, Tensor]]:
         """That of every parameter, one after the other."""
         for name in self.names:
-            yield name, self.tensor(name, kind)
+            yield name, self.tensor(name, state)
 
     @cached_property
     def optimizer(self) -> Mapping[str, Any]:
@@ -162,8 +162,8 @@ def describe_universal(folder: Path) -> Iterator[str]:
     yield f"{WEIGHTS}: {sum(shape.numel() for shape, _ in entries.values()):,} elements"
     width = max(map(len, entries), default=0)
     for name, (shape, dtype) in entries.items():
-        by, kind = " x ".join(map(str, shape)), str(dtype).removeprefix("torch.")
-        yield f"  {name:<{width}}  {by:>16}  {kind}  {', '.join(found.files(name))}"
+        by, shown = " x ".join(map(str, shape)), str(dtype).removeprefix("torch.")
+        yield f"  {name:<{width}}  {by:>16}  {shown}  {', '.join(found.files(name))}"
 
 
 class UniversalReader:
@@ -179,17 +179,19 @@ class UniversalReader:
         self._prefix = _WRAPPER if names and all(name.startswith(_WRAPPER) for name in names) else ""
         self._check()
 
-    def read(self, kind: str, name: str) -> Tensor:
-        """All of a canonical tensor: of the weights, or of a moment."""
+    def read(self, state_key: str, name: str) -> Tensor:
+        """Return a whole canonical tensor: the weights (state key WEIGHT) or a moment."""
         tensor = self._tensors[name]
-        values = self._theirs(tensor.name, kind, checked=True).reshape(tensor.shape)
+        values = self._theirs(
+            tensor.name, WEIGHTS if state_key == WEIGHT else state_key, checked=True
+        ).reshape(tensor.shape)
         values = values.t() if tensor.transposed else values
         boxes = list(tensor.boxes(name, full_box(self._shapes[name]), self._shapes))
         pieces = [values[box.offsets[0] : box.offsets[0] + box.shape[0]] for box in boxes]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
-    def _theirs(self, name: str, kind: str, *, checked: bool = False) -> Tensor:
-        return self.folder.tensor(self._prefix + name, WEIGHTS if kind == WEIGHT else kind, checked=checked)
+    def _theirs(self, name: str, state: str, *, checked: bool = False) -> Tensor:
+        return self.folder.tensor(self._prefix + name, state, checked=checked)
 
     def _check(self) -> None:
         expected = {tensor.name: tensor.shape for tensor in self._tensors.values()}
@@ -204,11 +206,11 @@ class UniversalReader:
                 " tensor-parallel ranks, without adapters?"
             )
         for name, shape in expected.items():
-            for kind in STATE_FILES:
-                size = tuple(self._theirs(name, kind).shape)
+            for state in STATE_FILES:
+                size = tuple(self._theirs(name, state).shape)
                 if size not in (shape, (prod(shape),)):
                     raise CheckpointError(
-                        f"{self.folder.path / ZERO / name / kind}.pt is {size}, the model's is {shape}; is its"
+                        f"{self.folder.path / ZERO / name / state}.pt is {size}, the model's is {shape}; is its"
                         " config.json of this model, with the same vocabulary?"
                     )
 

@@ -39,7 +39,7 @@ class DeepSpeedOptimizer:
     """
 
     def __init__(self, replica: Replica, settings: OptimizerSettings, config: Mapping[str, Any]):
-        """`config`: DeepSpeed's own JSON, in which a step is one micro batch (config/deepspeed/read.py)."""
+        """`config`: DeepSpeed's JSON, in which a step is one micro batch (RunConfig.deepspeed_json)."""
         _quieten()
         parameters, mesh = replica.parameters, replica.mesh
         self._parameters, self._mesh, self._tensors = parameters, mesh, replica.tensors

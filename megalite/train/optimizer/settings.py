@@ -14,7 +14,9 @@ from megalite.train.loss_scale import LossScaleSettings
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """Hyperparameters as the config has them; 0 switches clipping and the average of weights off.
+    """Hyperparameters of the optimizer; 0 switches clipping and the average of weights off.
+
+    `assemble` sets operators and sum_in_place, the configuration all others (train/options.py).
 
     sum_in_fp32: gradients of low-precision weights are summed in fp32. skip_nonfinite: leave out an update that is not
     finite, where no loss scale does so. loss_scale: None where there is none. native: DeepSpeed's own AdamW updates,

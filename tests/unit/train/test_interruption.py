@@ -72,10 +72,10 @@ def wait_for(event: Callable[[], bool]) -> None:
 
 def test_sigterm_is_noted_and_a_second_one_later_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[str] = []
-    with termination_noted(ended.append) as told_to_end:
-        assert not told_to_end()
+    with termination_noted(ended.append) as sigterm_received:
+        assert not sigterm_received()
         signal.raise_signal(signal.SIGTERM)
-        wait_for(told_to_end)
+        wait_for(sigterm_received)
         signal.raise_signal(signal.SIGTERM)  # the same once more: from the process group and from the parent
         time.sleep(0.1)
         assert not ended
@@ -89,9 +89,9 @@ def test_sigterm_is_noted_and_a_second_one_later_ends(monkeypatch: pytest.Monkey
 def test_a_run_that_does_not_end_in_time_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[str] = []
     monkeypatch.setattr(interruption, "_GRACE_SECONDS", 0.1)
-    with termination_noted(ended.append) as told_to_end:
+    with termination_noted(ended.append) as sigterm_received:
         time.sleep(0.2)
-        assert not ended and not told_to_end()
+        assert not ended and not sigterm_received()
         signal.raise_signal(signal.SIGTERM)
         wait_for(lambda: bool(ended))
     assert ended == ["the run was not over 0.1 s after SIGTERM"]
@@ -103,15 +103,15 @@ def test_what_others_do_about_sigterm_stands() -> None:
 
     signal.signal(signal.SIGTERM, others)
     try:
-        with termination_noted(lambda _: None) as told_to_end:
-            assert signal.getsignal(signal.SIGTERM) is others and not told_to_end()
+        with termination_noted(lambda _: None) as sigterm_received:
+            assert signal.getsignal(signal.SIGTERM) is others and not sigterm_received()
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     noted: list[bool] = []
 
     def off_the_main_thread() -> None:
-        with termination_noted(lambda _: None) as told_to_end:
-            noted.append(told_to_end())
+        with termination_noted(lambda _: None) as sigterm_received:
+            noted.append(sigterm_received())
 
     thread = threading.Thread(target=off_the_main_thread)
     thread.start()

@@ -123,10 +123,10 @@ def run(
             reporter,
             saver,
             callbacks=callbacks[rank],
-            told_to_end=lambda: told_at[rank] is not None and trainer.state.step >= told_at[rank],
+            sigterm_received=lambda: told_at[rank] is not None and trainer.state.step >= told_at[rank],
         )
         ended[rank] = (loop.run(), trainer.state.step, saver.saved)
-        assert loop.told_to_end == (ended[rank][0] == "SIGTERM")
+        assert loop.ended_by_sigterm == (ended[rank][0] == "SIGTERM")
         assert loop.saved == Path(str(saver.saved[-1]))
 
     ranks = [threading.Thread(target=be_rank, args=(rank,)) for rank in range(RANKS)]
