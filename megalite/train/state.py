@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 class TrainerState:
     """Where a run stands. The data position is `samples`, one global counter.
 
-    best_loss, best_step: the lowest validation loss, and after which step it was found. improved_loss: the last one
-    that was an improvement to patience, which may ask for more than that it is lower.
+    best_loss, best_step: the lowest validation loss, and after which step it was found. improved_loss: the validation
+    loss of the last improvement by validation.minimum_improvement or more, from which patience counts.
     """
 
     step: int = 0
@@ -33,7 +33,7 @@ class TrainerState:
         )
 
     def validated(self, loss: float, minimum_improvement: float) -> "TrainerState":
-        """After a validation at this step; a loss that is not finite is no improvement."""
+        """Return the state after a validation at this step; a loss that is not finite is no improvement."""
         state = self
         if math.isfinite(loss) and (self.best_loss is None or loss < self.best_loss):
             state = replace(state, best_loss=loss, best_step=self.step)

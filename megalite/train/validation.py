@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HeldOutSet:
-    """Token losses are summed over its first `samples` sequences, in the order of its loader.
+    """A validation set: token losses are summed over the first `samples` samples of `loader`.
 
-    The loader's `epochs` end there, so that what fills up the last batch counts nothing.
+    The loader's `epochs` end there, so the rows that fill up the last batch have no labels and add nothing.
     """
 
     loader: StepLoader
@@ -34,9 +34,9 @@ class HeldOutSet:
 
 
 def held_out_set(load: Callable[..., StepLoader], file: TokenFile, limit: int | None) -> HeldOutSet:
-    """All samples of a file in their order, or `limit` of them drawn at random, by the seed, once and for all.
+    """Return all samples of a file in order, or `limit` random ones, the same in every validation of the run.
 
-    load: makes a StepLoader, but for what is said here of files, order and end.
+    load: StepLoader with all arguments except token_file, shuffle and epochs.
     """
     whole = load(file, shuffle=False, epochs=1)
     if limit is None or limit >= whole.samples_per_epoch:
@@ -47,7 +47,7 @@ def held_out_set(load: Callable[..., StepLoader], file: TokenFile, limit: int | 
 def validate(trainer: "TrainStep", sets: Mapping[str, HeldOutSet]) -> ValidationMetrics:
     """Evaluate the trainer's model on the sets; collective over the world, and without effect on the training.
 
-    Raises DataError where there is not one token to predict.
+    Raises DataError if a set has no token to predict.
     """
     started = time.perf_counter()
     total, tokens, means = 0.0, 0.0, {}

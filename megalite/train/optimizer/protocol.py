@@ -33,7 +33,7 @@ class Optimizer(Protocol):
 
     @property
     def loss_scale(self) -> float:
-        """What the gradients of the coming step are to be multiplied by; 1 unless the precision is fp16."""
+        """The factor on the loss, and so on the gradients, of the next step; 1 unless the precision is fp16."""
         ...
 
     def wrap(self, stage: Stage) -> Callable[..., Tensor]:
@@ -65,8 +65,10 @@ def require_finite(norm: float, tensor: str | None = None) -> None:
 
 
 def skip_update(scale: LossScale | None, norm: float, tensor: str | None, *, skip_nonfinite: bool) -> Update:
-    """Lower the scale for the overflow that arose in the gradient of `tensor`. Raises TrainingError where it cannot
-    be lowered, or is none and the step is not to be left out: `norm` is not finite."""
+    """Report an update that was skipped because the gradient of `tensor` is not finite, and lower the loss scale.
+
+    Raises TrainingError if the scale cannot be lowered, or if there is none and `skip_nonfinite` is False.
+    """
     if scale is None:
         if not skip_nonfinite:
             require_finite(norm, tensor)

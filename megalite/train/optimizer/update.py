@@ -1,4 +1,4 @@
-"""torch's optimizers as both paths use them: made for the groups, with their state and step count at hand."""
+"""Make torch's optimizer for the torch and the DeepSpeed path, and read and set its state and step count."""
 
 from collections.abc import Mapping, Sequence
 
@@ -17,7 +17,7 @@ def torch_optimizer(
     tensors: Mapping[str, nn.Parameter],
     copies: Mapping[Tensor, nn.Parameter] | None = None,
 ) -> torch.optim.Optimizer:
-    """AdamW (Loshchilov and Hutter 2019) or SGD, which also keeps the average of the weights if it is asked for.
+    """Return AdamW (Loshchilov and Hutter 2019) or SGD, with the moving average of the weights if ema_decay is set.
 
     copies: master in `tensors` -> the low-precision weight that AdamW writes with it.
     """
@@ -70,8 +70,8 @@ def ensure_state(optimizer: torch.optim.Optimizer) -> None:
         for tensor in group["params"]:
             state = optimizer.state[tensor]
             if adam and "step" not in state:
-                # As each has it itself: torch's fused update wants a float32 tensor beside the weight, DeepSpeed's a
-                # number, and ours reads it on the host.
+                # torch's fused update needs a float32 tensor on the weight's device, DeepSpeed's a number, and ours
+                # reads it on the host.
                 on_host = isinstance(optimizer, OnePassAdamW)
                 zero = torch.zeros((), dtype=torch.float32, device="cpu" if on_host else tensor.device)
                 state["step"] = zero if counts_in_tensors else 0
@@ -84,7 +84,7 @@ def ensure_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def step_count(optimizer: torch.optim.Optimizer) -> float:
-    """How many updates Adam has made; its bias correction depends on it. 0 for SGD."""
+    """Return the number of updates that Adam has made, for its bias correction; 0 for SGD."""
     counts = [float(state["step"]) for state in optimizer.state.values() if "step" in state]
     return max(counts, default=0.0)
 
