@@ -5,9 +5,11 @@ line that breaks them.
 """
 
 import ast
+import io
 import re
 import subprocess
 import sys
+import tokenize
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -222,6 +224,24 @@ def operators_without_flags(module: Module) -> Iterator[str]:
             yield f"{node.lineno}: {name}"
 
 
+def plain_sentences(module: Module) -> Iterator[str]:
+    """A sentence begins with its subject or its verb, not with "Of ..." or "What ..."."""
+    texts = [
+        (node.lineno, node.value.value)
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    ]
+    tokens = tokenize.generate_tokens(io.StringIO(module.text).readline)
+    texts += [
+        (token.start[0], token.string.lstrip("# ")) for token in tokens if token.type == tokenize.COMMENT
+    ]
+    for line, text in texts:
+        for found in re.finditer(r"(?:^|[.!?] )((?:Of|What) [a-z]\w*)", " ".join(text.split())):
+            yield f"{line}: a sentence begins with {found[1]!r}"
+
+
 RULES: list[Rule] = [
     import_rows,
     sole_owners,
@@ -231,6 +251,7 @@ RULES: list[Rule] = [
     annotated,
     sizes,
     operators_without_flags,
+    plain_sentences,
 ]
 
 
@@ -274,6 +295,8 @@ BROKEN = [
     (sizes, "data/loader.py", "def long():\n" + "    call()\n" * FUNCTION_LINES),
     (operators_without_flags, "ops/norms.py", "def norm(x: Tensor, *, fused: bool) -> Tensor: ..."),
     (operators_without_flags, "model/options.py", "class Options:\n    split_backward: bool = False"),
+    (plain_sentences, "data/loader.py", '"""Of a batch, its rows."""'),
+    (plain_sentences, "data/loader.py", "rows = 1  # Read once. What is left stays."),
 ]
 
 
@@ -287,6 +310,7 @@ KEPT = [
     (import_rows, "cli/__init__.py", "from megalite.version import __version__"),
     (sole_owners, "checkpoint/save.py", "import torch.distributed.checkpoint as dcp"),
     (calls, "model/stages.py", "stage.eval()"),
+    (plain_sentences, "data/loader.py", '"""Return the rows of a batch."""'),
     (operators_without_flags, "ops/choice.py", "class Operators:\n    split_backward: bool = False"),
     (sizes, "config/tables.py", "KEYS = [\n" + '    "key",\n' * (FILE_LINES + 1) + "]"),
     (

@@ -39,7 +39,7 @@ from megalite.version import __version__
 
 @dataclass(frozen=True)
 class Remedies:
-    """What to do about a full disk and a folder that refuses files, in the settings of the command that saves."""
+    """Remedies for a full disk and for a folder that refuses files, in the settings of the command that saves."""
 
     full: str
     forbidden: str
@@ -54,7 +54,7 @@ OF_A_RUN = Remedies(
 
 @dataclass(frozen=True)
 class _Piece:
-    """What one rank writes under one key: a flat range of one canonical tensor, of one state key."""
+    """The values that one rank writes under one key: a flat range of one canonical tensor, of one state key."""
 
     state_key: str
     part_range: PartRange

@@ -286,7 +286,7 @@ class CheckpointConfig(Section):
 
 
 class MonitorConfig(Section):
-    """What is reported during training; metrics.jsonl always has every step."""
+    """Reports during training; metrics.jsonl always has every step."""
 
     every: Count = Field(1, description="steps between console lines")
     tensorboard: bool = Field(False, description="also write run.folder/tensorboard (needs tensorboard)")

@@ -70,7 +70,7 @@ _ROPE_DESCRIPTIONS = {
     "short_factor": "longrope: divisor of each pair's frequency in sequences up to the original length",
     "long_factor": "longrope: the same in longer sequences",
 }
-# What a setting may be beside its field's own type, and its default.
+# Types that a setting may have beside its field's own, and its default.
 _LEFT_OPEN: Mapping[str, tuple[Any, Any]] = {
     "vocab_size": (Literal["auto"], "auto"),
     "num_key_value_heads": (None, None),

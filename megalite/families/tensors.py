@@ -71,7 +71,7 @@ class TensorNames:
 
     @property
     def layers(self) -> str:
-        """What stands before the index of a layer."""
+        """The name before the index of a layer."""
         return self.modules.get(_LAYERS, _LAYERS)
 
     def of(self, name: str) -> str:

@@ -75,7 +75,7 @@ class FailureReport:
 
     @property
     def headline(self) -> str:
-        """What happened, without the rank: one line, unless the message was written for the user."""
+        """The failure without the rank: one line, unless the message was written for the user."""
         if self.expected or not self.exception:
             return self.message
         return _one_line(self.exception, self.message)

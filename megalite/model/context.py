@@ -1,4 +1,4 @@
-"""What one micro batch brings to every layer beside its hidden states."""
+"""StepContext: the inputs of every layer in one micro batch beside the hidden states."""
 
 from dataclasses import dataclass
 

@@ -58,7 +58,7 @@ class DropoutSites:
         )
 
     def attention_mask(self, context: DropoutContext) -> CountedMask | None:
-        """Of the probabilities [b, heads of this rank, S queries, S keys]."""
+        """Return the mask of the probabilities [b, heads of this rank, S queries, S keys]."""
         if self._rates.attention == 0:
             return None
         key = key_of(self._seed, self._key_name("attention"))

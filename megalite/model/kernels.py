@@ -51,7 +51,7 @@ PARTS = {
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """What model.kernels means on a device; why: what decided it, for people.
+    """The operators that model.kernels stands for on a device; why: the reason, for people.
 
     name: "mixed" where an accelerator has some operators by torch and some by others.
     """

@@ -22,8 +22,8 @@ from megalite.topology.shape import ModelShape
 class DecoderLayer(nn.Module):
     """Attention and feed-forward blocks around a residual stream, arranged as ModelShape.norm_placement says.
 
-    What a block adds to the stream is its output, normalised in "sandwich" and "output", after dropout, times
-    residual_multiplier. Sums are written over what a block adds: no backward needs that tensor.
+    A block adds its output to the stream: normalised in "sandwich" and "output", after dropout, times
+    residual_multiplier. Sums are written into the block's output, which no backward needs.
     """
 
     input_layernorm: Norm
@@ -71,14 +71,14 @@ class DecoderLayer(nn.Module):
         return _compiled()(self, hidden_states, context, masks)
 
     def attention(self, inputs: Tensor, context: StepContext, masks: LayerMasks) -> Tensor:
-        """What attention adds to the residual stream: [B, S, H] -> [B, S, H]."""
+        """Return the output of attention for the residual stream: [B, S, H] -> [B, S, H]."""
         output: Tensor = self.self_attn(inputs, context, masks.attention)
         if self.normalises_outputs:
             output = self.post_attention_layernorm(output)
         return self._scaled(dropout(output, masks.attention_residual))
 
     def feed_forward(self, inputs: Tensor, masks: LayerMasks) -> Tensor:
-        """What the MLP adds to the residual stream: [B, S, H] -> [B, S, H]."""
+        """Return the output of the MLP for the residual stream: [B, S, H] -> [B, S, H]."""
         output: Tensor = self.mlp(inputs, masks.mlp)
         if self.normalises_outputs:
             output = self.post_feedforward_layernorm(output)

@@ -26,8 +26,8 @@ RecomputeMode = Literal["none", "selective", "full"]
 
 @dataclass(frozen=True)
 class Recompute:
-    """What backward computes again instead of reading it: nothing, attention from its rotated query, key and value
-    to its output ("selective"), or whole decoder layers ("full").
+    """Activations that backward computes again: none, attention from the rotated query, key and value to its output
+    ("selective"), or whole decoder layers ("full").
 
     layers: only the first so many of each chunk; ratio: only this share (or the next larger one) of
     each chunk's, spread evenly.

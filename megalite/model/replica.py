@@ -35,7 +35,7 @@ class Replica:
 
     @classmethod
     def whole(cls, stage: Stage) -> "Replica":
-        """Of a stage that one process holds whole."""
+        """Return the replica of a stage that one process holds whole."""
         device = next(stage.parameters()).device
         return cls(
             stage.shape, pipeline_split(stage.shape.num_hidden_layers), ParallelMesh.single(device), stage

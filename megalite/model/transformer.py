@@ -25,7 +25,7 @@ from megalite.topology.stages import PipelineSplit, balanced_split
 
 
 class Decoder(nn.Module):
-    """What stands under `model.` in every parameter's name, as far as this stage holds it."""
+    """The modules under `model.` that this stage holds."""
 
     def __init__(self, shape: ModelShape, split: PipelineSplit, mesh: ParallelMesh, options: ModelOptions):
         super().__init__()

@@ -1,1 +1,1 @@
-"""What a run says about itself: it receives numbers and writes them down; it never gathers them from ranks."""
+"""Console, metrics files and measurements: receives numbers and writes them; never gathers them from ranks."""

@@ -1,4 +1,4 @@
-"""What an update does to lists of tensors: their sum of squares, AdamW over float32 masters, sums of gradients.
+"""Operators on lists of tensors: the sum of squares, AdamW over float32 masters, sums of gradients.
 
 AdamW is that of Loshchilov and Hutter (2019) with the bias corrections of Kingma and Ba (2015), as torch computes it.
 """

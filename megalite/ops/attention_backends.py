@@ -31,7 +31,7 @@ _LARGEST_HEAD = 256
 
 
 class Asked(NamedTuple):
-    """What decides who can serve a call, beside its tensors.
+    """The properties of a call, beside its tensors, that decide which backend can serve it.
 
     window: the number of keys that a query sees, its own position included; None: all keys up to the query.
     """
@@ -215,7 +215,7 @@ def _sequences(query: Tensor, key: Tensor, documents: CuSeqlens | None) -> tuple
     return of_queries, of_keys, new, total
 
 
-# What was activated here, and not by the user's own script.
+# Backends activated here, not by the user's own script.
 _activated: list[str] = []
 
 
@@ -305,7 +305,7 @@ BACKENDS = (
     Backend("varlen", _why_not_varlen, _own_varlen),
     Backend("chunked", lambda *_: "", _chunked),
 )
-# What may be faster on a card, or serve what torch's kernels do not; used where it is preferred by name.
+# Backends that may be faster on a GPU, or serve calls that torch's kernels do not; used when preferred by name.
 CANDIDATES = (
     Backend("flash_attn", _why_not_flash_attn, _flash_attn, "flash_attn"),
     _newer_flash("FA3", "flash_attn_interface", (9,)),

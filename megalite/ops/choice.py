@@ -1,7 +1,7 @@
 """The operators of a model, chosen once: a description (operator -> implementation) and the functions built from it.
 
-No other file knows which implementation is used: modules call `ops.norm(...)`, `ops.attention(...)`. What a compiled
-operator cannot do goes to plain torch here.
+No other file knows which implementation is used: modules call `ops.norm(...)`, `ops.attention(...)`. Calls that a
+compiled operator cannot serve go to plain torch here.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -130,7 +130,7 @@ class Operators:
             object.__setattr__(self, name, function)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """What another process builds it from."""
+        """Pickle the description; another process builds the functions from it."""
         return type(self), (self.chosen, self.split_backward, self.compile)
 
     def of(self, operator: str) -> str:

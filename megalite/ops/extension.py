@@ -18,7 +18,7 @@ import torch
 
 LIBRARY = Path(__file__).parent / "libmegalite.so"
 SOURCES = Path(__file__).parents[1] / "csrc"
-# Of the stable ABI's versions; what a machine has not run, it does not claim.
+# The versions of the stable ABI; versions that no machine has run are named as such.
 TORCH_VERSIONS = "2.11 or newer by its stable ABI; run with 2.11, 2.13 and 2.15, not run with 2.12 and 2.14"
 OLDEST_CHIP = (8, 0)
 REBUILD = "build it: python setup.py build_ext --inplace in a checkout, else install megalite again"

@@ -1,4 +1,4 @@
-"""What each implementation of an operator has shown on this very card: kept on disk, and what follows from it.
+"""Results of the self-test for each implementation of an operator on this very card: kept on disk, and their use.
 
 On a CPU the compiled operators are proved by the tests of this repository. On an accelerator nothing is used but plain
 torch until `megalite selftest` (or the first run) has compared it with float64 and timed it there.
@@ -42,7 +42,7 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 @dataclass(frozen=True)
 class Finding:
-    """What one implementation showed in one case.
+    """The result of one implementation in one case.
 
     verdict: "absent" where it cannot compute this case, "failed" where it crashed, hung or raised. error: the largest
     one over what is allowed, times `allowed`. seconds: of a forward and a backward; torch_seconds: torch's best. All
@@ -173,12 +173,12 @@ def card_name(device: torch.device) -> str:
 
 
 def card_capability(device: torch.device) -> str:
-    """Of a CUDA card its compute capability."""
+    """Return the compute capability of a CUDA card, else an empty string."""
     return ".".join(map(str, torch.cuda.get_device_capability(device))) if device.type == "cuda" else ""
 
 
 def driver_version(device: torch.device) -> str:
-    """Of a CUDA card the version of the kernel's driver, or of the CUDA that it knows where nothing else is told."""
+    """Return the version of a CUDA card's kernel driver, or of the CUDA it supports where the driver's is unknown."""
     if device.type != "cuda":
         return ""
     try:
@@ -191,7 +191,7 @@ def driver_version(device: torch.device) -> str:
 
 @cache
 def library_digest() -> str:
-    """Of the library's sources and of the file itself: the same sources built otherwise are another library."""
+    """Hash the library's sources and the file itself: the same sources built otherwise are another library."""
     if not extension.LIBRARY.exists():
         return ""
     return (

@@ -179,7 +179,7 @@ def vocab_parallel_cross_entropy(
 
 @dataclass(frozen=True)
 class LogitTransform:
-    """What happens to logits before the loss: divided by `scaling`, then softcap * tanh(logit / softcap)."""
+    """Changes to the logits before the loss: divided by `scaling`, then softcap * tanh(logit / softcap)."""
 
     softcap: float | None = None
     scaling: float = 1.0
@@ -201,7 +201,7 @@ class _Gradients:
         return any(each is not None for each in (self.hidden_states, self.weight, self.bias))
 
     def add(self, at: int, inputs: Tensor, logits_grad: Tensor, weight: Tensor) -> None:
-        """Of one chunk, whose first token is `at`."""
+        """Return the logits of one chunk, whose first token is `at`."""
         if self.bias is not None:
             self.bias.add_(logits_grad.sum(dim=0))
         low = logits_grad.to(weight.dtype)

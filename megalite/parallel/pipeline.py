@@ -38,7 +38,7 @@ _MULTI: dict[str, type[PipelineScheduleMulti]] = {
 
 @dataclass(frozen=True)
 class StepBatch:
-    """What one data-parallel rank works on in one step: M micro batches of b sequences, stacked, [M * b, S] each.
+    """The samples of one data-parallel rank in one step: M micro batches of b sequences, stacked, [M * b, S] each.
 
     samples: [M * b] int64, each row's place in the run's order of samples: equal in every layout, never repeated.
     document_ids: int64, ascending in a row; where given, tokens attend within their own document only.
@@ -71,7 +71,7 @@ class StepBatch:
 
 @dataclass(frozen=True)
 class PipelineShapes:
-    """What is fixed for a runner: M micro batches, hidden states [b, S, H] between chunks ([b, S / tp, H]
+    """The fixed shapes of a runner: M micro batches, hidden states [b, S, H] between chunks ([b, S / tp, H]
     where the mesh splits the sequence), losses [b].
 
     b and S follow from the batch. Each pair that occurs costs a schedule and its buffers: pad lengths to few.
@@ -86,7 +86,7 @@ class PipelineShapes:
 class PipelineRunner(Protocol):
     """Forward and backward of one global batch; leaves gradients to be averaged over dp in `.grad`.
 
-    Batches lie on the mesh's device. What is returned lies there too, and the host has not waited for it.
+    Batches lie on the mesh's device. Returned tensors lie there too, and the host has not waited for them.
     """
 
     def forward_backward(self, batch: StepBatch, loss_scale: float = 1.0) -> Tensor:
@@ -200,7 +200,7 @@ class _ScheduleRunner:
         return self._losses_of(micro_batch, each_token=True)
 
     def _losses_of(self, micro_batch: StepBatch, **options: bool) -> Tensor | None:
-        """What the last chunk gives, where it is."""
+        """Return the output of the last chunk on the stage that holds it."""
 
         def run(chunk: nn.Module, hidden_states: Tensor | None) -> Tensor:
             inputs = micro_batch.input_ids if hidden_states is None else hidden_states

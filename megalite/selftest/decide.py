@@ -1,4 +1,4 @@
-"""What a run has to have proved on its device, what of it is known, and which implementation each operator gets."""
+"""The cases that a run needs proved on its device, those already known, and the implementation of each operator."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ from megalite.selftest.table import ENTRIES
 from megalite.topology.shape import ModelShape
 
 FIRST_RUN_SECONDS = 300.0
-"""What the test before a run may take in all."""
+"""Seconds that the test before a run may take in all."""
 LIKE_LLAMA = Workload(
     dtype=torch.float32,
     rows=1,
@@ -28,7 +28,7 @@ LIKE_LLAMA = Workload(
     head_dim=64,
     vocabulary=32000,
 )
-"""What is tested where no run is named, in the type that is asked for."""
+"""The workload that is tested where no run is named, in the dtype that is asked for."""
 
 
 def workload_of(config: RunConfig, shape: ModelShape, dtype: torch.dtype) -> Workload:
@@ -78,7 +78,7 @@ def choices_of(cases: Sequence[Case], found: Findings) -> dict[str, Choice]:
 
 
 def known_choices(workload: Workload, device: torch.device) -> dict[str, Choice]:
-    """What follows from earlier tests on this machine."""
+    """Return the choices that follow from earlier tests on this machine."""
     return choices_of(cases_of(ENTRIES, workload), trust.read(trust.machine(device)))
 
 

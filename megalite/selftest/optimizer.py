@@ -1,4 +1,4 @@
-"""What an update does to lists of tensors."""
+"""Entries of the optimizer's operators on lists of tensors."""
 
 from collections.abc import Callable
 from typing import Any

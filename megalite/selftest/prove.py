@@ -14,7 +14,7 @@ SEED = 20
 
 
 def prove(case: Case, implementation: str, device: torch.device) -> Finding:
-    """What this implementation shows: wrong at the first shape that is; timed on a run's own shape alone.
+    """Test one implementation: it is wrong at the first shape where it is wrong, and timed on a run's own shape only.
 
     Raises what the implementation, or torch's form beside it, raises.
     """
@@ -51,7 +51,7 @@ def _complaint(found: Comparison, shape: Shape) -> str:
     return "" if found.equal_repeats else f"wrong: a second call gives other numbers, at {sizes}"
 
 
-# What a float64 reference and its gradients may take: elements of the largest tensor.
+# Limits of a float64 reference with its gradients: elements of the largest tensor.
 _COMPARED, _TIMED = 1 << 23, 1 << 27
 
 

@@ -1,4 +1,4 @@
-"""What an operator has to prove: its inputs, its forms, and the shapes it is proved on.
+"""Entry: the inputs, forms and shapes on which an operator is tested.
 
 To add an implementation of an operator, add a `Candidate` to the entry in this package's table of it; the model then
 asks `ModelOptions.operators.of(<operator>)` for the name that was chosen.
@@ -135,7 +135,7 @@ class Case:
 
 
 def cases_of(entries: Sequence[Entry], workload: Workload) -> list[Case]:
-    """What a run has to have proved: the entries that it uses, on its own shapes and on odd sizes."""
+    """Return the cases that a run needs proved: the entries that it uses, on its own shapes and on odd sizes."""
     found: list[Case] = []
     for entry in entries:
         own = entry.own(workload)

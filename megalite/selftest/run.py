@@ -163,7 +163,7 @@ class _Worker:
         return line.decode()
 
     def _reason(self) -> str:
-        """What ended it: a signal, or its last words."""
+        """Return the cause of the worker's end: a signal, or its last line."""
         try:
             code = self._process.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:

@@ -1,1 +1,1 @@
-"""What a layout is, without torch: ranks and axes, layers of stages, how each parameter is cut."""
+"""Layouts, without torch: ranks and axes, layers of stages, how each parameter is cut."""

@@ -160,7 +160,7 @@ def _norm(shape: ModelShape, name: str, layer: int | None) -> Iterator[Parameter
 
 
 def _ones(shape: ModelShape) -> float:
-    """What a norm's weight is where it multiplies by 1."""
+    """Return the weight with which a norm multiplies by 1."""
     return 0.0 if shape.zero_centered_gamma else 1.0
 
 

@@ -19,7 +19,7 @@ Metrics = Mapping[str, float]
 
 
 class ActiveRun:
-    """What a callback sees of the run, and how it asks it to end; one a rank."""
+    """The run as a callback sees it, with the way to ask for its end; one on each rank."""
 
     def __init__(self, trainer: "TrainStep"):
         self._trainer = trainer

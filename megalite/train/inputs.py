@@ -1,4 +1,4 @@
-"""What a run reads before it trains: tokenizer, token files, weights, the checkpoint to go on from."""
+"""The inputs of a run: tokenizer, token files, weights, the checkpoint to go on from."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ from megalite.train.run_folder import RunFolder
 
 @dataclass(frozen=True)
 class RunInputs:
-    """What a run reads, made once and shared by all ranks."""
+    """The inputs of a run, made once and shared by all ranks."""
 
     tokenizer_folder: Path
     data: RunData

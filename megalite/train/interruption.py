@@ -45,7 +45,7 @@ def termination_noted(ended: Callable[[str], None]) -> Iterator[Callable[[], boo
     """Yield a function that returns whether SIGTERM has arrived, to be asked between two steps; main thread only.
 
     `ended` is told why, and ends the process, in a thread: when the signal comes again, a second later or more, or when
-    the run is not over within the grace time. What others have done about the signal stands.
+    the run is not over within the grace time. An earlier handler of the signal stays in place.
     """
     in_main = threading.current_thread() is threading.main_thread()
     if not in_main or signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, _raise):

@@ -11,7 +11,7 @@ from megalite.train.precision import DTYPES
 
 
 def known_kernels(config: RunConfig, shape: ModelShape, device: torch.device) -> KernelChoice:
-    """What model.kernels means on this device, by what was tested on it before. Raises ConfigError."""
+    """Return the operators of model.kernels on this device, by earlier self-tests. Raises ConfigError."""
     asked = config.model.kernels
     if asked == "reference" or not trust.needs_proof(device.type):
         return choose_kernels(asked, device.type)
@@ -24,7 +24,7 @@ def known_kernels(config: RunConfig, shape: ModelShape, device: torch.device) ->
 def agreed_kernels(
     config: RunConfig, shape: ModelShape, mesh: ParallelMesh, *, leads_node: bool
 ) -> tuple[KernelChoice, str]:
-    """What model.kernels means on all ranks alike, and a line about the test that was made for it; collective.
+    """Return the operators of model.kernels, the same on all ranks, and a line about the self-test; collective.
 
     The ranks that lead a node test what was not tested on its cards, while the others wait. An operator that one
     machine does not trust is used on none. Raises ConfigError, on every rank, as `choose_kernels` does.

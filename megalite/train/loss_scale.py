@@ -49,7 +49,7 @@ class LossScale:
             self.value = max(self.value / 2, self._settings.minimum)
 
     def scalars(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it."""
+        """Return the values that a checkpoint keeps."""
         return {
             "loss_scale": self.value,
             "loss_scale_steps_since_change": self._steps_since_change,

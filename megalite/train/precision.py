@@ -13,7 +13,7 @@ DTYPES = {
     "fp16": torch.float16,
     "fp64": torch.float64,
 }
-# What a machine must gain for bf16 to be worth its three digits; also keeps noise from deciding.
+# The speed-up from which bf16 is worth its three digits; also keeps noise from deciding.
 _WORTHWHILE = 1.25
 _PRODUCT_SIZE = 512
 _PRODUCTS = 5

@@ -69,7 +69,7 @@ def train_rank(info: RankInfo, config: RunConfig, threads: int, callbacks: Seque
 
 @dataclass(frozen=True)
 class _Done:
-    """What remains to be done by a rank once its last step is saved.
+    """The work that remains for a rank once its last step is saved.
 
     last: the last checkpoint, if there is any. ended_by_sigterm: SIGTERM ended the run before its last step.
     """

@@ -1,4 +1,4 @@
-"""What a run tells: metrics.jsonl, the console, the summary. All ranks call it alike; rank 0 writes and speaks."""
+"""Reports of a run: metrics.jsonl, the console, the summary. All ranks call it alike; rank 0 writes and prints."""
 
 import math
 import time
@@ -176,7 +176,7 @@ def _validation_line(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _peak_flops_per_second(mesh: ParallelMesh, config: RunConfig, info: RankInfo) -> float | None:
-    """Of the whole job; None where it is not known.
+    """Return the figure for the whole job; None where it is not known.
 
     `monitor.peak_tflops`; else of an accelerator its data sheet's figure, of CPUs a measurement on all cores of rank
     0's node.

@@ -55,7 +55,7 @@ class TrainingResult:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """What metrics.jsonl has, a dict a step."""
+        """The records of metrics.jsonl, one dict a step."""
         return read_metrics(self.folder / "metrics.jsonl")
 
 

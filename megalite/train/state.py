@@ -45,7 +45,7 @@ class TrainerState:
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one step gave: the loss before its update, the gradient norm before clipping, and its time.
+    """The result of one step: the loss before its update, the gradient norm before clipping, and its time.
 
     data_seconds: of step_seconds, what the step waited for its batch, on this rank.
     loss_scale: of this step. overflow: the first tensor with a gradient that is not finite, for which the step was

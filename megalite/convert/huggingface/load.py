@@ -24,7 +24,7 @@ from megalite.topology.parameters import EMBEDDING, HEAD, canonical_tensors
 from megalite.topology.shape import ModelShape
 from megalite.topology.sharding import TensorSlice
 
-# What older exports hold beside the weights: masks and frequencies, which follow from the configuration.
+# Buffers that older exports hold beside the weights: masks and frequencies, which follow from the configuration.
 BUFFERS = (
     *(".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias"),
     ".rotary_emb.inv_freq",
@@ -128,7 +128,7 @@ class HuggingFaceReader:
         return tensor.name.removeprefix(self._prefix) if self._prefix else tensor.name
 
     def _is_like_the_embedding(self, name: str) -> bool:
-        """Of its shape and type."""
+        """Return an empty tensor of the embedding's shape and type."""
         theirs = self._stored(self._tensors[EMBEDDING])
         if theirs not in self._where:
             return False

@@ -47,7 +47,7 @@ _EXACT: dict[str, tuple[Any, ...]] = {
     "rotary_percent": (1.0,),
     "softmax_type": ("vanilla",),
 }
-# What a reader of a checkpoint wants to know first.
+# The arguments that `convert inspect` prints first.
 OF_INTEREST = (
     "num_layers",
     "hidden_size",

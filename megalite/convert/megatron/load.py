@@ -19,7 +19,7 @@ from megalite.topology.shape import ModelShape
 
 @dataclass(frozen=True)
 class MegatronImport:
-    """What was written; notes: where copies of a tensor were not quite the same."""
+    """The checkpoint that was written; notes: where copies of a tensor were not quite the same."""
 
     checkpoint: Path
     shape: ModelShape

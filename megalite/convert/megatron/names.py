@@ -56,7 +56,7 @@ def is_weight(name: str) -> bool:
 def flat_names(state: Mapping[str, Any], prefix: str = "", depth: int = 8) -> dict[str, Any]:
     """The values of nested tables by their dotted names: the older models' are nested, megatron-core's are not.
 
-    What is nested deeper than `depth` stays a table: one may hold itself.
+    A table nested deeper than `depth` stays a table, since a table may hold itself.
     """
     found: dict[str, Any] = {}
     for key, value in state.items():
@@ -92,7 +92,7 @@ def parameter_name(name: str, first_layer: int, *, gated: bool) -> str | None:
 
 
 def missing_name(parameter: str, names: Mapping[str, str]) -> str:
-    """What a checkpoint would call a registered parameter that it lacks.
+    """Return the name that Megatron-LM would give a registered parameter that its checkpoint lacks.
 
     names: registered parameter -> the checkpoint's own name, of those that it has. A weight and its bias, and a
     module of two layers, are called alike; what the checkpoint has nothing like is called as in megatron-core.

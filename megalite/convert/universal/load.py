@@ -37,7 +37,7 @@ _SETTINGS = {"lr": "learning_rate", "betas": "betas", "eps": "eps", "weight_deca
 
 @dataclass(frozen=True)
 class UniversalFolder:
-    """What lies in a universal folder, whoever's model it is."""
+    """The files of a universal folder, whatever model they hold."""
 
     path: Path
 
@@ -47,7 +47,7 @@ class UniversalFolder:
         return sorted(each.name for each in (self.path / ZERO).iterdir() if each.is_dir())
 
     def files(self, name: str) -> list[str]:
-        """What there is of a parameter: fp32, exp_avg, ..."""
+        """Return the states that a parameter has: fp32, exp_avg, ..."""
         return sorted(each.stem for each in (self.path / ZERO / name).glob("*.pt"))
 
     def tensor(self, name: str, state: str, *, checked: bool = False) -> Tensor:
@@ -74,7 +74,7 @@ class UniversalFolder:
 
     @cached_property
     def optimizer(self) -> Mapping[str, Any]:
-        """What is not of a parameter: groups, loss scale."""
+        """Return the optimizer state that belongs to no parameter: groups, loss scale."""
         return _table(self.path / ZERO / OPTIMIZER_STATE)
 
     @cached_property
@@ -144,7 +144,7 @@ def _plain(value: object) -> float | list[float] | None:
 
 
 def _number(value: object, path: Path) -> float:
-    """Of steps."""
+    """Return a number of steps."""
     number = _plain(value)
     if not isinstance(number, float) or not 0 <= number < 2**53:
         raise CheckpointError(f"{path} says no number of steps; convert the checkpoint again")
@@ -215,7 +215,7 @@ class UniversalReader:
                     )
 
     def _is_spare(self, name: str) -> bool:
-        """What ds_to_universal adds of the model: buffers, and the embedding once more under its other name."""
+        """Whether ds_to_universal added this tensor: a buffer, or the embedding once more under its other name."""
         if name == self._head and self._tied:
             return torch.equal(
                 self._theirs(name, WEIGHTS), self._theirs(self._tensors[EMBEDDING].name, WEIGHTS)

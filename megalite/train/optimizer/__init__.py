@@ -1,1 +1,1 @@
-"""What updates the weights: torch alone, or DeepSpeed with ZeRO."""
+"""Optimizers: torch alone, or DeepSpeed with ZeRO."""

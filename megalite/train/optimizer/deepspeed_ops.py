@@ -1,4 +1,4 @@
-"""What a run under DeepSpeed asks of the machine, said before ranks wait for each other; its compiled operators."""
+"""Requirements of DeepSpeed on the machine, checked before ranks wait for each other; its compiled operators."""
 
 import fcntl
 import multiprocessing

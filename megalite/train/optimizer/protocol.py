@@ -15,7 +15,7 @@ from megalite.train.loss_scale import LossScale
 
 @dataclass(frozen=True)
 class Update:
-    """What one `step` did.
+    """The result of one `step`.
 
     grad_norm: the global norm of the gradient, without the loss scale, before clipping.
     skipped: no weight was changed, since the gradient is not finite. overflow: the first tensor where it is not.
@@ -27,7 +27,7 @@ class Update:
 
 
 class Optimizer(Protocol):
-    """What a training step asks of an optimizer: after all backwards `reduce_gradients`, then `step`."""
+    """An optimizer as the training step uses it: after all backwards `reduce_gradients`, then `step`."""
 
     state: OptimizerState
 

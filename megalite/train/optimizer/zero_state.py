@@ -42,7 +42,7 @@ class _FlatRange:
 
 
 class _ZeroState(ABC):
-    """What all ZeRO stages share; a stage says where the flat ranges of this rank lie."""
+    """The common part of all ZeRO stages; a stage says where the flat ranges of this rank lie."""
 
     def __init__(self, zero: Any, replica: Replica, scale: LossScale | None):
         self._zero, self._parameters, self._tensors = zero, replica.parameters, replica.tensors
