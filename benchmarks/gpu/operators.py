@@ -14,7 +14,7 @@ from megalite.ops.activations import swiglu
 from megalite.ops.adamw import accumulate_, compiled_accumulate_
 from megalite.ops.choice import COMPILED
 from megalite.selftest import activations, attention, loss, norms, optimizer, rotary
-from megalite.selftest.registry import NARROW, Candidate, Entry, Form, Shape, compiled
+from megalite.selftest.registry import LOW_PRECISION, Candidate, Entry, Form, Shape, compiled
 from megalite.selftest.rotary import packed_elements
 
 
@@ -138,7 +138,7 @@ def _causal_flops(shape: Shape, seen: float) -> tuple[float, float]:
 
 def _attention(entry: Entry, seen: Callable[[int], float], **others: Any) -> Operator:
     return Operator(
-        replace(entry, dtypes=NARROW),
+        replace(entry, dtypes=LOW_PRECISION),
         compiled=False,
         flops=lambda shape, size: _causal_flops(shape, seen(shape[1])),
         **{"timed": (2, 8192, 8, 128), "targets": (0, 0)} | others,

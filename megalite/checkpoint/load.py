@@ -108,7 +108,7 @@ def load_parameter(
 ) -> None:
     """Fill one registered parameter of this rank, part by part, from the reader's tensors of that state key.
 
-    most_elements: read about so many elements at a time; None reads a part at once.
+    most_elements: how many elements, about, to read at a time; None: each part at once.
     """
     row = 0
     for part, box in parameter.spec.boxes(mesh.tp.rank, mesh.tp.size):

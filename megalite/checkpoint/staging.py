@@ -9,7 +9,7 @@ from torch import Tensor
 from megalite.checkpoint.host_buffer import HostBuffer
 from megalite.checkpoint.tensor_file import tensor_bytes
 
-# Wide enough for every type, and a copy begins on a cache line.
+# Aligned for every dtype, so that a copy begins on a cache line.
 _ALIGNMENT = 64
 
 

@@ -29,7 +29,7 @@ class Recompute:
     """Activations that backward computes again: none, attention from the rotated query, key and value to its output
     ("selective"), or whole decoder layers ("full").
 
-    layers: only the first so many of each chunk; ratio: only this share (or the next larger one) of
+    layers: only the first `layers` of each chunk; ratio: only this share (or the next larger one) of
     each chunk's, spread evenly.
     """
 

@@ -62,7 +62,7 @@ def _yarn(shape: ModelShape, scaling: RopeScaling, length: int) -> Tensor:
     frequencies, dim = unscaled_frequencies(shape.rotary_dim, shape.rope_theta), shape.rotary_dim
 
     def pair_with(turns: float) -> float:
-        """The (fractional) pair that makes so many turns within the original length."""
+        """Return the (fractional) pair that makes `turns` turns within the original length."""
         return dim * math.log(_original(scaling) / (turns * 2 * math.pi)) / (2 * math.log(shape.rope_theta))
 
     first, last = pair_with(scaling.beta_fast), pair_with(scaling.beta_slow)

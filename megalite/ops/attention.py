@@ -329,8 +329,10 @@ def _attended(
     if seen is None:
         seen = _seen(new, total, None, query.device)
     scores = torch.matmul(query * form.scale, key.transpose(2, 3))
-    wide = torch.promote_types(scores.dtype, torch.float32)
+    compute_dtype = torch.promote_types(scores.dtype, torch.float32)
     if form.softcap is not None:
-        scores = soft_capped(scores.to(wide), form.softcap)
-    probabilities = scores.masked_fill(~seen, float("-inf")).softmax(dim=-1, dtype=wide).to(query.dtype)
+        scores = soft_capped(scores.to(compute_dtype), form.softcap)
+    probabilities = (
+        scores.masked_fill(~seen, float("-inf")).softmax(dim=-1, dtype=compute_dtype).to(query.dtype)
+    )
     return torch.matmul(dropout(probabilities, mask), value)

@@ -97,10 +97,10 @@ class _ChunkedAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, output_grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value = ctx.saved_tensors
-        form, heads, wide = ctx.form, query.shape[2], torch.promote_types(query.dtype, torch.float32)
+        form, heads, compute_dtype = ctx.form, query.shape[2], torch.promote_types(query.dtype, torch.float32)
         query_grad = torch.empty_like(query, memory_format=torch.contiguous_format)
         key_grad, value_grad = (
-            torch.zeros_like(each.transpose(1, 2), dtype=wide, memory_format=torch.contiguous_format)
+            torch.zeros_like(each.transpose(1, 2), dtype=compute_dtype, memory_format=torch.contiguous_format)
             for each in (key, value)
         )
         for rows, queries in _pieces(query, key):
@@ -108,8 +108,10 @@ class _ChunkedAttention(torch.autograd.Function):
             keys, grads = piece.keys, _grouped(output_grad[rows, queries], key.shape[2])
             low = piece.probabilities.to(query.dtype)
             value_grad[rows, :, keys] += torch.matmul(low.transpose(2, 3), grads)
-            score_grad = torch.matmul(grads, value[rows, keys].permute(0, 2, 3, 1)).to(wide)
-            score_grad = torch.ops.aten._softmax_backward_data(score_grad, piece.probabilities, -1, wide)
+            score_grad = torch.matmul(grads, value[rows, keys].permute(0, 2, 3, 1)).to(compute_dtype)
+            score_grad = torch.ops.aten._softmax_backward_data(
+                score_grad, piece.probabilities, -1, compute_dtype
+            )
             if piece.slopes is not None:
                 score_grad.mul_(piece.slopes)
             score_grad = score_grad.to(query.dtype)

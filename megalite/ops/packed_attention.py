@@ -92,8 +92,8 @@ def packed_attention(
 
 
 def _fake_forward(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
-    lse = query.new_empty((query.shape[1], query.shape[0]), dtype=wide)
+    compute_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    lse = query.new_empty((query.shape[1], query.shape[0]), dtype=compute_dtype)
     return query.new_empty(query.shape), lse
 
 

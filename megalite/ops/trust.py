@@ -86,7 +86,7 @@ def needs_proof(device_type: str) -> bool:
 
 
 def fault(implementation: str, cases: Sequence[str], found: Found) -> str:
-    """Why nobody may use an implementation in these cases: it is wrong, failed or was not tested; else empty."""
+    """Return why an implementation is not used in these cases: wrong, failed or untested; empty where it may be."""
     for case in cases:
         finding = found.get(case, {}).get(implementation)
         if finding is None:

@@ -112,8 +112,8 @@ def check(
 ) -> Comparison:
     """Compare one implementation with the plain form in float64, both on fresh random inputs on the device."""
     inputs = inputs_of(entry, shape, dtype, device, seed)
-    wide = [each.double() if each.is_floating_point() else each for each in inputs]
-    exact = run(entry.plain, wide, entry.gradients, dtype)
+    in_float64 = [each.double() if each.is_floating_point() else each for each in inputs]
+    exact = run(entry.plain, in_float64, entry.gradients, dtype)
     plain = run(entry.plain, inputs, entry.gradients, dtype)
     with poisoned():
         found, again = (run(candidate.form, inputs, entry.gradients, dtype) for _ in range(2))

@@ -121,7 +121,7 @@ def _kept(facts: Mapping[str, str], found: Findings) -> str:
 def combined(said: Sequence[tuple[Mapping[str, str], Mapping[str, Choice] | None]]) -> dict[str, Choice]:
     """One choice an operator for ranks that each say their machine, and one a node what it chose for that machine.
 
-    A rank whose machine nobody tested has tested nothing. Empty where there was nothing to choose, as in float64.
+    A rank on an untested machine has no results. Empty where there was nothing to choose, as in float64.
     """
     tested = {
         tuple(facts.items()): [choices for other, choices in said if other == facts and choices]

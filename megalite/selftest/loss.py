@@ -36,8 +36,8 @@ def _losses(operator: ShardCrossEntropy) -> Form:
 
 
 def plain_losses(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
-    wide = logits.to(weights.dtype)
-    return F.cross_entropy(wide, labels, ignore_index=IGNORE_INDEX, reduction="none") * weights
+    in_fp32 = logits.to(weights.dtype)
+    return F.cross_entropy(in_fp32, labels, ignore_index=IGNORE_INDEX, reduction="none") * weights
 
 
 ENTRIES = [

@@ -17,7 +17,7 @@ from megalite.ops.adamw import (
 )
 from megalite.ops.choice import COMPILED, AdamW
 from megalite.selftest.norms import ROWS, rows
-from megalite.selftest.registry import NARROW, Candidate, Entry, Form, Shape, Workload, compiled
+from megalite.selftest.registry import LOW_PRECISION, Candidate, Entry, Form, Shape, Workload, compiled
 
 _RULES: dict[str, Any] = {
     "learning_rate": 1e-2,
@@ -51,9 +51,9 @@ def _update(update: AdamW, scale: float = 0.5) -> Form:
         weights, copies, gradients, means, squares = (
             [*tensors[start : start + count]] for start in range(0, len(tensors), count)
         )
-        narrow = copies if copies[0].element_size() < 4 else []
-        update(weights, narrow, gradients, means, squares, **_RULES, gradient_scale=scale)
-        return [*weights, *(narrow or [each.clone() for each in weights]), *means, *squares]
+        low_precision = copies if copies[0].element_size() < 4 else []
+        update(weights, low_precision, gradients, means, squares, **_RULES, gradient_scale=scale)
+        return [*weights, *(low_precision or [each.clone() for each in weights]), *means, *squares]
 
     return form
 
@@ -86,7 +86,7 @@ ENTRIES = [
             COMPILED: compiled(_update(compiled_adamw_), "adamw_"),
             apex.APEX: Candidate(_update(apex.adamw_), apex.why_not(apex.OPTIMIZERS)),
         },
-        dtypes=NARROW,
+        dtypes=LOW_PRECISION,
         shapes=LISTS,
         own=_weights,
     ),
@@ -108,7 +108,7 @@ ENTRIES = [
             COMPILED: compiled(_sum(compiled_add_weight_gradient_), "accumulate_"),
             apex.APEX: Candidate(_sum(apex.add_weight_gradient_), apex.why_not(apex.WEIGHT_GRADIENTS)),
         },
-        dtypes=NARROW,
+        dtypes=LOW_PRECISION,
         shapes=ROWS,
         own=lambda run: (run.intermediate_size, run.hidden_size),
     ),

@@ -66,7 +66,7 @@ def timed_shape(case: Case, shape: Shape) -> Shape:
 
 
 def bounded(shape: Shape, most: int, *, scores: bool) -> Shape:
-    """[rows, columns], or an attention's shape, with at most so many elements: fewer rows, then heads, then tokens."""
+    """Return the shape with at most `most` elements: with fewer rows, then heads, then tokens."""
     if len(shape) == 2:
         rows, columns = shape
         return min(rows, max(1, most // columns)), columns

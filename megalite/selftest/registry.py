@@ -16,7 +16,7 @@ from megalite.ops.choice import COMPILED
 
 Shape = tuple[int, ...]
 Form = Callable[..., Any]
-WIDE, NARROW = (torch.float32, torch.bfloat16, torch.float16), (torch.bfloat16, torch.float16)
+FLOATS, LOW_PRECISION = (torch.float32, torch.bfloat16, torch.float16), (torch.bfloat16, torch.float16)
 Make = Callable[[Shape, torch.dtype, Form], Sequence[Tensor]]
 
 
@@ -95,7 +95,7 @@ class Entry:
     candidates: Mapping[str, Candidate]
     shapes: tuple[Shape, ...]
     gradients: int = 0
-    dtypes: tuple[torch.dtype, ...] = WIDE
+    dtypes: tuple[torch.dtype, ...] = FLOATS
     torch: Mapping[str, Form] = field(default_factory=dict)
     own: Callable[[Workload], Shape | None] = lambda workload: None
     units: float = 1.0

@@ -101,7 +101,7 @@ class _Worker:
             [sys.executable, "-P", "-c", _START.format(path=sys.path), *words],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
-            stderr=self._said,  # a pipe that nobody reads would stop it once it is full
+            stderr=self._said,  # a pipe without a reader would block the worker once it is full
             pass_fds=(writing,),
             start_new_session=True,
         )

@@ -7,7 +7,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class LossScaleSettings:
-    """initial: the first scale. window: so many steps in a row without an overflow double it; None: never.
+    """initial: the first scale. window: steps in a row without an overflow that double it; None: never.
 
     hysteresis: the overflow since the last doubling that halves it. minimum: it is never halved below this.
     """

@@ -22,7 +22,7 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.train.state import StepReport
 from megalite.train.step import TrainStep
 
-# The loss "after" is a mean over so many last steps: one step's says as much about its batch as about the model.
+# The loss "after" is a mean over this many last steps: the loss of one step depends on its batch too.
 _LAST_STEPS = 10
 
 

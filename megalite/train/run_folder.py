@@ -57,5 +57,5 @@ class RunFolder:
             )
             raise ConfigError([problem]) from error
         except OSError:
-            pass  # a file system without locks: then nobody can be kept out
+            pass  # a file system without locks cannot keep another run out
         return claim

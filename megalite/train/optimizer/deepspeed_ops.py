@@ -126,7 +126,7 @@ def native_optimizer(
 
 
 def replay_steps(optimizer: torch.optim.Optimizer, steps: int) -> None:
-    """Bring what DeepSpeed's AdamW on the CPU hides from its state to where so many updates leave it, to the bit.
+    """Bring what DeepSpeed's AdamW on the CPU hides from its state to its value after that many updates, to the bit.
 
     It multiplies the powers of the betas up in float32, step by step; of a step out of turn, as the first after a
     resume would be, it takes std::pow, whose last digits differ (IncrementStep in csrc/includes/cpu_adam.h).
