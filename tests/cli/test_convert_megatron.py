@@ -39,7 +39,7 @@ def test_a_checkpoint_is_shown_and_imported(tmp_path: Path, capsys: pytest.Captu
         assert fact in shown
     done = said(capsys, "import", str(folder), str(tmp_path / "run"))
     assert f"{tmp_path}/run/checkpoints/step-000000: 81,552 parameters of bfloat16, iteration 1000 of" in done
-    assert done.endswith("the optimizer's state stays behind, and a run that starts from it begins a new one")
+    assert done.endswith("weights only: a run that starts from it begins with a new optimizer state")
     with CheckpointReader(tmp_path / "run" / "checkpoints" / "step-000000") as reader:
         assert {entry.dtype for entry in reader.manifest.tensors[WEIGHT].values()} == {"bfloat16"}
         assert reader.manifest.model == shape

@@ -89,7 +89,7 @@ CASES = [
     Case(
         "a pickle that would run something",
         after(content(lambda held: held.update(optimizer=Runs()))),
-        ("posix.system", "nothing of it was run", "save it again"),
+        ("posix.system", "no code was run", "save it again"),
     ),
     Case(
         "a pickle that would run something, looked into",
@@ -109,6 +109,6 @@ CASES = [
     Case(
         "a tokenizer's size for another kind of folder",
         lambda world: ["convert", "import", str(world), str(world / "imported"), "--vocab-size", "5"],
-        ("--vocab-size", "is none"),
+        ("--vocab-size", "is not a Megatron-LM checkpoint", "leave it out"),
     ),
 ]

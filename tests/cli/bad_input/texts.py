@@ -120,7 +120,7 @@ TEXTS = ["one text", "another text"]
 GOOD_LINE = '{"text": "a"}\n'
 ELSEWHERE = "name a text file, a folder, a .jsonl"
 LEAVE_OUT = "leave it out (data.pattern, --pattern)"
-COLUMN = "set data.text_column (--text-column)"
+COLUMN = "data.text_column (--text-column)"
 
 CASES = [
     Case(
@@ -281,7 +281,7 @@ CASES = [
     Case(
         "a saved set of nothing",
         of_saved_set(state={"_data_files": []}),
-        ("set lacks all data files", "save it again"),
+        ("set lacks all data files", "save the data set again"),
     ),
     Case(
         "a state that is no JSON",
@@ -321,7 +321,7 @@ CASES = [
         ("validation part gets none", "--split"),
     ),
     Case("an output below a file", output_in_a_file, ("text.txt", "cannot be", "--output")),
-    Case("an output over its source", over_its_source, ("corpus.json is read", "--output")),
+    Case("an output over its source", over_its_source, ("corpus.json is an input", "--output")),
     Case(
         "an output over another program's",
         over_anothers_files,
@@ -335,7 +335,7 @@ CASES = [
     Case(
         "a full disk",
         of_good_text(),
-        ("x", "No space left on device", "free space", "nothing is left"),
+        ("x", "No space left on device", "free space", "were removed again"),
         patch=full_disk,
     ),
     Case(

@@ -268,12 +268,12 @@ CASES = [
     Case(
         "a weight of nothing",
         blend(("good", 0.0)),
-        ("data.blend[1].weight", "0 is not above 0", "leave the set out"),
+        ("data.blend[1].weight", "0 is not greater than 0", "leave this data set out"),
     ),
     Case(
         "a weight below nothing",
         blend(("good", 1.0), ("text.txt", -0.5)),
-        ("data.blend[2].weight", "-0.5 is not above 0", "leave the set out"),
+        ("data.blend[2].weight", "-0.5 is not greater than 0", "leave this data set out"),
     ),
     Case("a weight without end", blend(("good", float("inf"))), ("data.blend[1].weight", "finite")),
     Case(
@@ -284,7 +284,7 @@ CASES = [
     Case(
         "a set named twice",
         blend(("good", 1.0), ("good", 2.0)),
-        ("data.blend[2].source", "set 1 already", "name it once"),
+        ("data.blend[2].source", "also the source of data.blend[1]", "name it once"),
     ),
     Case(
         "a set that is not there",
@@ -294,7 +294,7 @@ CASES = [
     Case(
         "a text twice",
         lambda world: train(world, data__blend=[{"source": "x", "weight": 1.0}]),
-        ("data.source", "data.blend", "leave that out"),
+        ("data.source", "data.blend", "leave the blend out"),
     ),
     Case(
         "shares that do not add up, of a run",
@@ -304,7 +304,7 @@ CASES = [
     Case(
         "validation on what is trained on",
         validating_on("text.txt"),
-        ("data.validation", "is what is trained on", "data.split"),
+        ("data.validation", "is also the training text", "data.split"),
     ),
     Case(
         "validation that is not there", validating_on("no.txt"), ("no.txt does not exist", "name a text file")
