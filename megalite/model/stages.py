@@ -45,7 +45,7 @@ def build_stage(
 
 @torch.no_grad()
 def initialise(replica: Replica, seed: int) -> None:
-    """Fill every parameter: norms with ones, weights with normal values drawn for the region this rank holds."""
+    """Fill every parameter: with `Parameter.fill`, or with normal values drawn for the region that this rank holds."""
     tensors, tp = replica.tensors, replica.mesh.tp
     for parameter in replica.parameters:
         if parameter.std is None:

@@ -2,7 +2,7 @@
 
 Names follow Shoeybi et al., "Megatron-LM", 2019, figure 3 ("f" and "g"), and for sequences split over the ranks
 Korthikanti et al., "Reducing activation recomputation in large Transformer models", 2022, figure 5 ("g" and "g-bar").
-An axis of one rank communicates nothing.
+A group of one rank communicates nothing.
 """
 
 from collections.abc import Callable
@@ -22,8 +22,8 @@ class _Copy(torch.autograd.Function):
     """Identity forward, all-reduce backward: "f"."""
 
     @staticmethod
-    def forward(ctx: Any, hidden_states: Tensor, axis: RankGroup) -> Tensor:
-        ctx.axis = axis
+    def forward(ctx: Any, hidden_states: Tensor, ranks: RankGroup) -> Tensor:
+        ctx.ranks = ranks
         return hidden_states.view_as(hidden_states)
 
     @staticmethod
@@ -31,7 +31,7 @@ class _Copy(torch.autograd.Function):
         grad = grad.clone(
             memory_format=torch.contiguous_format
         )  # autograd may still need the caller's tensor
-        dist.all_reduce(grad, group=ctx.axis.group)
+        dist.all_reduce(grad, group=ctx.ranks.group)
         return grad, None
 
 
@@ -39,9 +39,9 @@ class _Reduce(torch.autograd.Function):
     """All-reduce forward, identity backward: "g". Overwrites its input, which no linear needs again."""
 
     @staticmethod
-    def forward(ctx: Any, partial_sums: Tensor, axis: RankGroup) -> Tensor:
+    def forward(ctx: Any, partial_sums: Tensor, ranks: RankGroup) -> Tensor:
         ctx.mark_dirty(partial_sums)
-        dist.all_reduce(partial_sums, group=axis.group)
+        dist.all_reduce(partial_sums, group=ranks.group)
         return partial_sums
 
     @staticmethod
@@ -53,26 +53,26 @@ class _GatherSequence(torch.autograd.Function):
     """All-gather forward, reduce-scatter backward, along dim 1."""
 
     @staticmethod
-    def forward(ctx: Any, shard: Tensor, axis: RankGroup) -> Tensor:
-        ctx.axis = axis
-        return start_gather(shard, axis)()
+    def forward(ctx: Any, shard: Tensor, ranks: RankGroup) -> Tensor:
+        ctx.ranks = ranks
+        return start_gather(shard, ranks)()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return start_reduce_scatter(grad, ctx.axis)(), None
+        return start_reduce_scatter(grad, ctx.ranks)(), None
 
 
 class _ReduceScatterSequence(torch.autograd.Function):
     """Reduce-scatter forward, all-gather backward, along dim 1."""
 
     @staticmethod
-    def forward(ctx: Any, partial_sums: Tensor, axis: RankGroup) -> Tensor:
-        ctx.axis = axis
-        return start_reduce_scatter(partial_sums, axis)()
+    def forward(ctx: Any, partial_sums: Tensor, ranks: RankGroup) -> Tensor:
+        ctx.ranks = ranks
+        return start_reduce_scatter(partial_sums, ranks)()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return start_gather(grad, ctx.axis)(), None
+        return start_gather(grad, ctx.ranks)(), None
 
 
 def column_input(hidden_states: Tensor, mesh: ParallelMesh) -> Tensor:
@@ -89,51 +89,51 @@ def row_output(partial_sums: Tensor, mesh: ParallelMesh) -> Tensor:
     return reduce_from(partial_sums, mesh.tp)
 
 
-def gather_sequence(shard: Tensor, axis: RankGroup) -> Tensor:
+def gather_sequence(shard: Tensor, ranks: RankGroup) -> Tensor:
     """All-gather positions: [B, S / n, ...] of each rank -> [B, S, ...]; the gradient is reduce-scattered."""
-    if axis.size == 1:
+    if ranks.size == 1:
         return shard
-    gathered: Tensor = _GatherSequence.apply(shard, axis)  # type: ignore[no-untyped-call]
+    gathered: Tensor = _GatherSequence.apply(shard, ranks)  # type: ignore[no-untyped-call]
     return gathered
 
 
-def reduce_scatter_sequence(partial_sums: Tensor, axis: RankGroup) -> Tensor:
+def reduce_scatter_sequence(partial_sums: Tensor, ranks: RankGroup) -> Tensor:
     """Reduce-scatter positions: [B, S, ...] -> this rank's [B, S / n, ...]; the gradient is all-gathered."""
-    if axis.size == 1:
+    if ranks.size == 1:
         return partial_sums
-    scattered: Tensor = _ReduceScatterSequence.apply(partial_sums, axis)  # type: ignore[no-untyped-call]
+    scattered: Tensor = _ReduceScatterSequence.apply(partial_sums, ranks)  # type: ignore[no-untyped-call]
     return scattered
 
 
-def copy_to(hidden_states: Tensor, axis: RankGroup) -> Tensor:
-    """Return the same values; the gradient is summed over the axis, since every rank used its own copy."""
-    return hidden_states if axis.size == 1 else _Copy.apply(hidden_states, axis)  # type: ignore[no-untyped-call]
+def copy_to(hidden_states: Tensor, ranks: RankGroup) -> Tensor:
+    """Return the same values; the gradient is summed over the ranks, since every rank used its own copy."""
+    return hidden_states if ranks.size == 1 else _Copy.apply(hidden_states, ranks)  # type: ignore[no-untyped-call]
 
 
-def reduce_from(partial_sums: Tensor, axis: RankGroup) -> Tensor:
-    """Sum over the axis in place; the gradient passes through unchanged."""
-    return partial_sums if axis.size == 1 else _Reduce.apply(partial_sums, axis)  # type: ignore[no-untyped-call]
+def reduce_from(partial_sums: Tensor, ranks: RankGroup) -> Tensor:
+    """Sum over the ranks in place; the gradient passes through unchanged."""
+    return partial_sums if ranks.size == 1 else _Reduce.apply(partial_sums, ranks)  # type: ignore[no-untyped-call]
 
 
-def all_reduce(values: Tensor, axis: RankGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-    """Reduce in place over the axis, outside autograd; returns `values`."""
-    if axis.size > 1:
-        dist.all_reduce(values, op=op, group=axis.group)
+def all_reduce(values: Tensor, ranks: RankGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+    """Reduce in place over the ranks, outside autograd; returns `values`."""
+    if ranks.size > 1:
+        dist.all_reduce(values, op=op, group=ranks.group)
     return values
 
 
-def gather_ranks(values: Tensor, axis: RankGroup) -> Tensor:
+def gather_ranks(values: Tensor, ranks: RankGroup) -> Tensor:
     """All-gather `values` [...], of one shape on all ranks: [n, ...] in rank order; outside autograd."""
-    if axis.size == 1:
+    if ranks.size == 1:
         return values.unsqueeze(0)
-    gathered = values.new_empty(axis.size, *values.shape)
-    dist.all_gather_single(gathered.flatten(0, 1), values.contiguous(), group=axis.group)
+    gathered = values.new_empty(ranks.size, *values.shape)
+    dist.all_gather_single(gathered.flatten(0, 1), values.contiguous(), group=ranks.group)
     return gathered
 
 
-def start_all_reduce(values: Tensor, axis: RankGroup) -> Pending:
+def start_all_reduce(values: Tensor, ranks: RankGroup) -> Pending:
     """Start an in-place all-reduce of contiguous `values`; outside autograd, like every start_* here."""
-    work = dist.all_reduce(values, group=axis.group, async_op=True)
+    work = dist.all_reduce(values, group=ranks.group, async_op=True)
 
     def finish() -> Tensor:
         work.wait()
@@ -142,11 +142,11 @@ def start_all_reduce(values: Tensor, axis: RankGroup) -> Pending:
     return finish
 
 
-def start_gather(shard: Tensor, axis: RankGroup) -> Pending:
+def start_gather(shard: Tensor, ranks: RankGroup) -> Pending:
     """Start the all-gather of dim 1: [B, S / n, ...] -> [B, S, ...]."""
     shard = shard.contiguous()
-    gathered: Tensor = shard.new_empty(axis.size, *shard.shape)
-    work = dist.all_gather_single(gathered.flatten(0, 1), shard, group=axis.group, async_op=True)
+    gathered: Tensor = shard.new_empty(ranks.size, *shard.shape)
+    work = dist.all_gather_single(gathered.flatten(0, 1), shard, group=ranks.group, async_op=True)
 
     def finish() -> Tensor:
         work.wait()
@@ -156,11 +156,11 @@ def start_gather(shard: Tensor, axis: RankGroup) -> Pending:
     return finish
 
 
-def start_reduce_scatter(partial_sums: Tensor, axis: RankGroup) -> Pending:
+def start_reduce_scatter(partial_sums: Tensor, ranks: RankGroup) -> Pending:
     """Start the reduce-scatter of dim 1: [B, S, ...] -> [B, S / n, ...]."""
-    by_rank = partial_sums.unflatten(1, (axis.size, -1)).transpose(0, 1).contiguous()
+    by_rank = partial_sums.unflatten(1, (ranks.size, -1)).transpose(0, 1).contiguous()
     scattered: Tensor = by_rank.new_empty(by_rank.shape[1:])
-    work = dist.reduce_scatter_single(scattered, by_rank.flatten(0, 1), group=axis.group, async_op=True)
+    work = dist.reduce_scatter_single(scattered, by_rank.flatten(0, 1), group=ranks.group, async_op=True)
 
     def finish() -> Tensor:
         work.wait()
@@ -169,13 +169,13 @@ def start_reduce_scatter(partial_sums: Tensor, axis: RankGroup) -> Pending:
     return finish
 
 
-def gather_last_dim(shard: Tensor, sizes: tuple[int, ...], axis: RankGroup) -> Tensor:
+def gather_last_dim(shard: Tensor, sizes: tuple[int, ...], ranks: RankGroup) -> Tensor:
     """All-gather shards of the last dim, of the given sizes, into the full tensor; outside autograd."""
-    if axis.size == 1:
+    if ranks.size == 1:
         return shard
     # gloo wants equal shapes, and uneven vocabulary shards differ by one: send the widest.
     widest = max(sizes)
     padded = torch.nn.functional.pad(shard, (0, widest - shard.shape[-1])).contiguous()
     gathered = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(gathered, padded, group=axis.group)
+    dist.all_gather(gathered, padded, group=ranks.group)
     return torch.cat([part[..., :size] for part, size in zip(gathered, sizes, strict=True)], dim=-1)
