@@ -79,7 +79,8 @@ def test_training_on_wikitext2_equals_a_plain_loop(tmp_path: Path, shared_data: 
 def test_checkpoint_memory(tmp_path: Path) -> None:
     """A model of 404 MB, half of which is its embedding; what is mapped of the files, or held whole, would show."""
     export, *imports = quick_rows("checkpoint_memory", tmp_path)
-    assert export["megabytes"] == 404 and export["above_start_mib"] < 300, export
+    # 239 to 316 MiB were measured, by what else the machine does; a second copy of the embedding has 194 more.
+    assert export["megabytes"] == 404 and export["above_start_mib"] < 340, export
     assert len(imports) == 2
     for row in imports:
         assert 1 <= row["read_ratio"] < 1.001, row
