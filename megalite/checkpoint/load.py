@@ -121,7 +121,10 @@ def load_parameter(
 def check_fits(manifest: Manifest, shape: ModelShape, checkpoint: Path) -> None:
     """Raise CheckpointError unless the checkpoint is one of this model, naming every setting that differs."""
     written, wanted = asdict(manifest.model), asdict(shape)
-    differing = [name for name in wanted if wanted[name] != written[name] and name not in _FREE_FIELDS]
+    # Dynamic NTK computes its frequencies from max_position_embeddings.
+    dynamic = shape.rope_scaling is not None and shape.rope_scaling.rope_type == "dynamic"
+    free = {*_FREE_FIELDS} - ({"max_position_embeddings"} if dynamic else set())
+    differing = [name for name in wanted if wanted[name] != written[name] and name not in free]
     if differing:
         lines = [
             f"model.{name}: {wanted[name]} here, {written[name]} in the checkpoint" for name in differing

@@ -56,12 +56,12 @@ class StepBatch:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Those that are there, by name."""
+        """The tensors that the batch has, by name."""
         held = {each.name: getattr(self, each.name) for each in fields(StepBatch)}
         return {name: tensor for name, tensor in held.items() if tensor is not None}
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "StepBatch":
-        """The batch of what `change` makes of each tensor."""
+        """Return the batch with `change` applied to each tensor."""
         return StepBatch(**{name: change(tensor) for name, tensor in self.tensors.items()})
 
     def micro_batches(self, count: int) -> list["StepBatch"]:

@@ -73,7 +73,7 @@ class Operator:
 
 
 def operators(config: Mapping[str, Any], *, native: bool) -> list[Operator]:
-    """Those that a run needs. config: DeepSpeed's JSON; native: whether its own AdamW updates."""
+    """Return the operators that a run needs. config: DeepSpeed's JSON; native: its own AdamW updates the weights."""
     zero = config["zero_optimization"]
     to_disk = [key for key, device in offload_devices(zero).items() if device == "nvme"]
     found = [Operator(_adam_builder(zero), "deepspeed.native_optimizer", "set it to false")] if native else []

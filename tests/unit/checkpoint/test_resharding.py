@@ -13,6 +13,7 @@ from megalite.checkpoint.format import check_coverage, to_json
 from megalite.errors import CheckpointError
 from megalite.topology.axes import Layout
 from megalite.topology.parameters import canonical_tensors
+from megalite.topology.shape import RopeScaling
 from tests.support.tiny import tiny_shape
 from tests.unit.checkpoint.worlds import KINDS, HeldState, World
 
@@ -88,6 +89,15 @@ def test_another_model_is_refused_on_all_ranks_with_the_setting_named(tmp_path: 
             assert f"model.{setting}: {getattr(other, setting)} here" in str(outcome)
     longer = World(replace(shape, max_position_embeddings=128), Layout())
     longer.assert_loaded(longer.load(path))
+
+
+def test_dynamic_ntk_keeps_its_number_of_positions(tmp_path: Path) -> None:
+    """Its frequencies follow from max_position_embeddings, which other models may change."""
+    dynamic = replace(tiny_shape(), rope_scaling=RopeScaling("dynamic", 2.0))
+    [path, *_] = World(dynamic, Layout()).save(tmp_path)
+    longer = World(replace(dynamic, max_position_embeddings=2 * dynamic.max_position_embeddings), Layout())
+    for outcome in longer.load(path):
+        assert isinstance(outcome, CheckpointError) and "model.max_position_embeddings: " in str(outcome)
 
 
 @pytest.mark.parametrize(
