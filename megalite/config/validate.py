@@ -78,12 +78,18 @@ def _converted(info: FieldInfo, value: Any) -> Any:
     return TypeAdapter(annotated).validate_python(value)
 
 
+# The run.toml of earlier runs has every setting of its version.
+_REMOVED = {"data.check_document_mask": "the tests of megalite check document masks"}
+
+
 def _problem(
     draft: Draft, section: str, key: str, model: type[Section], errors: list[ErrorDetails]
 ) -> Problem:
     full = f"{section}.{key}"
     if _is_missing(errors):
         return Problem(full, f"is required ({model.model_fields[key].description})")
+    if full in _REMOVED:
+        return Problem(full, "is no longer a setting", f"delete the line: {_REMOVED[full]}")
     if key not in model.model_fields:
         return Problem(full, "unknown key", _nearest_key(section, key))
     value = draft.values[section][key]

@@ -31,6 +31,10 @@ WRONG = [
         "training.learning_rate: unknown key; did you mean optimizer.learning_rate?",
     ),
     ({"training.qwertz": 4}, "training.qwertz: unknown key"),
+    (
+        {"data.check_document_mask": True},
+        "data.check_document_mask: is no longer a setting; delete the line: the tests of megalite check",
+    ),
     ({"modle.hidden_size": 4}, "modle: unknown section; did you mean model?"),
     ({"model.hidden_size": REMOVED}, "model.hidden_size: is required (width of the residual stream)"),
     ({"data.source": REMOVED, "data.shuffle": True}, "data.source: is required; name a text, or several"),
