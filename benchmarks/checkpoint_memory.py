@@ -65,7 +65,8 @@ def write_checkpoint(run: Path, shape: ModelShape) -> Path:
     import megalite
     from megalite.checkpoint.durable import write_durably
     from megalite.checkpoint.folder import published_name
-    from megalite.checkpoint.format import MANIFEST, WEIGHT, Manifest, Shard, TensorEntry, to_json
+    from megalite.checkpoint.manifest import MANIFEST, WEIGHT, Manifest, Shard, TensorEntry
+    from megalite.checkpoint.manifest_json import to_json
     from megalite.checkpoint.publish import publish
     from megalite.checkpoint.tensor_file import TensorInfo, write_tensor_file
 
@@ -77,22 +78,22 @@ def write_checkpoint(run: Path, shape: ModelShape) -> Path:
     sizes: dict[str, int] = {}
     for rank in range(WRITTEN_BY.world_size):
         at, file = WRITTEN_BY.coordinates(rank), f"rank-{rank:05d}.safetensors"
-        boxes = {
-            f"{WEIGHT}/{part.name}": (part, box)
-            for parameter, part, box in slices_of(shape, split, at.pp, at.tp, WRITTEN_BY.tensor)
+        regions = {
+            f"{WEIGHT}/{part.name}": (part, region)
+            for parameter, part, region in slices_of(shape, split, at.pp, at.tp, WRITTEN_BY.tensor)
             if at.pp == (parameter.spec.stages or (at.pp,))[0]
             and parameter.spec.first_holder(part, at.tp, WRITTEN_BY.tensor) == at.tp
         }
 
-        def read(key: str, boxes: dict[str, Any] = boxes) -> torch.Tensor:
-            values = torch.randn(boxes[key][1].shape, generator=generator)
+        def read(key: str, regions: dict[str, Any] = regions) -> torch.Tensor:
+            values = torch.randn(regions[key][1].shape, generator=generator)
             return values.mul_(0.02) if values.dim() > 1 else values.mul_(0.1).add_(1)
 
-        infos = {key: TensorInfo(torch.float32, box.shape) for key, (_, box) in boxes.items()}
+        infos = {key: TensorInfo(torch.float32, region.shape) for key, (_, region) in regions.items()}
         hashes, sizes[file] = write_tensor_file(folder / file, infos, read)
-        for key, (part, box) in boxes.items():
+        for key, (part, region) in regions.items():
             before = entries.get(part.name, TensorEntry(part.shape, "float32", ()))
-            shard = Shard(file, key, box.offsets, box.shape, None, hashes[key])
+            shard = Shard(file, key, region.offsets, region.shape, None, hashes[key])
             entries[part.name] = replace(before, shards=(*before.shards, shard))
     manifest = Manifest(
         megalite=megalite.__version__,
@@ -117,8 +118,8 @@ def slices_of(
 ) -> Iterator[tuple[Parameter, Any, Any]]:
     """What a rank holds: registered parameter, canonical tensor, region of it."""
     for parameter in stage_parameters(shape, split, stage):
-        for part, box in parameter.spec.boxes(rank, size):
-            yield parameter, part, box
+        for part, region in parameter.spec.slices(rank, size):
+            yield parameter, part, region
 
 
 class Memory:
@@ -177,7 +178,7 @@ def importing(folder: Path, shape: ModelShape, layout: Layout) -> dict[str, floa
         "peak": memory.peak_bytes,
         "seconds": seconds,
         "model": sum(parameter.nbytes for parameter in replica.stage.parameters()),
-        "needed": sum(4 * box.numel for _, _, box in held),
+        "needed": sum(4 * region.numel for _, _, region in held),
         "read": after["rchar"] - before["rchar"],
         "from_disk": after["read_bytes"] - before["read_bytes"],
     }

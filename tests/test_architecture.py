@@ -279,7 +279,7 @@ BROKEN = [
     (sole_owners, "train/trainer.py", "import torch\nworld = torch.distributed.get_world_size()"),
     (sole_owners, "parallel/mesh.py", "import torch.distributed.checkpoint"),
     (sole_owners, "train/optimizer.py", "from deepspeed.ops import adam"),
-    (sole_owners, "checkpoint/format.py", "import pickle"),
+    (sole_owners, "checkpoint/manifest.py", "import pickle"),
     (environment, "cli/train.py", "import os\nrank = os.environ['RANK']"),
     (environment, "launcher/commands.py", "from os import getenv"),
     (calls, "train/trainer.py", "print('loss')"),

@@ -9,7 +9,9 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from megalite.checkpoint.format import MANIFEST, Manifest, check_sizes, from_json
+from megalite.checkpoint.coverage import check_sizes
+from megalite.checkpoint.manifest import MANIFEST, Manifest
+from megalite.checkpoint.manifest_json import from_json
 from megalite.errors import CheckpointError
 
 LATEST = "latest"

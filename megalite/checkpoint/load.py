@@ -8,11 +8,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megalite.checkpoint.coverage import check_coverage
+from megalite.checkpoint.failures import explain
 from megalite.checkpoint.folder import older_checkpoints
-from megalite.checkpoint.format import WEIGHT, Manifest, check_coverage
+from megalite.checkpoint.manifest import WEIGHT, Manifest
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.checkpoint.regions import rows_of, split_flat_range
-from megalite.checkpoint.save import explain
 from megalite.errors import CheckpointError
 from megalite.model.replica import Replica
 from megalite.parallel.mesh import ParallelMesh, all_or_none
@@ -91,7 +92,7 @@ def _is_intact(checkpoint: Path) -> bool:
 class WeightReader(Protocol):
     """Something that holds canonical tensors: a checkpoint, a Hugging Face folder."""
 
-    def read(self, state_key: str, name: str, box: TensorSlice) -> Tensor:
+    def read(self, state_key: str, name: str, region: TensorSlice) -> Tensor:
         """A region of a tensor."""
         ...
 
@@ -111,8 +112,8 @@ def load_parameter(
     most_elements: how many elements, about, to read at a time; None: each part at once.
     """
     row = 0
-    for part, box in parameter.spec.boxes(mesh.tp.rank, mesh.tp.size):
-        for some in [box] if most_elements is None else rows_of(box, most_elements):
+    for part, region in parameter.spec.slices(mesh.tp.rank, mesh.tp.size):
+        for some in [region] if most_elements is None else rows_of(region, most_elements):
             if some.numel:
                 tensor[row : row + some.shape[0]].copy_(reader.read(state_key, part.name, some))
             row += some.shape[0]
@@ -173,7 +174,7 @@ def _load_optimizer(reader: CheckpointReader, shards: Sequence[StateShard], mesh
 
 def _load_shard(reader: CheckpointReader, shard: StateShard, state_key: str, mesh: ParallelMesh) -> None:
     """Fill a flat range of one parameter from the reader's tensor of state key `state_key`."""
-    boxes = shard.parameter.spec.boxes(mesh.tp.rank, mesh.tp.size)
-    for each in split_flat_range(boxes, shard.start, shard.values.numel()):
-        values = reader.read(state_key, each.part.name, each.box, (each.start, each.stop))
+    regions = shard.parameter.spec.slices(mesh.tp.rank, mesh.tp.size)
+    for each in split_flat_range(regions, shard.start, shard.values.numel()):
+        values = reader.read(state_key, each.part.name, each.region, (each.start, each.stop))
         shard.values[each.offset : each.offset + each.numel].copy_(values)

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalite.checkpoint.coverage import check_sizes
 from megalite.checkpoint.folder import own_file, read_manifest
-from megalite.checkpoint.format import WEIGHT, Manifest, Shard, TensorEntry, check_sizes
+from megalite.checkpoint.manifest import WEIGHT, Manifest, Shard, TensorEntry
 from megalite.checkpoint.region_reader import TYPES, RegionReader
-from megalite.checkpoint.regions import full_box, intersection, rows_of, slices
+from megalite.checkpoint.regions import full_slice, index_in, intersection, rows_of
 from megalite.checkpoint.tensor_file import DTYPES, tensor_bytes
 from megalite.checkpoint.tensor_header import HeaderEntry, read_header
 from megalite.errors import CheckpointError
@@ -57,33 +58,33 @@ class CheckpointReader:
         self._files.clear()
 
     def read(
-        self, state_key: str, name: str, box: TensorSlice, flat_range: tuple[int, int] | None = None
+        self, state_key: str, name: str, region: TensorSlice, flat_range: tuple[int, int] | None = None
     ) -> Tensor:
-        """Return the region `box` of a tensor, in the box's shape; with `flat_range`, that range of it, flattened."""
+        """Return `region` of a tensor, in its shape; with `flat_range`, that range of the flattened region."""
         entry = self._entry(state_key, name)
-        start, stop = flat_range or (0, box.numel)
-        exact = [shard for shard in entry.shards if shard.box == box]
+        start, stop = flat_range or (0, region.numel)
+        exact = [shard for shard in entry.shards if shard.region == region]
         if exact:
             values = self._flat_ranges(name, entry, exact, start, stop)
         else:
-            values = self._assemble(name, entry, box).view(-1)[start:stop]
-        return values if flat_range else values.view(box.shape)
+            values = self._assemble(name, entry, region).view(-1)[start:stop]
+        return values if flat_range else values.view(region.shape)
 
     def blocks(self, state_key: str, name: str) -> Iterator[Tensor]:
         """Yield a whole tensor in blocks of consecutive rows; each byte is read and hashed once."""
         entry = self._entry(state_key, name)
         self._require_files(name, entry.shards)
         digests = {shard: hashlib.sha256() for shard in entry.shards}
-        for block in rows_of(full_box(entry.shape), BLOCK_ELEMENTS):
+        for block in rows_of(full_slice(entry.shape), BLOCK_ELEMENTS):
             values = torch.empty(block.shape, dtype=DTYPES[entry.dtype])
-            for source, shards in entry.by_box().items():
+            for source, shards in entry.by_slice().items():
                 if overlap := intersection(source, block):
-                    # Rows of the source box are contiguous in its shards, so these are read sequentially.
+                    # Rows of the source region are contiguous in its shards, so these are read sequentially.
                     start = (overlap.offsets[0] - source.offsets[0]) * prod(source.shape[1:])
                     held = torch.empty(overlap.shape, dtype=values.dtype)
                     for shard, low, target in _overlapping(shards, start, held.view(-1)):
                         self._fill(name, entry, shard, low, target, digests[shard])
-                    values[slices(overlap, block)] = held
+                    values[index_in(overlap, block)] = held
             yield values
 
     def read_all(self) -> None:
@@ -99,7 +100,7 @@ class CheckpointReader:
     def _flat_ranges(
         self, name: str, entry: TensorEntry, shards: Iterable[Shard], start: int, stop: int
     ) -> Tensor:
-        """Return elements start to stop of a flattened box from the shards of that box."""
+        """Return elements start to stop of a flattened region from the shards of that region."""
         held = [shard for shard in shards if max(start, shard.flat_range[0]) < min(stop, shard.flat_range[1])]
         self._require_files(name, held)
         values = torch.empty(stop - start, dtype=DTYPES[entry.dtype])
@@ -112,16 +113,18 @@ class CheckpointReader:
                 target.copy_(self._shard(name, entry, shard)[low : low + target.numel()])
         return values
 
-    def _assemble(self, name: str, entry: TensorEntry, box: TensorSlice) -> Tensor:
-        """Return the region `box`, assembled from all stored boxes that overlap it."""
-        groups = {source: shards for source, shards in entry.by_box().items() if intersection(source, box)}
+    def _assemble(self, name: str, entry: TensorEntry, region: TensorSlice) -> Tensor:
+        """Return `region`, assembled from all stored regions that overlap it."""
+        groups = {
+            source: shards for source, shards in entry.by_slice().items() if intersection(source, region)
+        }
         self._require_files(name, [shard for shards in groups.values() for shard in shards])
-        values = torch.empty(box.shape, dtype=DTYPES[entry.dtype])
+        values = torch.empty(region.shape, dtype=DTYPES[entry.dtype])
         for source, shards in groups.items():
-            overlap = intersection(source, box)
+            overlap = intersection(source, region)
             assert overlap is not None
             held = self._flat_ranges(name, entry, shards, 0, source.numel).view(source.shape)
-            values[slices(overlap, box)] = held[slices(overlap, source)]
+            values[index_in(overlap, region)] = held[index_in(overlap, source)]
         return values
 
     def _require_files(self, name: str, shards: Iterable[Shard]) -> None:
@@ -192,7 +195,7 @@ def _opened(path: Path, expected_bytes: int) -> RegionReader:
 
 
 def _overlapping(shards: Iterable[Shard], start: int, values: Tensor) -> Iterator[tuple[Shard, int, Tensor]]:
-    """Yield the shards that overlap elements `start` to `start + values.numel()` of their flattened box.
+    """Yield the shards that overlap elements `start` to `start + values.numel()` of their flattened region.
 
     With each shard: the index of its first element in that range, and the slice of `values` to fill.
     """

@@ -34,10 +34,10 @@ class RegionReader:
             self._file.close()
             self._file = None
 
-    def read(self, name: str, box: TensorSlice | None = None) -> Tensor:
+    def read(self, name: str, region: TensorSlice | None = None) -> Tensor:
         """Return a region of a tensor; None: the whole tensor. Raises OSError."""
         entry = self.header[name]
-        region = box or TensorSlice((0,) * len(entry.shape), entry.shape)
+        region = region or TensorSlice((0,) * len(entry.shape), entry.shape)
         values = torch.empty(region.shape, dtype=TYPES[entry.dtype])
         size, data, reached = values.element_size(), _bytes_of(values.view(-1)), 0
         self._announce(entry, region, size)

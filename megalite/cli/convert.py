@@ -12,7 +12,7 @@ from megalite.checkpoint.folder import (
     last_checkpoints,
     require_whole,
 )
-from megalite.checkpoint.format import WEIGHT
+from megalite.checkpoint.manifest import WEIGHT
 from megalite.cli.arguments import whole_number
 from megalite.cli.convert_import import add_import
 from megalite.cli.convert_inspect import inspect_checkpoint

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from megalite.checkpoint.folder import find_latest, require_whole
-from megalite.checkpoint.format import MANIFEST
+from megalite.checkpoint.manifest import MANIFEST
 from megalite.config.hub import HubName
 from megalite.config.huggingface import shape_of_folder
 from megalite.convert.huggingface.files import local_folder

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 
+from megalite.checkpoint.coverage import check_coverage
 from megalite.checkpoint.folder import find_checkpoint, require_whole
-from megalite.checkpoint.format import MANIFEST, WEIGHT, Manifest, check_coverage
+from megalite.checkpoint.manifest import MANIFEST, WEIGHT, Manifest
 from megalite.checkpoint.strict_json import parse
 from megalite.convert.huggingface.files import headers, is_folder_of_weights
 from megalite.convert.megatron.folder import is_megatron_folder

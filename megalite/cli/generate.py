@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megalite.checkpoint.coverage import check_coverage
 from megalite.checkpoint.folder import find_checkpoint, find_tokenizer, require_whole
-from megalite.checkpoint.format import Manifest, check_coverage
+from megalite.checkpoint.manifest import Manifest
 from megalite.cli.arguments import whole_number
 from megalite.errors import CheckpointError, ConfigError, Problem
 from megalite.launcher.detect import RankInfo

@@ -10,7 +10,8 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from megalite.checkpoint.format import WEIGHT, Manifest, check_coverage
+from megalite.checkpoint.coverage import check_coverage
+from megalite.checkpoint.manifest import WEIGHT, Manifest
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.errors import CheckpointError
 from megalite.topology.sharding import TensorSlice
@@ -66,9 +67,9 @@ class AveragedWeights:
         """The state keys read as the weights, without duplicates; usually one."""
         return tuple(dict.fromkeys(reader.weights for reader in self._readers))
 
-    def read(self, state_key: str, name: str, box: TensorSlice) -> Tensor:
+    def read(self, state_key: str, name: str, region: TensorSlice) -> Tensor:
         """Return a region of a tensor."""
-        return self._mean(reader.read(state_key, name, box) for reader in self._readers)
+        return self._mean(reader.read(state_key, name, region) for reader in self._readers)
 
     def blocks(self, state_key: str, name: str) -> Iterator[Tensor]:
         """Yield a whole tensor in blocks of consecutive rows."""

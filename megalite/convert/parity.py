@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite.checkpoint.format import WEIGHT
 from megalite.checkpoint.load import load_parameter
+from megalite.checkpoint.manifest import WEIGHT
 from megalite.checkpoint.region_reader import RegionReader
-from megalite.checkpoint.regions import full_box
+from megalite.checkpoint.regions import full_slice
 from megalite.config.hub import INDEX
 from megalite.convert.average import AveragedWeights
 from megalite.convert.huggingface.files import headers, weight_map
@@ -98,7 +98,7 @@ class _Parity:
 
     def ours(self, name: str) -> Tensor:
         """Return a full tensor of the checkpoint, rounded like the export."""
-        return self.reader.read(WEIGHT, name, full_box(self.names[name])).to(self.dtype).float()
+        return self.reader.read(WEIGHT, name, full_slice(self.names[name])).to(self.dtype).float()
 
     def rows_of_ours(self, name: str) -> Iterator[tuple[slice, Tensor]]:
         """Yield blocks of rows of a checkpoint's tensor, rounded like the export."""
@@ -273,10 +273,10 @@ class _ExportedFiles:
         first = (rows.start, *(0 for _ in shape[1:]))
         return self._read(name, TensorSlice(first, (rows.stop - rows.start, *shape[1:])))
 
-    def _read(self, name: str, box: TensorSlice | None = None) -> Tensor:
+    def _read(self, name: str, region: TensorSlice | None = None) -> Tensor:
         file = self.where[name]
         with closing(RegionReader(self._folder / file, self._headers[file])) as opened:
-            return opened.read(name, box).float()
+            return opened.read(name, region).float()
 
 
 def _compare(

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from megalite.checkpoint.save import Remedies, save_checkpoint
+from megalite.checkpoint.failures import Remedies
+from megalite.checkpoint.save import save_checkpoint
 from megalite.convert.new_run import require_new_run, undone_on_failure
 from megalite.model.replica import Replica
 from megalite.model.stages import build_replica

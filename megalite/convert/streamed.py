@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalite.checkpoint.coverage import check_coverage
 from megalite.checkpoint.durable import sync_folder, write_durably
 from megalite.checkpoint.folder import partial_name, published_name
-from megalite.checkpoint.format import MANIFEST, Manifest, Shard, TensorEntry, check_coverage, to_json
+from megalite.checkpoint.manifest import MANIFEST, Manifest, Shard, TensorEntry
+from megalite.checkpoint.manifest_json import to_json
 from megalite.checkpoint.publish import publish
 from megalite.checkpoint.tensor_file import TensorInfo, write_tensor_file
 from megalite.errors import CheckpointError

@@ -24,7 +24,7 @@ class FamilyTensor:
     transposed: bool = False
     groups: int = 1
 
-    def boxes(
+    def slices(
         self, part: str, region: TensorSlice, canonical: Mapping[str, tuple[int, ...]]
     ) -> Iterator[TensorSlice]:
         """Return where a region of one part stands, in order along dim 0, before the transposition."""

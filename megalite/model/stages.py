@@ -6,7 +6,7 @@ from megalite.model.options import PLAIN, ModelOptions
 from megalite.model.replica import Replica
 from megalite.model.transformer import Stage
 from megalite.parallel.mesh import ParallelMesh
-from megalite.parallel.random import normal_box
+from megalite.parallel.random import normal_slice
 from megalite.topology.shape import ModelShape
 from megalite.topology.stages import PipelineSplit
 
@@ -52,7 +52,7 @@ def initialise(replica: Replica, seed: int) -> None:
             tensors[parameter.name].fill_(parameter.fill)
             continue
         row = 0
-        for part, box in parameter.spec.boxes(tp.rank, tp.size):
-            rows = tensors[parameter.name][row : row + box.shape[0]]
-            rows.copy_(normal_box(seed, part.name, box, parameter.std))
-            row += box.shape[0]
+        for part, region in parameter.spec.slices(tp.rank, tp.size):
+            rows = tensors[parameter.name][row : row + region.shape[0]]
+            rows.copy_(normal_slice(seed, part.name, region, parameter.std))
+            row += region.shape[0]

@@ -38,10 +38,10 @@ def from_last_chunk(value: int, split: PipelineSplit, mesh: ParallelMesh) -> int
     """Broadcast the value of the stage that holds the last chunk to all stages."""
     if mesh.pp.size == 1:
         return value
-    box = torch.tensor(value, device=mesh.device)
+    sampled = torch.tensor(value, device=mesh.device)
     holder = mesh.pp.ranks[split.stage_of(len(split.layers) - 1)]
-    dist.broadcast(box, src=holder, group=mesh.pp.group)
-    return int(box)
+    dist.broadcast(sampled, src=holder, group=mesh.pp.group)
+    return int(sampled)
 
 
 def _hand_over(

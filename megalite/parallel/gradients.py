@@ -115,12 +115,12 @@ def sync_tied_weights(
 
 def _shares(parameter: Parameter, tensor: Tensor, mesh: ParallelMesh) -> Iterator[_Share]:
     spec, row = parameter.spec, 0
-    for part, box in spec.boxes(mesh.tp.rank, mesh.tp.size):
+    for part, region in spec.slices(mesh.tp.rank, mesh.tp.size):
         if partial_over_tp(parameter, part, mesh):
             first = spec.dim is None or spec.first_holder(part, mesh.tp.rank, mesh.tp.size) == mesh.tp.rank
-            start = box.offsets[0] * prod(part.shape[1:])
-            yield _Share(tensor[row : row + box.shape[0]], start, prod(part.shape), first)
-        row += box.shape[0]
+            start = region.offsets[0] * prod(part.shape[1:])
+            yield _Share(tensor[row : row + region.shape[0]], start, prod(part.shape), first)
+        row += region.shape[0]
 
 
 def _add_up(shares: Sequence[_Share], mesh: ParallelMesh) -> None:
@@ -222,10 +222,10 @@ def first_nonfinite(
 def _first_part(parameter: Parameter, gradient: Tensor, mesh: ParallelMesh) -> str:
     """The first part of a registered parameter whose gradient is not finite."""
     row = 0
-    for part, box in parameter.spec.boxes(mesh.tp.rank, mesh.tp.size):
-        if not gradient[row : row + box.shape[0]].isfinite().all():
+    for part, region in parameter.spec.slices(mesh.tp.rank, mesh.tp.size):
+        if not gradient[row : row + region.shape[0]].isfinite().all():
             return part.name
-        row += box.shape[0]
+        row += region.shape[0]
     return parameter.name
 
 

@@ -26,14 +26,14 @@ def key_of(seed: int, name: str) -> tuple[int, int]:
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
 
 
-def normal_box(seed: int, name: str, box: TensorSlice, std: float, *, step: int = 0) -> Tensor:
-    """Return a slice of the normal tensor `name`: float64, shape `box.shape`, mean 0, standard deviation `std`.
+def normal_slice(seed: int, name: str, region: TensorSlice, std: float, *, step: int = 0) -> Tensor:
+    """Return a slice of the normal tensor `name`: float64, shape `region.shape`, mean 0, standard deviation `std`.
 
     Four neighbouring columns share a counter (column // 4, row, row >> 32, step). Tensors have one or two dims: the
     counter has no room for a third.
     """
-    rows, columns = box.shape if len(box.shape) == 2 else (1, box.shape[0])
-    first_row, first_column = box.offsets if len(box.shape) == 2 else (0, box.offsets[0])
+    rows, columns = region.shape if len(region.shape) == 2 else (1, region.shape[0])
+    first_row, first_column = region.offsets if len(region.shape) == 2 else (0, region.offsets[0])
     first_quad, last_quad = first_column // 4, (first_column + columns - 1) // 4
     quads = torch.arange(first_quad, last_quad + 1)
     key = key_of(seed, name)
@@ -45,7 +45,7 @@ def normal_box(seed: int, name: str, box: TensorSlice, std: float, *, step: int 
         words = philox((quads, row & _MASK, row >> 32, torch.tensor(step)), key)
         drawn = torch.stack(_box_muller(*words), dim=-1).flatten(1)
         values[start : start + len(row)] = drawn[:, skip : skip + columns]
-    return values.mul_(std).view(box.shape)
+    return values.mul_(std).view(region.shape)
 
 
 def keep_mask(

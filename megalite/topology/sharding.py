@@ -58,11 +58,10 @@ class ShardSpec:
 
     parts: the canonical tensors that the parameter consists of, stacked along dim 0. Each part is sharded by itself,
         so that every tensor-parallel rank has its share of the query, the key and the value of a fused weight.
-    dim: the tensor dim that is sharded over the mesh axis `axis`; None: the parameter is replicated over the axis.
-    axis: "tp" for every parameter today; callers pass their index and size on that axis.
+    dim: the tensor dim that is sharded over the tensor-parallel ranks; None: every rank holds a replica.
     stages: the pipeline stages that hold a copy. More than one: a tied weight, whose gradients are summed over them.
     summed: the parameter is replicated, but each rank applies it to its own heads (query and key norms), so its
-        gradient is the sum over the axis.
+        gradient is the sum over them.
 
     A part with fewer heads than ranks is replicated over neighbouring ranks: its gradient is the sum over them, and
     only the first of them counts it in the norm. A size that the ranks do not divide is split unevenly, the first
@@ -80,8 +79,8 @@ class ShardSpec:
         """Shape of the registered parameter without sharding."""
         return (sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:])
 
-    def box(self, part: Part, index: int, size: int) -> TensorSlice:
-        """Return the slice of `part` on rank `index` of the `size` ranks of the axis."""
+    def slice_of(self, part: Part, index: int, size: int) -> TensorSlice:
+        """Return the slice of `part` on tensor-parallel rank `index` of `size`."""
         offsets, shape = [0] * len(part.shape), list(part.shape)
         if self.dim is not None:
             if part.heads is None:
@@ -92,9 +91,9 @@ class ShardSpec:
             offsets[self.dim], shape[self.dim] = held.start, len(held)
         return TensorSlice(tuple(offsets), tuple(shape))
 
-    def boxes(self, index: int, size: int) -> tuple[tuple[Part, TensorSlice], ...]:
+    def slices(self, index: int, size: int) -> tuple[tuple[Part, TensorSlice], ...]:
         """Return each part with its slice on rank `index`, in the order of the parameter's dim 0."""
-        return tuple((part, self.box(part, index, size)) for part in self.parts)
+        return tuple((part, self.slice_of(part, index, size)) for part in self.parts)
 
     def is_shared(self, part: Part, size: int) -> bool:
         """Whether several ranks hold the same slice of a sharded `part`: it has fewer heads than there are ranks."""
@@ -109,5 +108,5 @@ class ShardSpec:
 
     def local_shape(self, index: int, size: int) -> tuple[int, ...]:
         """Return the shape of the registered parameter on rank `index` of `size`."""
-        shapes = [box.shape for _, box in self.boxes(index, size)]
+        shapes = [region.shape for _, region in self.slices(index, size)]
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])

@@ -41,8 +41,8 @@ class FiniteFlags:
         self._flags.clear()
 
     def _rows(self, parameter: Parameter) -> list[int]:
-        boxes = parameter.spec.boxes(self._mesh.tp.rank, self._mesh.tp.size)
-        return [box.shape[0] for _, box in boxes]
+        regions = parameter.spec.slices(self._mesh.tp.rank, self._mesh.tp.size)
+        return [region.shape[0] for _, region in regions]
 
     def _stand_in(self, parameter: Parameter) -> Tensor:
         """A gradient of as many rows, in which what is not finite is where it was."""

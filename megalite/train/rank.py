@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
+from megalite.checkpoint.failures import explain
 from megalite.checkpoint.folder import find_best, read_manifest
 from megalite.checkpoint.load import intact_instead
-from megalite.checkpoint.save import explain
 from megalite.config.schema import RunConfig
 from megalite.config.write import write_resolved
 from megalite.convert.huggingface.export import export

@@ -7,9 +7,10 @@ from functools import partial
 from pathlib import Path
 
 from megalite.checkpoint.background import BackgroundWriter, Written
+from megalite.checkpoint.draft import Draft
 from megalite.checkpoint.folder import published_name
 from megalite.checkpoint.publish import remove_older, write_best
-from megalite.checkpoint.save import Draft, write_draft
+from megalite.checkpoint.save import write_draft
 from megalite.checkpoint.staging import Staging
 from megalite.config.deepspeed.read import offload_devices
 from megalite.config.schema import RunConfig

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from torch import Tensor
 
+from megalite.checkpoint.draft import Draft
 from megalite.checkpoint.load import load_checkpoint
-from megalite.checkpoint.save import Draft, draft_checkpoint
+from megalite.checkpoint.save import draft_checkpoint
 from megalite.config.schema import RunConfig
 from megalite.convert.huggingface.load import load_huggingface
 from megalite.data.loader import StepLoader

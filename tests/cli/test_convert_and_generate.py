@@ -16,7 +16,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megalite.checkpoint.format import Manifest, Shard, TensorEntry, to_json
+from megalite.checkpoint.manifest import Manifest, Shard, TensorEntry
+from megalite.checkpoint.manifest_json import to_json
 from megalite.checkpoint.save import save_checkpoint
 from megalite.cli import convert, generate
 from megalite.errors import CheckpointError, ConfigError
@@ -207,7 +208,7 @@ def test_an_import_on_a_full_disk_advises_what_it_has_and_leaves_nothing(
         def full(*given: object) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-        monkeypatch.setattr("megalite.checkpoint.save.write_tensor_file", full)
+        monkeypatch.setattr("megalite.checkpoint.draft.write_tensor_file", full)
     with pytest.raises(
         CheckpointError, match=r"No space left on device.*; free space there or name a RUN"
     ) as told:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megalite.checkpoint.format import WEIGHT
+from megalite.checkpoint.manifest import WEIGHT
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.cli import convert
 from tests.support.megatron_writer import Written, write_megatron

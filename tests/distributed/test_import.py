@@ -55,14 +55,15 @@ def test_what_is_read_in_pieces_is_the_same(tmp_path, monkeypatch, family):
 
 def _weights(checkpoint_of: Path, shape: ModelShape) -> dict[str, torch.Tensor]:
     from megalite.checkpoint.folder import find_checkpoint
-    from megalite.checkpoint.format import WEIGHT
+    from megalite.checkpoint.manifest import WEIGHT
     from megalite.checkpoint.reader import CheckpointReader
-    from megalite.checkpoint.regions import full_box
+    from megalite.checkpoint.regions import full_slice
 
     with CheckpointReader(find_checkpoint(checkpoint_of)) as reader:
         entries = reader.manifest.tensors[WEIGHT]
         return {
-            name: reader.read(WEIGHT, name, full_box(entry.shape)).double() for name, entry in entries.items()
+            name: reader.read(WEIGHT, name, full_slice(entry.shape)).double()
+            for name, entry in entries.items()
         }
 
 

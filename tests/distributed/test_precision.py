@@ -184,7 +184,7 @@ def gradient_errors(shards: list[Shard], reference: list[Shard]) -> dict[str, fl
 
 def _once(shards: list[Shard]) -> list[Shard]:
     """One of the shards that several ranks hold: copies differ in the last digit after a reduction."""
-    return list({(shard.name, shard.box): shard for shard in shards}.values())
+    return list({(shard.name, shard.region): shard for shard in shards}.values())
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.folder import find_latest
-from megalite.checkpoint.format import WEIGHT
 from megalite.checkpoint.load import load_checkpoint
+from megalite.checkpoint.manifest import WEIGHT
 from megalite.checkpoint.reader import CheckpointReader
-from megalite.checkpoint.regions import full_box
+from megalite.checkpoint.regions import full_slice
 from megalite.checkpoint.save import save_checkpoint
 from megalite.topology.axes import Layout
 from megalite.topology.parameter_groups import ParameterGroup
@@ -50,7 +50,7 @@ def train_and_save(job: Job, folder: str, steps: int) -> None:
 def tensors_of(folder: Path, kind: str, step: int = 4) -> dict[str, Tensor]:
     with CheckpointReader(folder / f"step-{step:06d}") as reader:
         shapes = canonical_tensors(SHAPE)
-        return {name: reader.read(kind, name, full_box(size)) for name, size in shapes.items()}
+        return {name: reader.read(kind, name, full_slice(size)) for name, size in shapes.items()}
 
 
 @pytest.fixture(scope="module")

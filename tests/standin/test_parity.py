@@ -74,7 +74,7 @@ def require_equal(device: RankResult, cpu: RankResult) -> None:
     assert device.norms == cpu.norms
     for part in PARTS:
         for one, other in zip(getattr(device, part), getattr(cpu, part), strict=True):
-            assert (one.name, one.box, one.partial) == (other.name, other.box, other.partial)
+            assert (one.name, one.region, one.partial) == (other.name, other.region, other.partial)
             assert_close(one.values, other.values, rtol=0, what=f"{part}: {one.name}")
 
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.folder import published_name, read_manifest
-from megalite.checkpoint.format import Manifest
+from megalite.checkpoint.manifest import Manifest
 from megalite.checkpoint.reader import CheckpointReader
-from megalite.checkpoint.regions import full_box
+from megalite.checkpoint.regions import full_slice
 from megalite.checkpoint.save import write_draft
 from megalite.data.loader import StepLoader
 from megalite.parallel.mesh import ParallelMesh
@@ -266,7 +266,7 @@ def contents(checkpoint: Path) -> dict[str, dict[str, Tensor]]:
     """Kind -> canonical name -> the whole tensor."""
     with CheckpointReader(checkpoint) as reader:
         return {
-            kind: {name: reader.read(kind, name, full_box(entry.shape)) for name, entry in entries.items()}
+            kind: {name: reader.read(kind, name, full_slice(entry.shape)) for name, entry in entries.items()}
             for kind, entries in reader.manifest.tensors.items()
         }
 

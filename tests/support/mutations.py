@@ -137,9 +137,9 @@ def _documents_of_the_first(micro_batches: Callable[..., Any]) -> Callable[..., 
     return alike
 
 
-def _draw_the_first_shard(normal_box: Callable[..., Any]) -> Callable[..., Any]:
-    def alike(seed: int, name: str, box: TensorSlice, std: float) -> Any:
-        return normal_box(seed, name, TensorSlice(tuple(0 for _ in box.offsets), box.shape), std)
+def _draw_the_first_shard(normal_slice: Callable[..., Any]) -> Callable[..., Any]:
+    def alike(seed: int, name: str, region: TensorSlice, std: float) -> Any:
+        return normal_slice(seed, name, TensorSlice(tuple(0 for _ in region.offsets), region.shape), std)
 
     return alike
 
@@ -325,7 +325,7 @@ FAULTS: dict[str, Fault] = {
     "a dropped layer": Fault(transformer.Chunk, "decode", _skip_one_layer, PP),
     "a dropped chunk": Fault(transformer.Chunk, "decode", _skip_one_chunk, INTERLEAVED),
     "two chunks swapped": Fault(transformer.Stage, "__init__", _swap_two_chunks, INTERLEAVED),
-    "weights initialised alike on two shards": Fault(stages, "normal_box", _draw_the_first_shard, TP),
+    "weights initialised alike on two shards": Fault(stages, "normal_slice", _draw_the_first_shard, TP),
     "only the last micro batch kept": Fault(
         pipeline.StepBatch, "micro_batches", _keep_the_last_micro_batch, DP
     ),

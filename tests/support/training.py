@@ -77,7 +77,7 @@ class Shard:
     """A region of a canonical tensor as one rank holds it; partial: as a gradient, part of the sum over tp."""
 
     name: str
-    box: TensorSlice
+    region: TensorSlice
     values: Tensor
     partial: bool = False
 
@@ -292,14 +292,14 @@ def shards_of(
     for parameter in parameters:
         assert parameter.name in tensors, f"nothing of {parameter.name} was seen"
         row = 0
-        for part, box in parameter.spec.boxes(mesh.tp.rank, mesh.tp.size):
-            values = tensors[parameter.name].detach()[row : row + box.shape[0]].cpu().clone()
+        for part, region in parameter.spec.slices(mesh.tp.rank, mesh.tp.size):
+            values = tensors[parameter.name].detach()[row : row + region.shape[0]].cpu().clone()
             in_parts = partial_over_tp(parameter, part, mesh)
             # Under ZeRO 2 and 3 they are added up in the backward, and all but the first holder of a head has zeros.
             if complete:
                 in_parts = parameter.spec.is_shared(part, mesh.tp.size)
-            shards.append(Shard(part.name, box, values, in_parts))
-            row += box.shape[0]
+            shards.append(Shard(part.name, region, values, in_parts))
+            row += region.shape[0]
     return shards
 
 
@@ -310,7 +310,7 @@ def full_tensors(shape: ModelShape, shards: Sequence[Shard], *, add: bool) -> di
     for shard in shards:
         region = tuple(
             slice(offset, offset + length)
-            for offset, length in zip(shard.box.offsets, shard.box.shape, strict=True)
+            for offset, length in zip(shard.region.offsets, shard.region.shape, strict=True)
         )
         if add:
             whole[shard.name][region] += shard.values
@@ -343,7 +343,7 @@ def _without_tensor_replicas(job: Job, replica: Sequence[RankResult]) -> list[Sh
         ranks = replica[stage * job.layout.tensor : (stage + 1) * job.layout.tensor]
         seen: dict[tuple[str, TensorSlice], Tensor] = {}
         for shard in (shard for rank in ranks for shard in rank.gradients):
-            key = (shard.name, shard.box)
+            key = (shard.name, shard.region)
             if key in seen and not shard.partial:
                 assert_copies(seen[key], shard.values, what=shard.name)
                 continue

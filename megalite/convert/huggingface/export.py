@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.durable import write_durably
-from megalite.checkpoint.format import WEIGHT, Manifest
+from megalite.checkpoint.manifest import WEIGHT, Manifest
 from megalite.checkpoint.reader import CheckpointReader
-from megalite.checkpoint.regions import full_box
+from megalite.checkpoint.regions import full_slice
 from megalite.checkpoint.tensor_file import TensorInfo, dtype_name, write_tensor_file
 from megalite.config.hub import INDEX
 from megalite.convert.average import AveragedWeights
@@ -121,7 +121,7 @@ def read_family_tensor(
     """Return a checkpoint's tensor of a state key in the family's form: parts concatenated, transposed."""
     shapes = canonical_tensors(reader.manifest.model)
     return as_family_tensor(
-        tensor, [reader.read(state_key, name, full_box(shapes[name])) for name in tensor.parts]
+        tensor, [reader.read(state_key, name, full_slice(shapes[name])) for name in tensor.parts]
     )
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalite.checkpoint.failures import explain
 from megalite.checkpoint.load import load_parameter
 from megalite.checkpoint.reader import BLOCK_ELEMENTS
 from megalite.checkpoint.region_reader import TYPES, RegionReader
-from megalite.checkpoint.save import explain
 from megalite.convert.huggingface.files import headers
 from megalite.convert.step_zero import write_step_zero
 from megalite.data.tokenizer import copy_tokenizer
@@ -72,7 +72,7 @@ class HuggingFaceReader:
         for opened in self._files:
             opened.close()
 
-    def read(self, state_key: str, name: str, box: TensorSlice) -> Tensor:
+    def read(self, state_key: str, name: str, region: TensorSlice) -> Tensor:
         """Return a region of one canonical tensor in the file's dtype; raises CheckpointError.
 
         state_key: ignored, because the folder holds weights only.
@@ -81,23 +81,23 @@ class HuggingFaceReader:
         stored = self._stored(tensor)
         pieces = [
             self._region(stored, theirs, transposed=tensor.transposed)
-            for theirs in tensor.boxes(name, box, self._shapes)
+            for theirs in tensor.slices(name, region, self._shapes)
         ]
         values = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-        if name == EMBEDDING and self._head_too and not torch.equal(self._region(self._head, box), values):
+        if name == EMBEDDING and self._head_too and not torch.equal(self._region(self._head, region), values):
             raise CheckpointError(
                 f"{self._folder} has {self._head}, which the model has not, as its head is the embedding, and they"
                 " differ; is its config.json that of these weights?"
             )
         return values
 
-    def _region(self, name: str, box: TensorSlice, *, transposed: bool = False) -> Tensor:
-        """That of a tensor of the files; `transposed`: they hold it so, and the box is that of what we hold."""
+    def _region(self, name: str, region: TensorSlice, *, transposed: bool = False) -> Tensor:
+        """That of a tensor of the files; `transposed`: they hold it so, and the region is that of what we hold."""
         opened = self._where[name]
         try:
             if transposed:
-                return opened.read(name, TensorSlice(box.offsets[::-1], box.shape[::-1])).t()
-            return opened.read(name, box)
+                return opened.read(name, TensorSlice(region.offsets[::-1], region.shape[::-1])).t()
+            return opened.read(name, region)
         except OSError as error:
             raise CheckpointError(f"{opened.path} cannot be read ({error}); fetch it again") from error
 

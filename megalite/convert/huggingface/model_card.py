@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megalite.checkpoint.format import Manifest
+from megalite.checkpoint.manifest import Manifest
 from megalite.convert.parity import TOLERANCE, Comparison
 from megalite.topology.parameters import parameter_count
 from megalite.version import __version__

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.region_reader import TYPES
-from megalite.checkpoint.regions import slices
+from megalite.checkpoint.regions import index_in
 from megalite.convert.foreign_pickle import Foreign, load_pickle
 from megalite.convert.megatron.arguments import Arguments, megatron_shape, true_vocab_size
 from megalite.convert.megatron.folder import MegatronFolder, find_megatron_folder
@@ -129,7 +129,7 @@ class MegatronReader:
             for index, part in enumerate(parameter.spec.parts)
         }
 
-    def read(self, state_key: str, name: str, box: TensorSlice) -> Tensor:
+    def read(self, state_key: str, name: str, region: TensorSlice) -> Tensor:
         """Return a region of a canonical tensor. Raises CheckpointError if ranks hold different replicas of it."""
         parameter, index = self._parts[name]
         shards = self._shards(parameter.name)
@@ -137,7 +137,7 @@ class MegatronReader:
             for tp, copy in enumerate(shards[1:], start=1):
                 self._compare(f"the copy of {self.places[name].name} on tensor rank {tp}", copy, shards[0])
         whole = part_of(parameter, index, shards, self.shape, self.version)
-        return whole[slices(box, TensorSlice((0,) * len(box.offsets), tuple(whole.shape)))]
+        return whole[index_in(region, TensorSlice((0,) * len(region.offsets), tuple(whole.shape)))]
 
     def check_tied_head(self, embedding: Tensor) -> None:
         """Compare the last stage's copy of a tied embedding, if there is one, with `embedding`."""

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
+from megalite.checkpoint.coverage import check_coverage
 from megalite.checkpoint.durable import write_durably
-from megalite.checkpoint.format import WEIGHT, Manifest, check_coverage
+from megalite.checkpoint.manifest import WEIGHT, Manifest
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.convert.exported_folder import exported_folder
 from megalite.convert.huggingface.export import read_family_tensor

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.checkpoint.format import WEIGHT
-from megalite.checkpoint.regions import full_box
+from megalite.checkpoint.manifest import WEIGHT
+from megalite.checkpoint.regions import full_slice
 from megalite.convert.foreign_pickle import load_pickle, require_undamaged
 from megalite.convert.huggingface.load import BUFFERS, take_tokenizer
 from megalite.convert.new_run import require_new_run, undone_on_failure
@@ -186,8 +186,8 @@ class UniversalReader:
             tensor.name, WEIGHTS if state_key == WEIGHT else state_key, checked=True
         ).reshape(tensor.shape)
         values = values.t() if tensor.transposed else values
-        boxes = list(tensor.boxes(name, full_box(self._shapes[name]), self._shapes))
-        pieces = [values[box.offsets[0] : box.offsets[0] + box.shape[0]] for box in boxes]
+        regions = list(tensor.slices(name, full_slice(self._shapes[name]), self._shapes))
+        pieces = [values[region.offsets[0] : region.offsets[0] + region.shape[0]] for region in regions]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def _theirs(self, name: str, state: str, *, checked: bool = False) -> Tensor:

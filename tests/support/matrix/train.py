@@ -189,11 +189,11 @@ def mean_gradients(shape: ModelShape, results: Sequence[RankResult]) -> dict[str
     for replica in replicas:
         kept: dict[Any, Shard] = {}
         for shard in (shard for result in results if result.dp_rank == replica for shard in result.gradients):
-            before = kept.setdefault((shard.name, shard.box), shard)
+            before = kept.setdefault((shard.name, shard.region), shard)
             if before is shard:
                 continue
             if not before.values.any():
-                kept[shard.name, shard.box] = shard
+                kept[shard.name, shard.region] = shard
             elif shard.values.any():
                 same = relative_error(shard.values, before.values) <= COPIES_RTOL
                 assert same, f"copies of the gradient of {shard.name} differ"

@@ -86,10 +86,10 @@ def test_hashes_may_be_left_unread(folder: Path) -> None:
 
     path = folder / "step-000100" / "rank-00000.safetensors"
     flip_bit(path, data_start(path) + 1)
-    box = TensorSlice((0, 0), (SHAPE.vocab_size, SHAPE.hidden_size))
+    region = TensorSlice((0, 0), (SHAPE.vocab_size, SHAPE.hidden_size))
     for kind in ("weight", "exp_avg", "exp_avg_sq"):
         with CheckpointReader(folder / "step-000100", verify_hashes=False) as reader:
-            assert reader.read(kind, "model.embed_tokens.weight", box).shape == box.shape
+            assert reader.read(kind, "model.embed_tokens.weight", region).shape == region.shape
 
 
 @pytest.mark.parametrize("keep", [0.0, 0.01, 0.5, 0.999])

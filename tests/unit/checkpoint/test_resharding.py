@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megalite.checkpoint.coverage import check_coverage
 from megalite.checkpoint.folder import find_latest, read_manifest
-from megalite.checkpoint.format import check_coverage, to_json
+from megalite.checkpoint.manifest_json import to_json
 from megalite.errors import CheckpointError
 from megalite.topology.axes import Layout
 from megalite.topology.parameters import canonical_tensors

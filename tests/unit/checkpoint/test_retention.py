@@ -7,7 +7,8 @@ import pytest
 
 from megalite.checkpoint import publish as publish_module
 from megalite.checkpoint.folder import BEST, find_best, find_checkpoint, find_latest, published_name
-from megalite.checkpoint.format import MANIFEST, Manifest, to_json
+from megalite.checkpoint.manifest import MANIFEST, Manifest
+from megalite.checkpoint.manifest_json import to_json
 from megalite.checkpoint.publish import remove_older, remove_stale, write_best, write_latest
 from megalite.errors import CheckpointError
 from megalite.topology.axes import Layout

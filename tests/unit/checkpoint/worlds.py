@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.load import load_checkpoint
-from megalite.checkpoint.regions import slices
+from megalite.checkpoint.regions import index_in
 from megalite.checkpoint.save import save_checkpoint
 from megalite.model.replica import Replica
 from megalite.parallel.mesh import RankGroup
@@ -103,9 +103,9 @@ def local_truth(shape: ModelShape, kind: str, parameter: Parameter, mesh: Thread
     """What this rank holds of a registered parameter, cut from the full tensors."""
     pieces = [
         truth(shape, kind, part.name, version=version)[
-            slices(box, TensorSlice((0,) * len(part.shape), part.shape))
+            index_in(region, TensorSlice((0,) * len(part.shape), part.shape))
         ]
-        for part, box in parameter.spec.boxes(mesh.tp.rank, mesh.tp.size)
+        for part, region in parameter.spec.slices(mesh.tp.rank, mesh.tp.size)
     ]
     return torch.cat(pieces)
 

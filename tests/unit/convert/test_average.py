@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from megalite.checkpoint import reader as checkpoint_reader
 from megalite.checkpoint.folder import checkpoints_of, last_checkpoints
-from megalite.checkpoint.regions import full_box
+from megalite.checkpoint.regions import full_slice
 from megalite.checkpoint.tensor_header import read_header
 from megalite.cli import convert
 from megalite.convert.average import AveragedWeights
@@ -57,7 +57,7 @@ def test_a_mean_is_exact_whatever_layouts_wrote_it(
         assert reader.steps == (100, 110, 120) and reader.manifest.step == 120
         for name, shape in canonical_tensors(SHAPE).items():
             expected = mean_of(name, range(3))
-            assert torch.equal(reader.read("weight", name, full_box(shape)), expected), name
+            assert torch.equal(reader.read("weight", name, full_slice(shape)), expected), name
             blocks = list(reader.blocks("weight", name))
             assert torch.equal(torch.cat(blocks), expected), name
             assert max(block.numel() for block in blocks) <= max(block_elements, *shape[1:], 1)
@@ -136,12 +136,12 @@ def test_the_mean_of_a_bf16_run_is_that_of_its_masters(tmp_path: Path) -> None:
     name = "model.layers.1.mlp.up_proj.weight"
     with AveragedWeights(last_checkpoints(tmp_path, 3)) as reader:
         assert reader.weight_keys == ("master",)
-        mean = reader.read("weight", name, full_box(canonical_tensors(shape)[name]))
+        mean = reader.read("weight", name, full_slice(canonical_tensors(shape)[name]))
     means = {"weight": torch.zeros(()).double(), "master": torch.zeros(()).double()}
     for each in last_checkpoints(tmp_path, 3):
         for kind in means:
             with AveragedWeights([each], kind) as reader:
-                means[kind] = means[kind] + reader.read("weight", name, full_box(mean.shape)).double() / 3
+                means[kind] = means[kind] + reader.read("weight", name, full_slice(mean.shape)).double() / 3
     assert_close(mean, means["master"], rtol=ROUNDED_RTOL)
     assert not torch.equal(mean, means["weight"].float())
 

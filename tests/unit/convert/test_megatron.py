@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite.checkpoint.format import WEIGHT
 from megalite.checkpoint.load import load_checkpoint
+from megalite.checkpoint.manifest import WEIGHT
 from megalite.checkpoint.reader import CheckpointReader
-from megalite.checkpoint.regions import full_box
+from megalite.checkpoint.regions import full_slice
 from megalite.convert.megatron.load import MegatronImport, import_megatron
 from megalite.errors import CheckpointError
 from megalite.model.stages import build_replica
@@ -41,7 +41,7 @@ def numbered(shape: ModelShape) -> dict[str, Tensor]:
 def weights_of(checkpoint: Path) -> dict[str, Tensor]:
     with CheckpointReader(checkpoint) as reader:
         entries = reader.manifest.tensors[WEIGHT]
-        return {name: reader.read(WEIGHT, name, full_box(entry.shape)) for name, entry in entries.items()}
+        return {name: reader.read(WEIGHT, name, full_slice(entry.shape)) for name, entry in entries.items()}
 
 
 def imported(tmp_path: Path, shape: ModelShape, how: Written, **changes: Any) -> MegatronImport:

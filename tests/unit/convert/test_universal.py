@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megalite.checkpoint.folder import find_checkpoint
 from megalite.checkpoint.reader import CheckpointReader
-from megalite.checkpoint.regions import full_box
+from megalite.checkpoint.regions import full_slice
 from megalite.cli import convert
 from megalite.convert.streamed import write_streamed
 from megalite.convert.universal.export import export_universal
@@ -49,7 +49,7 @@ def contents(checkpoint: Path, kinds: tuple[str, ...] = ADAMW) -> dict[tuple[str
         tensors = reader.manifest.tensors
         assert set(tensors) == set(kinds)
         return {
-            (kind, name): reader.read(kind, name, full_box(entry.shape))
+            (kind, name): reader.read(kind, name, full_slice(entry.shape))
             for kind in kinds
             for name, entry in tensors[kind].items()
         }

@@ -215,8 +215,8 @@ def test_projections_interleaved_by_head():
     assert torch.equal(theirs.view(8, 3, 6, 48), expected)
     for part, values in zip(tensor.parts, parts, strict=True):
         for first, count in ((0, 48), (5, 14), (12, 6)):
-            boxes = tensor.boxes(part, TensorSlice((first, 0), (count, 48)), canonical)
-            rows = [theirs[box.offsets[0] : box.offsets[0] + box.shape[0]] for box in boxes]
+            regions = tensor.slices(part, TensorSlice((first, 0), (count, 48)), canonical)
+            rows = [theirs[region.offsets[0] : region.offsets[0] + region.shape[0]] for region in regions]
             assert torch.equal(torch.cat(rows), values[first : first + count])
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from megalite.ops.counter import MASK_LEVELS, philox
 from megalite.parallel import random
-from megalite.parallel.random import keep_mask, normal_box
+from megalite.parallel.random import keep_mask, normal_slice
 from megalite.topology.sharding import TensorSlice
 from tests.support.parity import assert_mean
 
@@ -37,18 +37,18 @@ def test_philox_gives_the_published_words(counter, key, expected):
     columns=st.tuples(st.integers(0, 30), st.integers(1, 11)),
 )
 def test_any_region_equals_that_region_of_the_whole(rows, columns):
-    whole = normal_box(5, "weight", TensorSlice((0, 0), (29, 41)), 1.0)
-    part = normal_box(5, "weight", TensorSlice((rows[0], columns[0]), (rows[1], columns[1])), 1.0)
+    whole = normal_slice(5, "weight", TensorSlice((0, 0), (29, 41)), 1.0)
+    part = normal_slice(5, "weight", TensorSlice((rows[0], columns[0]), (rows[1], columns[1])), 1.0)
     assert torch.equal(part, whole[rows[0] : sum(rows), columns[0] : sum(columns)])
 
 
 def test_seed_name_and_step_each_change_every_value():
-    box = TensorSlice((0,), (64,))
+    region = TensorSlice((0,), (64,))
     draws = [
-        normal_box(1, "a", box, 1.0),
-        normal_box(2, "a", box, 1.0),
-        normal_box(1, "b", box, 1.0),
-        normal_box(1, "a", box, 1.0, step=1),
+        normal_slice(1, "a", region, 1.0),
+        normal_slice(2, "a", region, 1.0),
+        normal_slice(1, "b", region, 1.0),
+        normal_slice(1, "a", region, 1.0, step=1),
     ]
     for index, one in enumerate(draws):
         for other in draws[index + 1 :]:
@@ -56,7 +56,7 @@ def test_seed_name_and_step_each_change_every_value():
 
 
 def test_values_are_standard_normal():
-    values = normal_box(3, "w", TensorSlice((0, 0), (1000, 1000)), 1.0)
+    values = normal_slice(3, "w", TensorSlice((0, 0), (1000, 1000)), 1.0)
     assert_mean(values, 0.0)
     assert_mean(values.square(), 1.0, deviation=2**0.5)
     for quantile, expected in ((0.1, -1.2816), (0.5, 0.0), (0.975, 1.9600)):

@@ -1,4 +1,4 @@
-"""Cuts and parameters: the boxes of all ranks tile every canonical tensor exactly once, in every layout."""
+"""Cuts and parameters: the regions of all ranks tile every canonical tensor exactly once, in every layout."""
 
 from collections import Counter
 from itertools import product
@@ -55,9 +55,9 @@ def models(draw: st.DrawFn) -> tuple[ModelShape, int, int]:
     return shape, tp, draw(st.integers(1, shape.num_hidden_layers))
 
 
-def cells(box: TensorSlice) -> product:  # type: ignore[type-arg]
+def cells(region: TensorSlice) -> product:  # type: ignore[type-arg]
     return product(
-        *(range(start, start + length) for start, length in zip(box.offsets, box.shape, strict=True))
+        *(range(start, start + length) for start, length in zip(region.offsets, region.shape, strict=True))
     )
 
 
@@ -74,12 +74,12 @@ def test_the_ranks_of_a_replica_hold_every_element(found: tuple[ModelShape, int,
         for parameter in stage_parameters(shape, split, stage):
             spec = parameter.spec
             for rank in range(tp):
-                for part, box in spec.boxes(rank, tp):
-                    counted[part.name].update(cells(box))
+                for part, region in spec.slices(rank, tp):
+                    counted[part.name].update(cells(region))
                     holders = tp if spec.dim is None else max(1, tp // (part.heads or tp))
                     copies[part.name] = holders * max(1, len(spec.stages))
                     first = spec.first_holder(part, rank, tp)
-                    assert first == min(each for each in range(tp) if spec.box(part, each, tp) == box)
+                    assert first == min(each for each in range(tp) if spec.slice_of(part, each, tp) == region)
                     assert spec.is_shared(part, tp) == (spec.dim is not None and holders > 1)
     for name, full in canonical_tensors(shape).items():
         assert counted[name] == Counter(dict.fromkeys(product(*map(range, full)), copies[name])), name
@@ -87,17 +87,17 @@ def test_the_ranks_of_a_replica_hold_every_element(found: tuple[ModelShape, int,
 
 @settings(max_examples=40, deadline=None)
 @given(models())
-def test_a_local_shape_holds_its_boxes_one_below_the_other(found: tuple[ModelShape, int, int]) -> None:
+def test_a_local_shape_holds_its_slices_one_below_the_other(found: tuple[ModelShape, int, int]) -> None:
     shape, tp, _ = found
     for parameter in model_parameters(shape):
         spec = parameter.spec
         assert spec.local_shape(0, 1) == spec.full_shape
         total = 0
         for rank in range(tp):
-            local, boxes = spec.local_shape(rank, tp), [box for _, box in spec.boxes(rank, tp)]
-            assert prod(local) == sum(box.numel for box in boxes)
-            assert local[0] == sum(box.shape[0] for box in boxes)
-            assert all(box.shape[1:] == local[1:] for box in boxes)
+            local, regions = spec.local_shape(rank, tp), [region for _, region in spec.slices(rank, tp)]
+            assert prod(local) == sum(region.numel for region in regions)
+            assert local[0] == sum(region.shape[0] for region in regions)
+            assert all(region.shape[1:] == local[1:] for region in regions)
             total += prod(local)
         if spec.dim is None or not any(spec.is_shared(part, tp) for part in spec.parts):
             assert total == parameter.numel * (1 if spec.dim is not None else tp)
@@ -106,7 +106,7 @@ def test_a_local_shape_holds_its_boxes_one_below_the_other(found: tuple[ModelSha
 def test_an_uneven_cut_gives_the_first_ranks_more_and_pads_nothing() -> None:
     spec = ShardSpec((Part("a", (7, 3)), Part("b", (4, 3))), dim=0)
     assert [spec.local_shape(rank, 3) for rank in range(3)] == [(5, 3), (3, 3), (3, 3)]
-    assert [box.offsets[0] for _, box in spec.boxes(1, 3)] == [3, 2]
+    assert [region.offsets[0] for _, region in spec.slices(1, 3)] == [3, 2]
     columns = ShardSpec((Part("c", (3, 7)),), dim=1)
     assert [columns.local_shape(rank, 2) for rank in range(2)] == [(3, 4), (3, 3)]
     assert ShardSpec((Part("n", (5,)),)).local_shape(1, 2) == (5,)
@@ -117,7 +117,7 @@ def test_a_replica_of_a_cut_keeps_whole_heads_together() -> None:
     shape = shape_of(heads=8, shared=4, head_dim=6, layers=1, vocab=11, inner=9, tied=False)
     [qkv] = [each for each in model_parameters(shape) if each.name.endswith("qkv_proj.weight")]
     for rank in range(4):
-        query, key, value = (box for _, box in qkv.spec.boxes(rank, 4))
+        query, key, value = (region for _, region in qkv.spec.slices(rank, 4))
         assert (query.offsets[0], query.shape[0]) == (rank * 12, 12)
         assert (key.offsets[0], key.shape[0]) == (value.offsets[0], value.shape[0]) == (rank * 6, 6)
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from megalite.checkpoint.folder import read_manifest
-from megalite.checkpoint.format import to_json
+from megalite.checkpoint.manifest_json import to_json
 from megalite.checkpoint.reader import CheckpointReader
-from megalite.checkpoint.regions import full_box
+from megalite.checkpoint.regions import full_slice
 from megalite.data.loader import StepLoader
 from megalite.errors import CheckpointError
 from megalite.parallel.mesh import ParallelMesh
@@ -76,7 +76,7 @@ def state_of(trainer: TrainStep, name: str) -> Mapping[str, Any]:
 
 def stored(checkpoint: Path, kind: str, name: str) -> torch.Tensor:
     with CheckpointReader(checkpoint) as reader:
-        return reader.read(kind, name, full_box(reader.manifest.tensors[kind][name].shape))
+        return reader.read(kind, name, full_slice(reader.manifest.tensors[kind][name].shape))
 
 
 def test_a_larger_batch_goes_on_behind_the_samples_that_were_seen(written: Path) -> None:

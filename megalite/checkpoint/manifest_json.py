@@ -1,108 +1,24 @@
-"""The manifest: which tensors a checkpoint holds and where each element is stored. No torch.
-
-A checkpoint is a folder with manifest.json and one safetensors file for each rank that wrote something. The manifest
-lists canonical tensors with their full shapes; the layout that wrote them is recorded for information only.
-"""
+"""The manifest as JSON: written with the hash of its content; read with each field checked. No torch."""
 
 import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from itertools import combinations
-from math import prod
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from megalite.checkpoint.regions import contains, intersection
+from megalite.checkpoint.manifest import ITEM_BYTES, Manifest, Shard, TensorEntry
 from megalite.checkpoint.strict_json import is_int, parse, without_collections
-from megalite.errors import CheckpointError, listed
+from megalite.errors import CheckpointError
 from megalite.families.registry import FAMILIES
 from megalite.topology.axes import Layout
-from megalite.topology.parameters import canonical_tensors
 from megalite.topology.shape import ModelShape, RopeScaling
-from megalite.topology.sharding import TensorSlice
-from megalite.topology.state import WEIGHT as WEIGHT
 
 FORMAT_VERSION = 1
-MANIFEST = "manifest.json"
-ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-"""dtype -> bytes per element."""
 _MOST_POSITIONS = 1 << 24
 # Excludes every path into another folder.
 _FILE_NAME = re.compile(r"\w[\w.-]*", re.ASCII)
-
-
-@dataclass(frozen=True)
-class Shard:
-    """A flat range of one tensor's box, stored under `key` in one safetensors file.
-
-    offsets, shape: the box. flat: start and stop of the range in the flattened (row-major) box; None: the whole box,
-    stored in its own shape. sha256: of the stored bytes.
-    """
-
-    file: str
-    key: str
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
-    flat: tuple[int, int] | None
-    sha256: str
-
-    @property
-    def box(self) -> TensorSlice:
-        return TensorSlice(self.offsets, self.shape)
-
-    @property
-    def flat_range(self) -> tuple[int, int]:
-        """Start and stop of the stored elements in the flattened box."""
-        return self.flat or (0, self.box.numel)
-
-
-@dataclass(frozen=True)
-class TensorEntry:
-    """One canonical tensor, or its optimizer state under one state key: full shape, dtype ("float32"), shards."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    shards: tuple[Shard, ...]
-
-    def by_box(self) -> dict[TensorSlice, list[Shard]]:
-        """Return box -> its shards."""
-        groups: dict[TensorSlice, list[Shard]] = {}
-        for shard in self.shards:
-            groups.setdefault(shard.box, []).append(shard)
-        return groups
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """Everything about a checkpoint except the elements of its tensors.
-
-    trainer_state: step, samples and tokens so far. layout, stage_layers: those of the run that wrote it.
-    config: the resolved run configuration. optimizer: JSON scalars of the optimizer.
-    tensors: state key -> canonical name -> entry; state keys are "weight" and the optimizer's ("exp_avg", ...).
-    files: name -> size in bytes of each safetensors file.
-    """
-
-    megalite: str
-    torch: str
-    trainer_state: Mapping[str, int]
-    layout: Layout
-    stage_layers: tuple[tuple[int, ...], ...]
-    model: ModelShape
-    config: Mapping[str, Any]
-    optimizer: Mapping[str, Any]
-    tensors: Mapping[str, Mapping[str, TensorEntry]]
-    files: Mapping[str, int]
-
-    @property
-    def step(self) -> int:
-        return self.trainer_state["step"]
-
-    @property
-    def optimizer_state_keys(self) -> frozenset[str]:
-        """The state keys other than the weights'."""
-        return frozenset(self.tensors) - {WEIGHT}
 
 
 def to_json(manifest: Manifest) -> str:
@@ -237,11 +153,11 @@ def _entry(whose: str, content: Mapping[str, Any], files: Mapping[str, int]) -> 
     _require(_are_ints(shape), whose, "shape", shape)
     _require(isinstance(dtype, str) and dtype in ITEM_BYTES, whose, "dtype", dtype)
     for shard in shards:
-        offsets, box, flat = shard["offsets"], shard["shape"], shard["flat"]
+        offsets, region, flat = shard["offsets"], shard["shape"], shard["flat"]
         _require(shard["file"] in files, whose, "file", shard["file"])
         texts = isinstance(shard["key"], str) and isinstance(shard["sha256"], str)
-        right = texts and len(offsets) == len(box) == len(shape) and (flat is None or len(flat) == 2)
-        _require(right and _are_ints([*offsets, *box, *(flat or ())]), whose, "shard", shard)
+        right = texts and len(offsets) == len(region) == len(shape) and (flat is None or len(flat) == 2)
+        _require(right and _are_ints([*offsets, *region, *(flat or ())]), whose, "shard", shard)
     return TensorEntry(tuple(shape), dtype, tuple(map(shard_from_json, shards)))
 
 
@@ -265,74 +181,6 @@ def shard_from_json(content: Mapping[str, Any]) -> Shard:
     return Shard(**{**content, **lists, "flat": None if flat is None else tuple(flat)})
 
 
-def check_coverage(manifest: Manifest, source: Path) -> None:
-    """Raise CheckpointError unless each element of each tensor of the model is stored exactly once.
-
-    Checked for each state key: the flat ranges must cover each box without gap or overlap, and the boxes must tile
-    the tensor.
-    """
-    layers, weights = manifest.model.num_hidden_layers, manifest.tensors.get(WEIGHT, {})
-    if layers > len(weights):  # before a hostile number of names is allocated
-        raise CheckpointError(
-            f"{source}: its model has {layers} layers, but there are only {len(weights)} weights"
-        )
-    expected = canonical_tensors(manifest.model)
-    for key, entries in {WEIGHT: {}, **manifest.tensors}.items():
-        missing, extra = expected.keys() - entries.keys(), entries.keys() - expected.keys()
-        if missing or extra:
-            raise CheckpointError(
-                f"{source}: {key} of {listed(sorted(missing))} is missing"
-                if missing
-                else f"{source}: {key} of {listed(sorted(extra))} belongs to no tensor of the model"
-            )
-        for name, entry in entries.items():
-            problem = _coverage_problem(entry, expected[name])
-            if problem:
-                raise CheckpointError(f"{source}: {key} of {name}: {problem}")
-
-
-def check_sizes(manifest: Manifest, source: Path) -> None:
-    """Raise CheckpointError unless each file is large enough for the tensors listed in it.
-
-    Memory allocated from the manifest's shapes is then bounded by the size of the files.
-    """
-    said_bytes = dict.fromkeys(manifest.files, 0)
-    for entries in manifest.tensors.values():
-        for entry in entries.values():
-            for shard in entry.shards:
-                start, stop = shard.flat_range
-                said_bytes[shard.file] += (stop - start) * ITEM_BYTES[entry.dtype]
-    for name, size_bytes in manifest.files.items():
-        if said_bytes[name] > size_bytes:
-            raise CheckpointError(
-                f"{source}: its tensors in {name} have {said_bytes[name]} bytes, but the file {size_bytes}"
-            )
-
-
-def _coverage_problem(entry: TensorEntry, full_shape: tuple[int, ...]) -> str | None:
-    if entry.shape != full_shape:
-        return f"its shape is {list(entry.shape)}, but the model's is {list(full_shape)}"
-    groups = entry.by_box()
-    for box, shards in groups.items():
-        if not contains(full_shape, box):
-            return f"region {_region(box)} lies outside {list(full_shape)}"
-        reached = 0
-        for start, stop in sorted(shard.flat_range for shard in shards):
-            if start != reached or stop <= start:
-                fault = "covered twice" if start < reached else "missing"
-                low, high = sorted((start, reached))
-                return f"elements {low} to {high} of region {_region(box)} are {fault}"
-            reached = stop
-        if reached != box.numel:
-            return f"elements {reached} to {box.numel} of region {_region(box)} are missing"
-    for one, other in combinations(groups, 2):
-        if intersection(one, other):
-            return f"regions {_region(one)} and {_region(other)} overlap"
-    # Disjoint boxes inside the tensor tile it if and only if their sizes add up to its size.
-    absent = prod(full_shape) - sum(box.numel for box in groups)
-    return f"{absent} of {prod(full_shape)} elements are missing" if absent else None
-
-
 def _dump(content: object) -> str:
     return json.dumps(content, separators=(",", ":"))
 
@@ -345,8 +193,3 @@ def _digest_of_text(text: str) -> str:
     """Hash the content as it stands in `to_json`'s text, which saves dumping it again."""
     content = text[len('{"manifest":') : text.rfind(',"sha256":')]
     return hashlib.sha256(content.encode(errors="replace")).hexdigest()
-
-
-def _region(box: TensorSlice) -> str:
-    spans = (f"{low}:{low + size}" for low, size in zip(box.offsets, box.shape, strict=True))
-    return f"[{', '.join(spans)}]"

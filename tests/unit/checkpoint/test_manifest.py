@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megalite.checkpoint.coverage import check_coverage
 from megalite.checkpoint.folder import read_manifest
-from megalite.checkpoint.format import Manifest, Shard, TensorEntry, check_coverage, from_json, to_json
+from megalite.checkpoint.manifest import Manifest, Shard, TensorEntry
+from megalite.checkpoint.manifest_json import from_json, to_json
 from megalite.errors import CheckpointError
 from megalite.topology.axes import Layout
 from megalite.topology.parameters import canonical_tensors
@@ -73,11 +75,11 @@ FAULTS = {
     "a tensor without a kind": ({"exp_avg": None}, f"exp_avg of {NAME} is missing"),
     "a weight that is missing": ({"weight": None}, f"weight of {NAME} is missing"),
     "half a tensor": ({"weight": entry(shard((0, 0), (24, 48)))}, f"{NAME}: 1152 of 2304 elements are missing"),
-    "a box twice": (
+    "a region twice": (
         {"weight": entry(shard((0, 0), (48, 48)), shard((0, 0), (48, 48)))},
         "elements 0 to 2304 of region [0:48, 0:48] are covered twice",
     ),
-    "overlapping boxes": (
+    "overlapping regions": (
         {"weight": entry(shard((0, 0), (30, 48)), shard((24, 0), (24, 48)))},
         "regions [0:30, 0:48] and [24:48, 0:48] overlap",
     ),
@@ -90,7 +92,7 @@ FAULTS = {
         "elements 99 to 100 of region [0:48, 0:48] are covered twice",
     ),
     "a run cut short": ({"exp_avg": entry(shard((0, 0), (48, 48), (0, 100)))}, "elements 100 to 2304 of region"),
-    "a box outside": ({"weight": entry(shard((24, 0), (48, 48)))}, "region [24:72, 0:48] lies outside [48, 48]"),
+    "a region outside": ({"weight": entry(shard((24, 0), (48, 48)))}, "region [24:72, 0:48] lies outside [48, 48]"),
     "a padded size": ({"weight": entry(shard((0, 0), (64, 48)), shape=(64, 48))}, "[64, 48], but the model's"),
 }  # fmt: skip
 
@@ -115,13 +117,13 @@ def test_a_tensor_that_the_model_does_not_have_is_named() -> None:
 def test_a_tensor_is_covered_exactly_when_no_shard_is_lost(data: st.DataObject, tp: int, dim: int) -> None:
     shards = []
     for part in balanced_split(48, tp):
-        box_shape = (len(part), 48) if dim == 0 else (48, len(part))
+        region_shape = (len(part), 48) if dim == 0 else (48, len(part))
         offsets = (part.start, 0) if dim == 0 else (0, part.start)
         total = len(part) * 48
         cuts = sorted(data.draw(st.sets(st.integers(1, total - 1), max_size=3)))
         bounds = [0, *cuts, total]
         runs = list(pairwise(bounds))
-        shards += [shard(offsets, box_shape, run if len(runs) > 1 else None) for run in runs]
+        shards += [shard(offsets, region_shape, run if len(runs) > 1 else None) for run in runs]
     shuffled = data.draw(st.permutations(shards))
     check_coverage(manifest(exp_avg=entry(*shuffled)), SOURCE)
     with pytest.raises(CheckpointError, match=NAME):
@@ -150,7 +152,7 @@ def test_an_unknown_field_is_refused() -> None:
     text = to_json(replace(manifest(), optimizer={"step": 3.0}))
     assert from_json(text, SOURCE).optimizer == {"step": 3.0}
     content["model"]["mystery"] = 1
-    from megalite.checkpoint.format import _digest
+    from megalite.checkpoint.manifest_json import _digest
 
     with pytest.raises(CheckpointError, match="mystery"):
         from_json(json.dumps({"manifest": content, "sha256": _digest(content)}), SOURCE)

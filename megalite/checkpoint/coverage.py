@@ -1,0 +1,84 @@
+"""Checks of a manifest: each element of each tensor is stored once, and each file is large enough. No torch."""
+
+from itertools import combinations
+from math import prod
+from pathlib import Path
+
+from megalite.checkpoint.manifest import ITEM_BYTES, WEIGHT, Manifest, TensorEntry
+from megalite.checkpoint.regions import contains, intersection
+from megalite.errors import CheckpointError, listed
+from megalite.topology.parameters import canonical_tensors
+from megalite.topology.sharding import TensorSlice
+
+
+def check_coverage(manifest: Manifest, source: Path) -> None:
+    """Raise CheckpointError unless each element of each tensor of the model is stored exactly once.
+
+    Checked for each state key: the flat ranges must cover each region without gap or overlap, and the regions must tile
+    the tensor.
+    """
+    layers, weights = manifest.model.num_hidden_layers, manifest.tensors.get(WEIGHT, {})
+    if layers > len(weights):  # before a hostile number of names is allocated
+        raise CheckpointError(
+            f"{source}: its model has {layers} layers, but there are only {len(weights)} weights"
+        )
+    expected = canonical_tensors(manifest.model)
+    for key, entries in {WEIGHT: {}, **manifest.tensors}.items():
+        missing, extra = expected.keys() - entries.keys(), entries.keys() - expected.keys()
+        if missing or extra:
+            raise CheckpointError(
+                f"{source}: {key} of {listed(sorted(missing))} is missing"
+                if missing
+                else f"{source}: {key} of {listed(sorted(extra))} belongs to no tensor of the model"
+            )
+        for name, entry in entries.items():
+            problem = _coverage_problem(entry, expected[name])
+            if problem:
+                raise CheckpointError(f"{source}: {key} of {name}: {problem}")
+
+
+def check_sizes(manifest: Manifest, source: Path) -> None:
+    """Raise CheckpointError unless each file is large enough for the tensors listed in it.
+
+    Memory allocated from the manifest's shapes is then bounded by the size of the files.
+    """
+    said_bytes = dict.fromkeys(manifest.files, 0)
+    for entries in manifest.tensors.values():
+        for entry in entries.values():
+            for shard in entry.shards:
+                start, stop = shard.flat_range
+                said_bytes[shard.file] += (stop - start) * ITEM_BYTES[entry.dtype]
+    for name, size_bytes in manifest.files.items():
+        if said_bytes[name] > size_bytes:
+            raise CheckpointError(
+                f"{source}: its tensors in {name} have {said_bytes[name]} bytes, but the file {size_bytes}"
+            )
+
+
+def _coverage_problem(entry: TensorEntry, full_shape: tuple[int, ...]) -> str | None:
+    if entry.shape != full_shape:
+        return f"its shape is {list(entry.shape)}, but the model's is {list(full_shape)}"
+    groups = entry.by_slice()
+    for region, shards in groups.items():
+        if not contains(full_shape, region):
+            return f"region {_region(region)} lies outside {list(full_shape)}"
+        reached = 0
+        for start, stop in sorted(shard.flat_range for shard in shards):
+            if start != reached or stop <= start:
+                fault = "covered twice" if start < reached else "missing"
+                low, high = sorted((start, reached))
+                return f"elements {low} to {high} of region {_region(region)} are {fault}"
+            reached = stop
+        if reached != region.numel:
+            return f"elements {reached} to {region.numel} of region {_region(region)} are missing"
+    for one, other in combinations(groups, 2):
+        if intersection(one, other):
+            return f"regions {_region(one)} and {_region(other)} overlap"
+    # Disjoint regions inside the tensor tile it if and only if their sizes add up to its size.
+    absent = prod(full_shape) - sum(region.numel for region in groups)
+    return f"{absent} of {prod(full_shape)} elements are missing" if absent else None
+
+
+def _region(region: TensorSlice) -> str:
+    spans = (f"{low}:{low + size}" for low, size in zip(region.offsets, region.shape, strict=True))
+    return f"[{', '.join(spans)}]"

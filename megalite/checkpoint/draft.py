@@ -1,0 +1,181 @@
+"""Draft: a checkpoint in the making. It lists what each rank writes, writes that rank's file, publishes the whole."""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megalite.checkpoint.coverage import check_coverage
+from megalite.checkpoint.durable import sync_folder, write_durably
+from megalite.checkpoint.failures import Remedies
+from megalite.checkpoint.folder import check_files
+from megalite.checkpoint.manifest import MANIFEST, WEIGHT, Manifest, TensorEntry
+from megalite.checkpoint.manifest_json import shard_from_json, to_json
+from megalite.checkpoint.publish import publish
+from megalite.checkpoint.regions import PartRange, split_flat_range
+from megalite.checkpoint.tensor_file import TensorInfo, dtype_name, write_tensor_file
+from megalite.errors import CheckpointError
+from megalite.model.replica import Replica
+from megalite.parallel.mesh import ParallelMesh
+from megalite.topology.parameters import Parameter
+from megalite.topology.state import OptimizerState, StateShard
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The values that one rank writes under one key: a flat range of one canonical tensor, of one state key."""
+
+    state_key: str
+    part_range: PartRange
+    values: Tensor
+
+    @property
+    def whole(self) -> bool:
+        return self.part_range.numel == self.part_range.region.numel
+
+    @property
+    def key(self) -> str:
+        return f"{self.state_key}/{self.part_range.part.name}" + (
+            "" if self.whole else f"@{self.part_range.start}"
+        )
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.part_range.region.shape if self.whole else (self.part_range.numel,)
+
+    @property
+    def shaped(self) -> Tensor:
+        return self.values.view(self.shape)
+
+
+class Draft:
+    """A checkpoint in the making: what this rank writes, and on rank 0 how the whole is published.
+
+    partial: the folder that the ranks write to. published: the name of that folder once it is complete.
+    """
+
+    def __init__(
+        self,
+        partial: Path,
+        published: Path,
+        rank: int,
+        pieces: Mapping[str, Piece],
+        manifest: Manifest,
+        remedies: Remedies,
+    ):
+        """manifest: without tensors and files; `publish` takes these from the tables of all ranks."""
+        self.partial, self.published = partial, published
+        self.path = partial / f"rank-{rank:05d}.safetensors"
+        self._pieces, self._manifest, self.remedies = pieces, manifest, remedies
+
+    @property
+    def step(self) -> int:
+        return self._manifest.trainer_state["step"]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the tensors that this rank writes."""
+        return sum(piece.values.nbytes for piece in self._pieces.values())
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Key -> the tensor that this rank writes under it: a view of the live state, not a copy."""
+        return {key: piece.shaped for key, piece in self._pieces.items()}
+
+    def write(self, read: Callable[[str], Tensor]) -> str:
+        """Write this rank's file, wait until it is on the disk, and return its table of shards for `publish`.
+
+        read: returns the tensor of a key, live or copied; called once a key, in order.
+        """
+        return _write(self.path, self._pieces, read)
+
+    def publish(self, tables: Sequence[str]) -> None:
+        """On one rank, with the tables of all: check that nothing is missing, then rename the folder."""
+        manifest = replace(self._manifest, **_merge(tables))
+        check_coverage(manifest, self.partial)
+        check_files(manifest, self.partial)
+        write_durably(self.partial / MANIFEST, to_json(manifest))
+        sync_folder(self.partial)
+        publish(self.partial, self.published)
+
+
+def pieces_of(replica: Replica, optimizer: OptimizerState) -> Iterator[Piece]:
+    """Everything that this rank has to write."""
+    mesh, weights = replica.mesh, optimizer.weights()
+    if weights is None:
+        weights = _whole_weights(replica)
+    for shard in chain(weights, optimizer.shards()):
+        if shard.owned:
+            regions = shard.parameter.spec.slices(mesh.tp.rank, mesh.tp.size)
+            ranges = split_flat_range(regions, shard.start, shard.values.numel())
+            for each in _written(mesh, shard.parameter, ranges):
+                yield Piece(shard.key, each, shard.values[each.offset : each.offset + each.numel])
+
+
+def by_key(pieces: Iterable[Piece]) -> dict[str, Piece]:
+    found: dict[str, Piece] = {}
+    for piece in pieces:
+        if found.setdefault(piece.key, piece) is not piece:
+            raise AssertionError("a rank holds the same flat range of the same tensor twice")
+    return found
+
+
+def _whole_weights(replica: Replica) -> Iterator[StateShard]:
+    """The weights that every data-parallel rank holds; the ranks take turns to write them."""
+    copies, tensors = replica.mesh.dense_gradients, replica.tensors
+    for index, parameter in enumerate(replica.parameters):
+        owned = index % copies.size == copies.rank
+        yield StateShard(parameter, WEIGHT, 0, tensors[parameter.name].detach().reshape(-1), owned)
+
+
+def _written(mesh: ParallelMesh, parameter: Parameter, ranges: Iterable[PartRange]) -> Iterator[PartRange]:
+    """The flat ranges that this tensor-parallel rank and stage write: replicas and tied copies only once."""
+    spec, (rank, size) = parameter.spec, (mesh.tp.rank, mesh.tp.size)
+    if not spec.stages or mesh.at.pp == spec.stages[0]:
+        yield from (each for each in ranges if spec.first_holder(each.part, rank, size) == rank)
+
+
+def _write(path: Path, by_key: Mapping[str, Piece], read: Callable[[str], Tensor]) -> str:
+    """Write one rank's file; returns what the manifest has to say of it, as JSON."""
+    if not by_key:
+        return json.dumps({"file": path.name, "size_bytes": None, "shards": []})
+    infos = {key: TensorInfo(piece.values.dtype, piece.shape) for key, piece in by_key.items()}
+    hashes, size_bytes = write_tensor_file(path, infos, read)
+    shards = [
+        {
+            "state_key": piece.state_key,
+            "name": piece.part_range.part.name,
+            "full_shape": piece.part_range.part.shape,
+            "dtype": dtype_name(piece.values.dtype),
+            "shard": {
+                "key": key,
+                "offsets": piece.part_range.region.offsets,
+                "shape": piece.part_range.region.shape,
+                "flat": None if piece.whole else (piece.part_range.start, piece.part_range.stop),
+                "sha256": hashes[key],
+            },
+        }
+        for key, piece in by_key.items()
+    ]
+    return json.dumps({"file": path.name, "size_bytes": size_bytes, "shards": shards})
+
+
+def _merge(tables: Sequence[str]) -> dict[str, Any]:
+    """The manifest's `tensors` and `files` from the tables of all ranks."""
+    files: dict[str, int] = {}
+    tensors: dict[str, dict[str, TensorEntry]] = {WEIGHT: {}}
+    for table in map(json.loads, tables):
+        if table["size_bytes"] is not None:
+            files[table["file"]] = table["size_bytes"]
+        for row in table["shards"]:
+            entries = tensors.setdefault(row["state_key"], {})
+            known = entries.get(row["name"], TensorEntry(tuple(row["full_shape"]), row["dtype"], ()))
+            if known.dtype != row["dtype"]:
+                raise CheckpointError(f"ranks hold {row['name']} as {known.dtype} and as {row['dtype']}")
+            shard = shard_from_json({"file": table["file"], **row["shard"]})
+            entries[row["name"]] = TensorEntry(known.shape, known.dtype, (*known.shards, shard))
+    return {"tensors": tensors, "files": files}

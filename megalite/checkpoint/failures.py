@@ -1,0 +1,46 @@
+"""Failures of reading and writing a checkpoint, told with the rank, the reason and a remedy."""
+
+import errno
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from megalite.errors import CheckpointError
+from megalite.parallel.mesh import ParallelMesh
+
+
+@dataclass(frozen=True)
+class Remedies:
+    """Remedies for a full disk and for a folder that refuses files, in the settings of the command that saves."""
+
+    full: str
+    forbidden: str
+
+
+OF_A_RUN = Remedies(
+    full="free space there, set checkpoint.keep_last to keep fewer, or set run.folder to another disk, then run again"
+    " to resume",
+    forbidden="make it writable or set run.folder to a folder that is, then run again to resume",
+)
+
+
+def explain(
+    mesh: ParallelMesh, verb: str, path: Path, remedies: Remedies = OF_A_RUN
+) -> Callable[[Exception], str]:
+    """For `all_or_none`: the message that says which rank could not do what, why, and what to do."""
+
+    def message(error: Exception) -> str:
+        return f"{mesh.layout.describe(mesh.rank)} could not {verb} {path}: {_reason(error, remedies)}"
+
+    return message
+
+
+def _reason(error: Exception, remedies: Remedies) -> str:
+    if isinstance(error, CheckpointError):
+        return str(error)
+    number = error.errno if isinstance(error, OSError) else None
+    if number in (errno.ENOSPC, errno.EDQUOT):
+        return f"{error}; {remedies.full}"
+    if number in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return f"{error}; {remedies.forbidden}"
+    return f"{type(error).__name__}: {error}"
