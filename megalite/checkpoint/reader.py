@@ -29,7 +29,7 @@ _REMEDY = "use another checkpoint"
 
 
 class CheckpointReader:
-    """Reads regions of a checkpoint's tensors, whatever layout wrote it; opens only the files it needs.
+    """Reads regions of a checkpoint's tensors, for any layout that wrote it; opens only the files it needs.
 
     Reading raises CheckpointError with file and tensor if a file is missing, truncated or altered.
     """

@@ -58,7 +58,8 @@ class SelfAttention(nn.Module):
             self.k_norm = _query_key_norm(shape, shape.num_key_value_heads, mesh, options)
 
     def forward(self, hidden_states: Tensor, context: StepContext, mask: Mask | CountedMask | None) -> Tensor:
-        """[B, S, H] -> [B, S, H]; with a cache, the S tokens follow those it holds. mask: of the probabilities."""
+        """[B, S, H] -> [B, S, H]; with a cache, the S tokens follow the cached ones. mask: dropout of the attention
+        probabilities."""
         qkv = self.qkv_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
         rotated = context.rotation is not None and self.rotates
         rotation = context.rotation.of(self.window) if context.rotation is not None and rotated else None

@@ -1,4 +1,4 @@
-"""Which form of its operators a model uses here, and why: csrc's compiled ones, others' or plain torch."""
+"""The choice of a model's operators on this machine, with its reason: compiled, another library's or plain torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ Asked = Literal["auto", "fused", "reference"]
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the model: its compiled operator, what that computes in words, and its form in plain torch."""
+    """A part of the model: its compiled operator, a description of that operator, and of its plain torch form."""
 
     operator: str
     compiled: str
@@ -67,7 +67,7 @@ class KernelChoice:
 def choose_kernels(
     asked: Asked, device_type: str, choices: Mapping[str, Choice] | None = None
 ) -> KernelChoice:
-    """Which operators are compiled. choices: of an accelerator, what was chosen for each operator that the model has.
+    """Choose the compiled operators. choices: the choice for each of the model's operators on an accelerator.
 
     Raises ConfigError where compiled operators are asked for and cannot run, or have not proved themselves, here.
     """
@@ -126,7 +126,7 @@ def _proved(choices: Mapping[str, Choice]) -> KernelChoice:
 
 
 def _shared_reason(choices: Mapping[str, Choice]) -> str:
-    """Why torch computes what it computes: each reason once, after the operators that it is of."""
+    """Return why torch computes its operators: each reason once, after the operators that it explains."""
     reasons: dict[str, list[str]] = {}
     for operator, choice in choices.items():
         if choice.name == TORCH:

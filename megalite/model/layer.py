@@ -61,7 +61,7 @@ class DecoderLayer(nn.Module):
         return recomputed(run, hidden_states) if self.recompute == "full" else run(hidden_states)
 
     def _draw_and_run(self, context: StepContext, hidden_states: Tensor) -> Tensor:
-        """Masks are drawn outside of what is compiled, whose code is then the same for all layers."""
+        """Draw the dropout masks, then run the layer. One compiled function serves all layers: masks are its inputs."""
         masks = LayerMasks() if context.dropout is None else self.sites.layer_masks(context.dropout)
         if not self.compile_layer:
             return self.arranged(self, hidden_states, context, masks)
@@ -147,6 +147,6 @@ def _arranged(layer: DecoderLayer, hidden: Tensor, context: StepContext, masks: 
 
 @cache
 def _compiled() -> Arrangement:
-    """One compiled function for all layers of a process; whatever it could not trace is an error, not a break."""
+    """Return the compiled function that all layers of a process share; a graph break is an error."""
     compiled: Arrangement = torch.compile(_arranged, fullgraph=True)
     return compiled

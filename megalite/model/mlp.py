@@ -28,7 +28,7 @@ class GatedMLP(nn.Module):
         )
 
     def forward(self, hidden_states: Tensor, mask: Mask | None = None) -> Tensor:
-        """[B, S, H] -> [B, S, H]; the mask is of the activations [B, S, intermediate / tp]."""
+        """[B, S, H] -> [B, S, H]; mask: dropout of the activations [B, S, intermediate / tp]."""
         return self.down_proj(dropout(self.activation(self.gate_up_proj(hidden_states)), mask))
 
 
@@ -47,7 +47,7 @@ class PlainMLP(nn.Module):
         )
 
     def forward(self, hidden_states: Tensor, mask: Mask | None = None) -> Tensor:
-        """[B, S, H] -> [B, S, H]; the mask is of the activations [B, S, intermediate / tp]."""
+        """[B, S, H] -> [B, S, H]; mask: dropout of the activations [B, S, intermediate / tp]."""
         with_gelu = self.ops.adds_bias_with_gelu
         activated = self.ops.bias_gelu(
             self.up_proj(hidden_states, with_bias=not with_gelu),
@@ -62,6 +62,6 @@ def _approximate(shape: ModelShape) -> Approximate:
 
 
 def build_mlp(shape: ModelShape, mesh: ParallelMesh, options: ModelOptions) -> GatedMLP | PlainMLP:
-    """The feed-forward block of this shape."""
+    """Return the feed-forward block of this shape."""
     kind = GatedMLP if shape.gated_mlp else PlainMLP
     return kind(shape, mesh, options)

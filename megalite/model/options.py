@@ -1,4 +1,4 @@
-"""How a model computes, as opposed to what it is (topology.parameters.ModelShape)."""
+"""ModelOptions: how a model computes. topology.shape.ModelShape says what the model is."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,8 +12,11 @@ from megalite.ops.choice import PLAIN_TORCH, Operators
 
 @dataclass(frozen=True)
 class Dropout:
-    """The share of values dropped in training: of the embedding's output, of what attention and MLP add to the
-    residual stream, of the MLP's activations, of the attention probabilities."""
+    """Dropout probabilities in training.
+
+    embedding: the embedding's output. residual: the outputs of attention and MLP, before the residual sum. mlp: the
+    MLP's activations. attention: the attention probabilities.
+    """
 
     embedding: float = 0.0
     residual: float = 0.0
@@ -38,7 +41,7 @@ class Recompute:
     ratio: float | None = None
 
     def of_layer(self, place: int, layers: int) -> RecomputeMode:
-        """For layer `place` of the `layers` of a chunk."""
+        """Return the mode of layer number `place` of a chunk with `layers` layers."""
         if self.layers is not None and place >= self.layers:
             return "none"
         if self.ratio is not None:
@@ -52,9 +55,9 @@ class Recompute:
 class ModelOptions:
     """dtype: of weights and activations; logits and losses of bf16 and fp16 models are float32.
 
-    compile: decoder layers run through torch.compile. label_smoothing, z_loss: as of cross_entropy.LossTerms.
-    operators: which implementation of each is used. chunked_loss: how many tokens' logits exist at once, as of
-    chunked_cross_entropy; 0: all.
+    compile: decoder layers run through torch.compile. label_smoothing, z_loss: see cross_entropy.LossTerms.
+    operators: the implementation of each operator. chunked_loss: the number of tokens whose logits exist at once (see
+    chunked_cross_entropy); 0: all tokens.
     """
 
     dtype: torch.dtype = torch.float32

@@ -1,4 +1,4 @@
-"""Recompute: forward keeps only the inputs of a region, backward computes again what it needs of the inside.
+"""Recompute: forward keeps only a region's inputs; backward computes the region's saved tensors again.
 
 Chen et al., "Training deep nets with sublinear memory cost", 2016; selective: Korthikanti et al., 2022.
 """
@@ -13,11 +13,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 def recomputed(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """function(*inputs), of which no tensor is kept for the backward but the inputs, and what else it refers to.
+    """Return function(*inputs), keeping no saved tensor for backward: only the inputs and the function itself.
 
     function must give the same tensors when it is called again, and change neither its inputs nor what its own
-    operators save. Differs from torch.utils.checkpoint in that it runs once more at most however many passes
-    the backward takes: a schedule that separates the gradients of inputs and weights reads most tensors twice.
+    operators save. Unlike torch.utils.checkpoint, it recomputes once even if backward makes several passes: a schedule
+    that separates the gradients of inputs and weights reads most tensors twice.
     """
     if not torch.is_grad_enabled():
         return function(*inputs)
@@ -27,7 +27,7 @@ def recomputed(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
 
 
 class _Omitted:
-    """Stands in the graph for a tensor of a region; the graph drops it as soon as no pass will read it again."""
+    """Placeholder in the graph for a tensor of a region; the graph drops it after the last pass that reads it."""
 
     def __init__(self, region: "_Region", tensor: Tensor):
         self._region, self._facts = region, _facts(tensor)
@@ -49,16 +49,16 @@ class _Omitted:
 
 
 class _Enough(Exception):
-    """All that the backward will read has been computed."""
+    """Raised when every tensor that backward will read has been recomputed."""
 
 
 class _Region:
-    """One call of a function whose inside is recomputed."""
+    """One call of a recomputed function."""
 
     def __init__(self, function: Callable[..., Tensor], inputs: tuple[Tensor, ...]):
         self._function, self._inputs = function, inputs
         self._versions = [tensor._version for tensor in inputs]
-        # Weak, so that it is the graph that decides how long a recomputed tensor lives.
+        # Weak references: the graph alone decides how long a recomputed tensor lives.
         self._omitted: list[ref[_Omitted]] = []
 
     def leave_out(self, tensor: Tensor) -> _Omitted:
@@ -67,7 +67,7 @@ class _Region:
         return omitted
 
     def run_again(self) -> None:
-        """Fill all that was left out, in the order in which forward saved it, and stop at the last."""
+        """Recompute every omitted tensor, in the order in which forward saved them, and stop after the last."""
         if [tensor._version for tensor in self._inputs] != self._versions:
             raise AssertionError("an input of a recomputed region was overwritten before the backward")
         waiting = iter(self._omitted)

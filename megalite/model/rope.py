@@ -88,7 +88,7 @@ class LayerRotations(nn.Module):
             self.local = RotaryEmbedding(local, dtype)
 
     def forward(self, position_ids: Tensor, length: int | None = None) -> Rotations:
-        """position_ids [B, S] -> the rotations of these positions; length: as of RotaryEmbedding, S by default."""
+        """position_ids [B, S] -> the rotations of these positions; length: see RotaryEmbedding; default S."""
         length = position_ids.shape[1] if length is None else length
         full = self.full(position_ids, length)
         return Rotations(full, full if self.local is None else self.local(position_ids, length))

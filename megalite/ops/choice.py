@@ -82,7 +82,7 @@ class Operators:
     norm(x, weight, bias, eps, zero_centered_gamma); add_norm(x, residual, weight, ...) -> their sum, which may
     overwrite x, and its norm. split_and_rotate, rotate: as of ops/rotary.py. swiglu, geglu, bias_gelu: as of
     ops/activations.py. cross_entropy: as of ops/cross_entropy.py. adamw, sum_of_squares: as of ops/adamw.py.
-    accumulate: as of ops.adamw.add_weight_gradient_.
+    accumulate: see ops.adamw.add_weight_gradient_.
     """
 
     chosen: Mapping[str, str] = field(default_factory=dict, hash=False)
@@ -185,7 +185,7 @@ class Operators:
     ) -> Documents:
         """The form in which `attention` wants the documents of a micro batch [B, S], made once for all its layers.
 
-        cu_seqlens: the same documents as of ops.documents.row_starts, without which an accelerator's host has to wait
+        cu_seqlens: the same documents, see ops.documents.row_starts; without them an accelerator's host has to wait
         for the ids. On an accelerator they serve every kernel; on a CPU each kernel has its fastest form.
         """
         if document_ids.device.type != "cpu":

@@ -20,7 +20,7 @@ def why_not(device_type: str) -> str:
 
 def rms_norm(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
     """As of ops.norms.rms_norm; one node gives both gradients."""
-    # In place it would write over the gradient of what it returns, which others may have a part in.
+    # In place it would overwrite the gradient of its output, which other autograd nodes may share.
     normalised: Tensor = _functional().liger_rms_norm(hidden_states, weight, eps, in_place=False)
     return normalised
 

@@ -70,7 +70,7 @@ Findings = Mapping[str, Found]
 class Choice:
     """The implementation that an operator has here. why: of torch, why it is no other; else empty.
 
-    faults: implementation -> why it is wrong, failed or not tested; those that are slower or absent have none.
+    faults: implementation -> why it is wrong, failed or not tested; slower and absent implementations have none.
     ratio: the time of the chosen one over torch's best.
     """
 

@@ -25,7 +25,7 @@ from megalite.topology.stages import balanced_split
 
 
 class _OverlappedColumnLinear(torch.autograd.Function):
-    """Backward computes the weight's gradient while that of the input is summed over tp.
+    """In backward, the sum of the input's gradient over tp overlaps the product for the weight's gradient.
 
     Keeps this rank's positions of a split sequence only, and gathers the others again while the gradient of the input
     is computed.

@@ -130,7 +130,7 @@ class ParallelMesh:
 
     @property
     def counts_replicated(self) -> bool:
-        """Whether a sum over the world counts this rank's copy of what all tensor-parallel ranks hold alike."""
+        """Whether a sum over the world counts this rank's copy of values that all tensor-parallel ranks replicate."""
         return self.tp.rank == 0
 
     @property

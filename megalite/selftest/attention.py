@@ -123,7 +123,7 @@ def _make_dropped(shape: Shape, dtype: torch.dtype, random: Form) -> list[Tensor
 def _dropped(attend: Callable[..., Tensor]) -> Form:
     def form(query: Tensor, key: Tensor, value: Tensor, samples: Tensor) -> Tensor:
         mask = CountedMask((11, 13), samples, range(query.shape[2]), round(0.1 * MASK_LEVELS))
-        # Drawn in advance for torch, whose time is then that of attention alone.
+        # Drawn in advance, so that torch's time is that of attention alone.
         drawn = mask if attend is ours_alone else mask.draw(query.shape[1], key.shape[1])
         return attend(query, key, value, mask=drawn)
 

@@ -1,4 +1,4 @@
-"""The time of a forward and a backward, beside that of others, round by round."""
+"""Times of the forward and backward of several implementations, measured in alternating rounds."""
 
 import gc
 import statistics
@@ -13,7 +13,7 @@ from megalite.selftest.registry import Form
 
 WARM_UP, ROUNDS, LEAST_ROUNDS = 3, 20, 5
 SECONDS = 4.0
-"""After which no more than LEAST_ROUNDS are measured."""
+"""After this time no round beyond LEAST_ROUNDS is measured."""
 
 
 def medians(
@@ -50,7 +50,7 @@ def _work(form: Form, inputs: Sequence[Tensor], gradients: int) -> Callable[[], 
 
 
 def _seconds(work: Callable[[], Any], device: torch.device) -> float:
-    """Between two events of an accelerator, which are queued with the work; on a CPU by the clock."""
+    """Return the seconds of `work`: between two queued events on an accelerator, by the clock on a CPU."""
     if device.type == "cpu":
         started = time.perf_counter()
         work()

@@ -58,7 +58,7 @@ def workload_of(config: RunConfig, shape: ModelShape, dtype: torch.dtype) -> Wor
 
 
 def untested(cases: Sequence[Case], found: Findings) -> list[Case]:
-    """The cases of which some implementation was not tested."""
+    """Return the cases with an implementation that was not tested."""
     return [
         case
         for case in cases
@@ -83,7 +83,7 @@ def known_choices(workload: Workload, device: torch.device) -> dict[str, Choice]
 
 
 def proved_choices(workload: Workload, device: torch.device) -> tuple[dict[str, Choice], str]:
-    """As `known_choices`, after a test of what is not known yet; and a line about that test, empty where none was made.
+    """Return `known_choices` after testing the untested cases, and a line about that test (empty if there was none).
 
     Takes at most FIRST_RUN_SECONDS; what fails, or is not reached, is left to torch.
     """

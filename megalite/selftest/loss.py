@@ -12,7 +12,7 @@ from megalite.selftest.registry import Entry, Form, Shape, compiled
 
 
 def _make(shape: Shape, dtype: torch.dtype, random: Form) -> list[Tensor]:
-    """Logits [tokens, vocabulary], labels of which the last counts nothing, weights with a 0 among them."""
+    """Logits [tokens, vocabulary], labels (the last one is ignored), and weights, one of them 0."""
     logits = 4 * random(*shape)
     labels = torch.arange(shape[0], device=logits.device).mul_(7919).remainder_(shape[1])
     labels[-1] = IGNORE_INDEX

@@ -21,12 +21,12 @@ Make = Callable[[Shape, torch.dtype, Form], Sequence[Tensor]]
 
 
 def always(inputs: Sequence[Tensor]) -> str:
-    """For what can compute any case."""
+    """Return no complaint: the implementation computes any case."""
     return ""
 
 
 def anywhere(device_type: str) -> str:
-    """For what can run on any device."""
+    """Return no complaint: the implementation runs on any device."""
     return ""
 
 
@@ -34,8 +34,8 @@ def anywhere(device_type: str) -> str:
 class Candidate:
     """An implementation of an operator: a function of the entry's inputs.
 
-    why_not_on(device_type): why it is not there at all, empty where it is: then nothing is run. why_not(inputs): why it
-    cannot compute these; asked before the form is called. repeats: whether a second call must give the same to the bit.
+    why_not_on(device_type): why the implementation is absent on such a device; empty if present. why_not(inputs): why
+    the implementation cannot compute these inputs; empty if it can. repeats: a second call must give equal bits.
     """
 
     form: Form
@@ -84,8 +84,8 @@ class Entry:
     random(*sizes) draws a tensor of that type; the first `gradients` of them are differentiated. plain: in torch; in
     float64 it is the reference. plain and candidates are functions of these inputs that return a tensor or several,
     and may overwrite inputs. torch: other forms in torch that are timed too; the fastest is torch's best.
-    units: in the last place of the largest value that 32 bits may be off beside twice the plain form's own error.
-    shapes: odd sizes, tiny. own: the shape for a run, or None where the run has no use for the entry.
+    units: allowed error in fp32, in units in the last place of the largest value, beside twice the plain form's error.
+    shapes: tiny odd sizes. own: the shape for a run, or None if the run does not use the entry.
     """
 
     name: str
@@ -107,7 +107,7 @@ class Entry:
 
 
 def compiled(form: Form, *needs: str, why_not: Callable[[Sequence[Tensor]], str] = always) -> Candidate:
-    """A form by these registered operators of the compiled library."""
+    """Return a candidate that calls these registered operators of the compiled library."""
 
     def why_not_on(device_type: str) -> str:
         if complaint := extension.why_not(device_type):
@@ -129,7 +129,7 @@ class Case:
 
     @property
     def key(self) -> str:
-        """As findings are kept by."""
+        """Return the key under which findings are kept."""
         sizes = "x".join(map(str, self.shapes[0])) if self.own else "odd sizes"
         return f"{self.entry.name}, {str(self.dtype).removeprefix('torch.')}, {sizes}"
 

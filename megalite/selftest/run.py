@@ -97,7 +97,7 @@ class _Worker:
         self._rest = b""
         self._said = tempfile.TemporaryFile()  # noqa: SIM115  closed by `end`
         self._process = subprocess.Popen(
-            # With this process's modules, whatever lies in the working directory.
+            # With this process's modules, not those of the working directory.
             [sys.executable, "-P", "-c", _START.format(path=sys.path), *words],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,

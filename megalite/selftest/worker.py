@@ -34,7 +34,7 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     die_with_parent(options.parent)
     entries = {entry.name: entry for entry in entries_of(options.entries)}
-    device = torch.device(options.device)  # which the file of entries may have to make known first
+    device = torch.device(options.device)  # the file of entries may register this device type
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index or 0)
     with os.fdopen(options.answers, "w", encoding="utf-8") as answers:
@@ -49,7 +49,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _warm_up(device: torch.device) -> None:
-    """Have torch import and start what it puts off: no implementation's time is to pay for it."""
+    """Make torch finish its lazy imports and start-up, so that no implementation's time includes them."""
     with poisoned():
         numbers = torch.ones(2, 2, dtype=torch.float64, device=device, requires_grad=True)
         (numbers @ numbers).sum().backward()
@@ -63,7 +63,7 @@ def _say(answers: IO[str], what: Any) -> None:
 def _answer(case: Case, implementation: str, device: torch.device) -> Finding:
     try:
         finding = prove(case, implementation, device)
-    except Exception as error:  # whatever it is, this implementation is not to be used
+    except Exception as error:  # any error rules this implementation out
         message = str(error).strip().splitlines()
         return Finding("failed", f"failed: {type(error).__name__}: {message[0] if message else ''}"[:200])
     if finding.error is not None and not isfinite(finding.error):

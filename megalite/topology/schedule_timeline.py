@@ -176,7 +176,7 @@ def in_flight_chunks(order: Sequence[Action]) -> int:
 
 
 def in_flight_peak(order: Sequence[Action]) -> int:
-    """Return the peak number of micro batches of which a stage holds activations."""
+    """Return the peak number of micro batches whose activations a stage holds."""
     return max(len({micro_batch for _, micro_batch in alive}) for alive in _alive(order))
 
 

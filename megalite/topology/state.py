@@ -1,4 +1,4 @@
-"""The optimizer state as checkpoints see it, whatever implements the optimizer."""
+"""The optimizer state as checkpoints see it, the same for every optimizer implementation."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
