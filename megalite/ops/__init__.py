@@ -1,1 +1,1 @@
-"""The operators a training step is made of, one file each, named for what they compute."""
+"""The operators of a training step, one file each, named after their operation."""

@@ -1,7 +1,7 @@
 """Gated activations of the feed-forward block (Shazeer, "GLU variants improve Transformer", 2020), and bias + GELU
 (Hendrycks and Gimpel 2016).
 
-Each in two forms: plain torch, and the compiled operators of csrc/activations.h.
+Each has two forms: plain torch, and the compiled operators of csrc/activations.h.
 """
 
 from typing import Any, Literal
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megalite.ops import extension
 
-# As torch.nn.functional.gelu has it: by the error function, or its approximation by tanh.
+# As in torch.nn.functional.gelu: the exact error function ("none") or the tanh approximation.
 Approximate = Literal["none", "tanh"]
 
 # The codes of csrc/core/activation.h.
@@ -21,7 +21,7 @@ _GELU = {"none": 1, "tanh": 2}
 
 
 class _SwiGLU(torch.autograd.Function):
-    """One node on the packed projection: its gradient is written packed, with no concatenation."""
+    """SwiGLU as one autograd node: the gradient is written straight into the packed layout, without a concatenation."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
@@ -41,9 +41,9 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up of the packed [..., 2 I] (gate first) -> [..., I]."""
+    """Return silu(gate) * up [..., I] of the packed projection [..., 2 I], gate first."""
     activated: Tensor
-    if torch.compiler.is_compiling():  # which fuses what it sees, and sees no further than a node of ours
+    if torch.compiler.is_compiling():  # torch.compile cannot fuse across a custom autograd node
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
     activated = _SwiGLU.apply(gate_up)
@@ -51,31 +51,34 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 def compiled_swiglu(gate_up: Tensor) -> Tensor:
-    """As of `swiglu`."""
+    """Same as `swiglu`, by the compiled operator."""
     activated: Tensor = torch.ops.megalite.glu(gate_up, _SILU)
     return activated
 
 
 def geglu(gate_up: Tensor, *, approximate: Approximate = "none") -> Tensor:
-    """gelu(gate) * up of the packed [..., 2 I] (gate first) -> [..., I]."""
+    """Return gelu(gate) * up [..., I] of the packed projection [..., 2 I], gate first."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.gelu(gate, approximate=approximate) * up
 
 
 def compiled_geglu(gate_up: Tensor, *, approximate: Approximate = "none") -> Tensor:
-    """As of `geglu`."""
+    """Same as `geglu`, by the compiled operator."""
     activated: Tensor = torch.ops.megalite.glu(gate_up, _GELU[approximate])
     return activated
 
 
 def bias_gelu(inputs: Tensor, bias: Tensor | None, *, approximate: Approximate = "none") -> Tensor:
-    """gelu(inputs + bias), [..., I] -> [..., I]; without a bias gelu(inputs)."""
+    """Return gelu(inputs + bias), [..., I] -> [..., I]; without a bias gelu(inputs)."""
     return F.gelu(inputs if bias is None else inputs + bias, approximate=approximate)
 
 
 def compiled_bias_gelu(inputs: Tensor, bias: Tensor | None, *, approximate: Approximate = "none") -> Tensor:
-    """As of `bias_gelu`. One node gives both gradients: a schedule that splits the backward has the linear before add
-    the bias."""
+    """Same as `bias_gelu`, by the compiled operator.
+
+    One autograd node gives both gradients, so under a schedule that splits the backward the preceding linear adds the
+    bias instead.
+    """
     activated: Tensor = torch.ops.megalite.bias_gelu(inputs, bias, _GELU[approximate])
     return activated
 

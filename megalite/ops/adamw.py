@@ -1,6 +1,6 @@
 """Operators on lists of tensors: the sum of squares, AdamW over float32 masters, sums of gradients.
 
-AdamW is that of Loshchilov and Hutter (2019) with the bias corrections of Kingma and Ba (2015), as torch computes it.
+AdamW follows Loshchilov and Hutter (2019) with the bias corrections of Kingma and Ba (2015), as in torch.
 """
 
 from collections import defaultdict
@@ -14,9 +14,9 @@ from megalite.ops import extension
 
 
 def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
-    """The sum of the squares of all elements of tensors on one device, a float64 number there.
+    """Return the sum of squares of all elements: a float64 scalar on the tensors' device, which all must share.
 
-    Each tensor's norm is taken in at least float32.
+    Each tensor's norm is computed in at least float32.
     """
     if not tensors:
         return torch.zeros((), dtype=torch.float64)
@@ -28,8 +28,10 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def compiled_sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
-    """As of `sum_of_squares`, added in float64 over blocks that only the sizes decide: equal from run to run whatever
-    the threads."""
+    """Same as `sum_of_squares`, by the compiled operator.
+
+    Sums in float64 over blocks that depend on the sizes only, so the result does not depend on the number of threads.
+    """
     if not tensors:
         return torch.zeros((), dtype=torch.float64)
     sums = [torch.ops.megalite.sum_of_squares(alike) for alike in _by_type(tensors)]
@@ -54,8 +56,8 @@ def adamw_(
 ) -> None:
     """Update weights and moments in place, from gradients times `gradient_scale`; round the weights into `copies`.
 
-    weights, moments: float32 or float64. gradients: of that type or, of float32 weights, of 16 bits. copies: empty,
-    or of 16 bits. step: how many updates there are with this one.
+    weights, moments: float32 or float64. gradients: the weights' type; for float32 weights also bf16 or fp16. copies:
+    empty, or bf16 or fp16. step: the number of updates, this one included.
     """
     scaled = [
         gradient.to(weight.dtype) * gradient_scale
@@ -85,38 +87,38 @@ def compiled_adamw_(
     step: float,
     gradient_scale: float = 1.0,
 ) -> None:
-    """As of `adamw_`, in one pass over all of them."""
+    """Same as `adamw_`, in one pass over all tensors."""
     lists = [[*each] for each in (weights, copies, gradients, exp_avgs, exp_avg_sqs)]
     torch.ops.megalite.adamw_(*lists, learning_rate, *betas, eps, weight_decay, step, gradient_scale)
-    # So that autograd sees where a weight was saved before it changed.
+    # The operator changes the weights behind autograd's back: the version lets it detect a stale saved tensor.
     torch.autograd.graph.increment_version([*weights, *copies])
 
 
 @torch.no_grad()
 def accumulate_(total: Tensor, gradient: Tensor) -> None:
-    """total += gradient: float32 with a gradient of float32, bf16 or fp16, or both float64."""
+    """Add a gradient to its sum in place: total is float32 and gradient float32, bf16 or fp16, or both are float64."""
     total.add_(gradient)
 
 
 @torch.no_grad()
 def compiled_accumulate_(total: Tensor, gradient: Tensor) -> None:
-    """As of `accumulate_`."""
+    """Same as `accumulate_`, by the compiled operator."""
     torch.ops.megalite.accumulate_(total, gradient)
     torch.autograd.graph.increment_version(total)
 
 
 def add_weight_gradient_(total: Tensor, grad: Tensor, inputs: Tensor) -> None:
-    """total [out, in] += grad [N, out]^T inputs [N, in]: a linear's weight gradient; types as of `accumulate_`."""
+    """Add a linear's weight gradient: total [out, in] += grad [N, out]^T inputs [N, in]; types as in `accumulate_`."""
     accumulate_(total, grad.t() @ inputs)
 
 
 def compiled_add_weight_gradient_(total: Tensor, grad: Tensor, inputs: Tensor) -> None:
-    """As `add_weight_gradient_`."""
+    """Same as `add_weight_gradient_`, by the compiled operator."""
     compiled_accumulate_(total, grad.t() @ inputs)
 
 
 def _by_type(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Lists of tensors of one type each, in the order of their first."""
+    """Return the tensors grouped by dtype, in the order in which each dtype first occurs."""
     found: dict[torch.dtype, list[Tensor]] = defaultdict(list)
     for tensor in tensors:
         found[tensor.dtype].append(tensor)

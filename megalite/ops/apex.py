@@ -1,8 +1,8 @@
-"""NVIDIA Apex's compiled kernels in the forms that an update calls, where they are installed.
+"""NVIDIA Apex's compiled kernels, with the signatures of ops/adamw.py, where they are installed.
 
-Candidates of the self-test: used where they are right on a card and the fastest there. The package `apex` on PyPI is
-another project, and NVIDIA's own may lack its compiled modules: so only those modules are looked for and imported.
-MEGALITE_NO_APEX=1 turns them off.
+They are candidates of the self-test: used on a card where they are right and the fastest. The package `apex` on PyPI is
+another project, and NVIDIA's own may lack its compiled modules, so only the compiled modules are looked for and
+imported. MEGALITE_NO_APEX=1 turns them off.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from megalite.launcher.environment import without_apex
 APEX = "apex"
 OPTIMIZERS, WEIGHT_GRADIENTS = "amp_C", "fused_weight_gradient_mlp_cuda"
 """The compiled modules."""
-_CHUNK = 2048 * 32  # elements a block of threads works through, as in Apex's own optimizers
+_CHUNK = 2048 * 32  # elements a thread block processes, as in Apex's own optimizers
 
 
 def modules() -> list[str]:
@@ -27,7 +27,7 @@ def modules() -> list[str]:
 
 
 def why_not(module: str) -> Callable[[str], str]:
-    """device type -> why the kernels of a compiled module cannot run here; empty where they can."""
+    """Return a function: device type -> why the kernels of a compiled module cannot run here; empty if they can."""
 
     def why_not_on(device_type: str) -> str:
         if device_type != "cuda":
@@ -54,12 +54,12 @@ def adamw_(
     step: float,
     gradient_scale: float = 1.0,
 ) -> None:
-    """As `ops.adamw.adamw_`, for float32 weights."""
+    """Same as `ops.adamw.adamw_`, for float32 weights."""
     if not weights:
         return
     scaled = [gradient.float() * gradient_scale for gradient in gradients]
     lists = [scaled, [*weights], [*exp_avgs], [*exp_avg_sqs]]
-    # Where the kernel reports an infinity; not read, because the gradient's norm tells.
+    # The kernel's overflow flag. Not read: the gradient norm already shows infinities.
     overflow = torch.zeros(1, dtype=torch.int32, device=weights[0].device)
     decoupled, corrected = 1, 1
     rules: tuple[Any, ...] = (learning_rate, *betas, eps, int(step), decoupled, corrected, weight_decay)
@@ -70,5 +70,5 @@ def adamw_(
 
 @torch.no_grad()
 def add_weight_gradient_(total: Tensor, grad: Tensor, inputs: Tensor) -> None:
-    """As `ops.adamw.add_weight_gradient_`, for a float32 sum; the product is not rounded to low precision first."""
+    """Same as `ops.adamw.add_weight_gradient_`, for a float32 sum; the product is not rounded to low precision."""
     import_module(WEIGHT_GRADIENTS).wgrad_gemm_accum_fp32(inputs.contiguous(), grad.contiguous(), total)

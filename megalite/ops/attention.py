@@ -19,8 +19,8 @@ from megalite.ops.dropout import CountedMask, Mask, dropout
 from megalite.ops.packed_attention import packed_attention, why_not_packed
 from megalite.ops.softcap import soft_capped
 
-# Neighbouring documents of at most this many tokens together share one attention call: the call costs more than the
-# masked-out scores.
+# Neighbouring documents with at most this many tokens in total share one attention call: a call of their own would cost
+# more than the masked-out scores.
 _SHARED_SPAN = 64
 
 
@@ -35,10 +35,10 @@ def documents_seen(document_ids: Tensor) -> Tensor:
 def document_spans(document_ids: Tensor) -> tuple[Span, ...]:
     """Return spans that attention computes one by one, from ids [B, S], ascending in a row.
 
-    Synchronises with the ids' device. On a CPU the fastest of what was measured: 4 x 1024 tokens, 8 heads of
-    64, forward and backward on one thread in ms, documents of 200 (20) tokens: spans 166 (90), each document by itself
-    165 (121), plain causal attention 286 (319), a boolean mask 479 (490), documents filled up to one length
-    1086 (703). Flex attention has no backward on a CPU, nested tensors no kernel.
+    Synchronises with the ids' device. The fastest form on a CPU: 4 x 1024 tokens, 8 heads of size 64, forward and
+    backward on one thread in ms, documents of 200 (20) tokens: spans 166 (90), one call per document 165 (121), plain
+    causal attention 286 (319), a boolean mask 479 (490), documents padded to one length 1086 (703). Flex attention has
+    no backward on a CPU, and nested tensors have no kernel.
     """
     bounds = [*_first_tokens(document_ids).tolist(), document_ids.numel()]
     spans: list[Span] = []
@@ -63,7 +63,7 @@ def _first_tokens(document_ids: Tensor) -> Tensor:
 
 
 def _merged(bounds: list[int], row: int) -> list[tuple[int, int, bool]]:
-    """Begin and end of each span, and whether it holds several documents; none reaches beyond a row's end."""
+    """Return begin and end of each span, and whether the span holds several documents; no span crosses a row's end."""
     spans: list[tuple[int, int, bool]] = []
     for begin, end in pairwise(bounds):
         if spans and begin % row and end - spans[-1][0] <= _SHARED_SPAN:
@@ -74,7 +74,7 @@ def _merged(bounds: list[int], row: int) -> list[tuple[int, int, bool]]:
 
 
 def _own_document(document_ids: Tensor) -> Tensor:
-    """[..., S] -> [..., S, S]"""
+    """Return the causal mask within documents: ids [..., S] -> bool [..., S, S]."""
     return (document_ids.unsqueeze(-1) == document_ids.unsqueeze(-2)).tril()
 
 
@@ -90,7 +90,7 @@ def causal_attention(
     softcap: float | None = None,
     backend: str = "",
 ) -> Tensor:
-    """softmax(scale Q K^T) V where position i sees the keys up to i, aligned at the end.
+    """Return softmax(scale Q K^T) V where position i sees the keys up to i, aligned at the end.
 
     query: [B, S, heads, D]; key, value: [B, T, kv heads, D] with T >= S (T > S while decoding from a cache);
     heads is a multiple of kv heads. window: the number of keys that a position sees, its own included
@@ -101,10 +101,10 @@ def causal_attention(
     mask: the dropout mask of the probabilities, [B, heads, S, T]. The compiled operator draws a counted mask on the
     fly. torch has no fused kernel for dropout here: mask and probabilities are materialised and kept for the backward.
 
-    scale: 1 / sqrt(D) by default. softcap: scores become softcap * tanh(score / softcap), which neither torch's
-    fused kernels nor ours have: plain torch computes them, a chunk of queries at a time where no `mask` is given.
+    scale: 1 / sqrt(D) by default. softcap: scores become softcap * tanh(score / softcap). No fused kernel, of torch or
+    compiled from csrc/, has a soft cap: plain torch computes it, in chunks of queries if there is no `mask`.
 
-    backend: on an accelerator, the one of ops/attention_backends.py that serves where it can.
+    backend: on an accelerator, the backend of ops/attention_backends.py to use for the calls that it supports.
     """
     form = _Scores(query.shape[-1] ** -0.5 if scale is None else scale, softcap)
     if mask is None and served_on_device(documents, query.device):
@@ -134,7 +134,7 @@ def compiled_attention(
     scale: float | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """As `causal_attention`, by the compiled operator; for unsupported inputs it warns once and torch computes them."""
+    """Same as `causal_attention`, by the compiled operator; for unsupported inputs warn once and use torch."""
     complaint = why_not_compiled(query, mask, documents, softcap)
     if complaint:
         _tell(complaint)
@@ -150,7 +150,7 @@ def why_not_compiled(
     documents: Documents | None = None,
     softcap: float | None = None,
 ) -> str:
-    """Why the compiled operator cannot serve `causal_attention`; empty where it can."""
+    """Return why the compiled operator cannot compute this call of `causal_attention`; empty if it can."""
     if softcap is not None:
         return "it has no soft cap"
     if isinstance(mask, Mask):
@@ -167,13 +167,13 @@ def compiled_pays(
     documents: Documents | None,
     mask: Mask | CountedMask | None = None,
 ) -> bool:
-    """Whether the compiled operator is faster than torch on a CPU, by benchmarks/kernels_attention.py.
+    """Return whether the compiled operator is faster than torch on a CPU, by benchmarks/kernels_attention.py.
 
-    True on an accelerator: there the self-test has measured it before it is chosen (ops/trust.py).
+    True on an accelerator: there the self-test has timed the operator before it is chosen (ops/trust.py).
 
-    On a CPU it is 4 times as fast as torch with the mask of a window, 1.4 times with documents. Where a token sees all
-    earlier ones it is 1.3 times as fast in float32 compiled for AVX-512, and slower for AVX2; with a cache neither was
-    measured. With attention dropout it is 3.7 times as fast: torch has no fused form.
+    On a CPU the compiled operator is 4 times as fast as torch with a sliding window, 1.4 times with documents, and 3.7
+    times with attention dropout, for which torch has no fused form. Plain causal attention in float32 is 1.3 times as
+    fast if compiled for AVX-512, and slower for AVX2. Decoding from a cache was not measured.
     """
     if mask is not None:
         return True
@@ -223,7 +223,7 @@ def _packed(
 
 @dataclass(frozen=True)
 class _Scores:
-    """How scores are made of queries times keys."""
+    """The transformation of Q K^T into scores."""
 
     scale: float
     softcap: float | None
@@ -246,7 +246,7 @@ def _plain(
     query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     new, total = query.shape[2], key.shape[2]
     seen = None if documents is None else _within(documents, window)
-    # One new token sees everything; a longer piece after a cache needs the mask aligned at the end.
+    # A single new token sees all keys; several new tokens after a cache need a mask aligned at the end.
     cut = window is not None and window < total
     if seen is None and (cut or 1 < new < total):
         seen = _seen(new, total, window, query.device)
@@ -267,9 +267,9 @@ def _attention_of_spans(
 
 
 def _split(query: Tensor, key: Tensor, value: Tensor, spans: tuple[Span, ...]) -> Iterator[tuple[Any, ...]]:
-    """Query, key and value of each span, [length, heads, D], and the span itself."""
+    """Yield query, key and value of each span, [length, heads, D], and the span."""
     lengths = [span.length for span in spans]
-    # Split and joined whole: the gradients of slices would each be as large as all.
+    # One split, not slices: the gradient of each slice would be as large as the whole tensor.
     pieces = (each.flatten(0, 1).split(lengths) for each in (query, key, value))
     return zip(*pieces, spans, strict=True)
 
@@ -284,7 +284,7 @@ def _capped(
 ) -> Tensor:
     """Compute soft-capped attention in chunks of queries, without S x S memory.
 
-    On a CPU, from 512 tokens on, 2.4 to 5 times as fast as all queries at once.
+    On a CPU and from 512 tokens on, this is 2.4 to 5 times as fast as all queries at once.
     """
 
     def attend(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None) -> Tensor:
@@ -301,12 +301,12 @@ def _capped(
 
 
 def _within(seen: Tensor, window: int | None) -> Tensor:
-    """[..., S, S], cut to the window."""
+    """Return a mask [..., S, S] restricted to the window."""
     return seen if window is None else seen.triu(1 - window)
 
 
 def _seen(new: int, total: int, window: int | None, device: torch.device) -> Tensor:
-    """Return the causal mask of the last `new` positions, cut to the window: bool [new, total]."""
+    """Return the causal mask of the last `new` positions, restricted to the window: bool [new, total]."""
     seen = torch.ones(new, total, dtype=torch.bool, device=device).tril(total - new)
     return seen if window is None else seen.triu(total - new - window + 1)
 
@@ -319,7 +319,10 @@ def _attended(
     form: _Scores,
     mask: Mask | None = None,
 ) -> Tensor:
-    """[B, heads, S or T, D] -> [B, heads, S, D]; seen: bool mask [B, S, T]; None: causal if S = T, else no mask."""
+    """Attend with heads first: query [B, heads, S, D], key and value [B, heads, T, D] -> [B, heads, S, D].
+
+    seen: bool mask [B, S, T]; None: causal if S = T, else no mask.
+    """
     new, total = query.shape[2], key.shape[2]
     if mask is None and form.softcap is None:
         causal = seen is None and new == total

@@ -1,8 +1,9 @@
 """Causal attention on an accelerator, by the kernels of torch and of other packages.
 
-No backend materialises an S x S mask or synchronises with the device. Each backend says why it cannot serve a call;
-the first that can is used: SDPA for calls without a mask, torch's variable-length flash attention for documents and
-windows, plain torch in chunks of queries for everything else. CANDIDATES are packages that the self-test may prefer.
+No backend materialises an S x S mask or synchronises with the device. Each backend says why it does not support a call;
+the first backend that supports the call is used: SDPA for calls without a mask, torch's variable-length flash attention
+for documents and windows, plain torch in chunks of queries for everything else. CANDIDATES are packages that the
+self-test may prefer.
 """
 
 from collections.abc import Callable
@@ -31,7 +32,7 @@ _LARGEST_HEAD = 256
 
 
 class Asked(NamedTuple):
-    """The properties of a call, beside its tensors, that decide which backend can serve it.
+    """The properties of a call, besides its tensors, that decide which backends support the call.
 
     window: the number of keys that a query sees, its own position included; None: all keys up to the query.
     """
@@ -43,10 +44,10 @@ class Asked(NamedTuple):
 
 @dataclass(frozen=True)
 class Backend:
-    """One implementation. why_not(query, key, asked): why it cannot serve; empty where it can.
+    """One implementation. why_not(query, key, asked): why the backend does not support the call; empty if it does.
 
     attend(query [B, S, heads, D], key, value [B, T, kv heads, D], *, window, documents, scale, softcap), T >= S:
-    [B, S, heads, D] as `causal_attention` defines it. package: what has to be installed for it.
+    [B, S, heads, D] as `causal_attention` defines it. package: the Python package that the backend needs.
     """
 
     name: str
@@ -55,14 +56,14 @@ class Backend:
     package: str = ""
 
     def why_not_on(self, device_type: str) -> str:
-        """Why one of CANDIDATES cannot serve any call on devices of this type; empty where it may."""
+        """Return why a candidate supports no call on devices of this type; empty if it may support some."""
         if device_type not in ("cuda", "meta"):
             return f"{self.name} has no kernels for devices of type {device_type}"
         return "" if not self.package else _why_not_installed(self.package)
 
 
 def served_on_device(documents: Documents | None, device: torch.device) -> TypeGuard[CuSeqlens | None]:
-    """Whether `attend_on_device` takes documents of this form, and tensors of this device."""
+    """Return whether `attend_on_device` supports documents of this form and tensors of this device."""
     return device.type != "cpu" and (documents is None or isinstance(documents, CuSeqlens))
 
 
@@ -77,7 +78,7 @@ def attend_on_device(
     softcap: float | None = None,
     prefer: str = "",
 ) -> Tensor:
-    """`causal_attention` without dropout. prefer: the backend to use if it can serve the call."""
+    """Compute `causal_attention` without dropout. prefer: the backend to use if it supports the call."""
     if window is not None and window >= key.shape[1]:
         window = None
     chosen = backend_for(query, key, Asked(window, documents, softcap), prefer)
@@ -85,7 +86,7 @@ def attend_on_device(
 
 
 def backend_for(query: Tensor, key: Tensor, asked: Asked, prefer: str = "") -> Backend:
-    """Return the preferred one of CANDIDATES if it can serve the call, else the first of BACKENDS that can."""
+    """Return the preferred one of CANDIDATES if it supports the call, else the first of BACKENDS that does."""
     for each in CANDIDATES:
         if each.name == prefer and not (
             each.why_not_on(query.device.type) or each.why_not(query, key, asked)
@@ -114,7 +115,7 @@ def _sdpa(
     if window is not None:
         key, value = key[:, -window:], value[:, -window:]
     grouped = query.shape[2] // key.shape[2]
-    # The kernels for float32 take no grouped heads: asked for them, SDPA writes S x S probabilities out.
+    # The float32 kernels do not support enable_gqa: SDPA would fall back to materialising S x S probabilities.
     as_groups = grouped > 1 and query.dtype in LOW_PRECISION
     if grouped > 1 and not as_groups:
         key, value = (
@@ -137,7 +138,7 @@ def _why_not_cudnn(query: Tensor, key: Tensor, asked: Asked) -> str:
 
 
 def _cudnn(query: Tensor, key: Tensor, value: Tensor, **how: Any) -> Tensor:
-    # Flash attention serves what cuDNN refuses.
+    # Flash attention is the fallback for calls that cuDNN refuses.
     with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True):
         return _sdpa(query, key, value, **how)
 
@@ -146,7 +147,7 @@ def _cudnn(query: Tensor, key: Tensor, value: Tensor, **how: Any) -> Tensor:
 
 
 def _why_not_flash(query: Tensor, name: str) -> str:
-    """The limits that all flash kernels share."""
+    """Return which limit shared by all flash kernels the query breaks; empty if none."""
     if query.dtype not in LOW_PRECISION:
         return f"{name} is for bfloat16 and float16, not {str(query.dtype).removeprefix('torch.')}"
     if query.shape[-1] % 8 or query.shape[-1] > _LARGEST_HEAD:
@@ -159,14 +160,14 @@ def _why_not_flash(query: Tensor, name: str) -> str:
     )
 
 
-@torch.compiler.assume_constant_result  # torch.compile cannot trace what asks the driver
+@torch.compiler.assume_constant_result  # torch.compile cannot trace a query of the driver
 def _chip(device: torch.device) -> tuple[int, int] | None:
-    """The compute capability of an NVIDIA card."""
+    """Return the compute capability of an NVIDIA card; None for other devices."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
 def _has_flash_kernel(device_type: str) -> bool:
-    """Whether torch has a flash kernel for these devices; for tensors without data ("meta") it has shapes."""
+    """Return whether torch has a flash kernel for these devices; always true on "meta", which needs shapes only."""
     if device_type == "meta":
         return True
     key = torch._C._dispatch_key_for_device(device_type)
@@ -206,7 +207,7 @@ def _varlen(
 
 
 def _sequences(query: Tensor, key: Tensor, documents: CuSeqlens | None) -> tuple[Tensor, Tensor, int, int]:
-    """cu_seqlens and max_seqlen of queries and keys laid end to end, as variable-length kernels take them."""
+    """Return cu_seqlens of queries and keys, then their max_seqlens, in the argument order of varlen kernels."""
     if documents is not None:
         return documents.cu_seqlens, documents.cu_seqlens, documents.max_seqlen, documents.max_seqlen
     (rows, new), total = query.shape[:2], key.shape[1]
@@ -215,12 +216,12 @@ def _sequences(query: Tensor, key: Tensor, documents: CuSeqlens | None) -> tuple
     return of_queries, of_keys, new, total
 
 
-# Backends activated here, not by the user's own script.
+# Implementations activated here, not by the user's own script.
 _activated: list[str] = []
 
 
 def _newer_flash(name: Literal["FA3", "FA4"], package: str, generations: tuple[int, ...]) -> Backend:
-    """torch's variable-length attention on the kernels of an installed package, which then serve the whole process."""
+    """Return torch's variable-length attention on a package's kernels; activating them affects the whole process."""
 
     def why_not(query: Tensor, key: Tensor, asked: Asked) -> str:
         chip = _chip(query.device)
@@ -248,7 +249,7 @@ def _own_varlen(query: Tensor, key: Tensor, value: Tensor, **how: Any) -> Tensor
 def _why_not_installed(package: str) -> str:
     try:
         found = find_spec(package) is not None
-    except ModuleNotFoundError:  # of a module within a package that is absent
+    except ModuleNotFoundError:  # raised for a submodule if its parent package is absent
         found = False
     return "" if found else f"{package} is not installed"
 
@@ -267,7 +268,7 @@ def _flash_attn(
     scale: float,
     softcap: float | None,
 ) -> Tensor:
-    """FlashAttention 2 (Dao, 2023), which alone has soft caps."""
+    """Compute attention by FlashAttention 2 (Dao, 2023), the only candidate with soft caps."""
     attended: Tensor = import_module("flash_attn").flash_attn_varlen_func(
         query.flatten(0, 1),
         key.flatten(0, 1),
@@ -299,13 +300,13 @@ def _chunked(
     return chunked_attention(query, key, value, visible, scale=scale, softcap=softcap)
 
 
-# In the order in which they are asked. The last one serves all calls.
+# In order of preference. The last one supports every call.
 BACKENDS = (
     Backend("sdpa", _why_not_sdpa, _sdpa),
     Backend("varlen", _why_not_varlen, _own_varlen),
     Backend("chunked", lambda *_: "", _chunked),
 )
-# Backends that may be faster on a GPU, or serve calls that torch's kernels do not; used when preferred by name.
+# Backends that may be faster on a GPU, or support calls that torch's kernels do not; used when preferred by name.
 CANDIDATES = (
     Backend("flash_attn", _why_not_flash_attn, _flash_attn, "flash_attn"),
     _newer_flash("FA3", "flash_attn_interface", (9,)),

@@ -29,7 +29,7 @@ TORCH = "torch"
 COMPILED = "megalite"
 """The library that setup.py builds from csrc/."""
 
-# The operators that a model asks for by name, in words.
+# Each operator that a model uses -> its name in messages.
 NAMES = {
     "norm": "RMSNorm, LayerNorm",
     "add_norm": "residual add + norm",
@@ -52,7 +52,7 @@ AddNorm = Callable[[Tensor, Tensor, Tensor, Tensor | None, float, bool], tuple[T
 
 
 class AdamW(Protocol):
-    """ops.adamw.adamw_."""
+    """The signature of `ops.adamw.adamw_`."""
 
     def __call__(
         self,
@@ -73,15 +73,15 @@ class AdamW(Protocol):
 
 @dataclass(frozen=True)
 class Operators:
-    """The functions that a model computes with, built from the name of each one's implementation.
+    """A model's operators, built from the name of each operator's implementation.
 
-    chosen: operator of NAMES -> implementation; torch where none is given. split_backward: the schedule asks for the
-    gradients of inputs and weights at different times, so that an autograd node that gives both would run twice.
-    compile: layers run through torch.compile, which does the fusing itself and cannot see into others' nodes.
+    chosen: operator of NAMES -> implementation; torch by default. split_backward: the schedule computes the gradients
+    of inputs and weights at different times, so an autograd node that computes both would run twice. compile: layers
+    run through torch.compile, which fuses by itself and cannot trace custom autograd nodes.
 
-    norm(x, weight, bias, eps, zero_centered_gamma); add_norm(x, residual, weight, ...) -> their sum, which may
-    overwrite x, and its norm. split_and_rotate, rotate: as of ops/rotary.py. swiglu, geglu, bias_gelu: as of
-    ops/activations.py. cross_entropy: as of ops/cross_entropy.py. adamw, sum_of_squares: as of ops/adamw.py.
+    norm(x, weight, bias, eps, zero_centered_gamma); add_norm(x, residual, weight, ...) -> x + residual, which may
+    overwrite x, and its norm. split_and_rotate, rotate: see ops/rotary.py. swiglu, geglu, bias_gelu: see
+    ops/activations.py. cross_entropy: see ops/cross_entropy.py. adamw, sum_of_squares: see ops/adamw.py.
     accumulate: see ops.adamw.add_weight_gradient_.
     """
 
@@ -117,7 +117,7 @@ class Operators:
             "swiglu": glu,
             "geglu": activations.compiled_geglu if ours["glu"] else activations.geglu,
             "bias_gelu": activations.compiled_bias_gelu if ours["bias_gelu"] else activations.bias_gelu,
-            # The compiled activation's backward computes the bias's gradient too, from what it reads anyway.
+            # The compiled activation's backward also sums the bias gradient, without reading any more memory.
             "adds_bias_with_gelu": ours["bias_gelu"] and not self.split_backward,
             "cross_entropy": COMPILED_CROSS_ENTROPY if ours["cross_entropy"] else TORCH_CROSS_ENTROPY,
             "adamw": self._adamw(),
@@ -134,18 +134,18 @@ class Operators:
         return type(self), (self.chosen, self.split_backward, self.compile)
 
     def of(self, operator: str) -> str:
-        """The implementation's name. Raises KeyError for an operator that does not exist."""
+        """Return the name of an operator's implementation. Raises KeyError for an operator that does not exist."""
         if operator not in NAMES:
             raise KeyError(operator)
         return self.chosen.get(operator, TORCH)
 
     def uses(self, operator: str, implementation: str = COMPILED) -> bool:
-        """Whether this implementation is the chosen one."""
+        """Return whether this implementation is the chosen one."""
         return self.of(operator) == implementation
 
     @classmethod
     def all(cls, implementation: str, operators: Iterable[str] = NAMES) -> "Operators":
-        """One implementation for all of these operators."""
+        """Choose one implementation for all of these operators."""
         return cls(dict.fromkeys(operators, implementation))
 
     def attention(
@@ -160,7 +160,7 @@ class Operators:
         scale: float | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        """As of ops.attention.causal_attention, by the implementation chosen for attention of this form."""
+        """Same as ops.attention.causal_attention, by the implementation chosen for attention of this form."""
         chosen = self._attention(
             mask is not None, softcap is not None, documents is not None, window is not None
         )
@@ -183,10 +183,11 @@ class Operators:
     def documents(
         self, document_ids: Tensor, cu_seqlens: Tensor | None, *, dropout: bool, softcap: float | None
     ) -> Documents:
-        """The form in which `attention` wants the documents of a micro batch [B, S], made once for all its layers.
+        """Return a micro batch's documents in the form that `attention` needs, made once for all layers.
 
-        cu_seqlens: the same documents, see ops.documents.row_starts; without them an accelerator's host has to wait
-        for the ids. On an accelerator they serve every kernel; on a CPU each kernel has its fastest form.
+        document_ids: [B, S]. cu_seqlens: the same documents, see ops.documents.row_starts; without them the host waits
+        for the ids on an accelerator. On an accelerator every kernel uses cu_seqlens; on a CPU each kernel has its
+        own fastest form.
         """
         if document_ids.device.type != "cpu":
             if cu_seqlens is None:
@@ -194,7 +195,7 @@ class Operators:
             return starts_of_rows(cu_seqlens, document_ids.shape[1])
         if self._attention(dropout, softcap is not None, True, False) == COMPILED and softcap is None:
             return document_starts(document_ids)
-        # Compiled layers want one shape, and probabilities that are written out a mask.
+        # torch.compile needs fixed shapes, and materialised probabilities (dropout) need a dense mask.
         if self.compile or dropout:
             return documents_seen(document_ids)
         return document_spans(document_ids)
@@ -235,8 +236,7 @@ class Operators:
 
 
 def attention_operator(*, dropout: bool, softcap: bool, documents: bool, window: bool) -> str:
-    """The operator of NAMES that computes attention of this form: dropout counts before a soft cap before documents
-    before a window."""
+    """Return the operator of NAMES for attention of this form: the first of dropout, soft cap, documents, window."""
     if dropout:
         return "attention_dropout"
     if softcap:
@@ -260,7 +260,7 @@ def _norm_compiled(
 
 
 def _adamw_by_apex(weights: Sequence[Tensor], *lists: Sequence[Tensor], **rules: Any) -> None:
-    """Apex updates float32 weights alone."""
+    """Update by Apex if all weights are float32, the only type it supports; else by torch."""
     serves = all(weight.dtype == torch.float32 for weight in weights)
     (apex.adamw_ if serves else adamw.adamw_)(weights, *lists, **rules)
 
@@ -268,7 +268,7 @@ def _adamw_by_apex(weights: Sequence[Tensor], *lists: Sequence[Tensor], **rules:
 def _norm_by_liger(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered_gamma: bool
 ) -> Tensor:
-    """Liger's RMSNorm has no 1 + weight, and its LayerNorm is not a candidate."""
+    """Normalise by Liger's RMSNorm; by torch for 1 + weight, which Liger lacks, and LayerNorm, not a candidate."""
     if bias is not None or zero_centered_gamma:
         return norms.norm(x, weight, bias, eps, zero_centered_gamma)
     return liger.rms_norm(x, weight, eps)

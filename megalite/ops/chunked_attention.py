@@ -13,8 +13,8 @@ from torch.autograd.function import once_differentiable
 
 from megalite.ops.softcap import cap_with_slope
 
-# Scores of a piece, in elements, and its queries. On a CPU scores stay in its caches, and of 32 to 256 queries 64 and
-# 128 are the fastest with 8 heads and 1024 keys. An accelerator wants large products: 256 MiB of float32.
+# Limits of a piece: scores in elements, then queries. On a CPU the scores must stay in cache; 64 and 128 queries were
+# the fastest from 32 to 256, with 8 heads and 1024 keys. An accelerator needs large products: 256 MiB of float32.
 _CPU_SCORES, _DEVICE_SCORES = 2**20, 2**26
 _FEWEST_QUERIES, _MOST_ON_CPU = 32, 64
 
@@ -69,7 +69,7 @@ class _Form(NamedTuple):
 def chunked_attention(
     query: Tensor, key: Tensor, value: Tensor, visible: Visible, *, scale: float, softcap: float | None = None
 ) -> Tensor:
-    """softmax(softcap * tanh(scale Q K^T / softcap)) V over the visible keys; without a cap softmax(scale Q K^T) V.
+    """Return softmax(softcap * tanh(scale Q K^T / softcap)) V over visible keys; without cap softmax(scale Q K^T) V.
 
     query: [B, S, heads, D]; key, value: [B, T, kv heads, D], T >= S; heads is a multiple of kv heads, and no key is
     repeated. Scores are at least float32 between the two products. Returns [B, S, heads, D].
@@ -147,7 +147,7 @@ class _Piece:
             scores.div_(form.softcap).tanh_().mul_(form.softcap)
         mask = form.visible.of_rows(rows).mask(queries, behind, query.device)
         if mask is not None:
-            # The queries of a group stand one after another: [rows, kv heads, group, queries, keys].
+            # Dim 2 holds the heads of a group one after another: [rows, kv heads, group, queries, keys].
             grouped = scores.unflatten(2, (-1, queries.stop - queries.start))
             grouped.masked_fill_(~(mask if mask.dim() == 2 else mask.unsqueeze(2)), float("-inf"))
         self.probabilities = scores.softmax(dim=-1)
@@ -169,14 +169,14 @@ def _pieces(query: Tensor, key: Tensor) -> list[tuple[slice, slice]]:
 
 
 def _grouped(values: Tensor, kv_heads: int) -> Tensor:
-    """[B, S, heads, D] -> [B, kv heads, group * S, D]: the queries of one key-value head, one head after another."""
+    """Return [B, S, heads, D] as [B, kv heads, group * S, D]: the query heads of a group one after another."""
     rows, length, heads, size = values.shape
     split = values.reshape(rows, length, kv_heads, heads // kv_heads, size)
     return split.permute(0, 2, 3, 1, 4).reshape(rows, kv_heads, -1, size)
 
 
 def _heads_last(values: Tensor, heads: int) -> Tensor:
-    """The inverse of `_grouped`."""
+    """Invert `_grouped`."""
     rows, kv_heads, _, size = values.shape
     split = values.view(rows, kv_heads, heads // kv_heads, -1, size)
     return split.permute(0, 3, 1, 2, 4).flatten(2, 3)

@@ -10,7 +10,7 @@ _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
-# Words a block: small enough for a cache, large enough to hide torch's overhead.
+# Words per block: small enough for the CPU's cache, large enough to hide torch's overhead.
 _BLOCK = 1 << 16
 # The equally likely 16-bit values that decide whether an element is dropped.
 MASK_LEVELS = 1 << 16
@@ -24,7 +24,7 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int])
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
-        # int64 products wrap, but their bits are those of the unsigned product.
+        # int64 products wrap, but have the same bits as the unsigned products.
         low, high = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
         c0, c1, c2, c3 = (
             _xor((high >> 32).bitwise_and_(_MASK), c1, k0),
@@ -50,13 +50,13 @@ def keep_probabilities(
     dropped: an element is dropped for this many, fewer than all, of its MASK_LEVELS values. samples: [b] int64.
     An element depends only on (key, sample, head, position of the query, position of the key).
 
-    A row has two words of Philox, by the counter (position, head, sample, sample >> 32): where its sequence starts and
-    what its mixer is tweaked by. A key then costs nine operations on a word, wherever a kernel's tile begins.
+    Each row draws two words of Philox from the counter (position, head, sample, sample >> 32): the start of the row's
+    sequence and the tweak of its mixer. Each key then costs nine operations on a word, wherever a kernel's tile begins.
     """
     device = samples.device
     at = [torch.arange(each.start, each.stop, device=device) for each in (queries, heads)]
     sample = samples.view(-1, 1, 1)
-    # Positions of queries that see nothing may lie before the first.
+    # Queries that see no key may have negative positions: wrap them to 32 bits.
     counter = (at[0] & _MASK, at[1].view(-1, 1), sample & _MASK, sample >> 32 & _MASK)
     start, tweak = (word.to(torch.int32).reshape(-1, 1) for word in philox(counter, key)[:2])
     steps = (torch.arange(keys.start, keys.stop, device=device) * _WEYL[0]).to(torch.int32)
@@ -67,13 +67,13 @@ def keep_probabilities(
         word = start[block] + steps
         word = _mixed(word, 16).bitwise_xor_(tweak[block]).mul_(_signed(0x7FEB352D))
         word = _mixed(word, 15).mul_(_signed(0x846CA68B))
-        # Signed words, of which the high half counts: the smallest is -MASK_LEVELS / 2.
+        # Only the signed high half decides; its smallest value is -MASK_LEVELS / 2.
         torch.ge(word, (dropped - MASK_LEVELS // 2) << 16, out=kept[block])
     return kept.view(len(samples), len(heads), len(queries), len(keys))
 
 
 def _mixed(word: Tensor, by: int) -> Tensor:
-    """word ^ (word >> by) of int32, the shift a logical one."""
+    """Return word ^ (word >> by) of int32 words with a logical shift."""
     return (word >> by).bitwise_and_((1 << 32 - by) - 1).bitwise_xor_(word)
 
 

@@ -16,9 +16,9 @@ from megalite.ops import extension
 
 @dataclass(frozen=True)
 class Targets:
-    """The distribution that each row's softmax should be: `on_label` at its label beside `uniform` at every id.
+    """The target distribution of each row's softmax: `uniform` at every id, plus `on_label` at the row's label.
 
-    labels: [T] int64, ids of the whole vocabulary; those of other shards, or of none, are elsewhere.
+    labels: [T] int64, ids of the whole vocabulary; a label outside this shard's columns has no column here.
     first_id: the id of the shard's first column.
     """
 
@@ -36,7 +36,7 @@ def shard_statistics(logits: Tensor, weights: Tensor, targets: Targets) -> Tenso
     """Return [3, T]: each row's maximum, sum(exp(logit - maximum)), and sum(target * (logit - maximum)).
 
     logits: [T, columns], overwritten: only `write_gradient` may read them afterwards. weights: [T]; rows of weight 0
-    may hold anything; their statistics are finite and have no meaning.
+    may hold any values, NaN too; their statistics are finite and have no meaning.
     """
     if logits.device.type == "cpu":
         logits.index_fill_(0, (weights == 0).nonzero().squeeze(-1), 0)
@@ -55,7 +55,7 @@ def shard_statistics(logits: Tensor, weights: Tensor, targets: Targets) -> Tenso
 
 
 def compiled_shard_statistics(logits: Tensor, weights: Tensor, targets: Targets) -> Tensor:
-    """As `shard_statistics`; does not change logits."""
+    """Same as `shard_statistics`, by the compiled operator; does not change logits."""
     statistics: Tensor = torch.ops.megalite.cross_entropy_statistics(
         logits, targets.labels, weights, targets.first_id, targets.on_label, targets.uniform
     )
@@ -81,7 +81,7 @@ def write_gradient(
 def compiled_write_gradient(
     logits: Tensor, maximum: Tensor, factor: Tensor, weights: Tensor, targets: Targets
 ) -> None:
-    """As `write_gradient`."""
+    """Same as `write_gradient`, by the compiled operator."""
     torch.ops.megalite.cross_entropy_gradient_(
         logits,
         targets.labels,
@@ -95,7 +95,7 @@ def compiled_write_gradient(
 
 
 def visits_rows_once(logits: Tensor) -> bool:
-    """Whether `losses_over_gradient` serves these logits: on a CPU, whose caches hold a row, in fp32 and fp64.
+    """Return whether `losses_over_gradient` supports these logits: fp32 and fp64 on a CPU, whose caches hold a row.
 
     A low-precision gradient would be rounded before the upstream gradient scales it, and on a GPU reading that
     gradient's value is a device sync.
@@ -106,7 +106,7 @@ def visits_rows_once(logits: Tensor) -> bool:
 def losses_over_gradient(logits: Tensor, weights: Tensor, targets: Targets, z_loss: float) -> Tensor:
     """Return weighted losses [T] and overwrite logits [T, whole vocabulary] with the gradient of their sum.
 
-    weights: [T]; a row of weight 0 may hold anything; its loss and gradient are 0.
+    weights: [T]; a row of weight 0 may hold any values, NaN too; its loss and gradient are 0.
     """
     losses: Tensor = torch.ops.megalite.cross_entropy_losses_(
         logits, targets.labels, weights, targets.first_id, targets.on_label, targets.uniform, z_loss
@@ -116,7 +116,7 @@ def losses_over_gradient(logits: Tensor, weights: Tensor, targets: Targets, z_lo
 
 @dataclass(frozen=True)
 class ShardCrossEntropy:
-    """An implementation: `shard_statistics`, `write_gradient`, and `losses_over_gradient` where it has one.
+    """One implementation: `shard_statistics`, `write_gradient`, and `losses_over_gradient` if it has one.
 
     reads_low_precision: bf16 and fp16 logits are read in place; otherwise an fp32 copy is made first.
     """
@@ -145,7 +145,7 @@ def _fake_statistics(
 
 
 def _fake_gradient(logits: Tensor, *others: object) -> None:
-    """Only writes over what it is given."""
+    """Return nothing: the operator overwrites `logits`."""
 
 
 def _fake_losses(logits: Tensor, labels: Tensor, weights: Tensor, *others: object) -> Tensor:

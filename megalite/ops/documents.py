@@ -1,4 +1,4 @@
-"""Which tokens of a batch belong to one document, in the forms that attention takes."""
+"""The documents of a batch, in the forms that attention kernels take."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -30,7 +30,7 @@ class CuSeqlens:
     max_seqlen: int
 
 
-# The documents of [B, S] tokens: a bool mask [B, 1, S, S] of the keys that each token sees, all spans in order, or
+# The documents of [B, S] tokens: a bool mask [B, 1, S, S] of the keys that each token sees, spans in order, or
 # cu_seqlens.
 Documents = Tensor | tuple[Span, ...] | CuSeqlens
 

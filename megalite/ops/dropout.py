@@ -1,4 +1,4 @@
-"""Dropout by a mask that is given (Srivastava et al., "Dropout", 2014)."""
+"""Dropout by a given mask (Srivastava et al., "Dropout", 2014)."""
 
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ class Mask(NamedTuple):
 
 
 class CountedMask(NamedTuple):
-    """A mask of attention probabilities by the counters it is drawn from (ops/counter.py); kernels draw it on the fly.
+    """A dropout mask of attention probabilities as Philox counters (ops/counter.py); kernels draw it on the fly.
 
     samples: [B] int64. heads: the global indices of the tensors' heads. dropped: a probability is dropped for this many
     of the MASK_LEVELS values; above 0.
@@ -35,7 +35,7 @@ class CountedMask(NamedTuple):
 
 
 class _Dropout(torch.autograd.Function):
-    """Dropout that saves only the mask, a byte a value: drawing the mask again costs far more than reading it."""
+    """Dropout that saves only the mask, one byte per value: reading the mask is far cheaper than drawing it again."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, keep: Tensor, scale: float) -> Tensor:

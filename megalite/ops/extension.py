@@ -1,7 +1,7 @@
-"""The library of compiled operators, which setup.py builds from megalite/csrc: its only importer.
+"""Loader of the library of compiled operators, which setup.py builds from megalite/csrc; no other module loads it.
 
-It is loaded when this module is first imported. Where there is none, or one that does not fit torch, the processor or
-the sources beside it, `why_not` says so, and the operators have their plain forms only.
+The library is loaded when this module is first imported. If it is missing, or does not fit torch, the processor or the
+sources in csrc/, `why_not` says so, and only the plain torch operators are used.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ import torch
 
 LIBRARY = Path(__file__).parent / "libmegalite.so"
 SOURCES = Path(__file__).parents[1] / "csrc"
-# The versions of the stable ABI; versions that no machine has run are named as such.
+# torch versions with the stable ABI, and on which of them the tests have run.
 TORCH_VERSIONS = "2.11 or newer by its stable ABI; run with 2.11, 2.13 and 2.15, not run with 2.12 and 2.14"
 OLDEST_CHIP = (8, 0)
 REBUILD = "build it: python setup.py build_ext --inplace in a checkout, else install megalite again"
@@ -56,7 +56,7 @@ def built() -> Built:
     if not record.exists():
         return Built()
     written = json.loads(record.read_text(encoding="utf-8"))
-    # Another version's setup.py may say more or less.
+    # The setup.py of another version may have written more or fewer fields.
     content: dict[str, Any] = {
         each.name: written[each.name] for each in fields(Built) if each.name in written
     }
@@ -64,7 +64,7 @@ def built() -> Built:
 
 
 def misfit(record: Built) -> str:
-    """Why a library with this record must not be loaded here, and what to do; empty where it may."""
+    """Return why a library with this record must not be loaded here, with a remedy; empty if it may be loaded."""
     if not record.library:
         return f"{record.left_out.get('all', record.said)}; {REBUILD}"
     if record.machine != platform.machine():
@@ -80,7 +80,7 @@ def misfit(record: Built) -> str:
 
 
 def sources_digest(folder: Path = SOURCES) -> str:
-    """One digest of all sources, as setup.py computes it."""
+    """Return one digest of all sources, as setup.py computes it."""
     whole = hashlib.sha256()
     suffixes = (".h", ".cuh", ".cpp", ".cu")
     for path in sorted(each for each in folder.rglob("*") if each.suffix in suffixes):
@@ -103,7 +103,7 @@ def load() -> str:
 
 
 def why_not(device_type: str) -> str:
-    """Why compiled operators cannot run on devices of this type here; empty where they can."""
+    """Return why compiled operators cannot run on devices of this type here; empty if they can."""
     complaint = load()
     if complaint or device_type == "cpu":
         return complaint
@@ -113,7 +113,7 @@ def why_not(device_type: str) -> str:
 
 
 def built_for_visible_cards() -> str:
-    """Why the library's CUDA kernels cannot run on one of the GPUs that torch sees; empty where they run on all."""
+    """Return why the CUDA kernels cannot run on one of the GPUs that torch sees; empty if they run on all."""
     if torch.version.hip:
         return f"its kernels for GPUs are built for CUDA, this torch is for ROCm {torch.version.hip}"
     if not built().archs:
@@ -130,10 +130,10 @@ def built_for_visible_cards() -> str:
 def runs_on_chip(
     record: Built, capability: tuple[int, int], driver_cuda_version: tuple[int, int] | None
 ) -> str:
-    """Why a library with this record has no CUDA kernels for a chip under a driver, and what to do; empty if it has.
+    """Return why a library with this record cannot run on a chip and driver, with a remedy; empty if it can.
 
     capability: the chip's compute capability. driver_cuda_version: the newest CUDA version that the driver supports;
-    None: unknown, and taken for new enough. Rules: machine code of CUDA N.x runs with drivers for CUDA N.0 or newer,
+    None: unknown, assumed new enough. Rules: machine code of CUDA N.x runs with drivers for CUDA N.0 or newer,
     PTX with drivers for nvcc's own version or newer (docs.nvidia.com/deploy/cuda-compatibility).
     """
     if not record.archs:
@@ -164,7 +164,7 @@ def runs_on_chip(
 
 
 def driver_cuda_version() -> tuple[int, int] | None:
-    """The newest CUDA version that the NVIDIA driver supports, None if it does not say; no GPU is touched."""
+    """Return the newest CUDA version that the NVIDIA driver supports, None if unknown. Initialises no GPU."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -176,7 +176,7 @@ def driver_cuda_version() -> tuple[int, int] | None:
 
 
 def available(device_type: str) -> bool:
-    """Whether compiled operators can run on devices of this type ("cpu", "cuda") here."""
+    """Return whether compiled operators can run on devices of this type ("cpu", "cuda") here."""
     return not why_not(device_type)
 
 
@@ -198,9 +198,10 @@ def register(
 
 
 def _runs_on(arch: str, chip: tuple[int, int]) -> bool:
-    """Whether machine code for "8.0", "9.0a" or "10.0f" runs on a chip.
+    """Return whether machine code for "8.0", "9.0a" or "10.0f" runs on a chip.
 
-    It runs on later chips of the same generation, with a letter f too; with a letter a on that very chip alone.
+    Machine code also runs on later chips of the same generation, with the suffix f too; with the suffix a on exactly
+    that chip only.
     """
     code = _version(arch.rstrip("af"))
     return chip == code if arch.endswith("a") else chip[0] == code[0] and chip[1] >= code[1]

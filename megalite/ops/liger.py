@@ -1,5 +1,6 @@
-"""Liger's Triton kernels in the forms that a model calls, where the package is installed (Hsu et al., "Liger Kernel",
-2024). Candidates of the self-test: used where they are right on a card and the fastest there.
+"""Liger's Triton kernels (Hsu et al., "Liger Kernel", 2024), with our signatures, where the package is installed.
+
+They are candidates of the self-test: used on a card where they are right and the fastest.
 """
 
 from importlib import import_module
@@ -12,21 +13,21 @@ LIGER = "liger"
 
 
 def why_not(device_type: str) -> str:
-    """Why they cannot run on devices of this type here; empty where they can."""
+    """Return why Liger's kernels cannot run on devices of this type here; empty if they can."""
     if device_type != "cuda":
         return f"liger_kernel has no kernels for devices of type {device_type}"
     return "" if find_spec("liger_kernel") else "liger_kernel is not installed"
 
 
 def rms_norm(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As of ops.norms.rms_norm; one node gives both gradients."""
-    # In place it would overwrite the gradient of its output, which other autograd nodes may share.
+    """Same as ops.norms.rms_norm; one autograd node gives both gradients."""
+    # in_place would overwrite the output's gradient, which other autograd nodes may share.
     normalised: Tensor = _functional().liger_rms_norm(hidden_states, weight, eps, in_place=False)
     return normalised
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """As of ops.activations.swiglu."""
+    """Same as ops.activations.swiglu."""
     gate, up = gate_up.chunk(2, dim=-1)
     activated: Tensor = _functional().liger_swiglu(gate, up)
     return activated

@@ -1,7 +1,7 @@
-"""Root-mean-square norm (Zhang and Sennrich 2019) and layer norm (Ba et al. 2016), also of a sum with the residual.
+"""RMSNorm (Zhang and Sennrich 2019) and LayerNorm (Ba et al. 2016), also fused with the residual add.
 
-In plain torch, and by the compiled operators of csrc/norms.h. Schedules that split the backward compute the gradients
-of inputs and weights at different times: the forms named `_split` have one autograd node for each.
+Each has two forms: plain torch, and the compiled operators of csrc/norms.h. Schedules that split the backward compute
+the gradients of inputs and weights at different times: the forms named `_split` have one autograd node for each.
 
 Everywhere x is [..., H], weight and bias are [H]. A norm without a bias is RMSNorm. zero_centered_gamma: multiply by
 1 + weight (Gemma).
@@ -18,11 +18,11 @@ from megalite.ops import extension
 
 
 class _RMSNorm(torch.autograd.Function):
-    """RMSNorm as one autograd node instead of six; saves only the input and one number a token."""
+    """RMSNorm as one autograd node instead of six; saves only the input and one number per token."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, zero_centered_gamma: bool) -> Tensor:
-        # Statistics in at least float32, whatever the type of the activations.
+        # Statistics are at least float32 for low-precision activations too.
         fp32 = x.float() if x.element_size() < 4 else x
         inverse_rms = torch.linalg.vector_norm(fp32, dim=-1, keepdim=True)
         inverse_rms.square_().div_(fp32.shape[-1]).add_(eps).rsqrt_()
@@ -43,7 +43,7 @@ class _RMSNorm(torch.autograd.Function):
         products = grad * normalised
         weight_grad = products.sum(dim=0)
         factor = weight.to(fp32.dtype) + 1 if ctx.zero_centered_gamma else weight.to(fp32.dtype)
-        # The part of the gradient along the input itself, which normalisation removes.
+        # The gradient's component along the input, which normalisation removes.
         projection = torch.mv(products, factor).div_(flat.shape[-1])
         scaled_grad = grad * factor
         scaled_grad.addcmul_(normalised, projection.unsqueeze(-1), value=-1).mul_(inverse_rms)
@@ -51,7 +51,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class _Normalise(torch.autograd.Function):
-    """RMSNorm without its weight: the product with the weight is a node of its own, with the weight's gradient."""
+    """RMSNorm without its weight: the product with the weight is another node, which gives the weight's gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
@@ -77,21 +77,21 @@ def norm(
 ) -> Tensor:
     """Return the norm of x over its last dim, in plain torch."""
     if bias is not None:
-        return F.layer_norm(x, weight.shape, weight, bias, eps)  # computes what a pass asks for
+        return F.layer_norm(x, weight.shape, weight, bias, eps)  # computes only the needed gradients
     return rms_norm(x, weight, eps, zero_centered_gamma)
 
 
 def norm_split(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered_gamma: bool = False
 ) -> Tensor:
-    """As of `norm`."""
+    """Same as `norm`, with separate nodes for the gradients of inputs and weights."""
     if bias is not None:
         return F.layer_norm(x, weight.shape, weight, bias, eps)
     return rms_norm_split(x, weight, eps, zero_centered_gamma)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered_gamma: bool = False) -> Tensor:
-    """weight * x / sqrt(mean(x^2) + eps); 1 + weight is added and multiplied in at least float32."""
+    """Return weight * x / sqrt(mean(x^2) + eps); 1 + weight is added and multiplied in at least float32."""
     if torch.compiler.is_compiling():
         return _traced_rms_norm(x, weight, eps, zero_centered_gamma)
     normalised: Tensor = _RMSNorm.apply(x, weight, eps, zero_centered_gamma)
@@ -99,7 +99,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered_gamma: bool = 
 
 
 def rms_norm_split(x: Tensor, weight: Tensor, eps: float, zero_centered_gamma: bool = False) -> Tensor:
-    """As of `rms_norm`."""
+    """Same as `rms_norm`, with separate nodes for the gradients of inputs and weights."""
     if torch.compiler.is_compiling():
         return _traced_rms_norm(x, weight, eps, zero_centered_gamma)
     fp32 = torch.promote_types(x.dtype, torch.float32)
@@ -108,7 +108,7 @@ def rms_norm_split(x: Tensor, weight: Tensor, eps: float, zero_centered_gamma: b
 
 
 def _traced_rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered_gamma: bool) -> Tensor:
-    """RMSNorm in traceable operations: torch.compile cannot fuse across a custom autograd node."""
+    """Compute RMSNorm in traceable operations: torch.compile cannot fuse across a custom autograd node."""
     fp32 = x.to(torch.promote_types(x.dtype, torch.float32))
     inverse_rms = fp32.square().mean(dim=-1, keepdim=True).add(eps).rsqrt()
     if zero_centered_gamma:
@@ -117,7 +117,7 @@ def _traced_rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered_gamma:
 
 
 def why_not_compiled(dtype: torch.dtype, *, zero_centered_gamma: bool) -> str:
-    """Why the compiled operator cannot serve a norm whose weights are of this type; empty where it can."""
+    """Return why the compiled operator does not support a norm with weights of this type; empty if it does."""
     if zero_centered_gamma and dtype.itemsize < 4:
         return "1 + weight would be rounded to the weights' 16 bits"
     return ""
@@ -126,7 +126,7 @@ def why_not_compiled(dtype: torch.dtype, *, zero_centered_gamma: bool) -> str:
 def compiled_norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered_gamma: bool = False
 ) -> Tensor:
-    """As of `norm`, by the compiled operator; zero_centered_gamma: where `why_not_compiled` has nothing against it."""
+    """Same as `norm`, by the compiled operator; for zero_centered_gamma ask `why_not_compiled` first."""
     factor = 1 + weight if zero_centered_gamma else weight
     output: Tensor = torch.ops.megalite.norm(x, None, factor, bias, eps)[1]
     return output
@@ -135,7 +135,7 @@ def compiled_norm(
 def compiled_norm_split(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered_gamma: bool = False
 ) -> Tensor:
-    """As of `compiled_norm`."""
+    """Same as `compiled_norm`, with separate nodes for the gradients of inputs and weights."""
     return _compiled_split(x, None, weight, bias, eps, zero_centered_gamma)[1]
 
 
@@ -147,7 +147,7 @@ def compiled_add_norm(
     eps: float,
     zero_centered_gamma: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """x + residual in new memory, and its norm."""
+    """Return x + residual in new memory, and its norm."""
     factor = 1 + weight if zero_centered_gamma else weight
     total, output, _, _ = torch.ops.megalite.norm(x, residual, factor, bias, eps)
     return total, output
@@ -161,7 +161,7 @@ def compiled_add_norm_split(
     eps: float,
     zero_centered_gamma: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """As of `compiled_add_norm`."""
+    """Same as `compiled_add_norm`, with separate nodes for the gradients of inputs and weights."""
     return _compiled_split(x, residual, weight, bias, eps, zero_centered_gamma)
 
 

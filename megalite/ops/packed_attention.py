@@ -1,7 +1,7 @@
-"""Attention over sequences laid end to end, by the compiled operators (Dao, "FlashAttention-2", 2023).
+"""Variable-length attention over sequences laid end to end, by the compiled operators (Dao, "FlashAttention-2", 2023).
 
-No matrix of queries x keys is materialised and no key-value head is repeated; blocks that documents, a window or the
-causal mask hide are skipped.
+No matrix of queries x keys is materialised and no key-value head is repeated; tiles that are fully masked by documents,
+a window or causality are skipped.
 """
 
 from typing import Any
@@ -12,13 +12,13 @@ from torch import Tensor
 from megalite.ops.dropout import CountedMask
 from megalite.ops.extension import register, why_not
 
-# The CUDA kernels are compiled for these; the CPU kernels take any size, and float32 and float64 too.
+# The CUDA kernels are compiled for these; the CPU kernels support any head size, and float32 and float64 too.
 CUDA_HEAD_SIZES = (64, 96, 128, 256)
 CUDA_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def why_not_packed(query: Tensor, *, dropout: bool = False) -> str:
-    """Why `packed_attention` cannot be computed for tensors like `query`; empty where it can. dropout: with a mask."""
+    """Return why `packed_attention` does not support tensors like `query`; empty if it does. dropout: with a mask."""
     kind = query.device.type
     if kind == "cuda" and query.dtype not in CUDA_DTYPES:
         return f"its CUDA kernels are for 16-bit types, not {query.dtype}"
@@ -29,8 +29,8 @@ def why_not_packed(query: Tensor, *, dropout: bool = False) -> str:
 
 
 def _why_too_large(query: Tensor, dropout: bool) -> str:
-    """Why the kernels do not fit the shared memory of this NVIDIA card: 8.6, 8.9 and 12.0 have 99 KiB a block."""
-    chip: Any = torch.cuda.get_device_properties(query.device)  # whose type does not list them all
+    """Return why the kernels do not fit the card's shared memory, 99 KiB per thread block on 8.6, 8.9 and 12.0."""
+    chip: Any = torch.cuda.get_device_properties(query.device)  # its type stub lacks some properties
     limit = chip.shared_memory_per_block_optin
     needed = max(
         torch.ops.megalite.attention_shared_memory(query.shape[-1], dropout, backward, False, limit)
@@ -58,20 +58,20 @@ def packed_attention(
     deterministic: bool = True,
     mask: CountedMask | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """softmax(scale Q K^T) V within each sequence, and the log of the softmax's sums.
+    """Return softmax(scale Q K^T) V within each sequence, and the softmax's log-sum-exp.
 
-    query: [tokens, heads, D]; key, value: [key tokens, kv heads, D], views of a packed projection too; heads is a
+    query: [tokens, heads, D]; key, value: [key tokens, kv heads, D], possibly views of a packed projection; heads is a
     multiple of kv heads. cu_seqlens_q, cu_seqlens_k: [sequences + 1] int32: the first token of each sequence, then the
-    number of tokens. max_seqlen_q, max_seqlen_k: the tokens of the longest sequence. window_size: how many keys before
-    and after its own position a query sees (-1: all); positions count from the ends of queries and keys. scale: above
-    0, 1 / sqrt(D) by default.
+    number of tokens. max_seqlen_q, max_seqlen_k: tokens of the longest sequence. window_size: the number of keys before
+    and after its own position that a query sees (-1: all); positions are aligned at the ends of queries and keys.
+    scale: above 0, 1 / sqrt(D) by default.
     deterministic: sum the gradient of `query` in a fixed order on a GPU; with a mask, and for heads of 256, the order
     is always fixed.
-    mask: drops normalised probabilities. Queries and keys are then rows of equal length, one for each of its samples,
-    and positions count from a row's start. The mask takes no memory: the backward draws it again.
+    mask: the dropout mask of the normalised probabilities. Queries and keys are then rows of equal length, one row per
+    sample of the mask, and positions count from the row's start. The mask takes no memory: the backward draws it again.
 
     Returns the output [tokens, heads, D] and the log-sum-exp [heads, tokens] float32 (float64 for float64); 0 and -inf
-    for a query that sees no key. Both have gradients. All other memory is linear in the tokens.
+    for a query that sees no key. Both have gradients. All other memory is linear in the number of tokens.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     drop = (None, 0, 0, 0, 0) if mask is None else (mask.samples, mask.dropped, *mask.key, mask.heads.start)

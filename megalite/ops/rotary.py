@@ -1,7 +1,7 @@
-"""Rotary position embedding (Su et al., "RoFormer", 2021), in the half-split form of Llama and the interleaved one.
+"""Rotary position embedding (Su et al., "RoFormer", 2021), in Llama's half-split and the interleaved layout.
 
-In plain torch, which can also rotate the first values of each head only, and by the compiled operators of csrc/rotary.h
-for whole heads. The angles' size says how many values are rotated: rotary_dim.
+Each function has two forms: plain torch, and the compiled operators of csrc/rotary.h, for rotary_dim = head_dim only.
+rotary_dim, the number of values of a head that are rotated, is twice the last dim of the angles.
 """
 
 from typing import Any
@@ -13,13 +13,13 @@ from megalite.ops import extension
 
 
 def rotary_frequencies(head_dim: int, theta: float) -> Tensor:
-    """Radians a position of each pair, unscaled: [head_dim / 2], float64."""
+    """Return the unscaled frequency of each pair in radians per position: [head_dim / 2], float64."""
     frequencies: Tensor = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     return frequencies
 
 
 def rotary_table(positions: int, frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of every position: two tensors [positions, head_dim / 2]."""
+    """Return cosines and sines of every position: two tensors [positions, head_dim / 2]."""
     angles = torch.outer(torch.arange(positions, dtype=torch.float64), frequencies)
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
@@ -35,17 +35,17 @@ def split_and_rotate(
     interleaved: bool = False,
     overwrite: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value from their packed projection, query and key rotated by their positions' angles.
+    """Split the packed projection into query, key and value, and rotate query and key by their positions' angles.
 
     qkv: [B, S, heads + 2 key_value_heads, head_dim]; cosines, sines: [B or 1, S, 1, rotary_dim / 2], same dtype,
     or with position_ids [B or 1, S] tables of all positions [positions, rotary_dim / 2]. Value i of a head is paired
-    with i + rotary_dim / 2, or 2 i with 2 i + 1 where interleaved. overwrite: qkv may become the result, which it never
-    does here. Returns [B, S, heads, head_dim] and twice [B, S, key_value_heads, head_dim].
+    with i + rotary_dim / 2; if interleaved, 2 i with 2 i + 1. overwrite: allows in-place results in qkv's memory; the
+    plain form ignores it. Returns [B, S, heads, head_dim] and twice [B, S, key_value_heads, head_dim].
     """
     parts = (heads, key_value_heads, key_value_heads)
     query: Tensor
     cosines, sines = _of_positions(position_ids, cosines, sines)
-    if torch.compiler.is_compiling():  # which fuses what it sees, and sees no further than a node of ours
+    if torch.compiler.is_compiling():  # torch.compile cannot fuse across a custom autograd node
         query, key, value = qkv.split(parts, dim=2)
         query, key = (_rotated(each, cosines, sines, interleaved) for each in (query, key))
         return query, key, value
@@ -64,8 +64,7 @@ def compiled_split_and_rotate(
     interleaved: bool = False,
     overwrite: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As of `split_and_rotate`, for rotary_dim = head_dim. overwrite: qkv becomes the result where no gradient is
-    recorded."""
+    """Same as `split_and_rotate`, for rotary_dim = head_dim. overwrite: rotate in place if no gradient is recorded."""
     query: Tensor
     if overwrite and not torch.is_grad_enabled():
         turning = qkv[:, :, : heads + key_value_heads]
@@ -87,8 +86,10 @@ def rotate(
     position_ids: Tensor | None = None,
     interleaved: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """[B, S, heads, head_dim] and [B, S, key_value_heads, head_dim] -> the same, rotated; for heads that something
-    happens to before the rotation. The rest as of split_and_rotate."""
+    """Rotate query [B, S, heads, head_dim] and key [B, S, key_value_heads, head_dim], already split.
+
+    For models that change the heads before the rotation, e.g. normalise them. Other arguments: see `split_and_rotate`.
+    """
     turned: Tensor
     cosines, sines = _of_positions(position_ids, cosines, sines)
     run = _rotated if torch.compiler.is_compiling() else _Rotate.apply
@@ -105,7 +106,7 @@ def compiled_rotate(
     position_ids: Tensor | None = None,
     interleaved: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """As of `rotate`, for rotary_dim = head_dim."""
+    """Same as `rotate`, for rotary_dim = head_dim, by the compiled operator."""
     turned: Tensor
     turned, turned_key = torch.ops.megalite.rotary(
         query, key, cosines, sines, position_ids, interleaved, False
@@ -114,7 +115,7 @@ def compiled_rotate(
 
 
 class _SplitAndRotate(torch.autograd.Function):
-    """One node for query, key and value: their gradients are written straight into the packed one."""
+    """One autograd node for query, key and value: their gradients are written straight into the packed gradient."""
 
     @staticmethod
     def forward(
@@ -188,7 +189,7 @@ def _rotated(heads: Tensor, cosines: Tensor, sines: Tensor, interleaved: bool) -
 
 
 def _pairs(heads: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """The first and the second values of all pairs: views [..., head_dim / 2]."""
+    """Return the first and the second values of all pairs: views [..., rotary_dim / 2]."""
     if interleaved:
         return heads[..., 0::2], heads[..., 1::2]
     first, second = heads.chunk(2, dim=-1)

@@ -5,12 +5,12 @@ from torch import Tensor
 
 
 def soft_capped(values: Tensor, cap: float) -> Tensor:
-    """cap * tanh(values / cap), element by element; one tensor of their size is kept for the backward."""
+    """Return cap * tanh(values / cap), element by element; saves one tensor of the same size for the backward."""
     return torch.tanh(values / cap) * cap
 
 
 def cap_with_slope(values: Tensor, cap: float) -> Tensor:
-    """The slope of the soft cap at each value; the values become capped, in place."""
+    """Cap the values in place and return the slope of the soft cap at each original value."""
     values.div_(cap).tanh_()
     slope = 1 - values.square()
     values.mul_(cap)

@@ -1,7 +1,7 @@
-"""Results of the self-test for each implementation of an operator on this very card: kept on disk, and their use.
+"""Self-test results of each operator's implementations on this card: kept on disk, and used to choose one.
 
-On a CPU the compiled operators are proved by the tests of this repository. On an accelerator nothing is used but plain
-torch until `megalite selftest` (or the first run) has compared it with float64 and timed it there.
+On a CPU the repository's tests prove the compiled operators. On an accelerator only plain torch is used until
+`megalite selftest` (or the first run) has compared an implementation with float64 and timed it there.
 """
 
 import hashlib
@@ -25,9 +25,9 @@ from megalite.ops import apex, extension
 from megalite.ops.choice import TORCH
 
 SLOWER = 1.05
-"""More than this many times torch's best time is slower; less is noise."""
+"""An implementation counts as slower above this multiple of torch's best time; less is noise."""
 UNTESTED = "not tested on this card yet: run megalite selftest"
-# Implementations by others: a new version of one is another implementation.
+# Packages with implementations: another version of a package is another implementation.
 PACKAGES = (
     "apex",
     "flash_attn",
@@ -44,9 +44,9 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 class Finding:
     """The result of one implementation in one case.
 
-    verdict: "absent" where it cannot compute this case, "failed" where it crashed, hung or raised. error: the largest
-    one over what is allowed, times `allowed`. seconds: of a forward and a backward; torch_seconds: torch's best. All
-    three are None where they were not measured.
+    verdict: "absent" if the implementation does not support this case, "failed" if it crashed, hung or raised. error:
+    the largest ratio of an error to its tolerance, times `allowed`. seconds: for forward and backward; torch_seconds:
+    torch's best. All three are None if not measured.
     """
 
     verdict: Literal["right", "wrong", "failed", "absent"]
@@ -61,17 +61,17 @@ class Finding:
         return self.verdict == "right"
 
 
-# Case -> implementation -> what it showed; and these of each operator.
+# Found: case -> implementation -> finding. Findings: operator -> Found.
 Found = Mapping[str, Mapping[str, Finding]]
 Findings = Mapping[str, Found]
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The implementation that an operator has here. why: of torch, why it is no other; else empty.
+    """The implementation chosen for an operator. why: if torch was chosen, why no other was; else empty.
 
     faults: implementation -> why it is wrong, failed or not tested; slower and absent implementations have none.
-    ratio: the time of the chosen one over torch's best.
+    ratio: the time of the chosen implementation over torch's best.
     """
 
     name: str = TORCH
@@ -81,12 +81,12 @@ class Choice:
 
 
 def needs_proof(device_type: str) -> bool:
-    """Whether operators must prove themselves on devices of this type before they are used."""
+    """Return whether operators need a self-test on devices of this type before they are used."""
     return device_type != "cpu"
 
 
 def fault(implementation: str, cases: Sequence[str], found: Found) -> str:
-    """Return why an implementation is not used in these cases: wrong, failed or untested; empty where it may be."""
+    """Return why an implementation must not be used in these cases: wrong, failed or untested; empty if it may be."""
     for case in cases:
         finding = found.get(case, {}).get(implementation)
         if finding is None:
@@ -97,7 +97,7 @@ def fault(implementation: str, cases: Sequence[str], found: Found) -> str:
 
 
 def why_not(implementation: str, cases: Sequence[str], found: Found) -> str:
-    """Why an implementation is not used in these cases: as of `fault`, or it is absent or slower; else empty."""
+    """Return why an implementation is not used in these cases: its `fault`, absent, or slower; empty if it is used."""
     if complaint := fault(implementation, cases, found):
         return complaint
     for case in cases:
@@ -108,7 +108,7 @@ def why_not(implementation: str, cases: Sequence[str], found: Found) -> str:
 
 
 def time_ratio(implementation: str, cases: Sequence[str], found: Found) -> float | None:
-    """Its time over torch's best in these cases, where they were timed."""
+    """Return an implementation's time over torch's best, summed over the timed cases; None if none was timed."""
     timed = [found[case][implementation] for case in cases]
     seconds = sum(each.seconds for each in timed if each.seconds is not None)
     best = sum(each.torch_seconds for each in timed if each.torch_seconds is not None)
@@ -116,14 +116,14 @@ def time_ratio(implementation: str, cases: Sequence[str], found: Found) -> float
 
 
 def choose(cases: Sequence[str], implementations: Sequence[str], found: Found) -> Choice:
-    """The fastest right implementation of an operator in all of these cases, torch's among them."""
+    """Choose the implementation that is right in all of these cases and the fastest, torch's included."""
     complaints = {each: why_not(each, cases, found) for each in implementations}
     faults = {each: wrong for each in implementations if (wrong := fault(each, cases, found))}
     ratios = {each: time_ratio(each, cases, found) or 1.0 for each, wrong in complaints.items() if not wrong}
     if ratios:
         name = min(ratios, key=lambda each: ratios[each])
         return Choice(name, "", faults, ratios[name])
-    # Packages that are not installed are told of only where there is nothing else to tell: then the first alone.
+    # Missing packages are mentioned only if there is no other reason, and then only the first.
     told = {each: wrong for each, wrong in complaints.items() if not _absent(each, cases, found)}
     reasons = [*dict.fromkeys((told or complaints).values())]
     if not told or len(reasons) == 1:
@@ -137,7 +137,7 @@ def _absent(implementation: str, cases: Sequence[str], found: Found) -> bool:
 
 
 def agreed(choices: Sequence[Choice]) -> Choice:
-    """The one choice for machines whose own are these: torch, unless all choose alike."""
+    """Return one choice for all machines, given each machine's choice: torch unless all are the same."""
     names = sorted({each.name for each in choices})
     faults = {name: wrong for each in choices for name, wrong in each.faults.items()}
     if len(names) == 1:
@@ -150,7 +150,7 @@ def agreed(choices: Sequence[Choice]) -> Choice:
 
 
 def machine(device: torch.device) -> dict[str, str]:
-    """All that a finding is valid for: another card, driver, torch or library asks for another test."""
+    """Return the facts that findings depend on: another card, driver, torch or library needs a new self-test."""
     packages = [f"{name} {found}" for name in PACKAGES if (found := _installed(name))]
     return {
         "device": device.type,
@@ -165,7 +165,7 @@ def machine(device: torch.device) -> dict[str, str]:
 
 
 def card_name(device: torch.device) -> str:
-    """The card's own name; of a CPU, the processor's architecture and what the library was built for."""
+    """Return the card's name; for a CPU its architecture and the instruction set that the library was built for."""
     if device.type == "cpu":
         return f"CPU {platform.machine()} {extension.built().cpu}".strip()
     module: Any = getattr(torch, device.type, None)  # "meta" has none
@@ -178,7 +178,7 @@ def card_capability(device: torch.device) -> str:
 
 
 def driver_version(device: torch.device) -> str:
-    """Return the version of a CUDA card's kernel driver, or of the CUDA it supports where the driver's is unknown."""
+    """Return the kernel driver's version for a CUDA card; if unknown, the CUDA version that the driver supports."""
     if device.type != "cuda":
         return ""
     try:
@@ -207,14 +207,14 @@ def _installed(package: str) -> str:
 
 
 def trust_file(facts: Mapping[str, str]) -> Path:
-    """Where findings of this machine are kept."""
+    """Return the path of this machine's findings."""
     name = re.sub(r"[^a-z0-9]+", "-", facts["card"].lower()).strip("-")
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
     return trust_folder() / f"{name}-{digest}.json"
 
 
 def read(facts: Mapping[str, str]) -> Findings:
-    """All that was found on this machine; nothing where the file is absent, damaged or of another machine."""
+    """Return this machine's findings; empty if the file is missing, damaged or from another machine."""
     try:
         written = json.loads(trust_file(facts).read_text(encoding="utf-8"))
         if written["machine"] != dict(facts):
@@ -230,7 +230,7 @@ def read(facts: Mapping[str, str]) -> Findings:
 
 
 def _finding(written: Mapping[str, Any]) -> Finding:
-    """Raises TypeError or ValueError where this is none."""
+    """Parse a finding. Raises TypeError or ValueError if `written` is not one."""
     finding = Finding(**written)
     numbers = (finding.error, finding.allowed, finding.seconds, finding.torch_seconds)
     if finding.verdict not in ("right", "wrong", "failed", "absent") or not isinstance(finding.why, str):
@@ -241,7 +241,7 @@ def _finding(written: Mapping[str, Any]) -> Finding:
 
 
 def write(facts: Mapping[str, str], findings: Findings) -> Path:
-    """Keep these beside what is kept already; whole or not at all. Raises OSError where nothing can be written."""
+    """Merge findings into this machine's file, atomically; return its path. Raises OSError if it cannot be written."""
     path, merged = trust_file(facts), joined(read(facts), findings)
     content = {
         operator: {
@@ -264,12 +264,12 @@ def write(facts: Mapping[str, str], findings: Findings) -> Path:
 
 
 def _written(finding: Finding) -> Finding:
-    """JSON has no infinity, which an error is where something is not a number."""
+    """Return the finding without an infinite error (from NaN results), which JSON cannot represent."""
     return finding if finding.error is None or math.isfinite(finding.error) else replace(finding, error=None)
 
 
 def joined(before: Findings, later: Findings) -> Findings:
-    """Both; what was found later counts."""
+    """Merge findings; where both have one, the later finding counts."""
     return {
         operator: {
             case: {**before.get(operator, {}).get(case, {}), **later.get(operator, {}).get(case, {})}

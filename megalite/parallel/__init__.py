@@ -1,1 +1,1 @@
-"""All that knows ranks: the mesh, collectives, parallel layers, the pipeline. Takes ints, tensors and axes only."""
+"""All code that knows ranks: the mesh, collectives, parallel layers, the pipeline; independent of the configuration."""

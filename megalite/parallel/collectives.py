@@ -1,8 +1,8 @@
 """Conjugate pairs of collectives: the identity in forward is an all-reduce in backward, and the other way round.
 
-Names follow Shoeybi et al., "Megatron-LM", 2019, figure 3 ("f" and "g"), and for sequences split over the ranks
-Korthikanti et al., "Reducing activation recomputation in large Transformer models", 2022, figure 5 ("g" and "g-bar").
-A group of one rank communicates nothing.
+Names follow Shoeybi et al., "Megatron-LM", 2019, figure 3 ("f" and "g"), and for sequence parallelism Korthikanti et
+al., "Reducing activation recomputation in large Transformer models", 2022, figure 5 ("g" and "g-bar").
+With a group of one rank nothing is communicated.
 """
 
 from collections.abc import Callable
@@ -36,7 +36,7 @@ class _Copy(torch.autograd.Function):
 
 
 class _Reduce(torch.autograd.Function):
-    """All-reduce forward, identity backward: "g". Overwrites its input, which no linear needs again."""
+    """All-reduce forward, identity backward: "g". Overwrites its input, which no linear's backward needs."""
 
     @staticmethod
     def forward(ctx: Any, partial_sums: Tensor, ranks: RankGroup) -> Tensor:
@@ -173,7 +173,7 @@ def gather_last_dim(shard: Tensor, sizes: tuple[int, ...], ranks: RankGroup) -> 
     """All-gather shards of the last dim, of the given sizes, into the full tensor; outside autograd."""
     if ranks.size == 1:
         return shard
-    # gloo wants equal shapes, and uneven vocabulary shards differ by one: send the widest.
+    # gloo needs equal shapes, and uneven vocabulary shards differ by one: pad all to the widest.
     widest = max(sizes)
     padded = torch.nn.functional.pad(shard, (0, widest - shard.shape[-1])).contiguous()
     gathered = [torch.empty_like(padded) for _ in sizes]

@@ -1,4 +1,4 @@
-"""Cross entropy of logits whose vocabulary is split over the tensor-parallel axis, never gathering them."""
+"""Vocabulary-parallel cross entropy: the logits are split over the tensor-parallel axis and never gathered."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,9 +27,9 @@ IGNORE_INDEX = -100
 class LossTerms:
     """Label smoothing and z-loss, and the size of the vocabulary.
 
-    vocabulary: the number of all ids, over which smoothing spreads. label_smoothing: the share of the target that is
-    spread evenly over them (Szegedy et al. 2016). z_loss: the weight of the squared logarithm of
-    the softmax's normaliser (Chowdhery et al., "PaLM", 2022, section 5).
+    vocabulary: the number of ids. label_smoothing: the share of the target that is spread evenly over all ids (Szegedy
+    et al. 2016). z_loss: the weight of the squared logarithm of the softmax's normaliser (Chowdhery et al., "PaLM",
+    2022, section 5).
     """
 
     vocabulary: int
@@ -61,7 +61,7 @@ class _ShardLoss:
         operator: ShardCrossEntropy,
         dtype: torch.dtype,
     ) -> "_ShardLoss":
-        """labels, loss_mask: any shape. dtype: of the logits."""
+        """Build from labels and loss_mask of any shape; dtype: the logits' dtype."""
         smoothing = terms.label_smoothing
         flat = labels.reshape(-1).contiguous()
         targets = Targets(flat, rows.start, 1 - smoothing, smoothing / terms.vocabulary)
@@ -77,27 +77,31 @@ class _ShardLoss:
             yield _ShardLoss(targets, weights, self.tp, self.terms, self.operator)
 
     def working_logits(self, logits: Tensor) -> Tensor:
-        """[..., columns] -> [T, columns] to compute in: their own memory, or a float32 copy of low precision."""
+        """Return the logits [..., columns] as [T, columns] to overwrite: a view, or a float32 copy of low precision."""
         flat = logits.detach().view(-1, logits.shape[-1])
         return flat if self.operator.reads_low_precision else flat.to(self.weights.dtype)
 
     def losses_over_gradient(self, logits: Tensor) -> Tensor | None:
-        """Weighted losses [T], with the gradient of their sum written over the logits; None where that takes two
-        visits: `losses` and `write_gradient`."""
+        """Return weighted losses [T] and overwrite the logits with the gradient of their sum, in one pass over rows.
+
+        None if this needs two passes: `losses`, then `write_gradient`.
+        """
         in_one_visit = self.operator.losses_over_gradient
         if in_one_visit is None or self.tp.size > 1 or not visits_rows_once(logits):
             return None
         return in_one_visit(logits, self.weights, self.targets, self.terms.z_loss)
 
     def losses(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Weighted losses [T], the same on every rank of tp; and for the gradient the shard's maximum [T] and the
-        factor [T] that makes probabilities, times what z-loss brings, of its exponentials."""
+        """Return weighted losses [T], equal on every rank of tp; then the shard's row maximum [T] and a factor [T].
+
+        factor * exp(logit - maximum) is the softmax probability, times z-loss's factor in the gradient.
+        """
         statistics = self.operator.statistics(logits, self.weights, self.targets)
         maximum, sums, expected = statistics
         shift, normaliser = None, maximum
         if self.tp.size > 1:
             here = self.targets.here(logits.shape[-1])
-            # How much of the target this shard has: its expected logit is relative to its own maximum.
+            # The target's probability mass on this shard: corrects the expected logit for the change of maximum.
             mass = here.to(sums.dtype) * self.targets.on_label + logits.shape[-1] * self.targets.uniform
             of_ranks = gather_ranks(torch.cat([statistics, mass.unsqueeze(0)]), self.tp)
             maxima, sums_of_ranks, expected_of_ranks, masses = of_ranks.unbind(dim=1)
@@ -112,7 +116,7 @@ class _ShardLoss:
             normaliser = normaliser + sums.log()
             losses += self.terms.z_loss * normaliser.square()
             factor *= 1 + 2 * self.terms.z_loss * normaliser
-        # z-loss may overflow where a masked token has huge logits.
+        # `where`, because z-loss may overflow for the huge logits of a masked token.
         return torch.where(self.weights != 0, losses * self.weights, 0), maximum, factor
 
     def write_gradient(
@@ -127,8 +131,8 @@ class _ShardLoss:
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, loss: _ShardLoss, differentiated: bool) -> Tensor:
-        # The gradient overwrites the logits, which the head's linear does not need again. Compiled operators do not
-        # bump a tensor's version: autograd must learn of the change if another node saved the logits.
+        # The gradient overwrites the logits, which the head's linear does not need in its backward. Compiled operators
+        # do not bump a tensor's version: without it autograd could not detect that another node saved the logits.
         ctx.logits, ctx.loss = loss.working_logits(logits), loss
         ctx.shape, ctx.dtype = logits.shape, logits.dtype
         losses = loss.losses_over_gradient(ctx.logits) if differentiated else None
@@ -163,12 +167,12 @@ def vocab_parallel_cross_entropy(
     *,
     operator: ShardCrossEntropy = TORCH_CROSS_ENTROPY,
 ) -> Tensor:
-    """Token losses, weighted by `loss_mask`: [B, S], equal on every rank of `tp`, in at least float32.
+    """Return token losses weighted by `loss_mask`: [B, S], equal on every rank of `tp`, in at least float32.
 
-    logits: [B, S, rows held here], overwritten: holds d(loss)/d(logits) after backward; where losses and gradient are
-    computed in one visit already after forward, assuming an upstream gradient of 1. So backward runs once.
-    labels: [B, S] global ids; IGNORE_INDEX (-100) counts as masked. loss_mask: [B, S], any non-negative weights;
-    where it is 0 logits may be anything, infinite too. rows: the range of the vocabulary that this rank holds.
+    logits: [B, S, rows held here], overwritten: holds d(loss)/d(logits) after backward; on the one-pass path already
+    after forward, assuming an upstream gradient of 1. Backward can therefore run only once.
+    labels: [B, S] global ids; IGNORE_INDEX (-100) counts as masked. loss_mask: [B, S], any non-negative weights; logits
+    of tokens with weight 0 may have any values, infinities too. rows: the range of the vocabulary on this rank.
     terms: label smoothing and z-loss.
     """
     loss = _ShardLoss.of(labels, loss_mask, rows, tp, terms, operator, logits.dtype)
@@ -187,9 +191,9 @@ class LogitTransform:
 
 @dataclass(frozen=True)
 class _Gradients:
-    """The gradients of the sum of a chunked loss that are wanted, filled chunk by chunk.
+    """The gradients of the sum of a chunked loss, filled chunk by chunk; None for inputs that need no gradient.
 
-    hidden_states: [T, H]; weight: [rows, H] and bias: [rows], both zeros of at least float32 at first.
+    hidden_states: [T, H]; weight: [rows, H] and bias: [rows], both initially zero, in at least float32.
     """
 
     hidden_states: Tensor | None
@@ -201,7 +205,7 @@ class _Gradients:
         return any(each is not None for each in (self.hidden_states, self.weight, self.bias))
 
     def add(self, at: int, inputs: Tensor, logits_grad: Tensor, weight: Tensor) -> None:
-        """Return the logits of one chunk, whose first token is `at`."""
+        """Add the gradients of one chunk, whose first token is `at`, given the gradient of its logits."""
         if self.bias is not None:
             self.bias.add_(logits_grad.sum(dim=0))
         low = logits_grad.to(weight.dtype)
@@ -221,7 +225,7 @@ def _in_chunks(
     transform: LogitTransform,
     gradients: _Gradients,
 ) -> Tensor:
-    """Losses [T] of hidden_states [T, H]; fills the gradients of their sum."""
+    """Return the losses [T] of hidden_states [T, H]; fill the gradients of their sum."""
     losses, at = [], 0
     for inputs, chunk in zip(hidden_states.split(tokens), loss.in_chunks(tokens), strict=True):
         logits = chunk.working_logits(F.linear(inputs, weight, bias))
@@ -246,8 +250,10 @@ def _in_chunks(
 
 
 class _KnownGradient(torch.autograd.Function):
-    """Gives `values`, whose sum has the known gradient by `source`; one node for each source, since a schedule that
-    splits the backward asks for them at different times."""
+    """Returns `values`, whose sum has a known gradient with respect to `source`.
+
+    One node for each source: schedules that split the backward compute the gradients at different times.
+    """
 
     @staticmethod
     def forward(ctx: Any, source: Tensor, gradient: Tensor | None, values: Tensor) -> Tensor:
@@ -262,7 +268,7 @@ class _KnownGradient(torch.autograd.Function):
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Products of lower precision are rounded to their own type before they are added."""
+    """Add left @ right to total; a low-precision product is rounded to its own type first."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
     else:
@@ -270,19 +276,19 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _is_one(grad: Tensor) -> bool:
-    """Whether every element is known to be 1, without waiting for a GPU."""
+    """Return whether every element is known to be 1; on a GPU always False, to avoid a device sync."""
     return grad.device.type == "cpu" and _is_repeated(grad) and grad.flatten()[0].item() == 1
 
 
 def _is_repeated(grad: Tensor) -> bool:
-    """Whether all elements are one number in memory, as in the gradient of a sum."""
+    """Return whether all elements share one number in memory, as in the gradient of a sum."""
     varying = (size for size, stride in zip(grad.shape, grad.stride(), strict=True) if stride)
     return grad.numel() > 0 and all(size == 1 for size in varying)
 
 
 def _one_number(grad: Tensor) -> Tensor:
     """Return the value that all elements share. Raises ValueError if they differ."""
-    # For the gradient of a sum the strides tell, without a device sync.
+    # The strides identify the gradient of a sum without a device sync.
     if not _is_repeated(grad) and bool((grad != grad.flatten()[0]).any()):
         raise ValueError("the losses of a chunked cross entropy may only be summed, with equal weights")
     return grad.flatten()[0]
@@ -302,12 +308,12 @@ def chunked_cross_entropy(
     transform: LogitTransform = LogitTransform(),
     operator: ShardCrossEntropy = TORCH_CROSS_ENTROPY,
 ) -> Tensor:
-    """`vocab_parallel_cross_entropy` of transformed hidden_states @ weight.T + bias, `chunk_tokens` tokens at a time.
+    """Compute `vocab_parallel_cross_entropy` of transformed hidden_states @ weight.T + bias, chunk by chunk.
 
-    Only the sum of the losses may be differentiated, and once, times any number: forward computes its gradients.
-    Those of the weight and the bias are summed in at least float32. One small collective a chunk.
-    hidden_states: [B, S, H], equal on every rank of tp; their gradient is of this rank's rows. weight: [rows, H].
-    bias: [rows].
+    Only the sum of the losses, times any number, may be differentiated, and only once: forward computes its gradients.
+    The gradients of weight and bias are summed in at least float32. One small collective per chunk.
+    hidden_states: [B, S, H], equal on every rank of tp; their gradient is partial, from this rank's rows only.
+    weight: [rows, H]. bias: [rows]. chunk_tokens: tokens per chunk.
     """
     loss = _ShardLoss.of(labels, loss_mask, rows, tp, terms, operator, hidden_states.dtype)
     flat = hidden_states.reshape(-1, hidden_states.shape[-1])

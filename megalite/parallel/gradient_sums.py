@@ -15,7 +15,7 @@ def sum_in_place(
 
     Otherwise autograd materialises every partial gradient, including embedding rows that no token used. Only for
     backwards that run each node once, and where no gradient is read before all parts are summed; weights with hooks are
-    left to autograd. accumulate: as of ops.adamw.add_weight_gradient_.
+    left to autograd. accumulate: a function like ops.adamw.add_weight_gradient_.
     """
     for weight in weights:
         if weight.dim() == 2 and (weight.element_size() >= 4 or weight.grad_dtype == torch.float32):
@@ -32,7 +32,7 @@ def _sums_in_place(weight: Tensor) -> bool:
 
 
 def weight_gradient(weight: Tensor, grad: Tensor, inputs: Tensor) -> Tensor | None:
-    """grad [N, out]^T inputs [N, in], or None where it was added to the weight's own gradient."""
+    """Return grad [N, out]^T inputs [N, in], or None after adding the product to `weight.grad`."""
     if not _sums_in_place(weight):
         return grad.t() @ inputs
     total = weight.grad
@@ -47,7 +47,7 @@ def weight_gradient(weight: Tensor, grad: Tensor, inputs: Tensor) -> Tensor | No
 
 
 class _SummingLinear(torch.autograd.Function):
-    """A linear whose backward adds the weight's gradient to the sum that is there."""
+    """A linear whose backward adds the weight's gradient to `weight.grad` in place."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -93,7 +93,7 @@ class _SummingEmbedding(torch.autograd.Function):
 
 
 def embedding(input_ids: Tensor, weight: Tensor) -> Tensor:
-    # On a GPU index_add_ sums rows in any order: a resumed run would not be equal to the bit.
+    # On a GPU index_add_ sums in a nondeterministic order: a resumed run would not match bit for bit.
     in_place = weight.device.type == "cpu" and _sums_in_place(weight)
     if not (in_place and torch.is_grad_enabled()):
         return F.embedding(input_ids, weight)

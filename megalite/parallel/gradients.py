@@ -84,7 +84,7 @@ def all_reduce_replicated_in_backward(
 
 
 def partial_over_tp(parameter: Parameter, part: Part, mesh: ParallelMesh) -> bool:
-    """Whether backward leaves each tensor-parallel rank with a partial gradient of a replicated part."""
+    """Return whether backward leaves each tensor-parallel rank with a partial gradient of a replicated part."""
     spec = parameter.spec
     whole = spec.dim is None and mesh.tp.size > 1 and (spec.summed or mesh.sequence_parallel)
     return whole or spec.is_shared(part, mesh.tp.size)
@@ -169,9 +169,9 @@ def average_over_data(gradients: Sequence[Tensor], mesh: ParallelMesh) -> None:
 
 
 def counted_here(parameter: Parameter, mesh: ParallelMesh) -> bool:
-    """Whether this rank's copy counts: replicas count on tp rank 0, tied weights on their first stage.
+    """Return whether this rank's copy counts: replicas count on tp rank 0, tied weights on their first stage.
 
-    A key-value head that ranks share needs no rule: all ranks but the first hold zeros as its gradient.
+    Key-value heads shared by ranks need no rule: all ranks but the first hold zeros as their gradient.
     """
     spec = parameter.spec
     if spec.dim is None and not mesh.counts_replicated:
@@ -186,7 +186,7 @@ def global_norm(
     *,
     ops: Operators = PLAIN_TORCH,
 ) -> float:
-    """L2 norm of the whole model's gradient, every element counted once; equal on all ranks of a replica.
+    """Return the L2 norm of the whole model's gradient, every element counted once; equal on all ranks of a replica.
 
     Accumulated in float64 over parameters. Collective over tp x pp.
     """
@@ -201,13 +201,13 @@ def first_nonfinite(
 ) -> str | None:
     """Return the canonical name and layer of the tensor where a non-finite gradient arose; None: all are finite.
 
-    Backward carries a non-finite value on towards the embedding: so it arose in the last tensor, in forward order,
+    Backward propagates a non-finite value towards the embedding, so it arose in the last tensor, in forward order,
     whose gradient is not finite. Collective over the world.
     """
     found: list[tuple[float, int, str]] = []
     for index, parameter in enumerate(parameters):
         gradient = tensors[parameter.name].grad
-        # The embedding stands before all layers, the final norm and the head after them; a tied head is the embedding.
+        # The embedding comes before all layers, the final norm and head after them; a tied head is the embedding.
         depth = -1.0 if parameter.name == EMBEDDING else math.inf
         if gradient is not None and not gradient.isfinite().all():
             name = _first_part(parameter, gradient, mesh)
@@ -220,7 +220,7 @@ def first_nonfinite(
 
 
 def _first_part(parameter: Parameter, gradient: Tensor, mesh: ParallelMesh) -> str:
-    """The first part of a registered parameter whose gradient is not finite."""
+    """Return the name of the first part of a registered parameter whose gradient is not finite."""
     row = 0
     for part, region in parameter.spec.slices(mesh.tp.rank, mesh.tp.size):
         if not gradient[row : row + region.shape[0]].isfinite().all():

@@ -1,8 +1,8 @@
 """Linears and embeddings split over the tensor-parallel axis (Shoeybi et al., "Megatron-LM", 2019, section 3).
 
-Where the mesh splits the sequence (sequence parallelism), S / tp positions go in and come out: each rank's own.
+With sequence parallelism inputs and outputs hold each rank's own S / tp positions.
 
-Weights are allocated, not filled: model/stages.py fills them by name, so that every layout starts alike.
+Weights are allocated, not filled: model/stages.py fills them by name, so that every layout starts with equal weights.
 """
 
 from typing import Any
@@ -25,10 +25,10 @@ from megalite.topology.stages import balanced_split
 
 
 class _OverlappedColumnLinear(torch.autograd.Function):
-    """In backward, the sum of the input's gradient over tp overlaps the product for the weight's gradient.
+    """A linear whose backward overlaps the reduction of the input gradient over tp with the weight-gradient product.
 
-    Keeps this rank's positions of a split sequence only, and gathers the others again while the gradient of the input
-    is computed.
+    With sequence parallelism it saves only this rank's positions, and gathers the others again while the gradient of
+    the input is computed.
     """
 
     @staticmethod
@@ -63,10 +63,10 @@ def column_linear(
     mesh: ParallelMesh,
     ops: Operators = PLAIN_TORCH,
 ) -> Tensor:
-    """[B, S or S / tp, in] -> [B, S, this rank's outputs]: a product whose outputs are split over tp.
+    """Compute a linear whose outputs are split over tp: [B, S or S / tp, in] -> [B, S, this rank's outputs].
 
-    Where a schedule asks for the gradients of inputs and weight at different times (ops.split_backward), they come from
-    nodes of their own, which overlap nothing; all positions of the inputs are kept until then.
+    If a schedule computes the gradients of inputs and weight at different times (ops.split_backward), separate nodes
+    compute them, without overlap, and all positions of the inputs are kept until then.
     """
     if mesh.tp.size == 1 or ops.split_backward:
         return linear(column_input(hidden_states, mesh), weight, bias)
@@ -98,7 +98,7 @@ class ColumnParallelLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(local_out_features, dtype=dtype)) if bias else None
 
     def forward(self, hidden_states: Tensor, *, with_bias: bool = True) -> Tensor:
-        """[B, S or S / tp, in] -> [B, S, out / tp]; without the bias where the caller adds it."""
+        """Map [B, S or S / tp, in] to [B, S, out / tp]. with_bias: False if the caller adds the bias."""
         bias = self.bias if with_bias else None
         return column_linear(hidden_states, self.weight, bias, mesh=self.mesh, ops=self.ops)
 
@@ -108,7 +108,7 @@ class RowParallelLinear(nn.Module):
 
     Y is equal on every rank of tp, or split by positions.
 
-    weight: [out_features, this rank's input features]; bias: [out_features], whole on every rank.
+    weight: [out_features, this rank's input features]; bias: [out_features], replicated.
     """
 
     def __init__(
@@ -126,16 +126,16 @@ class RowParallelLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype)) if bias else None
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """[B, S, in / tp] -> [B, S or S / tp, out]."""
+        """Map [B, S, in / tp] to [B, S or S / tp, out]."""
         summed = row_output(linear(hidden_states, self.weight), self.mesh)
-        # After the sum: every rank has the whole bias, and it counts once.
+        # After the reduction, so that the replicated bias counts once.
         return summed if self.bias is None else summed.add_(self.bias)
 
 
 class VocabParallelEmbedding(nn.Module):
-    """An embedding table with its rows (the vocabulary) split over tp, unevenly where it does not divide.
+    """An embedding table with its rows (the vocabulary) split over tp, unevenly if tp does not divide the vocabulary.
 
-    weight: [this rank's rows, hidden_size]. Rows of other ranks count as zero, and the sum over tp restores them.
+    weight: [this rank's rows, hidden_size]. Tokens of other ranks' rows give zero, and the sum over tp completes them.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, *, mesh: ParallelMesh, dtype: torch.dtype):
@@ -145,7 +145,7 @@ class VocabParallelEmbedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(len(self.rows), hidden_size, dtype=dtype))
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """[B, S] -> [B, S or S / tp, hidden_size]."""
+        """Embed input_ids [B, S] as [B, S or S / tp, hidden_size]."""
         if self.mesh.tp.size == 1:
             return embedding(input_ids, self.weight)
         elsewhere = (input_ids < self.rows.start) | (input_ids >= self.rows.stop)

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RankGroup:
-    """The ranks of one process group, and this rank's place among them; one rank alone needs no group."""
+    """The ranks of one process group, and this rank's index among them; a single rank needs no process group."""
 
     ranks: tuple[int, ...]
     rank: int
@@ -39,7 +39,7 @@ ALONE = RankGroup(ranks=(0,), rank=0)
 class ParallelMesh:
     """This rank's coordinates on the mesh, and its process group along each axis and for each role.
 
-    groups: axis or role (topology.axes) -> the ranks that this rank shares it with; a rank alone where none is given.
+    groups: axis or role (topology.axes) -> this rank's group; a missing entry means this rank alone.
         "tied": the first and the last stage, which both hold tied embeddings; only this rank on other stages.
     sequence_parallel: outside of attention and MLP each tp rank holds a range of the positions (Korthikanti et al.,
         "Reducing Activation Recomputation in Large Transformer Models", 2022).
@@ -56,7 +56,7 @@ class ParallelMesh:
 
     @classmethod
     def single(cls, device: torch.device | str = "cpu") -> "ParallelMesh":
-        """One process as the mesh (1, 1, 1); needs no process group."""
+        """Return the mesh (1, 1, 1) of a single process, which needs no process group."""
         return cls(Layout(), 0, torch.device(device))
 
     @classmethod
@@ -130,7 +130,7 @@ class ParallelMesh:
 
     @property
     def counts_replicated(self) -> bool:
-        """Whether a sum over the world counts this rank's copy of values that all tensor-parallel ranks replicate."""
+        """True on the one tensor-parallel rank whose copy of replicated values counts in a sum over the world."""
         return self.tp.rank == 0
 
     @property
@@ -150,7 +150,7 @@ class ParallelMesh:
 
     @property
     def splits_sequence(self) -> bool:
-        """Whether hidden states are [B, S / tp, H] outside of attention and MLP."""
+        """True if hidden states are [B, S / tp, H] outside of attention and MLP."""
         return self.sequence_parallel and self.tp.size > 1
 
     def sequence_range(self, length: int) -> range:
@@ -208,12 +208,12 @@ class ParallelMesh:
 def all_or_none(mesh: ParallelMesh, action: Callable[[], T], explain: Callable[[Exception], str]) -> T:
     """Run `action` on every rank; if it fails on any rank, raise the same CheckpointError on all. Collective.
 
-    explain: what the error says of an exception of `action`; the text of the first rank that failed is raised.
+    explain: exception of `action` -> message of the error; the first failed rank's message is raised.
     """
     failure, cause, result = None, None, None
     try:
         result = action()
-    # Whatever it is: the other ranks would wait for this one for ever.
+    # Every exception: otherwise the other ranks would wait forever.
     except Exception as error:
         cause = error
         failure = explain(error)

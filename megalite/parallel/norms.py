@@ -1,4 +1,4 @@
-"""Root-mean-square norm over heads that are split over the tensor-parallel axis."""
+"""RMSNorm over heads that are split over the tensor-parallel axis."""
 
 from typing import Any
 
@@ -11,10 +11,10 @@ from megalite.parallel.mesh import ParallelMesh, RankGroup
 
 
 class _ShardedNormalise(torch.autograd.Function):
-    """x / sqrt(mean(x^2) + eps) over the last dim of all ranks' x together.
+    """x / sqrt(mean(x^2) + eps), the mean over the last dim of all ranks' x together.
 
-    Where `copies` ranks hold the same values, each counts 1 / copies of them. Their gradients are then parts of a sum
-    over those ranks, so each has that share of the term along x, which comes from the sum over all ranks.
+    If `copies` ranks hold the same values, each counts 1 / copies of them. Their gradients are later summed over those
+    ranks, so each rank subtracts only 1 / copies of the component along x, which is reduced over all ranks.
     """
 
     @staticmethod
@@ -38,8 +38,8 @@ class _ShardedNormalise(torch.autograd.Function):
 class HeadShardedNorm(nn.Module):
     """RMSNorm over all heads together (OLMo team, "2 OLMo 2 Furious", 2024, section 3), each rank with its own heads.
 
-    weight: [heads of this rank * head_dim]. Where fewer heads than ranks exist, several ranks hold one head, and the
-    weight's gradient is the sum over them, as ShardSpec says of such a part.
+    weight: [heads of this rank * head_dim]. With fewer heads than ranks, several ranks hold the same head, and the
+    weight's gradient is the sum over those ranks (see ShardSpec).
     """
 
     def __init__(
@@ -59,13 +59,13 @@ class HeadShardedNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(mesh.local_heads(heads) * head_dim, dtype=dtype))
 
     def forward(self, heads: Tensor) -> Tensor:
-        """[B, S, heads of this rank, head_dim] -> the same."""
+        """Normalise [B, S, heads of this rank, head_dim]."""
         flat = heads.flatten(2)
         if self.tp.size == 1:
             normed = self.ops.norm(flat, self.weight, None, self.eps, self.zero_centered_gamma)
             return normed.view_as(heads)
         normalised: Tensor = _ShardedNormalise.apply(flat, self.eps, self.total, self.copies, self.tp)  # type: ignore[no-untyped-call]
-        # A product of torch gives the weight's gradient when a schedule asks for it.
+        # A separate torch product, so that a schedule can compute the weight's gradient at another time.
         if self.zero_centered_gamma:
             normed = (normalised * (1 + self.weight.to(normalised.dtype))).to(heads.dtype)
         else:

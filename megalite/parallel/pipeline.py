@@ -1,4 +1,4 @@
-"""Runs the micro batches of one step through the stages: torch.distributed.pipelining, or the plain loop at pp = 1."""
+"""Runners of one step's micro batches through the stages: torch.distributed.pipelining, or a plain loop at pp = 1."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -25,7 +25,7 @@ from megalite.parallel.decode import along_chunks
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.stages import PipelineSplit
 
-# One chunk a rank, and several.
+# Schedules with one chunk per rank, then with several.
 _SINGLE: dict[str, type[PipelineScheduleSingle]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 _MULTI: dict[str, type[PipelineScheduleMulti]] = {
     "interleaved_1f1b": ScheduleInterleaved1F1B,
@@ -40,10 +40,10 @@ _MULTI: dict[str, type[PipelineScheduleMulti]] = {
 class StepBatch:
     """The samples of one data-parallel rank in one step: M micro batches of b sequences, stacked, [M * b, S] each.
 
-    samples: [M * b] int64, each row's place in the run's order of samples: equal in every layout, never repeated.
-    document_ids: int64, ascending in a row; where given, tokens attend within their own document only.
-    cu_seqlens: [M * b, documents] int32, the same documents for an accelerator (ops.documents.row_starts): where each
-    begins in its row, S for documents without tokens.
+    samples: [M * b] int64, each row's index in the run's order of samples: equal in every layout, never repeated.
+    document_ids: int64, ascending in a row; if given, tokens attend within their own document only.
+    cu_seqlens: [M * b, documents] int32, the same documents for an accelerator (ops.documents.row_starts): each
+    document's start in its row; S for padding documents without tokens.
     """
 
     input_ids: Tensor
@@ -71,10 +71,10 @@ class StepBatch:
 
 @dataclass(frozen=True)
 class PipelineShapes:
-    """The fixed shapes of a runner: M micro batches, hidden states [b, S, H] between chunks ([b, S / tp, H]
-    where the mesh splits the sequence), losses [b].
+    """The fixed shapes of a runner: M micro batches, hidden states [b, S, H] between chunks, losses [b].
 
-    b and S follow from the batch. Each pair that occurs costs a schedule and its buffers: pad lengths to few.
+    With sequence parallelism hidden states are [b, S / tp, H]. b and S follow from the batch; every new pair (b, S)
+    costs a schedule and its buffers, so batches should have few distinct lengths.
     """
 
     micro_batches: int
@@ -84,25 +84,24 @@ class PipelineShapes:
 
 
 class PipelineRunner(Protocol):
-    """Forward and backward of one global batch; leaves gradients to be averaged over dp in `.grad`.
+    """Forward and backward of one global batch; leaves gradients in `.grad`, not yet averaged over dp.
 
-    Batches lie on the mesh's device. Returned tensors lie there too, and the host has not waited for them.
+    Batches and returned tensors are on the mesh's device; no method makes the host wait for the device.
     """
 
     def forward_backward(self, batch: StepBatch, loss_scale: float = 1.0) -> Tensor:
-        """Return the loss of the step, a float64 number on every rank: the mean over every counted token of the
-        global batch.
+        """Return the step's loss, a float64 scalar equal on every rank: the weighted mean over the global batch.
 
-        loss_scale: what the gradients are multiplied by; the returned loss is not.
+        loss_scale: factor of the gradients; the returned loss is unscaled.
         """
         ...
 
     def evaluate(self, batch: StepBatch) -> Tensor:
-        """Forward only: [2] float64, the sum of the weighted token losses of the global batch, and of the weights."""
+        """Run forward only; return [2] float64 over the global batch: the sums of weighted token losses and weights."""
         ...
 
     def token_losses(self, micro_batch: StepBatch) -> Tensor | None:
-        """Forward only: the weighted losses [b, S] of one micro batch, where the last chunk is; None elsewhere."""
+        """Run forward only; return one micro batch's weighted losses [b, S] on the last chunk's stage, else None."""
         ...
 
 
@@ -115,11 +114,11 @@ def pipeline_runner(
     schedule: str,
     forward: Callable[..., Tensor] | None = None,
 ) -> PipelineRunner:
-    """The runner for this mesh.
+    """Return the runner for this mesh.
 
-    chunks: the pieces of the model that this rank holds, ascending; each has its place in model order as `index`,
-    and `is_first`, `is_last`.
-    forward: stands for the only chunk's call at pp = 1 (an engine's forward).
+    chunks: this rank's chunks of the model, ascending; each has `index` (its place in model order), `is_first` and
+    `is_last`.
+    forward: called instead of the only chunk at pp = 1 (a DeepSpeed engine's forward).
     """
     if mesh.pp.size == 1:
         (only,) = chunks
@@ -156,7 +155,7 @@ class _LoopRunner:
 
 
 class _ScheduleRunner:
-    """The chunks of one stage of several, driven by a schedule of torch.distributed.pipelining."""
+    """Runs the chunks of one of several stages by a schedule of torch.distributed.pipelining."""
 
     def __init__(
         self,
@@ -172,7 +171,7 @@ class _ScheduleRunner:
 
     def forward_backward(self, batch: StepBatch, loss_scale: float = 1.0) -> Tensor:
         weighted = _weighted(batch, _token_weight(batch, self._mesh) * loss_scale)
-        # A schedule's buffers have one shape for ever: every shape gets its own, on first use.
+        # A schedule's buffers have a fixed shape: each batch shape gets its own schedule on first use.
         size = batch.input_ids.shape
         if size not in self._executors:
             self._executors[size] = self._executor(size)
@@ -189,7 +188,7 @@ class _ScheduleRunner:
 
     @torch.no_grad()
     def evaluate(self, batch: StepBatch) -> Tensor:
-        # Not the schedule's own `eval`, which torch runs wrongly for V-shaped ones.
+        # Not the schedule's own `eval`: torch's is wrong for V-shaped schedules.
         micro_batches = batch.micro_batches(self._shapes.micro_batches)
         losses = [self._losses_of(each) for each in micro_batches]
         sums = [each.sum() for each in losses if each is not None]
@@ -219,7 +218,7 @@ class _ScheduleRunner:
         arguments: dict[str, Any] = {
             "n_microbatches": self._shapes.micro_batches,
             "loss_fn": lambda losses, _labels: losses.sum(),
-            # The loss is scaled once, by the global count of tokens in the mask; torch must not divide again.
+            # `_token_weight` already divides by the global token weight; torch must not divide again.
             "scale_grads": False,
         }
         if self._schedule in _SINGLE:
@@ -228,7 +227,7 @@ class _ScheduleRunner:
         return _MULTI[self._schedule](list(stages), **arguments)
 
     def _stage(self, chunk: nn.Module, tokens: tuple[int, int]) -> PipelineStage:
-        # With both shapes given, torch runs no extra forward and backward to find them out.
+        # With both shapes given, torch needs no extra forward and backward to infer them.
         ids = torch.empty(tokens, dtype=torch.int64, device="meta")
         held = len(self._mesh.sequence_range(tokens[1]))
         hidden = self._placeholder((tokens[0], held, self._shapes.hidden_size), self._shapes.dtype)
@@ -261,16 +260,16 @@ def _stage_arguments(batch: StepBatch) -> dict[str, Any]:
 
 
 def _token_weight(batch: StepBatch, mesh: ParallelMesh) -> Tensor:
-    """Return what each token loss is multiplied by: copies of the weights / weight of all tokens of the global batch.
+    """Return the factor of each token loss: copies of the weights / summed token weights of the global batch.
 
-    Gradients are averaged over the copies, so that any split of the batch gives the gradient of the same mean.
+    Gradients are averaged over the copies, so any split of the batch gives the gradient of the same mean.
     """
     total = all_reduce(_weight(batch), mesh.loss, dist.ReduceOp.SUM)
     return torch.where(total > 0, mesh.dense_gradients.size / total, 0.0)
 
 
 def _weighted(batch: StepBatch, scale: Tensor) -> StepBatch:
-    """With losses times `scale`: were their sum multiplied afterwards, so would be the logits' gradient in memory."""
+    """Return the batch with its loss mask times `scale`; scaling the loss would cost a pass over the logits."""
     return replace(batch, loss_mask=batch.loss_mask.double() * scale)
 
 
@@ -279,7 +278,7 @@ def _weight(batch: StepBatch) -> Tensor:
 
 
 def _total(losses: Sequence[Tensor], mesh: ParallelMesh) -> Tensor:
-    """The float64 sum of numbers, added in their order; zero where there are none."""
+    """Return the float64 sum of scalars, added in order; zero if there are none."""
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     for loss in losses:
         total += loss.detach()
@@ -287,7 +286,7 @@ def _total(losses: Sequence[Tensor], mesh: ParallelMesh) -> Tensor:
 
 
 def _sums_over_replicas(loss: Tensor, batch: StepBatch, mesh: ParallelMesh) -> Tensor:
-    """Each rank's loss (zero where the last chunk is not) and its batch's weight, summed over the replicas: [2]."""
+    """Sum each rank's loss (zero without the last chunk) and its batch's weight over the replicas: [2]."""
     counted = mesh.counts_replicated
     alone = counted and mesh.pp.rank == 0
     nothing = torch.zeros_like(loss)
@@ -296,6 +295,6 @@ def _sums_over_replicas(loss: Tensor, batch: StepBatch, mesh: ParallelMesh) -> T
 
 
 def _mean_over_replicas(loss: Tensor, mesh: ParallelMesh) -> Tensor:
-    """From each rank's scaled loss (zero where the last chunk is not) to the one loss of the step."""
+    """Return the step's loss from each rank's scaled loss (zero without the last chunk)."""
     counted = loss if mesh.counts_replicated else torch.zeros_like(loss)
     return mesh.reduce_over_world(counted) / mesh.dense_gradients.size

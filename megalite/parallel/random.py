@@ -76,7 +76,7 @@ def keep_mask(
 
 
 def _box_muller(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Turn four random words into four independent standard normal values (TensorSlice and Muller 1958)."""
+    """Turn four random words into four independent standard normal values (Box and Muller 1958)."""
     normals = []
     for radius_bits, angle_bits in ((a, b), (c, d)):
         # + 0.5 keeps the logarithm's argument above zero.

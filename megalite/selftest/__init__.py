@@ -1,1 +1,1 @@
-"""Whether each operator computes rightly on this very card, and whether it is faster than torch."""
+"""The self-test: whether each operator is correct on this card, and whether it is faster than torch."""

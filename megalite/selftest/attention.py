@@ -1,6 +1,6 @@
-"""Attention: causal, in a window, within documents, soft-capped, with dropped probabilities; always with grouped heads.
+"""Attention: causal, sliding window, documents, soft-capped, with dropout; always with grouped heads.
 
-A shape is (rows, sequence, key-value heads, head size[, query heads for each of them, window]).
+A shape is (rows, sequence, key-value heads, head size[, query heads per key-value head, window]).
 """
 
 from collections.abc import Callable, Sequence
@@ -24,18 +24,18 @@ _GROUP, _SOFTCAP = 4, 50.0
 SHAPES: tuple[Shape, ...] = (
     *((1, 1, 1, 64), (2, 65, 1, 64), (1, 200, 2, 64), (2, 129, 1, 128)),
     *((1, 200, 1, 96), (1, 100, 1, 256)),
-    *((1, 700, 1, 64), (1, 450, 1, 128)),  # longer than what a block of the Hopper kernel holds of the keys
+    *((1, 700, 1, 64), (1, 450, 1, 128)),  # more keys than a thread block of the Hopper kernel stages at once
 )
 NEEDS = ("attention_forward", "attention_backward")
 
 
 def window_of(sequence: int) -> int:
-    """The window of an odd size."""
+    """Return the window tested at an odd sequence length."""
     return sequence // 4 + 5
 
 
 def document_of(sequence: int) -> int:
-    """The length of the documents, but for each row's last one."""
+    """Return the document length tested at a sequence length; the last document of a row is shorter."""
     return sequence // 3 + 2
 
 
@@ -44,27 +44,27 @@ def why_not_compiled(inputs: Sequence[Tensor]) -> str:
 
 
 def make_heads(shape: Shape, dtype: torch.dtype, random: Form) -> list[Tensor]:
-    """Query, key and value."""
+    """Return query, key and value of a shape."""
     batch, sequence, key_value_heads, head_dim, *group = shape
     query = random(batch, sequence, (group[0] if group else _GROUP) * key_value_heads, head_dim)
     return [query, *(random(batch, sequence, key_value_heads, head_dim) for _ in range(2))]
 
 
 def plain_causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """torch's attention by the backend that it prefers; it knows the groups of heads itself."""
+    """Compute attention by torch's preferred SDPA backend, which handles grouped heads itself."""
     query, key, value = (each.transpose(1, 2) for each in (query, key, value))
     return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True).transpose(1, 2)
 
 
 def ours_alone(query: Tensor, key: Tensor, value: Tensor, **seen: Any) -> Tensor:
-    """By the compiled operator; where it would fall back to torch, LookupError: that is not to be compared here."""
+    """Compute attention by the compiled operator. Raises LookupError where it would fall back to torch."""
     if complaint := why_not_packed(query):
         raise LookupError(complaint)
     return compiled_attention(query, key, value, **seen)
 
 
 def _make_windowed(shape: Shape, dtype: torch.dtype, random: Form) -> list[Tensor]:
-    """As of `make_heads`, and an empty tensor with a row for each key of the window."""
+    """Return the heads of `make_heads`, and an empty tensor with one row per key of the window."""
     heads = make_heads(shape[:5], dtype, random)
     return [*heads, heads[0].new_empty(shape[5] if len(shape) > 5 else window_of(shape[1]), 0)]
 
@@ -78,7 +78,7 @@ def _capped(query: Tensor, window: Tensor) -> dict[str, Any]:
 
 
 def _make_documents(shape: Shape, dtype: torch.dtype, random: Form) -> list[Tensor]:
-    """As of `make_heads`, and where documents begin: some in each row, the last the shortest."""
+    """Return the heads of `make_heads`, and the cu_seqlens of several documents per row, the last one the shortest."""
     heads = make_heads(shape[:5], dtype, random)
     rows, length = shape[:2]
     starts = [row * length + at for row in range(rows) for at in range(0, length, document_of(length))]
@@ -90,7 +90,7 @@ def _in_documents(query: Tensor, places: Tensor) -> dict[str, Any]:
 
 
 def _form(attend: Callable[..., Tensor], seen: Seen) -> Form:
-    """By torch, or by the compiled operator. seen: query and the inputs behind the heads -> what a query sees."""
+    """Return the form that calls `attend`. seen: query and the inputs after the heads -> mask arguments of `attend`."""
 
     def form(query: Tensor, key: Tensor, value: Tensor, *more: Tensor) -> Tensor:
         return attend(query, key, value, **seen(query, *more))
@@ -99,7 +99,7 @@ def _form(attend: Callable[..., Tensor], seen: Seen) -> Form:
 
 
 def _other(backend: Backend, seen: Seen) -> Candidate:
-    """By another package."""
+    """Return the candidate that computes by another package's backend."""
 
     def form(query: Tensor, key: Tensor, value: Tensor, *more: Tensor) -> Tensor:
         return causal_attention(query, key, value, backend=backend.name, **seen(query, *more))
@@ -115,7 +115,7 @@ def _other(backend: Backend, seen: Seen) -> Candidate:
 
 
 def _make_dropped(shape: Shape, dtype: torch.dtype, random: Form) -> list[Tensor]:
-    """As of `make_heads`, and the number of each row's sample."""
+    """Return the heads of `make_heads`, and the sample number of each row."""
     heads = make_heads(shape[:5], dtype, random)
     return [*heads, torch.arange(7, 7 + shape[0], device=heads[0].device)]
 
@@ -123,7 +123,7 @@ def _make_dropped(shape: Shape, dtype: torch.dtype, random: Form) -> list[Tensor
 def _dropped(attend: Callable[..., Tensor]) -> Form:
     def form(query: Tensor, key: Tensor, value: Tensor, samples: Tensor) -> Tensor:
         mask = CountedMask((11, 13), samples, range(query.shape[2]), round(0.1 * MASK_LEVELS))
-        # Drawn in advance, so that torch's time is that of attention alone.
+        # Draw torch's mask in advance, so that its measured time covers attention alone.
         drawn = mask if attend is ours_alone else mask.draw(query.shape[1], key.shape[1])
         return attend(query, key, value, mask=drawn)
 
@@ -131,7 +131,7 @@ def _dropped(attend: Callable[..., Tensor]) -> Form:
 
 
 def _own(wanted: Callable[[Workload], bool]) -> Callable[[Workload], Shape | None]:
-    """The run's heads where it computes attention of this form."""
+    """Return the function workload -> shape, None for runs that do not use attention of this form."""
 
     def own(run: Workload) -> Shape | None:
         if not wanted(run):
@@ -157,7 +157,7 @@ def _entry(
         plain=plain,
         candidates=candidates,
         gradients=3,
-        units=16.0,  # a running softmax rounds more often than torch's: up to 5 units on a CPU, over 700 keys
+        units=16.0,  # an online softmax rounds more often than torch's: up to 5 units on a CPU, over 700 keys
         shapes=SHAPES,
         own=_own(wanted),
     )

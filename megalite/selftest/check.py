@@ -1,4 +1,4 @@
-"""Whether an implementation computes what it should: against float64, over poisoned memory, equal when repeated."""
+"""Check of one implementation: against float64, with poisoned uninitialised memory, and for equal repeats."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ MOST = 2.0
 """An implementation's largest allowed error: this many times the plain form's error in the same dtype, plus one unit in
 the last place."""
 NOISE = 1e-6
-"""Beside a tensor with values of 1, one with values below this is sums that cancel."""
+"""A tensor whose values are below this, relative to the largest output, consists of cancelled sums: rounding noise."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Comparison:
 
     @property
     def share(self) -> float:
-        """At most 1 is right; inf where something is not finite or not of the right shape."""
+        """The error over the allowed error: at most 1 is right; inf for non-finite values or a wrong shape."""
         return self.error / self.allowed if self.error else 0.0
 
 
@@ -88,7 +88,7 @@ def compare(
     """Return a tensor's largest error and the allowed error; the error is inf if an element is not finite.
 
     For a tensor of rounding noise around 0 (the gradient of a query that sees one key) the unit in the last place is
-    that of `largest`, the largest value of all outputs and gradients.
+    taken from `largest`, the largest value of all outputs and gradients.
     """
     if found.shape != exact.shape or found.dtype != plain.dtype:
         return math.inf, 1.0

@@ -19,7 +19,7 @@ SECONDS = 4.0
 def medians(
     forms: Mapping[str, Form], inputs: Sequence[Tensor], gradients: int, device: torch.device
 ) -> dict[str, float]:
-    """Seconds of each form's forward and backward: medians of rounds in which each form runs once."""
+    """Return the seconds of each form's forward and backward: medians of rounds in which each form runs once."""
     works = {name: _work(form, inputs, gradients) for name, form in forms.items()}
     for work in works.values():
         for _ in range(WARM_UP):

@@ -16,7 +16,7 @@ from megalite.selftest.table import ENTRIES
 from megalite.topology.shape import ModelShape
 
 FIRST_RUN_SECONDS = 300.0
-"""Seconds that the test before a run may take in all."""
+"""Time limit of the self-test before a run, in seconds."""
 LIKE_LLAMA = Workload(
     dtype=torch.float32,
     rows=1,
@@ -28,11 +28,11 @@ LIKE_LLAMA = Workload(
     head_dim=64,
     vocabulary=32000,
 )
-"""The workload that is tested where no run is named, in the dtype that is asked for."""
+"""The default workload without a run file; its dtype is replaced by the requested one."""
 
 
 def workload_of(config: RunConfig, shape: ModelShape, dtype: torch.dtype) -> Workload:
-    """The shapes of the largest rank of a run."""
+    """Return the workload of a run's rank with the largest shards."""
     model, tensor = config.model, config.layout.tensor
     windows = {shape.window_of(layer) for layer in range(shape.num_hidden_layers)}
     return Workload(
@@ -67,7 +67,7 @@ def untested(cases: Sequence[Case], found: Findings) -> list[Case]:
 
 
 def choices_of(cases: Sequence[Case], found: Findings) -> dict[str, Choice]:
-    """The implementation of each operator that these cases are of."""
+    """Return the chosen implementation of each operator that has cases."""
     choices = {}
     for operator in NAMES:
         of_it = [case for case in cases if case.entry.operator == operator]
@@ -85,7 +85,7 @@ def known_choices(workload: Workload, device: torch.device) -> dict[str, Choice]
 def proved_choices(workload: Workload, device: torch.device) -> tuple[dict[str, Choice], str]:
     """Return `known_choices` after testing the untested cases, and a line about that test (empty if there was none).
 
-    Takes at most FIRST_RUN_SECONDS; what fails, or is not reached, is left to torch.
+    Takes at most FIRST_RUN_SECONDS; torch computes operators whose test failed or was not reached.
     """
     facts, cases = trust.machine(device), cases_of(ENTRIES, workload)
     found = trust.read(facts)
@@ -103,7 +103,7 @@ def proved_choices(workload: Workload, device: torch.device) -> tuple[dict[str, 
         return choices_of(cases, found), f"{error}; torch computes what is not tested"
     found = trust.joined(found, new)
     if not ran and not untested(cases, found):
-        return choices_of(cases, found), ""  # nothing is there to be tested, and to be kept
+        return choices_of(cases, found), ""  # every candidate is absent: no finding worth keeping
     note = f"tested {len(set(map(id, ran)))} cases of operators on {facts['card']}"
     if rest := untested(cases, found):
         note += f"; {len(rest)} were not reached in {FIRST_RUN_SECONDS:.0f} s: run megalite selftest"
@@ -119,9 +119,10 @@ def _kept(facts: Mapping[str, str], found: Findings) -> str:
 
 
 def combined(said: Sequence[tuple[Mapping[str, str], Mapping[str, Choice] | None]]) -> dict[str, Choice]:
-    """One choice an operator for ranks that each say their machine, and one a node what it chose for that machine.
+    """Combine the ranks' choices into one choice for each operator.
 
-    A rank on an untested machine has no results. Empty where there was nothing to choose, as in float64.
+    said: for each rank its machine facts and, from one rank per node, the choices for that machine, else None. On a
+    machine without choices every operator counts as untested. Empty if there was nothing to choose, as in float64.
     """
     tested = {
         tuple(facts.items()): [choices for other, choices in said if other == facts and choices]

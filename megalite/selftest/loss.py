@@ -12,7 +12,7 @@ from megalite.selftest.registry import Entry, Form, Shape, compiled
 
 
 def _make(shape: Shape, dtype: torch.dtype, random: Form) -> list[Tensor]:
-    """Logits [tokens, vocabulary], labels (the last one is ignored), and weights, one of them 0."""
+    """Return logits [tokens, vocabulary], labels (the last one is ignored), and weights, one of them 0."""
     logits = 4 * random(*shape)
     labels = torch.arange(shape[0], device=logits.device).mul_(7919).remainder_(shape[1])
     labels[-1] = IGNORE_INDEX
@@ -22,7 +22,7 @@ def _make(shape: Shape, dtype: torch.dtype, random: Form) -> list[Tensor]:
 
 
 def _losses(operator: ShardCrossEntropy) -> Form:
-    """As the model computes them."""
+    """Return the form that computes losses through the model's own function."""
 
     def form(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
         mesh, columns = ParallelMesh.single(logits.device), logits.shape[-1]

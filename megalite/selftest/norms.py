@@ -1,4 +1,4 @@
-"""Norms, alone and of a sum with the residual."""
+"""Norms, alone and fused with the residual add."""
 
 from collections.abc import Callable
 
@@ -16,7 +16,7 @@ _NEEDS = ("norm", "norm_backward")
 
 
 def rows(tensors: int, weights: int) -> Make:
-    """Inputs [rows, columns], then vectors [columns]."""
+    """Return a maker of inputs: `tensors` of [rows, columns], then `weights` vectors [columns]."""
 
     def make(shape: Shape, dtype: torch.dtype, random: Form) -> list[Tensor]:
         return [*(random(*shape) for _ in range(tensors)), *(random(shape[-1]) for _ in range(weights))]

@@ -1,4 +1,4 @@
-"""Entries of the optimizer's operators on lists of tensors."""
+"""The optimizer's operators on lists of tensors."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,18 +26,18 @@ _RULES: dict[str, Any] = {
     "weight_decay": 0.1,
     "step": 7,
 }
-# Lists of tensors are drawn as (tensors, elements of each).
-_TOKENS = 512  # the rows whose product is a weight's gradient
+_TOKENS = 512  # tokens summed in a weight gradient
+# Shapes of lists of tensors: (tensors, elements of each).
 LISTS: tuple[Shape, ...] = ((1, 1), (3, 8193), (90, 5), (2, 4099))
 
 
 def _weights(run: Workload) -> Shape:
-    """Eight matrices of a layer's size."""
+    """Return the shape of eight MLP weights of the run."""
     return 8, run.hidden_size * run.intermediate_size
 
 
 def _make_update(shape: Shape, dtype: torch.dtype, random: Form) -> list[Tensor]:
-    """Weights of float32, poisoned copies and gradients of `dtype`, moments."""
+    """Return fp32 weights, copies of `dtype` filled with NaN, gradients of `dtype`, and both fp32 moments."""
     count, size = shape
     weights, gradients = ([random(size) for _ in range(count)] for _ in range(2))
     copies = [torch.full_like(each, torch.nan) for each in gradients]
@@ -59,9 +59,9 @@ def _update(update: AdamW, scale: float = 0.5) -> Form:
 
 
 def _make_product(shape: Shape, dtype: torch.dtype, random: Form) -> list[Tensor]:
-    """A sum [out, in] in float32; gradients of outputs [tokens, out] and inputs [tokens, in] of `dtype`.
+    """Return a sum [out, in] in float32, gradients of outputs [tokens, out] and inputs [tokens, in] of `dtype`.
 
-    Small whole numbers, whose products low precision holds exactly: so the sum is held to fp32's rounding.
+    The factors are small integers, whose products low precision represents exactly, so only fp32 rounding remains.
     """
     outputs, inputs = shape
     grad, signs = random(_TOKENS, outputs).round(), random(_TOKENS, inputs).sign()

@@ -1,4 +1,4 @@
-"""One implementation in one case: compared, then timed."""
+"""Test of one implementation in one case: compare, then time."""
 
 import math
 from math import prod
@@ -14,9 +14,9 @@ SEED = 20
 
 
 def prove(case: Case, implementation: str, device: torch.device) -> Finding:
-    """Test one implementation: it is wrong at the first shape where it is wrong, and timed on a run's own shape only.
+    """Test one implementation: stop at the first shape with a wrong result; time it on a run's own shape only.
 
-    Raises what the implementation, or torch's form beside it, raises.
+    Exceptions of the implementation, or of torch's form, propagate.
     """
     entry, candidate = case.entry, case.entry.candidates[implementation]
     worst = Comparison(0.0, 1.0, True)
@@ -26,7 +26,7 @@ def prove(case: Case, implementation: str, device: torch.device) -> Finding:
         if complaint := candidate.why_not(inputs):
             if case.own:
                 return Finding("absent", complaint)
-            continue  # the others of the odd sizes are worth a look
+            continue  # the implementation may support other odd sizes
         found = check(entry, candidate, checked, case.dtype, device, SEED)
         if found.share >= worst.share:
             worst = found
@@ -51,17 +51,17 @@ def _complaint(found: Comparison, shape: Shape) -> str:
     return "" if found.equal_repeats else f"wrong: a second call gives other numbers, at {sizes}"
 
 
-# Limits of a float64 reference with its gradients: elements of the largest tensor.
+# Limits on the elements of the largest tensor, when compared with float64 and when timed.
 _COMPARED, _TIMED = 1 << 23, 1 << 27
 
 
 def compared_shape(case: Case, shape: Shape) -> Shape:
-    """The shape with so few rows that float64 and a matrix of scores are no matter."""
+    """Return the shape, reduced so that the float64 reference and its score matrix fit into memory."""
     return bounded(shape, _COMPARED, scores=case.entry.operator.startswith("attention"))
 
 
 def timed_shape(case: Case, shape: Shape) -> Shape:
-    """The run's own shape, with fewer rows where a tensor would have more than 2^27 elements."""
+    """Return the run's own shape, reduced if a tensor would have more than 2^27 elements."""
     return bounded(shape, _TIMED, scores=case.entry.operator == "attention_dropout")
 
 

@@ -1,7 +1,7 @@
 """Entry: the inputs, forms and shapes on which an operator is tested.
 
-To add an implementation of an operator, add a `Candidate` to the entry in this package's table of it; the model then
-asks `ModelOptions.operators.of(<operator>)` for the name that was chosen.
+To add an implementation of an operator, add a `Candidate` to the operator's entry in this package; the model gets the
+chosen name from `ModelOptions.operators.of(<operator>)`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -48,8 +48,9 @@ class Candidate:
 class Workload:
     """The shapes of one rank of a run, as its operators see them.
 
-    rows: of a micro batch; heads, key_value_heads, intermediate_size, vocabulary: this rank's part of them. window: the
-    keys a token sees in layers that have one. hidden_act: as of ModelShape. dropout: of attention probabilities.
+    rows: sequences in a micro batch. heads, key_value_heads, intermediate_size, vocabulary: this rank's share. window:
+    the keys that a token sees in layers with a sliding window. hidden_act: see ModelShape. dropout: whether attention
+    probabilities are dropped.
     """
 
     dtype: torch.dtype
@@ -78,12 +79,12 @@ class Workload:
 
 @dataclass(frozen=True)
 class Entry:
-    """One form of an operator: what goes in, its implementations, and on which shapes they are compared.
+    """One form of an operator: its inputs, its implementations, and the shapes on which they are compared.
 
-    operator: of ops.operators.NAMES, whose implementation a model chooses. make(shape, dtype, random): inputs, where
-    random(*sizes) draws a tensor of that type; the first `gradients` of them are differentiated. plain: in torch; in
-    float64 it is the reference. plain and candidates are functions of these inputs that return a tensor or several,
-    and may overwrite inputs. torch: other forms in torch that are timed too; the fastest is torch's best.
+    operator: its name in ops.choice.NAMES. make(shape, dtype, random): the inputs, where random(*sizes) draws a tensor
+    of that dtype; the first `gradients` of them are differentiated. plain: the torch form; in float64 it is the
+    reference. plain and candidates are functions of these inputs that return one or several tensors and may overwrite
+    their inputs. torch: other forms in torch that are timed too; the fastest is torch's best.
     units: allowed error in fp32, in units in the last place of the largest value, beside twice the plain form's error.
     shapes: tiny odd sizes. own: the shape for a run, or None if the run does not use the entry.
     """
@@ -102,7 +103,7 @@ class Entry:
 
     @property
     def compiled(self) -> Form:
-        """The form by the compiled library. Raises KeyError where it has none."""
+        """The form by the compiled library. Raises KeyError if there is none."""
         return self.candidates[COMPILED].form
 
 
@@ -120,7 +121,7 @@ def compiled(form: Form, *needs: str, why_not: Callable[[Sequence[Tensor]], str]
 
 @dataclass(frozen=True)
 class Case:
-    """An entry on the own shape of a run, or on odd sizes."""
+    """An entry on a run's own shape, or on odd sizes."""
 
     entry: Entry
     dtype: torch.dtype

@@ -14,7 +14,7 @@ from megalite.ops.rotary import (
 )
 from megalite.selftest.registry import Entry, Form, Shape, Workload, compiled
 
-# Each form's heads of query for one of key and value; a run's own ratio comes as a fifth number of the shape.
+# Query heads per key-value head; a run's own ratio is the fifth number of its shape.
 _GROUP = 4
 
 
@@ -23,8 +23,7 @@ def _group(shape: Shape) -> int:
 
 
 def _make(shape: Shape, dtype: torch.dtype, random: Form) -> list[Tensor]:
-    """The packed projection, then the angles of consecutive positions, then an empty tensor with a row a query head of
-    one group."""
+    """Return the packed projection, the angles of consecutive positions, and an empty tensor [heads per group, 0]."""
     batch, sequence, key_value_heads, head_dim = shape[:4]
     group = _group(shape)
     qkv = random(batch, sequence, (group + 2) * key_value_heads, head_dim)
@@ -51,7 +50,7 @@ def _own(run: Workload) -> Shape | None:
 
 
 def packed_elements(shape: Shape) -> int:
-    """Elements of the packed projection."""
+    """Return the number of elements of the packed projection."""
     return prod(shape[:4]) * (_group(shape) + 2)
 
 

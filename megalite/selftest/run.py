@@ -37,7 +37,7 @@ def prove_all(
     total_seconds: float = float("inf"),
     tell: Tell = lambda case, implementation, finding: None,
 ) -> Findings:
-    """Compare and time every implementation of every case; those left when total_seconds are over are missing.
+    """Compare and time every implementation of every case; the result lacks those not reached in total_seconds.
 
     entries: the file of the cases' entries, if they are not this package's. tell: called after each implementation.
     Raises KernelError if no worker can initialise the device.
@@ -53,7 +53,7 @@ def prove_all(
                 tell(case, name, Finding("absent", complaint))
                 continue
             if fault := failed.get((case.entry.name, name)):
-                _add(found, case, name, fault)  # it would crash, or take all its time, again
+                _add(found, case, name, fault)  # it would crash or time out again
                 tell(case, name, fault)
                 continue
             if worker is None:
@@ -63,18 +63,18 @@ def prove_all(
                 break
             finding = worker.prove(case, name, seconds)
             if finding is None and seconds < case_seconds:
-                break  # it was not given its time, which says nothing about it
+                break  # it had less than its time limit, so the timeout proves nothing
             if finding is None:
                 finding = Finding("failed", f"failed: no answer after {case_seconds:g} s")
             if finding.verdict == "failed":
-                # A kernel that raised may have destroyed the device's context for all that come after it.
+                # A failed kernel may have destroyed the worker's device context: use a new worker.
                 worker.end()
                 worker = None
                 failed[case.entry.name, name] = finding
             _add(found, case, name, finding)
             tell(case, name, finding)
     except TimeoutError:
-        pass  # no time was left for another process
+        pass  # total_seconds ended while a worker was starting
     finally:
         if worker is not None:
             worker.end()
@@ -89,7 +89,7 @@ class _Worker:
     """A process of selftest/worker.py."""
 
     def __init__(self, device: torch.device, entries: Path | None, seconds: float):
-        """Raises KernelError where it does not start, TimeoutError where it had less than START_SECONDS to do so."""
+        """Start the process. Raises KernelError on failure, TimeoutError if `seconds` was below START_SECONDS."""
         reading, writing = os.pipe()
         words = ["--device", str(device), "--answers", str(writing), "--parent", str(os.getpid())]
         words += [] if entries is None else ["--entries", str(entries)]
@@ -115,7 +115,7 @@ class _Worker:
             raise KernelError(f"the self-test cannot start on {device}: {said}")
 
     def prove(self, case: Case, implementation: str, seconds: float) -> Finding | None:
-        """None where there was no answer in this time."""
+        """Test one implementation in the worker; None if there was no answer in `seconds`."""
         asked = {
             "entry": case.entry.name,
             "dtype": str(case.dtype).removeprefix("torch."),
@@ -135,12 +135,10 @@ class _Worker:
         return Finding(**json.loads(line)) if line else Finding("failed", f"failed: {self._reason()}")
 
     def end(self) -> None:
-        """Kill it, and what it started."""
+        """Kill the worker and its child processes."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        with suppress(
-            subprocess.TimeoutExpired
-        ):  # stuck in the driver: nothing can be done about it from here
+        with suppress(subprocess.TimeoutExpired):  # stuck in the driver: even SIGKILL does not end it
             self._process.wait(_END_SECONDS)
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
@@ -149,7 +147,7 @@ class _Worker:
         os.close(self._answers)
 
     def _line(self, seconds: float) -> str | None:
-        """The next line; empty where the process has ended, None where nothing came in time."""
+        """Return the worker's next line; empty if the worker has ended, None if no line came in time."""
         deadline = time.monotonic() + seconds
         while b"\n" not in self._rest:
             left = deadline - time.monotonic()

@@ -1,4 +1,4 @@
-"""All entries of this package, and those of a file besides."""
+"""All entries of this package, and entries from a file."""
 
 import importlib.util
 from pathlib import Path
@@ -17,7 +17,7 @@ ENTRIES: tuple[Entry, ...] = (
 
 
 def entries_of(file: Path | None) -> tuple[Entry, ...]:
-    """The `ENTRIES` of a Python file, or those of this package without one."""
+    """Return the `ENTRIES` of a Python file; without a file those of this package."""
     if file is None:
         return ENTRIES
     spec = importlib.util.spec_from_file_location("entries_of_a_file", file)

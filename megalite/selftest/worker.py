@@ -25,7 +25,7 @@ READY = "ready"
 
 
 def main(arguments: list[str]) -> int:
-    """Answers each line of the input {entry, dtype, shapes, own, implementation} with a line of `answers`."""
+    """Answer each input line {entry, dtype, shapes, own, implementation} with one line of `answers`."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", required=True)
     parser.add_argument("--entries", type=Path, help="a file with ENTRIES instead of this package's")

@@ -5,7 +5,7 @@ from dataclasses import astuple, dataclass
 from itertools import product
 from math import prod
 
-# Axis -> its setting in [parallel], outermost first: tensor-parallel ranks are neighbours, as their traffic
+# Axis -> its setting in [parallel], outermost first: tensor-parallel ranks are neighbours because their traffic
 # is the heaviest.
 AXES: Mapping[str, str] = {"pp": "pipeline", "dp": "data", "tp": "tensor"}
 

@@ -21,7 +21,7 @@ class ParameterGroup:
     weight_decay: float | None = None
 
     def matches(self, parameter: Parameter) -> bool:
-        """Whether all parts of a parameter match; `group_problems` refuses a pattern that matches only some of them."""
+        """Return whether all parts of a parameter match; `group_problems` refuses a match of only some parts."""
         return all(fnmatchcase(part.name, self.pattern) for part in parameter.spec.parts)
 
 

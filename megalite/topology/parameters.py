@@ -15,8 +15,8 @@ class Parameter:
 
     name: as registered, with the global layer index; equal to the canonical name unless it is fused.
     layer: global layer index; None outside the decoder layers.
-    std: standard deviation of the initial normal values; None means all equal to `fill` (norms 1, biases 0; 0 too for
-    the weight of a norm that adds 1 to it).
+    std: standard deviation of the initial normal values; None: all values are `fill` (norms 1, biases 0; 0 also for
+    norms with zero_centered_gamma).
     decay: whether weight decay applies (not to norms and biases).
     """
 
@@ -54,22 +54,22 @@ _LAYER_NORMS = {
 
 
 def layer_norms(shape: ModelShape) -> tuple[str, ...]:
-    """The names of a decoder layer's norms of the residual stream, in the order in which they are used."""
+    """Return the names of a decoder layer's norms on the residual stream, in order of use."""
     return _LAYER_NORMS[shape.norm_placement]
 
 
 def layer_parameters(shape: ModelShape, layer: int) -> Iterator[Parameter]:
-    """The parameters of decoder layer `layer`, in the order in which they are used."""
+    """Yield the parameters of decoder layer `layer`, in order of use."""
     prefix = f"model.layers.{layer}"
     hidden, std = shape.hidden_size, shape.initializer_range
     query, key_value = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
-    # Projections into the residual stream start smaller, by the number of them: Radford et al. 2019, section 2.3.
+    # Initial projections into the residual stream shrink with their number: Radford et al. 2019, section 2.3.
     residual_std = std / sqrt(2 * shape.num_hidden_layers)
 
     def column(
         name: str, outputs: dict[str, int], bias: bool, heads: Sequence[int | None] = (None, None)
     ) -> Iterator[Parameter]:
-        """A projection whose outputs are cut; `outputs`: the canonical projections that it fuses, `heads`: of each."""
+        """Yield a column-parallel projection; `outputs`: fused projection -> its size; `heads`: heads of each."""
         parts = [
             (f"{prefix}.{part}", size, heads[place]) for place, (part, size) in enumerate(outputs.items())
         ]
@@ -80,7 +80,7 @@ def layer_parameters(shape: ModelShape, layer: int) -> Iterator[Parameter]:
             yield Parameter(f"{prefix}.{name}.bias", ShardSpec(biases, 0), layer, None, False, fill=0.0)
 
     def row(name: str, inputs: int, bias: bool) -> Iterator[Parameter]:
-        """A projection whose inputs are cut; its bias is added after the sum, and so is whole on every rank."""
+        """Yield a row-parallel projection; its bias is added after the reduction and is replicated over tp."""
         weight = f"{prefix}.{name}.weight"
         yield Parameter(weight, ShardSpec((Part(weight, (hidden, inputs)),), 1), layer, residual_std, True)
         if bias:
@@ -90,7 +90,7 @@ def layer_parameters(shape: ModelShape, layer: int) -> Iterator[Parameter]:
         yield from _norm(shape, f"{prefix}.{name}", layer)
 
     def head_norm(name: str, heads: int) -> Iterator[Parameter]:
-        """RMSNorm of query or key: one weight for every head, used on every rank, or one of all heads, cut by heads."""
+        """Yield the RMSNorm of query or key: one replicated weight for every head, or one sharded over all heads."""
         weight, ones = f"{prefix}.self_attn.{name}.weight", _ones(shape)
         if shape.qk_norm == "head":
             yield _vector(weight, shape.head_dim, layer, fill=ones, summed=True)
@@ -122,9 +122,9 @@ def layer_parameters(shape: ModelShape, layer: int) -> Iterator[Parameter]:
 
 
 def stage_parameters(shape: ModelShape, split: PipelineSplit, stage: int) -> Iterator[Parameter]:
-    """The parameters of one pipeline stage, in forward order.
+    """Yield the parameters of one pipeline stage, in forward order.
 
-    A tied weight stands on the stages of the first and the last chunk: once, where one stage holds both.
+    A tied weight is on the stages of the first and of the last chunk; only once if one stage holds both.
     """
     chunks, last = split.chunks_of(stage), len(split.layers) - 1
     std = shape.initializer_range
@@ -165,17 +165,17 @@ def _ones(shape: ModelShape) -> float:
 
 
 def _vector(name: str, size: int, layer: int | None, *, fill: float, summed: bool = False) -> Parameter:
-    """A norm's weight or a bias that every tensor-parallel rank has whole."""
+    """Return a norm's weight or a bias, replicated over the tensor-parallel ranks."""
     return Parameter(name, ShardSpec((Part(name, (size,)),), summed=summed), layer, None, False, fill)
 
 
 def model_parameters(shape: ModelShape) -> tuple[Parameter, ...]:
-    """Every parameter of the model once, as one process registers them."""
+    """Return every parameter of the model once, as a single process registers them."""
     return tuple(stage_parameters(shape, pipeline_split(shape.num_hidden_layers), 0))
 
 
 def canonical_tensors(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Canonical name -> full shape of every tensor of the model: what a checkpoint's weights must cover."""
+    """Return canonical name -> full shape of every tensor of the model; a checkpoint must cover all of them."""
     return {part.name: part.shape for parameter in model_parameters(shape) for part in parameter.spec.parts}
 
 

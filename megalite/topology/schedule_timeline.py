@@ -1,4 +1,4 @@
-"""Checks and simulates schedules: deadlocks, the start of each action, the activations in memory."""
+"""Check and simulation of schedules: deadlocks, the start of each action, the activations in memory."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -168,9 +168,9 @@ def _unfinished(orders: Sequence[Sequence[Action]], chunks: int, micro_batches: 
 
 
 def in_flight_chunks(order: Sequence[Action]) -> int:
-    """Return the peak number of activations on a stage; an activation is of one micro batch in one chunk.
+    """Return the peak number of activations on a stage, counted per micro batch and chunk.
 
-    It lives from F to B, or to W where the backward is split.
+    An activation lives from F to B, or to W if the backward is split.
     """
     return max(len(alive) for alive in _alive(order))
 

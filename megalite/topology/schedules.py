@@ -59,7 +59,7 @@ class Schedule:
         return self.only_chunks or 2
 
     def takes_chunks(self, chunks: int) -> bool:
-        """Whether the schedule runs with this number of chunks per stage."""
+        """Return whether the schedule runs with this number of chunks per stage."""
         return chunks == self.only_chunks if self.only_chunks else chunks >= 1
 
     def problem(self, stages: int, micro_batches: int, chunks: int) -> str | None:

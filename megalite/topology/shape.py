@@ -1,4 +1,4 @@
-"""ModelShape: what a decoder-only Transformer is, in numbers and choices; torch-free."""
+"""ModelShape: the sizes and architecture choices of a decoder-only Transformer. No torch."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -6,15 +6,15 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How rotary frequencies are stretched for sequences longer than those of pre-training.
+    """Scaling of rotary frequencies for sequences longer than in pre-training.
 
-    linear: each frequency divided by `factor` (Chen et al. 2023, "Position interpolation"). dynamic: the base grows
-    with a sequence longer than max_position_embeddings ("dynamic NTK"). llama3: low frequencies are divided, with a
-    smooth passage between wavelengths original / high_freq_factor and original / low_freq_factor (Llama 3.1).
-    yarn: a ramp between the pairs that turn beta_fast and beta_slow times within the original length, and scores
-    multiplied by attention_factor squared (Peng et al. 2023). longrope: a divisor for each pair, short_factor up to
-    the original length and long_factor beyond (Ding et al. 2024).
-    attention_factor, mscale, mscale_all_dim: None: as the method's paper computes it from `factor`.
+    linear: each frequency is divided by `factor` (Chen et al. 2023, "Position interpolation"). dynamic: the base grows
+    with the length of a sequence longer than max_position_embeddings ("dynamic NTK"). llama3: low frequencies are
+    divided by `factor`, with a smooth transition between the wavelengths original / high_freq_factor and
+    original / low_freq_factor (Llama 3.1). yarn: a ramp between the pairs that rotate beta_fast and beta_slow times
+    within the original length; scores are multiplied by attention_factor squared (Peng et al. 2023). longrope: a
+    divisor for each pair, short_factor up to the original length and long_factor beyond (Ding et al. 2024).
+    attention_factor, mscale, mscale_all_dim: None: computed from `factor` as in the method's paper.
     """
 
     rope_type: Literal["linear", "dynamic", "llama3", "yarn", "longrope"]
@@ -34,28 +34,29 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder-only Transformer in Hugging Face's words; what the model, the planner and the files are made from.
+    """A decoder-only Transformer in Hugging Face's terms, from which model, planner and files are built.
 
-    family: whose files it is written as; nothing is computed from it.
+    family: the model family whose file format is written; no computation depends on it.
     position_embedding: rotary angles, or a learned table added to the embedding.
     partial_rotary_factor: the share of each head that is rotated. no_rope_every: every n-th layer has no rotary
-    angles (Yang et al. 2025, "RoPE to NoPE and back again"); 0: all have them.
+    angles (Yang et al. 2025, "RoPE to NoPE and back again"); 0: all layers have them.
     embedding_scaled: the embedding is multiplied by sqrt(hidden_size), rounded to the weights' dtype.
-    embedding_multiplier, residual_multiplier: factors of the embedding's output and of what each block adds to the
-    residual stream. logits_scaling: a divisor of the logits (Granite).
-    norm, rms_norm_eps: the kind of all norms. zero_centered_gamma: norms multiply by 1 + weight.
+    embedding_multiplier, residual_multiplier: factors of the embedding's output and of each block's output before the
+    residual add. logits_scaling: a divisor of the logits (Granite).
+    norm, rms_norm_eps: the type and epsilon of all norms. zero_centered_gamma: norms multiply by 1 + weight.
     norm_placement: "pre": before each block. "post": after each residual sum. "sandwich": before each block and on
     its output (Gemma 2). "output": on each block's output only (OLMo 2). "parallel": attention and MLP read the same
-    residual stream, each through its own norm, and both are added to it (GPT-NeoX); "parallel_shared": through one
-    norm (GPT-J, Phi).
-    attention_bias: of query, key and value. attention_output_bias, mlp_bias, head_bias: of the other projections.
+    residual stream, each through its own norm, and both are added to the stream (GPT-NeoX); "parallel_shared": both
+    through one norm (GPT-J, Phi).
+    attention_bias: whether query, key and value have biases; attention_output_bias, mlp_bias, head_bias: the same for
+    the other projections.
     gated_mlp: act(gate(x)) * up(x), else act(up(x)).
     qk_norm: RMSNorm of query and key, over each head ("head") or over all heads together ("full", OLMo 2).
-    attention_multiplier: factor of the attention scores; query_pre_attn_scalar: the same, as the number whose root
-    divides them. Without either: head_dim ** -0.5.
+    attention_multiplier: factor of the attention scores. query_pre_attn_scalar: alternatively, the factor is
+    query_pre_attn_scalar ** -0.5. With neither: head_dim ** -0.5.
     attn_logit_softcapping, final_logit_softcapping: scores, and logits, become cap * tanh(value / cap).
-    rope_local_base_freq: rope_theta in the layers with a window, unscaled; None: as in the others.
-    sliding_window: how many keys a token sees, itself included, in the layers that `window_of` names.
+    rope_local_base_freq: rope_theta, unscaled, of the layers with a window; None: rope_theta as in the other layers.
+    sliding_window: the number of keys that a token sees, its own included, in the layers with a window (`window_of`).
     """
 
     vocab_size: int
@@ -100,12 +101,12 @@ class ModelShape:
 
     @property
     def rotary_dim(self) -> int:
-        """How many values of each head are rotated; the others follow them unrotated."""
+        """The number of leading values of each head that are rotated; the remaining values are not."""
         return int(self.head_dim * self.partial_rotary_factor)
 
     @property
     def longest_sequence(self) -> int:
-        """How many tokens a sequence may have: dynamic NTK goes on past max_position_embeddings."""
+        """The largest number of tokens in a sequence; with dynamic NTK beyond max_position_embeddings."""
         scaling = self.rope_scaling
         if scaling is None or scaling.rope_type != "dynamic":
             return self.max_position_embeddings
@@ -120,15 +121,15 @@ class ModelShape:
         return None if scalar is None else float(scalar**-0.5)
 
     def rotates(self, layer: int) -> bool:
-        """Whether query and key of this layer are rotated."""
+        """Return whether query and key of this layer are rotated."""
         if self.position_embedding != "rope":
             return False
         return not (self.no_rope_every and (layer + 1) % self.no_rope_every == 0)
 
     def window_of(self, layer: int) -> int | None:
-        """How many keys a token of this layer sees; None: all up to it.
+        """Return the number of keys that a token of this layer sees; None: all keys up to the token.
 
-        The first full_attention_layers have no window, nor has every full_attention_every-th (0: none) of all.
+        The first full_attention_layers layers have no window, nor has every full_attention_every-th layer (0: none).
         """
         every = self.full_attention_every
         full = layer < self.full_attention_layers or (every and (layer + 1) % every == 0)

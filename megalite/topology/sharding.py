@@ -32,7 +32,7 @@ class Part:
 
 
 def heads_fit(heads: int, size: int) -> bool:
-    """Whether `heads` divides `size` or is divided by it."""
+    """Return whether `heads` divides `size` or `size` divides `heads`."""
     return heads % size == 0 or size % heads == 0
 
 
@@ -54,7 +54,7 @@ def heads_held(heads: int, index: int, size: int) -> range:
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """How a registered parameter is sharded over the mesh.
+    """The sharding of a registered parameter over the mesh.
 
     parts: the canonical tensors that the parameter consists of, stacked along dim 0. Each part is sharded by itself,
         so that every tensor-parallel rank has its share of the query, the key and the value of a fused weight.
@@ -96,7 +96,7 @@ class ShardSpec:
         return tuple((part, self.slice_of(part, index, size)) for part in self.parts)
 
     def is_shared(self, part: Part, size: int) -> bool:
-        """Whether several ranks hold the same slice of a sharded `part`: it has fewer heads than there are ranks."""
+        """Return whether several ranks hold the same slice of a sharded `part`: it has fewer heads than ranks."""
         return self.dim is not None and part.heads is not None and part.heads < size
 
     def first_holder(self, part: Part, index: int, size: int) -> int:
