@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks.kernel_timing import Case, run
-from megalite.ops.attention import causal_attention, compiled_attention, document_spans, document_starts
+from megalite.ops.attention import causal_attention, compiled_attention, document_cu_seqlens, document_spans
 from megalite.ops.counter import MASK_LEVELS
 from megalite.ops.dropout import CountedMask
 
@@ -34,7 +34,7 @@ def _forms(
     leaves = [torch.randn(shape, requires_grad=backward) for shape in shapes]
     grad = torch.randn(shapes[0])
     ids = (torch.arange(LENGTH) // DOCUMENT).expand(rows, LENGTH)
-    spans, starts = (document_spans(ids), document_starts(ids)) if documents else (None, None)
+    spans, starts = (document_spans(ids), document_cu_seqlens(ids)) if documents else (None, None)
 
     mask = CountedMask((1, 2), torch.arange(rows), range(HEADS), MASK_LEVELS // 10) if dropped else None
 

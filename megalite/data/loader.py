@@ -83,9 +83,9 @@ class StepLoader:
         remaining = max(ceil(epochs * self.samples_per_epoch) - after, 0 if after else 1)
         return ceil(remaining / self.global_batch_size)
 
-    def step_batch(self, samples_consumed: int, *, dtype: torch.dtype = torch.float32) -> LoadedBatch:
-        """Return this rank's batch after `samples_consumed` samples; the loss mask has `dtype`."""
-        places = samples_consumed + self._offsets
+    def step_batch(self, consumed_samples: int, *, dtype: torch.dtype = torch.float32) -> LoadedBatch:
+        """Return this rank's batch after `consumed_samples`; the loss mask has `dtype`."""
+        places = consumed_samples + self._offsets
         rows = self._samples.read(places, self._pad_id)
         self._check_ids(rows)
         input_ids, labels = rows.input_ids, rows.labels
@@ -101,7 +101,7 @@ class StepLoader:
             position_ids=position_ids,
             labels=torch.from_numpy(labels),
             loss_mask=torch.from_numpy((labels != IGNORE_INDEX).astype(self._numpy_dtype(dtype))),
-            samples=torch.from_numpy(places),
+            sample_indices=torch.from_numpy(places),
             document_ids=document_ids,
             sample_ids=torch.from_numpy(rows.sample_ids),
         )

@@ -10,7 +10,7 @@ Batch = TypeVar("Batch")
 
 
 class Prefetch(Generic[Batch]):
-    """Calls `read(samples)`, the batch after `samples` consumed samples, ahead of time.
+    """Calls `read(consumed_samples)` for the batches of coming steps ahead of time.
 
     read: a pure and thread-safe function. stride: the samples of a step. end: the last step ends before this sample.
     workers: threads; 0: each step reads for itself. depth: the number of steps to keep ready.
@@ -32,14 +32,14 @@ class Prefetch(Generic[Batch]):
     ) -> None:
         self.close()
 
-    def step_batch(self, samples: int) -> Batch:
-        """Return the batch after `samples` consumed samples; later batches are being read when this returns."""
+    def step_batch(self, consumed_samples: int) -> Batch:
+        """Return the batch after `consumed_samples`; later batches are being read when this returns."""
         if self._pool is None:
-            return self._read(samples)
-        if self._ahead and self._ahead[0][0] != samples:
+            return self._read(consumed_samples)
+        if self._ahead and self._ahead[0][0] != consumed_samples:
             self._drop()
         if not self._ahead:
-            self._ahead.append((samples, self._pool.submit(self._read, samples)))
+            self._ahead.append((consumed_samples, self._pool.submit(self._read, consumed_samples)))
         while len(self._ahead) <= self._depth and (after := self._ahead[-1][0] + self._stride) < self._end:
             self._ahead.append((after, self._pool.submit(self._read, after)))
         return self._ahead.popleft()[1].result()

@@ -19,7 +19,7 @@ class DropoutContext(NamedTuple):
     A position is the index in the row: position_ids start again with every document.
     """
 
-    samples: Tensor
+    sample_indices: Tensor
     sequence_length: int
 
 
@@ -53,7 +53,7 @@ class DropoutSites:
         return LayerMasks(
             self.attention_mask(context),
             self._residual("attention_residual", self._rates.residual, context),
-            self._mask("mlp", self._rates.mlp, context.samples, everywhere, self._intermediate),
+            self._mask("mlp", self._rates.mlp, context.sample_indices, everywhere, self._intermediate),
             self._residual("mlp_residual", self._rates.residual, context),
         )
 
@@ -62,19 +62,21 @@ class DropoutSites:
         if self._rates.attention == 0:
             return None
         key = key_of(self._seed, self._key_name("attention"))
-        return CountedMask(key, context.samples, self._heads, dropped_levels(self._rates.attention))
+        return CountedMask(key, context.sample_indices, self._heads, dropped_levels(self._rates.attention))
 
     def _residual(self, site: str, rate: float, context: DropoutContext) -> Mask | None:
         held = self._mesh.sequence_range(context.sequence_length)
-        return self._mask(site, rate, context.samples, held, self._hidden)
+        return self._mask(site, rate, context.sample_indices, held, self._hidden)
 
     def _mask(
-        self, site: str, rate: float, samples: Tensor, positions: range, features: range
+        self, site: str, rate: float, sample_indices: Tensor, positions: range, features: range
     ) -> Mask | None:
         if rate == 0:
             return None
         dropped = dropped_levels(rate)
-        keep = keep_mask(self._seed, self._key_name(site), samples, positions, features, dropped=dropped)
+        keep = keep_mask(
+            self._seed, self._key_name(site), sample_indices, positions, features, dropped=dropped
+        )
         return Mask(keep, MASK_LEVELS / (MASK_LEVELS - dropped))
 
     def _key_name(self, site: str) -> str:

@@ -80,18 +80,18 @@ class Chunk(nn.Module):
         position_ids: Tensor,
         labels: Tensor,
         loss_mask: Tensor,
-        samples: Tensor,
+        sample_indices: Tensor,
         document_ids: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         each_token: bool = False,
     ) -> Tensor:
-        """One micro batch; position_ids, labels and loss_mask are [B, S] on every stage, samples [B].
+        """One micro batch; position_ids, labels and loss_mask are [B, S] on every stage, sample_indices [B].
 
         document_ids: [B, S], ascending in a row; given, a token attends to those of its own document only.
         cu_seqlens: the same documents as of StepBatch, without which an accelerator's host waits for the ids.
         each_token: the last chunk returns the losses [B, S] themselves.
         """
-        dropout = DropoutContext(samples, position_ids.shape[1]) if self.training else None
+        dropout = DropoutContext(sample_indices, position_ids.shape[1]) if self.training else None
         documents = None
         if document_ids is not None:
             drops = self.training and self.drops_attention

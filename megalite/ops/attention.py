@@ -14,7 +14,7 @@ from torch import Tensor
 from megalite.ops import extension
 from megalite.ops.attention_backends import attend_on_device, served_on_device
 from megalite.ops.chunked_attention import Visible, chunked_attention
-from megalite.ops.documents import CuSeqlens, Documents, Span, equal_starts, numbered
+from megalite.ops.documents import CuSeqlens, Documents, Span, equal_cu_seqlens, numbered
 from megalite.ops.dropout import CountedMask, Mask, dropout
 from megalite.ops.packed_attention import packed_attention, why_not_packed
 from megalite.ops.softcap import soft_capped
@@ -48,7 +48,7 @@ def document_spans(document_ids: Tensor) -> tuple[Span, ...]:
     return tuple(spans)
 
 
-def document_starts(document_ids: Tensor) -> CuSeqlens:
+def document_cu_seqlens(document_ids: Tensor) -> CuSeqlens:
     """Return the documents of ids [B, S], ascending in a row, as cu_seqlens. Synchronises with the ids' device."""
     places = F.pad(_first_tokens(document_ids), (0, 1), value=document_ids.numel()).to(torch.int32)
     return CuSeqlens(places, int(places.diff().max()))
@@ -204,8 +204,8 @@ def _packed(
         starts = (documents.cu_seqlens, documents.cu_seqlens)
         new = total = documents.max_seqlen
     else:
-        of_queries = equal_starts(rows, new, query.device)
-        starts = of_queries, of_queries if total == new else equal_starts(rows, total, query.device)
+        of_queries = equal_cu_seqlens(rows, new, query.device)
+        starts = of_queries, of_queries if total == new else equal_cu_seqlens(rows, total, query.device)
     attended, _ = packed_attention(
         query.flatten(0, 1),
         key.flatten(0, 1),

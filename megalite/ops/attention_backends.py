@@ -25,7 +25,7 @@ from torch.nn.attention import (
 from torch.nn.attention.varlen import varlen_attn
 
 from megalite.ops.chunked_attention import Visible, chunked_attention
-from megalite.ops.documents import CuSeqlens, Documents, equal_starts, numbered
+from megalite.ops.documents import CuSeqlens, Documents, equal_cu_seqlens, numbered
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 _LARGEST_HEAD = 256
@@ -211,8 +211,8 @@ def _sequences(query: Tensor, key: Tensor, documents: CuSeqlens | None) -> tuple
     if documents is not None:
         return documents.cu_seqlens, documents.cu_seqlens, documents.max_seqlen, documents.max_seqlen
     (rows, new), total = query.shape[:2], key.shape[1]
-    of_queries = equal_starts(rows, new, query.device)
-    of_keys = of_queries if new == total else equal_starts(rows, total, query.device)
+    of_queries = equal_cu_seqlens(rows, new, query.device)
+    of_keys = of_queries if new == total else equal_cu_seqlens(rows, total, query.device)
     return of_queries, of_keys, new, total
 
 

@@ -17,12 +17,12 @@ from megalite.ops.attention import (
     causal_attention,
     compiled_attention,
     compiled_pays,
+    document_cu_seqlens,
     document_spans,
-    document_starts,
     documents_seen,
 )
 from megalite.ops.cross_entropy import COMPILED_CROSS_ENTROPY, TORCH_CROSS_ENTROPY, ShardCrossEntropy
-from megalite.ops.documents import Documents, starts_of_rows
+from megalite.ops.documents import Documents, packed_cu_seqlens
 from megalite.ops.dropout import CountedMask, Mask
 
 TORCH = "torch"
@@ -185,16 +185,16 @@ class Operators:
     ) -> Documents:
         """Return a micro batch's documents in the form that `attention` needs, made once for all layers.
 
-        document_ids: [B, S]. cu_seqlens: the same documents, see ops.documents.row_starts; without them the host waits
-        for the ids on an accelerator. On an accelerator every kernel uses cu_seqlens; on a CPU each kernel has its
-        own fastest form.
+        document_ids: [B, S]. cu_seqlens: the same documents, see ops.documents.row_cu_seqlens; without them the host
+        waits for the ids on an accelerator. On an accelerator every kernel uses cu_seqlens; on a CPU each kernel has
+        its own fastest form.
         """
         if document_ids.device.type != "cpu":
             if cu_seqlens is None:
-                return document_starts(document_ids)
-            return starts_of_rows(cu_seqlens, document_ids.shape[1])
+                return document_cu_seqlens(document_ids)
+            return packed_cu_seqlens(cu_seqlens, document_ids.shape[1])
         if self._attention(dropout, softcap is not None, True, False) == COMPILED and softcap is None:
-            return document_starts(document_ids)
+            return document_cu_seqlens(document_ids)
         # torch.compile needs fixed shapes, and materialised probabilities (dropout) need a dense mask.
         if self.compile or dropout:
             return documents_seen(document_ids)

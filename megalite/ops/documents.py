@@ -35,7 +35,7 @@ class CuSeqlens:
 Documents = Tensor | tuple[Span, ...] | CuSeqlens
 
 
-def row_starts(document_ids: Tensor) -> Tensor:
+def row_cu_seqlens(document_ids: Tensor) -> Tensor:
     """Return the first token of each document within its row: ids [B, S], ascending in a row -> [B, documents] int32.
 
     The row with most documents decides the width; the other rows are padded with S: documents without tokens. Call this
@@ -50,13 +50,13 @@ def row_starts(document_ids: Tensor) -> Tensor:
     return places
 
 
-def equal_starts(rows: int, length: int, device: torch.device) -> Tensor:
+def equal_cu_seqlens(rows: int, length: int, device: torch.device) -> Tensor:
     """Return the cu_seqlens [rows + 1] int32 of rows of `length` tokens each, laid end to end."""
     return torch.arange(rows + 1, dtype=torch.int32, device=device).mul_(length)
 
 
-def starts_of_rows(places: Tensor, length: int) -> CuSeqlens:
-    """Return `row_starts` of rows of `length` tokens as cu_seqlens of the rows laid end to end.
+def packed_cu_seqlens(places: Tensor, length: int) -> CuSeqlens:
+    """Return `row_cu_seqlens` of rows of `length` tokens as cu_seqlens of the rows laid end to end.
 
     Without a device sync, so that max_seqlen is a row's length.
     """

@@ -18,19 +18,19 @@ class Mask(NamedTuple):
 class CountedMask(NamedTuple):
     """A dropout mask of attention probabilities as Philox counters (ops/counter.py); kernels draw it on the fly.
 
-    samples: [B] int64. heads: the global indices of the tensors' heads. dropped: a probability is dropped for this many
-    of the MASK_LEVELS values; above 0.
+    sample_indices: [B] int64. heads: the global indices of the tensors' heads. dropped: a probability is dropped for
+    this many of the MASK_LEVELS values; above 0.
     """
 
     key: tuple[int, int]
-    samples: Tensor
+    sample_indices: Tensor
     heads: range
     dropped: int
 
     def draw(self, queries: int, keys: int) -> Mask:
         """Return the mask [B, heads, queries, keys]; the queries are the last of the `keys` positions."""
         places = range(keys - queries, keys), range(keys)
-        keep = keep_probabilities(self.key, self.samples, self.heads, *places, dropped=self.dropped)
+        keep = keep_probabilities(self.key, self.sample_indices, self.heads, *places, dropped=self.dropped)
         return Mask(keep, MASK_LEVELS / (MASK_LEVELS - self.dropped))
 
 

@@ -74,7 +74,11 @@ def packed_attention(
     for a query that sees no key. Both have gradients. All other memory is linear in the number of tokens.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    drop = (None, 0, 0, 0, 0) if mask is None else (mask.samples, mask.dropped, *mask.key, mask.heads.start)
+    drop = (
+        (None, 0, 0, 0, 0)
+        if mask is None
+        else (mask.sample_indices, mask.dropped, *mask.key, mask.heads.start)
+    )
     output, lse = torch.ops.megalite.attention_forward(
         query,
         key,
@@ -104,20 +108,20 @@ def _fake_backward(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    tensors, ctx.settings, (samples, *ctx.drop) = inputs[:5], inputs[5:11], inputs[11:]
-    ctx.save_for_backward(*tensors[:3], *output, *tensors[3:], samples)
+    tensors, ctx.settings, (sample_indices, *ctx.drop) = inputs[:5], inputs[5:11], inputs[11:]
+    ctx.save_for_backward(*tensors[:3], *output, *tensors[3:], sample_indices)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, output_grad: Tensor | None, lse_grad: Tensor | None) -> tuple[Any, ...]:
-    *tensors, samples = ctx.saved_tensors
+    *tensors, sample_indices = ctx.saved_tensors
     output = tensors[3]
     grads = torch.ops.megalite.attention_backward(
         torch.zeros_like(output) if output_grad is None else output_grad,
         lse_grad,
         *tensors,
         *ctx.settings,
-        samples,
+        sample_indices,
         *ctx.drop,
     )
     return (*grads, *(None,) * 13)

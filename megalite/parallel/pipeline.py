@@ -40,9 +40,10 @@ _MULTI: dict[str, type[PipelineScheduleMulti]] = {
 class StepBatch:
     """The samples of one data-parallel rank in one step: M micro batches of b sequences, stacked, [M * b, S] each.
 
-    samples: [M * b] int64, each row's index in the run's order of samples: equal in every layout, never repeated.
+    sample_indices: [M * b] int64, the index of each row in the run's order of samples: equal in every layout, never
+    repeated.
     document_ids: int64, ascending in a row; if given, tokens attend within their own document only.
-    cu_seqlens: [M * b, documents] int32, the same documents for an accelerator (ops.documents.row_starts): each
+    cu_seqlens: [M * b, documents] int32, the same documents for an accelerator (ops.documents.row_cu_seqlens): each
     document's start in its row; S for padding documents without tokens.
     """
 
@@ -50,7 +51,7 @@ class StepBatch:
     position_ids: Tensor
     labels: Tensor
     loss_mask: Tensor
-    samples: Tensor
+    sample_indices: Tensor
     document_ids: Tensor | None = field(default=None, kw_only=True)
     cu_seqlens: Tensor | None = field(default=None, kw_only=True)
 
@@ -252,7 +253,7 @@ def _stage_arguments(batch: StepBatch) -> dict[str, Any]:
         "position_ids": batch.position_ids,
         "labels": batch.labels,
         "loss_mask": batch.loss_mask,
-        "samples": batch.samples,
+        "sample_indices": batch.sample_indices,
         "document_ids": batch.document_ids,
         "cu_seqlens": batch.cu_seqlens,
     }

@@ -49,22 +49,22 @@ def normal_slice(seed: int, name: str, region: TensorSlice, std: float, *, step:
 
 
 def keep_mask(
-    seed: int, name: str, samples: Tensor, positions: range, features: range, *, dropped: int
+    seed: int, name: str, sample_indices: Tensor, positions: range, features: range, *, dropped: int
 ) -> Tensor:
     """Return a slice of the dropout mask `name`: bool [b, positions, features], True: keep.
 
-    samples: [b] int64. dropped: the drop probability in units of 1 / MASK_LEVELS, below MASK_LEVELS.
+    sample_indices: [b] int64. dropped: the drop probability in units of 1 / MASK_LEVELS, below MASK_LEVELS.
     An element depends on (seed, name, sample, position, feature) only, so each rank draws its own slice.
     Eight neighbouring features share the counter (feature // 8, position, sample, sample >> 32).
     """
     first = features.start // _OCTET
-    octets = torch.arange(first, (features.stop - 1) // _OCTET + 1, device=samples.device)
-    sample = samples.repeat_interleave(len(positions)).unsqueeze(1)
-    position = torch.arange(positions.start, positions.stop, device=samples.device)
-    position = position.repeat(len(samples)).unsqueeze(1)
+    octets = torch.arange(first, (features.stop - 1) // _OCTET + 1, device=sample_indices.device)
+    sample = sample_indices.repeat_interleave(len(positions)).unsqueeze(1)
+    position = torch.arange(positions.start, positions.stop, device=sample_indices.device)
+    position = position.repeat(len(sample_indices)).unsqueeze(1)
     columns = slice(features.start - first * _OCTET, features.stop - first * _OCTET)
     key = key_of(seed, name)
-    kept = torch.empty(len(sample), len(features), dtype=torch.bool, device=samples.device)
+    kept = torch.empty(len(sample), len(features), dtype=torch.bool, device=sample_indices.device)
     rows_per_block = max(1, _BLOCK // len(octets))
     for start in range(0, len(sample), rows_per_block):
         block = slice(start, start + rows_per_block)
@@ -72,7 +72,7 @@ def keep_mask(
         halves = torch.stack([word.to(torch.int32) for word in words], dim=-1).view(torch.int16).flatten(1)
         # The 16-bit values are signed: the smallest is -MASK_LEVELS / 2.
         torch.ge(halves[:, columns], dropped - MASK_LEVELS // 2, out=kept[block])
-    return kept.view(len(samples), len(positions), len(features))
+    return kept.view(len(sample_indices), len(positions), len(features))
 
 
 def _box_muller(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

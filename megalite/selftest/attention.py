@@ -121,8 +121,8 @@ def _make_dropped(shape: Shape, dtype: torch.dtype, random: Form) -> list[Tensor
 
 
 def _dropped(attend: Callable[..., Tensor]) -> Form:
-    def form(query: Tensor, key: Tensor, value: Tensor, samples: Tensor) -> Tensor:
-        mask = CountedMask((11, 13), samples, range(query.shape[2]), round(0.1 * MASK_LEVELS))
+    def form(query: Tensor, key: Tensor, value: Tensor, sample_indices: Tensor) -> Tensor:
+        mask = CountedMask((11, 13), sample_indices, range(query.shape[2]), round(0.1 * MASK_LEVELS))
         # Draw torch's mask in advance, so that its measured time covers attention alone.
         drawn = mask if attend is ours_alone else mask.draw(query.shape[1], key.shape[1])
         return attend(query, key, value, mask=drawn)

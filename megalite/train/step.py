@@ -103,9 +103,9 @@ class TrainStep:
     def tokens_per_step(self) -> int:
         return self.config.batch.global_batch_size * self.config.training.sequence_length
 
-    def arriving_batch(self, loader: StepLoader, samples: int) -> ArrivingBatch:
-        """Read the batch of `loader` after `samples` consumed samples and start its copy to the device; thread-safe."""
-        return self.transfer.start(loader.step_batch(samples, dtype=self.options.loss_dtype))
+    def arriving_batch(self, loader: StepLoader, consumed_samples: int) -> ArrivingBatch:
+        """Read the batch of `loader` after `consumed_samples` and start its copy to the device; thread-safe."""
+        return self.transfer.start(loader.step_batch(consumed_samples, dtype=self.options.loss_dtype))
 
     def train_step(self) -> StepReport:
         """One global batch: forward and backward of all micro batches, then one update."""

@@ -63,8 +63,8 @@ class StepsOfBoth:
     mesh: ParallelMesh
     shape: ModelShape
 
-    def step_batch(self, samples_consumed: int, *, dtype: torch.dtype) -> StepBatch:
-        return batch_of(SAVED + samples_consumed // SEQUENCES, self.shape)
+    def step_batch(self, consumed_samples: int, *, dtype: torch.dtype) -> StepBatch:
+        return batch_of(SAVED + consumed_samples // SEQUENCES, self.shape)
 
 
 def with_deepspeed(

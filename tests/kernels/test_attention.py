@@ -209,8 +209,8 @@ def test_what_does_not_fit_is_refused(change, words) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"samples": torch.zeros(3, dtype=torch.int64)}, "no 3 rows of equally many"),
-        ({"samples": torch.zeros(2)}, "vector of int64"),
+        ({"sample_indices": torch.zeros(3, dtype=torch.int64)}, "no 3 rows of equally many"),
+        ({"sample_indices": torch.zeros(2)}, "vector of int64"),
         ({"dropped": 65536}, "drops 0 to 65535"),
     ],
 )
@@ -259,7 +259,7 @@ def test_documents_by_their_starts(window, mask) -> None:
     heads = _heads(2, 90, 90)
     lengths = torch.tensor([60, 1, 29]), torch.tensor([90])
     ids = torch.stack([torch.repeat_interleave(torch.arange(len(each)), each) for each in lengths])
-    documents = ops.document_starts(ids)
+    documents = ops.document_cu_seqlens(ids)
     assert (documents.cu_seqlens.tolist(), documents.max_seqlen) == ([0, 60, 61, 90, 180], 90)
     form = ops.document_spans if mask is None else ops.documents_seen
     expected = ops.causal_attention(*heads, window=window, mask=mask, documents=form(ids))

@@ -39,7 +39,7 @@ def _call(name: str, packed: Packed, told: emulator.Problem, tensors: list[Tenso
     mask = packed.mask
     drops = "" if mask is None else "_dropout"
     device = Device(f"attention_{name}_{packed.head_size}{drops}", **how)
-    touched = tensors if mask is None else [*tensors, mask.samples]
+    touched = tensors if mask is None else [*tensors, mask.sample_indices]
     function = f"megalite_{device.name}_cuda"
     assert device.call(function, ctypes.byref(told), tensors[0].dtype, touched=touched) == 0
     return device

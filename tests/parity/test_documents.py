@@ -43,7 +43,7 @@ def train_each_document_alone(job: Job) -> tuple[RankResult, Tensor]:
                 position_ids=torch.arange(len(mine)).unsqueeze(0),
                 labels=batch.labels[row : row + 1, mine],
                 loss_mask=batch.loss_mask[row : row + 1, mine],
-                samples=batch.samples[row : row + 1],
+                sample_indices=batch.sample_indices[row : row + 1],
                 each_token=True,
             )
             (losses.sum() / weight).backward()

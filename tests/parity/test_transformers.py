@@ -112,7 +112,7 @@ def test_logits_and_gradients_equal_transformers(shape, tmp_path):
         position_ids=batch.position_ids,
         labels=batch.labels,
         loss_mask=batch.loss_mask,
-        samples=batch.samples,
+        sample_indices=batch.sample_indices,
     )
     losses.sum().backward()
     assert_close(

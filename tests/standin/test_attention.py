@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megalite.model import layer
 from megalite.ops import attention_backends, chunked_attention
-from megalite.ops.documents import row_starts
+from megalite.ops.documents import row_cu_seqlens
 from megalite.parallel.pipeline import StepBatch
 from megalite.topology.axes import Layout
 from tests.standin import test_meta
@@ -40,7 +40,9 @@ def sdpa(
 
 def with_documents(job: Job, step: int) -> StepBatch:
     batch = global_batch(job, step)
-    return batch if batch.document_ids is None else replace(batch, cu_seqlens=row_starts(batch.document_ids))
+    return (
+        batch if batch.document_ids is None else replace(batch, cu_seqlens=row_cu_seqlens(batch.document_ids))
+    )
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 import torch
 
 from megalite.data.transfer import BatchTransfer
-from megalite.ops.documents import row_starts
+from megalite.ops.documents import row_cu_seqlens
 from tests.support.tiny import in_documents, tiny_batch, tiny_shape
 
 
@@ -20,11 +20,11 @@ def arrived(documents: bool) -> dict[str, torch.Tensor]:
 def test_a_batch_arrives_whole(devices) -> None:
     [held] = devices.run(arrived, documents=False)
     names = {name for name in held if not name.startswith("sent ")}
-    assert names == {"input_ids", "position_ids", "labels", "loss_mask", "samples"}
+    assert names == {"input_ids", "position_ids", "labels", "loss_mask", "sample_indices"}
     assert all(torch.equal(held[name], held[f"sent {name}"]) for name in names)
 
 
 def test_documents_arrive_with_their_places(devices) -> None:
     [held] = devices.run(arrived, documents=True)
     assert torch.equal(held["document_ids"], held["sent document_ids"])
-    assert torch.equal(held["cu_seqlens"], row_starts(held["sent document_ids"]))
+    assert torch.equal(held["cu_seqlens"], row_cu_seqlens(held["sent document_ids"]))

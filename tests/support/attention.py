@@ -79,10 +79,10 @@ def kept_factors(packed: Packed) -> list[Tensor | None]:
     mask = packed.mask
     if mask is None:
         return [None] * len(packed.queries)
-    rows, queries, keys = len(mask.samples), sum(packed.queries), sum(packed.keys)
+    rows, queries, keys = len(mask.sample_indices), sum(packed.queries), sum(packed.keys)
     length, seen_length = queries // rows, keys // rows
     places = range(seen_length - length, seen_length), range(seen_length + max(packed.keys))
-    kept = keep_probabilities(mask.key, mask.samples, mask.heads, *places, dropped=mask.dropped)
+    kept = keep_probabilities(mask.key, mask.sample_indices, mask.heads, *places, dropped=mask.dropped)
     by_token = kept.transpose(1, 2).flatten(0, 1)  # [queries, heads, places]
     scale, factors = MASK_LEVELS / (MASK_LEVELS - mask.dropped), []
     first_query = first_key = 0

@@ -113,7 +113,7 @@ def _wrong_numbers(batch: StepBatch, documents: Tensor, positions: Tensor, count
     ):
         for row, column in ((given != expected) & counted).nonzero()[:1].tolist():
             yield (
-                f"token {column} of sample {int(batch.samples[row])} has {name} {int(given[row, column])}, "
+                f"token {column} of sample {int(batch.sample_indices[row])} has {name} {int(given[row, column])}, "
                 f"not {int(expected[row, column])}"
             )
 
@@ -133,7 +133,7 @@ def _anywhere(marked: Tensor, documents: Tensor) -> Tensor:
 def _told(where: Tensor, batch: StepBatch, what: str) -> Iterator[str]:
     """The first of the tokens."""
     for row, column in where.nonzero()[:1].tolist():
-        yield f"the loss at token {column} of sample {int(batch.samples[row])} {what}"
+        yield f"the loss at token {column} of sample {int(batch.sample_indices[row])} {what}"
 
 
 def _first_to_the_end(documents: Tensor) -> Tensor:

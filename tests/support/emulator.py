@@ -84,7 +84,7 @@ def problem(
         setattr(told, f"{name}_token", tensor.stride(0))
         setattr(told, f"{name}_head", tensor.stride(1))
     if packed.mask is not None:
-        told.samples, told.rows = packed.mask.samples.data_ptr(), len(packed.mask.samples)
+        told.samples, told.rows = packed.mask.sample_indices.data_ptr(), len(packed.mask.sample_indices)
         told.dropped, told.first_head = packed.mask.dropped, packed.mask.heads.start
         told.drop_key_low, told.drop_key_high = packed.mask.key
     return told

@@ -176,7 +176,7 @@ def _drop_from_head_zero(attention_mask: Callable[..., Any]) -> Callable[..., An
 def _drop_alike_in_all_samples(attention_mask: Callable[..., Any]) -> Callable[..., Any]:
     def alike(self: Any, places: Any) -> Any:
         mask = attention_mask(self, places)
-        return None if mask is None else mask._replace(samples=torch.zeros_like(mask.samples))
+        return None if mask is None else mask._replace(sample_indices=torch.zeros_like(mask.sample_indices))
 
     return alike
 

@@ -136,7 +136,9 @@ def in_documents(batch: "StepBatch", *, end_of_document_id: int = 0) -> "StepBat
 
     from megalite.data.documents import document_ids_and_positions
 
-    ends = torch.rand(batch.input_ids.shape, generator=torch.Generator().manual_seed(int(batch.samples[0])))
+    ends = torch.rand(
+        batch.input_ids.shape, generator=torch.Generator().manual_seed(int(batch.sample_indices[0]))
+    )
     ids, labels = batch.input_ids.clone(), batch.labels.clone()
     ids[ends < 0.25] = end_of_document_id
     following = labels[:, :-1]

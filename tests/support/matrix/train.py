@@ -53,13 +53,13 @@ class TinyLoader:
     def __init__(self, config: RunConfig, mesh: ParallelMesh, shape: ModelShape):
         self._config, self._mesh, self._shape = config, mesh, shape
 
-    def step_batch(self, samples_consumed: int, *, dtype: torch.dtype) -> StepBatch:
+    def step_batch(self, consumed_samples: int, *, dtype: torch.dtype) -> StepBatch:
         sequences = self._config.batch.global_batch_size
         whole = tiny_batch(
             self._shape,
             sequences,
             sequence_length=self._config.training.sequence_length,
-            step=samples_consumed // sequences,
+            step=consumed_samples // sequences,
         )
         if self._config.data.document_mask:
             whole = in_documents(whole)

@@ -49,7 +49,8 @@ def rows(batch: LoadedBatch) -> list[tuple[int, ...]]:
     """One tuple a row, of everything that belongs to it."""
     tensors = (batch.input_ids, batch.labels, batch.loss_mask, batch.position_ids)
     table = torch.cat(
-        [batch.samples[:, None], batch.sample_ids[:, None], *(tensor.long() for tensor in tensors)], dim=1
+        [batch.sample_indices[:, None], batch.sample_ids[:, None], *(tensor.long() for tensor in tensors)],
+        dim=1,
     )
     return [tuple(row) for row in table.tolist()]
 
@@ -87,7 +88,7 @@ def test_the_batch_is_what_the_pipeline_takes(file: TokenFile) -> None:
         assert (tensor.shape, tensor.dtype) == ((6, LENGTH), torch.int64)
     assert (batch.loss_mask.shape, batch.loss_mask.dtype) == ((6, LENGTH), torch.float64)
     assert loader(file).step_batch(0).loss_mask.dtype == torch.float32
-    for tensor in (batch.samples, batch.sample_ids):
+    for tensor in (batch.sample_indices, batch.sample_ids):
         assert (tensor.shape, tensor.dtype) == ((6,), torch.int64)
     assert batch.position_ids.tolist() == [list(range(LENGTH))] * 6
     assert batch.input_ids[:, 0].tolist() == [1 + LENGTH * sample for sample in batch.sample_ids.tolist()]
@@ -131,7 +132,7 @@ def test_an_epoch_covers_every_sample_and_the_next_begins_within_the_step(file: 
 
 def test_the_place_of_a_row_is_never_repeated_though_its_sample_is(file: TokenFile) -> None:
     each = loader(file, b=2, m=5)
-    places = torch.cat([each.step_batch(step * 10).samples for step in range(36)])
+    places = torch.cat([each.step_batch(step * 10).sample_indices for step in range(36)])
     assert places.tolist() == list(range(360))
 
 

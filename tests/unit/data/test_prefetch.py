@@ -230,7 +230,7 @@ def test_a_trainer_put_elsewhere_reads_what_belongs_there(file: TokenFile) -> No
             each.batches.step_batch(each.state.samples).ready() for each in (straight, jumping)
         )
     assert expected.input_ids.tolist() == found.input_ids.tolist()
-    assert found.samples.tolist() == [12, 13, 14, 15]
+    assert found.sample_indices.tolist() == [12, 13, 14, 15]
 
 
 def test_a_step_fails_with_what_its_reader_found(file: TokenFile) -> None:

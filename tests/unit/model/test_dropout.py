@@ -30,7 +30,7 @@ def _losses(stage: torch.nn.Module, step: int = 0) -> torch.Tensor:
         position_ids=batch.position_ids,
         labels=batch.labels,
         loss_mask=batch.loss_mask,
-        samples=batch.samples,
+        sample_indices=batch.sample_indices,
     )
 
 
@@ -71,7 +71,7 @@ def test_no_two_sites_have_the_same_mask():
 
 
 def test_another_step_drops_other_values():
-    later = DropoutContext(PLACES.samples + 2, PLACES.sequence_length)
+    later = DropoutContext(PLACES.sample_indices + 2, PLACES.sequence_length)
     assert not torch.equal(_sites().layer_masks(PLACES).mlp.keep, _sites().layer_masks(later).mlp.keep)
 
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from megalite.ops import attention_backends as backends
 from megalite.ops import chunked_attention
-from megalite.ops.attention import causal_attention, document_starts, documents_seen
+from megalite.ops.attention import causal_attention, document_cu_seqlens, documents_seen
 from megalite.ops.attention_backends import BACKENDS, CANDIDATES, Asked, attend_on_device, backend_for
-from megalite.ops.documents import CuSeqlens, numbered, row_starts, starts_of_rows
+from megalite.ops.documents import CuSeqlens, numbered, packed_cu_seqlens, row_cu_seqlens
 from tests.support.attention import WaitsRefused
 from tests.support.flash import fake_flash_attn, flash_kernels
 from tests.support.parity import assert_close
@@ -69,7 +69,7 @@ def _plain(heads: list[Tensor], ids: Tensor | None, window: int | None, softcap:
 def _assert_same(name: str, heads: list[Tensor], ids: Tensor | None = None, **how: float | None) -> None:
     window, softcap = how.get("window"), how.get("softcap")
     expected = _plain(heads, ids, window, softcap)  # type: ignore[arg-type]
-    documents = None if ids is None else starts_of_rows(row_starts(ids), ids.shape[1])
+    documents = None if ids is None else packed_cu_seqlens(row_cu_seqlens(ids), ids.shape[1])
     found = BY_NAME[name].attend(*heads, window=window, documents=documents, scale=0.3, softcap=softcap)
     assert_close(found, expected, what=name)
     weights = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
@@ -166,10 +166,10 @@ def test_on_a_device_nothing_is_as_large_as_a_mask_and_the_host_never_waits(
         torch.empty(2, LENGTH, heads, SIZE, dtype=dtype, device="meta", requires_grad=True)
         for heads in (8, 2, 2)
     )
-    columns = row_starts(_ids([[300, 700], [20] * 50])).to("meta")
+    columns = row_cu_seqlens(_ids([[300, 700], [20] * 50])).to("meta")
     # Pieces so small that one of all queries would be seen.
     with mock.patch.object(chunked_attention, "_DEVICE_SCORES", 2**18), Recorder() as recorder:
-        starts = starts_of_rows(columns, LENGTH) if documents else None
+        starts = packed_cu_seqlens(columns, LENGTH) if documents else None
         how = {"window": window, "documents": starts, "softcap": softcap}
         attended = causal_attention(query, key, value, **how)
         grads = torch.autograd.grad(attended, (query, key, value), torch.empty_like(attended))
@@ -201,16 +201,18 @@ def test_plain_causal_attention_gives_sdpa_groups_and_no_mask() -> None:
 @given(rows=ROWS)
 def test_documents_of_rows_are_those_of_their_ids(rows) -> None:
     ids = _ids(rows)
-    columns = row_starts(ids)
-    starts = starts_of_rows(columns, ids.shape[1])
+    columns = row_cu_seqlens(ids)
+    starts = packed_cu_seqlens(columns, ids.shape[1])
     assert columns.shape == (len(rows), max(map(len, rows)) + 1) and starts.cu_seqlens.dtype == torch.int32
-    assert starts.cu_seqlens.unique_consecutive().tolist() == document_starts(ids).cu_seqlens.tolist()
+    assert starts.cu_seqlens.unique_consecutive().tolist() == document_cu_seqlens(ids).cu_seqlens.tolist()
     with mock.patch.object(Tensor, "item", side_effect=AssertionError("the host waits")):
         numbers = numbered(starts, *ids.shape)
     assert documents_seen(numbers).equal(documents_seen(ids))
-    halves = [starts_of_rows(piece, ids.shape[1]).cu_seqlens for piece in columns.split(1)]
+    halves = [packed_cu_seqlens(piece, ids.shape[1]).cu_seqlens for piece in columns.split(1)]
     for row, piece in zip(ids, halves, strict=True):
-        assert piece.unique_consecutive().tolist() == document_starts(row.unsqueeze(0)).cu_seqlens.tolist()
+        assert (
+            piece.unique_consecutive().tolist() == document_cu_seqlens(row.unsqueeze(0)).cu_seqlens.tolist()
+        )
 
 
 def _asked(**changes: object) -> tuple[SimpleNamespace, SimpleNamespace, Asked]:

@@ -16,13 +16,13 @@ SAMPLES = torch.tensor([5, 6, 2**32 + 5, 2**40])
 def kept(
     *,
     key: tuple[int, int] = (7, 8),
-    samples: Tensor = SAMPLES,
+    sample_indices: Tensor = SAMPLES,
     heads: range = range(4),
     queries: range = range(256),
     keys: range = range(1024),
     dropped: int = MASK_LEVELS // 2,
 ) -> Tensor:
-    return keep_probabilities(key, samples, heads, queries, keys, dropped=dropped)
+    return keep_probabilities(key, sample_indices, heads, queries, keys, dropped=dropped)
 
 
 WHOLE = kept(keys=range(64), queries=range(-8, 24))
@@ -33,12 +33,12 @@ WHOLE = kept(keys=range(64), queries=range(-8, 24))
     queries=st.tuples(st.integers(-8, 10), st.integers(1, 12)),
     keys=st.tuples(st.integers(0, 40), st.integers(1, 24)),
     heads=st.tuples(st.integers(0, 2), st.integers(1, 2)),
-    samples=st.lists(st.integers(0, 3), min_size=1, max_size=4),
+    sample_indices=st.lists(st.integers(0, 3), min_size=1, max_size=4),
 )
-def test_any_region_is_that_region_of_the_whole(queries, keys, heads, samples):
+def test_any_region_is_that_region_of_the_whole(queries, keys, heads, sample_indices):
     of_queries, of_keys, of_heads = (range(each[0], sum(each)) for each in (queries, keys, heads))
-    part = kept(samples=SAMPLES[samples], heads=of_heads, queries=of_queries, keys=of_keys)
-    within = WHOLE[samples, of_heads.start : of_heads.stop, of_queries.start + 8 : of_queries.stop + 8]
+    part = kept(sample_indices=SAMPLES[sample_indices], heads=of_heads, queries=of_queries, keys=of_keys)
+    within = WHOLE[sample_indices, of_heads.start : of_heads.stop, of_queries.start + 8 : of_queries.stop + 8]
     assert torch.equal(part, within[..., of_keys.start : of_keys.stop])
 
 

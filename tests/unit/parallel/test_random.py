@@ -86,12 +86,12 @@ def mask(
     *,
     seed: int = 1,
     name: str = "a",
-    samples: torch.Tensor = SAMPLES,
+    sample_indices: torch.Tensor = SAMPLES,
     positions: range = range(64),
     features: range = range(512),
     dropped: int = MASK_LEVELS // 2,
 ) -> torch.Tensor:
-    return keep_mask(seed, name, samples, positions, features, dropped=dropped)
+    return keep_mask(seed, name, sample_indices, positions, features, dropped=dropped)
 
 
 WHOLE = mask()
@@ -101,12 +101,12 @@ WHOLE = mask()
 @given(
     positions=st.tuples(st.integers(0, 40), st.integers(1, 24)),
     features=st.tuples(st.integers(0, 400), st.integers(1, 112)),
-    samples=st.lists(st.integers(0, 3), min_size=1, max_size=4),
+    sample_indices=st.lists(st.integers(0, 3), min_size=1, max_size=4),
 )
-def test_any_slice_of_a_mask_equals_that_slice_of_the_whole(positions, features, samples):
+def test_any_slice_of_a_mask_equals_that_slice_of_the_whole(positions, features, sample_indices):
     rows, columns = range(positions[0], sum(positions)), range(features[0], sum(features))
-    part = mask(samples=SAMPLES[samples], positions=rows, features=columns)
-    assert torch.equal(part, WHOLE[samples, rows.start : rows.stop, columns.start : columns.stop])
+    part = mask(sample_indices=SAMPLES[sample_indices], positions=rows, features=columns)
+    assert torch.equal(part, WHOLE[sample_indices, rows.start : rows.stop, columns.start : columns.stop])
 
 
 def test_blocks_of_counters_do_not_show(monkeypatch):

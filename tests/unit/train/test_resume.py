@@ -38,9 +38,9 @@ class _Loader(TinyLoader):
 
     samples_per_epoch = 40
 
-    def step_batch(self, samples_consumed: int, *, dtype: torch.dtype) -> Any:
-        asked.append(samples_consumed)
-        return super().step_batch(samples_consumed, dtype=dtype)
+    def step_batch(self, consumed_samples: int, *, dtype: torch.dtype) -> Any:
+        asked.append(consumed_samples)
+        return super().step_batch(consumed_samples, dtype=dtype)
 
     def steps_for_epochs(self, epochs: float, *, after: int = 0) -> int:
         batch = self._config.batch.global_batch_size
