@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from megalite.checkpoint import draft as draft_module
 from megalite.checkpoint import save as save_module
 from megalite.checkpoint import tensor_file
 from megalite.checkpoint.background import BackgroundWriter, Written
@@ -82,7 +83,7 @@ def test_it_is_published_between_two_steps_once_all_have_written(
             assert slow.wait(20)
         return real(path, *arguments)
 
-    monkeypatch.setattr(save_module, "write_tensor_file", write_tensor_file)
+    monkeypatch.setattr(draft_module, "write_tensor_file", write_tensor_file)
 
     def boundary(rank: Rank) -> Written | None:
         busy = bool(rank.mesh.max_over_world(float(rank.writer.busy)))
