@@ -8,10 +8,12 @@ headers of torch. Without a compiler, or without torch in the build environment,
 host compiler and the linker do not work together, or a kernel does not compile, the library has no CUDA kernels. The
 record gives the reason. megalite/csrc/setup_cuda.py chooses nvcc, and says which drivers run its code.
 
+MEGALITE_OPERATORS  0: pure Python; 1: fail if the library cannot be built; auto (default): build it if possible
 CXX             the C++ compiler (default: g++ or c++)
 CUDA_HOME       the toolkit with nvcc (default: the first in PATH, /usr/local/cuda, /usr/local/cuda-* that fits torch)
 CUDAHOSTCXX     nvcc's host compiler, or NVCC_CCBIN (default: CXX, else nvcc's default or another in PATH that works)
-MEGALITE_CUDA   0: no CUDA kernels; 1: fail if they cannot be built; auto (default): build them if possible
+MEGALITE_CUDA   0: no CUDA kernels; 1: fail if they cannot be built; try: build them if possible, as the tests do;
+                auto (default): build them if possible and torch is built for CUDA, as they need minutes to compile
 MEGALITE_ARCHS  the compute capabilities to compile for, such as "8.0+PTX;9.0a;10.0;12.0". auto (default): 8.0 with PTX,
                 which the driver compiles for any later GPU when a kernel first runs there, and the GPUs that nvidia-smi
                 lists, or 9.0a if it lists none
@@ -30,13 +32,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 from setuptools.errors import SetupError
 
 ROOT = Path(__file__).resolve().parent
@@ -65,6 +68,12 @@ LEVELS = {
     "x86-64-v4": _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
     "x86-64-v3": _V3,
 }
+SECONDS_A_SOURCE, SECONDS_A_KERNEL = 12, 60
+"""The time to compile a C++ source and a CUDA source for two chips on one core, for what is told before."""
+SECONDS_A_LINE = 10
+"""The time between two lines of progress."""
+SHARED = ("examples", "launch")
+"""Folders of the checkout that a wheel carries in megalite/_share, for `megalite examples`."""
 # Allows reordered sums for vector code, but keeps infinities and NaN.
 MATH = ["-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno"]
 PROBE = """#include <span>
@@ -131,14 +140,21 @@ def find_tools(environ: dict[str, str]) -> Tools:
         why["all"] = torch.why
     elif complaint := try_compiler(cxx, march):
         why["all"] = f"{cxx} cannot compile C++20 with OpenMP: {complaint}"
-    wanted = environ.get("MEGALITE_CUDA", "auto")
-    if wanted not in ("0", "1", "auto"):
-        raise SetupError(f"MEGALITE_CUDA is '{wanted}'; it is 0, 1 or auto")
+    operators = choice_of(environ, "MEGALITE_OPERATORS", "0", "1", "auto")
+    if operators == "0":
+        why["all"] = "MEGALITE_OPERATORS=0"
+    elif operators == "1" and "all" in why:
+        raise SetupError(
+            f"MEGALITE_OPERATORS=1, but: {why['all']}; MEGALITE_OPERATORS=0 installs without operators"
+        )
+    wanted = choice_of(environ, "MEGALITE_CUDA", "0", "1", "try", "auto")
     cuda = None
     if wanted == "0":
         why["CUDA"] = "MEGALITE_CUDA=0"
     elif torch.hip:
         why["CUDA"] = f"torch is built for ROCm {torch.hip}, whose GPUs run no CUDA kernels"
+    elif wanted == "auto" and torch.folder is not None and not torch.cuda:
+        why["CUDA"] = f"torch {torch.version} has no CUDA; MEGALITE_CUDA=1 compiles its kernels anyway"
     elif "all" not in why:
         try:
             cuda = find_toolkit(environ, cxx, torch.cuda)
@@ -150,6 +166,14 @@ def find_tools(environ: dict[str, str]) -> Tools:
         raise SetupError(f"MEGALITE_CUDA=1, but: {complaint}; {NO_CUDA}")
     version = compiler_version(cxx) if "all" not in why else ""
     return Tools(cxx, version, march, torch, cuda, wanted, why)
+
+
+def choice_of(environ: dict[str, str], name: str, *choices: str) -> str:
+    """Return the value of a variable, by default the last choice; SetupError for a value that is no choice."""
+    value = environ.get(name, choices[-1])
+    if value not in choices:
+        raise SetupError(f"{name} is '{value}'; it is {', '.join(choices[:-1])} or {choices[-1]}")
+    return value
 
 
 def find_level(environ: dict[str, str]) -> str:
@@ -331,13 +355,28 @@ def compile_stale(objects: list[Object]) -> int:
     """Compile the objects that are not current and return their number; stop at the first failure."""
     stale = [each for each in objects if not each.is_current()]
     jobs = int(os.environ.get("MAX_JOBS", 0)) or len(os.sched_getaffinity(0))
+    if stale:
+        slow = sum(each.source.suffix == ".cu" for each in stale)
+        seconds = (slow * SECONDS_A_KERNEL + (len(stale) - slow) * SECONDS_A_SOURCE) / min(jobs, len(stale))
+        expected = "less than a minute" if seconds < 60 else f"about {round(seconds / 60)} min"
+        tell(f"compiling {len(stale)} files, {slow} of them CUDA kernels, {jobs} at once: {expected}")
+    told = started = time.monotonic()
     with ThreadPoolExecutor(jobs) as pool:
+        tasks = [pool.submit(each.make) for each in stale]
         try:
-            list(pool.map(Object.make, stale))
+            for done, task in enumerate(as_completed(tasks), start=1):
+                task.result()
+                if (now := time.monotonic()) - told >= SECONDS_A_LINE:
+                    told = now
+                    tell(f"{done} of {len(stale)} files compiled after {now - started:.0f} s")
         except SetupError:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     return len(stale)
+
+
+def tell(said: str) -> None:
+    print(f"megalite: {said}", flush=True)
 
 
 def compile_all(tools: Tools) -> tuple[Tools, list[Object], int]:
@@ -420,8 +459,40 @@ class BuildKernels(build_ext):
         return {}
 
 
+class BuildPackage(build_py):
+    """Copies SHARED into the package, but for the set-up of a checkout."""
+
+    def run(self) -> None:
+        super().run()
+        for source, target in self._shared():
+            self.mkpath(str(target.parent))
+            self.copy_file(str(source), str(target))
+
+    def get_outputs(self, include_bytecode: bool = True) -> list[str]:
+        return [*super().get_outputs(include_bytecode), *(str(target) for _, target in self._shared())]
+
+    def _shared(self) -> list[tuple[Path, Path]]:
+        """Return (file of the checkout, its copy); none for an editable install, which uses the checkout."""
+        if self.editable_mode:
+            return []
+        share = Path(self.build_lib) / "megalite" / "_share"
+        files = [path for name in SHARED for path in sorted((ROOT / name).rglob("*")) if path.is_file()]
+        names = [path.relative_to(ROOT) for path in files if "__pycache__" not in path.parts]
+        return [(ROOT / name, share / name) for name in names if name != Path("examples/setup.sh")]
+
+
 class PlatformWheel(bdist_wheel):
-    """Tags the wheel: the library depends on the platform, but not on the Python version."""
+    """Tags the wheel: a library depends on the platform, but not on the Python version."""
+
+    def run(self) -> None:
+        if not self.skip_build:
+            self.run_command("build")
+            self.skip_build = True
+        folder = Path(self.get_finalized_command("build").build_lib) / "megalite" / "ops"
+        self.root_is_pure = not (folder / LIBRARY).exists()
+        if self.root_is_pure:
+            self.distribution.has_ext_modules = lambda: False
+        super().run()
 
     def get_tag(self) -> tuple[str, str, str]:
         return ("py3", "none", super().get_tag()[2])
@@ -435,5 +506,5 @@ HEADERS.append("megalite/csrc/setup_cuda.py")
 
 setup(
     ext_modules=[Extension("megalite.ops.libmegalite", SOURCES, depends=HEADERS)],
-    cmdclass={"build_ext": BuildKernels, "bdist_wheel": PlatformWheel},
+    cmdclass={"build_ext": BuildKernels, "build_py": BuildPackage, "bdist_wheel": PlatformWheel},
 )

@@ -1,10 +1,14 @@
 #!/usr/bin/env bash
 # Sets up .venv, trains examples/quickstart/run.toml and lets the model continue two lines of Python.
-# Arguments go to `megalite train`, for example --training.steps 50 --run.folder runs/short.
+# In a copy by `megalite examples` it uses the installed megalite. Arguments go to `megalite train`, for example --training.steps 50 --run.folder runs/short.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-bash examples/setup.sh
-.venv/bin/megalite train examples/quickstart/run.toml "$@"
+megalite=megalite
+if [ -f examples/setup.sh ]; then
+    bash examples/setup.sh
+    megalite=.venv/bin/megalite
+fi
+"$megalite" train examples/quickstart/run.toml "$@"
 
 run_folder=runs/quickstart
 previous=
@@ -14,5 +18,5 @@ for argument in "$@"; do
 done
 for prompt in "import " "    def __init__(self, "; do
     printf '\n-- greedy, after "%s":\n' "$prompt"
-    .venv/bin/megalite generate "$run_folder" --prompt "$prompt" --tokens 40
+    "$megalite" generate "$run_folder" --prompt "$prompt" --tokens 40
 done

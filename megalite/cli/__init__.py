@@ -19,6 +19,7 @@ COMMANDS = {
     "convert": "export, import and inspect checkpoints: Hugging Face, DeepSpeed, Megatron-LM",
     "selftest": "check each operator against float64 on this machine's device, and time it",
     "doctor": "show what is installed and detected, and what a run would use",
+    "examples": "copy the examples and launch scripts into a folder",
     "config": "show a run's resolved settings and where each value comes from",
 }
 

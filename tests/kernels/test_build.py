@@ -10,6 +10,9 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
+import tomllib
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -21,6 +24,7 @@ import setuptools
 import torch
 from setuptools.errors import SetupError
 
+import build_backend
 from megalite.ops import extension
 
 ROOT = Path(__file__).parents[2]
@@ -152,6 +156,25 @@ def test_only_what_changed_is_compiled_again(build: ModuleType, small: Path, tmp
 
 
 @pytest.mark.skipif(not HAS_COMPILER, reason="no C++ compiler here")
+def test_the_build_shows_how_far_it_is(
+    build: ModuleType,
+    small: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(build, "SECONDS_A_LINE", 0)
+    monkeypatch.setenv("MAX_JOBS", "1")
+    build.build(build.find_tools({"MEGALITE_CUDA": "0"}), tmp_path / "ops")
+    first, *progress = capfd.readouterr().out.splitlines()
+    assert first == "megalite: compiling 2 files, 0 of them CUDA kernels, 1 at once: less than a minute"
+    assert [line.rpartition(" after ")[0] for line in progress] == [
+        "megalite: 1 of 2 files compiled",
+        "megalite: 2 of 2 files compiled",
+    ]
+
+
+@pytest.mark.skipif(not HAS_COMPILER, reason="no C++ compiler here")
 def test_a_source_that_does_not_compile_ends_the_build(
     build: ModuleType, small: Path, tmp_path: Path
 ) -> None:
@@ -168,7 +191,8 @@ def test_without_nvcc_cuda_is_left_out_or_an_error(
     monkeypatch.setattr(setup_cuda, "TOOLKITS", Path("/nowhere"))
     if shutil.which("g++") is None:
         pytest.skip("g++ and nvcc lie in one folder")
-    assert build.find_tools({}).why == {"CUDA": "no nvcc in PATH or /nowhere/cuda/bin, and no CUDA_HOME"}
+    why = build.find_tools({"MEGALITE_CUDA": "try"}).why
+    assert why == {"CUDA": "no nvcc in PATH or /nowhere/cuda/bin, and no CUDA_HOME"}
     with pytest.raises(SetupError, match="MEGALITE_CUDA=1, but: no nvcc"):
         build.find_tools({"MEGALITE_CUDA": "1"})
     with pytest.raises(SetupError, match="no nvcc in CUDA_HOME"):
@@ -250,8 +274,12 @@ def test_what_torch_is_built_for_is_read_from_its_files(
     torch_here = build.find_torch()
     said = f"{torch_here.version} {torch_here.cuda} {torch_here.hip}"
     assert found in (torch_here.why or said)
-    if torch_here.hip and HAS_COMPILER:
-        why = "torch is built for ROCm 6.4.2, whose GPUs run no CUDA kernels"
+    if HAS_COMPILER and torch_here.folder and not torch_here.cuda:
+        why = (
+            "torch is built for ROCm 6.4.2, whose GPUs run no CUDA kernels"
+            if torch_here.hip
+            else "torch 2.13.0+cpu has no CUDA; MEGALITE_CUDA=1 compiles its kernels anyway"
+        )
         assert build.find_tools({}).why == {"CUDA": why}
 
 
@@ -268,7 +296,8 @@ def test_a_toolkit_newer_than_torchs_says_which_driver_it_needs(build: ModuleTyp
 @pytest.mark.parametrize(
     ("environ", "said"),
     [
-        ({"MEGALITE_CUDA": "yes"}, "MEGALITE_CUDA is 'yes'; it is 0, 1 or auto"),
+        ({"MEGALITE_CUDA": "yes"}, "MEGALITE_CUDA is 'yes'; it is 0, 1, try or auto"),
+        ({"MEGALITE_OPERATORS": "yes"}, "MEGALITE_OPERATORS is 'yes'; it is 0, 1 or auto"),
         ({"MEGALITE_CPU": "x86-64-v5"}, "MEGALITE_CPU is 'x86-64-v5'; it is one of x86-64-v4, x86-64-v3"),
     ],
 )
@@ -282,8 +311,9 @@ def test_a_setting_without_meaning_is_refused(build: ModuleType, environ: dict[s
     [
         ({"CXX": "/nowhere/g++"}, "cannot compile C++20 with OpenMP"),
         ({"torch": None}, "torch is not in the environment that builds"),
+        ({"MEGALITE_OPERATORS": "0"}, "MEGALITE_OPERATORS=0"),
     ],
-    ids=["compiler", "torch"],
+    ids=["compiler", "torch", "asked"],
 )
 def test_without_a_compiler_or_torch_it_is_pure_python(
     build: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict, said: str
@@ -298,14 +328,106 @@ def test_without_a_compiler_or_torch_it_is_pure_python(
     assert not (tmp_path / build.LIBRARY).exists()
 
 
-def test_a_machine_without_a_compiler_installs_it_all_the_same(tmp_path: Path) -> None:
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A copy of the files that a wheel is built from."""
     source = tmp_path / "source"
     source.mkdir()
-    for name in ("setup.py", "pyproject.toml", "LICENSE"):
+    for name in ("setup.py", "build_backend.py", "pyproject.toml", "LICENSE", "README.md"):
         shutil.copy(ROOT / name, source)
-    shutil.copytree(
-        ROOT / "megalite", source / "megalite", ignore=shutil.ignore_patterns("__pycache__", "libmegalite.*")
-    )
+    for name in ("megalite", "examples", "launch"):
+        ignored = shutil.ignore_patterns("__pycache__", "libmegalite.*", "runs")
+        shutil.copytree(ROOT / name, source / name, ignore=ignored)
+    return source
+
+
+def _wheel(source: Path, environ: dict[str, str]) -> tuple[str, zipfile.ZipFile]:
+    """What `pip wheel` calls, without pip; returns the name of the wheel and the wheel."""
+    code = "import build_backend, sys; build_backend.build_wheel(sys.argv[1])"
+    command = [sys.executable, "-c", code, "wheels"]
+    done = subprocess.run(command, cwd=source, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    [wheel] = (source / "wheels").glob("*.whl")
+    return wheel.name, zipfile.ZipFile(wheel)
+
+
+@pytest.mark.skipif(not HAS_COMPILER, reason="no C++ compiler here")
+def test_a_wheel_has_operators_and_a_platform_where_there_is_a_compiler(checkout: Path) -> None:
+    for source in [*(checkout / "megalite/csrc").rglob("*.cpp"), *(checkout / "megalite/csrc").rglob("*.cu")]:
+        source.unlink()
+    (checkout / "megalite/csrc/cpu/one.cpp").write_text('extern "C" int one() { return 1; }\n')
+    name, wheel = _wheel(checkout, dict(os.environ))
+    assert name.endswith("-py3-none-linux_x86_64.whl") or "x86_64" not in os.uname().machine
+    names = wheel.namelist()
+    assert "megalite/ops/libmegalite.so" in names
+    # The digest of the sources is compared where they are: a wheel has none of them.
+    assert not any("csrc" in each for each in names)
+
+
+def test_a_wheel_without_operators_fits_any_platform_and_says_so(checkout: Path, tmp_path: Path) -> None:
+    name, wheel = _wheel(checkout, _without("c++", PATH=str(tmp_path / "empty")))
+    assert name.endswith("-py3-none-any.whl")
+    names = set(wheel.namelist())
+    record = json.loads(wheel.read("megalite/ops/libmegalite.json"))
+    assert record["said"] == "megalite: pure Python, no compiled operators: no C++ compiler (g++, c++ or CXX)"
+    for script in (ROOT / "launch").iterdir():
+        assert f"megalite/_share/launch/{script.name}" in names
+    assert {"megalite/py.typed", "megalite/_share/examples/quickstart/run.toml"} <= names
+    assert "megalite/_share/examples/setup.sh" not in names
+    modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "megalite").rglob("*.py")}
+    assert {each for each in modules - names if "/csrc/" not in each} == set()
+    [metadata] = [wheel.read(each).decode() for each in names if each.endswith(".dist-info/METADATA")]
+    for line in (
+        "License-Expression: Apache-2.0",
+        "Requires-Python: >=3.11",
+        "Description-Content-Type: text/markdown",
+    ):
+        assert line in metadata.splitlines()
+    # The wheel installed: its examples are found beside the package.
+    wheel.extractall(tmp_path / "installed")
+    command = [sys.executable, "-m", "megalite", "examples", "copied"]
+    done = subprocess.run(command, cwd=tmp_path / "installed", capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for name in ("examples/quickstart/run.toml", "launch/slurm.sbatch"):
+        assert (tmp_path / "installed/copied" / name).read_bytes() == (ROOT / name).read_bytes()
+
+
+@pytest.mark.extended
+def test_an_sdist_has_every_file_and_builds_a_wheel(tmp_path: Path) -> None:
+    listing = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if listing.returncode != 0:
+        pytest.skip("not a git checkout")
+    tracked = {name for name in listing.stdout.splitlines() if (ROOT / name).is_file()}
+    for name in tracked:
+        (tmp_path / "source" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / "source" / name)
+    code = "import build_backend; build_backend.build_sdist('.')"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=tmp_path / "source", capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    [archive] = (tmp_path / "source").glob("*.tar.gz")
+    with tarfile.open(archive) as files:
+        files.extractall(tmp_path / "unpacked", filter="data")
+    [unpacked] = (tmp_path / "unpacked").iterdir()
+    assert {name for name in tracked if not (unpacked / name).is_file()} <= {".ci/run"}
+    name, _ = _wheel(unpacked, _without("c++", PATH=str(tmp_path / "empty")))
+    assert name.endswith("-py3-none-any.whl")
+
+
+def test_pip_is_asked_for_torch_only_where_operators_can_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "g++")
+    assert build_backend.torch_requirement() == ["torch>=2.13"]
+    assert "torch>=2.13" in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    monkeypatch.setenv("MEGALITE_OPERATORS", "0")
+    assert build_backend.torch_requirement() == []
+    monkeypatch.delenv("MEGALITE_OPERATORS")
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert build_backend.torch_requirement() == []
+
+
+def test_a_machine_without_a_compiler_installs_it_all_the_same(checkout: Path, tmp_path: Path) -> None:
+    source = checkout
     command = [sys.executable, "setup.py", "--quiet", "build", "--build-lib", str(tmp_path / "built")]
     environ = _without("c++", PATH=str(tmp_path / "empty"))
     done = subprocess.run(command, cwd=source, env=environ, capture_output=True, text=True, check=False)

@@ -1,0 +1,52 @@
+"""megalite examples: copy the examples and launch scripts into a folder."""
+
+import argparse
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import megalite
+from megalite.errors import ConfigError, Problem
+
+FOLDERS = ("examples", "launch")
+_DEFAULT = Path("megalite-examples")
+_PACKAGE = Path(megalite.__file__).parent
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run `megalite examples [FOLDER]` and return the exit code. Raises ConfigError where FOLDER has such files."""
+    parser = argparse.ArgumentParser(prog="megalite examples", description=__doc__)
+    parser.add_argument(
+        "folder",
+        nargs="?",
+        type=Path,
+        default=_DEFAULT,
+        metavar="FOLDER",
+        help="the folder to create (default: %(default)s)",
+    )
+    folder = parser.parse_args(arguments).folder
+    source = _source()
+    if standing := [name for name in FOLDERS if (folder / name).exists()]:
+        problem = Problem(
+            "FOLDER", f"{folder / standing[0]} exists", f"megalite examples {folder}-2 copies to another"
+        )
+        raise ConfigError([problem], "megalite examples")
+    for name in FOLDERS:
+        shutil.copytree(
+            source / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "setup.sh")
+        )
+    print(f"{folder}: {', '.join(f'{name}/' for name in FOLDERS)}")
+    print(f"next: cd {folder} && megalite train examples/quickstart/run.toml")
+    return 0
+
+
+def _source() -> Path:
+    """Return the folder with FOLDERS: in an installed wheel the package's _share, else the checkout."""
+    share = _PACKAGE / "_share"
+    found = share if share.exists() else _PACKAGE.parent
+    if missing := [name for name in FOLDERS if not (found / name).is_dir()]:
+        problem = Problem(
+            "megalite", f"{found} has no {missing[0]}/", "pip install --force-reinstall megalite"
+        )
+        raise ConfigError([problem], "the installation")
+    return found
