@@ -102,7 +102,11 @@ def test_a_device_that_cannot_be_reached_is_an_error(monkeypatch: pytest.MonkeyP
 
 
 def test_an_interrupted_test_keeps_nothing_and_leaves_no_process(tmp_path: Path) -> None:
-    code = f"import sys; sys.path[:0] = [{str(ROOT)!r}]; from megalite.cli import main; sys.exit(main(sys.argv[1:]))"
+    # A shell's background jobs, such as a batch script's, inherit an ignored SIGINT.
+    code = (
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        f"sys.path[:0] = [{str(ROOT)!r}]; from megalite.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
     words = ["selftest", "--entries", str(FAULTY), "--operators", "norm", "adamw", "--device", "cpu", *FLAGS]
     marked = tmp_path / "the hanging operator runs"
     started = subprocess.Popen(
