@@ -13,8 +13,7 @@ from megalite.config.flags import COMMAND_LINE, apply_overrides, as_flags
 from megalite.config.huggingface import apply_hf_config
 from megalite.config.presets import apply_preset, require_shape
 from megalite.config.rules.batch import plan_batch
-from megalite.config.rules.computation import notes_of
-from megalite.config.rules.every import problems_of
+from megalite.config.rules.every import notes_of, problems_of
 from megalite.config.rules.pipeline import chunks_per_stage
 from megalite.config.schema import RunConfig
 from megalite.config.toml import read_toml

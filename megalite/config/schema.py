@@ -217,11 +217,12 @@ class OptimizerConfig(Section):
         ge=0,
         description="clamp each gradient element to [-clip_value, clip_value] before the norm; 0: no clamping",
     )
-    schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
+    schedule: Literal["cosine", "linear", "constant", "wsd", "deepspeed"] = Field(
         "cosine",
-        description='learning-rate decay after the warm-up; "wsd" (warmup-stable-decay) decays only at the end',
+        description='learning-rate decay after the warm-up; "wsd" (warmup-stable-decay) decays only at the end, '
+        '"deepspeed" is the scheduler of [deepspeed]',
     )
-    warmup_steps: int = Field(0, ge=0, lt=2**31, description="steps of linear warm-up")
+    warmup_steps: int = Field(0, ge=0, lt=2**31, description="steps of warm-up, linear unless DeepSpeed's")
     minimum_ratio: float = Field(0.1, ge=0, le=1, description="final learning rate as a fraction of the peak")
     decay_steps: Count | None = Field(
         None, description="step at which the decay ends; default: the last step"
@@ -366,6 +367,7 @@ class RunConfig(Section):
         megalite accumulates micro batches and owns optimizer and learning rate, so a step is one micro batch there.
         """
         passed_on = dict(self.deepspeed.passed_on) if self.deepspeed is not None else {}
+        passed_on.pop("scheduler", None)
         for block in ("fp16", "bf16"):
             enabled = self.training.precision == block
             if block in passed_on or enabled:
@@ -381,6 +383,13 @@ class RunConfig(Section):
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
         }
+
+    @property
+    def deepspeed_scheduler(self) -> tuple[str, Mapping[str, Any]]:
+        """The type and the parameters of [deepspeed.scheduler]; for optimizer.schedule = "deepspeed"."""
+        assert self.deepspeed is not None, "not resolved"
+        table = self.deepspeed.passed_on["scheduler"]
+        return table["type"], table["params"]
 
     def in_precision(self, precision: str) -> "RunConfig":
         """A copy of the run with `training.precision` set, for example to what "auto" resolves to."""

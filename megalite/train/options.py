@@ -3,6 +3,8 @@
 from megalite.config.schema import RunConfig, TrainingConfig
 from megalite.model.options import Dropout, ModelOptions, Recompute
 from megalite.ops.choice import PLAIN_TORCH, Operators
+from megalite.train.deepspeed_schedule import DeepSpeedSchedule
+from megalite.train.learning_rate import LearningRate
 from megalite.train.loss_scale import LossScaleSettings
 from megalite.train.optimizer.settings import OptimizerSettings
 from megalite.train.precision import DTYPES
@@ -49,6 +51,26 @@ def optimizer_settings(config: RunConfig) -> OptimizerSettings:
         skip_nonfinite=training.nonfinite == "skip",
         loss_scale=_loss_scale_settings(training) if training.precision == "fp16" else None,
         native=config.native_optimizer,
+    )
+
+
+def schedule_of(config: RunConfig, total_steps: int) -> LearningRate | DeepSpeedSchedule:
+    """Return the learning-rate schedule, which decays until `total_steps` unless optimizer.decay_steps is set."""
+    optimizer = config.optimizer
+    end = optimizer.decay_steps or total_steps
+    if optimizer.schedule == "deepspeed":
+        kind, params = config.deepspeed_scheduler
+        return DeepSpeedSchedule(
+            kind, optimizer.learning_rate, optimizer.warmup_steps, end, optimizer.minimum_ratio, params
+        )
+    return LearningRate(
+        optimizer.learning_rate,
+        optimizer.schedule,
+        optimizer.warmup_steps,
+        end,
+        optimizer.minimum_ratio,
+        optimizer.decay_fraction,
+        optimizer.decay_shape,
     )
 
 

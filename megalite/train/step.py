@@ -26,10 +26,10 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.pipeline import StepBatch
 from megalite.topology.shape import ModelShape
 from megalite.train.assemble import Schedule, assemble
+from megalite.train.deepspeed_schedule import DeepSpeedSchedule
 from megalite.train.kernel_choice import known_kernels
-from megalite.train.learning_rate import LearningRate
 from megalite.train.optimizer.protocol import Update
-from megalite.train.options import model_options, optimizer_settings
+from megalite.train.options import model_options, optimizer_settings, schedule_of
 from megalite.train.state import StepReport, TrainerState
 
 
@@ -75,7 +75,7 @@ class TrainStep:
             workers=config.data.loader_workers,
             depth=config.data.prefetch,
         )
-        self.learning_rate = self._schedule()
+        self.learning_rate = schedule_of(config, self.total_steps)
 
     @property
     def mesh(self) -> ParallelMesh:
@@ -117,7 +117,7 @@ class TrainStep:
         self.optimizer.reduce_gradients()
         # Read after the gradient norm, for which the host waits anyway.
         loss_on_host = HostCopy(loss_on_device)
-        learning_rate = self.learning_rate(self.state.step)
+        learning_rate = self._current_learning_rate()
         self.before_update()
         try:
             update = self.optimizer.step(learning_rate)
@@ -189,19 +189,12 @@ class TrainStep:
                 " know; use the version that wrote it"
             )
         self.state = TrainerState(**loaded.trainer_state)
-        self.learning_rate = self._schedule()
+        self.learning_rate = schedule_of(self.config, self.total_steps)
 
-    def _schedule(self) -> LearningRate:
-        optimizer = self.config.optimizer
-        return LearningRate(
-            optimizer.learning_rate,
-            optimizer.schedule,
-            optimizer.warmup_steps,
-            optimizer.decay_steps or self.total_steps,
-            optimizer.minimum_ratio,
-            optimizer.decay_fraction,
-            optimizer.decay_shape,
-        )
+    def _current_learning_rate(self) -> float:
+        # DeepSpeed's schedulers do not advance at an update that is skipped.
+        skipped = self.state.skipped_steps if isinstance(self.learning_rate, DeepSpeedSchedule) else 0
+        return self.learning_rate(self.state.step - skipped)
 
 
 def _nothing(_: Replica) -> None:

@@ -30,6 +30,11 @@ class Block:
     def origin(self, path: str) -> str:
         return f"{path} in {self.file}" if self.file else f"deepspeed.{path}"
 
+    def fill(self, draft: Draft, path: str, section: str, key: str, default: Any) -> None:
+        """Set `section.key` to DeepSpeed's default for `path`, which the block leaves out, unless the key is set."""
+        if default is not None and not draft.has(section, key):
+            draft.set(section, key, default, f"DeepSpeed's default of {path}")
+
     def take(self, draft: Draft, path: str, section: str, key: str, value: Any) -> None:
         """Set `section.key` to `value`, found at `path`; add a problem if the key already has another value."""
         if value is None or value == AUTO:

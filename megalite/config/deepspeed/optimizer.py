@@ -1,98 +1,125 @@
-"""Read the optimizer and scheduler blocks of DeepSpeed's JSON into [optimizer]."""
+"""Read the optimizer block of DeepSpeed's JSON into [optimizer]."""
 
 from typing import Any
 
 from megalite.config.deepspeed.json_file import AUTO, Block
+from megalite.config.deepspeed.keys import VERSION
 from megalite.config.draft import Draft, did_you_mean
 from megalite.config.toml import shown
 
 # DeepSpeed takes "Adam" for AdamW unless adam_w_mode is false.
 _OPTIMIZERS = {"adamw": "adamw", "adam": "adamw", "sgd": "sgd"}
-_OPTIMIZER_PARAMS = {
+OTHER_OPTIMIZERS = (
+    *("Lamb", "Lion", "Adagrad", "Muon", "MuAdam", "MuAdamW", "MuSGD"),
+    *("ASGD", "Adadelta", "Adafactor", "Adamax", "LBFGS", "NAdam", "RAdam", "RMSprop", "Rprop", "SparseAdam"),
+)
+"""Optimizers that DeepSpeed has, or finds in torch.optim, and megalite does not."""
+_REMOVED_OPTIMIZERS = ("OneBitAdam", "ZeroOneAdam", "OneBitLamb")
+_READ = {
     "lr": "learning_rate",
     "betas": "betas",
     "eps": "eps",
     "weight_decay": "weight_decay",
     "momentum": "momentum",
 }
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "adamw": {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0},
+    "sgd": {"lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0},
+}
+"""Defaults of the optimizers that DeepSpeed builds."""
+TORCH_ADAMW_DECAY = 0.01
+"""The default of torch's AdamW, which `torch_adam` asks for."""
 # Options of the update: key -> the only supported value.
-_FIXED_PARAMS = {"amsgrad": False, "bias_correction": True, "dampening": 0, "nesterov": False}
-_SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+_FIXED: dict[str, dict[str, Any]] = {
+    "adamw": {
+        "amsgrad": False,
+        "bias_correction": True,
+        "fp32_optimizer_states": True,
+        "maximize": False,
+    },
+    "sgd": {"dampening": 0, "nesterov": False, "maximize": False},
+}
+# Options of how an implementation computes: megalite has its own.
+_IMPLEMENTATION = ("capturable", "differentiable", "foreach", "fused")
+_FREE = {
+    "adamw": ("adam_w_mode", "set_grad_none", "torch_adam", *_IMPLEMENTATION),
+    "sgd": ("differentiable", "foreach", "fused"),
+}
 
 
-def read_optimizer(draft: Draft, block: Block, table: Any) -> None:
-    """Read AdamW, Adam or SGD with its parameters; add a problem for another optimizer or an unsupported option."""
+def parameters_of(name: str) -> tuple[str, ...]:
+    """Return the parameters that DeepSpeed takes for an optimizer, "adamw" or "sgd"."""
+    return (*DEFAULTS[name], *_FIXED[name], *_FREE[name])
+
+
+def read_optimizer(draft: Draft, block: Block, table: Any, peak: str | None) -> None:
+    """Read AdamW, Adam or SGD; add a problem for another optimizer or an unsupported option.
+
+    A parameter that the block leaves out has DeepSpeed's default, unless RUN.toml sets it.
+    peak: the scheduler's parameter that replaces the learning rate; None where the scheduler keeps it.
+    """
     if not isinstance(table, dict):
         return
     kind = table.get("type", AUTO)
     name = _OPTIMIZERS.get(str(kind).lower())
     if kind != AUTO and name is None:
-        remedy = did_you_mean(str(kind), ("AdamW", "Adam", "SGD")) or "use AdamW or SGD"
-        draft.problem(block.key("optimizer.type"), f"{shown(kind)} is not supported by megalite", remedy)
+        draft.problem(block.key("optimizer.type"), *_unsupported(kind))
+        return
     block.take(draft, "optimizer.type", "optimizer", "name", name)
-    params = table.get("params")
+    params = table.get("params", {})
     if not isinstance(params, dict):
         return
-    for theirs, ours in _OPTIMIZER_PARAMS.items():
-        block.take(draft, f"optimizer.params.{theirs}", "optimizer", ours, params.get(theirs))
-    for theirs, only in _FIXED_PARAMS.items():
-        if params.get(theirs, AUTO) not in (AUTO, only):
-            draft.problem(
-                block.key(f"optimizer.params.{theirs}"),
-                f"{shown(params[theirs])} is not supported",
-                f"use {shown(only)}",
+    _check(draft, block, kind, name or "adamw", params)
+    given = {key: value for key, value in params.items() if key in _READ}
+    if peak is not None:
+        _drop_rate(draft, block, given, peak)
+    for theirs, value in given.items():
+        block.take(draft, f"optimizer.params.{theirs}", "optimizer", _READ[theirs], value)
+    if name is not None:
+        for theirs, default in DEFAULTS[name].items():
+            left_out = theirs not in params and (theirs, peak is None) != ("lr", False)
+            value = (
+                TORCH_ADAMW_DECAY if theirs == "weight_decay" and _is_torch_adamw(kind, params) else default
             )
-    if "max_grad_norm" in params:
-        key = block.key("optimizer.params.max_grad_norm")
-        draft.problem(key, "is refused by DeepSpeed", "use gradient_clipping at the top level")
+            if left_out:
+                block.fill(draft, f"optimizer.params.{theirs}", "optimizer", _READ[theirs], value)
+
+
+def _unsupported(kind: Any) -> tuple[str, str]:
+    named = {each.lower(): each for each in (*OTHER_OPTIMIZERS, *_REMOVED_OPTIMIZERS)}.get(str(kind).lower())
+    if named in _REMOVED_OPTIMIZERS:
+        return f"{shown(kind)} was removed from DeepSpeed {VERSION}", "use AdamW or SGD"
+    if named is not None:
+        return f"megalite does not support {shown(kind)}", "use AdamW or SGD"
+    remedy = did_you_mean(str(kind), ("AdamW", "Adam", "SGD")) or "use AdamW or SGD"
+    return f"DeepSpeed {VERSION} has no optimizer {shown(kind)}", remedy
+
+
+def _check(draft: Draft, block: Block, kind: Any, name: str, params: dict[str, Any]) -> None:
+    called = kind if kind != AUTO else "AdamW"
+    for key, value in params.items():
+        path = block.key(f"optimizer.params.{key}")
+        if key == "max_grad_norm":
+            draft.problem(path, "is refused by DeepSpeed", "use gradient_clipping at the top level")
+        elif key not in parameters_of(name):
+            remedy = did_you_mean(key, parameters_of(name)) or f"it has {', '.join(DEFAULTS[name])}"
+            draft.problem(path, f"{called} has no such parameter in DeepSpeed {VERSION}", remedy)
+        elif key in _FIXED[name] and value not in (AUTO, _FIXED[name][key]):
+            only = shown(_FIXED[name][key])
+            draft.problem(path, f"megalite does not support {shown(value)}", f"use {only}")
     coupled = params.get("adam_w_mode") is False and str(kind).lower() == "adam"
-    if coupled and params.get("weight_decay") != 0:
-        key = block.key("optimizer.params.adam_w_mode")
-        draft.problem(
-            key, "Adam with weight decay in the gradient is not supported", "use AdamW, or weight_decay 0"
-        )
+    if coupled and params.get("weight_decay", 0) != 0:
+        message = "megalite does not support false, Adam with weight decay in the gradient"
+        draft.problem(block.key("optimizer.params.adam_w_mode"), message, "use AdamW, or weight_decay 0")
 
 
-def read_scheduler(draft: Draft, block: Block, table: Any) -> None:
-    """WarmupLR, WarmupDecayLR and WarmupCosineLR with their parameters, the warm-up linear and from zero."""
-    if not isinstance(table, dict):
-        return
-    kind = table.get("type", AUTO)
-    schedule = _SCHEDULES.get(kind) if isinstance(kind, str) else None
-    if kind != AUTO and schedule is None:
-        remedy = did_you_mean(str(kind), _SCHEDULES) or f"use one of {', '.join(_SCHEDULES)}"
-        draft.problem(block.key("scheduler.type"), f"{shown(kind)} is not supported by megalite", remedy)
-        return
-    block.take(draft, "scheduler.type", "optimizer", "schedule", schedule)
-    params = table.get("params")
-    params = params if isinstance(params, dict) else {}
-    read = {
-        "warmup_num_steps": "warmup_steps",
-        "warmup_max_lr": "learning_rate",
-        "total_num_steps": "decay_steps",
-    }
-    if schedule == "cosine":
-        read["cos_min_ratio"] = "minimum_ratio"
-    if schedule == "constant":
-        del read["total_num_steps"]
-    for theirs, ours in read.items():
-        block.take(draft, f"scheduler.params.{theirs}", "optimizer", ours, params.get(theirs))
-    if schedule == "linear":
-        block.take(draft, "scheduler.type", "optimizer", "minimum_ratio", 0.0)
-    for theirs in ("warmup_min_lr", "warmup_min_ratio"):
-        if params.get(theirs, AUTO) not in (AUTO, 0):
-            draft.problem(
-                block.key(f"scheduler.params.{theirs}"), f"{shown(params[theirs])} is not supported", "use 0"
-            )
-    warmup_type = params.get("warmup_type")
-    if warmup_type not in (None, AUTO, "linear"):
-        draft.problem(
-            block.key("scheduler.params.warmup_type"),
-            f"{shown(warmup_type)} is not supported",
-            'use "linear"',
-        )
-    elif warmup_type is None and schedule is not None:
-        key = block.key("scheduler.params.warmup_type")
-        draft.notes.append(
-            f"{key} is not set: megalite's warm-up is linear, DeepSpeed's default is logarithmic"
-        )
+def _is_torch_adamw(kind: Any, params: dict[str, Any]) -> bool:
+    decoupled = str(kind).lower() == "adamw" or params.get("adam_w_mode") is not False
+    return params.get("torch_adam") is True and decoupled
+
+
+def _drop_rate(draft: Draft, block: Block, given: dict[str, Any], peak: str) -> None:
+    rate = given.pop("lr", AUTO)
+    if rate != AUTO and rate != draft.section("optimizer").get("learning_rate", rate):
+        key = block.key("optimizer.params.lr")
+        draft.notes.append(f"{key} has no effect: scheduler.params.{peak} replaces it, as in DeepSpeed")

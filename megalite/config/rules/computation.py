@@ -8,11 +8,6 @@ from megalite.errors import Problem
 from megalite.topology.schedules import SCHEDULES
 
 
-def notes_of(facts: Facts) -> list[str]:
-    """Return messages about costs and settings without effect, for a run without problems."""
-    return [note for notes in NOTES for note in notes(facts)]
-
-
 def recomputed_layers_are_chosen_once(facts: Facts) -> Iterator[Problem]:
     layers, ratio = facts.training.recompute_layers, facts.training.recompute_ratio
     if layers is not None and ratio is not None:
@@ -180,7 +175,7 @@ def chunks_of_the_loss_are_smaller_than_a_micro_batch(facts: Facts) -> Iterator[
         yield f"model.chunked_loss = {chunk} saves no memory: a micro batch has only {tokens} tokens"
 
 
-NOTES = (
+COMPUTATION_NOTES = (
     chunks_of_the_loss_are_smaller_than_a_micro_batch,
     attention_dropout_costs,
     soft_caps_cost,

@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterator
 
 from megalite.config.facts import Facts, Unknown
 from megalite.config.rules.batch import BATCH_RULES
-from megalite.config.rules.computation import COMPUTATION_RULES
+from megalite.config.rules.computation import COMPUTATION_NOTES, COMPUTATION_RULES
 from megalite.config.rules.data import DATA_RULES
 from megalite.config.rules.layout import LAYOUT_RULES
 from megalite.config.rules.model import MODEL_RULES
-from megalite.config.rules.optimizer import OPTIMIZER_RULES
+from megalite.config.rules.optimizer import OPTIMIZER_NOTES, OPTIMIZER_RULES
 from megalite.config.rules.pipeline import PIPELINE_RULES
 from megalite.config.rules.training import TRAINING_RULES
 from megalite.config.rules.validation import VALIDATION_RULES
@@ -26,6 +26,11 @@ def problems_of(facts: Facts) -> list[Problem]:
         except Unknown:
             continue
     return found
+
+
+def notes_of(facts: Facts) -> list[str]:
+    """Return messages about costs and settings without effect, for a run without problems."""
+    return [note for notes in (*COMPUTATION_NOTES, *OPTIMIZER_NOTES) for note in notes(facts)]
 
 
 RULES: tuple[Rule, ...] = (

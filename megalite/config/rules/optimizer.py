@@ -94,7 +94,7 @@ def ema_works_without_zero_3(facts: Facts) -> Iterator[Problem]:
 def the_stable_rate_follows_the_warmup(facts: Facts) -> Iterator[Problem]:
     optimizer = facts.optimizer
     end = optimizer.decay_steps or facts.training.steps
-    if optimizer.schedule != "wsd" or end is None:
+    if optimizer.schedule != "wsd" or end is None or optimizer.warmup_steps >= end:
         return
     start = round(end * (1 - optimizer.decay_fraction))
     if optimizer.warmup_steps > start:
@@ -113,16 +113,15 @@ def the_loss_scale_starts_above_its_minimum(facts: Facts) -> Iterator[Problem]:
         yield Problem("training.minimum_loss_scale", message, f"use at most {2**power}")
 
 
-def warmup_ends_before_the_run(facts: Facts) -> Iterator[Problem]:
-    warmup, steps = facts.optimizer.warmup_steps, facts.training.steps
-    if steps is not None and warmup and warmup >= steps:
-        message = f"{warmup} is not less than training.steps = {steps}"
-        yield Problem("optimizer.warmup_steps", message, f"use {steps - 1} or fewer")
+def deepspeeds_schedule_is_there(facts: Facts) -> Iterator[Problem]:
+    if facts.optimizer.schedule == "deepspeed" and "scheduler" not in facts.deepspeed:
+        message = '"deepspeed" needs a scheduler in DeepSpeed\'s JSON or in [deepspeed.scheduler]'
+        yield Problem("optimizer.schedule", message, 'add one, or use "cosine"')
 
 
 def decay_follows_the_warmup(facts: Facts) -> Iterator[Problem]:
     warmup, end = facts.optimizer.warmup_steps, facts.optimizer.decay_steps
-    if end is not None and end <= warmup:
+    if end is not None and end <= warmup and facts.optimizer.schedule != "deepspeed":
         message = f"{end} is not more than optimizer.warmup_steps = {warmup}"
         yield Problem("optimizer.decay_steps", message, f"use {warmup + 1} or more")
 
@@ -145,7 +144,16 @@ OPTIMIZER_RULES = (
     ema_works_without_zero_3,
     the_stable_rate_follows_the_warmup,
     the_loss_scale_starts_above_its_minimum,
-    warmup_ends_before_the_run,
+    deepspeeds_schedule_is_there,
     decay_follows_the_warmup,
     momentum_is_for_sgd,
 )
+
+
+def the_run_ends_in_the_warmup(facts: Facts) -> Iterator[str]:
+    warmup, steps = facts.optimizer.warmup_steps, facts.training.steps
+    if steps is not None and warmup >= steps:
+        yield f"the run ends in the warm-up: optimizer.warmup_steps = {warmup}, training.steps = {steps}"
+
+
+OPTIMIZER_NOTES = (the_run_ends_in_the_warmup,)

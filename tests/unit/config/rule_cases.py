@@ -191,8 +191,8 @@ FAMILY_CASES = [
     ),
     Case(
         "offload_has_its_stage",
-        {"deepspeed.zero_optimization.stage": 2, "deepspeed.zero_optimization.offload_param.device": "cpu"},
-        'deepspeed.zero_optimization.offload_param: device "cpu" has no effect: ZeRO stage 2 does not partition the '
+        {"deepspeed.zero_optimization.offload_param.device": "cpu"},
+        'deepspeed.zero_optimization.offload_param: device "cpu" has no effect: ZeRO stage 0 does not partition the '
         'weights; use stage 3, or device "none"',
         {"deepspeed.zero_optimization.stage": 3, "deepspeed.zero_optimization.offload_param.device": "cpu"},
     ),

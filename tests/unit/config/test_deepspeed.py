@@ -59,10 +59,10 @@ def test_the_json_of_a_common_trainer_guide(tmp_path: Path) -> None:
     assert (config.batch.micro_batch_size, config.batch.micro_batches) == (4, 4)
     assert (config.batch.global_batch_size, config.batch.data) == (64, 4)
     assert (config.zero_stage, config.training.precision) == (2, "fp16")
-    assert (config.optimizer.name, config.optimizer.schedule) == ("adamw", "constant")
+    assert (config.optimizer.name, config.optimizer.schedule) == ("adamw", "deepspeed")
     assert (config.optimizer.learning_rate, config.optimizer.betas) == (3e-5, (0.8, 0.999))
     assert (config.optimizer.warmup_steps, config.optimizer.gradient_clipping) == (5, 0.5)
-    assert loaded.origin("optimizer.learning_rate") == "optimizer.params.lr in ds.json"
+    assert loaded.origin("optimizer.learning_rate") == "scheduler.params.warmup_max_lr in ds.json"
 
     [found] = problems(tmp_path, NO_BATCH, ds_json=GUIDE, world_size=2)
     assert str(found) == (
@@ -75,13 +75,12 @@ def test_the_json_of_a_common_trainer_guide(tmp_path: Path) -> None:
 
 def test_deepspeed_is_handed_one_micro_batch_a_step_and_no_optimizer(tmp_path: Path) -> None:
     config = load(tmp_path, NO_BATCH, ds_json=GUIDE, world_size=4).config
-    zero = {key: value for key, value in GUIDE["zero_optimization"].items() if key != "offload_optimizer"}
+    kept = GUIDE["zero_optimization"].items()
+    zero = {key: value for key, value in kept if key != "offload_optimizer" and value != "auto"}
     assert config.deepspeed_json() == {
         "train_micro_batch_size_per_gpu": 16,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": 0.5,
-        "steps_per_print": 2000,
-        "wall_clock_breakdown": False,
         "fp16": {**GUIDE["fp16"], "initial_scale_power": 16},
         "zero_optimization": {**zero, "offload_optimizer": {"device": "cpu"}},
         "zero_allow_untested_optimizer": True,
@@ -135,14 +134,22 @@ def test_auto_and_null_say_nothing(tmp_path: Path) -> None:
         "gradient_clipping": "auto",
         "fp16": {"enabled": "auto"},
         "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "weight_decay": "auto"}},
-        "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto", "warmup_type": "auto"}},
+        "scheduler": {
+            "type": "WarmupDecayLR",
+            "params": {"total_num_steps": "auto", "warmup_max_lr": "auto", "warmup_type": "auto"},
+        },
+        "zero_optimization": {
+            "stage": "auto",
+            "reduce_bucket_size": "auto",
+            "offload_param": {"device": "auto"},
+        },
         "communication_data_type": "auto",
-        **ZERO_1,
     }
     changes = {"optimizer.learning_rate": 0.5, "training.precision": "bf16"}
     loaded = load(tmp_path, changes, ds_json=auto)
     optimizer = loaded.config.optimizer
-    assert (optimizer.learning_rate, optimizer.schedule, optimizer.minimum_ratio) == (0.5, "linear", 0.0)
+    assert (optimizer.learning_rate, optimizer.schedule, optimizer.decay_steps) == (0.5, "deepspeed", None)
+    assert 'ds.json: zero_optimization.stage "auto" is 2 here; write 1, 2 or 3 to choose' in loaded.notes
     assert loaded.config.deepspeed_json() == {
         "bf16": {"enabled": True},
         "train_micro_batch_size_per_gpu": 8,
@@ -150,7 +157,7 @@ def test_auto_and_null_say_nothing(tmp_path: Path) -> None:
         "gradient_clipping": 1.0,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        **ZERO_1,
+        "zero_optimization": {"stage": 2},
     }
 
 
@@ -164,8 +171,9 @@ def test_tables_of_the_run_file_are_the_json_too_and_flags_change_it(tmp_path: P
     by_flag = load(
         tmp_path, NO_BATCH, ds_json=GUIDE, world_size=4, flags=["--deepspeed.zero_optimization.stage", "1"]
     )
+    zero = {key: value for key, value in GUIDE["zero_optimization"].items() if value != "auto"}
     assert by_flag.config.deepspeed_json()["zero_optimization"] | {"stage": 2} == {
-        **GUIDE["zero_optimization"],
+        **zero,
         "offload_optimizer": {"device": "cpu"},
     }
     only_flags = load(tmp_path, flags=["--deepspeed.zero_optimization.stage=3"])
@@ -181,13 +189,16 @@ def test_without_zero_deepspeed_is_not_used(tmp_path: Path) -> None:
 WRONG = [
     (
         {"zero_optimisation": {}},
-        "ds.json: zero_optimisation: unknown to DeepSpeed 0.19.8; did you mean zero_opt",
+        "ds.json: zero_optimisation: DeepSpeed 0.19.8 has no such key; did you mean zero_opt",
     ),
-    ({"zero_optimization": {"stagee": 1}}, "ds.json: zero_optimization.stagee: unknown"),
-    ({"stage": 1}, "ds.json: stage: unknown to DeepSpeed 0.19.8; did you mean zero_optimization.stage?"),
+    (
+        {"zero_optimization": {"stagee": 1}},
+        "stagee: DeepSpeed 0.19.8 has no such key; did you mean zero_optimization.stage?",
+    ),
+    ({"stage": 1}, "ds.json: stage: DeepSpeed 0.19.8 has no such key; did you mean zero_optimization.stage?"),
     (
         {"fp16": {"enable": True}},
-        "ds.json: fp16.enable: unknown to DeepSpeed 0.19.8; did you mean fp16.enabled?",
+        "ds.json: fp16.enable: DeepSpeed 0.19.8 has no such key; did you mean fp16.enabled?",
     ),
     (
         {"zero_optimization": {"stage": 1, "offload_optimizer": {"devise": "cpu"}}},
@@ -199,16 +210,15 @@ WRONG = [
     ),
     (
         {"optimizer": {"type": "AdamW", "params": {"learning_rate": 1}}},
-        "optimizer.params.learning_rate: unknown",
+        "optimizer.params.learning_rate: AdamW has no such parameter in DeepSpeed 0.19.8",
     ),
     (
         {"scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 1}}},
-        "did you mean scheduler.params.warmup_num",
+        "WarmupLR has no such parameter in DeepSpeed 0.19.8; did you mean warmup_num_steps?",
     ),
     ({"fp16": True}, "ds.json: fp16: true should be an object; it has auto_cast"),
-    ({"amp": {"enabled": True}}, "ds.json: amp: was removed from DeepSpeed 0.19.8; use fp16, bf16"),
+    ({"amp": {"enabled": True}}, "ds.json: amp: was removed from DeepSpeed 0.19.8; use fp16 or bf16"),
     ({"zero_optimization": {"mics_shard_size": 2}}, "zero_optimization.mics_shard_size: was removed"),
-    ({"zero_optimization": True}, 'true and false are no longer accepted; write {"stage": 1}'),
     ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage: 4 is not a ZeRO stage; use 0, 1, 2 or 3"),
     ({"zero_optimization": {"stage": "1"}}, 'zero_optimization.stage: "1" is not a ZeRO stage'),
     ({"zero_optimization": {"stage": True}}, "zero_optimization.stage: true is not a ZeRO stage"),
@@ -226,13 +236,16 @@ WRONG = [
     ),
     (
         {"optimizer": {"type": "Lamb"}},
-        'ds.json: optimizer.type: "Lamb" is not supported by megalite; use AdamW or SGD',
+        'ds.json: optimizer.type: megalite does not support "Lamb"; use AdamW or SGD',
     ),
     ({"optimizer": {"type": "AdamWW"}}, "did you mean AdamW?"),
-    ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, "use AdamW, or weight_decay 0"),
+    (
+        {"optimizer": {"type": "Adam", "params": {"adam_w_mode": False, "weight_decay": 1}}},
+        "use AdamW, or weight_decay 0",
+    ),
     (
         {"optimizer": {"params": {"amsgrad": True}}},
-        "optimizer.params.amsgrad: true is not supported; use false",
+        "optimizer.params.amsgrad: megalite does not support true; use false",
     ),
     (
         {"optimizer": {"params": {"max_grad_norm": 1}}},
@@ -242,15 +255,23 @@ WRONG = [
         {"optimizer": {"params": {"lr": 0}}},
         "optimizer.learning_rate: 0 (optimizer.params.lr in ds.json) should be",
     ),
-    ({"scheduler": {"type": "OneCycle"}}, '"OneCycle" is not supported by megalite; use one of WarmupLR'),
+    (
+        {"scheduler": {"type": "CosineAnnealingLR"}},
+        'megalite does not support "CosineAnnealingLR"; use one of Warm',
+    ),
     ({"scheduler": {"type": "WarmupCosinLR"}}, "did you mean WarmupCosineLR?"),
     (
-        {"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-6}}},
-        "warmup_min_lr: 1e-06 is not supported; use 0",
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "square"}}},
+        'warmup_type: "square" should be one of log, linear',
     ),
     (
-        {"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "log"}}},
-        '"log" is not supported; use "linear"',
+        {"scheduler": {"type": "WarmupDecayLR"}},
+        'total_num_steps: is required by WarmupDecayLR; write "auto" for the last step of the run',
+    ),
+    (
+        {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0, "cycle_max_lr": 1}}},
+        "cycle_momentum: megalite does not support true, DeepSpeed's default, which changes betas at every update; "
+        'write "cycle_momentum": false',
     ),
     ({"fp16": {"enabled": "yes"}}, 'ds.json: fp16.enabled: "yes" should be true or false'),
     (
@@ -261,7 +282,6 @@ WRONG = [
         {"tensor_parallel": {"autotp_size": 2}},
         "tensor_parallel.autotp_size: is not supported by megalite; set parallel.tensor",
     ),
-    ({"zero_optimization": {"stage": 1, "cpu_offload": True}}, "the name is now offload_optimizer"),
     ({"gradient_allreduce_op": "sum"}, 'gradient_allreduce_op: is not supported by megalite; use "mean"'),
     (
         {"zero_optimization": {"stage": 1, "compute_grad_norm": False}},
@@ -351,31 +371,86 @@ def test_equal_values_in_both_places_are_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("block", "expected"),
+    ("block", "ours", "rest"),
     [
         (
-            {
-                "type": "WarmupDecayLR",
-                "params": {"total_num_steps": 8, "warmup_num_steps": 2, "warmup_type": "linear"},
-            },
-            {"schedule": "linear", "decay_steps": 8, "warmup_steps": 2, "minimum_ratio": 0.0},
+            {"type": "WarmupDecayLR", "params": {"total_num_steps": 8, "warmup_num_steps": 2}},
+            {"decay_steps": 8, "warmup_steps": 2, "learning_rate": 0.001},
+            {"warmup_min_lr": 0.0, "warmup_type": "log"},
         ),
         (
-            {
-                "type": "WarmupCosineLR",
-                "params": {"total_num_steps": 9, "cos_min_ratio": 0.01, "warmup_min_ratio": 0},
-            },
-            {"schedule": "cosine", "decay_steps": 9, "minimum_ratio": 0.01},
+            {"type": "WarmupCosineLR", "params": {"total_num_steps": 9, "warmup_type": "linear"}},
+            {"decay_steps": 9, "warmup_steps": 1000, "minimum_ratio": 0.0001, "learning_rate": 3e-4},
+            {"warmup_min_ratio": 0.0, "warmup_type": "linear"},
         ),
         (
-            {"type": "WarmupLR", "params": {"warmup_max_lr": 0.5}},
-            {"schedule": "constant", "learning_rate": 0.5},
+            {"type": "WarmupCosineLR", "params": {"total_num_steps": "auto", "cos_min_ratio": 0.01}},
+            {"decay_steps": None, "minimum_ratio": 0.01},
+            {"warmup_min_ratio": 0.0, "warmup_type": "log"},
+        ),
+        (
+            {"type": "WarmupLR", "params": {"warmup_max_lr": 0.5, "warmup_num_steps": "auto"}},
+            {"learning_rate": 0.5, "warmup_steps": 0},
+            {"warmup_min_lr": 0.0, "warmup_type": "log"},
+        ),
+        (
+            {"type": "LRRangeTest", "params": {"lr_range_test_step_size": 5}},
+            {"learning_rate": 0.001},
+            {
+                "lr_range_test_step_size": 5,
+                "lr_range_test_step_rate": 1.0,
+                "lr_range_test_staircase": False,
+            },
         ),
     ],
 )
-def test_schedulers_are_read(tmp_path: Path, block: dict[str, Any], expected: dict[str, Any]) -> None:
-    optimizer = load(tmp_path, ds_json={"scheduler": block}).config.optimizer
-    assert {key: getattr(optimizer, key) for key in expected} == expected
+def test_a_scheduler_has_deepspeeds_defaults_for_what_it_leaves_out(
+    tmp_path: Path, block: dict[str, Any], ours: dict[str, Any], rest: dict[str, Any]
+) -> None:
+    config = load(tmp_path, ds_json={"scheduler": block}).config
+    assert config.optimizer.schedule == "deepspeed"
+    assert {key: getattr(config.optimizer, key) for key in ours} == ours
+    kind, params = config.deepspeed_scheduler
+    assert kind == block["type"]
+    assert {key: value for key, value in params.items() if value != "auto"} == rest
+    assert "scheduler" not in config.deepspeed_json()
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "expected"),
+    [
+        ({"type": "AdamW"}, (1e-3, (0.9, 0.999), 1e-8, 0.0)),
+        ({"type": "Adam", "params": {"lr": 0.5, "adam_w_mode": False}}, (0.5, (0.9, 0.999), 1e-8, 0.0)),
+        ({"type": "AdamW", "params": {"torch_adam": True, "eps": 0.25}}, (1e-3, (0.9, 0.999), 0.25, 0.01)),
+        ({"type": "AdamW", "params": {"betas": "auto", "lr": "auto"}}, (3e-4, (0.9, 0.95), 1e-8, 0.0)),
+    ],
+)
+def test_an_optimizer_has_deepspeeds_defaults_for_what_it_leaves_out(
+    tmp_path: Path, optimizer: dict[str, Any], expected: tuple[Any, ...]
+) -> None:
+    found = load(tmp_path, ds_json={"optimizer": optimizer}).config.optimizer
+    assert (found.learning_rate, found.betas, found.eps, found.weight_decay) == expected
+
+
+def test_the_run_file_comes_before_a_default_of_deepspeed(tmp_path: Path) -> None:
+    changes = {"optimizer.weight_decay": 0.25, "optimizer.warmup_steps": 3}
+    ds_json = {"optimizer": {"type": "Adam"}, "scheduler": {"type": "WarmupLR"}}
+    loaded = load(tmp_path, changes, ds_json=ds_json)
+    assert (loaded.config.optimizer.weight_decay, loaded.config.optimizer.warmup_steps) == (0.25, 3)
+    assert loaded.origin("optimizer.betas") == "DeepSpeed's default of optimizer.params.betas"
+    assert loaded.origin("optimizer.weight_decay") == "run.toml"
+
+
+def test_a_scheduler_replaces_the_rate_of_the_optimizer(tmp_path: Path) -> None:
+    """As in DeepSpeed; a scheduler without its own rate keeps it."""
+    optimizer = {"type": "AdamW", "params": {"lr": 0.5}}
+    decay = {"type": "WarmupDecayLR", "params": {"total_num_steps": 9}}
+    loaded = load(tmp_path, ds_json={"optimizer": optimizer, "scheduler": decay})
+    assert loaded.config.optimizer.learning_rate == 0.001
+    said = "ds.json: optimizer.params.lr has no effect: scheduler.params.warmup_max_lr replaces it, as in DeepSpeed"
+    assert said in loaded.notes
+    loaded = load(tmp_path, ds_json={"optimizer": optimizer, "scheduler": {"type": "WarmupLR"}})
+    assert loaded.config.optimizer.learning_rate == 0.5
 
 
 def test_sgd_is_read(tmp_path: Path) -> None:
@@ -386,10 +461,16 @@ def test_sgd_is_read(tmp_path: Path) -> None:
 
 
 def test_what_has_no_effect_is_noted(tmp_path: Path) -> None:
-    ds_json = {"activation_checkpointing": {"cpu_checkpointing": True}, "scheduler": {"type": "WarmupLR"}}
-    notes = load(tmp_path, ds_json=ds_json).notes
-    assert any("activation_checkpointing has no effect" in note for note in notes)
-    assert any("megalite's warm-up is linear" in note for note in notes)
+    ds_json = {
+        "activation_checkpointing": {"cpu_checkpointing": True},
+        "dump_state": True,
+        "steps_per_print": 10,
+        "wall_clock_breakdown": False,
+    }
+    assert load(tmp_path, ds_json=ds_json).notes == (
+        "ds.json: activation_checkpointing has no effect: use training.recompute",
+        "ds.json: dump_state, steps_per_print have no effect: megalite reports every step itself (monitor.every)",
+    )
 
 
 @pytest.mark.parametrize(

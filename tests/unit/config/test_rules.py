@@ -343,10 +343,11 @@ CASES = [
         {"training.sequence_length": 4096, "model.rope_type": "dynamic", "model.rope_factor": 2.0},
     ),
     Case(
-        "warmup_ends_before_the_run",
-        {"optimizer.warmup_steps": 10},
-        "optimizer.warmup_steps: 10 is not less than training.steps = 10; use 9 or fewer",
-        {"optimizer.warmup_steps": 9},
+        "deepspeeds_schedule_is_there",
+        {"optimizer.schedule": "deepspeed"},
+        'optimizer.schedule: "deepspeed" needs a scheduler in DeepSpeed\'s JSON or in [deepspeed.scheduler]; '
+        'add one, or use "cosine"',
+        {"optimizer.schedule": "deepspeed", "deepspeed.scheduler.type": "WarmupLR"},
     ),
     Case(
         "decay_follows_the_warmup",
@@ -558,9 +559,9 @@ def test_a_case_needs_its_rule(rule: Any, tmp_path: Path, monkeypatch: pytest.Mo
 def test_rules_that_need_a_wrong_value_are_silent_and_the_others_speak(tmp_path: Path) -> None:
     found = problems(
         tmp_path,
-        {"model.num_attention_heads": "eight", "parallel.tensor": 3, "optimizer.warmup_steps": 20},
+        {"model.num_attention_heads": "eight", "parallel.tensor": 3, "optimizer.momentum": 0.5},
     )
-    assert [problem.key for problem in found] == ["model.num_attention_heads", "optimizer.warmup_steps"]
+    assert [problem.key for problem in found] == ["model.num_attention_heads", "optimizer.momentum"]
 
 
 @pytest.mark.parametrize("number", [1, 2, 12, 36, 97, 2**31 - 1])
