@@ -3,24 +3,24 @@
 import os
 import sys
 from collections.abc import Sequence
-from difflib import get_close_matches
 from importlib import import_module
 
+from megalite.cli.arguments import meant
 from megalite.errors import MegaliteError
 from megalite.launcher.detect import without_local_rank
 from megalite.version import __version__
 
 # Command -> description. Each is a module here with `run(arguments) -> exit code`, imported only when it runs.
 COMMANDS = {
-    "train": "train a model, starting its own ranks or as one rank of a launcher",
+    "train": "train a model on this machine, or as one rank of a launcher",
     "generate": "continue a text with a trained model",
+    "config": "show a run's resolved settings, or the presets",
     "tokenizer": "train or convert a tokenizer",
     "data": "tokenize text into token files, and inspect them",
-    "convert": "export, import and inspect checkpoints: Hugging Face, DeepSpeed, Megatron-LM",
-    "selftest": "check each operator against float64 on this machine's device, and time it",
-    "doctor": "show what is installed and detected, and what a run would use",
+    "convert": "export, import and inspect checkpoints of this and other programs",
     "examples": "copy the examples and launch scripts into a folder",
-    "config": "show a run's resolved settings and where each value comes from",
+    "doctor": "show what is installed here and what a run would use",
+    "selftest": "check and time each operator on this machine's device",
 }
 
 _INTERRUPTED = 130
@@ -34,6 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     0: done. 1: the run failed. 2: wrong input. 75: stopped, to be resumed. 130: Ctrl-C. 141: stdout was closed.
     """
     name, *rest = without_local_rank(sys.argv[1:] if argv is None else argv) or ["--help"]
+    if name == "help" and rest:
+        name, rest = rest[0], _as_help(rest)
     if name in ("-h", "--help", "help"):
         print(overview())
         return 0
@@ -41,9 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"megalite {__version__}")
         return 0
     if name not in COMMANDS:
-        close = get_close_matches(name, COMMANDS, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"use one of {', '.join(COMMANDS)}"
-        print(f"error: megalite has no command {name}; {hint}", file=sys.stderr)
+        print(f"error: megalite has no command {name}; {meant(name, COMMANDS)}", file=sys.stderr)
         return _USER_ERROR
     try:
         code: int = import_module(f"megalite.cli.{name}").run(rest)
@@ -60,6 +60,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
+def _as_help(words: Sequence[str]) -> list[str]:
+    """Return the arguments that ask a command for help: `help data prepare` is `data prepare --help`."""
+    command, *topic = words
+    # The words behind `help train` are sections of the settings, those behind other commands their subcommands.
+    return ["--help", *topic] if command == "train" else [*topic, "--help"]
+
+
 def overview() -> str:
     """Return the help text of `megalite` itself."""
     width = max(map(len, COMMANDS)) + 2
@@ -72,6 +79,9 @@ def overview() -> str:
             "",
             *commands,
             "",
-            "megalite COMMAND --help shows a command's options; megalite --version the version.",
+            "  megalite train --data.source book.txt    a first model, in minutes",
+            "  megalite COMMAND --help                  the options of a command",
+            "  megalite help train SECTION              the settings of a section",
+            "  megalite --version                       the version",
         ]
     )

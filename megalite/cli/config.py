@@ -6,11 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megalite.cli.arguments import whole_number
+from megalite.cli.arguments import Parser, whole_number
 from megalite.config.flags import split_overrides
 from megalite.config.load import LoadedRun, load_run
 from megalite.config.presets import PRESETS
 from megalite.config.schema import STARTING_POINTS, ModelConfig
+from megalite.config.summary import parameters_line, rank_share_line
 from megalite.config.toml import format_key, format_value
 from megalite.topology.parameters import parameter_count
 
@@ -30,7 +31,7 @@ def run(arguments: Sequence[str]) -> int:
         for line in _preset_lines():
             print(line)
         return 0
-    loaded = load_run(options.run_file, overrides, options.world_size)
+    loaded = load_run(options.run_file, overrides, options.world_size, places=True)
     for line in _lines(loaded, str(options.run_file)):
         print(line)
     return 0
@@ -39,6 +40,9 @@ def run(arguments: Sequence[str]) -> int:
 def _lines(loaded: LoadedRun, run_file: str) -> Iterator[str]:
     config = loaded.config
     yield f"# {run_file}, resolved: {config.layout.world_size} rank(s)"
+    yield f"# parameters: {parameters_line(config)}"
+    if share := rank_share_line(config):
+        yield f"# per rank: {share}"
     for note in loaded.notes:
         yield f"# note: {note}"
     for name, section in config.model_dump().items():
@@ -71,8 +75,8 @@ def _table(name: str, table: Mapping[str, Any], loaded: LoadedRun) -> Iterator[s
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="megalite config", description=__doc__)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
+    parser = Parser(prog="megalite config", description=__doc__)
+    commands = parser.add_subparsers(dest="command")
     commands.add_parser("presets", help="list the values of model.preset with parameters and memory")
     show = commands.add_parser(
         "show",

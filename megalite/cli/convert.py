@@ -13,7 +13,7 @@ from megalite.checkpoint.folder import (
     require_whole,
 )
 from megalite.checkpoint.manifest import WEIGHT
-from megalite.cli.arguments import whole_number
+from megalite.cli.arguments import Parser, whole_number
 from megalite.cli.convert_import import add_import
 from megalite.cli.convert_inspect import inspect_checkpoint
 from megalite.errors import CheckpointError
@@ -149,8 +149,8 @@ def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="megalite convert", description=__doc__)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    parser = Parser(prog="megalite convert", description=__doc__)
+    commands = parser.add_subparsers()
     _add_export(commands)
     universal = commands.add_parser(
         "universal", help="write a DeepSpeed universal checkpoint with AdamW's state"

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megalite.cli.arguments import whole_number
+from megalite.cli.arguments import Parser, whole_number
 from megalite.cli.tokenizer import add_source_options
 from megalite.config.describe import setting
 
@@ -184,8 +184,8 @@ class _Shares(argparse.Action):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="megalite data", description=__doc__)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    parser = Parser(prog="megalite data", description=__doc__)
+    commands = parser.add_subparsers()
     prepare = commands.add_parser("prepare", help="tokenize text into X.bin and X.idx")
     add_source_options(prepare)
     prepare.add_argument(

@@ -1,11 +1,11 @@
 """megalite doctor: show what is installed and detected, what is missing and why that matters, what a run would use."""
 
-import argparse
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from megalite.cli.arguments import Parser
 from megalite.launcher.detect import rank_info
 from megalite.launcher.machine import Finding, apex, packages, programs, system
 from megalite.version import __version__
@@ -19,7 +19,7 @@ _CASE_WIDTH = 60
 
 def run(arguments: Sequence[str]) -> int:
     """Run `megalite doctor [--json]`; return 0 if a training job can run here, 1 if something it needs is missing."""
-    parser = argparse.ArgumentParser(prog="megalite doctor", description=__doc__)
+    parser = Parser(prog="megalite doctor", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(arguments)
     findings = {"packages": packages(), "programs": programs(), "optional": [apex()]}

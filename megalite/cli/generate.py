@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from megalite.checkpoint.coverage import check_coverage
 from megalite.checkpoint.folder import find_checkpoint, find_tokenizer, require_whole
 from megalite.checkpoint.manifest import Manifest
-from megalite.cli.arguments import whole_number
+from megalite.cli.arguments import Parser, whole_number
 from megalite.errors import CheckpointError, ConfigError, Problem
 from megalite.launcher.detect import RankInfo
 from megalite.launcher.environment import prepare_process
@@ -178,7 +178,7 @@ def _number(text: str) -> float:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="megalite generate", description=__doc__)
+    parser = Parser(prog="megalite generate", description=__doc__)
     add = parser.add_argument
     add(
         "checkpoint",

@@ -1,7 +1,8 @@
-"""megalite selftest: check each operator against float64 on this device, time it against torch, store the result.
+"""megalite selftest: check each operator against float64 here, and time it.
 
-Without RUN.toml the shapes are those of a small Llama. Each operator runs in its own process with a time limit, so a
-crash or hang affects only that operator. Runs and megalite doctor read the stored result.
+Without RUN.toml the shapes are those of a small Llama. Each operator runs in
+its own process with a time limit, so a crash or hang affects only that
+operator. Runs and megalite doctor read the stored result.
 """
 
 import argparse
@@ -11,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megalite.cli.arguments import Parser
 from megalite.config.flags import split_overrides
 from megalite.errors import ConfigError, Problem
 from megalite.launcher.environment import prepare_process
@@ -73,10 +75,9 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="megalite selftest",
-        usage="megalite selftest [-h] [RUN.toml] [--device DEVICE] [--operators NAME ...] [--timeout SECONDS] [--json]"
-        " [--section.key value ...]",
+        usage="megalite selftest [RUN.toml] [options] [--section.key value ...]",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from megalite.cli.arguments import Parser
 from megalite.config.describe import setting, type_names
 
 
@@ -110,8 +111,8 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="megalite tokenizer", description=__doc__)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    parser = Parser(prog="megalite tokenizer", description=__doc__)
+    commands = parser.add_subparsers()
     train = commands.add_parser("train", help="train a tokenizer on a text")
     add_source_options(train)
     train.add_argument("--vocab-size", type=int, required=True, help="exact number of ids")

@@ -1,42 +1,100 @@
 """megalite train: train a model, starting its own ranks or as one rank of a launcher."""
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from megalite.config.describe import describe_keys
-from megalite.config.flags import split_overrides
+from megalite.cli.arguments import Parser, meant
+from megalite.config.describe import describe_keys, section_models
+from megalite.config.flags import COMMAND_LINE, split_overrides
 from megalite.config.load import load_run
-from megalite.errors import ConfigError
-from megalite.launcher.detect import rank_info
+from megalite.config.starter import Starter
+from megalite.errors import ConfigError, Problem
+from megalite.launcher.detect import RankInfo, rank_info
 from megalite.train.run import Trainer
+
+_EVERYTHING = "all"
+_HELP = """\
+usage: megalite train [RUN.toml] [--section.key value ...]
+
+Train a model on this machine, or as one rank of a launcher such as torchrun.
+Without RUN.toml, a text alone trains a small model in minutes.
+
+  megalite train --data.source book.txt
+  megalite train run.toml --training.steps 500 --run.folder runs/longer
+
+common settings, as flags or as key = value below [section] in RUN.toml:
+  --run.folder FOLDER          folder for everything the run writes
+  --data.source TEXT           text file, folder, .jsonl, .parquet or "stdlib"
+  --model.preset NAME          shape of the model (megalite config presets)
+  --training.steps N           number of optimizer steps
+  --training.micro_batch_size N, --training.global_batch_size N
+                               sequences per forward, sequences per step
+  --optimizer.learning_rate X  peak learning rate
+  --parallel.tensor N, --parallel.pipeline N, --parallel.data N
+                               ranks of the layout: their product is started
+  --checkpoint.resume PATH     "auto" (latest checkpoint), "never" or a path
+
+all settings: megalite train --help SECTION, or --help all; SECTION is one of
+"""
 
 
 def run(arguments: Sequence[str]) -> int:
     """Check the configuration, start the ranks or act as one, train; return the job's exit code."""
+    topic = _help_topic(arguments)
+    if topic is not None:
+        print(_help(topic))
+        return 0
     own, overrides = split_overrides(arguments)
-    options = _parser(with_settings=bool({"-h", "--help"} & set(own))).parse_args(own)
+    parser = Parser(prog="megalite train", add_help=False)
+    parser.add_argument("run_file", type=Path, nargs="?", metavar="RUN.toml")
+    options = parser.parse_args(own)
     info = rank_info()
+    leads = info is None or info.rank == 0
     try:
-        loaded = load_run(options.run_file, overrides, world_size=info.world_size if info else None)
-        if info is None or info.rank == 0:
+        world_size = info.world_size if info else None
+        starter = _starter(overrides, info) if options.run_file is None else None
+        loaded = load_run(options.run_file, overrides, world_size, places=leads, starter=starter)
+        if leads:
             for note in loaded.notes:
                 print(f"note: {note}")
-        return Trainer(loaded.config).run(str(options.run_file))
+        return Trainer(loaded.config).run(str(options.run_file or COMMAND_LINE))
     except ConfigError as error:
-        if info is not None and info.rank > 0:
+        if not leads:
             return error.exit_code  # rank 0 prints the same error
         raise
 
 
-def _parser(*, with_settings: bool) -> argparse.ArgumentParser:
-    settings = describe_keys() if with_settings else ""
-    parser = argparse.ArgumentParser(
-        prog="megalite train",
-        usage="megalite train [-h] RUN.toml [--section.key value ...]",
-        description="Train the model that RUN.toml describes, starting its own ranks or as one rank of a launcher.",
-        epilog=f"settings, as [section] and key = value in RUN.toml, or as flags here:\n\n{settings}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("run_file", type=Path, metavar="RUN.toml")
-    return parser
+def _starter(overrides: Sequence[str], info: RankInfo | None) -> Starter:
+    """Return the starter of a run without RUN.toml. Raises ConfigError where machines could fit different ones."""
+    if info is not None and not info.on_one_node:
+        problem = Problem("RUN.toml", "is required on several machines", "write one with megalite init")
+        raise ConfigError([problem], COMMAND_LINE)
+    # Imported here: a run with RUN.toml does not read its text before it is prepared.
+    from megalite.cli.first_run import starter_of
+
+    return starter_of(overrides)
+
+
+def _help_topic(arguments: Sequence[str]) -> str | None:
+    """Return the word behind --help, "" without one; None if help is not asked for."""
+    for place, argument in enumerate(arguments):
+        if argument in ("-h", "--help"):
+            following = arguments[place + 1 : place + 2]
+            return following[0] if following and not following[0].startswith("-") else ""
+    return None
+
+
+def _help(topic: str) -> str:
+    """Return the short help, or the settings of a section or of all. Raises ConfigError for an unknown section."""
+    sections = list(section_models())
+    if not topic:
+        half = sections.index("tokenizer")
+        return f"{_HELP}  {' '.join(sections[:half])}\n  {' '.join(sections[half:])}"
+    if topic == _EVERYTHING:
+        return describe_keys()
+    # A setting is in the help of its section: --help training.steps.
+    section = topic.removeprefix("--").split(".")[0]
+    if section not in sections:
+        problem = Problem(f"--help {topic}", "is not a section", meant(section, [*sections, _EVERYTHING]))
+        raise ConfigError([problem], COMMAND_LINE)
+    return describe_keys(sections=[section])

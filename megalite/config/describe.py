@@ -1,7 +1,7 @@
 """The schema as text and data: each setting with type, default and description for `--help`, its choices."""
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -50,10 +50,12 @@ def setting(key: str) -> FieldInfo:
     return section_models()[section].model_fields[name]
 
 
-def describe_keys(width: int = 110) -> str:
-    """Return every section and key with type, default and description, wrapped to `width` columns."""
+def describe_keys(width: int = 110, *, sections: Collection[str] | None = None) -> str:
+    """Return the keys of `sections` (None: all) with type, default and description, wrapped to `width` columns."""
     lines: list[str] = []
     for section, model in section_models().items():
+        if sections is not None and section not in sections:
+            continue
         title = (model.__doc__ or "").strip().splitlines()[0]
         lines += ["", *textwrap.wrap(f"[{section}] {title}", width)]
         for key, info in model.model_fields.items():

@@ -9,6 +9,7 @@ from megalite.config.schema import (
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
+    RunSection,
     TrainingConfig,
 )
 from megalite.config.text_sections import DataConfig, TokenizerConfig, ValidationConfig
@@ -35,6 +36,7 @@ class KnownValues:
 class Facts:
     """The valid settings of a run, for rules over several of them. Reading an invalid one raises Unknown."""
 
+    run: RunSection
     model: ModelConfig
     parallel: ParallelConfig
     training: TrainingConfig

@@ -16,6 +16,7 @@ from megalite.config.rules.batch import plan_batch
 from megalite.config.rules.every import notes_of, problems_of
 from megalite.config.rules.pipeline import chunks_per_stage
 from megalite.config.schema import RunConfig
+from megalite.config.starter import Starter
 from megalite.config.toml import read_toml
 from megalite.config.validate import validate
 from megalite.errors import ConfigError
@@ -38,11 +39,18 @@ class LoadedRun:
 
 
 def load_run(
-    path: Path | str | None, overrides: Sequence[str] = (), world_size: int | None = None
+    path: Path | str | None,
+    overrides: Sequence[str] = (),
+    world_size: int | None = None,
+    *,
+    places: bool = False,
+    starter: Starter | None = None,
 ) -> LoadedRun:
     """Read RUN.toml, apply `["--section.key", "value", ...]`, check all settings and fill in the derived ones.
 
     world_size: number of ranks that a launcher started; None: megalite starts as many as the layout has.
+    places: whether the files and folders that the settings name must exist on this machine.
+    starter: gives the settings of a first run that are not set.
     Four settings stay open: model.vocab_size (from the tokenizer), the steps of training.epochs (from the data),
     training.threads and training.precision (from the machine). Raises ConfigError with every problem, those of the
     schema and those of the rules over several settings.
@@ -51,12 +59,16 @@ def load_run(
     if path is not None:
         _read_file(draft, Path(path))
     apply_overrides(draft, overrides)
+    if starter is not None:
+        starter.name_model(draft)
     apply_preset(draft)
     apply_hf_config(draft)
     require_shape(draft)
     apply_deepspeed(draft, Path() if path is None else Path(path).parent)
+    if starter is not None:
+        starter.fill(draft)
     facts = validate(draft, world_size)
-    problems = dict.fromkeys([*draft.problems, *problems_of(facts)])
+    problems = dict.fromkeys([*draft.problems, *problems_of(facts, places=places)])
     if problems:
         raise ConfigError(list(problems), draft.source)
     resolved = _resolved(facts)
@@ -75,10 +87,11 @@ def load_config(path: Path | str | None, *flags: str, **settings: Any) -> RunCon
     Raises ConfigError with every problem.
     """
     info = rank_info()
-    loaded = load_run(
-        path, [*as_flags(settings), *without_local_rank(flags)], info.world_size if info else None
-    )
-    if info is None or info.rank == 0:
+    # Rank 0 prepares the text and writes the run folder; other machines may not have them.
+    leads = info is None or info.rank == 0
+    overrides = [*as_flags(settings), *without_local_rank(flags)]
+    loaded = load_run(path, overrides, info.world_size if info else None, places=leads)
+    if leads:
         for note in loaded.notes:
             logger.warning(note)
     return loaded.config

@@ -3,13 +3,17 @@
 import json
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megalite.errors import ConfigError, Problem
 
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+_HEADER = re.compile(r"\s*(\[\[?)([^\[\]]+)\]")
+_KEY = re.compile(r"\s*([A-Za-z0-9_.\"'-]+)\s*=")
+# The beginnings of tomllib's messages about a key or section that is set a second time.
+_SET_TWICE = ("Cannot overwrite", "Cannot declare", "Cannot mutate")
 _PLACE = re.compile(r" \(at (?:line (\d+), column (\d+)|end of document)\)$")
 
 
@@ -26,13 +30,42 @@ def read_toml(path: Path) -> dict[str, Any]:
         problem = Problem(f"byte {error.start}", "is not UTF-8", "save the file as UTF-8")
         raise ConfigError([problem], str(path)) from error
     except tomllib.TOMLDecodeError as error:
-        message = str(error)
-        place = _PLACE.search(message)
-        at = f"line {place[1]}, column {place[2]}" if place and place[1] else "end of file"
-        remedy = 'write key = value, with text in "quotes"'
-        raise ConfigError([Problem(at, _PLACE.sub("", message), remedy)], str(path)) from error
+        raise ConfigError([_syntax_problem(str(error), text)], str(path)) from error
     except RecursionError:
         raise ConfigError([Problem(str(path), "is nested too deeply")], str(path)) from None
+
+
+def _syntax_problem(message: str, text: str) -> Problem:
+    """Return the problem that tomllib's message tells; for a key or section set twice with its name and lines."""
+    place = _PLACE.search(message)
+    last = int(place[1]) if place and place[1] else text.count("\n") + 1
+    if message.startswith(_SET_TWICE):
+        name, first, second = _set_twice(text.splitlines()[:last])
+        return Problem(f"line {second}", f"{name} is already set{first}", "delete one of the two")
+    at = f"line {place[1]}, column {place[2]}" if place and place[1] else "end of file"
+    return Problem(at, _PLACE.sub("", message), 'write key = value, with text in "quotes"')
+
+
+def _set_twice(lines: Sequence[str]) -> tuple[str, str, int]:
+    """Return (name, " in line N" of its first line, number of its second line) of the first name that stands twice.
+
+    The last line is where tomllib stopped, which is the second one if no name stands twice literally.
+    """
+    seen: dict[str, int] = {}
+    section = ""
+    for number, line in enumerate(lines, start=1):
+        if header := _HEADER.match(line):
+            section = name = f"[{header[2].strip()}]"
+            if header[1] == "[[":  # each table of a list has keys of its own
+                section = name = f"[{section}] of line {number}"
+        elif key := _KEY.match(line):
+            name = f"{key[1]} of {section}" if section else key[1]
+        else:
+            continue
+        if name in seen:
+            return name, f" in line {seen[name]}", number
+        seen[name] = number
+    return lines[-1].split("=")[0].strip(), " above", len(lines)
 
 
 def parse_value(text: str) -> Any:

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 class RunSummary:
     """The content of the last lines.
 
+    recent_loss: the mean over the last `recent_steps` steps, since the loss of one step depends on its batch.
     validation: the line about validation; "" without validation. places: name -> path, in the order shown.
+    next_command: the command to go on with; "" without one.
     """
 
     steps: int
@@ -26,8 +28,11 @@ class RunSummary:
     seconds: float
     first_loss: float
     last_loss: float
+    recent_loss: float
+    recent_steps: int
     places: Mapping[str, Path]
     validation: str = ""
+    next_command: str = ""
 
 
 class Console:
@@ -79,10 +84,9 @@ class Console:
         """Show a checkpoint and what it cost."""
         text = f"saved {metrics.path.name}: training waited {metrics.stall_seconds:.2f} s"
         if metrics.staging_bytes:
-            text += f", written in {metrics.write_seconds:.2f} s during {metrics.steps_during_write} steps"
+            text += f", written in {metrics.write_seconds:.2f} s"
             if metrics.slowdown is not None:
-                text += f" (each {metrics.slowdown:.2f} times as long)"
-            text += f", {metrics.staging_bytes / 2**20:,.0f} MiB of copies per rank"
+                text += f" (steps {metrics.slowdown:.2f}x as long)"
         self.say(text)
 
     def say(self, text: str) -> None:
@@ -97,19 +101,24 @@ class Console:
         self.say(f"warning: {text}")
 
     def summary(self, summary: RunSummary) -> None:
-        """Print the last lines of a run: steps and speed, first and last loss, output paths."""
+        """Print the last lines of a run: steps and speed, losses, output paths, the next command."""
         self.close()
         rate = summary.tokens / summary.seconds if summary.seconds else 0.0
         self.say(
             f"done: {summary.steps:,} steps, {summary.tokens:,} tokens in {duration(summary.seconds)} "
             f"({rate:,.0f} tokens/s)"
         )
-        self.say(f"loss: {summary.first_loss:.4f} before, {summary.last_loss:.4f} after")
+        loss = f"loss: {summary.first_loss:.4f} first, {summary.last_loss:.4f} last"
+        if summary.recent_steps > 1:
+            loss += f", {summary.recent_loss:.4f} mean of the last {summary.recent_steps} steps"
+        self.say(loss)
         if summary.validation:
             self.say(summary.validation)
         width = max((len(name) for name in summary.places), default=0)
         for name, path in summary.places.items():
             self.say(f"  {name:<{width}}  {path}")
+        if summary.next_command:
+            self.say(f"next: {summary.next_command}")
 
     def close(self) -> None:
         """Stop updating the bar; `say` still works."""

@@ -8,6 +8,7 @@ from megalite.config.schema import RunConfig
 from megalite.convert.huggingface.files import local_folder
 from megalite.data.ensure import RunData, ensure_data, ensure_tokenizer
 from megalite.train.run_folder import RunFolder
+from megalite.train.start import progress_lines
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,9 @@ def prepare_inputs(config: RunConfig, folder: RunFolder) -> RunInputs:
     if config.model.weights and found_to_resume(config, folder) is None:
         local_folder(config.model.weights)
     tokenizer_folder = ensure_tokenizer(config, folder.root)
-    return RunInputs(tokenizer_folder, ensure_data(config, folder.root), config.model.weights)
+    return RunInputs(
+        tokenizer_folder, ensure_data(config, folder.root, progress=progress_lines()), config.model.weights
+    )
 
 
 def found_to_resume(config: RunConfig, folder: RunFolder) -> Path | None:

@@ -33,6 +33,7 @@ from megalite.train.precision import Precision, choose_precision
 from megalite.train.report import RunReporter
 from megalite.train.run_folder import RunFolder
 from megalite.train.saving import RunSaver
+from megalite.train.start import data_line
 from megalite.train.step import TrainStep
 from megalite.train.validation import HeldOutSet, held_out_set
 
@@ -110,6 +111,7 @@ def _train(
     if mesh.rank == 0:
         write_resolved(config, folder.root / "run.toml")
     reporter = RunReporter(trainer, info, folder.metrics, folder.tensorboard)
+    reporter.say(_data_line(trainer, held_out))
     if precision.warning:
         reporter.warn(precision.warning)
     if precision.note:
@@ -139,6 +141,11 @@ def _train(
     if reason:
         reporter.say(f"stopped after step {trainer.state.step}: {reason}")
     return _Done(config, inputs.tokenizer_folder, reporter, loop.saved, loop.ended_by_sigterm)
+
+
+def _data_line(trainer: TrainStep, held_out: Mapping[str, HeldOutSet]) -> str:
+    samples, validated = trainer.loader.samples_per_epoch, sum(each.samples for each in held_out.values())
+    return data_line(trainer.config, samples=samples, held_out=validated, steps=trainer.total_steps)
 
 
 def _end_now(info: RankInfo, reason: str) -> None:

@@ -22,7 +22,7 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.train.state import StepReport
 from megalite.train.step import TrainStep
 
-# The loss "after" is a mean over this many last steps: the loss of one step depends on its batch too.
+# The number of last steps whose mean loss the summary shows.
 _LAST_STEPS = 10
 
 
@@ -156,9 +156,12 @@ class RunReporter:
                 tokens=steps[-1]["tokens"] if steps else 0,
                 seconds=sum(record["step_seconds"] for record in steps),
                 first_loss=losses[0],
-                last_loss=sum(losses[-_LAST_STEPS:]) / len(losses[-_LAST_STEPS:]),
+                last_loss=losses[-1],
+                recent_loss=sum(losses[-_LAST_STEPS:]) / len(losses[-_LAST_STEPS:]),
+                recent_steps=len(losses[-_LAST_STEPS:]),
                 validation=_validation_line(records),
                 places=places,
+                next_command=f'megalite generate {self._path.parent} --prompt "The "',
             )
         )
 

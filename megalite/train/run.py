@@ -17,7 +17,7 @@ from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, Literal
 
-from megalite.checkpoint.folder import find_best, find_latest
+from megalite.checkpoint.folder import find_best, find_checkpoint, find_latest
 from megalite.config.deepspeed.read import offload_devices
 from megalite.config.schema import RunConfig
 from megalite.errors import ConfigError, LaunchError, Problem
@@ -28,6 +28,7 @@ from megalite.monitor.console import announce
 from megalite.monitor.jsonl import read_metrics
 from megalite.train.callbacks import Callback
 from megalite.train.interruption import Terminated, tell_interruption, termination_raised
+from megalite.train.start import start_lines
 
 _PROBE_SECONDS = 10.0
 
@@ -99,8 +100,12 @@ class Trainer:
         config = self.config
         _require_ranks(config, info, source)
         _require_tensorboard(config, source)
+        _require_checkpoint(config, info)
         computed = "torch" in sys.modules
         threads = prepare_process(config.training.threads, local_ranks=config.layout.world_size, info=info)
+        if info is None or info.rank == 0:
+            for line in start_lines(config, info, threads):
+                announce(line)
 
         # From here on torch may be imported: everything a user can get wrong in the file is known to be right.
         from megalite.train.inputs import prepare_inputs
@@ -158,6 +163,12 @@ def _require_tensorboard(config: RunConfig, source: str) -> None:
         remedy = "install it (pip install tensorboard), or leave the setting out: metrics.jsonl has the same numbers"
         problem = Problem("monitor.tensorboard", "the package tensorboard is not installed", remedy)
         raise ConfigError([problem], source)
+
+
+def _require_checkpoint(config: RunConfig, info: RankInfo | None) -> None:
+    """Raise CheckpointError for a checkpoint.resume that is no whole checkpoint, before anything is prepared."""
+    if config.checkpoint.resume not in ("auto", "never") and (info is None or info.rank == 0):
+        find_checkpoint(Path(config.checkpoint.resume))
 
 
 def _prepare_deepspeed(config: RunConfig, info: RankInfo | None) -> None:

@@ -31,18 +31,23 @@ def test_python_m_megalite_is_the_command() -> None:
     assert run.stdout.startswith("megalite ")
 
 
+def help_of(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The help that a command prints; its exit code is 0."""
+    try:
+        code = main(argv)
+    except SystemExit as left:  # of argparse
+        code = int(left.code or 0)
+    assert code == 0
+    return capsys.readouterr().out
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left:
-        main([name, "--help"])
-    assert left.value.code == 0
-    assert f"megalite {name}" in capsys.readouterr().out
+    assert f"megalite {name}" in help_of([name, "--help"], capsys)
 
 
 def test_help_of_train_has_every_setting_with_default_and_meaning(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["train", "--help"])
-    shown = capsys.readouterr().out
+    shown = help_of(["train", "--help", "all"], capsys)
     words = " ".join(shown.split())
     for section, info in RunConfig.model_fields.items():
         for key, field in getattr(info.annotation, "model_fields", {}).items():
@@ -51,6 +56,52 @@ def test_help_of_train_has_every_setting_with_default_and_meaning(capsys: pytest
     assert '(adamw | sgd, default "adamw")' in words
     assert "(INT, required)" in words
     assert max(map(len, shown.splitlines())) <= 120
+
+
+@pytest.mark.parametrize("argv", [[name, "--help"] for name in COMMANDS] + [["--help"], ["help"]])
+def test_help_is_one_screen(
+    argv: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = help_of(argv, capsys).splitlines()
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 80
+
+
+def test_help_words_are_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert help_of(["help", "data", "prepare"], capsys) == help_of(["data", "prepare", "--help"], capsys)
+    assert help_of(["help", "train"], capsys) == help_of(["train", "-h"], capsys)
+    section = help_of(["help", "train", "parallel"], capsys)
+    assert section == help_of(["train", "run.toml", "--help", "parallel"], capsys)
+    assert section.startswith("[parallel] ") and "--parallel.tensor" in section and "--run." not in section
+    assert help_of(["train", "--help", "parallel.tensor"], capsys) == section
+    assert main(["help", "train", "paralel"]) == 2
+    assert "--help paralel: is not a section; did you mean parallel?" in capsys.readouterr().err
+    assert main(["help", "trian"]) == 2
+    assert capsys.readouterr().err == "error: megalite has no command trian; did you mean train?\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["config", "shw"], "megalite config has no command shw; did you mean show?"),
+        (["data", "xyz"], "megalite data has no command xyz; use one of prepare, inspect"),
+        (["convert", "exprot"], "megalite convert has no command exprot; did you mean export?"),
+        (["tokenizer"], "megalite tokenizer needs a command; use one of train, convert"),
+        (
+            ["config", "show"],
+            "megalite config show: the following arguments are required: RUN.toml; "
+            "megalite config show --help shows the options",
+        ),
+    ],
+)
+def test_a_wrong_subcommand_is_one_line(
+    argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(argv)
+    assert left.value.code == 2
+    assert capsys.readouterr().err == f"error: {said}\n"
 
 
 def test_an_unknown_command_is_the_users_error(capsys: pytest.CaptureFixture[str]) -> None:
@@ -131,6 +182,59 @@ def test_a_bad_run_is_one_block_on_stderr_and_exit_code_2(
             "  training.micro_batch_size: training.global_batch_size = 32 (run.toml) alone does not determine the batch"
             "; set one of training.micro_batch_size, training.micro_batches\n"
         )
+
+
+def test_unusable_places_are_said_at_once_by_both_commands(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    flags = ["--run.folder", str(tmp_path / "file"), "--data.source", str(tmp_path / "book.txt")]
+    flags += ["--checkpoint.resume", str(tmp_path / "none")]
+    for command in (["train"], ["config", "show"]):
+        assert main([*command, str(QUICKSTART), *flags]) == 2
+        said = capsys.readouterr().err
+        assert "has 3 problems" in said
+        assert [line.split(":")[0].strip() for line in said.splitlines()[1:]] == [
+            "run.folder",
+            "checkpoint.resume",
+            "data.source",
+        ]
+
+
+def test_a_wrong_run_costs_little_and_imports_no_torch(tmp_path: Path) -> None:
+    code = (
+        "import resource, sys\nfrom megalite.cli import main\n"
+        "code = main(sys.argv[1:])\nused = resource.getrusage(resource.RUSAGE_SELF)\n"
+        "heavy = {'torch', 'numpy', 'rich', 'transformers', 'deepspeed', 'tokenizers'} & sys.modules.keys()\n"
+        "print(code, used.ru_utime + used.ru_stime, *heavy)\n"
+    )
+    found = []
+    for _ in range(3):  # the least of three: other processes' caches cost time too
+        argv = [
+            sys.executable,
+            "-c",
+            code,
+            "train",
+            str(QUICKSTART),
+            "--checkpoint.resume",
+            str(tmp_path / "no"),
+        ]
+        done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=True)
+        exit_code, seconds, *heavy = done.stdout.split()
+        assert (exit_code, heavy) == ("2", [])
+        found.append(float(seconds))
+    assert min(found) < 0.5
+
+
+def test_config_show_counts_parameters(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "show", str(QUICKSTART)]) == 0
+    shown = capsys.readouterr().out
+    # Layers: 4 x (qkv 128 x 256, output 128 x 128, gate, up, down 3 x 128 x 352, two norms), a last norm; embedding.
+    inner = 4 * (128 * 256 + 128 * 128 + 3 * 128 * 352 + 2 * 128) + 128
+    assert f"# parameters: {inner + 4096 * 128:,} ({inner:,} without embedding and head)\n" in shown
+    # Tensor 2 halves the matrices and the embedding; the last of two stages has the last norm and the tied head too.
+    half = 2 * ((128 * 256 + 128 * 128 + 3 * 128 * 352) // 2 + 2 * 128) + 4096 * 128 // 2
+    assert f"# per rank: {half + 128:,} on the largest rank, a rank of stage 1\n" in shown
 
 
 def test_a_setting_without_its_section_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -62,3 +62,48 @@ def test_compiled_operators_that_are_not_there_are_refused_before_the_text_is_pr
     with pytest.raises(ConfigError, match=r'model.kernels: "fused".*no C\+\+ compiler; build it: so'):
         train.run([str(path)])
     assert not (tmp_path / "run").exists()
+
+
+def test_without_a_run_file_the_text_alone_decides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started = []
+    monkeypatch.setattr(train, "rank_info", lambda: None)
+    monkeypatch.setattr(
+        train.Trainer, "run", lambda trainer, source: started.append((trainer.config, source))
+    )
+    (tmp_path / "book.txt").write_text("It was the best of times, it was the worst of times.\n" * 100)
+    monkeypatch.chdir(tmp_path)
+    train.run(["--data.source", "book.txt", "--training.steps", "20"])
+    [(config, source)] = started
+    assert (config.run.folder, config.training.steps, config.tokenizer.vocab_size) == ("runs/book", 20, 264)
+    assert source == "the command line"
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (
+            [],
+            "RUN.toml: is missing, and so is --data.source; name a text, as in megalite train --data.source",
+        ),
+        (["--training.steps", "3"], "RUN.toml: is missing, and so is --data.source"),
+        (["--data.source", "none.txt", "--training.setps", "3"], "has 2 problems"),
+    ],
+)
+def test_a_command_line_without_run_file_and_text_is_refused(
+    argv: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train, "rank_info", lambda: None)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=said):
+        train.run(argv)
+
+
+def test_several_machines_need_a_run_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    info = SimpleNamespace(rank=0, world_size=4, on_one_node=False)
+    monkeypatch.setattr(train, "rank_info", lambda: info)
+    with pytest.raises(
+        ConfigError, match=r"RUN\.toml: is required on several machines; write one with megalite init"
+    ):
+        train.run(["--data.source", "stdlib"])

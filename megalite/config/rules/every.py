@@ -10,6 +10,7 @@ from megalite.config.rules.layout import LAYOUT_RULES
 from megalite.config.rules.model import MODEL_RULES
 from megalite.config.rules.optimizer import OPTIMIZER_NOTES, OPTIMIZER_RULES
 from megalite.config.rules.pipeline import PIPELINE_RULES
+from megalite.config.rules.places import PLACE_RULES
 from megalite.config.rules.training import TRAINING_RULES
 from megalite.config.rules.validation import VALIDATION_RULES
 from megalite.errors import Problem
@@ -17,10 +18,13 @@ from megalite.errors import Problem
 Rule = Callable[[Facts], Iterator[Problem]]
 
 
-def problems_of(facts: Facts) -> list[Problem]:
-    """Return the problems of all rules, skipping each rule that reads an invalid or missing setting."""
+def problems_of(facts: Facts, *, places: bool = False) -> list[Problem]:
+    """Return the problems of all rules, skipping each rule that reads an invalid or missing setting.
+
+    places: apply the rules over the files and folders of this machine too.
+    """
     found: list[Problem] = []
-    for rule in RULES:
+    for rule in (*RULES, *(PLACE_RULES if places else ())):
         try:
             found += rule(facts)
         except Unknown:

@@ -148,7 +148,18 @@ def test_all_problems_come_at_once_and_each_once(tmp_path: Path) -> None:
     ("content", "said"),
     [
         (b"[run]\nfolder = runs\n", "line 2, column 10: Invalid value"),
-        (b"[run]\nseed = 1\nseed = 2\n", "line 3, column 9: Cannot overwrite a value"),
+        (
+            b"[run]\nseed = 1\nseed = 2\n",
+            "line 3: seed of [run] is already set in line 2; delete one of the two",
+        ),
+        (b"[data]\nsplit = [1,\n0]\nsplit = [\n1]\n", "line 4: split of [data] is already set in line 2;"),
+        (b"[run]\nseed = 1\n[data]\n[run]\n", "line 4: [run] is already set in line 1;"),
+        (
+            b"[data]\n[[data.blend]]\nweight = 1\n[[data.blend]]\nweight = 1\nweight = 2\n",
+            "line 6: weight of",
+        ),
+        (b"[run]\nseed = 1\n[run.seed]\n", "line 3: [run.seed] is already set above;"),
+        (b"run.seed = 1\nrun.seed = 2", "line 2: run.seed is already set in line 1;"),
         (b"[run", "end of file: Expected ']'"),
         (b"[run]\nfolder = '\xff'\n", "byte 16: is not UTF-8; save the file as UTF-8"),
         (b"a = " + b"[" * 5000, "is nested too deeply"),

@@ -39,6 +39,8 @@ SUMMARY = RunSummary(
     seconds=5.0,
     first_loss=3.0,
     last_loss=0.3,
+    recent_loss=0.4,
+    recent_steps=10,
     places={"checkpoint": Path("runs/a/checkpoints/step-000010"), "export": Path("runs/a/export")},
 )
 
@@ -66,9 +68,8 @@ def test_a_checkpoint_has_a_line_with_what_it_cost() -> None:
     console.saved(replace(beside, slowdown=1.31))
     assert stream.getvalue().splitlines() == [
         "saved step-000010: training waited 1.25 s",
-        "saved step-000010: training waited 0.01 s, written in 1.25 s during 4 steps, 200 MiB of copies per rank",
-        "saved step-000010: training waited 0.01 s, written in 1.25 s during 4 steps (each 1.31 times as long), "
-        "200 MiB of copies per rank",
+        "saved step-000010: training waited 0.01 s, written in 1.25 s",
+        "saved step-000010: training waited 0.01 s, written in 1.25 s (steps 1.31x as long)",
     ]
     assert waited.record() == {
         "checkpoint_step": 10,
@@ -150,7 +151,7 @@ def test_the_summary_says_what_was_learned_and_where_things_lie() -> None:
     Console(total_steps=10, stream=stream).summary(SUMMARY)
     assert stream.getvalue().splitlines() == [
         "done: 10 steps, 10,000 tokens in 0:05 (2,000 tokens/s)",
-        "loss: 3.0000 before, 0.3000 after",
+        "loss: 3.0000 first, 0.3000 last, 0.4000 mean of the last 10 steps",
         "  checkpoint  runs/a/checkpoints/step-000010",
         "  export      runs/a/export",
     ]

@@ -1,0 +1,49 @@
+"""The starter of a run without RUN.toml: measures the text that --data.source names."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megalite.config.draft import Draft
+from megalite.config.flags import COMMAND_LINE, apply_overrides
+from megalite.config.rules.places import is_prepared
+from megalite.config.starter import Starter
+from megalite.data.corpus import STANDARD_LIBRARY
+from megalite.data.measure import measure_text
+from megalite.errors import ConfigError, Problem
+from megalite.launcher.process import available_cores
+
+_REMEDY = "name a text, as in megalite train --data.source book.txt, or write a RUN.toml with megalite init"
+# For a text that is not there: the other problems of the command line are reported with it.
+_UNKNOWN_LENGTH, _UNKNOWN_WORDS = 1_000_000, 10_000
+_BYTES_PER_TOKEN, _CHARACTERS_PER_TOKEN = 2, 3
+
+
+def starter_of(overrides: Sequence[str]) -> Starter:
+    """Return the starter for the flags of a command line without RUN.toml.
+
+    Raises ConfigError if they name no text, and DataError if the text cannot be read.
+    """
+    draft = Draft(COMMAND_LINE)
+    apply_overrides(draft, overrides)
+    data = draft.section("data")
+    source = data.get("source")
+    if not source:
+        raise ConfigError([Problem("RUN.toml", "is missing, and so is --data.source", _REMEDY)], COMMAND_LINE)
+    sources = list(map(str, source)) if isinstance(source, list) else [str(source)]
+    text_column, pattern = (
+        str(data.get(key, default)) for key, default in (("text_column", "text"), ("pattern", "*"))
+    )
+    return starter_for(sources, text_column=text_column, pattern=pattern)
+
+
+def starter_for(sources: Sequence[str], *, text_column: str = "text", pattern: str = "*") -> Starter:
+    """Return the starter for a text. Raises DataError if it cannot be read."""
+    cores = available_cores()
+    if len(sources) == 1 and is_prepared(sources[0]):
+        tokens = Path(sources[0]).expanduser().with_suffix(".bin").stat().st_size // _BYTES_PER_TOKEN
+        return Starter(sources[0], tokens * _CHARACTERS_PER_TOKEN, None, 0, cores)
+    there = [each for each in sources if each == STANDARD_LIBRARY or Path(each).expanduser().exists()]
+    if not there:
+        return Starter(sources[0], _UNKNOWN_LENGTH, _UNKNOWN_WORDS, 0, cores)
+    measured = measure_text(there, text_column=text_column, pattern=pattern)
+    return Starter(sources[0], measured.characters, measured.words, measured.documents, cores)

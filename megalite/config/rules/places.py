@@ -1,0 +1,117 @@
+"""Rules over the files and folders that the settings name: do they exist here, can the run folder be written."""
+
+import os
+from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+
+from megalite.config.facts import Facts
+from megalite.config.toml import shown
+from megalite.errors import Problem
+
+STANDARD_LIBRARY = "stdlib"
+_LONGEST_PATH = 200
+_RESUME_WORDS = ("auto", "never")
+
+
+def run_folder_can_be_written(facts: Facts) -> Iterator[Problem]:
+    folder = Path(facts.run.folder)
+    try:
+        standing = next(each for each in (folder, *folder.parents) if each.exists())
+    except OSError as error:
+        why = error.strerror or str(error)
+    else:
+        if not standing.is_dir():
+            why = f"{standing} is a file"
+        elif not os.access(standing, os.W_OK | os.X_OK):
+            why = f"{standing} is not writable"
+        else:
+            return
+    message = f"{_named(facts.run.folder)} cannot be written: {why}"
+    yield Problem("run.folder", message, "name another folder, for example runs/default")
+
+
+def checkpoint_to_resume_exists(facts: Facts) -> Iterator[Problem]:
+    resume = facts.checkpoint.resume
+    if resume in _RESUME_WORDS or _exists(Path(resume)):
+        return
+    remedy = 'name a checkpoint or a run folder, or use "auto" or "never"'
+    yield Problem("checkpoint.resume", f"{_named(resume)} does not exist", remedy)
+
+
+def text_exists(facts: Facts) -> Iterator[Problem]:
+    for key, source in _sources(facts):
+        if not (source == STANDARD_LIBRARY or _exists(Path(source).expanduser()) or is_prepared(source)):
+            remedy = _close_file(source) or (
+                f'name a text file, a folder, a .jsonl or .parquet file, or "{STANDARD_LIBRARY}"'
+            )
+            yield Problem(key, f"{_named(source)} does not exist", remedy)
+
+
+def tokenizer_exists(facts: Facts) -> Iterator[Problem]:
+    path = facts.tokenizer.path
+    if path is not None and not _exists(Path(path)):
+        remedy = "name a Hugging Face folder, a tokenizer.json or a sentencepiece .model"
+        yield Problem("tokenizer.path", f"{_named(path)} does not exist", remedy)
+
+
+def text_has_a_tokenizer(facts: Facts) -> Iterator[Problem]:
+    sources = [source for key, source in _sources(facts) if key != "data.validation"]
+    text = [each for each in sources if each != STANDARD_LIBRARY and not is_prepared(each)]
+    if facts.tokenizer.path is None and facts.tokenizer.vocab_size is None and text:
+        message = f"is not set, and {_named(text[0])} is text, which needs a tokenizer"
+        remedy = (
+            "set tokenizer.vocab_size to train one, for example 4096, or tokenizer.path to an existing one"
+        )
+        yield Problem("tokenizer.vocab_size", message, remedy)
+
+
+def is_prepared(source: str) -> bool:
+    """Whether a source is X, X.bin or X.idx of a prepared pair."""
+    path = Path(source).expanduser()
+    prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
+    index = prefix.with_name(f"{prefix.name}.idx") if prefix.name else prefix
+    return _exists(index) and not path.is_dir()
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # a name that is too long, or a folder that may not be entered
+        return False
+
+
+def _sources(facts: Facts) -> Iterator[tuple[str, str]]:
+    """Yield (setting, source) of every text of the run."""
+    data = facts.data
+    named: list[tuple[str, str | Sequence[str] | None]] = [("data.source", data.source)]
+    named += [
+        (f"data.blend[{number}].source", part.source) for number, part in enumerate(data.blend or (), start=1)
+    ]
+    for key, given in [*named, ("data.validation", data.validation)]:
+        for source in [given] if isinstance(given, str) else given or ():
+            yield key, source
+
+
+def _named(path: str) -> str:
+    return f'"{path}"' if len(path) <= _LONGEST_PATH else shown(path)
+
+
+def _close_file(source: str) -> str:
+    """Return a remedy with the file of the most similar name in the folder of a missing one; "" without one."""
+    path = Path(source).expanduser()
+    try:
+        names = [each.name for each in path.parent.iterdir()]
+    except OSError:
+        return ""
+    close = get_close_matches(path.name, names, n=1, cutoff=0.75)
+    return f"did you mean {path.parent / close[0]}?" if close else ""
+
+
+PLACE_RULES = (
+    run_folder_can_be_written,
+    checkpoint_to_resume_exists,
+    text_exists,
+    tokenizer_exists,
+    text_has_a_tokenizer,
+)

@@ -1,0 +1,112 @@
+"""Settings of a first run: a small model fitted to the length of its text and to this machine's cores."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megalite.config.draft import Draft
+
+STARTER = "fitted to the text"
+
+_PRESET = "tiny"
+_SEQUENCES = 16
+_MICRO_BATCH = 4
+# The tokens per second and core of the preset `tiny` on a server's processor, and how long a first run may take.
+_TOKENS_PER_CORE_SECOND, _SECONDS = 8_000, 300
+_LEAST_STEPS, _EPOCHS = 300, 10
+# Among fewer documents a share of 5 % may be none.
+_SPLIT_DOCUMENTS = 100
+# Settings of the starter -> settings that make them unnecessary or contradict them.
+_INSTEAD = {
+    "model.preset": ("model.hf_config", "model.weights"),
+    "tokenizer.vocab_size": ("tokenizer.path", "model.weights"),
+    "training.steps": ("training.epochs",),
+    "training.micro_batch_size": ("training.micro_batches", "training.global_batch_size"),
+    "training.micro_batches": ("training.micro_batch_size", "training.global_batch_size"),
+    "data.split": ("data.validation",),
+}
+
+
+@dataclass(frozen=True)
+class Starter:
+    """The facts that the settings of a first run follow from.
+
+    source: the first text, whose name the run folder gets. characters: of the whole text. words: distinct ones, None
+    for a prepared pair, which has a tokenizer. documents: in the first megabytes. cores: that one process may use.
+    """
+
+    source: str
+    characters: int
+    words: int | None
+    documents: int
+    cores: int
+
+    def name_model(self, draft: Draft) -> None:
+        """Set the preset, before presets are read."""
+        self._fill(draft, {"model.preset": _PRESET})
+
+    def fill(self, draft: Draft) -> None:
+        """Set every other setting that the draft has not."""
+        length = _whole(draft, "training", "sequence_length") or self.sequence_length
+        given = {
+            "run.folder": f"runs/{Path(self.source).expanduser().name.split('.')[0] or 'text'}",
+            "tokenizer.vocab_size": self.vocab_size,
+            "training.sequence_length": length,
+            "training.micro_batch_size": _MICRO_BATCH,
+            "training.micro_batches": _SEQUENCES // _MICRO_BATCH,
+            "training.steps": self.steps(length),
+            "optimizer.learning_rate": 3e-3,
+            "data.split": [0.95, 0.05] if self.documents >= _SPLIT_DOCUMENTS else None,
+        }
+        self._fill(draft, given)
+        steps = _whole(draft, "training", "steps")
+        if steps is None:
+            return
+        self._fill(draft, {"optimizer.warmup_steps": min(50, steps // 10), "monitor.every": -(-steps // 30)})
+        if draft.has("data", "validation") or draft.has("data", "split"):
+            self._fill(draft, {"validation.every": -(-steps // 5), "validation.samples": 64})
+        self._fill(draft, {"checkpoint.every": -(-steps // 2), "checkpoint.keep_last": 2})
+
+    @property
+    def tokens(self) -> int:
+        """The length of the text in tokens, about: a small vocabulary has three characters a token."""
+        return self.characters // 3
+
+    @property
+    def vocab_size(self) -> int | None:
+        """A vocabulary that the text certainly supports, and whose ids it has often enough to learn them."""
+        if self.words is None:
+            return None
+        often = min(8192, max(512, 2 ** (self.characters // 128).bit_length() // 2))
+        return min(often, 257 + self.words * 9 // 10)
+
+    @property
+    def sequence_length(self) -> int:
+        """The longest power of two, 16 to 256, of which the text has a hundred sequences."""
+        return min(256, max(16, 2 ** (self.tokens // 100).bit_length() // 2))
+
+    def steps(self, sequence_length: int) -> int:
+        """Return the steps of ten epochs, but no more than take minutes, and no fewer than 300."""
+        tokens = min(_EPOCHS * self.tokens, self.cores * _TOKENS_PER_CORE_SECOND * _SECONDS)
+        return max(_LEAST_STEPS, round(tokens / (sequence_length * _SEQUENCES * 10)) * 10)
+
+    def _fill(self, draft: Draft, settings: Mapping[str, Any]) -> None:
+        missing = {}
+        for full, value in settings.items():
+            section, key = full.split(".")
+            others = (each.split(".") for each in _INSTEAD.get(full, ()))
+            if (
+                value is not None
+                and not draft.has(section, key)
+                and not any(draft.has(*each) for each in others)
+            ):
+                missing[section, key] = value
+        for (section, key), value in missing.items():
+            draft.set(section, key, value, STARTER)
+
+
+def _whole(draft: Draft, section: str, key: str) -> int | None:
+    """Return a setting of the draft if it is a positive whole number; other values are reported by the schema."""
+    value = draft.section(section).get(key)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None

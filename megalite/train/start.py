@@ -1,0 +1,81 @@
+"""The first lines of a run, printed before torch is imported, and the line about its data."""
+
+import time
+from collections.abc import Callable, Iterator
+from math import ceil
+from typing import TYPE_CHECKING
+
+from megalite.config.schema import RunConfig
+from megalite.config.summary import (
+    batch_line,
+    layout_line,
+    length_line,
+    parameters_line,
+    rank_share_line,
+    shape_line,
+)
+from megalite.launcher.detect import RankInfo
+from megalite.monitor.console import announce
+from megalite.version import __version__
+
+if TYPE_CHECKING:
+    from megalite.data.prepare import Progress
+
+_PROGRESS_SECONDS = 3.0
+
+
+def start_lines(config: RunConfig, info: RankInfo | None, threads: int) -> Iterator[str]:
+    """Yield what the run will do: model, layout, processes, batch, length, precision, folder."""
+    ranks = config.layout.world_size
+    facts = {
+        "model": shape_line(config),
+        "parameters": "; ".join(filter(None, (parameters_line(config), rank_share_line(config)))),
+        "processes": f"{_processes(config, info)}, {_counted(threads, 'thread')}{' each' * (ranks > 1)}",
+        "layout": layout_line(config),
+        "batch": batch_line(config),
+        "length": length_line(config),
+        "precision": config.training.precision,
+        "run folder": config.run.folder,
+    }
+    yield f"megalite {__version__}"
+    width = max(map(len, facts)) + 2
+    for name, fact in facts.items():
+        yield f"  {name:<{width}}{fact}"
+
+
+def data_line(config: RunConfig, *, samples: int, held_out: int, steps: int) -> str:
+    """Return tokens, steps per epoch and epochs of a run.
+
+    samples: sequences of an epoch. held_out: sequences of a validation. steps: the last step of the run.
+    """
+    length, batch = config.training.sequence_length, config.batch.global_batch_size
+    per_epoch = ceil(samples / batch)
+    line = f"data: {samples * length:,} tokens, {_counted(per_epoch, 'step')} per epoch; "
+    line += f"{steps:,} steps are {steps * batch / samples:.3g} epochs"
+    return line + (f"; validation on {held_out * length:,} tokens" if held_out else "")
+
+
+def progress_lines(say: Callable[[str], None] = announce) -> Callable[["Progress"], None]:
+    """Return a function that prints the progress of a preparation every few seconds, and nothing for a short one."""
+    told = time.monotonic()
+
+    def progress(done: "Progress") -> None:
+        nonlocal told
+        if time.monotonic() - told >= _PROGRESS_SECONDS:
+            told = time.monotonic()
+            say(f"tokenizing: {done.bytes_read / max(1, done.bytes_total):.0%}, {done.tokens:,} tokens")
+
+    return progress
+
+
+def _processes(config: RunConfig, info: RankInfo | None) -> str:
+    ranks = config.layout.world_size
+    if info is None:
+        return f"{_counted(ranks, 'process')} on this machine"
+    hosts = ceil(info.world_size / info.local_world_size)
+    return f"{_counted(ranks, 'process')} on {_counted(hosts, 'host')}, started by {info.launcher}"
+
+
+def _counted(number: int, noun: str) -> str:
+    plural = noun + ("es" if noun.endswith("s") else "s")
+    return f"{number:,} {noun if number == 1 else plural}"

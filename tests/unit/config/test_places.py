@@ -1,0 +1,94 @@
+"""Rules over the files and folders that settings name: all problems at once, and before anything is prepared."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalite.config.load import load_run
+from megalite.config.rules.places import is_prepared
+from megalite.errors import ConfigError
+from tests.unit.config.runs import REMOVED, changed, write_run
+
+
+def said(folder: Path, changes: Mapping[str, Any], *, places: bool = True) -> list[str]:
+    path = write_run(folder, changed(changes))
+    try:
+        load_run(path, places=places)
+    except ConfigError as error:
+        return list(map(str, error.problems))
+    return []
+
+
+def test_every_unusable_place_is_said_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("text")
+    changes = {
+        "run.folder": str(tmp_path / "file" / "run"),
+        "checkpoint.resume": str(tmp_path / "none"),
+        "data.source": str(tmp_path / "book.txt"),
+        "data.validation": [str(tmp_path / "file"), str(tmp_path / "other")],
+        "tokenizer.vocab_size": REMOVED,
+        "parallel.pipeline": 9,
+    }
+    found = said(tmp_path, changes)
+    assert [each.split(": ")[0] for each in found] == [
+        "parallel.pipeline",
+        "training.micro_batches",
+        "run.folder",
+        "checkpoint.resume",
+        "data.source",
+        "data.validation",
+        "tokenizer.vocab_size",
+    ]
+    assert found[2] == (
+        f'run.folder: "{tmp_path}/file/run" cannot be written: {tmp_path}/file is a file; '
+        "name another folder, for example runs/default"
+    )
+    assert found[3].endswith('does not exist; name a checkpoint or a run folder, or use "auto" or "never"')
+    assert found[5].startswith(f'data.validation: "{tmp_path}/other" does not exist; name a text file')
+    assert said(tmp_path, changes, places=False) == found[:2]
+
+
+def test_existing_places_are_no_problem(tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_text("text")
+    (tmp_path / "pair.bin").write_bytes(b"")
+    (tmp_path / "pair.idx").write_bytes(b"")
+    assert said(tmp_path, {"run.folder": str(tmp_path / "new" / "run"), "data.source": "stdlib"}) == []
+    for source in ("book.txt", ".", "pair", "pair.bin", "pair.idx"):
+        settings = {"run.folder": str(tmp_path), "data.source": str(tmp_path / source)}
+        assert said(tmp_path, settings) == []
+    prepared = {"data.source": str(tmp_path / "pair"), "tokenizer.vocab_size": REMOVED}
+    assert said(tmp_path, {**prepared, "checkpoint.resume": str(tmp_path)}) == []
+
+
+def test_a_missing_text_names_the_similar_one(tmp_path: Path) -> None:
+    (tmp_path / "shakespeare.txt").write_text("text")
+    blend = [{"source": str(tmp_path / "shakespear.txt"), "weight": 1.0}]
+    [problem] = said(tmp_path, {"data.source": REMOVED, "data.blend": blend})
+    assert problem == (
+        f'data.blend[1].source: "{tmp_path}/shakespear.txt" does not exist; did you mean {tmp_path}/shakespeare.txt?'
+    )
+
+
+def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:
+    settings = {"tokenizer.vocab_size": REMOVED, "tokenizer.path": str(tmp_path / "tok")}
+    [problem] = said(tmp_path, settings)
+    assert problem.startswith(f'tokenizer.path: "{tmp_path}/tok" does not exist; name a Hugging Face folder')
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_may_not_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "locked").mkdir(mode=0o500)
+    [problem] = said(tmp_path, {"run.folder": str(tmp_path / "locked" / "run")})
+    assert f"{tmp_path}/locked is not writable" in problem
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "", "/"])
+def test_names_that_are_no_path_are_no_crash(tmp_path: Path, name: str) -> None:
+    assert not is_prepared(name)
+    if name:
+        settings = {"run.folder": f"{tmp_path}/{name}", "data.source": name, "tokenizer.path": name}
+        keys = {each.split(":")[0] for each in said(tmp_path, settings)}
+        assert keys <= {"run.folder", "data.source", "tokenizer.path", "tokenizer.vocab_size"}

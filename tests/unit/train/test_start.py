@@ -1,0 +1,67 @@
+"""The first lines of a run: the facts that people ask for, before torch is imported."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from megalite.data.prepare import Progress
+from megalite.train import start
+from tests.unit.config.runs import load
+
+
+def test_the_start_block_has_the_facts_of_the_run(tmp_path: Path) -> None:
+    config = load(tmp_path).config
+    lines = list(start.start_lines(config, None, threads=1))
+    inner = 4 * (48 * 96 + 48 * 48 + 3 * 48 * 76 + 2 * 48) + 48
+    assert lines[0].startswith("megalite ")
+    assert lines[1:] == [
+        "  model       llama, 4 layers of 48, 8 heads (4 key-value), vocabulary 300",
+        f"  parameters  {inner + 2 * 300 * 48:,} ({inner:,} without embedding and head)",
+        "  processes   1 process on this machine, 1 thread",
+        "  layout      tensor 1 x pipeline 1 x data 1",
+        "  batch       128 tokens: 8 sequences of 16 (micro batch 2 x 4)",
+        "  length      10 steps, 1,280 tokens",
+        "  precision   auto",
+        "  run folder  runs/default",
+    ]
+
+
+def test_hosts_stages_and_shares_are_named(tmp_path: Path) -> None:
+    changes = {
+        "parallel.tensor": 2,
+        "parallel.pipeline": 2,
+        "tokenizer": {"path": "tok"},
+        "training.steps": None,
+        "training.epochs": 2,
+        "deepspeed": {"zero_optimization": {"stage": 1}},
+    }
+    config = load(tmp_path, changes, world_size=8).config
+    info = SimpleNamespace(rank=0, world_size=8, local_world_size=4, launcher="torchrun")
+    lines = dict(line.strip().split("  ", 1) for line in list(start.start_lines(config, info, 3))[1:])  # type: ignore[arg-type]
+    facts = {name: fact.strip() for name, fact in lines.items()}
+    assert facts["processes"] == "8 processes on 2 hosts, started by torchrun, 3 threads each"
+    assert facts["layout"] == "tensor 2 x pipeline 2 x data 2, schedule 1f1b, ZeRO 1"
+    assert facts["batch"].endswith("(micro batch 2 x 2 x data 2)")
+    assert facts["length"] == "2 epochs"
+    assert facts["parameters"].endswith("without embedding and head, whose size is the tokenizer's")
+    assert facts["model"].endswith("the tokenizer's vocabulary")
+
+
+def test_the_data_line_has_the_steps_of_an_epoch(tmp_path: Path) -> None:
+    config = load(tmp_path).config
+    line = start.data_line(config, samples=20, held_out=3, steps=10)
+    assert line == "data: 320 tokens, 3 steps per epoch; 10 steps are 4 epochs; validation on 48 tokens"
+    assert start.data_line(config, samples=8, held_out=0, steps=1).endswith(
+        "1 step per epoch; 1 steps are 1 epochs"
+    )
+
+
+def test_progress_is_told_every_few_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, said = [0.0], []
+    monkeypatch.setattr(start.time, "monotonic", lambda: now[0])
+    progress = start.progress_lines(said.append)
+    for second in range(8):
+        now[0] = float(second)
+        progress(Progress(bytes_read=10 * second, bytes_total=80, documents=1, tokens=1000 * second))
+    assert said == ["tokenizing: 38%, 3,000 tokens", "tokenizing: 75%, 6,000 tokens"]
