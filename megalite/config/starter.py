@@ -78,13 +78,13 @@ class Starter:
         """A vocabulary that the text certainly supports, and whose ids it has often enough to learn them."""
         if self.words is None:
             return None
-        often = min(8192, max(512, 2 ** (self.characters // 128).bit_length() // 2))
+        often = min(8192, max(512, _power_of_two(self.characters // 128)))
         return min(often, 257 + self.words * 9 // 10)
 
     @property
     def sequence_length(self) -> int:
         """The longest power of two, 16 to 256, of which the text has a hundred sequences."""
-        return min(256, max(16, 2 ** (self.tokens // 100).bit_length() // 2))
+        return min(256, max(16, _power_of_two(self.tokens // 100)))
 
     def steps(self, sequence_length: int) -> int:
         """Return the steps of ten epochs, but no more than take minutes, and no fewer than 300."""
@@ -110,3 +110,8 @@ def _whole(draft: Draft, section: str, key: str) -> int | None:
     """Return a setting of the draft if it is a positive whole number; other values are reported by the schema."""
     value = draft.section(section).get(key)
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
+def _power_of_two(number: int) -> int:
+    """Return the largest power of two up to `number`; 0 for 0."""
+    return 1 << number.bit_length() - 1 if number else 0
