@@ -1,11 +1,11 @@
 """megalite examples: copy the examples and launch scripts into a folder."""
 
-import argparse
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 import megalite
+from megalite.cli.arguments import Parser
 from megalite.errors import ConfigError, Problem
 
 FOLDERS = ("examples", "launch")
@@ -15,7 +15,7 @@ _PACKAGE = Path(megalite.__file__).parent
 
 def run(arguments: Sequence[str]) -> int:
     """Run `megalite examples [FOLDER]` and return the exit code. Raises ConfigError where FOLDER has such files."""
-    parser = argparse.ArgumentParser(prog="megalite examples", description=__doc__)
+    parser = Parser(prog="megalite examples", description=__doc__)
     parser.add_argument(
         "folder",
         nargs="?",
