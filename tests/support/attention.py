@@ -1,4 +1,4 @@
-"""Packed attention written out, to compare kernels with: the whole matrix of each sequence, its mask from a formula."""
+"""Reference for packed attention: computes the whole score matrix of each sequence, with its mask from a formula."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -14,7 +14,7 @@ from megalite.ops.dropout import CountedMask
 
 
 class Packed(NamedTuple):
-    """Sequences laid end to end: how many queries and keys each has, and how much of them is seen (-1: all)."""
+    """Sequences laid end to end: the numbers of queries and keys of each; left, right: the window (-1: no limit)."""
 
     queries: tuple[int, ...]
     keys: tuple[int, ...]
@@ -30,7 +30,7 @@ class Packed(NamedTuple):
         return float(self.head_size**-0.5)
 
     def inputs(self, dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
-        """Query, key and value; views of one packed projection where there are as many queries as keys."""
+        """Return query, key and value; views of one packed projection if there are as many queries as keys."""
         generator = torch.Generator().manual_seed(seed)
         counts = (self.heads, self.kv_heads, self.kv_heads)
         tokens = (sum(self.queries), sum(self.keys))
@@ -43,7 +43,7 @@ class Packed(NamedTuple):
         return [each.to(dtype).requires_grad_() for each in drawn]
 
     def output_grads(self, dtype: torch.dtype, lse: Tensor) -> tuple[Tensor, Tensor]:
-        """Of the output, and of the log-sum-exps, which have none where nothing is seen."""
+        """Return gradients of the output and of the log-sum-exps; 0 for log-sum-exps of queries that see no key."""
         generator = torch.Generator().manual_seed(17)
         shape = (sum(self.queries), self.heads, self.head_size)
         output = torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype)
@@ -52,12 +52,12 @@ class Packed(NamedTuple):
 
 
 def starts(lengths: Sequence[int]) -> Tensor:
-    """[n + 1] int32: where each sequence begins, and the end."""
+    """Return the cu_seqlens [n + 1] int32 of these lengths."""
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
 
 
 def seen(queries: int, keys: int, left: int, right: int) -> Tensor:
-    """[queries, keys]: the band that ends in the bottom right corner."""
+    """Return the visible band of a sequence, bool [queries, keys], which ends in the bottom right corner."""
     distance = torch.arange(keys) - torch.arange(queries).unsqueeze(1) - (keys - queries)
     mask = torch.ones(queries, keys, dtype=torch.bool)
     if left >= 0:
@@ -68,14 +68,14 @@ def seen(queries: int, keys: int, left: int, right: int) -> Tensor:
 
 
 def counted_mask(rows: int, heads: int, dropped: int = MASK_LEVELS // 4) -> CountedMask:
-    """For `rows` rows, of the heads behind five others; samples that need both words."""
+    """Return a mask for `rows` rows whose first head is the model's head 5 and whose samples exceed 32 bits."""
     return CountedMask(
         (0xFEDCBA98, 0x89ABCDEF), torch.arange(rows) * 3 + 2**33 + 5, range(5, 5 + heads), dropped
     )
 
 
 def kept_factors(packed: Packed) -> list[Tensor | None]:
-    """What the probabilities [heads, queries, keys] of each sequence are multiplied by."""
+    """Return each sequence's dropout factors [heads, queries, keys], 0 or 1 / P(keep); None without a mask."""
     mask = packed.mask
     if mask is None:
         return [None] * len(packed.queries)
@@ -95,7 +95,7 @@ def kept_factors(packed: Packed) -> list[Tensor | None]:
 
 
 def attention(packed: Packed, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exps [heads, tokens] of plain torch in the type given; softmax in float32 at least."""
+    """Return output and log-sum-exps [heads, tokens] by plain torch in the inputs' dtype; softmax at least in fp32."""
     wide = torch.promote_types(query.dtype, torch.float32)
     group = packed.heads // packed.kv_heads
     outputs, sums = [], []
@@ -107,7 +107,7 @@ def attention(packed: Packed, query: Tensor, key: Tensor, value: Tensor) -> tupl
         scores = torch.matmul(q, k.transpose(1, 2)).to(wide) * packed.scale
         scores = scores.masked_fill(~mask, float("-inf"))
         lse = torch.logsumexp(scores, dim=-1)
-        # Rows that see nothing give 0, and send no gradient back.
+        # Queries that see no key give 0 and have no gradient.
         base = torch.where(mask.any(dim=1), lse, torch.zeros_like(lse)).unsqueeze(-1)
         probabilities = torch.exp(torch.where(mask, scores - base, torch.full_like(scores, float("-inf"))))
         if factors is not None:
@@ -120,7 +120,7 @@ def attention(packed: Packed, query: Tensor, key: Tensor, value: Tensor) -> tupl
 def gradients(
     packed: Packed, inputs: Sequence[Tensor], output_grad: Tensor, lse_grad: Tensor
 ) -> list[Tensor]:
-    """Of query, key and value, by plain torch in the type of `inputs`."""
+    """Return the gradients of query, key and value by plain torch, in the dtype of `inputs`."""
     leaves = [each.detach().clone().requires_grad_() for each in inputs]
     output, lse = attention(packed, *leaves)
     finite = torch.where(torch.isfinite(lse), lse, torch.zeros_like(lse))
@@ -129,7 +129,7 @@ def gradients(
 
 
 class WaitsRefused(TorchDispatchMode):
-    """Refuses operators that have the host wait for a device without data ("meta"), and those that repeat keys."""
+    """Refuses operators that would make the host wait for a "meta" device, and operators that repeat keys."""
 
     _WAITING = ("_local_scalar_dense", "nonzero", "item", "masked_select", "_unique2", "repeat_interleave")
 
@@ -151,4 +151,4 @@ class WaitsRefused(TorchDispatchMode):
         return output
 
     def created(self, name: str, tensor: Tensor) -> None:
-        """Looks at what an operator allocated."""
+        """Check the memory that an operator allocated."""

@@ -1,7 +1,7 @@
-"""Train in layout A, save, load in layout B and train on: what both must agree on, for every ordered pair.
+"""Train in layout A, save, load in layout B, train on, and compare, for every ordered pair of layouts.
 
-Each layout is trained once without a break and saved half-way and at its end; a pair costs one load and the second
-half. All of it by the trainer of `megalite train`, so that groups, schedule and data position are in it too.
+Each layout is trained once without interruption and saved half-way and at the end; a pair costs one load and the second
+half. All by the trainer of `megalite train`, so parameter groups, schedule and data position are tested too.
 """
 
 import shutil
@@ -59,10 +59,10 @@ SEQUENCES = 8
 
 
 def _layout(tensor: int = 1, pipeline: int = 1, data: int = 1, zero: int = 0, **changes: object) -> Settings:
-    """Of so many ranks, with the global batch of all of them; `changes`: section__key."""
+    """Return the settings of a layout with these axis sizes, with the same global batch for all. changes: section__key."""
     stage = {f"{ZERO}.stage": zero} if zero else {}
     micro_batches = 4 if pipeline > data else 1 if zero == 3 else 2
-    # Weights as small as these it would leave whole, now only the norms; and it keeps no average of them.
+    # By default ZeRO 3 would not partition such small weights; this threshold excludes only the norms. It has no EMA.
     third = {f"{ZERO}.stage3_param_persistence_threshold": 100, "optimizer.ema_decay": 0.0}
     return {
         "parallel.tensor": tensor,
@@ -108,7 +108,7 @@ _FP16 = {
     "training.initial_loss_scale_power": 9,
     "training.loss_scale_window": 4,
 }
-# In which numbers a layout computes: what is between them is precision's own, not the checkpoint's.
+# Layouts with precisions. Pairs of them differ by rounding too, which is no fault of the checkpoint.
 PRECISIONS: Mapping[str, Settings] = {
     "fp32 one process": LAYOUTS["one process"],
     "fp32 dp2 zero3": LAYOUTS["dp2 zero3"],
@@ -124,8 +124,7 @@ PRECISION_PAIRS = [(one, other) for one in PRECISIONS for other in PRECISIONS]
 
 
 def pairs_for_every_change() -> list[tuple[str, str]]:
-    """24 of up to four ranks: each layout writes for another and reads of another, and more than half of them go on
-    from what they wrote themselves."""
+    """Return 24 pairs of up to four ranks: each layout writes for and reads from another one, and most from itself."""
     names = [name for name, settings in LAYOUTS.items() if world_size(settings) <= 4]
     across = [(name, names[(place + 5) % len(names)]) for place, name in enumerate(names)]
     return across + [(name, name) for name in ("dp2 zero2", *names[::2]) if name != "tp4"] + [("tp2", "tp2")]
@@ -137,7 +136,7 @@ def world_size(settings: Settings) -> int:
 
 @dataclass(frozen=True)
 class Steps:
-    """What each step of a run told."""
+    """The reported values of each step of a run."""
 
     losses: list[float]
     norms: list[float]
@@ -146,7 +145,7 @@ class Steps:
 
 
 def train(settings: Settings, folder: str, resume: str | None, saved: Sequence[int]) -> Steps:
-    """Train on this rank up to step WHOLE, and save wherever the run stands at one of the steps `saved`."""
+    """Train on this rank up to step WHOLE, and save a checkpoint at each of the steps `saved`."""
     with fp16_allowed() if "zero_optimization" in repr(settings) else nullcontext():
         config = config_of({**COMMON, **settings})
         mesh = ParallelMesh.over_world(config.layout, sequence_parallel=config.parallel.sequence)
@@ -169,7 +168,7 @@ def train(settings: Settings, folder: str, resume: str | None, saved: Sequence[i
 
 
 def save(trainer: TrainStep, folder: Path) -> Path:
-    """Where a trainer stands, as one checkpoint; collective."""
+    """Save a trainer's state as a checkpoint; return its folder. Collective."""
     draft = trainer.draft(folder)
     write_draft(draft, trainer.mesh)
     return draft.published
@@ -177,9 +176,9 @@ def save(trainer: TrainStep, folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How far a pair is off, the worst of each quantity, and how far it may be; exact: what must be equal and is not.
+    """The largest error of a pair for each quantity, and the allowed errors. exact: violated equalities.
 
-    where: the tensor or step that differs most.
+    where: the tensor or step with the largest error.
     """
 
     errors: Mapping[str, float]
@@ -205,7 +204,7 @@ class Pairs:
         self._whole: dict[str, Steps] = {}
 
     def run(self, writer: str, reader: str) -> Outcome:
-        """Go on in `reader` from what `writer` saved half-way. Raises AssertionError where ranks disagree."""
+        """Train on in `reader` from the half-way checkpoint of `writer`. Raises AssertionError if ranks disagree."""
         whole = self._uninterrupted(writer)
         written = self._folder / writer / published_name(HALF)
         folder = self._folder / "pair"
@@ -235,7 +234,7 @@ class Pairs:
             "fp32"
         }
         if narrow:
-            # Rounded otherwise from here on: what must be exact is compared where it was loaded.
+            # Other rounding from here on; exact equality is checked right after loading.
             return dict.fromkeys(errors, float("inf")) | {
                 "losses": max(NARROW_FLOOR[each] for each in narrow)
             }
@@ -263,7 +262,7 @@ class Pairs:
 
 
 def contents(checkpoint: Path) -> dict[str, dict[str, Tensor]]:
-    """Kind -> canonical name -> the whole tensor."""
+    """Return state key -> canonical name -> full tensor."""
     with CheckpointReader(checkpoint) as reader:
         return {
             kind: {name: reader.read(kind, name, full_slice(entry.shape)) for name, entry in entries.items()}
@@ -272,14 +271,14 @@ def contents(checkpoint: Path) -> dict[str, dict[str, Tensor]]:
 
 
 def exact_contents(checkpoint: Path) -> dict[str, dict[str, Tensor]]:
-    """The same with the weights of a 16-bit model in all their digits."""
+    """Return `contents` with the fp32 master weights in place of the weights of a bf16 or fp16 model."""
     found = contents(checkpoint)
     exact = found.pop(MASTER, found[WEIGHT])
     return {**found, WEIGHT: exact}
 
 
 def _differences(written: Path, loaded: Path) -> Iterator[str]:
-    """What is not, to the bit, what was written, in what was saved again as soon as it was loaded."""
+    """Yield the bitwise differences between a checkpoint and the one saved directly after loading it."""
     before, after = read_manifest(written), read_manifest(loaded)
     if before.trainer_state != after.trainer_state:
         yield f"the trainer stands at {after.trainer_state}, not {before.trainer_state}"
@@ -304,7 +303,7 @@ def _not_bit_for_bit(whole: Steps, steps: Steps, expected: Path, ended: Path) ->
         if getattr(whole, what)[HALF:] != getattr(steps, what):
             yield f"{what} are {getattr(steps, what)}, not to the bit {getattr(whole, what)[HALF:]}"
     one, other = read_manifest(expected), read_manifest(ended)
-    # The hashes of every shard among them.
+    # These include the hash of every shard.
     for what in ("tensors", "optimizer", "trainer_state", "files"):
         if getattr(one, what) != getattr(other, what):
             yield f"{what} at the end are not those of the uninterrupted run"
@@ -313,7 +312,7 @@ def _not_bit_for_bit(whole: Steps, steps: Steps, expected: Path, ended: Path) ->
 def _state_errors(
     actual: Mapping[str, Mapping[str, Tensor]], expected: Mapping[str, Mapping[str, Tensor]]
 ) -> dict[str, dict[str, float]]:
-    """Of each kind that both have, tensor by tensor."""
+    """Return the errors of each tensor, for each state key that both have."""
     return {kind: tensor_errors(actual[kind], expected[kind]) for kind in expected if kind in actual}
 
 

@@ -1,11 +1,11 @@
-"""Shows on the model itself that no document of a sample sees another one.
+"""Probe of the whole model: no document of a sample may see another one.
 
-The tokens of every second document are changed, but for its last, the end-of-document token. Of the others no loss may
-move by one bit, whatever path its attention takes; that of the last one must. Then every second token of each document
-is changed, of whose other losses one must move at least. Only tokens near the beginning of a document are asked for,
-since rounding hides what many tokens have a small share in. At last the first document of each row goes to its end: all
-losses must stay, up to rounding, or positions count from the row's beginning. Where documents begin is found here from
-the tokens alone, not from what the loader says.
+First the tokens of every second document change, except its last, the end-of-document token. The losses of the other
+documents must not change by a bit, on any attention path; the loss at the end-of-document token must change. Then every
+second token of each document changes: at least one loss at the unchanged tokens of the document must change. Only
+tokens near the start of a document are checked, because rounding hides small contributions in long documents. Finally
+the first document of each row moves to the row's end: all losses must stay the same up to rounding, else positions
+count from the row's start. The probe finds document boundaries from the tokens alone, independently of the loader.
 """
 
 from collections.abc import Iterator
@@ -17,16 +17,16 @@ from torch import Tensor
 from megalite.parallel.cross_entropy import IGNORE_INDEX
 from megalite.parallel.pipeline import PipelineRunner, StepBatch
 
-# Relative, of documents that stand elsewhere in their rows: other kernels' shapes round otherwise.
+# Relative tolerance for moved documents: kernels with other shapes round differently.
 _MOVED = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
 
-# Of what a token hears, the smallest share of one token, in units of rounding, that cannot but move its loss.
+# The smallest share of one token in an attention average, in units of rounding, that must change the loss.
 _AUDIBLE = 16
 
 
 @dataclass(frozen=True)
 class DocumentFindings:
-    """What a probe of one micro batch found: how many documents share their row with another one, and each leak."""
+    """The result of a probe of one micro batch: the number of documents that share a row, and the leaks."""
 
     documents: int
     leaks: tuple[str, ...] = ()
@@ -41,16 +41,16 @@ def probe_documents(
     dtype: torch.dtype,
     moved: bool = True,
 ) -> DocumentFindings:
-    """What the stages of `pipeline` give away of one document to another; every rank of a replica calls it alike.
+    """Probe a pipeline for leaks between documents. Collective over the replica.
 
-    dtype: the model's. moved: whether documents are moved within their rows too, which dropout would notice.
+    dtype: the model's dtype. moved: whether to move documents within their rows too, which changes dropout masks.
     """
     documents, positions = _numbered(micro_batch, end_of_document_id)
     counted = micro_batch.labels != IGNORE_INDEX
     leaks = list(_wrong_numbers(micro_batch, documents, positions, counted))
     everything = replace(micro_batch, loss_mask=torch.ones_like(micro_batch.loss_mask))
     base, again = pipeline.token_losses(everything), pipeline.token_losses(everything)
-    # 0 but for kernels that round differently from call to call.
+    # 0 except for kernels that round differently from call to call.
     noise = 0.0 if base is None or again is None else 10 * (base - again).abs().max().item()
     ends = micro_batch.input_ids == end_of_document_id
     others = _others(micro_batch.input_ids, end_of_document_id, vocab_size)
@@ -63,7 +63,7 @@ def probe_documents(
             told = (base - losses).abs() > noise
             touched = _anywhere(chosen, documents)
             leaks += _told(told & ~touched & counted, micro_batch, "changes with another document")
-            # What stands before them in their document was changed, they were not.
+            # These tokens did not change, but earlier tokens of their document did.
             asked = touched & ~chosen & audible & (positions > 0)
             deaf = asked & ~_anywhere(asked & told, documents)
             leaks += _told(deaf, micro_batch, "does not change with its own document")
@@ -80,7 +80,7 @@ def probe_documents(
 
 
 def _numbered(batch: StepBatch, end_of_document_id: int) -> tuple[Tensor, Tensor]:
-    """Of every token its document and its place in there, by walking along."""
+    """Return each token's document and its position there, found by scanning the rows."""
     documents, positions = [], []
     for row in batch.input_ids.tolist():
         document = place = 0
@@ -97,7 +97,7 @@ def _numbered(batch: StepBatch, end_of_document_id: int) -> tuple[Tensor, Tensor
 
 
 def _sharing(batch: StepBatch, end_of_document_id: int) -> int:
-    """Documents that are not alone in their rows, the filling left out."""
+    """Return the number of documents that share a row with another one; padding does not count."""
     documents, _ = _numbered(batch, end_of_document_id)
     last = documents.masked_fill(batch.labels == IGNORE_INDEX, 0).amax(dim=1)
     return int((last + 1)[last > 0].sum())
@@ -119,25 +119,25 @@ def _wrong_numbers(batch: StepBatch, documents: Tensor, positions: Tensor, count
 
 
 def _others(ids: Tensor, end_of_document_id: int, vocab_size: int) -> Tensor:
-    """Another id for each, that ends no document."""
+    """Return another id for each token, never the end-of-document id."""
     following = (ids + 1) % vocab_size
     return torch.where(following == end_of_document_id, (ids + 2) % vocab_size, following)
 
 
 def _anywhere(marked: Tensor, documents: Tensor) -> Tensor:
-    """Of every token whether one of its document is marked."""
+    """Return for each token whether any token of its document is marked."""
     counts = marked.new_zeros(len(documents), int(documents.max()) + 1, dtype=torch.int64)
     return counts.scatter_add_(1, documents, marked.long()).gather(1, documents) > 0
 
 
 def _told(where: Tensor, batch: StepBatch, what: str) -> Iterator[str]:
-    """The first of the tokens."""
+    """Yield a message for the first of the tokens."""
     for row, column in where.nonzero()[:1].tolist():
         yield f"the loss at token {column} of sample {int(batch.sample_indices[row])} {what}"
 
 
 def _first_to_the_end(documents: Tensor) -> Tensor:
-    """Indices [b, S] of an order in which each row's first document stands behind the others."""
+    """Return the indices [b, S] that move each row's first document behind the others."""
     length = documents.shape[1]
     first = (documents == 0).sum(dim=1, keepdim=True)
     return (torch.arange(length, device=documents.device) + first) % length
@@ -153,5 +153,5 @@ def _reordered(batch: StepBatch, order: Tensor) -> StepBatch:
         labels=batch.labels.gather(1, order),
         position_ids=batch.position_ids.gather(1, order),
         document_ids=behind.gather(1, order),
-        cu_seqlens=None,  # of the order before
+        cu_seqlens=None,  # those given are for the original order
     )

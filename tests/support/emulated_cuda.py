@@ -1,7 +1,7 @@
-"""CUDA kernels as functions for this machine's CPU: a .cu file, over tests/kernels/emulator/cuda_runtime.h.
+"""CUDA kernels compiled for this machine's CPU: a .cu file, over tests/kernels/emulator/cuda_runtime.h.
 
-The same source that nvcc compiles, run thread by thread: what it computes, whether its barriers suffice and whether it
-stays within a launch's limits can be seen without a GPU; what the chip would make of it, and how fast, cannot.
+Runs the source that nvcc compiles thread by thread. Tests results, barriers and launch limits without a GPU; it cannot
+test the machine code or the speed.
 """
 
 import ctypes
@@ -20,24 +20,24 @@ _SHARED = ["-shared", "-fPIC", "-fsanitize=alignment"]
 
 
 def translated(text: str) -> str:
-    """CUDA C++ with its two constructs that are no C++ replaced by calls of the emulator."""
+    """Replace CUDA's launches and dynamic shared memory, which are not C++, by calls of the emulator."""
     text = _LAUNCH.sub(r"emulator::launch(\1, \2)(", text)
     return _DYNAMIC.sub(r"auto* \2 = static_cast<\1*>(emulator::dynamic_shared());", text)
 
 
 def emulated(name: str, folder: Path, *, without: str = "", but: str = "") -> ctypes.CDLL:
-    """The library of csrc/cuda/<name>.cu, built in `folder`; without: a text in whose first place stands `but`.
+    """Build csrc/cuda/<name>.cu in `folder` and return the library. without: text whose first occurrence becomes `but`.
 
-    A launch whose threads touch an address that is no multiple of what they touch there gives an error.
+    A launch with a misaligned access returns an error.
     """
     library = folder / f"{name}.so"
-    level = "-O0" if without and not but else "-O1"  # the broken one runs once
+    level = "-O0" if without and not but else "-O1"  # a broken library runs only once
     _compile(folder, [level, *_SHARED, str(_source(name, folder, without, but)), "-o", str(library)])
     return ctypes.CDLL(str(library))
 
 
 def of_source(text: str, folder: Path) -> ctypes.CDLL:
-    """The library of kernels and launches that `text` is, in CUDA C++."""
+    """Build `text`, kernels and launches in CUDA C++, and return the library."""
     source, library = folder / "kernels.cpp", folder / "kernels.so"
     source.write_text(translated(text))
     _compile(folder, ["-O1", *_SHARED, str(source), "-o", str(library)])
@@ -45,22 +45,22 @@ def of_source(text: str, folder: Path) -> ctypes.CDLL:
 
 
 def on_chip(library: ctypes.CDLL, capability: int) -> None:
-    """Which chip's limits hold, by its compute capability times ten; 90 where it is not called."""
+    """Set the chip whose limits apply, as compute capability times ten; the default is 90."""
     assert library.megalite_emulator_chip(capability)
 
 
 def in_order(library: ctypes.CDLL, order: int) -> None:
-    """Which threads run first where several may; 0: those of the lowest numbers."""
+    """Set the order in which runnable threads run; 0: ascending thread index, else a seed."""
     ctypes.c_uint.in_dll(library, "megalite_emulator_order").value = order
 
 
 def races(name: str, folder: Path, *, without: str = "") -> str:
-    """What ThreadSanitizer says of the kernels of csrc/cuda/<name>.cu in the program emulator/run_<name>.cpp."""
+    """Return ThreadSanitizer's output for csrc/cuda/<name>.cu, run by the program emulator/run_<name>.cpp."""
     program = folder / "program"
     driver = EMULATOR / f"run_{name}.cpp"
     sources = [str(_source(name, folder, without)), str(driver)]
     _compile(folder, ["-g", "-O1", "-fsanitize=thread", *sources, "-o", str(program)])
-    # Some kernels place memory where the sanitizer has its own.
+    # Without address randomisation: some Linux kernels map memory where the sanitizer needs its own.
     command = ["setarch", platform.machine(), "-R", str(program)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert "done" in done.stdout, done.stderr
@@ -68,7 +68,7 @@ def races(name: str, folder: Path, *, without: str = "") -> str:
 
 
 def _source(name: str, folder: Path, without: str, but: str = "") -> Path:
-    """csrc/cuda/<name>.cu in C++, and beside it the headers of csrc/cuda that the emulator has no others for."""
+    """Write csrc/cuda/<name>.cu as C++, and the headers of csrc/cuda that the emulator does not replace."""
     source = folder / f"{name}.cpp"
     texts = {source: (SOURCES / "cuda" / f"{name}.cu").read_text()}
     (folder / "cuda").mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""The emulator of tests/kernels/emulator, compiled once a run, and its C interface."""
+"""The emulator of tests/kernels/emulator, compiled once per run, and its C interface."""
 
 import ctypes
 import functools
@@ -40,13 +40,13 @@ class Problem(ctypes.Structure):
 
 
 class Report(ctypes.Structure):
-    """What a run noticed: conflicts of shared memory's banks, and what was done that must not be."""
+    """The findings of a run: shared-memory bank conflicts, and the first forbidden action."""
 
     _fields_ = (("conflicts", ctypes.c_int), ("problem", ctypes.c_char_p))
 
 
 def compiled(source: str, *flags: str) -> Path:
-    """`source` of tests/kernels/emulator, compiled into a folder of its own."""
+    """Compile `source` of tests/kernels/emulator into a new folder; return the path of the result."""
     assert COMPILER is not None, "a C++ compiler is needed to test the kernels' source"
     target = Path(tempfile.mkdtemp(prefix="megalite-emulator-")) / source.removesuffix(".cpp")
     command = [
@@ -65,14 +65,14 @@ def compiled(source: str, *flags: str) -> Path:
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The emulator on fibers."""
+    """Return the emulator that runs threads as fibers."""
     return ctypes.CDLL(str(compiled("emulate.cpp", "-O2", "-fPIC", "-shared")))
 
 
 def problem(
     packed: Packed, query: Tensor, key: Tensor, value: Tensor, starts: tuple[Tensor, Tensor]
 ) -> Problem:
-    """What the kernels are told but for where their results go."""
+    """Return the kernels' arguments, without the addresses of the results."""
     told = Problem(
         sequences=len(packed.queries), queries=len(query), keys=len(key),
         longest_query=max(packed.queries), longest_key=max(packed.keys), heads=packed.heads,
@@ -99,10 +99,10 @@ def run(
     left_out_sync: int = -1,
     shared: int = 227 * 1024,
 ) -> Report:
-    """Runs the kernels, which may touch the memory of `tensors` alone, the first of them of the kernels' type.
+    """Run the kernels, which may access only the memory of `tensors`; the first tensor has the kernels' dtype.
 
-    late: asynchronous copies land when they are waited for, else at once. left_out_sync: the number of the barrier
-    that all threads leave out. shared: bytes of shared memory that the chip gives a block.
+    late: asynchronous copies complete when they are waited for, else at once. left_out_sync: the number of the barrier
+    that all threads skip. shared: the chip's limit of shared memory per block in bytes.
     """
     begins = (ctypes.c_void_p * len(tensors))(*(each.untyped_storage().data_ptr() for each in tensors))
     sizes = (ctypes.c_int64 * len(tensors))(*(each.untyped_storage().nbytes() for each in tensors))

@@ -1,4 +1,4 @@
-"""Stand-ins for the flash kernels of a GPU: what their documentation defines, with real numbers, on any device.
+"""Stand-ins for a GPU's flash attention kernels: they compute what the documentation defines, on any device.
 
 `torch.nn.attention.varlen` itself runs on them: its operators call `aten::_flash_attention_forward` and its backward.
 """
@@ -31,10 +31,10 @@ def flash(
     right: int,
     softcap: float = 0.0,
 ) -> Tensor:
-    """Attention within each sequence: query i sees keys i + k - q - left to i + k - q + right, both included.
+    """Compute attention within each sequence: query i sees keys i + k - q - left to i + k - q + right, both included.
 
-    As FlashAttention's README has it, with its conditions: int32 starts on the tensors' device, a last dim without
-    strides, no sequence longer than said, nothing behind the last one.
+    Follows FlashAttention's README and checks its conditions: int32 cu_seqlens on the tensors' device, a contiguous
+    last dim, no sequence longer than max_seqlen, no tokens after the last sequence.
     """
     for starts, tokens, longest in (
         (cu_seqlens_q, len(query), max_seqlen_q),
@@ -65,7 +65,7 @@ def _sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Iterator[tuple[sli
 def _one(
     query: Tensor, key: Tensor, value: Tensor, scale: float, left: int, right: int, softcap: float = 0.0
 ) -> tuple[Tensor, ...]:
-    """Query, key and value [heads, tokens, D] of one sequence, and the probabilities."""
+    """Return query, key and value [heads, tokens, D] of one sequence, and the probabilities."""
     group = query.shape[1] // key.shape[1]
     q = query.transpose(0, 1)
     k, v = (each.repeat_interleave(group, 1).transpose(0, 1) for each in (key, value))
@@ -123,7 +123,7 @@ def _backward(
     window_size_left: int,
     window_size_right: int,
 ) -> tuple[Tensor, ...]:
-    """By hand: an operator's backward runs where autograd does not."""
+    """Compute the gradients by hand, because autograd does not run inside an operator's backward."""
     right, kv_heads = 0 if is_causal else window_size_right, key.shape[1]
     grads = [torch.empty_like(each) for each in (query, key, value)]
     for queries, keys in _sequences(cum_seq_q, cum_seq_k):
@@ -140,7 +140,7 @@ def _backward(
 
 @contextmanager
 def flash_kernels(dispatch_key: str = "CPU") -> Iterator[None]:
-    """torch's flash operators have kernels for devices of this dispatch key."""
+    """Register the stand-ins as torch's flash kernels for this dispatch key."""
     library = torch.library.Library("aten", "IMPL")
     library.impl("_flash_attention_forward", _forward, dispatch_key)
     library.impl("_flash_attention_backward", _backward, dispatch_key)

@@ -1,10 +1,10 @@
-"""transformers' models by the names that their tensors have in files, which are not always those of the parameters."""
+"""The names of a transformers model's tensors in files, which may differ from the parameters' names."""
 
 from torch import nn
 
 
 def names_in_files(model: nn.Module) -> dict[str, str]:
-    """Parameter of a model of transformers -> its name in the files that `save_pretrained` writes."""
+    """Return parameter of a transformers model -> its name in the files that `save_pretrained` writes."""
     from transformers.core_model_loading import revert_weight_conversion
 
     parameters = dict(model.named_parameters())

@@ -1,4 +1,4 @@
-"""What the tests of compiled operators share: whether there are any, and an operator's outputs with its gradients."""
+"""Shared by the tests of compiled operators: skips without the library, and an operator's outputs with gradients."""
 
 from collections.abc import Callable, Sequence
 
@@ -11,9 +11,9 @@ from megalite.ops import extension
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 OUTGROWING = 1 << 22
-"""More values than csrc/cpu/streaming.h leaves to the caches of one thread, in 16 bits too, up to 2 MiB of them."""
+"""Enough values that csrc/cpu/streaming.h streams them, in bf16 too, on one thread with up to 2 MiB of L2 cache."""
 
-# test_build.py fails where a compiler is here and the library is not.
+# test_build.py fails if there is a compiler but no library.
 needs_library = pytest.mark.skipif(
     not extension.available("cpu"), reason=f"no compiled operators: {extension.why_not('cpu')}"
 )
@@ -22,7 +22,7 @@ needs_library = pytest.mark.skipif(
 def with_gradients(
     function: Callable[..., Tensor | tuple[Tensor, ...]], inputs: Sequence[Tensor], grads: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Outputs of function(*inputs), then the gradients of all inputs for these gradients of the outputs."""
+    """Return the outputs of function(*inputs), then the gradients of all inputs, given those of the outputs."""
     leaves = [each.detach().clone().requires_grad_() for each in inputs]
     made = function(*leaves)
     outputs = [made] if isinstance(made, Tensor) else list(made)

@@ -12,22 +12,22 @@ import pytest
 import torch
 from torch import Tensor
 
-# Layouts against one process, in float64: the order of the sums is all that differs.
+# Layouts against one process, in float64: only the order of sums differs.
 LAYOUT_RTOL = 1e-10
-# ZeRO's master weights are float32 whatever the model's type.
+# ZeRO's master weights are float32 for float64 models too.
 ZERO_RTOL = 1e-6
 # Training in float32: twenty AdamW steps of another layout, or another implementation with the same weights.
 FLOAT32_RTOL = 1e-5
-# Gradients in float32 beside another program's: the terms of a norm's gradient cancel, and each processor rounds them
-# its own way (1.5e-5 on one with AVX-512).
+# Gradients in float32 against another program's: the terms of a norm's gradient cancel, and processors round them
+# differently (1.5e-5 on one with AVX-512).
 FLOAT32_GRADIENT_RTOL = 3e-5
-# 16-bit types, beside three times the error of one process in the same type: one of their rounding steps.
+# bf16 and fp16: one rounding step, in addition to three times the error of one process in the same type.
 NARROW_FLOOR = {"bf16": 2**-8, "fp16": 2**-11}
-# Copies of one tensor on several ranks, which compute it from the same values.
+# Copies of one tensor that several ranks compute from the same values.
 COPIES_RTOL = 1e-9
-# One operator in float64 in two implementations: the order of its sums is all that differs.
+# Two implementations of one operator in float64: only the order of sums differs.
 OPERATOR_RTOL = 1e-13
-# Slopes by central differences with steps of 1e-6: losses in float64 keep ten digits of a difference.
+# Gradients by central differences with steps of 1e-6: float64 losses keep ten digits of a difference.
 SLOPE_RTOL = 1e-6
 # Losses of DeepSpeed's own engine in float32, over a few steps and two conversions.
 ENGINE_RTOL = 2e-6
@@ -35,48 +35,48 @@ ENGINE_RTOL = 2e-6
 BF16_RTOL = 2**-7
 # A float32 value that was rounded once more than the reference.
 ROUNDED_RTOL = 2**-24
-# Gradients whose hidden states and products are rounded to 16 bits on the way: four rounding steps.
+# Gradients whose hidden states and products are rounded to bf16 or fp16: four rounding steps.
 CHUNKED_RTOL = {torch.bfloat16: 2**-6, torch.float16: 2**-9}
-# Losses in 16 bits beside the same run's in float32, and beside those of another ZeRO stage; absolute.
+# Absolute difference of bf16 or fp16 losses from the same run in float32, and from another ZeRO stage.
 NARROW_LOSS, ZERO_NARROW_LOSS = 2e-2, 2e-3
-# AdamW divides a gradient by its own size: where the gradient is rounding alone, so is the whole update.
+# AdamW divides a gradient by its own size: if the gradient is only rounding noise, the update is noise of full size.
 ADAM_UPDATES = 100
-# Python's own figures (times, learning rates, shares): formulas in another order.
+# Python floats (times, learning rates, shares) computed by equivalent formulas.
 FIGURE_RTOL = 1e-6
-# Figures that makers publish with two or three digits.
+# Figures that vendors publish with two or three digits.
 PUBLISHED_RTOL = 0.02
-# Memory beside its formula, which leaves small tensors and the padding of partitions out.
+# Memory against its formula, which omits small tensors and the padding of partitions.
 MEMORY_RTOL = 0.01
 
 
 def layout_bounds(precision: str, zero_stage: int) -> dict[str, float]:
-    """How far a run in fp64 or fp32 may be from one process, for each quantity of a few steps.
+    """Return the tolerance of a run in fp64 or fp32 against one process, for each quantity of a few steps.
 
-    gradients are the first step's; DeepSpeed holds its sums of them in float32, as it does its master weights.
+    gradients: of the first step; DeepSpeed holds gradient sums and master weights in float32.
     """
     exact = LAYOUT_RTOL if precision == "fp64" else FLOAT32_RTOL
     bound = max(exact, ZERO_RTOL if zero_stage else 0.0)
     return dict.fromkeys(("losses", "norms", "gradients", "weights"), bound)
 
 
-# Beside a tensor with values of 1, one with values below this is sums that cancel.
+# A tensor whose values are below this, relative to the largest tensor, consists of cancelled sums: rounding noise.
 _NOISE = 1e-6
 
 
 def narrow_bound(precision: str, own_error: float) -> float:
-    """How far a 16-bit run may be from the exact one, where one process in the same type is off by `own_error`.
+    """Return the tolerance of a bf16 or fp16 run, given the error `own_error` of one process in the same type.
 
-    Two draws of the same noise, of which one process's may be the smaller: 2.1 times of it was seen in right runs.
+    Both errors are draws of the same noise, so the other may be larger: correct runs had up to 2.1 times `own_error`.
     """
     return 3 * own_error + NARROW_FLOOR[precision]
 
 
 def relative_error(actual: Any, expected: Any, *, floor: float = 0.0) -> float:
-    """The largest difference over the largest magnitude (at least `floor`) of `expected`; inf if not finite.
+    """Return the largest difference over the largest magnitude (at least `floor`) of `expected`; inf if not finite.
 
     Takes tensors, numbers and sequences of numbers, of one shape; compares in float64.
     """
-    # Python's numbers are float64; as_tensor alone would round them to float32.
+    # Python floats are float64; as_tensor without a dtype would round them to float32.
     actual, expected = (
         torch.as_tensor(values, dtype=torch.float64).detach() for values in (actual, expected)
     )
@@ -87,20 +87,20 @@ def relative_error(actual: Any, expected: Any, *, floor: float = 0.0) -> float:
     if difference == 0:
         return 0.0
     magnitude = max(expected.abs().max().item(), floor)
-    # A comparison with nan is false, so nan counts as not finite too.
+    # Comparisons with NaN are false, so NaN counts as not finite too.
     return difference / magnitude if magnitude > 0 and difference < float("inf") else float("inf")
 
 
 def assert_close(actual: Any, expected: Any, *, rtol: float = LAYOUT_RTOL, what: str = "values") -> None:
-    """The relative error is at most `rtol`; 0 asks for equality."""
+    """Assert that the relative error is at most `rtol`; 0: that the values are equal."""
     error = relative_error(actual, expected)
     assert error <= rtol, f"{what}: relative error {error:.2e}, allowed {rtol:.0e}"
 
 
 def tensor_errors(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
-    """The relative error of each tensor of `expected`.
+    """Return the relative error of each tensor of `expected`.
 
-    One that is zero but for rounding (the gradient of a key's bias) is measured by the largest of the others.
+    A tensor that is zero up to rounding (the gradient of a key's bias) is measured relative to the largest tensor.
     """
     sizes = {name: tensor.abs().max().item() if tensor.numel() else 0.0 for name, tensor in expected.items()}
     largest = max(sizes.values(), default=0.0)
@@ -114,7 +114,7 @@ def tensor_errors(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) 
 def assert_same_tensors(
     actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, rtol: float = LAYOUT_RTOL
 ) -> None:
-    """The same names, and each tensor within `rtol` (of `tensor_errors`); the message names the worst."""
+    """Assert equal names, and errors of at most `rtol` (`tensor_errors`); the message has the worst tensor."""
     assert actual.keys() == expected.keys(), f"names differ: {sorted(actual.keys() ^ expected.keys())}"
     errors = tensor_errors(actual, expected)
     wrong = {name: error for name, error in errors.items() if not error <= rtol}
@@ -127,7 +127,7 @@ def assert_same_tensors(
 
 
 def assert_same_curve(values: Sequence[float], golden: Sequence[float], *, rtol: float = 0.0) -> None:
-    """The same number for every step, to the bit unless `rtol` is given; names the first that differs."""
+    """Assert equal numbers in every step, bit for bit unless `rtol` is given; the message has the first difference."""
     assert len(values) == len(golden), f"{len(values)} steps, expected {len(golden)}"
     for step, (value, expected) in enumerate(zip(values, golden, strict=True), start=1):
         error = relative_error(value, expected)
@@ -137,11 +137,11 @@ def assert_same_curve(values: Sequence[float], golden: Sequence[float], *, rtol:
 def assert_no_worse(
     fused: Tensor, plain: Tensor, exact: Tensor, *, what: str = "values", approximate: bool = False
 ) -> None:
-    """The error of `fused` against `exact` (float64) is at most twice that of the plain form in the same dtype, plus
-    one unit in the last place of the largest value; in float64, where the plain form is exact itself, 16 units.
+    """Assert that `fused` is about as close to `exact` (float64) as the plain form in the same dtype.
 
-    approximate: three units more in float32, for powers and quotients that are as far off as the PTX ISA lets them
-    be, two units each.
+    Allowed: twice the plain form's error plus one unit in the last place of the largest value; in float64, where the
+    plain form itself is exact, 16 units. approximate: three units more in float32, because the PTX ISA allows powers
+    and quotients errors of two units each.
     """
     assert fused.dtype == plain.dtype and fused.shape == plain.shape == exact.shape, what
     if not exact.numel():
@@ -153,9 +153,9 @@ def assert_no_worse(
 
 
 def assert_rounded_alike(actual: Tensor, expected: Tensor) -> None:
-    """Two implementations with the same intermediate types: only the order of their sums differs.
+    """Assert that two implementations with the same intermediate types differ only by the order of sums.
 
-    At most one unit in the last place of the largest value in 16 bits, which may round the other way; else 16.
+    Allowed: one unit in the last place of the largest value in bf16 and fp16, whose rounding may flip; else 16 units.
     """
     assert actual.dtype == expected.dtype
     units = 16 if actual.element_size() >= 4 else 1
@@ -163,18 +163,18 @@ def assert_rounded_alike(actual: Tensor, expected: Tensor) -> None:
 
 
 def assert_copies(one: Tensor, other: Tensor, *, what: str) -> None:
-    """Two ranks hold the same tensor. A tensor below 1e-5 is rounding alone and is measured by that."""
+    """Assert that two ranks hold the same tensor; a tensor below 1e-5 is noise and measured relative to 1e-5."""
     error = relative_error(one, other, floor=1e-5)
     assert error <= COPIES_RTOL, f"copies of {what} differ: relative error {error:.2e}"
 
 
 def assert_mean(values: Any, expected: float, *, deviation: float = 1.0, what: str = "values") -> None:
-    """The mean of independent draws with this standard deviation is within four of its standard errors."""
+    """Assert that the mean of independent draws with this standard deviation is within four standard errors."""
     values = torch.as_tensor(values, dtype=torch.float64)
     off, allowed = abs(values.mean().item() - expected), 4 * deviation / math.sqrt(values.numel())
     assert off <= allowed, f"the mean of {what} is {off:.2e} off {expected}, allowed {allowed:.2e}"
 
 
 def about(expected: Any, rtol: float = FIGURE_RTOL) -> Any:
-    """For `==` with a figure, or a list or dict of figures, that Python computed in another way."""
+    """Return an approximate value for `==`: a float, or a list or dict of floats, computed by another formula."""
     return pytest.approx(expected, rel=rtol)

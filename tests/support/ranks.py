@@ -1,8 +1,8 @@
-"""One pool of worker processes for the whole test run; every call gets a gloo group of its own.
+"""One pool of worker processes for the whole test run; every call gets a new gloo group.
 
 Workers are forked from one server that has imported torch and DeepSpeed once. A call sends a module-level
-function to the first `world_size` workers, which run it as ranks of a fresh process group and return what it
-returned; the test asserts in the parent, over all ranks. Processes are reused, groups never.
+function to the first `world_size` workers, which run it as ranks of a new process group and return its result; the
+test asserts in the parent, over all ranks. Processes are reused, groups are not.
 """
 
 import faulthandler
@@ -29,7 +29,7 @@ from typing import Any
 from unittest.mock import patch
 
 ROOT = Path(__file__).parents[2]
-# DeepSpeed's engine imports inductor when it is first made, a second a process; this makes the server do it once.
+# DeepSpeed's engine imports inductor on first use, which takes a second per process; the server imports it once.
 PRELOADED = [
     "pytest",
     "torch.distributed.pipelining",
@@ -37,25 +37,25 @@ PRELOADED = [
     "megalite.train.optimizer.deepspeed",
 ]
 START_SECONDS = 120
-# How long the others may still take once one rank has failed; most notice within half a second.
+# Time for the other ranks to end after one rank has failed; most notice within half a second.
 GRACE_SECONDS = 5.0
-# A gloo group that somebody keeps a reference to has three threads, which wake up a hundred times a second.
+# A gloo group that is still referenced has three threads, which wake up a hundred times a second.
 MOST_THREADS = 60
 RELEASE = pickle.dumps("release")
 READY = b"ready"
 
 
 class RankFailed(AssertionError):
-    """A rank raised or died; the message begins with the first one to do so."""
+    """A rank raised or died; the message begins with the first failed rank."""
 
 
 class RanksHung(AssertionError):
-    """Ranks did not end in time; the message names them and shows where each one stood."""
+    """Ranks did not end in time; the message names them and has the stack of each."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """What one rank is asked to do."""
+    """The task of one rank."""
 
     function: Callable[..., Any]
     arguments: dict[str, Any]
@@ -67,7 +67,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rank made of a task. `at` orders failures: all processes read the same monotonic clock."""
+    """The result of a task on one rank. `at` orders failures: all processes read the same monotonic clock."""
 
     value: Any = None
     summary: str = ""
@@ -87,7 +87,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Worker:
-    """The parent's end of one worker: its pipe, and the file that its stack is dumped to."""
+    """The parent's end of one worker: its pipe, and the file for its stack dump."""
 
     process: Any
     connection: Connection
@@ -95,9 +95,9 @@ class Worker:
 
 
 class RankPool:
-    """The workers, started when first needed, replaced together when one of them hangs, dies, or is worn out.
+    """The workers, started when first needed; all are replaced when one hangs, dies or has too many threads.
 
-    device: "standin" registers the stand-in accelerator in every worker, and groups are of its backend.
+    device: "standin" registers the stand-in accelerator in every worker, and groups use its backend.
     """
 
     def __init__(self, device: str = "cpu") -> None:
@@ -105,7 +105,7 @@ class RankPool:
         if device == "standin":
             from tests.support.standin import build
 
-            build.library()  # here, since a compiler takes longer than a task may
+            build.library()  # here, because compiling takes longer than a task's timeout
         self._workers: list[Worker] = []
         self._calls = itertools.count()
         self._folder = Path(tempfile.mkdtemp(prefix="megalite-ranks-"))
@@ -118,9 +118,9 @@ class RankPool:
         timeout: float = 60.0,
         **arguments: Any,
     ) -> list[Any]:
-        """Call `function(**arguments)` on each of `world_size` ranks; what they returned, in rank order.
+        """Call `function(**arguments)` on each of `world_size` ranks; return their results in rank order.
 
-        The function stands at a module's top level, to be sent by name; what it returns must pickle.
+        The function must be at a module's top level, because it is sent by name; its result must pickle.
         Raises RankFailed with the first rank's traceback first, and RanksHung after `timeout` seconds.
         """
         __tracebackhide__ = True
@@ -131,7 +131,7 @@ class RankPool:
         try:
             workers = self._first_workers(world_size)
             outcomes = _outcomes(workers, pickle.dumps(task), timeout)
-        except BaseException:  # Ctrl-C too: whatever they are doing, it is not ours to wait for
+        except BaseException:  # KeyboardInterrupt too: do not wait for the workers
             self._kill()
             raise
         problem = _problem(workers, outcomes, timeout)
@@ -149,7 +149,7 @@ class RankPool:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def process_ids(self) -> list[int]:
-        """The workers that are running now, by rank."""
+        """Return the process ids of the running workers, by rank."""
         return [worker.process.pid for worker in self._workers]
 
     def _first_workers(self, count: int) -> list[Worker]:
@@ -184,7 +184,7 @@ def _start(rank: int, folder: Path) -> Worker:
     stack = folder / f"stack-{rank}"
     arguments = (theirs, rank, str(stack))
     process = context.Process(target=_serve, args=arguments, name=f"rank {rank}", daemon=True)
-    # Read by the server when it starts, and by all who are forked from it.
+    # The server reads these when it starts; all workers are forked from it.
     settings = {
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
         "DS_ACCELERATOR": "cpu",
@@ -198,7 +198,7 @@ def _start(rank: int, folder: Path) -> Worker:
 
 
 def _threads(worker: Worker) -> int:
-    """How many the process has; 0 where the system does not say."""
+    """Return the number of threads of the process; 0 if the system does not say."""
     tasks = Path(f"/proc/{worker.process.pid}/task")
     return len(list(tasks.iterdir())) if tasks.is_dir() else 0
 
@@ -246,7 +246,7 @@ def _receive_outcome(worker: Worker) -> Outcome:
 
 
 def _problem(workers: list[Worker], outcomes: dict[int, Outcome], timeout: float) -> Exception | None:
-    """What the test is told: the first failure, then in a line each what followed from it."""
+    """Return the exception for the test: the first failure, then one line for each failure that followed."""
     world = len(workers)
     hung = [rank for rank in range(world) if rank not in outcomes]
     failed = sorted(
@@ -272,7 +272,7 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def _stack(worker: Worker) -> str:
-    """Where a hung worker's main thread is, without the pool's own frames."""
+    """Return the stack of a hung worker's main thread, without the pool's own frames."""
     os.kill(worker.process.pid, signal.SIGUSR1)
     deadline = time.monotonic() + 1.0
     while "_serve" not in (text := worker.stack.read_text()) and time.monotonic() < deadline:
@@ -281,18 +281,18 @@ def _stack(worker: Worker) -> str:
     return "\n".join(itertools.takewhile(lambda line: str(Path(__file__)) not in line, frames)) or text
 
 
-# What follows runs in the workers.
+# The functions below run in the workers.
 
 
 def _serve(connection: Connection, rank: int, stack: str) -> None:
-    """Run tasks until the parent's end of the pipe closes, be it by `kill -9`."""
+    """Run tasks until the parent's end of the pipe closes, also by `kill -9`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     stack_file = Path(stack).open("w")  # noqa: SIM115 (faulthandler writes to it as long as the process lives)
     faulthandler.enable(stack_file, all_threads=False)
     faulthandler.register(signal.SIGUSR1, stack_file, all_threads=False)
     messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(connection, messages), daemon=True).start()
-    gc.freeze()  # what torch made is never garbage: a collection after each task costs nothing
+    gc.freeze()  # excludes torch's objects, so that the collection after each task is fast
     connection.send_bytes(READY)
     while True:
         connection.send_bytes(_perform(messages.get(), rank))
@@ -303,7 +303,7 @@ def _serve(connection: Connection, rank: int, stack: str) -> None:
 
 
 def _receive(connection: Connection, messages: "queue.SimpleQueue[bytes]") -> None:
-    # A thread of its own, so that a parent that was killed is noticed while the rank hangs in a collective.
+    # In a separate thread, to notice a killed parent even while the rank hangs in a collective.
     while True:
         try:
             messages.put(connection.recv_bytes())
@@ -320,7 +320,7 @@ def _perform(message: bytes, rank: int) -> bytes:
             value = task.function(**task.arguments)
         return pickle.dumps(Outcome(value))
     except BaseException as error:
-        # Timed before the group goes, since that is what the other ranks will fail by.
+        # Take the time before leaving the group, which makes the other ranks fail.
         outcome = pickle.dumps(Outcome.of_error(error))
     _leave_group()
     return outcome
@@ -328,11 +328,11 @@ def _perform(message: bytes, rank: int) -> bytes:
 
 @contextmanager
 def _device(task: Task) -> Iterator[None]:
-    """On the stand-in, what no stream waited for fails the task."""
+    """Prepare the device; on the stand-in, fail the task if a stream used data that it had not waited for."""
     if task.device == "cpu":
         from deepspeed.accelerator import get_accelerator
 
-        # Under ZeRO 3 DeepSpeed takes float64 weights only on a CPU without fp16: every machine counts as one here.
+        # Under ZeRO 3 DeepSpeed accepts float64 weights only on a CPU without fp16, so pretend that there is no fp16.
         with patch.object(get_accelerator(), "is_fp16_supported", lambda: False):
             yield
         return
@@ -349,11 +349,11 @@ def _device(task: Task) -> Iterator[None]:
 
 
 def _reset(rank: int, task: Task) -> None:
-    """The same random streams and torch settings for every test, whatever ran here before."""
+    """Set the same random seeds and torch settings for every test, independent of earlier tests."""
     import numpy
     import torch
 
-    # DeepSpeed looks for a launcher's variables even where the group exists.
+    # DeepSpeed needs a launcher's variables even if the process group exists.
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(task.world_size))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     os.chdir(ROOT)
@@ -368,7 +368,7 @@ def _reset(rank: int, task: Task) -> None:
 def _join_group(rank: int, task: Task) -> None:
     import torch.distributed as dist
 
-    # The pool's own limit comes first: it knows which ranks hang.
+    # Longer than the pool's own timeout, whose message names the hung ranks.
     limit = timedelta(seconds=task.timeout + 2 * GRACE_SECONDS)
     store = dist.FileStore(task.store, task.world_size)
     backend = dist.get_default_backend_for_device(task.device)
@@ -384,15 +384,16 @@ def _leave_group() -> None:
     if deepspeed_comm.cdb is None:
         dist.destroy_process_group()
     else:
-        deepspeed_comm.destroy_process_group()  # and the groups that DeepSpeed keeps in its modules
+        deepspeed_comm.destroy_process_group()  # also destroys the groups in DeepSpeed's modules
         deepspeed_comm.cdb = None
         _forget_zero3()
 
 
 def _forget_zero3() -> None:
-    """Ranks under ZeRO 3 compare numbers that count on from test to test, and ranks differ in the tests they had.
+    """Reset DeepSpeed's global state of ZeRO 3.
 
-    And it puts a linear of its own, which splits no backward, in the place of torch's.
+    ZeRO 3 compares counters between ranks, which differ if the ranks ran different tests before; and it replaces
+    torch's linear by its own, which does not split the backward.
     """
     import torch
     from deepspeed.runtime.zero import parameter_offload, partition_parameters

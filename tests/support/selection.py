@@ -1,4 +1,4 @@
-"""Which cases of a parametrized test the core runs; the others are marked `extended`."""
+"""Selection of the cases of a parametrized test that the core runs; the others are marked `extended`."""
 
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
@@ -9,10 +9,10 @@ PARAMETER_SET = type(pytest.param())
 
 
 def cases(values: Iterable[Any], *, core: Collection[Any] | Callable[[Any], bool]) -> list[Any]:
-    """Arguments for `pytest.mark.parametrize`: all values, of which the core runs those in `core`.
+    """Return the arguments for `pytest.mark.parametrize`: all values; the core runs those in `core`.
 
-    A tuple holds one value of each argument. core: values, or a function that says whether a value is of the core.
-    A case that is marked already (slow, gpu) stays as it is. Raises ValueError if the core has no case.
+    A tuple holds one value for each argument. core: values, or a function value -> whether it belongs to the core.
+    A case that is already marked (slow, gpu) stays as it is. Raises ValueError if the core has no case.
     """
     chosen = core if callable(core) else core.__contains__
     made, count = [], 0

@@ -1,4 +1,4 @@
-"""A model, tokens, text and a tokenizer as small as they can be while every mistake still shows."""
+"""A model, tokens, text and a tokenizer, as small as possible while every mistake still shows."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +15,7 @@ END_OF_DOCUMENT = "<|endoftext|>"
 
 
 def tiny_shape(*, tied: bool = False, layers: int = 4) -> ModelShape:
-    """Sizes that hide no mistake: a vocabulary that nothing divides, grouped key-value heads, no size twice.
+    """Return a shape whose sizes hide no mistake: a prime vocabulary, grouped key-value heads, all sizes different.
 
     Fits tensor parallelism up to 4.
     """

@@ -1,4 +1,4 @@
-"""A run's own trainer on tiny token files, in any layout of a few ranks."""
+"""The trainer of `megalite train` on tiny token files, in any layout of a few ranks."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -38,7 +38,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def write_token_files(folder: Path) -> None:
-    """`train` and `held`; the latter has 11 sequences, the last of them short: no batch of 4 divides them."""
+    """Write `train` and `held`; `held` has 11 sequences, the last one short, which batches of 4 do not divide."""
     draw = np.random.default_rng(5)
     for name, tokens in (("train", 400), ("held", HELD_OUT_TOKENS)):
         with (folder / f"{name}.bin").open("wb") as bin_file, (folder / f"{name}.idx").open("wb") as idx_file:
@@ -50,9 +50,9 @@ def write_token_files(folder: Path) -> None:
 
 
 def tiny_trainer(folder: Path, changes: Mapping[str, Any]) -> tuple[TrainStep, Callable[..., StepLoader]]:
-    """The trainer of this rank of the current process group, and what makes loaders of other files for it.
+    """Return the trainer of this rank of the current process group, and a function that makes loaders of other files.
 
-    changes: to SETTINGS.
+    changes: settings that override SETTINGS.
     """
     flags = [f"--{name}={value}" for name, value in {**SETTINGS, **changes}.items()]
     config = load_run(None, [*flags, f"--data.source={folder / 'train'}"]).config

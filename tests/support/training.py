@@ -34,13 +34,13 @@ from tests.support.tiny import in_documents, tiny_batch
 
 SEQUENCES = 8
 ALONE = Layout()
-# SGD, since Adam forgives a wrong constant factor; the norms are above 0.5, so clipping is active.
+# SGD, because Adam hides a wrong constant factor; the norms are above 0.5, so clipping is active.
 SGD = OptimizerSettings("sgd", (0.9, 0.95), 1e-8, 0.1, 0.0, 0.5)
 
 
 @dataclass(frozen=True)
 class Job:
-    """What to train: the shape, the global batch's split, the optimizer, the number type."""
+    """A training job: the model's shape, the layout and split of the global batch, the optimizer, the dtype."""
 
     shape: ModelShape
     layout: Layout = ALONE
@@ -52,8 +52,8 @@ class Job:
     optimizer: OptimizerSettings = SGD
     learning_rate: float = 0.1
     zero_stage: int = 0
-    offload: str = "none"  # "optimizer"; "parameters": these too
-    disk: str | None = None  # the folder to offload to; None: to the CPU's memory
+    offload: str = "none"  # "optimizer"; "parameters": optimizer and parameters
+    disk: str | None = None  # the folder for offloading; None: CPU memory
     dtype: torch.dtype = torch.float64
     label_smoothing: float = 0.0
     z_loss: float = 0.0
@@ -74,7 +74,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Shard:
-    """A region of a canonical tensor as one rank holds it; partial: as a gradient, part of the sum over tp."""
+    """A rank's slice of a canonical tensor; partial: its gradient is one term of a sum over tp."""
 
     name: str
     region: TensorSlice
@@ -84,10 +84,10 @@ class Shard:
 
 @dataclass
 class RankResult:
-    """What one rank saw.
+    """The results of one rank.
 
     gradients: of the first step, before clipping and before ZeRO's reduction over dp. without_gradient: the parameters
-    that had none in the matrix's run, which must be none; `train_on_rank` fails there and then.
+    without a gradient in a run of the matrix, which must be none; `train_on_rank` fails at once instead.
     """
 
     dp_rank: int
@@ -122,9 +122,9 @@ def train_on_rank(job: Job) -> RankResult:
 
 @dataclass(frozen=True)
 class Parts:
-    """What a job consists of on one rank.
+    """The objects of a job on one rank.
 
-    reduced: under ZeRO 2 and 3 the gradients of the step so far, which DeepSpeed takes away in each backward.
+    reduced: under ZeRO 2 and 3 the step's gradients so far, which DeepSpeed removes in each backward.
     """
 
     replica: Replica
@@ -141,17 +141,17 @@ class Parts:
         return self.replica.stage
 
     def accumulate(self, batch: StepBatch) -> float:
-        """Forward and backward of a step and the reduction of its gradients; the loss."""
+        """Run forward and backward of a step and reduce its gradients; return the loss."""
         loss = self.pipeline.forward_backward(batch, self.optimizer.loss_scale).item()
         self.optimizer.reduce_gradients()
         return loss
 
 
 def build(job: Job) -> Parts:
-    """Everything of the job on this rank of the current process group, with its initial weights."""
+    """Build the job's objects on this rank of the current process group, with initial weights."""
     device = torch.device(job.device) if job.device else local_device(dist.get_rank(), dist.get_world_size())
     mesh = ParallelMesh.over_world(job.layout, device, sequence_parallel=job.sequence_parallel)
-    if job.compile:  # what earlier jobs of this process compiled counts against a limit
+    if job.compile:  # dynamo's recompilation limit counts earlier jobs of this process too
         torch._dynamo.reset()
     options = ModelOptions(
         dtype=job.dtype,
@@ -179,7 +179,7 @@ def build(job: Job) -> Parts:
 
     def watch(replica: Replica) -> None:
         if job.zero_stage >= 2:
-            # Before DeepSpeed's own hooks.
+            # Register before DeepSpeed's own hooks.
             watch_gradients(replica.tensors, reduced)
 
     replica, optimizer, pipeline = assemble(
@@ -198,7 +198,7 @@ def build(job: Job) -> Parts:
 
 @contextmanager
 def fp16_allowed() -> Iterator[None]:
-    """DeepSpeed refuses fp16 on a CPU, which computes in it all the same."""
+    """Allow fp16 on the CPU, which DeepSpeed refuses although torch supports it."""
     from deepspeed.accelerator import get_accelerator
 
     with mock.patch.object(get_accelerator(), "is_fp16_supported", lambda: True):
@@ -207,7 +207,7 @@ def fp16_allowed() -> Iterator[None]:
 
 @contextmanager
 def whole_weights(zero_stage: int, tensors: dict[str, torch.nn.Parameter]) -> Iterator[None]:
-    """With this rank's shards whole, where ZeRO 3 has partitioned them."""
+    """Gather this rank's shards while they are in use, if ZeRO 3 has partitioned them."""
     if zero_stage < 3:
         yield
         return
@@ -218,7 +218,7 @@ def whole_weights(zero_stage: int, tensors: dict[str, torch.nn.Parameter]) -> It
 
 
 def watch_gradients(tensors: dict[str, torch.nn.Parameter], sums: dict[str, Tensor]) -> None:
-    """Have `sums` hold the gradients that ZeRO 2 and 3 take away in each backward, added up, as they were before."""
+    """Add each backward's gradients to `sums`, before ZeRO 2 and 3 remove them."""
 
     def add(name: str, tensor: Tensor) -> None:
         sums[name] = sums.get(name, 0) + gradient_of(name, tensor)
@@ -235,7 +235,7 @@ def deepspeed_json(job: Job, micro_batches: int) -> dict[str, Any]:
     if job.offload == "parameters":
         zero["offload_param"] = {**there, "buffer_size": 1 << 20, "max_in_cpu": 0}
     if job.zero_stage == 3:
-        # Without this it would leave all weights whole, as they are small; now only the norms.
+        # By default ZeRO 3 would not partition such small weights; this threshold excludes only the norms.
         zero["stage3_param_persistence_threshold"] = 100
     return {
         "train_micro_batch_size_per_gpu": job.micro_batch_size * micro_batches,
@@ -251,7 +251,7 @@ def deepspeed_json(job: Job, micro_batches: int) -> dict[str, Any]:
 
 
 def global_batch(job: Job, step: int) -> StepBatch:
-    """The same SEQUENCES sequences for every layout, with loss masks of very unequal weight."""
+    """Return the same SEQUENCES sequences for every layout, with loss masks of very unequal weight."""
     batch = tiny_batch(job.shape, SEQUENCES, step=step)
     batch = in_documents(batch) if job.documents else batch
     return replace(batch, loss_mask=batch.loss_mask.to(job.dtype))
@@ -274,8 +274,8 @@ def gradients_of(tensors: dict[str, torch.nn.Parameter]) -> dict[str, Tensor]:
 
 
 def gradient_of(name: str, parameter: Tensor) -> Tensor:
-    """In float64. Raises AssertionError where the parameter has none: its backward never ran."""
-    # DeepSpeed keeps fp32 sums beside the parameter when its type differs from the model's.
+    """Return the gradient in float64. Raises AssertionError if there is none, i.e. the backward never ran."""
+    # DeepSpeed keeps fp32 sums in another attribute if their dtype differs from the model's.
     gradient = parameter.grad if parameter.grad is not None else getattr(parameter, "grad_accum", None)
     assert gradient is not None, f"{name} has no gradient"
     return gradient.double()
@@ -295,7 +295,7 @@ def shards_of(
         for part, region in parameter.spec.slices(mesh.tp.rank, mesh.tp.size):
             values = tensors[parameter.name].detach()[row : row + region.shape[0]].cpu().clone()
             in_parts = partial_over_tp(parameter, part, mesh)
-            # Under ZeRO 2 and 3 they are added up in the backward, and all but the first holder of a head has zeros.
+            # Under ZeRO 2 and 3 backward sums them, and all holders of a head but the first have zeros.
             if complete:
                 in_parts = parameter.spec.is_shared(part, mesh.tp.size)
             shards.append(Shard(part.name, region, values, in_parts))
@@ -304,7 +304,7 @@ def shards_of(
 
 
 def full_tensors(shape: ModelShape, shards: Sequence[Shard], *, add: bool) -> dict[str, Tensor]:
-    """Assemble shards by name; overlapping ones are added (partial gradients) or must be equal (replicas)."""
+    """Assemble full tensors by name; overlapping shards are added (partial gradients) or must be equal (replicas)."""
     whole = {name: torch.zeros(size, dtype=torch.float64) for name, size in canonical_tensors(shape).items()}
     filled = {name: torch.zeros(size, dtype=torch.bool) for name, size in canonical_tensors(shape).items()}
     for shard in shards:
@@ -325,7 +325,7 @@ def full_tensors(shape: ModelShape, shards: Sequence[Shard], *, add: bool) -> di
 
 
 def full_gradients(job: Job, results: Sequence[RankResult]) -> dict[str, Tensor]:
-    """The gradient of the global mean loss from every rank's own: mean over dp, tied copies added."""
+    """Return the gradient of the global mean loss from every rank's own: mean over dp, sum over tied copies."""
     whole: dict[str, Tensor] = {}
     for dp_rank in range(job.layout.data):
         replica = [result for result in results if result.dp_rank == dp_rank]
@@ -336,8 +336,10 @@ def full_gradients(job: Job, results: Sequence[RankResult]) -> dict[str, Tensor]
 
 
 def _without_tensor_replicas(job: Job, replica: Sequence[RankResult]) -> list[Shard]:
-    """Every shard of a replica once a stage: tensor-parallel copies must be equal and only one is kept, unless
-    each is a part of the gradient."""
+    """Return every shard of a replica once per stage.
+
+    Tensor-parallel copies must be equal, and only one is kept, unless each is a partial gradient.
+    """
     kept: list[Shard] = []
     for stage in range(job.layout.pipeline):
         ranks = replica[stage * job.layout.tensor : (stage + 1) * job.layout.tensor]
