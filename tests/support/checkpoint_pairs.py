@@ -59,7 +59,7 @@ SEQUENCES = 8
 
 
 def _layout(tensor: int = 1, pipeline: int = 1, data: int = 1, zero: int = 0, **changes: object) -> Settings:
-    """Return the settings of a layout with these axis sizes, with the same global batch for all. changes: section__key."""
+    """Return the settings of a layout with these axis sizes; the global batch is the same. changes: section__key."""
     stage = {f"{ZERO}.stage": zero} if zero else {}
     micro_batches = 4 if pipeline > data else 1 if zero == 3 else 2
     # By default ZeRO 3 would not partition such small weights; this threshold excludes only the norms. It has no EMA.

@@ -1,7 +1,7 @@
 """Faults to plant in production code: mistakes that others have made, each with the smallest run that shows it.
 
-tests/parity/test_faults.py plants each and expects the comparison with one process, which guards against it, to fail.
-Of 16-bit training and of an operator alone there are more beside the tests that guard those
+tests/parity/test_faults.py plants each fault and expects the comparison with one process to fail. Faults of bf16 and
+fp16 training and of single operators are next to the tests that guard against them
 (tests/distributed/test_precision.py, tests/parity/test_loss.py).
 """
 
@@ -29,9 +29,9 @@ Replace = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class Fault:
-    """`target.attribute` becomes `replace(itself)`.
+    """A fault: `target.attribute` is replaced by `replace(original)`.
 
-    shown_by: axis of the table -> value; all others have their plain one.
+    shown_by: axis of the table -> value; all other axes have their plain value.
     """
 
     target: Any
@@ -238,7 +238,7 @@ def _sum_no_tied_copies(complete: Callable[..., None]) -> Callable[..., None]:
 
 
 def _sum_the_shared_embedding(complete: Callable[..., None]) -> Callable[..., None]:
-    """As if the one module at both ends of a V were two copies."""
+    """Return a replacement that treats the one module at both ends of a V as two copies."""
 
     def twice(parameters: Any, tensors: Any, *arguments: Any) -> None:
         complete(parameters, tensors, *arguments)
@@ -409,7 +409,7 @@ FAULTS: dict[str, Fault] = {
 
 @contextmanager
 def planted_fault(name: str | None) -> Iterator[None]:
-    """Run with the named fault in place; with None, as the code stands."""
+    """Run with the named fault planted; None: without a fault."""
     if name is None:
         yield
         return

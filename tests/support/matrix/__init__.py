@@ -1,1 +1,1 @@
-"""The pairwise table of runs: what varies, which rows it has, and how a row is held against one process."""
+"""The pairwise table of runs: its axes, its rows, and the comparison of a row with one process."""

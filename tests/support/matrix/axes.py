@@ -1,7 +1,7 @@
-"""What varies between the rows of the table: each value of each axis is a few lines of a run file.
+"""The axes of the table: each value of an axis is a few lines of a run file.
 
-A new value is a new line here, a new axis a new entry of AXES; `python -m tests.parity.run_matrix --write` then makes
-the table anew.
+A new value is a new line here, a new axis a new entry of AXES; `python -m tests.parity.run_matrix --write` then
+regenerates the table.
 """
 
 from collections.abc import Mapping
@@ -11,9 +11,9 @@ from typing import Any
 Settings = Mapping[str, Any]
 """`section.key` -> value, as in a run file."""
 Row = Mapping[str, str]
-"""Axis -> the name of its value; a row of the table names every axis, one in the making some."""
+"""Axis -> the name of its value; a row of the table has all axes, a partial row some of them."""
 
-# What all rows share. Clipping aside, SGD hides nothing: Adam forgives a wrong constant factor.
+# Settings of all rows. SGD, because Adam hides a wrong constant factor.
 BASE: Settings = {
     "run.seed": 7,
     "model.hidden_size": 48,
@@ -34,9 +34,9 @@ BASE: Settings = {
 
 @dataclass(frozen=True)
 class Axis:
-    """The values, the plain one first.
+    """The values of an axis, the plain one first.
 
-    changes_numbers: whether a run differs by it, so that the one process it is compared with has it, too.
+    changes_numbers: whether the value changes a run's numbers, so that the reference process must have the value too.
     """
 
     values: Mapping[str, Settings]
@@ -48,7 +48,7 @@ def _each(key: str, *values: Any) -> dict[str, Settings]:
 
 
 def _layouts() -> dict[str, Settings]:
-    """Those of up to 8 ranks, and a few that no power of two describes."""
+    """Return all layouts of up to 8 ranks with powers of two, and a few others."""
     cubes = [(tp, pp, dp) for tp in (1, 2, 4) for pp in (1, 2, 4) for dp in (1, 2, 4, 8) if tp * pp * dp <= 8]
     odd = [(1, 3, 1), (2, 3, 1), (1, 1, 3), (1, 2, 3)]
     return {
@@ -80,7 +80,7 @@ AXES: Mapping[str, Axis] = {
             "0": {},
             "1": {f"{ZERO}.stage": 1},
             "2": {f"{ZERO}.stage": 2},
-            # Weights as small as these it would leave whole; now only the norms.
+            # By default ZeRO 3 would not partition such small weights; this threshold excludes only the norms.
             "3": {f"{ZERO}.stage": 3, f"{ZERO}.stage3_param_persistence_threshold": 100},
         },
     ),
@@ -97,7 +97,7 @@ AXES: Mapping[str, Axis] = {
     "precision": Axis(
         {
             **_each("training.precision", "fp64", "fp32", "bf16"),
-            # Low enough that no step is skipped; what an overflow does has tests of its own.
+            # Low enough that no step is skipped; overflows have their own tests.
             "fp16": {"training.precision": "fp16", "training.initial_loss_scale_power": 8},
         },
         changes_numbers=True,
@@ -164,11 +164,11 @@ AXES: Mapping[str, Axis] = {
     "vocabulary": Axis(_each("model.vocab_size", 101, 96), changes_numbers=True),
 }
 
-# torch.compile takes many times what the rest of a row does: few layouts show it.
+# torch.compile takes many times longer than the rest of a row: only a few layouts test it.
 COMPILED_LAYOUTS = ("tp1-pp1-dp1", "tp1-pp2-dp1", "tp1-pp1-dp2")
 
-# What runs together, but not in this table: fp16 under ZeRO needs a GPU, or DeepSpeed's refusal overridden
-# (tests/distributed/test_zero_precision.py), and DeepSpeed sums 16-bit gradients in an order of its own.
+# Combinations that run, but not in this table: on a CPU DeepSpeed refuses fp16 under ZeRO unless overridden
+# (tests/distributed/test_zero_precision.py), and it sums bf16 and fp16 gradients in another order.
 ELSEWHERE: tuple[Row, ...] = (
     *({"zero": stage, "precision": "fp16"} for stage in "123"),
     *({"zero": stage, "accumulation": "model"} for stage in "123"),

@@ -1,7 +1,6 @@
-"""Covering arrays of strength two: few rows in which every pair of values occurs that can occur in any.
+"""Covering arrays of strength two: few rows that contain every pair of values that a legal row can have.
 
-Greedy, a row at a time (Cohen et al., "The AETG system", 1997), weighing what a row covers against what it costs, and
-the same on every machine.
+Greedy, one row at a time (Cohen et al., "The AETG system", 1997), by newly covered pairs per cost; deterministic.
 """
 
 import random
@@ -15,13 +14,13 @@ Cell = tuple[str, str]
 Pair = frozenset[Cell]
 Rule = Callable[[Mapping[str, str]], str | None]
 
-# Orders in which the axes of a row are filled in; the best of the rows is taken.
+# Attempts per row, each with another order of the axes; the best row is taken.
 ATTEMPTS = 6
 
 
 @dataclass(frozen=True)
 class Covering:
-    """The rows, and the pairs that no row can have, with the reason."""
+    """The rows, and the impossible pairs with the reason."""
 
     rows: list[Row] = field(default_factory=list)
     impossible: dict[Pair, str] = field(default_factory=dict)
@@ -32,7 +31,7 @@ def pairs_of(row: Mapping[str, str]) -> Iterator[Pair]:
 
 
 def every_pair(axes: Mapping[str, Sequence[str]]) -> list[Pair]:
-    """Each pair of values of different axes, in the order of the axes."""
+    """Return each pair of values of different axes, in the order of the axes."""
     return [
         frozenset([(one, value), (other, with_value)])
         for one, other in combinations(axes, 2)
@@ -42,10 +41,11 @@ def every_pair(axes: Mapping[str, Sequence[str]]) -> list[Pair]:
 
 
 def cover(axes: Mapping[str, Sequence[str]], illegal: Rule, cost: Callable[[Row], float]) -> Covering:
-    """Rows over the axes, all of them legal, with every pair that a legal row can have.
+    """Return legal rows over the axes that contain every pair that a legal row can have.
 
-    axes: name -> values; where two values cover as much, the earlier one is taken.
-    illegal: why a row, or what is there of one, cannot be; it may pass what no row completes, but no whole row.
+    axes: name -> values; of two values that cover equally much, the earlier one is taken.
+    illegal: partial or complete row -> why it is illegal; must reject every illegal complete row, but may accept a
+        partial row that cannot be completed.
     """
     covering, search = Covering(), _Search(axes, illegal)
     shuffled = random.Random(0)
@@ -71,17 +71,17 @@ def cover(axes: Mapping[str, Sequence[str]], illegal: Rule, cost: Callable[[Row]
 
 
 def uncoverable(pairs: Sequence[Pair], axes: Mapping[str, Sequence[str]], illegal: Rule) -> dict[Pair, str]:
-    """Those of the pairs that no legal row has, with the reason."""
+    """Return the pairs that no legal row has, with the reason."""
     search = _Search(axes, illegal)
     return {pair: search.reason for pair in pairs if search.completed(pair, list(axes)) is None}
 
 
 class _TooManyDeadEnds(Exception):
-    """Another order of the axes may be better."""
+    """A dead end of the search; another order of the axes may succeed."""
 
 
 class _Search:
-    """What is still to be covered, and rows that cover much of it."""
+    """The pairs still to cover, and the search for rows that cover many of them."""
 
     def __init__(self, axes: Mapping[str, Sequence[str]], illegal: Rule):
         self._axes, self._rule = axes, illegal
@@ -103,10 +103,10 @@ class _Search:
         return sum(pair in self.uncovered for pair in pairs_of(row))
 
     def completed(self, seed: Pair, order: Sequence[str]) -> Row | None:
-        """A legal row with the pair; None, with `reason` said, where there is none.
+        """Return a legal row with the pair, or None and set `reason` if there is none.
 
-        Axes at which rows have come to nothing are filled in first, so that a contradiction shows early: after
-        some dead ends the row is begun anew with what they have taught (Boussemart et al. 2004, weighted degree).
+        Axes that caused dead ends are filled in first, so that contradictions show early; after several dead ends the
+        search restarts with the new weights (Boussemart et al. 2004, weighted degree).
         """
         if (reason := self._illegal(dict(sorted(seed)))) is not None:
             self.reason = reason

@@ -1,7 +1,7 @@
-"""From a row of the table to the settings of its run and of the one process it is held against; which rows are legal.
+"""Settings of a row's run and of its reference process, and the check whether a row is legal.
 
-Legal is what megalite's own configuration allows: a row in the making is asked of the rules with the settings of the
-axes still open unknown, a whole one is loaded as a run.
+megalite's own configuration decides what is legal: a partial row is checked by the rules with the settings of the open
+axes unknown, a complete row is loaded as a run.
 """
 
 from collections import defaultdict
@@ -21,13 +21,13 @@ from megalite.config.validate import validate
 from megalite.errors import ConfigError, Problem
 from tests.support.matrix.axes import AXES, BASE, COMPILED_LAYOUTS, ELSEWHERE, Row, Settings
 
-# What the number of layers depends on.
+# The axes on which the number of layers depends.
 CUTS = ("layout", "chunks", "layers")
 LEAST_LAYERS = 4
 
 
 def settings_of(row: Row) -> Settings:
-    """Of the run of a row, whole or in the making."""
+    """Return the settings of a row's run; the row may be partial."""
     settings = dict(BASE)
     for axis, value in row.items():
         settings.update(AXES[axis].values[value])
@@ -37,7 +37,7 @@ def settings_of(row: Row) -> Settings:
 
 
 def _layers(settings: Settings, layers: str) -> Settings:
-    """As many layers as there are chunks or a few more, cut evenly or with more of them at the front."""
+    """Return the number of layers, at least one per chunk, split evenly or with more layers at the front."""
     chunks = settings["parallel.pipeline"] * settings["parallel.virtual_stages"]
     if layers == "balanced":
         return {"model.num_hidden_layers": max(LEAST_LAYERS, chunks)}
@@ -46,7 +46,7 @@ def _layers(settings: Settings, layers: str) -> Settings:
 
 
 def reference_of(row: Row) -> Settings:
-    """Of the one process that a row is held against: the same model and global batch, all of it at once."""
+    """Return the settings of a row's reference process: the same model and global batch, in one micro batch."""
     settings = dict(settings_of(row))
     sequences = [
         settings[key] for key in ("training.micro_batch_size", "training.micro_batches", "parallel.data")
@@ -61,17 +61,17 @@ def reference_of(row: Row) -> Settings:
 
 
 def flags_of(settings: Settings) -> list[str]:
-    """As a user would write them behind `megalite train`."""
+    """Return the settings as flags of `megalite train`."""
     return [text for key, value in settings.items() for text in (f"--{key}", format_value(value))]
 
 
 def config_of(settings: Settings) -> RunConfig:
-    """The resolved run. Raises ConfigError where a rule refuses it."""
+    """Return the resolved run. Raises ConfigError if a rule refuses it."""
     return load_run(None, flags_of(settings)).config
 
 
 def illegal(row: Row) -> str | None:
-    """Why no run has these values together; None where one may (for a whole row: does)."""
+    """Return why no run can have these values together; None if one may (for a complete row: does)."""
     return next(_reasons(row), None)
 
 
@@ -90,7 +90,7 @@ def _reasons(row: Row) -> Iterator[str]:
 
 
 def _not_worth_a_row(row: Row) -> Iterator[str]:
-    """What the configuration allows and what would run as another row does."""
+    """Yield why a row that the configuration allows needs no run: mostly because it equals another row."""
     settings = settings_of(row)
     stages, schedule = settings.get("parallel.pipeline"), settings.get("parallel.schedule")
     if stages == 1 and schedule not in (None, "1f1b"):
@@ -106,7 +106,7 @@ def _not_worth_a_row(row: Row) -> Iterator[str]:
 
 
 def _facts(row: Row) -> Facts:
-    """What is known of a row in the making."""
+    """Return the known settings of a partial row as a draft."""
     draft = Draft("the row")
     for key, value in settings_of(row).items():
         section, *path = key.split(".")
@@ -126,7 +126,7 @@ def _facts(row: Row) -> Facts:
 
 @cache
 def open_keys(named: frozenset[str]) -> Mapping[str, frozenset[str]]:
-    """Section -> its keys that an axis still to be named will set."""
+    """Return section -> the keys that open axes will set."""
     keys = {
         key for axis in AXES.keys() - named for settings in AXES[axis].values.values() for key in settings
     }
@@ -140,7 +140,7 @@ def open_keys(named: frozenset[str]) -> Mapping[str, frozenset[str]]:
 
 
 class _Open:
-    """A section of which some keys are not known yet; a rule that reads one of them says nothing."""
+    """A section with unknown keys; reading one raises Unknown, so that the rule is skipped."""
 
     def __init__(self, section: Any, still_open: frozenset[str]):
         self._section, self._open = section, still_open
@@ -152,7 +152,7 @@ class _Open:
 
 
 class _OpenTable(dict[str, Any]):
-    """The same for DeepSpeed's JSON, of which nothing is known."""
+    """DeepSpeed's JSON with all keys unknown."""
 
     def get(self, key: str, default: Any = None) -> Any:
         raise Unknown(key)

@@ -1,4 +1,4 @@
-"""The table as a file, how it is made, and the part of it that every change runs."""
+"""The table: generation, its file, and the part that every change runs."""
 
 import csv
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,12 +11,12 @@ from tests.support.matrix.pairwise import Covering, cover
 from tests.support.matrix.rows import illegal, settings_of
 
 TABLE = Path(__file__).parents[2] / "parity" / "matrix.csv"
-# Where mistakes of one feature show in another: each pair of their values stands in the part that every change runs.
+# Axes whose features interact: the part that every change runs has each pair of their values.
 CROSSED = ("layout kind", "schedule", "zero", "precision", "sequence")
 
 
 def made_anew() -> Covering:
-    """The table from the axes and the rules; takes seconds."""
+    """Generate the table from the axes and the rules; takes seconds."""
     axes = {name: list(axis.values) for name, axis in AXES.items()}
     return cover(axes, illegal, lambda row: 4 + ranks_of(row))
 
@@ -32,7 +32,7 @@ def read_table() -> list[dict[str, str]]:
 
 
 def as_text(rows: Sequence[Row]) -> str:
-    """A line a row, the columns one below the other."""
+    """Return the table as text: one line per row, with aligned columns."""
     lines = [list(AXES), *([row[axis] for axis in AXES] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "".join(
@@ -42,20 +42,17 @@ def as_text(rows: Sequence[Row]) -> str:
 
 
 def part_for_every_change(rows: Sequence[Row]) -> list[int]:
-    """Few rows in which each value of each axis meets each schedule, and all of CROSSED one another.
-
-    As far as the table has them.
-    """
+    """Return few rows with each pair of an axis value and a schedule, and each pair of CROSSED, that the table has."""
     return _few(rows, {index: set(_meetings(row)) for index, row in enumerate(rows)})
 
 
 def part_for_the_core(rows: Sequence[Row], part: Iterable[int]) -> list[int]:
-    """Few rows of `part` that have each value of each axis, and each kind of layout."""
+    """Return few rows of `part` with each value of each axis and each kind of layout."""
     return _few(rows, {index: {*rows[index].items(), ("kind", layout_kind(rows[index]))} for index in part})
 
 
 def _few(rows: Sequence[Row], wanted: dict[int, set[Any]]) -> list[int]:
-    """Greedy: again and again the row that has the most that is new for what it costs."""
+    """Choose rows greedily: repeatedly the row with the most new items per cost."""
     missing = set().union(*wanted.values())
     chosen: list[int] = []
     while missing:
@@ -66,7 +63,7 @@ def _few(rows: Sequence[Row], wanted: dict[int, set[Any]]) -> list[int]:
 
 
 def _cost(row: Row) -> int:
-    """Of a row, in about tenths of a second: a call, each rank, what torch.compile takes to compile."""
+    """Return the cost of a row, roughly in tenths of a second: a call, each rank, and compilation."""
     return 4 + ranks_of(row) + 80 * (row["compile"] == "on")
 
 
@@ -80,6 +77,6 @@ def _meetings(row: Row) -> Iterator[tuple[str, ...]]:
 
 
 def layout_kind(row: Row) -> str:
-    """Which axes of the mesh have more than one rank."""
+    """Return the axes of the mesh with more than one rank."""
     sizes = {axis: settings_of(row)[f"parallel.{axis}"] for axis in ("tensor", "pipeline", "data")}
     return "+".join(axis for axis, size in sizes.items() if size > 1) or "one process"

@@ -1,4 +1,4 @@
-"""A row's run, trained by the real trainer on the ranks of its layout, and held against one process."""
+"""A row's run, trained by the real trainer on the ranks of its layout, and compared with one process."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -48,7 +48,7 @@ ROW_SECONDS = 120
 
 
 class TinyLoader:
-    """In a StepLoader's place: this rank's rows of a small global batch whose tokens weigh unequally."""
+    """Replaces StepLoader: gives this rank's rows of a small global batch with unequal token weights."""
 
     def __init__(self, config: RunConfig, mesh: ParallelMesh, shape: ModelShape):
         self._config, self._mesh, self._shape = config, mesh, shape
@@ -73,7 +73,7 @@ def train_settings(settings: Settings, fault: str | None = None) -> RankResult:
     with planted_fault(fault):
         config = config_of(settings)
         mesh = ParallelMesh.over_world(config.layout, sequence_parallel=config.parallel.sequence)
-        if config.training.compile:  # what earlier rows compiled in this process counts against a limit
+        if config.training.compile:  # dynamo's recompilation limit counts earlier rows of this process too
             torch._dynamo.reset()
         assert config.model.vocab_size != "auto"
         shape = config.model.shape(config.model.vocab_size)
@@ -100,10 +100,9 @@ def train_settings(settings: Settings, fault: str | None = None) -> RankResult:
 
 @contextmanager
 def _first_gradients(zero_stage: int) -> Iterator[Callable[[], dict[str, Tensor]]]:
-    """Gives, after a first step of a trainer made within, the gradients, complete but for their mean over dp.
+    """Yield a function that returns the gradients of the first step of a trainer built within, before the mean over dp.
 
-    Where DeepSpeed takes them away in every backward (ZeRO 2 and 3, but not wherever a configuration names these) they
-    are the sums of what the backwards brought.
+    If DeepSpeed removes gradients in every backward (most of ZeRO 2 and 3), they are the sums over the backwards.
     """
     complete: list[dict[str, Tensor]] = []
     brought: list[dict[str, Tensor]] = []
@@ -111,7 +110,7 @@ def _first_gradients(zero_stage: int) -> Iterator[Callable[[], dict[str, Tensor]
     def build(*arguments: Any, **named: Any) -> Any:
         replica = build_replica(*arguments, **named)
         brought.append({})
-        # Now, so that the hooks come before DeepSpeed's own.
+        # Register the hooks before DeepSpeed's own.
         watch_gradients(replica.tensors, brought[-1])
         return replica
 
@@ -137,7 +136,7 @@ def _watched(
         gradients = {name: gradient_of(tensor) for name, tensor in tensors.items()}
         found.append(
             {
-                # A copy: what is clipped in place later would else be clipped here too.
+                # Copy, because the gradients are later clipped in place.
                 name: gradient.to(torch.float64, copy=True)
                 for name, gradient in gradients.items()
                 if gradient is not None
@@ -149,9 +148,9 @@ def _watched(
 
 @dataclass(frozen=True)
 class Trained:
-    """What a run gave, put together over its ranks.
+    """The results of a run, combined over its ranks.
 
-    gradients: the first step's, of the global mean loss. weights: after the last step.
+    gradients: of the global mean loss in the first step. weights: after the last step.
     """
 
     losses: list[float]
@@ -162,7 +161,7 @@ class Trained:
 
     @classmethod
     def of(cls, shape: ModelShape, results: Sequence[RankResult]) -> "Trained":
-        """Raises AssertionError where ranks that hold the same do not agree."""
+        """Combine the ranks' results. Raises AssertionError if copies on several ranks differ."""
         first = results[0]
         for rank, result in enumerate(results):
             same = result.losses == first.losses and result.norms == first.norms
@@ -179,10 +178,9 @@ class Trained:
 
 
 def mean_gradients(shape: ModelShape, results: Sequence[RankResult]) -> dict[str, Tensor]:
-    """The mean over the replicas of the model of their full gradients.
+    """Return the mean of the replicas' full gradients.
 
-    Copies within a replica are the whole and equal, or zero where another one counts. Raises AssertionError where
-    they differ.
+    Copies within a replica must be equal, or zero if another copy counts. Raises AssertionError if they differ.
     """
     replicas = sorted({result.dp_rank for result in results})
     whole: dict[str, Tensor] = {}
@@ -204,12 +202,12 @@ def mean_gradients(shape: ModelShape, results: Sequence[RankResult]) -> dict[str
 
 @dataclass(frozen=True)
 class Outcome:
-    """How far a row is from its reference, the worst of each quantity, and how far it may be."""
+    """The largest error of a row against its reference for each quantity, and the allowed errors."""
 
     errors: Mapping[str, float]
     allowed: Mapping[str, float]
     worst: Mapping[str, str] = field(default_factory=dict)
-    """The tensor or step that differs most."""
+    """The tensor or step with the largest error."""
 
     @property
     def problems(self) -> list[str]:
@@ -231,7 +229,7 @@ class Matrix:
         self._references: dict[str, Trained] = {}
 
     def run(self, row: Row, fault: str | None = None) -> Outcome:
-        """Train the row and compare. Raises AssertionError where its ranks contradict each other."""
+        """Train the row and compare it with its reference. Raises AssertionError if its ranks disagree."""
         settings, alone = settings_of(row), reference_of(row)
         trained = self._train(settings, fault)
         one = self._reference(alone)
@@ -261,7 +259,7 @@ class Matrix:
 
 
 def _errors(trained: Trained, reference: Trained) -> dict[str, dict[str, float]]:
-    """Quantity -> step or tensor -> relative error."""
+    """Return quantity -> step or tensor -> relative error."""
     return {
         "losses": _step_errors(trained.losses, reference.losses),
         "norms": _step_errors(trained.norms, reference.norms),
