@@ -1,11 +1,11 @@
 """Checks of a manifest: each element of each tensor is stored once, and each file is large enough. No torch."""
 
-from itertools import combinations
-from math import prod
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 from megalite.checkpoint.manifest import ITEM_BYTES, WEIGHT, Manifest, TensorEntry
-from megalite.checkpoint.regions import contains, intersection
+from megalite.checkpoint.regions import contains, full_slice, signed_corners
 from megalite.errors import CheckpointError, listed
 from megalite.topology.parameters import canonical_tensors
 from megalite.topology.sharding import TensorSlice
@@ -71,12 +71,28 @@ def _coverage_problem(entry: TensorEntry, full_shape: tuple[int, ...]) -> str | 
             reached = stop
         if reached != region.numel:
             return f"elements {reached} to {region.numel} of region {_region(region)} are missing"
-    for one, other in combinations(groups, 2):
-        if intersection(one, other):
-            return f"regions {_region(one)} and {_region(other)} overlap"
-    # Disjoint regions inside the tensor tile it if and only if their sizes add up to its size.
-    absent = prod(full_shape) - sum(region.numel for region in groups)
-    return f"{absent} of {prod(full_shape)} elements are missing" if absent else None
+    return _tiling_problem(groups, full_shape)
+
+
+def _tiling_problem(regions: Iterable[TensorSlice], full_shape: tuple[int, ...]) -> str | None:
+    """Name the first element that the regions do not hold exactly once; None if there is none.
+
+    A region is the sum of orthants at its corners, with signs, and orthants are linearly independent: regions tile
+    the tensor exactly if their corners add up to the tensor's. The first corner that is left over is the first element
+    whose count is wrong. Linear in the number of regions.
+    """
+    left_over: Counter[tuple[int, ...]] = Counter()
+    for region in regions:
+        for corner, sign in signed_corners(region):
+            left_over[corner] += sign
+    for corner, sign in signed_corners(full_slice(full_shape)):
+        left_over[corner] -= sign
+    wrong = {corner: count for corner, count in left_over.items() if count}
+    if not wrong:
+        return None
+    first = min(wrong)
+    fault = "missing" if wrong[first] < 0 else "stored more than once"
+    return f"element {list(first)} of {list(full_shape)} is {fault}"
 
 
 def _region(region: TensorSlice) -> str:

@@ -73,6 +73,13 @@ def contains(full_shape: tuple[int, ...], region: TensorSlice) -> bool:
     return all(low >= 0 and low + size <= full for low, size, full in spans)
 
 
+def signed_corners(region: TensorSlice) -> Iterator[tuple[tuple[int, ...], int]]:
+    """Yield the 2**n corners of a region of n dims, each with 1 or -1 for an even or odd number of upper ends."""
+    spans = (((low, 1), (low + size, -1)) for low, size in zip(region.offsets, region.shape, strict=True))
+    for ends in product(*spans):
+        yield tuple(end for end, _ in ends), prod(sign for _, sign in ends)
+
+
 def rows_of(region: TensorSlice, most_elements: int) -> Iterator[TensorSlice]:
     """Split a region into blocks of whole rows with at most `most_elements` elements each, but at least one row."""
     step = max(1, most_elements // max(1, prod(region.shape[1:])))

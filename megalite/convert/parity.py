@@ -4,9 +4,11 @@ One decoder layer at a time, so that models larger than memory can be checked. A
 rows, swapped norms or a wrong rotary base exceed the tolerance; rounding does not.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -224,6 +226,11 @@ class _TheirModules:
         # Independent of the attention that our side uses.
         self.config._attn_implementation = "eager"
         self._files, self._names = files, FAMILIES[family].names
+        # Module -> its tensors in the files.
+        self._within: defaultdict[str, list[str]] = defaultdict(list)
+        for stored in files.where:
+            for outer in accumulate(stored.split(".")[:-1], "{}.{}".format):
+                self._within[outer].append(stored)
         with torch.device("meta"):
             self._model = AutoModelForCausalLM.from_config(self.config)
 
@@ -250,7 +257,7 @@ class _TheirModules:
 
     def _filled(self, name: str) -> torch.nn.Module:
         module, prefix = self._model.get_submodule(name), f"{name}."
-        names = [each for each in self._files.where if each.startswith(prefix)]
+        names = self._within[name]
         state = {each.removeprefix(prefix): self._files.tensor(each) for each in names}
         module.load_state_dict(state, assign=True)
         return module.eval()

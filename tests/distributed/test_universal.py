@@ -19,6 +19,7 @@ from megalite.data.loader import StepLoader
 from megalite.families.registry import family_tensors, hf_config
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.pipeline import StepBatch
+from megalite.topology.parameters import canonical_tensors
 from megalite.topology.shape import ModelShape
 from megalite.train.step import TrainStep
 from tests.support.checkpoint_pairs import save
@@ -149,13 +150,15 @@ def with_megalite(model_folder: str, layout: Settings, resume: str, folder: str)
 
 def moments_differing(checkpoint: Path, universal: Path, shape: ModelShape) -> list[str]:
     """Where the checkpoint's numbers are not those of the universal folder's files."""
-    differing = []
+    differing, shapes = [], canonical_tensors(shape)
     with CheckpointReader(checkpoint) as reader:
         for tensor in family_tensors(shape):
             for theirs, ours in (("fp32", "weight"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq")):
                 content = torch.load(universal / "zero" / tensor.name / f"{theirs}.pt", weights_only=False)
                 values = content["param"] if isinstance(content, dict) else content
-                if not torch.equal(values.view(tensor.shape), read_family_tensor(reader, ours, tensor)):
+                if not torch.equal(
+                    values.view(tensor.shape), read_family_tensor(reader, ours, tensor, shapes)
+                ):
                     differing.append(f"{theirs} of {tensor.name}")
     return differing
 

@@ -99,11 +99,12 @@ def _write_weights(
     reader: AveragedWeights, folder: Path, dtype: torch.dtype, shard_size_bytes: int
 ) -> list[str]:
     tensors = {tensor.name: tensor for tensor in family_tensors(reader.manifest.model)}
+    shapes = canonical_tensors(reader.manifest.model)
     infos = {name: TensorInfo(dtype, tensor.shape) for name, tensor in tensors.items()}
     files = plan_files({name: info.size_bytes for name, info in infos.items()}, shard_size_bytes)
 
     def read(name: str) -> Iterator[Tensor]:
-        for block in _family_blocks(reader, tensors[name]):
+        for block in _family_blocks(reader, tensors[name], shapes):
             yield rounded(block, dtype, name)
 
     for file, names in files.items():
@@ -116,10 +117,15 @@ def _write_weights(
 
 
 def read_family_tensor(
-    reader: CheckpointReader | AveragedWeights, state_key: str, tensor: FamilyTensor
+    reader: CheckpointReader | AveragedWeights,
+    state_key: str,
+    tensor: FamilyTensor,
+    shapes: Mapping[str, tuple[int, ...]],
 ) -> Tensor:
-    """Return a checkpoint's tensor of a state key in the family's form: parts concatenated, transposed."""
-    shapes = canonical_tensors(reader.manifest.model)
+    """Return a checkpoint's tensor of a state key in the family's form: parts concatenated, transposed.
+
+    shapes: canonical name -> full shape, of the checkpoint's model.
+    """
     return as_family_tensor(
         tensor, [reader.read(state_key, name, full_slice(shapes[name])) for name in tensor.parts]
     )
@@ -149,10 +155,12 @@ def rounded(values: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     return found
 
 
-def _family_blocks(reader: AveragedWeights, tensor: FamilyTensor) -> Iterator[Tensor]:
+def _family_blocks(
+    reader: AveragedWeights, tensor: FamilyTensor, shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[Tensor]:
     """Yield one of the family's tensors in blocks of consecutive rows."""
     if tensor.transposed or tensor.groups > 1:
-        yield read_family_tensor(reader, WEIGHT, tensor)
+        yield read_family_tensor(reader, WEIGHT, tensor, shapes)
         return
     for name in tensor.parts:
         yield from reader.blocks(WEIGHT, name)

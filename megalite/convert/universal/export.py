@@ -29,6 +29,7 @@ from megalite.convert.universal.folder import (
 )
 from megalite.errors import CheckpointError
 from megalite.families.registry import family_tensors, hf_config
+from megalite.topology.parameters import canonical_tensors
 from megalite.topology.state import MASTER
 
 _CARD = "README.md"
@@ -81,12 +82,12 @@ def _fp32_weights_key(checkpoint: Path) -> str:
 
 
 def _write_tensors(reader: CheckpointReader, zero: Path) -> None:
-    step = _step(reader.manifest)
+    step, shapes = _step(reader.manifest), canonical_tensors(reader.manifest.model)
     for tensor in family_tensors(reader.manifest.model):
         folder = zero / tensor.name
         folder.mkdir()
         for name, state_key in zip(STATE_FILES, (WEIGHT, *MOMENTS), strict=True):
-            values = read_family_tensor(reader, state_key, tensor).float()
+            values = read_family_tensor(reader, state_key, tensor, shapes).float()
             if values.untyped_storage().nbytes() > values.nbytes:
                 values = values.clone()  # torch.save writes the whole storage
             _save({"param": values}, folder / f"{name}.pt")

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megalite.checkpoint import coverage
 from megalite.checkpoint.coverage import check_coverage
 from megalite.checkpoint.folder import read_manifest
 from megalite.checkpoint.manifest import Manifest, Shard, TensorEntry
@@ -17,7 +19,9 @@ from megalite.checkpoint.manifest_json import from_json, to_json
 from megalite.errors import CheckpointError
 from megalite.topology.axes import Layout
 from megalite.topology.parameters import canonical_tensors
+from megalite.topology.sharding import TensorSlice
 from megalite.topology.stages import balanced_split
+from tests.support.counting import python_calls
 from tests.support.tiny import tiny_shape
 
 SHAPE = tiny_shape(layers=1)
@@ -74,14 +78,14 @@ def entry(*shards: Shard, shape: tuple[int, ...] = (48, 48)) -> TensorEntry:
 FAULTS = {
     "a tensor without a kind": ({"exp_avg": None}, f"exp_avg of {NAME} is missing"),
     "a weight that is missing": ({"weight": None}, f"weight of {NAME} is missing"),
-    "half a tensor": ({"weight": entry(shard((0, 0), (24, 48)))}, f"{NAME}: 1152 of 2304 elements are missing"),
+    "half a tensor": ({"weight": entry(shard((0, 0), (24, 48)))}, f"{NAME}: element [24, 0] of [48, 48] is missing"),
     "a region twice": (
         {"weight": entry(shard((0, 0), (48, 48)), shard((0, 0), (48, 48)))},
         "elements 0 to 2304 of region [0:48, 0:48] are covered twice",
     ),
     "overlapping regions": (
         {"weight": entry(shard((0, 0), (30, 48)), shard((24, 0), (24, 48)))},
-        "regions [0:30, 0:48] and [24:48, 0:48] overlap",
+        "element [24, 0] of [48, 48] is stored more than once",
     ),
     "a gap between runs": (
         {"exp_avg": entry(shard((0, 0), (48, 48), (0, 100)), shard((0, 0), (48, 48), (101, 2304)))},
@@ -156,3 +160,44 @@ def test_an_unknown_field_is_refused() -> None:
 
     with pytest.raises(CheckpointError, match="mystery"):
         from_json(json.dumps({"manifest": content, "sha256": _digest(content)}), SOURCE)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_boxes_tile_a_tensor_exactly_when_each_element_is_in_one(data: st.DataObject) -> None:
+    rows, columns = 3, 4
+
+    def span(size: int) -> st.SearchStrategy[tuple[int, int]]:
+        return st.tuples(st.integers(0, size), st.integers(0, size)).map(lambda ends: (min(ends), max(ends)))
+
+    drawn = data.draw(st.lists(st.tuples(span(rows), span(columns)), max_size=6))
+    elements = [(row, column) for row in range(rows) for column in range(columns)]
+    counts = {
+        at: sum(top <= at[0] < bottom and left <= at[1] < right for (top, bottom), (left, right) in drawn)
+        for at in elements
+    }
+    # What the drawn boxes leave open is filled, so that whole tilings are frequent.
+    if data.draw(st.booleans()):
+        drawn += [((row, row + 1), (col, col + 1)) for (row, col), count in counts.items() if not count]
+        counts = {at: max(count, 1) for at, count in counts.items()}
+    boxes = [TensorSlice((top, left), (bottom - top, right - left)) for (top, bottom), (left, right) in drawn]
+    problem = coverage._tiling_problem(boxes, (rows, columns))
+    first = next((at for at in elements if counts[at] != 1), None)
+    if first is None:
+        assert problem is None
+    else:
+        fault = "stored more than once" if counts[first] else "missing"
+        assert problem == f"element {list(first)} of [3, 4] is {fault}"
+
+
+def test_the_check_of_a_hostile_manifest_is_linear_in_its_boxes() -> None:
+    """Python calls: with each pair of boxes compared, four times the boxes took sixteen times as many."""
+
+    def strips(per_row: int) -> Manifest:
+        width = 48 // per_row
+        boxes = [shard((row, width * at), (1, width)) for row in range(48) for at in range(per_row)]
+        return manifest(weight=entry(*boxes))
+
+    few, many = strips(4), strips(16)
+    calls = [python_calls(partial(check_coverage, each, SOURCE)) for each in (manifest(), few, many)]
+    assert calls[2] - calls[0] <= 4.5 * (calls[1] - calls[0])
