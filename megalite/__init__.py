@@ -1,8 +1,9 @@
 """megalite: a 3D-parallel runtime for training large language models.
 
-from megalite import RunConfig, Trainer, load_config
+from megalite import Trainer, generate, load, load_config
 
 Trainer(load_config("run.toml", training={"steps": 100})).train()
+print(generate(load("runs/quickstart"), "Once upon a time", tokens=40))
 """
 
 from importlib import import_module
@@ -13,6 +14,8 @@ from megalite.version import __version__ as __version__
 if TYPE_CHECKING:
     from megalite.config.load import load_config as load_config
     from megalite.config.schema import RunConfig as RunConfig
+    from megalite.generation.text import generate as generate
+    from megalite.generation.text import load as load
     from megalite.train.callbacks import ActiveRun as ActiveRun
     from megalite.train.callbacks import Callback as Callback
     from megalite.train.run import Trainer as Trainer
@@ -23,6 +26,8 @@ _HOMES = {
     "Callback": "megalite.train.callbacks",
     "RunConfig": "megalite.config.schema",
     "Trainer": "megalite.train.run",
+    "generate": "megalite.generation.text",
+    "load": "megalite.generation.text",
     "load_config": "megalite.config.load",
 }
 

@@ -38,12 +38,12 @@ ROWS = {
     "checkpoint": 6,
     "selftest": 6,
     "convert": 7,
-    "generate": 7,
-    "evaluate": 8,
-    "train": 9,
-    "cli": 10,
-    "__main__": 11,
-    "__init__": 11,
+    "generation": 8,
+    "evaluate": 9,
+    "train": 10,
+    "cli": 11,
+    "__main__": 12,
+    "__init__": 12,
 }
 # They take numbers, tensors and groups, so that they can be used without a run's configuration.
 WITHOUT_CONFIG = ("parallel", "ops")

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from megalite.generate.engine import generate, load_model
-from megalite.generate.sampling import GREEDY, Sampling
+from megalite.generation.engine import generate_ids, load_model
+from megalite.generation.request import GREEDY, Sampling
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.axes import Layout
 from tests.support.tiny import FAMILY_SHAPES, tiny_shape
@@ -16,7 +16,7 @@ DRAWN = Sampling(1.5, top_k=40, top_p=0.9, seed=4)
 
 def tokens(checkpoint: Path, layout: Layout, sampling: Sampling) -> list[int]:
     model = load_model(checkpoint, ParallelMesh.over_world(layout))
-    return list(generate(model, [5, 6, 7, 8], new_tokens=20, sampling=sampling))
+    return list(generate_ids(model, [5, 6, 7, 8], new_tokens=20, sampling=sampling))
 
 
 @pytest.mark.parametrize("layout", [Layout(tensor=2), Layout(pipeline=3), Layout(pipeline=2, tensor=2)])

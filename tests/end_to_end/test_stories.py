@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megalite import Trainer, load_config
 from megalite.cli import convert, generate
-from megalite.generate.engine import generate as generated
-from megalite.generate.engine import load_model
+from megalite.generation.engine import generate_ids as generated
+from megalite.generation.engine import load_model
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.axes import Layout
 from megalite.train.run import TrainingResult

@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 import torch
 
-from megalite.generate.engine import generate
+from megalite.generation.engine import generate_ids
 from megalite.model.options import Dropout, Recompute
 from megalite.model.replica import Replica
 from megalite.topology.axes import Layout
@@ -74,7 +74,7 @@ def test_tokens_from_the_cache_are_those_of_the_whole_sequence(family):
     """Greedy, beyond the window, so that a layer without one sees what the others no longer do."""
     stage = lively_stage(FAMILY_SHAPES[family], scale=12.0).eval()
     ids = [5, 6, 7]
-    new = list(generate(Replica.whole(stage), ids, new_tokens=12))
+    new = list(generate_ids(Replica.whole(stage), ids, new_tokens=12))
     whole = our_logits(stage, torch.tensor([ids + new]))
     assert new == whole[0, len(ids) - 1 : -1].argmax(dim=-1).tolist()
     assert len(set(new)) > 3, "a model that repeats itself would hide a broken cache"

@@ -12,8 +12,8 @@ import torch
 
 from megalite.checkpoint.folder import find_latest
 from megalite.data.token_file import TokenFile
-from megalite.generate.engine import generate, load_model
-from megalite.generate.sampling import Sampling
+from megalite.generation.engine import generate_ids, load_model
+from megalite.generation.request import Sampling
 from megalite.parallel import layers
 from megalite.train.saving import RunSaver
 from megalite.train.validation import held_out_set, validate
@@ -69,7 +69,7 @@ def write_text(data: Path, changes: dict[str, Any], from_: Path) -> list[int]:
     trainer, _ = tiny_trainer(data, changes)
     latest = find_latest(from_)
     assert latest is not None
-    return list(generate(load_model(latest, trainer.mesh), [5, 6, 7, 8], new_tokens=6, sampling=DRAWN))
+    return list(generate_ids(load_model(latest, trainer.mesh), [5, 6, 7, 8], new_tokens=6, sampling=DRAWN))
 
 
 @contextmanager

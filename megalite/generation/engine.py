@@ -1,6 +1,7 @@
 """Generation from a checkpoint of any layout, over tensor- and pipeline-parallel ranks, with cached keys and values."""
 
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -11,27 +12,37 @@ from megalite.checkpoint.folder import read_manifest
 from megalite.checkpoint.load import load_checkpoint
 from megalite.config.shape_settings import longest_sequence_setting
 from megalite.errors import ConfigError, Problem
-from megalite.generate.sampling import GREEDY, Sampling, next_token
+from megalite.generation.request import GREEDY, Sampling
+from megalite.generation.sampling import next_token
 from megalite.model.kv_cache import KeyValueCache
+from megalite.model.options import PLAIN
 from megalite.model.replica import Replica
 from megalite.model.stages import build_replica
 from megalite.model.transformer import Chunk
 from megalite.parallel.decode import along_chunks, from_last_chunk
 from megalite.parallel.mesh import ParallelMesh
+from megalite.topology.shape import ModelShape
 from megalite.topology.stages import pipeline_split
 
 
-def load_model(checkpoint: Path, mesh: ParallelMesh | None = None) -> Replica:
-    """This rank's part of a checkpoint in float32; raises CheckpointError for a damaged one. Collective."""
-    shape, mesh = read_manifest(checkpoint).model, mesh or ParallelMesh.single()
+def build_model(shape: ModelShape, mesh: ParallelMesh, dtype: torch.dtype = torch.float32) -> Replica:
+    """Return this rank's part of a model without weights, ready to be loaded and to generate."""
     split = pipeline_split(shape.num_hidden_layers, mesh.pp.size)
-    replica = build_replica(shape, mesh, split, seed=None)
-    load_checkpoint(checkpoint, replica)
+    replica = build_replica(shape, mesh, split, replace(PLAIN, dtype=dtype), seed=None)
     replica.stage.eval()
     return replica
 
 
-def generate(
+def load_model(
+    checkpoint: Path, mesh: ParallelMesh | None = None, dtype: torch.dtype = torch.float32
+) -> Replica:
+    """Return this rank's part of a checkpoint's model; raises CheckpointError for a damaged one. Collective."""
+    replica = build_model(read_manifest(checkpoint).model, mesh or ParallelMesh.single(), dtype)
+    load_checkpoint(checkpoint, replica)
+    return replica
+
+
+def generate_ids(
     model: Replica,
     prompt_ids: Sequence[int],
     *,
@@ -47,17 +58,17 @@ def generate(
     shape = model.shape
     capacity = len(prompt_ids) + new_tokens
     if not prompt_ids:
-        raise ConfigError([Problem("--prompt", "is empty", "give at least one character")], "the request")
+        raise ConfigError([Problem("prompt", "is empty", "give at least one character")], "the request")
     if not all(0 <= each < shape.vocab_size for each in prompt_ids):
         problem = Problem(
-            "--prompt",
+            "prompt",
             f"has id {max(prompt_ids)}, and the model's vocabulary {shape.vocab_size} ids",
             "name the tokenizer that the model was trained with",
         )
         raise ConfigError([problem], "the request")
     if capacity > shape.longest_sequence:
         problem = Problem(
-            "--tokens",
+            "tokens",
             f"{len(prompt_ids)} tokens of the prompt and {new_tokens} new ones exceed"
             f" {longest_sequence_setting(shape)} = {shape.longest_sequence}",
             f"use at most {max(0, shape.longest_sequence - len(prompt_ids))}, or a shorter prompt",

@@ -4,7 +4,8 @@ import pytest
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from megalite.generate.sampling import GREEDY, Sampling, next_token, probabilities, uniform
+from megalite.generation.request import GREEDY, Sampling
+from megalite.generation.sampling import next_token, probabilities, uniform
 from tests.support.parity import OPERATOR_RTOL, assert_close, assert_mean
 
 

@@ -1,29 +1,11 @@
 """Sample the next token from logits: pure functions of the logits, the settings and a counter-based random number."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
+from megalite.generation.request import Sampling
 from megalite.ops.counter import philox
 from megalite.parallel.random import key_of
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How the next token is sampled.
-
-    temperature: 0 is greedy. top_k: sample from the k most likely tokens; 0: all. top_p: sample from the fewest tokens
-    whose total probability is at least top_p (nucleus sampling, Holtzman et al. 2020). seed: random seed.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-
-
-GREEDY = Sampling()
 
 
 def next_token(logits: Tensor, sampling: Sampling, position: int) -> int:

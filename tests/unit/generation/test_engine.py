@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from megalite.convert.huggingface.export import export
 from megalite.errors import ConfigError
-from megalite.generate.engine import generate, load_model
+from megalite.generation.engine import generate_ids, load_model
 from megalite.model.kv_cache import KeyValueCache
 from megalite.model.replica import Replica
 from megalite.topology.shape import ModelShape, RopeScaling
@@ -29,7 +29,7 @@ def test_tokens_are_those_of_transformers(tmp_path: Path, tied: bool) -> None:
         theirs = theirs_model.generate(torch.tensor([prompt]), max_new_tokens=30, do_sample=False)[
             0, len(prompt) :
         ]
-        ours = list(generate(model, prompt, new_tokens=30))
+        ours = list(generate_ids(model, prompt, new_tokens=30))
         assert ours == theirs.tolist()
         assert len(set(ours)) > 5, "a model that repeats itself would hide a broken cache"
 
@@ -38,7 +38,7 @@ def test_the_cache_changes_nothing(tmp_path: Path) -> None:
     shape = tiny_shape()
     stage = lively_stage(shape)
     ids = [3, 14, 15]
-    for chosen in generate(Replica.whole(stage), [3, 14, 15], new_tokens=30):
+    for chosen in generate_ids(Replica.whole(stage), [3, 14, 15], new_tokens=30):
         assert chosen == int(our_logits(stage, torch.tensor([ids]))[0, -1].argmax())
         ids.append(chosen)
     assert len(ids) == 33
@@ -46,21 +46,21 @@ def test_the_cache_changes_nothing(tmp_path: Path) -> None:
 
 def test_a_stop_token_is_the_last(tmp_path: Path) -> None:
     stage = lively_stage(tiny_shape())
-    free = list(generate(Replica.whole(stage), [7], new_tokens=30))
+    free = list(generate_ids(Replica.whole(stage), [7], new_tokens=30))
     stop = free[4]
     assert (
-        list(generate(Replica.whole(stage), [7], new_tokens=30, stop_ids={stop}))
+        list(generate_ids(Replica.whole(stage), [7], new_tokens=30, stop_ids={stop}))
         == free[: free.index(stop) + 1]
     )
 
 
 def test_a_request_beyond_the_models_positions_is_refused() -> None:
     stage = lively_stage(tiny_shape())
-    assert len(list(generate(Replica.whole(stage), [7] * 60, new_tokens=4))) == 4
+    assert len(list(generate_ids(Replica.whole(stage), [7] * 60, new_tokens=4))) == 4
     with pytest.raises(ConfigError, match=r"60 tokens of the prompt and 5 new ones .* = 64; use at most 4"):
-        generate(Replica.whole(stage), [7] * 60, new_tokens=5)
-    with pytest.raises(ConfigError, match="--prompt: is empty"):
-        generate(Replica.whole(stage), [], new_tokens=5)
+        generate_ids(Replica.whole(stage), [7] * 60, new_tokens=5)
+    with pytest.raises(ConfigError, match="prompt: is empty"):
+        generate_ids(Replica.whole(stage), [], new_tokens=5)
 
 
 _FACTORS = {"short_factor": (1.0, 1.2, 1.5), "long_factor": (1.0, 3.0, 9.0)}
@@ -91,7 +91,7 @@ def test_generation_past_the_original_length_is_that_of_transformers(
             return_dict_in_generate=True,
             output_logits=True,
         )
-        ours = list(generate(model, prompt, new_tokens=24))
+        ours = list(generate_ids(model, prompt, new_tokens=24))
         assert ours == theirs.sequences[0, len(prompt) :].tolist()
         cache = KeyValueCache(len(prompt) + 24)
         ids = [prompt, *([each] for each in ours[:-1])]
@@ -103,4 +103,4 @@ def test_generation_past_the_original_length_is_that_of_transformers(
             cache.advance(len(new))
             assert_close(logits, expected, rtol=FLOAT32_RTOL, what=f"logits after {cache.length}")
     with pytest.raises(ConfigError, match=r"use at most 24"):
-        generate(model, [7] * (shape.longest_sequence - 24), new_tokens=25)
+        generate_ids(model, [7] * (shape.longest_sequence - 24), new_tokens=25)

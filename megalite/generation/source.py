@@ -1,0 +1,69 @@
+"""Find what a path to generate from names: a checkpoint or a Hugging Face folder, with its tokenizer. No torch."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from megalite.checkpoint.coverage import check_coverage
+from megalite.checkpoint.folder import (
+    checkpoints_of,
+    find_checkpoint,
+    find_latest,
+    find_tokenizer,
+    require_whole,
+)
+from megalite.checkpoint.manifest import MANIFEST
+from megalite.config.hub import HubName
+from megalite.config.huggingface import shape_of_folder
+from megalite.convert.huggingface.files import is_folder_of_weights, local_folder
+from megalite.errors import CheckpointError
+from megalite.topology.shape import ModelShape
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model on disk.
+
+    folder: a checkpoint, or a Hugging Face folder if `is_huggingface`. tokenizer: a Hugging Face folder or a
+    tokenizer.json. end_of_document: the token that ended documents in training; None: the tokenizer's own.
+    """
+
+    folder: Path
+    is_huggingface: bool
+    shape: ModelShape
+    tokenizer: Path
+    end_of_document: str | None = None
+
+
+def find_source(path: Path | str, *, step: int | None = None, tokenizer: Path | None = None) -> ModelSource:
+    """Return the model that `path` names: a run folder, a checkpoint, a Hugging Face folder, or org/name of the Hub.
+
+    step: the checkpoint of this step instead of the latest. tokenizer: to use instead of the model's own.
+    Raises CheckpointError if there is none, if it is damaged, or if it has no tokenizer; ConfigError if a config.json
+    has a model that is not built.
+    """
+    name, here = HubName.of(str(path)), Path(path).expanduser()
+    if name is not None or _is_huggingface(here):
+        if step is not None:
+            raise CheckpointError(
+                f"{path} is a Hugging Face folder, which has no steps; leave out step = {step}"
+            )
+        folder = local_folder(str(path))
+        own = folder if (folder / "tokenizer.json").is_file() else None
+        return ModelSource(folder, True, shape_of_folder(str(folder)), _required(tokenizer or own, folder))
+    checkpoint = find_checkpoint(here) if step is None else checkpoints_of(here, [step])[0]
+    manifest = require_whole(checkpoint)
+    check_coverage(manifest, checkpoint)
+    found = _required(tokenizer or find_tokenizer(checkpoint, manifest), checkpoint)
+    end = (manifest.config.get("tokenizer") or {}).get("end_of_document")
+    return ModelSource(checkpoint, False, manifest.model, found, end)
+
+
+def _is_huggingface(folder: Path) -> bool:
+    is_checkpoint = (folder / MANIFEST).is_file() or find_latest(folder / "checkpoints") is not None
+    return not is_checkpoint and is_folder_of_weights(folder)
+
+
+def _required(tokenizer: Path | None, model: Path) -> Path:
+    if tokenizer is None:
+        raise CheckpointError(f"no tokenizer was found for {model}; name one with --tokenizer")
+    return tokenizer
