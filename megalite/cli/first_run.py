@@ -6,7 +6,7 @@ from pathlib import Path
 from megalite.config.draft import Draft
 from megalite.config.flags import COMMAND_LINE, apply_overrides
 from megalite.config.rules.places import is_prepared
-from megalite.config.starter import Starter
+from megalite.config.starter import SIZES, Starter
 from megalite.data.corpus import STANDARD_LIBRARY
 from megalite.data.measure import measure_text
 from megalite.errors import ConfigError, Problem
@@ -36,14 +36,16 @@ def starter_of(overrides: Sequence[str]) -> Starter:
     return starter_for(sources, text_column=text_column, pattern=pattern)
 
 
-def starter_for(sources: Sequence[str], *, text_column: str = "text", pattern: str = "*") -> Starter:
-    """Return the starter for a text. Raises DataError if it cannot be read."""
+def starter_for(
+    sources: Sequence[str], *, text_column: str = "text", pattern: str = "*", size: str = "tiny"
+) -> Starter:
+    """Return the starter for a text and one of SIZES. Raises DataError if the text cannot be read."""
     cores = available_cores()
     if len(sources) == 1 and is_prepared(sources[0]):
         tokens = Path(sources[0]).expanduser().with_suffix(".bin").stat().st_size // _BYTES_PER_TOKEN
-        return Starter(sources[0], tokens * _CHARACTERS_PER_TOKEN, None, 0, cores)
+        return Starter(sources[0], tokens * _CHARACTERS_PER_TOKEN, None, 0, cores, SIZES[size])
     there = [each for each in sources if each == STANDARD_LIBRARY or Path(each).expanduser().exists()]
     if not there:
-        return Starter(sources[0], _UNKNOWN_LENGTH, _UNKNOWN_WORDS, 0, cores)
+        return Starter(sources[0], _UNKNOWN_LENGTH, _UNKNOWN_WORDS, 0, cores, SIZES[size])
     measured = measure_text(there, text_column=text_column, pattern=pattern)
-    return Starter(sources[0], measured.characters, measured.words, measured.documents, cores)
+    return Starter(sources[0], measured.characters, measured.words, measured.documents, cores, SIZES[size])

@@ -1,7 +1,7 @@
-"""Settings of a first run: a small model fitted to the length of its text and to this machine's cores."""
+"""Settings of a first run: a model of some size, fitted to the length of its text and to this machine's cores."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +9,7 @@ from megalite.config.draft import Draft
 
 STARTER = "fitted to the text"
 
-_PRESET = "tiny"
-_SEQUENCES = 16
-_MICRO_BATCH = 4
-# The tokens per second and core of the preset `tiny` on a server's processor, and how long a first run may take.
+# The tokens per second and core of the size `tiny` on a server's processor, and how long its run may take.
 _TOKENS_PER_CORE_SECOND, _SECONDS = 8_000, 300
 _LEAST_STEPS, _EPOCHS = 300, 10
 # Among fewer documents a share of 5 % may be none.
@@ -22,9 +19,38 @@ _INSTEAD = {
     "model.preset": ("model.hf_config", "model.weights"),
     "tokenizer.vocab_size": ("tokenizer.path", "model.weights"),
     "training.steps": ("training.epochs",),
+    "training.epochs": ("training.steps",),
     "training.micro_batch_size": ("training.micro_batches", "training.global_batch_size"),
     "training.micro_batches": ("training.micro_batch_size", "training.global_batch_size"),
     "data.split": ("data.validation",),
+}
+
+
+@dataclass(frozen=True)
+class Size:
+    """A size of model with the settings that suit it.
+
+    sequence_length: at most, since a short text has shorter sequences. tensor: the largest tensor-parallel size.
+    settings: others, as section.key -> value.
+    """
+
+    preset: str
+    sequence_length: int
+    micro_batch_size: int
+    micro_batches: int
+    learning_rate: float
+    tensor: int = 1
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+_ON_CARDS = {"training.precision": "bf16", "model.chunked_loss": 2048}
+# The vocabularies of these presets are those of other tokenizers.
+_LARGE = {**_ON_CARDS, "model.vocab_size": "auto", "training.recompute": "selective"}
+SIZES = {
+    "tiny": Size("tiny", 256, 4, 4, 3e-3),
+    "125m": Size("medium", 1024, 16, 4, 6e-4, settings=_ON_CARDS),
+    "1b": Size("tinyllama-1.1b", 2048, 4, 16, 4e-4, settings=_LARGE),
+    "8b": Size("llama-3-8b", 4096, 1, 64, 3e-4, tensor=4, settings=_LARGE),
 }
 
 
@@ -41,32 +67,43 @@ class Starter:
     words: int | None
     documents: int
     cores: int
+    size: Size = SIZES["tiny"]
 
     def name_model(self, draft: Draft) -> None:
         """Set the preset, before presets are read."""
-        self._fill(draft, {"model.preset": _PRESET})
+        self._fill(draft, {"model.preset": self.size.preset})
 
     def fill(self, draft: Draft) -> None:
         """Set every other setting that the draft has not."""
         length = _whole(draft, "training", "sequence_length") or self.sequence_length
+        small = self.size is SIZES["tiny"]
         given = {
             "run.folder": f"runs/{Path(self.source).expanduser().name.split('.')[0] or 'text'}",
             "tokenizer.vocab_size": self.vocab_size,
             "training.sequence_length": length,
-            "training.micro_batch_size": _MICRO_BATCH,
-            "training.micro_batches": _SEQUENCES // _MICRO_BATCH,
-            "training.steps": self.steps(length),
-            "optimizer.learning_rate": 3e-3,
+            "training.micro_batch_size": self.size.micro_batch_size,
+            "training.micro_batches": self.size.micro_batches,
+            "training.steps": self.steps(length) if small else None,
+            "training.epochs": None if small else 1.0,
+            "optimizer.learning_rate": self.size.learning_rate,
             "data.split": [0.95, 0.05] if self.documents >= _SPLIT_DOCUMENTS else None,
         }
-        self._fill(draft, given)
+        self._fill(draft, {**given, **self.size.settings})
         steps = _whole(draft, "training", "steps")
         if steps is None:
-            return
-        self._fill(draft, {"optimizer.warmup_steps": min(50, steps // 10), "monitor.every": -(-steps // 30)})
+            # The data says later how many steps the epochs have: at most this many.
+            most = self.tokens // (length * self.size.micro_batch_size * self.size.micro_batches)
+            every = {"monitor.every": 10, "validation.every": 250, "checkpoint.every": 500}
+            every["optimizer.warmup_steps"] = min(700, most // 100)
+        else:
+            shares = {"monitor.every": 30, "validation.every": 5, "checkpoint.every": 2}
+            every = {name: -(-steps // share) for name, share in shares.items()}
+            every["optimizer.warmup_steps"] = min(50, steps // 10)
         if draft.has("data", "validation") or draft.has("data", "split"):
-            self._fill(draft, {"validation.every": -(-steps // 5), "validation.samples": 64})
-        self._fill(draft, {"checkpoint.every": -(-steps // 2), "checkpoint.keep_last": 2})
+            every["validation.samples"] = 64
+        else:
+            del every["validation.every"]
+        self._fill(draft, {**every, "checkpoint.keep_last": 2})
 
     @property
     def tokens(self) -> int:
@@ -83,13 +120,14 @@ class Starter:
 
     @property
     def sequence_length(self) -> int:
-        """The longest power of two, 16 to 256, of which the text has a hundred sequences."""
-        return min(256, max(16, _power_of_two(self.tokens // 100)))
+        """The longest power of two, from 16 to that of the size, of which the text has a hundred sequences."""
+        return min(self.size.sequence_length, max(16, _power_of_two(self.tokens // 100)))
 
     def steps(self, sequence_length: int) -> int:
         """Return the steps of ten epochs, but no more than take minutes, and no fewer than 300."""
         tokens = min(_EPOCHS * self.tokens, self.cores * _TOKENS_PER_CORE_SECOND * _SECONDS)
-        return max(_LEAST_STEPS, round(tokens / (sequence_length * _SEQUENCES * 10)) * 10)
+        sequences = self.size.micro_batch_size * self.size.micro_batches
+        return max(_LEAST_STEPS, round(tokens / (sequence_length * sequences * 10)) * 10)
 
     def _fill(self, draft: Draft, settings: Mapping[str, Any]) -> None:
         missing = {}

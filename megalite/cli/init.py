@@ -1,0 +1,167 @@
+"""megalite init: write a commented RUN.toml for your text, from three questions or their flags."""
+
+import argparse
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megalite.cli.arguments import Parser, whole_number
+from megalite.cli.first_run import starter_for
+from megalite.config.draft import Draft
+from megalite.config.flags import apply_overrides
+from megalite.config.load import load_run
+from megalite.config.starter import SIZES, Size
+from megalite.config.summary import parameters_line
+from megalite.config.toml import format_value
+from megalite.errors import ConfigError, Problem
+
+_COMMENT_COLUMN = 32
+_ORDER = ("run", "data", "tokenizer", "model", "parallel", "training", "optimizer", "deepspeed")
+_COMMENTS = {
+    "run.folder": "everything the run writes",
+    "model.preset": "megalite config presets lists all",
+    "model.vocab_size": "the tokenizer's, not the preset's",
+    "model.chunked_loss": "tokens whose logits exist at once",
+    "parallel.tensor": "ranks that share each layer",
+    "parallel.data": "replicas; tensor * pipeline * data processes",
+    "training.steps": "optimizer steps",
+    "training.epochs": "passes over the text",
+    "training.sequence_length": "tokens per sequence",
+    "training.micro_batch_size": "sequences per forward; lower it if memory is short",
+    "training.micro_batches": "forwards per step (gradient accumulation)",
+    "optimizer.learning_rate": "peak learning rate",
+    "optimizer.warmup_steps": "steps of linear warm-up",
+    "tokenizer.vocab_size": "trains a tokenizer; or path = an existing one",
+    "data.split": "fractions for training and validation",
+    "validation.every": "steps between validations",
+    "checkpoint.every": "steps between checkpoints",
+    "monitor.every": "steps between console lines",
+}
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Write the run file and return the exit code. Raises ConfigError, DataError."""
+    options = _parser().parse_args(arguments)
+    path: Path = options.run_file
+    if path.exists() and not options.force:
+        problem = Problem("RUN.toml", f"{path} exists", "name another file, or add --force to replace it")
+        raise ConfigError([problem], "megalite init")
+    source, size, processes = _answers(options)
+    draft = _draft(source, size, processes)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("\n".join(_lines(draft, path)) + "\n", encoding="utf-8")
+    except OSError as error:
+        problem = Problem("RUN.toml", f"{path} cannot be written ({error.strerror})", "name another file")
+        raise ConfigError([problem], "megalite init") from error
+    print(f"{path}: parameters {parameters_line(load_run(path).config)}")
+    print(f"next: megalite train {path}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="megalite init", description=__doc__)
+    parser.add_argument(
+        "run_file",
+        type=Path,
+        nargs="?",
+        default=Path("run.toml"),
+        metavar="RUN.toml",
+        help="file to write (run.toml)",
+    )
+    parser.add_argument("--source", metavar="TEXT", help='text file, folder, .jsonl, .parquet or "stdlib"')
+    parser.add_argument("--size", choices=SIZES, help="size of the model (tiny)")
+    parser.add_argument(
+        "--processes", type=whole_number(1), metavar="N", help="number of ranks, one per GPU (1)"
+    )
+    parser.add_argument("--force", action="store_true", help="replace a standing file")
+    return parser
+
+
+def _answers(options: argparse.Namespace) -> tuple[str, str, int]:
+    """Return text, size and processes: as given, else asked in a terminal, else the default.
+
+    Raises ConfigError without a terminal if the text is not given.
+    """
+    asks = sys.stdin.isatty()
+    if options.source is None and not asks:
+        problem = Problem("--source", "is required without a terminal", "add --source book.txt")
+        raise ConfigError([problem], "megalite init")
+    source = options.source or _ask('text to train on (file, folder or "stdlib")', "", _existing)
+    asks = asks and options.source is None
+    names = ", ".join(SIZES)
+    size = options.size or (_ask(f"size of the model ({names})", "tiny", _known_size) if asks else "tiny")
+    processes = options.processes or (
+        _ask("number of processes, one per GPU", "1", whole_number(1)) if asks else 1
+    )
+    return source, size, int(processes)
+
+
+def _ask(question: str, default: str, parse: Callable[[str], Any]) -> Any:
+    """Ask until the answer is valid. Raises ConfigError at the end of the input."""
+    early = Problem("the answers", "ended early", "add --source book.txt")
+    while True:
+        try:
+            answer = input(f"{question}{f' [{default}]' if default else ''}: ").strip() or default
+        except EOFError:
+            raise ConfigError([early], "megalite init") from None
+        try:
+            return parse(answer)
+        except argparse.ArgumentTypeError as error:
+            print(error)
+
+
+def _known_size(answer: str) -> str:
+    if answer not in SIZES:
+        raise argparse.ArgumentTypeError(f"{answer!r} is not one of {', '.join(SIZES)}")
+    return answer
+
+
+def _existing(answer: str) -> str:
+    if answer != "stdlib" and not Path(answer).expanduser().exists():
+        raise argparse.ArgumentTypeError(f"{answer!r} does not exist")
+    return answer
+
+
+def _draft(source: str, size: str, processes: int) -> Draft:
+    """Return the settings of the run. Raises ConfigError and DataError for a text or layout that does not fit."""
+    flags = [f"--data.source={format_value(source)}", *_layout(SIZES[size], processes)]
+    starter = starter_for([source], size=size)
+    load_run(None, flags, places=True, starter=starter)
+    draft = Draft("megalite init")
+    apply_overrides(draft, flags)
+    starter.name_model(draft)
+    starter.fill(draft)
+    return draft
+
+
+def _layout(size: Size, processes: int) -> Iterator[str]:
+    """Yield the flags of the layout: tensor parallelism as far as the size asks for it, then data parallelism."""
+    tensor = math.gcd(processes, size.tensor)
+    if tensor > 1:
+        yield from (f"--parallel.tensor={tensor}", "--parallel.sequence=true")
+    yield f"--parallel.data={processes // tensor}"
+    if size.settings and processes // tensor > 1:
+        yield "--deepspeed.zero_optimization.stage=1"
+
+
+def _lines(draft: Draft, path: Path) -> Iterator[str]:
+    yield f"# Train with: megalite train {path}"
+    yield "# More settings: megalite train --help SECTION, for example --help training"
+    known = [name for name in _ORDER if name in draft.values]
+    for section in known + [name for name in draft.values if name not in known]:
+        yield from _table(section, draft.values[section])
+
+
+def _table(name: str, table: Mapping[str, Any]) -> Iterator[str]:
+    keys = [key for key, value in table.items() if not isinstance(value, dict)]
+    if keys:
+        yield from ("", f"[{name}]")
+    for key in keys:
+        comment = _COMMENTS.get(f"{name}.{key}")
+        line = f"{key} = {format_value(table[key])}"
+        yield f"{line:<{_COMMENT_COLUMN}}# {comment}" if comment else line
+    for key in table.keys() - set(keys):
+        yield from _table(f"{name}.{key}", table[key])
