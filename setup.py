@@ -13,7 +13,7 @@ CXX             the C++ compiler (default: g++ or c++)
 CUDA_HOME       the toolkit with nvcc (default: the first in PATH, /usr/local/cuda, /usr/local/cuda-* that fits torch)
 CUDAHOSTCXX     nvcc's host compiler, or NVCC_CCBIN (default: CXX, else nvcc's default or another in PATH that works)
 MEGALITE_CUDA   0: no CUDA kernels; 1: fail if they cannot be built; try: build them if possible, as the tests do;
-                auto (default): build them if possible and torch is built for CUDA, as they need minutes to compile
+                auto (default): build them if possible and torch is built for CUDA: they take most of the compile time
 MEGALITE_ARCHS  the compute capabilities to compile for, such as "8.0+PTX;9.0a;10.0;12.0". auto (default): 8.0 with PTX,
                 which the driver compiles for any later GPU when a kernel first runs there, and the GPUs that nvidia-smi
                 lists, or 9.0a if it lists none
@@ -68,8 +68,8 @@ LEVELS = {
     "x86-64-v4": _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
     "x86-64-v3": _V3,
 }
-SECONDS_A_SOURCE, SECONDS_A_KERNEL = 12, 60
-"""The time to compile a C++ source and a CUDA source for two chips on one core, for what is told before."""
+SECONDS_A_SOURCE, SECONDS_A_KERNEL = 3, 6
+"""The time to compile a C++ source and a CUDA source for two chips on one core, told before the work begins."""
 SECONDS_A_LINE = 10
 """The time between two lines of progress."""
 SHARED = ("examples", "launch")

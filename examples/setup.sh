@@ -49,7 +49,7 @@ quiet=()
 install() {
     "$venv/bin/python" -m pip install "${quiet[@]}" --disable-pip-version-check --constraint constraints.txt "$@"
 }
-say "1/3 torch: 0.2 GB to download, with CUDA 3 GB; on disk 0.9 GB, with CUDA 8 GB"
+say "1/3 torch: for the CPU 0.2 GB to download and 0.8 GB on disk, for CUDA several GB"
 install setuptools
 install torch
 say "2/3 the compiled operators, with the C++ compiler and, for a torch with CUDA, nvcc (after $SECONDS s)"

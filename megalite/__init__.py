@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from megalite.train.callbacks import Callback as Callback
     from megalite.train.run import Trainer as Trainer
 
+__all__ = ["ActiveRun", "Callback", "RunConfig", "Trainer", "generate", "load", "load_config"]
 
 _HOMES = {
     "ActiveRun": "megalite.train.callbacks",

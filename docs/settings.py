@@ -1,0 +1,73 @@
+"""The page of all settings, from the schema.
+
+python -m docs.settings        # writes docs/configuration.md
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from pydantic.fields import FieldInfo
+
+from megalite.config.describe import section_models, type_names
+from megalite.config.schema import ParameterGroupConfig
+from megalite.config.section import Section
+from megalite.config.toml import format_value
+
+PAGE = Path(__file__).parent / "configuration.md"
+PREAMBLE = """# Configuration
+
+Written by `python -m docs.settings` from the schema; a test keeps it so.
+
+A run file is TOML: `[section]` and `key = value`. Every setting is also a flag, which takes precedence:
+
+```bash
+megalite train run.toml --training.steps 500 --data.source '["book.txt", "other.txt"]'
+megalite config show run.toml
+```
+
+The second command prints every value of a run with its origin, and DeepSpeed's JSON. `megalite train --help training`
+shows a section in the terminal.
+
+Order of precedence: a flag, the run file, DeepSpeed's JSON, `model.preset` or a `config.json`, the default.
+"""
+
+
+def page() -> str:
+    """Return the page, in Markdown."""
+    lines = [PREAMBLE]
+    for name, model in section_models().items():
+        lines += _section(f"[{name}]", model)
+        if name == "optimizer":
+            lines += _section("[[optimizer.groups]]", ParameterGroupConfig)
+    return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def _section(name: str, model: type[Section]) -> Iterator[str]:
+    first = (model.__doc__ or "").strip().splitlines()[0]
+    yield from (f"## {name}", "", first, "")
+    yield from ("| key | takes | default | meaning |", "|---|---|---|---|")
+    for key, info in model.model_fields.items():
+        cells = (
+            f"`{key}`",
+            _cell(", ".join(type_names(info.annotation))),
+            _default(info),
+            _cell(info.description or ""),
+        )
+        yield f"| {' | '.join(cells)} |"
+    if name == "[deepspeed]":
+        yield "| any key of DeepSpeed's JSON | | | as in DeepSpeed, for example `[deepspeed.zero_optimization]` |"
+    yield ""
+
+
+def _default(info: FieldInfo) -> str:
+    if info.is_required():
+        return "required"
+    return "" if info.default is None else f"`{_cell(format_value(info.default))}`"
+
+
+def _cell(text: str) -> str:
+    return text.replace("true | false", "true or false").replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

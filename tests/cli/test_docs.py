@@ -1,0 +1,316 @@
+"""README and docs/: every command in them can be typed, every link resolves, and generated pages are up to date."""
+
+import argparse
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+import megalite
+from docs import pictures, settings
+from megalite.cli import main
+from megalite.config.load import load_run
+from megalite.train.run import Trainer
+from tests.support.documents import (
+    PAGES,
+    README,
+    TEXT,
+    Command,
+    blocks,
+    commands,
+    errors,
+    prose,
+    write_place,
+)
+from tests.support.jobs import ROOT
+
+NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
+LONGEST_LINE = 160
+README_WORDS = 900
+SHELL = ("cd", "git", "pip", "source")
+"""Commands that are not megalite's."""
+LAUNCHERS = ("torchrun", "deepspeed")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A person's folder beside the checkout's files."""
+    folder = tmp_path_factory.mktemp("place")
+    write_place(folder)
+    return folder
+
+
+class Reached(BaseException):
+    """A command has read its arguments, and would begin to work."""
+
+
+@pytest.fixture
+def arguments_alone(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands read and check their arguments, and then raise Reached."""
+    monkeypatch.chdir(place)
+    parse = argparse.ArgumentParser.parse_args
+
+    def parsed(parser: argparse.ArgumentParser, *args: object, **more: object) -> argparse.Namespace:
+        options: argparse.Namespace = parse(parser, *args, **more)  # type: ignore[call-overload]
+        if not {"train", "init"} & set(parser.prog.split()):
+            raise Reached
+        return options
+
+    def reached(*args: object, **more: object) -> None:
+        raise Reached
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parsed)
+    monkeypatch.setattr(Trainer, "run", reached)
+    monkeypatch.setattr(Trainer, "train", reached)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_command_can_be_typed(
+    name: str, arguments_alone: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in commands(ROOT / name):
+        problem = complaint(command, ROOT / name)
+        assert not problem, f"{command.text}: {problem}\n{capsys.readouterr().err}"
+
+
+def complaint(command: Command, page: Path) -> str:
+    """Return why a command cannot be typed; "" if it can."""
+    first, *rest = command.words
+    first = first.removeprefix(".venv/bin/")
+    if first == "megalite":
+        return of_megalite(rest)
+    if first in ("bash", "python", *LAUNCHERS):
+        return of_a_program(first, rest)
+    if first.startswith("launch/") or first == "sbatch":
+        return of_a_launch_script(command)
+    return "" if first in SHELL else f"{first} is not a known command"
+
+
+def of_megalite(arguments: Sequence[str]) -> str:
+    # A run file is written: the next commands of a page train it.
+    again = ["--force"] if arguments[0] == "init" else []
+    try:
+        code = main([*arguments, *again])
+    except Reached:
+        return ""
+    except SystemExit as left:
+        return f"exit code {left.code}" if left.code else ""
+    return f"exit code {code}" if code else ""
+
+
+def of_a_program(program: str, arguments: Sequence[str]) -> str:
+    """Programs are files of the checkout or of the reader's folder; modules have the flags that they are given."""
+    rest = list(arguments)
+    while program in LAUNCHERS and rest[0].startswith("--"):
+        del rest[:2]
+    if rest[0] == "-m":
+        if rest[1].startswith("megalite"):
+            return of_megalite(rest[2:])
+        spec = importlib.util.find_spec(rest[1])
+        if spec is None or spec.origin is None:
+            return f"there is no module {rest[1]}"
+        source = Path(spec.origin)
+    else:
+        if rest[0] == "script.py":
+            return ""
+        source = Path(rest[0])
+    if not source.is_file():
+        return f"there is no file {rest[0]}"
+    flags = [word for word in rest[1:] if word.startswith("--") and "." not in word and program != "bash"]
+    unknown = [flag for flag in flags if not re.search(rf"""["']{flag}["']""", source.read_text())]
+    return f"{source.name} has no {unknown}" if unknown else ""
+
+
+def of_a_launch_script(command: Command) -> str:
+    """The script reads the variables that are set, and the run is right for as many ranks as it starts."""
+    script = next((Path(word) for word in command.words if word.startswith("launch/")), Path("launch"))
+    if not script.is_file():
+        return "there is no such script"
+    known = re.findall(r"^(\w+)=\$\{", script.read_text(), re.MULTILINE)
+    if unknown := [name for name, _ in command.environ if name not in known]:
+        return f"the script does not read {unknown}"
+    given = dict(command.environ)
+    flags = list(command.words[command.words.index(script.as_posix()) + 1 :])
+    ranks = int(given.get("RANKS", 0)) * int(given.get("NODES", 1))
+    if "sbatch" in command.words:
+        values = dict(zip(command.words, command.words[1:], strict=False))
+        ranks = int(values.get("--nodes", 2)) * int(values.get("--ntasks-per-node", 8))
+    if "RUN" in given:
+        load_run(given["RUN"], flags, world_size=ranks or None)
+    return ""
+
+
+ERRORS = [each for page in PAGES for each in errors(page)]
+
+
+@pytest.mark.parametrize(("command", "shown"), ERRORS, ids=[" ".join(command[1:]) for command, _ in ERRORS])
+def test_an_error_in_a_page_is_the_one_that_the_command_gives(
+    command: list[str],
+    shown: str,
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(place)
+    assert main(command[1:]) == 2
+    assert capsys.readouterr().err == shown, "write it anew: python -m tests.support.documents"
+
+
+def test_the_messages_in_the_tables_of_errors_are_those_of_the_code() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    table = page.partition("## While training")[2].partition("## Starting")[0]
+    shown = re.findall(r"^\| `([^`]+)` \|", table, re.MULTILINE)
+    # A message may be written as several literals.
+    code = "".join(file.read_text() for file in (ROOT / "megalite").rglob("*.py"))
+    code = re.sub(r'"\s*f?"', "", code)
+    assert len(shown) >= 8 and [text for text in shown if text not in code] == []
+
+
+def test_a_command_that_cannot_be_typed_is_seen(arguments_alone: None, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    wrong = [
+        "megalite trian run.toml",
+        "megalite train run.toml --training.stepps 3",
+        "megalite train absent.toml",
+        "megalite generate run --promt x",
+        "python -m benchmarks.absent",
+        "python -m benchmarks.training_step --absent",
+        "bash examples/absent.sh",
+        "RANK=2 launch/torchrun.sh",
+        "make all",
+    ]
+    page.write_text("".join(f"```bash\n{line}  # said\n```\n\n" for line in wrong))
+    found = commands(page)
+    assert [command.text.partition("  #")[0] for command in found] == wrong
+    assert all(complaint(command, page) for command in found)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_sentence_begins_with_of_or_what_and_links_resolve(name: str) -> None:
+    page = ROOT / name
+    text = prose(page)
+    sentences = re.findall(r"(?:^|[.!?:|] |\n\n|- )((?:Of|What) [a-z]\w*)", text)
+    assert not sentences
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith("https://"):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path) if path else page
+        assert file.exists(), target
+        assert not anchor or anchor in anchors(file), target
+
+
+def anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_readme_is_short() -> None:
+    text = README.read_text(encoding="utf-8")
+    assert [line for line in text.splitlines() if len(line) > LONGEST_LINE] == []
+    words = prose(README).split()
+    assert len(words) <= README_WORDS, f"{len(words)} words"
+
+
+def test_every_page_stands_in_the_index() -> None:
+    text = README.read_text(encoding="utf-8")
+    assert [page for page in sorted((ROOT / "docs").glob("*.md")) if f"(docs/{page.name})" not in text] == []
+
+
+def test_the_page_of_settings_is_that_of_the_schema() -> None:
+    assert settings.PAGE.read_text(encoding="utf-8") == settings.page(), (
+        "write it anew: python -m docs.settings"
+    )
+
+
+@pytest.mark.parametrize("name", ["layout.svg", "schedules.svg"])
+def test_the_pictures_are_those_of_the_code(name: str) -> None:
+    drawn = pictures.pictures()[name]
+    assert (ROOT / "docs" / name).read_text(encoding="utf-8") == drawn, (
+        "draw it anew: python -m docs.pictures"
+    )
+    root = ElementTree.fromstring(drawn)
+    labels = root.attrib["aria-labelledby"].split()
+    assert root.attrib["role"] == "img" and [child.attrib.get("id") for child in root[:2]] == labels
+    # A background of its own: the texts are dark, and a page may be.
+    assert root[2].attrib["fill"] == pictures.PAPER and root[2].attrib["width"] == root.attrib["width"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_program_in_a_page_compiles_and_its_imports_exist(name: str) -> None:
+    for program in blocks(ROOT / name, "python"):
+        compile(program, name, "exec")
+        for names in re.findall(r"^from megalite import (.*)$", program, re.MULTILINE):
+            missing = [each for each in names.split(", ") if each not in megalite.__all__]
+            assert not missing
+
+
+def test_the_public_names_are_listed_and_exist() -> None:
+    page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    for name in megalite.__all__:
+        assert getattr(megalite, name) is not None
+        assert re.search(rf"^\| `{name}\b", page, re.MULTILINE), f"{name} is not in docs/python.md"
+        assert re.search(rf"^from megalite import .*\b{name}\b", page, re.MULTILINE), f"{name} has no example"
+
+
+@pytest.mark.parametrize("name", ["125m", "1b", "8b"])
+def test_the_ready_run_files_are_right(name: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, source = f"{ROOT}/examples/pretrain/{name}.toml", str(place / "book.txt")
+    assert main(["config", "show", file, "--data.source", source]) == 0
+    config = load_run(file, ["--data.source", source]).config
+    assert config.layout.world_size == {"125m": 1, "1b": 8, "8b": 64}[name]
+    tokens = config.batch.global_batch_size * config.training.sequence_length
+    assert 0.5e6 <= tokens <= 4.2e6 and config.training.precision == "bf16"
+
+
+QUICK = "--training.steps 6"
+"""Appended to every training that is run, so that it takes seconds."""
+NOT_RUN = ("--help", "doctor", "selftest", "presets", "megatron-checkpoint", "run.toml")
+"""Words of commands that are read alone: those that test their own subject, and further trainings."""
+
+
+@pytest.mark.extended
+def test_a_person_who_types_the_pages_from_top_to_bottom_sees_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for each in ("examples", "launch"):
+        (tmp_path / each).symlink_to(ROOT / each)
+    (tmp_path / "book.txt").write_text(TEXT)
+    [run_file] = blocks(README, "toml")
+    (tmp_path / "run.toml").write_text(run_file)
+    for name in ("README.md", "docs/getting-started.md"):
+        (tmp_path / "run.toml").unlink() if name != "README.md" else None
+        typed = [command for command in commands(ROOT / name) if command.words[0] == "megalite"]
+        assert len(typed) >= 3
+        for command in typed:
+            if not {"--help", "doctor"} & set(command.words):
+                quick = QUICK if command.words[1] == "train" else ""
+                shell(tmp_path, f"{shlex.join(command.words)} {quick}")
+        for program in blocks(ROOT / name, "python"):
+            (tmp_path / "script.py").write_text(program)
+            shell(tmp_path, "python script.py")
+    monkeypatch.chdir(tmp_path)
+    for name in ("docs/data.md", "docs/checkpoints.md", "docs/deepspeed.md"):
+        typed = [command for command in commands(ROOT / name) if command.words[0] == "megalite"]
+        typed = [command for command in typed if not set(NOT_RUN) & set(command.words)]
+        assert len(typed) >= 2
+        for command in typed:
+            if command.words[1] != "train":
+                assert main(command.words[1:]) == 0, f"{command.text}\n{capsys.readouterr().err}"
+
+
+def shell(place: Path, text: str, timeout: int = 300) -> None:
+    """Run a line as a reader would, with this Python's commands."""
+    environ = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    environ |= {"PYTHONPATH": str(ROOT), "NO_COLOR": "1"}
+    done = subprocess.run(
+        ["bash", "-c", text], cwd=place, env=environ, capture_output=True, text=True, timeout=timeout
+    )
+    assert done.returncode == 0, f"{text}\n{done.stdout}{done.stderr}"

@@ -1,0 +1,152 @@
+"""The documents that a user reads, and the commands and programs in them.
+
+python -m tests.support.documents        # writes the errors in their `console` blocks anew
+"""
+
+import contextlib
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from megalite.cli import main
+from tests.support.jobs import ROOT
+from tests.support.tiny import tiny_tokenizer
+
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("*/README.md"))]
+TEXT = (
+    "".join(
+        f"In the {one} {other} of the year the river rose, and people of the {other} town went up the {one} hill.\n"
+        for one in ("first", "second", "third", "fourth", "long", "cold", "warm", "last")
+        for other in ("winter", "summer", "autumn", "spring", "week", "month", "day", "night")
+    )
+    * 8
+)
+_BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_VARIABLE = re.compile(r"([A-Z_]+)=(.*)")
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of a fenced `bash` block, with the variables before it."""
+
+    text: str
+    environ: tuple[tuple[str, str], ...]
+    words: tuple[str, ...]
+
+
+def blocks(page: Path, *languages: str) -> list[str]:
+    """Return the content of the fenced blocks in these languages."""
+    found = _BLOCK.findall(page.read_text(encoding="utf-8"))
+    return [text for language, text in found if language in languages]
+
+
+def prose(page: Path) -> str:
+    """Return the text without fenced blocks and inline code, comments in the blocks included."""
+    text = page.read_text(encoding="utf-8")
+    comments = [line for block in blocks(page, "bash") for line in re.findall(r"# (.*)", block)]
+    return re.sub(r"`[^`\n]*`", "code", _BLOCK.sub("", text)) + "\n\n" + "\n\n".join(comments)
+
+
+def commands(page: Path) -> list[Command]:
+    """Return the commands of a page's `bash` blocks, in order; a `console` block has one and its error."""
+    lines = [line for block in blocks(page, "bash") for line in _joined(block)]
+    return [command for line in lines for command in _commands(line)]
+
+
+def _joined(block: str) -> list[str]:
+    return block.replace("\\\n", " ").splitlines()
+
+
+def _commands(line: str) -> Iterator[Command]:
+    for part in line.split(" && "):
+        words = shlex.split(part, comments=True)
+        environ = []
+        while words and (found := _VARIABLE.fullmatch(words[0])):
+            environ.append((found[1], found[2]))
+            words.pop(0)
+        if words:
+            yield Command(part.strip(), tuple(environ), tuple(words))
+
+
+def write_place(folder: Path) -> None:
+    """Make a person's folder beside the checkout's files: texts, the run file of the README, what it refers to."""
+    for name in (
+        "examples",
+        "launch",
+        "benchmarks",
+        "tests",
+        "docs",
+        "constraints.txt",
+        "setup.py",
+        "megalite",
+    ):
+        (folder / name).symlink_to(ROOT / name)
+    (folder / "book.txt").write_text(TEXT)
+    (folder / "other.txt").write_text(TEXT[: len(TEXT) // 4])
+    [run_file] = blocks(README, "toml")
+    (folder / "run.toml").write_text(run_file)
+    model = folder / "my-model"
+    model.mkdir()
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    (model / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 384, **shape}))
+    tiny_tokenizer(model)
+    (folder / "my-tokenizer").mkdir()
+    tiny_tokenizer(folder / "my-tokenizer")
+    arguments = [
+        "--source",
+        "book.txt",
+        "--tokenizer",
+        "my-tokenizer",
+        "--output",
+        "data/corpus",
+        "--workers",
+        "0",
+    ]
+    with contextlib.chdir(folder):
+        assert main(["data", "prepare", *arguments]) == 0
+
+
+def errors(page: Path) -> list[tuple[list[str], str]]:
+    """Return (command, the error shown below it) of each `console` block."""
+    found = []
+    for block in blocks(page, "console"):
+        command, _, shown = block.removeprefix("$ ").partition("\n")
+        found.append((shlex.split(command), shown))
+    return found
+
+
+def write_errors(page: Path, folder: Path) -> None:
+    """Run the command of each `console` block in `folder`, and write its error below it."""
+
+    def answered(block: re.Match[str]) -> str:
+        command = shlex.split(block[1])[1:]
+        environ = os.environ | {"PYTHONPATH": str(ROOT)}
+        done = subprocess.run(
+            [sys.executable, "-m", "megalite", *command],
+            cwd=folder,
+            env=environ,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        return f"```console\n$ {block[1]}\n{done.stderr}```\n"
+
+    text = re.sub(
+        r"```console\n\$ ([^\n]*)\n.*?```\n", answered, page.read_text(encoding="utf-8"), flags=re.DOTALL
+    )
+    page.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as place:
+        write_place(Path(place))
+        for each in PAGES:
+            write_errors(each, Path(place))
