@@ -1,4 +1,4 @@
-"""The compiled activations: no worse than plain torch, with their gradients, in every type and shape."""
+"""The compiled activations and their gradients: no worse than plain torch, in every type and shape."""
 
 from collections.abc import Callable
 
@@ -87,15 +87,15 @@ def test_ragged_shapes(rows: int, features: int, dtype: torch.dtype, name: str) 
     if name in GATED:
         _compare(GATED[name], [_random(rows, 2 * features)], _random(rows, features), dtype)
     else:
-        # All positive: a bias's gradient that is small by cancellation says nothing about who is more exact.
+        # All positive: a bias gradient that is small by cancellation does not show which form is more exact.
         inputs, bias, grad = (
             _random(*shape).abs() for shape in ((rows, features), (features,), (rows, features))
         )
         _compare(_biased(name), [inputs, bias], grad, dtype)
 
 
-# In units in the last place of the exact result: where it is not small by cancellation, and in the lower tail, where
-# the argument's own rounding grows with it. Plain torch is off by millions in GELU's lower tail.
+# Errors in units in the last place of the exact result, away from cancellation, and in the lower tail, where the
+# rounding error of the argument grows. Plain torch is off by millions of units in GELU's lower tail.
 @pytest.mark.parametrize(
     ("activation", "low", "high", "units"),
     [
@@ -123,7 +123,7 @@ def test_float32_is_right_to_the_last_places(activation: str, low: float, high: 
 
 @gated
 def test_extreme_gates(activation: Callable[..., Tensor]) -> None:
-    """Values and slopes have their limits, and what is not finite stays seen."""
+    """Values and slopes approach their limits, and NaN stays NaN."""
     gate = torch.tensor([1e30, 200.0, 0.0, -200.0, -1e30, torch.nan])
     gate_up = torch.stack([gate, torch.ones(6)], dim=-1)
     made, grad = with_gradients(lambda each: activation(each, fused=True), [gate_up], [torch.ones(6, 1)])

@@ -37,7 +37,7 @@ RULES = {
     "weight_decay": 0.1,
     "gradient_scale": 0.37,
 }
-# Of weights, gradients and copies.
+# The dtypes of weights, gradients and copies.
 TYPES = [
     (torch.float32, torch.float32, None),
     (torch.float64, torch.float64, None),
@@ -46,7 +46,7 @@ TYPES = [
     (torch.float32, torch.float16, torch.float16),
     (torch.float32, torch.bfloat16, torch.float16),
 ]
-# Around the size of a chunk, 8192; none at all, and more tensors than a launch's table holds.
+# Sizes around a chunk of 8192, empty tensors, and more tensors than one launch's table holds.
 SHAPES = [(0,), (1,), (7,), (8191,), (8192,), (8193,), (3, 5, 7), (0, 3), (20011,), *[(5,)] * 80]
 ADAMW = OptimizerSettings("adamw", (0.9, 0.95), 1e-8, 0.1, 0.0, 0.5)
 
@@ -54,7 +54,7 @@ ADAMW = OptimizerSettings("adamw", (0.9, 0.95), 1e-8, 0.1, 0.0, 0.5)
 def lists(
     shapes: Any, weight: torch.dtype, gradient: torch.dtype, copy: torch.dtype | None
 ) -> list[list[Tensor]]:
-    """Weights, poisoned copies, gradients and moments, at random."""
+    """Return random weights, copies filled with NaN, gradients and moments."""
     return [
         [torch.randn(shape, dtype=weight) for shape in shapes],
         [torch.full(shape, float("nan"), dtype=copy) for shape in shapes] if copy else [],
@@ -121,7 +121,7 @@ def test_the_sum_of_squares(dtype):
     exact = sum((each.double().square().sum() for each in tensors), torch.zeros((), dtype=torch.float64))
     assert_close(compiled_sum_of_squares(tensors), exact, rtol=OPERATOR_RTOL)
     assert_close(sum_of_squares(tensors), exact, rtol=FLOAT32_RTOL)
-    # Squares beyond float32's range, mixed types, and a gradient that is no block of memory.
+    # Squares beyond float32's range, mixed dtypes, and a gradient that is not contiguous.
     large = torch.full((3, 2), 2.0**100, dtype=torch.float32).t()
     assert_close(compiled_sum_of_squares([large, tensors[3]]), 6 * 2.0**200, rtol=OPERATOR_RTOL)
     for bad in (float("inf"), float("nan")):
@@ -211,7 +211,7 @@ def state_of(optimizer: TorchOptimizer) -> dict[tuple[str, str], Tensor]:
 def test_the_trainers_step_is_the_same(dtype, changes, wide):
     plain = replace(ADAMW, sum_in_fp32=wide, **changes)
     one, other = trained(plain, dtype, 5), trained(replace(plain, operators=ALL_COMPILED), dtype, 5)
-    # Clipping values of 16 bits in place would round them: torch's form does it in float32.
+    # Clipping bf16 values in place would round them: torch's form clips in float32.
     assert isinstance(other._optimizer, OnePassAdamW) == (
         wide or "clip_value" not in changes or dtype == torch.float32
     )
@@ -227,7 +227,7 @@ def test_the_trainers_step_is_the_same(dtype, changes, wide):
 
 @pytest.mark.parametrize("first", [True, False], ids=["on then off", "off then on"])
 def test_a_run_goes_on_with_the_other_kernels(first):
-    """The state that one writes is the other's, and the step after is the same."""
+    """Each form loads the other's state, and the next step is the same."""
     before, after = (ALL_COMPILED, PLAIN_TORCH) if first else (PLAIN_TORCH, ALL_COMPILED)
     half, resumed = trained(replace(ADAMW, operators=before), torch.bfloat16, 3), None
     resumed, _ = made(replace(ADAMW, operators=after), torch.bfloat16)
@@ -266,7 +266,7 @@ class _Counted:
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_linears_add_to_the_sums_that_are_there(monkeypatch, bias):
-    """To the bit what autograd sums, and without its float32 copy of each gradient."""
+    """In-place sums equal autograd's bit for bit, without a float32 copy of each gradient."""
 
     def summed(in_place: bool) -> tuple[list[Tensor], int]:
         counted = _Counted()
@@ -294,7 +294,7 @@ def test_linears_add_to_the_sums_that_are_there(monkeypatch, bias):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_a_tied_embedding_adds_to_its_own_rows_of_the_heads_gradient(dtype):
-    """Autograd would make a tensor of the whole table for it, and one more for the sum."""
+    """Autograd would allocate a tensor as large as the embedding table, and another one for the sum."""
 
     def summed(in_place: bool) -> tuple[Tensor, int]:
         torch.manual_seed(5)
@@ -304,7 +304,7 @@ def test_a_tied_embedding_adds_to_its_own_rows_of_the_heads_gradient(dtype):
         torch.nn.init.normal_(weight)
         weight.grad_dtype = torch.promote_types(dtype, torch.float32)
         seen: list[Tensor | None] = []
-        # Not of the weight, which is left to autograd where somebody looks at its gradient.
+        # A hook on the weight itself would leave its gradient to autograd.
         node = torch.autograd.graph.get_gradient_edge(weight).node
         node.register_prehook(lambda gradients: seen.append(gradients[0]))
         if in_place:

@@ -1,4 +1,4 @@
-"""Apex's compiled kernels, stood in for by torch: called where they are chosen, and nothing else of that name is."""
+"""Apex's compiled kernels, replaced by torch functions: called if chosen, and no other package of that name is used."""
 
 import sys
 from collections.abc import Callable
@@ -32,7 +32,7 @@ SERVED = {entry.operator: entry for entry in ENTRIES if "apex" in entry.candidat
 
 
 class Fake:
-    """The two compiled modules, computed by torch, with how often each symbol was called."""
+    """The two compiled modules, computed by torch, with the number of calls of each symbol."""
 
     def __init__(self) -> None:
         self.calls: dict[str, int] = {}
@@ -64,7 +64,7 @@ class Fake:
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
-    """Compiled modules that work."""
+    """Install working fakes of the compiled modules."""
     made = Fake()
     monkeypatch.setitem(sys.modules, "amp_C", made.amp_C)
     monkeypatch.setitem(sys.modules, "fused_weight_gradient_mlp_cuda", made.wgrad)
@@ -107,7 +107,7 @@ def test_linears_add_to_their_gradients_by_it(fake):
         linear(inputs).sum().backward()
     assert fake.calls == {"wgrad_gemm_accum_fp32": 2}, "autograd takes the first as it is"
     exact = sum(inputs.float().sum(dim=(0, 1)).expand(4, 8) for inputs in batches)
-    # The first product is rounded to 16 bits.
+    # The first product is rounded to bf16.
     assert_close(linear.weight.grad, exact, rtol=NARROW_FLOOR["bf16"])
 
 
@@ -145,7 +145,7 @@ def test_the_self_test_takes_what_is_there_and_right(fake, operator):
     ],
 )
 def test_what_computes_wrongly_is_left_alone(fake, operator, module, symbol):
-    """A kernel that does nothing is wrong; one that is no function, or not there, raises in the self-test's worker."""
+    """A kernel that does nothing is wrong; a missing kernel, or one that is not callable, raises in the worker."""
     setattr(getattr(fake, module), symbol, lambda *_: None)
     assert prove(own_case(operator), "apex", CPU).verdict == "wrong"
     setattr(getattr(fake, module), symbol, "no function")
@@ -159,7 +159,7 @@ def test_what_computes_wrongly_is_left_alone(fake, operator, module, symbol):
 
 
 def test_another_apex_neither_breaks_nor_fools(monkeypatch, tmp_path: Path):
-    """The PyPI package, and NVIDIA's without compiled modules, have no amp_C; nothing of them is imported."""
+    """The PyPI package, and NVIDIA's without compiled modules, have no amp_C; neither is imported."""
     monkeypatch.delenv("MEGALITE_NO_APEX", raising=False)
     (tmp_path / "apex").mkdir()
     (tmp_path / "apex" / "__init__.py").write_text("raise RuntimeError('must not be imported')")

@@ -1,4 +1,4 @@
-"""The compiled attention operator on the CPU: against float64, its gradients, what torch asks of an operator."""
+"""The compiled attention operator on the CPU: against float64, its gradients, and torch's operator checks."""
 
 from types import SimpleNamespace
 from unittest import mock
@@ -17,7 +17,7 @@ from tests.support.kernels import DTYPES, needs_library
 from tests.support.parity import BF16_RTOL, FLOAT32_RTOL, LAYOUT_RTOL, assert_close, assert_no_worse
 
 pytestmark = needs_library
-# Blocks are of 64 queries and 64 keys.
+# Blocks have 64 queries and 64 keys.
 CASES = {
     "documents": Packed((70, 1, 0, 130), (70, 1, 0, 130), head_size=20),
     "unmasked": Packed((70, 3), (130, 7), right=-1, heads=3, kv_heads=3),
@@ -115,7 +115,7 @@ def test_huge_scores_stay_finite(dtype) -> None:
 
 
 def test_documents_know_nothing_of_each_other() -> None:
-    """Another document becomes NaN, and no bit of this one moves."""
+    """Setting another document to NaN changes no bit of this document."""
     packed = Packed((30, 70, 5), (30, 70, 5), head_size=16)
     inputs = packed.inputs(torch.float32)
     output, lse = _run(packed, inputs)
@@ -221,7 +221,7 @@ def test_a_mask_that_does_not_fit_is_refused(change, words) -> None:
 
 
 def test_of_one_query_with_one_key_nothing_is_dropped_or_all() -> None:
-    """Hence the mask can be read off, element by element: values are unit vectors, all scores alike."""
+    """With unit vectors as values and equal scores, the output shows the mask element by element."""
     mask = counted_mask(2, 3)
     query, value = torch.zeros(2 * 16, 3, 16), torch.eye(16).repeat(2, 1).unsqueeze(1)
     ends = starts((16, 16))

@@ -21,8 +21,8 @@ from tests.support.selection import cases
 pytestmark = pytest.mark.skipif(emulator.COMPILER is None, reason="no C++ compiler")
 
 SIXTEEN_BITS = [torch.bfloat16, torch.float16]
-# Blocks are of 128 queries and 64 keys, in the backward of 128 keys and 64 queries, and for heads of 256 half of each:
-# all cross some of them.
+# Blocks have 128 queries and 64 keys, in the backward 128 keys and 64 queries, for heads of 256 half of each; every
+# case crosses block boundaries.
 CASES = {
     "documents": Packed((150, 1, 0, 70), (150, 1, 0, 70)),
     "unmasked": Packed((70, 40), (130, 7), right=-1),
@@ -74,7 +74,7 @@ def _backward(
     told.statistics = statistics.data_ptr()
     told.query_sums = None if in_order else sums.data_ptr()
     report = emulator.run(told, [*inputs, *results, *grads, *found, statistics, sums], backward=True, **how)
-    if not in_order:  # what the last small kernel does
+    if not in_order:  # the last kernel rounds the sums; the emulator does not run it
         found[0] = (sums * packed.scale).to(found[0].dtype)
     return found, report
 
@@ -184,14 +184,14 @@ def _check_backward(case: str, *, in_order: bool, **how: bool | int) -> None:
         assert_no_worse(ours, naive, reference, what=f"gradient of the {name}")
 
 
-# Barriers of a small block over three others, by their number: of each kind one. The last of keys is before their
-# gradients take their place.
+# The numbers of the barriers of a small block over three others, one of each kind. The last one of `keys` is before the
+# gradients overwrite the key tile.
 BARRIERS = {"forward": (0, 1, 2), "dropping": (0,), "queries": (0, 1), "keys": (1, 2, 6)}
 
 
 @pytest.fixture(scope="module")
 def race() -> Path:
-    """The kernels on threads of the system, watched by ThreadSanitizer."""
+    """Return the program that runs the kernels on system threads under ThreadSanitizer."""
     return emulator.compiled("race.cpp", "-O1", "-g1", "-fsanitize=thread")
 
 
@@ -215,7 +215,7 @@ def test_a_deleted_barrier_is_a_race(race, kernel) -> None:
 
 
 def test_a_deleted_barrier_gives_wrong_results() -> None:
-    """Where the block's memory is NaN at first: of a block of queries over two blocks of keys, each barrier counts."""
+    """Without a barrier, a block of queries over two blocks of keys reads shared memory that is still NaN."""
     packed = Packed((128,), (128,), heads=1, kv_heads=1, right=-1)
     inputs = packed.inputs(torch.bfloat16)
     right = _forward(packed, inputs, late=True)[0]
@@ -226,7 +226,7 @@ def test_a_deleted_barrier_gives_wrong_results() -> None:
 
 @pytest.mark.parametrize("in_order", [False, True])
 def test_documents_know_nothing_of_each_other(in_order) -> None:
-    """Another document becomes NaN, though its rows lie where this one's last tile ends, and no bit moves."""
+    """Setting another document to NaN changes no bit of this one, although this one's last tile covers its rows."""
     packed = Packed((30, 70, 5), (30, 70, 5), heads=1, right=-1)
     inputs = packed.inputs(torch.bfloat16)
     leaked = [each.detach().clone() for each in inputs]

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(emulator.COMPILER is None, reason="no C++ compil
 
 DTYPES = {torch.bfloat16: 2, torch.float16: 3}
 UNSUPPORTED = -1
-# Blocks are of 192 queries, 128 where heads are wide, and of 128 keys. The rings have four stages, or two.
+# Blocks have 192 queries (128 for heads of 128) and 128 keys. The circular buffers have four stages (two).
 CASES = {
     "documents": Packed((150, 1, 0, 300), (150, 1, 0, 300), heads=1),
     "unmasked": Packed((70, 40), (400, 7), right=-1),
@@ -35,18 +35,18 @@ CASES = {
     "wide heads, longer than the ring": Packed((150,), (520,), head_size=128, heads=1),
     "wide heads in a window": Packed((130,), (300,), left=40, head_size=128, heads=1),
 }
-GUARD = 3  # rows behind the results that nobody may write
+GUARD = 3  # rows after the results that must not be written
 
 
 @dataclass
 class Hopper:
-    """The C interface of cuda/attention_hopper_64.cu or its twin."""
+    """The C interface of cuda/attention_hopper_64.cu or attention_hopper_128.cu."""
 
     library: ctypes.CDLL
     head_size: int
 
     def forward(self, packed: Packed, inputs: list[Tensor], order: int) -> tuple[int, Tensor, Tensor, str]:
-        """What the call returned; output; log-sum-exps; what the emulator has to say."""
+        """Return the call's return code, output, log-sum-exps and the emulator's complaint."""
         ends = starts(packed.queries), starts(packed.keys)
         tokens, heads, head_size = inputs[0].shape
         output = torch.full((tokens + GUARD, heads, head_size), float("nan"), dtype=inputs[0].dtype)
@@ -65,7 +65,7 @@ class Hopper:
 
 @pytest.fixture(scope="module")
 def hoppers(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Hopper]:
-    """The kernels by their head size."""
+    """Return head size -> kernel."""
     folder = tmp_path_factory.mktemp("hopper")
     return {size: Hopper(emulated(f"attention_hopper_{size}", folder), size) for size in (64, 128)}
 
@@ -108,7 +108,7 @@ def test_more_sequences_than_a_launch_takes(tmp_path) -> None:
 
 @pytest.mark.parametrize("head_size", [64, 128])
 def test_documents_know_nothing_of_each_other(hoppers, head_size) -> None:
-    """Another document becomes NaN, though its rows lie where this one's last tile ends, and no bit moves."""
+    """Setting another document to NaN changes no bit of this one, although this one's last tile covers its rows."""
     packed = Packed((30, 70, 5), (30, 70, 5), heads=1, right=-1, head_size=head_size)
     inputs = packed.inputs(torch.bfloat16)
     leaked = [each.detach().clone() for each in inputs]
@@ -134,7 +134,7 @@ def test_what_it_cannot_do_is_left_to_the_other_kernel(hoppers, monkeypatch) -> 
     assert run(packed, [query, key, value], 0)[0] == UNSUPPORTED
 
 
-# What may not be left out, of everything that orders threads, copies and products, and of the descriptors.
+# Statements that must not be removed: those that order threads, copies and products, and descriptor fields.
 NEEDED = {
     "hopper::wait(block.keys_empty(tile), block.parity(tile) ^ 1);": False,
     "hopper::wait(block.values_empty(tile), block.parity(tile) ^ 1);": True,
@@ -161,7 +161,7 @@ NEEDED = {
     "text", [pytest.param(text, marks=[pytest.mark.slow] * slow) for text, slow in NEEDED.items()]
 )
 def test_nothing_of_it_may_be_left_out(tmp_path, text) -> None:
-    """Over rings used twice and a document's last tile: wrong results in one order, or the emulator's complaint."""
+    """Removing a needed statement gives wrong results in some order, or a complaint of the emulator."""
     broken = Hopper(emulated("attention_hopper_128", tmp_path, without=text), 128)
     packed = Packed((120, 9), (600, 20), heads=1, right=-1, head_size=128)
     inputs = packed.inputs(torch.bfloat16)

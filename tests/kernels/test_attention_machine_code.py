@@ -15,17 +15,17 @@ from tests.support.machine_code import LDL, STG, STL, Words, words_of
 
 CSRC = Path(__file__).parents[2] / "megalite" / "csrc"
 NVCC = shutil.which("nvcc")
-# The low 12 bits of an instruction, sm_80 to sm_90: a product on the tensor cores, ldmatrix, cp.async of 16 bytes.
+# The low 12 bits of instructions, sm_80 to sm_90: mma.sync, ldmatrix, cp.async of 16 bytes.
 HMMA, LDSM, LDGSTS = 0x23C, 0x83B, 0xFAE
-# The low 9 bits, where the next three say what kinds of operands it has: of sm_90a a product of a warp group, what
-# begins or waits for such (bit 47: waits; bits 72 to 79: of how many it need not), the copy of a box, the making and
-# arriving at or waiting for a barrier, the change of a group's registers; exp2.
+# The low 9 bits of instructions of sm_90a (the next three give the operand kinds): wgmma; wgmma.fence, commit and wait
+# (bit 47: wait; bits 72 to 79: the number of groups that may stay pending); TMA copy; mbarrier init, and arrive or
+# wait; setmaxnreg; exp2.
 HGMMA, WARPGROUP, UTMALDG, SYNCS, USETMAXREG = 0x1F0, 0x1C5, 0x1B4, (0x1B2, 0x1A7), 0x1C8
 MUFU = 0x108
 
 
 def _compiled(name: str, folder: Path) -> tuple[dict[str, Words], str]:
-    """The machine code of cuda/<name>.cu for sm_90a, and what the compiler said."""
+    """Return the machine code of cuda/<name>.cu for sm_90a, and the compiler's output."""
     cubin = folder / f"{name}.cubin"
     command = [
         str(NVCC),
@@ -53,10 +53,10 @@ def test_the_forward_is_made_of_tensor_core_products(tmp_path: Path) -> None:
     assert len(kernels) == 2, "one for each 16-bit type"
     for words in kernels.values():
         counts = Counter(low & 0xFFF for low, _ in words)
-        # A warp's probabilities [32, 64] times values [64, 128], unrolled in whole: 2 x 4 x 16 products of 16 x 16 x 8
-        # and 4 x 8 ldmatrix of 16 x 16; to that comes the product of the scores, unrolled twice.
+        # A warp's probabilities [32, 64] times values [64, 128], completely unrolled: 2 x 4 x 16 products of
+        # 16 x 16 x 8 and 4 x 8 ldmatrix of 16 x 16; plus the product of the scores, unrolled twice.
         assert counts[HMMA] >= 2 * 4 * 16 + 32 and counts[LDSM] >= 4 * 8 + 12
-        # 128 rows of queries, twice 64 of keys and 64 of values, 8 of them by an instruction of each thread.
+        # 128 rows of queries, twice 64 rows of keys and 64 of values; one instruction of all threads copies 8 rows.
         assert counts[LDGSTS] >= (128 + 2 * 64 + 64) // 8
 
 
@@ -65,24 +65,24 @@ def test_the_forward_is_made_of_tensor_core_products(tmp_path: Path) -> None:
 def test_on_hopper_the_softmax_goes_on_beside_products_of_warp_groups(head_size: int, tmp_path: Path) -> None:
     kernels, said = _compiled(f"attention_hopper_{head_size}", tmp_path)
     assert len(kernels) == 2, "one for each 16-bit type"
-    # Of products it makes one wait for another, of registers that it does not hand over, of begins that it adds.
+    # ptxas complains if it serialises products, ignores setmaxnreg, or injects wgmma fences.
     for complaint in ("Potential Performance Loss", "serialized", "setmaxnreg", "injected"):
         assert complaint not in said, said
     for words in kernels.values():
         counts = Counter(low & 0x1FF for low, _ in words)
         assert not counts[LDL] and not counts[STL], "local memory"
-        # Products of a tile of scores, and of values, 16 deep: once before and in the loop, in the loop and after it.
+        # Products of depth 16: of scores before and in the loop, of values in the loop and after it.
         assert counts[HGMMA] == 2 * (head_size // 16) + 2 * (128 // 16)
-        # Boxes of 64 columns: queries of each group, the first keys and the next, values.
+        # Boxes of 64 columns: queries of each warpgroup, the first keys, the next keys, values.
         assert counts[UTMALDG] == (head_size // 64) * ((2 if head_size == 128 else 3) + 3)
         assert counts[USETMAXREG] == 2 and all(counts[each] for each in SYNCS)
-        # A warp's 16 rows, 16 bytes of a thread at once; and two log-sum-exps.
+        # A warp's 16 rows in 16-byte stores, and two log-sum-exps.
         assert counts[STG] == 16 * head_size * 2 // (32 * 16) + 2
         assert _between_waits(words) >= 64, "the probabilities of 64 x 128 scores, of 128 threads"
 
 
 def _between_waits(words: Words) -> int:
-    """How many exp2 stand in the loop between its wait for scores alone, and that for all products."""
+    """Return the number of exp2 in the loop between the wait for the scores and the wait for all products."""
     waits = [i for i, (low, _) in enumerate(words) if low & 0x1FF == WARPGROUP and low >> 47 & 1]
     [first] = [i for i in waits if words[i][1] >> 8 & 0xFF == 1]
     last = waits[waits.index(first) + 1]

@@ -39,7 +39,7 @@ esac
 
 @pytest.fixture
 def bin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that is all of PATH, with the tools that a compiler needs, and no GPU, nvcc or toolkit beside it."""
+    """Return a folder, the whole PATH, with the tools that a compiler needs; no GPU, nvcc or toolkit is found."""
     folder = tmp_path / "bin"
     folder.mkdir()
     for name in ("g++", "as", "ld", "ar", "sleep"):
@@ -64,7 +64,7 @@ def _nvcc(
     compiles: str = "g++ -c -x c++ /dev/null -o probe.o",
     runtime: bool = True,
 ) -> Path:
-    """An nvcc that refuses commands like the pattern `refused`, and whose toolkit may lack the static runtime."""
+    """Write an nvcc that refuses commands matching `refused`, and whose toolkit may lack the static runtime."""
     libraries = path.parent.parent / "lib"
     libraries.mkdir(parents=True, exist_ok=True)
     if runtime:
@@ -267,14 +267,14 @@ def test_the_real_nvcc_works_with_the_compiler_and_refuses_one_of_the_future(tmp
     future = _script(tmp_path / "g++-99", f'#!/bin/sh\nexec {cxx} -U__GNUC__ -D__GNUC__=99 "$@"\n')
     [(nvcc, _), *_] = setup_cuda.find_compilers(os.environ, "")
     assert "unsupported GNU version" in setup_cuda.try_host(nvcc, str(future), [], str(tmp_path))
-    # The compiler that links may be one that nvcc refuses.
+    # The compiler that links need not be supported by nvcc.
     archs = setup_cuda.arch_options(("8.0",), ("8.0",))
     assert setup_cuda.try_host(nvcc, cxx, archs, str(tmp_path)) == ""
     assert "-lcudart_static" in setup_cuda.runtime_libraries(nvcc, cxx, str(future), str(tmp_path))
 
 
 def test_without_code_of_its_own_the_hopper_kernel_is_not_taken(tmp_path: Path) -> None:
-    """On a 9.0 chip, as the emulator's is: its body is empty there, and would leave the output as it was."""
+    """On a 9.0 chip, like the emulator's, the kernel's body would be empty and leave the output unwritten."""
     _source("attention_hopper_64", tmp_path, "")
     (tmp_path / "asks.cpp").write_text(
         '#include "cuda/attention_hopper.cuh"\nextern "C" int taken() { return ml::takes_hopper(); }\n'
@@ -287,7 +287,7 @@ def test_without_code_of_its_own_the_hopper_kernel_is_not_taken(tmp_path: Path) 
 
 
 def test_nothing_is_asked_of_torch() -> None:
-    """The build of a package may not have it, and a GPU that is looked at through it stays in use."""
+    """An isolated build may lack torch, and querying a GPU through torch would keep the GPU in use."""
     command = [sys.executable, "-c", "import setup_cuda, sys; print('torch' in sys.modules)"]
     root = Path(setup_cuda.__file__).parent
     assert subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout == "False\n"

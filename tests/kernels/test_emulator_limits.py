@@ -1,4 +1,4 @@
-"""The emulator's limits are those of a chip: each planted launch or kernel that breaks one gets the chip's error."""
+"""The emulator has a chip's limits: each planted launch or kernel that breaks one gets the chip's error."""
 
 import ctypes
 import shutil
@@ -10,7 +10,7 @@ from tests.support.emulated_cuda import of_source, on_chip
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to build the emulator with")
 INVALID_VALUE, INVALID_CONFIGURATION, MISALIGNED_ADDRESS = 1, 9, 716
 KIB = 1024
-# As the CUDA C++ Programming Guide has them, by compute capability.
+# Shared memory per block in KiB by compute capability, from the CUDA C++ Programming Guide.
 MOST_SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 KERNELS = r"""
 #include <cstdint>

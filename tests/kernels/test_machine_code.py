@@ -35,12 +35,12 @@ MOST_SHARED = {
     "10.0": 227 * KIB,
     "12.0": 99 * KIB,
 }
-"""Compute capability -> shared memory that a block may have at most, if it asks for it (CUDA C++ Programming Guide,
-"Technical Specifications per Compute Capability")."""
+"""Compute capability -> opt-in limit of shared memory per block (CUDA C++ Programming Guide, "Technical Specifications
+per Compute Capability")."""
 UNASKED_SHARED = 48 * KIB
 NORMS_SHARED = 16 * KIB
-"""What the launch of `norm_backward` adds at most: two float32 sums of 2048 columns, the most that share a block."""
-REGISTERS, MOST_THREADS, REGISTERS_AT_ONCE = 65536, 1024, 256  # of a block; a warp's come in units of 256
+"""The largest dynamic shared memory of `norm_backward`: two float32 sums of 2048 columns."""
+REGISTERS, MOST_THREADS, REGISTERS_AT_ONCE = 65536, 1024, 256  # per block; a warp's are allocated in units of 256
 
 WIDE = {
     "glu": (0, 0),
@@ -50,19 +50,19 @@ WIDE = {
     "turn": (0, 1),  # the token's position
     "norm_forward": (2, 0),  # mean and inverse deviation
     "norm_backward": (0, 2),
-    "forward_kernel": (4, 7),  # log-sum-exps; where sequences begin, and what they draw from
+    "forward_kernel": (4, 7),  # log-sum-exps; cu_seqlens and dropout state
     "forward_hopper_kernel": (2, 4),
     "key_gradients_kernel": (0, 6),
     "query_gradients_kernel": (0, 12),  # statistics of rows
 }
-"""Kernel -> how many of its stores, and of its loads, are not of 16 bytes. All others are."""
+"""Kernel -> the number of its stores, and of its loads, that are not 16 bytes wide."""
 WIDE_WITH_ENDS = {
     "cross_entropy_gradient": (1, 1),
     "cross_entropy_statistics": (0, 1),
     "accumulate": (1, 1),
     "update": (3, 3),
 }
-"""Kernel -> stores and loads of 16 bytes that there are at least, beside single ones for the ends of rows."""
+"""Kernel -> the least number of 16-byte stores, and of loads, next to scalar ones for the ends of rows."""
 NARROW = {
     "sum_partials",
     "norm_sum_partials",
@@ -72,17 +72,17 @@ NARROW = {
     "statistics_kernel",
     "sum_chunks",
 }
-"""Kernels that take values one by one: rows that do not come in 16-byte packs, and sums over few."""
+"""Kernels with scalar accesses: for rows that are not aligned to 16 bytes, and small sums."""
 
 
 @pytest.fixture(scope="module")
 def built() -> list[Kernel]:
-    """All but the empty ones that stand for a kernel of 9.0 on other chips."""
+    """Return all kernels, without the empty bodies of the 9.0 kernel on other chips."""
     return [each for each in kernels() if each.function != "forward_hopper_kernel" or each.arch == "sm_90a"]
 
 
 def _in_packs(kernels: list[Kernel]) -> Iterator[Kernel]:
-    """Those that take packs: `turn` and the activations have twins, N = 1, for rows that do not come in any."""
+    """Yield the vectorised kernels; `turn` and the activations have scalar variants, N = 1, for unaligned rows."""
     for kernel in kernels:
         if kernel.function in WIDE and not (
             kernel.source in ("activations.cu", "rotary.cu") and kernel.arguments[-1] == "1"
@@ -120,7 +120,7 @@ def test_a_block_of_every_kernel_fits_the_registers(built: list[Kernel]) -> None
 
 
 def test_shared_memory_without_asking_is_what_every_chip_gives(built: list[Kernel]) -> None:
-    """Attention's kernels ask, and have none of a fixed size; of the others the norms' take more by the launch."""
+    """Attention's kernels have only dynamic shared memory, within the opt-in limit; others need no opt-in."""
     for kernel in built:
         by_launch = NORMS_SHARED if kernel.function == "norm_backward" else 0
         assert kernel.shared + by_launch <= UNASKED_SHARED, kernel.name

@@ -1,4 +1,4 @@
-"""A model on the compiled operators has the numbers of one on plain torch, gradients recorded or not."""
+"""A model computes the same numbers with compiled operators and with plain torch, with and without gradients."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The compiled norms: no worse than plain torch, with its gradients, in every type, form and shape."""
+"""The compiled norms and their gradients: no worse than plain torch, in every type, form and shape."""
 
 from collections.abc import Callable
 
@@ -41,7 +41,7 @@ def _fused(split_backward: bool) -> Norm:
 
 
 def _inputs(rows: int, columns: int, centred: bool) -> tuple[list[Tensor], list[Tensor]]:
-    """x, residual, weight (and bias), far from a mean of 0; gradients of both outputs. float64."""
+    """Return x, residual, weight (and bias) with a mean far from 0, and gradients of both outputs, in float64."""
     generator = torch.Generator().manual_seed(1000 * rows + columns)
     x, residual, *grads = (
         torch.randn(rows, columns, dtype=torch.float64, generator=generator) for _ in range(4)
@@ -74,7 +74,7 @@ def test_sum_norm_and_gradients(dtype: torch.dtype, centred: bool, split_backwar
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(st.integers(1, 70), st.integers(8, 300), st.sampled_from(DTYPES), st.booleans(), st.booleans())
 def test_ragged_shapes(rows: int, columns: int, dtype: torch.dtype, centred: bool, split: bool) -> None:
-    """Not of fewer columns: a layer norm of two values has gradients that cancel to nothing but rounding."""
+    """Fewer columns are not tested: the gradients of LayerNorm over two values cancel to rounding noise."""
     _compare(rows, columns, dtype, centred=centred, split_backward=split)
 
 
@@ -159,7 +159,7 @@ def test_the_number_of_threads_changes_no_bit() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("centred", [False, True], ids=["rms", "layer"])
 def test_rows_beyond_the_caches_are_the_same_to_the_bit(dtype: torch.dtype, centred: bool) -> None:
-    """Many of them are written past the caches, few are not; rows of 1027 begin and end within lines."""
+    """Large outputs are streamed and small ones are not; rows of 1027 start and end inside cache lines."""
     torch.manual_seed(0)
     x, residual, of_sum, of_norm = torch.randn(4, OUTGROWING // 1027, 1027).to(dtype)
     parameters = [torch.randn(1027).to(dtype) for _ in range(1 + centred)]

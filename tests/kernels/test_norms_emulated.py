@@ -1,6 +1,6 @@
-"""The CUDA kernels of the norms, run by an emulator on the CPU: the same results as the CPU's own kernels.
+"""The CUDA kernels of the norms, run by an emulator on the CPU: the same results as the CPU kernels.
 
-Over every plan that a row's length leads to, in every order of threads that the barriers allow.
+Tests every block shape that row lengths lead to, in several thread orders that the barriers allow.
 """
 
 import ctypes
@@ -24,10 +24,10 @@ pytestmark = [
 ]
 EPS = 1e-5
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
-# Columns for each way to lay threads over a row of 16-byte packs: one, two and four packs a lane of one warp; two and
-# four packs a thread of several warps, of which the last is not full.
+# Columns for each block shape: one, two and four 16-byte packs per lane of one warp; two and four packs per thread of
+# several warps, the last one not full.
 COLUMNS = {torch.float32: (8, 96, 256, 508, 516, 4100), torch.bfloat16: (16, 264, 1000, 1032, 8200)}
-# Not in packs, or of float64: the kernels that read a row again.
+# Unaligned rows and float64: the kernels that read a row again.
 RAGGED = [
     (torch.float32, 7),
     (torch.float32, 301),
@@ -40,7 +40,7 @@ CASES = [(dtype, columns) for dtype, each in COLUMNS.items() for columns in each
 
 @dataclass
 class EmulatedNorms:
-    """The C interface of cuda/norms.cu as functions of tensors on the CPU, whose outputs start as NaN."""
+    """The C interface of cuda/norms.cu as functions of CPU tensors, whose outputs start as NaN."""
 
     library: ctypes.CDLL
 
@@ -63,8 +63,8 @@ class EmulatedNorms:
         mean: Tensor | None,
         inverse: Tensor,
     ) -> tuple[Tensor, ...]:
-        """All gradients, each alone and all in one call: equal to the bit."""
-        sums, blocks = 1 if mean is None else 2, 2  # so few that each goes over its rows in several turns
+        """Return all gradients, after checking that separate calls and one call give the same bits."""
+        sums, blocks = 1 if mean is None else 2, 2  # so few that each block loops over its rows
         results = []
         for of_x, of_weight in ((True, True), (True, False), (False, True)):
             x_grad, weight_grad, bias_grad = (
@@ -105,7 +105,7 @@ def _inputs(rows: int, columns: int, dtype: torch.dtype) -> Iterator[Tensor]:
 def _run(
     gpu: EmulatedNorms, rows: int, columns: int, dtype: torch.dtype, centred: bool, add: bool
 ) -> list[Tensor]:
-    """Forward and backward of the emulated kernels, checked against the CPU's."""
+    """Compare forward and backward of the emulated kernels with the CPU kernels."""
     x, residual, grad, sum_grad, weight, bias = _inputs(rows, columns, dtype)
     shift, other, passed = bias if centred else None, residual if add else None, sum_grad if add else None
     total, output, mean, inverse = gpu.norm(x, other, weight, shift)

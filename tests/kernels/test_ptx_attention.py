@@ -22,7 +22,7 @@ from tests.support.selection import cases
 
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 DROPPING = Packed((30,), (30,), heads=1, mask=counted_mask(1, 1))
-# Blocks are of 128 queries and 64 keys, and in the backward of 128 keys and 64 queries.
+# Blocks have 128 queries and 64 keys, in the backward 128 keys and 64 queries.
 CASES: dict[str, Packed] = {
     "documents": Packed((20, 1, 0, 9), (20, 1, 0, 9)),
     "window over two blocks": Packed((140,), (150,), left=60, heads=1),
@@ -74,7 +74,7 @@ def backward(
 
 
 def _unwritten(packed: Packed) -> dict[str, int]:
-    """Rows past a sequence's end draw from words that nobody wrote, and are not kept."""
+    """With dropout, rows past a sequence's end read unwritten words; their results are not stored."""
     return {} if packed.mask is None else {"unwritten": 0xFF}
 
 
@@ -121,7 +121,7 @@ def test_what_nobody_wrote_changes_nothing() -> None:
 
 @pytest.mark.extended
 def test_a_chip_of_99_kib_computes_gradients_of_dropped_attention() -> None:
-    """8.6 and 8.9 allow a block 99 KiB of shared memory; code for 8.0 runs on them."""
+    """8.6 and 8.9 run code for 8.0, but allow only 99 KiB of shared memory per block."""
     packed = Packed((30,), (30,), heads=1, head_size=128, mask=counted_mask(1, 1))
     dtype = torch.bfloat16
     inputs = [each.detach() for each in packed.inputs(dtype)]
@@ -174,7 +174,7 @@ def test_broken_assembly_is_seen(pattern: str, by: str) -> None:
 
 
 def test_an_error_of_one_call_is_not_told_of_the_next() -> None:
-    """A chip that gives a block 99 KiB of shared memory refuses tiles that take more; another call begins anew."""
+    """A chip with 99 KiB of shared memory per block refuses larger tiles; the next call works again."""
     packed = Packed((30,), (30,), heads=1, head_size=128)
     inputs = [each.detach() for each in packed.inputs(torch.bfloat16)]
     ends = starts(packed.queries), starts(packed.keys)

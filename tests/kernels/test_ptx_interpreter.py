@@ -1,4 +1,4 @@
-"""The PTX interpreter itself: what is broken in a kernel's PTX is seen, and only forms that are known are executed."""
+"""The PTX interpreter itself: faults planted in a kernel's PTX are found, and only known forms are executed."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -33,8 +33,10 @@ def substituted(pattern: str, by: str, count: int = 0) -> Break:
 def norm(
     device: Device, columns: int = 1032, dtype: torch.dtype = torch.bfloat16, spare: int = 0
 ) -> list[Tensor]:
-    """A layer norm of x + residual: sum and output as torch has them, in float64 but for the sum's type; then the
-    kernel's sum, output, mean and inverse. spare: so many columns does the output lack."""
+    """Compute a LayerNorm of x + residual: torch's sum (in its dtype) and output (float64), then the kernel's results.
+
+    The kernel's are sum, output, mean and inverse. spare: the number of columns that the output lacks.
+    """
     rows, generator = 3, torch.Generator().manual_seed(5)
     x, residual, weight, bias = (
         torch.randn(shape, generator=generator).to(dtype)
@@ -96,7 +98,7 @@ def test_a_fault_is_told(broken: Break, said: str) -> None:
 
 
 def test_a_block_larger_than_a_kernel_was_compiled_for_is_refused() -> None:
-    """As a GPU does, whose registers the compiler has shared out among as many threads as __launch_bounds__ says."""
+    """Like a GPU, which lacks registers for more threads than __launch_bounds__ allows."""
     with pytest.raises(AssertionError, match="assert 1 == 0"):
         norm(Device("norms", broken=substituted(r"\.maxntid 1024", ".maxntid 64")))
 
@@ -104,7 +106,7 @@ def test_a_block_larger_than_a_kernel_was_compiled_for_is_refused() -> None:
 @pytest.mark.parametrize(
     "broken",
     [
-        # Cut off instead of rounded: the upper half of the bits.
+        # Truncated instead of rounded: the upper half of the bits.
         substituted(r"cvt\.rn\.bf16\.f32\s+(%rs\d+), (%f\d+);", r"mov.b32 {_, \1}, \2;"),
         substituted(r"st\.global\.v4\.u32[^;]*;", ""),
         substituted(r"shfl\.sync\.bfly", "shfl.sync.down"),
@@ -118,7 +120,7 @@ def test_a_wrong_instruction_makes_wrong_results(broken: Break) -> None:
 
 
 def test_a_missing_barrier_is_seen_in_the_results_too() -> None:
-    """Without a watch over the order of accesses, in the order of warps that hides it least."""
+    """Return the results without race detection, in the warp order that hides a missing barrier least."""
     text = substituted(r"bar\.sync\s+0;", "")
     results = [
         norm(Device("norms", order=order, broken=text, unwritten=0xFF, watched=False))
@@ -145,7 +147,7 @@ def test_a_modifier_that_is_not_known_is_refused(broken: Break, form: str) -> No
         norm(Device("norms", broken=broken))
 
 
-# Of the kernels that are interpreted, none; of the Hopper forward, all that asynchronous barriers, TMA and wgmma are.
+# The forms of the Hopper forward that the interpreter does not know: mbarrier, TMA and wgmma. Other kernels have none.
 HOPPER = {
     "bar.arrive", "bar.sync", "cvta.param.u64", "fence.mbarrier_init.release.cluster", "fence.proxy.async.shared::cta",
     "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes",
@@ -171,14 +173,14 @@ def test_which_forms_are_not_interpreted(name: str, arch: int | str, unknown: se
     assert set().union(*(unknown_forms(module.kernel(each)) for each in module.kernels)) == unknown
 
 
-# Kernels of a few lines, of one parameter: where they may write.
+# Kernels of a few lines with one parameter: the address of their output.
 HEAD = ".version 8.0\n.target sm_80\n.address_size 64\n.visible .entry k(.param .u64 k_param_0)\n{\n"
 REGISTERS = ".reg .pred %p<9>;\n.reg .b16 %rs<9>;\n.reg .b32 %r<9>;\n.reg .f32 %f<9>;\n.reg .b64 %rd<9>;\n"
 PLACE = "mov.u32 %r1, %tid.x;\nld.param.u64 %rd1, [k_param_0];\nmul.wide.u32 %rd2, %r1, 4;\nadd.s64 %rd3, %rd1, %rd2;\n"
 
 
 def run(body: str, threads: int = 32, order: Sequence[int] | None = None) -> Tensor:
-    """What the threads wrote, int32."""
+    """Run a kernel's body and return what the threads wrote, int32."""
     kernel = parse.parse(f"{HEAD}{REGISTERS}{PLACE}{body}\nret;\n}}\n").kernel("k")
     assert not unknown_forms(kernel), unknown_forms(kernel)
     made = torch.full((threads,), -1, dtype=torch.int32)

@@ -47,11 +47,11 @@ def unset(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def assert_near(made: Tensor, plain: Tensor, exact: Tensor, *, what: str) -> None:
-    """Powers and quotients of the interpreted PTX are approximate."""
+    """Assert that a result is no worse than the plain form, with room for PTX's approximate powers and quotients."""
     assert_no_worse(made, plain, exact, what=what, approximate=True)
 
 
-# Rows in one pack a lane, in several warps, and those that are read again.
+# Rows with one pack per lane, rows over several warps, and rows that are read again.
 NORMS = [(dtype, columns) for dtype in NARROW for columns in (16, 1032, 44, 9)]
 NORMS += [(torch.float32, 96), (torch.float32, 516), (torch.float32, 301), (torch.float64, 70)]
 
@@ -128,7 +128,7 @@ def test_gated_activations(dtype: torch.dtype, features: int, name: str) -> None
 @pytest.mark.parametrize("dtype", cases(DTYPES, core=[torch.float32, torch.bfloat16]), ids=str)
 @pytest.mark.parametrize("features", [40, 13])
 def test_bias_gelu(dtype: torch.dtype, features: int, approximate: str) -> None:
-    rows, blocks = 19, 2  # of 16 rows each
+    rows, blocks = 19, 2  # blocks of 16 rows
     inputs, bias, grad = (
         random(*shape, dtype=dtype) for shape in ((rows, features), (features,), (rows, features))
     )
@@ -197,7 +197,7 @@ class Angles(ctypes.Structure):
 def rotary(
     given: Tensor, made: Tensor, tables: tuple[Tensor, Tensor], positions: Tensor, interleaved: bool
 ) -> int:
-    """Turn the heads of one tensor [batch, sequence, heads, head_dim]; the last is copied."""
+    """Rotate the heads of one tensor [batch, sequence, heads, head_dim]; copy the last head."""
     heads = given.shape[2]
     parts = (Heads * 2)()
     for which, (begin, count) in enumerate(((0, heads - 1), (heads - 1, 1))):
@@ -247,7 +247,7 @@ TYPES += [(torch.float32, torch.float16, torch.float16), (torch.float64, torch.f
     ("weight_type", "gradient_type", "copy_type"), cases(TYPES, core=TYPES[1:2]), ids=str
 )
 def test_adamw(weight_type: torch.dtype, gradient_type: torch.dtype, copy_type: torch.dtype | None) -> None:
-    """One list of tensors of odd sizes, one of which does not begin on 16 bytes."""
+    """Test a list of tensors of odd sizes, one of them not aligned to 16 bytes."""
     sizes = [1, 1030, 37, 8]
 
     def tensors(seed: int, dtype: torch.dtype) -> list[Tensor]:

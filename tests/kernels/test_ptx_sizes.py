@@ -25,11 +25,11 @@ from tests.support.ptx.memory import Fault
 
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 HUGE = 2**31
-NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux, which Python names from 3.12 on
+NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux, which Python's mmap has from 3.12 on
 
 
 def sparse(*shape: int, dtype: torch.dtype) -> Tensor:
-    """Zeros that take no memory until they are written."""
+    """Return zeros that take no memory until they are written."""
     count = torch.Size(shape).numel()
     size = count * dtype.itemsize
     space = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE)
@@ -96,7 +96,7 @@ def test_cross_entropy() -> None:
     assert statistics[0, -1] == given.max()
     assert_near(statistics[1, -1], (given - given.max()).exp().sum())
     factors = weights / statistics[1].clamp(min=1)
-    # Blocks of a row are the grid's second direction.
+    # gridDim.y counts the blocks of a row.
     whole = device("cross_entropy", lambda launch: range(launch.grid[0] - 1, launch.blocks, launch.grid[0]))
     arguments = (labels, statistics[0].contiguous(), factors, weights)
     assert whole.call("megalite_cross_entropy_gradient_cuda", logits, *arguments, *sizes) == 0
@@ -114,7 +114,7 @@ def test_adamw() -> None:
 
 
 def _rotated(run: Device, given: Tensor, made: Tensor) -> None:
-    """Turn [batch, sequence, heads, head_dim] by positions 0, 1, ..; look at the last token."""
+    """Rotate [batch, sequence, heads, head_dim] by positions 0, 1, ..; check the last token."""
     batch, sequence, heads, head_dim = given.shape
     table = torch.arange(sequence).unsqueeze(1) * torch.linspace(1, 0.1, head_dim // 2)
     cosines, sines = (each.to(given.dtype) for each in (table.cos(), table.sin()))
@@ -146,7 +146,7 @@ def test_rotary_of_more_rows_than_a_grid_has_in_y() -> None:
 
 
 def test_indices_of_32_bits_are_seen() -> None:
-    """As if the products of the kernels' index arithmetic had been cut off."""
+    """Plant 32-bit overflow in the products of the kernels' index arithmetic."""
 
     def cut_off(text: str) -> str:
         product = r"(mul\.lo\.s64\s+(%rd\d+), [^;]*;)"
@@ -164,7 +164,7 @@ def test_indices_of_32_bits_are_seen() -> None:
 
 @pytest.mark.extended
 def test_attention_of_more_sequences_than_a_grid_has_in_z() -> None:
-    """Of one token each: the output is its value."""
+    """With sequences of one token each, the output is the token's value."""
     sequences = 65537
     packed = Packed((1,) * sequences, (1,) * sequences, heads=1)
     inputs = [random(sequences, 1, 64) for _ in range(3)]

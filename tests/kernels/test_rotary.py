@@ -1,4 +1,4 @@
-"""The compiled rotary embedding: no worse than plain torch, with its gradients, in every type, layout and shape."""
+"""The compiled rotary embedding and its gradients: no worse than plain torch, in every type, layout and shape."""
 
 import pytest
 import torch
@@ -24,14 +24,14 @@ interleaved_or_not = pytest.mark.parametrize("interleaved", [False, True], ids=[
 
 
 def _angles(rows: int, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Tables [rows, head_dim / 2] of cosines and sines, float64."""
+    """Return tables [rows, head_dim / 2] of cosines and sines, float64."""
     return rotary_table(rows, rotary_frequencies(head_dim, 100.0), torch.float64)
 
 
 def _parts(
     batch: int, sequence: int, head_dim: int, heads: int = HEADS, shared: int = KEY_VALUE_HEADS
 ) -> list[Tensor]:
-    """A packed projection, and gradients of query, key and value: float64."""
+    """Return a packed projection, and gradients of query, key and value, in float64."""
     return [
         torch.randn(batch, sequence, each, head_dim, dtype=torch.float64, generator=GENERATOR)
         for each in (heads + 2 * shared, heads, shared, shared)
@@ -77,7 +77,7 @@ def test_ragged_shapes(
     interleaved: bool,
     own: bool,
 ) -> None:
-    """own: every row of the batch has positions of its own, in any order."""
+    """Test position_ids. own: every row of the batch has its own positions, in any order."""
     qkv = _parts(batch, sequence, 2 * pairs, heads, shared)[0].to(dtype)
     tables = [each.to(dtype) for each in _angles(50, 2 * pairs)]
     position_ids = torch.randint(50, (batch if own else 1, sequence), generator=GENERATOR)
@@ -95,7 +95,7 @@ def test_ragged_shapes(
 
 @interleaved_or_not
 def test_heads_apart_and_with_gaps(interleaved: bool) -> None:
-    """Query and key of one tensor, transposed, and gradients that are expanded or transposed."""
+    """Test transposed views of one tensor as query and key, and expanded or transposed gradients."""
     cosines, sines = (_of_tokens(each) for each in _angles(7, 12))
     packed = torch.randn(2, HEADS + KEY_VALUE_HEADS, 7, 12, dtype=torch.float64, generator=GENERATOR)
     grads = [
@@ -134,7 +134,7 @@ def test_in_place_is_the_same_to_the_bit(dtype: torch.dtype, interleaved: bool) 
 @interleaved_or_not
 @pytest.mark.parametrize("head_dim", [10, 64])
 def test_tokens_beyond_the_caches_are_the_same_to_the_bit(head_dim: int, interleaved: bool) -> None:
-    """Many of them are written past the caches, few are not; heads of 10 begin and end within lines."""
+    """Large outputs are streamed and small ones are not; heads of 10 start and end inside cache lines."""
     tokens = OUTGROWING // (8 * head_dim)
     qkv, *grads = (each.float() for each in _parts(1, tokens, head_dim))
     tables = [_of_tokens(each.float()) for each in _angles(tokens, head_dim)]

@@ -1,4 +1,4 @@
-"""The CUDA kernels of activations and rotations, run by an emulator on the CPU: the same results as the CPU's own."""
+"""The CUDA kernels of activations and rotations, run by an emulator on the CPU: the same results as the CPU kernels."""
 
 import ctypes
 import shutil
@@ -22,7 +22,7 @@ SILU, GELU, GELU_TANH = range(3)
 
 
 class Heads(ctypes.Structure):
-    """As csrc/rotary.h has it."""
+    """The struct of the same name in csrc/rotary.h."""
 
     _fields_ = [
         ("source", c_void_p),
@@ -53,7 +53,7 @@ class Angles(ctypes.Structure):
 
 @pytest.fixture(scope="module")
 def activations(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """With grids of at most 3 blocks in their second direction, so that few rows take several layers."""
+    """Build the kernels with gridDim.y limited to 3, so that few rows need several layers along z."""
     limits = {"without": "kMostBlocks = 65535;", "but": "kMostBlocks = 3;"}
     return emulated("activations", tmp_path_factory.mktemp("activations"), **limits)
 
@@ -69,7 +69,7 @@ def _call(function: Callable[..., int], tensors: tuple[Tensor | None, ...], *num
     assert function(*pointers, *map(c_int64, sizes), c_int(activation), c_int(dtype), None) == 0
 
 
-# In packs, over two tiles of columns, and not in packs; 13 tiles of rows, of which the last is not full.
+# Aligned rows over two tiles of columns, and unaligned rows; 13 tiles of rows, the last one not full.
 SHAPES = [(torch.bfloat16, 51, 1032), (torch.float32, 50, 24), (torch.float16, 50, 9), (torch.float64, 7, 5)]
 
 
@@ -130,7 +130,7 @@ def _turn(
     assert called == 0
 
 
-# Heads of 64 in packs and of 6 that are not; of 5 heads some thread has one and some two.
+# Heads of 64 (aligned) and of 6 (unaligned); with 5 heads some threads have one head and some two.
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 64), (torch.float32, 64), (torch.float16, 6)])
 def test_rotations(rotary: ctypes.CDLL, dtype: torch.dtype, size: int, interleaved: bool) -> None:
