@@ -1,7 +1,7 @@
 """The CUDA kernels of attention without a GPU: their own source, run on emulated threads, against float64.
 
-The emulator (tests/kernels/emulator) does ldmatrix and mma.sync lane by lane; asynchronous copies land as early or as
-late as they may. What is proved is the algorithm and its movements of data, not what a compiler makes of it.
+The emulator (tests/kernels/emulator) runs ldmatrix and mma.sync lane by lane; asynchronous copies complete as early or
+as late as allowed. Tests the algorithm and its data movement, not the compiled code.
 """
 
 import ctypes

@@ -1,8 +1,8 @@
 """The attention kernel for compute capability 9.0 without a GPU: its own source on emulated threads, against float64.
 
-tests/kernels/emulator/cuda/hopper.cuh does what the PTX ISA says of barriers, copies of boxes and products of warp
-groups: operands are found by their descriptors, exchanged as the copies exchange them, and whatever is under way gives
-NaN until it is waited for. What a chip makes of it, and how fast, is not to be seen here.
+tests/kernels/emulator/cuda/hopper.cuh implements mbarriers, TMA and wgmma as the PTX ISA defines them: operands are
+addressed by descriptors with swizzles, and pending copies and products give NaN until they are waited for. Machine code
+and speed are not tested here.
 """
 
 import ctypes

@@ -1,7 +1,6 @@
-"""What nvcc makes of attention's forward: products on the tensor cores, fragments and tiles in single instructions.
+"""Machine code of attention's forward: mma.sync, ldmatrix and cp.async as single instructions.
 
-For compute capability 9.0: products of warp groups, copies of boxes, barriers that count bytes, and an order of them in
-which the softmax goes on beside products.
+For compute capability 9.0: wgmma, TMA and mbarriers, in an order in which the softmax overlaps with products.
 """
 
 import shutil

@@ -1,4 +1,4 @@
-"""The compiled cross entropy against float64, torch's own and the plain form: one shard, joined shards, odd rows."""
+"""The compiled cross entropy against float64, torch's and the plain form: one shard, several shards, odd row sizes."""
 
 from collections.abc import Callable
 from functools import partial
@@ -34,12 +34,12 @@ TERMS = {
     "z-loss": {"z_loss": 0.01},
     "both": {"label_smoothing": 0.3, "z_loss": 1e-4},
 }
-# Within a block of the kernel, at its edges, over several, and none a multiple of anything.
+# Row sizes within a block of the kernel, at its edges and over several blocks; odd sizes too.
 WIDTHS = (1, 7, 16, 2048, 2049, 20007)
 
 
 def tokens(rows: int, columns: int, dtype: torch.dtype, spread: float = 3.0) -> tuple[Tensor, Tensor, Tensor]:
-    """Random logits, labels (one of them ignored where there are three), and weights, of which one is 0."""
+    """Return random logits, labels (one ignored if there are at least three), and weights, one of them 0."""
     logits = (torch.randn(1, rows, columns) * spread).to(dtype)
     labels = torch.randint(columns, (1, rows))
     loss_mask = 2 * torch.rand(1, rows)
@@ -61,15 +61,15 @@ def loss_and_gradient(
 
 
 def assert_as_good_as_torch(logits: Tensor, labels: Tensor, loss_mask: Tensor, terms: LossTerms) -> None:
-    """Against torch's in float64 (`exact`) and in the type of the logits, or float32 for narrower ones (`plain`)."""
+    """Compare with torch's loss in float64 (`exact`) and in the logits' dtype, at least float32 (`plain`)."""
     exact = torchs(logits.double(), labels, loss_mask.double(), terms)
     wide = torch.promote_types(logits.dtype, torch.float32)
     plain_losses, plain_gradient = torchs(logits.to(wide), labels, loss_mask.to(wide), terms)
     losses, gradient = loss_and_gradient(logits, labels, loss_mask, terms, fused=True)
     what = f"of {tuple(logits.shape)}, {terms}"
     assert_no_worse(losses, plain_losses, exact[0], what=f"losses {what}")
-    # Softmax less target is a difference of two numbers of up to the largest weight, 2, and measured beside those;
-    # in 16 bits its own rounding is more.
+    # Softmax minus target is a difference of numbers up to the largest weight, 2, and is measured relative to these; in
+    # bf16 and fp16 the rounding of the result itself is larger.
     scale = 4.0 if logits.element_size() >= 4 else 0.0
     gradients = (gradient, plain_gradient.to(logits.dtype), exact[1])
     scaled = [torch.cat([each.flatten(), each.new_full((1,), scale)]) for each in gradients]
@@ -93,7 +93,7 @@ def test_losses_and_gradients_are_as_good_as_torchs(dtype, terms):
     seed=st.integers(0, 2**32),
 )
 def test_any_rows_of_huge_logits_have_torchs_losses(rows, columns, spread, offset, terms, seed):
-    """In float32 against float64: a row alone may be one of which torch's error happens to be none."""
+    """Compare float32 with float64 over all rows together: in a single row torch's error may happen to be 0."""
     torch.manual_seed(seed)
     logits, labels, loss_mask = tokens(rows, columns, torch.float32, spread)
     logits, loss = logits + offset, LossTerms(columns, **TERMS[terms])
@@ -159,7 +159,7 @@ def test_an_id_may_be_forbidden(fused):
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 @pytest.mark.parametrize("cuts", [(9, 37), (1, 2, 36), (0, 20)], ids=str)
 def test_statistics_of_unequal_shards_are_those_of_the_whole(cuts, fused):
-    """Whatever the other shards hold, -inf alone too."""
+    """Statistics of shards combine correctly, also with shards whose logits are all -inf."""
     logits, labels, _ = tokens(6, 37, torch.float64, spread=30.0)
     logits, labels, weights = logits[0], labels[0].clamp(min=0), torch.ones(6, dtype=torch.float64)
     logits[0, :9], labels[0] = float("-inf"), 30
@@ -207,7 +207,7 @@ def test_the_gradient_is_written_over_the_logits_of_their_type():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_each_loss_may_have_a_gradient_of_its_own(dtype):
-    """Beside the gradient of 1 that the forward may have made it for."""
+    """Upstream gradients other than the 1 that the forward assumes."""
     logits, labels, loss_mask = tokens(5, 4099, dtype)
     grad = 3 * torch.randn(1, 5, dtype=torch.promote_types(dtype, torch.float32))
     exact, plain, fused = (
@@ -260,7 +260,7 @@ def test_the_gradient_exists_once_and_has_none_itself():
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 @pytest.mark.parametrize("terms", TERMS)
 def test_gradients_are_those_of_small_differences(terms, fused):
-    """As gradcheck, which would run one backward several times."""
+    """Check gradients by differences; gradcheck cannot be used, because it runs one backward several times."""
     logits, labels, loss_mask = tokens(4, 11, torch.float64)
     run = partial(
         loss_and_gradient,

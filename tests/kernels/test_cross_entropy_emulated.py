@@ -1,4 +1,4 @@
-"""The arithmetic of the CUDA kernels of the cross entropy, run on the host thread after thread, against float64."""
+"""The arithmetic of the cross entropy's CUDA kernels, run on the host one thread after another, against float64."""
 
 import ctypes
 import shutil
@@ -19,14 +19,14 @@ from tests.support.selection import cases
 COMPILER = shutil.which("g++") or shutil.which("c++")
 SOURCE = Path(__file__).parent / "emulator" / "cross_entropy.cpp"
 DEVICE = SOURCE.parent / "device"
-"""Headers of csrc/core whose GPU branches differ, as these compute."""
+"""Replacements of csrc/core headers that compute their GPU branches."""
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
 
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     library = tmp_path_factory.mktemp("emulator") / "cross_entropy.so"
-    # Reading or writing beyond a row, or off its 16 bytes, ends the process.
+    # Out-of-bounds and misaligned accesses end the process.
     command = [COMPILER, "-std=c++20", "-O1", "-fPIC", "-shared", "-fsanitize=undefined"]
     command += ["-fno-sanitize-recover=alignment", "-static-libubsan", f"-I{DEVICE}", f"-I{SOURCES}"]
     subprocess.run([*command, str(SOURCE), "-o", str(library)], check=True)
@@ -36,7 +36,7 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 def of_threads(
     emulated: ctypes.CDLL, logits: Tensor, targets: Targets, weights: Tensor, threads: int
 ) -> Tensor:
-    """The statistics; logits become their gradient."""
+    """Return the statistics; overwrite the logits with their gradient."""
     statistics = torch.full((3, len(logits)), float("nan"), dtype=weights.dtype)
     pointers = [c_void_p(each.data_ptr()) for each in (logits, targets.labels, weights, statistics)]
     sizes = [c_int64(size) for size in (*logits.shape, targets.first_id)]
@@ -45,7 +45,7 @@ def of_threads(
     return statistics
 
 
-# As core/scalar.h has them.
+# The DType codes of core/scalar.h.
 DTYPE_CODES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 
 
@@ -64,7 +64,7 @@ def in_torch(logits: Tensor, targets: Targets, weights: Tensor) -> tuple[Tensor,
     ids=lambda value: str(value),
 )
 def test_threads_give_what_torch_gives(emulated, columns, threads, uniform, dtype):
-    # Rows of odd lengths begin at every place of a 16-byte pack.
+    # Rows of odd lengths start at every offset within 16 bytes.
     logits = (3 * torch.randn(9, columns)).to(dtype)
     wide = torch.promote_types(dtype, torch.float32)
     targets = Targets(torch.randint(columns + 4, (9,)) + 8, 10, 1 - uniform, uniform)

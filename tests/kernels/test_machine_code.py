@@ -1,8 +1,7 @@
-"""What nvcc made of every kernel, for every chip that the library was built for: width of loads and stores, registers,
-shared memory.
+"""Machine code of every kernel, for every chip of the library: width of loads and stores, registers, shared memory.
 
-A line of C++ that moves 16 bytes may become four instructions of 4, and a kernel that compiles may ask for more than a
-chip has; neither shows before a GPU runs it.
+nvcc may turn a 16-byte copy into four instructions of 4 bytes, and a kernel that compiles may exceed a chip's limits;
+neither shows before a GPU runs the kernel.
 """
 
 import itertools
@@ -40,7 +39,11 @@ per Compute Capability")."""
 UNASKED_SHARED = 48 * KIB
 NORMS_SHARED = 16 * KIB
 """The largest dynamic shared memory of `norm_backward`: two float32 sums of 2048 columns."""
-REGISTERS, MOST_THREADS, REGISTERS_AT_ONCE = 65536, 1024, 256  # per block; a warp's are allocated in units of 256
+REGISTERS, MOST_THREADS, REGISTERS_AT_ONCE = (
+    65536,
+    1024,
+    256,
+)  # per block; a warp's are allocated in units of 256
 
 WIDE = {
     "glu": (0, 0),

@@ -1,7 +1,7 @@
 """The attention kernels of mma.sync as nvcc compiles them: their PTX, launched by their own host code, against float64.
 
-What runs is the inline assembly of cuda/device_machine.cuh: ldmatrix, mma.sync, cp.async, packed conversions, sums in
-memory. The Hopper forward (wgmma, TMA, mbarriers) is not interpreted: test_ptx_interpreter.py says which forms are not.
+Runs the inline assembly of cuda/device_machine.cuh: ldmatrix, mma.sync, cp.async, packed conversions, reductions in
+memory. The Hopper forward (wgmma, TMA, mbarriers) is not interpreted; test_ptx_interpreter.py lists these forms.
 """
 
 import ctypes

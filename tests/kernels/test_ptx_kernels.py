@@ -1,7 +1,7 @@
 """The small CUDA kernels as nvcc compiles them: their PTX, launched by their own host code and interpreted on the CPU.
 
-What runs here are the `__CUDA_ARCH__` branches and the inline assembly that a GPU runs. Results may be as far from
-float64 as the CPU's kernels may; no access may be out of bounds, misaligned, unordered or of memory nobody wrote.
+Runs the `__CUDA_ARCH__` branches and the inline assembly that a GPU runs. The tolerance is that of the CPU kernels; no
+access may be out of bounds, misaligned, a race, or a read of uninitialised memory.
 """
 
 import ctypes

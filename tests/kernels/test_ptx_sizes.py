@@ -1,7 +1,7 @@
 """Tensors of more than 2^31 elements, and grids of more than 65535 rows: the last blocks of real launches, interpreted.
 
-The tensors are address space that nothing backs until it is written, so that every offset is the real one; of each grid
-run only the blocks that a test looks at.
+The tensors are reserved address space without memory until they are written, so that every offset is real; only the
+blocks of a grid that a test checks are run.
 """
 
 import ctypes

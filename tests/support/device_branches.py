@@ -1,6 +1,6 @@
-"""Every function of megalite that asks what kind of device it has, and the test that runs its accelerator's branch.
+"""All functions of megalite that branch on the device type, with the test that runs the accelerator's branch.
 
-tests/standin/test_device_branches.py finds these functions in the source and holds that they are listed here.
+tests/standin/test_device_branches.py finds these functions in the source and asserts that they are listed here.
 """
 
 # Called by a run on the stand-in accelerator (tests/standin/test_whole_life.py).
@@ -35,7 +35,7 @@ ON_THE_STANDIN = {
     "train/report.py:_peak_flops_per_second",
 }
 
-# The test that runs what functions do for an accelerator, or for CUDA alone -> these functions.
+# Test -> the functions whose branch for an accelerator, or for CUDA alone, it runs.
 TESTED = {
     (
         "tests/kernels/test_apex.py",

@@ -1,4 +1,4 @@
-"""A run's own trainer on the device of its rank: steps, an asynchronous checkpoint a step, validation, resumption."""
+"""A run's trainer on its rank's device: steps, an asynchronous checkpoint after each step, validation, resuming."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ DRAWN = Sampling(1.5, top_k=40, top_p=0.9, seed=4)
 
 @dataclass
 class Seen:
-    """What one rank saw. waits: of the host for the device, of each step and of the validation, by kind and line."""
+    """The results of one rank. waits: host waits for the device, in each step and the validation, by kind and line."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -35,7 +35,7 @@ class Seen:
 
 
 def train(data: Path, changes: dict[str, Any], into: Path) -> Seen:
-    """STEPS steps on this rank, each followed by a save beside the training; then a validation."""
+    """Run STEPS steps on this rank, each followed by an asynchronous checkpoint; then a validation."""
     trainer, load = tiny_trainer(data, changes)
     seen, saver = Seen(), RunSaver(trainer, into)
     with trainer.batches, as_on_a_gpu():
@@ -54,7 +54,7 @@ def train(data: Path, changes: dict[str, Any], into: Path) -> Seen:
 
 
 def resume(data: Path, changes: dict[str, Any], from_: Path) -> Seen:
-    """One more step, from the last checkpoint."""
+    """Run one more step, from the last checkpoint."""
     trainer, _ = tiny_trainer(data, changes)
     latest = find_latest(from_)
     assert latest is not None
@@ -65,7 +65,7 @@ def resume(data: Path, changes: dict[str, Any], from_: Path) -> Seen:
 
 
 def write_text(data: Path, changes: dict[str, Any], from_: Path) -> list[int]:
-    """Tokens that the last checkpoint's model generates."""
+    """Generate tokens with the last checkpoint's model."""
     trainer, _ = tiny_trainer(data, changes)
     latest = find_latest(from_)
     assert latest is not None
@@ -74,7 +74,7 @@ def write_text(data: Path, changes: dict[str, Any], from_: Path) -> list[int]:
 
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:
-    """On the CPU too, the embedding's gradient is a tensor of its own, added to what there is: another rounding."""
+    """Let autograd sum the embedding's gradient on the CPU as on a device, so that both round alike."""
     with mock.patch.object(layers, "embedding", torch.nn.functional.embedding):
         yield
 
@@ -86,7 +86,7 @@ def _counted(device: torch.device, seen: Seen) -> Iterator[None]:
         return
     with count_syncs() as syncs:
         yield
-    # The checkpoint's writer waits in a thread of its own.
+    # The checkpoint's writer waits in a separate thread.
     seen.waits.append(
         Counter({key: count for key, count in syncs.lines.items() if "staging.py" not in key[1]})
     )

@@ -1,4 +1,4 @@
-"""Operators of the self-test with planted faults: a file that its worker process loads by name."""
+"""Operators with planted faults; the self-test's worker process loads this file by name."""
 
 import os
 import time
@@ -11,7 +11,7 @@ from torch import Tensor
 from megalite.selftest.registry import Candidate, Entry
 
 HANGING = "MEGALITE_TEST_HANGING"
-"""Names the file that the hanging operator makes when it begins."""
+"""Environment variable with the path of a file that the hanging operator creates when it starts."""
 
 
 class _WrongGradient(torch.autograd.Function):
@@ -97,7 +97,7 @@ def _entry(name: str, operator: str, form: Any, **others: Any) -> Entry:
     )
 
 
-# Fault -> the operator it is planted in and its form; one each, so that each is chosen apart.
+# Fault -> operator and faulty form; one operator for each fault, so that each is chosen separately.
 FAULTS: dict[str, tuple[str, Any]] = {
     "right": ("norm", _doubled),
     "one element off": ("add_norm", _one_element_off),

@@ -1,4 +1,4 @@
-"""Real jobs of the command line: a tiny run file and corpus, the processes of a job, and what they recorded."""
+"""Real jobs of the command line: a tiny run file and corpus, the processes of a job, and their records."""
 
 import json
 import os
@@ -61,7 +61,7 @@ export = false
 
 @dataclass(frozen=True)
 class Job:
-    """A run file, and the command that trains it into a folder of its own."""
+    """A run file, and the command that trains it into a new folder."""
 
     run_file: Path
 
@@ -90,7 +90,7 @@ class Job:
         )
 
     def run(self, run_folder: Path, *flags: str, timeout: float = 240) -> str:
-        """Train to the end; what the job printed. Fails with that where the job fails."""
+        """Train to the end and return the job's output; if the job fails, fail with the output."""
         process = self.start(run_folder, *flags)
         try:
             output, _ = process.communicate(timeout=timeout)
@@ -101,7 +101,7 @@ class Job:
 
 
 def descendants(process: int) -> list[int]:
-    """The ids of all processes below `process`, nearest first."""
+    """Return the ids of all descendants of `process`, nearest first."""
     parents: dict[int, int] = {}
     for entry in Path("/proc").glob("[0-9]*"):
         try:
@@ -120,7 +120,7 @@ def descendants(process: int) -> list[int]:
 
 
 def running(processes: list[int]) -> list[int]:
-    """Those of the processes that still run; an ended one that nobody waited for does not."""
+    """Return the processes that still run; zombies do not count."""
     alive = []
     for process in processes:
         try:
@@ -134,7 +134,7 @@ def running(processes: list[int]) -> list[int]:
 
 
 def curve(run_folder: Path) -> list[tuple[Any, ...]]:
-    """What must not depend on kills or launchers: step, loss, norm, rate and tokens of every step."""
+    """Return the values that must not depend on kills or launchers: step, loss, norm, rate and tokens of every step."""
     records = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
     return [
         tuple(record[key] for key in ("step", "loss", "grad_norm", "learning_rate", "tokens"))
@@ -143,7 +143,7 @@ def curve(run_folder: Path) -> list[tuple[Any, ...]]:
 
 
 def tensor_hashes(run_folder: Path) -> dict[tuple[str, ...], str]:
-    """The hash of every shard of a run's latest checkpoint: equal means equal to the bit."""
+    """Return the hash of every shard of a run's latest checkpoint."""
     checkpoint = find_latest(run_folder / "checkpoints")
     assert checkpoint is not None
     return {
@@ -156,7 +156,7 @@ def tensor_hashes(run_folder: Path) -> dict[tuple[str, ...], str]:
 
 @contextmanager
 def training_here() -> Iterator[None]:
-    """What training in this process sets for it does not reach other tests; the machine's speed is not measured."""
+    """Isolate process-wide settings of training from other tests; skip measuring the machine's speed."""
     import torch
 
     from megalite.train import report

@@ -1,6 +1,6 @@
 """A job of toy ranks, started as `python -m tests.support.local_job BEHAVIOUR FOLDER [WORLD_SIZE]`; no torch.
 
-Stands where `megalite train` will: shows an error as the command line does and exits with its code.
+Replaces `megalite train`: prints an error as the command line does and exits with its code.
 """
 
 import os

@@ -15,12 +15,12 @@ from functools import cached_property
 from pathlib import Path
 
 OBJECTS = Path(__file__).parents[2] / "build" / "kernels" / "cuda"
-# The low 9 bits of an instruction, the same from sm_80 to sm_120 (the next three say what kinds of operands it has).
+# The low 9 bits of an instruction, the same from sm_80 to sm_120 (the next three give the operand kinds).
 LDG, STG, LDL, STL = 0x181, 0x186, 0x183, 0x187
 _WIDTHS = (1, 1, 2, 2, 4, 8, 16)  # bytes of a load or store, by bits 73 to 75
 _FATBIN, _CUBIN, _COMPRESSED = 0xBA55ED50, 2, 0xA000
-_SYSTEMS = 1024  # bytes of each block's shared memory that are the system's, from 9.0 on
-_MOST_THREADS = 0x05  # the attribute of .nv.info.<kernel> that __launch_bounds__ makes
+_SYSTEMS = 1024  # bytes of shared memory per block that the system reserves, from 9.0 on
+_MOST_THREADS = 0x05  # the attribute of .nv.info.<kernel> for __launch_bounds__
 
 Words = list[tuple[int, int]]
 
@@ -49,12 +49,12 @@ class Kernel:
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """The template's arguments, but for those of templates within."""
+        """The template's arguments, flattened."""
         return tuple(re.findall(r"[^,<>]+", self.name.partition("<")[2].replace(" ", "")))
 
     @cached_property
     def stores(self) -> Counter[int]:
-        """Bytes of a store to global memory -> how many such instructions."""
+        """Return width of a global store in bytes -> number of such instructions."""
         return _widths(self.words, STG)
 
     @cached_property
@@ -67,7 +67,7 @@ def _widths(words: Words, opcode: int) -> Counter[int]:
 
 
 def sections(elf: bytes) -> dict[str, tuple[int, int]]:
-    """Name -> offset and bytes of the sections of a 64-bit ELF file."""
+    """Return name -> offset and size in bytes of the sections of a 64-bit ELF file."""
     first, size, count, names = (
         struct.unpack_from(kind, elf, at)[0]
         for kind, at in (("<Q", 0x28), ("<H", 0x3A), ("<H", 0x3C), ("<H", 0x3E))
@@ -81,7 +81,7 @@ def sections(elf: bytes) -> dict[str, tuple[int, int]]:
 
 
 def words_of(cubin: bytes) -> dict[str, Words]:
-    """Mangled name -> instructions, of each kernel of a cubin."""
+    """Return mangled name -> instructions of each kernel of a cubin."""
     return {
         name.removeprefix(".text."): [*struct.iter_unpack("<QQ", cubin[offset : offset + length])]
         for name, (offset, length) in sections(cubin).items()
@@ -90,7 +90,7 @@ def words_of(cubin: bytes) -> dict[str, Words]:
 
 
 def cubins(built: bytes) -> Iterator[tuple[str, bytes]]:
-    """The chip ("sm_90a" is "90" here) and the cubin of each that an object holds; PTX is passed over."""
+    """Yield chip ("90" for "sm_90a") and cubin for each cubin of an object file; PTX is skipped."""
     offset, length = sections(built)[".nv_fatbin"]
     at, end = offset, offset + length
     while at < end:
@@ -123,7 +123,7 @@ def most_threads(cubin: bytes, offset: int, length: int) -> int:
 
 
 def kernels(folder: Path = OBJECTS) -> list[Kernel]:
-    """All kernels of all objects of `folder`, for each chip that they are compiled for."""
+    """Return all kernels of all object files in `folder`, for each chip."""
     found = []
     for path in sorted(folder.glob("*.o")):
         said = json.loads(path.with_suffix(".json").read_text())["kernels"]
@@ -137,7 +137,7 @@ def kernels(folder: Path = OBJECTS) -> list[Kernel]:
                 ]
                 own = places.get(f".nv.shared.{mangled}", (0, 0))[1]
                 if own and int(arch) >= 90:
-                    own -= _SYSTEMS  # counted here, and not against what a block may have
+                    own -= _SYSTEMS  # does not count towards the block's limit
                 threads = most_threads(cubin, *places[f".nv.info.{mangled}"])
                 what = (taken["registers"], taken["stack"], taken["spilled"], own)
                 found.append(Kernel(f"{path.stem}.cu", mangled, taken["arch"], threads, *what, words))

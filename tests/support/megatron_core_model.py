@@ -1,4 +1,4 @@
-"""One rank of megatron-core's own GPT on the CPU: saves its weights as Megatron-LM does, and what it computes.
+"""One rank of megatron-core's own GPT on the CPU: saves its weights as Megatron-LM does, and its outputs.
 
     python -m tests.support.megatron_core_model FOLDER SHAPE RANK RANKS
 
@@ -37,7 +37,7 @@ def input_ids() -> torch.Tensor:
 
 
 class _NoTracker:
-    """In place of the random states of CUDA: nothing is dropped here."""
+    """Replaces the CUDA random states, which are unused without dropout."""
 
     def fork(self, *_: Any) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -47,7 +47,7 @@ class _NoTracker:
 
 
 def build(shape: ModelShape, arguments: Namespace, ranks: int) -> torch.nn.Module:
-    """Its model with random weights, norms and biases too."""
+    """Build megatron-core's model with random weights, also for norms and biases."""
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.models.gpt import GPTModel
@@ -96,7 +96,7 @@ def build(shape: ModelShape, arguments: Namespace, ranks: int) -> torch.nn.Modul
     generator = torch.Generator()
     with torch.no_grad():
         for number, tensor in enumerate(model.parameters()):
-            cut = getattr(tensor, "tensor_model_parallel", False)  # else every rank has the same
+            cut = getattr(tensor, "tensor_model_parallel", False)  # other tensors are replicated
             generator.manual_seed(1000 * number + (distributed.get_rank() if cut else 0))
             noise = torch.randn(tensor.shape, generator=generator)
             tensor.copy_(0.15 * noise + 1.0 * (tensor.dim() == 1))

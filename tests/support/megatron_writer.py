@@ -1,6 +1,6 @@
-"""Megatron-LM checkpoints written row by row from canonical weights, as its models lay them out.
+"""Writer of Megatron-LM checkpoints from canonical weights, row by row in Megatron-LM's layout.
 
-Nothing of the package's reading is used: orders of rows are spelled out as loops over heads and their dims.
+Independent of the package's reader: row orders are explicit loops over heads and their dims.
 """
 
 from argparse import Namespace
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megalite.topology.shape import ModelShape
 
-# generation -> what stands for each module of a layer.
+# Generation of names -> the name of each module of a layer.
 _NAMES = {
     "core": {
         "input_layernorm": "self_attention.linear_qkv.layer_norm_",
@@ -54,7 +54,7 @@ _NAMES["old"] = _NAMES["legacy"] | {
 
 @dataclass(frozen=True)
 class Written:
-    """How a checkpoint is written: ranks, chunks of a stage, `checkpoint_version`, generation of names, rows in all."""
+    """The form of a checkpoint: ranks, chunks per stage, `checkpoint_version`, generation of names, padded rows."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -69,7 +69,7 @@ class Written:
 
 
 def arguments_of(shape: ModelShape, how: Written, **changes: Any) -> Namespace:
-    """The args of a model of this shape, among others that say nothing of it."""
+    """Return the args of a model of this shape, with some unrelated ones."""
     rotary = shape.position_embedding == "rope"
     args: dict[str, Any] = {
         "num_layers": shape.num_hidden_layers,
@@ -120,7 +120,7 @@ def write_megatron(
     zipped: bool = True,
     **changes: Any,
 ) -> Path:
-    """The folder of all rank files, with the file that names the iteration. changes: of the args."""
+    """Write all rank files and the file that names the iteration; return the folder. changes: to the args."""
     arguments = arguments_of(shape, how, **changes)
     for pp in range(how.pipeline):
         for tp in range(how.tensor):
@@ -146,7 +146,7 @@ def write_megatron(
 def _chunk(
     shape: ModelShape, weights: Mapping[str, Tensor], how: Written, tp: int, pp: int, chunk: int
 ) -> dict[str, Any]:
-    """The state of one model chunk on one rank: place `chunk * pipeline + pp` of the model, front to back."""
+    """Return the state of one model chunk on one rank: chunk number `chunk * pipeline + pp` in model order."""
     names, place, last = _NAMES[how.names], chunk * how.pipeline + pp, how.chunks * how.pipeline - 1
     size = shape.num_hidden_layers // (last + 1)
     outer: dict[str, Tensor] = {}
@@ -219,7 +219,7 @@ def _layer(
 
 
 def _fused(shape: ModelShape, how: Written, tp: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """One rank's rows of query, key and value, in the order of the version."""
+    """Return one rank's rows of query, key and value, in the order of the checkpoint version."""
     dims, heads, groups = range(shape.head_dim), shape.num_attention_heads, shape.num_key_value_heads
     if how.version < 2:
         held = range(tp * heads // how.tensor, (tp + 1) * heads // how.tensor)

@@ -1,5 +1,7 @@
-"""Operators of the self-test on the stand-in accelerator: some of megalite's own, whose CPU kernels serve it too, and
-planted faults. A file that the worker process loads by name."""
+"""Operators of the self-test on the stand-in accelerator; the worker process loads this file by name.
+
+Some are megalite's own, whose CPU kernels run on the stand-in too, others have planted faults.
+"""
 
 from dataclasses import replace
 
@@ -38,7 +40,7 @@ def _planted(name: str, operator: str, form: object) -> Entry:
 
 
 def _here(entry: Entry) -> Entry:
-    """Without the question whether the library has kernels for devices of this type."""
+    """Return the entry without the check whether the library has kernels for this device type."""
     return replace(
         entry,
         candidates={name: replace(each, why_not_on=anywhere) for name, each in entry.candidates.items()},

@@ -1,7 +1,7 @@
 """Instructions that compute registers from registers: for each form, its types and a NumPy function.
 
-What is `.rn` rounds exactly as the PTX ISA says. What is `.approx` is off by an error of the size that the ISA allows,
-which depends on nothing but the operands: a kernel must live with any GPU's.
+`.rn` forms round exactly as the PTX ISA says. `.approx` forms have an error of the size that the ISA allows, a function
+of the operands only: a kernel must tolerate the errors of any GPU.
 """
 
 import ctypes
@@ -16,7 +16,7 @@ Array = NDArray[np.generic]
 
 @dataclass(frozen=True)
 class Pure:
-    """A result type, the operands' types and what computes the result of arrays of these types."""
+    """A result type, the operands' types, and the function that computes the result from arrays."""
 
     result: str
     operands: tuple[str, ...]
@@ -38,13 +38,13 @@ def _add(form: str, result: str, operands: tuple[str, ...], compute: Callable[..
 
 
 def _same(forms: str, kinds: str, count: int, compute: Callable[..., Array]) -> None:
-    """`count` operands of the type of the result, for each form ending in each type."""
+    """Add forms with `count` operands of the result's type, for each form and each type."""
     for kind in kinds.split():
         for form in forms.split():
             _add(f"{form}.{kind}", kind, (kind,) * count, compute)
 
 
-# Whole numbers, which wrap.
+# Integers, which wrap.
 _same("add", "s32 s64 u32 u64 s16 u16", 2, np.add)
 _same("sub", "s32 s64 u32 u64 s16 u16", 2, np.subtract)
 _same("mul.lo", "s32 s64 u32 u64", 2, np.multiply)
@@ -66,7 +66,7 @@ for _kind, _double in (("s32", np.int64), ("u32", np.uint64)):
 
 
 def _shifted(shift: Callable[..., Array], bits: int, signed: bool) -> Callable[..., Array]:
-    """A shift by as many bits as there are, or more, leaves zero or the sign."""
+    """Return a shift that gives zero, or the sign, for shifts by the type's width or more."""
 
     def compute(value: Array, by: Array) -> Array:
         within = shift(value, np.minimum(by, bits - 1).astype(value.dtype))
@@ -84,11 +84,11 @@ for _bits in (16, 32, 64):
 
 
 class DividedByZero(Exception):
-    """Of whole numbers, of which PTX leaves the result undefined."""
+    """An integer division by zero, whose result PTX leaves undefined."""
 
 
 def _quotient(a: Array, b: Array) -> Array:
-    """Rounded towards zero."""
+    """Divide integers, rounding towards zero."""
     if (b == 0).any():
         raise DividedByZero
     if a.dtype.kind == "u":
@@ -111,7 +111,7 @@ def _inserted(source: Array, into: Array, position: Array, length: Array) -> Arr
 
 _add("bfi.b32", "b32", ("b32", "b32", "u32", "u32"), _inserted)
 
-# Numbers with a point.
+# Floating point.
 
 
 def _machine_functions() -> ctypes.CDLL:
@@ -121,7 +121,7 @@ def _machine_functions() -> ctypes.CDLL:
 
 
 def _fused(name: str, kind: type[np.generic]) -> Callable[..., Array]:
-    """a * b + c rounded once, by the C library: NumPy has no such function."""
+    """Return a fused multiply-add by the C library: NumPy has none."""
 
     def compute(*operands: Array) -> Array:
         a, b, c = (np.ascontiguousarray(each) for each in np.broadcast_arrays(*operands))
@@ -147,7 +147,7 @@ _add("fma.rn.f64", "f64", ("f64",) * 3, _fused("megalite_fma_f64", np.float64))
 
 
 def _larger(a: Array, b: Array) -> Array:
-    """The number where the other is not one; +0 is larger than -0."""
+    """Return the maximum: the other operand if one is NaN; +0 is larger than -0."""
     return np.where((a == b) & np.signbit(a), b, np.fmax(a, b))
 
 
@@ -156,7 +156,7 @@ _same("min", "f32 f64", 2, lambda a, b: -_larger(-a, -b))
 
 
 def _off(exact: Array, operand: Array, allowed: float) -> Array:
-    """float64 results, moved by up to `allowed` of their size, by how the operand's bits fall."""
+    """Return float64 results with a relative error of up to `allowed`, a hash of the operand's bits."""
     drawn = (operand.view(np.uint32) * np.uint32(2654435761) >> np.uint32(16)).astype(np.float64)
     return exact * (1 + allowed * (drawn / 32768 - 1))
 
@@ -172,7 +172,7 @@ def _power_of_two(x: Array) -> Array:
 
 
 def _approximate_quotient(a: Array, b: Array) -> Array:
-    """Within two units in the last place where 2^-126 <= |b| <= 2^126; for larger b, 0, or NaN of infinity."""
+    """Divide within two units in the last place for 2^-126 <= |b| <= 2^126; larger b give 0, or NaN for infinity."""
     near = _off(a.astype(np.float64) / b.astype(np.float64), a.view(np.uint32) ^ b.view(np.uint32), 2.0**-22)
     far = np.where(np.isinf(a), np.nan, np.copysign(0.0, a) * np.copysign(1.0, b))
     huge = (np.abs(b) > 2.0**126) & np.isfinite(b)
@@ -180,7 +180,7 @@ def _approximate_quotient(a: Array, b: Array) -> Array:
 
 
 def _gross_reciprocal(x: Array) -> Array:
-    """Only the upper half of the bits is meant."""
+    """Return the approximate reciprocal, of which only the upper half of the bits is defined."""
     bits = (1 / x).view(np.uint64) & np.uint64(0xFFFFFFFF00000000)
     inverse = bits.view(np.float64)
     return np.where(np.abs(inverse) < np.finfo(np.float64).tiny, np.copysign(0.0, x), inverse)
@@ -190,7 +190,7 @@ _add("ex2.approx.ftz.f32", "f32", ("f32",), _power_of_two)
 _add("div.approx.f32", "f32", ("f32", "f32"), _approximate_quotient)
 _add("rcp.approx.ftz.f64", "f64", ("f64",), _gross_reciprocal)
 
-# Comparisons: those that end in u are true where a side is no number.
+# Comparisons: those that end in u are true if an operand is NaN.
 
 
 def _unordered(compare: Callable[..., Array]) -> Callable[..., Array]:

@@ -1,7 +1,7 @@
-"""What the interpreter runs: a .cu file's PTX and its compiled host code, linked with a CUDA runtime of the tests.
+"""Builds the interpreter's input: a .cu file's PTX and compiled host code, linked with a CUDA runtime of the tests.
 
-The host code is that of the production library, compiled by the same nvcc: grids, shared memory and arguments are
-what it gives. Results are kept in build/ptx, by a digest of all that they are made of.
+The host code is the production library's, compiled by the same nvcc, so grids, shared memory and arguments are real.
+Results are cached in build/ptx by a digest of all inputs.
 """
 
 import ctypes
@@ -24,7 +24,7 @@ _FLAGS = ["-std=c++20", "-O3", f"-I{SOURCES}", "-Xcompiler", "-fPIC"]
 
 
 def compiled(name: str, arch: int | str = 80) -> tuple[str, Path]:
-    """The PTX of csrc/cuda/<name>.cu for compute_<arch>, and a library of its host code."""
+    """Return the PTX of csrc/cuda/<name>.cu for compute_<arch>, and the library of its host code."""
     sources = [each for each in sorted(SOURCES.rglob("*")) if each.suffix in (".h", ".cuh")]
     sources += [SOURCES / "cuda" / f"{name}.cu", EMULATOR / "runtime.cpp", EMULATOR / "chip.h"]
     folder = _kept([_nvcc(), *_FLAGS, str(arch), name], sources, lambda folder: _compile(name, arch, folder))
@@ -33,11 +33,11 @@ def compiled(name: str, arch: int | str = 80) -> tuple[str, Path]:
 
 @functools.cache
 def arithmetic_library() -> ctypes.CDLL:
-    """Functions of emulator/fused.cpp."""
+    """Return the functions of emulator/fused.cpp."""
     source = EMULATOR / "fused.cpp"
 
     def make(folder: Path) -> None:
-        # Without -frounding-math the compiler may move arithmetic over a change of the rounding.
+        # Without -frounding-math the compiler may move arithmetic across a change of the rounding mode.
         flags = ["-std=c++20", "-O2", "-frounding-math", "-shared", "-fPIC"]
         _run(["g++", *flags, str(source), "-o", str(folder / "fused.so")])
 
@@ -46,7 +46,7 @@ def arithmetic_library() -> ctypes.CDLL:
 
 @functools.cache
 def _nvcc() -> str:
-    """What the compiler says of its version: another one emits other PTX."""
+    """Return nvcc's version, because another version emits other PTX."""
     return _run(["nvcc", "--version"])
 
 
@@ -55,7 +55,7 @@ def _compile(name: str, arch: int | str, folder: Path) -> None:
     made = ["-keep", "-keep-dir", str(folder), "-c", str(SOURCES / "cuda" / f"{name}.cu")]
     _run(["nvcc", *_FLAGS, f"-gencode={code}", *made, "-o", str(folder / f"{name}.o")])
     linked = [str(folder / f"{name}.o"), str(EMULATOR / "runtime.cpp")]
-    # Functions of other files say that they know no kernel.
+    # Functions of other files return that there is no kernel.
     undefined = _run(["nm", "-u", str(folder / f"{name}.o")]).split()
     stubs = folder / "stubs.cpp"
     functions = [each for each in undefined if each.startswith("megalite_")]
@@ -65,7 +65,7 @@ def _compile(name: str, arch: int | str, folder: Path) -> None:
 
 
 def _kept(words: list[str], sources: list[Path], make: Callable[[Path], None]) -> Path:
-    """The folder that `make` filled, now or before."""
+    """Return the cached folder; fill it by `make` if it is missing."""
     digest = hashlib.sha256("\0".join(words).encode())
     for source in sources:
         digest.update(f"\0{source.name}\0".encode() + source.read_bytes())
@@ -82,7 +82,7 @@ def _kept(words: list[str], sources: list[Path], make: Callable[[Path], None]) -
                 each.rename(kept / each.name)
         try:
             kept.rename(folder)
-        except OSError:  # another process was quicker
+        except OSError:  # another process was faster
             assert folder.exists()
     return folder
 

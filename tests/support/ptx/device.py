@@ -15,7 +15,7 @@ from tests.support.ptx.memory import Fault, Global
 
 _DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 _TOGETHER = 8192  # threads that are interpreted at once
-_INVALID_VALUE, _LAUNCH_FAILURE = 1, 719  # numbers of the runtime's errors
+_INVALID_VALUE, _LAUNCH_FAILURE = 1, 719  # error codes of the CUDA runtime
 _Triple = ctypes.POINTER(ctypes.c_uint)
 _LAUNCH = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.c_char_p, _Triple, _Triple, ctypes.c_size_t, ctypes.POINTER(ctypes.c_void_p)
@@ -34,19 +34,19 @@ def _passed(argument: object) -> object:
 
 
 def unknown_forms(kernel: parse.Kernel) -> set[str]:
-    """The forms of instructions of a kernel that the interpreter does not execute."""
+    """Return the instruction forms of a kernel that the interpreter does not execute."""
     return {each.form for each in kernel.code if not known(each)}
 
 
 @dataclass
 class Device:
-    """csrc/cuda/<name>.cu on a chip of the compute capability `capability` / 10, compiled for compute_<arch>.
+    """csrc/cuda/<name>.cu on a chip of compute capability `capability` / 10, compiled for compute_<arch>.
 
-    order, late_copies, unwritten: see Launch. watched: whether unordered accesses are faults. chosen: the only blocks
-    of a launch that run. most_shared: bytes of shared memory that a block may have; None: as many as the chip gives.
-    broken: makes of the PTX what is to be run in its place.
+    order, late_copies, unwritten: see Launch. watched: whether races are faults. chosen: the only blocks of a launch
+    that run. most_shared: limit of shared memory per block in bytes; None: the chip's limit. broken: a function that
+    changes the PTX to plant a fault.
 
-    Calls raise Fault for what a GPU would not do or leaves undefined.
+    Calls raise Fault for actions that a GPU refuses or leaves undefined.
     """
 
     name: str
@@ -71,10 +71,10 @@ class Device:
         self._failed: Exception | None = None
 
     def call(self, function: str, *arguments: object, touched: Sequence[Tensor] = ()) -> int:
-        """What the C function returns, called on a stream of this device.
+        """Call a C function on a stream of this device and return its result.
 
-        Tensors are passed as their addresses, None as a null, int as int64_t, float as double and torch.dtype as the
-        library's number of it. Kernels may touch the tensors among the arguments and those `touched`.
+        Tensors are passed as addresses, None as null, int as int64_t, float as double and torch.dtype as the library's
+        DType code. Kernels may access the tensors among the arguments and those in `touched`.
         """
         tensors = [*touched, *(each for each in arguments if isinstance(each, Tensor))]
         storages = (each.untyped_storage() for each in tensors)
@@ -98,7 +98,7 @@ class Device:
         return self._kernels[name]
 
     def _fits(self, name: bytes, threads: int, shared: int, most_shared: int) -> int:
-        """The error of a launch that this kernel does not allow; 0: none."""
+        """Run a launch and return its CUDA error code; 0: success."""
         try:
             kernel = self.kernel(name.decode())
         except Exception as failed:
@@ -127,7 +127,7 @@ class Device:
             for begin in range(0, len(blocks), at_once):
                 Machine(kernel, launch, blocks[begin : begin + at_once], memory).run()
         except Exception as failed:
-            # Nothing passes through the host code.
+            # Exceptions cannot propagate through the host code.
             self._failed = failed
             return _LAUNCH_FAILURE
         return 0

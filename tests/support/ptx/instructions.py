@@ -1,4 +1,4 @@
-"""Instructions that move: registers, memory, shuffles; and which forms there are of all instructions."""
+"""Instructions that move data: registers, memory, shuffles; and the known forms of all instructions."""
 
 import re
 from collections.abc import Callable
@@ -25,7 +25,7 @@ _COPY = re.compile(r"cp\.async\.c[ag]\.shared\.global")
 
 
 def known(instruction: parse.Instruction) -> bool:
-    """Whether the interpreter executes this form with all of its modifiers."""
+    """Return whether the interpreter executes this form with all of its modifiers."""
     form, operands = instruction.form, instruction.operands
     if form in ("bar.sync",):
         return operands == (parse.Immediate(0, "i"),) and instruction.guard is None
@@ -44,7 +44,7 @@ def known(instruction: parse.Instruction) -> bool:
 
 
 def prepared(machine: Machine, instruction: parse.Instruction) -> Step:
-    """The instruction as something that runs for lanes of this machine."""
+    """Return the instruction as a step that runs for lanes of this machine."""
     form = instruction.form
     if form in _FLOW or form == "bar.sync":
         return Step(instruction)
@@ -70,9 +70,9 @@ def _width(machine: Machine, name: str) -> str:
 
 
 def reader(machine: Machine, operand: parse.Operand, kind: str, *, wider: bool = False) -> Read:
-    """A function that gives the operand's values as `kind` in some lanes.
+    """Return a function that reads the operand as `kind` in some lanes.
 
-    wider: the register may be, of which the low part counts.
+    wider: the register may be wider than `kind`; its low part is read.
     """
     to = NUMPY[kind]
     if isinstance(operand, parse.Register):
@@ -107,9 +107,9 @@ def reader(machine: Machine, operand: parse.Operand, kind: str, *, wider: bool =
 
 
 def writer(machine: Machine, operand: parse.Operand, kind: str, *, wider: bool = False) -> Write:
-    """A function that sets a register in some lanes.
+    """Return a function that writes a register in some lanes.
 
-    wider: it may be wider than `kind`, whose values are then extended by their sign.
+    wider: the register may be wider than `kind`; values are sign-extended.
     """
     if operand == parse.Symbol("_"):
         return lambda at, values: None
@@ -162,7 +162,7 @@ def _pure(machine: Machine, instruction: parse.Instruction) -> Callable[[Lanes],
 
 
 def _move(machine: Machine, instruction: parse.Instruction) -> Callable[[Lanes], None]:
-    """Also of a value to the parts that it consists of, lowest first, and back."""
+    """Compile mov, also between a value and a vector of its parts, lowest part first."""
     to, source = instruction.operands
     kind = instruction.form.removeprefix("mov.")
     if not isinstance(to, parse.Vector) and not isinstance(source, parse.Vector):
@@ -214,7 +214,7 @@ def _refuse(wrong: Array, what: str) -> None:
 
 
 def effective(machine: Machine, operand: parse.Operand) -> Read:
-    """The addresses that an operand in brackets means."""
+    """Return a function for the addresses of an operand in brackets."""
     if not isinstance(operand, parse.Address):
         raise parse.PtxError(f"no address: {operand}")
     offset = np.uint64(operand.offset & 0xFFFFFFFFFFFFFFFF)
@@ -237,7 +237,7 @@ def _count(machine: Machine, at: Lanes) -> int:
 def access(
     machine: Machine, space: str, address: Array, size: int, at: Lanes, *, write: bool
 ) -> Callable[[str], tuple[Array, Array]]:
-    """Checks an access by lanes `at` of `size` bytes each; returns where values of a type lie: an array and indices."""
+    """Check an access of `size` bytes by each of the lanes `at`; return a function: type -> array and indices."""
     _refuse(
         address % np.uint64(size) != 0, f"touches {size} bytes at an address that is no multiple of {size}"
     )
@@ -346,7 +346,7 @@ def _sync_warp(machine: Machine, instruction: parse.Instruction) -> Step:
 
 
 def _copy(machine: Machine, instruction: parse.Instruction) -> Step:
-    """cp.async: the bytes that are not read become zero."""
+    """Compile cp.async: bytes that are not read become zero."""
     to, source, whole, *read_bytes = instruction.operands
     _expect(isinstance(whole, parse.Immediate), instruction.text)
     size = whole.bits
@@ -404,7 +404,7 @@ def _wait_for_copies(machine: Machine, instruction: parse.Instruction) -> Step:
 
 
 def _add_in_turn(memory: Array, index: Array, values: Array) -> None:
-    """np.add.at, which would copy all of `memory`."""
+    """Add like np.add.at, which would copy all of `memory`."""
     left = np.arange(len(index))
     while len(left):
         _, first = np.unique(index[left], return_index=True)
@@ -413,7 +413,7 @@ def _add_in_turn(memory: Array, index: Array, values: Array) -> None:
 
 
 def _add_to_memory(machine: Machine, instruction: parse.Instruction) -> Step:
-    """atom.add and red.add of float32, each thread in turn; ordered with no other access."""
+    """Compile atom.add and red.add of float32, one thread after another; they order no other access."""
     *result, to, source = instruction.operands
     parts = source.parts if isinstance(source, parse.Vector) else (source,)
     reads = [reader(machine, each, "f32") for each in parts]

@@ -1,8 +1,8 @@
 """Blocks of a grid, executed together: warps in lockstep, reconverged at the smallest program counter.
 
-All blocks of a batch run side by side as rows of NumPy arrays, one element a thread. Threads are padded to whole warps
-by some that have exited before they begin. `order` gives each warp of a block its rank: those of the highest run until
-they wait, as far ahead of the others as barriers allow; without it all go on together.
+All blocks of a batch run together as rows of NumPy arrays, one element per thread. Blocks are padded to whole warps by
+threads that have already exited. `order` gives each warp of a block a rank: the warps of the highest rank run until
+they wait, as far ahead of the others as barriers allow; without an order all warps advance together.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ _MOST_STEPS = 3_000_000
 
 @dataclass(frozen=True)
 class Launch:
-    """What a launch gives all of its blocks."""
+    """The parameters of a launch."""
 
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
@@ -29,11 +29,11 @@ class Launch:
     arguments: bytes
     order: Sequence[int] | None = None
     late_copies: bool = True
-    """Whether asynchronous copies land when they are waited for, else at once."""
+    """Whether asynchronous copies complete when they are waited for; else at once."""
     unwritten: int | None = None
-    """What a byte of shared memory that nobody wrote is read as; None: to read one is a fault."""
+    """The value of unwritten bytes of shared memory; None: reading one is a fault."""
     watched: bool = True
-    """Whether accesses of two threads that nothing orders are faults."""
+    """Whether races between two threads are faults."""
 
     @property
     def threads(self) -> int:
@@ -52,13 +52,13 @@ class Step:
     run: Callable[[Lanes], None] | None = None
     guard: NDArray[np.bool_] | None = None
     target: int = -1
-    """Of a branch."""
+    """The target of a branch."""
     members: Callable[[Lanes], NDArray[np.generic]] | None = None
-    """Of an instruction that lanes of a warp do together: the mask of those that take part."""
+    """For a warp-wide instruction: the mask of the lanes that take part."""
 
 
 def layout(kernel: parse.Kernel, dynamic: int) -> tuple[dict[str, int], int]:
-    """Addresses of the shared variables, and the bytes of all; those of the launch's size come last."""
+    """Return the addresses of the shared variables and their total size; dynamic shared memory comes last."""
     places, end = {}, SHARED_BASE
     for variable in sorted(kernel.shared, key=lambda each: each.size == 0):
         end = -(-end // variable.align) * variable.align
@@ -68,7 +68,7 @@ def layout(kernel: parse.Kernel, dynamic: int) -> tuple[dict[str, int], int]:
 
 
 def parameter_places(kernel: parse.Kernel) -> tuple[dict[str, int], int]:
-    """Where each parameter lies in the bytes of all of them, and how many these are."""
+    """Return the offset of each parameter in the argument buffer, and the buffer's size."""
     places, end = {}, 0
     for variable in kernel.parameters:
         end = -(-end // variable.align) * variable.align
@@ -108,7 +108,7 @@ class Machine:
         self.done = 0
 
     def run(self) -> None:
-        """Until all threads have exited; raises Fault for what must not be."""
+        """Run until all threads have exited. Raises Fault for forbidden actions."""
         with np.errstate(all="ignore"):
             while not (self.state == EXITED).all():
                 runs = np.flatnonzero(self.state == RUNS)
@@ -121,7 +121,7 @@ class Machine:
                 self._go_on(first, runs[counters == first])
 
     def register(self, name: str) -> NDArray[np.generic]:
-        """The values of a register in all threads, which begin as bits that nobody would mistake for a value."""
+        """Return the values of a register in all threads; initially conspicuous bits."""
         if name not in self.registers:
             kind = parse.register_type(self.kernel, name)
             if kind is None:
@@ -135,7 +135,7 @@ class Machine:
         return self.registers[name]
 
     def _go_on(self, pc: int, lanes: NDArray[np.int64]) -> None:
-        """Run lanes from pc on until they part, wait, exit or come where others may join them."""
+        """Run lanes from pc on until they diverge, wait, exit or reach a point where others may join them."""
         everyone = len(lanes) == self.count
         at: Lanes = slice(None) if everyone else lanes
         begin = pc
@@ -163,7 +163,7 @@ class Machine:
             pc += 1
 
     def _transfer(self, step: Step, pc: int, at: Lanes, lanes: NDArray[np.int64]) -> int:
-        """Do what is no plain instruction; where these lanes go on, or -1: whoever runs next is to be chosen anew."""
+        """Execute a control-flow instruction; return the lanes' next pc, or -1: choose again which lanes run."""
         form = step.instruction.form
         if form in ("bra", "bra.uni"):
             taken = np.ones(len(lanes), np.bool_) if step.guard is None else _taken(step, at)
@@ -188,7 +188,7 @@ class Machine:
         return self._together(step, pc, at, lanes)
 
     def _open_barriers(self) -> None:
-        """Let go the blocks of which all threads that have not exited wait."""
+        """Release the blocks whose live threads all wait at the barrier."""
         states = self.state.reshape(-1, self.width)
         waits = states == AT_BARRIER
         opens = (waits | (states == EXITED)).all(1) & waits.any(1)
@@ -199,7 +199,7 @@ class Machine:
             self.barriers[freed] += 1
 
     def _together(self, step: Step, pc: int, at: Lanes, lanes: NDArray[np.int64]) -> int:
-        """Do an instruction of whole warps once all lanes that its mask names are there; returns as _transfer does."""
+        """Execute a warp-wide instruction once all lanes of its mask have arrived; return like _transfer."""
         assert step.run is not None
         waiting = lanes[~self.cleared[lanes]]
         if len(waiting) and not (len(waiting) == len(lanes) == self._wait_for_warp(step, pc, waiting)):
@@ -209,7 +209,7 @@ class Machine:
         return pc + 1
 
     def _wait_for_warp(self, step: Step, pc: int, lanes: NDArray[np.int64]) -> int:
-        """How many lanes may now go on, some of which may have waited before."""
+        """Return the number of lanes that can continue, including lanes that waited before."""
         assert step.members is not None
         self.state[lanes], self.pc[lanes], self.want[lanes] = AT_WARP, pc, step.members(lanes)
         warps = np.unique(lanes >> 5)
@@ -273,13 +273,13 @@ def _places(
 
 
 def _taken(step: Step, at: Lanes) -> NDArray[np.bool_]:
-    """Which of the lanes the guard lets do it."""
+    """Return for which lanes the guard is true."""
     values = step.guard[at]
     return ~values if step.instruction.guard.negated else values
 
 
 def _where(step: Step, at: Lanes) -> Lanes | None:
-    """Those lanes; None: no lane."""
+    """Return the lanes for which the guard is true; None: no lane."""
     taken = _taken(step, at)
     if taken.all():
         return at

@@ -1,6 +1,6 @@
-"""What a kernel may read and write, and which accesses of two threads nothing orders.
+"""Memory of a kernel, with checks of bounds, of uninitialised reads, and of races between threads.
 
-Global memory is this process's own: addresses are pointers, of which only registered allocations may be touched.
+Global memory is this process's memory: addresses are pointers, and only registered allocations may be accessed.
 """
 
 import ctypes
@@ -10,19 +10,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 SHARED_BASE = 0x480
-"""Where a block's shared memory begins: no address is a multiple of much by chance."""
+"""Start of a block's shared memory: aligned to 128 bytes but no more."""
 
 GENERIC_SHARED = 1 << 60
 """Generic addresses from here on are shared memory."""
 
-_GRANULE = 2  # bytes that share an entry of a shadow: no kernel here stores less
+_GRANULE = 2  # bytes per entry of a shadow: no kernel here stores fewer
 
 Array = NDArray[np.generic]
 Index = NDArray[np.int64]
 
 
 class Fault(Exception):
-    """A kernel does what a GPU would not do, or leaves undefined. `lane`: by which of the accessing threads."""
+    """A kernel does something that a GPU refuses or leaves undefined. lane: which of the accessing threads."""
 
     def __init__(self, what: str, lane: int = 0) -> None:
         super().__init__(what)
@@ -30,29 +30,29 @@ class Fault(Exception):
 
 
 def _process(kind: type[np.generic]) -> Array:
-    """The whole address space as one array whose element i lies at address i * its size."""
+    """Return the whole address space as one array, whose element i is at address i * its size."""
     whole = (ctypes.c_char * ((1 << 47) - 4096)).from_address(4096)
     return np.frombuffer(whole, dtype=kind)
 
 
 class Shadow:
-    """Who read and wrote each granule last, to find accesses that neither a barrier nor a warp's sync orders.
+    """The last reader and writer of each granule, to find races: accesses ordered by no barrier of block or warp.
 
-    A thread's number is its block's times 1024 plus its own in the block, so that its warp and block are shifts.
+    A thread's number is block * 1024 + thread, so that its warp and block are shifts.
     """
 
-    ONE, WARP, BLOCK, GRID = range(4)  # how far apart the readers of a granule are
+    ONE, WARP, BLOCK, GRID = range(4)  # the smallest scope that contains all readers of a granule
 
     def __init__(self, granules: int) -> None:
         self.writer = np.full(granules, -1, np.int64)
         self.reader = np.full(granules, -1, np.int64)
         self.readers = np.zeros(granules, np.int8)
-        # Barriers of the block and of the warp that a thread had passed at its access.
+        # The number of barriers of the block and of the warp that the thread had passed at its access.
         self.write_block, self.write_warp = np.zeros(granules, np.int32), np.zeros(granules, np.int32)
         self.read_block, self.read_warp = np.zeros(granules, np.int32), np.zeros(granules, np.int32)
 
     def read(self, at: Index, thread: Index, block: Array, warp: Array) -> None:
-        """Threads read the granules at; block, warp: barriers that they have passed."""
+        """Record reads of the granules `at`; block, warp: the barriers that the threads have passed."""
         self._after_write(at, thread, block, warp, "reads what another thread wrote, with no barrier between")
         old = self.reader[at]
         same_block, same_warp = old >> 10 == thread >> 10, old >> 5 == thread >> 5
@@ -79,7 +79,7 @@ class Shadow:
             np.maximum.at(self.readers, at[others], far[others].astype(np.int8))
 
     def write(self, at: Index, thread: Index, block: Array, warp: Array) -> None:
-        """Threads write the granules at."""
+        """Record writes of the granules `at`."""
         self._after_write(
             at, thread, block, warp, "writes what another thread wrote, with no barrier between"
         )

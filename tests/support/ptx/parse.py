@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 
 
 class PtxError(Exception):
-    """The text is not PTX that the interpreter knows."""
+    """The text is PTX that the interpreter does not know."""
 
 
 @dataclass(frozen=True)
 class Register:
-    """A register, or a predicate that is negated where it is read."""
+    """A register, or a predicate that is negated when read."""
 
     name: str
     negated: bool = False
@@ -21,7 +21,7 @@ class Register:
 
 @dataclass(frozen=True)
 class Special:
-    """A read-only register of the thread's place: %tid.x and its like."""
+    """A read-only special register, such as %tid.x."""
 
     name: str
 
@@ -59,7 +59,7 @@ class Vector:
 
 @dataclass(frozen=True)
 class Pair:
-    """a|b: a result and the predicate beside it."""
+    """a|b: a result and a predicate result."""
 
     first: Register
     second: Register
@@ -70,7 +70,7 @@ Operand = Register | Special | Immediate | Symbol | Address | Vector | Pair
 
 @dataclass(frozen=True)
 class Instruction:
-    """One instruction; `form` is its opcode with all modifiers, of which none is optional here."""
+    """One instruction; `form` is its opcode with all modifiers."""
 
     line: int
     text: str
@@ -81,7 +81,7 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Variable:
-    """A parameter or a shared variable; size 0: as long as the launch says."""
+    """A parameter or a shared variable; size 0: dynamic shared memory."""
 
     name: str
     size: int
@@ -95,9 +95,9 @@ class Kernel:
     name: str
     parameters: list[Variable]
     most_threads: int | None
-    """What .maxntid allows a block."""
+    """The largest number of threads per block (.maxntid)."""
     registers: dict[str, str] = field(default_factory=dict)
-    """Type by the name before the number: {"%r": "b32"}."""
+    """Register prefix -> type: {"%r": "b32"}."""
     shared: list[Variable] = field(default_factory=list)
     code: list[Instruction] = field(default_factory=list)
     labels: dict[str, int] = field(default_factory=dict)
@@ -105,20 +105,20 @@ class Kernel:
 
 @dataclass
 class Module:
-    """What nvcc writes for one .cu file."""
+    """The PTX module of one .cu file."""
 
     target: str
     kernels: dict[str, "KernelText"]
     shared: list[Variable]
 
     def kernel(self, name: str) -> Kernel:
-        """The parsed kernel with only those module variables that it names."""
+        """Return the parsed kernel, with only the module variables that it uses."""
         return self.kernels[name].parsed(self.shared)
 
 
 @dataclass(frozen=True)
 class KernelText:
-    """A kernel before it is parsed, which most of a file's kernels need not be."""
+    """The text of a kernel; parsed on demand, because most kernels of a file are not needed."""
 
     name: str
     parameters: str
@@ -151,7 +151,7 @@ _VARIABLE = re.compile(
 
 
 def parse(text: str) -> Module:
-    """Read a module. Kernels are read when they are asked for."""
+    """Parse a module; its kernels are parsed on demand."""
     text = re.sub(r"//[^\n]*", "", text)
     target = re.search(r"^\.target\s+(\w+)", text, re.MULTILINE)
     if target is None:
@@ -180,7 +180,7 @@ def parse(text: str) -> Module:
 
 
 def _closing(text: str, begin: int) -> int:
-    """Where the block that was opened before `begin` is closed."""
+    """Return the position of the brace that closes the block opened before `begin`."""
     depth = 1
     for brace in re.finditer(r"[{}]", text[begin:]):
         depth += 1 if brace[0] == "{" else -1
@@ -203,7 +203,7 @@ def _parameters(text: str) -> list[Variable]:
 
 
 def bits_of(kind: str) -> int:
-    """How many bits a type such as u32 has."""
+    """Return the number of bits of a type such as u32."""
     found = re.fullmatch(r"[busf](8|16|32|64)", kind)
     if found is None:
         raise PtxError(f"no type that is known: {kind!r}")
@@ -260,7 +260,7 @@ class _Body:
             return Vector(tuple(map(self._operand, _split(text[1:-1]))))
         if text.startswith("["):
             found = re.fullmatch(r"\[([\w%$]+)(?:(\+-?)(\d+))?\]", text.replace(" ", ""))
-            if found is None:  # of an instruction that is not known
+            if found is None:  # an operand of an unknown instruction
                 return Symbol(text)
             return Address(self._operand(found[1]), int(f"{found[2][1:]}{found[3]}") if found[2] else 0)
         if "|" in text:
@@ -286,12 +286,12 @@ class _Body:
 
 
 def register_type(kernel: Kernel, name: str) -> str | None:
-    """The declared type of a register: `pred`, `b32` and so on; None: there is none."""
+    """Return the declared type of a register, such as `pred` or `b32`; None if it is not declared."""
     return kernel.registers.get(name.rstrip("0123456789"), kernel.registers.get(name))
 
 
 def _split(text: str) -> list[str]:
-    """At the commas outside of braces and brackets."""
+    """Split a list at the commas outside of braces and brackets."""
     parts, depth, begin = [], 0, 0
     for at, letter in enumerate(text):
         depth += (letter in "{[") - (letter in "}]")

@@ -15,8 +15,11 @@ Run = Callable[["Lanes"], None]
 
 
 def _load_matrices(machine: "Machine", instruction: parse.Instruction) -> Run:
-    """ldmatrix.x4: lanes 8 i to 8 i + 7 give the rows of matrix i, whose number [row][column], or [column][row] where
-    transposed, lies in half column % 2 of register i of lane row * 4 + column / 2."""
+    """Compile ldmatrix.x4: lanes 8 i to 8 i + 7 give the row addresses of matrix i.
+
+    Its element [row][column] ([column][row] if transposed) goes to half column % 2 of register i of lane
+    row * 4 + column / 2.
+    """
     from tests.support.ptx.instructions import access, effective, writer
 
     to, source = instruction.operands
@@ -37,7 +40,7 @@ def _load_matrices(machine: "Machine", instruction: parse.Instruction) -> Run:
 
 
 def _numbers(words: NDArray[np.uint32], kind: str) -> NDArray[np.float64]:
-    """[warp, lane] words as [warp, lane, half] numbers."""
+    """Convert words [warp, lane] to numbers [warp, lane, half]."""
     halves = np.ascontiguousarray(words).view(np.uint16).reshape(*words.shape, 2)
     if kind == "f16":
         return halves.view(np.float16).astype(np.float64)
@@ -45,10 +48,12 @@ def _numbers(words: NDArray[np.uint32], kind: str) -> NDArray[np.float64]:
 
 
 def _multiply(machine: "Machine", instruction: parse.Instruction) -> Run:
-    """mma.m16n8k16: with g = lane / 4 and t = lane % 4, a lane has of the left operand the rows g (registers 0, 2) and
-    g + 8 (1, 3) and the columns 2 t, 2 t + 1 (0, 1) and those 8 further right (2, 3); of the right one column g, rows
-    2 t, 2 t + 1 (register 0) and those 8 further down (1); of the sums rows g (0, 1) and g + 8 (2, 3), columns 2 t and
-    2 t + 1. Products and sums are exact but for one rounding at the end."""
+    """Compile mma.m16n8k16; products and sums are exact, with one rounding at the end.
+
+    With g = lane / 4 and t = lane % 4, a lane holds: of A rows g (registers 0, 2) and g + 8 (1, 3), columns 2 t and
+    2 t + 1 (0, 1) and 2 t + 8 and 2 t + 9 (2, 3); of B column g, rows 2 t and 2 t + 1 (register 0) and 2 t + 8 and
+    2 t + 9 (1); of the sums rows g (0, 1) and g + 8 (2, 3), columns 2 t and 2 t + 1.
+    """
     from tests.support.ptx.instructions import reader, writer
 
     kind = instruction.form.split(".")[7]

@@ -1,15 +1,15 @@
-"""A stand-in accelerator: computes on the CPU, in memory of its own, by the rules of a GPU.
+"""A stand-in accelerator: computes on the CPU, in separate memory, by the rules of a GPU.
 
-`use_standin()` makes torch know the device "standin" for the rest of the process; processes that shall compute on the
-CPU as well are others (see `RankPool`). What a GPU refuses or gets wrong, this device does:
+`use_standin()` registers the device "standin" with torch for the rest of the process; tests on the CPU use other
+processes (see `RankPool`). The device reproduces the failures of a GPU:
 
-- an operator with tensors of two devices is refused; no address of the device can be read by the host;
-- an asynchronous copy happens when its stream, an event after it or the device is waited for, and its destination
-  holds 0xFF bytes (NaN, -1) until then; freed memory does as well;
-- a stream that uses what another one may still write, and memory that is freed while another stream may use it without
-  record_stream, are kept as hazards (`use_standin().take_hazards()`), by which a task of the pool fails;
-- `count_syncs()` counts what makes the host wait for the device, and `refuse_syncs()` refuses it;
-- the process group "standin" takes tensors of its rank's own device alone.
+- an operator with tensors of two devices is refused; the host cannot read device addresses;
+- an asynchronous copy is executed when its stream, an event after it or the device is waited for; until then its
+  destination holds 0xFF bytes (NaN, -1), as does freed memory;
+- hazards fail a task of the pool (`use_standin().take_hazards()`): a stream uses data that another stream may still
+  write, or memory is freed while another stream may use it without record_stream;
+- `count_syncs()` counts the host's waits for the device, and `refuse_syncs()` refuses them;
+- the process group "standin" accepts only tensors of its rank's own device.
 """
 
 from tests.support.standin.device import use_standin

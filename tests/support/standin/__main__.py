@@ -1,7 +1,7 @@
-"""`python -m tests.support.standin train run.toml ...`: the command line where the accelerator is the stand-in.
+"""`python -m tests.support.standin train run.toml ...`: the command line with the stand-in as the accelerator.
 
-With RECORD in the environment, the functions of megalite that were called go to a file of that name and the process's
-number, a line each.
+With RECORD in the environment, each process writes the called functions of megalite to a file of that name plus the
+process id, one per line.
 """
 
 import atexit
@@ -34,7 +34,7 @@ if __name__ == "__main__":
     use_standin()
     if record := os.environ.get("RECORD"):
         atexit.register(write_calls, record)
-        # A forked rank runs no exit functions but those of multiprocessing.
+        # A forked rank runs only the exit functions of multiprocessing.
         util.register_after_fork(
             note, lambda _: util.Finalize(None, write_calls, args=(record,), exitpriority=1)
         )

@@ -21,7 +21,7 @@ LIBRARIES = ("c10", "torch", "torch_cpu", "torch_python")
 
 
 def load() -> ModuleType:
-    """The compiled module, built first where this machine has none of these sources and this torch."""
+    """Return the compiled module; build it first if there is none of these sources and this torch."""
     spec = importlib.util.spec_from_file_location("_standin", library())
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -30,7 +30,7 @@ def load() -> ModuleType:
 
 
 def library() -> Path:
-    """The shared library's path; processes that ask at once build it once."""
+    """Return the shared library's path; concurrent processes build it only once."""
     sources = [HERE / f"{name}.cpp" for name in SOURCES]
     built = FOLDER / _digest(sources) / "_standin.so"
     if built.exists():
@@ -58,7 +58,7 @@ def _build(sources: list[Path], built: Path) -> None:
         for source, made in objects.items()
         if not made.exists()
     )
-    # Whole once it has its name: another process may look for it meanwhile.
+    # Renamed when complete, because other processes may look for it meanwhile.
     part = built.with_suffix(".part")
     libraries = [f"-L{TORCH / 'lib'}", f"-Wl,-rpath,{TORCH / 'lib'}", *(f"-l{name}" for name in LIBRARIES)]
     _run_all([["g++", "-shared", *map(str, objects.values()), *libraries, "-o", str(part)]])
@@ -66,7 +66,7 @@ def _build(sources: list[Path], built: Path) -> None:
 
 
 def _run_all(commands: Iterable[list[str]]) -> None:
-    """Run all at once. Raises RuntimeError with what the compiler said."""
+    """Run all commands in parallel. Raises RuntimeError with the compiler's output."""
     running = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
     said = [process.communicate()[1] for process in running]
     for process, text in zip(running, said, strict=True):

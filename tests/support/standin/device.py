@@ -1,4 +1,4 @@
-"""What torch asks of a device in Python: its module `torch.standin`, and the name of its process group."""
+"""The Python part of the device: its module `torch.standin`, and the name of its process group."""
 
 import functools
 from datetime import timedelta
@@ -17,7 +17,7 @@ DEVICES = 8
 
 @functools.cache
 def use_standin(devices: int = DEVICES) -> ModuleType:
-    """Register the device with this process, before its first backward; the compiled module."""
+    """Register the device with this process, before its first backward; return the compiled module."""
     compiled = build.load()
     compiled.set_device_count(devices)
     torch.utils.rename_privateuse1_backend(NAME)

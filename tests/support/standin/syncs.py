@@ -1,4 +1,4 @@
-"""Waits of the host for the device: counted by kind and by the line that asked, or refused."""
+"""Waits of the host for the device: counted by kind and calling line, or refused."""
 
 import sys
 from collections import Counter
@@ -12,16 +12,17 @@ from tests.support.standin.device import use_standin
 
 HERE = str(Path(__file__).parent)
 ROOT = Path(__file__).parents[3]
-# No Python frame is above: autograd's own thread runs the operator.
+# Autograd's own thread runs the operator, without a Python frame above.
 NOWHERE = "autograd"
 _watchers: list[Callable[[str], None]] = []
 
 
 @dataclass
 class Syncs:
-    """kinds: "item", "copy to host", "copy to device", "data-dependent", "event", "stream", "device", "barrier".
+    """Counts of waits. kinds: "item", "copy to host", "copy to device", "data-dependent", "event", "stream", "device",
+    "barrier".
 
-    lines: (kind, "megalite/..py:line") -> how often.
+    lines: (kind, "megalite/..py:line") -> count.
     """
 
     kinds: Counter[str] = field(default_factory=Counter)
@@ -44,7 +45,7 @@ class SyncRefused(RuntimeError):
 
 
 def asking_line() -> str:
-    """The innermost line of megalite on the stack; else the innermost of this repository; else "autograd"."""
+    """Return the innermost line of megalite on the stack; else the innermost of this repository; else "autograd"."""
     frame: FrameType | None = sys._getframe(1)
     nearest = NOWHERE
     while frame is not None:
@@ -61,7 +62,7 @@ def asking_line() -> str:
 
 @contextmanager
 def count_syncs() -> Iterator[Syncs]:
-    """What makes the host wait for the device within."""
+    """Count the host's waits for the device within the context."""
     syncs = Syncs()
     with _watching(syncs.add):
         yield syncs
@@ -69,7 +70,7 @@ def count_syncs() -> Iterator[Syncs]:
 
 @contextmanager
 def refuse_syncs() -> Iterator[None]:
-    """Raise SyncRefused where the host would wait, as torch.cuda.set_sync_debug_mode("error")."""
+    """Raise SyncRefused where the host would wait, like torch.cuda.set_sync_debug_mode("error")."""
 
     def refuse(kind: str) -> None:
         raise SyncRefused(f"the host waits for the device ({kind}) at {asking_line()}")

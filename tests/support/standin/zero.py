@@ -1,4 +1,4 @@
-"""The stand-in as DeepSpeed asks for an accelerator, so that its engine runs on it as on a GPU."""
+"""The stand-in as a DeepSpeed accelerator, so that DeepSpeed's engine runs on it as on a GPU."""
 
 import functools
 from typing import Any
@@ -11,10 +11,9 @@ from tests.support.standin.device import NAME
 
 
 class StandinAccelerator(CPU_Accelerator):  # type: ignore[misc]
-    """What DeepSpeed's CUDA accelerator answers, for the stand-in; operators that it compiles are the CPU's.
+    """Answers like DeepSpeed's CUDA accelerator; its compiled operators are the CPU's.
 
-    Those read memory by its address, which a device's has no meaning for: of them only what works on host memory
-    (offloaded states) can run.
+    The compiled operators read host addresses, so only those on host memory (offloaded states) can run.
     """
 
     def __init__(self) -> None:
