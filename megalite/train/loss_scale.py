@@ -7,7 +7,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class LossScaleSettings:
-    """initial: the first scale. window: steps in a row without an overflow that double it; None: never.
+    """initial: the first scale. window: steps in a row without an overflow that double it; None: a fixed scale.
 
     hysteresis: the overflow since the last doubling that halves it. minimum: it is never halved below this.
     """
@@ -35,7 +35,8 @@ class LossScale:
     def passed(self) -> None:
         """A step without an overflow."""
         self._steps_since_change += 1
-        if self._steps_since_change == self._settings.window:
+        # More than the window after a resume with a smaller one.
+        if self._settings.window is not None and self._steps_since_change >= self._settings.window:
             self.value *= 2
             self._steps_since_change = 0
             self._overflows_left = self._settings.hysteresis
@@ -57,8 +58,12 @@ class LossScale:
         }
 
     def load(self, scalars: Mapping[str, Any]) -> None:
-        """Take over a checkpoint's; one that was written in another precision has none, and the scale starts anew."""
-        if "loss_scale" in scalars:
-            self.value = float(scalars["loss_scale"])
-            self._steps_since_change = int(scalars["loss_scale_steps_since_change"])
-            self._overflows_left = int(scalars["loss_scale_overflows_left"])
+        """Continue with the scale of a checkpoint, within the limits of this run's settings.
+
+        A fixed scale keeps its own value. A checkpoint of another precision has no scale: this one starts anew.
+        """
+        if "loss_scale" not in scalars or self._settings.window is None:
+            return
+        self.value = max(float(scalars["loss_scale"]), self._settings.minimum)
+        self._steps_since_change = int(scalars["loss_scale_steps_since_change"])
+        self._overflows_left = min(int(scalars["loss_scale_overflows_left"]), self._settings.hysteresis)

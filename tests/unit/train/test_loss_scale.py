@@ -53,3 +53,24 @@ def test_a_checkpoint_of_another_precision_has_none_to_take_over() -> None:
     scale = LossScale(LossScaleSettings(initial=8))
     scale.load({"step": 3.0})
     assert scale.value == 8
+
+
+def test_a_fixed_scale_stays_itself_after_a_resume_from_a_dynamic_run() -> None:
+    fixed = LossScale(LossScaleSettings(initial=128, window=None, minimum=128))
+    fixed.load(LossScale(LossScaleSettings()).scalars())
+    assert fixed.value == 128 and fixed.exhausted
+    assert after(fixed, "." * 1500)[-1] == 128
+
+
+def test_a_resume_with_a_smaller_window_or_hysteresis_obeys_the_new_one() -> None:
+    slow, quick = LossScale(LossScaleSettings(initial=64, window=1000, hysteresis=4)), LossScaleSettings(window=3)
+    after(slow, "." * 500)
+    resumed = LossScale(quick)
+    resumed.load(slow.scalars())
+    assert after(resumed, "....o") == [128, 128, 128, 256, 128]
+
+
+def test_a_resume_with_a_larger_minimum_is_not_below_it() -> None:
+    resumed = LossScale(LossScaleSettings(minimum=32))
+    resumed.load(LossScale(LossScaleSettings(initial=4)).scalars())
+    assert resumed.value == 32
