@@ -171,7 +171,7 @@ def _used() -> dict[str, str]:
                 facts.append(f"compute capability {capability}")
             used[f"GPU {index}"] = ", ".join(facts)
     used["collectives"] = backend_of(device) or f"none: this torch has none for {device.type}; use one rank"
-    used["precision"] = f"{choose_precision('auto', device).name}, the fastest on this device"
+    used["precision"] = f"{choose_precision('auto', device).name} by default on this device"
     used["attention"] = "torch's scaled_dot_product_attention"
     return used | used_parts(device.type)
 

@@ -65,7 +65,7 @@ class StepLoader:
         self._samples = BlendedSamples(files, weights, sequence_length, seed=seed, shuffle=shuffle)
         self._pad_id, self._vocab_size = pad_id, vocab_size
         self._end_of_document_id = end_of_document_id
-        self._end = None if epochs is None else ceil(epochs * len(self._samples))
+        self._end = None if epochs is None else self._samples_in(epochs)
         self.global_batch_size = micro_batches * dp_size * micro_batch_size
         micro_batch_starts = (
             np.arange(micro_batches) * (dp_size * micro_batch_size) + dp_rank * micro_batch_size
@@ -80,7 +80,7 @@ class StepLoader:
 
     def steps_for_epochs(self, epochs: float | Fraction, *, after: int = 0) -> int:
         """Return the steps of `epochs` epochs, at least one; with `after` consumed samples, the remaining steps."""
-        remaining = max(ceil(epochs * self.samples_per_epoch) - after, 0 if after else 1)
+        remaining = max(self._samples_in(epochs) - after, 0 if after else 1)
         return ceil(remaining / self.global_batch_size)
 
     def step_batch(self, consumed_samples: int, *, dtype: torch.dtype = torch.float32) -> LoadedBatch:
@@ -105,6 +105,10 @@ class StepLoader:
             document_ids=document_ids,
             sample_ids=torch.from_numpy(rows.sample_ids),
         )
+
+    def _samples_in(self, epochs: float | Fraction) -> int:
+        # As the number was written: 1.1 x 100 is 110, while its nearest float gives a little more.
+        return ceil(Fraction(str(epochs)) * len(self._samples))
 
     @staticmethod
     def _numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:

@@ -1,7 +1,5 @@
 """The number type of weights and activations, and what "auto" makes of it on this machine."""
 
-import math
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +11,8 @@ DTYPES = {
     "fp16": torch.float16,
     "fp64": torch.float64,
 }
-# The speed-up from which bf16 is worth its three digits; also keeps noise from deciding.
-_WORTHWHILE = 1.25
-_PRODUCT_SIZE = 512
-_PRODUCTS = 5
-_PRODUCTS_SECONDS = 0.1
+# The instructions that multiply matrices in a low precision, by torch's names; without them torch converts to fp32.
+_INSTRUCTIONS = {"bf16": ("amx_bf16", "avx512_bf16"), "fp16": ("amx_fp16", "avx512_fp16")}
 
 
 @dataclass(frozen=True)
@@ -30,10 +25,13 @@ class Precision:
 
 
 def choose_precision(asked: str, device: torch.device, resumed: Any = None) -> Precision:
-    """What `training.precision` = `asked` means on this machine.
+    """Return the number type that `training.precision` = `asked` stands for on this machine.
 
-    resumed: the precision with which the run that goes on was trained, None for a new one: "auto" keeps it, so
-    that no curve changes with the machine. On a CPU this times a product for up to 0.3 s: ask on one rank.
+    It depends on the processor's instructions or the device's capability alone, never on a measurement: the same
+    command trains in the same precision on a busy machine too.
+
+    resumed: the precision of the run that is resumed, None for a new run; "auto" keeps it, so that no loss curve
+    changes with the machine.
     """
     if asked == "auto" and resumed in DTYPES:
         return Precision(resumed, f'training.precision: "auto" goes on with "{resumed}", as the run began')
@@ -41,32 +39,18 @@ def choose_precision(asked: str, device: torch.device, resumed: Any = None) -> P
         capable = torch.get_device_module(device).is_bf16_supported(including_emulation=False)
         return Precision(("bf16" if capable else "fp32") if asked == "auto" else asked)
     if asked == "auto":
-        gain = _speed("bf16")
-        if gain < _WORTHWHILE:
+        found = _instructions("bf16")
+        if not found:
             return Precision("fp32")
-        return Precision(
-            "bf16", f'training.precision: "auto" is "bf16", {gain:.1f} times as fast here as "fp32"'
-        )
-    if asked in ("bf16", "fp16") and (gain := _speed(asked)) < 1:
-        cost = f'"{asked}" takes {1 / gain:.1f} times as long as "fp32" in a matrix product on this CPU'
+        return Precision("bf16", f'training.precision: "auto" is "bf16": the processor has {found[0]}')
+    if asked in _INSTRUCTIONS and not _instructions(asked):
+        needed = " or ".join(_INSTRUCTIONS[asked])
+        cost = f'"{asked}" is slower than "fp32" on a processor without {needed}'
         return Precision(asked, warning=f'training.precision: {cost}; "fp32" or "auto" trains faster')
     return Precision(asked)
 
 
-def _speed(precision: str) -> float:
-    """How often a product in this type fits into the time of one in float32."""
-    return product_seconds(torch.float32) / product_seconds(DTYPES[precision])
-
-
-def product_seconds(dtype: torch.dtype) -> float:
-    """The best time of a few products of square matrices on the CPU, with torch's threads as they are set."""
-    matrix = torch.ones(_PRODUCT_SIZE, _PRODUCT_SIZE, dtype=dtype)
-    best, started = math.inf, time.perf_counter()
-    for _ in range(_PRODUCTS):
-        before = time.perf_counter()
-        torch.mm(matrix, matrix)
-        now = time.perf_counter()
-        best = min(best, now - before)
-        if now - started > _PRODUCTS_SECONDS:
-            break
-    return best
+def _instructions(precision: str) -> list[str]:
+    """Return which of the instructions for `precision` this processor has, the fastest first."""
+    capabilities = torch.cpu.get_capabilities()
+    return [each for each in _INSTRUCTIONS[precision] if capabilities.get(each, False)]

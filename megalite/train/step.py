@@ -68,13 +68,7 @@ class TrainStep:
             prepare=_nothing if weights is None else partial(load_huggingface, weights),
         )
         self.transfer = BatchTransfer(mesh.device)
-        self.batches = Prefetch(
-            partial(self.arriving_batch, loader),
-            stride=config.batch.global_batch_size,
-            end=self.total_steps * config.batch.global_batch_size,
-            workers=config.data.loader_workers,
-            depth=config.data.prefetch,
-        )
+        self.batches = self._training_batches()
         self.learning_rate = schedule_of(config, self.total_steps)
 
     @property
@@ -103,7 +97,22 @@ class TrainStep:
     def tokens_per_step(self) -> int:
         return self.config.batch.global_batch_size * self.config.training.sequence_length
 
-    def arriving_batch(self, loader: StepLoader, consumed_samples: int) -> ArrivingBatch:
+    def prefetch(self, loader: StepLoader, *, end: int) -> Prefetch[ArrivingBatch]:
+        """Return the batches of `loader` up to `end` samples, which threads read ahead and copy to the device."""
+        return Prefetch(
+            partial(self._arriving_batch, loader),
+            stride=self.config.batch.global_batch_size,
+            end=end,
+            workers=self.config.data.loader_workers,
+            depth=self.config.data.prefetch,
+        )
+
+    def _training_batches(self) -> Prefetch[ArrivingBatch]:
+        """The batches of the remaining steps, each of today's global batch size."""
+        left = (self.total_steps - self.state.step) * self.config.batch.global_batch_size
+        return self.prefetch(self.loader, end=self.state.samples + left)
+
+    def _arriving_batch(self, loader: StepLoader, consumed_samples: int) -> ArrivingBatch:
         """Read the batch of `loader` after `consumed_samples` and start its copy to the device; thread-safe."""
         return self.transfer.start(loader.step_batch(consumed_samples, dtype=self.options.loss_dtype))
 
@@ -190,6 +199,8 @@ class TrainStep:
             )
         self.state = TrainerState(**loaded.trainer_state)
         self.learning_rate = schedule_of(self.config, self.total_steps)
+        self.batches.close()
+        self.batches = self._training_batches()
 
     def _current_learning_rate(self) -> float:
         # DeepSpeed's schedulers do not advance at an update that is skipped.

@@ -53,9 +53,10 @@ def validate(trainer: "TrainStep", sets: Mapping[str, HeldOutSet]) -> Validation
     total, tokens, means = 0.0, 0.0, {}
     for name, each in sets.items():
         sums = torch.zeros(2, dtype=torch.float64, device=trainer.mesh.device)
-        for step in range(each.steps):
-            batch = trainer.arriving_batch(each.loader, step * each.loader.global_batch_size).ready()
-            sums += trainer.evaluate(batch)
+        stride = each.loader.global_batch_size
+        with trainer.prefetch(each.loader, end=each.steps * stride) as batches:
+            for step in range(each.steps):
+                sums += trainer.evaluate(batches.step_batch(step * stride).ready())
         loss, weight = sums.tolist()  # the only wait for the device
         if weight == 0:
             raise DataError(f"the validation set {name} has no token that counts; name other text")

@@ -221,3 +221,12 @@ def test_a_file_whose_documents_do_not_end_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"document 1 ends in id 4, .* is 9; set tokenizer.end_of_document"):
         require_ends(file, 9)
     require_ends(in_documents(tmp_path, [[1, 2, 9], [9], [5, 9]]), 9)
+
+
+def test_epochs_are_the_decimal_number_that_was_written(tmp_path: Path) -> None:
+    """1.1 x 100 samples are 110, though their product in floats is a little more."""
+    file = in_documents(tmp_path, [[1] * (100 * LENGTH)])
+    each = loader(file, b=1, m=1, epochs=1.1)
+    assert each.samples_per_epoch == 100
+    assert each.steps_for_epochs(1.1) == 110
+    assert [int(each.step_batch(place).loss_mask.any()) for place in (109, 110)] == [1, 0]

@@ -6,21 +6,24 @@ import sys
 import threading
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalite.config.load import load_run
-from megalite.data.loader import StepLoader
+from megalite.data.loader import LoadedBatch, StepLoader
 from megalite.data.prefetch import Prefetch
 from megalite.data.token_file import TokenFile, TokenWriter, bin_path, idx_path
 from megalite.errors import DataError
 from megalite.parallel.mesh import ParallelMesh
 from megalite.train.state import StepReport, TrainerState
 from megalite.train.step import TrainStep
+from megalite.train.validation import held_out_set, validate
 
 ROOT = Path(__file__).parents[3]
 ENDLESS = 1 << 60
@@ -231,6 +234,25 @@ def test_a_trainer_put_elsewhere_reads_what_belongs_there(file: TokenFile) -> No
         )
     assert expected.input_ids.tolist() == found.input_ids.tolist()
     assert found.sample_indices.tolist() == [12, 13, 14, 15]
+
+
+def test_validation_batches_are_read_ahead_and_give_the_same_loss(file: TokenFile) -> None:
+    losses, readers = [], set()
+    for workers in (0, 1):
+        each = trainer(file, workers)
+        load = partial(StepLoader, sequence_length=8, micro_batch_size=4, micro_batches=1, seed=3)
+        held_out = held_out_set(load, file, 11)
+        assert held_out.steps == 3
+        read = held_out.loader.step_batch
+
+        def noted(samples: int, *, dtype: torch.dtype, read=read) -> LoadedBatch:
+            readers.add(threading.current_thread().name.partition("_")[0])
+            return read(samples, dtype=dtype)
+
+        held_out.loader.step_batch = noted  # type: ignore[method-assign]
+        losses.append(validate(each, {"held": held_out}).loss)
+    assert losses[0] == losses[1]
+    assert readers == {"MainThread", "loader"} and not loader_threads()
 
 
 def test_a_step_fails_with_what_its_reader_found(file: TokenFile) -> None:

@@ -1,6 +1,7 @@
 """What may change between a checkpoint and the run that goes on from it, and what of the old run stays."""
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -66,6 +67,13 @@ def resumed(written: Path, **changes: Any) -> TrainStep:
     return trainer
 
 
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, "did not happen"
+        time.sleep(0.002)
+
+
 def state_of(trainer: TrainStep, name: str) -> Mapping[str, Any]:
     """The group and the state of a parameter."""
     optimizer = trainer.optimizer._optimizer  # type: ignore[attr-defined]
@@ -86,6 +94,16 @@ def test_a_larger_batch_goes_on_behind_the_samples_that_were_seen(written: Path)
     assert asked == [12, 22]
     assert (trainer.state.step, trainer.state.samples) == (5, 32)
     assert trainer.state.tokens == 32 * 12
+
+
+def test_a_smaller_batch_is_read_ahead_too(written: Path) -> None:
+    trainer = trainer_of(data__loader_workers=1, data__prefetch=2, training__micro_batches=1)
+    trainer.resume(written)
+    asked.clear()
+    with trainer.batches:
+        trainer.train_step()
+        wait_until(lambda: len(asked) == 3)
+    assert asked == [12, 14, 16]
 
 
 def test_epochs_end_where_the_data_does_whatever_the_batch(written: Path) -> None:
