@@ -1,7 +1,7 @@
 """The whole life of one rank: meet the others, find the inputs, resume, train, save, export."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,8 +15,6 @@ from megalite.config.schema import RunConfig
 from megalite.config.write import write_resolved
 from megalite.convert.huggingface.export import export
 from megalite.convert.huggingface.files import local_folder
-from megalite.data.loader import StepLoader
-from megalite.data.token_file import TokenFile
 from megalite.data.tokenizer import load_tokenizer
 from megalite.errors import CheckpointError
 from megalite.launcher.detect import RankInfo
@@ -28,6 +26,7 @@ from megalite.train.callbacks import Callback
 from megalite.train.inputs import RunInputs, found_to_resume, prepare_inputs
 from megalite.train.interruption import termination_noted
 from megalite.train.kernel_choice import agreed_kernels
+from megalite.train.loaders import held_out_sets, loader_maker, training_loader
 from megalite.train.loop import TrainingLoop
 from megalite.train.precision import Precision, choose_precision
 from megalite.train.report import RunReporter
@@ -35,7 +34,6 @@ from megalite.train.run_folder import RunFolder
 from megalite.train.saving import RunSaver
 from megalite.train.start import data_line
 from megalite.train.step import TrainStep
-from megalite.train.validation import HeldOutSet, held_out_set
 
 
 def train_rank(info: RankInfo, config: RunConfig, threads: int, callbacks: Sequence[Callback] = ()) -> int:
@@ -95,35 +93,29 @@ def _train(
     resumed_from = _checkpoint_to_resume(config, mesh, folder)
     precision = _precision(config, mesh, resumed_from)
     config = config.in_precision(precision.name)
-    if config.zero_stage:
-        # DeepSpeed costs seconds to import: only a run that uses it pays.
-        from megalite.train.optimizer.deepspeed_ops import require_precision
-
-        # "auto" may go on with any; every rank asks, so that none waits.
-        require_precision(precision.name, config.deepspeed_json())
-    start = None
-    if (weights := inputs.weights) and resumed_from is None:
-        # Other machines than that of rank 0 have it not yet.
-        start = all_or_none(mesh, lambda: local_folder(weights), explain(mesh, "import", Path(weights)))
-    trainer, held_out, tested = _trainer(config, mesh, inputs, start, leads_node=info.local_rank == 0)
+    _require_deepspeed_precision(config)
+    tokenizer = load_tokenizer(inputs.tokenizer_folder, end_of_document=config.tokenizer.end_of_document)
+    shape = config.model.shape(tokenizer.vocab_size)
+    kernels, tested = agreed_kernels(config, shape, mesh, leads_node=info.local_rank == 0)
+    load = loader_maker(config, mesh, tokenizer, shape.vocab_size)
+    trainer = TrainStep(
+        config,
+        mesh,
+        shape,
+        training_loader(config, inputs.data, load),
+        weights=_initial_weights(inputs, mesh) if resumed_from is None else None,
+        kernels=kernels,
+    )
+    held_out = held_out_sets(config, inputs.data, load)
     if resumed_from is not None:
         _resume(trainer, resumed_from)
     if mesh.rank == 0:
         write_resolved(config, folder.root / "run.toml")
     reporter = RunReporter(trainer, info, folder.metrics, folder.tensorboard)
     reporter.say(_data_line(trainer, held_out))
-    if precision.warning:
-        reporter.warn(precision.warning)
-    if precision.note:
-        reporter.say(precision.note)
-    if config.model.kernels != "reference":
-        reporter.say(f"model.kernels: {trainer.kernels}")
-    if tested:
-        reporter.say(tested)
+    _tell_choices(reporter, trainer, precision, tested)
     if resumed_from is not None:
-        reporter.say(f"resumed after step {trainer.state.step} from {resumed_from}")
-        if trainer.state.step >= trainer.total_steps:
-            reporter.say(f"nothing left to train: this run has {trainer.total_steps} steps")
+        _tell_resumption(reporter, trainer, resumed_from)
     saver = RunSaver(
         trainer, folder.checkpoints, resumed_from=resumed_from, ranks_a_node=info.local_world_size
     )
@@ -173,35 +165,38 @@ def _finish(done: _Done, folder: RunFolder) -> dict[str, Path]:
     return places
 
 
-def _trainer(
-    config: RunConfig, mesh: ParallelMesh, inputs: RunInputs, weights: Path | None, *, leads_node: bool
-) -> tuple[TrainStep, Mapping[str, HeldOutSet], str]:
-    """Return this rank's TrainStep, the validation sets by name, and a note on the operators' self-test."""
-    tokenizer = load_tokenizer(inputs.tokenizer_folder, end_of_document=config.tokenizer.end_of_document)
-    shape = config.model.shape(tokenizer.vocab_size)
-    # All that the samples of training and validation have in common.
-    load = partial(
-        StepLoader,
-        sequence_length=config.training.sequence_length,
-        micro_batch_size=config.batch.micro_batch_size,
-        micro_batches=config.batch.micro_batches,
-        dp_rank=mesh.batch.rank,
-        dp_size=mesh.batch.size,
-        seed=config.run.seed,
-        pad_id=tokenizer.end_of_document_id,
-        vocab_size=shape.vocab_size,
-        end_of_document_id=tokenizer.end_of_document_id if config.data.document_mask else None,
-    )
-    loader = load(
-        [TokenFile.open(prefix) for prefix in inputs.data.train],
-        weights=inputs.data.weights,
-        shuffle=config.data.shuffle,
-        epochs=None if config.training.steps else config.training.epochs,
-    )
-    files = {prefix.name: TokenFile.open(prefix) for prefix in inputs.data.validation}
-    held_out = {name: held_out_set(load, file, config.validation.samples) for name, file in files.items()}
-    kernels, tested = agreed_kernels(config, shape, mesh, leads_node=leads_node)
-    return TrainStep(config, mesh, shape, loader, weights=weights, kernels=kernels), held_out, tested
+def _initial_weights(inputs: RunInputs, mesh: ParallelMesh) -> Path | None:
+    """Return the folder of `model.weights` on this machine, fetched where only rank 0's machine has it. Collective."""
+    if (weights := inputs.weights) is None:
+        return None
+    return all_or_none(mesh, lambda: local_folder(weights), explain(mesh, "import", Path(weights)))
+
+
+def _require_deepspeed_precision(config: RunConfig) -> None:
+    """Raise ConfigError, on every rank, if DeepSpeed cannot train in the precision that "auto" stands for."""
+    if config.zero_stage:
+        # DeepSpeed costs seconds to import: only a run that uses it pays.
+        from megalite.train.optimizer.deepspeed_ops import require_precision
+
+        require_precision(config.training.precision, config.deepspeed_json())
+
+
+def _tell_choices(reporter: RunReporter, trainer: TrainStep, precision: Precision, tested: str) -> None:
+    """Say which precision and operators the run uses. tested: the note on the operators' self-test, or empty."""
+    if precision.warning:
+        reporter.warn(precision.warning)
+    if precision.note:
+        reporter.say(precision.note)
+    if trainer.config.model.kernels != "reference":
+        reporter.say(f"model.kernels: {trainer.kernels}")
+    if tested:
+        reporter.say(tested)
+
+
+def _tell_resumption(reporter: RunReporter, trainer: TrainStep, checkpoint: Path) -> None:
+    reporter.say(f"resumed after step {trainer.state.step} from {checkpoint}")
+    if trainer.state.step >= trainer.total_steps:
+        reporter.say(f"nothing left to train: this run has {trainer.total_steps} steps")
 
 
 def _checkpoint_to_resume(config: RunConfig, mesh: ParallelMesh, folder: RunFolder) -> Path | None:

@@ -63,7 +63,10 @@ def test_a_fixed_scale_stays_itself_after_a_resume_from_a_dynamic_run() -> None:
 
 
 def test_a_resume_with_a_smaller_window_or_hysteresis_obeys_the_new_one() -> None:
-    slow, quick = LossScale(LossScaleSettings(initial=64, window=1000, hysteresis=4)), LossScaleSettings(window=3)
+    slow, quick = (
+        LossScale(LossScaleSettings(initial=64, window=1000, hysteresis=4)),
+        LossScaleSettings(window=3),
+    )
     after(slow, "." * 500)
     resumed = LossScale(quick)
     resumed.load(slow.scalars())

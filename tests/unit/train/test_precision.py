@@ -1,5 +1,7 @@
 """The precision that "auto" stands for, and the warning about a slow one."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -19,7 +21,10 @@ def processor(monkeypatch: pytest.MonkeyPatch, *instructions: str) -> None:
     [
         ((), Precision("fp32")),
         (("avx2", "avx512_f", "amx_tile", "avx512_fp16"), Precision("fp32")),
-        (("avx512_bf16",), Precision("bf16", 'training.precision: "auto" is "bf16": the processor has avx512_bf16')),
+        (
+            ("avx512_bf16",),
+            Precision("bf16", 'training.precision: "auto" is "bf16": the processor has avx512_bf16'),
+        ),
         (
             ("avx512_bf16", "amx_bf16"),
             Precision("bf16", 'training.precision: "auto" is "bf16": the processor has amx_bf16'),
@@ -38,10 +43,10 @@ def test_auto_goes_by_the_processor_s_instructions(
 def test_this_processor_s_instructions_are_read() -> None:
     """torch and the kernel see the same ones."""
     try:
-        with open("/proc/cpuinfo") as lines:
-            flags = next((line.split() for line in lines if line.startswith("flags")), [])
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         pytest.skip("no /proc/cpuinfo")
+    flags = next((line.split() for line in lines if line.startswith("flags")), [])
     capable = "amx_bf16" in flags or "avx512_bf16" in flags
     assert choose_precision("auto", CPU).name == ("bf16" if capable else "fp32")
 
@@ -55,7 +60,9 @@ def test_a_resumed_run_keeps_its_precision_under_auto_alone(monkeypatch: pytest.
     assert choose_precision("auto", CPU, None).name == "bf16"
 
 
-@pytest.mark.parametrize(("asked", "needed"), [("bf16", "amx_bf16 or avx512_bf16"), ("fp16", "amx_fp16 or avx512_fp16")])
+@pytest.mark.parametrize(
+    ("asked", "needed"), [("bf16", "amx_bf16 or avx512_bf16"), ("fp16", "amx_fp16 or avx512_fp16")]
+)
 def test_a_slow_choice_is_kept_and_warned_about(
     monkeypatch: pytest.MonkeyPatch, asked: str, needed: str
 ) -> None:

@@ -1,0 +1,48 @@
+"""The loaders of a run's token files: of training, and of each validation set."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+from megalite.config.schema import RunConfig
+from megalite.data.ensure import RunData
+from megalite.data.loader import StepLoader
+from megalite.data.token_file import TokenFile
+from megalite.data.tokenizer import Tokenizer
+from megalite.parallel.mesh import ParallelMesh
+from megalite.train.validation import HeldOutSet, held_out_set
+
+
+def loader_maker(
+    config: RunConfig, mesh: ParallelMesh, tokenizer: Tokenizer, vocab_size: int
+) -> Callable[..., StepLoader]:
+    """Return StepLoader with the arguments that the samples of training and validation have in common."""
+    return partial(
+        StepLoader,
+        sequence_length=config.training.sequence_length,
+        micro_batch_size=config.batch.micro_batch_size,
+        micro_batches=config.batch.micro_batches,
+        dp_rank=mesh.batch.rank,
+        dp_size=mesh.batch.size,
+        seed=config.run.seed,
+        pad_id=tokenizer.end_of_document_id,
+        vocab_size=vocab_size,
+        end_of_document_id=tokenizer.end_of_document_id if config.data.document_mask else None,
+    )
+
+
+def training_loader(config: RunConfig, data: RunData, load: Callable[..., StepLoader]) -> StepLoader:
+    """Return the loader of the blended training files. load: `loader_maker`'s."""
+    return load(
+        [TokenFile.open(prefix) for prefix in data.train],
+        weights=data.weights,
+        shuffle=config.data.shuffle,
+        epochs=None if config.training.steps else config.training.epochs,
+    )
+
+
+def held_out_sets(
+    config: RunConfig, data: RunData, load: Callable[..., StepLoader]
+) -> Mapping[str, HeldOutSet]:
+    """Return the validation sets by the names of their files. load: `loader_maker`'s."""
+    files = {prefix.name: TokenFile.open(prefix) for prefix in data.validation}
+    return {name: held_out_set(load, file, config.validation.samples) for name, file in files.items()}
