@@ -6,6 +6,7 @@ new Python process, which imports torch itself.
 """
 
 import importlib
+import math
 import multiprocessing
 import os
 import select
@@ -25,7 +26,14 @@ from megalite.errors import LaunchError, MegaliteError
 from megalite.launcher.detect import RankInfo, local_rank_infos
 from megalite.launcher.environment import export_rank, exported_rank
 from megalite.launcher.failures import FailureFolder, FailureReport
-from megalite.launcher.process import adopt_orphans, children, die_with_parent, identity, keep_freed_memory
+from megalite.launcher.process import (
+    adopt_orphans,
+    children,
+    die_with_parent,
+    identity,
+    keep_freed_memory,
+    session,
+)
 from megalite.topology.axes import Layout
 
 # Called with the RankInfo and the job's arguments; returns the exit code: 0 or STOPPED.
@@ -39,8 +47,10 @@ _ORDERLY = (0, STOPPED)
 # After the first failure the other ranks get time to report theirs, then SIGTERM, then SIGKILL.
 _GRACE_SECONDS = 1.5
 _TERMINATION_SECONDS = 1.0
-_INTERRUPTION_SECONDS = 1.0
 _EXIT_SECONDS = 3
+
+# A terminal and the program that started this one may both pass on one Ctrl-C.
+SAME_PRESS_SECONDS = 0.3
 
 # These launchers leave their ranks running when they are killed, so the ranks watch their parent. That is safe because
 # they start ranks from their main thread; PR_SET_PDEATHSIG fires when the starting thread ends (as in MPI's daemons).
@@ -61,15 +71,17 @@ def run_local_ranks(
     """Run every rank of `layout` on this machine as `worker(info, *arguments)` and return the exit code.
 
     The exit code is 0 if all ranks returned 0, 75 if all returned and at least one returned 75, and 143 if this process
-    received SIGTERM, which it passes on. Must be called from the main thread, for signals. A single rank runs in this
-    process, as in `run_rank`.
+    received SIGTERM. It passes SIGTERM and the first SIGINT on to the ranks, which may take their time to save; a
+    second SIGINT kills them. Must be called from the main thread, for signals. A single rank runs in this process, as
+    in `run_rank`.
 
     failures: the folder for the reports of failed ranks. preload: modules to import before the fork; they must not
     start CUDA or compute on import. method: "spawn" starts each rank as a new Python process without preloading;
     `worker` and `arguments` must then be picklable.
 
-    Raises RankFailure within 5 seconds of the first failure, and KeyboardInterrupt after Ctrl-C. In all cases, even if
-    this process is killed, no rank and no process started by a rank is left running.
+    Raises RankFailure within 5 seconds of the first failure, and KeyboardInterrupt if Ctrl-C ended the ranks. In all
+    cases, even if this process is killed, no rank is left running, nor a process that a rank has started, unless it
+    has begun a session of its own. Other children of this process are left alone.
     """
     folder = FailureFolder(failures, layout, job=identity(os.getpid()))
     folder.clear()
@@ -80,13 +92,14 @@ def run_local_ranks(
                 return run_rank(worker, infos[0], layout, failures, arguments=arguments)
         for module in preload if method == "fork" else ():
             importlib.import_module(module)
-        with _orphans_killed(), _Signals() as signals:
+        with _orphans_adopted(), _Signals() as signals:
             job = _LocalJob(infos, folder, signals)
             try:
                 job.start(worker, arguments, method)
                 job.watch()
             finally:
                 job.kill()
+                job.kill_orphans()
         return job.outcome()
 
 
@@ -123,6 +136,7 @@ class _Signals:
     def __init__(self) -> None:
         self.interrupts = 0
         self.terminations = 0
+        self._interrupted = -math.inf
 
     def __enter__(self) -> "_Signals":
         self._receiver, self._sender = os.pipe()
@@ -151,8 +165,9 @@ class _Signals:
                 os.read(self._receiver, 4096)
 
     def _count(self, number: int, frame: FrameType | None) -> None:
-        self.interrupts += number == signal.SIGINT
         self.terminations += number == signal.SIGTERM
+        if number == signal.SIGINT and time.monotonic() - self._interrupted >= SAME_PRESS_SECONDS:
+            self.interrupts, self._interrupted = self.interrupts + 1, time.monotonic()
 
 
 class _LocalJob:
@@ -213,15 +228,31 @@ class _LocalJob:
             for process in self._running.values():
                 process.join()
 
+    def kill_orphans(self) -> None:
+        """Kill what the ended ranks have left running, such as data workers: all processes of the ranks' sessions."""
+        sessions = set(self._pids.values())
+        # The children of a killed orphan become orphans in turn, hence the loop.
+        while orphans := [child for child in children() if session(child) in sessions]:
+            for orphan in orphans:
+                with suppress(ProcessLookupError):
+                    os.kill(orphan, signal.SIGKILL)
+                with suppress(ChildProcessError):
+                    os.waitpid(orphan, 0)
+
     def outcome(self) -> int:
         """Return the exit code of the job; RankFailure with the first cause, KeyboardInterrupt after Ctrl-C."""
-        if self._signals.interrupts:
+        codes = set(self._codes.values())
+        if codes <= set(_ORDERLY):
+            return STOPPED if STOPPED in codes else 0
+        # A second Ctrl-C killed the ranks, or each saved and ended after the first.
+        if self._signals.interrupts > 1 or codes == {INTERRUPTED}:
             raise KeyboardInterrupt
-        if all(code in _ORDERLY for code in self._codes.values()):
-            return STOPPED if STOPPED in self._codes.values() else 0
         reports = self._reports()
-        if self._signals.terminations and all(report.secondary for report in reports):
-            return TERMINATED
+        if all(report.secondary for report in reports):
+            if self._signals.interrupts:
+                raise KeyboardInterrupt
+            if self._signals.terminations:
+                return TERMINATED
         raise self._folder.failure(reports)
 
     def _reports(self) -> list[FailureReport]:
@@ -237,11 +268,12 @@ class _LocalJob:
 
     def _handle_signals(self) -> None:
         if self._signals.interrupts > self._interrupts:
-            # The terminal sends SIGINT to the ranks too. A second Ctrl-C ends them at once.
-            first, self._interrupts = self._interrupts == 0, self._signals.interrupts
-            self._end_all_after(
-                _INTERRUPTION_SECONDS if first else 0.0, 0.0 if not first else _TERMINATION_SECONDS
-            )
+            # The ranks have sessions of their own, so the terminal's SIGINT does not reach them.
+            if self._interrupts == 0:
+                self._send(signal.SIGINT)
+            if self._signals.interrupts > 1:
+                self._end_all_after(0.0, 0.0)
+            self._interrupts = self._signals.interrupts
         if self._signals.terminations > self._terminations:
             # No escalation to SIGKILL: the ranks may be saving a checkpoint. SLURM sends SIGTERM repeatedly.
             self._terminations = self._signals.terminations
@@ -280,6 +312,8 @@ def _run_new_rank(
     code = 1
     try:
         die_with_parent(parent)
+        # Ctrl-C reaches the parent alone, which decides; and its other children differ from those of the ranks.
+        os.setsid()
         if signals is None:
             keep_freed_memory()
         else:
@@ -318,18 +352,10 @@ def _signals_blocked() -> Iterator[None]:
 
 
 @contextmanager
-def _orphans_killed() -> Iterator[None]:
-    """Kill orphaned processes of the ranks, such as data workers of a killed rank, at the end of the `with` block."""
-    before = children()
+def _orphans_adopted() -> Iterator[None]:
+    """Make orphaned descendants children of this process inside of the `with` block."""
     adopt_orphans(True)
     try:
         yield
     finally:
-        # The children of a killed orphan become orphans in turn, hence the loop.
-        while orphans := children() - before:
-            for orphan in orphans:
-                with suppress(ProcessLookupError):
-                    os.kill(orphan, signal.SIGKILL)
-                with suppress(ChildProcessError):
-                    os.waitpid(orphan, 0)
         adopt_orphans(False)

@@ -49,6 +49,13 @@ def children() -> set[int]:
     return {process for process in processes if _status(process)[1:2] == [own]}
 
 
+def session(process: int) -> int | None:
+    """Return the id of the session of a process: of the process that began it, or of the terminal's shell; None without
+    /proc."""
+    found = _status(process)[3:4]
+    return int(found[0]) if found else None
+
+
 def identity(process: int) -> str:
     """Return the id and the start time of a process: unique on this machine, while ids are reused."""
     started = _status(process)[19:20]

@@ -1,5 +1,6 @@
 """Runners of one step's micro batches through the stages: torch.distributed.pipelining, or a plain loop at pp = 1."""
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol
@@ -34,6 +35,20 @@ _MULTI: dict[str, type[PipelineScheduleMulti]] = {
     "zbv": ScheduleZBVZeroBubble,
     "dualpipev": ScheduleDualPipeV,
 }
+
+
+_SCHEDULE_LOG = logging.getLogger("torch.distributed.pipelining.schedules")
+
+
+def _without_schedule(record: logging.LogRecord) -> bool:
+    """Leave out the whole schedule that torch logs on each rank before it raises the error of one action.
+
+    The error itself is reported with its rank. With that logger at INFO or below the schedule is printed.
+    """
+    return record.levelno < logging.ERROR or _SCHEDULE_LOG.isEnabledFor(logging.INFO)
+
+
+_SCHEDULE_LOG.addFilter(_without_schedule)
 
 
 @dataclass(frozen=True)

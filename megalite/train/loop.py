@@ -1,11 +1,13 @@
 """A run from its first step to its last: steps, validations, checkpoints, callbacks, and the reasons to end."""
 
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from megalite.errors import TrainingError
 from megalite.monitor.metrics import SaveMetrics, ValidationMetrics
 from megalite.train.callbacks import ActiveRun, Callback, Callbacks
+from megalite.train.interruption import NAMES
 from megalite.train.report import RunReporter
 from megalite.train.saving import RunSaver
 from megalite.train.state import StepReport
@@ -24,20 +26,19 @@ class TrainingLoop:
         saver: RunSaver,
         *,
         callbacks: Sequence[Callback] = (),
-        sigterm_received: Callable[[], bool] = lambda: False,
+        interrupted: Callable[[], signal.Signals | None] = lambda: None,
         saved: Path | None = None,
     ):
-        """sigterm_received: returns whether this rank has received SIGTERM. saved: the checkpoint that was resumed."""
+        """interrupted: returns the signal that asks this rank to end. saved: the checkpoint that was resumed."""
         self._trainer, self._held_out, self._reporter = trainer, held_out, reporter
-        self._saver, self._sigterm_received = saver, sigterm_received
+        self._saver, self._interrupted = saver, interrupted
         self._run = ActiveRun(trainer)
         self._callbacks = Callbacks(callbacks, self._run)
         self._config = trainer.config
-        self._stopped: str | None = (
-            None  # why the run stops early: a callback's reason or "SIGTERM", the same on every rank
-        )
-        self.ended_by_sigterm = False
-        """Whether SIGTERM ended the run before its last step, the same on every rank."""
+        # Why the run stops early: a callback's reason or the name of a signal, the same on every rank.
+        self._stopped: str | None = None
+        self.ended_by: signal.Signals | None = None
+        """The signal that ended the run before its last step, the same on every rank."""
         self.saved = saved
         """The last published checkpoint, or the resumed one."""
 
@@ -62,7 +63,7 @@ class TrainingLoop:
         if self._held_out and every is not None and step % every == 0:
             validation = self._validated(metrics)
         last = self._ends_here()
-        if self._held_out and last and validation is None and not self.ended_by_sigterm:
+        if self._held_out and last and validation is None and self.ended_by is None:
             validation = self._validated(metrics)
         self._reporter.step(report, validation, metrics)
         self._save(report, validation, last=last)
@@ -103,21 +104,24 @@ class TrainingLoop:
             self._callbacks.checkpoint(each.path)
 
     def _ends_here(self) -> bool:
-        """Return whether this step is the last one, on any rank's SIGTERM or callback. Collective.
+        """Return whether this step is the last one, on any rank's signal or callback. Collective.
 
         The same sum over the ranks tells whether all have written the checkpoint in flight; then it is published.
         """
         mesh, run = self._trainer.mesh, self._run
-        terminated, asks = self._sigterm_received(), run.asked_to_stop is not None
+        arrived, asks = self._interrupted(), run.asked_to_stop is not None
         # Busy before failed: what fails between the two looks is seen.
-        own = [float(each) for each in (self._saver.busy, self._saver.failed, terminated, asks)]
-        busy, failed, terminated_any, asked_any = (total > 0 for total in mesh.sum_over_world(own))
+        flags = (self._saver.busy, self._saver.failed, asks, *(arrived is number for number in NAMES))
+        busy, failed, asked_any, *signals = (
+            total > 0 for total in mesh.sum_over_world([float(each) for each in flags])
+        )
         self._published(self._saver.advance(busy=busy, failed=failed))
         if asked_any:
             asked = [each for each in mesh.gather_objects(run.asked_to_stop) or [] if each is not None]
             self._stopped = mesh.broadcast_object(asked[0] if asked else None)
-        if terminated_any and self._reason_to_end() is None:
-            self.ended_by_sigterm, self._stopped = True, "SIGTERM"
+        number = next((each for each, came in zip(NAMES, signals, strict=True) if came), None)
+        if number is not None and self._reason_to_end() is None:
+            self.ended_by, self._stopped = number, NAMES[number]
         return self._reason_to_end() is not None
 
     def _reason_to_end(self) -> str | None:

@@ -1,7 +1,9 @@
 """The whole life of one rank: meet the others, find the inputs, resume, train, save, export."""
 
 import os
-from collections.abc import Sequence
+import signal
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,13 +20,13 @@ from megalite.convert.huggingface.files import local_folder
 from megalite.data.tokenizer import load_tokenizer
 from megalite.errors import CheckpointError
 from megalite.launcher.detect import RankInfo
-from megalite.launcher.local import STOPPED, TERMINATED
+from megalite.launcher.local import STOPPED
 from megalite.monitor.console import announce
 from megalite.parallel.device import local_device
 from megalite.parallel.mesh import ParallelMesh, all_or_none, connect, disconnect
 from megalite.train.callbacks import Callback
 from megalite.train.inputs import RunInputs, found_to_resume, prepare_inputs
-from megalite.train.interruption import termination_noted
+from megalite.train.interruption import interruption_noted
 from megalite.train.kernel_choice import agreed_kernels
 from megalite.train.loaders import held_out_sets, loader_maker, training_loader
 from megalite.train.loop import TrainingLoop
@@ -34,16 +36,25 @@ from megalite.train.run_folder import RunFolder
 from megalite.train.saving import RunSaver
 from megalite.train.start import data_line
 from megalite.train.step import TrainStep
+from megalite.train.validation import HeldOutSet
 
 
 def train_rank(info: RankInfo, config: RunConfig, threads: int, callbacks: Sequence[Callback] = ()) -> int:
     """Run one rank of the job that `config` describes, until its last step is saved and exported.
 
-    Returns the exit code: 0 after the last step, 75 if SIGTERM ended the run before.
+    Returns the exit code: 0 after the last step, 75 if SIGTERM ended the run before. Raises KeyboardInterrupt if
+    Ctrl-C did; the run has saved a checkpoint then.
     """
     torch.set_num_threads(threads)
     folder = RunFolder(Path(config.run.folder))
-    claim = folder.occupy() if info.rank == 0 else None
+    # Ranks that we started run under the claim of the process that started them.
+    claims = info.rank == 0 and info.launcher != "megalite"
+    with folder.claimed() if claims else nullcontext():
+        return _live(info, config, folder, callbacks)
+
+
+def _live(info: RankInfo, config: RunConfig, folder: RunFolder, callbacks: Sequence[Callback]) -> int:
+    """As `train_rank`, in a folder that is this job's alone."""
     device = local_device(info.local_rank, info.local_world_size)
     connect(info.rank, info.world_size, device=device, rendezvous=info.rendezvous)
     try:
@@ -56,13 +67,12 @@ def train_rank(info: RankInfo, config: RunConfig, threads: int, callbacks: Seque
     else:
         disconnect()
         # Only now: the others need not wait while one rank writes and checks the export.
-        if done.ended_by_sigterm:
+        if done.ended_by is signal.SIGINT:
+            raise KeyboardInterrupt
+        if done.ended_by is not None:
             return STOPPED
         if info.rank == 0 and done.last is not None:
             done.reporter.summary(_finish(done, folder))
-    finally:
-        if claim is not None:
-            claim.close()
     return 0
 
 
@@ -70,14 +80,14 @@ def train_rank(info: RankInfo, config: RunConfig, threads: int, callbacks: Seque
 class _Done:
     """The work that remains for a rank once its last step is saved.
 
-    last: the last checkpoint, if there is any. ended_by_sigterm: SIGTERM ended the run before its last step.
+    last: the last checkpoint, if there is any. ended_by: the signal that ended the run before its last step.
     """
 
     config: RunConfig
     tokenizer_folder: Path
     reporter: RunReporter
     last: Path | None
-    ended_by_sigterm: bool
+    ended_by: signal.Signals | None
 
 
 def _train(
@@ -119,20 +129,25 @@ def _train(
     saver = RunSaver(
         trainer, folder.checkpoints, resumed_from=resumed_from, ranks_a_node=info.local_world_size
     )
-    with trainer.batches, termination_noted(partial(_end_now, info)) as sigterm_received:
+    with (
+        trainer.batches,
+        interruption_noted(
+            partial(_tell, info), partial(_end_now, info), launched=info.launcher != "megalite"
+        ) as interrupted,
+    ):
         loop = TrainingLoop(
             trainer,
             held_out,
             reporter,
             saver,
             callbacks=callbacks,
-            sigterm_received=sigterm_received,
+            interrupted=interrupted,
             saved=resumed_from,
         )
         reason = loop.run()
     if reason:
         reporter.say(f"stopped after step {trainer.state.step}: {reason}")
-    return _Done(config, inputs.tokenizer_folder, reporter, loop.saved, loop.ended_by_sigterm)
+    return _Done(config, inputs.tokenizer_folder, reporter, loop.saved, loop.ended_by)
 
 
 def _data_line(trainer: TrainStep, held_out: Mapping[str, HeldOutSet]) -> str:
@@ -140,11 +155,15 @@ def _data_line(trainer: TrainStep, held_out: Mapping[str, HeldOutSet]) -> str:
     return data_line(trainer.config, samples=samples, held_out=validated, steps=trainer.total_steps)
 
 
-def _end_now(info: RankInfo, reason: str) -> None:
-    """For a thread: the main one may wait for others for ever."""
+def _tell(info: RankInfo, text: str) -> None:
     if info.rank == 0:
-        announce(f"ended without a checkpoint of this moment: {reason}")
-    os._exit(TERMINATED)
+        announce(text)
+
+
+def _end_now(info: RankInfo, reason: str, number: signal.Signals) -> None:
+    """End the process from any thread: the main one may wait for other ranks for ever."""
+    _tell(info, f"ended without a checkpoint of this moment: {reason}")
+    os._exit(128 + number)
 
 
 def _finish(done: _Done, folder: RunFolder) -> dict[str, Path]:

@@ -70,7 +70,7 @@ class Trainer:
         """Train to the end, going on from the last checkpoint as checkpoint.resume says.
 
         Raises MegaliteError: of the input before anything starts, RankFailure with the first cause among all ranks.
-        Raises SystemExit where the ranks were stopped in good order to be resumed.
+        Raises KeyboardInterrupt after Ctrl-C, and SystemExit after SIGTERM, once the run has saved a checkpoint.
         """
         if code := self.run("the configuration"):
             raise SystemExit(code)
@@ -79,8 +79,8 @@ class Trainer:
     def run(self, source: str) -> int:
         """As `train`; the exit code of the job. `source`: where the user wrote the settings, for messages.
 
-        What SIGINT (KeyboardInterrupt) and SIGTERM end has said where it can be taken up: 75 with a checkpoint of
-        its last step, 143 before the first step or at once.
+        A run that SIGINT (KeyboardInterrupt) or SIGTERM ends says where it can be resumed. After SIGTERM the code is
+        75 with a checkpoint of the last step, 143 before the first step or when ended at once.
         """
         _require_main_guard()
         config, info = self.config, rank_info()
@@ -121,15 +121,20 @@ class Trainer:
         method: Literal["fork", "spawn"] = "fork"
         if computed and config.layout.world_size > 1:
             method = self._start_method(threads)
-        folder.occupy().close()  # a folder that rank 0 could not use is better known before the text is prepared
-        prepare_inputs(config, folder)
         preload = ["torch", "megalite.train.rank", "torch.distributed.pipelining"]
         if config.zero_stage:
             # DeepSpeed's engine imports the compiler when it is made: two seconds and 115 MB, here once for all ranks.
             preload += ["megalite.train.optimizer.deepspeed", "torch._inductor.compile_fx"]
-        return run_local_ranks(
-            train_rank, config.layout, folder.failures, arguments=arguments, preload=preload, method=method
-        )
+        with folder.claimed():
+            prepare_inputs(config, folder)
+            return run_local_ranks(
+                train_rank,
+                config.layout,
+                folder.failures,
+                arguments=arguments,
+                preload=preload,
+                method=method,
+            )
 
     def _start_method(self, threads: int) -> Literal["fork", "spawn"]:
         """How to start ranks from this process, which has imported torch already.

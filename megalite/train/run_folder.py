@@ -1,6 +1,8 @@
 """The paths of a run folder, and its lock."""
 
 import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -34,11 +36,23 @@ class RunFolder:
     def tensorboard(self) -> Path:
         return self.root / "tensorboard"
 
-    def occupy(self) -> IO[bytes]:
-        """Claim the folder for this process, for as long as the returned file is open.
+    @contextmanager
+    def claimed(self) -> Iterator[None]:
+        """Keep other jobs out of the folder inside of the `with` block.
 
         Raises ConfigError when another job is at work in it, or when it cannot be written.
         """
+        claim = self._claim()
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                # A process that was forked meanwhile may have a copy of the file, which would keep the lock.
+                fcntl.flock(claim, fcntl.LOCK_UN)
+            claim.close()
+
+    def _claim(self) -> IO[bytes]:
+        """Return the open, locked file that marks the folder as in use."""
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             claim = (self.root / ".in-use").open("wb")

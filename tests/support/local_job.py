@@ -94,6 +94,47 @@ def stop_when_told(info: RankInfo, folder: Path) -> int:
     return 75
 
 
+def save_when_interrupted(info: RankInfo, folder: Path) -> int:
+    """As a run does that has noted Ctrl-C."""
+    told: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, frame: told.append(number))
+    (folder / f"ready-{info.rank}").touch()
+    while not told:
+        time.sleep(0.02)
+    time.sleep(1.5)  # a checkpoint, longer than a job takes to end ranks that fail
+    (folder / f"saved-{info.rank}").touch()
+    raise KeyboardInterrupt
+
+
+def fail_when_interrupted(info: RankInfo, folder: Path) -> int:
+    """Ctrl-C comes, and the disk is full."""
+    try:
+        return _wait(folder, info)
+    except KeyboardInterrupt:
+        raise DataError("the checkpoint cannot be written: no space left") from None
+
+
+def one_is_killed_beside_a_process_of_the_users(info: RankInfo, folder: Path) -> int:
+    """`main` starts that process in a thread of its own, as soon as the ranks are there."""
+    (folder / f"ready-{info.rank}").touch()
+    while not (folder / "users").exists():
+        time.sleep(0.02)
+    return one_is_killed_with_helpers(info, folder)
+
+
+def _start_a_process_of_the_users(folder: Path) -> None:
+    """One child, and a child of it that loses its parent, as a daemon does."""
+    while len(list(folder.glob("ready-*"))) < 8:
+        time.sleep(0.02)
+    # Without the pipes of the test, which would wait for their end.
+    sleeper = ["sh", "-c", "exec sleep 60 >/dev/null 2>&1"]
+    child = subprocess.Popen(sleeper)
+    text = f"import subprocess; print(subprocess.Popen({sleeper}).pid)"
+    made = subprocess.run([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True, check=True)
+    (folder / "partial").write_text(f"{child.pid} {made.stdout}")
+    (folder / "partial").rename(folder / "users")
+
+
 def one_raises_and_cannot_exit(info: RankInfo, folder: Path) -> int:
     threading.Thread(target=time.sleep, args=(60,)).start()
     raise ValueError("the moon is in the wrong place")
@@ -109,6 +150,8 @@ def main(behaviour: str, folder: Path, world_size: int = 8) -> int:
     worker: Callable[[RankInfo, Path], int] = globals()[behaviour]
     layout = Layout(2, 2, 2) if world_size == 8 else Layout(tensor=world_size)
     info = rank_info()
+    if worker is one_is_killed_beside_a_process_of_the_users:
+        threading.Thread(target=_start_a_process_of_the_users, args=(folder,), daemon=True).start()
     try:
         if info is None:
             return run_local_ranks(worker, layout, folder / "failures", arguments=(folder,), preload=())

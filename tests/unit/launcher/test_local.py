@@ -158,14 +158,57 @@ def test_ranks_that_stop_in_good_order_are_no_failure(start):
     assert (code, errors) == (75, "") and not job.reports()
 
 
-@pytest.mark.parametrize("behaviour", ["wait", "wait_deaf_to_interrupts"])
-def test_ctrl_c_ends_all_ranks_quietly(start, behaviour):
-    job = start(behaviour)
+def test_ctrl_c_ends_all_ranks_quietly(start):
+    job = start("wait")
     job.wait_until_ready()
     job.started = time.monotonic()
     os.killpg(job.process.pid, signal.SIGINT)  # as a terminal does: to every process in the foreground
     code, errors, seconds = job.finish()
     assert (code, errors) == (130, "") and seconds < 5
+
+
+def test_after_ctrl_c_the_ranks_may_take_their_time_to_save(start, tmp_path):
+    job = start("save_when_interrupted")
+    job.wait_until_ready()
+    os.killpg(job.process.pid, signal.SIGINT)
+    job.process.send_signal(signal.SIGINT)  # the same one, which a program between passes on
+    code, errors, _ = job.finish()
+    assert (code, errors) == (130, "") and len(list(tmp_path.glob("saved-*"))) == 8
+
+
+def test_a_second_ctrl_c_ends_the_ranks_at_once(start):
+    job = start("wait_deaf_to_interrupts")
+    job.wait_until_ready()
+    os.killpg(job.process.pid, signal.SIGINT)
+    time.sleep(0.6)
+    assert job.process.poll() is None and len(job.left_running()) == 9
+    job.started = time.monotonic()
+    os.killpg(job.process.pid, signal.SIGINT)
+    code, errors, seconds = job.finish()
+    assert (code, errors) == (130, "") and seconds < 2
+
+
+def test_a_save_that_fails_after_ctrl_c_is_shown(start):
+    job = start("fail_when_interrupted")
+    job.wait_until_ready()
+    os.killpg(job.process.pid, signal.SIGINT)
+    code, errors, _ = job.finish()
+    assert (code, errors) == (2, "error: the checkpoint cannot be written: no space left\n")
+
+
+def test_processes_of_the_user_s_own_threads_live_on(start, tmp_path):
+    """Only what ranks started is ended with them: neither a child of the user's, nor a child's that it left behind."""
+    job = start("one_is_killed_beside_a_process_of_the_users")
+    code, errors, _ = job.finish()
+    assert code == 1 and "SIGKILL" in errors
+    users = [int(each) for each in (tmp_path / "users").read_text().split()]
+    assert sorted(job.left_running()) == sorted(users) and len(users) == 2
+    for process in users:
+        os.kill(process, signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while job.left_running():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def test_sigterm_is_passed_on(start):

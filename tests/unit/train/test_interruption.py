@@ -14,7 +14,7 @@ from megalite.config.schema import RunConfig
 from megalite.errors import CheckpointError
 from megalite.launcher.detect import RankInfo
 from megalite.train import interruption
-from megalite.train.interruption import Terminated, tell_interruption, termination_noted, termination_raised
+from megalite.train.interruption import Terminated, interruption_noted, tell_interruption, termination_raised
 from tests.unit.config.runs import changed, write_run
 
 
@@ -70,50 +70,79 @@ def wait_for(event: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def test_sigterm_is_noted_and_a_second_one_later_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended: list[str] = []
-    with termination_noted(ended.append) as sigterm_received:
-        assert not sigterm_received()
-        signal.raise_signal(signal.SIGTERM)
-        wait_for(sigterm_received)
-        signal.raise_signal(signal.SIGTERM)  # the same once more: from the process group and from the parent
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "Ctrl-C")])
+def test_a_signal_is_noted_and_a_second_one_later_ends(
+    monkeypatch: pytest.MonkeyPatch, number: signal.Signals, name: str
+) -> None:
+    told: list[str] = []
+    ended: list[tuple[str, signal.Signals]] = []
+    before = signal.getsignal(number)
+    with interruption_noted(told.append, lambda *each: ended.append(each)) as interrupted:
+        assert interrupted() is None
+        signal.raise_signal(number)
+        wait_for(lambda: interrupted() is number and bool(told))
+        signal.raise_signal(number)  # the same once more: from the process group and from the parent
         time.sleep(0.1)
         assert not ended
-        monkeypatch.setattr(interruption, "_ONCE_SECONDS", 0.0)
-        signal.raise_signal(signal.SIGTERM)
+        for seconds in ("_PASSED_ON_SECONDS", "SAME_PRESS_SECONDS"):
+            monkeypatch.setattr(interruption, seconds, 0.0)
+        signal.raise_signal(number)
         wait_for(lambda: bool(ended))
-    assert ended == ["SIGTERM came again"]
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert told == [f"{name}: the run saves and ends after this step; a second {name} ends it at once"]
+    assert ended == [(f"{name} came again", number)]
+    assert signal.getsignal(number) is before
+
+
+@pytest.mark.parametrize("launched", [False, True])
+def test_sigterm_behind_ctrl_c_is_the_same_one(launched: bool) -> None:
+    """deepspeed sends both."""
+    ended: list[tuple[str, signal.Signals]] = []
+    with interruption_noted(
+        lambda _: None, lambda *each: ended.append(each), launched=launched
+    ) as interrupted:
+        signal.raise_signal(signal.SIGINT)
+        wait_for(lambda: interrupted() is not None)
+        time.sleep(0.4)
+        signal.raise_signal(signal.SIGTERM)
+        time.sleep(0.1)
+        if launched:  # the terminal's, and the launcher's
+            signal.raise_signal(signal.SIGINT)
+            time.sleep(0.1)
+        assert interrupted() is signal.SIGINT and not ended
 
 
 def test_a_run_that_does_not_end_in_time_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended: list[str] = []
+    ended: list[tuple[str, signal.Signals]] = []
     monkeypatch.setattr(interruption, "_GRACE_SECONDS", 0.1)
-    with termination_noted(ended.append) as sigterm_received:
+    with interruption_noted(lambda _: None, lambda *each: ended.append(each)) as interrupted:
         time.sleep(0.2)
-        assert not ended and not sigterm_received()
+        assert not ended and interrupted() is None
         signal.raise_signal(signal.SIGTERM)
         wait_for(lambda: bool(ended))
-    assert ended == ["the run was not over 0.1 s after SIGTERM"]
+    assert ended == [("the run was not over 0.1 s after SIGTERM", signal.SIGTERM)]
 
 
-def test_what_others_do_about_sigterm_stands() -> None:
-    def others(number: int, frame: object) -> None:
+def test_a_signal_that_the_user_handles_or_ignores_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def users(number: int, frame: object) -> None:
         pass
 
-    signal.signal(signal.SIGTERM, others)
+    before = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGTERM, users)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as nohup and a shell's & set it
     try:
-        with termination_noted(lambda _: None) as sigterm_received:
-            assert signal.getsignal(signal.SIGTERM) is others and not sigterm_received()
+        with interruption_noted(lambda _: None, lambda *_: None) as interrupted:
+            assert signal.getsignal(signal.SIGTERM) is users
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN and interrupted() is None
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    noted: list[bool] = []
+        signal.signal(signal.SIGINT, before)
+    noted: list[object] = []
 
     def off_the_main_thread() -> None:
-        with termination_noted(lambda _: None) as sigterm_received:
-            noted.append(sigterm_received())
+        with interruption_noted(lambda _: None, lambda *_: None) as interrupted:
+            noted.append(interrupted())
 
     thread = threading.Thread(target=off_the_main_thread)
     thread.start()
     thread.join()
-    assert noted == [False]
+    assert noted == [None]

@@ -1,5 +1,6 @@
 """When a run ends: all ranks together, whichever of them has a callback that asks for it."""
 
+import signal
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -105,13 +106,15 @@ class AsksWhenSaved(Callback):
 
 
 def run(
-    callbacks: Sequence[Sequence[Callback]], told_at: Sequence[int | None] = (None, None)
+    callbacks: Sequence[Sequence[Callback]],
+    told_at: Sequence[int | None] = (None, None),
+    told: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGTERM),
 ) -> list[tuple[str, int, list[int]]]:
-    """Of each rank, which has callbacks of its own: the reason to end, the last step, the steps that were saved.
+    """Each rank's reason to end, its last step, and the steps that were saved; a rank has callbacks of its own.
 
-    told_at: the step in which each rank is told to end.
+    told_at: the step in which each rank is told to end; told: by which signal.
     """
-    world, ended = World(), dict[int, tuple[str, int, list[int]]]()
+    world, ended, signals = World(), dict[int, tuple[str, int, list[int]]](), dict[int, Any]()
 
     def be_rank(rank: int) -> None:
         trainer: Any = Trainer(Mesh(world, rank))
@@ -123,10 +126,12 @@ def run(
             reporter,
             saver,
             callbacks=callbacks[rank],
-            sigterm_received=lambda: told_at[rank] is not None and trainer.state.step >= told_at[rank],
+            interrupted=lambda: (
+                told[rank] if told_at[rank] is not None and trainer.state.step >= told_at[rank] else None
+            ),
         )
         ended[rank] = (loop.run(), trainer.state.step, saver.saved)
-        assert loop.ended_by_sigterm == (ended[rank][0] == "SIGTERM")
+        signals[rank] = loop.ended_by
         assert loop.saved == Path(str(saver.saved[-1]))
 
     ranks = [threading.Thread(target=be_rank, args=(rank,)) for rank in range(RANKS)]
@@ -134,6 +139,10 @@ def run(
         each.start()
     for each in ranks:
         each.join()
+    [ended_by] = set(signals.values())
+    names = {None: None, signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
+    assert ended_by is None or names[ended_by] == ended[0][0]
+    assert ended_by is not None or ended[0][0] not in names.values()
     return [ended[rank] for rank in range(RANKS)]
 
 
@@ -189,6 +198,11 @@ def test_one_rank_that_is_told_to_end_ends_all_after_the_step_with_a_checkpoint(
     told_at: tuple[int | None, int | None],
 ) -> None:
     assert run([[], []], told_at) == [("SIGTERM", 3, [2, 3])] * RANKS
+
+
+@pytest.mark.parametrize("told", [(signal.SIGINT, signal.SIGINT), (signal.SIGTERM, signal.SIGINT)])
+def test_ctrl_c_on_any_rank_counts_before_sigterm(told: tuple[signal.Signals, signal.Signals]) -> None:
+    assert run([[], []], (3, 3), told) == [("Ctrl-C", 3, [2, 3])] * RANKS
 
 
 def test_a_run_that_is_told_to_end_in_its_last_step_is_done() -> None:

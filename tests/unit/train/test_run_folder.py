@@ -1,21 +1,71 @@
 """A run's folder belongs to one job at a time."""
 
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
 import pytest
 
+from megalite import Trainer
+from megalite.config.load import load_run
 from megalite.errors import ConfigError
+from megalite.train import inputs, run
 from megalite.train.run_folder import RunFolder
+from tests.unit.config.runs import changed, write_run
 
 
-def test_a_folder_is_occupied_until_its_job_ends(tmp_path):
+def test_a_folder_is_claimed_until_its_job_ends(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "runs" / "one")
-    claim = folder.occupy()
-    with pytest.raises(ConfigError, match=r"run\.folder: another job is at work"):
-        folder.occupy()
-    claim.close()
-    folder.occupy().close()
+    with folder.claimed(), pytest.raises(ConfigError, match=r"run\.folder: another job is at work"):
+        claim(folder)
+    claim(folder)
 
 
-def test_a_folder_that_is_a_file_is_named(tmp_path):
+def test_a_process_that_was_forked_meanwhile_does_not_keep_the_claim(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    with folder.claimed():
+        child = os.fork()
+        if child == 0:
+            time.sleep(60)
+            os._exit(0)
+    try:
+        claim(folder)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_a_folder_that_is_a_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"run\.folder: .*file cannot be written"):
-        RunFolder(tmp_path / "file").occupy()
+        claim(RunFolder(tmp_path / "file"))
+
+
+def test_no_second_job_prepares_what_the_first_one_prepares_or_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_run(write_run(tmp_path, changed({})), ["--run.folder", str(tmp_path / "run")]).config
+    folder, seen = RunFolder(tmp_path / "run"), list[str]()
+
+    def tried_during(what: str) -> Any:
+        def try_to_claim(*_: Any, **__: Any) -> int:
+            with pytest.raises(ConfigError, match="another job is at work"):
+                claim(folder)
+            seen.append(what)
+            return 0
+
+        return try_to_claim
+
+    monkeypatch.setattr(inputs, "prepare_inputs", tried_during("preparation"))
+    monkeypatch.setattr(run, "run_local_ranks", tried_during("training"))
+    monkeypatch.setattr(run, "prepare_process", lambda *_, **__: 1)
+    assert Trainer(config).run("run.toml") == 0
+    assert seen == ["preparation", "training"]
+    claim(folder)
+
+
+def claim(folder: RunFolder) -> None:
+    with folder.claimed():
+        pass
