@@ -52,7 +52,7 @@ def _run_rank(rank: int, case: str, store: str, results: Connection) -> None:
     from benchmarks.workload import Setup, Training, step_seconds, transformers_step
     from megalite.model.kernels import choose_kernels
     from megalite.model.options import ModelOptions
-    from megalite.monitor.throughput import sgemm_flops_per_second
+    from megalite.monitor.throughput import gemm_flops_per_second
     from megalite.parallel.mesh import ParallelMesh, connect, disconnect
 
     torch.set_num_threads(threads)
@@ -66,7 +66,7 @@ def _run_rank(rank: int, case: str, store: str, results: Connection) -> None:
     step = transformers_step() if peer == "transformers" else Training(setup, mesh).step
     seconds = step_seconds(step)
     if rank == 0:
-        rate = sgemm_flops_per_second() if layout.world_size == 1 else None
+        rate = gemm_flops_per_second(torch.float32) if layout.world_size == 1 else None
         results.send({"step_seconds": seconds, "sgemm_flops_per_second": rate})
     disconnect()
 

@@ -1,13 +1,17 @@
-"""Tokens per second, model FLOP/s utilisation (MFU), and the sgemm speed of a CPU."""
+"""Tokens per second, model FLOP/s utilisation (MFU), and the speed of a CPU's matrix products."""
 
 import time
 from collections import deque
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from megalite.topology.parameters import EMBEDDING, model_parameters
 from megalite.topology.shape import ModelShape
 
-_PRODUCT_SIZE, _PRODUCTS = 2048, 5
+if TYPE_CHECKING:
+    import torch
+
+_PRODUCT_SIZE, _PRODUCTS, _PRODUCTS_SECONDS = 1024, 10, 0.5
 
 
 def flops_per_token(shape: ModelShape, sequence_length: int) -> int:
@@ -36,26 +40,29 @@ def _twice_seen(window: int | None, length: int) -> int:
     return 2 * window - window * window // length
 
 
-def sgemm_flops_per_second() -> float:
-    """Measure the best FLOP/s of 5 fp32 products of 2048^3 with this process's torch threads.
+def gemm_flops_per_second(dtype: "torch.dtype") -> float:
+    """Measure the best FLOP/s of a few products of 1024^3 in `dtype` on the CPU, with this process's torch threads.
 
-    Takes 5 x 17 GFLOP. Processes that share cores must not measure at the same time.
+    Takes about half a second. To find what all processes of a machine reach together, let all measure at once.
     """
     import torch
 
-    left, right = torch.rand(2, _PRODUCT_SIZE, _PRODUCT_SIZE)
+    left = torch.ones(_PRODUCT_SIZE, _PRODUCT_SIZE, dtype=dtype)
     out = torch.empty_like(left)
-    best = float("inf")
+    best, began = float("inf"), time.perf_counter()
     for _ in range(_PRODUCTS):
         started = time.perf_counter()
-        torch.mm(left, right, out=out)
-        best = min(best, time.perf_counter() - started)
+        torch.mm(left, left, out=out)
+        ended = time.perf_counter()
+        best = min(best, ended - started)
+        if ended - began > _PRODUCTS_SECONDS:
+            break
     return 2 * _PRODUCT_SIZE**3 / best
 
 
 @dataclass(frozen=True)
 class Speed:
-    """tokens_per_second of all ranks; mfu: share of the peak FLOP/s, None if the peak is unknown."""
+    """tokens_per_second of all ranks; mfu: share of the peak FLOP/s, None if the peak is unknown or was exceeded."""
 
     tokens_per_second: float
     mfu: float | None
@@ -77,4 +84,8 @@ class Throughput:
             self._warm = True
         self._steps.append((tokens, seconds))
         rate = sum(tokens for tokens, _ in self._steps) / sum(seconds for _, seconds in self._steps)
-        return Speed(rate, rate * self._flops_per_token / self._peak if self._peak else None)
+        share = rate * self._flops_per_token / self._peak if self._peak else None
+        if share is not None and share > 1:
+            # The peak was measured while other work kept the machine busy: no share of it means anything.
+            self._peak = share = None
+        return Speed(rate, share)

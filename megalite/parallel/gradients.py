@@ -210,7 +210,7 @@ def first_nonfinite(
         # The embedding comes before all layers, the final norm and head after them; a tied head is the embedding.
         depth = -1.0 if parameter.name == EMBEDDING else math.inf
         if gradient is not None and not gradient.isfinite().all():
-            name = _first_part(parameter, gradient, mesh)
+            name = first_nonfinite_part(parameter, gradient, mesh)
             where = "" if parameter.layer is None else f" (layer {parameter.layer})"
             found.append((depth if parameter.layer is None else parameter.layer, index, name + where))
     gathered = mesh.gather_objects(max(found, default=None)) or []
@@ -219,11 +219,14 @@ def first_nonfinite(
     return name if name is None else str(name)
 
 
-def _first_part(parameter: Parameter, gradient: Tensor, mesh: ParallelMesh) -> str:
-    """Return the name of the first part of a registered parameter whose gradient is not finite."""
+def first_nonfinite_part(parameter: Parameter, held: Tensor, mesh: ParallelMesh) -> str:
+    """Return the name of the first part of a registered parameter in which `held` is not finite.
+
+    held: this rank's shard of the parameter or of its gradient.
+    """
     row = 0
     for part, region in parameter.spec.slices(mesh.tp.rank, mesh.tp.size):
-        if not gradient[row : row + region.shape[0]].isfinite().all():
+        if not held[row : row + region.shape[0]].isfinite().all():
             return part.name
         row += region.shape[0]
     return parameter.name

@@ -10,20 +10,22 @@ import torch
 
 from megalite.config.schema import RunConfig
 from megalite.launcher.detect import RankInfo
-from megalite.launcher.process import available_cores
 from megalite.monitor.cards import peak_flops
 from megalite.monitor.console import Console, RunSummary
 from megalite.monitor.jsonl import MetricsFile, read_metrics
 from megalite.monitor.memory import device_memory, process_memory
 from megalite.monitor.metrics import SaveMetrics, StepMetrics, ValidationMetrics
 from megalite.monitor.tensorboard import TensorBoardFile
-from megalite.monitor.throughput import Throughput, flops_per_token, sgemm_flops_per_second
+from megalite.monitor.throughput import Throughput, flops_per_token, gemm_flops_per_second
 from megalite.parallel.mesh import ParallelMesh
+from megalite.train.precision import DTYPES
 from megalite.train.state import StepReport
 from megalite.train.step import TrainStep
 
 # The number of last steps whose mean loss the summary shows.
 _LAST_STEPS = 10
+# The matrix products that a measured peak is of, by precision; BLAS names the first two.
+_GEMMS = {"fp32": "sgemm", "fp64": "dgemm", "bf16": "bf16 gemm", "fp16": "fp16 gemm"}
 
 
 class RunReporter:
@@ -56,9 +58,8 @@ class RunReporter:
                 self._curves = TensorBoardFile(tensorboard, after_step=after_step)
             on_cpu = trainer.mesh.device.type == "cpu"
             measured = on_cpu and trainer.config.monitor.peak_tflops is None
-            self.console = Console(
-                total_steps=self._total_steps, every=self._every, peak="sgemm" if measured else "peak"
-            )
+            named = _GEMMS[trainer.config.training.precision] if measured else "peak"
+            self.console = Console(total_steps=self._total_steps, every=self._every, peak=named)
             if peak is None:
                 self.say(_no_peak(_device_name(trainer.mesh.device), trainer.config.training.precision))
 
@@ -181,8 +182,8 @@ def _validation_line(records: Sequence[Mapping[str, Any]]) -> str:
 def _peak_flops_per_second(mesh: ParallelMesh, config: RunConfig, info: RankInfo) -> float | None:
     """Return the figure for the whole job; None where it is not known.
 
-    `monitor.peak_tflops`; else of an accelerator its data sheet's figure, of CPUs a measurement on all cores of rank
-    0's node.
+    `monitor.peak_tflops`; else the figure of an accelerator's data sheet; on CPUs what matrix products in the run's
+    precision reach when all ranks compute them at once, as they train: with their own threads, on shared cores.
     """
     on_cpu = mesh.device.type == "cpu"
     nodes = info.world_size // info.local_world_size
@@ -192,15 +193,9 @@ def _peak_flops_per_second(mesh: ParallelMesh, config: RunConfig, info: RankInfo
         tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
         one = peak_flops(_device_name(mesh.device), config.training.precision, tf32=tf32)
         return None if one is None else one * info.world_size
-    measured = 0.0
-    if mesh.rank == 0:
-        # The other ranks wait at the barrier, so all cores are free for this.
-        threads = torch.get_num_threads()
-        torch.set_num_threads(available_cores())
-        measured = sgemm_flops_per_second()
-        torch.set_num_threads(threads)
     mesh.barrier()
-    return measured * nodes if mesh.rank == 0 else None
+    [measured] = mesh.sum_over_world([gemm_flops_per_second(DTYPES[config.training.precision])])
+    return measured
 
 
 def _device_name(device: torch.device) -> str:

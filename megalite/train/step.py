@@ -28,6 +28,7 @@ from megalite.topology.shape import ModelShape
 from megalite.train.assemble import Schedule, assemble
 from megalite.train.deepspeed_schedule import DeepSpeedSchedule
 from megalite.train.kernel_choice import known_kernels
+from megalite.train.nonfinite_output import first_nonfinite_output
 from megalite.train.optimizer.protocol import Update
 from megalite.train.options import model_options, optimizer_settings, schedule_of
 from megalite.train.state import StepReport, TrainerState
@@ -131,13 +132,14 @@ class TrainStep:
         try:
             update = self.optimizer.step(learning_rate)
         except TrainingError as error:
-            raise TrainingError(f"step {self.state.step + 1}: {error}") from error
+            found = self._nonfinite_output(loss_on_host.item(), batch)
+            raise TrainingError(f"step {self.state.step + 1}: {found or error}") from error
         loss = loss_on_host.item()
-        self._require_finite(loss, update)
+        self._require_finite(loss, update, batch)
         self.state = self.state.advanced(
             samples=self.config.batch.global_batch_size, tokens=self.tokens_per_step, skipped=update.skipped
         )
-        self._require_progress(update.overflow)
+        self._require_progress(update.overflow, loss, batch)
         return StepReport(
             step=self.state.step,
             loss=loss,
@@ -151,21 +153,46 @@ class TrainStep:
             overflow=update.overflow if update.skipped else None,
         )
 
-    def _require_finite(self, loss: float, update: Update) -> None:
+    def _require_finite(self, loss: float, update: Update, batch: StepBatch) -> None:
         if not math.isfinite(loss) and not update.skipped:
-            raise TrainingError(
-                f"step {self.state.step + 1}: the loss is {loss}, though its gradient is finite; look at the data of "
-                "this step, and at training.z_loss, then run again to resume"
+            found = self._nonfinite_output(loss, batch) or (
+                f"the loss is {loss}, though its gradient is finite; look at the data of this step, and at"
+                " training.z_loss, then run again to resume"
             )
+            raise TrainingError(f"step {self.state.step + 1}: {found}")
 
-    def _require_progress(self, tensor: str | None) -> None:
+    def _require_progress(self, tensor: str | None, loss: float, batch: StepBatch) -> None:
         limit = self.config.training.nonfinite_limit
         if self.config.training.nonfinite == "skip" and self.state.skipped_in_a_row >= limit:
-            raise TrainingError(
-                f"step {self.state.step}: the gradient of {tensor} is not finite, and {limit} steps in a row were left"
-                " out (training.nonfinite_limit); lower optimizer.learning_rate, or look at the data of these steps,"
-                " then run again to resume"
+            found = self._nonfinite_output(loss, batch) or (
+                f"the gradient of {tensor} is not finite; lower optimizer.learning_rate, or look at the data of these"
+                " steps, then run again to resume"
             )
+            raise TrainingError(
+                f"step {self.state.step}: {limit} steps in a row were left out (training.nonfinite_limit): {found}"
+            )
+
+    def _nonfinite_output(self, loss: float, batch: StepBatch) -> str:
+        """Return where the forward of this step went wrong, and a remedy; empty if the loss is finite.
+
+        Costs one more forward of the batch. Collective: the loss is the same on every rank, and no weight has changed.
+        """
+        if math.isfinite(loss):
+            return ""
+        found = first_nonfinite_output(self.replica, partial(self.evaluate, batch))
+        if found is None:
+            return ""
+        remedy = (
+            "lower optimizer.learning_rate, set optimizer.gradient_clipping, or look at the data of this step"
+        )
+        if self.config.training.precision == "fp16":
+            remedy = f'use training.precision = "bf16", {remedy}'
+        if found.weight:
+            remedy = f'name an earlier checkpoint: checkpoint.resume = "{self.config.run.folder}/checkpoints/step-..."'
+        return (
+            f"the loss is {loss}: {found.describe(self.config.layout)}; no weight was changed; {remedy}, then run again"
+            " to resume"
+        )
 
     def evaluate(self, batch: StepBatch) -> Tensor:
         """Return PipelineRunner.evaluate(batch) in evaluation mode: no dropout; the loss is the plain cross entropy."""

@@ -1,5 +1,6 @@
 """A gradient that is not finite: the step is left out on every rank or ends the run, and the tensor is named."""
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -87,15 +88,81 @@ def test_too_many_in_a_row_end_the_run(ranks, data):
     [result] = ranks.run(train, folder=data, changes=changes, poisoned=(2, 3, 4))
     assert len(result.losses) == 2
     assert result.error.startswith(
-        f"step 3: the gradient of {POISONED} (layer 2) is not finite, and 2 steps in a row were left out"
+        "step 3: 2 steps in a row were left out (training.nonfinite_limit): the gradient of "
+        f"{POISONED} (layer 2) is not finite"
     )
 
 
 def test_without_the_policy_the_run_ends_at_its_step(ranks, data):
     [result] = ranks.run(train, folder=data, changes={"training.precision": "fp32"}, poisoned=(2,))
     assert len(result.losses) == 1
-    assert result.error.startswith(
-        f"step 2: the gradient norm is nan, from the gradient of {POISONED} (layer 2)"
+    assert result.error.startswith(f"step 2: the gradient is not finite from {POISONED} (layer 2) on")
+
+
+def grad_norm_of_a_skipped_step(folder: Path, changes: dict[str, Any]) -> list[float]:
+    trainer, _ = tiny_trainer(folder, changes)
+    dict(trainer.stage.named_parameters())[POISONED].register_hook(lambda gradient: gradient * torch.nan)
+    return [trainer.train_step().grad_norm]
+
+
+@pytest.mark.parametrize("name", [None, "zero2-dp2"])
+def test_a_skipped_step_has_the_same_norm_with_and_without_zero(ranks, data, name):
+    changes = SKIP | (LAYOUTS[name] if name else {"parallel.data": 2})
+    for [norm] in ranks.run(grad_norm_of_a_skipped_step, 2, folder=data, changes=changes):
+        assert math.isnan(norm)
+
+
+BROKEN = {
+    "model.layers.2.mlp.down_proj": "model.layers.2.mlp.down_proj.weight",
+    "model.layers.1.self_attn.qkv_proj": "model.layers.1.self_attn.k_proj.weight",
+    "model.layers.3.input_layernorm": "model.layers.3.input_layernorm.weight",
+}
+
+
+def train_with_a_broken_weight(folder: Path, changes: dict[str, Any], weight: str) -> str:
+    """Return the error of the step after a value of the weight became nan, on its last tensor-parallel rank."""
+    trainer, _ = tiny_trainer(folder, changes)
+    trainer.train_step()
+    mesh, tensors = trainer.mesh, dict(trainer.stage.named_parameters())
+    fused = weight.replace(
+        "k_proj", "qkv_proj"
+    )  # rows of query, of key, of value: 16, 8 and 8 on one of two ranks
+    if fused in tensors and mesh.tp.rank == mesh.tp.size - 1:
+        held = tensors[fused]
+        # ZeRO 3 keeps small weights whole beside its parts.
+        for each in {held.detach(), getattr(held, "ds_tensor", held).detach()}:
+            each.view(-1)[(16 if fused != weight else 0) * each.shape[-1]] = torch.nan
+    with pytest.raises(TrainingError) as caught:
+        for _ in range(2):
+            trainer.train_step()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [
+        ("pp2", "model.layers.2.mlp.down_proj"),
+        ("zero1-tp2", "model.layers.2.mlp.down_proj"),
+        ("zero1-tp2", "model.layers.1.self_attn.qkv_proj"),
+        ("zero2-dp2", "model.layers.3.input_layernorm"),
+        ("zero3-dp2", "model.layers.2.mlp.down_proj"),
+    ],
+)
+@pytest.mark.parametrize("policy", ["stop", "skip"])
+def test_a_broken_weight_is_named_with_its_module_and_its_rank(ranks, data, name, module, policy):
+    """Not the head, whose gradient is the last one that is not finite."""
+    changes = LAYOUTS[name] | {"training.precision": "fp32", "training.nonfinite": policy}
+    changes |= {"training.nonfinite_limit": 1} if policy == "skip" else {}
+    weight = BROKEN[module]
+    messages = ranks.run(
+        train_with_a_broken_weight, ranks_of(changes), folder=data, changes=changes, weight=weight
+    )
+    [message] = set(messages)
+    where = {"pp2": "rank 1 (pp 1, dp 0, tp 0)", "zero1-tp2": "rank 1 (pp 0, dp 0, tp 1)"}
+    found = f"the loss is nan: the first output that is not finite is that of {module} on {where.get(name, 'rank ')}"
+    assert message.startswith("step 2: ") and found in message
+    assert (
+        f"whose {weight} is not finite itself; no weight was changed; name an earlier checkpoint" in message
     )
 
 

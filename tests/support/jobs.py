@@ -162,7 +162,7 @@ def training_here() -> Iterator[None]:
     from megalite.train import report
 
     environment, threads = dict(os.environ), torch.get_num_threads()
-    with mock.patch.object(report, "sgemm_flops_per_second", lambda: 1e12):
+    with mock.patch.object(report, "gemm_flops_per_second", lambda _: 1e12):
         yield
     torch.set_num_threads(threads)
     for name in os.environ.keys() - environment.keys():

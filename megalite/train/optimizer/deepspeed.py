@@ -102,16 +102,15 @@ class DeepSpeedOptimizer:
         if self._scale is not None:
             self._zero.override_loss_scale(self._scale.value)
         self._engine.step()
-        norm = float(self._engine.get_global_grad_norm())
         # On an overflow DeepSpeed has skipped the update, so the weights are still those of the step before.
         tensor = self._finite.first_nonfinite() if self._zero.overflow else None
         self._finite.clear()
         if self._zero.overflow:
-            return skip_update(self._scale, norm, tensor, skip_nonfinite=self._skip_nonfinite)
+            return skip_update(self._scale, tensor, skip_nonfinite=self._skip_nonfinite)
         sync_tied_weights(self._parameters, self._tensors, self._mesh)
         if self._scale is not None:
             self._scale.passed()
-        return Update(norm)
+        return Update(float(self._engine.get_global_grad_norm()))
 
     def _leave_gradients_local(self) -> None:
         """Have the backwards up to the next `reduce_gradients` leave each gradient on its parameter.

@@ -17,7 +17,7 @@ from megalite.train.loss_scale import LossScale
 class Update:
     """The result of one `step`.
 
-    grad_norm: the global norm of the gradient, without the loss scale, before clipping.
+    grad_norm: the global norm of the gradient, without the loss scale, before clipping; nan if it is not finite.
     skipped: no weight was changed, since the gradient is not finite. overflow: the first tensor where it is not.
     """
 
@@ -54,24 +54,17 @@ class Optimizer(Protocol):
         ...
 
 
-def require_finite(norm: float, tensor: str | None = None) -> None:
-    """Raises TrainingError, naming the tensor where it arose, when the gradient norm is inf or nan."""
-    if not math.isfinite(norm):
-        where = f", from the gradient of {tensor} on" if tensor is not None else ""
-        raise TrainingError(
-            f"the gradient norm is {norm}{where}: no weight was changed; lower optimizer.learning_rate, set"
-            " optimizer.gradient_clipping, or look at the data of this step, then run again to resume"
-        )
-
-
-def skip_update(scale: LossScale | None, norm: float, tensor: str | None, *, skip_nonfinite: bool) -> Update:
+def skip_update(scale: LossScale | None, tensor: str | None, *, skip_nonfinite: bool) -> Update:
     """Report an update that was skipped because the gradient of `tensor` is not finite, and lower the loss scale.
 
     Raises TrainingError if the scale cannot be lowered, or if there is none and `skip_nonfinite` is False.
     """
     if scale is None:
         if not skip_nonfinite:
-            require_finite(norm, tensor)
+            raise TrainingError(
+                f"the gradient is not finite from {tensor} on: no weight was changed; lower optimizer.learning_rate,"
+                " set optimizer.gradient_clipping, or look at the data of this step, then run again to resume"
+            )
     elif scale.exhausted:
         raise TrainingError(
             f"fp16 overflows in the gradient of {tensor} at the smallest loss scale, {scale.value:g}:"
@@ -80,4 +73,5 @@ def skip_update(scale: LossScale | None, norm: float, tensor: str | None, *, ski
         )
     else:
         scale.overflowed()
-    return Update(norm, skipped=True, overflow=tensor)
+    # Not inf: ZeRO does not tell one from the other.
+    return Update(math.nan, skipped=True, overflow=tensor)

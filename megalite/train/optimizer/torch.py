@@ -71,7 +71,7 @@ class TorchOptimizer:
         norm = self._norm(self._tensors) / scale
         # The norm is finite on all ranks or on none: a gradient that is not has reached all by the collectives.
         if not math.isfinite(norm):
-            return self._skip(norm)
+            return self._skip()
         set_learning_rate(self._optimizer, learning_rate)
         if isinstance(self._optimizer, OnePassAdamW):
             self._step_in_one_pass(self._optimizer, norm)
@@ -117,10 +117,10 @@ class TorchOptimizer:
         for tensor in self._tensors.values():
             tensor.grad = None
 
-    def _skip(self, norm: float) -> Update:
+    def _skip(self) -> Update:
         """Leave out an update whose gradient is not finite, on every rank alike; raises as `skip_update`."""
         tensor = first_nonfinite(self._parameters, self._tensors, self._mesh)
-        update = skip_update(self._scale, norm, tensor, skip_nonfinite=self._settings.skip_nonfinite)
+        update = skip_update(self._scale, tensor, skip_nonfinite=self._settings.skip_nonfinite)
         for held in self._tensors.values():
             held.grad = None
         return update

@@ -42,11 +42,21 @@ def test_without_a_known_peak_there_is_no_share() -> None:
     assert Throughput(flops_per_token=10, peak_flops_per_second=None).update(1, 1.0).mfu is None
 
 
-def test_the_best_of_five_products_is_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    ticks = iter([0, 9, 10, 12, 20, 21, 30, 39, 40, 49])
+def test_a_peak_that_is_exceeded_is_left_out_from_then_on() -> None:
+    """It was measured while the machine was busy."""
+    speed = Throughput(flops_per_token=10, peak_flops_per_second=1000.0, window=1)
+    assert speed.update(50, 1.0).mfu == about(0.5)
+    assert speed.update(100, 1.0).mfu == about(1.0)
+    assert speed.update(154, 1.0).mfu is None and speed.update(50, 1.0).mfu is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_best_product_is_the_peak(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    ticks = iter([0, 0, 0.2, 0.2, 0.3, 0.3, 0.9])
     monkeypatch.setattr(throughput, "_PRODUCT_SIZE", 8)
     monkeypatch.setattr(throughput.time, "perf_counter", lambda: next(ticks))
-    assert throughput.sgemm_flops_per_second() == 2 * 8**3
+    assert throughput.gemm_flops_per_second(dtype) == about(2 * 8**3 / 0.1)
+    assert next(ticks, None) is None, "half a second is enough"
 
 
 def test_memory_grows_with_what_is_held() -> None:

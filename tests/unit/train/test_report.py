@@ -11,6 +11,7 @@ from megalite.launcher.detect import RankInfo
 from megalite.monitor.jsonl import read_metrics
 from megalite.monitor.memory import MemoryUse
 from megalite.train import report as module
+from megalite.train.precision import DTYPES
 from megalite.train.report import RunReporter
 from megalite.train.state import StepReport
 from tests.support.parity import about
@@ -32,7 +33,13 @@ def reporter(tmp_path: Path, device: str, *settings: str) -> RunReporter:
     words = ["--tokenizer.path", "x", "--data.source", "x", "--training.precision", "bf16", *settings]
     words += ["--training.steps", "2", "--training.sequence_length", "12", "--training.micro_batch_size", "1"]
     words += ["--training.micro_batches", "1", "--model.preset", "tiny"]
-    mesh = SimpleNamespace(rank=0, device=torch.device(device), max_over_world=float, barrier=lambda: None)
+    mesh = SimpleNamespace(
+        rank=0,
+        device=torch.device(device),
+        max_over_world=float,
+        sum_over_world=lambda values: [4 * each for each in values],
+        barrier=lambda: None,
+    )
     trainer = SimpleNamespace(
         mesh=mesh,
         config=load_run(None, words).config,
@@ -91,11 +98,28 @@ def test_a_card_that_is_not_listed_has_no_share_and_is_named_with_the_remedy(
     assert "%" not in said.splitlines()[1]
 
 
+@pytest.mark.parametrize(("precision", "name"), [("fp32", "sgemm"), ("bf16", "bf16 gemm")])
+def test_on_cpus_the_peak_is_what_all_ranks_reach_at_once_in_the_run_s_precision(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    precision: str,
+    name: str,
+) -> None:
+    """A bf16 run was once 154% of sgemm."""
+    measured: list[torch.dtype] = []
+    monkeypatch.setattr(module, "gemm_flops_per_second", lambda dtype: measured.append(dtype) or 2e12)
+    made = reporter(tmp_path, "cpu", "--training.precision", precision)
+    assert share(tmp_path, made) == about(1 / (4 * 2e12))
+    assert measured == [DTYPES[precision]]
+    assert f"% of {name}" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("device", "places"), [("cuda", 4), ("cpu", 2)])
 def test_a_peak_that_is_named_is_a_devices_or_a_nodes(
     on_gpu: pytest.MonkeyPatch, tmp_path: Path, device: str, places: int
 ) -> None:
     on_gpu.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H20")
-    on_gpu.setattr(module, "sgemm_flops_per_second", lambda: pytest.fail("measured, though it is named"))
+    on_gpu.setattr(module, "gemm_flops_per_second", lambda _: pytest.fail("measured, though it is named"))
     made = reporter(tmp_path, device, "--monitor.peak_tflops", "148")
     assert share(tmp_path, made) == about(1 / (places * 148e12))
