@@ -34,7 +34,8 @@ def test_a_process_that_was_forked_meanwhile_does_not_keep_the_claim(tmp_path: P
         claim(folder)
     finally:
         os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        _, status = os.waitpid(child, 0)
+    assert os.WTERMSIG(status) == signal.SIGKILL, "the child must have lived until then"
 
 
 def test_a_folder_that_is_a_file_is_named(tmp_path: Path) -> None:
