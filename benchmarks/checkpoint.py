@@ -60,7 +60,7 @@ def trainer_of(ranks: int, steps: int) -> Any:
 
     from megalite.config.load import load_run
     from megalite.parallel.mesh import ParallelMesh
-    from megalite.parallel.pipeline import StepBatch
+    from megalite.parallel.step_batch import StepBatch
     from megalite.train.step import TrainStep
 
     values = {

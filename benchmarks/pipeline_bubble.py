@@ -32,7 +32,8 @@ from torch import Tensor, nn
 from benchmarks import report
 from benchmarks.ranks import run_ranks
 from megalite.parallel.mesh import ParallelMesh
-from megalite.parallel.pipeline import PipelineShapes, StepBatch, pipeline_runner
+from megalite.parallel.pipeline import PipelineShapes, pipeline_runner
+from megalite.parallel.step_batch import StepBatch
 from megalite.topology.axes import Layout
 from megalite.topology.schedule_timeline import (
     Costs,

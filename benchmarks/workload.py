@@ -11,7 +11,7 @@ from megalite.data.transfer import BatchTransfer
 from megalite.model.options import PLAIN, ModelOptions
 from megalite.parallel.device import HostCopy
 from megalite.parallel.mesh import ParallelMesh
-from megalite.parallel.pipeline import StepBatch
+from megalite.parallel.step_batch import StepBatch
 from megalite.topology.axes import Layout
 from megalite.topology.schedules import SCHEDULES
 from megalite.topology.shape import ModelShape

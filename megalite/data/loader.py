@@ -15,7 +15,7 @@ from megalite.data.documents import document_ids_and_positions
 from megalite.data.packing import IGNORE_INDEX
 from megalite.data.token_file import TokenFile, bin_path
 from megalite.errors import DataError
-from megalite.parallel.pipeline import StepBatch
+from megalite.parallel.step_batch import StepBatch
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megalite.ops.documents import row_cu_seqlens
-from megalite.parallel.pipeline import StepBatch
+from megalite.parallel.step_batch import StepBatch
 
 
 @dataclass(frozen=True)

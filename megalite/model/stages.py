@@ -31,18 +31,6 @@ def build_replica(
     return replica
 
 
-def build_stage(
-    shape: ModelShape,
-    mesh: ParallelMesh,
-    split: PipelineSplit,
-    options: ModelOptions = PLAIN,
-    *,
-    seed: int | None,
-) -> Stage:
-    """The stage alone of `build_replica`."""
-    return build_replica(shape, mesh, split, options, seed=seed).stage
-
-
 @torch.no_grad()
 def initialise(replica: Replica, seed: int) -> None:
     """Fill every parameter: with `Parameter.fill`, or with normal values drawn for the region that this rank holds."""

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +24,7 @@ from megalite.parallel.collectives import all_reduce
 from megalite.parallel.cross_entropy import IGNORE_INDEX
 from megalite.parallel.decode import along_chunks
 from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.step_batch import StepBatch
 from megalite.topology.stages import PipelineSplit
 
 # Schedules with one chunk per rank, then with several.
@@ -49,40 +50,6 @@ def _without_schedule(record: logging.LogRecord) -> bool:
 
 
 _SCHEDULE_LOG.addFilter(_without_schedule)
-
-
-@dataclass(frozen=True)
-class StepBatch:
-    """The samples of one data-parallel rank in one step: M micro batches of b sequences, stacked, [M * b, S] each.
-
-    sample_indices: [M * b] int64, the index of each row in the run's order of samples: equal in every layout, never
-    repeated.
-    document_ids: int64, ascending in a row; if given, tokens attend within their own document only.
-    cu_seqlens: [M * b, documents] int32, the same documents for an accelerator (ops.documents.row_cu_seqlens): each
-    document's start in its row; S for padding documents without tokens.
-    """
-
-    input_ids: Tensor
-    position_ids: Tensor
-    labels: Tensor
-    loss_mask: Tensor
-    sample_indices: Tensor
-    document_ids: Tensor | None = field(default=None, kw_only=True)
-    cu_seqlens: Tensor | None = field(default=None, kw_only=True)
-
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        """The tensors that the batch has, by name."""
-        held = {each.name: getattr(self, each.name) for each in fields(StepBatch)}
-        return {name: tensor for name, tensor in held.items() if tensor is not None}
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> "StepBatch":
-        """Return the batch with `change` applied to each tensor."""
-        return StepBatch(**{name: change(tensor) for name, tensor in self.tensors.items()})
-
-    def micro_batches(self, count: int) -> list["StepBatch"]:
-        pieces = {name: tensor.chunk(count) for name, tensor in self.tensors.items()}
-        return [StepBatch(**{name: each[index] for name, each in pieces.items()}) for index in range(count)]
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from megalite.model.replica import Replica
 from megalite.model.transformer import Stage
 from megalite.parallel.device import HostCopy
 from megalite.parallel.mesh import ParallelMesh
-from megalite.parallel.pipeline import StepBatch
+from megalite.parallel.step_batch import StepBatch
 from megalite.topology.shape import ModelShape
 from megalite.train.assemble import Schedule, assemble
 from megalite.train.deepspeed_schedule import DeepSpeedSchedule

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from megalite.model.options import ModelOptions
-from megalite.model.stages import build_stage
+from megalite.model.stages import build_replica
 from megalite.parallel.mesh import ParallelMesh
-from megalite.parallel.pipeline import PipelineShapes, StepBatch, pipeline_runner
+from megalite.parallel.pipeline import PipelineShapes, pipeline_runner
+from megalite.parallel.step_batch import StepBatch
 from megalite.topology.axes import Layout
 from megalite.topology.schedules import SCHEDULES
 from megalite.topology.stages import pipeline_split
@@ -25,7 +26,7 @@ def losses_and_gradients(
     mesh = ParallelMesh.over_world(Layout(pipeline=stages))
     v_shaped = SCHEDULES[schedule].v_shaped
     split = pipeline_split(SHAPE.num_hidden_layers, stages, chunks_per_stage=chunks, v_shaped=v_shaped)
-    stage = build_stage(SHAPE, mesh, split, ModelOptions(dtype=torch.float64), seed=0)
+    stage = build_replica(SHAPE, mesh, split, ModelOptions(dtype=torch.float64), seed=0).stage
     shapes = PipelineShapes(MICRO_BATCHES, SHAPE.hidden_size, torch.float64, torch.float64)
     runner = pipeline_runner(stage.chunks, split, mesh, shapes, schedule=schedule)
     losses = []

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import flop_registry
 
 from megalite.model.layer import DecoderLayer
 from megalite.model.options import ModelOptions
-from megalite.model.stages import build_stage
+from megalite.model.stages import build_replica
 from megalite.model.transformer import Stage
 from megalite.ops.choice import Operators
 from megalite.parallel import pipeline
@@ -61,7 +61,7 @@ def step_on_rank(schedule: str, layout: Layout, micro_batches: int, chunks: int)
         v_shaped=SCHEDULES[schedule].v_shaped,
     )
     options = ModelOptions(operators=Operators(split_backward=SCHEDULES[schedule].splits_backward))
-    stage = build_stage(SHAPE, mesh, split, options, seed=0)
+    stage = build_replica(SHAPE, mesh, split, options, seed=0).stage
     shapes = PipelineShapes(micro_batches, SHAPE.hidden_size, torch.float32, torch.float32)
     runner = pipeline_runner(stage.chunks, split, mesh, shapes, schedule=schedule)
     executed = Executed()
@@ -180,7 +180,7 @@ def test_executed_actions_are_those_of_the_schedule(ranks, schedule, size):
 def accumulation_on_rank(schedule: str, micro_batches: int) -> list[Action]:
     mesh = ParallelMesh.over_world(Layout())
     split = pipeline_split(SHAPE.num_hidden_layers)
-    stage = build_stage(SHAPE, mesh, split, seed=0)
+    stage = build_replica(SHAPE, mesh, split, seed=0).stage
     actions: list[Action] = []
 
     def record(module: torch.nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:

@@ -18,7 +18,7 @@ from megalite.convert.huggingface.export import read_family_tensor
 from megalite.data.loader import StepLoader
 from megalite.families.registry import family_tensors, hf_config
 from megalite.parallel.mesh import ParallelMesh
-from megalite.parallel.pipeline import StepBatch
+from megalite.parallel.step_batch import StepBatch
 from megalite.topology.parameters import canonical_tensors
 from megalite.topology.shape import ModelShape
 from megalite.train.step import TrainStep

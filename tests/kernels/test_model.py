@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megalite.model.options import ModelOptions
-from megalite.model.stages import build_stage
+from megalite.model.stages import build_replica
 from megalite.ops.choice import ALL_COMPILED, PLAIN_TORCH, Operators
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.shape import ModelShape
@@ -26,7 +26,7 @@ def test_every_family(shape: ModelShape, split_backward: bool) -> None:
     def run(operators: Operators) -> dict[str, torch.Tensor]:
         options = ModelOptions(torch.float64, operators=replace(operators, split_backward=split_backward))
         split = pipeline_split(shape.num_hidden_layers)
-        stage = build_stage(shape, ParallelMesh.single(), split, options, seed=1)
+        stage = build_replica(shape, ParallelMesh.single(), split, options, seed=1).stage
         hidden = stage.whole.decode(batch.input_ids, batch.position_ids)
         hidden.square().sum().backward()
         with torch.no_grad():

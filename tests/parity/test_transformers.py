@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megalite.convert.huggingface.export import as_family_tensor
 from megalite.families.registry import family_tensors, hf_config
-from megalite.model.stages import build_stage
+from megalite.model.stages import build_replica
 from megalite.model.transformer import Stage
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.parameters import model_parameters
@@ -82,7 +82,9 @@ def _canonical(stage: Stage, shape: ModelShape, tensors: dict[str, torch.Tensor]
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_logits_and_gradients_equal_transformers(shape, tmp_path):
-    stage = build_stage(shape, ParallelMesh.single(), pipeline_split(shape.num_hidden_layers), seed=11)
+    stage = build_replica(
+        shape, ParallelMesh.single(), pipeline_split(shape.num_hidden_layers), seed=11
+    ).stage
     generator = torch.Generator().manual_seed(5)
     # Larger than the initial norms of 1 and weights of 0.02, so that no term hides behind another.
     with torch.no_grad():

@@ -14,7 +14,7 @@ from torch import Tensor
 from megalite.model import layer
 from megalite.ops import attention_backends, chunked_attention
 from megalite.ops.documents import row_cu_seqlens
-from megalite.parallel.pipeline import StepBatch
+from megalite.parallel.step_batch import StepBatch
 from megalite.topology.axes import Layout
 from tests.standin import test_meta
 from tests.standin.test_meta import step_on_meta

@@ -126,7 +126,7 @@ def test_a_step_of_each_family_needs_no_other_device(family: str, kernels: Any) 
 
 def test_a_batch_left_on_the_cpu_is_refused() -> None:
     with (
-        mock.patch("megalite.parallel.pipeline.StepBatch.map", lambda self, change: self),
+        mock.patch("megalite.parallel.step_batch.StepBatch.map", lambda self, change: self),
         pytest.raises(RuntimeError, match="device"),
     ):
         step_on_meta(Job(tiny_shape()))

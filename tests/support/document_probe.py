@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from megalite.parallel.cross_entropy import IGNORE_INDEX
-from megalite.parallel.pipeline import PipelineRunner, StepBatch
+from megalite.parallel.pipeline import PipelineRunner
+from megalite.parallel.step_batch import StepBatch
 
 # Relative tolerance for moved documents: kernels with other shapes round differently.
 _MOVED = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}

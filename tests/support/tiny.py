@@ -8,7 +8,7 @@ from megalite.families.registry import FAMILIES
 from megalite.topology.shape import ModelShape, RopeScaling
 
 if TYPE_CHECKING:
-    from megalite.parallel.pipeline import StepBatch
+    from megalite.parallel.step_batch import StepBatch
 
 SEQUENCE_LENGTH = 12
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -117,7 +117,7 @@ def tiny_batch(
     """
     import torch
 
-    from megalite.parallel.pipeline import StepBatch
+    from megalite.parallel.step_batch import StepBatch
 
     generator = torch.Generator().manual_seed(step)
     ids = torch.randint(shape.vocab_size, (sequences, sequence_length + 1), generator=generator)

@@ -19,7 +19,8 @@ from megalite.ops.choice import ALL_COMPILED, PLAIN_TORCH, Operators
 from megalite.parallel.device import local_device
 from megalite.parallel.gradients import partial_over_tp
 from megalite.parallel.mesh import ParallelMesh
-from megalite.parallel.pipeline import PipelineRunner, StepBatch
+from megalite.parallel.pipeline import PipelineRunner
+from megalite.parallel.step_batch import StepBatch
 from megalite.topology.axes import Layout
 from megalite.topology.parameters import Parameter, canonical_tensors
 from megalite.topology.schedules import SCHEDULES

@@ -14,7 +14,7 @@ from megalite.config.schema import RunConfig
 from megalite.data.loader import StepLoader
 from megalite.model.stages import build_replica
 from megalite.parallel.mesh import ParallelMesh
-from megalite.parallel.pipeline import StepBatch
+from megalite.parallel.step_batch import StepBatch
 from megalite.topology.parameters import Parameter
 from megalite.topology.shape import ModelShape
 from megalite.train import assemble

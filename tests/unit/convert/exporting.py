@@ -8,7 +8,7 @@ import torch
 
 from megalite.checkpoint.save import save_checkpoint
 from megalite.model.replica import Replica
-from megalite.model.stages import build_stage
+from megalite.model.stages import build_replica
 from megalite.model.transformer import Stage
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.shape import ModelShape
@@ -21,7 +21,7 @@ def lively_stage(shape: ModelShape, *, scale: float = 5.0) -> Stage:
 
     A tied embedding stays small: the layers decide what comes next, not the last token itself.
     """
-    stage = build_stage(shape, ParallelMesh.single(), pipeline_split(shape.num_hidden_layers), seed=3)
+    stage = build_replica(shape, ParallelMesh.single(), pipeline_split(shape.num_hidden_layers), seed=3).stage
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, tensor in stage.named_parameters():

@@ -15,7 +15,7 @@ from megalite.data.packing import IGNORE_INDEX, PackedSamples
 from megalite.data.token_file import TokenFile, TokenWriter, bin_path, idx_path
 from megalite.errors import DataError
 from megalite.parallel import cross_entropy
-from megalite.parallel.pipeline import StepBatch
+from megalite.parallel.step_batch import StepBatch
 
 LENGTH = 7
 

@@ -7,7 +7,7 @@ import torch
 
 from megalite.model.dropout import DropoutContext, DropoutSites, LayerMasks, dropped_levels
 from megalite.model.options import Dropout, ModelOptions
-from megalite.model.stages import build_stage
+from megalite.model.stages import build_replica
 from megalite.ops.counter import MASK_LEVELS
 from megalite.parallel.mesh import ParallelMesh, RankGroup
 from megalite.topology.stages import pipeline_split
@@ -36,8 +36,8 @@ def _losses(stage: torch.nn.Module, step: int = 0) -> torch.Tensor:
 
 def test_values_are_dropped_in_training_alone():
     split = pipeline_split(SHAPE.num_hidden_layers)
-    plain = build_stage(SHAPE, ParallelMesh.single(), split, seed=1)
-    dropping = build_stage(SHAPE, ParallelMesh.single(), split, OPTIONS, seed=1)
+    plain = build_replica(SHAPE, ParallelMesh.single(), split, seed=1).stage
+    dropping = build_replica(SHAPE, ParallelMesh.single(), split, OPTIONS, seed=1).stage
     assert not torch.equal(_losses(dropping), _losses(plain))
     assert torch.equal(_losses(dropping.eval()), _losses(plain.eval()))
     assert not torch.equal(_losses(dropping.train()), _losses(plain.train()))

@@ -9,7 +9,7 @@ from torch import Tensor
 from megalite.model import recompute
 from megalite.model.options import ModelOptions, Recompute
 from megalite.model.recompute import recomputed
-from megalite.model.stages import build_stage
+from megalite.model.stages import build_replica
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.stages import pipeline_split
 from tests.support.tiny import tiny_batch, tiny_shape
@@ -141,9 +141,9 @@ def test_which_layers_of_a_chunk_are_recomputed(how, expected):
 def _activations(recompute: Recompute) -> int:
     """Bytes that the forward of one micro batch keeps, weights apart; inputs of regions are counted by hand."""
     shape = tiny_shape()
-    stage = build_stage(
+    stage = build_replica(
         shape, ParallelMesh.single(), pipeline_split(4), ModelOptions(recompute=recompute), seed=1
-    )
+    ).stage
     own = {tensor.untyped_storage().data_ptr() for tensor in (*stage.parameters(), *stage.buffers())}
     kept: dict[int, tuple[int, Tensor]] = {}
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.model.options import ModelOptions
-from megalite.model.stages import build_stage
+from megalite.model.stages import build_replica
 from megalite.ops import liger
 from megalite.ops.choice import Operators
 from megalite.parallel.mesh import ParallelMesh
@@ -56,9 +56,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def gradients(options: ModelOptions, shape=None) -> dict[str, Tensor]:
     shape = shape or tiny_shape()
     batch = tiny_batch(shape, 2)
-    stage = build_stage(
+    stage = build_replica(
         shape, ParallelMesh.single(), pipeline_split(shape.num_hidden_layers), options, seed=1
-    )
+    ).stage
     hidden = stage.whole.decode(batch.input_ids, batch.position_ids)
     hidden.square().sum().backward()
     return {name: each.grad for name, each in stage.named_parameters() if each.grad is not None}

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite.parallel.pipeline import StepBatch
+from megalite.parallel.step_batch import StepBatch
 from tests.support.document_probe import probe_documents
 
 END, VOCABULARY = 0, 50
