@@ -12,7 +12,14 @@ from typing import Any
 import torch
 
 from benchmarks.kernel_timing import Case, run
-from megalite.ops.adamw import compiled_accumulate_, compiled_adamw_, compiled_sum_of_squares, sum_of_squares
+from megalite.ops.adamw import (
+    AdamWRule,
+    AdamWTensors,
+    compiled_accumulate_,
+    compiled_adamw_,
+    compiled_sum_of_squares,
+    sum_of_squares,
+)
 
 COUNT, SIDE = 16, 1024
 RULES: dict[str, Any] = {
@@ -54,7 +61,7 @@ def _update(gradient: torch.dtype, copy: torch.dtype | None) -> Mapping[str, Cal
 
     def fused() -> None:
         compiled_sum_of_squares(gradients)
-        compiled_adamw_(weights, copies, gradients, *moments, **RULES, step=3)
+        compiled_adamw_(AdamWTensors(weights, copies, gradients, *moments), AdamWRule(**RULES, step=3))
 
     return {"fused": fused, "as before": before}
 

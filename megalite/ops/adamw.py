@@ -4,7 +4,8 @@ AdamW follows Loshchilov and Hutter (2019) with the bias corrections of Kingma a
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,59 +40,74 @@ def compiled_sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     return total
 
 
-@torch.no_grad()
-def adamw_(
-    weights: Sequence[Tensor],
-    copies: Sequence[Tensor],
-    gradients: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    *,
-    learning_rate: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    step: float,
-    gradient_scale: float = 1.0,
-) -> None:
-    """Update weights and moments in place, from gradients times `gradient_scale`; round the weights into `copies`.
+@dataclass(frozen=True)
+class AdamWTensors:
+    """The tensors of one update, as lists of the same order.
 
-    weights, moments: float32 or float64. gradients: the weights' type; for float32 weights also bf16 or fp16. copies:
-    empty, or bf16 or fp16. step: the number of updates, this one included.
+    weights, exp_avgs, exp_avg_sqs: float32 or float64, updated in place. gradients: of that dtype; float32 weights may
+    have low-precision ones. copies: empty, or low-precision copies that are overwritten with the rounded weights.
     """
-    scaled = [
-        gradient.to(weight.dtype) * gradient_scale
-        for weight, gradient in zip(weights, gradients, strict=True)
-    ]
-    counts = [torch.full((), step, dtype=torch.float32, device=weight.device) for weight in weights]
-    lists = [[*weights], scaled, [*exp_avgs], [*exp_avg_sqs], [], counts]
-    rules: dict[str, Any] = {"lr": learning_rate, "beta1": betas[0], "beta2": betas[1]}
-    rules |= {"weight_decay": weight_decay, "eps": eps}
-    torch._fused_adamw_(*lists, amsgrad=False, maximize=False, **rules)
-    for copy, weight in zip(copies, weights, strict=bool(copies)):
-        copy.copy_(weight)
+
+    weights: Sequence[Tensor]
+    copies: Sequence[Tensor]
+    gradients: Sequence[Tensor]
+    exp_avgs: Sequence[Tensor]
+    exp_avg_sqs: Sequence[Tensor]
+
+
+@dataclass(frozen=True)
+class AdamWRule:
+    """The numbers of one update. step: the number of updates including this one. gradients are multiplied by
+    `gradient_scale`."""
+
+    learning_rate: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    step: float
+    gradient_scale: float = 1.0
+
+
+AdamW = Callable[[AdamWTensors, AdamWRule], None]
 
 
 @torch.no_grad()
-def compiled_adamw_(
-    weights: Sequence[Tensor],
-    copies: Sequence[Tensor],
-    gradients: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    *,
-    learning_rate: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    step: float,
-    gradient_scale: float = 1.0,
-) -> None:
+def adamw_(tensors: AdamWTensors, rule: AdamWRule) -> None:
+    """Update weights, moments and copies in place."""
+    weights = tensors.weights
+    scaled = [
+        gradient.to(weight.dtype) * rule.gradient_scale
+        for weight, gradient in zip(weights, tensors.gradients, strict=True)
+    ]
+    counts = [torch.full((), rule.step, dtype=torch.float32, device=weight.device) for weight in weights]
+    lists = [[*weights], scaled, [*tensors.exp_avgs], [*tensors.exp_avg_sqs], [], counts]
+    numbers: dict[str, Any] = {"lr": rule.learning_rate, "beta1": rule.betas[0], "beta2": rule.betas[1]}
+    numbers |= {"weight_decay": rule.weight_decay, "eps": rule.eps}
+    torch._fused_adamw_(*lists, amsgrad=False, maximize=False, **numbers)
+    copy_rounded(tensors)
+
+
+@torch.no_grad()
+def compiled_adamw_(tensors: AdamWTensors, rule: AdamWRule) -> None:
     """Same as `adamw_`, in one pass over all tensors."""
-    lists = [[*each] for each in (weights, copies, gradients, exp_avgs, exp_avg_sqs)]
-    torch.ops.megalite.adamw_(*lists, learning_rate, *betas, eps, weight_decay, step, gradient_scale)
-    # The operator changes the weights behind autograd's back: the version lets it detect a stale saved tensor.
-    torch.autograd.graph.increment_version([*weights, *copies])
+    lists = (tensors.weights, tensors.copies, tensors.gradients, tensors.exp_avgs, tensors.exp_avg_sqs)
+    torch.ops.megalite.adamw_(
+        *([*each] for each in lists),
+        rule.learning_rate,
+        *rule.betas,
+        rule.eps,
+        rule.weight_decay,
+        rule.step,
+        rule.gradient_scale,
+    )
+    # So that autograd sees where a weight was saved before it changed.
+    torch.autograd.graph.increment_version([*tensors.weights, *tensors.copies])
+
+
+def copy_rounded(tensors: AdamWTensors) -> None:
+    """Overwrite the copies with the weights."""
+    for copy, weight in zip(tensors.copies, tensors.weights, strict=bool(tensors.copies)):
+        copy.copy_(weight)
 
 
 @torch.no_grad()

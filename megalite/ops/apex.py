@@ -5,15 +5,15 @@ another project, and NVIDIA's own may lack its compiled modules, so only the com
 imported. MEGALITE_NO_APEX=1 turns them off.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from megalite.launcher.environment import without_apex
+from megalite.ops.adamw import AdamWRule, AdamWTensors, copy_rounded
 
 APEX = "apex"
 OPTIMIZERS, WEIGHT_GRADIENTS = "amp_C", "fused_weight_gradient_mlp_cuda"
@@ -40,32 +40,27 @@ def why_not(module: str) -> Callable[[str], str]:
 
 
 @torch.no_grad()
-def adamw_(
-    weights: Sequence[Tensor],
-    copies: Sequence[Tensor],
-    gradients: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    *,
-    learning_rate: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    step: float,
-    gradient_scale: float = 1.0,
-) -> None:
+def adamw_(tensors: AdamWTensors, rule: AdamWRule) -> None:
     """Same as `ops.adamw.adamw_`, for float32 weights."""
+    weights = tensors.weights
     if not weights:
         return
-    scaled = [gradient.float() * gradient_scale for gradient in gradients]
-    lists = [scaled, [*weights], [*exp_avgs], [*exp_avg_sqs]]
-    # The kernel's overflow flag. Not read: the gradient norm already shows infinities.
+    scaled = [gradient.float() * rule.gradient_scale for gradient in tensors.gradients]
+    lists = [scaled, [*weights], [*tensors.exp_avgs], [*tensors.exp_avg_sqs]]
+    # Where the kernel reports an infinity; not read, because the gradient's norm tells.
     overflow = torch.zeros(1, dtype=torch.int32, device=weights[0].device)
     decoupled, corrected = 1, 1
-    rules: tuple[Any, ...] = (learning_rate, *betas, eps, int(step), decoupled, corrected, weight_decay)
-    import_module(OPTIMIZERS).multi_tensor_adam(_CHUNK, overflow, lists, *rules)
-    for copy, weight in zip(copies, weights, strict=bool(copies)):
-        copy.copy_(weight)
+    numbers = (
+        rule.learning_rate,
+        *rule.betas,
+        rule.eps,
+        int(rule.step),
+        decoupled,
+        corrected,
+        rule.weight_decay,
+    )
+    import_module(OPTIMIZERS).multi_tensor_adam(_CHUNK, overflow, lists, *numbers)
+    copy_rounded(tensors)
 
 
 @torch.no_grad()

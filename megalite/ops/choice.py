@@ -7,12 +7,13 @@ compiled operator cannot serve go to plain torch here.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megalite.ops import activations, adamw, apex, liger, norms, rotary
+from megalite.ops.adamw import AdamW, AdamWRule, AdamWTensors
 from megalite.ops.attention import (
     causal_attention,
     compiled_attention,
@@ -49,26 +50,6 @@ NAMES = {
 
 Norm = Callable[[Tensor, Tensor, Tensor | None, float, bool], Tensor]
 AddNorm = Callable[[Tensor, Tensor, Tensor, Tensor | None, float, bool], tuple[Tensor, Tensor]]
-
-
-class AdamW(Protocol):
-    """The signature of `ops.adamw.adamw_`."""
-
-    def __call__(
-        self,
-        weights: Sequence[Tensor],
-        copies: Sequence[Tensor],
-        gradients: Sequence[Tensor],
-        exp_avgs: Sequence[Tensor],
-        exp_avg_sqs: Sequence[Tensor],
-        *,
-        learning_rate: float,
-        betas: tuple[float, float],
-        eps: float,
-        weight_decay: float,
-        step: float,
-        gradient_scale: float = 1.0,
-    ) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -259,10 +240,10 @@ def _norm_compiled(
     return (ours if serves else plain)(x, weight, bias, eps, zero_centered_gamma)
 
 
-def _adamw_by_apex(weights: Sequence[Tensor], *lists: Sequence[Tensor], **rules: Any) -> None:
+def _adamw_by_apex(tensors: AdamWTensors, rule: AdamWRule) -> None:
     """Update by Apex if all weights are float32, the only type it supports; else by torch."""
-    serves = all(weight.dtype == torch.float32 for weight in weights)
-    (apex.adamw_ if serves else adamw.adamw_)(weights, *lists, **rules)
+    serves = all(weight.dtype == torch.float32 for weight in tensors.weights)
+    (apex.adamw_ if serves else adamw.adamw_)(tensors, rule)
 
 
 def _norm_by_liger(

@@ -1,13 +1,15 @@
 """The optimizer's operators on lists of tensors."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from megalite.ops import apex
 from megalite.ops.adamw import (
+    AdamW,
+    AdamWRule,
+    AdamWTensors,
     adamw_,
     add_weight_gradient_,
     compiled_adamw_,
@@ -15,17 +17,13 @@ from megalite.ops.adamw import (
     compiled_sum_of_squares,
     sum_of_squares,
 )
-from megalite.ops.choice import COMPILED, AdamW
+from megalite.ops.choice import COMPILED
 from megalite.selftest.norms import ROWS, rows
 from megalite.selftest.registry import LOW_PRECISION, Candidate, Entry, Form, Shape, Workload, compiled
 
-_RULES: dict[str, Any] = {
-    "learning_rate": 1e-2,
-    "betas": (0.9, 0.95),
-    "eps": 1e-8,
-    "weight_decay": 0.1,
-    "step": 7,
-}
+_RULE = AdamWRule(
+    learning_rate=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=7, gradient_scale=0.5
+)
 _TOKENS = 512  # tokens summed in a weight gradient
 # Shapes of lists of tensors: (tensors, elements of each).
 LISTS: tuple[Shape, ...] = ((1, 1), (3, 8193), (90, 5), (2, 4099))
@@ -45,14 +43,14 @@ def _make_update(shape: Shape, dtype: torch.dtype, random: Form) -> list[Tensor]
     return [*(each.float() for each in weights), *copies, *gradients, *means, *squares]
 
 
-def _update(update: AdamW, scale: float = 0.5) -> Form:
+def _update(update: AdamW) -> Form:
     def form(*tensors: Tensor) -> list[Tensor]:
         count = len(tensors) // 5
         weights, copies, gradients, means, squares = (
             [*tensors[start : start + count]] for start in range(0, len(tensors), count)
         )
         low_precision = copies if copies[0].element_size() < 4 else []
-        update(weights, low_precision, gradients, means, squares, **_RULES, gradient_scale=scale)
+        update(AdamWTensors(weights, low_precision, gradients, means, squares), _RULE)
         return [*weights, *(low_precision or [each.clone() for each in weights]), *means, *squares]
 
     return form

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megalite.ops.choice import AdamW
+from megalite.ops.adamw import AdamW, AdamWRule, AdamWTensors
 
 
 class OnePassAdamW(torch.optim.AdamW):
@@ -46,17 +46,21 @@ class OnePassAdamW(torch.optim.AdamW):
                 states = [self.state[weight] for weight in weights]
                 torch._foreach_add_([state["step"] for state in states], 1)
                 self._update(
-                    weights,
-                    [self.copies[weight] for weight in weights if weight in self.copies],
-                    [self._gradient(weight) for weight in weights],
-                    [state["exp_avg"] for state in states],
-                    [state["exp_avg_sq"] for state in states],
-                    learning_rate=group["lr"],
-                    betas=group["betas"],
-                    eps=group["eps"],
-                    weight_decay=group["weight_decay"],
-                    step=step + 1,
-                    gradient_scale=self.gradient_scale,
+                    AdamWTensors(
+                        weights,
+                        [self.copies[weight] for weight in weights if weight in self.copies],
+                        [self._gradient(weight) for weight in weights],
+                        [state["exp_avg"] for state in states],
+                        [state["exp_avg_sq"] for state in states],
+                    ),
+                    AdamWRule(
+                        learning_rate=group["lr"],
+                        betas=group["betas"],
+                        eps=group["eps"],
+                        weight_decay=group["weight_decay"],
+                        step=step + 1,
+                        gradient_scale=self.gradient_scale,
+                    ),
                 )
 
     def _alike(self, group: Mapping[str, Any]) -> Iterator[tuple[float, list[Tensor]]]:

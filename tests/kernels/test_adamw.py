@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megalite.ops.adamw import (
+    AdamWRule,
+    AdamWTensors,
     adamw_,
     compiled_accumulate_,
     compiled_adamw_,
@@ -71,9 +73,9 @@ def cloned(given: list[list[Tensor]], dtype: torch.dtype | None = None) -> list[
 def check_update(shapes: Any, types: Any, step: float) -> None:
     given = lists(shapes, *types)
     fused, plain, exact = cloned(given), cloned(given), cloned(given, torch.float64)
-    compiled_adamw_(*fused, **RULES, step=step)
-    adamw_(*plain, **RULES, step=step)
-    adamw_(*exact, **RULES, step=step)
+    compiled_adamw_(AdamWTensors(*fused), AdamWRule(**RULES, step=step))
+    adamw_(AdamWTensors(*plain), AdamWRule(**RULES, step=step))
+    adamw_(AdamWTensors(*exact), AdamWRule(**RULES, step=step))
     for name, *alike in zip(
         ("weight", "copy", "gradient", "mean", "square"), fused, plain, exact, strict=True
     ):
@@ -110,7 +112,8 @@ def test_steps_equal_torchs_optimizer():
         for weight, gradient in zip(expected, gradients, strict=True):
             weight.grad = gradient.clone()
         reference.step()
-        compiled_adamw_(weights, [], gradients, *moments, **RULES | {"gradient_scale": 1.0}, step=step)
+        rule = AdamWRule(**RULES | {"gradient_scale": 1.0}, step=step)
+        compiled_adamw_(AdamWTensors(weights, [], gradients, *moments), rule)
     for ours, torchs in zip(weights, expected, strict=True):
         assert_close(ours, torchs, rtol=FLOAT32_RTOL)
 
@@ -158,10 +161,10 @@ def test_what_cannot_be_is_refused():
         ([], [torch.randn(4, dtype=torch.float64)], "no kernel"),
     ):
         with pytest.raises(RuntimeError, match=complaint):
-            compiled_adamw_(weights, copies, gradients, *moments, **RULES, step=1)
+            compiled_adamw_(AdamWTensors(weights, copies, gradients, *moments), AdamWRule(**RULES, step=1))
     with pytest.raises(RuntimeError, match="not contiguous"):
         strided = torch.randn(4, 2)[:, 0]
-        compiled_adamw_([strided], [], [torch.randn(4)], *moments, **RULES, step=1)
+        compiled_adamw_(AdamWTensors([strided], [], [torch.randn(4)], *moments), AdamWRule(**RULES, step=1))
 
 
 def test_torch_knows_the_operators():
@@ -179,7 +182,7 @@ def test_a_saved_weight_that_changes_is_noticed():
     weight = torch.nn.Parameter(torch.randn(4))
     loss = weight.square().sum()
     moments = [[torch.zeros(4)], [torch.zeros(4)]]
-    compiled_adamw_([weight], [], [torch.randn(4)], *moments, **RULES, step=1)
+    compiled_adamw_(AdamWTensors([weight], [], [torch.randn(4)], *moments), AdamWRule(**RULES, step=1))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megalite.launcher.environment import without_apex
 from megalite.ops import apex, trust
+from megalite.ops.adamw import AdamWRule, AdamWTensors
 from megalite.ops.choice import Operators
 from megalite.parallel import layers
 from megalite.parallel.gradient_sums import sum_in_place
@@ -122,7 +123,7 @@ def test_the_trainer_has_linears_add_by_what_was_chosen(fake):
 def test_float64_is_not_given_to_it(fake):
     lists = [[torch.ones(3, dtype=torch.float64)] for _ in range(4)]
     rules = {"learning_rate": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "step": 1}
-    CHOSEN.adamw(lists[0], [], *lists[1:], **rules)
+    CHOSEN.adamw(AdamWTensors(lists[0], [], *lists[1:]), AdamWRule(**rules))
     assert not fake.calls and not lists[0][0].eq(1).any()
 
 

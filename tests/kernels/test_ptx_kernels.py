@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.ops.activations import bias_gelu, geglu, swiglu
-from megalite.ops.adamw import accumulate_, adamw_
+from megalite.ops.adamw import AdamWRule, AdamWTensors, accumulate_, adamw_
 from megalite.ops.cross_entropy import Targets, shard_statistics, write_gradient
 from megalite.ops.norms import rms_norm
 from megalite.ops.rotary import rotate
@@ -264,7 +264,7 @@ def test_adamw(weight_type: torch.dtype, gradient_type: torch.dtype, copy_type: 
 
     def expected(dtype: torch.dtype) -> list[list[Tensor]]:
         lists = [[each.to(dtype).clone() for each in some] for some in (weights, gradients, means, squares)]
-        adamw_(lists[0], [], lists[1], *lists[2:], **rules, gradient_scale=0.5)
+        adamw_(AdamWTensors(lists[0], [], lists[1], *lists[2:]), AdamWRule(**rules, gradient_scale=0.5))
         return [lists[0], *lists[2:]]
 
     plain, exact = expected(weight_type), expected(torch.float64)
