@@ -69,8 +69,3 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     by_last = {name.rsplit(".", 1)[-1]: name for name in known}
     close = get_close_matches(word, by_last, n=1, cutoff=0.6)
     return f"did you mean {by_last[close[0]]}?" if close else ""
-
-
-def one_of(known: Iterable[str]) -> str:
-    """Return a remedy that lists all of `known`."""
-    return f"use one of {', '.join(known)}"

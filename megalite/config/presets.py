@@ -3,7 +3,7 @@
 from difflib import get_close_matches
 from typing import Any
 
-from megalite.config.draft import Draft, one_of
+from megalite.config.draft import Draft
 from megalite.config.schema import ModelConfig
 from megalite.config.toml import shown
 from megalite.families.family import sizes
@@ -31,12 +31,12 @@ def apply_preset(draft: Draft) -> None:
         return
     if name not in (PRESETS if isinstance(name, str) else ()):
         close = get_close_matches(str(name), PRESETS, n=1)
-        remedy = f"did you mean {close[0]}?" if close else one_of(PRESETS)
+        remedy = f"did you mean {close[0]}?" if close else "megalite config presets lists all"
         draft.problem("model.preset", f"there is no preset {shown(name)}", remedy)
         draft.incomplete.add("model")
         return
     if draft.has("model", "hf_config"):
-        draft.problem("model.preset", "stands beside model.hf_config", "name one of the two")
+        draft.problem("model.preset", "is set together with model.hf_config", "set only one of them")
     draft.set_behind("model", PRESETS[name], f"preset {name}", named_by="model.preset")
 
 
@@ -46,6 +46,9 @@ def require_shape(draft: Draft) -> None:
         draft.has("model", key) for key in _REQUIRED
     ):
         if "model" not in draft.incomplete:
-            remedy = f"set model.preset ({', '.join(PRESETS)}), model.hf_config, or model.hidden_size and the others"
+            remedy = (
+                'set model.preset, for example "tiny" (megalite config presets lists all), model.hf_config, '
+                "or model.hidden_size and the other sizes"
+            )
             draft.problem("model", "has no shape", remedy)
         draft.incomplete.add("model")

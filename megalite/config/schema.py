@@ -40,15 +40,15 @@ class RunSection(Section):
 class _StartingPoint(Section):
     preset: Text | None = Field(
         None,
-        description="a shape by name; keys beside it take precedence, but a flag's preset over a file's keys",
+        description="named shape (megalite config presets); single keys of [model] override it",
     )
     hf_config: Text | None = Field(
         None,
-        description="a Hugging Face config.json, its folder or Hub name to take the shape from, likewise",
+        description="Hugging Face config.json, its folder, or org/name of the Hub, for the shape",
     )
     weights: Text | None = Field(
         None,
-        description="a Hugging Face folder, or org/name[@revision] of its Hub, to start from; its shape too",
+        description="Hugging Face folder, or org/name[@revision] of the Hub, for shape and weights",
     )
 
 
@@ -63,18 +63,18 @@ else:
 class ModelConfig(_ShapeSettings):
     """The model's shape, in the words of Hugging Face's config.json."""
 
-    embedding_dropout: Fraction = Field(
-        0.0, description="share of the embedding's output dropped in training"
-    )
+    embedding_dropout: Fraction = Field(0.0, description="dropout probability of the embedding's output")
     residual_dropout: Fraction = Field(
-        0.0, description="of what attention and MLP add to the residual stream"
+        0.0, description="dropout probability of each block's output before the residual sum"
     )
-    mlp_dropout: Fraction = Field(0.0, description="of the MLP's activations")
-    attention_dropout: Fraction = Field(0.0, description="of its probabilities; compiled kernels draw it")
+    mlp_dropout: Fraction = Field(0.0, description="dropout probability of the MLP's activations")
+    attention_dropout: Fraction = Field(0.0, description="dropout probability of the attention probabilities")
     kernels: Literal["auto", "fused", "reference"] = Field(
         "auto", description='compiled operators, or plain torch; "auto": compiled where they are built'
     )
-    chunked_loss: int = Field(0, ge=0, lt=2**31, description="tokens whose logits exist at once; 0: all")
+    chunked_loss: int = Field(
+        0, ge=0, lt=2**31, description="maximum number of tokens whose logits exist at once; 0: no limit"
+    )
 
     def shape(self, vocab_size: int) -> ModelShape:
         """Return the shape; `vocab_size` (the tokenizer's) counts where the setting is "auto"."""
@@ -87,14 +87,12 @@ class ParallelConfig(Section):
     tensor: Count = Field(1, description="tensor-parallel size: ranks that share each layer")
     sequence: bool = Field(
         False,
-        description="sequence parallelism: hidden states between attention and MLP are split by positions over "
-        "the tensor-parallel ranks",
+        description="sequence parallelism: split activations between blocks over the tensor ranks",
     )
     pipeline: Count = Field(1, description="pipeline-parallel size: number of stages")
     data: Count | Literal["auto"] = Field(
         "auto",
-        description='data-parallel size: number of replicas; "auto": ranks started by the launcher / (tensor * '
-        "pipeline), 1 without a launcher",
+        description='data-parallel size: replicas; "auto": started ranks / (tensor * pipeline)',
     )
     schedule: Literal[
         "1f1b", "gpipe", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev"
@@ -104,12 +102,12 @@ class ParallelConfig(Section):
     )
     layers_per_stage: Annotated[tuple[Count, ...], Lenient] | None = Field(
         None,
-        description="number of layers of each chunk, in the model's order, for example [3, 5]; default: balanced",
+        description="number of layers of each chunk in order, as in [3, 5]; default: balanced",
     )
 
 
 class TrainingConfig(Section):
-    """Length of the run, batch, number types, recompute and loss.
+    """Length of the run, batch, precision, activation recomputation and loss.
 
     global_batch_size = micro_batch_size * micro_batches * parallel.data; set two of the first three.
     """
@@ -138,44 +136,42 @@ class TrainingConfig(Section):
         16, ge=0, le=64, description="fp16: the dynamic loss scale starts at 2 to this power"
     )
     loss_scale_window: Count = Field(
-        1000, description="fp16: consecutive steps without overflow after which the loss scale doubles"
+        1000, description="fp16: steps without overflow after which the loss scale doubles"
     )
     loss_scale_hysteresis: Count = Field(
-        1, description="fp16: number of overflows since the last doubling at which the loss scale halves"
+        1, description="fp16: number of overflows after which the loss scale halves"
     )
     minimum_loss_scale: Count = Field(1, description="fp16: an overflow at this loss scale ends the run")
     nonfinite: Literal["stop", "skip"] = Field(
-        "stop", description='on an inf or nan gradient: "stop" the run, or "skip" the step'
+        "stop", description='reaction to an inf or nan gradient: "stop" the run or "skip" the step'
     )
     nonfinite_limit: Count = Field(
-        10, description='with nonfinite = "skip": the run ends after this many consecutive skipped steps'
+        10, description='consecutive skipped steps that end the run, with nonfinite = "skip"'
     )
     recompute: Literal["none", "selective", "full"] = Field(
         "none",
-        description='activation recomputation in backward: "selective" recomputes the attention core, "full" whole '
-        "decoder layers",
+        description='activation recomputation: "selective": attention core, "full": decoder layers',
     )
     recompute_layers: Count | None = Field(
-        None, description="recompute only the first N layers of each chunk; default: all"
+        None, description="number of first layers of each chunk to recompute; default: all"
     )
     recompute_ratio: float | None = Field(
         None,
         gt=0,
         le=1,
-        description="recompute only this fraction of each chunk's layers, evenly spread and rounded up",
+        description="fraction of each chunk's layers to recompute, evenly spread, rounded up",
     )
     compile: bool = Field(
         False, description="compile each decoder layer with torch.compile; needs a C++ compiler"
     )
     label_smoothing: Fraction = Field(
         0.0,
-        description="label smoothing of the cross entropy; included in the training loss, not in validation",
+        description="label smoothing of the training loss; validation has none",
     )
     z_loss: float = Field(
         0.0,
         ge=0,
-        description="weight of the z-loss, the squared log-sum-exp of the logits; included in the training "
-        "loss, not in validation",
+        description="weight of the squared log-sum-exp in the training loss; validation has none",
     )
     threads: Count | Literal["auto"] = Field(
         "auto", description='CPU threads per rank; "auto": the machine\'s cores divided by its ranks'
@@ -186,7 +182,7 @@ class ParameterGroupConfig(Section):
     """A group of parameters with its own learning rate and weight decay."""
 
     pattern: Text = Field(
-        description="glob over canonical parameter names; a parameter joins the first group that matches"
+        description="glob over canonical parameter names; the first group that matches counts"
     )
     learning_rate_ratio: float = Field(1.0, ge=0, description="factor on the learning rate")
     weight_decay: float | None = Field(
@@ -201,7 +197,9 @@ class ParameterGroupConfig(Section):
 class OptimizerConfig(Section):
     """The optimizer, gradient clipping and the learning-rate schedule."""
 
-    name: Literal["adamw", "sgd"] = Field("adamw", description="optimizer")
+    name: Literal["adamw", "sgd"] = Field(
+        "adamw", description="optimizer: adamw, or sgd with optional momentum"
+    )
     learning_rate: float = Field(3e-4, gt=0, description="peak learning rate")
     betas: Annotated[tuple[Fraction, Fraction], Lenient] = Field(
         (0.9, 0.95), description="adamw: decay rates of the first and second moment"
@@ -216,12 +214,11 @@ class OptimizerConfig(Section):
     clip_value: float = Field(
         0.0,
         ge=0,
-        description="clamp each gradient element to [-clip_value, clip_value] before the norm; 0: no clamping",
+        description="clamp gradient elements to +- this value before the norm; 0: no clamping",
     )
     schedule: Literal["cosine", "linear", "constant", "wsd", "deepspeed"] = Field(
         "cosine",
-        description='learning-rate decay after the warm-up; "wsd" (warmup-stable-decay) decays only at the end, '
-        '"deepspeed" is the scheduler of [deepspeed]',
+        description='learning-rate decay; "wsd": only at the end, "deepspeed": [deepspeed.scheduler]',
     )
     warmup_steps: int = Field(0, ge=0, lt=2**31, description="steps of warm-up, linear unless DeepSpeed's")
     minimum_ratio: float = Field(0.1, ge=0, le=1, description="final learning rate as a fraction of the peak")
@@ -235,7 +232,7 @@ class OptimizerConfig(Section):
     momentum: float = Field(0.0, ge=0, lt=1, description="sgd: momentum")
     ema_decay: Fraction = Field(
         0.0,
-        description="decay of an exponential moving average of the weights, saved in checkpoints; 0: no average",
+        description="decay of a moving average of the weights in checkpoints; 0: no average",
     )
     groups: Annotated[tuple[ParameterGroupConfig, ...], Lenient] = Field(
         (), description="[[optimizer.groups]] tables with pattern, learning_rate_ratio and weight_decay"
@@ -249,10 +246,10 @@ class DeepSpeedSection(Section):
 
     config: Text | None = Field(
         None,
-        description="DeepSpeed JSON file, relative to the working directory or to the folder of RUN.toml",
+        description="DeepSpeed JSON file, relative to the working directory or to RUN.toml",
     )
     native_optimizer: bool = Field(
-        False, description="under ZeRO, use DeepSpeed's compiled AdamW in place of torch's"
+        False, description="use DeepSpeed's compiled AdamW under ZeRO instead of torch's"
     )
 
     @property
@@ -262,28 +259,28 @@ class DeepSpeedSection(Section):
 
 
 class CheckpointConfig(Section):
-    """When checkpoints are saved, which are kept, and what a run resumes from; the last step is always saved."""
+    """Saving, keeping and resuming checkpoints; the last step is always saved."""
 
     every: Count | None = Field(None, description="steps between checkpoints; default: only the last step")
     async_save: bool = Field(
-        True, description="asynchronous checkpoints: copy to host memory and write while training goes on"
+        True, description="write checkpoints while training goes on, from a copy in host memory"
     )
     best: bool = Field(
-        False, description="also save where the validation loss is lowest; checkpoints/best names that one"
+        False, description="keep the checkpoint of the lowest validation loss as checkpoints/best"
     )
     keep_last: Count | None = Field(
         None,
-        description="keep only the last N checkpoints, the best one and the one resumed from; default: keep all",
+        description="keep only the last N checkpoints, the best and the resumed one; default: all",
     )
     keep_every: Count | None = Field(
-        None, description="with keep_last: also keep the checkpoints whose step is a multiple of N"
+        None, description="also keep checkpoints whose step is a multiple of N, with keep_last"
     )
     resume: Text = Field(
-        "auto", description='"auto": the latest checkpoint in run.folder; "never"; or a checkpoint\'s path'
+        "auto", description='checkpoint to resume: "auto" (the latest in run.folder), "never" or a path'
     )
     export: bool | Literal["best"] = Field(
         True,
-        description='at the end write run.folder/export in Hugging Face format; "best": from the best checkpoint',
+        description='write run.folder/export at the end for Hugging Face; "best": best checkpoint',
     )
 
 
@@ -293,7 +290,7 @@ class MonitorConfig(Section):
     every: Count = Field(1, description="steps between console lines")
     tensorboard: bool = Field(False, description="also write run.folder/tensorboard (needs tensorboard)")
     peak_tflops: float | None = Field(
-        None, gt=0, description="peak TFLOP/s of one device, for MFU; default: from the card's data sheet"
+        None, gt=0, description="peak TFLOP/s of one device, for MFU; default: its data sheet's"
     )
 
 

@@ -12,7 +12,7 @@ class TokenizerConfig(Section):
 
     path: Text | None = Field(
         None,
-        description="Hugging Face folder, tokenizer.json, sentencepiece .model, or folder with GPT-2's vocab.json",
+        description="Hugging Face folder, tokenizer.json, sentencepiece .model or vocab.json's folder",
     )
     vocab_size: Count | None = Field(None, description="train a tokenizer with exactly this many ids")
     kind: Literal["bpe", "unigram", "sentencepiece_bpe"] = Field(
@@ -20,43 +20,44 @@ class TokenizerConfig(Section):
     )
     end_of_document: Text | None = Field(
         None,
-        description="token appended to each document; default: the tokenizer's eos_token, else <|endoftext|>",
+        description="token after each document; default: the tokenizer's eos_token or <|endoftext|>",
     )
 
 
 class BlendPart(Section):
     """One of several data sets that a run's samples are drawn from."""
 
-    source: Text | Annotated[tuple[Text, ...], Lenient] = Field(description="the same forms as data.source")
+    source: Text | Annotated[tuple[Text, ...], Lenient] = Field(
+        description="text, in the same forms as data.source"
+    )
     weight: float = Field(description="sampling weight relative to the other data sets")
     text_column: Text | None = Field(None, description="text field; default: data.text_column")
     pattern: Text | None = Field(None, description="file pattern; default: data.pattern")
 
 
 class DataConfig(Section):
-    """The training text: where it comes from, how it is encoded and read."""
+    """The training text and how it is read."""
 
     source: Text | Annotated[tuple[Text, ...], Lenient] | None = Field(
         None,
-        description='text file, folder, .jsonl, .parquet, .gz, saved data set, a list of these; "stdlib": the Python '
-        "library's sources; or X of prepared X.bin and X.idx",
+        description='text file, folder, .jsonl, .parquet, .gz, X of X.bin, "stdlib", or a list of these',
     )
     blend: Annotated[tuple[BlendPart, ...], Lenient] | None = Field(
-        None, description="instead of source: [[data.blend]] tables with source and weight"
+        None, description="[[data.blend]] tables with source and weight, instead of source"
     )
     validation: Text | Annotated[tuple[Text, ...], Lenient] | None = Field(
         None, description="validation text, in the same forms as source; set this or split"
     )
     split: Annotated[tuple[float, ...], Lenient] | None = Field(
         None,
-        description="fractions of the documents for training, validation and test, for example [0.98, 0.01, 0.01]",
+        description="fractions for training, validation and test, as in [0.98, 0.01, 0.01]",
     )
     text_column: Text = Field("text", description="field of a .jsonl line or column of a table with the text")
-    pattern: Text = Field("*", description='which files of a folder to read, a glob such as "*.txt"')
+    pattern: Text = Field("*", description='glob of the files to read in a folder, such as "*.txt"')
     min_length: int = Field(0, ge=0, lt=2**31, description="skip documents with fewer tokens than this")
     document_mask: bool = Field(
         False,
-        description="tokens attend only within their own document; position ids restart at each document",
+        description="limit attention to the token's own document; positions restart with each",
     )
     shuffle: bool = Field(True, description="shuffle the sequences anew in each epoch")
     workers: int = Field(2, ge=0, lt=1024, description="processes that tokenize text")
@@ -67,18 +68,18 @@ class DataConfig(Section):
 
 
 class ValidationConfig(Section):
-    """The loss on validation text (data.validation or data.split), without dropout; always after the last step."""
+    """Validation: the loss on data.validation or data.split, always after the last step."""
 
     every: Count | None = Field(
         None, description="steps between validations; default: only after the last step"
     )
     at_start: bool = Field(False, description="also validate before the first step")
     samples: Count | None = Field(
-        None, description="sequences per data set, the same ones each time, drawn with run.seed; default: all"
+        None, description="sequences per data set, the same ones in each validation; default: all"
     )
     patience: Count | None = Field(
-        None, description="early stopping: end the run after this many validations without an improvement"
+        None, description="number of validations without improvement that end the run (early stopping)"
     )
     minimum_improvement: float = Field(
-        0.0, ge=0, description="with patience: smallest decrease of the loss that counts as an improvement"
+        0.0, ge=0, description="smallest decrease of the loss that counts as improvement, with patience"
     )

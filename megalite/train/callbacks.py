@@ -104,9 +104,7 @@ class Callbacks:
             metrics = self._guarded(name, getattr(callback, hook), arguments)
             for key, value in metrics.items():
                 if is_own_metric(key) or key in found:
-                    raise TrainingError(
-                        f"{name} returned the metric {key}, which there is already; rename it"
-                    )
+                    raise TrainingError(f"{name} returned the metric {key}, which exists already; rename it")
                 found[key] = value
         return found
 

@@ -158,14 +158,16 @@ class Trainer:
 def _require_ranks(config: RunConfig, info: RankInfo | None, source: str) -> None:
     """ConfigError where the launcher started another number of ranks than the configuration was resolved for."""
     if info is not None and info.world_size != config.layout.world_size:
-        message = f"the layout has {config.layout.world_size} ranks, and {info.world_size} were started"
-        remedy = 'load the configuration in each rank, with parallel.data = "auto" or as many as were started'
+        message = (
+            f"the layout has {config.layout.world_size} ranks, but the launcher started {info.world_size}"
+        )
+        remedy = f'start {config.layout.world_size} ranks, or call load_config in each rank with parallel.data = "auto"'
         raise ConfigError([Problem("parallel.data", message, remedy)], source)
 
 
 def _require_tensorboard(config: RunConfig, source: str) -> None:
     if config.monitor.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        remedy = "install it (pip install tensorboard), or leave the setting out: metrics.jsonl has the same numbers"
+        remedy = "install it (pip install tensorboard), or use false: metrics.jsonl has the same numbers"
         problem = Problem("monitor.tensorboard", "the package tensorboard is not installed", remedy)
         raise ConfigError([problem], source)
 

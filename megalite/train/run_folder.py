@@ -58,7 +58,9 @@ class RunFolder:
             claim = (self.root / ".in-use").open("wb")
         except OSError as error:
             problem = Problem(
-                "run.folder", f"{self.root} cannot be written ({error.strerror})", "name another folder"
+                "run.folder",
+                f"{self.root} cannot be written ({error.strerror})",
+                "name another folder, for example runs/second",
             )
             raise ConfigError([problem]) from error
         try:
@@ -66,8 +68,8 @@ class RunFolder:
         except BlockingIOError as error:
             problem = Problem(
                 "run.folder",
-                f"another job is at work in {self.root}",
-                "wait for it, end it, or name another folder",
+                f"another job uses {self.root}",
+                "wait for its end, stop it, or name another folder",
             )
             raise ConfigError([problem]) from error
         except OSError:

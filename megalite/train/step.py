@@ -156,8 +156,8 @@ class TrainStep:
     def _require_finite(self, loss: float, update: Update, batch: StepBatch) -> None:
         if not math.isfinite(loss) and not update.skipped:
             found = self._nonfinite_output(loss, batch) or (
-                f"the loss is {loss}, though its gradient is finite; look at the data of this step, and at"
-                " training.z_loss, then run again to resume"
+                f"the loss is {loss}, but its gradient is finite; check the data of this step and"
+                " training.z_loss, then run the same command to resume"
             )
             raise TrainingError(f"step {self.state.step + 1}: {found}")
 
@@ -165,11 +165,11 @@ class TrainStep:
         limit = self.config.training.nonfinite_limit
         if self.config.training.nonfinite == "skip" and self.state.skipped_in_a_row >= limit:
             found = self._nonfinite_output(loss, batch) or (
-                f"the gradient of {tensor} is not finite; lower optimizer.learning_rate, or look at the data of these"
-                " steps, then run again to resume"
+                f"the gradient of {tensor} is not finite; lower optimizer.learning_rate, or check the data of these"
+                " steps, then run the same command to resume"
             )
             raise TrainingError(
-                f"step {self.state.step}: {limit} steps in a row were left out (training.nonfinite_limit): {found}"
+                f"step {self.state.step}: {limit} steps in a row were skipped (training.nonfinite_limit): {found}"
             )
 
     def _nonfinite_output(self, loss: float, batch: StepBatch) -> str:

@@ -59,7 +59,9 @@ def validate(trainer: "TrainStep", sets: Mapping[str, HeldOutSet]) -> Validation
                 sums += trainer.evaluate(batches.step_batch(step * stride).ready())
         loss, weight = sums.tolist()  # the only wait for the device
         if weight == 0:
-            raise DataError(f"the validation set {name} has no token that counts; name other text")
+            raise DataError(
+                f"the validation set {name} has no token to predict; name another text as data.validation"
+            )
         means[name] = loss / weight
         total, tokens = total + loss, tokens + weight
     return ValidationMetrics(trainer.state.step, total / tokens, tokens, time.perf_counter() - started, means)

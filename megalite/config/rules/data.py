@@ -30,9 +30,11 @@ def model_holds_every_token(facts: Facts) -> Iterator[Problem]:
 def text_is_given_once(facts: Facts) -> Iterator[Problem]:
     source, blend = facts.data.source, facts.data.blend
     if source is None and blend is None:
-        yield Problem("data.source", "is required", "name a text, or several with weights in [[data.blend]]")
+        yield Problem(
+            "data.source", "is required", "name a text file, or several texts with weights in [[data.blend]]"
+        )
     elif source is not None and blend is not None:
-        remedy = "move its text into the blend, or leave the blend out"
+        remedy = "move its text into [[data.blend]], or delete the blend"
         yield Problem("data.source", "is set together with [[data.blend]]", remedy)
     elif blend is not None and not blend:
         yield Problem("data.blend", "is empty", "add a [[data.blend]] table with source and weight")
@@ -43,7 +45,7 @@ def blend_weights_are_positive(facts: Facts) -> Iterator[Problem]:
         if part.weight <= 0:
             message = f"{part.weight:g} is not greater than 0"
             yield Problem(
-                f"data.blend[{number}].weight", message, "use a positive weight, or leave this data set out"
+                f"data.blend[{number}].weight", message, "use a positive weight, or delete this table"
             )
 
 

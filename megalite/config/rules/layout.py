@@ -32,11 +32,9 @@ def zero_3_splits_no_shared_head(facts: Facts) -> Iterator[Problem]:
     tensor, heads = facts.parallel.tensor, facts.model.num_key_value_heads
     if heads is not None and facts.zero_stage == 3 and tensor > heads:
         source = facts.source("deepspeed.zero_optimization")
-        message = f"3 {source} cannot partition copies of key-value heads, and parallel.tensor = {tensor} is more than "
+        message = f"3 {source} cannot partition copies of key-value heads, but parallel.tensor = {tensor} is more than "
         message += f"model.num_key_value_heads = {heads}"
-        yield Problem(
-            "deepspeed.zero_optimization.stage", message, f"use stage 1 or 2, or parallel.tensor {heads}"
-        )
+        yield Problem("deepspeed.zero_optimization.stage", message, f"use 1 or 2, or parallel.tensor {heads}")
 
 
 def tensor_fits_intermediate_size(facts: Facts) -> Iterator[Problem]:
@@ -83,7 +81,7 @@ def zero_fits_the_pipeline(facts: Facts) -> Iterator[Problem]:
         message = (
             f"{stage} {source} {does} in every micro batch, but parallel.pipeline = {stages} interleaves them"
         )
-        yield Problem("deepspeed.zero_optimization.stage", message, "use stage 1, or parallel.pipeline 1")
+        yield Problem("deepspeed.zero_optimization.stage", message, "use 1, or parallel.pipeline 1")
 
 
 def divisors(number: int) -> list[int]:

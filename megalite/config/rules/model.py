@@ -18,11 +18,18 @@ def family_can_be_exported(facts: Facts) -> Iterator[Problem]:
         return
     for name, value, theirs in inexpressible(model_shape(facts.model, 1)):
         if name == "rope_scaling":
-            message = f"{shown(facts.model.rope_type)} has no meaning for {facts.model.family}"
-            yield Problem("model.rope_type", message, 'use "default"')
+            message = (
+                f"{shown(facts.model.rope_type)} cannot be written in a {facts.model.family} config.json"
+            )
+            yield Problem("model.rope_type", message, 'use "default", or checkpoint.export = false')
             continue
-        message = f"{shown(value)} cannot be said by a {facts.model.family} folder, which has {shown(theirs)}"
-        remedy = f"use {shown(theirs)}, another model.family, or checkpoint.export = false"
+        has, use = (
+            ("no such key", "delete the setting")
+            if theirs is None
+            else (shown(theirs), f"use {shown(theirs)}")
+        )
+        message = f"{shown(value)} cannot be written in a {facts.model.family} config.json, which has {has}"
+        remedy = f"{use}, choose another model.family, or set checkpoint.export = false"
         yield Problem(f"model.{name}", message, remedy)
 
 
@@ -32,27 +39,31 @@ def rope_settings_belong_to_their_type(facts: Facts) -> Iterator[Problem]:
     for name in dict.fromkeys(each for names in SCALINGS.values() for each in names):
         setting = rope_setting(name)
         if name not in used and getattr(facts.model, setting) != ModelConfig.model_fields[setting].default:
-            message = f"has no meaning for model.rope_type = {shown(kind)}"
+            message = f"has no effect with model.rope_type = {shown(kind)}"
             kinds = " or ".join(shown(each) for each, names in SCALINGS.items() if name in names)
-            yield Problem(f"model.{setting}", message, f"use rope_type {kinds}, or take it out")
+            yield Problem(
+                f"model.{setting}", message, f"set model.rope_type to {kinds}, or delete the setting"
+            )
     if kind not in ("default", "longrope") and facts.model.rope_factor == 1.0:
-        yield Problem("model.rope_factor", "1 scales nothing", 'set it, or rope_type "default"')
+        yield Problem(
+            "model.rope_factor", "1.0 scales nothing", 'use a number above 1, or model.rope_type "default"'
+        )
     if kind == "llama3" and facts.model.rope_low_freq_factor >= facts.model.rope_high_freq_factor:
         message = f"{facts.model.rope_low_freq_factor} is not less than model.rope_high_freq_factor"
-        yield Problem("model.rope_low_freq_factor", message, "llama 3.1 has 1 and 4")
+        yield Problem("model.rope_low_freq_factor", message, "use 1.0 and 4.0, as in Llama 3.1")
 
 
 def yarn_and_longrope_have_their_numbers(facts: Facts) -> Iterator[Problem]:
     model, kind = facts.model, facts.model.rope_type
     if kind == "yarn" and model.rope_beta_fast <= model.rope_beta_slow:
         message = f"{model.rope_beta_fast} is not more than model.rope_beta_slow = {model.rope_beta_slow}"
-        yield Problem("model.rope_beta_fast", message, "YaRN's paper has 32 and 1")
+        yield Problem("model.rope_beta_fast", message, "use 32.0 and 1.0, as in YaRN's paper")
     if kind != "longrope":
         return
     pairs = model_shape(model, 1).rotary_dim // 2
     for setting in ("rope_short_factor", "rope_long_factor"):
         if (given := len(getattr(model, setting))) != pairs:
-            message = f"has {given} numbers, and a head {pairs} rotated pairs"
+            message = f"has {given} numbers, but a head has {pairs} rotated pairs"
             yield Problem(f"model.{setting}", message, f"give {pairs} numbers")
     longest, original = model.max_position_embeddings, model.rope_original_positions
     if longest > original and model.rope_factor == 1.0 and model.rope_attention_factor is None:
@@ -65,13 +76,19 @@ def yarn_and_longrope_have_their_numbers(facts: Facts) -> Iterator[Problem]:
 def scaled_rotations_can_be_computed(facts: Facts) -> Iterator[Problem]:
     model, kind = facts.model, facts.model.rope_type
     if kind == "dynamic" and model_shape(model, 1).rotary_dim <= 2:
-        yield Problem("model.rope_type", '"dynamic" needs more than one pair a head', 'use "linear"')
+        yield Problem(
+            "model.rope_type", '"dynamic" needs more than one rotated pair per head', 'use "linear"'
+        )
     if kind == "yarn" and model.rope_theta <= 1:
-        message = f"{model.rope_theta} gives no pair a lower frequency, which yarn counts on"
+        message = f"{model.rope_theta} is not more than 1, as yarn requires"
         yield Problem("model.rope_theta", message, "use 10000.0")
     if kind == "longrope" and model.rope_factor > 1 and model.rope_original_positions == 1:
-        message = "1 has no logarithm to divide by, as longrope does"
-        yield Problem("model.rope_original_positions", message, "use the length of the original sequences")
+        message = "1 is too short: longrope divides by its logarithm"
+        yield Problem(
+            "model.rope_original_positions",
+            message,
+            "use the sequence length of pre-training, for example 4096",
+        )
 
 
 def window_leaves_layers(facts: Facts) -> Iterator[Problem]:
@@ -80,14 +97,18 @@ def window_leaves_layers(facts: Facts) -> Iterator[Problem]:
     if facts.model.sliding_window is None:
         for name in ("full_attention_layers", "full_attention_every", "rope_local_base_freq"):
             if value := getattr(facts.model, name):
-                message = f"{value} has no meaning without model.sliding_window"
-                yield Problem(f"model.{name}", message, "set the window, or take it out")
+                message = f"{value} has no effect without model.sliding_window"
+                yield Problem(f"model.{name}", message, "set model.sliding_window, or delete the setting")
     elif first >= layers:
-        message = f"{first} leaves none of model.num_hidden_layers = {layers} to the window"
-        yield Problem("model.full_attention_layers", message, f"use at most {layers - 1}, or no window")
+        message = f"{first} leaves no layer of model.num_hidden_layers = {layers} with the sliding window"
+        yield Problem(
+            "model.full_attention_layers",
+            message,
+            f"use at most {layers - 1}, or delete model.sliding_window",
+        )
     elif every == 1:
-        message = f"1 leaves none of model.num_hidden_layers = {layers} to the window"
-        yield Problem("model.full_attention_every", message, "use 2 or more, or no window")
+        message = f"1 leaves no layer of model.num_hidden_layers = {layers} with the sliding window"
+        yield Problem("model.full_attention_every", message, "use 2 or more, or delete model.sliding_window")
 
 
 def query_heads_share_key_value_heads(facts: Facts) -> Iterator[Problem]:
@@ -112,13 +133,13 @@ def head_dim_is_even(facts: Facts) -> Iterator[Problem]:
     dim = facts.model.head_dim
     if dim is not None:
         if dim % 2:
-            message = f"{dim} is odd, and rotary embeddings turn pairs"
+            message = f"{dim} is odd, but rotary embeddings rotate pairs"
             yield Problem("model.head_dim", message, f"use {dim + 1}")
         return
     hidden, heads = facts.model.hidden_size, facts.model.num_attention_heads
     if hidden % heads == 0 and hidden // heads % 2:
         message = f"{hidden} / model.num_attention_heads {heads} = {hidden // heads} is an odd head_dim"
-        remedy = f"rotary embeddings turn pairs: use {heads * (hidden // heads + 1)}, or set model.head_dim"
+        remedy = f"rotary embeddings rotate pairs: use {heads * (hidden // heads + 1)}, or set model.head_dim"
         yield Problem("model.hidden_size", message, remedy)
 
 
@@ -128,7 +149,7 @@ def rotated_share_is_even(facts: Facts) -> Iterator[Problem]:
     if dim and dim % 2 == 0 and (shape.rotary_dim % 2 or not shape.rotary_dim):
         # Rounded up, so that the product with head_dim is not below the even number.
         even = ceil(20_000 * max(1, shape.rotary_dim // 2) / dim) / 10_000
-        message = f"{share} of head_dim = {dim} is {shape.rotary_dim}, and rotary embeddings turn pairs"
+        message = f"{share} of head_dim = {dim} is {shape.rotary_dim}, but rotary embeddings rotate pairs"
         yield Problem("model.partial_rotary_factor", message, f"use {even}")
 
 

@@ -48,7 +48,7 @@ def zero_finds_every_group_on_every_stage(facts: Facts) -> Iterator[Problem]:
         message = (
             f"{name} are not on each of the {stages} stages, but DeepSpeed needs every group on every stage"
         )
-        remedy = "choose patterns that match on every stage, or leave [deepspeed] out"
+        remedy = 'choose patterns that match on every stage, such as "*norm*", or delete [deepspeed]'
         yield Problem("optimizer.groups", message, remedy)
 
 
@@ -64,7 +64,7 @@ def values_are_clipped_without_zero(facts: Facts) -> Iterator[Problem]:
         message = (
             f"{limit} is not supported with ZeRO {stage}: DeepSpeed clips in its own step, and only by norm"
         )
-        yield Problem("optimizer.clip_value", message, "use 0, and optimizer.gradient_clipping")
+        yield Problem("optimizer.clip_value", message, "use 0, and optimizer.gradient_clipping instead")
 
 
 def the_native_optimizer_is_adamw_under_zero(facts: Facts) -> Iterator[Problem]:
@@ -85,10 +85,8 @@ def the_native_optimizer_is_adamw_under_zero(facts: Facts) -> Iterator[Problem]:
 def ema_works_without_zero_3(facts: Facts) -> Iterator[Problem]:
     decay, stage = facts.optimizer.ema_decay, facts.zero_stage
     if decay and stage == 3:
-        message = (
-            f"{decay} is not supported with ZeRO 3, which updates weights where the average cannot follow"
-        )
-        yield Problem("optimizer.ema_decay", message, "use ZeRO 1 or 2, or 0")
+        message = f"{decay} is not supported with ZeRO 3: no rank holds the updated weights to average"
+        yield Problem("optimizer.ema_decay", message, "use 0, or deepspeed.zero_optimization.stage 1 or 2")
 
 
 def the_stable_rate_follows_the_warmup(facts: Facts) -> Iterator[Problem]:
@@ -99,10 +97,14 @@ def the_stable_rate_follows_the_warmup(facts: Facts) -> Iterator[Problem]:
     start = round(end * (1 - optimizer.decay_fraction))
     if optimizer.warmup_steps > start:
         message = (
-            f"{optimizer.decay_fraction} of {end} steps starts the decay after step {start},"
-            f" before optimizer.warmup_steps = {optimizer.warmup_steps} are over"
+            f"{optimizer.decay_fraction} of {end} steps begins the decay after step {start}, "
+            f"before the end of optimizer.warmup_steps = {optimizer.warmup_steps}"
         )
-        yield Problem("optimizer.decay_fraction", message, "lower one of the two")
+        yield Problem(
+            "optimizer.decay_fraction",
+            message,
+            f"use at most {1 - optimizer.warmup_steps / end:.2g}, or optimizer.warmup_steps {start}",
+        )
 
 
 def the_loss_scale_starts_above_its_minimum(facts: Facts) -> Iterator[Problem]:

@@ -20,20 +20,24 @@ def validation_has_text(facts: Facts) -> Iterator[Problem]:
     for name in ValidationConfig.model_fields:
         if value := getattr(facts.validation, name):
             message = f"{shown(value)} needs validation text"
-            yield Problem(f"validation.{name}", message, "set data.validation or data.split, or leave it out")
+            yield Problem(
+                f"validation.{name}", message, "set data.validation or data.split, or delete the setting"
+            )
             return
 
 
 def patience_needs_validations(facts: Facts) -> Iterator[Problem]:
     if facts.validation.patience is not None and facts.validation.every is None:
         message = f"{facts.validation.patience} has no effect: the only validation is after the last step"
-        yield Problem("validation.patience", message, "set validation.every")
+        yield Problem("validation.patience", message, "set validation.every, for example 100")
 
 
 def improvement_is_for_patience(facts: Facts) -> Iterator[Problem]:
     if facts.validation.minimum_improvement and facts.validation.patience is None:
         message = f"{facts.validation.minimum_improvement:g} has no effect without validation.patience"
-        yield Problem("validation.minimum_improvement", message, "set validation.patience, or leave it out")
+        yield Problem(
+            "validation.minimum_improvement", message, "set validation.patience, or delete the setting"
+        )
 
 
 def best_checkpoint_needs_text(facts: Facts) -> Iterator[Problem]:
@@ -50,7 +54,7 @@ def best_export_needs_its_checkpoint(facts: Facts) -> Iterator[Problem]:
 def keeping_some_means_deleting_others(facts: Facts) -> Iterator[Problem]:
     if facts.checkpoint.keep_every is not None and facts.checkpoint.keep_last is None:
         message = f"{facts.checkpoint.keep_every} has no effect: no checkpoint is deleted"
-        yield Problem("checkpoint.keep_every", message, "set checkpoint.keep_last, or leave it out")
+        yield Problem("checkpoint.keep_every", message, "set checkpoint.keep_last, or delete the setting")
 
 
 def loss_scale_skips_by_itself(facts: Facts) -> Iterator[Problem]:

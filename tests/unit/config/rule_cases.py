@@ -31,28 +31,28 @@ FAMILY_CASES = [
     Case(
         "family_can_be_exported",
         {"model.sliding_window": 8},
-        "model.sliding_window: 8 cannot be said by a llama folder, which has None; "
-        "use None, another model.family, or checkpoint.export = false",
+        "model.sliding_window: 8 cannot be written in a llama config.json, which has no such "
+        "key; delete the setting, choose another model.family, or set checkpoint.export = false",
         {"model.sliding_window": 8, "model.family": "mistral"},
     ),
     Case(
         "family_can_be_exported",
         {"model.norm_placement": "post"},
-        'model.norm_placement: "post" cannot be said by a llama folder, which has "pre"; '
-        'use "pre", another model.family, or checkpoint.export = false',
+        'model.norm_placement: "post" cannot be written in a llama config.json, which has '
+        '"pre"; use "pre", choose another model.family, or set checkpoint.export = false',
         {"model.norm_placement": "post", "checkpoint.export": False},
     ),
     Case(
         "rotated_share_is_even",
         {"model.head_dim": 8, "model.partial_rotary_factor": 0.4, "checkpoint.export": False},
-        "model.partial_rotary_factor: 0.4 of head_dim = 8 is 3, and rotary embeddings turn pairs; use 0.25",
+        "model.partial_rotary_factor: 0.4 of head_dim = 8 is 3, but rotary embeddings rotate pairs; use 0.25",
         {"model.head_dim": 8, "model.partial_rotary_factor": 0.25, "checkpoint.export": False},
     ),
     Case(
         "family_can_be_exported",
         {"model.family": "gpt2"},
-        "model.num_key_value_heads: 4 cannot be said by a gpt2 folder, which has 8; "
-        "use 8, another model.family, or checkpoint.export = false",
+        "model.num_key_value_heads: 4 cannot be written in a gpt2 config.json, which has 8; "
+        "use 8, choose another model.family, or set checkpoint.export = false",
         {"model.family": "gpt2", "model.num_key_value_heads": 8},
     ),
     Case(
@@ -63,7 +63,8 @@ FAMILY_CASES = [
             "model.rope_type": "linear",
             "model.rope_factor": 2.0,
         },
-        'model.rope_type: "linear" has no meaning for gpt2; use "default"',
+        'model.rope_type: "linear" cannot be written in a gpt2 config.json; '
+        'use "default", or checkpoint.export = false',
         {
             "model.family": "gpt2",
             "model.num_key_value_heads": 8,
@@ -74,38 +75,42 @@ FAMILY_CASES = [
     Case(
         "rope_settings_belong_to_their_type",
         {"model.rope_factor": 2.0},
-        'model.rope_factor: has no meaning for model.rope_type = "default"; '
-        'use rope_type "linear" or "dynamic" or "llama3" or "yarn" or "longrope", or take it out',
+        'model.rope_factor: has no effect with model.rope_type = "default"; set '
+        'model.rope_type to "linear" or "dynamic" or "llama3" or "yarn" or "longrope", or '
+        "delete the setting",
         {"model.rope_factor": 2.0, "model.rope_type": "linear"},
     ),
     Case(
         "rope_settings_belong_to_their_type",
         {"model.rope_type": "llama3"},
-        'model.rope_factor: 1 scales nothing; set it, or rope_type "default"',
+        'model.rope_factor: 1.0 scales nothing; use a number above 1, or model.rope_type "default"',
         {"model.rope_type": "llama3", "model.rope_factor": 8.0},
     ),
     Case(
         "rope_settings_belong_to_their_type",
         {"model.rope_type": "llama3", "model.rope_factor": 8.0, "model.rope_low_freq_factor": 4.0},
-        "model.rope_low_freq_factor: 4.0 is not less than model.rope_high_freq_factor; llama 3.1 has 1 and 4",
+        "model.rope_low_freq_factor: 4.0 is not less than model.rope_high_freq_factor; use 1.0 "
+        "and 4.0, as in Llama 3.1",
         {"model.rope_type": "llama3", "model.rope_factor": 8.0, "model.rope_low_freq_factor": 1.0},
     ),
     Case(
         "rope_settings_belong_to_their_type",
         {"model.rope_type": "linear", "model.rope_factor": 2.0, "model.rope_beta_fast": 16.0},
-        'model.rope_beta_fast: has no meaning for model.rope_type = "linear"; use rope_type "yarn", or take it out',
+        'model.rope_beta_fast: has no effect with model.rope_type = "linear"; '
+        'set model.rope_type to "yarn", or delete the setting',
         {"model.rope_type": "yarn", "model.rope_factor": 2.0, "model.rope_beta_fast": 16.0},
     ),
     Case(
         "yarn_and_longrope_have_their_numbers",
         {"model.rope_type": "yarn", "model.rope_factor": 2.0, "model.rope_beta_slow": 32.0},
-        "model.rope_beta_fast: 32.0 is not more than model.rope_beta_slow = 32.0; YaRN's paper has 32 and 1",
+        "model.rope_beta_fast: 32.0 is not more than model.rope_beta_slow = 32.0; use 32.0 and "
+        "1.0, as in YaRN's paper",
         {"model.rope_type": "yarn", "model.rope_factor": 2.0, "model.rope_beta_slow": 2.0},
     ),
     Case(
         "yarn_and_longrope_have_their_numbers",
         {**_LONGROPE, "model.rope_long_factor": [1.0, 2.0]},
-        "model.rope_long_factor: has 2 numbers, and a head 3 rotated pairs; give 3 numbers",
+        "model.rope_long_factor: has 2 numbers, but a head has 3 rotated pairs; give 3 numbers",
         _LONGROPE,
     ),
     Case(
@@ -117,47 +122,49 @@ FAMILY_CASES = [
     Case(
         "scaled_rotations_can_be_computed",
         {"model.rope_type": "dynamic", "model.rope_factor": 2.0, "model.head_dim": 2},
-        'model.rope_type: "dynamic" needs more than one pair a head; use "linear"',
+        'model.rope_type: "dynamic" needs more than one rotated pair per head; use "linear"',
         {"model.rope_type": "linear", "model.rope_factor": 2.0, "model.head_dim": 2},
     ),
     Case(
         "scaled_rotations_can_be_computed",
         {"model.rope_type": "yarn", "model.rope_factor": 2.0, "model.rope_theta": 1.0},
-        "model.rope_theta: 1.0 gives no pair a lower frequency, which yarn counts on; use 10000.0",
+        "model.rope_theta: 1.0 is not more than 1, as yarn requires; use 10000.0",
         {"model.rope_type": "yarn", "model.rope_factor": 2.0, "model.rope_theta": 10000.0},
     ),
     Case(
         "scaled_rotations_can_be_computed",
         {**_LONGROPE, "model.rope_original_positions": 1},
-        "model.rope_original_positions: 1 has no logarithm to divide by, as longrope does; "
-        "use the length of the original sequences",
+        "model.rope_original_positions: 1 is too short: longrope divides by its logarithm; "
+        "use the sequence length of pre-training, for example 4096",
         _LONGROPE,
     ),
     Case(
         "window_leaves_layers",
         {"model.full_attention_layers": 2, "model.family": "qwen2"},
-        "model.full_attention_layers: 2 has no meaning without model.sliding_window; set the window, or take it out",
+        "model.full_attention_layers: 2 has no effect without model.sliding_window; set "
+        "model.sliding_window, or delete the setting",
         {"model.full_attention_layers": 2, "model.family": "qwen2", "model.sliding_window": 4},
     ),
     Case(
         "window_leaves_layers",
         {"model.full_attention_layers": 4, "model.family": "qwen2", "model.sliding_window": 4},
-        "model.full_attention_layers: 4 leaves none of model.num_hidden_layers = 4 to the window; "
-        "use at most 3, or no window",
+        "model.full_attention_layers: 4 leaves no layer of model.num_hidden_layers = 4 with the sliding window; "
+        "use at most 3, or delete model.sliding_window",
         {"model.full_attention_layers": 3, "model.family": "qwen2", "model.sliding_window": 4},
     ),
     Case(
         "window_leaves_layers",
         {**_GEMMA_2, "model.full_attention_every": 1, "model.sliding_window": 4},
-        "model.full_attention_every: 1 leaves none of model.num_hidden_layers = 4 to the window; use 2 or more, "
-        "or no window",
+        "model.full_attention_every: 1 leaves no layer of model.num_hidden_layers = 4 with the "
+        "sliding window; use 2 or more, "
+        "or delete model.sliding_window",
         {**_GEMMA_2, "model.full_attention_every": 2, "model.sliding_window": 4},
     ),
     Case(
         "window_leaves_layers",
         {**_GEMMA_2, "model.family": "gemma3_text", "model.rope_local_base_freq": 1e4},
-        "model.rope_local_base_freq: 10000.0 has no meaning without model.sliding_window; set the window, or take it "
-        "out",
+        "model.rope_local_base_freq: 10000.0 has no effect without model.sliding_window; set "
+        "model.sliding_window, or delete the setting",
         {
             **_GEMMA_2,
             "model.family": "gemma3_text",
@@ -168,15 +175,17 @@ FAMILY_CASES = [
     Case(
         "family_can_be_exported",
         {"model.family": "gemma2", "model.tie_word_embeddings": False},
-        "model.tie_word_embeddings: false cannot be said by a gemma2 folder, which has true; use true, another "
-        "model.family, or checkpoint.export = false",
+        "model.tie_word_embeddings: false cannot be written in a gemma2 config.json, which has "
+        "true; use true, choose another "
+        "model.family, or set checkpoint.export = false",
         _GEMMA_2,
     ),
     Case(
         "family_can_be_exported",
         {"model.attn_logit_softcapping": 50.0},
-        "model.attn_logit_softcapping: 50.0 cannot be said by a llama folder, which has None; use None, "
-        "another model.family, or checkpoint.export = false",
+        "model.attn_logit_softcapping: 50.0 cannot be written in a llama config.json, which "
+        "has no such key; delete the setting, choose another model.family, or set checkpoint.export = "
+        "false",
         {**_GEMMA_2, "model.attn_logit_softcapping": 50.0},
     ),
     Case(
@@ -241,7 +250,8 @@ FAMILY_CASES = [
             "deepspeed.zero_optimization.offload_optimizer.nvme_path": "disk",
             "deepspeed.zero_optimization.offload_optimizer.pipeline_read": True,
         },
-        "deepspeed.zero_optimization.offload_optimizer.pipeline_read: is not supported: a checkpoint could read state "
+        "deepspeed.zero_optimization.offload_optimizer.pipeline_read: is not supported: a "
+        "checkpoint could read state "
         "that is not on the disk yet; set it to false",
         {
             "deepspeed.zero_optimization.stage": 3,
@@ -280,27 +290,28 @@ VALIDATION_CASES = [
     Case(
         "validation_has_text",
         {"validation.every": 5},
-        "validation.every: 5 needs validation text; set data.validation or data.split, or leave it out",
+        "validation.every: 5 needs validation text; set data.validation or data.split, or delete the setting",
         HELD_OUT,
     ),
     Case(
         "patience_needs_validations",
         HELD_OUT | {"validation.patience": 3},
-        "validation.patience: 3 has no effect: the only validation is after the last step; set validation.every",
+        "validation.patience: 3 has no effect: the only validation is after the last step; "
+        "set validation.every, for example 100",
         {"validation.every": 5},
     ),
     Case(
         "improvement_is_for_patience",
         HELD_OUT | {"validation.every": 5, "validation.minimum_improvement": 0.1},
-        "validation.minimum_improvement: 0.1 has no effect without validation.patience; set validation.patience, or "
-        "leave it out",
+        "validation.minimum_improvement: 0.1 has no effect without validation.patience; set "
+        "validation.patience, or delete the setting",
         {"validation.patience": 3},
     ),
     Case(
         "keeping_some_means_deleting_others",
         {"checkpoint.keep_every": 1000},
         "checkpoint.keep_every: 1000 has no effect: no checkpoint is deleted; "
-        "set checkpoint.keep_last, or leave it out",
+        "set checkpoint.keep_last, or delete the setting",
         {"checkpoint.keep_last": 3},
     ),
     Case(

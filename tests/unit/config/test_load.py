@@ -37,7 +37,10 @@ WRONG = [
     ),
     ({"modle.hidden_size": 4}, "modle: unknown section; did you mean model?"),
     ({"model.hidden_size": REMOVED}, "model.hidden_size: is required (width of the residual stream)"),
-    ({"data.source": REMOVED, "data.shuffle": True}, "data.source: is required; name a text, or several"),
+    (
+        {"data.source": REMOVED, "data.shuffle": True},
+        "data.source: is required; name a text file, or several",
+    ),
     ({"model.hidden_size": "48"}, 'model.hidden_size: "48" should be a whole number'),
     ({"model.hidden_size": 48.0}, "model.hidden_size: 48.0 should be a whole number"),
     ({"model.hidden_size": True}, "model.hidden_size: true should be a whole number"),
@@ -88,8 +91,11 @@ WRONG = [
     ({"run.folder": ""}, 'run.folder: "" should be text that is not empty'),
     ({"data.shuffle": 1}, "data.shuffle: 1 should be true or false"),
     ({"model.preset": "smal"}, 'model.preset: there is no preset "smal"; did you mean small?'),
-    ({"model.preset": "qwertz"}, 'model.preset: there is no preset "qwertz"; use one of tiny, small'),
-    ({"model.preset": 3}, "model.preset: there is no preset 3; use one of tiny"),
+    (
+        {"model.preset": "qwertz"},
+        'model.preset: there is no preset "qwertz"; megalite config presets lists all',
+    ),
+    ({"model.preset": 3}, "model.preset: there is no preset 3; megalite config presets lists all"),
     ({"model.hf_config": "nowhere.json"}, 'model.hf_config: "nowhere.json" cannot be read: No such file'),
     ({"deepspeed.config": 3}, "deepspeed.config: 3 is not a path"),
     (
@@ -163,7 +169,7 @@ def test_all_problems_come_at_once_and_each_once(tmp_path: Path) -> None:
         (b"[run", "end of file: Expected ']'"),
         (b"[run]\nfolder = '\xff'\n", "byte 16: is not UTF-8; save the file as UTF-8"),
         (b"a = " + b"[" * 5000, "is nested too deeply"),
-        (b"", "model: has no shape; set model.preset (tiny, small, "),
+        (b"", "model: has no shape; set model.preset, for example "),
     ],
 )
 def test_a_file_that_cannot_be_read_is_said_with_its_place(tmp_path: Path, content: bytes, said: str) -> None:
@@ -346,7 +352,7 @@ def test_keys_beside_a_preset_count_but_a_flag_counts_more(tmp_path: Path) -> No
     by_flag = load(tmp_path, flags=["--model.preset", "small", "--model.num_hidden_layers", "2"]).config.model
     assert (by_flag.hidden_size, by_flag.num_hidden_layers) == (384, 2)
     said = problems(tmp_path, {"model.preset": "small", "model.hf_config": "config.json"})
-    assert "model.preset: stands beside model.hf_config; name one of the two" in map(str, said)
+    assert "model.preset: is set together with model.hf_config; set only one of them" in map(str, said)
 
 
 HF_CONFIG = {
@@ -405,7 +411,7 @@ def test_a_hugging_face_config_is_a_shape(tmp_path: Path, rope: dict[str, Any], 
         ({"model_type": "phi3", "partial_rotary_factor": 0.75}, "rotates a part of each head"),
         (
             {"model_type": "phi3", "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4}},
-            "model.rope_long_factor: has 0 numbers, and a head 4 rotated pairs; give 4 numbers",
+            "model.rope_long_factor: has 0 numbers, but a head has 4 rotated pairs; give 4 numbers",
         ),
         (
             {"model_type": "phi3", "rope_scaling": {"type": "linear", "factor": 2}},

@@ -32,8 +32,9 @@ CASES = [
     Case(
         "zero_3_splits_no_shared_head",
         {"parallel.tensor": 8, "deepspeed.zero_optimization.stage": 3},
-        "deepspeed.zero_optimization.stage: 3 (run.toml) cannot partition copies of key-value heads, and "
-        "parallel.tensor = 8 is more than model.num_key_value_heads = 4; use stage 1 or 2, or parallel.tensor 4",
+        "deepspeed.zero_optimization.stage: 3 (run.toml) cannot partition copies of key-value "
+        "heads, but parallel.tensor = 8 is more than model.num_key_value_heads = 4; use 1 or "
+        "2, or parallel.tensor 4",
         {"parallel.tensor": 4},
     ),
     Case(
@@ -71,14 +72,14 @@ CASES = [
     Case(
         "head_dim_is_even",
         {"model.head_dim": 7},
-        "model.head_dim: 7 is odd, and rotary embeddings turn pairs; use 8",
+        "model.head_dim: 7 is odd, but rotary embeddings rotate pairs; use 8",
         {"model.head_dim": 8},
     ),
     Case(
         "head_dim_is_even",
         {"model.hidden_size": 40},
-        "model.hidden_size: 40 / model.num_attention_heads 8 = 5 is an odd head_dim; rotary embeddings turn pairs: "
-        "use 48, or set model.head_dim",
+        "model.hidden_size: 40 / model.num_attention_heads 8 = 5 is an odd head_dim; rotary "
+        "embeddings rotate pairs: use 48, or set model.head_dim",
         {"model.hidden_size": 48},
     ),
     Case(
@@ -255,14 +256,14 @@ CASES = [
         "zero_fits_the_pipeline",
         {"parallel.pipeline": 2, "deepspeed.zero_optimization.stage": 2},
         "deepspeed.zero_optimization.stage: 2 (run.toml) reduces gradients in every micro batch, but "
-        "parallel.pipeline = 2 interleaves them; use stage 1, or parallel.pipeline 1",
+        "parallel.pipeline = 2 interleaves them; use 1, or parallel.pipeline 1",
         {"deepspeed.zero_optimization.stage": 1},
     ),
     Case(
         "zero_fits_the_pipeline",
         {"parallel.pipeline": 2, "deepspeed.zero_optimization.stage": 3},
         "deepspeed.zero_optimization.stage: 3 (run.toml) gathers weights in every micro batch, but "
-        "parallel.pipeline = 2 interleaves them; use stage 1, or parallel.pipeline 1",
+        "parallel.pipeline = 2 interleaves them; use 1, or parallel.pipeline 1",
         {"parallel.pipeline": 1},
     ),
     Case(
@@ -384,30 +385,30 @@ CASES = [
             "parallel.pipeline": 2,
             "deepspeed.zero_optimization.stage": 1,
         },
-        'optimizer.groups: parameters that match "model.embed_tokens.weight" are not on each of the 2 stages, but '
-        "DeepSpeed needs every group on every stage; choose patterns that match on every stage, or leave [deepspeed] "
-        "out",
+        'optimizer.groups: parameters that match "model.embed_tokens.weight" are not on each '
+        "of the 2 stages, but DeepSpeed needs every group on every stage; choose patterns that "
+        'match on every stage, such as "*norm*", or delete [deepspeed]',
         {"optimizer.groups": [{"pattern": "*norm*"}]},
     ),
     Case(
         "values_are_clipped_without_zero",
         {"optimizer.clip_value": 0.5, "deepspeed.zero_optimization.stage": 1},
         "optimizer.clip_value: 0.5 is not supported with ZeRO 1: DeepSpeed clips in its own step, and only by norm; "
-        "use 0, and optimizer.gradient_clipping",
+        "use 0, and optimizer.gradient_clipping instead",
         {"optimizer.clip_value": 0.0},
     ),
     Case(
         "ema_works_without_zero_3",
         {"optimizer.ema_decay": 0.5, "deepspeed.zero_optimization.stage": 3},
-        "optimizer.ema_decay: 0.5 is not supported with ZeRO 3, which updates weights where the average cannot "
-        "follow; use ZeRO 1 or 2, or 0",
+        "optimizer.ema_decay: 0.5 is not supported with ZeRO 3: no rank holds the updated "
+        "weights to average; use 0, or deepspeed.zero_optimization.stage 1 or 2",
         {"deepspeed.zero_optimization.stage": 2},
     ),
     Case(
         "the_stable_rate_follows_the_warmup",
         {"optimizer.schedule": "wsd", "optimizer.warmup_steps": 6, "optimizer.decay_fraction": 0.5},
-        "optimizer.decay_fraction: 0.5 of 10 steps starts the decay after step 5, "
-        "before optimizer.warmup_steps = 6 are over; lower one of the two",
+        "optimizer.decay_fraction: 0.5 of 10 steps begins the decay after step 5, before the "
+        "end of optimizer.warmup_steps = 6; use at most 0.4, or optimizer.warmup_steps 5",
         {"optimizer.decay_fraction": 0.4},
     ),
     Case(
@@ -439,13 +440,13 @@ CASES = [
     Case(
         "text_is_given_once",
         {"data.source": REMOVED},
-        "data.source: is required; name a text, or several with weights in [[data.blend]]",
+        "data.source: is required; name a text file, or several texts with weights in [[data.blend]]",
         {"data.source": "stdlib"},
     ),
     Case(
         "text_is_given_once",
         {"data.blend": [{"source": "a", "weight": 1.0}]},
-        "data.source: is set together with [[data.blend]]; move its text into the blend, or leave the blend out",
+        "data.source: is set together with [[data.blend]]; move its text into [[data.blend]], or delete the blend",
         {"data.source": REMOVED},
     ),
     Case(
@@ -460,7 +461,7 @@ CASES = [
             "data.source": REMOVED,
             "data.blend": [{"source": "a", "weight": 1}, {"source": "b", "weight": 0.0}],
         },
-        "data.blend[2].weight: 0 is not greater than 0; use a positive weight, or leave this data set out",
+        "data.blend[2].weight: 0 is not greater than 0; use a positive weight, or delete this table",
         {"data.blend": [{"source": "a", "weight": 1}]},
     ),
     Case(
@@ -469,7 +470,7 @@ CASES = [
             "data.source": REMOVED,
             "data.blend": [{"source": "a", "weight": -0.5}, {"source": "b", "weight": 1}],
         },
-        "data.blend[1].weight: -0.5 is not greater than 0; use a positive weight, or leave this data set out",
+        "data.blend[1].weight: -0.5 is not greater than 0; use a positive weight, or delete this table",
         {"data.blend": [{"source": "a", "weight": 0.5}, {"source": "b", "weight": 1}]},
     ),
     Case(
@@ -522,7 +523,8 @@ CASES = [
     Case(
         "every_loader_worker_has_a_step",
         {"data.loader_workers": 3},
-        "data.loader_workers: 3 threads are more than the data.prefetch = 2 steps that are read ahead; use at most 2, "
+        "data.loader_workers: 3 threads are more than the data.prefetch = 2 steps that are read "
+        "ahead; use at most 2, "
         "or data.prefetch 3 or more",
         {"data.loader_workers": 3, "data.prefetch": 3},
     ),
