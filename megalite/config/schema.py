@@ -122,9 +122,7 @@ class TrainingConfig(Section):
     global_batch_size: Count | None = Field(None, description="sequences per step over all replicas")
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = Field(
         "auto",
-        description='number type of weights and activations; "auto": the one that DeepSpeed\'s JSON enables, else '
-        "that of the checkpoint the run resumes from, else bf16 where the processor or device has instructions "
-        "for it, else fp32",
+        description='number type; "auto": that of DeepSpeed\'s JSON or the checkpoint, else bf16 if fast, else fp32',
     )
     accumulation: Literal["fp32", "model"] = Field(
         "fp32", description='number type of accumulated gradients; "model": the type of the weights'

@@ -88,7 +88,7 @@ def test_too_many_in_a_row_end_the_run(ranks, data):
     [result] = ranks.run(train, folder=data, changes=changes, poisoned=(2, 3, 4))
     assert len(result.losses) == 2
     assert result.error.startswith(
-        "step 3: 2 steps in a row were left out (training.nonfinite_limit): the gradient of "
+        "step 3: 2 steps in a row were skipped (training.nonfinite_limit): the gradient of "
         f"{POISONED} (layer 2) is not finite"
     )
 
@@ -181,4 +181,4 @@ def step_with_such_a_loss(folder: Path) -> str:
 
 def test_a_loss_that_is_not_finite_where_its_gradient_is_ends_the_run(ranks, data):
     [message] = ranks.run(step_with_such_a_loss, folder=data)
-    assert message.startswith("step 1: the loss is inf, though its gradient is finite")
+    assert message.startswith("step 1: the loss is inf, but its gradient is finite")

@@ -26,8 +26,6 @@ for table in ("data.blend", "optimizer.groups"):
 SETTING = re.compile(
     rf"\b(?:{'|'.join(section_models())})\.(?!toml\b|layers\b|embed_tokens\b|norm\b|json)[a-z_]+\b"
 )
-# Wider than a line of help: their choices have to be told apart.
-LONG = {"training.precision"}
 
 
 def spoken(tree: ast.Module) -> Iterator[tuple[int, str]]:
@@ -85,7 +83,7 @@ def test_a_turned_sentence_is_seen(text: str) -> None:
 @pytest.mark.parametrize("key", DESCRIPTIONS)
 def test_a_help_line_is_a_short_noun_or_verb_phrase(key: str) -> None:
     text = DESCRIPTIONS[key]
-    limit = 200 if key in LONG else 105 if text.endswith("default: the family's") else 85
+    limit = 105 if text.endswith("default: the family's") else 90
     assert 0 < len(text) <= limit, len(text)
     first = text.split()[0].rstrip(",:").lower()
     assert first not in {

@@ -41,7 +41,7 @@ def test_metrics_of_all_are_joined() -> None:
 @pytest.mark.parametrize("callbacks", [(Gives(loss=1),), (Gives(a=1), Gives(a=2)), (Gives(validation_x=1),)])
 def test_a_metric_that_there_is_already_is_refused(callbacks: tuple[Callback, ...]) -> None:
     with pytest.raises(
-        TrainingError, match=r"Gives\.on_step_end returned the metric \w+, which there is already"
+        TrainingError, match=r"Gives\.on_step_end returned the metric \w+, which exists already"
     ):
         step_end(*callbacks)
 
