@@ -1,4 +1,4 @@
-"""What each axis and setting costs on one machine: step time as a ratio to one process that has all its cores.
+"""Cost of each axis and setting on one machine: step time as a ratio to one process that has all its cores.
 
     python -m benchmarks.axis_overhead [--quick]
 

@@ -1,4 +1,4 @@
-"""What an export holds in memory, and what an import reads: a model of 3.5 GB in float32.
+"""Memory of an export and bytes read by an import: a model of 3.5 GB in float32.
 
     python -m benchmarks.checkpoint_memory [--folder FOLDER] [--quick]
 
@@ -9,7 +9,7 @@ kernel was asked to forget, once as tensor 2 x pipeline 2 and once as tensor 4.
 
 start, peak    the process's resident memory before, with torch and transformers loaded, and at most (VmRSS; VmHWM,
                reset before): of all kinds, mapped files and what transformers' modules take when they are imported
-               included. Of ranks, the one that grew most; a rank comes to hold its part of the model, "model".
+               included. With ranks, the rank that grew most; "model" is a rank's share of the model.
 read           bytes that a rank read (rchar of /proc/self/io), headers included, as a multiple of those of the slices
                that it holds, in the files' type; the most of any rank.
 from disk      bytes that all ranks together had to have from the disk (read_bytes), as a multiple of the files' bytes.
@@ -116,7 +116,7 @@ def write_checkpoint(run: Path, shape: ModelShape) -> Path:
 def slices_of(
     shape: ModelShape, split: PipelineSplit, stage: int, rank: int, size: int
 ) -> Iterator[tuple[Parameter, Any, Any]]:
-    """What a rank holds: registered parameter, canonical tensor, region of it."""
+    """Yield a rank's share: registered parameter, canonical tensor, slice of the tensor."""
     for parameter in stage_parameters(shape, split, stage):
         for part, region in parameter.spec.slices(rank, size):
             yield parameter, part, region
@@ -141,7 +141,7 @@ class Memory:
 
 
 def counters() -> dict[str, int]:
-    """What this process has read: `rchar` by its calls, `read_bytes` from the disk."""
+    """Return the bytes that this process has read: `rchar` by its calls, `read_bytes` from the disk."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return {name: int(value) for name, value in (line.split(": ") for line in lines)}
 

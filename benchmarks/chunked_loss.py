@@ -48,7 +48,7 @@ def _measure(case: tuple[int, bool, int]) -> dict[str, Any]:
     keep_freed_memory()
     # Logits of deviation 1: far wider ones have subnormal probabilities, which products crawl over.
     weight = torch.randn(VOCABULARY, HIDDEN).mul_(HIDDEN**-0.5).requires_grad_()
-    # What libraries take on their first use is no part of it.
+    # A first run outside the measurement, because libraries allocate memory on first use.
     _once(torch.randn(1, 8, HIDDEN, requires_grad=True), weight, min(chunk, 8), fused)
     hidden_states = torch.randn(1, TOKENS, HIDDEN, requires_grad=True)
     before, seconds = _peak_bytes(), []

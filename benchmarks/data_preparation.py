@@ -127,7 +127,7 @@ def resident_bytes(process: int) -> int:
 
 
 def cpu_seconds_of_children() -> float:
-    """Of those that have ended, and of theirs."""
+    """Return the CPU seconds of all ended child processes and their descendants."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 

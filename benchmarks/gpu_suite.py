@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--results", type=Path, metavar="FOLDER", help=f"default: {RESULTS.relative_to(ROOT)}"
     )
-    # What the suite starts for each part: rows go to this file, beside which report.json has those of the parts before.
+    # Used by the suite for each part: rows go to this file; report.json beside it has the rows of earlier parts.
     parser.add_argument("--part", nargs=2, metavar=("NAME", "FILE"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.part:

@@ -1,4 +1,4 @@
-"""What an update takes on a CPU: norm, clipping, AdamW and the copy of 16 bits, by torch's own and by ours.
+"""Time of an update on a CPU: norm, clipping, AdamW and the bf16 copy, by torch and by the compiled operators.
 
     python -m benchmarks.kernels_optimizer [--quick]
 

@@ -1,4 +1,4 @@
-"""What a training step waits for its batch: without a loader's thread and with one, from a cold and a warm file.
+"""Time that a training step waits for its batch: with and without a loader thread, from a cold and a warm file.
 
     python -m benchmarks.loader [--megabytes 256] [--quick]
 

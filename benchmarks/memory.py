@@ -1,4 +1,4 @@
-"""What a rank's memory holds in a step of the 17M model: ZeRO stages, recompute, precision; counted and by formula.
+"""Memory of a rank in a step of the 17M model: ZeRO stages, recompute, precision; measured and by formula.
 
     python -m benchmarks.memory [--quick]
 
@@ -229,7 +229,7 @@ class Watched(Training):
     def _gradients(self) -> int:
         tensors = list(self.replica.stage.parameters())
         zero = getattr(self.optimizer, "_zero", None)
-        # What every backward adds to: ZeRO 2 keeps it under other names than what a step once reduces.
+        # Gradients over several backwards: ZeRO 2 keeps these under other names than gradients reduced once per step.
         names = ("averaged_gradients", "all_grad_tensors", "accumulated_grads_in_cpu")
         partition = [leaf for name in names for leaf in tree_leaves(dict(getattr(zero, name, {})))]
         # A list of DeepSpeed's own kind is a leaf.
@@ -255,7 +255,7 @@ def _peak_rss() -> int:
 
 
 def hold(setup: Setup) -> Held:
-    """What this rank of the current process group holds."""
+    """Measure the memory of this rank of the current process group."""
     training = Watched(setup, setup.mesh())
     for _ in range(STEPS - 1):
         training.step()

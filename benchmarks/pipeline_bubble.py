@@ -65,7 +65,7 @@ class Case:
 
 @dataclass(frozen=True)
 class RankFigures:
-    """What one rank saw of a case. seconds: of each timed step; busy: slept in one of them, as calibrated."""
+    """The results of one rank for a case. seconds: of each timed step; busy: calibrated sleep in one step."""
 
     seconds: tuple[float, ...]
     busy: float
@@ -74,7 +74,7 @@ class RankFigures:
 
 @dataclass(frozen=True)
 class FirstChunkInW(Costs):
-    """What torch does on the first chunk, whose input (token ids) wants no gradient: all of a split backward in W."""
+    """Do all of a split backward in W on the first chunk, as torch does: its input (token ids) has no gradient."""
 
     def of(self, action: Action) -> float:
         if action.chunk == 0 and action.kind == "I":

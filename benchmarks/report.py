@@ -1,4 +1,4 @@
-"""What every benchmark does with its figures: the machine's facts beside them, a table, a dated file."""
+"""Report of a benchmark's figures: with the machine's facts, as a table and as a dated file."""
 
 import argparse
 import json

@@ -42,7 +42,7 @@ WIDE = replace(
     SHAPE, hidden_size=1024, intermediate_size=2816, num_attention_heads=16, num_key_value_heads=16
 )
 CASES = [(shape, b, s) for shape, s in ((SHAPE, 256), (SHAPE, 1024), (WIDE, 256)) for b in (1, 2, 4)]
-# Of forward and backward of one layer: two gathers of inputs, their repetition, two of gradients; sums likewise.
+# Collectives in forward and backward of one layer: two gathers of inputs, the same again, two of gradients; sums alike.
 GATHERS, REDUCE_SCATTERS = 6, 4
 
 

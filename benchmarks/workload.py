@@ -61,7 +61,7 @@ class Setup:
 
 
 class Training:
-    """What a rank holds of a setup, and its step."""
+    """A setup's objects on one rank, and its step."""
 
     def __init__(self, setup: Setup, mesh: ParallelMesh):
         schedule = SCHEDULES[setup.schedule]

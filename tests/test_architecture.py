@@ -48,7 +48,7 @@ ROWS = {
 # They take numbers, tensors and groups, so that they can be used without a run's configuration.
 WITHOUT_CONFIG = ("parallel", "ops")
 TORCH_FREE = ("__init__", "errors", "version", "topology", "families", "config", "launcher", "planner")
-# What is imported -> where. The longest name that fits decides.
+# Imported name -> the files that may import it. The longest matching name decides.
 OWNERS = {
     "torch.distributed": ("parallel/",),
     "torch.distributed.checkpoint": ("checkpoint/",),
@@ -263,6 +263,16 @@ def modules(folder: Path = PACKAGE) -> list[Module]:
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_every_module_keeps(rule: Rule) -> None:
     complaints = [f"megalite/{module.path}:{each}" for module in modules() for each in rule(module)]
+    assert not complaints, "\n" + "\n".join(complaints)
+
+
+@pytest.mark.parametrize("folder", ["tests", "benchmarks"])
+def test_tests_and_benchmarks_speak_plainly(folder: str) -> None:
+    complaints = [
+        f"{folder}/{module.path}:{each}"
+        for module in modules(ROOT / folder)
+        for each in plain_sentences(module)
+    ]
     assert not complaints, "\n" + "\n".join(complaints)
 
 

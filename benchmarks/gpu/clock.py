@@ -36,11 +36,11 @@ def _timed(work: Callable[[], Any]) -> float:
 
 
 def ceilings() -> list[dict[str, Any]]:
-    """What the chip's memory and tensor cores reach here: bytes a second, read and written; FLOP/s of bf16 products."""
+    """Measure the chip's peak: memory bandwidth in bytes per second, read plus written; FLOP/s of bf16 products."""
     source = torch.randint(256, (COPIED,), dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     copied = 2 * COPIED / milliseconds(lambda: target.copy_(source)) * 1e3
-    # Of random numbers: a product of zeros draws less power and runs faster.
+    # Random numbers, because a product of zeros draws less power and runs faster.
     left, right = (torch.randn(PRODUCT, PRODUCT, device="cuda").bfloat16() for _ in range(2))
     product = 2 * PRODUCT**3 / milliseconds(lambda: left @ right) * 1e3
     return [

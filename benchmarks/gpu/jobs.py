@@ -1,4 +1,4 @@
-"""What a user does with a card, through the commands that a user types: the parts of the GPU suite that come first."""
+"""A user's jobs on a card, by the commands that a user types: the first parts of the GPU suite."""
 
 import json
 import math
@@ -29,7 +29,7 @@ Row = dict[str, Any]
 
 
 class StepError(Exception):
-    """What a step should have shown, and did not."""
+    """A step did not show the expected result."""
 
 
 def megalite(
@@ -100,7 +100,7 @@ class Smoke:
         return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
     def on_the_device(self, record: Row) -> str:
-        """What a record says of the device's memory. Raises StepError where the run was on the CPU instead."""
+        """Return a record's figures of device memory. Raises StepError if the run was on the CPU."""
         if self.device == "cpu":
             return f"{record['memory_bytes'] / 2**30:.2f} GiB"
         if "reserved_bytes" not in record:
@@ -122,7 +122,7 @@ def smoke(folder: Path, device: str) -> Iterator[Row]:
 
 
 def timed(name: str, step: Callable[[], str]) -> Row:
-    """What a step said and how long it took, or what failed."""
+    """Run a step; return its message and duration, or its failure."""
     started = time.monotonic()
     try:
         said = {"said": step()}

@@ -55,7 +55,7 @@ class Operator:
 
     @property
     def directions(self) -> tuple[str, ...]:
-        """What is timed; figures for it stand at the same places of `bytes`, `flops` and `targets`."""
+        """The names of the timings; `bytes`, `flops` and `targets` have the same order."""
         if self.joint:
             return ("both",)
         return ("forward", "backward") if self.entry.gradients else ("forward",)

@@ -1,4 +1,4 @@
-"""What is saved beside the training is, to the bit, what a run that waits for its saves writes."""
+"""Asynchronous checkpoints equal, bit for bit, those of a run that waits for its saves."""
 
 import time
 from pathlib import Path

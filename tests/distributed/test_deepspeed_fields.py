@@ -13,7 +13,7 @@ from megalite.train import optimizer
 from tests.support.tiny import tiny_shape
 from tests.support.training import Job, build, local_batch
 
-# Of the engine, of the optimizers of ZeRO 1 and 2, and of ZeRO 3.
+# Private fields of the engine, of the optimizers of ZeRO 1 and 2, and of ZeRO 3.
 ENGINE = {"coalesce_grad_reduction", "scale", "step", "get_global_grad_norm"}
 EVERY_STAGE = {"optimizer", "overflow", "override_loss_scale"}
 ZERO_1 = EVERY_STAGE | {

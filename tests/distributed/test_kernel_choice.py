@@ -25,7 +25,7 @@ FLAGS = [
 
 
 def agree(asked: str, cards: list[str], choices: dict[int, dict[str, Choice]]) -> tuple[str, str]:
-    """What this rank is told, or the error; ranks 0 and 2 lead a node each and have tested their cards."""
+    """Return this rank's choices, or the error; ranks 0 and 2 lead a node each and have tested their cards."""
     mesh = ParallelMesh.over_world(Layout(data=len(cards)))
     config = load_run(None, [*FLAGS, f"--model.kernels={asked}"], world_size=len(cards)).config
     tested: list[int] = []

@@ -23,7 +23,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Steps:
-    """What one rank saw: each step's loss, the tensor that was named, and whether all it holds stayed as it was."""
+    """The results of one rank: each step's loss, the named tensor, and whether its state stayed unchanged."""
 
     losses: list[float] = field(default_factory=list)
     named: list[str | None] = field(default_factory=list)

@@ -221,7 +221,7 @@ SMALL_WINDOW = replace(ADAMW, loss_scale=LossScaleSettings(initial=64.0, window=
 
 @dataclass
 class Overflow:
-    """What one rank saw of each step, and where it ended."""
+    """The results of one rank: each step, and the final state."""
 
     updates: list[Update]
     scales: list[float]

@@ -1,4 +1,4 @@
-"""What torch does on each rank is what the schedule says as data; splitting a backward makes no more work."""
+"""torch runs on each rank the actions that the schedule lists as data; splitting a backward adds no work."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -38,7 +38,7 @@ RUN_TWICE = {"_RMSNormBackward"}
 
 @dataclass
 class Executed:
-    """What one rank did in one step."""
+    """The actions of one rank in one step."""
 
     actions: list[Action] = field(default_factory=list)
     layer_calls: Counter[int] = field(default_factory=Counter)
@@ -49,7 +49,7 @@ class Executed:
     """How often their backward ran."""
     collectives: Counter[str] = field(default_factory=Counter)
     flops: int = 0
-    """Of matrix products, forward and backward."""
+    """FLOPs of matrix products, forward and backward."""
 
 
 def step_on_rank(schedule: str, layout: Layout, micro_batches: int, chunks: int) -> Executed:

@@ -120,7 +120,7 @@ def in_two_passes_on_rank(sequence_parallel: bool) -> Seen:
     )
 
 
-# What the two linears and the residual communicate in a backward.
+# The communication of the two linears and the residual in a backward.
 COLLECTIVES = {False: ["allreduce_"], True: ["_allgather_base_", "_reduce_scatter_base_"]}
 
 
@@ -168,7 +168,7 @@ def saved_on_rank() -> list[tuple[int, ...]]:
 def test_only_this_ranks_positions_are_kept_of_a_column_parallel_input(ranks):
     for shapes in ranks.run(saved_on_rank, world_size=2):
         whole = [shape for shape in shapes if shape[1] == LENGTH]
-        # Of all positions only what lies between the linears, whose features are split.
+        # Only the tensor between the linears, whose features are split, has all positions.
         assert whole and {shape[2] for shape in whole} == {FEATURES // 2}
         assert (SEQUENCES, LENGTH // 2, HIDDEN) in shapes
 

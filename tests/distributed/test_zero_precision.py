@@ -42,7 +42,7 @@ ADAMW = OptimizerSettings("adamw", (0.9, 0.95), 1e-8, 0.1, 0.0, 0.5)
 
 @dataclass
 class Curve:
-    """Of one rank. masters: after the first step, by name: where each run starts, and its values."""
+    """The results of one rank. masters: after the first step, by name: the start of each flat range, and its values."""
 
     losses: list[float]
     norms: list[float]
@@ -123,7 +123,7 @@ SMALL_WINDOW = replace(SGD, loss_scale=LossScaleSettings(initial=64.0, window=3)
 
 @dataclass
 class Overflow:
-    """Of one rank and each step; `error`: what the step raised."""
+    """The results of one rank in each step; `error`: the exception of the step."""
 
     updates: list[Update]
     scales: list[float]

@@ -54,7 +54,7 @@ MODES = ("waiting", "beside")
 LONGEST_ALONE_SECONDS = 0.05
 START_SECONDS = 60
 BEGUN, PUBLISHED, TIDIED = b"b", b"p", b"t"
-"""What rank 0 tells of a save, each with its step."""
+"""Rank 0's messages about a save, each with its step."""
 
 
 @dataclass
@@ -182,7 +182,7 @@ def kill_once(folder: Path, mode: str, window: float, chance: random.Random) -> 
 
 
 def where(folder: Path, job: Job) -> str:
-    """What the kill cut short, by what is left."""
+    """Return the phase that the kill interrupted, judged by the files that are left."""
     partials = [path for path in folder.glob(".step-*") if not path.name.endswith("removed")]
     if any(file.stat().st_size for path in partials for file in path.iterdir()):
         return "between the first byte and the publishing"

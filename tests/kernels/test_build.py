@@ -149,7 +149,7 @@ def test_only_what_changed_is_compiled_again(build: ModuleType, small: Path, tmp
     said = build.build(tools, tmp_path / "ops")
     assert "; 1 of 2 files compiled" in said and "no CUDA: MEGALITE_CUDA=0" in said
     record = json.loads((tmp_path / "ops" / build.RECORD).read_text())
-    # What every run says of its kernels: how long they once took to compile is no part of it.
+    # Every run prints this message about its kernels, so compile times are left out.
     assert record["said"] == said.partition("; 1 of 2")[0]
     assert record["left_out"] == {"CUDA": "MEGALITE_CUDA=0"} and not record["archs"]
     assert record["sources"] == extension.sources_digest(small)

@@ -70,7 +70,7 @@ def test_ranks_die_with_a_killed_launcher(start, tmp_path):
     assert all(rank.read_bytes() for rank in ranks)
     os.kill(int(launcher), signal.SIGKILL)
     deadline = time.monotonic() + 5
-    # Of a process that nobody waited for the folder is left, but no command line.
+    # A zombie still has its folder in /proc, but no command line.
     while any(rank.exists() and rank.read_bytes() for rank in ranks):
         assert time.monotonic() < deadline, "ranks outlive their launcher"
         time.sleep(0.05)

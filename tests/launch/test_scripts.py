@@ -63,7 +63,7 @@ def launch(
 
 
 def told(run: subprocess.CompletedProcess[str]) -> list[dict]:
-    """What each rank said, in rank order."""
+    """Return the output of each rank, in rank order."""
     lines = [json.loads(line) for line in run.stdout.splitlines() if line.startswith('{"arguments"')]
     return sorted(lines, key=lambda line: line["rank"]["rank"])
 

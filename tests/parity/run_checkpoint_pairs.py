@@ -41,7 +41,7 @@ from tests.support.ranks import RankPool
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a pair: its errors, or why it has none."""
+    """The result of a pair: its errors, or why it has none."""
 
     writer: str
     reader: str

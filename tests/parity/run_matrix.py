@@ -37,7 +37,7 @@ CORES_A_JOB = 4
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a row: its errors, or why it has none."""
+    """The result of a row: its errors, or why it has none."""
 
     row: int
     values: Row

@@ -1,4 +1,4 @@
-"""What one layout saves another one goes on from; `python -m tests.parity.run_checkpoint_pairs` runs every pair."""
+"""A layout resumes from another layout's checkpoint; `python -m tests.parity.run_checkpoint_pairs` runs every pair."""
 
 import pytest
 

@@ -77,7 +77,7 @@ def _assert_equal_to_one_process(job: Job, results: list[RankResult], alone: Ran
     )
 
 
-# Of two axes and of all three, each alone; the table of pairs has the rest of the values.
+# Values of each axis alone, of two axes and of all three; the pairwise table has the other values.
 CORE = (
     Layout(tensor=2),
     Layout(pipeline=2),

@@ -128,7 +128,7 @@ def test_a_layer_is_computed_once_more_whatever_the_schedule(ranks, schedule):
 
 
 def test_recompute_stops_before_the_last_collective(ranks):
-    """Of a layer's two forward all-reduces only the first is issued again, for the second gives nothing to save."""
+    """Recompute repeats only the first of a layer's two all-reduces: no saved tensor depends on the second."""
     job = replace(_job("1f1b", Layout(tensor=2), FULL), dropout=Dropout())
     again = ranks.run(calls_on_rank, world_size=2, job=job)
     plain = ranks.run(calls_on_rank, world_size=2, job=replace(job, recompute=Recompute()))

@@ -142,7 +142,7 @@ def test_tensors_of_another_device_are_refused(devices: RankPool, function: Call
 
 
 def receive_late() -> list[float]:
-    """What rank 1 reads of a message before and after it waited for it."""
+    """Return the message as rank 1 reads it, before and after waiting."""
     rank, here = dist.get_rank(), device()
     numbers = torch.zeros(3, device=here)
     if rank == 0:

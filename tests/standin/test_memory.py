@@ -1,4 +1,4 @@
-"""What a run says of a device's memory, and the GPU suite's training, on the stand-in."""
+"""Reports of device memory, and the GPU suite's training, on the stand-in."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from tests.support.ranks import RankPool
 
 
 def memory_of_two_reports() -> list[MemoryUse | None]:
-    """Of a report after a megabyte came and went beside one that stays, and of the next one."""
+    """Return two reports: after one megabyte was freed and another one kept, and the next report."""
     device = torch.device("standin")
     device_memory(device)
     kept, gone = (torch.empty(1 << 20, dtype=torch.uint8, device=device) for _ in range(2))

@@ -28,7 +28,7 @@ EVERYTHING_DROPS = Dropout(embedding=0.1, residual=0.1, mlp=0.1, attention=0.1)
 
 
 def exchange(operations: list[dist.P2POp], *_: Any, **__: Any) -> list[Any]:
-    """What stages send each other lies on the device, too."""
+    """Tensors that stages send each other are on the device, too."""
     assert all(each.tensor.device.type == "meta" for each in operations)
     return [mock.Mock() for _ in operations]
 

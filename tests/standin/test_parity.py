@@ -44,8 +44,8 @@ JOBS: dict[str, dict[str, Any]] = {
     "all three axes": {"layout": Layout(tensor=2, data=2, pipeline=2), "shape": tiny_shape(tied=True)},
     "label smoothing, z-loss, chunks": {"label_smoothing": 0.1, "z_loss": 1e-3, "chunked_loss": 5},
 }
-# What an accelerator runs and a CPU does not, so that the sums have another order: torch's attention in place of ours,
-# documents in chunks of queries, the embedding's gradient in a tensor of its own.
+# Paths of an accelerator that sum in another order than a CPU: torch's attention instead of the compiled operator,
+# documents in chunks of queries, the embedding's gradient in a separate tensor.
 OTHER_BRANCHES: dict[str, dict[str, Any]] = {
     "documents over dp and tp": {"layout": Layout(tensor=2, data=2), "documents": True},
     "compiled operators": {"kernels": "fused"},

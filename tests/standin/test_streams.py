@@ -27,7 +27,7 @@ def pinned() -> torch.Tensor:
 
 
 def hazards() -> str:
-    """What the uses so far left unordered; else the task ends with it."""
+    """Return and clear the hazards so far, which would otherwise fail the task."""
     return "\n".join(use_standin().take_hazards())
 
 

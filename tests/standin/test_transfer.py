@@ -1,4 +1,4 @@
-"""What arrives on an accelerator is the host's batch, and of documents what its attention needs without a wait."""
+"""An accelerator receives the host's batch, with documents in the form that attention needs without a device sync."""
 
 import torch
 

@@ -109,7 +109,7 @@ def cubins(built: bytes) -> Iterator[tuple[str, bytes]]:
 
 
 def most_threads(cubin: bytes, offset: int, length: int) -> int:
-    """Of a section .nv.info.<kernel>: entries of a format, an attribute, and a value or the size of one."""
+    """Return the thread limit in a section .nv.info.<kernel>: entries of format, attribute, and value or its size."""
     at, end = offset, offset + length
     while at < end:
         form, attribute, value = struct.unpack_from("<BBH", cubin, at)

@@ -1,1 +1,1 @@
-"""What a user may get wrong, as a table: one module a subject, each a list of Case."""
+"""A table of user mistakes: one module per subject, each a list of Case."""

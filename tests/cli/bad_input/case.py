@@ -29,7 +29,7 @@ class Case:
 
 
 def build_world(folder: Path) -> Path:
-    """What is right: texts, a tokenizer, and a token file of both; the commands of the cases run beside them."""
+    """Valid inputs: texts, a tokenizer, and a token file of both; the cases' commands run in their folder."""
     (folder / "tok").mkdir(parents=True)
     tiny_tokenizer(folder / "tok")
     (folder / "text.txt").write_text("".join(tiny_corpus()), encoding="utf-8")

@@ -53,7 +53,7 @@ def training_on(spoil: Callable[[Path], object], **changes: object) -> Callable[
 
 
 def nothing(world: Path) -> None:
-    """What is wrong stands in the settings."""
+    """Return valid files; the mistake is in the settings."""
 
 
 def of_another_tokenizer(world: Path) -> None:

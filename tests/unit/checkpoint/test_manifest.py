@@ -176,7 +176,7 @@ def test_boxes_tile_a_tensor_exactly_when_each_element_is_in_one(data: st.DataOb
         at: sum(top <= at[0] < bottom and left <= at[1] < right for (top, bottom), (left, right) in drawn)
         for at in elements
     }
-    # What the drawn boxes leave open is filled, so that whole tilings are frequent.
+    # Fill the gaps between the drawn boxes, so that complete tilings are frequent.
     if data.draw(st.booleans()):
         drawn += [((row, row + 1), (col, col + 1)) for (row, col), count in counts.items() if not count]
         counts = {at: max(count, 1) for at, count in counts.items()}

@@ -31,7 +31,7 @@ def fused_runs(draw: st.DrawFn) -> tuple[ShardSpec, int, int, int, int]:
 def test_a_run_splits_into_one_run_a_part(case: tuple[ShardSpec, int, int, int, int]) -> None:
     spec, rank, size, start, numel = case
     regions = spec.slices(rank, size)
-    # What each element of the flattened local tensor is, written out one by one.
+    # The origin of each element of the flattened local tensor, enumerated one by one.
     elements = [(part.name, index) for part, region in regions for index in range(region.numel)]
     runs = list(split_flat_range(regions, start, numel))
     assert [(run.part.name, index) for run in runs for index in range(run.start, run.stop)] == elements[

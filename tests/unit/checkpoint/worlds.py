@@ -29,7 +29,7 @@ KINDS = ("exp_avg", "exp_avg_sq")
 
 
 class ThreadMesh:
-    """What checkpoints use of a ParallelMesh, for one rank of a world of threads."""
+    """The part of ParallelMesh that checkpoints use, for one rank of a world of threads."""
 
     def __init__(self, layout: Layout, rank: int, exchange: "Exchange"):
         self.layout, self.rank, self._exchange = layout, rank, exchange
@@ -100,7 +100,7 @@ def truth(shape: ModelShape, kind: str, name: str, *, version: int = 0) -> Tenso
 
 
 def local_truth(shape: ModelShape, kind: str, parameter: Parameter, mesh: ThreadMesh, version: int) -> Tensor:
-    """What this rank holds of a registered parameter, cut from the full tensors."""
+    """Return this rank's shard of a registered parameter, cut from the full tensors."""
     pieces = [
         truth(shape, kind, part.name, version=version)[
             index_in(region, TensorSlice((0,) * len(part.shape), part.shape))

@@ -1,4 +1,4 @@
-"""What breaks a rule, what is said of it, and what cures it: the rules of families and of validation."""
+"""Settings that break a rule, the message, and the remedy: the rules of families and of validation."""
 
 from dataclasses import dataclass, field
 from typing import Any

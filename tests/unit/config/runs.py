@@ -68,7 +68,7 @@ def load(
 
 
 def problems(folder: Path, changes: Mapping[str, Any] | None = None, **arguments: Any) -> list[Problem]:
-    """What loading complains about; empty where it does not."""
+    """Return the problems that loading reports; empty if there are none."""
     try:
         load(folder, changes, **arguments)
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""What a run is told of the settings that decide how a step is computed."""
+"""Messages about the settings that decide how a step is computed."""
 
 from pathlib import Path
 

@@ -24,7 +24,7 @@ from tests.support.tiny import END_OF_DOCUMENT, tiny_shape, tiny_tokenizer
 from tests.unit.convert.exporting import lively_stage, save_stage
 
 COMMIT = "0123456789abcdef" * 2 + "01234567"
-# What published folders hold beside what is read.
+# Files of published folders that are not read.
 UNREAD = ("pytorch_model.bin", "modeling_llama.py", "consolidated.safetensors", "onnx/config.json", "run.pkl")
 
 

@@ -31,7 +31,7 @@ from tests.unit.convert.exporting import lively_stage, save_stage
 
 SHAPE = tiny_shape(layers=2)
 LAYOUTS = (Layout(2, 2, 1), Layout(tensor=4), Layout(data=2))
-"""Of the checkpoints of steps 100, 110 and 120."""
+"""The layouts of the checkpoints of steps 100, 110 and 120."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""What megatron-core's own GPT computes is what its imported checkpoint computes here; needs `megatron-core`."""
+"""An imported checkpoint computes the same as megatron-core's own GPT; needs `megatron-core`."""
 
 import subprocess
 import sys

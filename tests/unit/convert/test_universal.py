@@ -116,7 +116,7 @@ def _zero(folder: Path) -> Path:
 
 
 def _flip_a_bit(path: Path) -> None:
-    """Of the tensor's last number."""
+    """Flip a bit of the tensor's last number."""
     values = torch.load(path)["param"].flatten()
     stored, content = values.numpy().tobytes(), bytearray(path.read_bytes())
     content[content.index(stored) + len(stored) - 1] ^= 1
@@ -220,7 +220,7 @@ def test_an_engines_own_checkpoint_is_told_how_to_become_universal(tmp_path: Pat
     for folder in (tmp_path, tag):
         with pytest.raises(CheckpointError, match=f"--input_folder {tag} --output_folder {tag}_universal"):
             convert.run(["import", str(folder), str(tmp_path / "run")])
-    # What transformers' Trainer saves has both, and its weights are read.
+    # A folder saved by transformers' Trainer has both; its weights are read.
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(CheckpointError, match=r"has no config\.json"):
         convert.run(["import", str(tmp_path), str(tmp_path / "run")])

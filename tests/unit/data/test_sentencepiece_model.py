@@ -87,7 +87,7 @@ def ids(backend: Backend, text: str) -> list[int]:
 
 def test_every_text_has_sentencepieces_ids(data: bytes) -> None:
     backend, processor = convert_sentencepiece(data, "the model"), SentencePieceProcessor(model_proto=data)
-    # What is spelled like a control symbol is that symbol to everything but sentencepiece, unless told otherwise.
+    # Text spelled like a control symbol becomes that symbol by default, except in sentencepiece.
     backend.encode_special_tokens = True
     rng = random.Random(0)
     # nmt_nfkc makes a space of "▁", and `tokenizers` then drops a combining mark that follows.

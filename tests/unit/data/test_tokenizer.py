@@ -94,7 +94,7 @@ def test_a_copy_of_a_real_llama_tokenizer_keeps_its_first_token(tmp_path: Path, 
 
 
 def test_added_tokens_are_the_same_in_every_form(tmp_path: Path) -> None:
-    """Of every kind that transformers adds: special or not, eating spaces, only as a word, in the text as it is."""
+    """Added tokens of every kind in transformers: special or not, stripping spaces, single words, not normalised."""
     transformers = pytest.importorskip("transformers")
     trained(tmp_path / "ours")
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "ours")

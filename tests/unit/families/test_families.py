@@ -153,7 +153,7 @@ def test_what_a_published_configuration_leaves_out_is_as_transformers_has_it(giv
     written = hf_config(shape, "float32", {"bos_token_id": 2, "eos_token_id": 1})
     (tmp_path / "config.json").write_text(json.dumps(written))
     ours = AutoConfig.from_pretrained(tmp_path).to_dict()
-    # Padding is an id like the others here. What neither computes with: the first words for gelu's approximation.
+    # Keys that do not change results: padding is an ordinary id here, and hidden_activation another name of hidden_act.
     computed = theirs.keys() - {"pad_token_id", "dtype", "architectures", "hidden_activation"}
     different = {name for name in computed if (ours.get(name) or None) != (theirs[name] or None)}
     assert not different, {name: (theirs[name], ours.get(name)) for name in different}

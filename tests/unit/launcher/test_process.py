@@ -1,4 +1,4 @@
-"""What is asked of the system, where the answer can be seen from outside."""
+"""Process settings requested from the system, if their effect is visible from outside."""
 
 import os
 import subprocess

@@ -28,7 +28,7 @@ def test_a_resumed_run_goes_on_with_its_curves_without_doubles(tmp_path: Path) -
         file = TensorBoardFile(tmp_path, after_step=first - 1)
         for step in range(first, last):
             file.add(step, {"train/loss": loss})
-        # What is added is on the disk at once: the first run is killed, not closed.
+        # Added values are on disk at once: the first run is killed, not closed.
     events = EventAccumulator(str(tmp_path)).Reload().Scalars("train/loss")
     assert [(event.step, event.value) for event in events] == [
         *((step, 3.0) for step in range(4)),

@@ -26,7 +26,7 @@ CHOSEN = ModelOptions(torch.float64, operators=Operators({"norm": "liger", "glu"
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is called of a package that torch stands in for."""
+    """Install a fake package that computes with torch; return the list of its calls."""
     names: list[str] = []
 
     def liger_rms_norm(

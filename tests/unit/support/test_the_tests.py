@@ -26,7 +26,7 @@ ASSERTING = {
     "CHECKS",
 }
 ASSERTING_NAME = re.compile(r"(assert|require)(_\w+)?")
-# What compares with a tolerance, of torch, numpy, math and pytest.
+# Functions of torch, numpy, math and pytest that compare with a tolerance.
 COMPARING = re.compile(
     r"(.*\.)?(allclose|isclose|approx|assert_allclose|assert_almost_equal\w*|testing\.assert_\w+)"
 )
@@ -139,7 +139,7 @@ def own_tolerances(tests: Sequence[TestModule]) -> Iterator[str]:
 
 
 def tolerance(node: ast.AST) -> str | None:
-    """What makes this node a tolerance, if it is one."""
+    """Return why this node is a tolerance; None if it is not."""
     if isinstance(node, ast.Call):
         if COMPARING.fullmatch(name := ast.unparse(node.func)):
             return name
@@ -169,7 +169,7 @@ def has_number(value: ast.expr) -> bool:
 
 
 def number(value: ast.expr) -> float | None:
-    """Of a literal, a sign before it, or arithmetic on literals."""
+    """Return the value of a literal, a signed literal, or arithmetic on literals."""
     match value:
         case ast.Constant(value=int() | float() as literal):
             return float(literal)

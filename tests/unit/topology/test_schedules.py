@@ -320,7 +320,7 @@ def test_an_action_of_another_stage_is_found() -> None:
 
 
 def test_swapped_actions_that_deadlock_are_found() -> None:
-    """Of each two neighbours swapped, either the stages still end or what they stand at is said."""
+    """After a swap of any two neighbouring actions, the stages still end, or the message names where they wait."""
     orders = orders_of("1f1b", 2, 4, 1)
     split = pipeline_split(2, 2)
     stuck = []

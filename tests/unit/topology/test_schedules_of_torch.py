@@ -1,7 +1,7 @@
 """Our orders, written from the papers, are those that torch.distributed.pipelining says it runs, and our rules are its.
 
-No process and no model: torch makes its plan from the numbers of stages alone. What it then does on real ranks is
-compared in tests/distributed/test_schedules.py.
+No process and no model: torch makes its plan from the numbers of stages alone. tests/distributed/test_schedules.py
+compares the actions on real ranks.
 """
 
 from itertools import product

@@ -22,7 +22,7 @@ CONFIG = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Of the operator, with the lock of a build that was killed."""
+    """Create the operator's build folder with the lock of a killed build."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setattr(deepspeed_ops, "_missing_programs", lambda: "")
     folder = tmp_path / "cpu_adam"

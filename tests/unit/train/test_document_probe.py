@@ -1,4 +1,4 @@
-"""What the probe makes of losses whose rounding hides what many tokens have a small share in."""
+"""The probe's verdict on losses whose rounding hides small contributions of many tokens."""
 
 from collections.abc import Callable
 from typing import Any

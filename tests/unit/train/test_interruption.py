@@ -1,4 +1,4 @@
-"""What an interrupted run says of the checkpoints there are."""
+"""Messages of an interrupted run about its checkpoints."""
 
 import signal
 import threading
@@ -24,7 +24,7 @@ def config(tmp_path: Path) -> RunConfig:
 
 
 def rank(number: int) -> Any:
-    """Of a launcher's ranks."""
+    """Return the information of a launcher's rank."""
     return type("Rank", (), {"rank": number})()
 
 

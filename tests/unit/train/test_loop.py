@@ -110,7 +110,7 @@ def run(
     told_at: Sequence[int | None] = (None, None),
     told: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGTERM),
 ) -> list[tuple[str, int, list[int]]]:
-    """Each rank's reason to end, its last step, and the steps that were saved; a rank has callbacks of its own.
+    """Return for each rank, with its own callbacks: the reason to end, the last step, and the saved steps.
 
     told_at: the step in which each rank is told to end; told: by which signal.
     """

@@ -31,7 +31,7 @@ def made(
 
 
 def changes(settings: OptimizerSettings, gradient: float = 1.0) -> dict[str, Tensor]:
-    """What one update with a learning rate of 0.5 adds to the weights, all gradients alike."""
+    """Return the change of the weights by one update with a learning rate of 0.5 and equal gradients."""
     optimizer, tensors = made(settings)
     before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
     for tensor in tensors.values():

@@ -1,4 +1,4 @@
-"""What a run says of its share of the peak and of its memory, on a device that is named but not here."""
+"""Reports of the share of peak FLOP/s and of memory, for a device that is only named."""
 
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""What may change between a checkpoint and the run that goes on from it, and what of the old run stays."""
+"""Settings that may change between a checkpoint and the run that resumes from it, and those that stay."""
 
 import time
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""What a run remembers of its validations and of the steps that it left out."""
+"""The saved state of a run: its validations and its skipped steps."""
 
 import math
 
