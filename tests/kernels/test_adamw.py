@@ -79,10 +79,13 @@ def check_update(shapes: Any, types: Any, step: float) -> None:
     for name, *alike in zip(
         ("weight", "copy", "gradient", "mean", "square"), fused, plain, exact, strict=True
     ):
-        for ours, torchs, reference in zip(*alike, strict=True):
-            if name == "gradient":
-                reference = ours.double()  # it is read only
-            assert_no_worse(ours, torchs, reference, what=f"{name} of {tuple(ours.shape)}")
+        if not alike[0]:
+            continue
+        # All tensors together: in a tensor of one number torch's error may happen to be 0.
+        ours, torchs, reference = (torch.cat([each.flatten() for each in tensors]) for tensors in alike)
+        if name == "gradient":
+            reference = ours.double()  # it is read only
+        assert_no_worse(ours, torchs, reference, what=name)
     for copy, weight in zip(fused[1], fused[0], strict=False):
         assert torch.equal(copy, weight.to(copy.dtype)), "the copy is the rounded weight"
 
@@ -96,7 +99,7 @@ def test_an_update_is_torchs(types, step):
 @settings(max_examples=20, deadline=None)
 @given(st.lists(st.integers(0, 20000), min_size=1, max_size=5), st.sampled_from(TYPES))
 def test_lists_of_any_sizes(sizes, types):
-    check_update([(size,) for size in sizes], types, 3.0)
+    check_update([(100,), *((size,) for size in sizes)], types, 3.0)
 
 
 def test_steps_equal_torchs_optimizer():
