@@ -122,7 +122,7 @@ class TrainingConfig(Section):
     global_batch_size: Count | None = Field(None, description="sequences per step over all replicas")
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = Field(
         "auto",
-        description='number type; "auto": that of DeepSpeed\'s JSON or the checkpoint, else bf16 if fast, else fp32',
+        description='number type; "auto": that of DeepSpeed\'s JSON or the checkpoint, else bf16 if fast',
     )
     accumulation: Literal["fp32", "model"] = Field(
         "fp32", description='number type of accumulated gradients; "model": the type of the weights'
