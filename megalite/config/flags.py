@@ -18,27 +18,25 @@ COMMAND_LINE = "the command line"
 def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return (a command's own arguments, its `--section.key value` flags), both in their given order.
 
-    Raises ConfigError for a setting that is named without its section.
+    A setting that is named without its section is among the flags, where it is a problem beside the others.
     """
     own: list[str] = []
     overrides: list[str] = []
     rest = list(arguments)
     while rest:
         argument = rest.pop(0)
-        _refuse_bare_key(argument)
-        flag = _FLAG.fullmatch(argument)
-        (overrides if flag else own).append(argument)
-        if flag and flag["value"] is None and rest and not rest[0].startswith("--"):
+        setting = _FLAG.fullmatch(argument) or _with_section(argument)
+        (overrides if setting else own).append(argument)
+        if setting and "=" not in argument and rest and not rest[0].startswith("--"):
             overrides.append(rest.pop(0))
     return own, overrides
 
 
-def _refuse_bare_key(argument: str) -> None:
+def _with_section(argument: str) -> str:
+    """Return the flag that is meant by a setting without its section, --steps; "" for any other argument."""
     name = argument.split("=")[0].removeprefix("--").replace("-", "_")
     homes = [section for section, model in section_models().items() if name in model.model_fields]
-    if argument.startswith("--") and homes:
-        remedy = f"did you mean --{homes[0]}.{name}?"
-        raise ConfigError([Problem(argument, "has no section", remedy)], COMMAND_LINE)
+    return f"--{homes[0]}.{name}" if argument.startswith("--") and homes else ""
 
 
 def apply_overrides(draft: Draft, overrides: Sequence[str]) -> None:
@@ -95,7 +93,11 @@ def _pairs(draft: Draft, overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
     while rest:
         argument = rest.pop(0)
         flag = _FLAG.fullmatch(argument)
-        if flag is None:
+        if flag is None and (meant := _with_section(argument)):
+            draft.problem(argument, "has no section", f"did you mean {meant}?")
+            if "=" not in argument and rest and not rest[0].startswith("--"):
+                rest.pop(0)
+        elif flag is None:
             draft.problem(argument, "is not a setting", "write --section.key value")
         elif flag["value"] is not None:
             yield flag["name"], flag["value"]

@@ -238,8 +238,14 @@ def test_config_show_counts_parameters(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_a_setting_without_its_section_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", str(QUICKSTART), "--steps", "3"]) == 2
-    assert "--steps: has no section; did you mean --training.steps?" in capsys.readouterr().err
+    assert (
+        main(["train", str(QUICKSTART), "--steps", "3", "--learning-rate=1", "--parallel.tensor", "3"]) == 2
+    )
+    said = capsys.readouterr().err
+    assert "has 4 problems" in said
+    assert "--steps: has no section; did you mean --training.steps?" in said
+    assert "--learning-rate=1: has no section; did you mean --optimizer.learning_rate?" in said
+    assert "parallel.tensor: 3 does not divide" in said
 
 
 def test_presets_are_listed_with_their_size(capsys: pytest.CaptureFixture[str]) -> None:

@@ -50,14 +50,20 @@ def rope_settings_belong_to_their_type(facts: Facts) -> Iterator[Problem]:
         )
     if kind == "llama3" and facts.model.rope_low_freq_factor >= facts.model.rope_high_freq_factor:
         message = f"{facts.model.rope_low_freq_factor} is not less than model.rope_high_freq_factor"
-        yield Problem("model.rope_low_freq_factor", message, "use 1.0 and 4.0, as in Llama 3.1")
+        yield Problem(
+            "model.rope_low_freq_factor",
+            message,
+            "use 1.0, with model.rope_high_freq_factor 4.0, as in Llama 3.1",
+        )
 
 
 def yarn_and_longrope_have_their_numbers(facts: Facts) -> Iterator[Problem]:
     model, kind = facts.model, facts.model.rope_type
     if kind == "yarn" and model.rope_beta_fast <= model.rope_beta_slow:
         message = f"{model.rope_beta_fast} is not more than model.rope_beta_slow = {model.rope_beta_slow}"
-        yield Problem("model.rope_beta_fast", message, "use 32.0 and 1.0, as in YaRN's paper")
+        yield Problem(
+            "model.rope_beta_fast", message, "use 32.0, with model.rope_beta_slow 1.0, as in YaRN's paper"
+        )
     if kind != "longrope":
         return
     pairs = model_shape(model, 1).rotary_dim // 2

@@ -89,8 +89,8 @@ FAMILY_CASES = [
     Case(
         "rope_settings_belong_to_their_type",
         {"model.rope_type": "llama3", "model.rope_factor": 8.0, "model.rope_low_freq_factor": 4.0},
-        "model.rope_low_freq_factor: 4.0 is not less than model.rope_high_freq_factor; use 1.0 "
-        "and 4.0, as in Llama 3.1",
+        "model.rope_low_freq_factor: 4.0 is not less than model.rope_high_freq_factor; use "
+        "1.0, with model.rope_high_freq_factor 4.0, as in Llama 3.1",
         {"model.rope_type": "llama3", "model.rope_factor": 8.0, "model.rope_low_freq_factor": 1.0},
     ),
     Case(
@@ -103,8 +103,8 @@ FAMILY_CASES = [
     Case(
         "yarn_and_longrope_have_their_numbers",
         {"model.rope_type": "yarn", "model.rope_factor": 2.0, "model.rope_beta_slow": 32.0},
-        "model.rope_beta_fast: 32.0 is not more than model.rope_beta_slow = 32.0; use 32.0 and "
-        "1.0, as in YaRN's paper",
+        "model.rope_beta_fast: 32.0 is not more than model.rope_beta_slow = 32.0; use 32.0, "
+        "with model.rope_beta_slow 1.0, as in YaRN's paper",
         {"model.rope_type": "yarn", "model.rope_factor": 2.0, "model.rope_beta_slow": 2.0},
     ),
     Case(
