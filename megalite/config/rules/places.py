@@ -51,7 +51,7 @@ def text_exists(facts: Facts) -> Iterator[Problem]:
 def tokenizer_exists(facts: Facts) -> Iterator[Problem]:
     path = facts.tokenizer.path
     if path is not None and not _exists(Path(path)):
-        remedy = "name a Hugging Face folder, a tokenizer.json or a sentencepiece .model"
+        remedy = "name a Hugging Face folder, tokenizer.json or sentencepiece .model, or run megalite tokenizer train"
         yield Problem("tokenizer.path", f"{_named(path)} does not exist", remedy)
 
 

@@ -100,7 +100,7 @@ CASES = [
     Case(
         "ZeRO 2 under a pipeline",
         deepspeed_file({"zero_optimization": {"stage": 2}}, **PIPELINE),
-        ("zero_optimization.stage", "stage 1"),
+        ("zero_optimization.stage", "use 1, or parallel.pipeline 1"),
     ),
     Case(
         "two sizes of one batch",

@@ -268,12 +268,12 @@ CASES = [
     Case(
         "a weight of nothing",
         blend(("good", 0.0)),
-        ("data.blend[1].weight", "0 is not greater than 0", "leave this data set out"),
+        ("data.blend[1].weight", "0 is not greater than 0", "delete this table"),
     ),
     Case(
         "a weight below nothing",
         blend(("good", 1.0), ("text.txt", -0.5)),
-        ("data.blend[2].weight", "-0.5 is not greater than 0", "leave this data set out"),
+        ("data.blend[2].weight", "-0.5 is not greater than 0", "delete this table"),
     ),
     Case("a weight without end", blend(("good", float("inf"))), ("data.blend[1].weight", "finite")),
     Case(
@@ -289,12 +289,12 @@ CASES = [
     Case(
         "a set that is not there",
         blend(("good", 1.0), ("no.txt", 2.0)),
-        ("no.txt does not exist", "name a text file"),
+        ('no.txt" does not exist', "name a text file"),
     ),
     Case(
         "a text twice",
         lambda world: train(world, data__blend=[{"source": "x", "weight": 1.0}]),
-        ("data.source", "data.blend", "leave the blend out"),
+        ("data.source", "data.blend", "delete the blend"),
     ),
     Case(
         "shares that do not add up, of a run",
@@ -307,7 +307,9 @@ CASES = [
         ("data.validation", "is also the training text", "data.split"),
     ),
     Case(
-        "validation that is not there", validating_on("no.txt"), ("no.txt does not exist", "name a text file")
+        "validation that is not there",
+        validating_on("no.txt"),
+        ('no.txt" does not exist', "name a text file"),
     ),
     Case(
         "a text changed under a run",

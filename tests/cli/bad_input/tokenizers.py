@@ -295,6 +295,6 @@ CASES = [
     Case(
         "a run's tokenizer that is not there",
         lambda world: train(world, tokenizer__path=str(world / "no")),
-        ("no does not exist", "megalite tokenizer train"),
+        ('no" does not exist', "megalite tokenizer train"),
     ),
 ]
