@@ -21,6 +21,7 @@ DESCRIPTION = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
+    "chat_template.jinja",
     "merges.txt",
 )
 _NAME = re.compile(r"([A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,96})(?:@([\w./-]{1,100}))?", re.ASCII)

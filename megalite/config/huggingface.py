@@ -1,7 +1,9 @@
 """A Hugging Face config.json as the model's shape."""
 
 import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -10,11 +12,14 @@ from megalite.config.hub import HubName, fetch_description
 from megalite.config.schema import ModelConfig
 from megalite.config.shape_settings import as_settings
 from megalite.config.toml import shown
-from megalite.errors import CheckpointError, ConfigError
+from megalite.errors import CheckpointError, ConfigError, listed
+from megalite.families.family import Family
+from megalite.families.inert import INERT
 from megalite.families.registry import FAMILIES
 from megalite.topology.shape import ModelShape
 
 _KEY = "model.hf_config"
+_CODE = "auto_map"
 _ELSEWHERE = {
     "gemma3": "it reads images too, which is not built: use a folder of its language model alone (gemma3_text)"
 }
@@ -56,10 +61,34 @@ def apply_hf_config(draft: Draft) -> None:
         )
     for text, remedy in family.refused(found):
         draft.problem(named_by, f"{path} {text}", remedy)
+    draft.notes += [f"{path} {text}" for text in _notes(family, found)]
     shape = as_settings(family.read_config(found))
     if named_by != _KEY and not (draft.has("tokenizer", "path") or draft.has("tokenizer", "vocab_size")):
         draft.set("tokenizer", "path", str(path.parent), named_by)
     draft.set_behind("model", {"family": family.model_type, **shape}, str(path), named_by=named_by)
+    draft.set_behind("checkpoint", {"export_like": str(path)}, str(path), named_by=named_by)
+    _take_dropout(draft, family.read_dropout(found), str(path), named_by)
+
+
+def _notes(family: Family, found: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what config.json has that this run does not do; transformers' own model does neither."""
+    known = family.config_keys | family.dropouts.keys() | INERT | {_CODE, "quantization_config"}
+    if unknown := sorted(key for key in found.keys() - known if found[key] is not None):
+        yield f"has keys that transformers' {family.model_type} does not use, nor this run: {listed(unknown)}"
+    if code := found.get(_CODE):
+        classes = sorted({str(name) for name in code.values()} if isinstance(code, Mapping) else {str(code)})
+        yield (
+            f"names code of its own ({listed(classes)}), which is not run: the model is transformers'"
+            f" {family.model_type}"
+        )
+
+
+def _take_dropout(draft: Draft, dropout: Mapping[str, Any], path: str, named_by: str) -> None:
+    draft.set_behind("model", dropout, path, named_by=named_by)
+    taken = {name: value for name, value in dropout.items() if draft.origin(f"model.{name}") == path}
+    if taken:
+        values = " and ".join(f"model.{name} = {shown(value)}" for name, value in taken.items())
+        draft.notes.append(f"{values} as in {path}; for training without dropout set 0")
 
 
 def _here(draft: Draft, given: str, named_by: str) -> Path:

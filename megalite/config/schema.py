@@ -280,6 +280,10 @@ class CheckpointConfig(Section):
         True,
         description='write run.folder/export at the end for Hugging Face; "best": best checkpoint',
     )
+    export_like: Text | None = Field(
+        None,
+        description="config.json whose unused keys exports keep; default: that of model.hf_config or model.weights",
+    )
 
 
 class MonitorConfig(Section):

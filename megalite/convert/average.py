@@ -59,6 +59,11 @@ class AveragedWeights:
         return self._readers[-1].manifest
 
     @property
+    def checkpoint(self) -> Path:
+        """The checkpoint with the highest step."""
+        return self._readers[-1].checkpoint
+
+    @property
     def steps(self) -> tuple[int, ...]:
         return tuple(reader.manifest.step for reader in self._readers)
 

@@ -6,7 +6,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megalite.checkpoint.folder import find_latest
+from megalite.convert.huggingface.origin import FOLDER
 from megalite.errors import CheckpointError
+
+
+def imported_folders(run_folder: Path) -> list[Path]:
+    """Return the folders of a run that an import writes."""
+    return [run_folder / name for name in ("checkpoints", "tokenizer", FOLDER)]
 
 
 def require_new_run(run_folder: Path) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from megalite.checkpoint.failures import Remedies
 from megalite.checkpoint.save import save_checkpoint
-from megalite.convert.new_run import require_new_run, undone_on_failure
+from megalite.convert.new_run import imported_folders, require_new_run, undone_on_failure
 from megalite.model.replica import Replica
 from megalite.model.stages import build_replica
 from megalite.parallel.mesh import ParallelMesh
@@ -37,7 +37,7 @@ def write_step_zero(
     require_new_run(run_folder)
     mesh, split = ParallelMesh.single(), pipeline_split(shape.num_hidden_layers)
     folder = run_folder / "checkpoints"
-    with undone_on_failure(folder, run_folder / "tokenizer"):
+    with undone_on_failure(*imported_folders(run_folder)):
         replica = build_replica(shape, mesh, split, seed=None)
         replica.stage.to(dtype)
         fill(replica)

@@ -102,6 +102,15 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
             _write(folder / name, contents[name])
 
 
+def copy_others(source: Path, folder: Path) -> None:
+    """Copy the tokenizer's files beside `source`, a tokenizer.json or its folder, that `folder` lacks."""
+    beside = source if source.is_dir() else source.parent
+    with _writing(folder):
+        for name in TOKENIZER_FILES:
+            if (beside / name).is_file() and not (folder / name).exists():
+                _write(folder / name, (beside / name).read_bytes())
+
+
 def load_tokenizer(path: Path | str, *, end_of_document: str | None = None) -> Tokenizer:
     """Load the tokenizer of a Hugging Face folder, or a tokenizer.json.
 

@@ -27,6 +27,8 @@ SIZES: Mapping[str, str] = {
     )
 }
 SILU: Mapping[str, tuple[Any, ...]] = {"hidden_act": ("silu",)}
+ATTENTION_DROPOUT: Mapping[str, tuple[str, ...]] = {"attention_dropout": ("attention_dropout",)}
+_HEAD_DIM = "head_dim"
 _DEFAULTS = {each.name: each.default for each in fields(ModelShape) if each.default is not MISSING}
 
 
@@ -44,7 +46,7 @@ class Family:
     neither of the three has ModelShape's default.
     unset: fields that can be chosen, with the family's own default for a run that does not set them.
     required: keys that switch on what is not built, with the values that leave it out; the first is written.
-    dropouts: keys of dropout probabilities, which are settings of a run; written as 0.
+    dropouts: keys of dropout probabilities -> the settings of [model] that they are in a run.
     absent: what transformers takes for a key that config.json lacks.
     always_tied: transformers ties the head to the embedding whatever config.json says.
     names: how the tensors are called and stored.
@@ -59,7 +61,7 @@ class Family:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     unset: Mapping[str, Any] = field(default_factory=dict)
     required: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    dropouts: tuple[str, ...] = ("attention_dropout",)
+    dropouts: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: ATTENTION_DROPOUT)
     absent: Mapping[str, Any] = field(default_factory=dict)
     always_tied: bool = False
     names: TensorNames = field(default_factory=TensorNames)
@@ -69,6 +71,12 @@ class Family:
     def free(self) -> tuple[str, ...]:
         """The fields of ModelShape that config.json can say."""
         return (*self.keys, *(name for words in self.words for name in words.fields))
+
+    @property
+    def config_keys(self) -> frozenset[str]:
+        """The keys of config.json that a ModelShape follows from, or that the family refuses."""
+        said = (key for words in self.words for key in words.config_keys)
+        return frozenset({*self.keys.values(), *said, *self.required, _HEAD_DIM})
 
     @property
     def defaults(self) -> dict[str, Any]:
@@ -83,9 +91,28 @@ class Family:
             shape |= words.read(config)
         return shape
 
+    def read_dropout(self, config: Config) -> dict[str, Any]:
+        """Return the settings of [model] with the dropout that transformers trains with by this config.json."""
+        config = self._completed(config)
+        return {
+            setting: config[key]
+            for key, settings in self.dropouts.items()
+            if config.get(key)
+            for setting in settings
+        }
+
+    def write_dropout(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the keys that say the dropout in a run's settings of [model]; those that it sets."""
+        return {key: settings[first] for key, (first, *_) in self.dropouts.items() if first in settings}
+
     def refused(self, config: Config) -> Iterator[tuple[str, str]]:
         """Yield (what config.json has, a remedy) for each of its values that is not built."""
         config = self._completed(config)
+        if _HEAD_DIM not in self.keys and (own := _foreign_head_dim(config, self.keys)):
+            yield (
+                f"has {_HEAD_DIM} = {own[0]}",
+                f"only {own[1]}, the hidden size divided by the heads, is built",
+            )
         for name, allowed in self.required.items():
             if name in config and config[name] not in allowed:
                 built = " or ".join(map(quoted, allowed))
@@ -154,6 +181,16 @@ class Family:
 
     def _completed(self, config: Config) -> Config:
         return {**self.absent, **config}
+
+
+def _foreign_head_dim(config: Config, keys: Mapping[str, str]) -> tuple[int, int] | None:
+    """Return head_dim and hidden_size / num_attention_heads where transformers would take the first, another one."""
+    given, hidden, heads = (
+        config.get(key) for key in (_HEAD_DIM, keys["hidden_size"], keys["num_attention_heads"])
+    )
+    if not (isinstance(given, int) and isinstance(hidden, int) and isinstance(heads, int) and heads):
+        return None
+    return None if given == hidden // heads else (given, hidden // heads)
 
 
 def sizes(

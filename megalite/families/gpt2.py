@@ -14,6 +14,7 @@ class _InnerSize(Plain):
     """n_inner, which is 4 * n_embd where it is null."""
 
     fields: tuple[str, ...] = ("intermediate_size",)
+    config_keys: tuple[str, ...] = ("n_inner",)
 
     def read(self, config: Config) -> dict[str, Any]:
         inner, hidden = config.get("n_inner"), config.get("n_embd")
@@ -58,7 +59,11 @@ FAMILY = Family(
         "reorder_and_upcast_attn": (False,),
         "add_cross_attention": (False,),
     },
-    dropouts=("resid_pdrop", "embd_pdrop", "attn_pdrop"),
+    dropouts={
+        "resid_pdrop": ("residual_dropout",),
+        "embd_pdrop": ("embedding_dropout",),
+        "attn_pdrop": ("attention_dropout",),
+    },
     absent={
         "vocab_size": 50257,
         "n_embd": 768,
@@ -67,6 +72,7 @@ FAMILY = Family(
         "n_positions": 1024,
         "layer_norm_epsilon": 1e-5,
         "tie_word_embeddings": True,
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.1),
     },
     names=TensorNames(
         modules={

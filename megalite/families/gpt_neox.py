@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megalite.families.family import SIZES, Family, sizes
+from megalite.families.family import ATTENTION_DROPOUT, SIZES, Family, sizes
 from megalite.families.rope import Rope
 from megalite.families.tensors import QKV, Fused, TensorNames
 from megalite.families.words import ATTENTION_BIAS, Config, Plain
@@ -19,6 +19,7 @@ class _ParallelResidual(Plain):
     """use_parallel_residual: attention and MLP read the same residual stream."""
 
     fields: tuple[str, ...] = ("norm_placement",)
+    config_keys: tuple[str, ...] = ("use_parallel_residual",)
 
     def read(self, config: Config) -> dict[str, Any]:
         return {"norm_placement": "parallel" if config.get("use_parallel_residual", True) else "pre"}
@@ -36,6 +37,7 @@ class _Activation(Plain):
     """hidden_act, which is gelu in Pythia and gelu_fast in GPT-NeoX-20B."""
 
     fields: tuple[str, ...] = ("hidden_act",)
+    config_keys: tuple[str, ...] = ("hidden_act",)
 
     def read(self, config: Config) -> dict[str, Any]:
         name = config.get("hidden_act", "gelu")
@@ -67,7 +69,7 @@ FAMILY = Family(
         "attention_output_bias": True,
         "hidden_act": "gelu",
     },
-    dropouts=("attention_dropout", "hidden_dropout"),
+    dropouts={**ATTENTION_DROPOUT, "hidden_dropout": ("residual_dropout", "embedding_dropout")},
     absent={
         "vocab_size": 50432,
         "hidden_size": 6144,

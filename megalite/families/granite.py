@@ -14,6 +14,7 @@ class AttentionMultiplier(Plain):
     """The factor of the attention scores, written as head_dim ** -0.5 where the shape has none."""
 
     fields: tuple[str, ...] = ("attention_multiplier",)
+    config_keys: tuple[str, ...] = ("attention_multiplier",)
 
     def read(self, config: Config) -> dict[str, Any]:
         value = config.get("attention_multiplier")

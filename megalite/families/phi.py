@@ -1,6 +1,6 @@
 """Phi-1, 1.5 and 2 (Li et al. 2023): attention and MLP read one norm, a part of each head is rotated."""
 
-from megalite.families.family import SIZES, Family, sizes
+from megalite.families.family import ATTENTION_DROPOUT, SIZES, Family, sizes
 from megalite.families.rope import Rope
 from megalite.families.tensors import TensorNames
 
@@ -30,7 +30,11 @@ FAMILY = Family(
         "qk_layernorm": (False,),
         "tie_word_embeddings": (False,),
     },
-    dropouts=("attention_dropout", "resid_pdrop", "embd_pdrop"),
+    dropouts={
+        **ATTENTION_DROPOUT,
+        "resid_pdrop": ("residual_dropout",),
+        "embd_pdrop": ("embedding_dropout",),
+    },
     absent={
         "vocab_size": 51200,
         "hidden_size": 2048,

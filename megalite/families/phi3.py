@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megalite.families.family import SILU, Family, sizes
+from megalite.families.family import ATTENTION_DROPOUT, SILU, Family, sizes
 from megalite.families.rope import Rope
 from megalite.families.tensors import GATE_UP, QKV, Fused, TensorNames
 from megalite.families.windows import EveryLayer
@@ -50,7 +50,8 @@ FAMILY = Family(
     published="2024-04",
     words=(Phi3Rope(), EveryLayer()),
     required=SILU,
-    dropouts=("attention_dropout", "resid_pdrop", "embd_pdrop"),
+    # transformers reads embd_pdrop nowhere.
+    dropouts={**ATTENTION_DROPOUT, "resid_pdrop": ("residual_dropout",)},
     absent={
         "vocab_size": 32064,
         "hidden_size": 3072,

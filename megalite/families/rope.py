@@ -48,6 +48,19 @@ class Rope(Plain):
         }
         return tuple(name for name, free in given.items() if free)
 
+    @property
+    def config_keys(self) -> tuple[str, ...]:
+        local = ("rope_local_base_freq",) if self.local else ()
+        return (
+            "rope_parameters",
+            "rope_scaling",
+            _ORIGINAL,
+            _PARTIAL,
+            self.theta_key,
+            self.partial_key,
+            *local,
+        )
+
     def read(self, config: Config) -> dict[str, Any]:
         rope = _rope(config)
         kind = self.rope_type(rope)

@@ -16,6 +16,7 @@ class NoRopeLayers(Plain):
     """no_rope_layers has 1 for each layer with rotary embedding; without it, no_rope_layer_interval counts."""
 
     fields: tuple[str, ...] = ("no_rope_every",)
+    config_keys: tuple[str, ...] = ("no_rope_layers", "no_rope_layer_interval")
 
     def read(self, config: Config) -> dict[str, Any]:
         return {"no_rope_every": _no_rope_every(config)}
@@ -34,6 +35,8 @@ class NoRopeLayers(Plain):
 @dataclass(frozen=True)
 class NoRopeWindows(LayerTypes):
     """Without layer_types, the layers without rotary embedding have the window, where use_sliding_window is set."""
+
+    config_keys: tuple[str, ...] = ("sliding_window", "layer_types", "use_sliding_window")
 
     def older_keys(self, shape: ModelShape) -> dict[str, Any]:
         return {"use_sliding_window": shape.sliding_window is not None}

@@ -1,6 +1,6 @@
 """StarCoder 2 (Lozhkov et al. 2024): LayerNorm, biases, an MLP without gate, a window in every layer or in none."""
 
-from megalite.families.family import SIZES, Family, sizes
+from megalite.families.family import ATTENTION_DROPOUT, SIZES, Family, sizes
 from megalite.families.rope import Rope
 from megalite.families.tensors import TensorNames
 from megalite.families.windows import EveryLayer
@@ -21,7 +21,11 @@ FAMILY = Family(
     fixed={"norm": "layer_norm", "gated_mlp": False, "hidden_act": "gelu_pytorch_tanh"},
     unset=dict.fromkeys(_BIASES, True),
     required={"hidden_act": ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")},
-    dropouts=("attention_dropout", "residual_dropout", "embedding_dropout"),
+    dropouts={
+        **ATTENTION_DROPOUT,
+        "residual_dropout": ("residual_dropout",),
+        "embedding_dropout": ("embedding_dropout",),
+    },
     absent={
         "vocab_size": 49152,
         "hidden_size": 3072,

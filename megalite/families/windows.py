@@ -16,6 +16,7 @@ class EveryLayer(Plain):
     """One window for all layers, or none (Mistral)."""
 
     fields: tuple[str, ...] = (_WINDOW,)
+    config_keys: tuple[str, ...] = (_WINDOW,)
 
     def read(self, config: Config) -> dict[str, Any]:
         window = config.get(_WINDOW)
@@ -33,6 +34,7 @@ class LayerTypes(Plain):
     """
 
     every: bool = True
+    config_keys: tuple[str, ...] = (_WINDOW, "layer_types")
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -87,6 +89,7 @@ class AfterFirst(LayerTypes):
     """The first max_window_layers have no window, where use_sliding_window is set at all (Qwen 2)."""
 
     every: bool = False
+    config_keys: tuple[str, ...] = (_WINDOW, "layer_types", "use_sliding_window", "max_window_layers")
 
     def older_keys(self, shape: ModelShape) -> dict[str, Any]:
         sliding = shape.sliding_window is not None
@@ -102,6 +105,13 @@ class AfterFirst(LayerTypes):
 @dataclass(frozen=True)
 class ExceptEvery(LayerTypes):
     """Every sliding_window_pattern-th layer has no window (Gemma 2 and 3)."""
+
+    config_keys: tuple[str, ...] = (
+        _WINDOW,
+        "layer_types",
+        "sliding_window_pattern",
+        "_sliding_window_pattern",
+    )
 
     def older_keys(self, shape: ModelShape) -> dict[str, Any]:
         every = shape.full_attention_every

@@ -20,6 +20,10 @@ class Words(Protocol):
     def fields(self) -> tuple[str, ...]:
         """The fields of ModelShape that these keys say, and so leave free."""
 
+    @property
+    def config_keys(self) -> tuple[str, ...]:
+        """These keys."""
+
     def read(self, config: Config) -> dict[str, Any]:
         """Return those of the fields that config.json sets; a value may be of a wrong type, or not built."""
 
@@ -50,6 +54,10 @@ class Shared(Plain):
     key: str
     fields: tuple[str, ...]
 
+    @property
+    def config_keys(self) -> tuple[str, ...]:
+        return (self.key,)
+
     def read(self, config: Config) -> dict[str, Any]:
         value = config.get(self.key)
         return {} if value is None else dict.fromkeys(self.fields, value)
@@ -73,6 +81,7 @@ class QueryScale(Plain):
     """Gemma's query_pre_attn_scalar, written as head_dim where the shape has none."""
 
     fields: tuple[str, ...] = ("query_pre_attn_scalar",)
+    config_keys: tuple[str, ...] = ("query_pre_attn_scalar",)
 
     def read(self, config: Config) -> dict[str, Any]:
         value = config.get("query_pre_attn_scalar")

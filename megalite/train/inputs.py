@@ -6,6 +6,7 @@ from pathlib import Path
 from megalite.checkpoint.folder import find_checkpoint, find_latest
 from megalite.config.schema import RunConfig
 from megalite.convert.huggingface.files import local_folder
+from megalite.convert.huggingface.origin import find_origin, keep_origin
 from megalite.data.ensure import RunData, ensure_data, ensure_tokenizer
 from megalite.train.run_folder import RunFolder
 from megalite.train.start import progress_lines
@@ -28,10 +29,21 @@ def prepare_inputs(config: RunConfig, folder: RunFolder) -> RunInputs:
     """
     if config.model.weights and found_to_resume(config, folder) is None:
         local_folder(config.model.weights)
+    _keep_origin(config, folder)
     tokenizer_folder = ensure_tokenizer(config, folder.root)
     return RunInputs(
         tokenizer_folder, ensure_data(config, folder.root, progress=progress_lines()), config.model.weights
     )
+
+
+def _keep_origin(config: RunConfig, folder: RunFolder) -> None:
+    """Keep the Hugging Face keys of the model that the run goes on from, for its exports."""
+    resumed = found_to_resume(config, folder)
+    of_checkpoint = None if resumed is None else find_origin(resumed)
+    named = config.checkpoint.export_like
+    for origin in (of_checkpoint, None if named is None else Path(named)):
+        if origin is not None:
+            keep_origin(origin, folder.root)
 
 
 def found_to_resume(config: RunConfig, folder: RunFolder) -> Path | None:

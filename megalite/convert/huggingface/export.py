@@ -19,8 +19,9 @@ from megalite.convert.average import AveragedWeights
 from megalite.convert.exported_folder import exported_folder
 from megalite.convert.huggingface.files import SINGLE
 from megalite.convert.huggingface.model_card import is_our_card, model_card
+from megalite.convert.huggingface.origin import CONFIG, GENERATION, Origin, find_origin
 from megalite.convert.parity import Comparison, compare_with_transformers
-from megalite.data.tokenizer import Tokenizer, copy_tokenizer, load_tokenizer, save_tokenizer
+from megalite.data.tokenizer import Tokenizer, copy_others, copy_tokenizer, load_tokenizer, save_tokenizer
 from megalite.errors import CheckpointError
 from megalite.families.registry import family_tensors, hf_config
 from megalite.families.tensors import FamilyTensor
@@ -66,9 +67,12 @@ def export(
             manifest = reader.manifest
             files = _write_weights(reader, partial, dtype, shard_size_bytes)
             token_ids = _write_tokenizer(manifest, tokenizer_folder, partial) if tokenizer_folder else {}
+            origin = Origin(find_origin(reader.checkpoint))
+            ours = hf_config(manifest.model, dtype_name(dtype), {})
+            settings = manifest.config.get("model") or {}
             for name, content in (
-                ("config.json", hf_config(manifest.model, dtype_name(dtype), token_ids)),
-                ("generation_config.json", {"do_sample": False, **token_ids}),
+                (CONFIG, origin.config_with(ours, token_ids, settings)),
+                (GENERATION, origin.generation_with(token_ids)),
             ):
                 write_durably(partial / name, json.dumps(content, indent=2) + "\n")
             comparisons = compare_with_transformers(reader, partial, dtype)
@@ -187,6 +191,7 @@ def _write_tokenizer(manifest: Manifest, source: Path, folder: Path) -> dict[str
     else:
         # For a tokenizer.json alone transformers would assume Llama's pre-tokenizer.
         save_tokenizer(tokenizer.backend, folder, tokenizer.end_of_document)
+        copy_others(source, folder)
         config = _tokenizer_config(folder)
     return _token_ids(tokenizer, config)
 

@@ -12,7 +12,9 @@ from megalite.checkpoint.failures import explain
 from megalite.checkpoint.load import load_parameter
 from megalite.checkpoint.reader import BLOCK_ELEMENTS
 from megalite.checkpoint.region_reader import TYPES, RegionReader
+from megalite.convert.finite import require_finite
 from megalite.convert.huggingface.files import headers
+from megalite.convert.huggingface.origin import CONFIG, keep_origin
 from megalite.convert.step_zero import write_step_zero
 from megalite.data.tokenizer import copy_tokenizer
 from megalite.errors import CheckpointError, listed
@@ -94,12 +96,13 @@ class HuggingFaceReader:
     def _region(self, name: str, region: TensorSlice, *, transposed: bool = False) -> Tensor:
         """That of a tensor of the files; `transposed`: they hold it so, and the region is that of what we hold."""
         opened = self._where[name]
+        stored = TensorSlice(region.offsets[::-1], region.shape[::-1]) if transposed else region
         try:
-            if transposed:
-                return opened.read(name, TensorSlice(region.offsets[::-1], region.shape[::-1])).t()
-            return opened.read(name, region)
+            values = opened.read(name, stored)
         except OSError as error:
             raise CheckpointError(f"{opened.path} cannot be read ({error}); fetch it again") from error
+        require_finite(values, name, opened.path, stored.offsets)
+        return values.t() if transposed else values
 
     def _check(self, shape: ModelShape) -> None:
         expected = {self._stored(tensor): tensor for tensor in self._tensors.values()}
@@ -146,6 +149,7 @@ def import_checkpoint(folder: Path, shape: ModelShape, run_folder: Path) -> Path
     def fill(replica: Replica) -> None:
         load_huggingface(folder, replica)
         config["tokenizer"] = take_tokenizer(folder, run_folder)
+        keep_origin(folder / CONFIG, run_folder)
 
     config: dict[str, Any] = {"model": {"weights": str(folder)}}
     return write_step_zero(run_folder, shape, fill, config)

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from megalite.checkpoint.load import load_parameter
+from megalite.convert.finite import require_finite
 from megalite.convert.foreign_pickle import require_undamaged
 from megalite.convert.megatron.arguments import OF_INTEREST, not_built
 from megalite.convert.megatron.folder import find_megatron_folder
@@ -42,6 +43,7 @@ def import_megatron(folder: Path, run_folder: Path, vocab_size: int | None = Non
         tensors = replica.tensors
         for parameter in replica.parameters:
             load_parameter(reader, parameter, tensors[parameter.name], replica.mesh)
+            require_finite(tensors[parameter.name].detach(), parameter.name, folder)
         reader.check_tied_head(tensors[EMBEDDING].detach())
 
     written = write_step_zero(

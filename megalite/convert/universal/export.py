@@ -18,6 +18,7 @@ from megalite.checkpoint.manifest import WEIGHT, Manifest
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.convert.exported_folder import exported_folder
 from megalite.convert.huggingface.export import read_family_tensor
+from megalite.convert.huggingface.origin import Origin, find_origin
 from megalite.convert.universal.folder import (
     LATEST_UNIVERSAL,
     MODEL_STATES,
@@ -62,7 +63,8 @@ def export_universal(checkpoint: Path, destination: Path) -> Manifest:
         _save(_optimizer_state(manifest), zero / OPTIMIZER_STATE)
         for name in MODEL_STATES:
             _save(_model_states(manifest), partial / tag / name)
-        config = hf_config(manifest.model, "float32", {})
+        ours, settings = hf_config(manifest.model, "float32", {}), manifest.config.get("model") or {}
+        config = Origin(find_origin(checkpoint)).config_with(ours, {}, settings)
         write_durably(partial / "config.json", json.dumps(config, indent=2) + "\n")
         write_durably(partial / LATEST_UNIVERSAL, tag)
         write_durably(partial / _CARD, _card(manifest))

@@ -12,9 +12,11 @@ from torch import Tensor
 
 from megalite.checkpoint.manifest import WEIGHT
 from megalite.checkpoint.regions import full_slice
+from megalite.convert.finite import require_finite
 from megalite.convert.foreign_pickle import load_pickle, require_undamaged
 from megalite.convert.huggingface.load import BUFFERS, take_tokenizer
-from megalite.convert.new_run import require_new_run, undone_on_failure
+from megalite.convert.huggingface.origin import CONFIG, keep_origin
+from megalite.convert.new_run import imported_folders, require_new_run, undone_on_failure
 from megalite.convert.streamed import write_streamed
 from megalite.convert.universal.folder import (
     MODEL_STATES,
@@ -185,6 +187,7 @@ class UniversalReader:
         values = self._theirs(
             tensor.name, WEIGHTS if state_key == WEIGHT else state_key, checked=True
         ).reshape(tensor.shape)
+        require_finite(values, f"{state_key} of {tensor.name}", self.folder.path)
         values = values.t() if tensor.transposed else values
         regions = list(tensor.slices(name, full_slice(self._shapes[name]), self._shapes))
         pieces = [values[region.offsets[0] : region.offsets[0] + region.shape[0]] for region in regions]
@@ -234,7 +237,8 @@ def import_universal(folder: Path, shape: ModelShape, hf_config: Path, run_folde
     found = reader.folder
     step, counters, settings = found.step, found.counters, found.settings
     model_folder = hf_config if hf_config.is_dir() else hf_config.parent
-    with undone_on_failure(run_folder / "checkpoints", run_folder / "tokenizer"):
+    with undone_on_failure(*imported_folders(run_folder)):
+        keep_origin(model_folder / CONFIG if hf_config.is_dir() else hf_config, run_folder)
         return write_streamed(
             run_folder,
             shape,
