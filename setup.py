@@ -154,7 +154,7 @@ def find_tools(environ: dict[str, str]) -> Tools:
     elif torch.hip:
         why["CUDA"] = f"torch is built for ROCm {torch.hip}, whose GPUs run no CUDA kernels"
     elif wanted == "auto" and torch.folder is not None and not torch.cuda:
-        why["CUDA"] = f"torch {torch.version} has no CUDA; MEGALITE_CUDA=1 compiles its kernels anyway"
+        why["CUDA"] = f"torch {torch.version} is for CPUs (MEGALITE_CUDA=1 builds them anyway)"
     elif "all" not in why:
         try:
             cuda = find_toolkit(environ, cxx, torch.cuda)

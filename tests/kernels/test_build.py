@@ -278,7 +278,7 @@ def test_what_torch_is_built_for_is_read_from_its_files(
         why = (
             "torch is built for ROCm 6.4.2, whose GPUs run no CUDA kernels"
             if torch_here.hip
-            else "torch 2.13.0+cpu has no CUDA; MEGALITE_CUDA=1 compiles its kernels anyway"
+            else "torch 2.13.0+cpu is for CPUs (MEGALITE_CUDA=1 builds them anyway)"
         )
         assert build.find_tools({}).why == {"CUDA": why}
 
