@@ -58,7 +58,8 @@ def _live(info: RankInfo, config: RunConfig, folder: RunFolder, callbacks: Seque
     device = local_device(info.local_rank, info.local_world_size)
     connect(info.rank, info.world_size, device=device, rendezvous=info.rendezvous)
     try:
-        done = _train(info, config, folder, device, callbacks)
+        with folder.full_disk_explained():
+            done = _train(info, config, folder, device, callbacks)
     except BaseException:
         # Others may be gone, and leaving a broken group can hang, and the failure has not been reported yet.
         if info.world_size == 1:

@@ -1,5 +1,6 @@
 """The paths of a run folder, and its lock."""
 
+import errno
 import fcntl
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -7,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from megalite.errors import ConfigError, Problem
+from megalite.errors import ConfigError, Problem, TrainingError
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,22 @@ class RunFolder:
                 # A process that was forked meanwhile may have a copy of the file, which would keep the lock.
                 fcntl.flock(claim, fcntl.LOCK_UN)
             claim.close()
+
+    @contextmanager
+    def full_disk_explained(self) -> Iterator[None]:
+        """Turn the OSError of a full disk inside of the `with` block, as of metrics.jsonl, into a TrainingError."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise
+            remedy = "free space there, or set run.folder to another disk"
+            if error.errno == errno.EFBIG:
+                remedy = "raise the limit of file sizes (ulimit -f unlimited)"
+            where = error.filename or self.root
+            raise TrainingError(
+                f"{where} cannot be written: {error.strerror}; {remedy}, then run again to resume"
+            ) from error
 
     def _claim(self) -> IO[bytes]:
         """Return the open, locked file that marks the folder as in use."""

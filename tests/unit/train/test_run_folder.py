@@ -1,5 +1,6 @@
 """A run's folder belongs to one job at a time."""
 
+import errno
 import os
 import signal
 import time
@@ -10,7 +11,7 @@ import pytest
 
 from megalite import Trainer
 from megalite.config.load import load_run
-from megalite.errors import ConfigError
+from megalite.errors import ConfigError, TrainingError
 from megalite.train import inputs, run
 from megalite.train.run_folder import RunFolder
 from tests.unit.config.runs import changed, write_run
@@ -70,3 +71,19 @@ def test_no_second_job_prepares_what_the_first_one_prepares_or_trains(
 def claim(folder: RunFolder) -> None:
     with folder.claimed():
         pass
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [
+        (errno.ENOSPC, "No space left on device; free space there, or set run.folder to another disk"),
+        (errno.EFBIG, "File too large; raise the limit of file sizes (ulimit -f unlimited)"),
+    ],
+)
+def test_a_full_disk_is_explained(tmp_path: Path, number: int, remedy: str) -> None:
+    """It ends the run at the next line of metrics.jsonl."""
+    with pytest.raises(TrainingError) as caught, RunFolder(tmp_path).full_disk_explained():
+        raise OSError(number, os.strerror(number))
+    assert str(caught.value) == f"{tmp_path} cannot be written: {remedy}, then run again to resume"
+    with pytest.raises(FileNotFoundError), RunFolder(tmp_path).full_disk_explained():
+        (tmp_path / "missing").read_text()
