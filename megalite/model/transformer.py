@@ -83,13 +83,11 @@ class Chunk(nn.Module):
         sample_indices: Tensor,
         document_ids: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
-        each_token: bool = False,
     ) -> Tensor:
         """One micro batch; position_ids, labels and loss_mask are [B, S] on every stage, sample_indices [B].
 
         document_ids: [B, S], ascending in a row; given, a token attends to those of its own document only.
         cu_seqlens: the same documents as of StepBatch, without which an accelerator's host waits for the ids.
-        each_token: the last chunk returns the losses [B, S] themselves.
         """
         dropout = DropoutContext(sample_indices, position_ids.shape[1]) if self.training else None
         documents = None
@@ -100,7 +98,7 @@ class Chunk(nn.Module):
         if not self.is_last:
             return hidden_states
         losses = self.output.losses(hidden_states, labels, loss_mask, training=self.training)
-        return losses if each_token else losses.sum(dim=-1)
+        return losses.sum(dim=-1)
 
     def decode(
         self,

@@ -83,10 +83,6 @@ class PipelineRunner(Protocol):
         """Run forward only; return [2] float64 over the global batch: the sums of weighted token losses and weights."""
         ...
 
-    def token_losses(self, micro_batch: StepBatch) -> Tensor | None:
-        """Run forward only; return one micro batch's weighted losses [b, S] on the last chunk's stage, else None."""
-        ...
-
 
 def pipeline_runner(
     chunks: Sequence[nn.Module],
@@ -132,10 +128,6 @@ class _LoopRunner:
         ]
         return _sums_over_replicas(_total(losses, self._mesh), batch, self._mesh)
 
-    @torch.no_grad()
-    def token_losses(self, micro_batch: StepBatch) -> Tensor | None:
-        return self._forward(micro_batch.input_ids, each_token=True, **_stage_arguments(micro_batch))
-
 
 class _ScheduleRunner:
     """Runs the chunks of one of several stages by a schedule of torch.distributed.pipelining."""
@@ -177,16 +169,12 @@ class _ScheduleRunner:
         sums = [each.sum() for each in losses if each is not None]
         return _sums_over_replicas(_total(sums, self._mesh), batch, self._mesh)
 
-    @torch.no_grad()
-    def token_losses(self, micro_batch: StepBatch) -> Tensor | None:
-        return self._losses_of(micro_batch, each_token=True)
-
-    def _losses_of(self, micro_batch: StepBatch, **options: bool) -> Tensor | None:
+    def _losses_of(self, micro_batch: StepBatch) -> Tensor | None:
         """Return the output of the last chunk on the stage that holds it."""
 
         def run(chunk: nn.Module, hidden_states: Tensor | None) -> Tensor:
             inputs = micro_batch.input_ids if hidden_states is None else hidden_states
-            output: Tensor = chunk(inputs, **options, **_stage_arguments(micro_batch))
+            output: Tensor = chunk(inputs, **_stage_arguments(micro_batch))
             return output
 
         rows, length = micro_batch.input_ids.shape

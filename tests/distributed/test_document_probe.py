@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -19,6 +20,7 @@ from megalite.ops import attention, choice
 from megalite.topology.axes import Layout
 from tests.support.document_probe import DocumentFindings, probe_documents
 from tests.support.tiny import FAMILY_SHAPES
+from tests.support.token_losses import token_losses
 from tests.support.training import Job, build, local_batch
 
 JOB = Job(FAMILY_SHAPES["llama 3"], micro_batch_size=8, documents=True)
@@ -111,7 +113,7 @@ def findings(job: Job, fault: str | None = None) -> DocumentFindings:
     with planted:
         parts = build(job)
         return probe_documents(
-            parts.pipeline,
+            partial(token_losses, parts.stage, parts.pipeline),
             local_batch(job, parts.mesh, 0),
             end_of_document_id=0,
             vocab_size=job.shape.vocab_size,

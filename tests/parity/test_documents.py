@@ -12,6 +12,7 @@ from megalite.parallel.cross_entropy import IGNORE_INDEX
 from megalite.topology.axes import Layout
 from tests.support.parity import assert_close, assert_same_tensors
 from tests.support.tiny import FAMILY_SHAPES, tiny_shape
+from tests.support.token_losses import recorded_losses, token_losses
 from tests.support.training import (
     SEQUENCES,
     Job,
@@ -34,24 +35,24 @@ def train_each_document_alone(job: Job) -> tuple[RankResult, Tensor]:
     batch = global_batch(job, 0)
     assert batch.document_ids is not None
     weight = (batch.loss_mask * (batch.labels != IGNORE_INDEX)).sum()
-    token_losses = torch.zeros_like(batch.loss_mask)
+    losses_of_tokens = torch.zeros_like(batch.loss_mask)
     for row, documents in enumerate(batch.document_ids):
         for document in documents.unique():
             mine = (documents == document).nonzero().flatten()
-            losses = parts.stage(
-                batch.input_ids[row : row + 1, mine],
-                position_ids=torch.arange(len(mine)).unsqueeze(0),
-                labels=batch.labels[row : row + 1, mine],
-                loss_mask=batch.loss_mask[row : row + 1, mine],
-                sample_indices=batch.sample_indices[row : row + 1],
-                each_token=True,
-            )
-            (losses.sum() / weight).backward()
-            token_losses[row, mine] = losses.detach()[0]
+            with recorded_losses(parts.stage) as recorded:
+                loss = parts.stage(
+                    batch.input_ids[row : row + 1, mine],
+                    position_ids=torch.arange(len(mine)).unsqueeze(0),
+                    labels=batch.labels[row : row + 1, mine],
+                    loss_mask=batch.loss_mask[row : row + 1, mine],
+                    sample_indices=batch.sample_indices[row : row + 1],
+                )
+            (loss.sum() / weight).backward()
+            losses_of_tokens[row, mine] = recorded[0].detach()[0]
     tensors = {name: tensor.grad.double() for name, tensor in parts.stage.named_parameters()}
-    result = RankResult(0, [float(token_losses.sum() / weight)])
+    result = RankResult(0, [float(losses_of_tokens.sum() / weight)])
     result.gradients = shards_of(parts.replica.parameters, tensors, parts.mesh)
-    return result, token_losses
+    return result, losses_of_tokens
 
 
 @pytest.fixture(scope="module")
@@ -69,9 +70,9 @@ def train_and_evaluate(job: Job) -> tuple[RankResult, Tensor | None, float]:
     parts = build(job)
     parts.stage.eval()
     batch = local_batch(job, parts.mesh, 0)
-    token_losses = parts.pipeline.token_losses(batch)
+    losses_of_tokens = token_losses(parts.stage, parts.pipeline, batch)
     total, weight = parts.pipeline.evaluate(batch).tolist()
-    return train_on_rank(job), token_losses, total / weight
+    return train_on_rank(job), losses_of_tokens, total / weight
 
 
 def _check(ranks, alone, job: Job) -> None:
@@ -79,7 +80,7 @@ def _check(ranks, alone, job: Job) -> None:
         job, layout=Layout(), sequence_parallel=False, schedule="1f1b", chunks_per_stage=1, recompute=Recompute(),
         micro_batch_size=1, compile=False,
     )  # fmt: skip
-    expected, token_losses = alone(one)
+    expected, expected_losses = alone(one)
     results = ranks.run(train_and_evaluate, world_size=job.layout.world_size, job=job)
     trained = [result for result, _, _ in results]
     share = SEQUENCES // job.layout.data
@@ -89,7 +90,7 @@ def _check(ranks, alone, job: Job) -> None:
         assert_close(mean, expected.losses[0], what="evaluation")
         if losses is not None:
             mine = slice(result.dp_rank * share, (result.dp_rank + 1) * share)
-            assert_close(losses, token_losses[mine], what="token losses")
+            assert_close(losses, expected_losses[mine], what="token losses")
             seen += 1
     assert seen == job.layout.data * job.layout.tensor
     assert_same_tensors(full_gradients(job, trained), full_gradients(one, [expected]))

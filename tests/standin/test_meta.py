@@ -82,7 +82,6 @@ def step_on_meta(job: Job) -> list[str]:
                 assert tensor.device.type == "meta" and tensor.grad is None, name
             parts.stage.eval()
             assert parts.pipeline.evaluate(batch).device.type == "meta"
-            parts.pipeline.token_losses(batch.micro_batches(2)[0])
     return asked
 
 

@@ -8,14 +8,13 @@ the first document of each row moves to the row's end: all losses must stay the 
 count from the row's start. The probe finds document boundaries from the tokens alone, independently of the loader.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from megalite.parallel.cross_entropy import IGNORE_INDEX
-from megalite.parallel.pipeline import PipelineRunner
 from megalite.parallel.step_batch import StepBatch
 
 # Relative tolerance for moved documents: kernels with other shapes round differently.
@@ -34,7 +33,7 @@ class DocumentFindings:
 
 
 def probe_documents(
-    pipeline: PipelineRunner,
+    token_losses: Callable[[StepBatch], Tensor | None],
     micro_batch: StepBatch,
     *,
     end_of_document_id: int,
@@ -50,7 +49,7 @@ def probe_documents(
     counted = micro_batch.labels != IGNORE_INDEX
     leaks = list(_wrong_numbers(micro_batch, documents, positions, counted))
     everything = replace(micro_batch, loss_mask=torch.ones_like(micro_batch.loss_mask))
-    base, again = pipeline.token_losses(everything), pipeline.token_losses(everything)
+    base, again = token_losses(everything), token_losses(everything)
     # 0 except for kernels that round differently from call to call.
     noise = 0.0 if base is None or again is None else 10 * (base - again).abs().max().item()
     ends = micro_batch.input_ids == end_of_document_id
@@ -59,7 +58,7 @@ def probe_documents(
     for changed in (documents % 2 == 0, documents % 2 == 1, positions % 2 == 0):
         chosen = changed & ~ends
         ids = torch.where(chosen, others, micro_batch.input_ids)
-        losses = pipeline.token_losses(replace(everything, input_ids=ids))
+        losses = token_losses(replace(everything, input_ids=ids))
         if base is not None and losses is not None:
             told = (base - losses).abs() > noise
             touched = _anywhere(chosen, documents)
@@ -70,7 +69,7 @@ def probe_documents(
             leaks += _told(deaf, micro_batch, "does not change with its own document")
     if moved and micro_batch.document_ids is not None:
         order = _first_to_the_end(documents)
-        losses = pipeline.token_losses(_reordered(everything, order))
+        losses = token_losses(_reordered(everything, order))
         if base is not None and losses is not None:
             before = base.gather(1, order)
             elsewhere = (losses - before).abs() > _MOVED[dtype] * base.abs().max()
