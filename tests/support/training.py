@@ -1,6 +1,6 @@
 """A few training steps of a tiny model on one rank of any layout, reported as full canonical tensors."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -55,6 +55,7 @@ class Job:
     zero_stage: int = 0
     offload: str = "none"  # "optimizer"; "parameters": optimizer and parameters
     disk: str | None = None  # the folder for offloading; None: CPU memory
+    deepspeed_keys: Mapping[str, Any] = field(default_factory=dict)  # further keys of DeepSpeed's JSON
     dtype: torch.dtype = torch.float64
     label_smoothing: float = 0.0
     z_loss: float = 0.0
@@ -238,7 +239,12 @@ def deepspeed_json(job: Job, micro_batches: int) -> dict[str, Any]:
     if job.zero_stage == 3:
         # By default ZeRO 3 would not partition such small weights; this threshold excludes only the norms.
         zero["stage3_param_persistence_threshold"] = 100
-    return {
+    for name, value in job.deepspeed_keys.get("zero_optimization", {}).items():
+        zero.pop(f"stage3_{name}", None)
+        both = isinstance(value, Mapping) and isinstance(zero.get(name), Mapping)
+        zero[name] = {**zero[name], **value} if both else value
+    further = {key: value for key, value in job.deepspeed_keys.items() if key != "zero_optimization"}
+    return further | {
         "train_micro_batch_size_per_gpu": job.micro_batch_size * micro_batches,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": job.optimizer.gradient_clipping,

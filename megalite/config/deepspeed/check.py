@@ -25,10 +25,15 @@ def check_keys(block: Block) -> Iterator[Problem]:
             yield Problem(
                 block.key(path), f"{shown(value)} should be an object", f"it has {', '.join(KEYS[path])}"
             )
-        elif path in REFUSED and value != AUTO and not any(_same(value, each) for each in REFUSED[path][0]):
+        elif path in REFUSED and not _is_harmless(path, value):
             yield Problem(block.key(path), "is not supported by megalite", REFUSED[path][1])
         elif path in PASSED_ON and value != AUTO and (found := problem_of(PASSED_ON[path], value)):
             yield Problem(block.key(path), *found)
+    zero = block.values.get("zero_optimization")
+    for key in zero if isinstance(zero, Mapping) else ():
+        if f"stage3_{key}" in zero:
+            path = f"zero_optimization.{key}"
+            yield Problem(block.key(path), f"and stage3_{key} are two names of one key", "remove one of them")
     stage = _stage(block)
     if isinstance(stage, bool) or not isinstance(stage, int) or not 0 <= stage <= 3:
         message = f"{shown(stage)} is not a ZeRO stage"
@@ -80,15 +85,20 @@ def _stage(block: Block) -> Any:
 def _remedy(path: str) -> str:
     parent, _, key = path.rpartition(".")
     elsewhere = [name for name in _all_keys() if name.rsplit(".", 1)[-1] == key]
-    if elsewhere:
+    if elsewhere and not parent:
         return f"did you mean {elsewhere[0]}?"
     known = [f"{parent}.{name}" if parent else name for name in KEYS[parent]]
-    return did_you_mean(key, known) or "remove it"
+    return did_you_mean(key, [name for name in known if name not in REFUSED]) or "remove it"
 
 
 def _all_keys() -> Iterator[str]:
     for path, keys in KEYS.items():
         yield from (f"{path}.{key}" if path else key for key in keys)
+
+
+def _is_harmless(path: str, value: Any) -> bool:
+    switched_off = isinstance(value, Mapping) and is_off(value)
+    return switched_off or value == AUTO or any(_same(value, each) for each in REFUSED[path][0])
 
 
 def _same(value: Any, other: Any) -> bool:

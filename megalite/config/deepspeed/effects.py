@@ -47,7 +47,6 @@ PASSED_ON: dict[str, str] = {
     "zero_optimization.max_reuse_distance": "count",
     "zero_optimization.memory_efficient_linear": "bool",
     "zero_optimization.model_persistence_threshold": "count",
-    "zero_optimization.module_granularity_threshold": "count",
     "zero_optimization.offload_optimizer.buffer_count": "positive",
     "zero_optimization.offload_optimizer.device": "text",
     "zero_optimization.offload_optimizer.fast_init": "bool",
@@ -73,7 +72,6 @@ PASSED_ON: dict[str, str] = {
     "zero_optimization.stage3_max_live_parameters": "count",
     "zero_optimization.stage3_max_reuse_distance": "count",
     "zero_optimization.stage3_model_persistence_threshold": "count",
-    "zero_optimization.stage3_module_granularity_threshold": "count",
     "zero_optimization.stage3_param_persistence_threshold": "count",
     "zero_optimization.stage3_prefetch_bucket_size": "count",
     "zero_optimization.stage3_use_all_reduce_for_fetch_params": "bool",
@@ -85,6 +83,7 @@ PASSED_ON: dict[str, str] = {
 _REPORTS = "megalite reports every step itself (monitor.every)"
 _CHECKPOINTS = "megalite writes its own checkpoints"
 _AVERAGE = "the average of the gradients is the same without it"
+_LEAVES = "the models of megalite need no leaf modules"
 _METRICS = "megalite writes metrics.jsonl, and TensorBoard with monitor.tensorboard"
 
 # Keys without effect -> why; no note where they are switched off.
@@ -126,8 +125,10 @@ IDLE: dict[str, str] = {
     "zero_force_ds_cpu_optimizer": "use deepspeed.native_optimizer",
     "zero_optimization.cpu_offload_use_pin_memory": "use pin_memory in offload_optimizer or offload_param",
     "zero_optimization.elastic_checkpoint": _CHECKPOINTS,
-    "zero_optimization.leaf_module": "megalite's models need no leaf modules",
+    "zero_optimization.leaf_module": _LEAVES,
     "zero_optimization.load_from_fp32_weights": _CHECKPOINTS,
+    "zero_optimization.module_granularity_threshold": _LEAVES,
+    "zero_optimization.stage3_module_granularity_threshold": _LEAVES,
     "zero_optimization.offload_optimizer.cpuadam_cores_perc": "DeepSpeed uses it only with super_offload",
     "zero_optimization.pipeline_loading_checkpoint": _CHECKPOINTS,
     "zero_optimization.save_muon_momentum_buffer_in_memory": "the optimizer is not Muon",
@@ -152,21 +153,21 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "bfloat16.check_grad_overflow": ((True,), "remove it, and set training.nonfinite"),
     "compile.deepcompile": ((False,), "remove it, and set training.compile"),
     "data_efficiency.enabled": ((False,), "remove it"),
-    "data_parallel_size": ((), "set parallel.data"),
-    "data_types.buffer_dtype": ((), "set training.precision"),
-    "data_types.keep_in_fp32_modules": (([],), "set training.precision"),
-    "data_types.param_dtype": ((), "set training.precision"),
-    "expert_parallel.enabled": ((False,), "remove it"),
+    "data_parallel_size": ((), "remove it, and set parallel.data"),
+    "data_types.buffer_dtype": ((), "remove it, and set training.precision"),
+    "data_types.keep_in_fp32_modules": (([],), "remove it, and set training.precision"),
+    "data_types.param_dtype": ((), "remove it, and set training.precision"),
+    "expert_parallel": ((), "remove it"),
     "fp16.consecutive_hysteresis": ((False,), "use false"),
     "fp16.fp16_master_weights_and_grads": ((False,), "remove it: megalite keeps fp32 master weights"),
     "gradient_allreduce_op": (("mean",), 'use "mean", which the weights of the loss assume'),
     "hybrid_engine.enabled": ((False,), "remove it"),
-    "pipeline": (({},), "set parallel.pipeline and parallel.schedule"),
+    "pipeline": (({},), "remove it, and set parallel.pipeline and parallel.schedule"),
     "sequence_parallel_size": ((1,), "remove it"),
-    "tensor_parallel.autotp_size": ((0,), "set parallel.tensor"),
-    "tensor_parallel.tensor_parallel": (({},), "set parallel.tensor"),
-    "tensor_parallel.tp": (({},), "set parallel.tensor"),
-    "torch_autocast.enabled": ((False,), "set training.precision"),
+    "tensor_parallel.autotp_size": ((0,), "remove it, and set parallel.tensor"),
+    "tensor_parallel.tensor_parallel": (({},), "remove it, and set parallel.tensor"),
+    "tensor_parallel.tp": (({},), "remove it, and set parallel.tensor"),
+    "torch_autocast.enabled": ((False,), "remove it, and set training.precision"),
     "weight_quantization": (({},), "remove it"),
     "zero_optimization.compute_grad_norm": ((True,), "remove it: every step reports the norm"),
     "zero_optimization.legacy_stage1": ((False,), "use false"),
@@ -178,25 +179,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "zero_optimization.zero_quantized_nontrainable_weights": ((False,), "use false"),
     "zero_optimization.zero_quantized_weights": ((False,), "use false"),
 }
-
-SWITCHED = (
-    "autotuning",
-    "data_efficiency",
-    "expert_parallel",
-    "hybrid_engine",
-    "tensor_parallel",
-    "torch_autocast",
-)
-"""Blocks whose other keys have no effect in DeepSpeed either while the refused key is off."""
-
-
-def entry_of(path: str) -> str | None:
-    """Return the entry that counts for a key, the key itself or the nearest block above it; None: it has none."""
-    while path:
-        if any(path in table for table in (READ, PASSED_ON, IDLE, IMPLIED, REFUSED)) or path in SWITCHED:
-            return path
-        path = path.rpartition(".")[0]
-    return None
 
 
 def is_off(value: Any) -> bool:

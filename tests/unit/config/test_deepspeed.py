@@ -10,7 +10,11 @@ from typing import Any
 
 import pytest
 
+from megalite.config.deepspeed.effects import IDLE, IMPLIED, PASSED_ON, READ, REFUSED
 from megalite.config.deepspeed.keys import KEYS, REMOVED, VERSION
+from megalite.config.deepspeed.optimizer import DEFAULTS, parameters_of
+from megalite.config.deepspeed.values import problem_of
+from megalite.config.schema import DEEPSPEED_LOSS_SCALE
 from tests.unit.config.runs import REMOVED as NOT_SET
 from tests.unit.config.runs import load, problems
 
@@ -280,7 +284,7 @@ WRONG = [
     ),
     (
         {"tensor_parallel": {"autotp_size": 2}},
-        "tensor_parallel.autotp_size: is not supported by megalite; set parallel.tensor",
+        "tensor_parallel.autotp_size: is not supported by megalite; remove it, and set parallel.tensor",
     ),
     ({"gradient_allreduce_op": "sum"}, 'gradient_allreduce_op: is not supported by megalite; use "mean"'),
     (
@@ -289,7 +293,7 @@ WRONG = [
     ),
     (
         {"torch_autocast": {"enabled": True}},
-        "torch_autocast.enabled: is not supported by megalite; set training.precision",
+        "torch_autocast.enabled: is not supported by megalite; remove it, and set training.precision",
     ),
     (
         {"comms_logger": {"prof_ops": [None]}},
@@ -599,3 +603,128 @@ def test_every_table_of_keys_is_reachable_and_sorted() -> None:
         parent, _, name = block.rpartition(".")
         assert not block or name in KEYS[parent], block
     assert json.dumps(sorted(KEYS)) == json.dumps(list(KEYS))
+
+
+# Blocks whose other keys have no effect in DeepSpeed either while the refused key is off.
+SWITCHED = {"autotuning", "data_efficiency", "hybrid_engine", "tensor_parallel", "torch_autocast"}
+
+
+def with_blocks_above(path: str) -> Iterator[str]:
+    while path:
+        yield path
+        path = path.rpartition(".")[0]
+
+
+def test_every_key_of_deepspeed_has_one_effect() -> None:
+    """An entry is a key or a block of the table of keys, or one that DeepSpeed ignores, and stands in one list only."""
+    tables = (READ, PASSED_ON, IDLE, IMPLIED, REFUSED)
+    entries = [entry for table in tables for entry in table]
+    assert len(entries) == len(set(entries))
+    every = {f"{block}.{key}" if block else key for block, keys in KEYS.items() for key in keys}
+    assert set(entries) - every == {"aio.thread_count", "comms_config", "monitor_config"}
+    assert set(KEYS[""]) >= SWITCHED
+    leaves = {path for path in every if path not in KEYS}
+    assert not [path for path in sorted(leaves) if not {*entries, *SWITCHED} & set(with_blocks_above(path))]
+
+
+def test_a_value_that_is_passed_on_is_one_that_deepspeed_takes() -> None:
+    """Of many values for each key of ZeRO, DeepSpeed's own model refuses none that the check lets through."""
+    zero = pytest.importorskip("deepspeed.runtime.zero.config")
+    tried = [True, False, 0, 1, 4, 5e8, 1.5, -1, "5e8", "x", "", [], [1], {}, {"a": 1}]
+    prefix, accepted = "zero_optimization.", 0
+    for path, kind in PASSED_ON.items():
+        for value in tried if path.startswith(prefix) and not path.endswith(".device") else ():
+            if problem_of(kind, value) is not None:
+                continue
+            keys = path.removeprefix(prefix).split(".")
+            table: dict[str, Any] = {keys[-1]: value}
+            zero.DeepSpeedZeroConfig(stage=3, **(table if len(keys) == 1 else {keys[0]: table}))
+            accepted += 1
+    assert accepted > 100
+
+
+@pytest.mark.parametrize(
+    ("ds_json", "key"),
+    [
+        (
+            {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
+            "offload_optimizer.ratio",
+        ),
+        ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}, "zero_hpz_partition_size"),
+        ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "zero_quantized_weights"),
+        ({"zero_optimization": {"stage": 1, "reduce_bucket_size": "5e8"}}, "reduce_bucket_size"),
+        (
+            {"zero_optimization": {"stage": 3, "prefetch_bucket_size": 1, "stage3_prefetch_bucket_size": 1}},
+            "two names",
+        ),
+        ({"fp16": {"enabled": True, "consecutive_hysteresis": True}, **ZERO_1}, "consecutive_hysteresis"),
+        ({"bf16": {"enabled": True, "bf16_optimizer_states": True}, **ZERO_1}, "bf16_optimizer_states"),
+        (
+            {"data_types": {"grad_accum_dtype": "bf16"}, "fp16": {"enabled": True}, **ZERO_1},
+            "grad_accum_dtype",
+        ),
+        ({"expert_parallel": {"enabled": True, "autoep_size": 2}, **ZERO_1}, "expert_parallel"),
+    ],
+)
+def test_a_key_that_would_end_in_the_ranks_is_refused_before(
+    tmp_path: Path, ds_json: dict[str, Any], key: str
+) -> None:
+    [found] = problems(tmp_path, ds_json=ds_json)
+    assert key in str(found)
+    assert found.remedy
+
+
+def test_the_number_type_of_the_sums_is_read(tmp_path: Path) -> None:
+    both = {"bf16": {"enabled": True}, **ZERO_1}
+    for wanted, ours in (("bf16", "model"), ("fp32", "fp32")):
+        loaded = load(tmp_path, ds_json={**both, "data_types": {"grad_accum_dtype": wanted}})
+        assert loaded.config.training.accumulation == ours
+        assert loaded.origin("training.accumulation") == "data_types.grad_accum_dtype in ds.json"
+        assert "data_types" not in loaded.config.deepspeed_json()
+
+
+def test_an_older_form_is_todays_with_a_note(tmp_path: Path) -> None:
+    loaded = load(tmp_path, ds_json={"zero_optimization": {"stage": 2, "cpu_offload": True}})
+    zero = loaded.config.deepspeed_json()["zero_optimization"]
+    assert zero == {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    assert any("older form of offload_optimizer" in note for note in loaded.notes)
+    assert load(tmp_path, ds_json={"zero_optimization": True}).config.zero_stage == 1
+    loaded = load(tmp_path, ds_json={"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}})
+    assert loaded.config.deepspeed_json()["zero_optimization"] == {"stage": 2}
+    assert any("offload_param has no effect with ZeRO 2" in note for note in loaded.notes)
+
+
+def test_a_removed_block_that_is_off_is_left_out(tmp_path: Path) -> None:
+    off = {"amp": {"enabled": False}, "sparse_gradients": False, "elasticity": {"enabled": False}}
+    zero = {"stage": 1, "mics_shard_size": -1}
+    loaded = load(tmp_path, ds_json={**off, "zero_optimization": zero, "_comment": "free text"})
+    assert loaded.config.deepspeed_json()["zero_optimization"] == {"stage": 1}
+    assert not loaded.notes
+
+
+def test_one_size_of_the_batch_means_no_accumulation(tmp_path: Path) -> None:
+    """As in DeepSpeed."""
+    config = load(tmp_path, NO_BATCH, ds_json={"train_batch_size": 8, **ZERO_1}, world_size=2).config
+    assert (config.batch.micro_batch_size, config.batch.micro_batches) == (4, 1)
+
+
+def test_the_loss_scale_has_deepspeeds_hysteresis(tmp_path: Path) -> None:
+    training = load(tmp_path, ds_json={"fp16": {"enabled": True}, **ZERO_1}).config.training
+    assert training.loss_scale_hysteresis == 2
+    fp16 = pytest.importorskip("deepspeed.runtime.precision_config").DeepSpeedFP16Config()
+    assert {
+        name: getattr(training, ours) for name, ours in DEEPSPEED_LOSS_SCALE.items() if name != "loss_scale"
+    } == {name: getattr(fp16, name) for name in DEEPSPEED_LOSS_SCALE if name != "loss_scale"}
+
+
+def test_the_parameters_and_defaults_of_adamw_are_those_of_the_installed_deepspeed(sources: Path) -> None:
+    tree = ast.parse((sources / "ops/adam/fused_adam.py").read_text(encoding="utf-8"))
+    [adam] = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "FusedAdam"]
+    [init] = [node for node in adam.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
+    names = [argument.arg for argument in init.args.args][-len(init.args.defaults) :]
+    found = {name: ast.literal_eval(each) for name, each in zip(names, init.args.defaults, strict=True)}
+    assert set(found) <= set(parameters_of("adamw"))
+    ours = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in DEFAULTS["adamw"].items()
+    }
+    assert ours == {name: found[name] for name in ours}
