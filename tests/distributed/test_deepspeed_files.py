@@ -60,3 +60,24 @@ def test_a_file_trains_as_its_settings_do_without_it(ranks, tmp_path: Path, name
     rtol = BF16_RTOL if type_name == "bf16" else ZERO_RTOL
     assert found == [[about(step, rtol) for step in of_rank] for of_rank in expected]
     assert expected[0][-1][0] != expected[0][0][0]
+
+
+def rates_and_skips(config: RunConfig, steps: int) -> list[tuple[float, int]]:
+    """Learning rate of each step, and how many updates were skipped up to its end."""
+    mesh = ParallelMesh.over_world(config.layout)
+    shape = config.model.shape(97)
+    trainer = TrainStep(config, mesh, shape, cast(StepLoader, TinyLoader(config, mesh, shape)))
+    return [(each.learning_rate, each.skipped_steps) for each in (trainer.train_step() for _ in range(steps))]
+
+
+def test_a_skipped_update_does_not_advance_deepspeeds_scheduler(ranks, tmp_path: Path) -> None:
+    linear = {"warmup_max_lr": 1e-3, "warmup_num_steps": 4, "warmup_type": "linear"}
+    fp16 = {"enabled": True, "initial_scale_power": 34, "hysteresis": 1}
+    ds_json = {"fp16": fp16, "scheduler": {"type": "WarmupLR", "params": linear}}
+    config = load(tmp_path, ds_json=ds_json).config
+    [found] = ranks.run(rates_and_skips, world_size=1, timeout=120, config=config, steps=24)
+    skipped = [0, *(skips for _, skips in found)]
+    made = [step - skips for step, skips in enumerate(skipped)]
+    expected = [1e-3 * min(1.0, max(0, updates - 1) / 4) for updates in made[:-1]]
+    assert [rate for rate, _ in found] == about(expected)
+    assert 2 < skipped[-1] < 20

@@ -8,6 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megalite.config.deepspeed.keys import KEYS
+from megalite.config.deepspeed.optimizer import parameters_of
+from megalite.config.deepspeed.schedulers import SCHEDULERS
 from megalite.config.load import load_run
 from megalite.config.schema import RunConfig
 from megalite.config.write import write_resolved
@@ -18,9 +20,26 @@ SECTIONS = {
     name: list(getattr(info.annotation, "model_fields", {})) for name, info in RunConfig.model_fields.items()
 }
 DEEPSPEED_PATHS = [f"{block}.{key}" if block else key for block, keys in KEYS.items() for key in keys]
+DEEPSPEED_PATHS += [f"optimizer.params.{name}" for kind in ("adamw", "sgd") for name in parameters_of(kind)]
+DEEPSPEED_PATHS += [f"scheduler.params.{name}" for each in SCHEDULERS.values() for name in each.defaults]
 
 words = st.sampled_from(
-    ["auto", "none", "1f1b", "gpipe", "fp16", "sgd", "linear", "tiny", "stdlib", "AdamW", "x", ""]
+    [
+        "auto",
+        "none",
+        "1f1b",
+        "gpipe",
+        "fp16",
+        "sgd",
+        "linear",
+        "tiny",
+        "stdlib",
+        "AdamW",
+        "log",
+        *SCHEDULERS,
+        "x",
+        "",
+    ]
 )
 scalars = st.one_of(
     st.integers(-2, 16),
