@@ -29,15 +29,21 @@ def check_keys(block: Block) -> Iterator[Problem]:
             yield Problem(block.key(path), "is not supported by megalite", REFUSED[path][1])
         elif path in PASSED_ON and value != AUTO and (found := problem_of(PASSED_ON[path], value)):
             yield Problem(block.key(path), *found)
-    zero = block.values.get("zero_optimization")
-    for key in zero if isinstance(zero, Mapping) else ():
-        if f"stage3_{key}" in zero:
-            path = f"zero_optimization.{key}"
-            yield Problem(block.key(path), f"and stage3_{key} are two names of one key", "remove one of them")
+    yield from _doubled(block)
     stage = _stage(block)
     if isinstance(stage, bool) or not isinstance(stage, int) or not 0 <= stage <= 3:
         message = f"{shown(stage)} is not a ZeRO stage"
         yield Problem(block.key("zero_optimization.stage"), message, "use 0, 1, 2 or 3")
+
+
+def _doubled(block: Block) -> Iterator[Problem]:
+    """Yield a problem for each key of ZeRO 3 that is given by both of its names, which DeepSpeed refuses."""
+    zero = block.values.get("zero_optimization")
+    table = zero if isinstance(zero, Mapping) else {}
+    for key in table:
+        if f"stage3_{key}" in table:
+            path = f"zero_optimization.{key}"
+            yield Problem(block.key(path), f"and stage3_{key} are two names of one key", "remove one of them")
 
 
 def idle_notes(block: Block) -> Iterator[str]:
