@@ -628,7 +628,7 @@ def test_every_key_of_deepspeed_has_one_effect() -> None:
 
 
 def test_a_value_that_is_passed_on_is_one_that_deepspeed_takes() -> None:
-    """Of many values for each key of ZeRO, DeepSpeed's own model refuses none that the check lets through."""
+    """DeepSpeed's own model refuses no value that the check lets through."""
     zero = pytest.importorskip("deepspeed.runtime.zero.config")
     tried = [True, False, 0, 1, 4, 5e8, 1.5, -1, "5e8", "x", "", [], [1], {}, {"a": 1}]
     prefix, accepted = "zero_optimization.", 0
