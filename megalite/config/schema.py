@@ -9,6 +9,7 @@ from pydantic import ConfigDict, Field, create_model
 from megalite.config.section import Count, Fraction, Lenient, Section, Text
 from megalite.config.shape_settings import model_shape, shape_settings
 from megalite.config.text_sections import DataConfig, TokenizerConfig, ValidationConfig
+from megalite.families.registry import names_in_files
 from megalite.topology.axes import Layout
 from megalite.topology.parameter_groups import ParameterGroup
 from megalite.topology.schedules import SCHEDULES
@@ -180,16 +181,18 @@ class ParameterGroupConfig(Section):
     """A group of parameters with its own learning rate and weight decay."""
 
     pattern: Text = Field(
-        description="glob over canonical parameter names; the first group that matches counts"
+        description="glob over the parameter names of the family's files, or Llama's; first match counts"
     )
     learning_rate_ratio: float = Field(1.0, ge=0, description="factor on the learning rate")
     weight_decay: float | None = Field(
         None, ge=0, description="weight decay of the group; default: optimizer.weight_decay"
     )
 
-    @property
-    def group(self) -> ParameterGroup:
-        return ParameterGroup(self.pattern, self.learning_rate_ratio, self.weight_decay)
+    def group(self, shape: ModelShape) -> ParameterGroup:
+        """Return the group among the parameters of a shape."""
+        return ParameterGroup(
+            self.pattern, self.learning_rate_ratio, self.weight_decay, names_in_files(shape)
+        )
 
 
 class OptimizerConfig(Section):

@@ -34,6 +34,16 @@ def family_tensors(shape: ModelShape) -> tuple[FamilyTensor, ...]:
     return FAMILIES[shape.family].tensors(shape)
 
 
+def names_in_files(shape: ModelShape) -> dict[str, tuple[str, ...]]:
+    """Return canonical name -> the names that the family's files have for its tensor, with and without a prefix."""
+    prefix = FAMILIES[shape.family].names.optional_prefix
+    return {
+        part: tuple(dict.fromkeys((tensor.name, tensor.name.removeprefix(prefix))))
+        for tensor in family_tensors(shape)
+        for part in tensor.parts
+    }
+
+
 def hf_config(shape: ModelShape, dtype: str, token_ids: Mapping[str, int]) -> dict[str, Any]:
     """Return config.json in the words of the shape's family; raises CheckpointError where they cannot say it."""
     return FAMILIES[shape.family].write_config(shape, dtype, token_ids)

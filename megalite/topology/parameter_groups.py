@@ -1,7 +1,7 @@
 """Parameter groups: other learning rates and weight decays for parameters chosen by name."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from megalite.topology.parameters import Parameter
@@ -11,7 +11,7 @@ from megalite.topology.parameters import Parameter
 class ParameterGroup:
     """A parameter group. A parameter belongs to the first group that it matches.
 
-    pattern: a glob over canonical names, such as "*.mlp.*".
+    pattern: a glob over canonical names, such as "*.mlp.*", or over the names in the family's files.
     learning_rate_ratio: the factor on the scheduled learning rate.
     weight_decay: None: the default weight decay of the parameter.
     """
@@ -19,10 +19,16 @@ class ParameterGroup:
     pattern: str
     learning_rate_ratio: float = 1.0
     weight_decay: float | None = None
+    names: Mapping[str, tuple[str, ...]] = field(default_factory=dict, compare=False, repr=False)
+    """Canonical name -> the names of its tensor in the family's files."""
+
+    def takes(self, name: str) -> bool:
+        """Whether the pattern fits a canonical name, or one of the names that the family's files have for it."""
+        return any(fnmatchcase(each, self.pattern) for each in (name, *self.names.get(name, ())))
 
     def matches(self, parameter: Parameter) -> bool:
         """Return whether all parts of a parameter match; `group_problems` refuses a match of only some parts."""
-        return all(fnmatchcase(part.name, self.pattern) for part in parameter.spec.parts)
+        return all(self.takes(part.name) for part in parameter.spec.parts)
 
 
 def group_of(parameter: Parameter, groups: Sequence[ParameterGroup]) -> ParameterGroup | None:
@@ -44,7 +50,7 @@ def group_problems(parameters: Sequence[Parameter], groups: Sequence[ParameterGr
         torn = next((each for each in parameters if _is_torn(each, group)), None)
         if torn is not None:
             parts = [part.name for part in torn.spec.parts]
-            inside = [name for name in parts if fnmatchcase(name, group.pattern)]
+            inside = [name for name in parts if group.takes(name)]
             outside = [name for name in parts if name not in inside]
             yield (
                 f"{pattern} matches {', '.join(inside)} and not {', '.join(outside)},"
@@ -57,5 +63,5 @@ def group_problems(parameters: Sequence[Parameter], groups: Sequence[ParameterGr
 
 
 def _is_torn(parameter: Parameter, group: ParameterGroup) -> bool:
-    matching = [fnmatchcase(part.name, group.pattern) for part in parameter.spec.parts]
+    matching = [group.takes(part.name) for part in parameter.spec.parts]
     return any(matching) and not all(matching)

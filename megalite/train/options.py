@@ -37,6 +37,7 @@ def optimizer_settings(config: RunConfig) -> OptimizerSettings:
     The learning rate is an argument of `Optimizer.step`.
     """
     optimizer, training = config.optimizer, config.training
+    shape = config.model.shape(vocab_size=1)  # names do not depend on the vocabulary
     return OptimizerSettings(
         name=optimizer.name,
         betas=optimizer.betas,
@@ -45,7 +46,7 @@ def optimizer_settings(config: RunConfig) -> OptimizerSettings:
         momentum=optimizer.momentum,
         gradient_clipping=optimizer.gradient_clipping,
         clip_value=optimizer.clip_value,
-        groups=tuple(each.group for each in optimizer.groups),
+        groups=tuple(each.group(shape) for each in optimizer.groups),
         ema_decay=optimizer.ema_decay,
         sum_in_fp32=training.accumulation == "fp32",
         skip_nonfinite=training.nonfinite == "skip",

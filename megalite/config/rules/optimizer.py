@@ -14,18 +14,20 @@ from megalite.topology.stages import pipeline_split
 
 
 def patterns_choose_whole_parameters(facts: Facts) -> Iterator[Problem]:
-    groups = [each.group for each in facts.optimizer.groups]
-    if groups:
-        for message in group_problems(model_parameters(_shape(facts)), groups):
-            remedy = "match whole parameters of the model by their Hugging Face names"
+    if facts.optimizer.groups:
+        shape = _shape(facts)
+        groups = [each.group(shape) for each in facts.optimizer.groups]
+        for message in group_problems(model_parameters(shape), groups):
+            remedy = (
+                f"match whole parameters by the names of {shape.family}'s files (megalite convert families)"
+            )
             yield Problem("optimizer.groups", message, remedy)
 
 
 def zero_finds_every_group_on_every_stage(facts: Facts) -> Iterator[Problem]:
     """DeepSpeed's norm is one collective per group over all stages: stages with unequal groups would deadlock."""
-    groups = [each.group for each in facts.optimizer.groups]
     stages = facts.parallel.pipeline
-    if not groups or not facts.zero_stage or stages == 1:
+    if not facts.optimizer.groups or not facts.zero_stage or stages == 1:
         return
     try:
         split = pipeline_split(
@@ -38,6 +40,7 @@ def zero_finds_every_group_on_every_stage(facts: Facts) -> Iterator[Problem]:
     except ValueError:
         return
     shape = _shape(facts)
+    groups = [each.group(shape) for each in facts.optimizer.groups]
     held = [update_rules(stage_parameters(shape, split, stage), groups) for stage in range(stages)]
     missing = {rule for each in held for rule in each if not all(rule in other for other in held)}
     if missing:

@@ -11,6 +11,8 @@ from megalite.config.load import LoadedRun, load_run
 from megalite.errors import ConfigError
 from megalite.families.inert import INERT
 from megalite.families.registry import FAMILIES, hf_config
+from megalite.topology.parameters import model_parameters
+from megalite.train.options import optimizer_settings
 from tests.support.tiny import FAMILY_SHAPES
 
 SETTINGS = {
@@ -100,6 +102,31 @@ def test_a_head_size_that_the_family_does_not_have_is_refused(tmp_path: Path, fa
         ConfigError, match=rf"has head_dim = {own + 2}; only {own}, the hidden size divided by"
     ):
         loaded(tmp_path, config | {"head_dim": own + 2})
+
+
+@pytest.mark.parametrize(
+    ("family", "pattern", "count"),
+    [
+        ("gpt2", "transformer.h.*.attn.c_attn.*", 2),
+        ("gpt2", "h.*.mlp.c_proj.*", 2),
+        ("gpt2", "model.layers.*.mlp.down_proj.*", 2),
+        ("phi3", "*.qkv_proj.weight", 1),
+        ("gpt_neox", "gpt_neox.layers.*.attention.query_key_value.*", 2),
+        ("llama 3", "model.layers.*.mlp.*", 2),
+    ],
+)
+def test_groups_of_the_optimizer_take_the_family_s_own_names(
+    tmp_path: Path, family: str, pattern: str, count: int
+) -> None:
+    """count: the parameters of each layer that the pattern chooses."""
+    shape = FAMILY_SHAPES[family]
+    flag = f'--optimizer.groups=[{{pattern = "{pattern}", learning_rate_ratio = 0.5}}]'
+    run = loaded(tmp_path, hf_config(shape, "float32", {}), flag)
+    [group] = optimizer_settings(run.config).groups
+    chosen = [parameter.name for parameter in model_parameters(shape) if group.matches(parameter)]
+    assert len(chosen) == count * shape.num_hidden_layers
+    with pytest.raises(ConfigError, match=r"matches no parameter; match whole parameters by the names of"):
+        loaded(tmp_path, hf_config(shape, "float32", {}), flag.replace(pattern, "none.*"))
 
 
 def test_quantised_weights_are_refused(tmp_path: Path) -> None:

@@ -368,14 +368,14 @@ CASES = [
         {"optimizer.groups": [{"pattern": "*.up_proj.*"}]},
         'optimizer.groups: "*.up_proj.*" matches model.layers.0.mlp.up_proj.weight and not '
         "model.layers.0.mlp.gate_proj.weight, which are one parameter (model.layers.0.mlp.gate_up_proj.weight); "
-        "match whole parameters of the model by their Hugging Face names",
+        "match whole parameters by the names of llama's files (megalite convert families)",
         {"optimizer.groups": [{"pattern": "*.mlp.*"}]},
     ),
     Case(
         "patterns_choose_whole_parameters",
         {"optimizer.groups": [{"pattern": "*.layernorm.*"}]},
         'optimizer.groups: "*.layernorm.*" matches no parameter; '
-        "match whole parameters of the model by their Hugging Face names",
+        "match whole parameters by the names of llama's files (megalite convert families)",
         {"optimizer.groups": [{"pattern": "*norm*"}]},
     ),
     Case(
