@@ -2,9 +2,7 @@
 
 import argparse
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +11,7 @@ from megalite.cli.tokenizer import add_source_options
 from megalite.config.describe import setting
 
 if TYPE_CHECKING:
-    from megalite.data.prepare import PreparedFacts, Progress
+    from megalite.data.prepared import PreparedFacts
     from megalite.data.split import Split
     from megalite.data.token_file import TokenFile
 
@@ -27,31 +25,6 @@ def run(arguments: Sequence[str]) -> int:
     return command(options)
 
 
-@contextmanager
-def preparation_progress() -> Iterator["Callable[[Progress], None]"]:
-    """Show a progress bar on stderr, if that is a terminal; yields the callback for `prepare` and `ensure_data`."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bar
-
-    console = Console(file=sys.stderr)
-    columns = (
-        TextColumn("preparing"),
-        BarColumn(),
-        DownloadColumn(),
-        TextColumn("{task.fields[tokens]:,} tokens"),
-    )
-    with Bar(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=None, tokens=0)
-
-        def show(progress: "Progress") -> None:
-            bar.update(
-                task, completed=progress.bytes_read, total=progress.bytes_total, tokens=progress.tokens
-            )
-
-        yield show
-
-
 def _prepare(options: argparse.Namespace) -> int:
     # Imported here, so that --help does not wait for these libraries.
     from megalite.data.corpus import Corpus
@@ -59,8 +32,8 @@ def _prepare(options: argparse.Namespace) -> int:
     from megalite.data.split import Split
     from megalite.data.tokenizer import load_tokenizer
     from megalite.launcher.process import available_cores
+    from megalite.monitor.preparation import PreparationConsole, counted, megabytes
 
-    started = time.perf_counter()
     split = Split(tuple(options.split), options.seed)
     preparation = Preparation(
         Corpus.open(options.source, text_column=options.text_column, pattern=options.pattern),
@@ -76,13 +49,17 @@ def _prepare(options: argparse.Namespace) -> int:
     if standing is not None:
         return 0
     workers = available_cores() if options.workers is None else options.workers
-    with preparation_progress() as progress:
-        prepared = prepare_outputs(preparation, workers=workers, progress=progress)
-    seconds = time.perf_counter() - started
+    console = PreparationConsole(sys.stderr)
+    corpus = preparation.corpus
+    console.begin(f"tokenizing {megabytes(corpus.size_bytes)} of text ({counted(len(corpus.files), 'file')})")
+    prepared = prepare_outputs(preparation, workers=workers, progress=console.progress)
+    seconds = console.end(f"{counted(sum(facts.documents for facts in prepared), 'document')}")
     for prefix, facts in zip(preparation.outputs, prepared, strict=True):
         print(f"{prefix}: {_counts(facts)}")
     tokens = sum(facts.tokens for facts in prepared)
     print(f"{tokens:,} tokens in {seconds:.1f} s ({tokens / seconds:,.0f} tokens/s)")
+    if prepared[0].split_by_tokens:
+        print(f"{', '.join(corpus.sources)} has too few documents for --split and is split by tokens")
     return 0
 
 
@@ -123,7 +100,7 @@ def _refuse_foreign(prefixes: Sequence[Path]) -> None:
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    from megalite.data.prepare import prepared_facts
+    from megalite.data.prepared import prepared_facts
     from megalite.data.token_file import TokenFile
 
     file = TokenFile.open(options.prefix)
@@ -145,11 +122,14 @@ def _inspect(options: argparse.Namespace) -> int:
 
 def _show_documents(file: "TokenFile", facts: "PreparedFacts | None", count: int) -> None:
     """Print the start of the first documents: as text if the tokenizer is unchanged, else as ids."""
+    from megalite.data.prepared import recorded_tokenizer
+
     decode: Callable[[list[int]], str] = str
-    if facts is not None and Path(facts.tokenizer).is_file():
+    recorded = None if facts is None else recorded_tokenizer(file.prefix, facts)
+    if facts is not None and recorded is not None:
         from megalite.data.tokenizer import load_tokenizer
 
-        tokenizer = load_tokenizer(facts.tokenizer, end_of_document=facts.end_of_document)
+        tokenizer = load_tokenizer(recorded, end_of_document=facts.end_of_document)
         if tokenizer.sha256 == facts.tokenizer_sha256:
             decode = tokenizer.decode
     for index in range(count):

@@ -7,8 +7,8 @@ from megalite.config.draft import Draft
 from megalite.config.flags import COMMAND_LINE, apply_overrides
 from megalite.config.rules.places import is_prepared
 from megalite.config.starter import SIZES, Starter
-from megalite.data.corpus import STANDARD_LIBRARY
 from megalite.data.measure import measure_text
+from megalite.data.standard_library import STANDARD_LIBRARY
 from megalite.errors import ConfigError, Problem
 from megalite.launcher.process import available_cores
 

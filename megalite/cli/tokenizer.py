@@ -2,7 +2,6 @@
 
 import argparse
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -19,27 +18,32 @@ def run(arguments: Sequence[str]) -> int:
 
 def _train(options: argparse.Namespace) -> int:
     # Imported here, so that --help does not wait for these libraries.
-    from rich.console import Console
-
     from megalite.data.corpus import Corpus
-    from megalite.data.tokenizer import END_OF_DOCUMENT
-    from megalite.data.tokenizer_training import train_into
+    from megalite.data.tokenizer import END_OF_DOCUMENT, load_tokenizer
+    from megalite.data.tokenizer_training import fitting_vocab_size, train_into
+    from megalite.monitor.preparation import PreparationConsole, counted, megabytes
 
-    started = time.perf_counter()
     _refuse_standing(options)
     corpus = Corpus.open(options.source, text_column=options.text_column, pattern=options.pattern)
-    with Console(file=sys.stderr).status(f"training on {len(corpus.files)} files"):
-        train_into(
-            options.output,
-            (piece for piece, _ in corpus.pieces()),
-            options.vocab_size,
-            kind=options.kind,
-            end_of_document=options.end_of_document or END_OF_DOCUMENT,
-        )
+    corpus.require_text()
+    fits = options.vocab_size == "auto"
+    size = fitting_vocab_size(corpus.text_bytes) if fits else options.vocab_size
+    console = PreparationConsole(sys.stderr)
+    files = counted(len(corpus.files), "file")
+    console.begin(f"training on {megabytes(corpus.size_bytes)} of text ({files})")
+    train_into(
+        options.output,
+        (piece for piece, _ in corpus.pieces()),
+        size,
+        at_most=fits,
+        kind=options.kind,
+        end_of_document=options.end_of_document or END_OF_DOCUMENT,
+    )
     for name in _left_over(options.kind):
         (options.output / name).unlink(missing_ok=True)
-    seconds = time.perf_counter() - started
-    print(f"{options.output}: {options.vocab_size} ids from {len(corpus.files)} files in {seconds:.1f} s")
+    seconds = console.end("trained")
+    reached = load_tokenizer(options.output, end_of_document=options.end_of_document).vocab_size
+    print(f"{options.output}: {reached} ids from {files} in {seconds:.1f} s")
     return 0
 
 
@@ -89,6 +93,13 @@ def add_source_options(parser: argparse.ArgumentParser) -> None:
     add_end_of_document(parser)
 
 
+def _vocab_size(text: str) -> int | str:
+    try:
+        return text if text == "auto" else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of ids nor auto") from None
+
+
 def _token(text: str) -> str:
     if not text:
         raise argparse.ArgumentTypeError("the token is empty; name one, for example <|endoftext|>")
@@ -115,7 +126,13 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers()
     train = commands.add_parser("train", help="train a tokenizer on a text")
     add_source_options(train)
-    train.add_argument("--vocab-size", type=int, required=True, help="exact number of ids")
+    train.add_argument(
+        "--vocab-size",
+        type=_vocab_size,
+        default="auto",
+        metavar="N",
+        help="exact number of ids (default: auto, as many as fit the text)",
+    )
     kind = setting("tokenizer.kind")
     train.add_argument(
         "--kind", choices=type_names(kind.annotation), default=kind.default, help=kind.description

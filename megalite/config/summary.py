@@ -9,9 +9,10 @@ _UNKNOWN_VOCABULARY = 1
 
 
 def vocabulary(config: RunConfig) -> int | None:
-    """Return the rows of the embedding; None where they are those of an existing tokenizer, not read yet."""
+    """Return the rows of the embedding; None where a tokenizer that is not read or trained yet decides."""
     rows = config.model.vocab_size
-    return config.tokenizer.vocab_size if rows == "auto" else rows
+    rows = config.tokenizer.vocab_size if rows == "auto" else rows
+    return None if rows == "auto" else rows
 
 
 def shape_line(config: RunConfig) -> str:

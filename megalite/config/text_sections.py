@@ -14,7 +14,10 @@ class TokenizerConfig(Section):
         None,
         description="Hugging Face folder, tokenizer.json, sentencepiece .model or vocab.json's folder",
     )
-    vocab_size: Count | None = Field(None, description="train a tokenizer with exactly this many ids")
+    vocab_size: Count | Literal["auto"] = Field(
+        "auto",
+        description='train a tokenizer with exactly this many ids; "auto": as many as fit the text',
+    )
     kind: Literal["bpe", "unigram", "sentencepiece_bpe"] = Field(
         "bpe", description="kind of tokenizer to train: byte-level BPE, or sentencepiece's unigram or BPE"
     )

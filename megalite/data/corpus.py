@@ -5,22 +5,22 @@ import gzip
 import hashlib
 import io
 import json
-import os
-import sysconfig
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
 from pathlib import Path
-from typing import Literal
 
-from megalite.data.tables import column_texts, is_saved_dataset, saved_dataset_files
+from megalite.data.source_files import SourceFile, cannot_read, source_files
+from megalite.data.tables import column_texts
 from megalite.errors import DataError
-
-STANDARD_LIBRARY = "stdlib"
 
 # The size of a piece in characters: the unit of work and of memory; longer documents are cut.
 PIECE_CHARACTERS = 1 << 18
 _BLOCK_BYTES = 1 << 20
+# The usual ratio of text to a compressed file or a table.
+_COMPRESSION = 3
 # The magic bytes of files that are not plain text.
 _BINARY = {
     b"PAR1": "a parquet file; call it .parquet",
@@ -33,7 +33,6 @@ _BINARY = {
     b"%PDF": "a PDF file; extract its text",
     b"MMIDIDX": "the index of a prepared token file; name its prefix as the only source",
 }
-_NOT_THE_LIBRARY = {"site-packages", "dist-packages", "__pycache__"}
 
 
 @dataclass(frozen=True)
@@ -43,24 +42,6 @@ class Piece:
     text: str
     ends_document: bool
     starts_document: bool = True
-
-
-@dataclass(frozen=True)
-class SourceFile:
-    """One file of a corpus.
-
-    kind: "text": one document; "jsonl": one per line; "table" (parquet, Arrow): one per row; "optional": one document,
-        skipped if it is not UTF-8.
-    """
-
-    path: Path
-    kind: Literal["text", "jsonl", "table", "optional"]
-    size_bytes: int
-    modified_ns: int
-
-    @property
-    def compressed(self) -> bool:
-        return self.path.suffix == ".gz"
 
 
 @dataclass(frozen=True)
@@ -79,26 +60,66 @@ class Corpus:
     sources: tuple[str, ...]
     files: tuple[SourceFile, ...]
     text_column: str
+    key: str
+    """The setting that names the sources, for messages."""
 
     @classmethod
-    def open(cls, sources: Sequence[str], *, text_column: str = "text", pattern: str = "*") -> "Corpus":
+    def open(
+        cls, sources: Sequence[str], *, text_column: str = "text", pattern: str = "*", key: str = "--source"
+    ) -> "Corpus":
         """Find the files of all sources; `pattern` selects among the files of a folder, at any depth.
 
         Raises DataError for a source that does not exist, is a prepared token file, or has no files.
         """
-        files = tuple(file for source in sources for file in _files(source, pattern))
+        files = tuple(file for source in sources for file in source_files(source, pattern, key))
         if not files:
-            raise DataError("no source given; name a text file, a folder, a .jsonl or stdlib")
-        return cls(tuple(sources), files, text_column)
+            raise DataError(f"{key}: no source is given; name a text file, a folder, a .jsonl or stdlib")
+        return cls(tuple(sources), files, text_column, key)
 
     @property
     def size_bytes(self) -> int:
         """The bytes of all files on disk, compressed files as they are."""
         return sum(file.size_bytes for file in self.files)
 
-    def fingerprint(self) -> str:
-        """Return a hash that changes when a file is added, removed, resized or modified, or the text column changes."""
-        files = [(str(file.path), file.kind, file.size_bytes, file.modified_ns) for file in self.files]
+    @property
+    def text_bytes(self) -> int:
+        """The bytes of text, estimated for compressed files and tables."""
+        return sum(
+            file.size_bytes * (_COMPRESSION if file.compressed or file.kind == "table" else 1)
+            for file in self.files
+        )
+
+    @cached_property
+    def stat_fingerprint(self) -> str:
+        """A hash that changes when a file is moved, added, removed, resized or touched; reads no file."""
+        return self._hash(
+            [(str(file.place), file.kind, file.size_bytes, file.modified_ns) for file in self.files]
+        )
+
+    @cached_property
+    def content_fingerprint(self) -> str:
+        """A hash of the contents in reading order, equal wherever the files lie; reads every byte once."""
+        return self._hash([(file.kind, file.size_bytes, file.content_hash()) for file in self.files])
+
+    def require_text(self) -> None:
+        """Raise DataError if there is nothing but white space; reads up to the first other character."""
+        if all(piece.text.isspace() for piece, _ in self.pieces()):
+            held = (
+                f"{len(self.files)} file{'s' if len(self.files) > 1 else ''} with {self.size_bytes:,} bytes"
+            )
+            raise DataError(
+                f"{self.key}: {', '.join(self.sources)} has no text ({held}, nothing but white space); "
+                "name a source that has"
+            )
+
+    def has_documents(self, count: int) -> bool:
+        """Whether there are at least `count` documents with text; reads no more than that."""
+        if len(self.files) < count and all(file.kind in ("text", "optional") for file in self.files):
+            return False
+        ends = (piece.ends_document for piece, _ in self.pieces())
+        return sum(1 for _ in islice(filter(None, ends), count)) == count
+
+    def _hash(self, files: Sequence[tuple[str | int, ...]]) -> str:
         return hashlib.blake2b(json.dumps([files, self.text_column]).encode(), digest_size=16).hexdigest()
 
     def pieces(self, after: Place | None = None) -> Iterator[tuple[Piece, Place]]:
@@ -148,70 +169,6 @@ def cut_document(blocks: Iterable[str], limit: int = PIECE_CHARACTERS) -> Iterat
         yield Piece(text, ends_document=True, starts_document=not found)
 
 
-def _files(source: str, pattern: str) -> Iterator[SourceFile]:
-    if source == STANDARD_LIBRARY:
-        yield from _standard_library_files()
-        return
-    path = Path(source).expanduser()
-    try:
-        if path.is_dir() and is_saved_dataset(path):
-            yield from map(_source_file, saved_dataset_files(path.resolve()))
-        elif path.is_dir():
-            yield from _folder_files(path, pattern)
-        elif path.exists():
-            yield _source_file(path.resolve())
-        elif path.with_name(path.name + ".idx").exists():
-            raise DataError(f"{source} is a prepared token file, not text; name the text it was made from")
-        else:
-            raise DataError(
-                f"{source} does not exist; name a text file, a folder, a .jsonl, a .parquet or {STANDARD_LIBRARY!r}"
-            )
-    except OSError as error:
-        raise _cannot_read(Path(error.filename or source), error) from error
-
-
-def _folder_files(folder: Path, pattern: str) -> Iterator[SourceFile]:
-    folder = folder.resolve()
-    visible = (
-        path for path in folder.rglob(pattern) if not _hidden(path.relative_to(folder)) and path.is_file()
-    )
-    found = sorted(visible, key=Path.as_posix)
-    if not found:
-        raise DataError(
-            f"{folder} has no file that matches {pattern!r}; set data.pattern (--pattern), for example '*.txt'"
-        )
-    yield from map(_source_file, found)
-
-
-def _standard_library_files() -> Iterator[SourceFile]:
-    root = Path(sysconfig.get_path("stdlib")).resolve()
-    found = []
-    for folder, below, names in os.walk(root):
-        # Changed in place, so that os.walk does not enter installed packages, which are often far larger.
-        below[:] = [name for name in below if name not in _NOT_THE_LIBRARY]
-        found += [Path(folder, name) for name in names if name.endswith(".py")]
-    if not found:
-        raise DataError(
-            f"this Python has no library sources in {root}; name a folder with text instead of stdlib"
-        )
-    for path in sorted(found, key=Path.as_posix):
-        # Optional, because Python's test suite has wrongly encoded files on purpose.
-        yield _source_file(path, "optional")
-
-
-def _source_file(path: Path, kind: Literal["optional"] | None = None) -> SourceFile:
-    facts = path.stat()
-    name = path.stem if path.suffix == ".gz" else path.name
-    by_name: Literal["text", "jsonl", "table"] = "jsonl" if name.endswith(".jsonl") else "text"
-    if path.suffix in (".parquet", ".arrow"):
-        by_name = "table"
-    return SourceFile(path, kind or by_name, facts.st_size, facts.st_mtime_ns)
-
-
-def _hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
-
-
 def _read(file: SourceFile, text_column: str) -> Iterator[tuple[Piece, int]]:
     """Yield the pieces of one file, each with the bytes of the file read so far."""
     if file.kind == "table":
@@ -239,7 +196,7 @@ def _read(file: SourceFile, text_column: str) -> Iterator[tuple[Piece, int]]:
             f"{file.path} is not a whole gzip file ({error}); copy or download it again"
         ) from error
     except OSError as error:
-        raise _cannot_read(file.path, error) from error
+        raise cannot_read(file.path, error) from error
 
 
 def _text_blocks(path: Path, stream: io.BufferedIOBase) -> Iterator[str]:
@@ -326,7 +283,3 @@ def _not_utf8(path: Path, line: int, error: UnicodeDecodeError) -> DataError:
         f"{path}, line {line}: not UTF-8 (byte 0x{byte:02x}); convert the file (iconv -f latin1 -t utf-8)"
         " or leave it out (data.pattern, --pattern)"
     )
-
-
-def _cannot_read(path: Path, error: OSError) -> DataError:
-    return DataError(f"{path} cannot be read ({error.strerror or error}); check its permissions and the disk")

@@ -3,47 +3,47 @@
 Worker processes do all heavy work: this process starts no thread pool, so that ranks can be forked from it.
 """
 
-import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from megalite.config.schema import RunConfig
 from megalite.config.text_sections import DataConfig
 from megalite.data.corpus import Corpus
 from megalite.data.documents import require_ends
-from megalite.data.prepare import Preparation, Progress, prepare_outputs, prepared_facts
+from megalite.data.prepare import Preparation, prepare_outputs
+from megalite.data.prepared import PreparedFacts, prepared_facts
+from megalite.data.run_tokenizer import TokenizerRequest, run_tokenizer
 from megalite.data.split import PARTS, Split
-from megalite.data.token_file import TokenFile, idx_path
-from megalite.data.tokenizer import (
-    END_OF_DOCUMENT,
-    SENTENCEPIECE_FILE,
-    Tokenizer,
-    load_tokenizer,
-    tokenizer_file,
-)
-from megalite.data.tokenizer_import import ForeignTokenizer, foreign_tokenizer
-from megalite.data.tokenizer_training import train_into
-from megalite.data.workers import ordered_map
+from megalite.data.token_file import TokenFile, bin_path, idx_path, prepared_prefix
+from megalite.data.token_ids import largest_id, require_ids
+from megalite.data.tokenizer import Tokenizer, load_tokenizer
 from megalite.errors import DataError
-
-_RECORD = "trained_from.json"
+from megalite.monitor.preparation import PreparationConsole, counted, megabytes
 
 
 @dataclass(frozen=True)
 class RunData:
-    """The prefixes of a run's token files; weights: one per training file."""
+    """The tokenizer's folder and the prefixes of a run's token files.
 
+    tokenizer: None for prepared token files without one. weights: one per training file. notes: lines for the start.
+    """
+
+    tokenizer: Path | None
     train: tuple[Path, ...]
     weights: tuple[float, ...]
     validation: tuple[Path, ...] = ()
     test: tuple[Path, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class _Set:
     """A data set of a run: text, or the prefix of a prepared token file."""
 
+    key: str
+    """The setting that names it."""
     source: Corpus | Path
     part: str
     """One of PARTS; the first one, if data.split divides the set."""
@@ -52,49 +52,60 @@ class _Set:
     weight: float = 1.0
 
 
-def ensure_tokenizer(config: RunConfig, run_folder: Path) -> Path:
-    """Return the Hugging Face folder of the run's tokenizer: the given one, that of the prepared data, or a new one.
+def ensure_data(config: RunConfig, run_folder: Path, console: PreparationConsole | None = None) -> RunData:
+    """Return the tokenizer and the token files of the run: the given ones, or those in run_folder, made if out of date.
 
-    A new one is trained, or converted from another format, in run_folder/tokenizer, and only made again if its text,
-    its source or its settings changed. Raises DataError, also if they changed and the run already has checkpoints.
+    Raises DataError, also if a given token file was made with another tokenizer or does not fit the model's vocabulary,
+    or if the text changed and the run already has checkpoints. console: default: one that prints to stdout.
     """
-    return _tokenizer_folder(config, run_folder, _sets(config))
-
-
-def ensure_data(
-    config: RunConfig, run_folder: Path, *, progress: Callable[[Progress], None] | None = None
-) -> RunData:
-    """Return the token files of the run: the given ones, or those in run_folder/data, prepared if out of date.
-
-    Raises DataError, also if a given token file was made with another tokenizer, or the text changed and the run
-    already has checkpoints.
-    """
+    console = console or PreparationConsole()
     sets = _sets(config)
-    folder = _tokenizer_folder(config, run_folder, sets)
-    tokenizer = load_tokenizer(folder, end_of_document=config.tokenizer.end_of_document)
-    _check_rows(config, tokenizer)
+    for each in sets:
+        if isinstance(each.source, Corpus):
+            each.source.require_text()
+    rows = None if config.model.vocab_size == "auto" else config.model.vocab_size
+    request = TokenizerRequest(
+        config.tokenizer,
+        run_folder / "tokenizer",
+        texts=[each.source for each in sets if isinstance(each.source, Corpus) and each.part == "train"],
+        prefixes=[each.source for each in sets if isinstance(each.source, Path)],
+        rows=rows,
+        refuse_change=partial(_refuse_change, config, run_folder),
+    )
+    folder = run_tokenizer(request, console)
+    tokenizer = None
+    if folder is not None:
+        tokenizer = load_tokenizer(folder, end_of_document=config.tokenizer.end_of_document)
+        _check_rows(rows, tokenizer)
     found: dict[str, list[Path]] = {part: [] for part in PARTS}
+    notes: list[str] = []
     for each in sets:
         if isinstance(each.source, Path):
-            _check_prepared(each.source, tokenizer, config.data)
+            _check_prepared(each, each.source, tokenizer, config.data)
+            _check_ids(each.source, tokenizer, rows, run_folder)
             found[each.part].append(each.source)
             continue
+        if tokenizer is None:
+            raise DataError(
+                f"{each.key}: {', '.join(each.source.sources)} is text, and the prepared token file beside it has no "
+                "tokenizer; set tokenizer.path"
+            )
         preparation = _preparation(config, each, tokenizer, run_folder / "data")
-        if preparation.done() is None and any(map(prepared_facts, preparation.outputs)):
-            _refuse_change(config, run_folder, preparation.outputs[0])
-        prepare_outputs(preparation, workers=max(1, config.data.workers), progress=progress)
-        parts = (
-            [each.part]
-            if len(preparation.outputs) == 1
-            else [PARTS[part] for part in preparation.split.parts]
-        )
+        facts = _prepared(config, run_folder, preparation, console)
+        notes += _notes(preparation, facts)
+        split = len(preparation.outputs) > 1
+        parts = [PARTS[part] for part in preparation.split.parts] if split else [each.part]
         for part, prefix in zip(parts, preparation.outputs, strict=True):
             found[part].append(prefix)
+    for each, prefix in zip((each for each in sets if each.part == "train"), found["train"], strict=True):
+        _require_a_sequence(each, prefix, config.training.sequence_length)
     return RunData(
+        tokenizer=folder,
         train=tuple(found["train"]),
         weights=tuple(each.weight for each in sets if each.part == "train"),
         validation=tuple(found["validation"]),
         test=tuple(found["test"]),
+        notes=tuple(notes),
     )
 
 
@@ -103,27 +114,42 @@ def _sets(config: RunConfig) -> list[_Set]:
     data = config.data
     sets = []
     if data.source is not None:
-        sets.append(_Set(_text_or_prefix(data.source, data.text_column, data.pattern), "train"))
+        sets.append(_set("data.source", data.source, data.text_column, data.pattern))
     for number, part in enumerate(data.blend or ()):
-        source = _text_or_prefix(
-            part.source, part.text_column or data.text_column, part.pattern or data.pattern
-        )
-        sets.append(_Set(source, "train", f"-{number}", part.weight))
+        column, pattern = part.text_column or data.text_column, part.pattern or data.pattern
+        each = _set(f"data.blend[{number + 1}].source", part.source, column, pattern)
+        sets.append(replace(each, number=f"-{number}", weight=part.weight))
     if data.validation is not None:
-        sets.append(_Set(_text_or_prefix(data.validation, data.text_column, data.pattern), "validation"))
-        trained = {file for each in sets[:-1] for file in _files(each)}
-        shared = sorted(str(file) for file in _files(sets[-1]) & trained)
+        validation = _set("data.validation", data.validation, data.text_column, data.pattern, "validation")
+        trained = {file for each in sets for file in _files(each)}
+        shared = [str(path) for place, path in _files(validation).items() if place in trained]
         if shared:
             raise DataError(
-                f"data.validation: {shared[0]} is also training data; name other text, or set data.split"
+                f"data.validation: {min(shared)} is also training data; name other text, or set data.split"
             )
+        sets.append(validation)
     return sets
 
 
-def _files(each: _Set) -> set[Path]:
+def _set(
+    key: str,
+    source: str | Sequence[str],
+    text_column: str,
+    pattern: str,
+    part: str = "train",
+) -> _Set:
+    sources = [source] if isinstance(source, str) else source
+    opened = prepared_prefix(sources, key) or Corpus.open(
+        sources, text_column=text_column, pattern=pattern, key=key
+    )
+    return _Set(key, opened, part)
+
+
+def _files(each: _Set) -> dict[Path, Path]:
+    """Return the files of a set: their absolute paths -> the paths that the user wrote."""
     if isinstance(each.source, Path):
-        return {idx_path(each.source).resolve()}
-    return {file.path for file in each.source.files}
+        return {idx_path(each.source).resolve(): idx_path(each.source)}
+    return {file.place: file.path for file in each.source.files}
 
 
 def _preparation(config: RunConfig, each: _Set, tokenizer: Tokenizer, folder: Path) -> Preparation:
@@ -137,16 +163,49 @@ def _preparation(config: RunConfig, each: _Set, tokenizer: Tokenizer, folder: Pa
         outputs=tuple(folder / f"{name}{each.number}" for name in names),
         min_length=config.data.min_length,
         split=split,
+        sequence_length=config.training.sequence_length,
     )
 
 
-def _check_prepared(prefix: Path, tokenizer: Tokenizer, data: DataConfig) -> None:
+def _prepared(
+    config: RunConfig, run_folder: Path, preparation: Preparation, console: PreparationConsole
+) -> list[PreparedFacts]:
+    """Run the preparation unless its files are up to date, and show its progress."""
+    done = preparation.done()
+    if done is not None:
+        return done
+    if any(map(prepared_facts, preparation.outputs)):
+        _refuse_change(config, run_folder, preparation.outputs[0])
+    corpus = preparation.corpus
+    console.begin(f"tokenizing {megabytes(corpus.size_bytes)} of text ({counted(len(corpus.files), 'file')})")
+    facts = prepare_outputs(preparation, workers=max(1, config.data.workers), progress=console.progress)
+    documents, tokens = sum(each.documents for each in facts), sum(each.tokens for each in facts)
+    console.end(f"data: {counted(documents, 'document')}, {tokens:,} tokens")
+    return facts
+
+
+def _notes(preparation: Preparation, facts: Sequence[PreparedFacts]) -> Iterator[str]:
+    if facts[0].split_by_tokens:
+        parts = [PARTS[part] for part in preparation.split.parts]
+        counts = (f"{each.tokens:,} for {part}" for part, each in zip(parts, facts, strict=True))
+        yield (
+            f"data.split: {', '.join(preparation.corpus.sources)} has too few documents and is split by tokens: "
+            f"{', '.join(counts)}"
+        )
+
+
+def _check_prepared(each: _Set, prefix: Path, tokenizer: Tokenizer | None, data: DataConfig) -> None:
     """Raise DataError unless a given token file opens, has this tokenizer, and fits the settings of `data`."""
     file = TokenFile.open(prefix)
     if data.document_mask:
+        if tokenizer is None:
+            raise DataError(
+                f"data.document_mask looks for the end-of-document id, and {bin_path(prefix)} has no tokenizer to take "
+                "it from; set tokenizer.path, or data.document_mask = false"
+            )
         require_ends(file, tokenizer.end_of_document_id)
     facts = prepared_facts(prefix)
-    if facts is not None and facts.tokenizer_sha256 != tokenizer.sha256:
+    if facts is not None and tokenizer is not None and facts.tokenizer_sha256 != tokenizer.sha256:
         raise DataError(
             f"{prefix} was prepared with {facts.tokenizer}, and the run's tokenizer is {tokenizer.file}; "
             "set tokenizer.path to the tokenizer of the file, or prepare the text again with the tokenizer of the run"
@@ -154,7 +213,7 @@ def _check_prepared(prefix: Path, tokenizer: Tokenizer, data: DataConfig) -> Non
     if data.split is not None and len(Split(data.split).parts) > 1:
         raise DataError(
             f"{prefix} is a prepared token file, and data.split divides text only; prepare the text with "
-            "megalite data prepare --split, and name the parts as data.source and data.validation"
+            f"megalite data prepare --split, and name the parts as {each.key} and data.validation"
         )
     if data.min_length and facts is not None and facts.min_length != data.min_length:
         raise DataError(
@@ -163,97 +222,41 @@ def _check_prepared(prefix: Path, tokenizer: Tokenizer, data: DataConfig) -> Non
         )
 
 
-def _check_rows(config: RunConfig, tokenizer: Tokenizer) -> None:
+def _check_ids(prefix: Path, tokenizer: Tokenizer | None, rows: int | None, run_folder: Path) -> None:
+    """Raise DataError unless the model has an embedding row for every id of a prepared token file."""
+    file, cache = TokenFile.open(prefix), run_folder / "data" / "checked-ids.json"
+    if rows is None and tokenizer is None:
+        least = largest_id(file, cache) + 1
+        raise DataError(
+            f'model.vocab_size: "auto" takes the tokenizer\'s, and {bin_path(prefix)} has none; set it to {least} or '
+            f"more (the largest id is {least - 1}), or set tokenizer.path"
+        )
+    if rows is None:
+        assert tokenizer is not None
+        rows = tokenizer.vocab_size
+    require_ids(file, rows, cache)
+
+
+def _check_rows(rows: int | None, tokenizer: Tokenizer) -> None:
     """Raise DataError if the tokenizer has more ids than the model has embedding rows."""
-    rows, ids = config.model.vocab_size, tokenizer.vocab_size
-    if rows != "auto" and rows < ids:
+    ids = tokenizer.vocab_size
+    if rows is not None and rows < ids:
         raise DataError(
             f"model.vocab_size: {rows} is less than the {ids} ids of {tokenizer.file}; "
             f'use {ids} or more, or "auto", or name a smaller tokenizer'
         )
 
 
-def _tokenizer_folder(config: RunConfig, run_folder: Path, sets: Sequence[_Set]) -> Path:
-    settings = config.tokenizer
-    folder = run_folder / "tokenizer"
-    job: _Training | _Import
-    prefixes = [each.source for each in sets if isinstance(each.source, Path)]
-    texts = tuple(each.source for each in sets if isinstance(each.source, Corpus) and each.part == "train")
-    if settings.path is not None:
-        foreign = foreign_tokenizer(Path(settings.path))
-        if foreign is None:
-            return _folder_of(tokenizer_file(Path(settings.path)), settings.end_of_document)
-        job = _Import(foreign, settings.end_of_document or foreign.end_of_document, folder)
-    elif prefixes:
-        return _tokenizer_of(prefixes[0])
-    elif settings.vocab_size is None:
-        raise DataError("there is no tokenizer; set tokenizer.path, or tokenizer.vocab_size to train one")
-    else:
-        end_of_document = settings.end_of_document or END_OF_DOCUMENT
-        job = _Training(texts, settings.vocab_size, settings.kind, end_of_document, folder)
-    if _is_done(job):
-        return folder
-    if (folder / "tokenizer.json").exists():
-        _refuse_change(config, run_folder, folder)
-    for _ in ordered_map(_make, [job], workers=1):
-        pass
-    return folder
-
-
-@dataclass(frozen=True)
-class _Training:
-    """A tokenizer to train, and its folder."""
-
-    texts: tuple[Corpus, ...]
-    vocab_size: int
-    kind: str
-    end_of_document: str
-    folder: Path
-
-    def record(self) -> dict[str, str | int]:
-        kind: dict[str, str | int] = {} if self.kind == "bpe" else {"kind": self.kind}
-        return {
-            "corpus": " ".join(text.fingerprint() for text in self.texts),
-            "vocab_size": self.vocab_size,
-            "end_of_document": self.end_of_document,
-            **kind,
-        }
-
-    def make(self) -> None:
-        pieces = (piece for text in self.texts for piece, _ in text.pieces())
-        train_into(self.folder, pieces, self.vocab_size, kind=self.kind, end_of_document=self.end_of_document)
-
-
-@dataclass(frozen=True)
-class _Import:
-    """A tokenizer to convert from another format, and its folder."""
-
-    tokenizer: ForeignTokenizer
-    end_of_document: str
-    folder: Path
-
-    def record(self) -> dict[str, str | int]:
-        return {"converted": self.tokenizer.fingerprint(), "end_of_document": self.end_of_document}
-
-    def make(self) -> None:
-        self.tokenizer.write_into(self.folder, self.end_of_document)
-
-
-def _is_done(job: _Training | _Import) -> bool:
-    try:
-        found = json.loads((job.folder / _RECORD).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return False
-    return bool(found == job.record()) and (job.folder / "tokenizer.json").is_file()
-
-
-def _make(job: _Training | _Import) -> None:
-    record = job.folder / _RECORD
-    record.unlink(missing_ok=True)
-    # The folder may hold a tokenizer of another kind.
-    (job.folder / SENTENCEPIECE_FILE).unlink(missing_ok=True)
-    job.make()
-    record.write_text(json.dumps(job.record()) + "\n", encoding="utf-8")
+def _require_a_sequence(each: _Set, prefix: Path, sequence_length: int) -> None:
+    """Raise DataError if a training set is shorter than one sequence, which padding would fill."""
+    tokens = TokenFile.open(prefix).num_tokens
+    if tokens - 1 < sequence_length:
+        source = prefix if isinstance(each.source, Path) else ", ".join(each.source.sources)
+        remedy = f", or set training.sequence_length to {tokens - 1} or less" if tokens > 1 else ""
+        raise DataError(
+            f"{each.key}: {source} has {tokens} tokens, fewer than one sequence of {sequence_length} "
+            f"(training.sequence_length) and its last label; name a longer text{remedy}"
+        )
 
 
 def _refuse_change(config: RunConfig, run_folder: Path, made: Path) -> None:
@@ -264,43 +267,3 @@ def _refuse_change(config: RunConfig, run_folder: Path, made: Path) -> None:
             "depend on it; set run.folder to a new folder, or checkpoint.resume = 'never' to start over, "
             f"or data.source = '{run_folder / 'data' / 'train'}' to go on with the old text"
         )
-
-
-def _text_or_prefix(source: str | Sequence[str], text_column: str, pattern: str) -> Corpus | Path:
-    """Return the corpus of a source, or the prefix if it is a prepared token file."""
-    sources = [source] if isinstance(source, str) else source
-    return _prepared_prefix(sources) or Corpus.open(sources, text_column=text_column, pattern=pattern)
-
-
-def _prepared_prefix(sources: Sequence[str]) -> Path | None:
-    """Return X if the source is X, X.bin or X.idx of a prepared pair; None if it is text."""
-    for source in sources:
-        path = Path(source).expanduser()
-        prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
-        if path.is_dir() or (path == prefix and path.exists()) or not idx_path(prefix).exists():
-            continue
-        if len(sources) > 1:
-            raise DataError(
-                f"{source} is a prepared token file and cannot be one of several sources; name it as the only source"
-            )
-        return prefix
-    return None
-
-
-def _tokenizer_of(prefix: Path) -> Path:
-    facts = prepared_facts(prefix)
-    if facts is None:
-        raise DataError(f"{prefix} does not record its tokenizer; set tokenizer.path")
-    file = Path(facts.tokenizer)
-    if not file.is_file():
-        raise DataError(
-            f"{prefix} was made with {file}, which does not exist any more; set tokenizer.path to its new place"
-        )
-    return _folder_of(file, facts.end_of_document)
-
-
-def _folder_of(file: Path, end_of_document: str | None) -> Path:
-    if file.name != "tokenizer.json":
-        raise DataError(f"{file} is not called tokenizer.json; move it to a new folder under that name")
-    load_tokenizer(file, end_of_document=end_of_document)
-    return file.parent

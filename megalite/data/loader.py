@@ -10,11 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megalite.data.blend import BlendedSamples, Rows
+from megalite.data.blend import BlendedSamples
 from megalite.data.documents import document_ids_and_positions
 from megalite.data.packing import IGNORE_INDEX
-from megalite.data.token_file import TokenFile, bin_path
-from megalite.errors import DataError
+from megalite.data.token_file import TokenFile
 from megalite.parallel.step_batch import StepBatch
 
 
@@ -38,7 +37,6 @@ class StepLoader:
 
     dp_rank, dp_size: rank and size of `mesh.batch`, the ranks that read different samples.
     weights: the share of each token file.
-    vocab_size: the model's vocabulary; a larger id in the data raises DataError. None: ids are not checked.
     epochs: the end of the data; later rows of the last global batch have no labels. None: no end.
     end_of_document_id: separates documents: the batch has document_ids, and position_ids restart with each document.
         None: no document mask.
@@ -57,13 +55,12 @@ class StepLoader:
         seed: int,
         shuffle: bool = True,
         pad_id: int = 0,
-        vocab_size: int | None = None,
         epochs: float | Fraction | None = None,
         end_of_document_id: int | None = None,
     ):
         files = [token_file] if isinstance(token_file, TokenFile) else token_file
         self._samples = BlendedSamples(files, weights, sequence_length, seed=seed, shuffle=shuffle)
-        self._pad_id, self._vocab_size = pad_id, vocab_size
+        self._pad_id = pad_id
         self._end_of_document_id = end_of_document_id
         self._end = None if epochs is None else self._samples_in(epochs)
         self.global_batch_size = micro_batches * dp_size * micro_batch_size
@@ -87,7 +84,6 @@ class StepLoader:
         """Return this rank's batch after `consumed_samples`; the loss mask has `dtype`."""
         places = consumed_samples + self._offsets
         rows = self._samples.read(places, self._pad_id)
-        self._check_ids(rows)
         input_ids, labels = rows.input_ids, rows.labels
         position_ids, document_ids = self._position_ids, None
         if self._end_of_document_id is not None:
@@ -114,15 +110,3 @@ class StepLoader:
     def _numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
         """Return numpy's dtype. Torch would start a second OpenMP thread team if a loader thread converted with it."""
         return np.dtype(str(dtype).removeprefix("torch."))
-
-    def _check_ids(self, rows: Rows) -> None:
-        if self._vocab_size is None:
-            return
-        largest = np.maximum(rows.input_ids.max(axis=1), rows.labels.max(axis=1))
-        if (largest >= self._vocab_size).any():
-            row = int(largest.argmax())
-            raise DataError(
-                f"{bin_path(self._samples.token_files[rows.sets[row]].prefix)}, sample {rows.sample_ids[row]}: id "
-                f"{largest[row]} is outside the model's vocabulary of {self._vocab_size}; prepare the text with the "
-                "model's tokenizer, or raise model.vocab_size"
-            )

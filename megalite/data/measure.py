@@ -25,7 +25,8 @@ class TextMeasure:
 
 def measure_text(sources: Sequence[str], *, text_column: str = "text", pattern: str = "*") -> TextMeasure:
     """Measure a text by its first 4 million characters. Raises DataError as `Corpus` does."""
-    corpus = Corpus.open(sources, text_column=text_column, pattern=pattern)
+    corpus = Corpus.open(sources, text_column=text_column, pattern=pattern, key="data.source")
+    corpus.require_text()
     words: set[str] = set()
     characters = documents = 0
     for piece, place in corpus.pieces():

@@ -5,6 +5,7 @@ import errno
 import fcntl
 import json
 import os
+import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,11 +107,7 @@ def publish(files: PartialFiles, facts: dict[str, Any]) -> None:
     prefix = files.prefix
     json_partial = partial(json_path(prefix))
     try:
-        with json_partial.open("w", encoding="utf-8") as file:
-            json.dump(facts, file, indent=2)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
+        _write_json(json_partial, facts)
         json_path(prefix).unlink(missing_ok=True)
         idx_path(prefix).unlink(missing_ok=True)
         partial(bin_path(prefix)).replace(bin_path(prefix))
@@ -124,6 +121,24 @@ def publish(files: PartialFiles, facts: dict[str, Any]) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def replace_json(path: Path, content: dict[str, Any]) -> None:
+    """Write a JSON file atomically; two processes at once cannot tear it, the later one is kept. Raises OSError."""
+    own = path.with_name(f".{path.name}.{os.getpid()}.{uuid.uuid4().hex}.partial")
+    try:
+        _write_json(own, content)
+        own.replace(path)
+    finally:
+        own.unlink(missing_ok=True)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        json.dump(content, file, indent=2)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def json_path(prefix: Path) -> Path:
@@ -149,6 +164,19 @@ def locked(path: Path) -> IO[bytes]:
         if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
             return file
         file.close()
+
+
+@contextlib.contextmanager
+def lock_held(path: Path) -> Iterator[None]:
+    """Hold the lock of a partial file, which is removed at the end unless it was renamed; DataError as in `locked`."""
+    with locked(path) as file:
+        try:
+            yield
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                # Not a file that another process made after ours was renamed.
+                if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                    path.unlink()
 
 
 def _lengths_path(prefix: Path) -> Path:

@@ -3,12 +3,12 @@
 import errno
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from dataclasses import fields as fields_of
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, get_origin
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,11 +24,14 @@ from megalite.data.partial_files import (
     read_journal,
     write_journal,
 )
+from megalite.data.prepared import PreparedFacts, prepared_facts, update_facts
 from megalite.data.split import PARTS, WHOLE, Split
-from megalite.data.token_file import TokenWriter, WriterState, bin_path, idx_path, token_dtype
+from megalite.data.token_file import TokenFile, TokenWriter, WriterState, bin_path, idx_path, token_dtype
+from megalite.data.token_split import cut_by_tokens, part_sizes
 from megalite.data.tokenizer import Tokenizer, load_tokenizer
 from megalite.data.workers import ordered_map
 from megalite.errors import DataError
+from megalite.monitor.preparation import PreparationProgress
 
 # Part of every fingerprint; incremented when the same text and tokenizer would give other files.
 _FORMAT = 1
@@ -39,43 +42,11 @@ _JOURNAL_BATCHES = 64
 
 
 @dataclass(frozen=True)
-class PreparedFacts:
-    """The content of X.json: the origin of X.bin and X.idx, their sizes, and what they hold."""
-
-    fingerprint: str
-    sources: tuple[str, ...]
-    files: int
-    documents: int
-    tokens: int
-    dtype: str
-    bin_bytes: int
-    idx_bytes: int
-    tokenizer: str
-    tokenizer_sha256: str
-    vocab_size: int
-    end_of_document: str
-    end_of_document_id: int
-    min_length: int = 0
-    short_documents: int = 0
-    """Documents that were skipped, with fewer than min_length tokens."""
-
-
-@dataclass(frozen=True)
-class Progress:
-    """The progress of a preparation; bytes are those of the source files on disk."""
-
-    bytes_read: int
-    bytes_total: int
-    documents: int
-    tokens: int
-
-
-@dataclass(frozen=True)
 class Preparation:
     """The inputs and outputs of a preparation.
 
     outputs: a prefix for each part of `split` that gets documents. min_length: in tokens, without the end of document;
-    shorter documents are skipped.
+    shorter documents are skipped. sequence_length: in tokens; parts that divide a document hold whole sequences.
     """
 
     corpus: Corpus
@@ -83,27 +54,48 @@ class Preparation:
     outputs: tuple[Path, ...]
     min_length: int = 0
     split: Split = WHOLE
+    sequence_length: int = 1
 
+    @property
     def fingerprint(self) -> str:
-        """Return a hash that is equal for two preparations exactly if they write the same files."""
-        parts: list[Any] = [
-            _FORMAT,
-            self.corpus.fingerprint(),
-            self.tokenizer.sha256,
-            self.tokenizer.end_of_document_id,
-        ]
+        """A hash that is equal for two preparations that write the same files from files at the same places."""
+        return self._hash(self.corpus.stat_fingerprint)
+
+    @property
+    def content_fingerprint(self) -> str:
+        """A hash that is equal for two preparations that write the same files, wherever the text lies; reads it all."""
+        return self._hash(self.corpus.content_fingerprint)
+
+    def done(self) -> list[PreparedFacts] | None:
+        """Return the facts of all outputs if this preparation has already written them, else None.
+
+        A text that was moved, copied or touched is read and compared by its content; the outputs then record where it
+        lies now.
+        """
+        found = [prepared_facts(prefix) for prefix in self.outputs]
+        facts = [each for each in found if each is not None]
+        if len(facts) != len(found):
+            return None
+        if all(each.fingerprint == self.fingerprint for each in facts):
+            return facts
+        recorded = {(each.content_fingerprint, each.source_bytes) for each in facts}
+        # The size first, which costs nothing.
+        if {size for _, size in recorded} != {self.corpus.size_bytes}:
+            return None
+        if {content for content, _ in recorded} != {self.content_fingerprint}:
+            return None
+        moved = [replace(each, fingerprint=self.fingerprint, sources=self.corpus.sources) for each in facts]
+        for prefix, each in zip(self.outputs, moved, strict=True):
+            update_facts(prefix, each)
+        return moved
+
+    def _hash(self, corpus: str) -> str:
+        parts: list[Any] = [_FORMAT, corpus, self.tokenizer.sha256, self.tokenizer.end_of_document_id]
         if self.min_length:
             parts.append({"min_length": self.min_length})
         if len(self.outputs) > 1:
             parts.append({"split": [self.split.shares, self.split.seed]})
         return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
-
-    def done(self) -> list[PreparedFacts] | None:
-        """Return the facts of all outputs if this preparation has already written them, else None."""
-        found = [prepared_facts(prefix) for prefix in self.outputs]
-        fingerprint = self.fingerprint()
-        facts = [each for each in found if each is not None and each.fingerprint == fingerprint]
-        return facts if len(facts) == len(found) else None
 
 
 def prepare(
@@ -112,7 +104,7 @@ def prepare(
     prefix: Path,
     *,
     workers: int = 0,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Callable[[PreparationProgress], None] | None = None,
 ) -> PreparedFacts:
     """Run `prepare_outputs` with a single output, `prefix`.bin and .idx."""
     [facts] = prepare_outputs(Preparation(corpus, tokenizer, (prefix,)), workers=workers, progress=progress)
@@ -123,7 +115,7 @@ def prepare_outputs(
     preparation: Preparation,
     *,
     workers: int = 0,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Callable[[PreparationProgress], None] | None = None,
 ) -> list[PreparedFacts]:
     """Encode the documents of a corpus, each followed by the end-of-document id, into one or more token files.
 
@@ -135,6 +127,9 @@ def prepare_outputs(
     if done is not None:
         return done
     _check_outputs(preparation)
+    preparation.corpus.require_text()
+    if _has_too_few_documents(preparation):
+        return _prepare_by_tokens(preparation, workers, progress)
     written = 0
     first = preparation.outputs[0]
     try:
@@ -151,23 +146,48 @@ def prepare_outputs(
                 if progress is not None:
                     progress(_progress(preparation.corpus, place, writers))
             _check_not_empty(preparation, writers)
-            facts = _published(preparation, files, writers)
+            return _published(preparation, files, writers)
     except OSError as error:
         raise _cannot_write(first, written, error) from error
-    return facts
 
 
-def prepared_facts(prefix: Path) -> PreparedFacts | None:
-    """Return the facts of the token file at `prefix`; None unless all three files exist with matching sizes."""
+def _has_too_few_documents(preparation: Preparation) -> bool:
+    """Whether the split by documents would leave a part empty."""
+    split = preparation.split
+    return len(split.parts) > 1 and not preparation.corpus.has_documents(split.documents_needed())
+
+
+def _prepare_by_tokens(
+    preparation: Preparation, workers: int, progress: Callable[[PreparationProgress], None] | None
+) -> list[PreparedFacts]:
+    """Prepare the whole text in a hidden file beside the first output, then cut it between two tokens."""
+    first = preparation.outputs[0]
+    whole = first.with_name(f".{first.name}.whole")
+    alone = replace(preparation, outputs=(whole,), split=WHOLE)
+    [facts] = prepare_outputs(alone, workers=workers, progress=progress)
+    file = TokenFile.open(whole)
+    sizes = part_sizes(
+        file.num_tokens, preparation.split, preparation.sequence_length, ", ".join(preparation.corpus.sources)
+    )
+    dtype, written = token_dtype(preparation.tokenizer.vocab_size), 0
     try:
-        fields = json.loads(json_path(prefix).read_text(encoding="utf-8"))
-        facts = PreparedFacts(**{**fields, "sources": tuple(map(str, fields["sources"]))})
-        sizes = (bin_path(prefix).stat().st_size, idx_path(prefix).stat().st_size)
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
-        return None  # another program's .json, or an incomplete set of files
-    kinds: dict[str, Any] = {each.name: get_origin(each.type) or each.type for each in fields_of(facts)}
-    typed = all(isinstance(getattr(facts, name), kind) for name, kind in kinds.items())
-    return facts if typed and sizes == (facts.bin_bytes, facts.idx_bytes) else None
+        with partial_files(preparation.outputs) as files:
+            writers = []
+            for each in files:
+                each.cut(0, 0)
+                writer = TokenWriter(each.bin_file, each.idx_file, dtype, lengths_file=each.lengths_file)
+                writers.append(_Documents(writer, 0))
+            cut_by_tokens(
+                file, sizes, [each.writer for each in writers], preparation.tokenizer.end_of_document_id
+            )
+            written = sum(each.bin_file.tell() for each in files)
+            writers[0].short = facts.short_documents
+            published = _published(preparation, files, writers, split_by_tokens=True)
+        for path in (bin_path(whole), idx_path(whole), json_path(whole)):
+            path.unlink()
+    except OSError as error:
+        raise _cannot_write(first, written, error) from error
+    return published
 
 
 class _Documents:
@@ -213,7 +233,7 @@ class _State:
     def entry(self, preparation: Preparation, writers: Sequence[_Documents]) -> dict[str, Any]:
         """Return the journal entry."""
         return {
-            "fingerprint": preparation.fingerprint(),
+            "fingerprint": preparation.fingerprint,
             "outputs": [str(prefix) for prefix in preparation.outputs],
             "place": asdict(self.place),
             "document": self.document,
@@ -227,7 +247,7 @@ def _resumed(preparation: Preparation, files: Sequence[PartialFiles]) -> tuple[_
     state = _State(Place(), 0)
     saved: list[dict[str, Any]] = [{"short": 0, **asdict(WriterState())} for _ in files]
     fitting = {
-        "fingerprint": preparation.fingerprint(),
+        "fingerprint": preparation.fingerprint,
         "outputs": [str(prefix) for prefix in preparation.outputs],
     }
     if fitting.items() <= journal.items():
@@ -319,9 +339,9 @@ def _batches(corpus: Corpus, after: Place) -> Iterator[_Batch]:
         yield _Batch(pieces, place)
 
 
-def _progress(corpus: Corpus, place: Place, writers: Sequence[_Documents]) -> Progress:
+def _progress(corpus: Corpus, place: Place, writers: Sequence[_Documents]) -> PreparationProgress:
     documents = sum(each.writer.documents for each in writers)
-    return Progress(
+    return PreparationProgress(
         place.bytes_read, corpus.size_bytes, documents, sum(each.writer.tokens for each in writers)
     )
 
@@ -346,18 +366,21 @@ def _check_not_empty(preparation: Preparation, writers: Sequence[_Documents]) ->
             f"all {short} documents of {sources} have fewer than {preparation.min_length} tokens; "
             "lower data.min_length (--min-length)"
         )
-    if not kept:
-        raise DataError(f"{sources} has no text; name a source that has")
     for part, each in zip(preparation.split.parts, writers, strict=True):
         if not each.writer.documents:
             raise DataError(
-                f"the {PARTS[part]} part gets none of the {kept} documents of {sources}; raise its share in data.split "
-                "(--split), or name another text as data.validation"
+                f"data.split: the {PARTS[part]} part gets none of the {kept} documents of {sources} with "
+                f"{preparation.min_length} tokens or more; lower data.min_length (--min-length), or raise the part's "
+                "share (--split)"
             )
 
 
 def _published(
-    preparation: Preparation, files: Sequence[PartialFiles], writers: Sequence[_Documents]
+    preparation: Preparation,
+    files: Sequence[PartialFiles],
+    writers: Sequence[_Documents],
+    *,
+    split_by_tokens: bool = False,
 ) -> list[PreparedFacts]:
     facts = []
     tokenizer = preparation.tokenizer
@@ -365,7 +388,7 @@ def _published(
         documents.writer.finish()
         facts.append(
             PreparedFacts(
-                fingerprint=preparation.fingerprint(),
+                fingerprint=preparation.fingerprint,
                 sources=preparation.corpus.sources,
                 files=len(preparation.corpus.files),
                 documents=documents.writer.documents,
@@ -380,6 +403,11 @@ def _published(
                 end_of_document_id=tokenizer.end_of_document_id,
                 min_length=preparation.min_length,
                 short_documents=documents.short,
+                source_bytes=preparation.corpus.size_bytes,
+                content_fingerprint=preparation.content_fingerprint,
+                largest_id=documents.writer.largest_id,
+                tokenizer_beside=os.path.relpath(tokenizer.file.resolve(), each.prefix.parent.resolve()),
+                split_by_tokens=split_by_tokens,
             )
         )
     journal_path(preparation.outputs[0]).unlink(missing_ok=True)

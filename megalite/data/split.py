@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 PARTS = ("train", "validation", "test")
+_MOST_DOCUMENTS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,14 @@ class Split:
         drawn = int.from_bytes(digest, "little") / 2**64
         # The last share takes what rounding leaves over.
         return bisect_right(list(accumulate(self.shares[:-1])), drawn)
+
+    def documents_needed(self) -> int:
+        """Return the least number of documents with which every part gets one; at most _MOST_DOCUMENTS."""
+        missing, document = set(self.parts), 0
+        while missing and document < _MOST_DOCUMENTS:
+            missing.discard(self.part(document))
+            document += 1
+        return document
 
     @property
     def parts(self) -> list[int]:

@@ -9,7 +9,7 @@ multimodal data sets append an int8 mode per sequence; only mode 0, text, is sup
 import os
 import struct
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -44,9 +44,31 @@ def idx_path(prefix: Path) -> Path:
     return prefix.with_name(prefix.name + ".idx")
 
 
+def prepared_prefix(sources: Sequence[str], key: str = "--source") -> Path | None:
+    """Return X if the source is X, X.bin or X.idx of a prepared pair; None if it is text.
+
+    Raises DataError, with the setting `key`, for a pair among several sources.
+    """
+    for source in sources:
+        path = Path(source).expanduser()
+        prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
+        if path.is_dir() or (path == prefix and path.exists()) or not idx_path(prefix).exists():
+            continue
+        if len(sources) > 1:
+            raise DataError(
+                f"{key}: {source} is a prepared token file and cannot be one of several sources; name it as the only "
+                "source"
+            )
+        return prefix
+    return None
+
+
 @dataclass(frozen=True)
 class WriterState:
-    """The progress of a TokenWriter: documents, tokens, the bytes of its two growing files, and the open sequence."""
+    """The progress of a TokenWriter: documents, tokens, the bytes of its two growing files, and the open sequence.
+
+    largest_id: of all tokens; -1 without a token.
+    """
 
     documents: int = 0
     tokens: int = 0
@@ -55,6 +77,7 @@ class WriterState:
     open_tokens: int = 0
     continued: bool = False
     """Whether the open sequence continues the document of the previous sequence."""
+    largest_id: int = -1
 
 
 class TokenWriter:
@@ -76,7 +99,7 @@ class TokenWriter:
         state: WriterState | None = None,
     ):
         state = state or WriterState()
-        self.documents, self.tokens = state.documents, state.tokens
+        self.documents, self.tokens, self.largest_id = state.documents, state.tokens, state.largest_id
         self._bin, self._idx, self._dtype = bin_file, idx_file, dtype
         self._longest = longest_sequence
         self.open_tokens = state.open_tokens  # tokens of the open sequence
@@ -103,6 +126,7 @@ class TokenWriter:
             self._lengths.tell(),
             self.open_tokens,
             self._sign < 0,
+            self.largest_id,
         )
 
     def add(self, tokens: NDArray[Any]) -> None:
@@ -149,6 +173,7 @@ class TokenWriter:
         self._bin.write(np.ascontiguousarray(tokens, dtype=self._dtype.newbyteorder("<")).data)
         self.open_tokens += len(tokens)
         self.tokens += len(tokens)
+        self.largest_id = max(self.largest_id, int(tokens.max(initial=0)))
 
     def _end_sequence(self) -> None:
         self._lengths.write(struct.pack("<i", self._sign * self.open_tokens))

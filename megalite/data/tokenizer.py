@@ -11,6 +11,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
+from megalite.data.partial_files import lock_held, partial
 from megalite.errors import DataError
 
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -64,6 +65,8 @@ def save_tokenizer(
     sentencepiece: bytes | None = None,
 ) -> None:
     """Write tokenizer.json and tokenizer_config.json, each atomically, for AutoTokenizer and `load_tokenizer`.
+
+    Raises DataError while another process writes a tokenizer there.
 
     special_tokens: additional special tokens, by transformers' names. sentencepiece: the model that `backend` was made
     from, also written as tokenizer.model for other programs; AutoTokenizer does not read it.
@@ -176,7 +179,9 @@ def _unknown_end_of_document(file: Path, backend: Backend, wanted: str) -> str:
 def _writing(folder: Path) -> Iterator[None]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        yield
+        # The file that is renamed last: whoever holds its lock may write all of them.
+        with lock_held(partial(folder / "tokenizer.json")):
+            yield
     except OSError as error:
         raise DataError(
             f"{error.filename or folder} cannot be written ({error.strerror}); free space or choose another folder"
@@ -198,9 +203,8 @@ def _as_json(config: Mapping[str, Any]) -> bytes:
 
 
 def _write(path: Path, content: bytes) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("wb") as file:
+    with partial(path).open("wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    partial.replace(path)
+    partial(path).replace(path)

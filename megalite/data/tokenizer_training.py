@@ -4,6 +4,7 @@ import io
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from math import log2, sqrt
 from pathlib import Path
 
 from sentencepiece import SentencePieceTrainer
@@ -21,6 +22,7 @@ KINDS = {"bpe": None, "unigram": "unigram", "sentencepiece_bpe": "bpe"}
 # The sample of the text; more text hardly changes the merges of a 16k vocabulary and takes longer.
 SAMPLE_CHARACTERS = 1 << 26
 _BYTES = 256
+_SMALLEST_VOCABULARY, _LARGEST_VOCABULARY = 512, 32768
 # The pieces of every sentencepiece model that we train: the bytes, <unk> and the end of document.
 _RESERVED = _BYTES + 2
 # The share of characters with their own piece, as in Llama's model; the others are encoded as bytes.
@@ -36,19 +38,22 @@ def train_into(
     pieces: Iterable[Piece],
     vocab_size: int,
     *,
+    at_most: bool = False,
     kind: str = "bpe",
     end_of_document: str = END_OF_DOCUMENT,
 ) -> None:
     """Train a tokenizer of one of KINDS and write its folder; the same pieces give the same files.
 
-    Raises DataError if `vocab_size` cannot be reached.
+    at_most: a text with too few words gets fewer ids. Otherwise raises DataError if `vocab_size` cannot be reached.
     """
     algorithm = KINDS[kind]
     if algorithm is None:
-        backend = train_bpe(pieces, vocab_size, end_of_document=end_of_document)
+        backend = train_bpe(pieces, vocab_size, at_most=at_most, end_of_document=end_of_document)
         save_tokenizer(backend, folder, end_of_document)
     else:
-        model = train_sentencepiece(pieces, vocab_size, algorithm, end_of_document=end_of_document)
+        model = train_sentencepiece(
+            pieces, vocab_size, algorithm, at_most=at_most, end_of_document=end_of_document
+        )
         backend = convert_sentencepiece(model, f"the {kind} model of this text")
         save_tokenizer(
             backend, folder, end_of_document, special_tokens=special_tokens(model), sentencepiece=model
@@ -59,13 +64,14 @@ def train_bpe(
     pieces: Iterable[Piece],
     vocab_size: int,
     *,
+    at_most: bool = False,
     end_of_document: str = END_OF_DOCUMENT,
     sample_characters: int = SAMPLE_CHARACTERS,
 ) -> Backend:
     """Train a byte-level BPE of exactly `vocab_size` ids: id 0 is the end of document, then bytes, then merges.
 
     Deterministic. Uses at most about `sample_characters`, evenly spaced over the text.
-    Raises DataError if `vocab_size` cannot be reached.
+    at_most: a text with too few words gets fewer ids. Otherwise raises DataError if `vocab_size` cannot be reached.
     """
     smallest = _BYTES + 1
     if vocab_size < smallest:
@@ -87,7 +93,7 @@ def train_bpe(
         raise DataError(_NO_TEXT)
     backend.train_from_iterator(sample, trainer)
     reached = backend.get_vocab_size()
-    if reached != vocab_size:
+    if reached != vocab_size and not at_most:
         raise _too_little_text(reached, vocab_size)
     return backend
 
@@ -97,6 +103,7 @@ def train_sentencepiece(
     vocab_size: int,
     algorithm: str,
     *,
+    at_most: bool = False,
     end_of_document: str = END_OF_DOCUMENT,
     sample_characters: int = SAMPLE_CHARACTERS,
 ) -> bytes:
@@ -104,7 +111,7 @@ def train_sentencepiece(
 
     algorithm: "unigram" or "bpe". Decoding restores every text: the model has no normalization and no prefix, and
     encodes characters without a piece as bytes, newlines among them, because sentencepiece trains on lines.
-    Raises DataError if `vocab_size` cannot be reached.
+    at_most: a text with too few words gets fewer ids. Otherwise raises DataError if `vocab_size` cannot be reached.
     """
     smallest = _RESERVED + 1
     if vocab_size < smallest:
@@ -131,6 +138,9 @@ def train_sentencepiece(
                 raise DataError(
                     f"sentencepiece cannot train on this text ({error}); name another source, or tokenizer.kind = 'bpe'"
                 ) from error
+            if own == len(covered) and at_most and int(reached[1]) < vocab_size:
+                vocab_size = int(reached[1])
+                continue
             if own == len(covered):
                 raise _too_little_text(int(reached[1]), vocab_size) from error
             # The text has too few words, so there is room for more characters.
@@ -186,10 +196,19 @@ def _lines(texts: Iterable[str], rare: set[str]) -> Iterator[str]:
                 yield line[start : start + _LINE_CHARACTERS]
 
 
+def fitting_vocab_size(text_bytes: int) -> int:
+    """Return the vocabulary of a tokenizer for a text of this size: the power of two nearest to the square root.
+
+    4,096 ids for 10 MB: each id then occurs about sqrt(bytes) / 4 times, often enough to be learned. 512 to 32768.
+    """
+    nearest = 1 << round(log2(sqrt(max(1, text_bytes))))
+    return min(max(nearest, _SMALLEST_VOCABULARY), _LARGEST_VOCABULARY)
+
+
 def _too_little_text(reached: int, vocab_size: int) -> DataError:
     return DataError(
         f"the text has words for a vocabulary of {reached} only, not {vocab_size}; "
-        f"set tokenizer.vocab_size (--vocab-size) to {reached} or less, or add text"
+        f'set tokenizer.vocab_size (--vocab-size) to {reached} or less, or to "auto", or add text'
     )
 
 

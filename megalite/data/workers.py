@@ -17,15 +17,21 @@ Result = TypeVar("Result")
 # Items per worker that may be ahead of the slowest result.
 _LEAD = 4
 _STOP_SECONDS = 5.0
+_WAITING_SECONDS = 1.0
 
 
 def ordered_map(
-    function: Callable[[Item], Result], items: Iterable[Item], *, workers: int
+    function: Callable[[Item], Result],
+    items: Iterable[Item],
+    *,
+    workers: int,
+    waiting: Callable[[], None] = lambda: None,
 ) -> Iterator[Result]:
     """Yield function(item) for every item, in order, computed by `workers` processes; 0: in this process.
 
     `function`, items and results must be picklable. Workers are spawned, which is safe with threads in this process;
-    they import only what `function` needs, and end with this process, however it ends.
+    they import only what `function` needs, and end with this process, however it ends. waiting: called each second
+    without a result.
     Raises the exceptions of `function`, and WorkerDied if a worker process died.
     """
     if workers == 0:
@@ -35,7 +41,7 @@ def ordered_map(
     try:
         for _ in range(workers):
             pool.append(_Worker(function))
-        yield from _dispatch(pool, items)
+        yield from _dispatch(pool, items, waiting)
     finally:
         for worker in pool:
             worker.close()
@@ -97,14 +103,16 @@ class _Worker(Generic[Item, Result]):
         )
 
 
-def _dispatch(pool: list[_Worker[Item, Result]], items: Iterable[Item]) -> Iterator[Result]:
+def _dispatch(
+    pool: list[_Worker[Item, Result]], items: Iterable[Item], waiting: Callable[[], None]
+) -> Iterator[Result]:
     idle = list(pool)
     busy: dict[Connection, tuple[_Worker[Item, Result], int]] = {}
     finished: dict[int, Result] = {}
     given = count = 0
     for index, item in enumerate(items):
         while not idle or index - given >= _LEAD * len(pool):
-            _collect(busy, idle, finished)
+            _collect(busy, idle, finished, waiting)
             while given in finished:
                 yield finished.pop(given)
                 given += 1
@@ -117,16 +125,19 @@ def _dispatch(pool: list[_Worker[Item, Result]], items: Iterable[Item]) -> Itera
             yield finished.pop(given)
             given += 1
         else:
-            _collect(busy, idle, finished)
+            _collect(busy, idle, finished, waiting)
 
 
 def _collect(
     busy: dict[Connection, tuple[_Worker[Item, Result], int]],
     idle: list[_Worker[Item, Result]],
     finished: dict[int, Result],
+    waiting: Callable[[], None],
 ) -> None:
     """Wait until a worker has answered, and collect all available answers."""
-    for connection in wait(list(busy)):
+    while not (ready := wait(list(busy), timeout=_WAITING_SECONDS)):
+        waiting()
+    for connection in ready:
         assert isinstance(connection, Connection)
         worker, index = busy.pop(connection)
         finished[index] = worker.receive()

@@ -7,16 +7,14 @@ from megalite.checkpoint.folder import find_checkpoint, find_latest
 from megalite.config.schema import RunConfig
 from megalite.convert.huggingface.files import local_folder
 from megalite.convert.huggingface.origin import find_origin, keep_origin
-from megalite.data.ensure import RunData, ensure_data, ensure_tokenizer
+from megalite.data.ensure import RunData, ensure_data
 from megalite.train.run_folder import RunFolder
-from megalite.train.start import progress_lines
 
 
 @dataclass(frozen=True)
 class RunInputs:
     """The inputs of a run, made once and shared by all ranks."""
 
-    tokenizer_folder: Path
     data: RunData
     weights: str | None
     """The initial weights unless a checkpoint is resumed: a Hugging Face folder, or org/name@commit of the Hub."""
@@ -30,10 +28,7 @@ def prepare_inputs(config: RunConfig, folder: RunFolder) -> RunInputs:
     if config.model.weights and found_to_resume(config, folder) is None:
         local_folder(config.model.weights)
     _keep_origin(config, folder)
-    tokenizer_folder = ensure_tokenizer(config, folder.root)
-    return RunInputs(
-        tokenizer_folder, ensure_data(config, folder.root, progress=progress_lines()), config.model.weights
-    )
+    return RunInputs(ensure_data(config, folder.root), config.model.weights)
 
 
 def _keep_origin(config: RunConfig, folder: RunFolder) -> None:

@@ -13,9 +13,11 @@ from megalite.train.validation import HeldOutSet, held_out_set
 
 
 def loader_maker(
-    config: RunConfig, mesh: ParallelMesh, tokenizer: Tokenizer, vocab_size: int
+    config: RunConfig, mesh: ParallelMesh, tokenizer: Tokenizer | None
 ) -> Callable[..., StepLoader]:
     """Return StepLoader with the arguments that the samples of training and validation have in common."""
+    # Without a tokenizer the padding, which the loss ignores, may be any id.
+    end_of_document_id = 0 if tokenizer is None else tokenizer.end_of_document_id
     return partial(
         StepLoader,
         sequence_length=config.training.sequence_length,
@@ -24,9 +26,8 @@ def loader_maker(
         dp_rank=mesh.batch.rank,
         dp_size=mesh.batch.size,
         seed=config.run.seed,
-        pad_id=tokenizer.end_of_document_id,
-        vocab_size=vocab_size,
-        end_of_document_id=tokenizer.end_of_document_id if config.data.document_mask else None,
+        pad_id=end_of_document_id,
+        end_of_document_id=end_of_document_id if config.data.document_mask else None,
     )
 
 

@@ -85,7 +85,7 @@ class _Done:
     """
 
     config: RunConfig
-    tokenizer_folder: Path
+    tokenizer_folder: Path | None
     reporter: RunReporter
     last: Path | None
     ended_by: signal.Signals | None
@@ -105,10 +105,12 @@ def _train(
     precision = _precision(config, mesh, resumed_from)
     config = config.in_precision(precision.name)
     _require_deepspeed_precision(config)
-    tokenizer = load_tokenizer(inputs.tokenizer_folder, end_of_document=config.tokenizer.end_of_document)
-    shape = config.model.shape(tokenizer.vocab_size)
+    tokenizer = None
+    if inputs.data.tokenizer is not None:
+        tokenizer = load_tokenizer(inputs.data.tokenizer, end_of_document=config.tokenizer.end_of_document)
+    shape = config.model.shape(0 if tokenizer is None else tokenizer.vocab_size)
     kernels, tested = agreed_kernels(config, shape, mesh, leads_node=info.local_rank == 0)
-    load = loader_maker(config, mesh, tokenizer, shape.vocab_size)
+    load = loader_maker(config, mesh, tokenizer)
     trainer = TrainStep(
         config,
         mesh,
@@ -125,6 +127,8 @@ def _train(
     reporter = RunReporter(trainer, info, folder.metrics, folder.tensorboard)
     reporter.say(_data_line(trainer, held_out))
     _tell_choices(reporter, trainer, precision, tested)
+    for note in inputs.data.notes:
+        reporter.say(note)
     if resumed_from is not None:
         _tell_resumption(reporter, trainer, resumed_from)
     saver = RunSaver(
@@ -148,7 +152,7 @@ def _train(
         reason = loop.run()
     if reason:
         reporter.say(f"stopped after step {trainer.state.step}: {reason}")
-    return _Done(config, inputs.tokenizer_folder, reporter, loop.saved, loop.ended_by)
+    return _Done(config, inputs.data.tokenizer, reporter, loop.saved, loop.ended_by)
 
 
 def _data_line(trainer: TrainStep, held_out: Mapping[str, HeldOutSet]) -> str:
@@ -181,6 +185,10 @@ def _finish(done: _Done, folder: RunFolder) -> dict[str, Path]:
     if config.checkpoint.export:
         exported = best if config.checkpoint.export == "best" and best is not None else last
         export(exported, folder.export, done.tokenizer_folder)
+        if done.tokenizer_folder is None:
+            done.reporter.say(
+                f"{folder.export} has no tokenizer, as the training data has none: generate with --tokenizer"
+            )
         places["export"] = folder.export
     return places
 

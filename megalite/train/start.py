@@ -1,9 +1,7 @@
 """The first lines of a run, printed before torch is imported, and the line about its data."""
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from math import ceil
-from typing import TYPE_CHECKING
 
 from megalite.config.schema import RunConfig
 from megalite.config.summary import (
@@ -15,13 +13,7 @@ from megalite.config.summary import (
     shape_line,
 )
 from megalite.launcher.detect import RankInfo
-from megalite.monitor.console import announce
 from megalite.version import __version__
-
-if TYPE_CHECKING:
-    from megalite.data.prepare import Progress
-
-_PROGRESS_SECONDS = 3.0
 
 
 def start_lines(config: RunConfig, info: RankInfo | None, threads: int) -> Iterator[str]:
@@ -53,19 +45,6 @@ def data_line(config: RunConfig, *, samples: int, held_out: int, steps: int) -> 
     line = f"data: {samples * length:,} tokens, {_counted(per_epoch, 'step')} per epoch; "
     line += f"{steps:,} steps are {steps * batch / samples:.3g} epochs"
     return line + (f"; validation on {held_out * length:,} tokens" if held_out else "")
-
-
-def progress_lines(say: Callable[[str], None] = announce) -> Callable[["Progress"], None]:
-    """Return a function that prints the progress of a preparation every few seconds, and nothing for a short one."""
-    told = time.monotonic()
-
-    def progress(done: "Progress") -> None:
-        nonlocal told
-        if time.monotonic() - told >= _PROGRESS_SECONDS:
-            told = time.monotonic()
-            say(f"tokenizing: {done.bytes_read / max(1, done.bytes_total):.0%}, {done.tokens:,} tokens")
-
-    return progress
 
 
 def _processes(config: RunConfig, info: RankInfo | None) -> str:

@@ -11,18 +11,14 @@ _LARGEST_ERROR = 1e-6
 
 def tokenizer_is_given_once(facts: Facts) -> Iterator[Problem]:
     path, size = facts.tokenizer.path, facts.tokenizer.vocab_size
-    if path is not None and size is not None:
+    if path is not None and size != "auto":
         message = f"{size} trains a new tokenizer, but tokenizer.path names an existing one"
         yield Problem("tokenizer.vocab_size", message, "set only one of them")
-    elif path is None and size is None and facts.data.source == "stdlib":
-        message = "is not set, and neither is tokenizer.path"
-        remedy = "set it to train a tokenizer, or set tokenizer.path to an existing one"
-        yield Problem("tokenizer.vocab_size", message, remedy)
 
 
 def model_holds_every_token(facts: Facts) -> Iterator[Problem]:
     rows, ids = facts.model.vocab_size, facts.tokenizer.vocab_size
-    if rows != "auto" and ids is not None and rows < ids:
+    if rows != "auto" and ids != "auto" and rows < ids:
         message = f"{rows} is less than tokenizer.vocab_size = {ids}"
         yield Problem("model.vocab_size", message, f'use {ids} or more, or "auto"')
 

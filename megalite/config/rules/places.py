@@ -55,17 +55,6 @@ def tokenizer_exists(facts: Facts) -> Iterator[Problem]:
         yield Problem("tokenizer.path", f"{_named(path)} does not exist", remedy)
 
 
-def text_has_a_tokenizer(facts: Facts) -> Iterator[Problem]:
-    sources = [source for key, source in _sources(facts) if key != "data.validation"]
-    text = [each for each in sources if each != STANDARD_LIBRARY and not is_prepared(each)]
-    if facts.tokenizer.path is None and facts.tokenizer.vocab_size is None and text:
-        message = f"is not set, and {_named(text[0])} is text, which needs a tokenizer"
-        remedy = (
-            "set tokenizer.vocab_size to train one, for example 4096, or tokenizer.path to an existing one"
-        )
-        yield Problem("tokenizer.vocab_size", message, remedy)
-
-
 def is_prepared(source: str) -> bool:
     """Whether a source is X, X.bin or X.idx of a prepared pair."""
     path = Path(source).expanduser()
@@ -113,5 +102,4 @@ PLACE_RULES = (
     checkpoint_to_resume_exists,
     text_exists,
     tokenizer_exists,
-    text_has_a_tokenizer,
 )

@@ -215,7 +215,7 @@ CASES = [
     Case(
         "a pair that names no tokenizer",
         training_on(without_manifest, tokenizer__path=None),
-        ("good does not record its tokenizer", "set tokenizer.path"),
+        ('model.vocab_size: "auto" takes', "good.bin has none; set it to", "or set tokenizer.path"),
     ),
     Case(
         "a pair whose tokenizer is gone",
@@ -230,7 +230,7 @@ CASES = [
     Case(
         "ids beyond the vocabulary",
         training_on_pair([1, 2, 9999, 4] * 40),
-        ("short.bin, sample", "id 9999 is outside", "prepare the text"),
+        ("short.bin: its largest id, 9999, is outside", "prepare the text"),
         in_a_process=True,
     ),
     Case(

@@ -245,11 +245,15 @@ CASES = [
         )[1],
         ("tokenizer_config.json is not a tokenizer's configuration", "save it again"),
     ),
-    Case("no text to train on", training(source="empty.txt"), ("there is no text", "--source")),
+    Case(
+        "no text to train on",
+        training(source="empty.txt"),
+        ("--source: ", "empty.txt has no text", "name a source"),
+    ),
     Case(
         "no text to train sentencepiece on",
         training("--kind", "unigram", source="empty.txt"),
-        ("there is no text", "--source"),
+        ("--source: ", "empty.txt has no text", "name a source"),
     ),
     Case(
         "a vocabulary without room for bytes",

@@ -40,7 +40,6 @@ def test_every_unusable_place_is_said_at_once(tmp_path: Path) -> None:
         "checkpoint.resume",
         "data.source",
         "data.validation",
-        "tokenizer.vocab_size",
     ]
     assert found[2] == (
         f'run.folder: "{tmp_path}/file/run" cannot be written: {tmp_path}/file is a file; '

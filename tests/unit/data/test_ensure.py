@@ -1,6 +1,9 @@
 """The tokenizer and token file of a run: made once, made again when they must be, never changed under a run."""
 
 import json
+import os
+import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -13,8 +16,9 @@ from sentencepiece import SentencePieceProcessor
 
 from megalite.config.schema import RunConfig
 from megalite.data.corpus import Corpus
-from megalite.data.ensure import ensure_data, ensure_tokenizer
-from megalite.data.prepare import prepare, prepared_facts
+from megalite.data.ensure import ensure_data
+from megalite.data.prepare import prepare
+from megalite.data.prepared import prepared_facts
 from megalite.data.token_file import TokenFile
 from megalite.data.tokenizer import Tokenizer, load_tokenizer
 from megalite.errors import DataError
@@ -30,6 +34,13 @@ def ensure_train(config: RunConfig, run_folder: Path) -> Path:
     return prefix
 
 
+def ensure_tokenizer(config: RunConfig, run_folder: Path) -> Path:
+    """The folder of the run's tokenizer."""
+    folder = ensure_data(config, run_folder).tokenizer
+    assert folder is not None
+    return folder
+
+
 SHAPE = {
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -43,7 +54,7 @@ SHAPE = {
 def config(source: Path | str | list[str], **sections: dict[str, Any]) -> RunConfig:
     return RunConfig.model_validate(
         {
-            "model": SHAPE,
+            "model": {**SHAPE, **sections.get("model", {})},
             "training": {"steps": 1, "sequence_length": 16, "micro_batch_size": 1, "global_batch_size": 1},
             "tokenizer": sections.get("tokenizer", {"vocab_size": 300}),
             "data": {
@@ -160,8 +171,6 @@ def test_prepared_files_and_the_tokenizer_must_belong_together(
     with pytest.raises(DataError, match="cannot be one of several sources"):
         ensure_train(config([str(text), str(prefix)]), run_folder)
     (tmp_path / "x.json").unlink()
-    with pytest.raises(DataError, match=r"does not record its tokenizer; set tokenizer\.path"):
-        ensure_train(config(prefix), run_folder)
     # Files of another program say nothing of a tokenizer, and are believed.
     assert ensure_train(config(prefix, tokenizer={"path": str(other)}), run_folder) == prefix
 
@@ -178,12 +187,26 @@ def test_a_vanished_tokenizer_of_prepared_files_is_named(
         ensure_train(config(tmp_path / "x"), run_folder)
 
 
-def test_without_a_tokenizer_there_is_an_error(text: Path, run_folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"no tokenizer; set tokenizer\.path, or tokenizer\.vocab_size"):
-        ensure_tokenizer(config(text, tokenizer={}), run_folder)
+def test_a_tokenizer_file_of_another_name_is_refused(text: Path, run_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "tok.json").write_text("{}")
     with pytest.raises(DataError, match=r"not called tokenizer\.json"):
         ensure_tokenizer(config(text, tokenizer={"path": str(tmp_path / "tok.json")}), run_folder)
+
+
+def test_a_short_text_gets_the_vocabulary_that_it_supports(text: Path, run_folder: Path) -> None:
+    reached = {}
+    for kind in ("bpe", "unigram"):
+        folder = ensure_tokenizer(config(text, tokenizer={"kind": kind}), run_folder / kind)
+        reached[kind] = load_tokenizer(folder).vocab_size
+        made = times(run_folder / kind)
+        ensure_tokenizer(config(text, tokenizer={"kind": kind}), run_folder / kind)
+        assert times(run_folder / kind) == made
+    assert 256 < reached["bpe"] <= 512 and 256 < reached["unigram"] <= 512
+    (run_folder / "a.txt").write_text("a short line, and then one more of them\n" * 9)
+    folder = ensure_tokenizer(config(run_folder / "a.txt", tokenizer={}), run_folder / "short")
+    assert 257 < load_tokenizer(folder).vocab_size < 300
+    small = config(text, tokenizer={}, model={"vocab_size": 290})
+    assert load_tokenizer(ensure_tokenizer(small, run_folder / "bounded")).vocab_size == 290
 
 
 def test_errors_of_the_training_process_arrive(text: Path, run_folder: Path) -> None:
@@ -358,3 +381,189 @@ def test_documents_that_do_not_end_cannot_be_told_apart(text: Path, run_folder: 
     ensure_data(config(tmp_path / "x", data={"document_mask": True}), run_folder)
     with pytest.raises(DataError, match=r"x\.bin: document 0 ends in id 0, .*set tokenizer\.end_of_document"):
         ensure_data(config(tmp_path / "x", tokenizer=tokenizer, data={"document_mask": True}), run_folder)
+
+
+def moved(folder: Path, new: Path) -> Path:
+    """A folder on another cluster: other places, other times."""
+    shutil.copytree(folder, new)
+    for path in new.rglob("*"):
+        os.utime(path, ns=(1, 1))
+    shutil.rmtree(folder)
+    return new
+
+
+def test_a_run_that_moved_with_its_text_goes_on(text: Path, tmp_path: Path) -> None:
+    """Contents decide, not places and times; then a changed text is still noticed."""
+    old = tmp_path / "old"
+    old.mkdir()
+    text.rename(old / "text.jsonl")
+    settings: dict[str, Any] = {"data": {"split": [0.8, 0.2]}}
+    ensure_data(config(old / "text.jsonl", **settings), old / "run")
+    with_checkpoint(old / "run")
+    new = moved(old, tmp_path / "new")
+    before = {path: path.read_bytes() for path in (new / "run").rglob("*.bin")}
+    data = ensure_data(config(new / "text.jsonl", **settings), new / "run")
+    assert (
+        data.tokenizer == new / "run" / "tokenizer" and {path: path.read_bytes() for path in before} == before
+    )
+    made = times(new / "run")
+    ensure_data(config(new / "text.jsonl", **settings), new / "run")
+    assert times(new / "run") == made
+    # The pair alone is known by its tokenizer beside it.
+    pair = config(new / "run" / "data" / "train", tokenizer={})
+    assert ensure_data(pair, tmp_path / "other").tokenizer == (new / "run" / "tokenizer").resolve()
+    same_size = (new / "text.jsonl").read_text().replace("rank", "Rank", 1)
+    (new / "text.jsonl").write_text(same_size)
+    os.utime(new / "text.jsonl", ns=(1, 1))
+    os.utime(new / "text.jsonl")
+    with pytest.raises(DataError, match=r"the text or the tokenizer settings changed since"):
+        ensure_data(config(new / "text.jsonl", **settings), new / "run")
+
+
+def test_a_changed_text_is_noticed_with_a_given_tokenizer(
+    text: Path, run_folder: Path, tokenizer: Tokenizer
+) -> None:
+    settings = config(text, tokenizer={"path": str(tokenizer.file)})
+    ensure_train(settings, run_folder)
+    with_checkpoint(run_folder)
+    made = times(run_folder)
+    text.touch()
+    ensure_train(settings, run_folder)
+    changed = {path for path, when in times(run_folder).items() if made.get(path) != when}
+    assert changed == {str(run_folder / "data" / "train.json")}
+    text.write_text(text.read_text().replace("rank", "Rank", 1))
+    with pytest.raises(DataError, match=r"since .*data/train was made"):
+        ensure_train(settings, run_folder)
+
+
+def test_a_single_text_is_split_by_tokens_and_the_start_says_so(tmp_path: Path, run_folder: Path) -> None:
+    (tmp_path / "book.txt").write_text(" ".join(tiny_corpus()))
+    settings = config(tmp_path / "book.txt", data={"split": [0.9, 0.1]})
+    for _ in range(2):
+        data = ensure_data(settings, run_folder)
+        [note] = data.notes
+        files = [TokenFile.open(*prefixes) for prefixes in (data.train, data.validation)]
+        counts = " for train, ".join(f"{file.num_tokens:,}" for file in files)
+        assert note.endswith(
+            f"book.txt has too few documents and is split by tokens: {counts} for validation"
+        )
+        assert files[1].num_tokens % 16 == 1
+
+
+@pytest.mark.parametrize(
+    ("key", "data"),
+    [
+        ("data.source", {}),
+        ("data.validation", {"validation": "{}"}),
+        ("data.blend[2].source", {"source": None, "blend": [("text", 1), ("{}", 1)]}),
+    ],
+)
+@pytest.mark.parametrize("content", [None, " \n"])
+def test_a_missing_or_blank_text_is_named_with_its_setting(
+    text: Path, run_folder: Path, key: str, data: dict[str, Any], content: str | None
+) -> None:
+    wrong = text.with_name("wrong.txt")
+    if content is not None:
+        wrong.write_text(content)
+    names = {"{}": str(wrong), "text": str(text)}
+    if "blend" in data:
+        data = {
+            **data,
+            "blend": [{"source": names[name], "weight": weight} for name, weight in data["blend"]],
+        }
+    if "validation" in data:
+        data = {"validation": str(wrong)}
+    said = "does not exist" if content is None else r"has no text \(1 file with 2 bytes"
+    source = text if key == "data.validation" else wrong
+    with pytest.raises(DataError, match=rf"^{re.escape(key)}: .*wrong\.txt {said}"):
+        ensure_data(config(source, data=data), run_folder)
+    assert not run_folder.exists()
+
+
+def test_a_text_shorter_than_a_sequence_is_refused(tmp_path: Path, run_folder: Path) -> None:
+    (tmp_path / "a.txt").write_text("eight words and no more than a few")
+    long = config(tmp_path / "a.txt", tokenizer={}).model_dump()
+    long["training"]["sequence_length"] = 4096
+    with pytest.raises(
+        DataError, match=r"^data\.source: .*a\.txt has (\d+) tokens, fewer than one seq"
+    ) as found:
+        ensure_data(RunConfig.model_validate(long), run_folder)
+    fitting = re.search(r"training\.sequence_length to (\d+) or less", str(found.value))
+    assert fitting is not None
+    long["training"]["sequence_length"] = int(fitting[1])
+    assert ensure_data(RunConfig.model_validate(long), run_folder).train
+
+
+def foreign_pair(text: Path, tmp_path: Path, tokenizer: Tokenizer) -> Path:
+    """A pair as Megatron-LM writes it: nothing beside it says what its ids mean."""
+    prepare(Corpus.open([str(text)]), tokenizer, tmp_path / "ids")
+    (tmp_path / "ids.json").unlink()
+    return tmp_path / "ids"
+
+
+def test_a_pair_without_a_tokenizer_needs_the_models_vocabulary(
+    text: Path, tmp_path: Path, run_folder: Path, tokenizer: Tokenizer
+) -> None:
+    pair = foreign_pair(text, tmp_path, tokenizer)
+    largest = int(TokenFile.open(pair).tokens.max())
+    with pytest.raises(DataError, match=rf'^model\.vocab_size: "auto" .* set it to {largest + 1} or more'):
+        ensure_data(config(pair, tokenizer={}), run_folder)
+    rows = {"vocab_size": largest + 1}
+    data = ensure_data(config(pair, tokenizer={}, model=rows), run_folder)
+    assert data.tokenizer is None and data.train == (pair,)
+    with pytest.raises(DataError, match=r"data\.document_mask looks for .*; set tokenizer\.path"):
+        ensure_data(config(pair, tokenizer={}, model=rows, data={"document_mask": True}), run_folder)
+    with pytest.raises(
+        DataError, match=r"^tokenizer\.vocab_size: 300 .*, with no tokenizer; set model\.vocab_size"
+    ):
+        ensure_data(config(pair, model=rows), run_folder)
+
+
+def test_ids_outside_the_vocabulary_are_found_at_the_start_by_one_pass(
+    text: Path, tmp_path: Path, run_folder: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = foreign_pair(text, tmp_path, tokenizer)
+    largest = int(TokenFile.open(pair).tokens.max())
+    small = config(pair, tokenizer={}, model={"vocab_size": largest})
+    for passes in ("a pass", "none"):
+        if passes == "none":
+            monkeypatch.setattr("megalite.data.token_ids._CHUNK_TOKENS", 0)  # a second pass would fail
+        with pytest.raises(
+            DataError, match=rf"ids\.bin: its largest id, {largest}, is outside .* to {largest + 1} or"
+        ):
+            ensure_data(small, run_folder)
+    # Our own files record it.
+    facts = prepared_facts(ensure_train(config(text), tmp_path / "own"))
+    assert (
+        facts is not None
+        and facts.largest_id == TokenFile.open(tmp_path / "own" / "data" / "train").tokens.max()
+    )
+
+
+def test_a_vocabulary_size_for_a_prepared_pair_is_not_ignored(
+    text: Path, tmp_path: Path, run_folder: Path, tokenizer: Tokenizer
+) -> None:
+    prepare(Corpus.open([str(text)]), tokenizer, tmp_path / "x")
+    size = tokenizer.vocab_size
+    with pytest.raises(
+        DataError,
+        match=rf"^tokenizer\.vocab_size: {size + 1} .*x\.bin is prepared .* of {size} ids; leave it out",
+    ):
+        ensure_data(config(tmp_path / "x", tokenizer={"vocab_size": size + 1}), run_folder)
+    assert ensure_data(config(tmp_path / "x", tokenizer={"vocab_size": size}), run_folder).train
+
+
+def test_preparation_says_at_once_what_it_does(
+    text: Path, run_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megalite.monitor.preparation._LINE_SECONDS", 0.0)
+    ensure_data(config(text), run_folder)
+    size, count = text.stat().st_size / 1e3, len(tiny_corpus())
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"training a tokenizer of 300 ids on {size:.1f} kB (1 file)"
+    assert any(re.fullmatch(r"tokenizer: 300 ids in \d+\.\d s", line) for line in lines)
+    begun = lines.index(f"tokenizing {size:.1f} kB of text (1 file)")
+    assert re.fullmatch(r"  0\.0 of [\d.]+ kB, [\d,]+ tokens, [\d,]+ tokens/s", lines[begun + 1])
+    assert re.fullmatch(rf"data: {count} documents, [\d,]+ tokens in \d+\.\d s", lines[-1])
+    ensure_data(config(text), run_folder)
+    assert capsys.readouterr().out == ""

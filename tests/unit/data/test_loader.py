@@ -159,14 +159,6 @@ def test_steps_for_epochs_see_every_sample(file: TokenFile) -> None:
     assert loader(file, 2, 5, 0, 4).global_batch_size == 40
 
 
-def test_an_id_outside_the_models_vocabulary_is_refused(file: TokenFile) -> None:
-    loader(file, b=72, m=1, vocab_size=501).step_batch(0)
-    with pytest.raises(
-        DataError, match=r"x\.bin, sample 71: id 500 is outside the model's vocabulary of 500; prepare"
-    ):
-        loader(file, b=72, m=1, vocab_size=500).step_batch(0)
-
-
 @pytest.mark.parametrize("epochs", [1.0, 1.5])
 def test_epochs_end_where_they_end_whatever_the_batch(file: TokenFile, epochs: float) -> None:
     """No sample is counted once more because the last global batch has room for it."""

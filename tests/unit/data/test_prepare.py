@@ -17,11 +17,13 @@ from tokenizers import models, pre_tokenizers
 
 from megalite.data import partial_files
 from megalite.data.corpus import PIECE_CHARACTERS, Corpus
-from megalite.data.prepare import Progress, prepare, prepared_facts
+from megalite.data.prepare import prepare
+from megalite.data.prepared import prepared_facts
 from megalite.data.token_file import TokenFile, TokenWriter
 from megalite.data.tokenizer import Tokenizer, load_tokenizer, save_tokenizer
 from megalite.data.tokenizer_training import train_bpe
 from megalite.errors import DataError
+from megalite.monitor.preparation import PreparationProgress
 from tests.support.tiny import tiny_corpus
 
 ROOT = Path(__file__).parents[3]
@@ -111,9 +113,9 @@ def _large_backend() -> Backend:
 
 
 def test_the_same_call_again_does_nothing(tmp_path: Path, corpus: Corpus, tokenizer: Tokenizer) -> None:
-    calls: list[Progress] = []
+    calls: list[PreparationProgress] = []
     first = prepare(corpus, tokenizer, tmp_path / "x", progress=calls.append)
-    assert calls and calls[-1] == Progress(
+    assert calls and calls[-1] == PreparationProgress(
         corpus.size_bytes, corpus.size_bytes, first.documents, first.tokens
     )
     written = (tmp_path / "x.bin").stat().st_mtime_ns
@@ -141,7 +143,7 @@ def test_any_change_prepares_again(tmp_path: Path, corpus: Corpus, tokenizer: To
         (tmp_path / "x.json").write_text("{}")
     else:
         (tmp_path / f"x.{change}").write_bytes(b"short")
-    calls: list[Progress] = []
+    calls: list[PreparationProgress] = []
     prepare(corpus, tokenizer, prefix, progress=calls.append)
     assert calls
     TokenFile.open(prefix).check_index()
@@ -149,7 +151,9 @@ def test_any_change_prepares_again(tmp_path: Path, corpus: Corpus, tokenizer: To
 
 def test_no_text_at_all_is_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
     (tmp_path / "a.txt").write_text("")
-    with pytest.raises(DataError, match=r"a\.txt has no text; name a source that has"):
+    with pytest.raises(
+        DataError, match=r"a\.txt has no text \(1 file with 0 bytes, .*\); name a source that has"
+    ):
         prepare(Corpus.open([str(tmp_path / "a.txt")]), tokenizer, tmp_path / "out" / "x")
     assert published(tmp_path / "out") == []
 
@@ -207,7 +211,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path, corpus: Corpus, t
 
 
 def test_an_interrupt_leaves_nothing(tmp_path: Path, corpus: Corpus, tokenizer: Tokenizer) -> None:
-    def interrupt(progress: Progress) -> None:
+    def interrupt(progress: PreparationProgress) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

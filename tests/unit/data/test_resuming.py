@@ -14,11 +14,12 @@ import pytest
 
 from megalite.data import prepare as prepare_module
 from megalite.data.corpus import Corpus
-from megalite.data.prepare import Preparation, Progress, _Encode, prepare_outputs
+from megalite.data.prepare import Preparation, _Encode, prepare_outputs
 from megalite.data.split import Split
 from megalite.data.token_file import TokenFile
 from megalite.data.tokenizer import Tokenizer
 from megalite.data.workers import WorkerDied
+from megalite.monitor.preparation import PreparationProgress
 from tests.support.tiny import tiny_corpus
 
 ROOT = Path(__file__).parents[3]
@@ -84,7 +85,7 @@ def contents(preparation: Preparation) -> dict[str, bytes]:
 def stopped_after(preparation: Preparation, batches: int) -> None:
     seen = 0
 
-    def interrupt(progress: Progress) -> None:
+    def interrupt(progress: PreparationProgress) -> None:
         nonlocal seen
         seen += 1
         if seen == batches:
@@ -198,7 +199,7 @@ def test_a_killed_worker_loses_nothing(preparation: Preparation, tmp_path: Path)
     undisturbed = elsewhere(preparation, tmp_path / "undisturbed")
     prepare_outputs(undisturbed)
 
-    def died(progress: Progress) -> None:
+    def died(progress: PreparationProgress) -> None:
         if 2 * progress.bytes_read > progress.bytes_total:
             raise WorkerDied("a worker process died")
 

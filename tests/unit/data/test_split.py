@@ -75,12 +75,76 @@ def test_shares_that_do_not_quite_sum_to_one_leave_no_document_out() -> None:
     assert {Split(shares).part(document) for document in range(2000)} == {0, 1, 2}
 
 
-def test_a_part_without_documents_is_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def by_tokens(
+    folder: Path, corpus: Corpus, tokenizer: Tokenizer, split: Split, length: int
+) -> list[TokenFile]:
+    outputs = split_files(folder, len(split.parts))
+    preparation = Preparation(corpus, tokenizer, outputs, split=split, sequence_length=length)
+    facts = prepare_outputs(preparation)
+    assert all(each.split_by_tokens for each in facts)
+    assert preparation.done() == facts
+    return [TokenFile.open(each) for each in outputs]
+
+
+@pytest.mark.parametrize("texts", [TEXTS[:1], [" ".join(TEXTS)], TEXTS[:2]])
+@pytest.mark.parametrize("shares", [(0.9, 0.1), (0.5, 0.25, 0.25)])
+def test_too_few_documents_are_split_by_tokens(
+    tmp_path: Path, tokenizer: Tokenizer, texts: list[str], shares: tuple[float, ...]
+) -> None:
+    """Contiguous parts in order, without overlap; those held out have whole sequences and a last label."""
+    texts = [text * 4 for text in texts]
+    corpus, split, length = write(tmp_path / "a.jsonl", texts), Split(shares, 3), 7
+    files = by_tokens(tmp_path / "out", corpus, tokenizer, split, length)
+    end = tokenizer.end_of_document_id
+    ids = [token for text in texts for token in tokenizer.encode(text)]
+    assert [token for file in files for token in file.tokens.tolist() if token != end] == ids
+    for file, share in zip(files[1:], shares[1:], strict=True):
+        assert (file.num_tokens - 1) % length in (0, length - 1)  # one less if a document ends at the cut
+        assert abs(file.num_tokens - share * len(ids)) <= length + 1
+    for file in files:
+        file.check_index()
+        assert all(file.document(index)[-1] == end for index in range(file.num_documents))
+    again = by_tokens(tmp_path / "again", corpus, tokenizer, split, length)
+    assert [file.tokens.tolist() for file in again] == [file.tokens.tolist() for file in files]
+    assert {path.suffix for path in (tmp_path / "out").iterdir()} == {".bin", ".idx", ".json"}
+    assert not [path for path in (tmp_path / "out").iterdir() if path.name.startswith(".")]
+
+
+def test_enough_documents_are_not_cut(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    split = Split((0.9, 0.1))
+    enough = split.documents_needed()
+    assert {split.part(document) for document in range(enough - 1)} == {0}
+    for count, cut in ((enough, False), (enough - 1, True)):
+        corpus = write(tmp_path / f"{count}.jsonl", [TEXTS[0]] * count)
+        outputs = split_files(tmp_path / f"out{count}", 2)
+        facts = prepare_outputs(Preparation(corpus, tokenizer, outputs, split=split))
+        assert [each.split_by_tokens for each in facts] == [cut, cut]
+
+
+def test_a_text_without_a_sequence_for_each_part_is_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
     corpus = write(tmp_path / "a.jsonl", ["only one"])
-    preparation = Preparation(corpus, tokenizer, split_files(tmp_path / "out", 2), split=Split((0.9, 0.1)))
+    tokens = len(tokenizer.encode("only one")) + 1
+    outputs = split_files(tmp_path / "out", 2)
+    preparation = Preparation(corpus, tokenizer, outputs, split=Split((0.9, 0.1)), sequence_length=64)
+    said = rf"a\.jsonl has {tokens} tokens, too few for a sequence of 64 .* to {(tokens - 1) // 2} or less"
+    with pytest.raises(DataError, match=rf"^data\.split: .*{said}"):
+        prepare_outputs(preparation)
+    assert prepare_outputs(replace(preparation, sequence_length=(tokens - 1) // 2))
+
+
+def test_a_part_with_short_documents_only_is_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    split = Split((0.5, 0.5))
+    needed = split.documents_needed()
+    texts = [TEXTS[0]] * (needed - 1) + ["a"]  # the last one alone is in the other part
+    preparation = Preparation(
+        write(tmp_path / "a.jsonl", texts),
+        tokenizer,
+        split_files(tmp_path / "out", 2),
+        min_length=5,
+        split=split,
+    )
     with pytest.raises(
-        DataError,
-        match=r"validation part gets none of the 1 documents of .*a\.jsonl; raise .*data\.validation",
+        DataError, match=r"^data\.split: the \w+ part gets none of .*; lower data\.min_length"
     ):
         prepare_outputs(preparation)
     assert not list((tmp_path / "out").iterdir())

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 
 from megalite.data.corpus import Piece
+from megalite.data.partial_files import lock_held, partial
 from megalite.data.tokenizer import Tokenizer, copy_tokenizer, load_tokenizer, save_tokenizer, tokenizer_file
 from megalite.data.tokenizer_training import train_bpe
 from megalite.errors import DataError
@@ -198,3 +199,20 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match=r"cannot be written .*choose another folder"):
         save_tokenizer(train_bpe(pieces(tiny_corpus()), 300), tmp_path / "file" / "folder")
+
+
+def test_two_writers_at_once_do_not_tear_each_other(tmp_path: Path) -> None:
+    backend = train_bpe(pieces(tiny_corpus()), 300)
+    save_tokenizer(backend, tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with lock_held(partial(tmp_path / "tokenizer.json")):  # another job is writing
+        with pytest.raises(
+            DataError, match=r"another process is preparing .*; wait for it, or choose another output"
+        ):
+            save_tokenizer(train_bpe(pieces(tiny_corpus()), 310), tmp_path, "<|endoftext|>")
+        assert {
+            path.name: path.read_bytes() for path in tmp_path.iterdir() if "partial" not in path.name
+        } == before
+    save_tokenizer(train_bpe(pieces(tiny_corpus()), 310), tmp_path)
+    assert load_tokenizer(tmp_path).vocab_size == 310
+    assert {path.name for path in tmp_path.iterdir()} == set(before)

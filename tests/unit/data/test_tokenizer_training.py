@@ -17,6 +17,7 @@ from megalite.data.tokenizer import load_tokenizer
 from megalite.data.tokenizer_training import (
     KINDS,
     evenly_spaced,
+    fitting_vocab_size,
     train_bpe,
     train_into,
     train_sentencepiece,
@@ -129,3 +130,8 @@ def test_the_sample_is_every_nth_piece_and_fits(lengths: list[int], limit: int) 
     assert sum(map(len, kept)) <= limit or len(kept) == 1
     if stride > 1:  # no denser one would have fitted
         assert sum(map(len, texts[:: stride // 2])) > limit
+
+
+def test_the_fitting_vocabulary_grows_with_the_text() -> None:
+    sizes = [1, 10**4, 10**5, 10**6, 10**7, 10**8, 10**9, 10**12]
+    assert [fitting_vocab_size(size) for size in sizes] == [512, 512, 512, 1024, 4096, 8192, 32768, 32768]

@@ -3,9 +3,6 @@
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
-
-from megalite.data.prepare import Progress
 from megalite.train import start
 from tests.unit.config.runs import load
 
@@ -55,13 +52,3 @@ def test_the_data_line_has_the_steps_of_an_epoch(tmp_path: Path) -> None:
     assert start.data_line(config, samples=8, held_out=0, steps=1).endswith(
         "1 step per epoch; 1 steps are 1 epochs"
     )
-
-
-def test_progress_is_told_every_few_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, said = [0.0], []
-    monkeypatch.setattr(start.time, "monotonic", lambda: now[0])
-    progress = start.progress_lines(said.append)
-    for second in range(8):
-        now[0] = float(second)
-        progress(Progress(bytes_read=10 * second, bytes_total=80, documents=1, tokens=1000 * second))
-    assert said == ["tokenizing: 38%, 3,000 tokens", "tokenizing: 75%, 6,000 tokens"]
