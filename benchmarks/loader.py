@@ -104,7 +104,6 @@ def measure(case: Case, prefix: Path, steps: int) -> tuple[list[float], list[flo
         micro_batch_size=sequences,
         micro_batches=1,
         seed=0,
-        vocab_size=vocabulary,
     )
     trainer = TrainStep(config, ParallelMesh.single(), config.model.shape(vocabulary), loader)
     with trainer.batches:

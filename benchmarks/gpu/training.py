@@ -83,7 +83,6 @@ def train(kernels: str, *, device: str, product: float | None, tiny: bool = Fals
             micro_batch_size=sequences,
             micro_batches=MICRO_BATCHES,
             seed=0,
-            vocab_size=model["vocab_size"],
         )
         shape = config.model.shape(model["vocab_size"])
         trainer = TrainStep(config, ParallelMesh.single(device), shape, loader)

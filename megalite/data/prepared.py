@@ -65,7 +65,7 @@ def recorded_tokenizer(prefix: Path, facts: PreparedFacts) -> Path | None:
     """Return the tokenizer.json that X.json names: where it was, or beside X in a folder that moved; None if gone."""
     places = [Path(facts.tokenizer)]
     if facts.tokenizer_beside:
-        places.append(prefix.parent / facts.tokenizer_beside)
+        places.append((prefix.parent / facts.tokenizer_beside).resolve())
     there = [place for place in places if place.is_file()]
     same = (
         place for place in there if hashlib.sha256(place.read_bytes()).hexdigest() == facts.tokenizer_sha256

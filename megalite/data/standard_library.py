@@ -8,7 +8,8 @@ from megalite.errors import DataError
 
 STANDARD_LIBRARY = "stdlib"
 
-# Installed packages, tests, tables of code points and help texts, and tools that newer Pythons have no more.
+# Installed packages, tests, tables of code points and help texts, tools that newer Pythons have no more, and tkinter,
+# hundreds of wrappers that all make the same call.
 _LEFT_OUT_FOLDERS = {
     "site-packages",
     "dist-packages",
@@ -21,6 +22,7 @@ _LEFT_OUT_FOLDERS = {
     "lib2to3",
     "distutils",
     "idlelib",
+    "tkinter",
     "turtledemo",
     "__phello__",
 }

@@ -157,7 +157,7 @@ def test_wrong_options_end_with_exit_code_2(command, arguments: list[str], capsy
     with pytest.raises(SystemExit) as stopped:
         command.run(arguments)
     assert stopped.value.code == 2
-    assert "usage: megalite" in capsys.readouterr().err
+    assert capsys.readouterr().err.startswith("error: megalite ")
 
 
 def test_errors_are_data_errors(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -279,3 +281,27 @@ def test_the_example_trains_by_its_own_words(tmp_path: Path) -> None:
     assert records[0]["validation_loss"] > 6 > 5.9 > records[-1]["validation_loss"]
     assert records[-1]["weight_norm"] > 0
     assert ran.stdout.splitlines()[-1].startswith("validation loss 5.")
+
+
+def test_ids_alone_train_and_export_without_a_tokenizer(
+    run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A .bin/.idx pair as Megatron-LM leaves it: the losses are those of the same ids with their tokenizer."""
+    prepared = load_config(run_file).data.source
+    for suffix in (".bin", ".idx"):
+        shutil.copy(f"{prepared}{suffix}", tmp_path / f"ids{suffix}")
+    with_tokenizer = train(run_file, tmp_path / "with", training={"steps": 3})
+    text = re.sub(r'^(path|validation) = ".*"\n', "", run_file.read_text(), flags=re.M)
+    text = text.replace(f'"{prepared}"', f'"{tmp_path / "ids"}"').replace(
+        'vocab_size = "auto"', "vocab_size = 300"
+    )
+    (tmp_path / "run.toml").write_text(text.replace("every = 2\n", ""))
+    alone = train(
+        tmp_path / "run.toml", tmp_path / "alone", training={"steps": 3}, checkpoint={"export": True}
+    )
+    losses = [
+        [record["loss"] for record in run.metrics if "loss" in record] for run in (with_tokenizer, alone)
+    ]
+    assert losses[0] == losses[1]
+    assert (alone.export / "model.safetensors").is_file() and not (alone.export / "tokenizer.json").exists()
+    assert "has no tokenizer, as the training data has none" in capsys.readouterr().out

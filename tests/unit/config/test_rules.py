@@ -425,13 +425,6 @@ CASES = [
         {"tokenizer.vocab_size": REMOVED},
     ),
     Case(
-        "tokenizer_is_given_once",
-        {"tokenizer.vocab_size": REMOVED},
-        "tokenizer.vocab_size: is not set, and neither is tokenizer.path; "
-        "set it to train a tokenizer, or set tokenizer.path to an existing one",
-        {"tokenizer.path": "tokenizer"},
-    ),
-    Case(
         "model_holds_every_token",
         {"model.vocab_size": 299},
         'model.vocab_size: 299 is less than tokenizer.vocab_size = 300; use 300 or more, or "auto"',

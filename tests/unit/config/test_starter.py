@@ -54,7 +54,7 @@ def test_other_settings_take_precedence() -> None:
     flags = [f"--{name}={value}" for name, value in given.items()]
     config = load_run(None, flags, starter=BOOK).config
     assert (config.training.steps, config.training.epochs) == (None, 2)
-    assert (config.tokenizer.vocab_size, config.tokenizer.path) == (None, "tok")
+    assert (config.tokenizer.vocab_size, config.tokenizer.path) == ("auto", "tok")
     assert (config.batch.global_batch_size, config.batch.micro_batches) == (8, 2)
     assert (config.run.folder, config.model.hidden_size, config.model.num_hidden_layers) == ("here", 64, 4)
     assert config.data.split is None
@@ -80,4 +80,4 @@ def test_many_documents_are_split_and_validated() -> None:
 
 def test_a_prepared_pair_has_its_tokenizer() -> None:
     config = load_run(None, ["--data.source", "b"], starter=replace(BOOK, words=None, documents=0)).config
-    assert (config.tokenizer.vocab_size, config.data.split) == (None, None)
+    assert (config.tokenizer.vocab_size, config.data.split) == ("auto", None)

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from fractions import Fraction
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -130,13 +129,6 @@ def test_an_epoch_is_as_long_as_all_sets_together(files: list[TokenFile]) -> Non
     assert each.samples_per_epoch == 116
     assert each.steps_for_epochs(0.5) == 10
     assert int((each.step_batch(54).labels >= 0).any(dim=1).sum()) == 58 - 54
-
-
-def test_the_set_of_a_wrong_id_is_named(files: list[TokenFile], tmp_path: Path) -> None:
-    with pytest.raises(
-        DataError, match=rf"{files[0].prefix}\.bin, sample \d+: id \d+ is outside .*of 201; prepare"
-    ):
-        blended(files, b=60, m=1, vocab_size=201).step_batch(0)
 
 
 @pytest.mark.parametrize("weights", [(1.0,), (0.5, 0.5, 0.0), (1, 1, -1)])

@@ -171,8 +171,9 @@ def test_prepared_files_and_the_tokenizer_must_belong_together(
     with pytest.raises(DataError, match="cannot be one of several sources"):
         ensure_train(config([str(text), str(prefix)]), run_folder)
     (tmp_path / "x.json").unlink()
-    # Files of another program say nothing of a tokenizer, and are believed.
-    assert ensure_train(config(prefix, tokenizer={"path": str(other)}), run_folder) == prefix
+    # Files of another program say nothing of a tokenizer, and are believed where the model has their ids.
+    believed = config(prefix, tokenizer={"path": str(other)}, model={"vocab_size": tokenizer.vocab_size})
+    assert ensure_train(believed, run_folder) == prefix
 
 
 def test_a_vanished_tokenizer_of_prepared_files_is_named(

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalite.config.load import load_run
+from megalite.data.blend import BlendedSamples
 from megalite.data.loader import LoadedBatch, StepLoader
 from megalite.data.prefetch import Prefetch
 from megalite.data.token_file import TokenFile, TokenWriter, bin_path, idx_path
@@ -205,9 +206,7 @@ def trainer(file: TokenFile, workers: int, vocab_size: int = 40) -> TrainStep:
     }
     flags = [word for key, value in values.items() for word in (f"--{key}", str(value))]
     config = load_run(None, flags).config
-    loader = StepLoader(
-        file, sequence_length=8, micro_batch_size=4, micro_batches=1, seed=3, vocab_size=vocab_size
-    )
+    loader = StepLoader(file, sequence_length=8, micro_batch_size=4, micro_batches=1, seed=3)
     return TrainStep(config, ParallelMesh.single(), config.model.shape(vocab_size), loader)
 
 
@@ -255,8 +254,11 @@ def test_validation_batches_are_read_ahead_and_give_the_same_loss(file: TokenFil
     assert readers == {"MainThread", "loader"} and not loader_threads()
 
 
-def test_a_step_fails_with_what_its_reader_found(file: TokenFile) -> None:
-    each = trainer(file, 1, vocab_size=20)
-    with each.batches, pytest.raises(DataError, match="is outside the model's vocabulary of 20"):
-        for _ in range(each.total_steps):
-            each.train_step()
+def test_a_step_fails_with_what_its_reader_found(file: TokenFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    def damaged(*_: object) -> None:
+        raise DataError("the disk is gone")
+
+    each = trainer(file, 1)
+    monkeypatch.setattr(BlendedSamples, "read", damaged)
+    with each.batches, pytest.raises(DataError, match="the disk is gone"):
+        each.train_step()
