@@ -9,7 +9,6 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
 
 from megalite.data.source_files import SourceFile, cannot_read, source_files
@@ -111,13 +110,6 @@ class Corpus:
                 f"{self.key}: {', '.join(self.sources)} has no text ({held}, nothing but white space); "
                 "name a source that has"
             )
-
-    def has_documents(self, count: int) -> bool:
-        """Whether there are at least `count` documents with text; reads no more than that."""
-        if len(self.files) < count and all(file.kind in ("text", "optional") for file in self.files):
-            return False
-        ends = (piece.ends_document for piece, _ in self.pieces())
-        return sum(1 for _ in islice(filter(None, ends), count)) == count
 
     def _hash(self, files: Sequence[tuple[str | int, ...]]) -> str:
         return hashlib.blake2b(json.dumps([files, self.text_column]).encode(), digest_size=16).hexdigest()

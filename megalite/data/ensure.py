@@ -254,7 +254,7 @@ def _require_a_sequence(each: _Set, prefix: Path, sequence_length: int) -> None:
         source = prefix if isinstance(each.source, Path) else ", ".join(each.source.sources)
         remedy = f", or set training.sequence_length to {tokens - 1} or less" if tokens > 1 else ""
         raise DataError(
-            f"{each.key}: {source} has {tokens} tokens, fewer than one sequence of {sequence_length} "
+            f"{each.key}: {source} has {counted(tokens, 'token')}, fewer than one sequence of {sequence_length} "
             f"(training.sequence_length) and its last label; name a longer text{remedy}"
         )
 

@@ -153,8 +153,13 @@ def prepare_outputs(
 
 def _has_too_few_documents(preparation: Preparation) -> bool:
     """Whether the split by documents would leave a part empty."""
-    split = preparation.split
-    return len(split.parts) > 1 and not preparation.corpus.has_documents(split.documents_needed())
+    split, corpus = preparation.split, preparation.corpus
+    if len(split.parts) == 1:
+        return False
+    # A file that is one document need not be read to be counted.
+    if all(file.kind in ("text", "optional") for file in corpus.files) and not split.fills_all(corpus.files):
+        return True
+    return not split.fills_all(piece for piece, _ in corpus.pieces() if piece.ends_document)
 
 
 def _prepare_by_tokens(
@@ -165,10 +170,12 @@ def _prepare_by_tokens(
     whole = first.with_name(f".{first.name}.whole")
     alone = replace(preparation, outputs=(whole,), split=WHOLE)
     [facts] = prepare_outputs(alone, workers=workers, progress=progress)
-    file = TokenFile.open(whole)
-    sizes = part_sizes(
-        file.num_tokens, preparation.split, preparation.sequence_length, ", ".join(preparation.corpus.sources)
-    )
+    file, source = TokenFile.open(whole), ", ".join(preparation.corpus.sources)
+    try:
+        sizes = part_sizes(file.num_tokens, preparation.split, preparation.sequence_length, source)
+    except DataError:
+        _remove_pair(whole)
+        raise
     dtype, written = token_dtype(preparation.tokenizer.vocab_size), 0
     try:
         with partial_files(preparation.outputs) as files:
@@ -183,8 +190,7 @@ def _prepare_by_tokens(
             written = sum(each.bin_file.tell() for each in files)
             writers[0].short = facts.short_documents
             published = _published(preparation, files, writers, split_by_tokens=True)
-        for path in (bin_path(whole), idx_path(whole), json_path(whole)):
-            path.unlink()
+        _remove_pair(whole)
     except OSError as error:
         raise _cannot_write(first, written, error) from error
     return published
@@ -373,6 +379,11 @@ def _check_not_empty(preparation: Preparation, writers: Sequence[_Documents]) ->
                 f"{preparation.min_length} tokens or more; lower data.min_length (--min-length), or raise the part's "
                 "share (--split)"
             )
+
+
+def _remove_pair(prefix: Path) -> None:
+    for path in (bin_path(prefix), idx_path(prefix), json_path(prefix)):
+        path.unlink(missing_ok=True)
 
 
 def _published(

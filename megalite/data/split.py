@@ -2,11 +2,11 @@
 
 import hashlib
 from bisect import bisect_right
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 
 PARTS = ("train", "validation", "test")
-_MOST_DOCUMENTS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,14 @@ class Split:
         # The last share takes what rounding leaves over.
         return bisect_right(list(accumulate(self.shares[:-1])), drawn)
 
-    def documents_needed(self) -> int:
-        """Return the least number of documents with which every part gets one; at most _MOST_DOCUMENTS."""
-        missing, document = set(self.parts), 0
-        while missing and document < _MOST_DOCUMENTS:
-            missing.discard(self.part(document))
-            document += 1
-        return document
+    def fills_all(self, documents: Iterable[object]) -> bool:
+        """Whether every part gets one of the documents; takes no more of them than it needs."""
+        missing = set(self.parts)
+        for number, _ in enumerate(documents):
+            missing.discard(self.part(number))
+            if not missing:
+                return True
+        return False
 
     @property
     def parts(self) -> list[int]:

@@ -316,9 +316,9 @@ CASES = [
         ("--split", "nan", "write for example"),
     ),
     Case(
-        "a part without documents",
-        of_good_text("--split", "0.999999", "0.000001"),
-        ("validation part gets none", "--split"),
+        "parts of less than a token",
+        lambda world: prepare(world, write(world, "a.txt", "a"), "--split", "0.5", "0.5"),
+        ("data.split: ", "a.txt has 2 tokens, too few", "name a longer text"),
     ),
     Case("an output below a file", output_in_a_file, ("text.txt", "cannot be", "--output")),
     Case("an output over its source", over_its_source, ("corpus.json is an input", "--output")),

@@ -219,7 +219,7 @@ CASES = [
     ),
     Case(
         "a pair whose tokenizer is gone",
-        training_on(facts(tokenizer="/nowhere/tokenizer.json"), tokenizer__path=None),
+        training_on(facts(tokenizer="/nowhere/tokenizer.json", tokenizer_beside=""), tokenizer__path=None),
         ("good was made with /nowhere/tokenizer.json, which does not exist any more", "set tokenizer.path"),
     ),
     Case(
@@ -241,13 +241,13 @@ CASES = [
     Case(
         "a pair of no documents",
         training_on_pair([]),
-        ("short holds 0 tokens", "prepare a longer text"),
+        ("short has 0 tokens, fewer", "name a longer text"),
         in_a_process=True,
     ),
     Case(
         "a pair of one token",
         training_on_pair([7]),
-        ("short holds 1 tokens", "prepare a longer text"),
+        ("short has 1 token, fewer", "name a longer text"),
         in_a_process=True,
     ),
     Case(
