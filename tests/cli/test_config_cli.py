@@ -231,9 +231,9 @@ def test_config_show_counts_parameters(capsys: pytest.CaptureFixture[str]) -> No
     shown = capsys.readouterr().out
     # Layers: 4 x (qkv 128 x 256, output 128 x 128, gate, up, down 3 x 128 x 352, two norms), a last norm; embedding.
     inner = 4 * (128 * 256 + 128 * 128 + 3 * 128 * 352 + 2 * 128) + 128
-    assert f"# parameters: {inner + 4096 * 128:,} ({inner:,} without embedding and head)\n" in shown
+    assert f"# parameters: {inner + 512 * 128:,} ({inner:,} without embedding and head)\n" in shown
     # Tensor 2 halves the matrices and the embedding; the last of two stages has the last norm and the tied head too.
-    half = 2 * ((128 * 256 + 128 * 128 + 3 * 128 * 352) // 2 + 2 * 128) + 4096 * 128 // 2
+    half = 2 * ((128 * 256 + 128 * 128 + 3 * 128 * 352) // 2 + 2 * 128) + 512 * 128 // 2
     assert f"# per rank: {half + 128:,} on the largest rank, a rank of stage 1\n" in shown
 
 
