@@ -33,7 +33,7 @@ class PreparedFacts:
     short_documents: int = 0
     """Documents that were skipped, with fewer than min_length tokens."""
     source_bytes: int = -1
-    """Of the source files on disk; -1: written before this was recorded, as in the next three."""
+    """The size of the source files on disk; -1: not recorded, as by earlier versions."""
     content_fingerprint: str = ""
     largest_id: int = -1
     tokenizer_beside: str = ""

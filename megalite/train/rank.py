@@ -17,7 +17,7 @@ from megalite.config.schema import RunConfig
 from megalite.config.write import write_resolved
 from megalite.convert.huggingface.export import export
 from megalite.convert.huggingface.files import local_folder
-from megalite.data.tokenizer import load_tokenizer
+from megalite.data.tokenizer import Tokenizer, load_tokenizer
 from megalite.errors import CheckpointError
 from megalite.launcher.detect import RankInfo
 from megalite.launcher.local import STOPPED
@@ -105,9 +105,7 @@ def _train(
     precision = _precision(config, mesh, resumed_from)
     config = config.in_precision(precision.name)
     _require_deepspeed_precision(config)
-    tokenizer = None
-    if inputs.data.tokenizer is not None:
-        tokenizer = load_tokenizer(inputs.data.tokenizer, end_of_document=config.tokenizer.end_of_document)
+    tokenizer = _tokenizer(config, inputs)
     shape = config.model.shape(0 if tokenizer is None else tokenizer.vocab_size)
     kernels, tested = agreed_kernels(config, shape, mesh, leads_node=info.local_rank == 0)
     load = loader_maker(config, mesh, tokenizer)
@@ -191,6 +189,12 @@ def _finish(done: _Done, folder: RunFolder) -> dict[str, Path]:
             )
         places["export"] = folder.export
     return places
+
+
+def _tokenizer(config: RunConfig, inputs: RunInputs) -> Tokenizer | None:
+    if inputs.data.tokenizer is None:
+        return None
+    return load_tokenizer(inputs.data.tokenizer, end_of_document=config.tokenizer.end_of_document)
 
 
 def _initial_weights(inputs: RunInputs, mesh: ParallelMesh) -> Path | None:

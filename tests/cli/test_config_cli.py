@@ -179,7 +179,7 @@ def test_a_bad_run_is_one_block_on_stderr_and_exit_code_2(
             "  training.micro_batchsize: unknown key; did you mean training.micro_batch_size?\n"
             "  parallel.tensor: 6 neither divides model.num_key_value_heads = 4 nor is a multiple of it; "
             "use one of [1, 2, 4, 12]\n"
-            "  training.micro_batch_size: training.global_batch_size = 32 (run.toml) alone does not determine the batch"
+            "  training.micro_batch_size: training.global_batch_size = 16 (run.toml) alone does not determine the batch"
             "; set one of training.micro_batch_size, training.micro_batches\n"
         )
 
