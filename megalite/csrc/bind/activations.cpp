@@ -36,7 +36,7 @@ Tensor glu_backward(Tensor given_grad, Tensor given, int64_t activation) {
   return gate_up_grad;
 }
 
-// `bias` in one piece, checked against the rows it is added to.
+// Returns a contiguous `bias`, checked against the rows to which it is added.
 Maybe bias_of(const Tensor& inputs, const Maybe& bias) {
   if (!bias.has_value()) return std::nullopt;
   ml::check_same_type(inputs, *bias, "bias");
@@ -56,7 +56,7 @@ Tensor bias_gelu(Tensor given, Maybe given_bias, int64_t activation) {
   return out;
 }
 
-// The gradient of a bias that is not there has no elements.
+// Without a bias, its gradient has no elements.
 std::tuple<Tensor, Tensor> bias_gelu_backward(
     Tensor given_grad, Tensor given, Maybe given_bias, int64_t activation) {
   const Tensor grad = ml::contiguous(given_grad), inputs = ml::contiguous(given);

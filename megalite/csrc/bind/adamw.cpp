@@ -1,4 +1,4 @@
-// The optimizer's operators: on lists of tensors, of which each has its own size.
+// Bindings of the optimizer's operators, on lists of tensors of different sizes.
 #include "adamw.h"
 
 #include "bind/tensor.h"
@@ -8,7 +8,7 @@ namespace {
 using ml::Tensor;
 using List = std::vector<Tensor>;
 
-// Pointers and sizes of a list whose tensors are contiguous, and alike in type and device.
+// Pointers and sizes of a list of contiguous tensors of one dtype and device.
 struct Pointers {
   std::vector<void*> data;
   std::vector<int64_t> sizes;
@@ -82,7 +82,7 @@ Tensor sum_of_squares_cpu(List given) {
   return buffers.total;
 }
 
-// The lists of an update, checked: without a weight there is nothing to do.
+// The checked lists of one update; at least one weight.
 struct Update {
   Pointers weights, copies, gradients, means, squares;
   List held;  // gradients that had to be made contiguous

@@ -10,7 +10,8 @@ namespace {
 using ml::Tensor;
 using Maybe = std::optional<Tensor>;
 
-// What a kernel reads in steps of 16 bytes, on a GPU; else neighbouring numbers of a row suffice.
+// Returns the tensor, or a copy if the kernels cannot read it: the head dim must be contiguous, and on a GPU addresses
+// and strides must be multiples of 16 bytes.
 Tensor readable(const Tensor& tensor) {
   const bool aligned = reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0 && tensor.stride(0) % 8 == 0 &&
                        tensor.stride(1) % 8 == 0;
@@ -19,7 +20,7 @@ Tensor readable(const Tensor& tensor) {
   return tensor.is_contiguous() ? torch::stable::clone(tensor) : torch::stable::contiguous(tensor);
 }
 
-// In one piece; on a GPU from 16 bytes on, as its kernels read it.
+// Returns the tensor, or a copy, contiguous and on a GPU aligned to 16 bytes.
 Tensor in_one_piece(const Tensor& given) {
   const Tensor tensor = ml::contiguous(given);
   const bool aligned = reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0;
@@ -34,7 +35,7 @@ void check_starts(const Tensor& starts, const Tensor& query, int64_t tokens, int
       starts.scalar_type() == torch::headeronly::ScalarType::Int && starts.dim() == 1 && starts.is_contiguous() &&
           starts.numel() > 0,
       "megalite: ", what, " is a contiguous vector of int32, one more than there are sequences");
-  if (starts.is_cuda()) return;  // its values are not worth waiting for
+  if (starts.is_cuda()) return;  // checking the values would need a device sync
   const auto* places = static_cast<const int32_t*>(starts.const_data_ptr());
   const int64_t last = starts.numel() - 1;
   STD_TORCH_CHECK(
@@ -51,7 +52,7 @@ struct Inputs {
   Tensor query, key, value, query_starts, key_starts;
 };
 
-// Which probabilities are dropped: of `dropped` = 0 none, and there is nothing else then.
+// The dropout arguments; with dropped = 0 there is no dropout and the other fields are unused.
 struct Drop {
   Maybe samples;
   int64_t dropped, key_low, key_high, first_head;
@@ -79,7 +80,7 @@ void tell_of(const Drop& drop, const Tensor& query, MegaliteAttention& a) {
   a.drop_key_low = drop.key_low, a.drop_key_high = drop.key_high;
 }
 
-// Checks what the operators are given, and tells the kernels of it.
+// Checks the operators' arguments and returns them as the kernels' struct.
 MegaliteAttention told(
     Inputs& inputs, int64_t longest_query, int64_t longest_key, int64_t left, int64_t right, double scale,
     const Drop& drop) {
@@ -95,7 +96,7 @@ MegaliteAttention told(
   STD_TORCH_CHECK(
       key.size(1) > 0 && query.size(1) % key.size(1) == 0, "megalite: ", query.size(1),
       " heads are no multiple of ", key.size(1), " key-value heads");
-  constexpr int64_t kMostHeads = 65535;  // a grid has no more in its second direction
+  constexpr int64_t kMostHeads = 65535;  // the largest gridDim.y
   STD_TORCH_CHECK(
       query.size(1) <= kMostHeads || !query.is_cuda(), "megalite: attention over ", query.size(1), " heads; its CUDA ",
       "kernels take ", kMostHeads, " at most");
@@ -158,7 +159,7 @@ constexpr Kernels kForward{megalite_attention_forward_cpu, nullptr, nullptr, nul
 constexpr Kernels kBackward{megalite_attention_backward_cpu, nullptr, nullptr, nullptr, nullptr, "attention_backward"};
 #endif
 
-// Calls the CPU's kernel, or CUDA's on the tensor's device and stream.
+// Calls the CPU kernel, or the CUDA kernel on the tensor's device and current stream.
 void call(const Kernels& kernels, const Tensor& tensor, const MegaliteAttention& a) {
   const int dtype = ml::dtype_of(tensor);
   if (!tensor.is_cuda()) return ml::check(kernels.cpu(&a, dtype), kernels.name);
@@ -170,7 +171,7 @@ void call(const Kernels& kernels, const Tensor& tensor, const MegaliteAttention&
 
 std::tuple<Tensor, Tensor> forward(
     Tensor query, Tensor key, Tensor value, Tensor query_starts, Tensor key_starts, int64_t longest_query,
-    int64_t longest_key, int64_t left, int64_t right, double scale, bool,  // this is for the backward
+    int64_t longest_key, int64_t left, int64_t right, double scale, bool,  // deterministic: only for the backward
     Maybe samples, int64_t dropped, int64_t drop_key_low, int64_t drop_key_high, int64_t first_head) {
   Inputs inputs{query, key, value, query_starts, key_starts};
   const Drop drop{samples, dropped, drop_key_low, drop_key_high, first_head};
@@ -215,7 +216,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(
   Tensor value_grad = ml::new_empty(value, {a.keys, a.kv_heads, a.head_size});
   a.query_grad = query_grad.mutable_data_ptr(), a.key_grad = key_grad.mutable_data_ptr();
   a.value_grad = value_grad.mutable_data_ptr();
-  Tensor statistics = lse, sums = lse;  // room that only CUDA needs
+  Tensor statistics = lse, sums = lse;  // workspaces that only CUDA needs
   if (query.is_cuda()) {
     statistics = ml::new_empty(lse, {a.dropped > 0 ? 4 : 2, a.heads, a.queries});
     a.statistics = static_cast<float*>(statistics.mutable_data_ptr());
@@ -266,7 +267,7 @@ STABLE_TORCH_LIBRARY_IMPL(megalite, CPU, m) { implement(m); }
 #ifdef MEGALITE_CUDA
 STABLE_TORCH_LIBRARY_IMPL(megalite, CUDA, m) { implement(m); }
 
-// Bytes of shared memory that a block of the CUDA kernels has at most, on a chip that gives a block up to `limit`.
+// The largest shared memory of the CUDA kernels in bytes per block, on a chip that allows `limit` bytes per block.
 STABLE_TORCH_LIBRARY_FRAGMENT(megalite, m) {
   m.def(
       "attention_shared_memory(int head_size, bool dropout, bool backward, bool any_order, int limit) -> int");

@@ -12,7 +12,7 @@ void check_device(const Tensor& tensor, const Tensor& logits, const char* what) 
       what, " is on another device");
 }
 
-// logits [rows, columns] are contiguous: they are large, and one of the operators writes over them.
+// Requires contiguous logits [rows, columns]: a copy would be large, and one operator overwrites them.
 const int64_t* checked_labels(const Tensor& labels, const Tensor& logits) {
   STD_TORCH_CHECK(logits.dim() == 2 && logits.is_contiguous(), "megalite: logits must be contiguous rows and columns");
   STD_TORCH_CHECK(
@@ -23,7 +23,7 @@ const int64_t* checked_labels(const Tensor& labels, const Tensor& logits) {
   return static_cast<const int64_t*>(labels.const_data_ptr());
 }
 
-// One number a row, in the wide type.
+// Returns the data of [rows] values of type Wide<T>, after checks.
 const void* checked(const Tensor& values, const Tensor& logits, const char* what) {
   STD_TORCH_CHECK(
       values.scalar_type() == ml::wide_type(logits) && values.is_contiguous(), "megalite: ", what,

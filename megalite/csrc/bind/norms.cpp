@@ -11,7 +11,7 @@ using Maybe = std::optional<Tensor>;
 
 const void* data(const Maybe& tensor) { return tensor.has_value() ? tensor->const_data_ptr() : nullptr; }
 
-// `tensor` without gaps, of the type of `x` and of so many elements.
+// Returns a contiguous `tensor`, after checking that it has the dtype of `x` and this number of elements.
 Tensor checked(const Tensor& tensor, const Tensor& x, int64_t elements, const char* what) {
   ml::check_same_type(x, tensor, what);
   ml::check_size(tensor, elements, what);
@@ -40,7 +40,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> norm(
   return {sum, output, mean, inverse};
 }
 
-// A statistic of each row of `x`, in the wide type.
+// Returns a contiguous statistic [rows] of Wide<T>, after checks.
 Tensor statistic(const Tensor& tensor, const Tensor& x, int64_t rows, const char* what) {
   STD_TORCH_CHECK(
       tensor.scalar_type() == ml::wide_type(x), "megalite: ", what,
@@ -54,7 +54,8 @@ struct Gradients {
   Tensor x, weight, bias;
 };
 
-// Of x where its weight is given, of weight and bias where `of_weight`; the others have no elements.
+// Computes the gradient of x if `given_weight` is given, and those of weight and bias if `of_weight`; gradients that
+// are not computed have no elements.
 Gradients gradients(
     const Tensor& given_grad, const Maybe& given_sum_grad, const Tensor& given, const Maybe& given_weight,
     const Maybe& given_mean, const Tensor& given_inverse, bool of_weight) {
@@ -107,8 +108,8 @@ void implement(torch::stable::detail::StableLibrary& m) {
 
 }  // namespace
 
-// With a bias it is the layer norm, and has a mean; without, the root-mean-square norm. What a case has not (sum without
-// a residual, mean and bias_grad of the root-mean-square norm) comes back with no elements.
+// LayerNorm if there is a bias, else RMSNorm. Outputs that do not exist have no elements: sum without a residual, mean
+// and bias_grad of RMSNorm.
 STABLE_TORCH_LIBRARY_FRAGMENT(megalite, m) {
   m.def(
       "norm(Tensor x, Tensor? residual, Tensor weight, Tensor? bias, float eps) -> "

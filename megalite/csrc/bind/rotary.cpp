@@ -9,16 +9,16 @@ namespace {
 using ml::Tensor;
 using Maybe = std::optional<Tensor>;
 
-// [batch, sequence, heads, head_dim] as it lies in memory; only the last dim must be contiguous.
+// Returns [batch, sequence, heads, head_dim] with its own strides, or a copy if the last dim is not contiguous.
 Tensor heads_of(const Tensor& given, const char* what) {
   STD_TORCH_CHECK(given.dim() == 4, "megalite: ", what, " has ", given.dim(), " dims, not 4");
   return given.stride(3) == 1 ? given : ml::contiguous(given);
 }
 
-// `count` heads from `from_first` on, to those from `to_first` on.
+// Describes `count` heads, read from head `from_first` on and written to head `to_first` on.
 MegaliteHeads part_of(
     const Tensor& from, int64_t from_first, const Tensor& to, int64_t to_first, int64_t count, bool turns) {
-  constexpr int64_t bytes[] = {4, 8, 2, 2};  // of each ml::DType
+  constexpr int64_t bytes[] = {4, 8, 2, 2};  // size of each ml::DType
   const int64_t size = bytes[ml::dtype_of(from)];
   return {
       static_cast<const char*>(from.const_data_ptr()) + from_first * from.stride(2) * size,
@@ -29,7 +29,7 @@ MegaliteHeads part_of(
       turns};
 }
 
-// The angles of one call, and the tensors that hold them.
+// The angles of one call; owns the tensors to which they point.
 class Angles {
  public:
   Angles(

@@ -1,4 +1,4 @@
-// All that the bindings know of torch, over its stable ABI: one library serves every torch from 2.11 on.
+// The bindings' only use of torch, through its stable ABI, so that one library serves every torch from 2.11 on.
 #pragma once
 
 #include <dlfcn.h>
@@ -17,7 +17,7 @@
 #include "core/scalar.h"
 
 #ifdef MEGALITE_CUDA
-extern "C" const char* cudaGetErrorString(int error);  // of the CUDA runtime, whose headers are not needed here
+extern "C" const char* cudaGetErrorString(int error);  // from the CUDA runtime, declared here to avoid its headers
 #endif
 
 namespace ml {
@@ -40,7 +40,7 @@ inline int dtype_of(const Tensor& tensor) {
   }
 }
 
-// The type of statistics and sums over `tensor`'s values, as Wide<T>.
+// The scalar type of Wide<T> for the tensor's type T.
 inline torch::headeronly::ScalarType wide_type(const Tensor& tensor) {
   using torch::headeronly::ScalarType;
   return tensor.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
@@ -52,14 +52,14 @@ inline Tensor contiguous(const Tensor& tensor) {
 
 inline Tensor empty_like(const Tensor& tensor) { return torch::stable::empty_like(tensor); }
 
-// Uninitialised, on the device of `tensor`, of its type unless another is named.
+// Returns an uninitialised tensor on the device of `tensor`, with its dtype unless `dtype` is given.
 inline Tensor new_empty(
     const Tensor& tensor, std::initializer_list<int64_t> sizes,
     std::optional<torch::headeronly::ScalarType> dtype = std::nullopt) {
   return torch::stable::new_empty(tensor, {sizes.begin(), sizes.size()}, dtype);
 }
 
-// [..., columns] as rows of its last dim.
+// Rows and columns of a tensor viewed as [rows, last dim].
 inline int64_t columns_of(const Tensor& tensor) { return tensor.dim() == 0 ? 1 : tensor.size(tensor.dim() - 1); }
 
 inline int64_t rows_of(const Tensor& tensor) {
@@ -83,7 +83,7 @@ inline void check_size(const Tensor& tensor, int64_t elements, const char* what)
       tensor.numel() == elements, "megalite: ", what, " has ", tensor.numel(), " elements, not ", elements);
 }
 
-// Turns the code that an entry of the C interfaces returned into an exception.
+// Throws if a C function returned an error code.
 inline void check(int code, const char* entry) {
   STD_TORCH_CHECK(code != kUnsupported, "megalite: ", entry, " has no kernel for this dtype or size");
 #ifdef MEGALITE_CUDA
@@ -95,7 +95,7 @@ inline void check(int code, const char* entry) {
 #endif
 }
 
-// Makes the tensor's device the current one for a scope, and has that device's current stream.
+// Device guard: makes the tensor's device current for a scope; stream() is the device's current stream.
 class __attribute__((visibility("hidden"))) OnDevice {
  public:
   explicit OnDevice(const Tensor& tensor)
@@ -106,7 +106,7 @@ class __attribute__((visibility("hidden"))) OnDevice {
  private:
   using StreamOf = AOTITorchError (*)(int32_t device, void** stream);
 
-  // The CPU build of torch has no such function, and this library is to load there too: looked up when first needed.
+  // Looked up on first use, because torch's CPU build lacks the function and this library must load there too.
   static void* current_stream(int32_t device) {
     static const StreamOf stream_of = [] {
       void* library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
@@ -125,7 +125,7 @@ class __attribute__((visibility("hidden"))) OnDevice {
 
 }  // namespace ml
 
-// Calls the C interface of the tensor's device: entry_cpu(arguments), or entry_cuda(arguments, its current stream).
+// Calls the C function for the tensor's device: entry_cpu(arguments), or entry_cuda(arguments, current stream).
 #ifdef MEGALITE_CUDA
 #define ML_CALL(tensor, entry, ...)                                    \
   do {                                                                 \

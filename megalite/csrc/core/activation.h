@@ -1,12 +1,12 @@
-// The activations of the feed-forward block, each with its slope from the same exponential.
+// Activations of the feed-forward block; value and derivative share one exponential.
 #pragma once
 
 #include "core/elementary.h"
 
 namespace ml {
 
-// The gradient of a bias is summed over blocks of this many rows, then over the blocks: an order that the number of
-// threads does not change.
+// The gradient of a bias is summed over blocks of this many rows, then over the blocks, so the order of the additions
+// does not depend on the number of threads.
 ML_HD int64_t rows_per_block(int64_t rows) {
   const int64_t of_256 = (rows + 255) / 256;
   return of_256 > 16 ? of_256 : 16;
@@ -37,12 +37,12 @@ struct Gelu {
   }
 };
 
-// x * (1 + tanh(u)) / 2 with u = sqrt(2 / pi) (x + 0.044715 x^3); half of one plus tanh(u) is logistic(2 u).
+// x * (1 + tanh(u)) / 2 with u = sqrt(2 / pi) (x + 0.044715 x^3); (1 + tanh(u)) / 2 = logistic(2 u).
 struct GeluTanh {
   template <typename W>
   static ML_HD Activated<W> at(W x) {
     constexpr W scale = W(1.5957691216057307118), cubic = W(0.044715);
-    // Beyond 64 the gate is exactly 0 or 1, and the slope's square stays finite.
+    // For |x| > 64 the gate is exactly 0 or 1: clamping changes no result and keeps x^2 in the slope finite.
     W square = x * x;
     square = cubic * (square > W(4096) ? W(4096) : square);
     const Logistic<W> gate = logistic(scale * x * (1 + square));
@@ -51,7 +51,7 @@ struct GeluTanh {
   }
 };
 
-// run(A(), T()) for kGelu or kGeluTanh and a DType; kUnsupported for others.
+// Calls run(A(), T()) for kGelu or kGeluTanh and a DType; returns kUnsupported for other values.
 template <typename Run>
 inline int for_gelu(int activation, int dtype, Run run) {
   if (activation == kGelu) return for_dtype(dtype, [&](auto type) { run(Gelu{}, type); });

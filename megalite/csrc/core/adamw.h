@@ -1,4 +1,4 @@
-// AdamW's arithmetic, and how a list of tensors is cut into chunks; for host and device.
+// The AdamW update of one element, and the chunks of a list of tensors; for host and device.
 #pragma once
 
 #include <cmath>
@@ -8,13 +8,14 @@
 
 namespace ml {
 
-// Elements that one block of threads works through. Fixed, so that sums over chunks, added in order, are the same
-// whatever the number of threads or multiprocessors. A multiple of every vector width: chunks keep the alignment.
+// Elements per thread block. Constant, so that sums over chunks, added in order, do not depend on the number of threads
+// or multiprocessors. A multiple of every vector width, so that chunks keep the alignment.
 constexpr int64_t kChunk = 8192;
 
 ML_HD int64_t chunks_of(int64_t size) { return (size + kChunk - 1) / kChunk; }
 
-// The last of `count` tensors whose first chunk is at or before `chunk`: tensors without elements have none.
+// Returns the tensor that contains `chunk`: the last of `count` tensors whose first chunk is not after `chunk`. A
+// tensor without elements has no chunks, so the search skips it.
 template <typename Index>
 ML_HD int tensor_of_chunk(const Index* first_chunk, int count, int64_t chunk) {
   int low = 0, high = count - 1;
@@ -29,10 +30,11 @@ ML_HD int tensor_of_chunk(const Index* first_chunk, int count, int64_t chunk) {
   return low;
 }
 
-// What an update does alike to every element (Loshchilov and Hutter 2019; the bias corrections of Kingma and Ba 2015).
+// The coefficients of one AdamW step, equal for all elements (Loshchilov and Hutter 2019; bias corrections of Kingma
+// and Ba 2015).
 template <typename W>
 struct AdamWStep {
-  W gradient_scale;  // 1 / loss scale, times the clipping's factor
+  W gradient_scale;  // clipping factor / loss scale
   W kept;            // 1 - learning rate * weight decay
   W beta1, beta2;
   W fresh1, fresh2;  // 1 - beta
@@ -40,7 +42,7 @@ struct AdamWStep {
   W correction;      // 1 / sqrt(1 - beta2^step)
   W eps;
 
-  // step: how many updates there are with this one.
+  // step: the number of updates, this one included.
   static AdamWStep of(double learning_rate, double beta1, double beta2, double eps, double weight_decay, double step,
                       double gradient_scale) {
     return {W(gradient_scale),

@@ -1,4 +1,4 @@
-// Which combinations of types the optimizer's operators serve, said once for host and device.
+// The type combinations that the optimizer's operators support, for host and device.
 #pragma once
 
 #include "core/scalar.h"
@@ -11,7 +11,7 @@ struct TypeTag {
 };
 struct NoCopy {};
 
-// visit(TypeTag<weight>, TypeTag<gradient>); -1 for what is not served.
+// Calls visit(TypeTag<weight>, TypeTag<gradient>); returns -1 for unsupported combinations.
 template <typename Visit>
 int visit_weight_and_gradient(int weight_dtype, int gradient_dtype, const Visit& visit) {
   if (weight_dtype == kFloat64 && gradient_dtype == kFloat64) return visit(TypeTag<double>{}, TypeTag<double>{});
@@ -24,7 +24,7 @@ int visit_weight_and_gradient(int weight_dtype, int gradient_dtype, const Visit&
   }
 }
 
-// visit(TypeTag<copy>), where NoCopy stands for none; copy_dtype is looked at only if there are copies.
+// Calls visit(TypeTag<copy>), or visit(TypeTag<NoCopy>) if there are no copies; copy_dtype is then ignored.
 template <typename Visit>
 int visit_copy(bool copies, int copy_dtype, const Visit& visit) {
   if (!copies) return visit(TypeTag<NoCopy>{});

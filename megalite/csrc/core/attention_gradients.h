@@ -1,9 +1,10 @@
-// The backward of attention by tiles: with P the probabilities again from scores and log-sum-exps,
+// The tiled attention backward. P, the probabilities, are recomputed from scores and log-sum-exps:
 //   dV = P^T dO,  dS = P (dO V^T - delta),  delta = sum(dO O) - dLSE,  dQ = scale dS K,  dK = scale dS^T Q.
-// Keys and values go by blocks of keys, over all queries of all heads that share them; queries by blocks of queries,
-// or, where the order of the additions may vary, from the blocks of keys by atomic additions.
-// Where probabilities are dropped, keep being 0 or s > 1: dV = (P keep)^T dO, dS = P (dO V^T keep - delta). Then dS / s
-// goes about, of delta / s, and sums are multiplied by s at their ends.
+// dK and dV: one thread block per block of keys, which loops over the queries of all heads that share them. dQ: one
+// thread block per block of queries, or, if the order of the additions may vary, atomic additions from the blocks of
+// keys.
+// With dropout, keep being 0 or s > 1: dV = (P keep)^T dO, dS = P (dO V^T keep - delta). The kernels compute dS / s
+// from delta / s and multiply the final sums by s.
 #pragma once
 
 #include <cmath>
@@ -12,8 +13,8 @@
 
 namespace ml {
 
-// What the backward needs of each row: the log-sum-exp to the base 2 (infinity, which makes every P 0, where nothing
-// was seen) and delta; with kDrops, delta / s, and the two words that it draws from. A warp takes one row.
+// Computes the backward's statistics of one row, by one warp: the log-sum-exp to base 2 (infinity, which makes P = 0,
+// if the query sees no key) and delta; with kDrops delta / s and the two words of the row's DropRow.
 template <class Element, int kHead, bool kDrops, class Machine>
 ML_TILE void attention_statistics(Machine& m, const MegaliteAttention& a, int64_t token, int64_t head) {
   const int64_t first = (token * a.heads + head) * kHead;
@@ -41,11 +42,12 @@ ML_TILE void attention_statistics(Machine& m, const MegaliteAttention& a, int64_
   }
 }
 
-// What a block of keys gives: where the sums of both do not fit its registers, there is a block for each.
+// The gradients that a thread block of keys computes: both, or, if the sums of both need too many registers, one of
+// them.
 enum class Gives { kBoth, kKeys, kValues };
 
-// kKeys = kWarps x kTiles x 16 keys of a block stay in shared memory, blocks of kQueries pass by, the next one on its
-// way while one is worked on.
+// kKeys = kWarps x kTiles x 16 keys of a thread block stay in shared memory, and tiles of kQueries queries stream
+// through two stages: the next tile is copied while the current one is used.
 template <
     class Element_, int kHead_, int kWarps_, int kTiles_, int kQueries_, bool kSumQueries_, bool kDrops_ = false,
     Gives kGives = Gives::kBoth>
@@ -59,7 +61,8 @@ struct KeyShape {
   using ScoreTile = Swizzle<kQueries>;  // [kKeys, kQueries]
   static constexpr int kValueTile = kKeys * Tile::kRowBytes;
   static constexpr int kStages = 2 * kValueTile;
-  // Of a stage: queries, gradients of the output, then a row each of log-sum-exps and deltas, starts and tweaks.
+  // A stage: queries, output gradients, then one row each of log-sum-exps and deltas, with dropout of starts and
+  // tweaks.
   static constexpr int kStatistics = kDrops ? 4 : 2;
   static constexpr int kGradTile = kQueries * Tile::kRowBytes;
   static constexpr int kRows = 2 * kGradTile;
@@ -70,7 +73,7 @@ struct KeyShape {
   static constexpr bool kBlocksOfKeys = true;
 };
 
-// Begins to copy what one block of queries of one head brings.
+// Starts the copy of one stage: a tile of one head's queries, their output gradients and statistics.
 template <class Shape, class Machine>
 ML_TILE void copy_queries(
     Machine& m, const MegaliteAttention& a, const Sequence& piece, int64_t head, int first, uint32_t stage) {
@@ -85,12 +88,12 @@ ML_TILE void copy_queries(
   if (m.thread() < Shape::kStatistics * kQueries) {
     const int which = m.thread() / kQueries, row = m.thread() % kQueries;
     const float* statistics = a.statistics + (which * a.heads + head) * a.queries + token;
-    // A row past the last has queries and gradients of zero: whatever its P, it adds nothing.
+    // Rows past the last one have zero queries and output gradients, so they add nothing for any P.
     m.template copy<4>(stage + Shape::kRows + m.thread() * 4, statistics + row, row < rows);
   }
 }
 
-// As mask_keys, of scores [keys, queries].
+// Same as mask_keys, for transposed scores [keys, queries].
 template <int kTiles, int kQueries, class Machine>
 ML_TILE void mask_queries(
     Machine& m, float (&scores)[kTiles][kQueries / 8][4], const Band& band, int first_key, int first_query) {
@@ -112,7 +115,7 @@ ML_TILE void mask_queries(
   }
 }
 
-// P^T in place of the scores [keys, queries], by the queries' log-sum-exps in shared memory.
+// Replaces the scores [keys, queries] by P^T, given the queries' log-sum-exps in shared memory.
 template <int kTiles, int kQueries, class Machine>
 ML_TILE void key_probabilities(
     Machine& m, float (&scores)[kTiles][kQueries / 8][4], float scale, uint32_t lses) {
@@ -128,8 +131,8 @@ ML_TILE void key_probabilities(
   }
 }
 
-// Changes the signs of the probabilities [keys, queries] that are dropped, keys from `row` on behind the block's first,
-// whose position lies in shared memory.
+// Negates the dropped probabilities [keys, queries] to mark them. row: the first key, relative to the block's first
+// key, whose position is in shared memory.
 template <int kTiles, int kQueries, class Machine>
 ML_TILE void mark_dropped(
     Machine& m, float (&probabilities)[kTiles][kQueries / 8][4], uint32_t starts, uint32_t position, int row,
@@ -155,7 +158,7 @@ ML_TILE void mark_dropped(
   }
 }
 
-// (P keep)^T dO / s.
+// sums += (P keep)^T dO / s.
 template <class Element, int kTiles, int kHead, int kQueries, class Machine>
 ML_TILE void add_kept_product(
     Machine& m, float (&sums)[kTiles][kHead / 8][4], const float (&marked)[kTiles][kQueries / 8][4],
@@ -169,7 +172,7 @@ ML_TILE void add_kept_product(
   add_product_of_sums<Element, kTiles, kHead, kQueries>(m, sums, kept, grad_tile);
 }
 
-// dS^T = P^T (dP^T - delta), in place of dP^T; of dropped probabilities, which are marked, dP is 0.
+// Replaces dP^T by dS^T = P^T (dP^T - delta); for dropped probabilities, which are negative, dP is 0.
 template <int kTiles, int kQueries, bool kDrops, class Machine>
 ML_TILE void key_score_gradients(
     Machine& m, const float (&probabilities)[kTiles][kQueries / 8][4], float (&grads)[kTiles][kQueries / 8][4],
@@ -193,8 +196,8 @@ ML_TILE void key_score_gradients(
   }
 }
 
-// Adds dS K of this block's keys to the sums of its queries: dS^T goes through shared memory, and each warp takes 16
-// queries and a part of the columns.
+// Adds this block's dS K to the queries' sums in global memory. dS^T is transposed through shared memory; each warp
+// computes 16 queries and a part of the columns.
 template <class Shape, class Machine>
 ML_TILE void add_to_queries(
     Machine& m, const MegaliteAttention& a, const Sequence& piece, int64_t head, int first_query,
@@ -218,7 +221,7 @@ ML_TILE void add_to_queries(
       }
     }
   }
-  m.sync();  // all keys' dS are there; the sync that begins the next block lets nobody overwrite them too early
+  m.sync();  // dS of all keys is stored; the sync at the start of the next step keeps it from being overwritten early
   const int slice = warp % kSlices, first_column = warp / kSlices * kColumns;
   const typename ScoreTile::Lane left_lane = ScoreTile::lane(tile_place(Order::kRight, m.lane()));
   const typename Tile::Lane right_lane = Tile::lane(tile_place(Order::kDown, m.lane()));
@@ -248,7 +251,7 @@ ML_TILE void add_to_queries(
   }
 }
 
-// dK and dV of one block of keys of one key-value head, or one of them; with kSumQueries its part of dQ too.
+// Computes dK and dV, or one of them, of one block of keys of one key-value head; with kSumQueries also its part of dQ.
 template <class Shape, class Machine>
 ML_TILE void attention_key_gradients(Machine& m, const MegaliteAttention& a, int block, int kv_head, int sequence) {
   using Element = typename Shape::Element;
@@ -287,7 +290,7 @@ ML_TILE void attention_key_gradients(Machine& m, const MegaliteAttention& a, int
   [[maybe_unused]] float key_grads[kTiles][kHead / 8][4] = {}, value_grads[kTiles][kHead / 8][4] = {};
   for (int step = 0; step < steps; ++step) {
     m.wait_all();
-    m.sync();  // this step's queries are there, and nobody reads those of the step before any more
+    m.sync();  // this step's queries have arrived, and all warps have read those of the previous step
     const int first_query = block_of_queries * kQueries;
     const bool wraps = block_of_queries + 1 == first_block + blocks;
     const int next_head = shared_head + wraps, next_block = wraps ? first_block : block_of_queries + 1;
@@ -315,7 +318,7 @@ ML_TILE void attention_key_gradients(Machine& m, const MegaliteAttention& a, int
       key_score_gradients<kTiles, kQueries, Shape::kDrops>(m, scores, grads, deltas);
       add_product_of_sums<Element, kTiles, kHead, kQueries>(m, key_grads, grads, query_tile);
       if constexpr (Shape::kSumQueries) {
-        const Sequence again = sequence_of(a, sequence);  // not kept till here, where registers are scarce
+        const Sequence again = sequence_of(a, sequence);  // read again to save registers in the loop
         add_to_queries<Shape>(
             m, a, again, shared_head, first_query, grads, key_tile, key_tile + Shape::kScoreTile);
       }
@@ -331,7 +334,7 @@ ML_TILE void attention_key_gradients(Machine& m, const MegaliteAttention& a, int
     scales[i / 2][i % 2] = static_cast<float>(a.scale) * kept_scale;
   }
   m.wait_all();
-  m.sync();  // nobody reads keys and values any more: each warp's rows now take its gradients
+  m.sync();  // all warps have read keys and values: their tiles are reused to store the gradients
   const int64_t stride = a.kv_heads * kHead, place = (token * a.kv_heads + kv_head) * kHead;
   const int rows = past_key - first_key;
   if constexpr (Shape::kGivesKeys) {
@@ -344,7 +347,7 @@ ML_TILE void attention_key_gradients(Machine& m, const MegaliteAttention& a, int
   }
 }
 
-// As ForwardShape, with the gradients of the output beside the queries and two stages of keys and values.
+// Like ForwardShape, with output gradients next to the queries and two stages of keys and values.
 template <class Element_, int kHead_, int kWarps_, int kTiles_, int kKeys_, bool kDrops_ = false>
 struct QueryShape {
   using Element = Element_;
@@ -354,13 +357,13 @@ struct QueryShape {
   using Tile = Swizzle<kHead>;
   static constexpr int kGradTile = kRows * Tile::kRowBytes;
   static constexpr int kStages = 2 * kGradTile;
-  static constexpr int kValueTile = kKeys * Tile::kRowBytes;  // of a stage: keys, then values
+  static constexpr int kValueTile = kKeys * Tile::kRowBytes;  // offset in a stage: keys, then values
   static constexpr int kStageBytes = 2 * kValueTile;
   static constexpr int kSharedBytes = kStages + 2 * kStageBytes;
   static constexpr bool kBlocksOfKeys = false;
 };
 
-// dQ of one block of queries of one head, its keys in order.
+// Computes dQ of one block of queries of one head, looping over the keys in order.
 template <class Shape, class Machine>
 ML_TILE void attention_query_gradients(Machine& m, const MegaliteAttention& a, int block, int head, int sequence) {
   using Element = typename Shape::Element;
@@ -393,7 +396,7 @@ ML_TILE void attention_query_gradients(Machine& m, const MegaliteAttention& a, i
   if (first_key < past_key) copy_keys(stages, first_key);
 
   float lses[kTiles][2], deltas[kTiles][2], scales[kTiles][2];
-  [[maybe_unused]] DropRow drawn[kTiles * 2];  // starting at the sequence's first key
+  [[maybe_unused]] DropRow drawn[kTiles * 2];  // offset to the sequence's first key
   const uint32_t first_step = Shape::kDrops ? drop_step(drop_position(a, piece.first_key)) : 0;
   ML_UNROLL
   for (int i = 0; i < kTiles * 2; ++i) {
@@ -412,7 +415,7 @@ ML_TILE void attention_query_gradients(Machine& m, const MegaliteAttention& a, i
   float sums[kTiles][kHead / 8][4] = {};
   for (int stage = 0; first_key < past_key; first_key += kKeys, stage ^= 1) {
     m.wait_all();
-    m.sync();  // these keys are there, and nobody reads those before them any more
+    m.sync();  // these keys have arrived, and all warps have read the previous ones
     if (first_key + kKeys < past_key) {
       copy_keys(stages + (stage ^ 1) * Shape::kStageBytes, first_key + kKeys);
     }
@@ -441,15 +444,16 @@ ML_TILE void attention_query_gradients(Machine& m, const MegaliteAttention& a, i
     add_product_of_sums<Element, kTiles, kHead, kKeys>(m, sums, grads, key_tile);
   }
   m.wait_all();
-  m.sync();  // where no key is seen the queries may still be on their way to the rows that are now overwritten
+  m.sync();  // with no visible key, the copy of the queries may still be writing to the tile that is overwritten now
   store_rows<Element, kTiles, kHead>(
       m, sums, scales, query_tile, warp_row, static_cast<uint16_t*>(a.query_grad) + place, stride,
       past_row - first_row);
 }
 
-// Of each head size what fits the registers of a thread and the shared memory that a block may have: 163 KiB or more;
-// with kSmall, 99 KiB (compute capability 8.6, 8.9 and 12.0), where wide heads leave room for half as many rows to pass.
-constexpr int kWideHead = 128;  // sums of wider heads take half of a thread's registers
+// Tile sizes for each head size, limited by registers per thread and shared memory per block: 163 KiB or more, or with
+// kSmall 99 KiB (compute capability 8.6, 8.9 and 12.0), where tiles of large heads that are streamed have half the
+// rows.
+constexpr int kWideHead = 128;  // the accumulators of larger heads take half of a thread's registers
 template <class Element, int kHead, bool kDrops>
 using ForwardShapeOf = ForwardShape<
     Element, kHead, 4, kHead <= kWideHead ? 2 : 1, (kHead > kWideHead) || (kDrops && kHead == kWideHead) ? 32 : 64,
@@ -462,11 +466,11 @@ using KeyShapeOf = KeyShape<
 template <class Element, int kHead, bool kDrops, bool kSmall = false>
 using QueryShapeOf = QueryShape<Element, kHead, kHead <= kWideHead ? 8 : 4, 1, kPassing<kHead, kSmall>, kDrops>;
 
-// Whether the gradients of queries may be summed in any order, by the blocks of keys: else there are not the registers.
+// Whether blocks of keys can also sum dQ by atomic additions: only if there are enough registers.
 template <int kHead, bool kDrops>
 constexpr bool kSumsInAnyOrder = kHead <= kWideHead && !kDrops;
 
-// Calls run(shape) for the kernels that give all gradients in order, one after another, until one returns an error.
+// Calls run(shape) for each kernel of the deterministic backward, until one returns an error.
 template <class Element, int kHead, bool kDrops, bool kSmall, class Run>
 int for_shapes_in_order(const Run& run) {
   int error;
@@ -479,7 +483,7 @@ int for_shapes_in_order(const Run& run) {
   return error != 0 ? error : run(QueryShapeOf<Element, kHead, kDrops, kSmall>{});
 }
 
-// The same for the kernels of the backward on a chip where a block may have `limit` bytes of shared memory.
+// Calls run(shape) for each kernel of the backward on a chip that allows `limit` bytes of shared memory per block.
 template <class Element, int kHead, bool kDrops, class Run>
 int for_backward_shapes(bool any_order, int limit, const Run& run) {
   if constexpr (kSumsInAnyOrder<kHead, kDrops>) {
@@ -495,7 +499,7 @@ int for_backward_shapes(bool any_order, int limit, const Run& run) {
                        : for_shapes_in_order<Element, kHead, kDrops, true>(run);
 }
 
-// Bytes of shared memory that a block of these kernels has at most.
+// Returns the largest shared memory of these kernels in bytes per block.
 template <class Element, int kHead, bool kDrops>
 int backward_shared(bool any_order, int limit) {
   int most = 0;

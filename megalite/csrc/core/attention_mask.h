@@ -1,4 +1,5 @@
-// Which keys a query sees, and which blocks of keys and queries meet: integers only, tested exhaustively.
+// The visible keys of each query, and the tiles of keys and queries that are not fully masked. Integers only, tested
+// exhaustively.
 #pragma once
 
 #include "core/scalar.h"
@@ -6,7 +7,7 @@
 namespace ml {
 
 struct Range {
-  int begin, end;  // empty where end <= begin
+  int begin, end;  // empty if end <= begin
   ML_HD bool empty() const { return end <= begin; }
   ML_HD bool holds(int index) const { return begin <= index && index < end; }
 };
@@ -15,10 +16,10 @@ ML_HD int at_least(int value, int floor) { return value < floor ? floor : value;
 ML_HD int at_most(int value, int ceiling) { return value > ceiling ? ceiling : value; }
 ML_HD int blocks_of(int length, int block) { return (length + block - 1) / block; }
 
-// The part of one sequence's attention matrix [queries, keys] that is seen: a band along the diagonal that ends in
-// the bottom right corner. A query sees `left` keys before its own place and `right` behind it; below 0: all.
-// Every row's keys, and every column's queries, are one range whose ends never decrease from one to the next:
-// what holds for the first and the last row of a block bounds all between.
+// The visible part of one sequence's attention matrix [queries, keys]: a band along the diagonal that ends in the
+// bottom right corner. A query sees `left` keys before its own position and `right` keys after it; negative: no limit.
+// The visible keys of each row, and queries of each column, form one range; both ends of the range are nondecreasing
+// from row to row (column to column), so the first and the last row of a block bound all rows between them.
 struct Band {
   int queries, keys, left, right;
 
@@ -36,17 +37,17 @@ struct Band {
             left < 0 ? queries : at_most(at_least(place + left + 1, 0), queries)};
   }
 
-  // All keys that any of the queries [begin, end) sees.
+  // All keys that at least one of the queries [begin, end) sees.
   ML_HD Range keys_of_block(int begin, int end) const {
     return {keys_of(begin).begin, keys_of(end - 1).end};
   }
 
-  // All queries that see any of the keys [begin, end).
+  // All queries that see at least one of the keys [begin, end).
   ML_HD Range queries_of_block(int begin, int end) const {
     return {queries_of(begin).begin, queries_of(end - 1).end};
   }
 
-  // Whether each of the queries [query, query_end) sees each of the keys [key, key_end); none sees one past the last.
+  // Whether every query of [query, query_end) sees every key of [key, key_end); false if key_end is past the last key.
   ML_HD bool full(int query, int query_end, int key, int key_end) const {
     return keys_of(query_end - 1).begin <= key && key_end <= keys_of(query).end;
   }

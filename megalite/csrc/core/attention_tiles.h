@@ -1,8 +1,8 @@
-// Attention by tiles on the tensor cores, forward (Dao, "FlashAttention-2", 2023), for one block of threads.
+// The tiled attention forward on tensor cores (Dao, "FlashAttention-2", 2023), for one thread block.
 //
-// `Machine` is what a thread can do: on a GPU an empty class of intrinsics (cuda/device_machine.cuh), in the tests an
-// emulated block that runs this same source on a CPU. Its copies from global to shared memory may arrive at any time
-// until wait_all(), and what other threads copied or stored is there after the sync() that follows.
+// `Machine` provides the instructions of one thread: on a GPU an empty class of intrinsics (cuda/device_machine.cuh),
+// in the tests an emulated thread block that runs this same source on a CPU. Its asynchronous copies from global to
+// shared memory complete at wait_all(); copies and stores of other threads are visible after the next sync().
 #pragma once
 
 #include "attention.h"
@@ -26,7 +26,7 @@ namespace ml {
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kInfinity = __builtin_huge_valf();
 
-// One sequence of the packed ones, and the band of it that is seen.
+// One of the packed sequences, and the visible band of its attention matrix.
 struct Sequence {
   int first_query, first_key;
   Band band;
@@ -39,10 +39,10 @@ ML_TILE Sequence sequence_of(const MegaliteAttention& a, int sequence) {
            static_cast<int>(a.right)}};
 }
 
-// Begins to copy the rows of a tile into shared memory; rows from `rows` on become zero. All threads take part.
+// Starts the asynchronous copy of a tile into shared memory; rows from `rows` on become zero. Called by all threads.
 template <class Tile, int kRows, class Machine>
 ML_TILE void copy_tile(Machine& m, uint32_t tile, const uint16_t* source, int64_t stride, int rows) {
-  constexpr int kAtOnce = Tile::kChunks & -Tile::kChunks;  // of a row: all, where they are a power of 2
+  constexpr int kAtOnce = Tile::kChunks & -Tile::kChunks;  // chunks of a row per step: all if a power of 2
   constexpr int kStep = Machine::kThreads / kAtOnce;
   static_assert(Machine::kThreads % kAtOnce == 0 && kRows % kStep == 0);
   const int own = m.thread() % kAtOnce, first = m.thread() / kAtOnce;
@@ -51,14 +51,14 @@ ML_TILE void copy_tile(Machine& m, uint32_t tile, const uint16_t* source, int64_
   for (int row = 0; row < kRows; row += kStep, source += kStep * stride) {
     ML_UNROLL
     for (int chunk = 0; chunk < Tile::kChunks; chunk += kAtOnce) {
-      // The exchange stays within what is copied at once.
+      // The swizzle permutes chunks only within one step, so `chunk` can be added to the swizzled offset.
       m.template copy<16>(
           tile + Tile::offset(first + row, own) + chunk * 16, source + chunk * 8, first + row < rows);
     }
   }
 }
 
-// sums [kTiles x 16, kColumns] += left x right^T, both stored [.., kSum] in shared memory; left from row `row` on.
+// sums [kTiles x 16, kColumns] += left x right^T, both stored [.., kSum] in shared memory; left starts at row `row`.
 template <class Element, int kTiles, int kColumns, int kSum, class Machine>
 ML_TILE void add_product_of_rows(
     Machine& m, float (&sums)[kTiles][kColumns / 8][4], uint32_t left, int row, uint32_t right) {
@@ -66,7 +66,7 @@ ML_TILE void add_product_of_rows(
   const typename Tile::Lane left_lane = Tile::lane(tile_place(Order::kDown, m.lane()));
   const typename Tile::Lane right_lane = Tile::lane(tile_place(Order::kRight, m.lane()));
   left += row * Tile::kRowBytes;
-  ML_UNROLL_TWICE  // in whole, its addresses would fill the registers
+  ML_UNROLL_TWICE  // unrolled completely, the addresses would use too many registers
   for (int k = 0; k < kSum / 16; ++k) {
     uint32_t a[kTiles][4];
     ML_UNROLL
@@ -84,7 +84,8 @@ ML_TILE void add_product_of_rows(
   }
 }
 
-// Two neighbouring 16 x 8 accumulators hold, once narrowed, a 16 x 16 left operand: lane by lane the same places.
+// Converts two neighbouring 16 x 8 accumulators to a 16 x 16 A operand of mma.sync; each lane already holds the
+// elements that the operand needs.
 template <class Element, class Machine>
 ML_TILE void narrow(Machine& m, uint32_t (&left)[4], const float (&low)[4], const float (&high)[4]) {
   left[0] = m.template pack<Element>(low[0], low[1]);
@@ -93,8 +94,8 @@ ML_TILE void narrow(Machine& m, uint32_t (&left)[4], const float (&low)[4], cons
   left[3] = m.template pack<Element>(high[2], high[3]);
 }
 
-// sums [kTiles x 16, kColumns] += left x right, left the accumulators [kTiles x 16, kSum] of an earlier product,
-// right stored [kSum, kColumns] in shared memory.
+// sums [kTiles x 16, kColumns] += left x right; left: the accumulators [kTiles x 16, kSum] of an earlier product;
+// right: stored [kSum, kColumns] in shared memory.
 template <class Element, int kTiles, int kColumns, int kSum, class Machine>
 ML_TILE void add_product_of_sums(
     Machine& m, float (&sums)[kTiles][kColumns / 8][4], const float (&left)[kTiles][kSum / 8][4], uint32_t right) {
@@ -121,7 +122,8 @@ ML_TILE void add_product_of_sums(
   }
 }
 
-// Writes a warp's accumulators, each row times its factor, as rows of `target`, by way of its own rows of `tile`.
+// Writes a warp's accumulators, each row times its factor, to the rows of `target`. Goes through the warp's own rows of
+// `tile` in shared memory, so that global stores are 16 bytes wide and coalesced.
 template <class Element, int kTiles, int kHead, class Machine>
 ML_TILE void store_rows(
     Machine& m, const float (&sums)[kTiles][kHead / 8][4], const float (&factors)[kTiles][2], uint32_t tile, int row,
@@ -153,23 +155,24 @@ template <class Element_, int kHead_, int kWarps_, int kTiles_, int kKeys_, bool
 struct ForwardShape {
   using Element = Element_;
   static constexpr int kHead = kHead_, kThreads = kWarps_ * 32, kTiles = kTiles_, kKeys = kKeys_;
-  static constexpr bool kDrops = kDrops_;  // some of the probabilities
-  static constexpr int kRows = kWarps_ * kTiles * 16;  // queries of a block, kTiles x 16 of each warp
+  static constexpr bool kDrops = kDrops_;  // with dropout of probabilities
+  static constexpr int kRows = kWarps_ * kTiles * 16;  // queries per thread block, kTiles x 16 per warp
   using Tile = Swizzle<kHead>;
   static constexpr int kKeyTile = kRows * Tile::kRowBytes;
   static constexpr int kValueTile = kKeyTile + kKeys * Tile::kRowBytes;
-  static constexpr int kDropRows = kValueTile + kKeys * Tile::kRowBytes;  // what each query's row draws from
+  static constexpr int kDropRows = kValueTile + kKeys * Tile::kRowBytes;  // the DropRow of each query
   static constexpr int kSharedBytes = kDropRows + (kDrops ? kRows * 8 : 0);
 };
 
-// Rows of the running softmax that a thread shares with the three others of its quad; `total` is its own part.
+// Online softmax state of the rows that a thread shares with the other three lanes of its quad: the row maximum, and
+// the thread's own part of the row sum.
 template <int kTiles>
 struct SoftmaxRows {
   float greatest[kTiles][2], total[kTiles][2];
 };
 
-// Makes exp2 of a row's scores, below the greatest so far, of them; returns by what all that was summed before shrinks,
-// to have the same base.
+// Online softmax step of one row: updates the row maximum, replaces the scores by exp2(score * scale - maximum), adds
+// them to the row sum, and returns the factor that rescales earlier sums to the new maximum.
 template <int kTiles, int kKeys, class Machine>
 ML_TILE float softmax_row(
     Machine& m, float (&scores)[kTiles][kKeys / 8][4], SoftmaxRows<kTiles>& rows, int t, int half, float scale) {
@@ -180,7 +183,7 @@ ML_TILE float softmax_row(
   }
   greatest = m.larger(greatest, m.shuffle_xor(greatest, 1));
   greatest = m.larger(greatest, m.shuffle_xor(greatest, 2));
-  // Where nothing is seen yet the base is 0: exp2(-inf - 0) is 0, and -inf - -inf would be no number.
+  // If the whole row is masked so far, subtract 0: -inf - -inf would be NaN.
   const float base = greatest == -kInfinity ? 0.0f : greatest * scale;
   const float factor = m.exp2(rows.greatest[t][half] * scale - base);
   rows.greatest[t][half] = greatest;
@@ -219,7 +222,8 @@ ML_TILE void online_softmax(
   }
 }
 
-// The log-sum-exps of a warp's rows from `row` on, of `count` that there are, and what their sums are to be times.
+// Stores the log-sum-exps of a warp's rows, starting at `row` of `count`, and returns in `factors` the reciprocal row
+// sums.
 template <int kTiles, class Machine>
 ML_TILE void finish_rows(
     Machine& m, const SoftmaxRows<kTiles>& rows, float (&factors)[kTiles][2], float scale, float* lse, int row,
@@ -242,7 +246,7 @@ ML_TILE void finish_rows(
   }
 }
 
-// Sets those of a row's scores to -infinity that are not seen; its thread's first is of key `first`.
+// Sets the masked scores of a row to -infinity; `first`: the key of the thread's first score.
 template <int kTiles, int kKeys>
 ML_TILE void mask_row(float (&scores)[kTiles][kKeys / 8][4], int t, int half, Range seen, int first) {
   ML_UNROLL
@@ -254,7 +258,7 @@ ML_TILE void mask_row(float (&scores)[kTiles][kKeys / 8][4], int t, int half, Ra
   }
 }
 
-// The same of all rows: queries from `row` on down, keys from `first_key` on across.
+// Masks the scores of all rows; `row`, `first_key`: the query and the key of the tile's first score.
 template <int kTiles, int kKeys, class Machine>
 ML_TILE void mask_keys(
     Machine& m, float (&scores)[kTiles][kKeys / 8][4], const Band& band, int row, int first_key) {
@@ -269,8 +273,8 @@ ML_TILE void mask_keys(
   }
 }
 
-// What the rows of a block draw their dropped probabilities from, starting at the sequence's first key, into shared
-// memory: registers are scarce.
+// Stores the DropRow of each query of the block, offset to the sequence's first key, in shared memory to save
+// registers.
 template <class Shape, class Machine>
 ML_TILE void store_drop_rows(
     Machine& m, const MegaliteAttention& a, const Sequence& piece, int first_row, int rows, int head) {
@@ -284,7 +288,7 @@ ML_TILE void store_drop_rows(
   }
 }
 
-// Makes 0 of the probabilities [queries, keys] that are dropped; keys from `first_key` on across.
+// Sets the dropped probabilities [queries, keys] to 0; `first_key`: the key of the first column.
 template <int kTiles, int kKeys, class Machine>
 ML_TILE void drop_keys(
     Machine& m, float (&probabilities)[kTiles][kKeys / 8][4], uint32_t drop_rows, int first_key, int32_t threshold) {
@@ -307,7 +311,8 @@ ML_TILE void drop_keys(
   }
 }
 
-// Output and log-sum-exp of the queries of one block: of `head`, from block x kRows on in `sequence`.
+// Computes output and log-sum-exp of one thread block's queries, which start at block * kRows in `sequence`, for
+// `head`.
 template <class Shape, class Machine>
 ML_TILE void attention_forward(Machine& m, const MegaliteAttention& a, int block, int head, int sequence) {
   using Element = typename Shape::Element;
@@ -327,7 +332,7 @@ ML_TILE void attention_forward(Machine& m, const MegaliteAttention& a, int block
 
   const Range seen = band.keys_of_block(first_row, past_row);
   const int past_key = seen.empty() ? 0 : seen.end;
-  // Of keys, or of values; addresses are made anew each time, registers being scarce.
+  // Copies keys or values; recomputes addresses each time to save registers.
   const auto copy_keys = [&](uint32_t tile, const void* all, int64_t token, int64_t own_head, int first) {
     const int kv_head = head / (static_cast<int>(a.heads) / static_cast<int>(a.kv_heads));
     const auto* source = static_cast<const uint16_t*>(all) + kv_head * own_head;
@@ -348,7 +353,7 @@ ML_TILE void attention_forward(Machine& m, const MegaliteAttention& a, int block
   }
   for (; first_key < past_key; first_key += kKeys) {
     m.wait_all();
-    m.sync();  // the keys are there, and nobody reads the last values any more
+    m.sync();  // the keys have arrived, and all warps have read the previous values
     copy_keys(value_tile, a.value, a.value_token, a.value_head, first_key);
     float scores[kTiles][kKeys / 8][4] = {};
     add_product_of_rows<Element, kTiles, kKeys, kHead>(m, scores, query_tile, warp_row, key_tile);
@@ -356,7 +361,7 @@ ML_TILE void attention_forward(Machine& m, const MegaliteAttention& a, int block
       mask_keys<kTiles, kKeys>(m, scores, band, first_row + warp_row, first_key);
     }
     m.wait_all();
-    m.sync();  // the values are there, and nobody reads these keys any more
+    m.sync();  // the values have arrived, and all warps have read these keys
     if (first_key + kKeys < past_key) {
       copy_keys(key_tile, a.key, a.key_token, a.key_head, first_key + kKeys);
     }
@@ -369,7 +374,7 @@ ML_TILE void attention_forward(Machine& m, const MegaliteAttention& a, int block
   }
 
   float factors[kTiles][2];
-  // Looked up again, since kept through the loop they would take registers.
+  // Read again, because keeping them through the loop would cost registers.
   const Sequence again = sequence_of(a, sequence);
   const int64_t first_token = static_cast<int64_t>(again.first_query) + first_row;
   const int count = at_most(Shape::kRows, again.band.queries - first_row);
@@ -380,7 +385,7 @@ ML_TILE void attention_forward(Machine& m, const MegaliteAttention& a, int block
     for (int i = 0; i < kTiles * 2; ++i) factors[i / 2][i % 2] *= drop_scale<float>(a);
   }
   m.wait_all();
-  m.sync();  // where no key is seen the queries may still be on their way to the rows that are now overwritten
+  m.sync();  // with no visible key, the copy of the queries may still be writing to the tile that is overwritten now
   auto* output = static_cast<uint16_t*>(a.output) + (first_token * a.heads + head) * kHead;
   store_rows<Element, kTiles, kHead>(
       m, sums, factors, query_tile, warp_row, output, a.heads * kHead, count);

@@ -1,4 +1,4 @@
-// Random numbers that are a pure function of what they are for: megalite/ops/counter.py has the same, bit for bit.
+// Counter-based random numbers: a pure function of key and indices, equal bit for bit to megalite/ops/counter.py.
 #pragma once
 
 #include "core/scalar.h"
@@ -20,7 +20,7 @@ ML_HD Words philox(Words counter, uint32_t key_low, uint32_t key_high) {
   return counter;
 }
 
-// What one row of an attention matrix draws from: 64 bits of Philox, then a few instructions for each key.
+// The random state of one row of an attention matrix: 64 bits of Philox per row, then a few instructions per key.
 struct DropRow {
   uint32_t start, tweak;
 };
@@ -32,11 +32,12 @@ ML_HD DropRow drop_row(uint32_t position, uint32_t head, int64_t sample, uint32_
   return {drawn.word[0], drawn.word[1]};
 }
 
-// How far each key's word lies from the row's start.
+// The offset of a key's word in the row's Weyl sequence.
 ML_HD uint32_t drop_step(uint32_t key_position) { return key_position * 0x9E3779B9u; }
 
-// A Weyl sequence, mixed (Steele et al., "Fast splittable pseudorandom number generators", 2014; the mixer, without its
-// last step, which leaves the high half alone, is "lowbias32" of C. Wellons). Of the word its high half is used.
+// A mixed Weyl sequence (Steele et al., "Fast splittable pseudorandom number generators", 2014). The mixer is
+// "lowbias32" by C. Wellons without its last step, which does not change the high half; only the high half of the word
+// is used.
 ML_HD int32_t drop_word(DropRow row, uint32_t step) {
   uint32_t x = row.start + step;
   x = (x ^ x >> 16 ^ row.tweak) * 0x7FEB352Du;
@@ -44,7 +45,7 @@ ML_HD int32_t drop_word(DropRow row, uint32_t step) {
   return static_cast<int32_t>(x);
 }
 
-// Kept is what draws at least this: `dropped` of 65536 equally likely values drop it.
+// A probability is kept if its word is at least this threshold: `dropped` of 65536 equally likely values are below it.
 ML_HD int32_t drop_threshold(int64_t dropped) { return static_cast<int32_t>((dropped - 32768) * 65536); }
 
 }  // namespace ml

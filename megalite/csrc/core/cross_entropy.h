@@ -1,5 +1,5 @@
-// Softmax cross entropy over the columns [0, n) of one row of logits that a shard of the vocabulary holds: what one
-// read of them gives, and the gradient that is written over them.
+// Softmax cross entropy of one row of a vocabulary shard's logits, columns [0, n): the statistics of one pass over the
+// row, and the gradient, which overwrites the logits.
 #pragma once
 
 #include <cfloat>
@@ -22,14 +22,15 @@ ML_HD W lowest_of() {
   return sizeof(W) == 4 ? static_cast<W>(-FLT_MAX) : static_cast<W>(-DBL_MAX);
 }
 
-// The distribution that the softmax should be: `on_label` at the label beside `uniform` at every id.
+// The target distribution: `uniform` at every id, plus `on_label` at the label.
 template <typename W>
 struct Target {
-  int64_t label;  // the shard's column; outside of it where another shard holds the label
+  int64_t label;  // column in this shard; outside [0, columns) if another shard holds the label
   W on_label, uniform;
 };
 
-// Of some logits of a row. Starting at the lowest finite number, -infinity adds nothing and gives no NaN.
+// Statistics of a subset of a row's logits. `maximum` starts at the lowest finite number rather than -infinity, so that
+// logits of -infinity add 0 to the sum instead of NaN.
 template <typename W>
 struct Softmax {
   W maximum = lowest_of<W>();
@@ -38,7 +39,8 @@ struct Softmax {
   W count = 0;
 };
 
-// Of the logits of both, in one pass (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018).
+// Combines the statistics of two disjoint subsets (Milakov and Gimelshein, "Online normalizer calculation for softmax",
+// 2018).
 template <typename W>
 ML_HD Softmax<W> joined(const Softmax<W>& a, const Softmax<W>& b) {
   Softmax<W> both;
@@ -46,12 +48,12 @@ ML_HD Softmax<W> joined(const Softmax<W>& a, const Softmax<W>& b) {
   const W from_a = a.maximum - both.maximum, from_b = b.maximum - both.maximum;
   both.sum = a.sum * softmax_exp(from_a) + b.sum * softmax_exp(from_b);
   both.count = a.count + b.count;
-  // Of no logits there is none: the difference of the lowest number may be infinite.
+  // Skip empty subsets: subtracting their maximum, the lowest finite number, may give infinity.
   both.excess = (a.count > 0 ? a.excess + a.count * from_a : W(0)) + (b.count > 0 ? b.excess + b.count * from_b : W(0));
   return both;
 }
 
-// The shard's part of sum(target * (logit - maximum)).
+// This shard's part of sum(target * (logit - maximum)).
 template <typename T>
 ML_HD Wide<T> expected_excess(const T* row, int64_t columns, const Target<Wide<T>>& target, const Softmax<Wide<T>>& all) {
   Wide<T> expected = target.uniform > 0 ? target.uniform * all.excess : Wide<T>(0);
@@ -61,17 +63,17 @@ ML_HD Wide<T> expected_excess(const T* row, int64_t columns, const Target<Wide<T
   return expected;
 }
 
-// What the gradient of one row takes: softmax * weight is exp(logit - maximum) * factor, with the maximum of this shard.
+// The coefficients of one row's gradient: softmax * weight = exp(logit - maximum) * factor, with this shard's maximum.
 template <typename W>
 struct RowGradient {
   W maximum, factor, weight;
-  // A row that counts nothing may hold anything, and is not read.
+  // A row with weight 0 may hold any values, NaN too, so its logits are not read.
   ML_HD bool is_zero() const { return factor == 0 && weight == 0; }
   ML_HD W of(W logit, W uniform) const { return softmax_exp(logit - maximum) * factor - weight * uniform; }
 };
 
-// How threads share a row that may start anywhere: single elements up to the first multiple of 16 bytes, packs of 16
-// bytes, and single elements again.
+// Splits a row at any address for vector access: head elements up to the first 16-byte boundary, packs of 16 bytes,
+// tail elements.
 constexpr int kPackBytes = 16;
 
 template <typename T>
@@ -93,7 +95,7 @@ ML_HD RowSplit split_row(const T* row, int64_t columns) {
   return {head, packs, head + packs * Pack<T>::kSize};
 }
 
-// Packs under way at once in one thread: enough bytes in flight for the memory's latency, as registers allow.
+// Packs that a thread loads before it uses them: hides memory latency, limited by registers.
 template <typename T>
 constexpr int kPacksAtOnce = sizeof(T) == 8 ? 2 : 4;
 
@@ -118,7 +120,7 @@ ML_HD void take(Softmax<W>& state, const W (&logits)[kCount]) {
   state.count += kCount;
 }
 
-// What thread `rank` of `size` reads of a row.
+// The statistics of the elements of a row that thread `rank` of `size` reads.
 template <typename T, bool kExcess>
 ML_HD Softmax<Wide<T>> thread_softmax(const T* row, int64_t columns, int rank, int size) {
   using W = Wide<T>;
@@ -150,7 +152,7 @@ ML_HD Softmax<Wide<T>> thread_softmax(const T* row, int64_t columns, int rank, i
   return state;
 }
 
-// What thread `rank` of `size` writes over a row.
+// Overwrites the elements of a row that belong to thread `rank` of `size` with their gradient.
 template <typename T>
 ML_HD void thread_gradient(T* row, int64_t columns, const RowGradient<Wide<T>>& gradient, const Target<Wide<T>>& target,
                            int64_t rank, int64_t size) {

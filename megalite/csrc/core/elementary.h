@@ -1,4 +1,4 @@
-// The logistic function and the normal distribution, without branches: loops over them become vector code.
+// The logistic function and the normal distribution, without branches, so that compilers vectorise loops over them.
 #pragma once
 
 #include <cmath>
@@ -23,7 +23,7 @@ struct Logistic {
   W value, complement;
 };
 
-// 1 / (1 + exp(-x)) and one minus it, neither by a difference.
+// 1 / (1 + exp(-x)) and its complement 1 / (1 + exp(x)), both without cancellation.
 template <typename W>
 ML_HD Logistic<W> logistic(W x) {
   const W small = exp_nonpositive(x < 0 ? x : -x);
@@ -36,9 +36,9 @@ struct Normal {
   W below, density;
 };
 
-// The normal distribution function and its density. Within one deviation the distance from 1/2 is a polynomial in x^2
-// (to 8e-9). Beyond, the lower tail keeps its relative accuracy: Mills' ratio times (a + 3.5) is a polynomial in
-// (a - 3.5) / (a + 3.5), to 8e-9 for a in [0, 14.5].
+// The cumulative normal distribution and its density. For |x| < 1, (cdf - 1/2) / x is a polynomial in x^2 (error 8e-9).
+// For larger a = |x|, Mills' ratio times (a + 3.5) is a polynomial in (a - 3.5) / (a + 3.5) (error 8e-9 for a in
+// [0, 14.5]), which keeps the relative accuracy of the lower tail.
 ML_HD Normal<float> normal(float x) {
   float size = x < 0 ? -x : x;
   size = size > 16.0f ? 16.0f : size;

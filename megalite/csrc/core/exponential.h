@@ -1,4 +1,4 @@
-// Powers of two of numbers that are not positive, without branches: loops over them become vector code.
+// 2^x for x <= 0, without branches, so that compilers vectorise loops over it.
 #pragma once
 
 #include <cmath>
@@ -7,10 +7,10 @@
 
 namespace ml {
 
-// 2^x for x <= 0, within 2 units in the last place; 0 below 2^-126 and of -infinity, NaN of NaN.
+// Error at most 2 units in the last place; 0 for results below 2^-126 and for -infinity; NaN for NaN.
 ML_HD float exp2_below(float x) {
   const float whole = __builtin_rintf(x < -126.0f ? -126.0f : x);
-  const float part = x - whole;  // in [-0.5, 0.5]; the first Taylor terms of 2^part follow
+  const float part = x - whole;  // in [-0.5, 0.5]; then the Taylor polynomial of 2^part
   float power = 1.5403530e-4f;
   power = power * part + 1.3333558e-3f;
   power = power * part + 9.6181291e-3f;

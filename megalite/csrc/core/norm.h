@@ -1,5 +1,5 @@
-// What normalisation computes of one value, given its row's statistics. Formulas of Zhang and Sennrich 2019 (root mean
-// square, whose mean is 0 here) and Ba et al. 2016 (layer norm).
+// Normalisation of one value and its gradient, given the row's statistics: RMSNorm (Zhang and Sennrich 2019), with mean
+// 0, and LayerNorm (Ba et al. 2016).
 #pragma once
 
 #include "core/scalar.h"
@@ -11,8 +11,8 @@ ML_HD W normalised(W x, W mean, W inverse) {
   return (x - mean) * inverse;
 }
 
-// The gradient of a row's value x, from grad * weight; `average` is the row's mean of these (0 for root mean square),
-// `projection` its mean of these times the normalised x: the parts that normalisation removes.
+// The gradient of one value x of a row. average: the row's mean of grad * weight (0 for RMSNorm). projection: the row's
+// mean of grad * weight * normalised x. Normalisation removes both components.
 template <typename W>
 ML_HD W input_grad(W weighted_grad, W normalised_x, W average, W projection, W inverse) {
   return inverse * (weighted_grad - average - normalised_x * projection);

@@ -1,11 +1,11 @@
-// Rotary position embedding (Su et al. 2021): where a pair lies, and its rotation.
+// Rotary position embedding (Su et al. 2021): the indices of a pair, and its rotation.
 #pragma once
 
 #include "core/scalar.h"
 
 namespace ml {
 
-// The places of pair i among 2 `pairs` values: (i, i + pairs), or (2 i, 2 i + 1) where interleaved.
+// The indices of pair i among 2 * pairs values: (i, i + pairs), or (2 i, 2 i + 1) if interleaved.
 struct Pair {
   int64_t first, second;
 };
@@ -26,7 +26,7 @@ ML_HD Point<W> turned(W first, W second, W cosine, W sine) {
   return {first * cosine - second * sine, second * cosine + first * sine};
 }
 
-// The row of the tables that token (b, s) turns by.
+// Returns the row of the cosine and sine tables for token (b, s).
 ML_HD int64_t table_row(int64_t b, int64_t s, const int64_t* positions, int64_t batch_stride) {
   const int64_t entry = b * batch_stride + s;
   return positions != nullptr ? positions[entry] : entry;

@@ -1,4 +1,4 @@
-// Number types of all kernels, on host and device: storage as torch's, arithmetic in Wide<T>.
+// The number types of all kernels, on host and device: stored as in torch, computed in Wide<T>.
 #pragma once
 
 #include <cstdint>
@@ -14,10 +14,10 @@ namespace ml {
 
 enum DType { kFloat32 = 0, kFloat64 = 1, kBFloat16 = 2, kFloat16 = 3 };
 
-// What every entry of the C interfaces returns when it knows no kernel for a DType; CUDA errors are positive.
+// Returned by all C functions if there is no kernel for a DType; CUDA errors are positive.
 constexpr int kUnsupported = -1;
 
-// 16 bits as torch stores them. No arithmetic: to_wide and from_wide lead in and out.
+// bf16 and fp16 bits as torch stores them. No arithmetic: convert with to_wide and from_wide.
 struct bf16 {
   uint16_t bits;
 };
@@ -34,7 +34,7 @@ template <>
 struct WideOf<double> {
   using type = double;
 };
-// What statistics and sums are kept in: float32 for 16 and 32 bits, float64 for float64.
+// The type of arithmetic, statistics and sums: fp32 for bf16, fp16 and fp32; fp64 for fp64.
 template <typename T>
 using Wide = typename WideOf<T>::type;
 
@@ -60,7 +60,7 @@ ML_HD float to_wide(fp16 value) {
   asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(value.bits));
   return wide;
 #else
-  // Without branches, so that loops over it become vector code.
+  // Without branches, so that compilers vectorise loops over it.
   const uint32_t sign = static_cast<uint32_t>(value.bits & 0x8000u) << 16;
   const uint32_t shifted = static_cast<uint32_t>(value.bits & 0x7fffu) << 13;
   const uint32_t normal = shifted + (112u << 23);
@@ -94,7 +94,7 @@ ML_HD bf16 from_wide<bf16>(float value) {
 #else
   const uint32_t bits = bits_of(value);
   const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  const uint32_t nan = (bits >> 16) | 0x40u;  // by its bits: a comparison with itself may be optimised away
+  const uint32_t nan = (bits >> 16) | 0x40u;  // tested by its bits: -ffast-math may remove value != value
   return {static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded)};
 #endif
 }
@@ -109,9 +109,9 @@ ML_HD fp16 from_wide<fp16>(float value) {
   const uint32_t bits = bits_of(value);
   const uint32_t sign = (bits >> 16) & 0x8000u;
   const uint32_t magnitude = bits & 0x7fffffffu;
-  // Rounds at the 13 bits that go; a carry into the exponent is the next power of two, or infinity.
+  // Rounds away the low 13 bits; a carry into the exponent correctly gives the next power of two, or infinity.
   const uint32_t normal = (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
-  // Adding 0.5 leaves the multiple of 2^-24 in the low bits, rounded by the addition itself.
+  // Adding 0.5 aligns the mantissa to multiples of 2^-24 in its low bits; the addition itself rounds.
   const uint32_t subnormal = bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f);
   const uint32_t special = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;
   const uint32_t narrow = magnitude < (113u << 23) ? subnormal : magnitude >= (143u << 23) ? special : normal;
@@ -119,7 +119,7 @@ ML_HD fp16 from_wide<fp16>(float value) {
 #endif
 }
 
-// On the host: calls run(T{}) with T the storage type of `dtype`, and returns 0; kUnsupported for any other number.
+// Host only: calls run(T{}) with the storage type T of `dtype` and returns 0; returns kUnsupported for other values.
 template <typename Run>
 inline int for_dtype(int dtype, Run run) {
   switch (dtype) {

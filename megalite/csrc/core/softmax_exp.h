@@ -1,12 +1,12 @@
-// e^(logit - maximum), of which a softmax is made.
+// The exponential of a softmax: e^(logit - maximum).
 #pragma once
 
 #include "core/exp.h"
 
 namespace ml {
 
-// e^x for x <= 0; 0 of -infinity, NaN of NaN. On a GPU 2^(x log2 e), two instructions where expf takes eight: the rounded
-// product makes a relative error of up to |x| / 2^24, which in a sum beside e^0 is at most 2.2e-8.
+// e^x for x <= 0; 0 for -infinity, NaN for NaN. On a GPU 2^(x log2 e), two instructions instead of expf's eight:
+// rounding the product gives a relative error of up to |x| / 2^24, at most 2.2e-8 of a sum that contains e^0 = 1.
 ML_HD float softmax_exp(float x) {
 #ifdef __CUDA_ARCH__
   float power;

@@ -7,10 +7,10 @@ namespace {
 
 using namespace ml;
 
-// Values that a thread takes at a time, and how many are worth more than one thread.
+// Values per tile of a thread, and the least number of values for which several threads pay.
 constexpr int64_t kTile = 2048, kParallel = 32768;
 
-// run(row, first, last) over all rows, in tiles of columns.
+// Calls run(row, begin, end) for every tile of columns of every row.
 template <typename Run>
 void over_tiles(int64_t rows, int64_t features, Run run) {
   const int64_t tiles = (features + kTile - 1) / kTile;
@@ -108,7 +108,7 @@ void bias_gelu_backward(
     }
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < features; ++i) {
-      double sum = 0;  // of up to 256 partial sums, which float32 would add some error to
+      double sum = 0;  // fp32 would add rounding errors over up to 256 partial sums
       for (int64_t block = 0; block < blocks; ++block) sum += partials[block * features + i];
       bias_grad[i] = from_wide<T>(static_cast<Wide<T>>(sum));
     }

@@ -1,4 +1,4 @@
-// The CPU's twins of cuda/adamw.cu.
+// The optimizer's operators on the CPU, the counterpart of cuda/adamw.cu.
 #include "adamw.h"
 
 #include <algorithm>
@@ -12,7 +12,7 @@ namespace {
 
 using ml::kChunk;
 
-// Below this many elements starting the threads costs more than they save.
+// Below this many elements, starting threads costs more than they save.
 constexpr int64_t kElementsWorthThreads = 4 * kChunk;
 
 std::vector<int64_t> first_chunks(const int64_t* sizes, int64_t count) {
@@ -23,7 +23,7 @@ std::vector<int64_t> first_chunks(const int64_t* sizes, int64_t count) {
   return first;
 }
 
-// work(chunk, tensor, begin, end) for every chunk of every tensor.
+// Calls work(chunk, tensor, begin, end) for every chunk of every tensor.
 template <typename Work>
 void for_each_chunk(const int64_t* sizes, int64_t count, const Work& work) {
   const std::vector<int64_t> first = first_chunks(sizes, count);
@@ -50,7 +50,7 @@ double sum_of_squares(const T* values, int64_t size) {
 template <typename W, typename G, typename C>
 void update(const ml::AdamWStep<W>& given, W* __restrict weight, C* __restrict copy, const G* __restrict gradient,
             W* __restrict mean, W* __restrict square, int64_t size) {
-  const ml::AdamWStep<W> step = given;  // in registers, since the pointers could reach what is behind a reference
+  const ml::AdamWStep<W> step = given;  // a local copy stays in registers: the pointers might alias a reference
 #pragma omp simd
   for (int64_t i = 0; i < size; ++i) {
     W w = weight[i], m = mean[i], s = square[i];

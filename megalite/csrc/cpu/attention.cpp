@@ -1,4 +1,4 @@
-// Attention on a CPU by blocks of queries and keys, in Wide<T> throughout: the twin of the CUDA kernels.
+// Tiled attention on the CPU, in Wide<T> throughout: the counterpart of the CUDA kernels.
 #include "attention.h"
 
 #include <algorithm>
@@ -15,27 +15,27 @@ namespace {
 
 using namespace ml;
 
-constexpr int kBlock = 64;  // queries, and keys, of a block
+constexpr int kBlock = 64;  // queries per block, and keys per block
 constexpr double kLn2 = 0.69314718055994530942;
 
 template <typename W>
 constexpr W kInfinity = std::numeric_limits<W>::infinity();
 
-// So many rows of two vectors are summed up in registers, which leaves a few for the factors.
+// Register blocking of products: kSumRows rows of two vectors are accumulated in registers; the rest hold operands.
 #ifdef __AVX512F__
-constexpr int kVectorBytes = 64, kSumRows = 8;  // of 32 registers, and a block has a multiple of 8 rows
+constexpr int kVectorBytes = 64, kSumRows = 8;  // 16 of 32 registers; a block has a multiple of 8 rows
 #else
-constexpr int kVectorBytes = 32, kSumRows = 6;  // of 16 registers
+constexpr int kVectorBytes = 32, kSumRows = 6;  // 12 of 16 registers
 #endif
 
-// Two vectors of it are what products are computed in at once.
+// A SIMD vector; products compute a pair of vectors at once.
 template <typename W>
 struct Vector {
   typedef W Type __attribute__((vector_size(kVectorBytes), aligned(sizeof(W)), may_alias));
   static constexpr int kLanes = kVectorBytes / sizeof(W), kPair = 2 * kLanes;
 };
 
-// Whole cache lines: a vector that lies in two of them is loaded twice.
+// Aligns to cache lines: a vector that crosses a cache line needs two loads.
 template <typename W>
 struct LineAllocator {
   using value_type = W;
@@ -48,14 +48,14 @@ struct LineAllocator {
 template <typename W>
 using Buffer = std::vector<W, LineAllocator<W>>;
 
-// Numbers left(row, k) = data[row * row_step + k * k_step].
+// The left operand of a product: left(row, k) = data[row * row_step + k * k_step].
 template <typename W>
 struct Left {
   const W* data;
   int row_step, k_step;
 };
 
-// The sums of kRows rows, two vectors each, stay in registers.
+// The microkernel: kRows rows of sums, two vectors each, stay in registers.
 template <int kRows, typename W>
 inline void add_rows(W* sums, int sums_step, Left<W> left, const W* right, int right_step, int depth) {
   using V = typename Vector<W>::Type;
@@ -118,14 +118,14 @@ Rows<T> rows_of(const void* data, int64_t first, int64_t token, int64_t head, in
   return {static_cast<const T*>(data) + first * token + head * head_step, token};
 }
 
-// Rows lie too far apart for processors to foresee the next: a few before it is read, its lines are asked for.
+// Prefetches a few rows ahead: the stride between rows is too large for the hardware prefetcher.
 template <typename T>
 inline void fetch_ahead(const T* row, int64_t step, int columns) {
   constexpr int kRowsAhead = 6, kLine = 64 / sizeof(T);
   for (int column = 0; column < columns; column += kLine) __builtin_prefetch(row + kRowsAhead * step + column);
 }
 
-// [rows, columns] -> `to` [rows, step], as Wide<T>; what is past the columns becomes 0.
+// Converts [rows, columns] to Wide<T> in `to` [rows, step]; pads columns with 0.
 template <typename T>
 void widen(Wide<T>* to, int step, Rows<T> from, int rows, int columns) {
   for (int row = 0; row < rows; ++row, to += step) {
@@ -136,7 +136,7 @@ void widen(Wide<T>* to, int step, Rows<T> from, int rows, int columns) {
   }
 }
 
-// [rows, columns] -> `to` [columns, kBlock], as Wide<T>, transposed; what is past the rows becomes 0.
+// Converts [rows, columns] to Wide<T> and transposes to `to` [columns, kBlock]; pads rows with 0.
 template <typename T>
 void widen_transposed(Wide<T>* to, Rows<T> from, int rows, int columns) {
   if (rows < kBlock) std::fill(to, to + columns * kBlock, Wide<T>(0));
@@ -159,19 +159,19 @@ Sequence sequence_of(const MegaliteAttention& a, int64_t sequence) {
            static_cast<int>(a.right)}};
 }
 
-// Blocks of kBlock queries, or keys, that hold any of a range.
+// The blocks of kBlock queries (or keys) that overlap a range.
 Range blocks_of_range(Range range) {
   return range.empty() ? Range{0, 0} : Range{range.begin / kBlock, blocks_of(range.end, kBlock)};
 }
 
-// What a row of scores [kBlock] has within `seen` times `scale`, -infinity elsewhere; the greatest of it.
+// Multiplies a row's visible scores by `scale`, sets the masked ones to -infinity, and returns the row maximum.
 template <typename W>
 W scale_seen(W* scores, Range seen, W scale) {
   const int begin = std::clamp(seen.begin, 0, kBlock), end = std::clamp(seen.end, begin, kBlock);
   std::fill(scores, scores + begin, -kInfinity<W>);
   std::fill(scores + end, scores + kBlock, -kInfinity<W>);
   for (int i = begin; i < end; ++i) scores[i] *= scale;
-  // In vectors by hand: a compiler that heeds NaN compares one number after the other.
+  // Vectorised by hand: NaN semantics keep the compiler from vectorising the maximum.
   using V = typename Vector<W>::Type;
   V most = *reinterpret_cast<const V*>(scores);
   for (int i = Vector<W>::kLanes; i < kBlock; i += Vector<W>::kLanes) {
@@ -188,7 +188,7 @@ Range keys_in_block(const Band& band, int query, int block) {
   return {seen.begin - block * kBlock, seen.end - block * kBlock};
 }
 
-// What becomes of the probabilities of one query with a block of keys from `position` on: 0, or `scale` times them.
+// Draws the dropout factors, 0 or `scale`, of one query and a block of keys; position: of the block's first key.
 template <typename W>
 void draw_factors(
     W* factors, const MegaliteAttention& a, int64_t query, int64_t head, int position, W scale) {
@@ -199,7 +199,7 @@ void draw_factors(
   }
 }
 
-// Keys and values of one key-value head of one sequence, as the products of the forward want them.
+// Keys (transposed) and values of one key-value head of one sequence, packed in blocks for the forward's products.
 template <typename W>
 struct PackedKeys {
   Buffer<W> keys, values;  // blocks of [head_size, kBlock], of [kBlock, columns]
@@ -227,17 +227,17 @@ struct PackedKeys {
   W* values_of(int block) { return values.data() + static_cast<size_t>(block) * kBlock * columns; }
 };
 
-// What one thread works in.
+// One thread's workspace.
 template <typename W>
 struct ForwardRoom {
   Buffer<W> queries, scores, sums;
-  W greatest[kBlock], total[kBlock], above[kBlock], factors[kBlock];  // of a row
+  W greatest[kBlock], total[kBlock], above[kBlock], factors[kBlock];  // one per row
   ForwardRoom(int64_t head_size)
       : queries(kBlock * padded<W>(head_size)), scores(kBlock * kBlock), sums(queries.size()) {}
 };
 
-// The softmax's part over a block of keys, of rows whose queries begin at `first`; the sums so far shrink with their
-// base.
+// One online softmax step over a block of keys, for `rows` queries from `first` on: updates row maxima and sums, turns
+// scores into unnormalised probabilities, and rescales the output accumulators to the new maxima.
 template <typename W>
 void online_rows(ForwardRoom<W>& room, int rows, int columns, const Band& band, int first, int key_block, W scale) {
   for (int row = 0; row < rows; ++row) {
@@ -331,13 +331,13 @@ void forward(const MegaliteAttention& a) {
   }
 }
 
-// Everything of one key-value head of one sequence that the backward reads and adds to.
+// One thread's backward workspace for one key-value head of one sequence.
 template <typename W>
 struct BackwardRoom {
   int head_size, columns;
-  Buffer<W> keys, keys_across, values_across;  // [keys, columns]; blocks of [head_size, kBlock]
+  Buffer<W> keys, keys_across, values_across;  // [keys, columns]; then transposed blocks [head_size, kBlock]
   Buffer<W> key_grads, value_grads;            // [keys, columns]
-  Buffer<W> queries, output_grads, query_grads;  // of a block: [kBlock, columns]
+  Buffer<W> queries, output_grads, query_grads;  // of one block: [kBlock, columns]
   Buffer<W> scores, grads;                       // [kBlock, kBlock]
   W lse[kBlock], delta[kBlock], factors[kBlock];
 
@@ -368,7 +368,7 @@ struct BackwardRoom {
     }
   }
 
-  // The queries [token, token + rows) of a head, and what the backward needs of each.
+  // Loads the queries [token, token + rows) of a head, their output gradients, log-sum-exps and deltas.
   template <typename T>
   void take_queries(const MegaliteAttention& a, int64_t token, int64_t head, int rows) {
     const int64_t place = (token * a.heads + head) * head_size, step = a.heads * head_size;
@@ -383,7 +383,7 @@ struct BackwardRoom {
       for (int i = 0; i < head_size; ++i) sum += grad[i] * to_wide(output[i]);
       const int64_t at = head * a.queries + token + row;
       const W own = static_cast<const W*>(a.lse)[at];
-      const bool nothing = own == -kInfinity<W>;  // then infinity makes every probability 0
+      const bool nothing = own == -kInfinity<W>;  // no visible key: lse = infinity makes every probability 0
       if (a.lse_grad != nullptr) sum -= static_cast<const W*>(a.lse_grad)[at];
       lse[row] = nothing ? kInfinity<W> : own / static_cast<W>(kLn2);
       delta[row] = nothing ? W(0) : sum;

@@ -1,4 +1,4 @@
-// Rows over threads, each row by one: results do not depend on how many there are.
+// Softmax cross entropy on the CPU. One thread computes each row, so results do not depend on the number of threads.
 #include "cross_entropy.h"
 
 #include <algorithm>
@@ -10,23 +10,23 @@
 namespace ml {
 namespace {
 
-// Elements at once: they stay in the first-level cache from the maximum to the sum.
+// Elements per block: a block stays in the L1 cache from the maximum to the sum.
 constexpr int64_t kBlock = 2048;
-// Sums under way at once. Each gets 64 exponentials of a block in their own type, before it goes to a float64 one: beside
-// the one of the maximum, which is 1, a longer float32 sum loses the many that are small.
+// Independent accumulators. Each adds 64 exponentials of a block in the logits' type and is then added to a float64
+// sum: a longer float32 sum would lose small exponentials next to the maximum's, which is 1.
 constexpr int64_t kLanes = 32;
-// How far ahead of what is computed memory is read: the processor's own reading ahead ends with a page of 4 KiB.
+// Prefetch distance in bytes: the hardware prefetcher stops at the end of a 4 KiB page.
 constexpr int64_t kAheadBytes = 16384;
-// The share of the next row that is read while this one's gradient is written.
+// 1 / kReadAhead of the next row is prefetched while this row's gradient is written.
 constexpr int64_t kReadAhead = 8;
 
-// Memory that will be read soon.
+// Memory to prefetch: [from, end).
 template <typename T>
 struct Ahead {
   const T *from = nullptr, *end = nullptr;
 
-  // Has the second-level cache read `count` elements, or none if they begin at or beyond the end. Always inline: the
-  // compiler takes a function that does nothing else for one without an effect.
+  // Prefetches `count` elements into the L2 cache; does nothing if they start at or after the end. Always inline: the
+  // compiler would remove a call to a function that only prefetches as having no effect.
   ML_HD void fetch(int64_t first, int64_t count) const {
     constexpr int64_t kLine = 64 / sizeof(T);
     if (from + first >= end) return;
@@ -34,7 +34,7 @@ struct Ahead {
   }
 };
 
-// A block in its wide type: itself, or copied into `space`.
+// Returns a block as Wide<T>: the block itself, or a converted copy in `space`.
 template <typename T>
 const Wide<T>* widened(const T* block, int64_t count, Wide<T>* space) {
   if constexpr (sizeof(T) == sizeof(Wide<T>)) {
@@ -46,7 +46,7 @@ const Wide<T>* widened(const T* block, int64_t count, Wide<T>* space) {
   }
 }
 
-// NaN is passed over: the sum will have it.
+// Returns the maximum; ignores NaN, which the sum of exponentials will show.
 template <typename W>
 W highest_of(const W* values, int64_t count) {
   W lanes[kLanes];
@@ -64,7 +64,7 @@ W highest_of(const W* values, int64_t count) {
   return lanes[0];
 }
 
-// The sum of what `of(i)` gives for every i below `count`, of type W; as much is fetched from `ahead`.
+// Returns the sum of of(i) for i in [0, count), in W per lane; prefetches `count` elements from `ahead` meanwhile.
 template <typename W, typename Of, typename T>
 ML_HD double sum_over(int64_t count, Of of, const Ahead<T>& ahead) {
   W lanes[kLanes] = {};
@@ -80,7 +80,7 @@ ML_HD double sum_over(int64_t count, Of of, const Ahead<T>& ahead) {
   return sum;
 }
 
-// As Softmax, of the blocks of a row one after the other, summed in float64.
+// The statistics of core/cross_entropy.h's Softmax over the blocks of a row in order, summed in float64.
 template <typename W>
 struct RowSums {
   W maximum = lowest_of<W>();
@@ -91,19 +91,19 @@ struct RowSums {
     if (!(highest > maximum)) return;
     const W shift = maximum - highest;
     sum *= exp_nonpositive(shift);
-    // Of no logits there is none: the difference of the lowest number may be infinite.
+    // Skip before the first logits: subtracting the lowest finite number may give infinity.
     if (count > 0) excess += static_cast<double>(count) * shift;
     maximum = highest;
   }
 
-  // The shard's part of sum(target * (logit - maximum)).
+  // This shard's part of sum(target * (logit - maximum)).
   double expected(const Target<W>& target, bool here, W at_label) const {
     const double of_all = target.uniform > 0 ? target.uniform * excess : 0.0;
     return here ? of_all + static_cast<double>(target.on_label) * (at_label - maximum) : of_all;
   }
 };
 
-// Takes a block; keep(i, exp(values[i] - maximum)) is called with the maximum so far.
+// Adds a block to the sums; calls keep(i, exp(values[i] - maximum)) with the maximum so far and adds what keep returns.
 template <typename W, typename Keep, typename T>
 ML_HD void take_block(RowSums<W>& sums, const W* values, int64_t count, bool with_excess, Keep keep,
                       const Ahead<T>& ahead) {
@@ -150,15 +150,15 @@ void statistics(const T* logits, const int64_t* labels, const Wide<T>* weights, 
   }
 }
 
-// Makes of a row its gradient, and gives its loss, both weighted, while its blocks are in the second-level cache: the
-// exponentials are written over the logits, and multiplied once their sum is known. `following` is the row that comes
-// next, or `end`. maxima: of each block, the maximum of the row when it was taken.
+// Returns a row's weighted loss and overwrites the row with its weighted gradient while the row is in the L2 cache: the
+// first pass writes exponentials over the logits, the second scales them once their sum is known. following: the next
+// row, or `end`. maxima: workspace, the running maximum at each block.
 template <typename W>
 W loss_over_gradient(W* row, const W* following, const W* end, int64_t columns, const Target<W>& target, W weight,
                      W z_loss, W* maxima) {
   const bool here = target.label >= 0 && target.label < columns;
   const W at_label = here ? row[target.label] : W(0);
-  // What is read ahead in the second round over a row, which is the shorter one: so memory is busy all the time.
+  // The second pass, the cheaper one, prefetches this much of the next row, so that memory stays busy in both passes.
   const int64_t ahead = columns / kReadAhead;
   RowSums<W> sums;
   for (int64_t begin = 0; begin < columns; begin += kBlock) {

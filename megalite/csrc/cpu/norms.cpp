@@ -12,7 +12,7 @@ namespace {
 using namespace ml;
 
 constexpr int64_t kMostBlocks = 256, kFewestRows = 16;
-// Of the weights' gradients that one thread adds up at a time.
+// Columns of the weight gradients that one thread sums at a time.
 constexpr int64_t kColumns = 256;
 
 template <typename T, bool kCentred>
@@ -24,7 +24,7 @@ void forward_row(
   if (residual != nullptr) {
     for (int64_t i = 0; i < columns; ++i) {
       sum[i] = from_wide<T>(to_wide(x[i]) + to_wide(residual[i]));
-      // Statistics are of the sum as it is stored, which is what the backward reads.
+      // Statistics use the rounded sum, because the backward reads the rounded sum.
       const W value = to_wide(sum[i]);
       total += kCentred ? value : value * value;
     }
@@ -143,7 +143,7 @@ void backward(
 #pragma omp for schedule(static)
       for (int64_t begin = 0; begin < sums * columns; begin += kColumns) {
         const int64_t width = std::min(kColumns, sums * columns - begin);
-        double totals[kColumns] = {};  // many small sums: their own roundings would be the largest
+        double totals[kColumns] = {};  // fp32 would add rounding errors over up to 256 blocks
         for (int64_t block = 0; block < blocks; ++block) {
           const Wide<T>* own = partials + block * sums * columns + begin;
           for (int64_t i = 0; i < width; ++i) totals[i] += own[i];
@@ -183,7 +183,7 @@ extern "C" int megalite_norm_backward_cpu(
   return for_dtype(dtype, [&](auto type) {
     using T = decltype(type);
     using W = Wide<T>;
-    // The mean of no rows has no address.
+    // With 0 rows the mean is a null pointer: bias_grad also identifies LayerNorm.
     const auto run = mean != nullptr || bias_grad != nullptr ? backward<T, true> : backward<T, false>;
     run(static_cast<const T*>(grad), static_cast<const T*>(sum_grad), static_cast<const T*>(x),
         static_cast<const T*>(weight), static_cast<const W*>(mean), static_cast<const W*>(inverse),

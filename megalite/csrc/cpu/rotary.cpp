@@ -1,4 +1,4 @@
-// The rotary embedding on the CPU: one pass over the heads of every token.
+// Rotary embedding on the CPU: one pass over the heads of every token.
 #include "rotary.h"
 
 #include <cstring>
@@ -10,14 +10,14 @@ namespace {
 
 using namespace ml;
 
-// How many values are worth more than one thread.
+// The least number of values for which several threads pay.
 constexpr int64_t kParallel = 32768;
-// Of a head that is streamed.
+// The largest head that is written with non-temporal stores.
 constexpr int64_t kLargest = 256;
 
 template <bool kInterleaved, typename T>
 void turn_head(const T* from, T* to, const T* cosines, const T* sines, Wide<T> direction, int64_t pairs) {
-  // In place, every pair is read before it is written, and no other pair touches it.
+  // Safe in place: each pair is read before it is written, and pairs do not overlap.
 #pragma omp simd
   for (int64_t i = 0; i < pairs; ++i) {
     const Pair at = pair_of<kInterleaved>(i, pairs);
@@ -37,7 +37,7 @@ void turn(
   int64_t heads = 0;
   for (int part = 0; part < count; ++part) heads += parts[part].heads;
   const int64_t values = batch * sequence * heads * head_dim;
-  // In place, the lines have been read anyway.
+  // Not in place: there the cache lines have been read anyway.
   const bool streams = head_dim <= kLargest && parts[0].from != parts[0].to && outgrows_caches<T>(values);
 #pragma omp parallel if (values > kParallel)
   {

@@ -1,4 +1,5 @@
-// Gated activations and bias + GELU: one read and one write of everything, 16 bytes at a time where rows allow it.
+// Gated activations and bias + GELU on a GPU: each value is read and written once, by 16-byte accesses if rows are
+// aligned.
 #include "activations.h"
 
 #include "core/activation.h"
@@ -9,16 +10,16 @@ namespace {
 using namespace ml;
 
 constexpr int kLanes = 128;
-// Columns and rows that a thread takes: their loads are on their way together. float64's exp and erfc are functions
-// that are called, and what lives across a call spills.
+// Columns and rows per thread; their loads are in flight together. One of each for float64, whose exp and erfc are
+// function calls: values that live across a call would spill.
 template <typename T>
 constexpr int kColumns = sizeof(T) == 8 ? 1 : kPerLoad<T>;
 template <typename T>
 constexpr int kRows = sizeof(T) == 8 ? 1 : 4;
-// Threads of a block that sums over rows: lanes over columns, and as many groups of rows.
+// Block of the kernels that sum over rows: kSumLanes threads along columns, kSumGroups along rows.
 constexpr int kSumLanes = 32, kSumGroups = 8;
 
-// Where a thread works: N columns from `column` on, kRows rows from `row` on.
+// A thread's tile: N columns from `column` on, kRows rows from `row` on.
 struct Place {
   int64_t row, column;
 };
@@ -125,7 +126,7 @@ __global__ void __launch_bounds__(kLanes) bias_gelu(
   }
 }
 
-// A block takes the `taken` rows of block of rows blockIdx.y; bias and partials may be null.
+// Thread block y computes `taken` rows, from row y * taken on; bias and partials may be null.
 template <typename A, typename T, int N>
 __global__ void __launch_bounds__(kSumLanes * kSumGroups) bias_gelu_backward(
     const T* __restrict__ grad, const T* __restrict__ inputs, const T* __restrict__ bias,
@@ -136,7 +137,7 @@ __global__ void __launch_bounds__(kSumLanes * kSumGroups) bias_gelu_backward(
   Wide<T> shift[N], sum[N] = {};
   if (column < features) {
     load_bias<N>(bias, column, shift);
-    constexpr int kAtOnce = kRows<T> > 1 ? 2 : 1;  // rows whose loads are on their way together; sums take registers
+    constexpr int kAtOnce = kRows<T> > 1 ? 2 : 1;  // rows in flight; fewer than kRows, because sums take registers
     for (int64_t row = first + threadIdx.y; row < end; row += kSumGroups * kAtOnce) {
       Values<T, N> from[kAtOnce], of[kAtOnce];
 #pragma unroll
@@ -175,7 +176,7 @@ __global__ void __launch_bounds__(kSumLanes * kSumGroups) bias_gelu_backward(
   partials[blockIdx.y * features + to] = total;
 }
 
-// bias_grad = the sum of the rows of partials, in an order that is always the same.
+// bias_grad = the sum of the rows of partials, in a fixed order.
 template <typename T>
 __global__ void __launch_bounds__(kSumLanes * kSumGroups)
     sum_partials(const Wide<T>* __restrict__ partials, T* __restrict__ bias_grad, int64_t blocks, int64_t features) {
@@ -196,13 +197,13 @@ __global__ void __launch_bounds__(kSumLanes * kSumGroups)
   }
 }
 
-// Whether rows of `features` values at these addresses can be read 16 bytes at a time.
+// Whether rows of `features` values at these addresses allow 16-byte accesses.
 template <typename T, typename... Addresses>
 bool packs(int64_t features, Addresses... addresses) {
   return features % kColumns<T> == 0 && (on_16_bytes(addresses) && ...);
 }
 
-// Tiles of columns, by tiles of rows in as many layers as the grid's limit makes of them.
+// The grid: tiles of columns along x, tiles of rows along y, and along z if there are more than gridDim.y allows.
 template <typename T>
 dim3 tiles_of(int64_t rows, int64_t features, int columns) {
   const int64_t tiles = divided_up(rows, kRows<T>), layers = divided_up(tiles, kMostBlocks);

@@ -1,4 +1,5 @@
-// Lists of tensors on a GPU: a launch serves as many tensors as its arguments have room for, a block a chunk of one.
+// The optimizer's operators on lists of tensors on a GPU (multi-tensor apply): a launch processes as many tensors as
+// fit into its kernel arguments, and each thread block one chunk of one tensor.
 #include "adamw.h"
 
 #include <cuda_runtime.h>
@@ -15,13 +16,13 @@ using ml::kChunk;
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
-constexpr int kLanes = 4;  // elements a thread loads at once: 16 bytes of float32, the widest type that matters
+constexpr int kLanes = 4;  // vector width: 16 bytes of float32, the widest type that matters
 constexpr int kSumThreads = 1024;
 
-// A launch's arguments are at most 4096 bytes on every chip and driver.
+// Kernel arguments are limited to 4096 bytes on every chip and driver.
 constexpr int64_t kArgumentBytes = 4096 - 256;
 
-// A launch's tensors. Indexed by a block's tensor, straight from the constant bank that holds arguments.
+// The tensors of one launch, read directly from the constant bank that holds kernel arguments.
 template <int kPointers>
 struct Table {
   static constexpr int kTensors = int(kArgumentBytes / ((kPointers + 2) * 8));
@@ -51,7 +52,7 @@ __device__ inline void store(T* pointer, const Lanes<T>& lanes) {
   *reinterpret_cast<Lanes<T>*>(pointer) = lanes;
 }
 
-// The tensors from `begin` on that fit in one table; returns how many, and by `chunks` how many blocks they take.
+// Fills a table with the tensors from `begin` on; returns how many fit, and in `chunks` their number of thread blocks.
 template <int kPointers>
 int64_t fill(Table<kPointers>& table, void* const* const (&lists)[kPointers], const int64_t* sizes, int64_t begin,
              int64_t count, int64_t* chunks) {
@@ -123,7 +124,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// The sum over all threads, in thread 0; the order depends on nothing but the number of threads.
+// Block-wide sum, valid in thread 0; the order of additions depends only on the number of threads.
 template <int kCount>
 __device__ inline double block_sum(double sum) {
   __shared__ double of_warps[kCount];
@@ -152,7 +153,7 @@ __global__ void __launch_bounds__(kThreads) sum_chunks(const __grid_constant__ T
     Lanes<T> lanes;
     if (in_lanes) {
       lanes = load(values + i);
-    } else {  // by the same thread, so that the sum does not depend on where the tensor lies
+    } else {  // the same thread loads the same elements, so that the sum does not depend on the alignment
 #pragma unroll
       for (int lane = 0; lane < kLanes; ++lane) lanes.values[lane] = values[i + lane];
     }

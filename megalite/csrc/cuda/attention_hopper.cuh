@@ -1,9 +1,10 @@
-// Attention forward for compute capability 9.0 (Shah et al., "FlashAttention-3", 2024): one group of four warps copies
-// boxes of keys and values into rings of shared memory; the others, of 64 queries each, multiply. A group's next scores
-// are on the tensor cores together with its last values, while it makes probabilities of those in between, and the
-// groups take turns at issuing products, so that one's softmax hides behind another's.
+// Attention forward for compute capability 9.0 (Shah et al., "FlashAttention-3", 2024), warp-specialised. The producer
+// warpgroup copies tiles of keys and values by TMA into circular buffers in shared memory; consumer warpgroups of 64
+// queries each multiply with wgmma. Within a warpgroup, softmax overlaps with the asynchronous products of the next
+// scores and the previous values; the warpgroups take turns at issuing products (ping-pong), so that one's softmax
+// overlaps with another's products.
 //
-// Masks, blocks, the softmax and the results are those of core/attention_tiles.h.
+// Masks, tiles, softmax and results are those of core/attention_tiles.h.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -19,8 +20,8 @@
 
 namespace ml {
 
-// Maps of [tokens, heads, kHead] in boxes of rows x 1 x 64: a row's 64 numbers are 128 bytes, whose chunks of 16 bytes
-// are exchanged by the row's number.
+// Tensor maps of [tokens, heads, kHead] with boxes of rows x 1 x 64: a box row of 64 elements is 128 bytes, with the
+// 128-byte swizzle.
 struct AttentionMaps {
   CUtensorMap query, key, value;
 };
@@ -31,8 +32,8 @@ struct HopperShape {
   static constexpr int kHead = kHead_, kGroups = kGroups_, kStages = kStages_;
   static constexpr int kGroupRows = 64, kRows = kGroups * kGroupRows, kKeys = 128;
   static constexpr int kThreads = (1 + kGroups) * hopper::kGroup;
-  static constexpr int kHalves = kHead / 64;  // boxes side by side
-  // What the register file of 65536 leaves to each role.
+  static constexpr int kHalves = kHead / 64;  // boxes along the head dim
+  // Registers per thread of each role (setmaxnreg); the register file has 65536.
   static constexpr int kProducerRegisters = kGroups == 2 ? 24 : 32, kConsumerRegisters = kGroups == 2 ? 240 : 160;
   static_assert(kProducerRegisters * hopper::kGroup + kConsumerRegisters * kGroups * hopper::kGroup <= 65536);
 
@@ -40,13 +41,13 @@ struct HopperShape {
   static constexpr int kQueryGroup = kGroupRows * kHead * 2, kTile = kKeys * kHead * 2;
   static constexpr int kKeyTiles = kGroups * kQueryGroup, kValueTiles = kKeyTiles + kStages * kTile;
   static constexpr int kBarriers = kValueTiles + kStages * kTile;
-  static constexpr int kAlignment = 1024;  // of boxes that are exchanged over 128 bytes
+  static constexpr int kAlignment = 1024;  // required by the 128-byte swizzle
   static constexpr int kSharedBytes = kAlignment + kBarriers + (2 + 4 * kStages) * 8;
 
-  static constexpr int kTurns = 1, kOwn = kTurns + kGroups;  // barriers by number, one for each group
+  static constexpr int kTurns = 1, kOwn = kTurns + kGroups;  // first named barriers (bar.sync), one per warpgroup each
 };
 
-// What every thread of a block knows of it; the barriers by their address.
+// The state of a thread block that all threads share; mbarriers and tiles by their shared-memory addresses.
 template <class Shape>
 struct HopperBlock {
   uint32_t memory;
@@ -63,22 +64,22 @@ struct HopperBlock {
   ML_TILE uint32_t values(int tile) const {
     return memory + Shape::kValueTiles + tile % Shape::kStages * Shape::kTile;
   }
-  // Of the barriers' phase that ends when this tile is there.
+  // The parity of the mbarrier phase that completes when this tile has arrived.
   ML_TILE static uint32_t parity(int tile) { return tile / Shape::kStages % 2; }
 
  private:
   ML_TILE uint32_t ring(int tile) const { return queries_full() + 16 + tile % Shape::kStages * 32; }
 };
 
-// A tile in shared memory as the products read it (PTX ISA, "Matrix descriptor"): rows of 128 bytes, exchanged, in
-// groups of eight that are 1024 bytes apart. Where the rows go along the sum, as those of values do, `halves` is the
-// distance from 64 columns to the next.
+// The wgmma matrix descriptor of a tile in shared memory (PTX ISA, "Matrix descriptor"): 128-byte swizzle, stride 1024
+// bytes between groups of eight rows. halves: the leading-dim byte offset, for MN-major operands (values) the distance
+// from one 64-column half to the next; 0 for K-major operands.
 ML_TILE uint64_t operand(uint32_t address, uint32_t halves) {
   constexpr uint64_t kExchanged = 1ull << 62, kEight = 1024 >> 4;
   return kExchanged | kEight << 32 | static_cast<uint64_t>(halves >> 4) << 16 | (address & 0x3ffff) >> 4;
 }
 
-// Copies a tile's boxes; `barrier` is told of their bytes.
+// Starts the TMA copies of a tile's boxes; their bytes complete on `barrier`.
 template <class Shape, int kRows>
 ML_TILE void load_rows(uint32_t target, const CUtensorMap& map, uint32_t barrier, int head, int token) {
   ML_UNROLL
@@ -87,8 +88,8 @@ ML_TILE void load_rows(uint32_t target, const CUtensorMap& map, uint32_t barrier
   }
 }
 
-// The rows of another sequence, behind the last of this one, become zero: a probability of 0 times what is no number
-// would be none. By one warp; the values have landed.
+// Zeroes the value rows past the end of this sequence, which belong to another sequence: a probability of 0 times NaN
+// would be NaN. Called by one warp after the values have arrived.
 template <class Shape, class Machine>
 ML_TILE void clear_values(Machine& m, uint32_t tile, int keys) {
   for (int i = keys * 8 + m.lane(); i < Shape::kKeys * 8; i += 32) {
@@ -101,7 +102,7 @@ ML_TILE void clear_values(Machine& m, uint32_t tile, int keys) {
   m.sync_warp();
 }
 
-// The warp that fills the rings: keys one tile ahead of values, as they are needed.
+// The producer warp: fills the circular buffers, keys one tile ahead of values, the order in which they are needed.
 template <class Shape, class Machine>
 ML_TILE void produce(
     Machine& m, const MegaliteAttention& a, const AttentionMaps& maps, const HopperBlock<Shape>& block) {
@@ -128,7 +129,7 @@ ML_TILE void produce(
   for (int tile = 0; tile < block.tiles; ++tile) {
     if (tile + 1 < block.tiles) load_keys(tile + 1);
     const int first = block.first_key + tile * Shape::kKeys, own = piece.band.keys - first;
-    // Only the last tile reaches past its sequence; past the last sequence copies give zeros themselves.
+    // Only the last tile reaches past its sequence; past the end of the tensor TMA itself fills in zeros.
     const bool clears = own < Shape::kKeys && piece.first_key + piece.band.keys < a.keys;
     const uint32_t barrier = clears ? block.values_landed() : block.values_full(tile);
     hopper::wait(block.values_empty(tile), block.parity(tile) ^ 1);
@@ -145,7 +146,7 @@ ML_TILE void produce(
   }
 }
 
-// One group's part of the block's results: its queries over all tiles.
+// A consumer warpgroup: computes the output of its 64 queries over all tiles of keys.
 template <class Shape, class Machine>
 ML_TILE void consume(Machine& m, const MegaliteAttention& a, const HopperBlock<Shape>& block, int group) {
   using Element = typename Shape::Element;
@@ -160,7 +161,7 @@ ML_TILE void consume(Machine& m, const MegaliteAttention& a, const HopperBlock<S
   uint32_t probabilities[kKeys / 16][4];
   SoftmaxRows<1> rows = {{{-kInfinity, -kInfinity}}, {{0.0f, 0.0f}}};
 
-  // Begins scores = queries x keys^T.
+  // Starts scores = queries x keys^T, asynchronously.
   const auto multiply_keys = [&](int tile) {
     const uint64_t left = operand(queries, 0), right = operand(block.keys(tile), 0);
     hopper::begin_products();
@@ -173,7 +174,7 @@ ML_TILE void consume(Machine& m, const MegaliteAttention& a, const HopperBlock<S
     }
     hopper::commit_products();
   };
-  // Begins sums += probabilities x values.
+  // Starts sums += probabilities x values, asynchronously.
   const auto multiply_values = [&](int tile) {
     const uint64_t right = operand(block.values(tile), kKeys * kRowBytes);
     hopper::begin_products();
@@ -193,7 +194,7 @@ ML_TILE void consume(Machine& m, const MegaliteAttention& a, const HopperBlock<S
       ML_UNROLL
       for (int half = 0; half < 2; ++half) {
         const Range seen = block.piece.band.keys_of(block.first_row + warp_row + own.row + half * 8);
-        // Counted from the thread's first key, so that its keys are constants: registers are scarce.
+        // Relative to the thread's first key, so that its key indices are constants, which saves registers.
         mask_row<1, kKeys>(scores, 0, half, {seen.begin - first - own.column, seen.end - first - own.column}, 0);
       }
     }
@@ -211,7 +212,7 @@ ML_TILE void consume(Machine& m, const MegaliteAttention& a, const HopperBlock<S
 
   const int last = block.tiles - 1;
   if (last >= 0) {
-    if (group == 0 && last > 0) hopper::arrive(Shape::kTurns, 2 * hopper::kGroup);  // its own turn is first
+    if (group == 0 && last > 0) hopper::arrive(Shape::kTurns, 2 * hopper::kGroup);  // warpgroup 0 has the first turn
     hopper::wait(block.queries_full(), 0);
     hopper::wait(block.keys_full(0), 0);
     multiply_keys(0);
@@ -246,7 +247,7 @@ ML_TILE void consume(Machine& m, const MegaliteAttention& a, const HopperBlock<S
   const int count = block.past_row - block.first_row;
   float* lse = static_cast<float*>(a.lse) + block.head * a.queries + first_token;
   finish_rows<1>(m, rows, factors, scale, lse, warp_row, count);
-  // The group's queries make room for its results: what its products read of them is read.
+  // The output reuses the warpgroup's query tile: all its warps have finished reading the queries.
   hopper::sync(Shape::kOwn + group, hopper::kGroup);
   auto* output = static_cast<uint16_t*>(a.output) + (first_token * a.heads + block.head) * kHead;
   store_rows<Element, 1, kHead>(
@@ -275,7 +276,7 @@ ML_TILE void attention_forward_hopper(
     hopper::init_barrier(block.values_landed(), 1);
     for (int stage = 0; stage < Shape::kStages; ++stage) {
       hopper::init_barrier(block.keys_full(stage), 1);
-      hopper::init_barrier(block.keys_empty(stage), Shape::kGroups * 4);  // each warp tells that it has read
+      hopper::init_barrier(block.keys_empty(stage), Shape::kGroups * 4);  // each consumer warp arrives once
       hopper::init_barrier(block.values_full(stage), 1);
       hopper::init_barrier(block.values_empty(stage), Shape::kGroups * 4);
     }
@@ -291,7 +292,7 @@ ML_TILE void attention_forward_hopper(
   }
 }
 
-// Grids as of forward_kernel. A chip of another kind never runs it, and has no code of it.
+// Same grid as forward_kernel. The body is compiled for sm_90a only; launch_hopper never launches it on other chips.
 template <class Shape>
 __global__ void __launch_bounds__(Shape::kThreads, 1) forward_hopper_kernel(
     const __grid_constant__ MegaliteAttention a, const __grid_constant__ AttentionMaps maps) {
@@ -301,7 +302,8 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) forward_hopper_kernel(
 #endif
 }
 
-// The driver's function that makes maps, or null: asked for at run time, since no driver is linked.
+// Returns the driver's cuTensorMapEncodeTiled, or null; looked up at run time, because the library does not link
+// libcuda.
 inline decltype(&cuTensorMapEncodeTiled) map_encoder() {
   void* found = nullptr;
   cudaDriverEntryPointQueryResult result;
@@ -315,7 +317,8 @@ inline decltype(&cuTensorMapEncodeTiled) map_encoder() {
   return there ? reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(found) : nullptr;
 }
 
-// The map of [tokens, heads, head_size] 16-bit numbers; false where there is none of such strides.
+// Creates the tensor map of [tokens, heads, head_size] 16-bit elements; false if tensor maps do not support the
+// strides.
 template <class Element>
 bool make_map(
     CUtensorMap& map, const void* tensor, int64_t tokens, int64_t heads, int64_t head_size, int64_t token,
@@ -333,9 +336,9 @@ bool make_map(
   return result == CUDA_SUCCESS;
 }
 
-// Whether the current device is one that this kernel is compiled for, and MEGALITE_NO_HOPPER is not 1: a switch to
-// compare it with the kernel for every chip, looked at in each call. Without code for sm_90a the kernel's body is empty,
-// and a 9.0 chip, which then runs the code or PTX of another, would leave the output unwritten.
+// Whether the current device has compute capability 9.0, the library has sm_90a code, and MEGALITE_NO_HOPPER is not 1.
+// The variable is read in each call, so that tests can compare with the general kernel. Without sm_90a code the
+// kernel's body is empty: a 9.0 chip would run it from another chip's code or PTX and leave the output unwritten.
 inline bool takes_hopper() {
 #ifdef MEGALITE_WITHOUT_SM90A
   return false;
@@ -349,7 +352,8 @@ inline bool takes_hopper() {
 #endif
 }
 
-// kUnsupported where another kernel is to do it: on another chip, if asked for, or where no map has such strides.
+// Returns kUnsupported, so that the caller uses the general kernel, on other chips, with MEGALITE_NO_HOPPER=1, or if
+// tensor maps do not support the strides.
 template <class Shape>
 int launch_hopper(const MegaliteAttention& a, cudaStream_t stream) {
   using Element = typename Shape::Element;

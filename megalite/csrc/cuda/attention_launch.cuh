@@ -1,4 +1,4 @@
-// Grids and launches of the attention kernels; each head size and direction has a .cu file of its own.
+// Attention kernels and their launches; each head size and direction is instantiated in its own .cu file.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -10,7 +10,8 @@
 
 namespace ml {
 
-// Grids are (blocks of the longest sequence, heads, sequences); blocks that see the most keys go first.
+// Grid: (blocks of the longest sequence, heads, sequences). Blocks with the most visible keys start first, which
+// balances the load.
 template <class Shape>
 __global__ void __launch_bounds__(Shape::kThreads, 2) forward_kernel(
     const __grid_constant__ MegaliteAttention a) {
@@ -51,7 +52,8 @@ __global__ void __launch_bounds__(256) narrow_query_sums_kernel(
       DeviceMachine<256>().pack<Element>(sums.x * scale, sums.y * scale);
 }
 
-// Launches a tile kernel over blocks of `block` rows of the longest sequence, as many sequences at once as a grid takes.
+// Launches a tile kernel with one thread block per `block` rows, head and sequence; several launches if there are more
+// sequences than gridDim.z allows.
 template <class Shape>
 int launch(
     void (*kernel)(const MegaliteAttention), const MegaliteAttention& a, int64_t longest, int block, int64_t heads,
@@ -71,7 +73,8 @@ int launch_forward(const MegaliteAttention& a, cudaStream_t stream) {
   return launch<Shape>(forward_kernel<Shape>, a, a.longest_query, Shape::kRows, a.heads, stream);
 }
 
-// Blocks of keys, and what they sum of the queries' gradients in any order.
+// Launches the kernel over blocks of keys; with kSumQueries also zeroes the float32 sums of dQ and rounds them at the
+// end.
 template <class Keys>
 int launch_keys(const MegaliteAttention& a, cudaStream_t stream) {
   const int64_t numbers = a.queries * a.heads * Keys::kHead;
@@ -110,7 +113,7 @@ int launch_backward(const MegaliteAttention& a, cudaStream_t stream) {
   });
 }
 
-// Bytes of shared memory that a block of the kernels of one direction has at most, where it may have `limit`.
+// Returns the largest shared memory in bytes per block, forward or backward, on a chip that allows `limit`.
 template <int kHead>
 int64_t shared_bytes(int backward, int dropped, int any_order, int64_t limit) {
   const int most = static_cast<int>(limit);
@@ -122,7 +125,7 @@ int64_t shared_bytes(int backward, int dropped, int any_order, int64_t limit) {
                       : ForwardShapeOf<bf16, kHead, false>::kSharedBytes;
 }
 
-// Of either 16-bit type, with probabilities dropped or not.
+// Dispatches on bf16 or fp16, with or without dropout.
 template <int kHead>
 int launch_any_forward(const MegaliteAttention& a, int dtype, void* stream) {
   const auto queue = static_cast<cudaStream_t>(stream);

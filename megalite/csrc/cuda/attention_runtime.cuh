@@ -1,4 +1,4 @@
-// What attention's launches ask of the CUDA runtime, and its errors.
+// CUDA runtime calls of the attention launches, with error handling.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -7,17 +7,17 @@
 
 namespace ml {
 
-// Shared memory that a block may have on every chip these kernels are compiled for, the least: compute capability 8.6.
+// The smallest limit of shared memory per block among the supported chips: compute capability 8.6.
 constexpr int kLeastShared = 99 * 1024;
-constexpr int64_t kMostSequences = 65535;  // of one launch, whose grid has a layer for each
+constexpr int64_t kMostSequences = 65535;  // per launch: the largest gridDim.z
 
-// The error, of which the runtime keeps nothing for whoever asks next for the last one.
+// Returns the error and clears it in the runtime, so that the next cudaGetLastError() does not return it.
 inline int cleared(cudaError_t error) {
   if (error != cudaSuccess) cudaGetLastError();
   return error;
 }
 
-// The shared memory that a block may have on the current device.
+// Gets the limit of shared memory per block of the current device.
 inline int most_shared(int& bytes) {
   int device = 0;
   if (const int error = cleared(cudaGetDevice(&device))) return error;
@@ -29,7 +29,7 @@ int allow_shared(Kernel* kernel, int bytes) {
   return cleared(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
 }
 
-// Calls launch(part) for as many sequences at once as a grid takes, until one launch fails.
+// Calls launch(part) for up to kMostSequences sequences at a time, until one launch fails.
 template <class Launch>
 int in_parts(const MegaliteAttention& all, const Launch& launch) {
   for (int64_t first = 0; first < all.sequences; first += kMostSequences) {

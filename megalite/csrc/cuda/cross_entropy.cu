@@ -1,4 +1,5 @@
-// One block a row, which reads each logit once; partial results are joined in one order, so that repeats are equal.
+// Softmax cross entropy on a GPU. Statistics: one thread block per row, which reads each logit once; partial results
+// are combined in a fixed order, so that results are reproducible.
 #include "cross_entropy.h"
 
 #include <cuda_runtime.h>
@@ -10,7 +11,7 @@ namespace {
 
 constexpr int kWarp = 32;
 constexpr int kMostThreads = 512;
-// In the gradient a row that is longer goes to several blocks: packs of 16 bytes for each.
+// Packs of 16 bytes per thread block in the gradient kernel; longer rows are split over several blocks.
 constexpr int64_t kPacksOfBlock = 8 * kMostThreads;
 constexpr int64_t kMostBlocksOfRow = 65535;
 
@@ -24,17 +25,17 @@ __device__ Softmax<W> from_lane(const Softmax<W>& mine, int offset) {
   return theirs;
 }
 
-// Right in lane 0.
+// Warp reduction; the result is valid in lane 0.
 template <typename W>
 __device__ Softmax<W> joined_over_warp(Softmax<W> state) {
   for (int offset = kWarp / 2; offset > 0; offset /= 2) state = joined(state, from_lane(state, offset));
   return state;
 }
 
-// Right in thread 0. Every thread of the block takes part, and the block's size is a multiple of a warp's.
+// Block reduction, called by all threads; the result is valid in thread 0. blockDim.x is a multiple of the warp size.
 template <typename W>
 __device__ Softmax<W> joined_over_block(Softmax<W> state) {
-  // Bytes, since shared memory has no constructors.
+  // Raw bytes, because __shared__ variables cannot have constructors.
   __shared__ alignas(16) unsigned char bytes[kMostThreads / kWarp * sizeof(Softmax<W>)];
   Softmax<W>* of_warps = reinterpret_cast<Softmax<W>*>(bytes);
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp;
@@ -56,7 +57,7 @@ __global__ void __launch_bounds__(kMostThreads)
   using W = Wide<T>;
   const int64_t r = blockIdx.x;
   W maximum = 0, sum = 1, expected = 0;
-  if (weights[r] != 0) {  // the same in all threads of the block
+  if (weights[r] != 0) {  // uniform over the block, so the barrier inside is safe
     const T* row = logits + r * columns;
     const Softmax<W> all = joined_over_block(thread_softmax<T, kExcess>(row, columns, threadIdx.x, blockDim.x));
     maximum = all.maximum, sum = all.sum;
@@ -80,7 +81,7 @@ __global__ void __launch_bounds__(kMostThreads)
                   static_cast<int64_t>(gridDim.y) * blockDim.x);
 }
 
-// Whole warps, with about two rounds of packs for each thread.
+// The number of threads per block: whole warps, with about two iterations over packs per thread.
 template <typename T>
 int threads_for(int64_t columns) {
   const int64_t wanted = columns / (Pack<T>::kSize * 2 * kPacksAtOnce<T>) / kWarp * kWarp;

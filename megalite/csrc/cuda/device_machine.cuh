@@ -1,4 +1,4 @@
-// What a thread of a block can do on a GPU of compute capability 8.0 or more: the machine of the tile algorithms.
+// The Machine of core/attention_tiles.h on a GPU: one thread's instructions, for compute capability 8.0 and later.
 #pragma once
 
 #include <type_traits>
@@ -14,7 +14,7 @@ struct DeviceMachine {
   __device__ __forceinline__ int thread() const { return threadIdx.x; }
   __device__ __forceinline__ int lane() const { return threadIdx.x % 32; }
 
-  // The block's shared memory, as ldmatrix and cp.async address it.
+  // The 32-bit address of the block's shared memory, for ldmatrix and cp.async.
   __device__ __forceinline__ uint32_t shared() const {
     extern __shared__ __align__(128) unsigned char memory[];
     return static_cast<uint32_t>(__cvta_generic_to_shared(memory));
@@ -23,7 +23,7 @@ struct DeviceMachine {
   __device__ __forceinline__ void sync() const { __syncthreads(); }
   __device__ __forceinline__ void sync_warp() const { __syncwarp(); }
 
-  // Begins to copy; where it is not `there` nothing is read and shared memory becomes zero.
+  // Starts an asynchronous copy (cp.async); if not `there`, reads nothing and writes zeros to shared memory.
   template <int kBytes>
   __device__ __forceinline__ void copy(uint32_t target, const void* source, bool there) const {
     const int bytes = there ? kBytes : 0;
@@ -83,7 +83,8 @@ struct DeviceMachine {
     return both;
   }
 
-  // The value, of which the compiler knows no more: sums with it are not taken apart, to be kept in registers.
+  // Returns the value, opaque to the optimiser, which would otherwise split sums with it and keep the terms in
+  // registers.
   __device__ __forceinline__ uint32_t opaque(uint32_t value) const {
     asm volatile("" : "+r"(value));
     return value;
@@ -101,14 +102,14 @@ struct DeviceMachine {
     asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "r"(address) : "memory");
   }
 
-  // 16 bytes from shared to global memory.
+  // Copies 16 bytes from shared to global memory.
   __device__ __forceinline__ void store_chunk(void* target, uint32_t address) const {
     uint32_t words[4];
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
                  : "r"(address)
                  : "memory");
-    // Of an assignment the compiler makes four stores.
+    // In PTX, because the compiler would turn an assignment into four stores.
     asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(target), "r"(words[0]), "r"(words[1]),
                  "r"(words[2]), "r"(words[3])
                  : "memory");

@@ -1,9 +1,8 @@
-// What only a GPU of compute capability 9.0 can do, an instruction each: barriers in shared memory that count bytes,
-// copies of boxes by tensor maps, products of a group of four warps, registers that move between such groups (PTX ISA:
-// "mbarrier", "cp.async.bulk.tensor", "wgmma", "setmaxnreg"). In the tests tests/kernels/emulator/cuda/hopper.cuh takes
-// this file's place.
+// Wrappers of the instructions of compute capability 9.0, one function each: mbarrier, TMA (cp.async.bulk.tensor),
+// wgmma and setmaxnreg; see these names in the PTX ISA. Tests replace this file by
+// tests/kernels/emulator/cuda/hopper.cuh.
 //
-// Shared memory is addressed by 32 bits, as by DeviceMachine::shared().
+// Shared memory is addressed by 32 bits, see DeviceMachine::shared().
 #pragma once
 
 #include <cuda.h>
@@ -14,17 +13,17 @@
 
 namespace ml::hopper {
 
-constexpr int kGroup = 128;  // threads that multiply together: four warps, the first a multiple of four
+constexpr int kGroup = 128;  // threads of a warpgroup: four warps, the first one's index a multiple of four
 
-// The same in all threads of a warp, and known to be: what it addresses takes registers of the warp.
+// Broadcasts lane 0's value, so that the compiler knows that it is warp-uniform and keeps it in uniform registers.
 __device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
 
-// A barrier of 8 bytes: a phase ends once `arrivals` have come and as many bytes as were announced.
+// Initialises an mbarrier (8 bytes): a phase completes after `arrivals` arrivals and all expected bytes.
 __device__ __forceinline__ void init_barrier(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// Before anybody uses barriers that this thread has made; what follows is a sync of the block.
+// Makes this thread's mbarrier initialisations visible; the block must synchronise afterwards, before using them.
 __device__ __forceinline__ void publish_barriers() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -33,12 +32,13 @@ __device__ __forceinline__ void arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrives, and announces bytes that the phase waits for too.
+// Arrives, and adds `bytes` to the bytes that the phase expects.
 __device__ __forceinline__ void arrive_expecting(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// Waits until the phase of this parity has ended: at first that of 0 is under way, and that of 1 counts as ended.
+// Waits until the phase of this parity has completed. After init, phase 0 is in progress and parity 1 counts as
+// completed.
 __device__ __forceinline__ void wait(uint32_t barrier, uint32_t parity) {
   uint32_t ended = 0;
   while (ended == 0) {
@@ -58,8 +58,8 @@ __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// Begins to copy the map's box at these coordinates; its bytes arrive at the barrier, those outside of the tensor too,
-// which become zero.
+// Starts the TMA copy of the map's box at these coordinates. Elements outside of the tensor become zero; their bytes,
+// too, count on the mbarrier.
 __device__ __forceinline__ void load_box(
     uint32_t target, const CUtensorMap* map, uint32_t barrier, int column, int head, int token) {
   asm volatile(
@@ -73,10 +73,10 @@ __device__ __forceinline__ void store_zeros(uint32_t address) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(address), "r"(0) : "memory");
 }
 
-// Lets products and copies see what this thread stored in shared memory, once a barrier has told of it.
+// Makes this thread's stores to shared memory visible to the async proxy (wgmma, TMA), after a following barrier.
 __device__ __forceinline__ void publish_stores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Barriers of `threads` of the block, by number; 0 is the whole block's.
+// Named barriers of `threads` threads; number 0 is __syncthreads().
 __device__ __forceinline__ void sync(int number, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
@@ -95,8 +95,8 @@ __device__ __forceinline__ void leave_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
 }
 
-// Products: begin_products(), add_product() some times, commit_products(); then wait_products<n>(sums), until all but
-// the last n committed are done. Until then neither their sums nor operands in registers may be touched.
+// wgmma products: begin_products(), add_product() any number of times, commit_products(). wait_products<n>(sums) waits
+// until all but the last n committed groups are done; until then their sums and register operands must not be touched.
 __device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
 __device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -104,15 +104,15 @@ __device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_g
 template <int kUnder, int kBlocks>
 __device__ __forceinline__ void wait_products(float (&sums)[kBlocks][4]) {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kUnder) : "memory");
-  // No use of a sum moves to before the wait.
+  // Keeps the compiler from moving uses of the sums before the wait.
 #pragma unroll
   for (int n = 0; n < kBlocks; ++n) {
     asm volatile("" : "+f"(sums[n][0]), "+f"(sums[n][1]), "+f"(sums[n][2]), "+f"(sums[n][3])::"memory");
   }
 }
 
-// Holds the compiler to an order: what `sum`, 0 or more, is made of comes before the products that are waited for next.
-// Without it it waits first, and nothing is left to do beside the products.
+// Forces the computation of `sum`, which is >= 0, before the next wait for products. Otherwise the compiler would wait
+// first, and the softmax would not overlap with the products.
 __device__ __forceinline__ void before_products(float sum) {
   asm volatile(
       "{\n"
@@ -123,7 +123,7 @@ __device__ __forceinline__ void before_products(float sum) {
       : "memory");
 }
 
-// A thread's part of the sums, as operands of an instruction and as its text names them.
+// A thread's accumulators as asm operands, and their placeholders in the instruction text.
 #define ML_SUMS_4(n) "+f"(sums[n][0]), "+f"(sums[n][1]), "+f"(sums[n][2]), "+f"(sums[n][3])
 #define ML_SUMS_16(n) ML_SUMS_4(n), ML_SUMS_4(n + 1), ML_SUMS_4(n + 2), ML_SUMS_4(n + 3)
 #define ML_SUMS_32 ML_SUMS_16(0), ML_SUMS_16(4)
@@ -151,8 +151,8 @@ __device__ __forceinline__ void before_products(float sum) {
       : ML_SUMS_##numbers                                                                                       \
       : "r"(left_words[0]), "r"(left_words[1]), "r"(left_words[2]), "r"(left_words[3]), "l"(right_tile))
 
-// sums [64, 8 kBlocks] of a group (+)= left [64, 16] x right [8 kBlocks, 16]^T, both in shared memory where descriptors
-// say, a row's 16 numbers as neighbours. Without `add` it does not matter what the sums were.
+// A warpgroup's sums [64, 8 kBlocks] (+)= left [64, 16] x right [8 kBlocks, 16]^T; both operands K-major in shared
+// memory, given by matrix descriptors. add: false overwrites the sums.
 template <class Element, int kBlocks>
 __device__ __forceinline__ void add_product(
     float (&sums)[kBlocks][4], uint64_t left_tile, uint64_t right_tile, bool add) {
@@ -164,8 +164,8 @@ __device__ __forceinline__ void add_product(
   }
 }
 
-// sums [64, 8 kBlocks] of a group += left [64, 16] x right [16, 8 kBlocks]: left in the registers of its warps, each a
-// 16 x 16 operand as of mma.sync; right in shared memory, a row's 8 kBlocks numbers as neighbours.
+// A warpgroup's sums [64, 8 kBlocks] += left [64, 16] x right [16, 8 kBlocks]; left in registers, per warp a 16 x 16
+// fragment as in mma.sync; right MN-major in shared memory, given by its matrix descriptor.
 template <class Element, int kBlocks>
 __device__ __forceinline__ void add_product(
     float (&sums)[kBlocks][4], const uint32_t (&left_words)[4], uint64_t right_tile) {

@@ -1,6 +1,6 @@
-// Each row is read from memory once: `threads` of a block share a row and keep it in registers, kPacks times 16 bytes
-// each. blockDim is (threads, rows of a block at a time). Rows that do not come in 16-byte packs, that are too long for
-// registers, or of float64 take the kernels named `_any`, which read a row again for each step.
+// RMSNorm and LayerNorm on a GPU. Each row is read from memory once: blockDim.x threads share a row and keep it in
+// registers, kPacks times 16 bytes each; blockDim.y rows are processed at a time. The `_any` kernels serve rows that
+// are not aligned to 16 bytes or too long for registers, and float64; they read a row again in each step.
 
 #include "norms.h"
 
@@ -20,13 +20,13 @@ constexpr int kForwardThreads = 1024, kBlockThreads = 256, kAnyThreads = 256;
 constexpr int64_t kMostBlocks = 264;  // two for each multiprocessor of an H100 or H200
 constexpr int kSumLanes = 32, kSumRows = 8;
 
-// Of a block of norm_backward: as many as the registers serve that hold four packs of 16-bit sums twice.
+// Threads per block of norm_backward: fewer if the sums of weight and bias (LayerNorm) need many registers.
 constexpr int backward_threads(int packs, int pack_size, bool centred) {
   return centred && packs * pack_size > 16 ? 256 : 512;
 }
 
-// Sums over the threads of a row, for kValues values at once; the same in each of its threads. Calls in turn take turns
-// in `slot` (0, 1): a warp may write its part while others still read the one before, never the one before that.
+// Sums kValues values over the threads of a row; all its threads get the result. Consecutive calls alternate `slot`
+// between 0 and 1, which saves a second barrier: a warp can write its part while others still read the previous call's.
 template <typename W, int kValues>
 struct RowSums {
   W parts[2][kValues][32];
@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kForwardThreads) norm_forward(
   constexpr int kSize = Pack<T>::kSize;
   __shared__ RowSums<W, 1> sums;
   const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
-  const bool active = row < rows;  // the others only keep the barriers whole
+  const bool active = row < rows;  // inactive threads only take part in the barriers
   const int64_t at = row * columns;
   Pack<T> packs[kPacks];
   W total[1] = {0};
@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(kAnyThreads) norm_forward_any(
   using W = Wide<T>;
   __shared__ RowSums<W, 1> sums;
   const int64_t row = blockIdx.x, at = row * columns;
-  // What a thread reads again of `sum`, it wrote itself.
+  // Each thread reads back only elements of `sum` that it wrote itself, so no barrier is needed.
   const T* from = residual != nullptr ? sum + at : x + at;
   W total[1] = {0};
   for (int64_t i = threadIdx.x; i < columns; i += blockDim.x) {
@@ -156,8 +156,8 @@ __global__ void __launch_bounds__(kAnyThreads) norm_forward_any(
   }
 }
 
-// A block goes over every so many-th group of rows and keeps its sums for weight and bias in registers; at the end they
-// are added up over the rows of the block, in order, and written as its own row of `partials`.
+// Grid-stride loop over groups of blockDim.y rows; each thread keeps its sums for weight and bias in registers. At the
+// end a block adds them over its blockDim.y rows, in order, and writes its own row of `partials`.
 template <typename T, int kPacks, bool kCentred>
 __global__ void __launch_bounds__(backward_threads(kPacks, Pack<T>::kSize, kCentred))
     norm_backward(
@@ -168,7 +168,7 @@ __global__ void __launch_bounds__(backward_threads(kPacks, Pack<T>::kSize, kCent
   __shared__ RowSums<W, kSums> sums;
   extern __shared__ __align__(16) unsigned char dynamic[];
   W weight_sums[kPacks][kSize] = {}, bias_sums[kCentred ? kPacks : 1][kSize] = {};
-  // The weight is the same in each row: kept, where registers allow it, else read again twice a row.
+  // The weight is kept if registers allow; otherwise it is read again twice per row.
   constexpr bool kKeeps = kPacks <= 2;
   W kept[kKeeps ? kPacks : 1][kSize];
   if (kKeeps && x_grad != nullptr) {
@@ -270,7 +270,7 @@ __global__ void __launch_bounds__(kAnyThreads) norm_backward_any(
   using W = Wide<T>;
   constexpr int kSums = kCentred ? 2 : 1;
   __shared__ RowSums<W, kSums> sums;
-  // A thread adds to columns of its own.
+  // Each thread adds to its own columns, so no barrier is needed.
   W* own = partials != nullptr ? partials + static_cast<int64_t>(blockIdx.x) * kSums * columns : nullptr;
   if (own != nullptr) {
     for (int64_t i = threadIdx.x; i < columns; i += blockDim.x) {
@@ -309,7 +309,7 @@ __global__ void __launch_bounds__(kAnyThreads) norm_backward_any(
   }
 }
 
-// The columns' sums over the blocks: blockDim is (kSumLanes columns, kSumRows); always in the same order.
+// Sums the columns of `partials` over the blocks, in a fixed order; blockDim is (kSumLanes columns, kSumRows).
 template <typename T>
 __global__ void __launch_bounds__(kSumLanes* kSumRows) norm_sum_partials(
     const Wide<T>* partials, T* weight_grad, T* bias_grad, int64_t blocks, int64_t columns, int64_t width) {
@@ -328,7 +328,7 @@ __global__ void __launch_bounds__(kSumLanes* kSumRows) norm_sum_partials(
   (column < columns ? weight_grad[column] : bias_grad[column - columns]) = from_wide<T>(total);
 }
 
-// How a block is laid over rows of so many packs: kPacks of them for each of `threads` threads; none where a row does
+// The shape of a thread block: `packs` packs for each of `threads` threads of a row, `rows` rows. packs = 0: a row does
 // not fit.
 struct Plan {
   int packs = 0, threads = 0, rows = 1;
@@ -336,7 +336,7 @@ struct Plan {
 
 template <typename MostThreads>
 Plan plan_for(int64_t packs, int64_t most_of_warp, MostThreads most_threads) {
-  // A warp for itself needs no barrier: as long as that takes at most `most_of_warp` packs. Beyond, two packs a thread
+  // Rows of at most `most_of_warp` packs get one warp, which needs no barrier. For longer rows two packs per thread
   // keep enough loads in flight.
   const int candidates[] = {packs <= 32 ? 1 : packs <= 64 ? 2 : packs <= most_of_warp ? 4 : 2, 4};
   for (const int each : candidates) {
@@ -397,7 +397,7 @@ void backward(
   if constexpr (sizeof(T) < 8) {
     const bool in_packs = columns % Pack<T>::kSize == 0 && aligned(grad) && aligned(sum_grad) && aligned(x) &&
                           aligned(weight) && aligned(x_grad);
-    // Of four packs the sums of the layer norm take half of a thread's registers: a row has two warps instead.
+    // With four packs, LayerNorm's sums would take half of a thread's registers: use two warps per row instead.
     plan = plan_for(in_packs ? columns / Pack<T>::kSize : 0, kCentred ? 64 : 128, [](int each) {
       return backward_threads(each, Pack<T>::kSize, kCentred);
     });
@@ -448,7 +448,7 @@ extern "C" int megalite_norm_backward_cuda(
   const int code = for_dtype(dtype, [&](auto type) {
     using T = decltype(type);
     using W = Wide<T>;
-    // The mean of no rows has no address.
+    // With 0 rows the mean is a null pointer: bias_grad also identifies LayerNorm.
     const auto run = mean != nullptr || bias_grad != nullptr ? backward<T, true> : backward<T, false>;
     run(static_cast<const T*>(grad), static_cast<const T*>(sum_grad), static_cast<const T*>(x),
         static_cast<const T*>(weight), static_cast<const W*>(mean), static_cast<const W*>(inverse),

@@ -1,4 +1,4 @@
-// 16 bytes at a time from and to memory, and sums over the threads of a warp.
+// 16-byte loads and stores, and warp sums.
 #pragma once
 
 #include <cstdint>
@@ -25,10 +25,10 @@ __device__ __forceinline__ void store(T* to, const Pack<T>& pack) {
   *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(&pack);
 }
 
-// Whether load and store may be used at a pointer.
+// Whether a pointer has the alignment of load and store.
 inline bool aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
 
-// The same sum in every lane, in one order; all 32 lanes take part.
+// Returns the sum over the warp in every lane, in a fixed order; called by all 32 lanes.
 template <typename W>
 __device__ __forceinline__ W warp_sum(W value) {
 #pragma unroll

@@ -1,4 +1,4 @@
-// The rotary embedding: a block turns all heads of a token, and reads its angles once.
+// Rotary embedding on a GPU: one thread block rotates all heads of a token and reads the token's angles once.
 #include "rotary.h"
 
 #include "core/rotary.h"
@@ -15,8 +15,8 @@ struct Parts {
   int64_t heads;
 };
 
-// N pairs of a head and the N angles they turn by; the halves hold the pairs' first and second values, or, where
-// interleaved, pairs that lie behind one another.
+// Rotates N pairs of a head by N angles. low, high: the first and second values of the pairs; if interleaved, the 2 N
+// consecutive values of the pairs.
 template <bool kInterleaved, int N, typename T>
 __device__ __forceinline__ void turn_values(
     Values<T, N>& low, Values<T, N>& high, const Values<T, N>& cosines, const Values<T, N>& sines, Wide<T> direction) {
@@ -41,7 +41,7 @@ __device__ __forceinline__ void turn_values(
   }
 }
 
-// Where the pairs of one head of token (b, s) are read and written; without `turns` they are copied.
+// The source and target of one head of token (b, s); turns: false copies without rotation.
 template <typename T>
 struct Head {
   const T* from;
@@ -60,7 +60,8 @@ __device__ __forceinline__ Head<T> head_at(const Parts& parts, int64_t b, int64_
           static_cast<bool>(part.turns)};
 }
 
-// Block (s, y, z) is token s of row z * gridDim.y + y; threads are groups of pairs by heads, two of these at a time.
+// Thread block (s, y, z) computes token s of row z * gridDim.y + y. threadIdx.x counts groups of N pairs, threadIdx.y
+// heads; each thread has two heads in flight.
 template <bool kInterleaved, typename T, int N>
 __global__ void __launch_bounds__(kThreads) turn(
     const __grid_constant__ Parts parts, const __grid_constant__ MegaliteAngles angles, int64_t batch, int64_t pairs) {
@@ -95,7 +96,7 @@ __global__ void __launch_bounds__(kThreads) turn(
   }
 }
 
-// Whether every group of pairs starts on 16 bytes.
+// Whether all groups of pairs are aligned to 16 bytes.
 template <typename T>
 bool packs(const MegaliteHeads* parts, int count, const MegaliteAngles& angles, int64_t pairs) {
   constexpr int N = kPerLoad<T>;

@@ -1,4 +1,4 @@
-// Several values of a row at once: 16 bytes a load or store where sizes and addresses allow it.
+// Vectors of N values: loads and stores are 16 bytes wide if N values are 16 bytes.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -34,8 +34,8 @@ __device__ __forceinline__ void store(T* to, const Values<T, N>& some) {
     uint4 bits;
     memcpy(&bits, &some, 16);
 #ifdef __CUDACC__
-    // nvcc makes four stores of an assignment. Without a "memory" clobber, which would hold back the loads of what
-    // comes next: no kernel reads again what it stored.
+    // In PTX, because nvcc turns an assignment into four stores. No "memory" clobber, which would keep later loads from
+    // moving up: no kernel reads what it stored.
     asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(bits.x), "r"(bits.y), "r"(bits.z),
                  "r"(bits.w));
 #else
@@ -49,7 +49,7 @@ __device__ __forceinline__ void store(T* to, const Values<T, N>& some) {
 
 inline bool on_16_bytes(const void* address) { return reinterpret_cast<uintptr_t>(address) % 16 == 0; }
 
-// Blocks of a grid in its second and third direction; in the first there may be 2^31 - 1.
+// The largest gridDim.y and gridDim.z; gridDim.x may be 2^31 - 1.
 constexpr int64_t kMostBlocks = 65535;
 
 inline int64_t divided_up(int64_t number, int64_t by) { return (number + by - 1) / by; }
