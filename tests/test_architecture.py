@@ -63,6 +63,8 @@ ENVIRONMENT = ("launcher/detect.py", "launcher/environment.py")
 OPERATOR_FLAGS = {"fused", "split_backward"}
 VAGUE_NAMES = re.compile(r"(utils?|helpers?|misc|common|.*_(part\d*|helpers?|utils?))\.py")
 FILE_LINES, FUNCTION_LINES, TEST_LINES, CSRC_LINES = 400, 60, 600, 800
+# A sentence whose first word is neither its subject nor its verb.
+INVERTED = re.compile(r"(?:^|[.!?] )((?:Of|What) [a-z]\w*)")
 
 
 @dataclass(frozen=True)
@@ -238,7 +240,7 @@ def plain_sentences(module: Module) -> Iterator[str]:
         (token.start[0], token.string.lstrip("# ")) for token in tokens if token.type == tokenize.COMMENT
     ]
     for line, text in texts:
-        for found in re.finditer(r"(?:^|[.!?] )((?:Of|What) [a-z]\w*)", " ".join(text.split())):
+        for found in INVERTED.finditer(" ".join(text.split())):
             yield f"{line}: a sentence begins with {found[1]!r}"
 
 
@@ -392,10 +394,40 @@ def test_the_other_files_are_short_too() -> None:
         for module in modules(ROOT / folder)
         if len(code_lines(module)) > TEST_LINES
     ]
-    for file in (PACKAGE / "csrc").rglob("*.*"):
-        if file.suffix in (".cpp", ".cu", ".cuh", ".h") and len(file.read_text().splitlines()) > CSRC_LINES:
-            long.append(str(file))
+    long += [str(file) for file in compiled_sources() if len(file.read_text().splitlines()) > CSRC_LINES]
     assert not long
+
+
+def compiled_sources() -> list[Path]:
+    files = (PACKAGE / "csrc").rglob("*.*")
+    return sorted(file for file in files if file.suffix in (".cpp", ".cu", ".cuh", ".h"))
+
+
+def inverted_comments(source: str) -> list[str]:
+    """Return the beginnings of inverted sentences in the comments of C++; lines of one comment are joined."""
+    lines = (re.search(r"//(.*)", line) for line in source.splitlines())
+    blocks, block = [], ""
+    for found in lines:
+        alone = found is not None and not found.string[: found.start()].strip()
+        if block and not alone:
+            blocks.append(block)
+            block = ""
+        if found is not None and not alone:
+            blocks.append(found[1])
+        elif found is not None:
+            block += found[1]
+    return [found[1] for text in (*blocks, block) for found in INVERTED.finditer(" ".join(text.split()))]
+
+
+def test_comments_of_compiled_operators_are_plain_sentences() -> None:
+    assert inverted_comments("// Copies a tile. What\n// arrives late is zero.\nint a;  // Of a row.") == [
+        "What arrives",
+        "Of a",
+    ]
+    assert not inverted_comments("// What;\nint a;  // kept\n// of a row\n// Copies a tile.")
+    sources = compiled_sources()
+    assert sources
+    assert not {file.name: found for file in sources if (found := inverted_comments(file.read_text()))}
 
 
 def test_files_are_named_for_what_they_hold() -> None:

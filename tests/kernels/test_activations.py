@@ -213,9 +213,13 @@ def test_no_rows_give_gradients_of_zero() -> None:
 @pytest.mark.parametrize(
     ("operator", "arguments", "said"),
     [
-        ("glu", (torch.ones(3, 5), 0), "gate and up of 5 columns are not of one size"),
+        ("glu", (torch.ones(3, 5), 0), "gate_up must have an even number of columns, not 5"),
         ("glu", (torch.ones(3, 4), 7), "no kernel for this dtype or size"),
-        ("glu", (torch.ones(3, 4, dtype=torch.int64), 0), "float32, float64, bfloat16 and float16 only"),
+        (
+            "glu",
+            (torch.ones(3, 4, dtype=torch.int64), 0),
+            "the dtype must be float32, float64, bfloat16 or float16",
+        ),
         ("glu_backward", (torch.ones(3, 3), torch.ones(3, 4), 0), "grad has 9 elements, not 6"),
         ("bias_gelu", (torch.ones(3, 4), torch.ones(3), 1), "bias has 3 elements, not 4"),
         ("bias_gelu", (torch.ones(3, 4), torch.ones(4).double(), 1), "bias has another dtype"),

@@ -191,11 +191,11 @@ def test_meta_tensors() -> None:
     ("change", "words"),
     [
         ({"cu_seqlens_q": torch.tensor([0, 9], dtype=torch.int32)}, "from 0 to the number of tokens"),
-        ({"cu_seqlens_q": torch.tensor([0, 8])}, "vector of int32"),
-        ({"max_seqlen_k": 7}, "a sequence of 8 tokens, of 0 to 7"),
-        ({"cu_seqlens_k": torch.tensor([0, 2, 8], dtype=torch.int32)}, "other sequences of queries"),
-        ({"key": torch.zeros(8, 3, 4)}, "do not fit"),
-        ({"scale": -1.0}, "above 0"),
+        ({"cu_seqlens_q": torch.tensor([0, 8])}, "contiguous int32 vector"),
+        ({"max_seqlen_k": 7}, "a sequence of 8 tokens, not 0 to 7"),
+        ({"cu_seqlens_k": torch.tensor([0, 2, 8], dtype=torch.int32)}, "must have the same length"),
+        ({"key": torch.zeros(8, 3, 4)}, "incompatible shapes"),
+        ({"scale": -1.0}, "scale must be above 0, not -1"),
         ({"value": torch.zeros(8, 2, 4, dtype=torch.float64)}, "another dtype"),
     ],
 )
@@ -209,9 +209,9 @@ def test_what_does_not_fit_is_refused(change, words) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"sample_indices": torch.zeros(3, dtype=torch.int64)}, "no 3 rows of equally many"),
-        ({"sample_indices": torch.zeros(2)}, "vector of int64"),
-        ({"dropped": 65536}, "drops 0 to 65535"),
+        ({"sample_indices": torch.zeros(3, dtype=torch.int64)}, "cannot be split into 3 rows of equal length"),
+        ({"sample_indices": torch.zeros(2)}, "contiguous int64 vector"),
+        ({"dropped": 65536}, "dropped must be 0 to 65535, not 65536"),
     ],
 )
 def test_a_mask_that_does_not_fit_is_refused(change, words) -> None:

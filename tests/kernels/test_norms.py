@@ -213,7 +213,10 @@ def test_values_that_are_not_finite_stay_seen() -> None:
         ({"weight": torch.ones(7)}, "weight has 7 elements, not 8"),
         ({"residual": torch.ones(3, 8)}, "residual has 24 elements, not 32"),
         ({"bias": torch.ones(8, dtype=torch.float64)}, "bias has another dtype"),
-        ({"x": torch.ones(4, 8, dtype=torch.int64)}, "float32, float64, bfloat16 and float16 only"),
+        (
+            {"x": torch.ones(4, 8, dtype=torch.int64)},
+            "the dtype must be float32, float64, bfloat16 or float16",
+        ),
     ],
     ids=lambda case: "" if isinstance(case, str) else next(iter(case)),
 )

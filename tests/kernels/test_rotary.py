@@ -226,13 +226,16 @@ def test_no_tokens() -> None:
     [
         ({"heads": 5}, r"qkv has 8 heads, not 5 \+ 2 x 2"),
         ({"cosines": torch.ones(3, 5)}, "sines has 12 elements, not 15"),
-        ({"cosines": torch.ones(3, 5), "sines": torch.ones(3, 5)}, "5 angles a token for heads of 8 values"),
-        ({"cosines": torch.ones(4, 4), "sines": torch.ones(4, 4)}, "4 angles for 2 x 3 tokens"),
+        (
+            {"cosines": torch.ones(3, 5), "sines": torch.ones(3, 5)},
+            "cosines have 5 columns, not head_dim / 2 = 4",
+        ),
+        ({"cosines": torch.ones(4, 4), "sines": torch.ones(4, 4)}, "4 rows of angles for 2 x 3 tokens"),
         ({"sines": torch.ones(3, 4, dtype=torch.float64)}, "sines has another dtype"),
-        ({"positions": torch.tensor([0, 3, 1])}, "position 3 is outside of tables of 3 rows"),
-        ({"positions": torch.tensor([0, -1, 1])}, "position -1 is outside of tables of 3 rows"),
-        ({"positions": torch.ones(3)}, "positions are not int64"),
-        ({"qkv": torch.ones(2, 3, 8, 7)}, "heads of 7 values have no pairs"),
+        ({"positions": torch.tensor([0, 3, 1])}, "position 3 is outside of the 3 rows of cosines"),
+        ({"positions": torch.tensor([0, -1, 1])}, "position -1 is outside of the 3 rows of cosines"),
+        ({"positions": torch.ones(3)}, "positions must be int64"),
+        ({"qkv": torch.ones(2, 3, 8, 7)}, "head_dim must be even and positive, not 7"),
         ({"qkv": torch.ones(6, 8, 8)}, "qkv has 3 dims, not 4"),
     ],
 )

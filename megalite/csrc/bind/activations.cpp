@@ -14,7 +14,7 @@ Tensor glu(Tensor given, int64_t activation) {
   const Tensor gate_up = ml::contiguous(given);
   const int64_t rows = ml::rows_of(gate_up), columns = ml::columns_of(gate_up);
   STD_TORCH_CHECK(
-      gate_up.dim() > 0 && columns % 2 == 0, "megalite: gate and up of ", columns, " columns are not of one size");
+      gate_up.dim() > 0 && columns % 2 == 0, "megalite: gate_up must have an even number of columns, not ", columns);
   std::vector<int64_t> sizes(gate_up.sizes().begin(), gate_up.sizes().end());
   sizes.back() = columns / 2;
   Tensor out = torch::stable::new_empty(gate_up, {sizes.data(), sizes.size()});

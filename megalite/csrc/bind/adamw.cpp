@@ -64,7 +64,7 @@ SumBuffers sum_buffers(const List& tensors, const Pointers& pointers) {
 }
 
 List list_of_squares(const List& given) {
-  STD_TORCH_CHECK(!given.empty(), "megalite: sum_of_squares of no tensors");
+  STD_TORCH_CHECK(!given.empty(), "megalite: sum_of_squares needs at least one tensor");
   List tensors = contiguous(given);
   check_list(tensors, tensors, "sum_of_squares");
   return tensors;
@@ -124,7 +124,7 @@ void update_cpu(List weights, List copies, List gradients, List means, List squa
 
 Tensor summand(const Tensor& total, const Tensor& gradient) {
   ml::check_size(gradient, total.numel(), "gradient");
-  STD_TORCH_CHECK(total.is_contiguous(), "megalite: accumulate_ wants a contiguous sum");
+  STD_TORCH_CHECK(total.is_contiguous(), "megalite: accumulate_ needs a contiguous sum");
   STD_TORCH_CHECK(total.is_cuda() == gradient.is_cuda() && total.get_device_index() == gradient.get_device_index(),
                   "megalite: the gradient is on another device than the sum");
   return ml::contiguous(gradient);

@@ -21,7 +21,7 @@ Tensor readable(const Tensor& tensor) {
 }
 
 // Returns the tensor, or a copy, contiguous and on a GPU aligned to 16 bytes.
-Tensor in_one_piece(const Tensor& given) {
+Tensor aligned_contiguous(const Tensor& given) {
   const Tensor tensor = ml::contiguous(given);
   const bool aligned = reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0;
   return aligned || !tensor.is_cuda() ? tensor : torch::stable::clone(tensor);
@@ -34,16 +34,17 @@ void check_starts(const Tensor& starts, const Tensor& query, int64_t tokens, int
   STD_TORCH_CHECK(
       starts.scalar_type() == torch::headeronly::ScalarType::Int && starts.dim() == 1 && starts.is_contiguous() &&
           starts.numel() > 0,
-      "megalite: ", what, " is a contiguous vector of int32, one more than there are sequences");
+      "megalite: ", what, " must be a contiguous int32 vector of sequences + 1 elements");
   if (starts.is_cuda()) return;  // checking the values would need a device sync
   const auto* places = static_cast<const int32_t*>(starts.const_data_ptr());
   const int64_t last = starts.numel() - 1;
   STD_TORCH_CHECK(
-      places[0] == 0 && places[last] == tokens, "megalite: ", what, " goes from 0 to the number of tokens, ", tokens);
+      places[0] == 0 && places[last] == tokens, "megalite: ", what, " must go from 0 to the number of tokens, ",
+      tokens);
   for (int64_t i = 0; i < last; ++i) {
     const int64_t length = places[i + 1] - places[i];
     STD_TORCH_CHECK(
-        0 <= length && length <= longest, "megalite: ", what, " has a sequence of ", length, " tokens, of 0 to ",
+        0 <= length && length <= longest, "megalite: ", what, " has a sequence of ", length, " tokens, not 0 to ",
         longest);
   }
 }
@@ -58,11 +59,11 @@ struct Drop {
   int64_t dropped, key_low, key_high, first_head;
 };
 
-void tell_of(const Drop& drop, const Tensor& query, MegaliteAttention& a) {
+void set_dropout(const Drop& drop, const Tensor& query, MegaliteAttention& a) {
   if (drop.dropped == 0) return;
   STD_TORCH_CHECK(
-      0 < drop.dropped && drop.dropped < 65536, "megalite: attention drops 0 to 65535 of 65536, not ", drop.dropped);
-  STD_TORCH_CHECK(drop.samples.has_value(), "megalite: attention that drops probabilities needs samples");
+      0 < drop.dropped && drop.dropped < 65536, "megalite: dropped must be 0 to 65535, not ", drop.dropped);
+  STD_TORCH_CHECK(drop.samples.has_value(), "megalite: attention with dropout needs samples");
   const Tensor& samples = *drop.samples;
   STD_TORCH_CHECK(
       samples.is_cuda() == query.is_cuda() && samples.get_device_index() == query.get_device_index(),
@@ -70,18 +71,18 @@ void tell_of(const Drop& drop, const Tensor& query, MegaliteAttention& a) {
   STD_TORCH_CHECK(
       samples.scalar_type() == torch::headeronly::ScalarType::Long && samples.dim() == 1 &&
           samples.is_contiguous() && samples.numel() > 0,
-      "megalite: samples are a contiguous vector of int64, one a row of the batch");
+      "megalite: samples must be a contiguous int64 vector, one element per row of the batch");
   a.rows = samples.numel();
   STD_TORCH_CHECK(
       a.queries % a.rows == 0 && a.keys % a.rows == 0, "megalite: ", a.queries, " queries and ", a.keys,
-      " keys are no ", a.rows, " rows of equally many");
+      " keys cannot be split into ", a.rows, " rows of equal length");
   a.samples = static_cast<const int64_t*>(samples.const_data_ptr());
   a.dropped = drop.dropped, a.first_head = drop.first_head;
   a.drop_key_low = drop.key_low, a.drop_key_high = drop.key_high;
 }
 
 // Checks the operators' arguments and returns them as the kernels' struct.
-MegaliteAttention told(
+MegaliteAttention checked_arguments(
     Inputs& inputs, int64_t longest_query, int64_t longest_key, int64_t left, int64_t right, double scale,
     const Drop& drop) {
   for (const Tensor* each : {&inputs.key, &inputs.value}) {
@@ -92,23 +93,23 @@ MegaliteAttention told(
   STD_TORCH_CHECK(
       query.dim() == 3 && query.size(2) == key.size(2) && query.size(2) == value.size(2) &&
           key.size(0) == value.size(0) && key.size(1) == value.size(1),
-      "megalite: attention's query, key and value have shapes that do not fit each other");
+      "megalite: attention's query, key and value have incompatible shapes");
   STD_TORCH_CHECK(
       key.size(1) > 0 && query.size(1) % key.size(1) == 0, "megalite: ", query.size(1),
-      " heads are no multiple of ", key.size(1), " key-value heads");
+      " heads are not a multiple of ", key.size(1), " key-value heads");
   constexpr int64_t kMostHeads = 65535;  // the largest gridDim.y
   STD_TORCH_CHECK(
       query.size(1) <= kMostHeads || !query.is_cuda(), "megalite: attention over ", query.size(1), " heads; its CUDA ",
-      "kernels take ", kMostHeads, " at most");
-  STD_TORCH_CHECK(scale > 0, "megalite: attention's scale is above 0, not ", scale);
+      "kernels support at most ", kMostHeads);
+  STD_TORCH_CHECK(scale > 0, "megalite: attention's scale must be above 0, not ", scale);
   check_starts(inputs.query_starts, query, query.size(0), longest_query, "query_starts");
   check_starts(inputs.key_starts, query, key.size(0), longest_key, "key_starts");
   STD_TORCH_CHECK(
       inputs.query_starts.numel() == inputs.key_starts.numel(),
-      "megalite: attention has other sequences of queries than of keys");
+      "megalite: query_starts and key_starts must have the same length");
   constexpr int64_t kFarthest = 1 << 30;
   STD_TORCH_CHECK(
-      query.size(0) < kFarthest && key.size(0) < kFarthest, "megalite: attention over more than 2^30 tokens");
+      query.size(0) < kFarthest && key.size(0) < kFarthest, "megalite: attention supports fewer than 2^30 tokens");
   inputs.query = readable(query);
   inputs.key = readable(key);
   inputs.value = readable(value);
@@ -124,7 +125,7 @@ MegaliteAttention told(
   a.value_token = value.stride(0), a.value_head = value.stride(1);
   a.query_starts = static_cast<const int32_t*>(inputs.query_starts.const_data_ptr());
   a.key_starts = static_cast<const int32_t*>(inputs.key_starts.const_data_ptr());
-  tell_of(drop, query, a);
+  set_dropout(drop, query, a);
   return a;
 }
 
@@ -175,7 +176,7 @@ std::tuple<Tensor, Tensor> forward(
     Maybe samples, int64_t dropped, int64_t drop_key_low, int64_t drop_key_high, int64_t first_head) {
   Inputs inputs{query, key, value, query_starts, key_starts};
   const Drop drop{samples, dropped, drop_key_low, drop_key_high, first_head};
-  MegaliteAttention a = told(inputs, longest_query, longest_key, left, right, scale, drop);
+  MegaliteAttention a = checked_arguments(inputs, longest_query, longest_key, left, right, scale, drop);
   Tensor output = ml::new_empty(query, {a.queries, a.heads, a.head_size});
   Tensor lse = ml::new_empty(query, {a.heads, a.queries}, ml::wide_type(query));
   a.output = output.mutable_data_ptr(), a.lse = lse.mutable_data_ptr();
@@ -190,7 +191,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(
     int64_t first_head) {
   Inputs inputs{query, key, value, query_starts, key_starts};
   const Drop drop{samples, dropped, drop_key_low, drop_key_high, first_head};
-  MegaliteAttention a = told(inputs, longest_query, longest_key, left, right, scale, drop);
+  MegaliteAttention a = checked_arguments(inputs, longest_query, longest_key, left, right, scale, drop);
   const int64_t numbers = a.queries * a.heads * a.head_size, rows = a.heads * a.queries;
   ml::check_same_type(query, output_grad, "the gradient of attention's output");
   ml::check_same_type(query, output, "attention's output");
@@ -200,8 +201,8 @@ std::tuple<Tensor, Tensor, Tensor> backward(
   STD_TORCH_CHECK(
       lse.scalar_type() == ml::wide_type(query) && lse.is_cuda() == query.is_cuda(),
       "megalite: attention's log-sum-exps have another dtype or device");
-  output_grad = in_one_piece(output_grad);
-  output = in_one_piece(output);
+  output_grad = aligned_contiguous(output_grad);
+  output = aligned_contiguous(output);
   lse = ml::contiguous(lse);
   a.output = const_cast<void*>(output.const_data_ptr()), a.output_grad = output_grad.const_data_ptr();
   a.lse = const_cast<void*>(lse.const_data_ptr());
@@ -236,7 +237,9 @@ int64_t shared_memory(int64_t head_size, bool dropout, bool backward, bool any_o
     case 96: return megalite_attention_shared_96_cuda(backward, dropout, any_order, limit);
     case 128: return megalite_attention_shared_128_cuda(backward, dropout, any_order, limit);
     case 256: return megalite_attention_shared_256_cuda(backward, dropout, any_order, limit);
-    default: STD_TORCH_CHECK(false, "megalite: attention's CUDA kernels are for heads of 64, 96, 128 and 256, not ", head_size);
+    default:
+      STD_TORCH_CHECK(
+          false, "megalite: attention's CUDA kernels support head sizes 64, 96, 128 and 256, not ", head_size);
   }
 }
 #endif

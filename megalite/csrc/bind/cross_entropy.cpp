@@ -14,7 +14,7 @@ void check_device(const Tensor& tensor, const Tensor& logits, const char* what) 
 
 // Requires contiguous logits [rows, columns]: a copy would be large, and one operator overwrites them.
 const int64_t* checked_labels(const Tensor& labels, const Tensor& logits) {
-  STD_TORCH_CHECK(logits.dim() == 2 && logits.is_contiguous(), "megalite: logits must be contiguous rows and columns");
+  STD_TORCH_CHECK(logits.dim() == 2 && logits.is_contiguous(), "megalite: logits must be contiguous [rows, columns]");
   STD_TORCH_CHECK(
       labels.scalar_type() == torch::headeronly::ScalarType::Long && labels.is_contiguous(),
       "megalite: labels must be contiguous int64");
@@ -27,7 +27,7 @@ const int64_t* checked_labels(const Tensor& labels, const Tensor& logits) {
 const void* checked(const Tensor& values, const Tensor& logits, const char* what) {
   STD_TORCH_CHECK(
       values.scalar_type() == ml::wide_type(logits) && values.is_contiguous(), "megalite: ", what,
-      " must be contiguous, float64 beside float64 logits, else float32");
+      " must be contiguous, and float32 (float64 for float64 logits)");
   check_device(values, logits, what);
   ml::check_size(values, logits.size(0), what);
   return values.const_data_ptr();

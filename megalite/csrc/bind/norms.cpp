@@ -44,7 +44,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> norm(
 Tensor statistic(const Tensor& tensor, const Tensor& x, int64_t rows, const char* what) {
   STD_TORCH_CHECK(
       tensor.scalar_type() == ml::wide_type(x), "megalite: ", what,
-      " has another dtype than float32, or float64 beside float64");
+      " has another dtype than float32 (float64 for a float64 input)");
   ml::check_same_device(x, tensor, what);
   ml::check_size(tensor, rows, what);
   return ml::contiguous(tensor);

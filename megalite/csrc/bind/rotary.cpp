@@ -37,28 +37,28 @@ class Angles {
       bool inverse)
       : of_(of), cosines_(ml::contiguous(cosines)), sines_(ml::contiguous(sines)) {
     const int64_t batch = of.size(0), sequence = of.size(1), head_dim = of.size(3);
-    STD_TORCH_CHECK(head_dim > 0 && head_dim % 2 == 0, "megalite: heads of ", head_dim, " values have no pairs");
+    STD_TORCH_CHECK(head_dim > 0 && head_dim % 2 == 0, "megalite: head_dim must be even and positive, not ", head_dim);
     ml::check_same_type(of, cosines_, "cosines");
     ml::check_same_type(of, sines_, "sines");
     ml::check_size(sines_, cosines_.numel(), "sines");
     STD_TORCH_CHECK(
-        ml::columns_of(cosines_) == head_dim / 2, "megalite: ", ml::columns_of(cosines_),
-        " angles a token for heads of ", head_dim, " values");
+        ml::columns_of(cosines_) == head_dim / 2, "megalite: cosines have ", ml::columns_of(cosines_),
+        " columns, not head_dim / 2 = ", head_dim / 2);
     const int64_t rows = ml::rows_of(cosines_);
     int64_t entries = rows;
     if (positions.has_value()) {
       positions_ = ml::contiguous(*positions);
       STD_TORCH_CHECK(
-          positions_->scalar_type() == torch::headeronly::ScalarType::Long, "megalite: positions are not int64");
+          positions_->scalar_type() == torch::headeronly::ScalarType::Long, "megalite: positions must be int64");
       STD_TORCH_CHECK(
           positions_->is_cuda() == of.is_cuda() && positions_->get_device_index() == of.get_device_index(),
-          "megalite: positions is on another device");
+          "megalite: positions are on another device");
       entries = positions_->numel();
       if (!of.is_cuda()) check_positions(rows);
     }
     STD_TORCH_CHECK(
-        entries == sequence || entries == batch * sequence, "megalite: ", entries, " angles for ", batch, " x ",
-        sequence, " tokens");
+        entries == sequence || entries == batch * sequence, "megalite: ", entries, " rows of angles for ", batch,
+        " x ", sequence, " tokens");
     angles_ = {
         cosines_.const_data_ptr(),
         sines_.const_data_ptr(),
@@ -79,7 +79,8 @@ class Angles {
     const auto* each = static_cast<const int64_t*>(positions_->const_data_ptr());
     for (int64_t i = 0; i < positions_->numel(); ++i) {
       STD_TORCH_CHECK(
-          each[i] >= 0 && each[i] < rows, "megalite: position ", each[i], " is outside of tables of ", rows, " rows");
+          each[i] >= 0 && each[i] < rows, "megalite: position ", each[i], " is outside of the ", rows,
+          " rows of cosines");
     }
   }
 
@@ -143,7 +144,8 @@ std::tuple<Tensor, Tensor> rotary(
 }
 
 void rotary_in_place(Tensor heads, Tensor cosines, Tensor sines, Maybe positions, bool interleaved) {
-  STD_TORCH_CHECK(heads.dim() == 4 && heads.stride(3) == 1, "megalite: heads have no contiguous last dim");
+  STD_TORCH_CHECK(
+      heads.dim() == 4 && heads.stride(3) == 1, "megalite: heads must have 4 dims and a contiguous last dim");
   const MegaliteHeads part = part_of(heads, 0, heads, 0, heads.size(2), true);
   Angles(heads, cosines, sines, positions, interleaved, false).turn(&part, 1);
 }

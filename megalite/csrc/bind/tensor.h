@@ -36,7 +36,7 @@ inline int dtype_of(const Tensor& tensor) {
     case ScalarType::Half:
       return kFloat16;
     default:
-      STD_TORCH_CHECK(false, "megalite: of float32, float64, bfloat16 and float16 only");
+      STD_TORCH_CHECK(false, "megalite: the dtype must be float32, float64, bfloat16 or float16");
   }
 }
 
@@ -115,7 +115,7 @@ class __attribute__((visibility("hidden"))) OnDevice {
     }();
     STD_TORCH_CHECK(stream_of != nullptr, "megalite: this torch has no CUDA streams");
     void* stream = nullptr;
-    STD_TORCH_CHECK(stream_of(device, &stream) == 0, "megalite: torch told no current CUDA stream");
+    STD_TORCH_CHECK(stream_of(device, &stream) == 0, "megalite: torch returned no current CUDA stream");
     return stream;
   }
 

@@ -94,7 +94,7 @@ ML_HD bf16 from_wide<bf16>(float value) {
 #else
   const uint32_t bits = bits_of(value);
   const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  const uint32_t nan = (bits >> 16) | 0x40u;  // tested by its bits: -ffast-math may remove value != value
+  const uint32_t nan = (bits >> 16) | 0x40u;  // by its bits: compilers may optimise value != value away
   return {static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded)};
 #endif
 }

@@ -229,38 +229,39 @@ struct PackedKeys {
 
 // One thread's workspace.
 template <typename W>
-struct ForwardRoom {
+struct ForwardWorkspace {
   Buffer<W> queries, scores, sums;
   W greatest[kBlock], total[kBlock], above[kBlock], factors[kBlock];  // one per row
-  ForwardRoom(int64_t head_size)
+  ForwardWorkspace(int64_t head_size)
       : queries(kBlock * padded<W>(head_size)), scores(kBlock * kBlock), sums(queries.size()) {}
 };
 
 // One online softmax step over a block of keys, for `rows` queries from `first` on: updates row maxima and sums, turns
 // scores into unnormalised probabilities, and rescales the output accumulators to the new maxima.
 template <typename W>
-void online_rows(ForwardRoom<W>& room, int rows, int columns, const Band& band, int first, int key_block, W scale) {
+void online_rows(
+    ForwardWorkspace<W>& work, int rows, int columns, const Band& band, int first, int key_block, W scale) {
   for (int row = 0; row < rows; ++row) {
     const Range seen = keys_in_block(band, first + row, key_block);
-    room.above[row] = std::max(room.greatest[row], scale_seen(room.scores.data() + row * kBlock, seen, scale));
+    work.above[row] = std::max(work.greatest[row], scale_seen(work.scores.data() + row * kBlock, seen, scale));
   }
   for (int row = 0; row < rows; ++row) {
-    const W base = room.above[row] == -kInfinity<W> ? W(0) : room.above[row];
-    room.factors[row] = exp2_below(room.greatest[row] - base);
-    room.greatest[row] = room.above[row];
-    room.above[row] = base;
+    const W base = work.above[row] == -kInfinity<W> ? W(0) : work.above[row];
+    work.factors[row] = exp2_below(work.greatest[row] - base);
+    work.greatest[row] = work.above[row];
+    work.above[row] = base;
   }
   for (int row = 0; row < rows; ++row) {
-    W* scores = room.scores.data() + row * kBlock;
-    const W base = room.above[row], factor = room.factors[row];
+    W* scores = work.scores.data() + row * kBlock;
+    const W base = work.above[row], factor = work.factors[row];
     W sum = 0;
     for (int i = 0; i < kBlock; ++i) {
       scores[i] = exp2_below(scores[i] - base);
       sum += scores[i];
     }
-    room.total[row] = room.total[row] * factor + sum;
+    work.total[row] = work.total[row] * factor + sum;
     if (factor != W(1)) {
-      W* sums = room.sums.data() + row * columns;
+      W* sums = work.sums.data() + row * columns;
       for (int i = 0; i < columns; ++i) sums[i] *= factor;
     }
   }
@@ -269,7 +270,7 @@ void online_rows(ForwardRoom<W>& room, int rows, int columns, const Band& band, 
 template <typename T>
 void forward_block(
     const MegaliteAttention& a, const Sequence& piece, PackedKeys<Wide<T>>& packed, int64_t head, int block,
-    ForwardRoom<Wide<T>>& room) {
+    ForwardWorkspace<Wide<T>>& work) {
   using W = Wide<T>;
   const Band& band = piece.band;
   const int first = block * kBlock, past = std::min(first + kBlock, band.queries), rows = past - first;
@@ -277,21 +278,21 @@ void forward_block(
   const int64_t token = piece.first_query + first;
   const W scale = static_cast<W>(a.scale / kLn2);
   const int position = a.dropped > 0 ? drop_position(a, piece.first_key) : 0;
-  W *queries = room.queries.data(), *scores = room.scores.data(), *sums = room.sums.data();
+  W *queries = work.queries.data(), *scores = work.scores.data(), *sums = work.sums.data();
   widen<T>(queries, columns, rows_of<T>(a.query, token, a.query_token, head, a.query_head), rows, head_size);
   std::fill(sums, sums + kBlock * columns, W(0));
-  std::fill(room.greatest, room.greatest + kBlock, -kInfinity<W>);
-  std::fill(room.total, room.total + kBlock, W(0));
+  std::fill(work.greatest, work.greatest + kBlock, -kInfinity<W>);
+  std::fill(work.total, work.total + kBlock, W(0));
   const Range blocks = blocks_of_range(band.keys_of_block(first, past));
   for (int key_block = blocks.begin; key_block < blocks.end; ++key_block) {
     std::fill(scores, scores + rows * kBlock, W(0));
     add_product<W>(
         scores, kBlock, {queries, columns, 1}, packed.keys_of(key_block), kBlock, rows, kBlock, head_size);
-    online_rows<W>(room, rows, columns, band, first, key_block, scale);
+    online_rows<W>(work, rows, columns, band, first, key_block, scale);
     if (a.dropped > 0) {
       for (int row = 0; row < rows; ++row) {
-        draw_factors(room.factors, a, token + row, head, position + key_block * kBlock, W(1));
-        for (int i = 0; i < kBlock; ++i) scores[row * kBlock + i] *= room.factors[i];
+        draw_factors(work.factors, a, token + row, head, position + key_block * kBlock, W(1));
+        for (int i = 0; i < kBlock; ++i) scores[row * kBlock + i] *= work.factors[i];
       }
     }
     add_product<W>(
@@ -301,9 +302,9 @@ void forward_block(
   W* lse = static_cast<W*>(a.lse) + head * a.queries + token;
   const W kept_scale = a.dropped > 0 ? drop_scale<W>(a) : W(1);
   for (int row = 0; row < rows; ++row, output += a.heads * a.head_size) {
-    const W total = room.total[row], inverse = total == W(0) ? W(0) : kept_scale / total;
+    const W total = work.total[row], inverse = total == W(0) ? W(0) : kept_scale / total;
     for (int i = 0; i < head_size; ++i) output[i] = from_wide<T>(sums[row * columns + i] * inverse);
-    const W log_total = (room.greatest[row] + std::log2(total)) * static_cast<W>(kLn2);
+    const W log_total = (work.greatest[row] + std::log2(total)) * static_cast<W>(kLn2);
     lse[row] = total == W(0) ? -kInfinity<W> : log_total;
   }
 }
@@ -319,21 +320,21 @@ void forward(const MegaliteAttention& a) {
     for (int64_t i = 0; i < a.sequences * a.kv_heads; ++i) {
       packed[i].template pack<T>(a, sequence_of(a, i / a.kv_heads), i % a.kv_heads);
     }
-    ForwardRoom<W> room(a.head_size);
+    ForwardWorkspace<W> work(a.head_size);
 #pragma omp for schedule(dynamic)
     for (int64_t item = 0; item < items; ++item) {
       const int64_t head = item / blocks % a.heads, sequence = item / blocks / a.heads;
       const Sequence piece = sequence_of(a, sequence);
       const int block = static_cast<int>(item % blocks);
       if (block * kBlock >= piece.band.queries) continue;
-      forward_block<T>(a, piece, packed[sequence * a.kv_heads + head / (a.heads / a.kv_heads)], head, block, room);
+      forward_block<T>(a, piece, packed[sequence * a.kv_heads + head / (a.heads / a.kv_heads)], head, block, work);
     }
   }
 }
 
 // One thread's backward workspace for one key-value head of one sequence.
 template <typename W>
-struct BackwardRoom {
+struct BackwardWorkspace {
   int head_size, columns;
   Buffer<W> keys, keys_across, values_across;  // [keys, columns]; then transposed blocks [head_size, kBlock]
   Buffer<W> key_grads, value_grads;            // [keys, columns]
@@ -341,7 +342,7 @@ struct BackwardRoom {
   Buffer<W> scores, grads;                       // [kBlock, kBlock]
   W lse[kBlock], delta[kBlock], factors[kBlock];
 
-  BackwardRoom(int64_t head_size)
+  BackwardWorkspace(int64_t head_size)
       : head_size(static_cast<int>(head_size)), columns(padded<W>(head_size)), queries(kBlock * columns),
         output_grads(kBlock * columns), query_grads(kBlock * columns), scores(kBlock * kBlock),
         grads(kBlock * kBlock) {}
@@ -393,17 +394,17 @@ struct BackwardRoom {
 
 template <typename T>
 void backward_block(
-    const MegaliteAttention& a, const Sequence& piece, int64_t head, int block, BackwardRoom<Wide<T>>& room) {
+    const MegaliteAttention& a, const Sequence& piece, int64_t head, int block, BackwardWorkspace<Wide<T>>& work) {
   using W = Wide<T>;
   const Band& band = piece.band;
   const int first = block * kBlock, past = std::min(first + kBlock, band.queries), rows = past - first;
-  const int columns = room.columns, head_size = room.head_size;
+  const int columns = work.columns, head_size = work.head_size;
   const int64_t token = piece.first_query + first;
   const W scale = static_cast<W>(a.scale / kLn2);
   const int position = a.dropped > 0 ? drop_position(a, piece.first_key) : 0;
   const W kept_scale = a.dropped > 0 ? drop_scale<W>(a) : W(1);
-  room.template take_queries<T>(a, token, head, rows);
-  W *scores = room.scores.data(), *grads = room.grads.data();
+  work.template take_queries<T>(a, token, head, rows);
+  W *scores = work.scores.data(), *grads = work.grads.data();
   const Range blocks = blocks_of_range(band.keys_of_block(first, past));
   for (int key_block = blocks.begin; key_block < blocks.end; ++key_block) {
     const size_t across = static_cast<size_t>(key_block) * kBlock * head_size;
@@ -411,21 +412,21 @@ void backward_block(
     std::fill(scores, scores + rows * kBlock, W(0));
     std::fill(grads, grads + rows * kBlock, W(0));
     add_product<W>(
-        scores, kBlock, {room.queries.data(), columns, 1}, room.keys_across.data() + across, kBlock, rows, kBlock,
+        scores, kBlock, {work.queries.data(), columns, 1}, work.keys_across.data() + across, kBlock, rows, kBlock,
         head_size);
     add_product<W>(
-        grads, kBlock, {room.output_grads.data(), columns, 1}, room.values_across.data() + across, kBlock, rows,
+        grads, kBlock, {work.output_grads.data(), columns, 1}, work.values_across.data() + across, kBlock, rows,
         kBlock, head_size);
     for (int row = 0; row < rows; ++row) {
       W *score = scores + row * kBlock, *grad = grads + row * kBlock;
       scale_seen(score, keys_in_block(band, first + row, key_block), scale);
-      const W lse = room.lse[row], delta = room.delta[row];
+      const W lse = work.lse[row], delta = work.delta[row];
       if (a.dropped > 0) {
-        draw_factors(room.factors, a, token + row, head, position + key_block * kBlock, kept_scale);
+        draw_factors(work.factors, a, token + row, head, position + key_block * kBlock, kept_scale);
         for (int i = 0; i < kBlock; ++i) {
           const W probability = exp2_below(score[i] - lse);
-          score[i] = probability * room.factors[i];
-          grad[i] = probability * (grad[i] * room.factors[i] - delta);
+          score[i] = probability * work.factors[i];
+          grad[i] = probability * (grad[i] * work.factors[i] - delta);
         }
         continue;
       }
@@ -435,18 +436,18 @@ void backward_block(
       }
     }
     add_product<W>(
-        room.value_grads.data() + along, columns, {scores, 1, kBlock}, room.output_grads.data(), columns, kBlock,
+        work.value_grads.data() + along, columns, {scores, 1, kBlock}, work.output_grads.data(), columns, kBlock,
         columns, rows);
     add_product<W>(
-        room.key_grads.data() + along, columns, {grads, 1, kBlock}, room.queries.data(), columns, kBlock, columns,
+        work.key_grads.data() + along, columns, {grads, 1, kBlock}, work.queries.data(), columns, kBlock, columns,
         rows);
     add_product<W>(
-        room.query_grads.data(), columns, {grads, kBlock, 1}, room.keys.data() + along, columns, rows, columns,
+        work.query_grads.data(), columns, {grads, kBlock, 1}, work.keys.data() + along, columns, rows, columns,
         kBlock);
   }
   T* target = static_cast<T*>(a.query_grad) + (token * a.heads + head) * head_size;
   for (int row = 0; row < rows; ++row, target += a.heads * head_size) {
-    const W* from = room.query_grads.data() + row * columns;
+    const W* from = work.query_grads.data() + row * columns;
     for (int i = 0; i < head_size; ++i) target[i] = from_wide<T>(from[i] * static_cast<W>(a.scale));
   }
 }
@@ -457,25 +458,25 @@ void backward(const MegaliteAttention& a) {
   const int64_t items = a.sequences * a.kv_heads, group = a.heads / a.kv_heads;
 #pragma omp parallel if (items > 1)
   {
-    BackwardRoom<W> room(a.head_size);
+    BackwardWorkspace<W> work(a.head_size);
 #pragma omp for schedule(dynamic)
     for (int64_t item = 0; item < items; ++item) {
       const Sequence piece = sequence_of(a, item / a.kv_heads);
       const int64_t kv_head = item % a.kv_heads;
-      room.template begin<T>(a, piece, kv_head);
+      work.template begin<T>(a, piece, kv_head);
       for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
         for (int block = 0; block * kBlock < piece.band.queries; ++block) {
-          backward_block<T>(a, piece, head, block, room);
+          backward_block<T>(a, piece, head, block, work);
         }
       }
       const int64_t place = (piece.first_key * a.kv_heads + kv_head) * a.head_size, step = a.kv_heads * a.head_size;
       T* key_grad = static_cast<T*>(a.key_grad) + place;
       T* value_grad = static_cast<T*>(a.value_grad) + place;
       for (int key = 0; key < piece.band.keys; ++key, key_grad += step, value_grad += step) {
-        const size_t from = static_cast<size_t>(key) * room.columns;
-        for (int i = 0; i < room.head_size; ++i) {
-          key_grad[i] = from_wide<T>(room.key_grads[from + i] * static_cast<W>(a.scale));
-          value_grad[i] = from_wide<T>(room.value_grads[from + i]);
+        const size_t from = static_cast<size_t>(key) * work.columns;
+        for (int i = 0; i < work.head_size; ++i) {
+          key_grad[i] = from_wide<T>(work.key_grads[from + i] * static_cast<W>(a.scale));
+          value_grad[i] = from_wide<T>(work.value_grads[from + i]);
         }
       }
     }
