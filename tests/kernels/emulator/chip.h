@@ -1,4 +1,4 @@
-// What a chip allows a launch, and the runtime's last error: the same for kernels on emulated threads and for PTX.
+// A chip's launch limits and the runtime's last error, shared by the emulator and the PTX interpreter.
 #pragma once
 
 #include <cstddef>
@@ -6,11 +6,11 @@
 
 namespace emulator {
 
-// Numbers of the CUDA runtime's errors.
+// Error codes of the CUDA runtime.
 constexpr int kSuccess = 0, kInvalidValue = 1, kInvalidConfiguration = 9, kMisalignedAddress = 716;
 
-// Compute capability times ten, and the bytes of shared memory that a kernel may be allowed (CUDA C++ Programming
-// Guide, "Technical Specifications per Compute Capability").
+// Compute capability times ten, and the opt-in limit of shared memory per block in bytes (CUDA C++ Programming Guide,
+// "Technical Specifications per Compute Capability").
 struct Chip {
   int capability;
   size_t most_shared;
@@ -32,7 +32,7 @@ inline bool choose_chip(int capability) {
   return false;
 }
 
-// Keeps an error until somebody asks for it; success does not clear one.
+// Keeps an error until cudaGetLastError() returns it; success does not clear it.
 inline int remember(int error) {
   if (error != kSuccess) last_error = error;
   return error;
@@ -44,7 +44,7 @@ inline int take_last_error() {
   return error;
 }
 
-// Of a launch: the error that the runtime would give.
+// Returns the error that the runtime would give for a launch.
 struct Extent {
   unsigned x, y, z;
 };

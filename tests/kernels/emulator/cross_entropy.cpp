@@ -1,5 +1,5 @@
-// The CUDA kernels of the cross entropy, thread after thread on the host: the same functions of core/, joined in the
-// order of the kernel's shuffles.
+// The CUDA kernels of the cross entropy, one thread after another on the host: the same functions of core/, combined in
+// the order of the kernel's shuffles.
 #include <vector>
 
 #include "core/cross_entropy.h"
@@ -11,7 +11,7 @@ constexpr int kWarp = 32;
 template <typename W>
 ml::Softmax<W> joined_over_warp(std::vector<ml::Softmax<W>> lanes) {
   for (int offset = kWarp / 2; offset > 0; offset /= 2) {
-    // Ascending: a lane reads what the other had before this step.
+    // Ascending, so that each lane reads the other lane's value from before this step.
     for (int lane = 0; lane + offset < kWarp; ++lane) lanes[lane] = ml::joined(lanes[lane], lanes[lane + offset]);
   }
   return lanes[0];

@@ -1,4 +1,4 @@
-// Of the driver's interface what makes a tensor map, for emulated kernels: the map keeps what it is told.
+// The part of the CUDA driver API that encodes tensor maps, for emulated kernels: the map stores its arguments.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@ struct alignas(64) CUtensorMap {
   CUtensorMapSwizzle swizzle;
 };
 
-// Refuses what the driver refuses: of numbers of 16 bits, in three dimensions.
+// Refuses the arguments that the driver refuses, for three-dimensional tensors of 16-bit elements.
 inline CUresult cuTensorMapEncodeTiled(
     CUtensorMap* map, CUtensorMapDataType, cuuint32_t rank, void* begin, const cuuint64_t* sizes,
     const cuuint64_t* strides, const cuuint32_t* box, const cuuint32_t* steps, CUtensorMapInterleave,

@@ -1,11 +1,11 @@
-// Runs CUDA kernels on a CPU, to see on a machine without a GPU that they compute what they should: each thread of a
-// block is a fiber, blocks run one after another, and barriers and shuffles are where fibers wait.
+// Runs CUDA kernels on a CPU, to test their results without a GPU: each thread of a block is a fiber, blocks run one
+// after another, and fibers wait at barriers and shuffles.
 //
-// Whichever fiber may run, the first in a shuffled order runs until it waits: some warps are then as far ahead of the
-// others as the barriers allow. A kernel with a barrier too few reads what was not written yet, or was overwritten, in
-// one order or another; compiled with -fsanitize=thread it is reported as a data race, since fibers are threads to the
-// sanitizer, and only barriers order them. Compiled in place of CUDA's own header, over sources in which tests/support/emulated_cuda.py has
-// replaced what is no C++: launches, and shared memory of a size that the launch gives.
+// Of the runnable fibers, the first in a shuffled order runs until it waits, so that some warps get as far ahead of the
+// others as the barriers allow. A kernel that lacks a barrier reads unwritten or overwritten data in some order;
+// compiled with -fsanitize=thread it is reported as a data race, because fibers are threads to the sanitizer and only
+// barriers order them. Replaces CUDA's own header, for sources in which tests/support/emulated_cuda.py has replaced the
+// constructs that are not C++: launches and dynamic shared memory.
 #pragma once
 
 #include <ucontext.h>
@@ -82,7 +82,7 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr which, int)
 }
 
 namespace emulator {
-inline std::map<void*, size_t> allowed_shared;  // by kernel, where it was asked for
+inline std::map<void*, size_t> allowed_shared;  // kernel -> opt-in limit of shared memory, if set
 }
 
 template <typename... Parameters>
@@ -96,34 +96,34 @@ cudaError_t cudaFuncSetAttribute(void (*kernel)(Parameters...), cudaFuncAttribut
 
 inline dim3 blockIdx, blockDim, gridDim;
 #define threadIdx (emulator::thread_index())
-inline unsigned megalite_emulator_order = 0;  // which shuffled order; 0: threads by number
-inline const char* megalite_emulator_problem = nullptr;  // the first thing done that must not be
+inline unsigned megalite_emulator_order = 0;  // seed of the shuffled order; 0: ascending thread index
+inline const char* megalite_emulator_problem = nullptr;  // the first forbidden action
 
 namespace emulator {
 
 constexpr size_t kStack = 256 * 1024;
 
-inline bool misaligned = false;  // whether a thread touched an address that is no multiple of what it touched
+inline bool misaligned = false;  // whether there was a misaligned access
 
 inline void fail(const char* what) {
   if (megalite_emulator_problem == nullptr) megalite_emulator_problem = what;
 }
 
-// What goes on beside the threads of a block, where it can do such things.
+// Asynchronous work of a block (copies, products), if the header that emulates it is included.
 struct Beside {
   virtual void begin(int threads) = 0;
-  virtual bool step() = 0;  // does one thing that is under way; false: there is none
+  virtual bool step() = 0;  // executes one pending item; false: there is none
   virtual void end() = 0;
 };
 inline Beside* beside = nullptr;
 
 struct Fiber;
 
-// Where fibers wait until all that are still alive of their group have come.
+// A barrier at which fibers wait until all live fibers of their group have arrived.
 struct Barrier {
   int arrived = 0, alive = 0;
   unsigned generation = 0;
-  char order[2];  // addresses by which the sanitizer knows who comes after whom
+  char order[2];  // addresses for the sanitizer's happens-before annotations
 
   EMULATOR_UNSEEN void open_if_complete() {
     if (arrived > 0 && arrived == alive) {
@@ -135,7 +135,7 @@ struct Barrier {
 
 struct Warp {
   Barrier barrier;
-  uint32_t named = 0;  // lanes that a shuffle under way has in its mask
+  uint32_t named = 0;  // lanes in the mask of the current shuffle
   uint64_t values[2][32];
 };
 
@@ -188,7 +188,7 @@ EMULATOR_UNSEEN inline void wait(Barrier& barrier) {
 
 constexpr const char* kNamesExited = "a shuffle whose mask names a lane that has exited";
 
-// The end of a thread, from wherever it is.
+// Ends the current thread, from any point in the kernel.
 EMULATOR_UNSEEN inline void finish() {
   Fiber& self = *block.running;
   __tsan_release(&block.ended);
@@ -258,7 +258,7 @@ EMULATOR_UNSEEN inline void run_block(const std::vector<unsigned>& order) {
   if (beside != nullptr) beside->end();
 }
 
-// kernel<<<grid, threads, shared, stream>>>, to be called with the kernel's arguments.
+// Implements kernel<<<grid, threads, shared, stream>>>; returns a function to call with the kernel's arguments.
 template <typename... Parameters>
 auto launch(void (*kernel)(Parameters...), dim3 grid, dim3 threads, size_t shared = 0, cudaStream_t = nullptr) {
   return [=](Parameters... arguments) {
@@ -270,7 +270,7 @@ auto launch(void (*kernel)(Parameters...), dim3 grid, dim3 threads, size_t share
     auto body = [&] { kernel(arguments...); };
     block.body = [](void* self) { (*static_cast<decltype(body)*>(self))(); };
     block.arguments = &body;
-    // What a block finds in shared memory is nothing to rely on.
+    // Shared memory is uninitialised: fill it with NaN.
     block.shared.assign((shared + 7) / 8, 0x7ff8dead7fc0deadu);
     std::vector<unsigned> order(count);
     std::iota(order.begin(), order.end(), 0u);
@@ -291,7 +291,8 @@ auto launch(void (*kernel)(Parameters...), dim3 grid, dim3 threads, size_t share
   };
 }
 
-// Every live lane of the warp gives a value and gets that of lane `from(own lane)`; all in `mask` are to be alive.
+// A shuffle: every live lane of the warp gives a value and gets that of lane from(own lane); all lanes of `mask` must
+// be alive.
 template <typename T, typename From>
 EMULATOR_UNSEEN T exchange(unsigned mask, T value, From from) {
   static_assert(sizeof(T) <= 8);
@@ -316,8 +317,8 @@ EMULATOR_UNSEEN T exchange(unsigned mask, T value, From from) {
 }  // namespace emulator
 
 #ifndef __SANITIZE_THREAD__
-// What -fsanitize=alignment calls, in place of its library's: on a GPU the access is an error that ends the kernel, and
-// on the CPU it may end the process.
+// Replaces the handler of -fsanitize=alignment: on a GPU a misaligned access ends the kernel with an error, while on
+// the CPU it may end the process.
 extern "C" __attribute__((used)) inline void __ubsan_handle_type_mismatch_v1(void*, uintptr_t) {
   emulator::misaligned = true;
   if (emulator::block.running != nullptr) emulator::finish();

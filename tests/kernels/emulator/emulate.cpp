@@ -1,4 +1,4 @@
-// What the tests call: bands compared with a naive mask, and the attention kernels on emulated threads.
+// Entry points of the tests: comparison of bands with a naive mask, and the attention kernels on emulated threads.
 #include "emulate.h"
 
 namespace {
@@ -11,7 +11,7 @@ bool naive(const Band& band, int query, int key) {
   return (band.left < 0 || distance >= -band.left) && (band.right < 0 || distance <= band.right);
 }
 
-// Whether `range` is [first, last + 1) of the indices below `count` that `seen` is true of, or empty where it is never.
+// Whether `range` spans exactly the indices below `count` for which `seen` is true; empty if there are none.
 template <class Seen>
 bool exactly(Range range, int count, const Seen& seen) {
   for (int i = 0; i < count; ++i) {
@@ -30,7 +30,7 @@ bool rows_and_columns_agree(const Band& band) {
   return true;
 }
 
-// What is seen within the queries [query, query_end) and keys [key, key_end): how many pairs.
+// Returns the number of visible pairs of these queries and keys.
 int seen_pairs(const Band& band, Range queries, Range keys) {
   int pairs = 0;
   for (int query = queries.begin; query < queries.end; ++query) {
@@ -92,8 +92,8 @@ void run_any(emulator::Grid& grid, const MegaliteAttention& a, bool backward, in
 
 extern "C" {
 
-// Compares every band of up to `limit` queries and keys, by elements and by blocks, with the naive mask. Returns how
-// many it compared; the first that differs is written to `wrong`: queries, keys, left, right.
+// Compares every band of up to `limit` queries and keys, by elements and by blocks, with the naive mask. Returns the
+// number of comparisons; writes the first band that differs to `wrong`: queries, keys, left, right.
 int compare_bands(int limit, int* wrong) {
   int compared = 0;
   for (int queries = 0; queries <= limit; ++queries) {
@@ -114,7 +114,7 @@ int compare_bands(int limit, int* wrong) {
   return compared;
 }
 
-// Words of core/counter.h: what a row draws from, and of its first `keys` keys what is kept.
+// Words of core/counter.h: a row's random state, and whether each of its first `keys` keys is kept.
 void draw(
     uint32_t position, uint32_t head, int64_t sample, uint32_t key_low, uint32_t key_high, int64_t dropped, int keys,
     uint32_t first_key, uint32_t* row, uint8_t* kept) {
@@ -125,8 +125,8 @@ void draw(
   }
 }
 
-// Runs the forward or the backward kernels, those for chips that give a block `shared` bytes; `begins` and `bytes` say
-// what of memory they may touch.
+// Runs the forward or the backward kernels for chips with `shared` bytes of shared memory per block; `begins` and
+// `bytes` list the memory that they may access.
 void emulate(
     const MegaliteAttention* attention, int dtype, int backward, int late_copies, int left_out_sync, int shared,
     int regions, const void* const* begins, const int64_t* bytes, emulator::Report* report) {

@@ -1,4 +1,4 @@
-// a * b + c rounded once, for the interpreter of PTX: to nearest, or down.
+// Fused multiply-add for the PTX interpreter: a * b + c rounded once, to nearest or down.
 #include <cfenv>
 #include <cmath>
 #include <cstdint>

@@ -1,8 +1,8 @@
-// One block of GPU threads on a CPU: the machine that core/attention_tiles.h and attention_gradients.h run on here.
+// One thread block on a CPU: the Machine of core/attention_tiles.h and attention_gradients.h in the tests.
 //
-// Every GPU thread is a thread of its own, or a fiber; warps and blocks meet where the instructions make them meet.
-// mma and ldmatrix follow the fragment layouts of the PTX ISA. Asynchronous copies land as early or as late as the
-// rules allow. Shared memory begins as NaN; addresses are checked, and the bank conflicts of ldmatrix are counted.
+// Every GPU thread is a system thread or a fiber; warps and blocks synchronise where the instructions require it. mma
+// and ldmatrix follow the fragment layouts of the PTX ISA. Asynchronous copies complete as early or as late as the
+// rules allow. Shared memory starts as NaN; addresses are checked, and bank conflicts of ldmatrix are counted.
 #pragma once
 
 #include <ucontext.h>
@@ -26,15 +26,15 @@ namespace emulator {
 
 using Body = std::function<void(int)>;
 
-// How threads run and meet. meet(thread, first, count): waits until all of [first, first + count) are there.
+// Runs and synchronises threads. meet(thread, first, count): waits until all of [first, first + count) have arrived.
 class Crew {
  public:
   virtual ~Crew() = default;
-  virtual bool run(int threads, const Body& body) = 0;  // false: they wait for each other forever
+  virtual bool run(int threads, const Body& body) = 0;  // false: deadlock
   virtual void meet(int thread, int first, int count) = 0;
 };
 
-// All in one thread of the system, each warp as far as it gets before the next: quick, and always the same.
+// All fibers in one system thread; each warp runs as far as it can before the next one. Fast and deterministic.
 class Fibers : public Crew {
  public:
   bool run(int threads, const Body& body) override {
@@ -82,7 +82,7 @@ class Fibers : public Crew {
     self->fibers_[thread].done = true;
   }
 
-  // Runs the fibers of a warp until each waits; true if any ran or was let go.
+  // Runs the fibers of a warp until each waits; returns true if any fiber ran or was released.
   bool step(int warp) {
     bool moved = false;
     for (int i = warp; i < warp + 32; ++i) {
@@ -108,7 +108,7 @@ class Fibers : public Crew {
   ucontext_t scheduler_;
 };
 
-// Threads of the system and std::barrier, for ThreadSanitizer.
+// System threads with std::barrier, for ThreadSanitizer.
 class Threads : public Crew {
  public:
   bool run(int threads, const Body& body) override {
@@ -131,8 +131,8 @@ class Threads : public Crew {
 };
 
 struct Settings {
-  bool late_copies = true;  // land when they are waited for; else at once
-  int left_out_sync = -1;   // number of the sync() that each thread leaves out
+  bool late_copies = true;  // complete when they are waited for; else at once
+  int left_out_sync = -1;   // the number of the sync() that each thread skips
 };
 
 struct Region {
@@ -140,16 +140,16 @@ struct Region {
   size_t bytes;
 };
 
-// What the threads of one block share.
+// The state that the threads of one block share.
 struct Block {
   Crew& crew;
   Settings settings;
-  std::vector<Region> memory;  // what may be read and written of global memory
+  std::vector<Region> memory;  // the accessible regions of global memory
   std::vector<unsigned char> shared;
   std::atomic<int> conflicts = 0;
   std::atomic<const char*> problem = nullptr;
 
-  // Of each thread what the other lanes of its warp read; two, so that the next may be written meanwhile.
+  // Each thread's values for the other lanes of its warp; double-buffered, so that the next can be written meanwhile.
   struct Offer {
     uint32_t address, words[6];
     float value;
@@ -270,7 +270,7 @@ class HostMachine {
 
   void meet_warp() { block_.crew.meet(thread_, thread_ / 32 * 32, 32); }
 
-  // What all lanes of this warp offer.
+  // Exchanges values within the warp; returns those of all its lanes.
   const Block::Offer* exchange(const Block::Offer& own) {
     Block::Offer* offers = block_.offers[exchanges_++ % 2].data();
     offers[thread_] = own;
@@ -278,8 +278,8 @@ class HostMachine {
     return offers + thread_ / 32 * 32;
   }
 
-  // ldmatrix.x4: lanes 8 i to 8 i + 7 give the rows of matrix i, whose number [row][column], or [column][row] where
-  // transposed, lies in half column % 2 of register i of lane row * 4 + column / 2.
+  // ldmatrix.x4: lanes 8 i to 8 i + 7 give the row addresses of matrix i; its element [row][column] ([column][row] if
+  // transposed) goes to half column % 2 of register i of lane row * 4 + column / 2.
   void load(uint32_t (&to)[4], uint32_t address, bool transposed) {
     const Block::Offer* offers = exchange({address, {}, 0.0f});
     for (int matrix = 0; matrix < 4; ++matrix) {
@@ -303,14 +303,14 @@ class HostMachine {
     if (groups != 0xff) ++block_.conflicts;
   }
 
-  // Of the left operand, lane 4 g + t has the rows g (registers 0, 2) and g + 8 (1, 3), the columns 2 t and 2 t + 1
-  // (0, 1) and those 8 further right (2, 3).
+  // The A operand: lane 4 g + t has rows g (registers 0, 2) and g + 8 (1, 3), columns 2 t and 2 t + 1 (0, 1) and 2 t +
+  // 8 and 2 t + 9 (2, 3).
   template <class Element>
   static double left_number(const Block::Offer* offers, int row, int k) {
     return number<Element>(offers[row % 8 * 4 + k % 8 / 2].words[row / 8 + k / 8 * 2], k % 2);
   }
 
-  // Of the right one, lane 4 g + t has column g, the rows 2 t and 2 t + 1 (register 0) and those 8 further down (1).
+  // The B operand: lane 4 g + t has column g, rows 2 t and 2 t + 1 (register 0) and 2 t + 8 and 2 t + 9 (1).
   template <class Element>
   static double right_number(const Block::Offer* offers, int k, int column) {
     return number<Element>(offers[column * 4 + k % 8 / 2].words[4 + k / 8], k % 2);

@@ -1,6 +1,6 @@
-// The attention kernels on threads of the system, for ThreadSanitizer.
+// The attention kernels on system threads, for ThreadSanitizer.
 //
-//     race KERNEL LATE LEFT_OUT      KERNEL: forward, dropping, keys, queries; LEFT_OUT: the barrier that is deleted, or -1
+//     race KERNEL LATE LEFT_OUT      KERNEL: forward, dropping, keys, queries; LEFT_OUT: the barrier to skip, or -1
 #include <cstdlib>
 #include <random>
 #include <string_view>
@@ -9,7 +9,7 @@
 
 namespace {
 
-// Blocks of few threads over three blocks of the others, so that every buffer is used again.
+// Small thread blocks that loop over three tiles, so that every buffer is reused.
 using Forward = ml::ForwardShape<ml::bf16, 64, 2, 1, 16>;
 using Dropping = ml::ForwardShape<ml::bf16, 64, 2, 1, 16, true>;
 using Keys = ml::KeyShape<ml::bf16, 64, 4, 1, 64, true>;

@@ -1,4 +1,4 @@
-// The emulated Hopper forward over rings used twice, and over a document's last tile, for -fsanitize=thread to watch.
+// Runs the emulated Hopper forward under -fsanitize=thread: circular buffers used twice, and a document's last tile.
 #include <vector>
 
 #include "attention.h"

@@ -1,4 +1,4 @@
-// Forward and backward of the emulated layer norm, several warps a row, for -fsanitize=thread to watch.
+// Runs forward and backward of the emulated LayerNorm, several warps per row, under -fsanitize=thread.
 #include <vector>
 
 #include "cuda_runtime.h"
@@ -6,7 +6,7 @@
 
 int main() {
   constexpr int64_t kRows = 5, kColumns = 516;
-  const int64_t blocks = 2;  // each takes more rows than one
+  const int64_t blocks = 2;  // fewer than rows, so that each block loops
   const auto values = [](int64_t count) { return std::vector<float>(count, 0.5f); };
   std::vector<float> x = values(kRows * kColumns), residual = x, sum = x, output = x, x_grad = x;
   std::vector<float> weight = values(kColumns), bias = weight, weight_grad = weight, bias_grad = weight;

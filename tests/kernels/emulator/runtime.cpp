@@ -1,5 +1,5 @@
-// The part of the CUDA runtime that host code compiled by nvcc calls, with no GPU: it keeps the chip's limits and hands
-// each launch to a function that the test gives, which interprets the kernel's PTX.
+// The part of the CUDA runtime that host code compiled by nvcc calls, without a GPU: checks the chip's limits and
+// passes each launch to a function of the test, which interprets the kernel's PTX.
 #include <cstring>
 #include <map>
 #include <string>

@@ -1,4 +1,4 @@
-// In place of csrc/cuda/device_machine.cuh, for kernels that run on emulated threads: what they use of it.
+// Replaces csrc/cuda/device_machine.cuh for emulated kernels, with the functions that they use.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -7,9 +7,9 @@
 
 namespace emulator {
 
-constexpr uint32_t kShared = 0x480;  // where a block's memory begins: no address is a multiple of much by chance
+constexpr uint32_t kShared = 0x480;  // start of shared memory, aligned to 128 bytes but no more
 
-// Where an address of shared memory is here; elsewhere, where the block has none.
+// Maps a shared-memory address to host memory; addresses outside of the block's memory map to a scratch area.
 EMULATOR_UNSEEN inline unsigned char* shared_place(uint32_t address, uint32_t bytes) {
   static unsigned char elsewhere[64];
   const bool inside = address >= kShared && address - kShared + bytes <= block.shared.size() * 8;

@@ -1,9 +1,8 @@
-// In place of csrc/cuda/hopper.cuh: what its instructions do according to the PTX ISA, on emulated threads.
+// Replaces csrc/cuda/hopper.cuh: the instructions as the PTX ISA defines them, on emulated threads.
 //
-// Copies and products run beside the threads. Either happens at once or only when no thread can go on, as the order
-// asks for (0: at once, 1: late, and copies last, others: by chance); until then sums, and what a copy will overwrite,
-// are NaN, and whoever touches sums or operands meanwhile is told of. To the sanitizer they are threads of their own,
-// which know of others what barriers tell.
+// Copies and products run asynchronously to the threads: at once, or only when no thread can continue, depending on the
+// order (0: at once; 1: late, copies last; others: random). Until then sums and the targets of copies are NaN, and an
+// access to sums or operands is reported. To ThreadSanitizer they are separate threads, ordered only by barriers.
 #pragma once
 
 #include <cuda.h>
@@ -16,7 +15,7 @@
 
 namespace emulator {
 
-constexpr uint32_t kPoison = 0x7fa0deadu;  // a NaN of no other origin
+constexpr uint32_t kPoison = 0x7fa0deadu;  // a NaN that arithmetic does not produce
 constexpr int kGroup = 128, kMostGroups = kMostThreads / kGroup;
 
 inline void run_as(void* agent, auto action) {
@@ -35,7 +34,7 @@ EMULATOR_UNSEEN inline void wait_for_change(Barrier& barrier) {
   self.waits_at = nullptr;
 }
 
-// 16-byte chunks of 128-byte rows are exchanged: bits 4 to 6 of an address by bits 7 to 9.
+// The 128-byte swizzle: XORs bits 4 to 6 of an address with bits 7 to 9.
 EMULATOR_UNSEEN inline uint32_t exchanged(uint32_t address) { return address ^ (address >> 7 & 7) << 4; }
 
 struct CountingBarrier {
@@ -43,7 +42,7 @@ struct CountingBarrier {
   int arrivals = 0, pending = 0;
   int64_t bytes = 0;
   bool published = false;
-  Barrier phase;  // its generation is the number of phases that have ended
+  Barrier phase;  // its generation is the number of completed phases
 
   EMULATOR_UNSEEN void end_if_complete() {
     if (pending > 0 || bytes != 0) return;
@@ -54,14 +53,14 @@ struct CountingBarrier {
 
 struct Copy {
   bool under_way = false;
-  CUtensorMap map;  // as it was: threads have copies of their own, and may end before
+  CUtensorMap map;  // a copy, because the issuing thread may end before the copy runs
   uint32_t target = 0;
   CountingBarrier* barrier = nullptr;
   int at[3];
   char issued;  // to the sanitizer
 };
 
-struct Operands {  // of one thread for one product, and where its sums are
+struct Operands {  // one thread's operands of one product, and the address of its sums
   float* sums;
   const uint32_t* left;
   uint32_t words[4];
@@ -70,10 +69,10 @@ struct Operands {  // of one thread for one product, and where its sums are
   struct Sums* kept;
 };
 
-// A thread's sums while products add to them: what the array itself will be once it is waited for.
+// A thread's sums while products add to them; copied to the thread's array by the wait.
 struct Sums {
   float* place = nullptr;
-  int count = 0, last = 0;  // numbers; the product that adds to them last
+  int count = 0, last = 0;  // number of sums; the last product that adds to them
   float values[64];
 };
 
@@ -88,8 +87,8 @@ struct Group {
   static constexpr int kQueue = 64;
   Product queue[kQueue];
   int executed = 0;
-  int issued[kGroup], commits[kGroup], committed[kGroup][8];  // the last eight ends of commits
-  int waited[kGroup];  // how many products are known to be done
+  int issued[kGroup], commits[kGroup], committed[kGroup][8];  // the ends of the last eight committed groups
+  int waited[kGroup];  // the number of products that have been waited for
   bool begun[kGroup];
   Sums sums[kGroup][4];
   Barrier progress;
@@ -205,7 +204,7 @@ struct Hopper : Beside {
     copy.barrier->end_if_complete();
   }
 
-  // Writes the box, row by row of numbers of 16 bits; outside of the tensor zeros, `poisoned` as NaN.
+  // Writes the box row by row, with zeros outside of the tensor; poisoned: writes NaN instead.
   static void each_chunk(const Copy& copy, bool poisoned) {
     const CUtensorMap& map = copy.map;
     uint32_t offset = 0;
@@ -226,7 +225,7 @@ struct Hopper : Beside {
     }
   }
 
-  // Executes the group's next product if all its threads have come to it.
+  // Executes the warpgroup's next product if all its threads have issued it.
   EMULATOR_UNSEEN bool execute(Group& group) {
     Product& product = group.queue[group.executed % Group::kQueue];
     if (product.registered != kGroup) return false;
@@ -241,10 +240,10 @@ struct Hopper : Beside {
     return true;
   }
 
-  // A number of a tile. Its descriptor (PTX ISA, "Matrix descriptor"): bits 0 to 13 the address, 16 to 29 and 32 to 45
-  // the leading and the stride offset, all in 16 bytes; 49 to 51 the base offset; 62 and 63 how chunks are exchanged,
-  // 1 being over 128 bytes. The numbers of a row are neighbours, 64 to 128 bytes; eight rows follow each other, the
-  // next eight are the stride offset away, and the next 64 numbers the leading one.
+  // Reads an element of a tile. Its descriptor (PTX ISA, "Matrix descriptor"): bits 0 to 13 the address, 16 to 29 and
+  // 32 to 45 the leading and the stride byte offset, all in units of 16 bytes; 49 to 51 the base offset; 62 and 63 the
+  // swizzle mode, 1 for 128 bytes. The elements of a row of 128 bytes are contiguous, as are eight rows; the next eight
+  // rows are one stride offset away, the next 64 columns one leading offset.
   template <class Element>
   static float number(uint64_t tile, int row, int column) {
     if (tile >> 62 != 1 || (tile & 0x3fffc000c000c000u) != 0) fail("a descriptor that is none of exchanged tiles");
@@ -265,8 +264,8 @@ struct Hopper : Beside {
     }
     for (int k = 0; k < 16; ++k) {
       for (int m = 0; m < 64; ++m) {
-        // Of an operand in registers, lane 4 g + t has the rows g (words 0, 2) and g + 8 (1, 3), the columns 2 t and
-        // 2 t + 1 (words 0, 1) and those 8 further right (2, 3).
+        // A fragment in registers: lane 4 g + t has rows g (words 0, 2) and g + 8 (1, 3), columns 2 t and 2 t + 1
+        // (words 0, 1) and 2 t + 8 and 2 t + 9 (2, 3).
         const int owner = m / 16 * 32 + m % 8 * 4 + k % 8 / 2, word = m % 16 / 8 + k / 8 * 2;
         left[m][k] = product.from_registers
                          ? ml::to_wide(Element{static_cast<uint16_t>(product.of[owner].words[word] >> k % 2 * 16)})
@@ -283,8 +282,8 @@ struct Hopper : Beside {
       for (int k = 0; k < 16; ++k) {
         for (int n = 0; n < product.columns; ++n) sums[n] += double{left[m][k]} * right[k][n];
       }
-      // Sum i of lane 4 g + t of a warp: row g, or g + 8 where i / 2 is odd, of its sixteen; column 8 (i / 4) + 2 t
-      // and the next.
+      // Sum i of lane 4 g + t of a warp: row g of the warp's 16, or g + 8 if i / 2 is odd; column 8 (i / 4) + 2 t + i %
+      // 2.
       for (int n = 0; n < product.columns; ++n) {
         const Operands& own = product.of[m / 16 * 32 + m % 8 * 4 + n % 8 / 2];
         float& sum = own.kept->values[n / 8 * 4 + m % 16 / 8 * 2 + n % 2];
@@ -293,7 +292,7 @@ struct Hopper : Beside {
     }
   }
 
-  // Registers a thread's part of a product; the last of a group's threads makes it ready.
+  // Registers a thread's part of a product; the product is ready once all threads of the warpgroup have issued it.
   EMULATOR_UNSEEN void issue(
       float* sums, int columns, const uint32_t* left, uint64_t left_tile, uint64_t right_tile, bool add, bool is_bf16) {
     const unsigned number = block.running->number, lane = number % kGroup;
@@ -369,7 +368,7 @@ inline Hopper& hopper() {
   return *one;
 }
 
-// Where this header is used at all, blocks have what it emulates.
+// Including this header enables asynchronous copies and products in emulated blocks.
 inline const bool kBeside = (beside = &hopper(), true);
 
 }  // namespace emulator
@@ -436,7 +435,7 @@ EMULATOR_UNSEEN inline void load_box(
   emulator::fail("too many copies at once");
 }
 
-// What a thread stores is nothing to products and copies until it is published.
+// Stores are invisible to products and copies (the async proxy) until publish_stores().
 EMULATOR_UNSEEN inline void store_zeros(uint32_t address) {
   auto& machine = emulator::hopper();
   const unsigned thread = emulator::block.running->number;

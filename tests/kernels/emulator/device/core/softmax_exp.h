@@ -1,5 +1,5 @@
-// In place of core/softmax_exp.h: on the host what its GPU branch computes, ex2.approx.ftz.f32 off by chance
-// as far as the PTX ISA allows it to be (relative error 2^-22.5).
+// Replaces core/softmax_exp.h: computes its GPU branch on the host, with ex2.approx.ftz.f32 off by a random error of
+// the size that the PTX ISA allows (relative 2^-22.5).
 #pragma once
 
 #include "core/exp.h"
