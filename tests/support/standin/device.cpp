@@ -1,4 +1,4 @@
-// What torch asks of a device: allocators, the guard with its streams and events, the hooks, random numbers.
+// The parts of a torch device: allocators, the guard with its streams and events, the hooks, random numbers.
 #include "device.h"
 
 #include <ATen/core/CachingHostAllocator.h>

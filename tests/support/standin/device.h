@@ -7,7 +7,7 @@ namespace standin {
 
 inline bool is_ours(const at::Tensor& tensor) { return tensor.defined() && tensor.is_privateuseone(); }
 
-// A CPU tensor over the bytes of one of ours, which it keeps alive.
+// Returns a CPU tensor over the bytes of a device tensor, which it keeps alive.
 at::Tensor host_view(const at::Tensor& tensor);
 
 void register_device();

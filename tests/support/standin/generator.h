@@ -1,4 +1,4 @@
-// Random numbers of the stand-in: per device the stream of a CPU generator, so that a CPU kernel can draw from it.
+// Random numbers of the stand-in: each device wraps a CPU generator, so that CPU kernels can draw from it.
 #pragma once
 
 #include <ATen/core/Generator.h>
@@ -7,7 +7,7 @@ namespace standin {
 
 const at::Generator& default_generator(int device);
 at::Generator new_generator(int device);
-// The CPU generator inside one of ours.
+// Returns the CPU generator inside a device generator.
 at::Generator host_generator(const at::Generator& generator);
 
 }  // namespace standin

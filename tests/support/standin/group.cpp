@@ -16,7 +16,7 @@ using c10d::Work;
 using Tensors = std::vector<at::Tensor>;
 using Lists = std::vector<Tensors>;
 
-// Ends when all of its parts end; keeps the device's tensors, as NCCL keeps those of a collective that runs.
+// Completes when all of its parts complete; keeps the device's tensors alive, as NCCL does during a collective.
 struct Joined final : Work {
   std::vector<intrusive_ptr<Work>> parts;
   Tensors outputs;
@@ -152,7 +152,7 @@ class Group final : public c10d::Backend {
     at::Tensor from = checked(input, false), to = checked(output);
     return begun(inner_->alltoall_base(to, from, output_sizes, input_sizes, options), {output});
   }
-  // Without tags, as NCCL: the messages of two ranks arrive in the order in which they were sent.
+  // Without tags, like NCCL: messages between two ranks arrive in the order in which they were sent.
   intrusive_ptr<Work> send(Tensors& tensors, int rank, int) override {
     Tensors views = checked(tensors, false);
     return begun(inner_->send(views, rank, 0), tensors);
@@ -171,7 +171,7 @@ class Group final : public c10d::Backend {
   }
 
  private:
-  // The view of a tensor of the group's own device, once all that its stream has to do before is done.
+  // Returns the CPU view of a tensor of the group's own device, after completing earlier work of its stream.
   at::Tensor checked(const at::Tensor& tensor, bool writes = true) {
     TORCH_CHECK(is_ours(tensor), "No backend type associated with device type ", tensor.device().type());
     TORCH_CHECK(tensor.is_non_overlapping_and_dense() || tensor.is_contiguous(), "Tensors must be contiguous");

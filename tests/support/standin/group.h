@@ -5,7 +5,7 @@
 
 namespace standin {
 
-// inner: a gloo backend of the same ranks. Refuses tensors of any device but the first one that it was given.
+// inner: a gloo backend of the same ranks. Refuses tensors of any device but the first one used.
 c10::intrusive_ptr<c10d::Backend> make_group(c10::intrusive_ptr<c10d::Backend> inner);
 
 }  // namespace standin

@@ -1,4 +1,4 @@
-// The operators: a handful of their own, every other one by the CPU's kernel on the same memory.
+// The operators: a few have their own kernels, all others use the CPU's kernel on the same memory.
 #include <ATen/core/Tensor.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -26,16 +26,16 @@ namespace {
 constexpr c10::DeviceType kType = c10::DeviceType::PrivateUse1;
 const c10::DispatchKeySet kKeys(c10::DispatchKey::PrivateUse1);
 
-// The host waits for these operators' results, since the size or the course of what follows depends on them.
+// Operators that make the host wait, because the shape of their result, or control flow, depends on values.
 const std::unordered_set<std::string> kWaits = {
     "aten::nonzero",      "aten::masked_select",      "aten::_unique",   "aten::_unique2",
     "aten::unique_dim",   "aten::unique_consecutive", "aten::bincount",  "aten::unique_dim_consecutive",
     "aten::equal",        "aten::nonzero_numpy",      "aten::histc",     "aten::linalg_inv_ex",
     "aten::_linalg_eigh", "aten::_linalg_svd",        "aten::linalg_eig"};
-// CUDA takes index tensors of the CPU for its own.
+// Operators that accept CPU index tensors on CUDA.
 const std::unordered_set<std::string> kIndexing = {"aten::index", "aten::index_put_", "aten::_index_put_impl_",
                                                    "aten::index_put", "aten::_unsafe_index"};
-// And CPU tensors without dimensions in these, beside all pointwise operators.
+// Operators that accept zero-dimensional CPU tensors on CUDA, as do all pointwise operators.
 const std::unordered_set<std::string> kTakesScalars = {
     "aten::fill_",          "aten::masked_fill_",  "aten::masked_fill", "aten::where",         "aten::_foreach_mul",
     "aten::_foreach_mul_",  "aten::_foreach_add",  "aten::_foreach_add_", "aten::_foreach_div", "aten::_foreach_div_",
@@ -44,7 +44,7 @@ const std::unordered_set<std::string> kTakesScalars = {
 
 // ------------------------------------------------------------------------------------------ the same memory, twice
 
-// CPU tensors for the arguments of one call; two of ours that share memory share it as CPU tensors too.
+// CPU tensors for the arguments of one call; device tensors that share memory also share it as CPU tensors.
 class HostSide {
  public:
   at::Tensor view(const at::Tensor& tensor) {
@@ -77,7 +77,7 @@ class HostSide {
     return c10::Storage(c10::Storage::use_byte_size_t{}, ours.nbytes(), std::move(data), c10::GetAllocator(c10::kCPU), true);
   }
 
-  // A kernel may have resized what it was given to write.
+  // A kernel may have resized its output arguments.
   void take_back_sizes() {
     for (auto& [ours, theirs] : storages_) {
       if (theirs.data() == host(ours.data()) && theirs.nbytes() == ours.nbytes()) continue;
@@ -94,7 +94,7 @@ class HostSide {
     }
   }
 
-  // What a kernel returned, as a tensor of the device: an argument itself, a view of one, or a new one.
+  // Returns a kernel's result as a device tensor: an argument, a view of an argument, or a new tensor.
   at::Tensor take_back(const at::Tensor& tensor) {
     if (!tensor.defined() || !tensor.is_cpu()) return tensor;
     for (const auto& [ours, theirs] : tensors_)
@@ -144,7 +144,7 @@ void for_tensors(const c10::IValue& value, const Visit& visit) {
   }
 }
 
-// The device of the call. Refuses what a GPU would refuse.
+// Returns the device of the call. Refuses arguments that a GPU would refuse.
 c10::Device common_device(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments) {
   const std::string& name = op.schema().name();
   const bool scalars = op.hasTag(at::Tag::pointwise) || kTakesScalars.count(name) > 0;
@@ -293,7 +293,7 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
                std::make_shared<c10::Storage>(pinned));
     return to;
   }
-  // From pageable memory the driver takes a copy at once; to pageable memory it waits.
+  // Copies from pageable memory are staged at once by the driver; copies to pageable memory make the host wait.
   const bool waits = to_host || (from_host && !non_blocking);
   if (waits) host_waits(to_host ? "copy to host" : "copy to device");
   if (is_ours(from)) begin_kernel(from.device().index());
@@ -360,14 +360,14 @@ void record_tensor_stream(at::Tensor& self, c10::Stream stream) {
   record_stream(self.storage().data_ptr().get_context(), stream.id());
 }
 
-// CUDA's own kernel, where the CPU composes dropout: the mask comes from the device's random numbers.
+// Dropout has its own kernel on CUDA, while the CPU composes it: draw the mask from the device's generator.
 std::tuple<at::Tensor, at::Tensor> native_dropout(const at::Tensor& input, double p, std::optional<bool> train) {
   if (!train.value_or(true)) return {input.clone(), at::ones_like(input, at::kBool)};
   at::Tensor mask = at::empty_like(input, at::kBool).bernoulli_(1 - p);
   return {input.mul(mask).mul_(p == 1 ? 0.0 : 1.0 / (1.0 - p)), mask};
 }
 
-// The kernel that the CPU would choose, so that both compute the same.
+// Chooses the same SDPA kernel as the CPU, so that both compute the same.
 int64_t attention_choice(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                          const std::optional<at::Tensor>& mask, double dropout, bool causal,
                          std::optional<double> scale, bool grouped) {
@@ -395,7 +395,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_local_scalar_dense", local_scalar);
   m.impl("record_stream", record_tensor_stream);
   m.impl("native_dropout", native_dropout);
-  // CPU and CUDA have kernels of these; a new device would be given torch's composition of other operators.
+  // CPU and CUDA have kernels of these; for a new device torch would compose them of other operators.
   for (const char* name : {"silu_backward", "mish_backward", "native_layer_norm", "native_group_norm", "addr", "addr.out",
                            "all.dims", "all.dims_out", "any.dims", "any.dims_out", "linalg__powsum", "_stack"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_host>());

@@ -12,7 +12,7 @@ namespace py = pybind11;
 namespace standin {
 namespace {
 
-// Called with the kind of each wait of the host; None: nobody looks. Never released: used until the process ends.
+// Called with the kind of each host wait; None: no watcher. Never released, because it is used until the process ends.
 PyObject* python_watcher = nullptr;
 
 void call_watcher(const char* kind) {
@@ -25,7 +25,7 @@ void watch(const py::object& watcher) {
   set_watcher(watcher.is_none() ? nullptr : &call_watcher);
 }
 
-// As a new process has it, for the calling thread: nothing waits, device 0, its default stream.
+// Resets the calling thread's state to that of a new process: no pending work, device 0, its default stream.
 void reset() {
   for (int device = 0; device < kMaxDevices; ++device) {
     synchronize_device(device);

@@ -20,10 +20,10 @@ constexpr size_t kDeviceBytes = size_t{8} << 30;  // address space, not memory
 constexpr size_t kAlignment = 256;
 
 std::recursive_mutex mutex;
-std::vector<std::shared_ptr<void>> finished;  // what copies that ran kept alive
+std::vector<std::shared_ptr<void>> finished;  // objects kept alive by completed copies
 thread_local int depth = 0;
 
-// Lets go of what is finished after the mutex: a tensor's end may wait for Python, and Python for the mutex.
+// Releases `finished` after the mutex: a tensor's destructor may wait for Python, and Python for the mutex.
 class Lock {
  public:
   Lock() {
@@ -53,7 +53,7 @@ Range range_of(const void* address, size_t bytes) {
   return {static_cast<const char*>(address), static_cast<const char*>(address) + bytes};
 }
 
-// A block returns to the free list when the last reference goes: its owner's, or that of a copy in a queue.
+// A block returns to the free list with its last reference: its owner's, or a queued copy's.
 struct Block {
   int device;
   int64_t stream;
@@ -68,7 +68,7 @@ struct Block {
 
 struct Item {
   uint64_t position;
-  char* to = nullptr;  // a copy
+  char* to = nullptr;  // set for a copy
   const char* from = nullptr;
   size_t bytes = 0;
   std::shared_ptr<void> keep;
@@ -145,7 +145,7 @@ void run_until(int device, int64_t stream, uint64_t position) {
   if (it.items.empty()) it.done = it.issued;
 }
 
-// Whether work that the stream still has to do, up to a position, reads or writes the range.
+// Whether pending work of the stream, up to a position, reads or writes the range.
 bool uses(int device, int64_t stream, uint64_t position, const Range& range) {
   for (const Item& item : stream_of(device, stream).items) {
     if (item.position > position) break;
@@ -175,7 +175,7 @@ void report(const Block& block, const std::string& what) {
   if (state().hazards.size() < 20) state().hazards.push_back(std::to_string(block.bytes) + " bytes " + what);
 }
 
-// One more thing that the stream does: after all that the host has seen done.
+// Adds work to the stream, ordered after all work that the host knows to be complete.
 uint64_t advance(int device, int64_t stream) {
   Clock& clock = stream_of(device, stream).clock;
   learn(clock, state().host_clock);
@@ -245,7 +245,7 @@ void release(void* address) {
     if (stream != owner && !recorded && !known)
       report(*block, "of " + name_of(owner) + " were freed while " + name_of(stream) + " may use them: no record_stream");
   }
-  // The block stays as it is for work of its own stream and of the recorded ones; any other stream's reads poison.
+  // Work of the block's own stream and of the recorded streams still sees its content; other streams read poison.
   std::vector<int64_t> streams = block->recorded;
   streams.push_back(block->stream);
   for (const int64_t stream : streams) {
@@ -376,7 +376,7 @@ void copy_later(int device, void* to, const void* from, size_t bytes, std::share
   Lock lock;
   const int64_t stream = thread_streams[device];
   Stream& it = stream_of(device, stream);
-  // Earlier work that this copy has to come after still needs what the poison would overwrite.
+  // Earlier work, before this copy, still needs the bytes that the poison would overwrite.
   if (uses(device, stream, it.issued, range_of(to, bytes))) run_until(device, stream, it.issued);
   std::memset(to, kPoison, bytes);
   Item item;

@@ -1,9 +1,9 @@
 // Memory, streams and events of the stand-in accelerator, without torch.
 //
-// A device address cannot be read or written: it lies in a mapping without access rights. The bytes lie at the same
-// offset of a second mapping (`host`), which only the stand-in's own kernels use.
+// Device addresses are in a mapping without access rights. Their bytes are at the same offset of a second mapping
+// (`host`), which only the stand-in's own kernels use.
 //
-// An asynchronous copy waits in the queue of its stream until something orders it: a kernel on that stream, a wait
+// An asynchronous copy stays in the queue of its stream until something orders it: a kernel on that stream, or a wait
 // of another stream or of the host. Until then its destination holds 0xFF bytes (NaN, -1).
 #pragma once
 
@@ -51,19 +51,19 @@ int64_t current_stream(int device);
 int64_t exchange_stream(int device, int64_t stream);
 int64_t new_stream(int device);
 
-// Runs what waits in the current stream of the device: a kernel is about to run there.
+// Runs the pending work of the device's current stream, before a kernel runs there.
 void begin_kernel(int device);
-// One more piece of work of the current stream follows, a copy, which does not wait for what is there already.
+// Announces a copy on the current stream, which does not execute earlier work yet.
 void begin_copy(int device);
-// Both addresses as `host` gives them; `keep` lives until the copy ran.
+// Queues a copy between host addresses (see `host`); `keep` lives until the copy has run.
 void copy_later(int device, void* to, const void* from, size_t bytes, std::shared_ptr<void> keep);
-// The host asks and waits.
+// Queries and waits of the host.
 bool query_stream(int device, int64_t stream);
 void synchronize_stream(int device, int64_t stream);
 void synchronize_device(int device);
 size_t waiting_copies();
 
-// How far each stream had come, as far as the holder knows.
+// The known progress of each stream.
 using Clock = std::map<std::pair<int, int64_t>, uint64_t>;
 
 struct Event {
@@ -77,20 +77,20 @@ struct Event {
 void record_event(Event& event, int device, int64_t stream);
 void wait_for_event(const Event& event, int device, int64_t stream);
 void synchronize_event(const Event& event);
-// False once for an event whose work waits; asking lets that work run, as time does on a device.
+// Returns false once for an event with pending work; the query runs that work, as time does on a device.
 bool query_event(const Event& event);
 
 // ---------------------------------------------------------------------------------------------------- order of uses
 
-// The kernel that is about to run on the device's current stream reads or writes the block at the address.
+// Records that the next kernel on the device's current stream reads or writes the block at the address.
 void use(const void* address, bool writes);
-// Says, and forgets, what nothing ordered: a stream that used a block while another one's write (or, to write, any
-// use) may still have run, and a block that its owner let go while another stream may still have used it.
+// Returns and clears the hazards: a stream used a block while another stream's write (or, for a write, any use) could
+// still be running, or a block was freed while another stream could still be using it.
 std::vector<std::string> take_hazards();
 
 // -------------------------------------------------------------------------------------------- waits of the host
 
-// Called for each operation in which the host waits for the device, before it waits; may throw.
+// Called before each operation in which the host waits for the device; may throw.
 using Watcher = void (*)(const char* kind);
 void set_watcher(Watcher watcher);
 void host_waits(const char* kind);
