@@ -209,7 +209,10 @@ def test_what_does_not_fit_is_refused(change, words) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"sample_indices": torch.zeros(3, dtype=torch.int64)}, "cannot be split into 3 rows of equal length"),
+        (
+            {"sample_indices": torch.zeros(3, dtype=torch.int64)},
+            "cannot be split into 3 rows of equal length",
+        ),
         ({"sample_indices": torch.zeros(2)}, "contiguous int64 vector"),
         ({"dropped": 65536}, "dropped must be 0 to 65535, not 65536"),
     ],
