@@ -69,7 +69,7 @@ def wrong_shares(shares: Sequence[float]) -> tuple[str, str] | None:
     elif min(shares) < 0:
         wrong = "has a share below 0"
     elif shares[0] == 0:
-        wrong = "has no documents for training"
+        wrong = "has no share for training"
     elif not abs(sum(shares) - 1) <= _LARGEST_ERROR:  # true for nan too
         wrong = f"adds up to {sum(shares):g}, not 1"
     else:

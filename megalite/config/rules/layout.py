@@ -12,20 +12,22 @@ def tensor_divides_attention_heads(facts: Facts) -> Iterator[Problem]:
     tensor, heads = facts.parallel.tensor, facts.model.num_attention_heads
     if heads % tensor:
         message = f"{tensor} does not divide model.num_attention_heads = {heads}"
-        yield Problem("parallel.tensor", message, f"use one of {_sizes_for_heads(facts)}")
+        yield Problem("parallel.tensor", message, _use_for_heads(facts))
 
 
 def tensor_fits_key_value_heads(facts: Facts) -> Iterator[Problem]:
     tensor, heads = facts.parallel.tensor, facts.model.num_key_value_heads
     if heads is not None and not heads_fit(heads, tensor):
         message = f"{tensor} neither divides model.num_key_value_heads = {heads} nor is a multiple of it"
-        yield Problem("parallel.tensor", message, f"use one of {_sizes_for_heads(facts)}")
+        yield Problem("parallel.tensor", message, _use_for_heads(facts))
 
 
-def _sizes_for_heads(facts: Facts) -> list[int]:
+def _use_for_heads(facts: Facts) -> str:
+    """Return a remedy with the tensor-parallel sizes that suit the heads."""
     query = facts.model.num_attention_heads
     shared = facts.model.num_key_value_heads or query
-    return [size for size in divisors(query) if heads_fit(shared, size)]
+    sizes = [size for size in divisors(query) if heads_fit(shared, size)]
+    return f"use one of {sizes}" if len(sizes) > 1 else f"use {sizes[0]}"
 
 
 def zero_3_splits_no_shared_head(facts: Facts) -> Iterator[Problem]:

@@ -18,7 +18,7 @@ CASES = [
     Case(
         "tensor_divides_attention_heads",
         {"parallel.tensor": 3, "model.num_key_value_heads": 3, "model.num_attention_heads": 8},
-        "parallel.tensor: 3 does not divide model.num_attention_heads = 8; use one of [1]",
+        "parallel.tensor: 3 does not divide model.num_attention_heads = 8; use 1",
         {"parallel.tensor": 1, "model.num_key_value_heads": 4},
         also=("model.num_key_value_heads",),
     ),
@@ -482,7 +482,7 @@ CASES = [
     Case(
         "split_shares_add_up",
         {"data.split": [0, 1]},
-        "data.split: [0, 1] has no documents for training; write for example [0.98, 0.01, 0.01] for "
+        "data.split: [0, 1] has no share for training; write for example [0.98, 0.01, 0.01] for "
         "training, validation and test",
         {"data.split": [0.9, 0.1]},
     ),
