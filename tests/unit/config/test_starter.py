@@ -72,10 +72,11 @@ def test_layouts_of_several_ranks_fit() -> None:
         assert config.batch.global_batch_size == 16 * config.layout.data
 
 
-def test_many_documents_are_split_and_validated() -> None:
-    config = load_run(None, ["--data.source", "b"], starter=replace(BOOK, documents=100)).config
-    assert config.data.split == (0.95, 0.05)
-    assert config.validation.every and config.validation.samples
+@pytest.mark.parametrize(("documents", "split"), [(1, True), (2, False), (99, False), (100, True)])
+def test_texts_that_can_be_split_are_validated(documents: int, split: bool) -> None:
+    config = load_run(None, ["--data.source", "b"], starter=replace(BOOK, documents=documents)).config
+    assert config.data.split == ((0.95, 0.05) if split else None)
+    assert bool(config.validation.every and config.validation.samples) == split
 
 
 def test_a_prepared_pair_has_its_tokenizer() -> None:
