@@ -1,4 +1,4 @@
-"""A person's own text, without a run file: no error on the way from the text to a sample, and each line says its thing."""
+"""A person's own text without a run file: no error on the way from the text to a sample."""
 
 import re
 import subprocess
