@@ -11,7 +11,7 @@ STARTER = "fitted to the text"
 
 # The tokens per second and core of the size `tiny` on a server's processor, and how long its run may take.
 _TOKENS_PER_CORE_SECOND, _SECONDS = 8_000, 300
-_LEAST_STEPS, _EPOCHS = 300, 10
+_LEAST_STEPS, _EPOCHS = 200, 10
 # Among fewer documents a share of 5 % may be none.
 _SPLIT_DOCUMENTS = 100
 # Settings of the starter -> settings that make them unnecessary or contradict them.
@@ -129,7 +129,7 @@ class Starter:
         return min(self.size.sequence_length, max(16, _power_of_two(self.tokens // 100)))
 
     def steps(self, sequence_length: int) -> int:
-        """Return the steps of ten epochs, but no more than take minutes, and no fewer than 300."""
+        """Return the steps of ten epochs, but no more than take minutes, and no fewer than 200."""
         tokens = min(_EPOCHS * self.tokens, self.cores * _TOKENS_PER_CORE_SECOND * _SECONDS)
         sequences = self.size.micro_batch_size * self.size.micro_batches
         return max(_LEAST_STEPS, round(tokens / (sequence_length * sequences * 10)) * 10)

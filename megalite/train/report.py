@@ -162,7 +162,7 @@ class RunReporter:
                 recent_steps=len(losses[-_LAST_STEPS:]),
                 validation=_validation_line(records),
                 places=places,
-                next_command=f'megalite generate {self._path.parent} --prompt "The "',
+                next_command=f'megalite generate {self._path.parent} --prompt "The" --temperature 0.8',
             )
         )
 

@@ -69,7 +69,7 @@ def test_a_text_alone_trains_and_its_run_continues_it(place: Path) -> None:
     )
     assert any(line.startswith("step 4/4  loss ") for line in lines)
     assert "validation after step 4: " in shown
-    assert lines[-1] == 'next: megalite generate runs/book --prompt "The "'
+    assert lines[-1] == 'next: megalite generate runs/book --prompt "The" --temperature 0.8'
     assert (place / "runs/book/checkpoints/latest").read_text().strip() == "step-000004"
-    sample = megalite("generate", "runs/book", "--prompt", "The ", "--tokens", "4", folder=place)
-    assert sample.startswith("The ")
+    sample = megalite("generate", "runs/book", "--prompt", "The", "--tokens", "4", folder=place)
+    assert sample.startswith("The")
