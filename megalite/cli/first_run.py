@@ -5,7 +5,7 @@ from pathlib import Path
 
 from megalite.config.draft import Draft
 from megalite.config.flags import COMMAND_LINE, apply_overrides
-from megalite.config.rules.places import is_prepared
+from megalite.config.rules.places import exists, is_prepared, prefix_of
 from megalite.config.starter import SIZES, Starter
 from megalite.data.measure import measure_text
 from megalite.data.standard_library import STANDARD_LIBRARY
@@ -42,9 +42,10 @@ def starter_for(
     """Return the starter for a text and one of SIZES. Raises DataError if the text cannot be read."""
     cores = available_cores()
     if len(sources) == 1 and is_prepared(sources[0]):
-        tokens = Path(sources[0]).expanduser().with_suffix(".bin").stat().st_size // _BYTES_PER_TOKEN
+        ids = Path(f"{prefix_of(sources[0])}.bin")
+        tokens = ids.stat().st_size // _BYTES_PER_TOKEN if exists(ids) else 0
         return Starter(sources[0], tokens * _CHARACTERS_PER_TOKEN, None, 0, cores, SIZES[size])
-    there = [each for each in sources if each == STANDARD_LIBRARY or Path(each).expanduser().exists()]
+    there = [each for each in sources if each == STANDARD_LIBRARY or exists(Path(each).expanduser())]
     if not there:
         return Starter(sources[0], _UNKNOWN_LENGTH, _UNKNOWN_WORDS, 0, cores, SIZES[size])
     measured = measure_text(there, text_column=text_column, pattern=pattern)

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from megalite.cli import train
+from megalite.cli.first_run import starter_of
 from megalite.errors import ConfigError
 from megalite.ops import extension
 from tests.unit.config.runs import changed, write_run
@@ -107,3 +108,13 @@ def test_several_machines_need_a_run_file(monkeypatch: pytest.MonkeyPatch) -> No
         ConfigError, match=r"RUN\.toml: is required on several machines; write one with megalite init"
     ):
         train.run(["--data.source", "stdlib"])
+
+
+def test_a_prepared_pair_alone_has_its_length(tmp_path: Path) -> None:
+    for name in ("ids.v1", "lone"):
+        (tmp_path / f"{name}.idx").write_bytes(b"")
+    (tmp_path / "ids.v1.bin").write_bytes(bytes(6000))
+    for source, tokens in (("ids.v1", 3000), ("ids.v1.bin", 3000), ("lone", 0)):
+        starter = starter_of(["--data.source", str(tmp_path / source)])
+        assert (starter.tokens, starter.words) == (tokens, None)
+    assert starter_of(["--data.source", "x" * 5000]).documents == 0

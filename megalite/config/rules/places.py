@@ -31,39 +31,45 @@ def run_folder_can_be_written(facts: Facts) -> Iterator[Problem]:
     yield Problem("run.folder", message, "name another folder, for example runs/default")
 
 
-def checkpoint_to_resume_exists(facts: Facts) -> Iterator[Problem]:
+def checkpoint_to_resumeexists(facts: Facts) -> Iterator[Problem]:
     resume = facts.checkpoint.resume
-    if resume in _RESUME_WORDS or _exists(Path(resume)):
+    if resume in _RESUME_WORDS or exists(Path(resume)):
         return
     remedy = 'name a checkpoint or a run folder, or use "auto" or "never"'
     yield Problem("checkpoint.resume", f"{_named(resume)} does not exist", remedy)
 
 
-def text_exists(facts: Facts) -> Iterator[Problem]:
+def textexists(facts: Facts) -> Iterator[Problem]:
     for key, source in _sources(facts):
-        if not (source == STANDARD_LIBRARY or _exists(Path(source).expanduser()) or is_prepared(source)):
+        if not (source == STANDARD_LIBRARY or exists(Path(source).expanduser()) or is_prepared(source)):
             remedy = _close_file(source) or (
                 f'name a text file, a folder, a .jsonl or .parquet file, or "{STANDARD_LIBRARY}"'
             )
             yield Problem(key, f"{_named(source)} does not exist", remedy)
 
 
-def tokenizer_exists(facts: Facts) -> Iterator[Problem]:
+def tokenizerexists(facts: Facts) -> Iterator[Problem]:
     path = facts.tokenizer.path
-    if path is not None and not _exists(Path(path)):
+    if path is not None and not exists(Path(path)):
         remedy = "name a Hugging Face folder, tokenizer.json or sentencepiece .model, or run megalite tokenizer train"
         yield Problem("tokenizer.path", f"{_named(path)} does not exist", remedy)
 
 
 def is_prepared(source: str) -> bool:
     """Whether a source is X, X.bin or X.idx of a prepared pair."""
-    path = Path(source).expanduser()
-    prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
+    prefix = prefix_of(source)
     index = prefix.with_name(f"{prefix.name}.idx") if prefix.name else prefix
-    return _exists(index) and not path.is_dir()
+    return exists(index) and not Path(source).expanduser().is_dir()
 
 
-def _exists(path: Path) -> bool:
+def prefix_of(source: str) -> Path:
+    """Return X for X.bin and X.idx, and any other source itself."""
+    path = Path(source).expanduser()
+    return path.with_suffix("") if path.suffix in (".bin", ".idx") else path
+
+
+def exists(path: Path) -> bool:
+    """Whether a path exists; False for one that no file system has."""
     try:
         return path.exists()
     except OSError:  # a name that is too long, or a folder that may not be entered
