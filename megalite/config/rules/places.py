@@ -31,7 +31,7 @@ def run_folder_can_be_written(facts: Facts) -> Iterator[Problem]:
     yield Problem("run.folder", message, "name another folder, for example runs/default")
 
 
-def checkpoint_to_resumeexists(facts: Facts) -> Iterator[Problem]:
+def checkpoint_to_resume_exists(facts: Facts) -> Iterator[Problem]:
     resume = facts.checkpoint.resume
     if resume in _RESUME_WORDS or exists(Path(resume)):
         return
@@ -39,7 +39,7 @@ def checkpoint_to_resumeexists(facts: Facts) -> Iterator[Problem]:
     yield Problem("checkpoint.resume", f"{_named(resume)} does not exist", remedy)
 
 
-def textexists(facts: Facts) -> Iterator[Problem]:
+def text_exists(facts: Facts) -> Iterator[Problem]:
     for key, source in _sources(facts):
         if not (source == STANDARD_LIBRARY or exists(Path(source).expanduser()) or is_prepared(source)):
             remedy = _close_file(source) or (
@@ -48,7 +48,7 @@ def textexists(facts: Facts) -> Iterator[Problem]:
             yield Problem(key, f"{_named(source)} does not exist", remedy)
 
 
-def tokenizerexists(facts: Facts) -> Iterator[Problem]:
+def tokenizer_exists(facts: Facts) -> Iterator[Problem]:
     path = facts.tokenizer.path
     if path is not None and not exists(Path(path)):
         remedy = "name a Hugging Face folder, tokenizer.json or sentencepiece .model, or run megalite tokenizer train"
