@@ -30,7 +30,7 @@ WORDS = (
 
 
 def megalite(*arguments: str, folder: Path) -> str:
-    """What a command prints; it must succeed."""
+    """Return the output of a command, which must succeed."""
     command = [sys.executable, "-m", "megalite", *arguments]
     done = subprocess.run(
         command,
