@@ -284,17 +284,20 @@ def test_a_person_who_types_the_pages_from_top_to_bottom_sees_no_error(
     (tmp_path / "book.txt").write_text("".join(page.read_text() for page in PAGES))
     [run_file] = blocks(README, "toml")
     (tmp_path / "run.toml").write_text(run_file)
+    monkeypatch.chdir(tmp_path)
     for name in ("README.md", "docs/getting-started.md"):
         typed = [command for command in commands(ROOT / name) if command.words[0] == "megalite"]
         assert len(typed) >= 3
         for command in typed:
             if not {"--help", "doctor"} & set(command.words):
-                shell(tmp_path, shlex.join(quick(command.words)))
+                if command.words[1] == "train":
+                    shell(tmp_path, shlex.join(quick(command.words)))
+                else:
+                    assert main(command.words[1:]) == 0, f"{command.text}\n{capsys.readouterr().err}"
         for program in blocks(ROOT / name, "python"):
             steps = f"training={{'steps': {QUICK_STEPS}}}"
             (tmp_path / "script.py").write_text(program.replace('"run.toml"', f'"run.toml", {steps}'))
             shell(tmp_path, "python script.py")
-    monkeypatch.chdir(tmp_path)
     for name in ("docs/data.md", "docs/checkpoints.md", "docs/deepspeed.md"):
         typed = [command for command in commands(ROOT / name) if command.words[0] == "megalite"]
         typed = [command for command in typed if not set(NOT_RUN) & set(command.words)]
@@ -305,11 +308,8 @@ def test_a_person_who_types_the_pages_from_top_to_bottom_sees_no_error(
 
 
 def quick(words: Sequence[str]) -> list[str]:
-    """Return a command, a training with few steps and two checkpoints; more steps than another's stay more."""
-    line = list(words)
-    if line[1] != "train":
-        return line
-    steps = QUICK_STEPS
+    """Return a training with few steps and two checkpoints; more steps than another's stay more."""
+    line, steps = list(words), QUICK_STEPS
     if "--training.steps" in line:
         place = line.index("--training.steps")
         steps = int(line[place + 1]) // 8
