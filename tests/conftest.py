@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -16,6 +17,9 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Read when huggingface_hub is first imported: no test asks the Hub for anything.
 os.environ["HF_HUB_OFFLINE"] = "1"
+# A shell's background jobs inherit an ignored SIGINT, and so would the jobs that tests of Ctrl-C start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from tests.support.ranks import RankPool
 

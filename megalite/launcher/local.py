@@ -142,7 +142,9 @@ class _Signals:
         self._receiver, self._sender = os.pipe()
         for end in (self._receiver, self._sender):
             os.set_blocking(end, False)
-        self._previous = {number: signal.signal(number, self._count) for number in _WATCHED}
+        # nohup and a shell's & have SIGINT ignored, which stays so.
+        watched = [number for number in _WATCHED if signal.getsignal(number) is not signal.SIG_IGN]
+        self._previous = {number: signal.signal(number, self._count) for number in watched}
         # A full pipe wakes `wait` too, so there is no need for the warning.
         self._previous_fd = signal.set_wakeup_fd(self._sender, warn_on_full_buffer=False)
         return self

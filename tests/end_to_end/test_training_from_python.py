@@ -4,8 +4,10 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from typing import Any
 import pytest
 
 from megalite import Callback, Trainer, load_config
-from megalite.checkpoint.folder import read_manifest
+from megalite.checkpoint.folder import find_latest, read_manifest
 from megalite.errors import ConfigError, TrainingError
 from megalite.train.run import TrainingResult
 from tests.support.jobs import ROOT, Job, curve, tensor_hashes, training_here
@@ -93,6 +95,23 @@ def test_a_run_in_pieces_is_the_whole_one(run_file: Path, tmp_path: Path) -> Non
     assert int(whole.best.name.removeprefix("step-")) == lowest[0]
     kept = sorted(path.name for path in (whole.folder / "checkpoints").glob("step-*"))
     assert len(kept) <= 3 and kept[-1] == "step-000012" and whole.best.name in kept
+
+
+def test_ctrl_c_saves_and_raises(run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class PressesCtrlC(Callback):
+        def on_step_end(self, run: Any, step: Any) -> None:
+            if step.step == 4:
+                signal.raise_signal(signal.SIGINT)
+                time.sleep(0.2)  # the signal is noted in a thread
+
+    with pytest.raises(KeyboardInterrupt):
+        train(run_file, tmp_path / "run", PressesCtrlC(), checkpoint={"every": None})
+    last = find_latest(tmp_path / "run" / "checkpoints")
+    assert last is not None and last.name == "step-000004"
+    said = capsys.readouterr().out
+    assert "stopped after step 4: Ctrl-C" in said
+    assert said.splitlines()[-1].startswith(f"interrupted: the last checkpoint is {last}; ")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_curves_go_on_after_a_resume_without_doubles(run_file: Path, tmp_path: Path) -> None:

@@ -24,7 +24,13 @@ class Job:
     """One started job and every process that descends from it, told by a variable that all inherit."""
 
     def __init__(
-        self, folder: Path, behaviour: str, world_size: int = 8, environ: Mapping[str, str] | None = None
+        self,
+        folder: Path,
+        behaviour: str,
+        world_size: int = 8,
+        environ: Mapping[str, str] | None = None,
+        *,
+        ignores_interrupts: bool = False,
     ):
         self.folder, self.mark, self.started = folder, uuid.uuid4().hex, time.monotonic()
         command = [sys.executable, "-m", "tests.support.local_job", behaviour, str(folder), str(world_size)]
@@ -36,6 +42,7 @@ class Job:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            preexec_fn=(lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)) if ignores_interrupts else None,
         )
 
     def wait_until_ready(self, ranks: int = 8) -> None:
@@ -186,6 +193,18 @@ def test_a_second_ctrl_c_ends_the_ranks_at_once(start):
     os.killpg(job.process.pid, signal.SIGINT)
     code, errors, seconds = job.finish()
     assert (code, errors) == (130, "") and seconds < 2
+
+
+def test_a_job_in_the_background_ignores_ctrl_c(start):
+    """A shell starts it so, and a later Ctrl-C is meant for another program."""
+    job = start("wait", ignores_interrupts=True)
+    job.wait_until_ready()
+    for _ in range(2):
+        os.killpg(job.process.pid, signal.SIGINT)
+        time.sleep(0.4)
+    assert job.process.poll() is None and len(job.left_running()) == 9
+    job.process.terminate()
+    assert job.finish()[0] == 143
 
 
 def test_a_save_that_fails_after_ctrl_c_is_shown(start):
