@@ -93,6 +93,7 @@ FAMILY = Family(
             "mlp.down_proj": "mlp.dense_4h_to_h",
         },
         fusions=(Fused("attention.query_key_value", QKV, by_head=True),),
+        in_models={"embed_out.weight": "lm_head.weight"},
     ),
     presets={
         "pythia-70m": sizes(512, 2048, 6, 8, 8, 2048, vocab_size=50304),

@@ -62,12 +62,14 @@ class TensorNames:
     fusions: canonical modules that stand in one tensor.
     conv1d: matrices within layers are stored as [in, out].
     optional_prefix: what the names in some published files lack.
+    in_models: name in files -> name of the parameter in a model of transformers 5, where they differ.
     """
 
     modules: Mapping[str, str] = field(default_factory=dict)
     fusions: tuple[Fused, ...] = ()
     conv1d: bool = False
     optional_prefix: str = ""
+    in_models: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def layers(self) -> str:

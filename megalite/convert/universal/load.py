@@ -1,7 +1,7 @@
 """DeepSpeed universal checkpoints of Hugging Face models, as ds_to_universal writes them, read tensor by tensor."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -175,10 +175,13 @@ class UniversalReader:
         """Raises CheckpointError for what is missing, unknown or of another shape, by name."""
         self.folder = UniversalFolder(folder)
         self._shapes = canonical_tensors(shape)
-        self._tensors = {part: tensor for tensor in family_tensors(shape) for part in tensor.parts}
-        self._tied, self._head = shape.tie_word_embeddings, FAMILIES[shape.family].names.of(HEAD)
-        names = self.folder.names
+        names, family = self.folder.names, FAMILIES[shape.family].names
         self._prefix = _WRAPPER if names and all(name.startswith(_WRAPPER) for name in names) else ""
+        # Written from a model of transformers 5, a folder may have other names than files do.
+        stored = {file: model for file, model in family.in_models.items() if self._prefix + model in names}
+        tensors = [replace(each, name=stored.get(each.name, each.name)) for each in family_tensors(shape)]
+        self._tensors = {part: tensor for tensor in tensors for part in tensor.parts}
+        self._tied, self._head = shape.tie_word_embeddings, stored.get(family.of(HEAD), family.of(HEAD))
         self._check()
 
     def read(self, state_key: str, name: str) -> Tensor:

@@ -70,7 +70,9 @@ def test_there_and_back_is_bit_exact(tmp_path: Path, shape: ModelShape) -> None:
         assert reader.manifest.optimizer == {"step": 5.0}
 
 
-@pytest.mark.parametrize("family", ["llama 3", "qwen2 tied", "phi3", "gemma2", "gpt2", "gpt2 untied"])
+@pytest.mark.parametrize(
+    "family", ["llama 3", "qwen2 tied", "phi3", "gemma2", "gpt2", "gpt2 untied", "gpt_neox"]
+)
 def test_it_holds_the_parameters_of_transformers_model_as_plain_tensors(tmp_path: Path, family: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -345,3 +347,14 @@ def test_an_earlier_one_is_replaced_and_nothing_else(tmp_path: Path) -> None:
         export_universal(checkpoint, tmp_path / "left")
     assert (tmp_path / "left" / "README.md").stat().st_ino == before
     assert not list(tmp_path.glob(".left*"))
+
+
+def test_a_head_is_read_by_its_name_in_either_version_of_transformers(tmp_path: Path) -> None:
+    """GPT-NeoX's head is embed_out in a model of transformers 4, and lm_head in one of 5."""
+    checkpoint = saved(tmp_path / "run", FAMILY_SHAPES["gpt_neox"])
+    export_universal(checkpoint, tmp_path / "left")
+    zero = tmp_path / "left" / (tmp_path / "left" / "latest_universal").read_text() / "zero"
+    (zero / "lm_head.weight").rename(zero / "embed_out.weight")
+    convert.run(["import", str(tmp_path / "left"), str(tmp_path / "other")])
+    expected, found = contents(checkpoint), contents(find_checkpoint(tmp_path / "other"))
+    assert all(torch.equal(values, found[key]) for key, values in expected.items())

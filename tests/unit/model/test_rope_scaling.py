@@ -1,11 +1,13 @@
 """Rotary angles equal those of transformers for every scaling, below and beyond the original length."""
 
 from dataclasses import asdict, replace
+from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PhiConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.phi.modeling_phi import PhiRotaryEmbedding
 
 from megalite.model.rope import LayerRotations
 from megalite.topology.shape import ModelShape, RopeScaling
@@ -46,17 +48,23 @@ def shape_with(scaling: RopeScaling) -> ModelShape:
     )
 
 
+def given(shape: ModelShape) -> dict[str, Any]:
+    """rope_parameters of a shape's scaling."""
+    values = asdict(shape.rope_scaling) if shape.rope_scaling else {}
+    said = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+    return {name: value for name, value in said.items() if value is not None} | {
+        "rope_theta": shape.rope_theta
+    }
+
+
 def theirs(shape: ModelShape, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines [S, head_dim / 2] of transformers, whose angles are float32."""
-    scaling = shape.rope_scaling
-    given = {name: value for name, value in asdict(scaling).items() if value is not None}
-    given = {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
     config = LlamaConfig(
         hidden_size=shape.hidden_size,
         num_attention_heads=shape.num_attention_heads,
         head_dim=shape.head_dim,
         max_position_embeddings=shape.max_position_embeddings,
-        rope_parameters={**given, "rope_theta": shape.rope_theta},
+        rope_parameters=given(shape),
     )
     cosines, sines = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(length)[None])
     return cosines[0, :, :PAIRS], sines[0, :, :PAIRS]
@@ -72,6 +80,24 @@ def test_angles_equal_those_of_transformers(name: str, length: int) -> None:
     # transformers computes angles of up to 128 radians in float32.
     assert_close(rotation.cosines[0, :, 0], cosines, rtol=FLOAT32_RTOL, what="cosines")
     assert_close(rotation.sines[0, :, 0], sines, rtol=FLOAT32_RTOL, what="sines")
+
+
+@pytest.mark.parametrize("length", [ORIGINAL // 2, ORIGINAL + 1, 2 * ORIGINAL])
+@pytest.mark.parametrize("name", SCALINGS)
+def test_angles_of_a_part_of_each_head_equal_those_of_transformers(name: str, length: int) -> None:
+    """Phi rotates half of each head; all scalings count the rotated pairs alone."""
+    shape = replace(shape_with(SCALINGS[name]), family="phi", head_dim=16, partial_rotary_factor=0.5)
+    config = PhiConfig(
+        hidden_size=4 * shape.head_dim,
+        num_attention_heads=4,
+        max_position_embeddings=shape.max_position_embeddings,
+        rope_parameters={**given(shape), "partial_rotary_factor": 0.5},
+    )
+    cosines, sines = PhiRotaryEmbedding(config)(torch.zeros(1), torch.arange(length)[None])
+    assert cosines.shape[-1] == 2 * PAIRS
+    rotation = LayerRotations(shape)(torch.arange(length)[None]).full
+    assert_close(rotation.cosines[0, :, 0], cosines[0, :, :PAIRS], rtol=FLOAT32_RTOL, what="cosines")
+    assert_close(rotation.sines[0, :, 0], sines[0, :, :PAIRS], rtol=FLOAT32_RTOL, what="sines")
 
 
 @pytest.mark.parametrize("name", ["longrope", "dynamic"])
