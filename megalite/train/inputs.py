@@ -27,8 +27,9 @@ def prepare_inputs(config: RunConfig, folder: RunFolder) -> RunInputs:
     """
     if config.model.weights and found_to_resume(config, folder) is None:
         local_folder(config.model.weights)
+    data = ensure_data(config, folder.root)
     _keep_origin(config, folder)
-    return RunInputs(ensure_data(config, folder.root), config.model.weights)
+    return RunInputs(data, config.model.weights)
 
 
 def _keep_origin(config: RunConfig, folder: RunFolder) -> None:

@@ -38,7 +38,7 @@ def test_it_learns_and_says_where_things_lie(finished):
     folder, output = finished
     losses = [record[1] for record in curve(folder)]
     assert len(losses) == 20
-    assert sum(losses[-5:]) / 5 < losses[0] - 1
+    assert sum(losses[-5:]) / 5 < losses[0] - 0.8
     for name in ("checkpoint", "metrics", "export"):
         assert name in output.splitlines()[-1] or f"  {name}" in output
     validated = [
