@@ -285,7 +285,7 @@ class CheckpointConfig(Section):
     )
     export_like: Text | None = Field(
         None,
-        description="config.json whose unused keys exports keep; default: that of model.hf_config or model.weights",
+        description="config.json whose other keys exports keep; default: that of hf_config or weights",
     )
 
 

@@ -86,7 +86,7 @@ class Starter:
             "training.steps": self.steps(length) if small else None,
             "training.epochs": None if small else 1.0,
             "optimizer.learning_rate": self.size.learning_rate,
-            "data.split": [0.95, 0.05] if self.documents >= _SPLIT_DOCUMENTS else None,
+            "data.split": [0.95, 0.05] if self._can_be_split else None,
         }
         self._fill(draft, {**given, **self.size.settings})
         steps = _whole(draft, "training", "steps")
@@ -104,6 +104,11 @@ class Starter:
         else:
             del every["validation.every"]
         self._fill(draft, {**every, "checkpoint.keep_last": 2})
+
+    @property
+    def _can_be_split(self) -> bool:
+        """Whether 5 % of the text is some of it: a single document is divided by tokens, several as whole ones."""
+        return self.documents == 1 or self.documents >= _SPLIT_DOCUMENTS
 
     @property
     def tokens(self) -> int:

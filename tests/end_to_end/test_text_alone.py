@@ -64,8 +64,11 @@ def test_a_text_alone_trains_and_its_run_continues_it(place: Path) -> None:
     lines = shown.splitlines()
     assert lines[0].startswith("megalite ")
     assert lines[1].startswith("  model       llama, 4 layers of 128")
-    assert any(re.match(r"data: [\d,]+ tokens, .* per epoch; 4 steps are ", line) for line in lines)
+    assert any(
+        re.match(r"data: [\d,]+ tokens, .* per epoch; 4 steps are .*; validation on ", line) for line in lines
+    )
     assert any(line.startswith("step 4/4  loss ") for line in lines)
+    assert "validation after step 4: " in shown
     assert lines[-1] == 'next: megalite generate runs/book --prompt "The" --temperature 0.8'
     assert (place / "runs/book/checkpoints/latest").read_text().strip() == "step-000004"
     sample = megalite("generate", "runs/book", "--prompt", "The", "--tokens", "4", folder=place)

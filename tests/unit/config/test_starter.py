@@ -72,7 +72,7 @@ def test_layouts_of_several_ranks_fit() -> None:
         assert config.batch.global_batch_size == 16 * config.layout.data
 
 
-@pytest.mark.parametrize(("documents", "split"), [(1, False), (2, False), (99, False), (100, True)])
+@pytest.mark.parametrize(("documents", "split"), [(1, True), (2, False), (99, False), (100, True)])
 def test_texts_that_can_be_split_are_validated(documents: int, split: bool) -> None:
     config = load_run(None, ["--data.source", "b"], starter=replace(BOOK, documents=documents)).config
     assert config.data.split == ((0.95, 0.05) if split else None)
