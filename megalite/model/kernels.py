@@ -80,7 +80,10 @@ def choose_kernels(
     if not needs_proof(device_type):
         if complaint:
             return KernelChoice("reference", f"no compiled operators here: {complaint}")
-        return KernelChoice("fused", extension.built().said, ALL_COMPILED)
+        record = extension.built()
+        return KernelChoice(
+            "fused", f"compiled for {record.cpu or record.machine} by {record.cxx}", ALL_COMPILED
+        )
     if asked == "fused":
         _require_proved(choices or {})
     if not choices:

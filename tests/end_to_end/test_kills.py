@@ -60,7 +60,8 @@ def test_one_rank_killed_ends_the_job_in_time_and_names_the_rank(job, undisturbe
     assert time.monotonic() - killed_at < TEARDOWN_SECONDS
     assert process.returncode == 1
     # Only what a user needs: torch prints no schedule, and the first cause comes last.
-    assert "chedule" not in output and len(output[output.rindex("step ") :].splitlines()) < 12, output
+    ending = output[output.rindex("step ") :]
+    assert "chedule" not in ending and len(ending.splitlines()) < 12, output
     last = output[output.rindex("error:") :]
     assert re.search(r"rank 2 \(pp 1, dp 0, tp 0\).*killed by signal 9", last), output
     assert not running(ranks)

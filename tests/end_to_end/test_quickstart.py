@@ -45,7 +45,7 @@ def test_it_learns_and_says_where_things_lie(finished):
         line for line in (folder / "metrics.jsonl").read_text().splitlines() if "validation_loss" in line
     ]
     assert len(validated) == 2 and find_best(folder / "checkpoints") is not None
-    assert "before" in output and "after" in output and "tokens/s" in output
+    assert " first, " in output and " last, " in output and "tokens/s" in output
 
 
 def test_transformers_loads_the_export_and_writes_what_megalite_writes(finished):

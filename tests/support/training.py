@@ -55,7 +55,9 @@ class Job:
     zero_stage: int = 0
     offload: str = "none"  # "optimizer"; "parameters": optimizer and parameters
     disk: str | None = None  # the folder for offloading; None: CPU memory
-    deepspeed_keys: Mapping[str, Any] = field(default_factory=dict)  # further keys of DeepSpeed's JSON
+    deepspeed_keys: Mapping[str, Any] = field(
+        default_factory=dict, hash=False
+    )  # further keys of DeepSpeed's JSON
     dtype: torch.dtype = torch.float64
     label_smoothing: float = 0.0
     z_loss: float = 0.0

@@ -18,6 +18,8 @@ FITTING = Built(
     nvcc="12.8.93",
     stable_abi="2.11",
     machine=extension.platform.machine(),
+    cpu="x86-64-v3",
+    cxx="g++ 12.2.0",
     sources=extension.sources_digest(),
 )
 
@@ -180,7 +182,7 @@ def test_other_devices_have_none(loaded: pytest.MonkeyPatch) -> None:
 
 def test_what_a_run_asks_for_is_what_it_gets_or_an_error(loaded: pytest.MonkeyPatch) -> None:
     assert choose_kernels("reference", "cpu").name == "reference"
-    assert str(choose_kernels("auto", "cpu")) == "fused (built)"
+    assert str(choose_kernels("auto", "cpu")) == "fused (compiled for x86-64-v3 by g++ 12.2.0)"
     assert choose_kernels("fused", "cpu").name == "fused"
     loaded.setattr(extension, "load", lambda: "no compiler; build it: now")
     assert (
