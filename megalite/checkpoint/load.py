@@ -130,7 +130,11 @@ def check_fits(manifest: Manifest, shape: ModelShape, checkpoint: Path) -> None:
         lines = [
             f"model.{name}: {wanted[name]} here, {written[name]} in the checkpoint" for name in differing
         ]
-        raise CheckpointError("\n  ".join([f"{checkpoint} is of another model; use its settings", *lines]))
+        raise CheckpointError(
+            "\n  ".join(
+                [f"{checkpoint} is a checkpoint of another model; use the settings of its model", *lines]
+            )
+        )
 
 
 def _exact_weights(manifest: Manifest) -> str:
@@ -152,7 +156,7 @@ def _check_optimizer(manifest: Manifest, wanted: frozenset[str], checkpoint: Pat
     held = manifest.optimizer_state_keys
     if "step" not in manifest.optimizer:
         raise CheckpointError(
-            f"{checkpoint} holds weights alone, and no optimizer to go on with; start a run from them with"
+            f"{checkpoint} holds weights but no optimizer state to resume; start a new run from them with"
             " model.weights = a Hugging Face folder (megalite convert export writes one)"
         )
     if wanted - _COPIES != held - _COPIES:

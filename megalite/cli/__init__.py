@@ -12,7 +12,7 @@ from megalite.version import __version__
 
 # Command -> description. Each is a module here with `run(arguments) -> exit code`, imported only when it runs.
 COMMANDS = {
-    "init": "write a RUN.toml for a text, from three questions or flags",
+    "init": "write a RUN.toml for your text; asks three questions",
     "train": "train a model on this machine, or as one rank of a launcher",
     "generate": "continue a text with a trained model",
     "config": "show a run's resolved settings, or the presets",

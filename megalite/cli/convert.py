@@ -1,4 +1,4 @@
-"""megalite convert: export checkpoints to Hugging Face or DeepSpeed, import theirs and Megatron-LM's, inspect them."""
+"""megalite convert: export to Hugging Face or DeepSpeed, import from these or Megatron-LM, inspect checkpoints."""
 
 import argparse
 import re
@@ -63,7 +63,7 @@ def _chosen(options: argparse.Namespace) -> list[Path]:
         return [find_checkpoint(each) for each in options.checkpoint]
     if len(options.checkpoint) > 1:
         raise CheckpointError(
-            "--average and --steps take one run folder; to average several named checkpoints, leave them out"
+            "--average and --steps take one run folder; to average several named checkpoints, leave out both flags"
         )
     [run] = options.checkpoint
     return (

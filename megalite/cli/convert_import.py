@@ -23,7 +23,7 @@ def add_import(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     importing.add_argument(
         "folder",
         metavar="FOLDER",
-        help="Hugging Face folder with config.json and safetensors files, or org/name[@revision] of its Hub; folder"
+        help="Hugging Face folder with config.json and safetensors files, or org/name[@revision] on its Hub; folder"
         " with mp_rank_* folders (Megatron-LM, --ckpt-format torch); DeepSpeed universal folder",
     )
     importing.add_argument("output", type=Path, metavar="RUN", help="run folder to write")

@@ -182,7 +182,7 @@ def _parser() -> argparse.ArgumentParser:
         "--workers",
         type=whole_number(0),
         metavar="N",
-        help="tokenizing processes (default: one per core; 0: in this process)",
+        help="number of tokenizing processes (default: one per core; 0: tokenize in this process)",
     )
     prepare.add_argument(
         "--min-length",

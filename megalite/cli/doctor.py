@@ -1,4 +1,4 @@
-"""megalite doctor: show what is installed and detected, what is missing and why that matters, what a run would use."""
+"""megalite doctor: show what is installed, what is missing and why that matters, and what a run would use."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence

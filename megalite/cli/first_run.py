@@ -28,7 +28,7 @@ def starter_of(overrides: Sequence[str]) -> Starter:
     data = draft.section("data")
     source = data.get("source")
     if not source:
-        raise ConfigError([Problem("RUN.toml", "is missing, and so is --data.source", _REMEDY)], COMMAND_LINE)
+        raise ConfigError([Problem("RUN.toml", "is required without --data.source", _REMEDY)], COMMAND_LINE)
     sources = list(map(str, source)) if isinstance(source, list) else [str(source)]
     text_column, pattern = (
         str(data.get(key, default)) for key, default in (("text_column", "text"), ("pattern", "*"))

@@ -124,7 +124,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "model",
         metavar="MODEL",
-        help="run folder (its latest checkpoint), checkpoint folder, Hugging Face folder, or org/name of its Hub",
+        help="run folder (its latest checkpoint), checkpoint folder, Hugging Face folder, or org/name on its Hub",
     )
     add("--prompt", required=True, metavar="TEXT", help="the text to continue")
     add("--tokens", type=whole_number(1), default=64, metavar="N", help="maximum number of new tokens (64)")
@@ -156,5 +156,5 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="pipeline-parallel size (1)",
     )
-    add("--tokenizer", type=Path, metavar="FOLDER", help="the model's tokenizer (default: the run's)")
+    add("--tokenizer", type=Path, metavar="FOLDER", help="tokenizer folder (default: the model's own)")
     return parser

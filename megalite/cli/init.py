@@ -1,4 +1,4 @@
-"""megalite init: write a commented RUN.toml for your text, from three questions or their flags."""
+"""megalite init: write a commented RUN.toml for your text; asks three questions unless flags answer them."""
 
 import argparse
 import math
@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--processes", type=whole_number(1), metavar="N", help="number of ranks, one per GPU (1)"
     )
-    parser.add_argument("--force", action="store_true", help="replace a standing file")
+    parser.add_argument("--force", action="store_true", help="replace an existing file")
     return parser
 
 

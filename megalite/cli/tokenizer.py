@@ -85,7 +85,7 @@ def add_source_options(parser: argparse.ArgumentParser) -> None:
         "--source",
         action="append",
         required=True,
-        help="text file, folder, .jsonl, .gz of these, or stdlib (the Python library's sources); may be repeated",
+        help="text file, folder, .jsonl, .parquet, .gz, or stdlib (the Python library's sources); may be repeated",
     )
     for name in ("text_column", "pattern"):
         field = setting(f"data.{name}")

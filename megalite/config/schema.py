@@ -71,7 +71,8 @@ class ModelConfig(_ShapeSettings):
     mlp_dropout: Fraction = Field(0.0, description="dropout probability of the MLP's activations")
     attention_dropout: Fraction = Field(0.0, description="dropout probability of the attention probabilities")
     kernels: Literal["auto", "fused", "reference"] = Field(
-        "auto", description='compiled operators, or plain torch; "auto": compiled where they are built'
+        "auto",
+        description='"fused": compiled operators, "reference": plain torch, "auto": compiled where built',
     )
     chunked_loss: int = Field(
         0, ge=0, lt=2**31, description="maximum number of tokens whose logits exist at once; 0: no limit"
@@ -152,7 +153,7 @@ class TrainingConfig(Section):
         description='activation recomputation: "selective": attention core, "full": decoder layers',
     )
     recompute_layers: Count | None = Field(
-        None, description="number of first layers of each chunk to recompute; default: all"
+        None, description="recompute only the first N layers of each chunk; default: all"
     )
     recompute_ratio: float | None = Field(
         None,
@@ -221,7 +222,9 @@ class OptimizerConfig(Section):
         "cosine",
         description='learning-rate decay; "wsd": only at the end, "deepspeed": [deepspeed.scheduler]',
     )
-    warmup_steps: int = Field(0, ge=0, lt=2**31, description="steps of warm-up, linear unless DeepSpeed's")
+    warmup_steps: int = Field(
+        0, ge=0, lt=2**31, description='steps of warm-up, linear unless schedule is "deepspeed"'
+    )
     minimum_ratio: float = Field(0.1, ge=0, le=1, description="final learning rate as a fraction of the peak")
     decay_steps: Count | None = Field(
         None, description="step at which the decay ends; default: the last step"
@@ -233,7 +236,7 @@ class OptimizerConfig(Section):
     momentum: float = Field(0.0, ge=0, lt=1, description="sgd: momentum")
     ema_decay: Fraction = Field(
         0.0,
-        description="decay of a moving average of the weights in checkpoints; 0: no average",
+        description="decay of an exponential moving average of the weights, saved too; 0: no average",
     )
     groups: Annotated[tuple[ParameterGroupConfig, ...], Lenient] = Field(
         (), description="[[optimizer.groups]] tables with pattern, learning_rate_ratio and weight_decay"
@@ -281,11 +284,11 @@ class CheckpointConfig(Section):
     )
     export: bool | Literal["best"] = Field(
         True,
-        description='write run.folder/export at the end for Hugging Face; "best": best checkpoint',
+        description='export to run.folder/export at the end (Hugging Face); "best": the best checkpoint',
     )
     export_like: Text | None = Field(
         None,
-        description="config.json whose other keys exports keep; default: that of hf_config or weights",
+        description="config.json whose extra keys exports copy; default: that of hf_config or weights",
     )
 
 

@@ -12,7 +12,7 @@ class TokenizerConfig(Section):
 
     path: Text | None = Field(
         None,
-        description="Hugging Face folder, tokenizer.json, sentencepiece .model or vocab.json's folder",
+        description="Hugging Face folder, tokenizer.json, sentencepiece .model or folder of vocab.json",
     )
     vocab_size: Count | Literal["auto"] = Field(
         "auto",
@@ -63,9 +63,12 @@ class DataConfig(Section):
         description="limit attention to the token's own document; positions restart with each",
     )
     shuffle: bool = Field(True, description="shuffle the sequences anew in each epoch")
-    workers: int = Field(2, ge=0, lt=1024, description="processes that tokenize text")
+    workers: int = Field(2, ge=0, lt=1024, description="number of processes that tokenize text")
     loader_workers: int = Field(
-        1, ge=0, lt=1024, description="threads that read batches ahead; 0: each step reads its own batch"
+        1,
+        ge=0,
+        lt=1024,
+        description="number of threads that read batches ahead; 0: each step reads its own batch",
     )
     prefetch: Count = Field(2, description="number of steps whose batches are read ahead")
 

@@ -36,7 +36,7 @@ def _require_free(destination: Path, what: str, is_ours: Callable[[Path], bool])
         if not any(destination.iterdir()) or is_ours(destination):
             return
         raise CheckpointError(
-            f"{destination} is not empty and not {what} written by megalite, and nothing else is replaced; choose"
+            f"{destination} is neither empty nor {what} written by megalite, so it is not replaced; choose"
             " another folder"
         )
     if destination.exists():

@@ -20,6 +20,6 @@ def require_finite(values: Tensor, name: str, source: object, offsets: Sequence[
     start = tuple(offsets) or (0,) * values.dim()
     index = [low + int(at) for low, at in zip(start, first, strict=True)]
     raise CheckpointError(
-        f"{source}: {name} has {values[first].item()} at {index}, which is no weight; fetch the file again, or use"
-        " weights that were saved before the training diverged"
+        f"{source}: {name} has {values[first].item()} at {index}, which is not a valid weight; fetch the file again or"
+        " use weights that were saved before the training diverged"
     )

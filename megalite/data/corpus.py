@@ -72,7 +72,9 @@ class Corpus:
         """
         files = tuple(file for source in sources for file in source_files(source, pattern, key))
         if not files:
-            raise DataError(f"{key}: no source is given; name a text file, a folder, a .jsonl or stdlib")
+            raise DataError(
+                f"{key}: no source is given; name a text file, a folder, a .jsonl, a .parquet or stdlib"
+            )
         return cls(tuple(sources), files, text_column, key)
 
     @property

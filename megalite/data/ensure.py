@@ -228,8 +228,8 @@ def _check_ids(prefix: Path, tokenizer: Tokenizer | None, rows: int | None, run_
     if rows is None and tokenizer is None:
         least = largest_id(file, cache) + 1
         raise DataError(
-            f'model.vocab_size: "auto" takes the tokenizer\'s, and {bin_path(prefix)} has none; set it to {least} or '
-            f"more (the largest id is {least - 1}), or set tokenizer.path"
+            f'model.vocab_size: "auto" takes the size of the tokenizer, but {bin_path(prefix)} has none; set it '
+            f"to {least} or more (the largest id is {least - 1}), or set tokenizer.path"
         )
     if rows is None:
         assert tokenizer is not None

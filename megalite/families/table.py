@@ -34,10 +34,11 @@ _PREAMBLE = """# Hugging Face folders, tensor by tensor
 Written by `megalite convert families` from the tables that import and export use; a test keeps it so.
 
 Sizes: V vocabulary, H hidden, F intermediate, P positions, N query heads and K key-value heads of D each. `*` is the
-layer. A tensor of theirs is one of ours, or several stacked along the rows, each cut on its own. Cut: what a
-tensor-parallel rank holds of *ours*, whose rows are a projection's outputs; a transposed tensor of theirs has its
-columns cut where ours has its rows. Key-value heads that are fewer than the ranks are held by several of them.
-Sizes that the ranks do not divide are cut unevenly, and never padded.
+layer. *theirs* is a tensor of a Hugging Face folder, *ours* the same tensor in megalite. Several of ours may be stacked
+along the rows of one of theirs; each is cut on its own. *cut* is the slice of ours that a tensor-parallel rank holds.
+Our rows are a projection's outputs, so a transposed tensor of theirs is cut by columns where ours is cut by rows. If
+there are more ranks than key-value heads, several ranks hold the same head. Sizes that the ranks do not divide are cut
+unevenly, and never padded.
 """
 
 
@@ -52,7 +53,7 @@ def _section(family: Family) -> Iterator[str]:
     yield ""
     yield f"`model_type` {family.model_type}, `{family.architecture}`. {_said(family)}"
     yield ""
-    yield "| theirs | shape | ours | cut | there |"
+    yield "| theirs | shape | ours | cut | present |"
     yield "|---|---|---|---|---|"
     cuts = {part.name: (part, spec) for spec in _specs(shape) for part in spec.parts}
     conditions = dict(_conditions(shape, family))

@@ -35,7 +35,7 @@ PARTS = {
     ),
     "norms": Part(
         "norm",
-        "compiled, with the residual add before; plain torch for 1 + weight (Gemma) in 16 bits, which would round it",
+        "compiled, with the residual add before; plain torch for 1 + weight (Gemma) in bf16 and fp16, which round it",
         "torch behind autograd nodes of our own",
     ),
     "loss": Part(

@@ -141,5 +141,5 @@ def _what_is_left(config: RunConfig) -> str:
         return str(error)
     again = "the same command" if config.checkpoint.resume == "auto" else 'checkpoint.resume = "auto"'
     if last is None:
-        return f"{folder} has no checkpoint yet; the same command begins anew"
-    return f"the last checkpoint is {last}; {again} goes on from there"
+        return f"{folder} has no checkpoint yet; the same command starts from the beginning"
+    return f"the last checkpoint is {last}; {again} resumes from it"

@@ -34,7 +34,7 @@ def choose_precision(asked: str, device: torch.device, resumed: Any = None) -> P
     changes with the machine.
     """
     if asked == "auto" and resumed in DTYPES:
-        return Precision(resumed, f'training.precision: "auto" goes on with "{resumed}", as the run began')
+        return Precision(resumed, f'training.precision: "auto" stays "{resumed}", as the run began')
     if device.type != "cpu":
         capable = torch.get_device_module(device).is_bf16_supported(including_emulation=False)
         return Precision(("bf16" if capable else "fp32") if asked == "auto" else asked)

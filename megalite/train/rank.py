@@ -165,7 +165,7 @@ def _tell(info: RankInfo, text: str) -> None:
 
 def _end_now(info: RankInfo, reason: str, number: signal.Signals) -> None:
     """End the process from any thread: the main one may wait for other ranks for ever."""
-    _tell(info, f"ended without a checkpoint of this moment: {reason}")
+    _tell(info, f"ended without saving a checkpoint: {reason}")
     os._exit(128 + number)
 
 
@@ -185,7 +185,8 @@ def _finish(done: _Done, folder: RunFolder) -> dict[str, Path]:
         export(exported, folder.export, done.tokenizer_folder)
         if done.tokenizer_folder is None:
             done.reporter.say(
-                f"{folder.export} has no tokenizer, as the training data has none: generate with --tokenizer"
+                f"{folder.export} has no tokenizer, because the training data has none: "
+                "add --tokenizer FOLDER to megalite generate"
             )
         places["export"] = folder.export
     return places
@@ -246,10 +247,10 @@ def _resume(trainer: TrainStep, checkpoint: Path) -> None:
         instead = mesh.broadcast_object(intact_instead(checkpoint) if mesh.rank == 0 else None)
         if instead is None:
             raise CheckpointError(
-                f"{error}\n  another checkpoint to go on from is named with checkpoint.resume = PATH"
+                f"{error}\n  to resume from another checkpoint, set checkpoint.resume to its path"
             ) from error
         raise CheckpointError(
-            f"{error}\n  {instead} is intact: remove {checkpoint.name}, and resume from that one "
+            f"{error}\n  {instead} is intact: remove {checkpoint.name}, and resume from {instead.name} "
             f'(checkpoint.resume = "{instead}")'
         ) from error
 

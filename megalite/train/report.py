@@ -120,12 +120,8 @@ class RunReporter:
         self._draw(report.step, {**metrics.scalars(), **({} if validation is None else validation.scalars())})
         self.console.step(metrics)
         if report.overflow is not None:
-            what = (
-                "fp16 overflow in the gradient"
-                if self._scaled
-                else "a value that is not finite in the gradient"
-            )
-            self.console.warn(f"step {report.step}: {what} of {report.overflow}; the step is left out")
+            what = "fp16 overflow in the gradient" if self._scaled else "an inf or nan in the gradient"
+            self.console.warn(f"step {report.step}: {what} of {report.overflow}; the step is skipped")
         if validation is not None:
             self.console.validation(validation)
 

@@ -86,9 +86,9 @@ def test_without_a_run_file_the_text_alone_decides(
     [
         (
             [],
-            "RUN.toml: is missing, and so is --data.source; name a text, as in megalite train --data.source",
+            "RUN.toml: is required without --data.source; name a text, as in megalite train --data.source",
         ),
-        (["--training.steps", "3"], "RUN.toml: is missing, and so is --data.source"),
+        (["--training.steps", "3"], "RUN.toml: is required without --data.source"),
         (["--data.source", "none.txt", "--training.setps", "3"], "has 2 problems"),
     ],
 )

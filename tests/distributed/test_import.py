@@ -74,19 +74,19 @@ def _drop(name: str) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tens
 DAMAGE = {
     "a missing tensor": (
         _drop("model.layers.1.mlp.up_proj.weight"),
-        "lacks model.layers.1.mlp.up_proj.weight; is its config.json that of these weights?",
+        "lacks model.layers.1.mlp.up_proj.weight; use the config.json of these weights",
     ),
     "an unknown tensor": (
         lambda tensors: {**tensors, "model.layers.0.self_attn.rope.scale": torch.ones(2)},
-        "has model.layers.0.self_attn.rope.scale, which the model has not",
+        "has model.layers.0.self_attn.rope.scale, which the model of its config.json lacks",
     ),
     "another shape": (
         lambda tensors: {**tensors, "model.norm.weight": torch.ones(47)},
-        "model.norm.weight is (47,), the model's is (48,)",
+        "model.norm.weight has shape (47,), but its config.json gives (48,)",
     ),
     "a head that is not the embedding": (
         lambda tensors: {**tensors, "lm_head.weight": torch.ones(101, 48)},
-        "has lm_head.weight, which the model has not",
+        "lm_head.weight differs from the embedding, but its config.json ties the two",
     ),
 }
 

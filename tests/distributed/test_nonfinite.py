@@ -96,7 +96,7 @@ def test_too_many_in_a_row_end_the_run(ranks, data):
 def test_without_the_policy_the_run_ends_at_its_step(ranks, data):
     [result] = ranks.run(train, folder=data, changes={"training.precision": "fp32"}, poisoned=(2,))
     assert len(result.losses) == 1
-    assert result.error.startswith(f"step 2: the gradient is not finite from {POISONED} (layer 2) on")
+    assert result.error.startswith(f"step 2: the gradient is not finite, first in {POISONED} (layer 2)")
 
 
 def grad_norm_of_a_skipped_step(folder: Path, changes: dict[str, Any]) -> list[float]:

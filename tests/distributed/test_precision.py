@@ -335,7 +335,7 @@ def test_an_overflow_at_the_smallest_scale_ends_the_run_and_names_the_tensor(ran
 def test_what_is_not_finite_without_a_scale_names_the_tensor_on_every_rank(ranks):
     job = job_of(torch.float32, layout=Layout(pipeline=2, tensor=2))
     [message] = set(ranks.run(overflow_message, world_size=4, job=job))
-    assert message.startswith(f"the gradient is not finite from {OVERFLOWING} (layer 2) on: no")
+    assert message.startswith(f"the gradient is not finite, first in {OVERFLOWING} (layer 2): no")
 
 
 # ------------------------------------------------------------------------------------- checkpoints between precisions

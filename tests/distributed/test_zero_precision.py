@@ -195,7 +195,7 @@ def test_what_is_not_finite_without_a_scale_ends_the_run_and_changes_nothing(
 ):
     job = Job(SHAPE, layout, dtype=dtype, zero_stage=stage, offload=offload, steps=2)
     for result in ranks.run(train_with_overflow, world_size=layout.world_size, job=job):
-        assert result.error.startswith(f"the gradient is not finite from {OVERFLOWING} (layer 2) on")
+        assert result.error.startswith(f"the gradient is not finite, first in {OVERFLOWING} (layer 2)")
         assert result.unchanged == [False, True]
 
 

@@ -125,7 +125,7 @@ def test_an_interrupted_run_saves_and_says_where_it_goes_on(tmp_path, ranks, num
     os.killpg(process.pid, number)
     output, _ = process.communicate(timeout=60)
     last = find_latest(folder / "checkpoints")
-    told = f"interrupted: the last checkpoint is {last}; the same command goes on from there"
+    told = f"interrupted: the last checkpoint is {last}; the same command resumes from it"
     assert (process.returncode, output.splitlines()[-1]) == (code, told), output
     assert last.name == f"step-{curve(folder)[-1][0]:06d}"
     name = "SIGTERM" if number == signal.SIGTERM else "Ctrl-C"
@@ -160,9 +160,9 @@ def test_a_second_sigterm_ends_a_run_that_cannot_save(tmp_path):
     output, _ = process.communicate(timeout=60)
     assert time.monotonic() - told_at < TEARDOWN_SECONDS
     assert process.returncode == 143, output
-    assert "ended without a checkpoint of this moment: SIGTERM came again" in output
+    assert "ended without saving a checkpoint: SIGTERM came again" in output
     last = find_latest(folder / "checkpoints")
-    told = f"interrupted: the last checkpoint is {last}; the same command goes on from there"
+    told = f"interrupted: the last checkpoint is {last}; the same command resumes from it"
     assert output.splitlines()[-1] == told
     assert not running(ranks)
 

@@ -33,7 +33,7 @@ def test_fp16_tells_of_overflows_and_bf16_of_its_price(job: Job, tmp_path: Path)
     assert load_run(run / "run.toml", ()).config.training.precision == "fp16"
 
     output = job.run(run, "--training.steps", "8", "--training.initial_loss_scale_power", "26")
-    assert 'training.precision: "auto" goes on with "fp16", as the run began' in output
+    assert 'training.precision: "auto" stays "fp16", as the run began' in output
     later = read_metrics(run / "metrics.jsonl")
     assert len(later) == 8 and later[:6] == records
     # Neither the scale nor the count starts anew.

@@ -323,4 +323,4 @@ def test_ids_alone_train_and_export_without_a_tokenizer(
     ]
     assert losses[0] == losses[1]
     assert (alone.export / "model.safetensors").is_file() and not (alone.export / "tokenizer.json").exists()
-    assert "has no tokenizer, as the training data has none" in capsys.readouterr().out
+    assert "has no tokenizer, because the training data has none" in capsys.readouterr().out

@@ -88,8 +88,8 @@ class HuggingFaceReader:
         values = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
         if name == EMBEDDING and self._head_too and not torch.equal(self._region(self._head, region), values):
             raise CheckpointError(
-                f"{self._folder} has {self._head}, which the model has not, as its head is the embedding, and they"
-                " differ; is its config.json that of these weights?"
+                f"{self._folder}: {self._head} differs from the embedding, but its config.json ties the two; set"
+                ' "tie_word_embeddings": false there, or use the config.json of these weights'
             )
         return values
 
@@ -112,15 +112,16 @@ class HuggingFaceReader:
             extra.remove(self._head)  # whether it is the same, each rank sees with what it reads
         if missing or extra:
             parts = [f"lacks {listed(missing)}"] if missing else []
-            parts += [f"has {listed(extra)}, which the model has not"] if extra else []
+            parts += [f"has {listed(extra)}, which the model of its config.json lacks"] if extra else []
             raise CheckpointError(
-                f"{self._folder} {' and '.join(parts)}; is its config.json that of these weights?"
+                f"{self._folder} {' and '.join(parts)}; use the config.json of these weights"
             )
         for name, tensor in expected.items():
             stored = self._where[name].header[name]
             if stored.shape != tensor.shape:
                 raise CheckpointError(
-                    f"{self._folder}: {name} is {stored.shape}, the model's is {tensor.shape}"
+                    f"{self._folder}: {name} has shape {stored.shape}, but its config.json gives {tensor.shape};"
+                    " use the config.json of these weights"
                 )
             if stored.dtype not in TYPES:
                 raise CheckpointError(

@@ -123,7 +123,7 @@ def not_built(arguments: Arguments) -> Iterator[str]:
     if window is not None and not _is_pair(window):
         yield f"window_size = {window!r}"
     elif window is not None and window[0] >= 0 and window[1] != 0:
-        yield f"window_size = {window!r}, which sees what is to come"
+        yield f"window_size = {window!r}, which attends to later tokens"
 
 
 def megatron_shape(arguments: Arguments, vocab_size: int) -> ModelShape:
@@ -170,12 +170,13 @@ def true_vocab_size(arguments: Arguments, rows: int, given: int | None) -> int:
     known = given if given is not None else _said_vocab_size(arguments, rows)
     if known is None:
         raise CheckpointError(
-            f"{arguments.source}: the vocabulary was padded to {rows} rows, and its args do not say from what;"
+            f"{arguments.source}: the vocabulary was padded to {rows} rows, and its args lack the size before;"
             f" give the tokenizer's size with --vocab-size ({rows} keeps them all)"
         )
     if not 0 < known <= rows:
         raise CheckpointError(
-            f"{arguments.source}: its table has {rows} rows, which are not {known} tokens and more"
+            f"{arguments.source}: its table has {rows} rows, but --vocab-size or its args give {known} tokens;"
+            f" set --vocab-size to {rows} or less"
         )
     return known
 

@@ -184,7 +184,9 @@ def open_megatron(folder: Path, vocab_size: int | None = None) -> MegatronReader
                 ours = parameter_name(name, first_layer, gated=shape.gated_mlp)
                 if ours is None or ours in places:
                     where = found.files[stage, 0]
-                    what = "which the model lacks" if ours is None else f"and {places[ours].name} is the same"
+                    what = (
+                        "which the model lacks" if ours is None else f"a second copy of {places[ours].name}"
+                    )
                     raise CheckpointError(f"{where} has {name}, {what}; correct its args")
                 places[ours], shapes[ours] = _Place(stage, chunk, name), entry
             first_layer += _layer_count(chunks[chunk], found.files[stage, 0])
@@ -286,7 +288,7 @@ def _check_tensors(
         else:
             wanted = rank_shape(expected[name], folder.tensor)
         if size != wanted:
-            raise CheckpointError(f"{path}: {place.name} is {size} on each rank, but by its args {wanted}")
+            raise CheckpointError(f"{path}: {place.name} is {size} on each rank, but its args give {wanted}")
         if kind not in TYPES.values():
             raise CheckpointError(
                 f"{path}: {place.name} is {kind}; save the weights as bf16, fp16, fp32 or fp64"
@@ -317,7 +319,8 @@ def _check_heads(folder: MegatronFolder, shape: ModelShape, version: float) -> N
     groups = shape.num_key_value_heads
     if version < 2 and groups != shape.num_attention_heads:
         raise CheckpointError(
-            f"{folder.path} has checkpoint_version {version:g}, which has no grouped-query attention, but its args have"
+            f"{folder.path} has checkpoint_version {version:g}, which cannot have grouped-query"
+            " attention, but its args ask for it"
         )
     if groups % folder.tensor and folder.tensor % groups:
         raise CheckpointError(

@@ -90,8 +90,8 @@ class UniversalFolder:
         for other in others:
             if steps[other] != steps[first]:
                 raise CheckpointError(
-                    f"{first} says {steps[first]:g} and {other} {steps[other]:g}: parameters that were updated more and"
-                    " less often are not read"
+                    f"{first} has {steps[first]:g} and {other} {steps[other]:g} updates; parameters with different"
+                    " numbers of updates are not supported"
                 )
         return steps[first]
 
@@ -149,7 +149,7 @@ def _number(value: object, path: Path) -> float:
     """Return a number of steps."""
     number = _plain(value)
     if not isinstance(number, float) or not 0 <= number < 2**53:
-        raise CheckpointError(f"{path} says no number of steps; convert the checkpoint again")
+        raise CheckpointError(f"{path} has no number of updates; convert the checkpoint again")
     return number
 
 
@@ -206,18 +206,18 @@ class UniversalReader:
         extra = sorted(name for name in found - expected.keys() if not self._is_spare(name))
         if lacking or extra:
             parts = [f"lacks {listed(lacking)}"] if lacking else []
-            parts += [f"has {listed(extra)}, which the model has not"] if extra else []
+            parts += [f"has {listed(extra)}, which the model of its config.json lacks"] if extra else []
             raise CheckpointError(
-                f"{self.folder.path / ZERO} {' and '.join(parts)}; is it of the config.json's model, not split over"
-                " tensor-parallel ranks, without adapters?"
+                f"{self.folder.path / ZERO} {' and '.join(parts)}; use the config.json of this checkpoint"
+                " (checkpoints of several tensor-parallel ranks or with adapters are not supported)"
             )
         for name, shape in expected.items():
             for state in STATE_FILES:
                 size = tuple(self._theirs(name, state).shape)
                 if size not in (shape, (prod(shape),)):
                     raise CheckpointError(
-                        f"{self.folder.path / ZERO / name / state}.pt is {size}, the model's is {shape}; is its"
-                        " config.json of this model, with the same vocabulary?"
+                        f"{self.folder.path / ZERO / name / state}.pt has shape {size}, but its config.json gives"
+                        f" {shape}; use the config.json of this model, with the same vocab_size"
                     )
 
     def _is_spare(self, name: str) -> bool:

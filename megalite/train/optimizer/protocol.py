@@ -62,7 +62,7 @@ def skip_update(scale: LossScale | None, tensor: str | None, *, skip_nonfinite: 
     if scale is None:
         if not skip_nonfinite:
             raise TrainingError(
-                f"the gradient is not finite from {tensor} on: no weight was changed; lower optimizer.learning_rate,"
+                f"the gradient is not finite, first in {tensor}: no weight was changed; lower optimizer.learning_rate,"
                 " set optimizer.gradient_clipping, or look at the data of this step, then run again to resume"
             )
     elif scale.exhausted:

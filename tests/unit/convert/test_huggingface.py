@@ -320,7 +320,7 @@ def test_an_earlier_export_is_replaced_and_nothing_else_is(tmp_path: Path) -> No
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "config.json").write_text("{}")
     with pytest.raises(
-        CheckpointError, match="is not empty and not a Hugging Face export written by megalite"
+        CheckpointError, match="is neither empty nor a Hugging Face export written by megalite"
     ):
         export(checkpoint, tmp_path / "mine", None)
     (tmp_path / "file").touch()

@@ -156,15 +156,15 @@ BAD = {
     ),
     "another shape": (
         _resaved(lambda values: {"param": values[1:].clone()}),
-        "model.norm.weight/exp_avg.pt is (47,), the model's is (48,)",
+        "model.norm.weight/exp_avg.pt has shape (47,), but its config.json gives (48,)",
     ),
     "an unknown parameter": (
         lambda folder: shutil.copytree(_zero(folder) / "model.norm.weight", _zero(folder) / "lora_A.weight"),
-        "has lora_A.weight, which the model has not",
+        "has lora_A.weight, which the model of its config",
     ),
     "a parameter too few": (
         lambda folder: shutil.rmtree(_zero(folder) / "model.norm.weight"),
-        "lacks model.norm.weight; is it of the config.json",
+        "lacks model.norm.weight; use the config.json of this checkpoint",
     ),
     "parameters updated less often": (_resaved(lambda step: step - 1, "step"), "model.norm.weight/step.pt 4"),
     "a class of theirs": (
@@ -172,8 +172,11 @@ BAD = {
         "asks for tests.unit.convert.test_universal",
     ),
     "no tensor": (_resaved(lambda values: {"param": [1.0]}), "exp_avg.pt holds no tensor of a parameter"),
-    "no steps": (_resaved(lambda step: "five", "step"), "step.pt says no number of steps"),
-    "no end of steps": (_resaved(lambda step: torch.tensor(float("nan")), "step"), "says no number of steps"),
+    "no steps": (_resaved(lambda step: "five", "step"), "step.pt has no number of updates"),
+    "no end of steps": (
+        _resaved(lambda step: torch.tensor(float("nan")), "step"),
+        "has no number of updates",
+    ),
     "another engine's file": (
         lambda folder: torch.save([1], _zero(folder).parent / "mp_rank_00_model_states.pt"),
         "mp_rank_00_model_states.pt holds no table",
@@ -253,7 +256,7 @@ def test_what_is_added_to_the_parameters_of_a_tied_model_is_passed_over(tmp_path
         shutil.copy(zero / "transformer.wte.weight" / "fp32.pt", zero / name)
     convert.run(["import", str(tmp_path / "left"), str(tmp_path / "other")])
     _resaved(lambda values: {"param": values + 1}, "fp32", "lm_head.weight")(tmp_path / "left")
-    with pytest.raises(CheckpointError, match=r"has lm_head\.weight, which the model has not"):
+    with pytest.raises(CheckpointError, match=r"has lm_head\.weight, which the model of its config"):
         convert.run(["import", str(tmp_path / "left"), str(tmp_path / "again")])
 
 
@@ -262,7 +265,7 @@ def test_the_model_may_be_named(tmp_path: Path, left: Path) -> None:
     shutil.copytree(left, folder, ignore=shutil.ignore_patterns("config.json"))
     config = tmp_path / "model.json"
     config.write_text(json.dumps(hf_config(replace(shape, vocab_size=128), "float32", {})))
-    with pytest.raises(CheckpointError, match="with the same vocabulary"):
+    with pytest.raises(CheckpointError, match="with the same vocab_size"):
         convert.run(["import", str(folder), str(tmp_path / "run"), "--hf-config", str(config)])
     config.write_text(json.dumps(hf_config(shape, "float32", {})))
     arguments = ["import", str(folder), str(tmp_path / "run"), "--hf-config", str(config)]
@@ -338,7 +341,7 @@ def test_an_earlier_one_is_replaced_and_nothing_else(tmp_path: Path) -> None:
     mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "notes.txt").touch()
-    with pytest.raises(CheckpointError, match="mine is not empty and not a DeepSpeed universal checkpoint"):
+    with pytest.raises(CheckpointError, match="mine is neither empty nor a DeepSpeed universal checkpoint"):
         export_universal(checkpoint, mine)
     damaged = checkpoint / "rank-00000.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"\xff")

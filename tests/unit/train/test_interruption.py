@@ -45,11 +45,14 @@ def test_each_state_of_the_folder(
         tell_interruption(config.model_copy(update={"checkpoint": settings}), info)
         return capsys.readouterr().out
 
-    assert said(None) == f"interrupted: {folder} has no checkpoint yet; the same command begins anew\n"
+    assert (
+        said(None)
+        == f"interrupted: {folder} has no checkpoint yet; the same command starts from the beginning\n"
+    )
     here = f"interrupted: the last checkpoint is {folder / 'step-000003'}; "
-    assert said(folder / "step-000003") == here + "the same command goes on from there\n"
+    assert said(folder / "step-000003") == here + "the same command resumes from it\n"
     again = said(folder / "step-000003", rank(0), "never")
-    assert again == here + 'checkpoint.resume = "auto" goes on from there\n'
+    assert again == here + 'checkpoint.resume = "auto" resumes from it\n'
     assert said(folder / "step-000003", rank(1)) == ""
     assert said(CheckpointError("none is whole; remove it")) == "interrupted: none is whole; remove it\n"
 

@@ -19,7 +19,7 @@ from tests.unit.config.runs import changed, write_run
 
 def test_a_folder_is_claimed_until_its_job_ends(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "runs" / "one")
-    with folder.claimed(), pytest.raises(ConfigError, match=r"run\.folder: another job is at work"):
+    with folder.claimed(), pytest.raises(ConfigError, match=r"run\.folder: another job uses"):
         claim(folder)
     claim(folder)
 
@@ -53,7 +53,7 @@ def test_no_second_job_prepares_what_the_first_one_prepares_or_trains(
 
     def tried_during(what: str) -> Any:
         def try_to_claim(*_: Any, **__: Any) -> int:
-            with pytest.raises(ConfigError, match="another job is at work"):
+            with pytest.raises(ConfigError, match="another job uses"):
                 claim(folder)
             seen.append(what)
             return 0
