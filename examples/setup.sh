@@ -13,7 +13,7 @@ state() {
     "$venv/bin/python" -V 2>/dev/null && pwd && sha256sum setup.py pyproject.toml constraints.txt &&
         find megalite/csrc -type f -not -name "*.pyc" -exec sha256sum {} + | sort && ls megalite/ops/libmegalite.json
 }
-# Any choice of CUDA kernels will do for those who make none.
+# If MEGALITE_CUDA is not set, any earlier choice is kept.
 is_done() {
     [ -f "$stamp" ] && [ "$(state)" = "$(head -n -1 "$stamp")" ] &&
         { [ -z "${MEGALITE_CUDA-}" ] || [ "MEGALITE_CUDA=$MEGALITE_CUDA" = "$(tail -n 1 "$stamp")" ]; }

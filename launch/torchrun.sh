@@ -22,7 +22,7 @@ options=(--nnodes "$NODES" --nproc-per-node "$RANKS")
 if ((NODES == 1)); then
     options+=(--standalone)
 else
-    [[ -n $MASTER ]] || { echo "error: MASTER: name the node where $NODES nodes meet" >&2; exit 2; }
+    [[ -n $MASTER ]] || { echo "error: MASTER: set it to the first of the $NODES nodes, as in MASTER=node-a" >&2; exit 2; }
     options+=(--rdzv-backend c10d --rdzv-endpoint "$MASTER:$MASTER_PORT" --rdzv-id "$JOB")
 fi
 exec "$PYTHON" -m torch.distributed.run "${options[@]}" -m megalite train "$RUN" "$@"

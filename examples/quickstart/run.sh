@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Sets up .venv, trains examples/quickstart/run.toml and lets the model continue two lines of Python.
-# In a copy by `megalite examples` it uses the installed megalite. Arguments go to `megalite train`, for example --training.steps 50 --run.folder runs/short.
+# In a copy made by `megalite examples` it uses the installed megalite.
+# Arguments go to `megalite train`, for example --training.steps 50 --run.folder runs/short.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 megalite=megalite

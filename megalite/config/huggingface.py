@@ -21,7 +21,7 @@ from megalite.topology.shape import ModelShape
 _KEY = "model.hf_config"
 _CODE = "auto_map"
 _ELSEWHERE = {
-    "gemma3": "it reads images too, which is not built: use a folder of its language model alone (gemma3_text)"
+    "gemma3": "it reads images too, which is not supported: use a folder of its language model alone (gemma3_text)"
 }
 
 
@@ -51,7 +51,7 @@ def apply_hf_config(draft: Draft) -> None:
     family = FAMILIES.get(str(found.get("model_type")))
     if family is None:
         kind = shown(found.get("model_type"))
-        remedy = _ELSEWHERE.get(str(found.get("model_type")), f"{', '.join(FAMILIES)} are built")
+        remedy = _ELSEWHERE.get(str(found.get("model_type")), f"{', '.join(FAMILIES)} are supported")
         draft.problem(named_by, f"{path} is of model_type {kind}", remedy)
         draft.incomplete.add("model")
         return

@@ -110,7 +110,7 @@ class Corpus:
             )
             raise DataError(
                 f"{self.key}: {', '.join(self.sources)} has no text ({held}, nothing but white space); "
-                "name a source that has"
+                "name a source with text"
             )
 
     def _hash(self, files: Sequence[tuple[str | int, ...]]) -> str:

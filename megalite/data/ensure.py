@@ -264,6 +264,6 @@ def _refuse_change(config: RunConfig, run_folder: Path, made: Path) -> None:
     if config.checkpoint.resume != "never" and (run_folder / "checkpoints" / "latest").exists():
         raise DataError(
             f"the text or the tokenizer settings changed since {made} was made, and the checkpoints in {run_folder} "
-            "depend on it; set run.folder to a new folder, or checkpoint.resume = 'never' to start over, "
-            f"or data.source = '{run_folder / 'data' / 'train'}' to go on with the old text"
+            "depend on the earlier version; set run.folder to a new folder, or checkpoint.resume = 'never' to start "
+            f"over, or data.source = '{run_folder / 'data' / 'train'}' to go on with the old text"
         )

@@ -111,12 +111,12 @@ class Family:
         if _HEAD_DIM not in self.keys and (own := _foreign_head_dim(config, self.keys)):
             yield (
                 f"has {_HEAD_DIM} = {own[0]}",
-                f"only {own[1]}, the hidden size divided by the heads, is built",
+                f"only {own[1]}, the hidden size divided by the heads, is supported",
             )
         for name, allowed in self.required.items():
             if name in config and config[name] not in allowed:
                 built = " or ".join(map(quoted, allowed))
-                yield f"has {name} = {quoted(config[name])}", f"only {built} is built"
+                yield f"has {name} = {quoted(config[name])}", f"only {built} is supported"
         for words in self.words:
             yield from words.refused(config)
 

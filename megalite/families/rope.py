@@ -101,14 +101,14 @@ class Rope(Plain):
     def refused(self, config: Config) -> Iterator[tuple[str, str]]:
         if (local := self.rope_type(_local(config))) != "default":
             text = f"scales the rotary frequencies of layers with a window ({quoted(local)})"
-            yield text, 'only "default" is built'
+            yield text, 'only "default" is supported'
         rope = _rope(config)
         kind, built = self.rope_type(rope), ("default", *self.scalings)
         if kind not in built:
-            words = f"{', '.join(map(quoted, built))} {'are' if len(built) > 1 else 'is'} built"
+            words = f"{', '.join(map(quoted, built))} {'are' if len(built) > 1 else 'is'} supported"
             yield f"scales its rotary frequencies ({quoted(kind)})", words
         elif not self.partial and (rope.get(_PARTIAL) or config.get(_PARTIAL) or 1.0) != 1.0:
-            yield "rotates a part of each head", "only whole heads are built"
+            yield "rotates a part of each head", "only whole heads are supported"
 
     def rope_type(self, rope: Mapping[str, Any]) -> Any:
         """Return how rope_parameters or rope_scaling scale, by the name that RopeScaling has for it."""

@@ -31,7 +31,7 @@ PROGRAMS = {
         "deepspeed.native_optimizer and training.compile do not work",
     ),
     "ninja": ("compiles DeepSpeed's native optimizer", "deepspeed.native_optimizer does not work"),
-    "nvcc": ("compiles CUDA kernels", "no kernels of our own on a GPU"),
+    "nvcc": ("compiles CUDA kernels", "no compiled operators on a GPU"),
     "nvidia-smi": ("the GPU's driver", "no NVIDIA GPU can be used"),
     "srun": ("SLURM", "not a SLURM node"),
     "mpirun": ("MPI", "no mpirun launches"),

@@ -29,22 +29,20 @@ PARTS = {
     ),
     "attention": Part(
         "attention_forward",
-        "compiled to drop probabilities, on a CPU for windows, documents and AVX-512 too, else torch's; soft caps "
-        "(Gemma 2) in plain torch, since neither has them",
+        "compiled with dropout, and on a CPU with windows, documents or AVX-512; else torch's; soft caps (Gemma 2) "
+        "in plain torch",
         "torch's scaled_dot_product_attention",
     ),
     "norms": Part(
         "norm",
         "compiled, with the residual add before; plain torch for 1 + weight (Gemma) in bf16 and fp16, which round it",
-        "torch behind autograd nodes of our own",
+        "torch in a custom autograd function",
     ),
     "loss": Part(
         "cross_entropy_statistics", "compiled, the gradient over the logits", "torch, over the logits"
     ),
-    "rotary": Part(
-        "rotary_split", "compiled, from the packed heads", "torch behind autograd nodes of our own"
-    ),
-    "SwiGLU, GeGLU": Part("glu", "compiled", "torch, SwiGLU behind an autograd node of our own"),
+    "rotary": Part("rotary_split", "compiled, from the packed heads", "torch in a custom autograd function"),
+    "SwiGLU, GeGLU": Part("glu", "compiled", "torch, SwiGLU in a custom autograd function"),
     "bias + GELU": Part("bias_gelu", "compiled", "torch's GELU of the product with its bias"),
 }
 

@@ -200,6 +200,6 @@ def _device_name(device: torch.device) -> str:
 
 def _no_peak(device_name: str, precision: str) -> str:
     return (
-        f'MFU is left out: the peak of "{device_name}" in {precision} is not known here; set monitor.peak_tflops to'
+        f'MFU is not shown: the peak of "{device_name}" in {precision} is not known; set monitor.peak_tflops to'
         f" the dense {precision} TFLOP/s of its data sheet"
     )

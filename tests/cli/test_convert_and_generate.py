@@ -265,7 +265,7 @@ def test_the_real_pretrained_model_writes_its_sentence(
 
 def test_a_folder_that_cannot_be_expressed_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_act": "gelu", "hidden_size": 8}')
-    with pytest.raises(ConfigError, match='hidden_act = "gelu"; only "silu" is built'):
+    with pytest.raises(ConfigError, match='hidden_act = "gelu"; only "silu" is supported'):
         convert.run(["import", str(tmp_path), str(tmp_path / "out")])
     (tmp_path / "config.json").write_text('{"model_type": "llama", "intermediate_size": "many"}')
     with pytest.raises(ConfigError, match="intermediate_size: input should be a valid integer"):

@@ -120,7 +120,7 @@ def test_mpirun_gets_the_ranks_and_their_meeting_point(folder):
         ("deepspeed.sh", {"HOSTFILE": "absent"}, "HOSTFILE: absent cannot be read"),
         ("mpirun.sh", {"HOSTFILE": "absent"}, "HOSTFILE: absent cannot be read"),
         ("mpirun.sh", {"HOSTFILE": "/dev/null"}, "MASTER_ADDR: name the first node"),
-        ("torchrun.sh", {"NODES": "2"}, "MASTER: name the node"),
+        ("torchrun.sh", {"NODES": "2"}, "MASTER: set it to the first"),
     ],
 )
 def test_what_several_nodes_need_is_asked_for(folder, script, environ, message):

@@ -409,7 +409,7 @@ PUBLISHED: dict[str, tuple[Config, int | str]] = {
     ),
     "Phi-4 mini": (
         _phi3(3072, 8192, 32, 24, 8, 200064, 131072, partial_rotary_factor=0.75, **_TIED),
-        "rotates a part of each head; only whole heads are built",
+        "rotates a part of each head; only whole heads are supported",
     ),
     "StarCoder 2 3B": (
         _starcoder2(3072, 12288, 30, 24, 2, 49152, 16384, rope_theta=999999.4420358813),
@@ -431,11 +431,11 @@ PUBLISHED: dict[str, tuple[Config, int | str]] = {
     ),
     "Llama with another activation": (
         _llama(2048, 5632, 22, 32, 4, 32000, 2048, hidden_act="relu"),
-        'has hidden_act = "relu"; only "silu" is built',
+        'has hidden_act = "relu"; only "silu" is supported',
     ),
     "Gemma 3 4B": (
         {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", "hidden_size": 2560}},
-        "it reads images too, which is not built",
+        "it reads images too, which is not supported",
     ),
     "Mixtral 8x7B": _other("mixtral"),
     "DeepSeek V3": _other("deepseek_v3"),

@@ -129,7 +129,7 @@ def not_built(arguments: Arguments) -> Iterator[str]:
 def megatron_shape(arguments: Arguments, vocab_size: int) -> ModelShape:
     """The shape, of the first family whose files can say it; raises CheckpointError where it is not built."""
     if found := list(not_built(arguments)):
-        raise CheckpointError(f"{arguments.source}: megalite does not build {', '.join(found)}")
+        raise CheckpointError(f"{arguments.source}: megalite does not support {', '.join(found)}")
     hidden, heads = arguments.whole("hidden_size"), arguments.whole("num_attention_heads")
     grouped, rotary = arguments.is_on("group_query_attention"), _is_rotary(arguments)
     groups = arguments.whole("num_query_groups", heads) if grouped else heads

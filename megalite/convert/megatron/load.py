@@ -65,7 +65,7 @@ def described(folder: Path) -> Iterator[str]:
     table = first.arguments.table
     yield f"  args: {', '.join(f'{name} {table[name]}' for name in OF_INTEREST if name in table)}"
     if foreign := list(not_built(first.arguments)):
-        yield f"  not built here: {', '.join(foreign)}"
+        yield f"  not supported: {', '.join(foreign)}"
     for place, stage in enumerate(stages):
         for chunk, entries in enumerate(stage.entries):
             which = f", chunk {chunk}" if chunks > 1 else ""

@@ -140,11 +140,11 @@ CASES = [
         lambda world: prepare(world, "tok", "--pattern", "*.md"),
         ("tok has no file that matches '*.md'", "set data.pattern (--pattern)"),
     ),
-    Case("an empty text", of_file("a.txt", ""), ("a.txt has no text", "name a source that has")),
+    Case("an empty text", of_file("a.txt", ""), ("a.txt has no text", "name a source with text")),
     Case(
         "a .jsonl of empty lines",
         of_file("a.jsonl", "\n\n"),
-        ("a.jsonl has no text", "name a source that has"),
+        ("a.jsonl has no text", "name a source with text"),
     ),
     Case(
         "documents without a character",

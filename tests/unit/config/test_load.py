@@ -398,8 +398,11 @@ def test_a_hugging_face_config_is_a_shape(tmp_path: Path, rope: dict[str, Any], 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"model_type": "bloom"}, f'config.json is of model_type "bloom"; {", ".join(FAMILIES)} are built'),
-        ({"hidden_act": "gelu"}, 'config.json has hidden_act = "gelu"; only "silu" is built'),
+        (
+            {"model_type": "bloom"},
+            f'config.json is of model_type "bloom"; {", ".join(FAMILIES)} are supported',
+        ),
+        ({"hidden_act": "gelu"}, 'config.json has hidden_act = "gelu"; only "silu" is supported'),
         (
             {"rope_scaling": {"type": "proportional", "factor": 2}},
             'rotary frequencies ("proportional"); "default", "linear",',
@@ -415,7 +418,7 @@ def test_a_hugging_face_config_is_a_shape(tmp_path: Path, rope: dict[str, Any], 
         ),
         (
             {"model_type": "phi3", "rope_scaling": {"type": "linear", "factor": 2}},
-            'rotary frequencies ("linear"); "default", "longrope" are built',
+            'rotary frequencies ("linear"); "default", "longrope" are supported',
         ),
         (
             {"model_type": "qwen2", "layer_types": ["sliding_attention", *["full_attention"] * 3]},
@@ -427,11 +430,11 @@ def test_a_hugging_face_config_is_a_shape(tmp_path: Path, rope: dict[str, Any], 
         ),
         (
             {"model_type": "gemma3"},
-            'model_type "gemma3"; it reads images too, which is not built: use a folder',
+            'model_type "gemma3"; it reads images too, which is not supported: use a folder',
         ),
         (
             {"model_type": "phi", "hidden_act": "gelu_new", "qk_layernorm": True},
-            "config.json has qk_layernorm = true; only false is built",
+            "config.json has qk_layernorm = true; only false is supported",
         ),
         ({"model_type": "gemma3_text", "attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),
         (
@@ -443,7 +446,7 @@ def test_a_hugging_face_config_is_a_shape(tmp_path: Path, rope: dict[str, Any], 
                 "model_type": "gemma3_text",
                 "rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}},
             },
-            'scales the rotary frequencies of layers with a window ("linear"); only "default" is built',
+            'scales the rotary frequencies of layers with a window ("linear"); only "default" is supported',
         ),
         (
             {"model_type": "smollm3", "no_rope_layers": [1, 0, 1, 1, 0]},

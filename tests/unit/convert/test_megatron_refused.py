@@ -60,8 +60,8 @@ NOT_BUILT = {
 def test_what_is_not_built_is_named(tmp_path: Path, name: str) -> None:
     folder = written(tmp_path, Written(), **{name: NOT_BUILT[name]})
     said = refusal(tmp_path, folder)
-    assert "megalite does not build" in said and f"{name} = {NOT_BUILT[name]!r}" in said
-    assert any("not built here" in line and name in line for line in described(folder))
+    assert "megalite does not support" in said and f"{name} = {NOT_BUILT[name]!r}" in said
+    assert any("not supported: " in line and name in line for line in described(folder))
 
 
 def test_all_of_what_is_not_built_is_named_at_once(tmp_path: Path) -> None:

@@ -118,7 +118,8 @@ def test_nothing_changes_under_a_run_with_checkpoints(text: Path, run_folder: Pa
     ensure_train(config(text), run_folder)
     text.write_text(text.read_text() * 2)
     with pytest.raises(
-        DataError, match=r"checkpoints in .*run depend on it; set run\.folder to a new folder"
+        DataError,
+        match=r"checkpoints in .*run depend on the earlier version; set run\.folder to a new folder",
     ):
         ensure_train(config(text), run_folder)
     assert times(run_folder) == before
@@ -279,7 +280,7 @@ def test_a_sentencepiece_model_is_converted_into_the_run(
     assert times(run_folder) == made
     with_checkpoint(run_folder)
     (tmp_path / "a.model").write_bytes(model("bpe", **VARIANTS["llama"]))
-    with pytest.raises(DataError, match=r"checkpoints in .*run depend on it"):
+    with pytest.raises(DataError, match=r"checkpoints in .*run depend on the earlier version"):
         ensure_train(settings, run_folder)
     assert times(run_folder) == {**made, str(run_folder / "checkpoints" / "latest"): ANY}
 

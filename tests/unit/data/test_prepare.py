@@ -152,7 +152,7 @@ def test_any_change_prepares_again(tmp_path: Path, corpus: Corpus, tokenizer: To
 def test_no_text_at_all_is_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
     (tmp_path / "a.txt").write_text("")
     with pytest.raises(
-        DataError, match=r"a\.txt has no text \(1 file with 0 bytes, .*\); name a source that has"
+        DataError, match=r"a\.txt has no text \(1 file with 0 bytes, .*\); name a source with text"
     ):
         prepare(Corpus.open([str(tmp_path / "a.txt")]), tokenizer, tmp_path / "out" / "x")
     assert published(tmp_path / "out") == []

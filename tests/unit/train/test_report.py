@@ -93,7 +93,7 @@ def test_a_card_that_is_not_listed_has_no_share_and_is_named_with_the_remedy(
     assert share(tmp_path, reporter(tmp_path, "cuda")) is None
     said = capsys.readouterr().out
     assert said.count("\n") == 2 and said.startswith(
-        'MFU is left out: the peak of "NVIDIA H20" in bf16 is not known here; set monitor.peak_tflops to the dense bf16'
+        'MFU is not shown: the peak of "NVIDIA H20" in bf16 is not known; set monitor.peak_tflops to the dense bf16'
     )
     assert "%" not in said.splitlines()[1]
 
