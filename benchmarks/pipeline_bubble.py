@@ -138,7 +138,13 @@ class SleepingChunk(nn.Module):
         self._sleeper, self._seconds = sleeper, seconds
 
     def forward(
-        self, inputs: Tensor, *, position_ids: Tensor, labels: Tensor, loss_mask: Tensor, samples: Tensor
+        self,
+        inputs: Tensor,
+        *,
+        position_ids: Tensor,
+        labels: Tensor,
+        loss_mask: Tensor,
+        sample_indices: Tensor,
     ) -> Tensor:
         """Ids [B, S] or hidden states [B, S, H] -> hidden states; the last one: losses [B]."""
         self._sleeper.begin()

@@ -73,7 +73,7 @@ def _live(info: RankInfo, config: RunConfig, folder: RunFolder, callbacks: Seque
         if done.ended_by is not None:
             return STOPPED
         if info.rank == 0 and done.last is not None:
-            done.reporter.summary(_finish(done, folder))
+            done.reporter.summary(_finish(done, folder), has_tokenizer=done.tokenizer_folder is not None)
     return 0
 
 

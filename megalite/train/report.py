@@ -136,13 +136,14 @@ class RunReporter:
         if self._curves is not None:
             self._curves.add(step, scalars)
 
-    def summary(self, places: dict[str, Path]) -> None:
-        """The last lines: the loss before and after, the speed, and where things lie."""
+    def summary(self, places: dict[str, Path], *, has_tokenizer: bool) -> None:
+        """Print the last lines: losses, speed, paths, and the command that generates text if there is a tokenizer."""
         if self._metrics is None or self.console is None:
             return
         self._metrics.close()
         if self._curves is not None:
             self._curves.close()
+        generate = f'megalite generate {self._path.parent} --prompt "The" --temperature 0.8'
         records = read_metrics(self._path)
         steps = [record for record in records if "loss" in record]
         # An overflow's loss may be none.
@@ -158,7 +159,7 @@ class RunReporter:
                 recent_steps=len(losses[-_LAST_STEPS:]),
                 validation=_validation_line(records),
                 places=places,
-                next_command=f'megalite generate {self._path.parent} --prompt "The" --temperature 0.8',
+                next_command=generate if has_tokenizer else "",
             )
         )
 

@@ -297,9 +297,9 @@ def test_the_example_trains_by_its_own_words(tmp_path: Path) -> None:
         "examples/python/train.py", "--run.folder", str(tmp_path / "run"), "--training.steps", "24"
     )
     records = TrainingResult(tmp_path / "run").metrics
-    assert records[0]["validation_loss"] > 6 > 5.9 > records[-1]["validation_loss"]
+    assert records[0]["validation_loss"] > 6.5 > 6.2 > records[-1]["validation_loss"]
     assert records[-1]["weight_norm"] > 0
-    assert ran.stdout.splitlines()[-1].startswith("validation loss 5.")
+    assert ran.stdout.splitlines()[-1].startswith("validation loss ")
 
 
 def test_ids_alone_train_and_export_without_a_tokenizer(
@@ -323,4 +323,6 @@ def test_ids_alone_train_and_export_without_a_tokenizer(
     ]
     assert losses[0] == losses[1]
     assert (alone.export / "model.safetensors").is_file() and not (alone.export / "tokenizer.json").exists()
-    assert "has no tokenizer, because the training data has none" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "has no tokenizer, because the training data has none" in output
+    assert output.count("next: megalite generate") == 1  # of the run with a tokenizer
