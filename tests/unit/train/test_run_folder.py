@@ -4,6 +4,7 @@ import errno
 import os
 import signal
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,8 @@ def test_a_folder_that_is_a_file_is_named(tmp_path: Path) -> None:
 def test_no_second_job_prepares_what_the_first_one_prepares_or_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Imported during the run, the module would keep the replaced function for later tests.
+    import_module("megalite.train.rank")
     config = load_run(write_run(tmp_path, changed({})), ["--run.folder", str(tmp_path / "run")]).config
     folder, seen = RunFolder(tmp_path / "run"), list[str]()
 
