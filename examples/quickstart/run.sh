@@ -17,7 +17,7 @@ for argument in "$@"; do
     [[ $previous != --run.folder ]] || run_folder=$argument
     previous=$argument
 done
-for prompt in "class " "    def __init__(self, "; do
+for prompt in "class Server" "    def __init__(self, "; do
     printf '\n-- at temperature 0.6, after "%s":\n' "$prompt"
     "$megalite" generate "$run_folder" --prompt "$prompt" --tokens 80 --temperature 0.6 --top-p 0.9
 done
