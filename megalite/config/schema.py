@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, create_model
 
+from megalite.config.launch_section import LaunchSection
 from megalite.config.section import Count, Fraction, Lenient, Section, Text
 from megalite.config.shape_settings import model_shape, shape_settings
 from megalite.config.text_sections import DataConfig, TokenizerConfig, ValidationConfig
@@ -326,6 +327,7 @@ class RunConfig(Section):
     validation: ValidationConfig = ValidationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     monitor: MonitorConfig = MonitorConfig()
+    launch: LaunchSection = LaunchSection()
 
     @property
     def layout(self) -> Layout:

@@ -56,7 +56,13 @@ def train_rank(info: RankInfo, config: RunConfig, threads: int, callbacks: Seque
 def _live(info: RankInfo, config: RunConfig, folder: RunFolder, callbacks: Sequence[Callback]) -> int:
     """As `train_rank`, in a folder that is this job's alone."""
     device = local_device(info.local_rank, info.local_world_size)
-    connect(info.rank, info.world_size, device=device, rendezvous=info.rendezvous)
+    connect(
+        info.rank,
+        info.world_size,
+        device=device,
+        rendezvous=info.rendezvous,
+        timeout_seconds=config.launch.collective_seconds,
+    )
     try:
         with folder.full_disk_explained():
             done = _train(info, config, folder, device, callbacks)

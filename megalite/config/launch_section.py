@@ -1,0 +1,13 @@
+"""The section [launch] of RUN.toml: how ranks meet, watch each other and end, whoever started them."""
+
+from pydantic import Field
+
+from megalite.config.section import Section
+
+
+class LaunchSection(Section):
+    """How ranks meet, watch each other and end, whichever launcher started them."""
+
+    collective_seconds: float = Field(
+        1800.0, gt=0, description="seconds that a rank waits in a collective for the others"
+    )
