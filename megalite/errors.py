@@ -16,6 +16,12 @@ class Problem:
         return f"{self.key}: {self.message}" + (f"; {self.remedy}" if self.remedy else "")
 
 
+def problem_list(problems: Sequence[Problem], source: str) -> str:
+    """Return the message that lists all problems of `source`, one on each line."""
+    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    return "\n  ".join([f"{source} has {count}", *map(str, problems)])
+
+
 class MegaliteError(Exception):
     """Base class of all errors raised on purpose; `exit_code` is 2 for the user's input and 1 for the run."""
 
@@ -30,8 +36,7 @@ class ConfigError(MegaliteError):
     def __init__(self, problems: Sequence[Problem], source: str = "the configuration"):
         self.problems = tuple(problems)
         self.source = source
-        count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
-        super().__init__("\n  ".join([f"{source} has {count}", *map(str, self.problems)]))
+        super().__init__(problem_list(self.problems, source))
 
 
 class LaunchError(MegaliteError):

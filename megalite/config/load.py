@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from megalite.config.facts import Facts
 from megalite.config.flags import COMMAND_LINE, apply_overrides, as_flags
 from megalite.config.huggingface import apply_hf_config
 from megalite.config.presets import apply_preset, require_shape
-from megalite.config.rules.batch import plan_batch
+from megalite.config.rules.batch import most_ranks, plan_batch
 from megalite.config.rules.every import notes_of, problems_of
 from megalite.config.rules.pipeline import chunks_per_stage
 from megalite.config.schema import RunConfig
@@ -43,12 +43,14 @@ def load_run(
     overrides: Sequence[str] = (),
     world_size: int | None = None,
     *,
+    slots: int | None = None,
     places: bool = False,
     starter: Starter | None = None,
 ) -> LoadedRun:
     """Read RUN.toml, apply `["--section.key", "value", ...]`, check all settings and fill in the derived ones.
 
     world_size: number of ranks that a launcher started; None: megalite starts as many as the layout has.
+    slots: number of ranks that can be started; with parallel.data = "auto" the run takes as many of them as it can.
     places: whether the files and folders that the settings name must exist on this machine.
     starter: gives the settings of a first run that are not set.
     Four settings stay open: model.vocab_size (from the tokenizer), the steps of training.epochs (from the data),
@@ -68,6 +70,8 @@ def load_run(
     if starter is not None:
         starter.fill(draft)
     facts = validate(draft, world_size)
+    if slots is not None:
+        facts = replace(facts, world_size=most_ranks(facts, slots))
     problems = dict.fromkeys([*draft.problems, *problems_of(facts, places=places)])
     if problems:
         raise ConfigError(list(problems), draft.source)

@@ -24,6 +24,15 @@ def data_size(facts: Facts) -> int:
     return facts.parallel.data
 
 
+def most_ranks(facts: Facts, slots: int) -> int | None:
+    """Return the most ranks that parallel.data = "auto" can use of `slots`; None where the layout alone decides."""
+    try:
+        replica = facts.parallel.tensor * facts.parallel.pipeline
+        return slots // replica * replica or None if facts.parallel.data == "auto" else None
+    except Unknown:
+        return None
+
+
 @dataclass(frozen=True)
 class BatchProblem(Exception):
     """The batch sizes contradict each other, or too few are set."""

@@ -60,11 +60,12 @@ def load(
     ds_json: Mapping[str, Any] | None = None,
     flags: Sequence[str] = (),
     world_size: int | None = None,
+    slots: int | None = None,
 ) -> LoadedRun:
     """Load the changed run as from its own folder, so that "run.toml" is its name in messages and origins."""
     path = write_run(folder, changed(changes or {}), ds_json)
     with chdir(folder):
-        return load_run(path.name, flags, world_size)
+        return load_run(path.name, flags, world_size, slots=slots)
 
 
 def problems(folder: Path, changes: Mapping[str, Any] | None = None, **arguments: Any) -> list[Problem]:

@@ -248,6 +248,14 @@ def test_data_follows_from_the_ranks_that_a_launcher_started(tmp_path: Path) -> 
     assert load(tmp_path, layout | {"parallel.data": 2}).config.layout.world_size == 8
 
 
+def test_data_takes_the_slots_that_whole_replicas_fill(tmp_path: Path) -> None:
+    layout = {"parallel.tensor": 2, "parallel.pipeline": 2, "training.global_batch_size": 8}
+    assert load(tmp_path, layout, slots=11).config.layout == Layout(pipeline=2, data=2, tensor=2)
+    # Fewer slots than one replica, and a layout that is set: the number of ranks is told, and may be too large.
+    assert load(tmp_path, layout, slots=3).config.layout.world_size == 4
+    assert load(tmp_path, layout | {"parallel.data": 1}, slots=11).config.layout.world_size == 4
+
+
 @pytest.mark.parametrize(
     "changes",
     [
