@@ -8,13 +8,14 @@ set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # The tests read the machine code of the CUDA kernels, also where torch has no CUDA.
 MEGALITE_CUDA=${MEGALITE_CUDA:-try} bash examples/setup.sh || exit
-set_up=$SECONDS
 python=.venv/bin/python
 chosen=()
 if [ "${1-}" = --all ]; then
     chosen=(-m "not gpu and not slow")
     shift
+    bash tests/launch/setup.sh || exit
 fi
+set_up=$SECONDS
 [ $# -eq 0 ] || exec "$python" -m pytest "${chosen[@]}" "$@"
 
 failed=()
