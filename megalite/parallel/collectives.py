@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megalite.launcher.progress import now
 from megalite.parallel.mesh import ParallelMesh, RankGroup
 
 # Waits for a started collective and returns its result.
@@ -31,6 +32,7 @@ class _Copy(torch.autograd.Function):
         grad = grad.clone(
             memory_format=torch.contiguous_format
         )  # autograd may still need the caller's tensor
+        now.collective("all_reduce", ctx.ranks.role)
         dist.all_reduce(grad, group=ctx.ranks.group)
         return grad, None
 
@@ -41,6 +43,7 @@ class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, partial_sums: Tensor, ranks: RankGroup) -> Tensor:
         ctx.mark_dirty(partial_sums)
+        now.collective("all_reduce", ranks.role)
         dist.all_reduce(partial_sums, group=ranks.group)
         return partial_sums
 
@@ -118,6 +121,7 @@ def reduce_from(partial_sums: Tensor, ranks: RankGroup) -> Tensor:
 def all_reduce(values: Tensor, ranks: RankGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
     """Reduce in place over the ranks, outside autograd; returns `values`."""
     if ranks.size > 1:
+        now.collective("all_reduce", ranks.role)
         dist.all_reduce(values, op=op, group=ranks.group)
     return values
 
@@ -127,12 +131,14 @@ def gather_ranks(values: Tensor, ranks: RankGroup) -> Tensor:
     if ranks.size == 1:
         return values.unsqueeze(0)
     gathered = values.new_empty(ranks.size, *values.shape)
+    now.collective("all_gather", ranks.role)
     dist.all_gather_single(gathered.flatten(0, 1), values.contiguous(), group=ranks.group)
     return gathered
 
 
 def start_all_reduce(values: Tensor, ranks: RankGroup) -> Pending:
     """Start an in-place all-reduce of contiguous `values`; outside autograd, like every start_* here."""
+    now.collective("all_reduce", ranks.role)
     work = dist.all_reduce(values, group=ranks.group, async_op=True)
 
     def finish() -> Tensor:
@@ -146,6 +152,7 @@ def start_gather(shard: Tensor, ranks: RankGroup) -> Pending:
     """Start the all-gather of dim 1: [B, S / n, ...] -> [B, S, ...]."""
     shard = shard.contiguous()
     gathered: Tensor = shard.new_empty(ranks.size, *shard.shape)
+    now.collective("all_gather", ranks.role)
     work = dist.all_gather_single(gathered.flatten(0, 1), shard, group=ranks.group, async_op=True)
 
     def finish() -> Tensor:
@@ -160,6 +167,7 @@ def start_reduce_scatter(partial_sums: Tensor, ranks: RankGroup) -> Pending:
     """Start the reduce-scatter of dim 1: [B, S, ...] -> [B, S / n, ...]."""
     by_rank = partial_sums.unflatten(1, (ranks.size, -1)).transpose(0, 1).contiguous()
     scattered: Tensor = by_rank.new_empty(by_rank.shape[1:])
+    now.collective("reduce_scatter", ranks.role)
     work = dist.reduce_scatter_single(scattered, by_rank.flatten(0, 1), group=ranks.group, async_op=True)
 
     def finish() -> Tensor:
@@ -177,5 +185,6 @@ def gather_last_dim(shard: Tensor, sizes: tuple[int, ...], ranks: RankGroup) -> 
     widest = max(sizes)
     padded = torch.nn.functional.pad(shard, (0, widest - shard.shape[-1])).contiguous()
     gathered = [torch.empty_like(padded) for _ in sizes]
+    now.collective("all_gather", ranks.role)
     dist.all_gather(gathered, padded, group=ranks.group)
     return torch.cat([part[..., :size] for part, size in zip(gathered, sizes, strict=True)], dim=-1)

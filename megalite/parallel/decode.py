@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megalite.launcher.progress import now
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.stages import PipelineSplit
 
@@ -40,6 +41,7 @@ def from_last_chunk(value: int, split: PipelineSplit, mesh: ParallelMesh) -> int
         return value
     sampled = torch.tensor(value, device=mesh.device)
     holder = mesh.pp.ranks[split.stage_of(len(split.layers) - 1)]
+    now.collective("broadcast", mesh.pp.role)
     dist.broadcast(sampled, src=holder, group=mesh.pp.group)
     return int(sampled)
 
@@ -48,9 +50,11 @@ def _hand_over(
     output: Tensor | None, source: int, target: int, mesh: ParallelMesh, hidden: Tensor
 ) -> Tensor | None:
     if mesh.at.pp == source and output is not None:
+        now.collective("send", mesh.pp.role)
         dist.send(output.contiguous(), dst=mesh.pp.ranks[target], group=mesh.pp.group)
     if mesh.at.pp == target:
         received = torch.empty_like(hidden)
+        now.collective("recv", mesh.pp.role)
         dist.recv(received, src=mesh.pp.ranks[source], group=mesh.pp.group)
         return received
     return None

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megalite.launcher.progress import now
 from megalite.ops.choice import PLAIN_TORCH, Operators
 from megalite.parallel.collectives import all_reduce
 from megalite.parallel.mesh import ParallelMesh
@@ -110,6 +111,7 @@ def sync_tied_weights(
     if mesh.tied.size > 1:
         for parameter in parameters:
             if len(parameter.spec.stages) > 1:
+                now.collective("broadcast", mesh.tied.role)
                 dist.broadcast(tensors[parameter.name].data, src=mesh.tied.ranks[0], group=mesh.tied.group)
 
 
@@ -162,6 +164,7 @@ def average_over_data(gradients: Sequence[Tensor], mesh: ParallelMesh) -> None:
         return
     for bucket in _buckets(gradients, lambda each: (each.dtype, each.numel() * each.element_size())):
         flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+        now.collective("all_reduce", copies.role)
         dist.all_reduce(flat, group=copies.group)
         flat.div_(copies.size)
         for gradient, mean in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup as ProcessGroup
 
 from megalite.errors import CheckpointError, LaunchError
+from megalite.launcher.progress import now
 from megalite.parallel.device import accelerator_id, require_distinct_accelerators
 from megalite.topology.axes import AXES, ROLES, Coordinates, Layout
 from megalite.topology.sharding import heads_held
@@ -21,11 +22,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RankGroup:
-    """The ranks of one process group, and this rank's index among them; a single rank needs no process group."""
+    """The ranks of one process group, and this rank's index among them; a single rank needs no process group.
+
+    role: the first axis or role of the mesh with these ranks, for messages.
+    """
 
     ranks: tuple[int, ...]
     rank: int
     group: ProcessGroup | None = None
+    role: str = ""
 
     @property
     def size(self) -> int:
@@ -83,7 +88,10 @@ class ParallelMesh:
         ends = tuple(dict.fromkeys((stages[0], stages[-1])))
         ranks_of["tied"] = ends if rank in ends else (rank,)
         # Roles with the same ranks share a group: each costs connections and, on a GPU, memory.
-        joined = {ranks: _join(ranks, rank) for ranks in dict.fromkeys(ranks_of.values())}
+        joined: dict[tuple[int, ...], RankGroup] = {}
+        for name, ranks in ranks_of.items():
+            if ranks not in joined:
+                joined[ranks] = _join(ranks, rank, name)
         return cls(
             layout,
             rank,
@@ -166,6 +174,7 @@ class ParallelMesh:
 
     def barrier(self) -> None:
         if self.layout.world_size > 1:
+            now.collective("barrier", "world")
             dist.barrier(group=self.host)
 
     def gather_objects(self, value: Any) -> list[Any] | None:
@@ -173,6 +182,7 @@ class ParallelMesh:
         if self.layout.world_size == 1:
             return [value]
         gathered: list[Any] | None = [None] * self.layout.world_size if self.rank == 0 else None
+        now.collective("gather", "world")
         dist.gather_object(value, gathered, group=self.host)
         return gathered
 
@@ -181,6 +191,7 @@ class ParallelMesh:
         if self.layout.world_size == 1:
             return value
         values = [value]
+        now.collective("broadcast", "world")
         dist.broadcast_object_list(values, group=self.host)
         return values[0]
 
@@ -188,6 +199,7 @@ class ParallelMesh:
         """Return the elementwise float64 sums over all ranks of numbers in host memory."""
         total = torch.tensor(values, dtype=torch.float64)
         if self.layout.world_size > 1:
+            now.collective("all_reduce", "world")
             dist.all_reduce(total, group=self.host)
         return total.tolist()
 
@@ -195,12 +207,14 @@ class ParallelMesh:
         """Return the maximum over all ranks, on every rank."""
         largest = torch.tensor(value, dtype=torch.float64)
         if self.layout.world_size > 1:
+            now.collective("all_reduce", "world")
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.host)
         return float(largest)
 
     def reduce_over_world(self, values: Tensor) -> Tensor:
         """Sum a tensor on the mesh's device over all ranks, in place, without a device synchronisation."""
         if self.layout.world_size > 1:
+            now.collective("all_reduce", "world")
             dist.all_reduce(values)
         return values
 
@@ -258,9 +272,10 @@ def disconnect() -> None:
         dist.destroy_process_group()
 
 
-def _join(ranks: tuple[int, ...], rank: int) -> RankGroup:
+def _join(ranks: tuple[int, ...], rank: int, role: str) -> RankGroup:
     # Only the members create the group, so the cost does not grow with the world.
-    return RankGroup(ranks, ranks.index(rank), dist.new_group(list(ranks), use_local_synchronization=True))
+    group = dist.new_group(list(ranks), use_local_synchronization=True)
+    return RankGroup(ranks, ranks.index(rank), group, role)
 
 
 def backend_of(device: torch.device) -> str:

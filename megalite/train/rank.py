@@ -21,6 +21,7 @@ from megalite.data.tokenizer import Tokenizer, load_tokenizer
 from megalite.errors import CheckpointError
 from megalite.launcher.detect import RankInfo
 from megalite.launcher.local import STOPPED
+from megalite.launcher.progress import Activity, now
 from megalite.monitor.console import announce
 from megalite.parallel.device import local_device
 from megalite.parallel.mesh import ParallelMesh, all_or_none, connect, disconnect
@@ -188,6 +189,7 @@ def _finish(done: _Done, folder: RunFolder) -> dict[str, Path]:
         places["tensorboard"] = folder.tensorboard
     if config.checkpoint.export:
         exported = best if config.checkpoint.export == "best" and best is not None else last
+        now.begin(Activity.EXPORTING)
         export(exported, folder.export, done.tokenizer_folder)
         if done.tokenizer_folder is None:
             done.reporter.say(

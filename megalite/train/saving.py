@@ -15,6 +15,7 @@ from megalite.checkpoint.staging import Staging
 from megalite.config.deepspeed.read import offload_devices
 from megalite.config.schema import RunConfig
 from megalite.launcher.process import available_memory_bytes
+from megalite.launcher.progress import Activity, now
 from megalite.monitor.metrics import SaveMetrics
 from megalite.train.state import StepReport
 from megalite.train.step import TrainStep
@@ -59,6 +60,7 @@ class RunSaver:
         at_once: the new checkpoint is published when this returns; otherwise it may be written asynchronously.
         Raises CheckpointError on every rank alike.
         """
+        now.begin(Activity.SAVING)
         done = self.finish()
         started, state = time.perf_counter(), self._trainer.state
         draft = self._trainer.draft(self._folder)

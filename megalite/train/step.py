@@ -18,6 +18,7 @@ from megalite.data.loader import StepLoader
 from megalite.data.prefetch import Prefetch
 from megalite.data.transfer import ArrivingBatch, BatchTransfer
 from megalite.errors import CheckpointError, TrainingError
+from megalite.launcher.progress import Activity, now
 from megalite.model.kernels import KernelChoice
 from megalite.model.replica import Replica
 from megalite.model.transformer import Stage
@@ -57,6 +58,7 @@ class TrainStep:
         """Called in every step before weights and optimizer state change; nothing else changes them."""
         self.kernels = kernels or known_kernels(config, shape, mesh.device)
         self.options = model_options(config, self.kernels.operators)
+        now.begin(Activity.BUILDING)
         self.replica, self.optimizer, self.pipeline = assemble(
             shape,
             config.split,
@@ -120,14 +122,18 @@ class TrainStep:
     def train_step(self) -> StepReport:
         """One global batch: forward and backward of all micro batches, then one update."""
         started = time.perf_counter()
+        now.begin(Activity.READING_BATCH)
         batch = self.batches.step_batch(self.state.samples).ready()
         data_seconds = time.perf_counter() - started
         loss_scale = self.optimizer.loss_scale
+        now.begin(Activity.FORWARD_BACKWARD)
         loss_on_device = self.pipeline.forward_backward(batch, loss_scale)
+        now.begin(Activity.REDUCING)
         self.optimizer.reduce_gradients()
         # Read after the gradient norm, for which the host waits anyway.
         loss_on_host = HostCopy(loss_on_device)
         learning_rate = self._current_learning_rate()
+        now.begin(Activity.UPDATING)
         self.before_update()
         try:
             update = self.optimizer.step(learning_rate)
@@ -139,6 +145,7 @@ class TrainStep:
         self.state = self.state.advanced(
             samples=self.config.batch.global_batch_size, tokens=self.tokens_per_step, skipped=update.skipped
         )
+        now.finished(self.state.step)
         self._require_progress(update.overflow, loss, batch)
         return StepReport(
             step=self.state.step,
@@ -217,6 +224,7 @@ class TrainStep:
 
         Layout, precision, global batch, length, schedule, groups and the optimizer's numbers are those of this run.
         """
+        now.begin(Activity.LOADING)
         loaded = load_checkpoint(checkpoint, self.replica, self.optimizer.state)
         unknown = loaded.trainer_state.keys() - asdict(TrainerState()).keys()
         if unknown:
@@ -225,6 +233,7 @@ class TrainStep:
                 " know; use the version that wrote it"
             )
         self.state = TrainerState(**loaded.trainer_state)
+        now.finished(self.state.step)
         self.learning_rate = schedule_of(self.config, self.total_steps)
         self.batches.close()
         self.batches = self._training_batches()

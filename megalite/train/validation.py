@@ -12,6 +12,7 @@ import torch
 from megalite.data.loader import StepLoader
 from megalite.data.token_file import TokenFile
 from megalite.errors import DataError
+from megalite.launcher.progress import Activity, now
 from megalite.monitor.metrics import ValidationMetrics
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ def validate(trainer: "TrainStep", sets: Mapping[str, HeldOutSet]) -> Validation
 
     Raises DataError if a set has no token to predict.
     """
+    now.begin(Activity.VALIDATING)
     started = time.perf_counter()
     total, tokens, means = 0.0, 0.0, {}
     for name, each in sets.items():

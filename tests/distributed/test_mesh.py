@@ -4,6 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megalite.launcher.progress import now
+from megalite.parallel.collectives import all_reduce
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.axes import AXES, ROLES, Layout
 
@@ -16,6 +18,11 @@ def groups_on_rank(layout: Layout) -> dict[str, tuple]:
         ranks[mesh.rank] = 1
         dist.all_reduce(ranks, group=group.group)
         seen[name] = (group.ranks, group.rank, tuple(ranks.nonzero().flatten().tolist()))
+    seen["collectives"] = []
+    for group in (mesh.tp, mesh.dense_gradients, mesh.tied):
+        now.restart()
+        all_reduce(torch.zeros(1), group)
+        seen["collectives"].append(now.last_collective)
     seen["gathered"] = mesh.gather_objects(str(mesh.at))
     seen["broadcast"] = mesh.broadcast_object(mesh.rank + 100)
     return seen
@@ -35,10 +42,16 @@ def test_groups_join_the_ranks_of_the_topology(ranks, layout):
             if rank in (stages[0], stages[-1])
             else (rank,)
         )
-        assert set(seen) == {*expected, "gathered", "broadcast"}
+        assert set(seen) == {*expected, "gathered", "broadcast", "collectives"}
         for name, members in expected.items():
             assert seen[name] == (members, members.index(rank), members), name
         assert seen["broadcast"] == 100
+        # A group is named by the axis where an axis has the same ranks as the role.
+        tied = "pp" if len(stages) == 2 else "tied"
+        reduced = {"tp": layout.tensor, "dp": layout.data, tied: len(expected["tied"])}
+        assert seen["collectives"] == [
+            f"all_reduce over {name}" * (size > 1) for name, size in reduced.items()
+        ]
     assert results[0]["gathered"] == [str(layout.coordinates(rank)) for rank in range(layout.world_size)]
 
 

@@ -14,6 +14,7 @@ from megalite.checkpoint.reader import CheckpointReader
 from megalite.checkpoint.regions import full_slice
 from megalite.data.loader import StepLoader
 from megalite.errors import CheckpointError
+from megalite.launcher.progress import Activity, now
 from megalite.parallel.mesh import ParallelMesh
 from megalite.train.step import TrainStep
 from tests.support.checkpoint_pairs import COMMON, save
@@ -94,6 +95,31 @@ def test_a_larger_batch_goes_on_behind_the_samples_that_were_seen(written: Path)
     assert asked == [12, 22]
     assert (trainer.state.step, trainer.state.samples) == (5, 32)
     assert trainer.state.tokens == 32 * 12
+
+
+def test_a_rank_says_which_part_of_a_step_it_is_in(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, seen = trainer_of(data__loader_workers=0), []
+
+    def noting(part: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any, **options: Any) -> Any:
+            seen.append((now.step, now.phase))
+            return part(*arguments, **options)
+
+        return run
+
+    for owner, name in (
+        (trainer.loader, "step_batch"),
+        (trainer.pipeline, "forward_backward"),
+        (trainer.optimizer, "reduce_gradients"),
+        (trainer.optimizer, "step"),
+    ):
+        monkeypatch.setattr(owner, name, noting(getattr(owner, name)))
+    now.restart()
+    trainer.resume(written)
+    trainer.train_step()
+    parts = [Activity.READING_BATCH, Activity.FORWARD_BACKWARD, Activity.REDUCING, Activity.UPDATING]
+    assert seen == [(BEFORE, part.value) for part in parts]
+    assert now.heartbeat() == {"step": BEFORE + 1, "activity": "between two steps"}
 
 
 def test_a_smaller_batch_is_read_ahead_too(written: Path) -> None:
