@@ -7,7 +7,7 @@ from importlib import import_module
 
 from megalite.cli.arguments import meant
 from megalite.errors import MegaliteError
-from megalite.launcher.detect import without_local_rank
+from megalite.launcher.local_rank import without_local_rank
 from megalite.version import __version__
 
 # Command -> description. Each is a module here with `run(arguments) -> exit code`, imported only when it runs.
@@ -34,7 +34,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     0: done. 1: the run failed. 2: wrong input. 75: stopped, to be resumed. 130: Ctrl-C. 141: stdout was closed.
     """
-    name, *rest = without_local_rank(sys.argv[1:] if argv is None else argv) or ["--help"]
+    try:
+        name, *rest = without_local_rank(sys.argv[1:] if argv is None else argv) or ["--help"]
+    except MegaliteError as error:
+        return _refused(error)
     if name == "help" and rest:
         name, rest = rest[0], _as_help(rest)
     if name in ("-h", "--help", "help"):
@@ -54,11 +57,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _PIPE_CLOSED
     except MegaliteError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+        return _refused(error)
     except KeyboardInterrupt:
         return _INTERRUPTED
     return code
+
+
+def _refused(error: MegaliteError) -> int:
+    print(f"error: {error}", file=sys.stderr)
+    return error.exit_code
 
 
 def _as_help(words: Sequence[str]) -> list[str]:

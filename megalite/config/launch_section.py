@@ -11,3 +11,9 @@ class LaunchSection(Section):
     collective_seconds: float = Field(
         1800.0, gt=0, description="seconds that a rank waits in a collective for the others"
     )
+    interface: str = Field(
+        "auto",
+        min_length=1,
+        description='network interface between hosts, such as "eth0"; "auto": GLOO_SOCKET_IFNAME or '
+        "NCCL_SOCKET_IFNAME where set, else by the route to rank 0",
+    )

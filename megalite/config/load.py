@@ -20,7 +20,8 @@ from megalite.config.starter import Starter
 from megalite.config.toml import read_toml
 from megalite.config.validate import validate
 from megalite.errors import ConfigError
-from megalite.launcher.detect import rank_info, without_local_rank
+from megalite.launcher.detect import rank_info
+from megalite.launcher.local_rank import without_local_rank
 
 logger = logging.getLogger(__name__)
 

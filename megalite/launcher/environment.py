@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
+from megalite.launcher.address import GLOO, interface_variables, route_to_master
 from megalite.launcher.detect import RankInfo
 from megalite.launcher.process import available_cores, keep_freed_memory
 
@@ -59,12 +60,14 @@ def prepare_process(
     *,
     local_ranks: int = 1,
     info: RankInfo | None = None,
+    interface: str = "auto",
     environ: MutableMapping[str, str] | None = None,
 ) -> int:
     """Set the variables of torch for this process and its forks; return the number of threads per rank.
 
     Call it before the first import of torch, which reads them once. info: the result of `rank_info`; None: this process
-    starts `local_ranks` ranks. Variables set by the user stay, except the thread counts if `threads` is a number.
+    starts `local_ranks` ranks. interface: the setting launch.interface. Variables set by the user stay, except the
+    thread counts if `threads` is a number. Raises LaunchError if ranks on several hosts could not reach each other.
     """
     environ = os.environ if environ is None else environ
     local_ranks = info.local_world_size if info else local_ranks
@@ -76,10 +79,11 @@ def prepare_process(
         environ.setdefault("GOMP_SPINCOUNT", "1000")
     keep_freed_memory()
 
-    loopback = any(name == "lo" for _, name in socket.if_nameindex())
-    if loopback and (info is None or info.on_one_node):
+    if info is not None and not info.on_one_node:
+        environ.update(interface_variables(route_to_master(info, environ, interface), environ))
+    elif any(name == "lo" for _, name in socket.if_nameindex()):
         # gloo fails if the host name does not resolve, and local ranks should not listen on the network.
-        environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        environ.setdefault(GLOO, "lo")
     if local_ranks > 1:
         environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads do not survive a fork
     if not any(node for pattern in _ACCELERATORS for node in Path("/dev").glob(pattern)):

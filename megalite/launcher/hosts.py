@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Literal
 
 from megalite.errors import LaunchError, Problem, problem_list
-from megalite.launcher.detect import node_names, tasks_per_node
 from megalite.launcher.hostfile import Host, read_hostfile
+from megalite.launcher.slurm import node_names, tasks_per_node
 
 Source = Literal["hostfile", "slurm", "local"]
 _GPU_FILE = re.compile(r"nvidia[0-9]+")

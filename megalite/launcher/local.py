@@ -112,7 +112,7 @@ def run_rank(
     only lost a peer. A MegaliteError of a single rank is raised unchanged. The process is killed a few seconds later
     (SIGALRM), so that a hanging destructor of a broken communicator does not hide the failure from the launcher.
     """
-    folder = FailureFolder(failures, layout, job=info.job or f"{info.node} {identity(os.getppid())}")
+    folder = FailureFolder(failures, layout, job=_start_of(info))
     folder.clear([info.rank])
     if info.launcher in _DIRECT_PARENTS:
         die_with_parent(os.getppid())
@@ -128,6 +128,13 @@ def run_rank(
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(_EXIT_SECONDS)
         raise folder.own_failure(report) from error
+
+
+def _start_of(info: RankInfo) -> str:
+    """Identify this start of the job; torchrun's id may come again, as its user chooses it."""
+    if info.job and info.launcher != "torchrun":
+        return info.job
+    return f"{info.node} {identity(os.getppid())}"
 
 
 class _Signals:

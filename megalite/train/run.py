@@ -102,7 +102,12 @@ class Trainer:
         _require_tensorboard(config, source)
         _require_checkpoint(config, info)
         computed = "torch" in sys.modules
-        threads = prepare_process(config.training.threads, local_ranks=config.layout.world_size, info=info)
+        threads = prepare_process(
+            config.training.threads,
+            local_ranks=config.layout.world_size,
+            info=info,
+            interface=config.launch.interface,
+        )
         if info is None or info.rank == 0:
             for line in start_lines(config, info, threads):
                 announce(line)

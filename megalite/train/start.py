@@ -51,8 +51,7 @@ def _processes(config: RunConfig, info: RankInfo | None) -> str:
     ranks = config.layout.world_size
     if info is None:
         return f"{_counted(ranks, 'process')} on this machine"
-    hosts = ceil(info.world_size / info.local_world_size)
-    return f"{_counted(ranks, 'process')} on {_counted(hosts, 'host')}, started by {info.launcher}"
+    return f"{_counted(ranks, 'process')} on {_counted(info.hosts, 'host')}, started by {info.launcher}"
 
 
 def _counted(number: int, noun: str) -> str:

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from megalite.errors import LaunchError
-from megalite.launcher.detect import RankInfo, local_rank_infos, node_names, rank_info, tasks_per_node
+from megalite.launcher.detect import RankInfo, local_rank_infos, rank_info
+from megalite.launcher.slurm import node_names, tasks_per_node
 
 # As seen in rank 5 of 8 (the second of two nodes) by a script that prints its environment.
 TORCHRUN = {
@@ -60,17 +61,17 @@ MPICH = {
     "MASTER_ADDR": "node-a",
 }
 EXPLICIT = {name: TORCHRUN[name] for name in TORCHRUN if not name.startswith(("TORCHELASTIC", "GROUP"))}
-FIVE = RankInfo(5, 8, 1, 4, "node-a", 29500, "", socket.gethostname())
+FIVE = RankInfo(5, 8, 1, 4, "node-a", 29500, "", socket.gethostname(), node_rank=1, hosts=2)
 
 
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [
-        (TORCHRUN, replace(FIVE, launcher="torchrun", master_port=29400)),
+        (TORCHRUN, replace(FIVE, launcher="torchrun", master_port=29400, job="torchrun none")),
         (DEEPSPEED, replace(FIVE, launcher="deepspeed")),
-        (EXPLICIT, replace(FIVE, launcher="the environment", master_port=29400)),
-        (OPENMPI, replace(FIVE, launcher="openmpi")),
-        (MPICH, replace(FIVE, launcher="mpich")),
+        (EXPLICIT, replace(FIVE, launcher="the environment", master_port=29400, node_rank=None)),
+        (OPENMPI, replace(FIVE, launcher="openmpi", node_rank=None)),
+        (MPICH, replace(FIVE, launcher="mpich", node_rank=None)),
         (
             SLURM,
             replace(
@@ -79,7 +80,7 @@ FIVE = RankInfo(5, 8, 1, 4, "node-a", 29500, "", socket.gethostname())
                 master_addr="node07",
                 master_port=24567,
                 node="node08",
-                job="1234567.0.0",
+                job="slurm 1234567.0.0",
             ),
         ),
     ],
@@ -158,16 +159,21 @@ def test_a_wrong_variable_is_named_with_its_value(variables, wrong, message):
 
 
 def test_a_stale_rank_beside_a_launcher_of_the_same_world_is_refused():
-    with pytest.raises(LaunchError, match="RANK is 5 but SLURM_PROCID is 6, in a world of 8"):
+    with pytest.raises(
+        LaunchError, match=r"^RANK = 5, WORLD_SIZE = 8, but SLURM_PROCID = 6, SLURM_STEP_NUM_TASKS = 8"
+    ):
         rank_info(EXPLICIT | SLURM | {"SLURM_PROCID": "6"})
-    with pytest.raises(LaunchError, match="OMPI_COMM_WORLD_RANK is 2"):
+    with pytest.raises(
+        LaunchError,
+        match=r"but OMPI_COMM_WORLD_RANK = 2, OMPI_COMM_WORLD_SIZE = 8: .* unset RANK, WORLD_SIZE",
+    ):
         rank_info(EXPLICIT | OPENMPI | {"OMPI_COMM_WORLD_RANK": "2"})
     assert rank_info(EXPLICIT | SLURM) is not None
 
 
 def test_the_shell_of_a_batch_job_is_told_from_its_tasks():
     shell = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_NUM_NODES": "1"}
-    with pytest.raises(LaunchError, match=r"SLURM_NTASKS = 4 .* start the ranks with srun"):
+    with pytest.raises(LaunchError, match=r"SLURM_NTASKS = 4, .*start the ranks with srun"):
         rank_info(shell)
     with pytest.raises(LaunchError, match="SLURM_JOB_NUM_NODES = 2"):
         rank_info(shell | {"SLURM_NTASKS": "1", "SLURM_JOB_NUM_NODES": "2"})

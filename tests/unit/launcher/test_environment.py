@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 
 from megalite.launcher import environment
+from megalite.launcher.address import Route
 from megalite.launcher.detect import RankInfo, local_rank_infos, rank_info
 from megalite.launcher.environment import export_rank, exported_rank, prepare_process, threads_per_rank
 
-FIVE = RankInfo(5, 8, 1, 4, "node-a", 29500, "", socket.gethostname())
+FIVE = RankInfo(5, 8, 1, 4, "node-a", 29500, "", socket.gethostname(), hosts=2)
 
 
 def test_what_is_exported_is_what_is_found_again(tmp_path):
@@ -76,9 +77,12 @@ def test_a_process_is_prepared_but_what_the_user_set_stays(four_cores, tmp_path)
     assert {name: environ[name] for name in mine} == mine
 
 
-def test_ranks_on_several_nodes_choose_their_own_interface(four_cores):
-    environ: dict[str, str] = {}
+def test_ranks_on_several_nodes_use_the_interface_of_their_route(four_cores, monkeypatch):
+    route = Route("eth0", "10.0.0.5", "10.0.0.1", serves=False)
+    monkeypatch.setattr(environment, "route_to_master", lambda info, environ, interface: route)
+    environ = {"NCCL_SOCKET_IFNAME": "eth0"}
     prepare_process(info=FIVE, environ=environ)
-    assert "GLOO_SOCKET_IFNAME" not in environ
+    assert environ["GLOO_SOCKET_IFNAME"] == environ["TP_SOCKET_IFNAME"] == "eth0"
+    environ = {}
     prepare_process(info=replace(FIVE, world_size=4, rank=1), environ=environ)
-    assert environ["GLOO_SOCKET_IFNAME"] == "lo"
+    assert environ["GLOO_SOCKET_IFNAME"] == "lo" and "NCCL_SOCKET_IFNAME" not in environ

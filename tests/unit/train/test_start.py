@@ -34,7 +34,7 @@ def test_hosts_stages_and_shares_are_named(tmp_path: Path) -> None:
         "deepspeed": {"zero_optimization": {"stage": 1}},
     }
     config = load(tmp_path, changes, world_size=8).config
-    info = SimpleNamespace(rank=0, world_size=8, local_world_size=4, launcher="torchrun")
+    info = SimpleNamespace(rank=0, world_size=8, hosts=2, launcher="torchrun")
     lines = dict(line.strip().split("  ", 1) for line in list(start.start_lines(config, info, 3))[1:])  # type: ignore[arg-type]
     facts = {name: fact.strip() for name, fact in lines.items()}
     assert facts["processes"] == "8 processes on 2 hosts, started by torchrun, 3 threads each"
