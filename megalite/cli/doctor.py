@@ -1,13 +1,20 @@
 """megalite doctor: show what is installed, what is missing and why that matters, and what a run would use."""
 
+import argparse
 import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megalite.cli.arguments import Parser
 from megalite.launcher.detect import rank_info
+from megalite.launcher.environment import variables
+from megalite.launcher.host_report import Wanted
+from megalite.launcher.hosts import HostOptions, find_hosts
 from megalite.launcher.machine import Finding, apex, packages, programs, system
+from megalite.launcher.preflight import SECONDS, preflight, transport_to
 from megalite.version import __version__
 
 if TYPE_CHECKING:
@@ -18,10 +25,13 @@ _CASE_WIDTH = 60
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run `megalite doctor [--json]`; return 0 if a training job can run here, 1 if something it needs is missing."""
-    parser = Parser(prog="megalite doctor", description=__doc__)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    options = parser.parse_args(arguments)
+    """Run `megalite doctor`; return 0 if a training job can run here, 1 if something it needs is missing.
+
+    With RUN.toml or --hostfile it checks all hosts of a launch instead; 2 if one of them cannot run its ranks.
+    """
+    options = _parser().parse_args(arguments)
+    if options.run_file or options.hostfile or options.include or options.exclude:
+        return _check_hosts(options)
     findings = {"packages": packages(), "programs": programs(), "optional": [apex()]}
     facts = {"megalite": __version__, **system(), "launcher": _launcher()}
     has_torch = _found(findings["packages"], "torch")
@@ -39,6 +49,53 @@ def run(arguments: Sequence[str]) -> int:
     return (
         0 if all(_found(findings["packages"], name) for name in ("torch", "tokenizers", "safetensors")) else 1
     )
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="megalite doctor", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print one JSON object, of this machine")
+    hosts = parser.add_argument_group("the hosts of a job, before it is launched")
+    hosts.add_argument(
+        "run_file",
+        type=Path,
+        nargs="?",
+        metavar="RUN.toml",
+        help="run whose file and folder every host must have; hosts: the hostfile's, or the SLURM allocation's",
+    )
+    hosts.add_argument("--hostfile", type=Path, metavar="FILE", help="lines of NAME slots=N")
+    hosts.add_argument(
+        "--include", default="", metavar="HOSTS", help="NAME[:SLOT,SLOT][@NAME...]: only these"
+    )
+    hosts.add_argument("--exclude", default="", metavar="HOSTS", help="NAME[:SLOT,SLOT][@NAME...]: not these")
+    hosts.add_argument(
+        "--preflight-seconds",
+        type=float,
+        default=SECONDS,
+        metavar="N",
+        help="how long each host may take for an answer (%(default)g)",
+    )
+    return parser
+
+
+def _check_hosts(options: argparse.Namespace) -> int:
+    """Print the preflight of all hosts; return 0 if all passed, 2 otherwise."""
+    run_folder = None
+    if options.run_file:
+        # Imported here: the report on this machine needs no settings.
+        from megalite.config.load import load_run
+
+        run_folder = Path(load_run(options.run_file).config.run.folder)
+    chosen = HostOptions(hostfile=options.hostfile, include=options.include, exclude=options.exclude)
+    found = find_hosts(chosen, variables())
+    wanted = Wanted(Path.cwd(), sys.executable, options.run_file, run_folder)
+    slots = {host.name: len(host.slots) for host in found.hosts}
+    print(f"asking {len(slots)} host{'s' * (len(slots) != 1)} of {found.named}")
+    result = preflight(slots, wanted, transport_to(found), options.preflight_seconds)
+    for line in result.lines():
+        print(line)
+    failed = len(slots) - len(result.passed)
+    print(f"{failed} of {len(slots)} hosts cannot run the job" if failed else "all hosts can run the job")
+    return 2 if failed else 0
 
 
 def _lines(

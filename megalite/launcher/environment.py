@@ -94,6 +94,11 @@ def prepare_process(
     return threads
 
 
+def variables() -> dict[str, str]:
+    """Return a copy of this process's environment variables."""
+    return dict(os.environ)
+
+
 def without_apex(environ: Mapping[str, str] | None = None) -> bool:
     """Whether MEGALITE_NO_APEX=1 turns NVIDIA Apex off."""
     return (os.environ if environ is None else environ).get("MEGALITE_NO_APEX", "") == "1"

@@ -82,7 +82,7 @@ class Finding:
 
 
 def judge(reports: Sequence[HostReport], wanted: Wanted) -> list[Finding]:
-    """Return the findings of all hosts, errors first."""
+    """Return the findings of all hosts."""
     found = [each for report in reports for each in _absent(report, wanted)]
     answering = [report for report in reports if not report.failure]
     for report in answering:
@@ -94,8 +94,7 @@ def judge(reports: Sequence[HostReport], wanted: Wanted) -> list[Finding]:
         for row, value, remedy, level in _COMPARED:
             found += _different(answering, row, value, remedy, level)
         found += _unlike_cards(answering)
-    order = ("error", "warning", "note")
-    return sorted(dict.fromkeys(found), key=lambda each: order.index(each.level))
+    return list(dict.fromkeys(found))
 
 
 def _absent(report: HostReport, wanted: Wanted) -> Iterator[Finding]:

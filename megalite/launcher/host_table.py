@@ -6,14 +6,15 @@ from typing import Any
 from megalite.launcher.host_report import Finding, HostReport, clock_ahead, size
 
 WIDTH = 110
-_MARKS = {"error": "! ", "warning": "? ", "note": "  "}
+_MARKS = {"note": "  ", "warning": "? ", "error": "! "}  # the gravest last
 _LABEL = 14
 _LONGEST_CELL = 28
 
 
 def table(reports: Sequence[HostReport], findings: Sequence[Finding]) -> Iterator[str]:
     """Yield the lines: the cells with an error begin with "!", those with a warning with "?"."""
-    marks = {(each.host, each.row): _MARKS[each.level] for each in reversed(findings)}
+    ranked = sorted(findings, key=lambda each: list(_MARKS).index(each.level))
+    marks = {(each.host, each.row): _MARKS[each.level] for each in ranked}
     columns = [_column(report, reports[0], marks) for report in _shown(reports, findings)]
     rows = [row for row in columns[0] if any(column[row].strip() not in ("", "-") for column in columns)]
     if left := len(reports) - len(columns):

@@ -22,6 +22,7 @@ from megalite.errors import LaunchError, listed
 from megalite.launcher import probe
 from megalite.launcher.host_report import Finding, HostReport, Wanted, is_loopback, judge
 from megalite.launcher.host_table import table
+from megalite.launcher.hosts import Hosts
 
 SECONDS = 20.0
 """How long a host may take for an answer, by default."""
@@ -61,6 +62,11 @@ def locally() -> Transport:
     return Transport("local", lambda host: ["sh", "-c"])
 
 
+def transport_to(found: Hosts) -> Transport:
+    """Return the way to reach hosts, which follows from where they were found."""
+    return {"hostfile": over_ssh, "slurm": over_srun, "local": locally}[found.source]()
+
+
 @dataclass(frozen=True)
 class Preflight:
     """The result: every host's report, in the order of the hosts, and the findings, errors first."""
@@ -75,24 +81,26 @@ class Preflight:
         return [report.host for report in self.reports if report.host not in failed]
 
     def lines(self) -> Iterator[str]:
-        """Yield the table and the findings as sentences."""
+        """Yield the table and the findings as sentences, errors last."""
         yield from table(self.reports, self.findings)
-        yield from self._sentences("error", "warning", "note")
+        for level in ("note", "warning", "error"):
+            yield from self._sentences(level)
 
     def require(self) -> None:
         """Raise LaunchError if any host has an error."""
-        failed = len(self.reports) - len(self.passed)
+        failed = [report.host for report in self.reports if report.host not in self.passed]
         if failed:
-            hosts = f"{failed} of {len(self.reports)} hosts" if len(self.reports) > 1 else "this host"
-            lines = [f"the preflight found errors on {hosts}; no rank was started", *self._sentences("error")]
-            raise LaunchError("\n  ".join(lines))
+            those = listed(failed, most=64) if len(self.reports) > 1 else "this machine"
+            raise LaunchError(
+                f"{those} did not pass the preflight, for the reasons above; no rank was started"
+            )
 
-    def _sentences(self, *levels: str) -> Iterator[str]:
-        groups: dict[tuple[str, str, str], list[str]] = {}
+    def _sentences(self, level: str) -> Iterator[str]:
+        groups: dict[tuple[str, str], list[str]] = {}
         for each in self.findings:
-            if each.level in levels:
-                groups.setdefault((each.level, each.message, each.remedy), []).append(each.host)
-        for (level, message, remedy), hosts in groups.items():
+            if each.level == level:
+                groups.setdefault((each.message, each.remedy), []).append(each.host)
+        for (message, remedy), hosts in groups.items():
             yield f"{level}: {listed(hosts, most=64)}: {message}" + (f"; {remedy}" if remedy else "")
 
 

@@ -1,6 +1,7 @@
 """megalite doctor says what is here, what is missing, and is not fooled by another project's apex."""
 
 import json
+import os
 import sys
 
 import pytest
@@ -47,3 +48,25 @@ def test_an_apex_without_compiled_parts_is_not_apex(tmp_path, monkeypatch, compi
     finding = machine.apex()
     assert bool(finding.found) == compiled
     assert compiled or "no compiled parts" in finding.without
+
+
+def test_a_hostfile_is_checked_before_a_launch(tmp_path, monkeypatch, capsys):
+    """ssh is a program of the test that refuses n1 and runs n0's command here."""
+    ssh = tmp_path / "ssh"
+    ssh.write_text('#!/bin/sh\nwhile [ "$1" != -- ]; do shift; done\n[ "$2" = n0 ] && exec sh -c "$3"\n'
+                   'echo "ssh: connect to host $2 port 22: Connection refused" >&2; exit 255\n')  # fmt: skip
+    ssh.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(
+        "megalite.launcher.preflight._connect", lambda *_: None
+    )  # it listens on all interfaces
+    hosts = tmp_path / "hosts"
+    hosts.write_text("n0 slots=1\nn1 slots=1\n")
+    assert main(["doctor", "--hostfile", str(hosts)]) == 2
+    said = capsys.readouterr().out
+    assert "error: n1: cannot be reached: ssh: connect to host n1 port 22: Connection refused" in said
+    assert said.endswith("1 of 2 hosts cannot run the job\n")
+    assert main(["doctor", "--hostfile", str(hosts), "--include", "n0"]) == 0
+    assert capsys.readouterr().out.endswith("all hosts can run the job\n")
+    assert main(["doctor", "--hostfile", str(hosts), "--exclude", "n7"]) == 2
+    assert "n7: is not a host of the hostfile" in capsys.readouterr().err
