@@ -12,7 +12,7 @@ from megalite.cli.arguments import Parser
 from megalite.launcher.detect import rank_info
 from megalite.launcher.environment import variables
 from megalite.launcher.host_report import Wanted
-from megalite.launcher.hosts import HostOptions, find_hosts
+from megalite.launcher.hosts import HostOptions, find_hosts, place_ranks
 from megalite.launcher.machine import Finding, apex, packages, programs, system
 from megalite.launcher.preflight import SECONDS, preflight, transport_to
 from megalite.version import __version__
@@ -79,16 +79,18 @@ def _parser() -> Parser:
 
 def _check_hosts(options: argparse.Namespace) -> int:
     """Print the preflight of all hosts; return 0 if all passed, 2 otherwise."""
-    run_folder = None
+    chosen = HostOptions(hostfile=options.hostfile, include=options.include, exclude=options.exclude)
+    found, run_folder = find_hosts(chosen, variables()), None
+    slots = {host.name: len(host.slots) for host in found.hosts}
     if options.run_file:
         # Imported here: the report on this machine needs no settings.
         from megalite.config.load import load_run
 
-        run_folder = Path(load_run(options.run_file).config.run.folder)
-    chosen = HostOptions(hostfile=options.hostfile, include=options.include, exclude=options.exclude)
-    found = find_hosts(chosen, variables())
+        config = load_run(options.run_file).config
+        run_folder = Path(config.run.folder)
+        placed, _ = place_ranks(found, config.layout.world_size)
+        slots = {host.name: len(host.slots) for host in placed}
     wanted = Wanted(Path.cwd(), sys.executable, options.run_file, run_folder)
-    slots = {host.name: len(host.slots) for host in found.hosts}
     print(f"asking {len(slots)} host{'s' * (len(slots) != 1)} of {found.named}")
     result = preflight(slots, wanted, transport_to(found), options.preflight_seconds)
     for line in result.lines():

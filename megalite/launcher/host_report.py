@@ -183,9 +183,9 @@ def _network(report: HostReport, wanted: Wanted) -> Iterator[Finding]:
         remedy = "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to one that all hosts have, or unset them"
         yield Finding(report.host, "address", message, remedy)
     loopback = [each for each in own["addresses"] if is_loopback(each)]
-    if loopback and report.to_first is not None:
+    if loopback and report.to_launcher is not None:
         message = (
-            f"its own name {report.facts['host']} is {loopback[0]} in /etc/hosts; megalite does not use it"
+            f"the host's own name has the address {loopback[0]} in its /etc/hosts; megalite does not use it"
         )
         yield Finding(report.host, "address", message, "", "note")
     if report.port_error:

@@ -292,7 +292,7 @@ def _connect(talks: Sequence[_Talk], together: _Together, wanted: Wanted) -> Non
     together(listen)
     own = probe.interfaces()
     here = probe.Listener(secrets.token_hex(8), address=own.get(wanted.interface, ""))
-    launcher = (_addresses(own, wanted.interface), here.port, here.token)
+    launcher = (_addresses(own, [], wanted.interface), here.port, here.token)
 
     def reach(talk: _Talk) -> None:
         others = [launcher, *([_target(first, wanted)] if first is not talk and first.port else [])]
@@ -311,11 +311,16 @@ def _connect(talks: Sequence[_Talk], together: _Together, wanted: Wanted) -> Non
 
 
 def _target(talk: _Talk, wanted: Wanted) -> tuple[list[str], int, str]:
-    return _addresses(talk.report.facts["interfaces"], wanted.interface), talk.port, talk.token
+    facts = talk.report.facts
+    addresses = _addresses(facts["interfaces"], facts["own_name"]["addresses"], wanted.interface)
+    return addresses, talk.port, talk.token
 
 
-def _addresses(interfaces: Mapping[str, str], chosen: str) -> list[str]:
-    """Return the addresses at which other hosts may find a host: those of its interfaces, or of the chosen one."""
+def _addresses(interfaces: Mapping[str, str], named: Sequence[str], chosen: str) -> list[str]:
+    """Return the addresses at which other hosts may find a host: those of its interfaces, or of the chosen one.
+
+    named: the addresses of the host's own name, which may be IPv6.
+    """
     if chosen in interfaces:
         return [interfaces[chosen]]
-    return [address for address in interfaces.values() if not is_loopback(address)]
+    return [address for address in dict.fromkeys([*interfaces.values(), *named]) if not is_loopback(address)]

@@ -143,7 +143,7 @@ def test_debians_own_name_is_a_note_that_stops_nothing():
     result = Preflight([report("n0", own_name=own)], judge([report("n0", own_name=own)], NEEDS))
     assert result.passed == ["n0"]
     assert list(result.lines())[-1] == (
-        "note: n0: its own name n0 is 127.0.1.1 in /etc/hosts; megalite does not use it"
+        "note: n0: the host's own name has the address 127.0.1.1 in its /etc/hosts; megalite does not use it"
     )
 
 
