@@ -1,0 +1,132 @@
+"""The messages between the ranks of a job and its coordinator: one JSON object a line, checked as untrusted input."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megalite.errors import LaunchError
+
+LINE_BYTES = 2**20
+"""The longest line that is read; a resolved configuration takes about 10 kB."""
+
+# kind -> field -> type. A message with another kind, a missing field or another type is malformed.
+_FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
+    # from a rank
+    "hello": {"job": str, "nonce": str, "rank": int, "world_size": int, "host": str, "pid": int},
+    "facts": {"name": str, "about": str, "facts": dict},
+    "announce": {"name": str, "value": (str, int, float, list, dict, type(None))},
+    "alive": {"step": (int, type(None)), "activity": str},
+    "failed": {"report": dict, "sent": (int, float)},
+    "stop": {"text": str, "exit_code": int},
+    "leave": {},
+    # from the coordinator
+    "joined": {"address": str},
+    "refused": {"reason": str, "final": bool},
+    "value": {"name": str, "value": (str, int, float, list, dict, type(None))},
+    "verdict": {"text": str, "exit_code": int, "rank": int, "host": str},
+}
+
+
+class MessageError(LaunchError):
+    """A line that no rank and no coordinator of this version sends."""
+
+
+@dataclass(frozen=True)
+class Hello:
+    """The identity of a rank, with which it opens its connection."""
+
+    rank: int
+    world_size: int
+    host: str
+    pid: int
+    job: str = ""
+    nonce: str = ""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Why a job ended before its ranks had left: the first cause, for the user.
+
+    rank, host: the rank at fault and its host; -1 and "" if no single rank is at fault.
+    """
+
+    text: str
+    exit_code: int = 1
+    rank: int = -1
+    host: str = ""
+
+
+def encode(kind: str, **fields: Any) -> bytes:
+    """Return a message as a line."""
+    return json.dumps({"kind": kind, **fields}).encode() + b"\n"
+
+
+def decode(line: bytes) -> dict[str, Any]:
+    """Return the fields of a message with its "kind". Raises MessageError for anything but a known message."""
+    try:
+        message: Any = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise MessageError(f"a line of {len(line)} bytes is not JSON") from error
+    kind = message.get("kind") if isinstance(message, dict) else None
+    if not isinstance(message, dict) or not isinstance(kind, str) or kind not in _FIELDS:
+        raise MessageError(f"a line of {len(line)} bytes is not a message of a rank")
+    for name, expected in _FIELDS[kind].items():
+        value = message.get(name, _MISSING)
+        # True is an int in Python.
+        if not isinstance(value, expected) or (isinstance(value, bool) and expected is not bool):
+            raise MessageError(f"{kind}: the field {name} is missing or has another type")
+    if kind == "facts" and not all(isinstance(value, str) for value in message["facts"].values()):
+        raise MessageError("facts: a value is not text")
+    return message
+
+
+_MISSING = object()
+
+
+class LineReader:
+    """Cuts the bytes of one connection into messages."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, received: bytes) -> list[dict[str, Any]]:
+        """Return the messages that are complete with these bytes. Raises MessageError, also for a line too long."""
+        *lines, self._rest = (self._rest + received).split(b"\n")
+        if len(self._rest) > LINE_BYTES or any(len(line) > LINE_BYTES for line in lines):
+            raise MessageError(f"a line is longer than {LINE_BYTES} bytes")
+        return [decode(line) for line in lines]
+
+
+def differences(facts: Mapping[int, Mapping[str, str]], hosts: Mapping[int, str]) -> list[str]:
+    """Return one line for each fact on which ranks differ: its name, each value, and who has it.
+
+    facts: rank -> name -> value; a rank without facts has no part. hosts: rank -> host.
+    """
+    told = {rank: each for rank, each in facts.items() if each}
+    lines = []
+    for name in sorted({name for each in told.values() for name in each}):
+        ranks_of: dict[str, list[int]] = {}
+        for rank, each in sorted(told.items()):
+            ranks_of.setdefault(each.get(name, "not set"), []).append(rank)
+        if len(ranks_of) > 1:
+            values = (f"{value} on {_places(ranks, hosts)}" for value, ranks in ranks_of.items())
+            lines.append(f"{name}: {', '.join(values)}")
+    return lines
+
+
+def _places(ranks: list[int], hosts: Mapping[int, str]) -> str:
+    names = list(dict.fromkeys(hosts[rank] for rank in ranks))
+    return f"{', '.join(names)} ({counted_ranks(ranks)})"
+
+
+def counted_ranks(ranks: list[int]) -> str:
+    """Return "rank 3" or "ranks 0-2, 5"."""
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    texts = [f"{first}" if first == last else f"{first}-{last}" for first, last in spans]
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(texts)}"
