@@ -9,9 +9,11 @@ import selectors
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from megalite.launcher.connection import raise_file_limit, watch_link
@@ -38,7 +40,11 @@ _UNSENT_BYTES = 2**24  # a rank that does not read for so long is lost
 
 @dataclass
 class RankState:
-    """The last news of a rank. heard: the time of its last message (time.time()). left: it ended in good order."""
+    """The last news of a rank.
+
+    heard: the time of its last message (time.time()). left, exit_code: it ended in good order. silent: the user was
+    told that it says nothing.
+    """
 
     host: str
     pid: int
@@ -46,6 +52,7 @@ class RankState:
     step: int | None = None
     activity: str = ""
     left: bool = False
+    exit_code: int | None = None
     silent: bool = False
 
 
@@ -93,6 +100,8 @@ class Coordinator:
         self._decide_at: float | None = None
         self._thread: threading.Thread | None = None
         self._stopped = False
+        # Appending to a deque is safe in a signal handler; a queue's lock is not.
+        self._calls = deque[Callable[[], None]]()
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         raise_file_limit(world_size + 100)
@@ -123,8 +132,7 @@ class Coordinator:
     def stop(self) -> None:
         """Make `serve` return soon; may be called from any thread and from a signal handler."""
         self._stopped = True
-        with suppress(OSError):
-            self._wake_sender.send(b".")
+        self._wake()
 
     def join(self, seconds: float) -> bool:
         """Wait until every rank has left or was told the verdict; False after `seconds`."""
@@ -137,7 +145,8 @@ class Coordinator:
         """Serve until every rank has left or was told the verdict; return the verdict, None without a failure."""
         self._began = self._told = time.monotonic()
         self._listener.setblocking(False)
-        self._wake_receiver.setblocking(False)
+        for each in (self._wake_receiver, self._wake_sender):
+            each.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._wake_receiver, selectors.EVENT_READ)
         try:
@@ -145,22 +154,45 @@ class Coordinator:
                 for key, events in self._selector.select(self._pause()):
                     if key.fileobj is self._listener:
                         self._accept()
+                    elif key.fileobj is self._wake_receiver:
+                        self._wake_receiver.recv(4096)
                     elif key.data is not None:
                         self._serve_connection(key.data, events)
+                while self._calls:
+                    self._calls.popleft()()
                 self._watch_time()
         finally:
             self._close()
         return self.verdict
 
     def fail(self, report: FailureReport) -> None:
-        """Add the report of a failed rank; the verdict follows soon, with the earliest cause."""
+        """Add the report of a failed rank, from any thread; the verdict follows soon, with the earliest cause."""
+        self._call(partial(self._fail, report))
+
+    def end(self, verdict: Verdict) -> None:
+        """Tell every rank a verdict, from any thread; the first one counts."""
+        self._call(partial(self._end, verdict))
+
+    def signal(self, number: int) -> None:
+        """Have every rank send itself a signal, one of PASSED_ON; from any thread, and from a signal handler."""
+        self._call(partial(self._broadcast, "signal", number=int(number)))
+
+    def _call(self, call: Callable[[], None]) -> None:
+        """Have the thread that serves make a call."""
+        self._calls.append(call)
+        self._wake()
+
+    def _wake(self) -> None:
+        with suppress(OSError):
+            self._wake_sender.send(b".")
+
+    def _fail(self, report: FailureReport) -> None:
         self._reports.append(report)
         delay = _SECONDARY_SECONDS if report.secondary else _PRIMARY_SECONDS
         at = time.monotonic() + delay
         self._decide_at = at if self._decide_at is None else min(self._decide_at, at)
 
-    def end(self, verdict: Verdict) -> None:
-        """Tell every rank a verdict; the first one counts."""
+    def _end(self, verdict: Verdict) -> None:
         if self.verdict is not None:
             return
         self.verdict = verdict
@@ -181,7 +213,7 @@ class Coordinator:
         if self.verdict is not None:
             return
         if self._decide_at is not None and now >= self._decide_at:
-            self.end(verdict_of(self._reports, self._layout))
+            self._end(verdict_of(self._reports, self._layout))
         elif not self.complete:
             self._watch_arrivals(now)
         else:
@@ -194,7 +226,7 @@ class Coordinator:
                 f"{missing} did not arrive within {self._rendezvous_seconds:g} s (launch.rendezvous_seconds); "
                 f"{self._here()}; look at the output of the missing ranks, and whether their hosts reach this one"
             )
-            self.end(Verdict(text, 1))
+            self._end(Verdict(text, 1))
         elif now - self._told >= WAITING_SECONDS:
             self._told = now
             self._say(f"waiting for {missing} ({now - self._began:.0f} s); {self._here()}")
@@ -273,11 +305,11 @@ class Coordinator:
             self._values[message["name"]] = message["value"]
             self._broadcast("value", name=message["name"], value=message["value"])
         elif kind == "failed":
-            self.fail(report_from(message))
+            self._fail(report_from(message))
         elif kind == "stop":
-            self.end(Verdict(message["text"], message["exit_code"], connection.rank, state.host))
+            self._end(Verdict(message["text"], message["exit_code"], connection.rank, state.host))
         elif kind == "leave":
-            state.left = True
+            state.left, state.exit_code = True, message["exit_code"]
         else:
             raise MessageError(f"{kind} is not a message of a rank")
 
@@ -327,7 +359,7 @@ class Coordinator:
             return
         lines = differences(told, {rank: state.host for rank, state in self.ranks.items()})
         if lines:
-            self.end(Verdict("\n  ".join([message["about"], *lines]), 2))
+            self._end(Verdict("\n  ".join([message["about"], *lines]), 2))
         else:
             self._values[name] = None
             self._broadcast("value", name=name, value=None)
@@ -339,7 +371,7 @@ class Coordinator:
         known = {report.rank for report in self._reports}
         if state is None or state.left or self.verdict is not None or connection.rank in known:
             return
-        self.fail(
+        self._fail(
             of_lost(
                 connection.rank,
                 self._layout,

@@ -1,5 +1,6 @@
 """A rank's connection to the coordinator of its job."""
 
+import os
 import socket
 import threading
 import time
@@ -151,10 +152,10 @@ class Member:
         self._send("stop", text=text, exit_code=exit_code)
         return self._await_verdict()
 
-    def leave(self) -> None:
-        """Tell that this rank has done its work; its end is no failure then."""
+    def leave(self, exit_code: int = 0) -> None:
+        """Tell that this rank has done its work and ends with an exit code in good order: 0, or 75 to be resumed."""
         self._left = True
-        self._send("leave")
+        self._send("leave", exit_code=exit_code)
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
         if self._thread is not threading.current_thread():
@@ -207,6 +208,8 @@ class Member:
             with self._changed:
                 self._values[message["name"]] = message["value"]
                 self._changed.notify_all()
+        elif message["kind"] == "signal":
+            os.kill(os.getpid(), message["number"])
         elif message["kind"] == "verdict":
             self._end(Verdict(**{name: message[name] for name in ("text", "exit_code", "rank", "host")}))
 

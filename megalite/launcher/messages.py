@@ -1,6 +1,7 @@
 """The messages between the ranks of a job and its coordinator: one JSON object a line, checked as untrusted input."""
 
 import json
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,9 @@ from megalite.errors import LaunchError
 
 LINE_BYTES = 2**20
 """The longest line that is read; a resolved configuration takes about 10 kB."""
+
+PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+"""The signals that the coordinator passes on to every rank."""
 
 # kind -> field -> type. A message with another kind, a missing field or another type is malformed.
 _FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
@@ -19,11 +23,12 @@ _FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "alive": {"step": (int, type(None)), "activity": str},
     "failed": {"report": dict, "sent": (int, float)},
     "stop": {"text": str, "exit_code": int},
-    "leave": {},
+    "leave": {"exit_code": int},
     # from the coordinator
     "joined": {"address": str},
     "refused": {"reason": str, "final": bool},
     "value": {"name": str, "value": (str, int, float, list, dict, type(None))},
+    "signal": {"number": int},
     "verdict": {"text": str, "exit_code": int, "rank": int, "host": str},
 }
 
@@ -76,6 +81,8 @@ def decode(line: bytes) -> dict[str, Any]:
         # True is an int in Python.
         if not isinstance(value, expected) or (isinstance(value, bool) and expected is not bool):
             raise MessageError(f"{kind}: the field {name} is missing or has another type")
+    if kind == "signal" and message["number"] not in PASSED_ON:
+        raise MessageError(f"signal: the number {message['number']} is not passed on")
     if kind == "facts" and not all(isinstance(value, str) for value in message["facts"].values()):
         raise MessageError("facts: a value is not text")
     return message
