@@ -88,6 +88,7 @@ class Host:
         self.name = f"n{number}"
         self.address = f"{NETWORK}.{FIRST_HOST + number}"
         self.folder = hosts.folder / self.name
+        self.log = self.folder / "log"
         self.pid = 0
         """The host's first process, as seen from outside; 0 if the host is down."""
 
@@ -286,12 +287,14 @@ class Hosts(Sequence[Host]):
         self._write_ssh()
         for host in self:
             self._write_files(host)
-            self._holders.append(subprocess.Popen(self._holder_command(host), start_new_session=True))
+            with host.log.open("w") as log:
+                command = self._holder_command(host)
+                self._holders.append(subprocess.Popen(command, stderr=log, start_new_session=True))
         for host in self:
             host.pid = self._first_process(host)
         self._connect()
         for host in self:
-            wait_until((host.folder / "ready").exists, 30, f"{host.name} is not ready")
+            wait_until((host.folder / "ready").exists, 30, f"{host.name} is not ready; see {host.log}")
             host.run(["/usr/sbin/sshd"], check=True)
 
     def _holder_command(self, host: Host) -> list[str]:
@@ -314,7 +317,7 @@ class Hosts(Sequence[Host]):
             lambda: bool(children(holder.pid)) or holder.poll() is not None, 30, f"{host.name} does not start"
         )
         if holder.poll() is not None:
-            raise HostsError(f"{host.name} ended while it started")
+            raise HostsError(f"{host.name} ended while it started: {host.log.read_text()}")
         return children(holder.pid)[0]
 
     def _connect(self) -> None:

@@ -1,0 +1,170 @@
+"""Commands that start `python -m MODULE ...` with real launchers on the hosts of a test, and the jobs so started."""
+
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from tests.support.hosts import Host, Hosts, wait_until
+
+PYTHON = sys.executable
+# Open MPI refuses to run as root without these.
+AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+TORCHRUN = (
+    "-m",
+    "torch.distributed.run",
+    "--nproc-per-node=2",
+    "--rdzv-backend=c10d",
+    "--rdzv-endpoint=n0:29400",
+)
+DEEPSPEED = ("-m", "deepspeed.launcher.runner")
+# Two nodes with two tasks each.
+TASKS = ("--nodes=2", "--ntasks-per-node=2")
+
+Start = tuple[Host, list[str], dict[str, str]]
+
+
+class Started:
+    """Launchers that run on hosts, one process on each host that was given one."""
+
+    def __init__(self, starts: Sequence[Start], cwd: Path) -> None:
+        self.hosts: Hosts = starts[0][0].hosts
+        self._outputs = [self.hosts.folder / f"output-{number}" for number in range(len(starts))]
+        self.launchers = []
+        for (host, command, env), path in zip(starts, self._outputs, strict=True):
+            with path.open("w") as file:
+                self.launchers.append(host.popen(command, env=env, cwd=cwd, stdout=file))
+
+    @property
+    def output(self) -> str:
+        """All that was printed so far, on both hosts."""
+        return "".join(path.read_text(errors="replace") for path in self._outputs)
+
+    def wait(self, timeout: float) -> list[int]:
+        """Wait until all launchers have ended and return their exit codes, negative for a signal."""
+        self._until(
+            lambda: all(each.poll() is not None for each in self.launchers), timeout, "the launchers run"
+        )
+        return [each.wait() for each in self.launchers]
+
+    def until(self, text: str, timeout: float) -> None:
+        """Wait until a text was printed."""
+        self._until(lambda: text in self.output or self._ended(), timeout, f"no {text!r}")
+        assert text in self.output, f"ended without {text!r}:\n{self.output}"
+
+    def gone(self, timeout: float, containing: str = "megalite") -> None:
+        """Wait until no process with this text in its command is left on the hosts."""
+        self._until(
+            lambda: not self.hosts.processes(containing),
+            timeout,
+            f"left: {self.hosts.processes(containing)}",
+        )
+
+    def _ended(self) -> bool:
+        return all(each.poll() is not None for each in self.launchers)
+
+    def _until(self, condition: Callable[[], bool], timeout: float, otherwise: str) -> None:
+        try:
+            wait_until(condition, timeout, otherwise, every=0.05)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.hosts.processes()}\n{self.output}") from None
+
+
+def run(
+    kind: str,
+    hosts: Hosts,
+    module: Sequence[str],
+    env: Mapping[str, str] | None = None,
+    options: Sequence[str] = (),
+    cwd: Path | None = None,
+) -> Started:
+    """Start `python -m MODULE ...` as two ranks on each of two hosts; kind: a name in LAUNCHERS.
+
+    `env` is added to the launcher's variables, `options` to its command line.
+    """
+    starts = [
+        (host, [*command], variables | dict(env or {}))
+        for host, command, variables in LAUNCHERS[kind](hosts, list(options), list(module))
+    ]
+    return Started(starts, cwd or hosts.folder)
+
+
+def mpi_path(hosts: Hosts, kind: str) -> dict[str, str]:
+    """Return variables that put one MPI's `mpirun` and `mpiexec` first; kind: openmpi or mpich."""
+    folder = hosts.folder / f"bin-{kind}"
+    folder.mkdir(exist_ok=True)
+    for name in ("mpirun", "mpiexec"):
+        # A script: through a link MPICH would look for its proxy beside the link.
+        (folder / name).write_text(f'#!/bin/sh\nexec /usr/bin/{name}.{kind} "$@"\n')
+        (folder / name).chmod(0o755)
+    path = {"PATH": f"{folder}:{Path(PYTHON).parent}:/usr/sbin:/usr/bin:/sbin:/bin"}
+    return path | (AS_ROOT if kind == "openmpi" else mpi4py_for_mpich(hosts))
+
+
+def mpi4py_for_mpich(hosts: Hosts) -> dict[str, str]:
+    """Return variables that let mpi4py's wheel find Debian's MPICH, whose library has another name there."""
+    folder = hosts.folder / "lib-mpich"
+    folder.mkdir(exist_ok=True)
+    library = subprocess.run(["ldconfig", "-p"], capture_output=True, text=True, check=True).stdout
+    path = next(line.split()[-1] for line in library.splitlines() if "libmpich.so.12 " in line)
+    if not (folder / "libmpi.so.12").exists():
+        (folder / "libmpi.so.12").symlink_to(path)
+    return {"MPI4PY_MPIABI": "mpich", "LD_LIBRARY_PATH": str(folder)}
+
+
+def mpich_hostfile(hosts: Hosts) -> str:
+    path = hosts.folder / "hostfile.mpich"
+    path.write_text("".join(f"{host.name}:2\n" for host in hosts))
+    return str(path)
+
+
+def deepspeed(
+    hosts: Hosts, options: list[str], module: list[str], env: dict[str, str] | None = None
+) -> list[Start]:
+    """`deepspeed --module`; --launcher is among the options."""
+    command = [PYTHON, *DEEPSPEED, "--hostfile", str(hosts.hostfile()), *options, "--module", *module]
+    return [(hosts[0], command, env or {})]
+
+
+def torchrun(hosts: Hosts, options: list[str], module: list[str]) -> list[Start]:
+    command = [PYTHON, *TORCHRUN, "--nnodes=2", "--rdzv-id=job", *options, "-m", *module]
+    return [(host, command, {"OMP_NUM_THREADS": "1"}) for host in hosts]
+
+
+def mpirun_openmpi(hosts: Hosts, options: list[str], module: list[str]) -> list[Start]:
+    exported = ["-x", "PATH", "-x", "PYTHONPATH"]
+    command = [
+        "mpirun.openmpi",
+        "--hostfile",
+        str(hosts.hostfile()),
+        *exported,
+        *options,
+        PYTHON,
+        "-m",
+        *module,
+    ]
+    return [(hosts[0], command, AS_ROOT)]
+
+
+def mpirun_mpich(hosts: Hosts, options: list[str], module: list[str]) -> list[Start]:
+    command = ["mpirun.mpich", "-f", mpich_hostfile(hosts), "-n", "4", *options, PYTHON, "-m", *module]
+    return [(hosts[0], command, mpi4py_for_mpich(hosts))]
+
+
+def srun(hosts: Hosts, options: list[str], module: list[str]) -> list[Start]:
+    return [(hosts[0], ["srun", *TASKS, *options, PYTHON, "-m", *module], {})]
+
+
+LAUNCHERS: dict[str, Callable[[Hosts, list[str], list[str]], list[Start]]] = {
+    "deepspeed-pdsh": deepspeed,
+    "deepspeed-openmpi": lambda hosts, options, module: deepspeed(
+        hosts, ["--launcher=openmpi", *options], module, mpi_path(hosts, "openmpi")
+    ),
+    "deepspeed-mpich": lambda hosts, options, module: deepspeed(
+        hosts, ["--launcher=mpich", *options], module, mpi_path(hosts, "mpich")
+    ),
+    "torchrun": torchrun,
+    "openmpi": mpirun_openmpi,
+    "mpich": mpirun_mpich,
+    "srun": srun,
+}
