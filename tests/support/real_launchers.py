@@ -126,6 +126,14 @@ def deepspeed(
     return [(hosts[0], command, env or {})]
 
 
+def deepspeed_mpich(hosts: Hosts, options: list[str], module: list[str]) -> list[Start]:
+    """The module's command as a script: deepspeed 0.19.8 starts its MPICH helper wrongly with --module."""
+    script, *arguments = str(Path(PYTHON).parent / module[0]), *module[1:]
+    options = ["--launcher=mpich", *options]
+    command = [PYTHON, *DEEPSPEED, "--hostfile", str(hosts.hostfile()), *options, script, *arguments]
+    return [(hosts[0], command, mpi_path(hosts, "mpich"))]
+
+
 def torchrun(hosts: Hosts, options: list[str], module: list[str]) -> list[Start]:
     command = [PYTHON, *TORCHRUN, "--nnodes=2", "--rdzv-id=job", *options, "-m", *module]
     return [(host, command, {"OMP_NUM_THREADS": "1"}) for host in hosts]
@@ -160,9 +168,7 @@ LAUNCHERS: dict[str, Callable[[Hosts, list[str], list[str]], list[Start]]] = {
     "deepspeed-openmpi": lambda hosts, options, module: deepspeed(
         hosts, ["--launcher=openmpi", *options], module, mpi_path(hosts, "openmpi")
     ),
-    "deepspeed-mpich": lambda hosts, options, module: deepspeed(
-        hosts, ["--launcher=mpich", *options], module, mpi_path(hosts, "mpich")
-    ),
+    "deepspeed-mpich": deepspeed_mpich,
     "torchrun": torchrun,
     "openmpi": mpirun_openmpi,
     "mpich": mpirun_mpich,
