@@ -80,17 +80,17 @@ def _parser() -> Parser:
 def _check_hosts(options: argparse.Namespace) -> int:
     """Print the preflight of all hosts; return 0 if all passed, 2 otherwise."""
     chosen = HostOptions(hostfile=options.hostfile, include=options.include, exclude=options.exclude)
-    found, run_folder = find_hosts(chosen, variables()), None
+    found, run_folder, interface = find_hosts(chosen, variables()), None, "auto"
     slots = {host.name: len(host.slots) for host in found.hosts}
     if options.run_file:
         # Imported here: the report on this machine needs no settings.
         from megalite.config.load import load_run
 
         config = load_run(options.run_file).config
-        run_folder = Path(config.run.folder)
+        run_folder, interface = Path(config.run.folder), config.launch.interface
         placed, _ = place_ranks(found, config.layout.world_size)
         slots = {host.name: len(host.slots) for host in placed}
-    wanted = Wanted(Path.cwd(), sys.executable, options.run_file, run_folder)
+    wanted = Wanted(Path.cwd(), sys.executable, options.run_file, run_folder, launch_interface=interface)
     print(f"asking {len(slots)} host{'s' * (len(slots) != 1)} of {found.named}")
     result = preflight(slots, wanted, transport_to(found), options.preflight_seconds)
     for line in result.lines():

@@ -20,7 +20,7 @@ _MOST_CLOCK_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Wanted:
-    """The needs of a job on every host.
+    """The needs of a job on every host; launch_interface: the setting launch.interface.
 
     folder: the ranks' working folder. python: their interpreter. environment: the variables that travel with the ranks.
     ports: where ranks listen; None: any free port.
@@ -32,6 +32,7 @@ class Wanted:
     run_folder: Path | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     ports: range | None = None
+    launch_interface: str = "auto"
 
     @cached_property
     def run_digest(self) -> str:
@@ -41,6 +42,8 @@ class Wanted:
     @property
     def interface(self) -> str:
         """The network interface that the user chose for collectives; "" if the route decides."""
+        if self.launch_interface != "auto":
+            return self.launch_interface
         chosen = self.environment.get("GLOO_SOCKET_IFNAME") or self.environment.get("NCCL_SOCKET_IFNAME", "")
         # NCCL also takes lists, prefixes and exclusions, which only NCCL can resolve.
         return chosen if chosen.replace("_", "").replace(".", "").isalnum() else ""
@@ -180,7 +183,9 @@ def _network(report: HostReport, wanted: Wanted) -> Iterator[Finding]:
     interfaces, own = report.facts["interfaces"], report.facts["own_name"]
     if wanted.interface and wanted.interface not in interfaces:
         message = f"there is no network interface {wanted.interface}; it has {', '.join(interfaces)}"
-        remedy = "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to one that all hosts have, or unset them"
+        remedy = (
+            'set launch.interface to one that all hosts have, or to "auto" (also without GLOO_SOCKET_IFNAME)'
+        )
         yield Finding(report.host, "address", message, remedy)
     loopback = [each for each in own["addresses"] if is_loopback(each)]
     if loopback and report.to_launcher is not None:
@@ -194,7 +199,7 @@ def _network(report: HostReport, wanted: Wanted) -> Iterator[Finding]:
 
 
 def _connections(answering: Sequence[HostReport], first: HostReport) -> Iterator[Finding]:
-    remedy = "open these ports between the hosts, or choose another network with GLOO_SOCKET_IFNAME"
+    remedy = "open these ports between the hosts, or choose another network with launch.interface"
     for report in answering:
         ways = (
             ("to first", report.to_first, f"{report.host} cannot connect to {first.host}"),

@@ -152,10 +152,11 @@ def test_an_interface_that_a_host_lacks_is_named_with_those_it_has():
     with_it = report("n0", interfaces={"lo": "127.0.0.1", "ib0": "10.0.0.1"})
     found = lines(with_it, report("n1"), needs=needs)
     assert (
-        "error: n1: there is no network interface ib0; it has lo, eth0; set GLOO_SOCKET_IFNAME and"
+        "error: n1: there is no network interface ib0; it has lo, eth0; set launch.interface to one that"
         in found[-1]
     )
     assert replace(NEEDS, environment={"NCCL_SOCKET_IFNAME": "^docker0"}).interface == ""
+    assert replace(needs, launch_interface="eth0").interface == "eth0"
 
 
 def test_a_failed_first_host_leaves_the_others_comparable():

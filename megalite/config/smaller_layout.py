@@ -1,0 +1,76 @@
+"""Finds the layout with which a run goes on when fewer ranks are left: same global batch, nearest legal sizes."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megalite.config.flags import as_flags
+from megalite.config.load import LoadedRun, load_run
+from megalite.config.schema import RunConfig
+from megalite.errors import ConfigError, LaunchError
+from megalite.topology.axes import Layout
+
+
+@dataclass(frozen=True)
+class SmallerRun:
+    """The run in the smaller layout, and the flags behind the others that lead to it."""
+
+    loaded: LoadedRun
+    flags: tuple[str, ...]
+
+
+def smaller_layout(path: Path | str, overrides: Sequence[str], ranks: int, slots: int) -> SmallerRun:
+    """Return the run of `ranks` ranks with at most `slots`; unchanged if that is no fewer.
+
+    Data parallelism shrinks first, then the pipeline, then tensor parallelism, as far as the rules of the configuration
+    allow. The global batch stays: micro batches become more, or smaller where no other number is legal.
+    Raises LaunchError if no layout of so few ranks is legal, ConfigError if the run itself is not.
+    """
+    loaded = load_run(path, overrides, ranks)
+    if ranks <= slots:
+        return SmallerRun(loaded, ())
+    problems = ""
+    for flags in _candidates(loaded.config, slots):
+        try:
+            return SmallerRun(load_run(path, [*overrides, *flags]), flags)
+        except ConfigError as error:
+            problems = problems or str(error)
+    raise LaunchError(
+        f"no layout of {slots} rank{'s' * (slots != 1)} or fewer is legal with the same global batch of "
+        f"{loaded.config.training.global_batch_size}; the nearest: {problems or 'none divides the batch'}"
+    )
+
+
+def _candidates(config: RunConfig, slots: int) -> Iterator[tuple[str, ...]]:
+    """Yield the flags of smaller layouts, the nearest first; the rules have yet to accept them."""
+    whole = config.layout
+    total, size = config.training.global_batch_size, config.training.micro_batch_size
+    assert total is not None and size is not None  # load_run solves them
+    for tensor in _divisors(whole.tensor):
+        for pipeline in range(whole.pipeline, 0, -1):
+            for data in range(min(whole.data, slots // (tensor * pipeline)), 0, -1):
+                for smaller in _divisors(size):
+                    if total % (smaller * data) == 0:
+                        layout = Layout(tensor=tensor, pipeline=pipeline, data=data)
+                        yield _flags(config, layout, smaller, total // (smaller * data))
+
+
+def _flags(config: RunConfig, layout: Layout, size: int, count: int) -> tuple[str, ...]:
+    settings: dict[str, object] = {
+        "parallel.tensor": layout.tensor,
+        "parallel.pipeline": layout.pipeline,
+        "parallel.data": layout.data,
+        "training.global_batch_size": size * count * layout.data,
+        "training.micro_batch_size": size,
+        "training.micro_batches": count,
+    }
+    if layout.pipeline != config.layout.pipeline:
+        settings["parallel.layers_per_stage"] = None  # its numbers are those of the old stages
+        if layout.pipeline == 1:
+            settings["parallel.virtual_stages"] = "auto"
+    return tuple(as_flags(settings))
+
+
+def _divisors(number: int) -> list[int]:
+    """Return the divisors, largest first."""
+    return [each for each in range(number, 0, -1) if number % each == 0]
