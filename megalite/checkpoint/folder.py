@@ -7,6 +7,7 @@ A save is written to `.step-000100.partial-<token>` and renamed to `step-000100`
 import logging
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from megalite.checkpoint.coverage import check_sizes
@@ -98,6 +99,16 @@ def find_latest(folder: Path) -> Path | None:
     if candidates or (folder / LATEST).exists():
         raise CheckpointError(f"{folder} has no complete checkpoint: {problem}; remove it to start anew")
     return None
+
+
+def progress_of_saves(folder: Path) -> frozenset[tuple[str, int]]:
+    """Return (file, bytes) of all unfinished saves in a `checkpoints` folder: it changes while any rank writes."""
+    found = set[tuple[str, int]]()
+    for path in folder.glob(".step-*.partial-*/*"):
+        # Published or removed meanwhile.
+        with suppress(OSError):
+            found.add((str(path), path.stat().st_size))
+    return frozenset(found)
 
 
 def find_checkpoint(path: Path) -> Path:

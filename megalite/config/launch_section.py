@@ -17,3 +17,8 @@ class LaunchSection(Section):
         description='network interface between hosts, such as "eth0"; "auto": GLOO_SOCKET_IFNAME or '
         "NCCL_SOCKET_IFNAME where set, else by the route to rank 0",
     )
+    grace_seconds: float = Field(
+        240.0,
+        gt=0,
+        description="seconds after a signal until a run is ended that neither ends nor writes its checkpoint",
+    )

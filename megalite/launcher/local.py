@@ -36,18 +36,21 @@ from megalite.launcher.process import (
 )
 from megalite.topology.axes import Layout
 
-# Called with the RankInfo and the job's arguments; returns the exit code: 0 or STOPPED.
+# Called with the RankInfo and the job's arguments; returns the exit code: 0, STOPPED or NOT_BEGUN.
 Worker = Callable[..., int]
 
-STOPPED = 75  # stopped in an orderly way, to be resumed
+STOPPED = 75  # stopped in an orderly way, to be resumed: every step of this start is saved
+NOT_BEGUN = 76  # stopped before the end of the first step of this start: nothing to save
 INTERRUPTED = 128 + signal.SIGINT
 TERMINATED = 128 + signal.SIGTERM
-_ORDERLY = (0, STOPPED)
+_ORDERLY = (0, STOPPED, NOT_BEGUN)
 
 # After the first failure the other ranks get time to report theirs, then SIGTERM, then SIGKILL.
 _GRACE_SECONDS = 1.5
 _TERMINATION_SECONDS = 1.0
 _EXIT_SECONDS = 3
+# Ranks that stop together end within this time: one that does not has lost the others, which were told alone.
+_STOP_SECONDS = 15.0
 
 # A terminal and the program that started this one may both pass on one Ctrl-C.
 SAME_PRESS_SECONDS = 0.3
@@ -56,7 +59,13 @@ SAME_PRESS_SECONDS = 0.3
 # they start ranks from their main thread; PR_SET_PDEATHSIG fires when the starting thread ends (as in MPI's daemons).
 _DIRECT_PARENTS = ("torchrun", "deepspeed")
 
-_WATCHED = (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)
+# What batch systems send before they end a job.
+_BATCH = (signal.SIGTERM, signal.SIGUSR1)
+_WATCHED = (signal.SIGINT, *_BATCH, signal.SIGCHLD)
+
+
+class Terminated(BaseException):
+    """SIGTERM or SIGUSR1 where there is nothing to save, as KeyboardInterrupt is SIGINT."""
 
 
 def run_local_ranks(
@@ -70,10 +79,10 @@ def run_local_ranks(
 ) -> int:
     """Run every rank of `layout` on this machine as `worker(info, *arguments)` and return the exit code.
 
-    The exit code is 0 if all ranks returned 0, 75 if all returned and at least one returned 75, and 143 if this process
-    received SIGTERM. It passes SIGTERM and the first SIGINT on to the ranks, which may take their time to save; a
-    second SIGINT kills them. Must be called from the main thread, for signals. A single rank runs in this process, as
-    in `run_rank`.
+    The exit code is 0 if all ranks returned 0, else 75 or 76 as the ranks returned, if no rank failed by itself. After
+    SIGTERM or SIGUSR1 to this process, it is 143 if a rank ended without saving. These signals and the first SIGINT are
+    passed on to the ranks, which may take their time to save; a second SIGINT kills them. Must be called from the main
+    thread, for signals. A single rank runs in this process, as in `run_rank`.
 
     failures: the folder for the reports of failed ranks. preload: modules to import before the fork; they must not
     start CUDA or compute on import. method: "spawn" starts each rank as a new Python process without preloading;
@@ -138,11 +147,12 @@ def _start_of(info: RankInfo) -> str:
 
 
 class _Signals:
-    """Counts SIGINT and SIGTERM inside of the `with` block; these and the end of a child wake `wait`."""
+    """Counts SIGINT, and notes SIGTERM and SIGUSR1, in the `with` block; these and the end of a child wake `wait`."""
 
     def __init__(self) -> None:
         self.interrupts = 0
-        self.terminations = 0
+        self.terminations: list[signal.Signals] = []
+        """Those of SIGTERM and SIGUSR1 that came, in order."""
         self._interrupted = -math.inf
 
     def __enter__(self) -> "_Signals":
@@ -174,7 +184,8 @@ class _Signals:
                 os.read(self._receiver, 4096)
 
     def _count(self, number: int, frame: FrameType | None) -> None:
-        self.terminations += number == signal.SIGTERM
+        if number in _BATCH:
+            self.terminations.append(signal.Signals(number))
         if number == signal.SIGINT and time.monotonic() - self._interrupted >= SAME_PRESS_SECONDS:
             self.interrupts, self._interrupted = self.interrupts + 1, time.monotonic()
 
@@ -252,7 +263,7 @@ class _LocalJob:
         """Return the exit code of the job; RankFailure with the first cause, KeyboardInterrupt after Ctrl-C."""
         codes = set(self._codes.values())
         if codes <= set(_ORDERLY):
-            return STOPPED if STOPPED in codes else 0
+            return max(codes)
         # A second Ctrl-C killed the ranks, or each saved and ended after the first.
         if self._signals.interrupts > 1 or codes == {INTERRUPTED}:
             raise KeyboardInterrupt
@@ -260,6 +271,9 @@ class _LocalJob:
         if all(report.secondary for report in reports):
             if self._signals.interrupts:
                 raise KeyboardInterrupt
+            # The others lost a rank that had stopped.
+            if TERMINATED not in codes and codes & {STOPPED, NOT_BEGUN}:
+                return STOPPED if STOPPED in codes else NOT_BEGUN
             if self._signals.terminations:
                 return TERMINATED
         raise self._folder.failure(reports)
@@ -268,6 +282,7 @@ class _LocalJob:
         reports = {report.rank: report for report in self._folder.read()}
         for rank, code in self._codes.items():
             caused_by_us = -code in self._sent[rank] or code - 128 in self._sent[rank]
+            caused_by_us |= code == TERMINATED and bool(self._signals.terminations)
             if code not in _ORDERLY and rank not in reports and not caused_by_us:
                 reports[rank] = self._folder.of_exit(
                     self._infos[rank], self._pids[rank], code, self._ended[rank]
@@ -283,10 +298,10 @@ class _LocalJob:
             if self._signals.interrupts > 1:
                 self._end_all_after(0.0, 0.0)
             self._interrupts = self._signals.interrupts
-        if self._signals.terminations > self._terminations:
-            # No escalation to SIGKILL: the ranks may be saving a checkpoint. SLURM sends SIGTERM repeatedly.
-            self._terminations = self._signals.terminations
-            self._send(signal.SIGTERM)
+        # No escalation to SIGKILL: the ranks may be saving a checkpoint.
+        for number in self._signals.terminations[self._terminations :]:
+            self._terminations += 1
+            self._send(number)
 
     def _reap(self) -> None:
         for rank, process in list(self._running.items()):
@@ -297,6 +312,8 @@ class _LocalJob:
             self._codes[rank], self._ended[rank] = code, time.time()
             if code not in _ORDERLY and not self._escalation:
                 self._end_all_after(_GRACE_SECONDS, _TERMINATION_SECONDS)
+            if code in (STOPPED, NOT_BEGUN) and not self._escalation:
+                self._end_all_after(_STOP_SECONDS, _TERMINATION_SECONDS)
 
     def _end_all_after(self, grace: float, termination: float) -> None:
         term = time.monotonic() + grace
@@ -332,6 +349,8 @@ def _run_new_rank(
         code = worker(info, *arguments)
     except KeyboardInterrupt:
         _end_now(INTERRUPTED)
+    except Terminated:
+        _end_now(NOT_BEGUN)
     except SystemExit:
         raise
     except BaseException as error:

@@ -62,6 +62,16 @@ def identity(process: int) -> str:
     return ".".join([str(process), *started])
 
 
+def caught_signals() -> set[int]:
+    """Return the signals that this process handles, in Python or in native code; an empty set without /proc."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return set()
+    masks = [int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:")]
+    return {number for mask in masks for number in range(1, 65) if mask >> (number - 1) & 1}
+
+
 def _status(process: int) -> list[str]:
     """Return the fields of /proc/PID/stat from the state on; empty if there is no such process."""
     try:

@@ -1,130 +1,258 @@
-"""SIGTERM and Ctrl-C: the run saves a checkpoint before it ends, and says how to resume."""
+"""SIGTERM, SIGUSR1 and Ctrl-C: the run saves a checkpoint before it ends, and says how to resume."""
 
-import math
 import os
 import select
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from enum import Enum
+from functools import partial
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 
-from megalite.checkpoint.folder import find_latest
+from megalite.checkpoint.folder import find_latest, progress_of_saves
 from megalite.config.schema import RunConfig
 from megalite.errors import CheckpointError
 from megalite.launcher.detect import RankInfo
-from megalite.launcher.local import SAME_PRESS_SECONDS
+from megalite.launcher.local import (
+    INTERRUPTED,
+    NOT_BEGUN,
+    SAME_PRESS_SECONDS,
+    STOPPED,
+    TERMINATED,
+    Terminated,
+)
+from megalite.launcher.process import caught_signals
 from megalite.monitor.console import announce
 
 # Ctrl-C first: a launcher may send both.
-NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
-# A launcher passes a signal on that SLURM or the terminal has sent to each rank already; deepspeed sends SIGTERM then.
+NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGUSR1: "SIGUSR1"}
+# What a batch system sends; it may send several of them, several times.
+_BATCH = (signal.SIGTERM, signal.SIGUSR1)
+# A launcher passes a signal on that the terminal has sent to each rank already.
 _PASSED_ON_SECONDS = 1.0
-# launch/slurm.sbatch has 300 between SIGTERM and the end of the time.
-_GRACE_SECONDS = 240.0
-
-
-class Terminated(BaseException):
-    """SIGTERM, as KeyboardInterrupt is SIGINT."""
+# A save is looked at this often in the grace time, and at least once in _LONGEST_LOOK_SECONDS.
+_LOOKS = 8
+_LONGEST_LOOK_SECONDS = 20.0
 
 
 def _raise(number: int, frame: FrameType | None) -> None:
+    # Batch systems repeat a signal: the clean-up behind the first one goes on.
+    ignore_repeated_signals()
     raise Terminated
 
 
 @contextmanager
-def termination_raised(info: RankInfo | None, ranks: int) -> Iterator[None]:
-    """Let SIGTERM raise Terminated where this process is the only rank; a launcher handles it elsewhere."""
-    alone = info is None and ranks == 1 and threading.current_thread() is threading.main_thread()
-    if not alone or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield
-        return
-    signal.signal(signal.SIGTERM, _raise)
+def termination_raised(info: RankInfo | None) -> Iterator[None]:
+    """Let SIGTERM and SIGUSR1 raise Terminated where no launcher started this process.
+
+    The process trains alone or starts the ranks; a launcher's rank has StopSignals instead.
+    """
+    ours = _replaceable(_BATCH) if info is None else []
+    for number in ours:
+        signal.signal(number, _raise)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-# The handlers that a run replaces; any other is the user's.
-_REPLACED: dict[signal.Signals, tuple[object, ...]] = {
-    signal.SIGTERM: (signal.SIG_DFL, _raise),
-    signal.SIGINT: (signal.default_int_handler,),
-}
+        for number in ours:
+            if signal.getsignal(number) is _raise:
+                signal.signal(number, signal.SIG_DFL)
 
 
 @contextmanager
-def interruption_noted(
-    told: Callable[[str], None], ended: Callable[[str, signal.Signals], None], *, launched: bool = False
-) -> Iterator[Callable[[], signal.Signals | None]]:
-    """Yield a function that returns SIGTERM or SIGINT once one has arrived, to be asked between two steps.
-
-    told: called with a line for the user when the first signal arrives. ended: called with the reason and the first
-    signal, to end the process, when a signal comes again later, or when the run is not over within the grace time.
-    Both are called in a thread, since the main one may wait for other ranks for ever. launched: a launcher started
-    this rank. A signal that the user handles or ignores is left alone; so are both outside of the main thread.
-    """
-    in_main = threading.current_thread() is threading.main_thread()
-    ours = [number for number, handlers in _REPLACED.items() if signal.getsignal(number) in handlers]
-    if not in_main or not ours:
-        yield lambda: None
-        return
-    noted: list[signal.Signals] = []
-    receiver, sender = os.pipe()
-    os.set_blocking(sender, False)
-    # By its number in a pipe: that arrives where the main thread hangs in a collective, and runs no Python code.
-    previous_sender = signal.set_wakeup_fd(sender, warn_on_full_buffer=False)
-    previous = {number: signal.signal(number, lambda *_: None) for number in ours}
-    for number in ours:
-        # Not every library goes on with a system call that was cut short.
-        signal.siginterrupt(number, False)
-    watch = threading.Thread(
-        target=_watch, args=(receiver, ours, noted, told, ended, launched), name="signals", daemon=True
-    )
-    watch.start()
+def signals_restored() -> Iterator[None]:
+    """Give SIGTERM and SIGUSR1 back to the caller after the `with` block, as they were before."""
+    before = {number: signal.getsignal(number) for number in _BATCH}
     try:
-        yield lambda: noted[0] if noted else None
+        yield
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(previous_sender)
-        os.close(sender)
-        watch.join()
-        os.close(receiver)
+        for number, handler in before.items():
+            if signal.getsignal(number) != handler:
+                signal.signal(number, handler)
 
 
-def _watch(
-    receiver: int,
-    ours: Collection[int],
-    noted: list[signal.Signals],
-    told: Callable[[str], None],
-    ended: Callable[[str, signal.Signals], None],
-    launched: bool,
-) -> None:
-    first = math.inf
-    while True:
-        left = max(0.0, first + _GRACE_SECONDS - time.monotonic()) if noted else None
-        if not select.select([receiver], [], [], left)[0]:
-            ended(f"the run was not over {_GRACE_SECONDS:g} s after {NAMES[noted[0]]}", noted[0])
+def ignore_repeated_signals() -> None:
+    """Ignore further SIGTERM and SIGUSR1, unless the user handles them: this process has been told and is ending."""
+    for number in _replaceable(_BATCH):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _replaceable(numbers: "tuple[signal.Signals, ...]") -> list[signal.Signals]:
+    """Return the signals that neither the user nor a native library handles or ignores; none outside of the main
+    thread, which alone may handle signals."""
+    if threading.current_thread() is not threading.main_thread():
+        return []
+    free = (signal.SIG_DFL, signal.default_int_handler, _raise)
+    # A handler in native code, such as faulthandler's, looks like SIG_DFL to Python.
+    native = {number for number in caught_signals() if signal.getsignal(number) is signal.SIG_DFL}
+    return [number for number in numbers if signal.getsignal(number) in free and number not in native]
+
+
+class _Phase(Enum):
+    FIRST_STEP = "up to the end of the first step of this start: there is nothing to save"
+    TRAINING = "a signal lets the run save and end between two steps"
+    SAVED = "every step is saved; the export may remain"
+
+
+class StopSignals:
+    """Notes SIGTERM, SIGUSR1 and SIGINT in the `with` block of a rank's whole life.
+
+    Called between two steps, it returns the first signal that has arrived, or None. Before the end of the first step
+    there is nothing to save, so a signal ends the rank at once: with exit code 76 (SIGINT: 130), or by Terminated
+    (KeyboardInterrupt) where the process trains alone. SIGTERM and SIGUSR1 count once, since batch systems repeat them;
+    a second Ctrl-C ends the rank at once. A rank is also ended when its grace time passes without the end of the run
+    and without progress of a save. Signals that the user handles or ignores are left alone; so are all outside of the
+    main thread. After a signal, SIGTERM and SIGUSR1 stay ignored: the process is ending.
+    """
+
+    def __init__(
+        self,
+        told: Callable[[str], None],
+        ended: Callable[[int], None],
+        *,
+        grace_seconds: float,
+        launched: bool = False,
+        alone: bool = False,
+        saves: Callable[[], object] = lambda: None,
+    ):
+        """
+        told: called with a line for the user. ended: called with the exit code, to end the process. Both are called in
+        a thread, since the main one may wait for other ranks for ever.
+        launched: a launcher started this rank. alone: the only rank, in the process of the user.
+        saves: returns a value that changes while any rank writes a checkpoint.
+        """
+        self._told, self._ended = told, ended
+        self._grace_seconds, self._launched, self._alone, self._saves = grace_seconds, launched, alone, saves
+        self._phase = _Phase.FIRST_STEP
+        self._noted: signal.Signals | None = None
+        self._first = self._alive = 0.0
+        self._save_seen = False
+        self._ours: list[signal.Signals] = []
+        self._over = threading.Event()
+
+    def __call__(self) -> signal.Signals | None:
+        """Return the first signal that has arrived."""
+        return self._noted
+
+    def first_step_over(self) -> None:
+        """From now on a signal lets the run save. To be called right after a collective, so that ranks agree."""
+        self._phase = _Phase.TRAINING
+
+    def all_saved(self) -> None:
+        """From now on nothing is left to save."""
+        self._phase = _Phase.SAVED
+
+    def __enter__(self) -> "StopSignals":
+        self._ours = _replaceable(tuple(NAMES))
+        if not self._ours:
+            return self
+        self._receiver, self._sender = os.pipe()
+        os.set_blocking(self._sender, False)
+        # By its number in a pipe: that arrives where the main thread hangs in a collective, and runs no Python code.
+        self._previous_sender = signal.set_wakeup_fd(self._sender, warn_on_full_buffer=False)
+        self._previous = {number: signal.signal(number, self._handle) for number in self._ours}
+        for number in self._ours:
+            # Not every library goes on with a system call that was cut short.
+            signal.siginterrupt(number, False)
+        self._thread = threading.Thread(target=self._watch, name="signals", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._ours:
             return
-        numbers = os.read(receiver, 4096)
-        if not numbers:
-            return
-        arrived = [signal.Signals(number) for number in numbers if number in ours]
-        if not arrived:
-            continue
-        if not noted:
-            first = time.monotonic()
-            noted.append(arrived[0])
-            name = NAMES[noted[0]]
-            told(f"{name}: the run saves and ends after this step; a second {name} ends it at once")
-            continue
-        pressed = arrived[0] is signal.SIGINT and not launched
-        if time.monotonic() - first >= (SAME_PRESS_SECONDS if pressed else _PASSED_ON_SECONDS):
-            ended(f"{NAMES[arrived[0]]} came again", noted[0])
-            return
+        for number, handler in self._previous.items():
+            told = self._noted is not None and number in _BATCH
+            signal.signal(number, signal.SIG_IGN if told else handler)
+        signal.set_wakeup_fd(self._previous_sender)
+        self._over.set()
+        os.close(self._sender)
+        self._thread.join()
+        os.close(self._receiver)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        """Raise in the main thread where nobody waits for this process; else the thread does all."""
+        ends = self._alone and self._phase is _Phase.FIRST_STEP
+        if number == signal.SIGINT and (ends or self._phase is _Phase.SAVED):
+            raise KeyboardInterrupt
+        if ends:
+            ignore_repeated_signals()
+            raise Terminated
+
+    def _watch(self) -> None:
+        while True:
+            left = None
+            if self._noted is not None:
+                left = max(0.0, self._alive + self._grace_seconds - time.monotonic())
+            if not select.select([self._receiver], [], [], left)[0]:
+                # A save may have made progress during the wait.
+                if time.monotonic() < self._alive + self._grace_seconds:
+                    continue
+                return self._out_of_time()
+            numbers = os.read(self._receiver, 4096)
+            arrived = [signal.Signals(number) for number in numbers if number in self._ours]
+            if not numbers:
+                return
+            if arrived and self._noted is None:
+                self._first = self._alive = time.monotonic()
+                self._noted = arrived[0]
+                if self._begin_to_end(arrived[0]):
+                    return
+            elif signal.SIGINT in arrived and self._phase is not _Phase.SAVED and self._is_second_press():
+                again = (
+                    "again" if self._noted is signal.SIGINT else f"after {NAMES[self._noted or arrived[0]]}"
+                )
+                return self._give_up(f"Ctrl-C came {again}")
+
+    def _begin_to_end(self, number: signal.Signals) -> bool:
+        """Say what the first signal leads to; return whether the rank has been ended."""
+        name, phase = NAMES[number], self._phase
+        if phase is _Phase.FIRST_STEP:
+            self._told(f"{name} before the end of the first step: the run ends, there is nothing to save")
+            if not self._alone:
+                self._ended(INTERRUPTED if number is signal.SIGINT else NOT_BEGUN)
+                return True
+        elif phase is _Phase.SAVED:
+            self._told(f"{name}: every step is saved; the run ends after the export")
+        else:
+            limit = f"without progress it is ended after {self._grace_seconds:g} s (launch.grace_seconds)"
+            again = f"a second {name} ends it at once" if number is signal.SIGINT else limit
+            self._told(f"{name}: the run saves and ends after this step; {again}")
+        threading.Thread(target=self._look_at_saves, name="save progress", daemon=True).start()
+        return False
+
+    def _is_second_press(self) -> bool:
+        apart = _PASSED_ON_SECONDS if self._launched else SAME_PRESS_SECONDS
+        return time.monotonic() - self._first >= apart
+
+    def _look_at_saves(self) -> None:
+        """Stop the clock of the grace time while a save makes progress; in a thread, since a dead disk may hang."""
+        every, last = min(self._grace_seconds / _LOOKS, _LONGEST_LOOK_SECONDS), self._saves()
+        while not self._over.wait(every):
+            now = self._saves()
+            if now != last:
+                self._alive, self._save_seen = time.monotonic(), True
+            last = now
+
+    def _out_of_time(self) -> None:
+        limit = f"{self._grace_seconds:g} s (launch.grace_seconds)"
+        assert self._noted is not None
+        if self._phase is _Phase.SAVED:
+            self._told(
+                f"ended before the export was written: it was not over {limit} after {NAMES[self._noted]}"
+            )
+            return self._ended(STOPPED)
+        if self._save_seen:
+            return self._give_up(f"the checkpoint stood still for {limit}")
+        self._give_up(f"the run was not over {limit} after {NAMES[self._noted]}")
+
+    def _give_up(self, reason: str) -> None:
+        self._told(f"ended without saving a checkpoint: {reason}")
+        self._ended(INTERRUPTED if self._noted is signal.SIGINT else TERMINATED)
 
 
 def tell_interruption(config: RunConfig, info: RankInfo | None) -> None:
@@ -139,7 +267,34 @@ def _what_is_left(config: RunConfig) -> str:
         last = find_latest(folder)
     except CheckpointError as error:
         return str(error)
-    again = "the same command" if config.checkpoint.resume == "auto" else 'checkpoint.resume = "auto"'
+    again = 'checkpoint.resume = "auto" resumes from it'
+    if config.checkpoint.resume == "auto":
+        again = "the same command, or a requeue of the job, resumes from it"
     if last is None:
-        return f"{folder} has no checkpoint yet; the same command starts from the beginning"
-    return f"the last checkpoint is {last}; {again} resumes from it"
+        return f"{folder} has no checkpoint yet; the same command, or a requeue of the job, starts from the beginning"
+    return f"the last checkpoint is {last}; {again}"
+
+
+def stop_signals(config: RunConfig, info: RankInfo) -> StopSignals:
+    """Return the StopSignals of one rank."""
+    return StopSignals(
+        announce if info.rank == 0 else lambda _: None,
+        partial(_end_process, config, info),
+        grace_seconds=config.launch.grace_seconds,
+        launched=info.launcher != "megalite",
+        alone=_is_alone(info),
+        saves=partial(progress_of_saves, Path(config.run.folder) / "checkpoints"),
+    )
+
+
+def _is_alone(info: RankInfo) -> bool:
+    return info.launcher == "megalite" and info.world_size == 1
+
+
+def _end_process(config: RunConfig, info: RankInfo, code: int) -> None:
+    """End this rank from any thread: its main thread may wait for other ranks for ever."""
+    # Ranks that a process of ours started leave the last line to that process.
+    if info.launcher != "megalite" or _is_alone(info):
+        with suppress(Exception):
+            tell_interruption(config, info)
+    os._exit(code)

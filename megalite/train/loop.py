@@ -2,17 +2,28 @@
 
 import signal
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from megalite.errors import TrainingError
+from megalite.launcher.local import INTERRUPTED, STOPPED
 from megalite.monitor.metrics import SaveMetrics, ValidationMetrics
 from megalite.train.callbacks import ActiveRun, Callback, Callbacks
-from megalite.train.interruption import NAMES
+from megalite.train.interruption import NAMES, StopSignals
 from megalite.train.report import RunReporter
 from megalite.train.saving import RunSaver
 from megalite.train.state import StepReport
 from megalite.train.step import TrainStep
+from megalite.train.time_budget import TimeBudget
 from megalite.train.validation import HeldOutSet, validate
+
+
+@dataclass(frozen=True)
+class StopConditions:
+    """The reasons to end a run before its last step: signals to this rank, and the time that this start has."""
+
+    signals: StopSignals
+    budget: TimeBudget
 
 
 class TrainingLoop:
@@ -26,19 +37,19 @@ class TrainingLoop:
         saver: RunSaver,
         *,
         callbacks: Sequence[Callback] = (),
-        interrupted: Callable[[], signal.Signals | None] = lambda: None,
+        stops: StopConditions,
         saved: Path | None = None,
     ):
-        """interrupted: returns the signal that asks this rank to end. saved: the checkpoint that was resumed."""
+        """saved: the checkpoint that was resumed."""
         self._trainer, self._held_out, self._reporter = trainer, held_out, reporter
-        self._saver, self._interrupted = saver, interrupted
+        self._saver, self._signals, self._budget = saver, stops.signals, stops.budget
         self._run = ActiveRun(trainer)
         self._callbacks = Callbacks(callbacks, self._run)
         self._config = trainer.config
         # Why the run stops early: a callback's reason or the name of a signal, the same on every rank.
         self._stopped: str | None = None
-        self.ended_by: signal.Signals | None = None
-        """The signal that ended the run before its last step, the same on every rank."""
+        self.exit_code = 0
+        """75 if the run was stopped before its last step to be resumed, 130 by Ctrl-C; the same on every rank."""
         self.saved = saved
         """The last published checkpoint, or the resumed one."""
 
@@ -49,6 +60,7 @@ class TrainingLoop:
         self._callbacks.train_start()
         if self._held_out and self._config.validation.at_start and trainer.state.step == 0:
             validation = self._validate()
+            assert validation is not None, "nothing cuts it short"
             self._reporter.start(validation, self._callbacks.validation_end(validation))
         while (reason := self._reason_to_end()) is None:
             self._step()
@@ -56,15 +68,14 @@ class TrainingLoop:
         return reason
 
     def _step(self) -> None:
-        report = self._train_step()
-        step, validation = report.step, None
+        report, validation = self._train_step(), None
         metrics = self._callbacks.step_end(report)
         every = self._config.validation.every
-        if self._held_out and every is not None and step % every == 0:
+        due = every is not None and report.step % every == 0
+        last = self._ends_here(validates=due)
+        if self._held_out and (due or last) and not self.exit_code:
             validation = self._validated(metrics)
-        last = self._ends_here()
-        if self._held_out and last and validation is None and self.ended_by is None:
-            validation = self._validated(metrics)
+            last = self._ends_here()
         self._reporter.step(report, validation, metrics)
         self._save(report, validation, last=last)
 
@@ -76,24 +87,32 @@ class TrainingLoop:
             self._published(self._saver.finish())
             raise
         self._saver.stepped(report)
+        self._budget.stepped(report.step_seconds)
         return report
 
-    def _validated(self, metrics: dict[str, float]) -> ValidationMetrics:
-        """Validate, and add the metrics that callbacks return for it to `metrics`."""
-        validation = self._validate()
-        metrics |= self._callbacks.validation_end(validation)
+    def _validated(self, metrics: dict[str, float]) -> ValidationMetrics | None:
+        """Validate, and add the metrics that callbacks return for it to `metrics`; None if a signal cuts it short."""
+        validation = self._validate(self._signalled)
+        if validation is not None:
+            metrics |= self._callbacks.validation_end(validation)
         return validation
 
-    def _validate(self) -> ValidationMetrics:
-        validation = validate(self._trainer, self._held_out)
-        minimum = self._config.validation.minimum_improvement
-        self._trainer.state = self._trainer.state.validated(validation.loss, minimum)
+    def _validate(self, ends: Callable[[], bool] = lambda: False) -> ValidationMetrics | None:
+        validation = validate(self._trainer, self._held_out, ends)
+        if validation is not None:
+            minimum = self._config.validation.minimum_improvement
+            self._trainer.state = self._trainer.state.validated(validation.loss, minimum)
+            self._budget.validated(validation.seconds)
         return validation
+
+    def _signalled(self) -> bool:
+        """Return whether any rank has a signal. Collective."""
+        return self._trainer.mesh.sum_over_world([float(self._signals() is not None)])[0] > 0
 
     def _save(self, report: StepReport, validation: ValidationMetrics | None, *, last: bool) -> None:
         settings = self._config.checkpoint
         best = settings.best and validation is not None and self._trainer.state.best_step == report.step
-        if not (last or best or (settings.every is not None and report.step % settings.every == 0)):
+        if not (last or best or self._saves_regularly()):
             return
         self._published(self._saver.save(at_once=last))
 
@@ -103,26 +122,49 @@ class TrainingLoop:
             self._reporter.saved(each)
             self._callbacks.checkpoint(each.path)
 
-    def _ends_here(self) -> bool:
-        """Return whether this step is the last one, on any rank's signal or callback. Collective.
+    def _saves_regularly(self) -> bool:
+        every = self._config.checkpoint.every
+        return every is not None and self._trainer.state.step % every == 0
+
+    def _ends_here(self, *, validates: bool = False) -> bool:
+        """Return whether this step is the last one, on any rank's signal or callback, or for want of time. Collective.
 
         The same sum over the ranks tells whether all have written the checkpoint in flight; then it is published.
+        validates: a validation comes next, not a step.
         """
         mesh, run = self._trainer.mesh, self._run
-        arrived, asks = self._interrupted(), run.asked_to_stop is not None
+        arrived, asks = self._signals(), run.asked_to_stop is not None
+        late = self._out_of_time(validates=validates)
         # Busy before failed: what fails between the two looks is seen.
-        flags = (self._saver.busy, self._saver.failed, asks, *(arrived is number for number in NAMES))
-        busy, failed, asked_any, *signals = (
+        flags = (
+            self._saver.busy,
+            self._saver.failed,
+            asks,
+            late is not None,
+            *(arrived is each for each in NAMES),
+        )
+        busy, failed, asked_any, late_any, *signals = (
             total > 0 for total in mesh.sum_over_world([float(each) for each in flags])
         )
+        self._signals.first_step_over()
         self._published(self._saver.advance(busy=busy, failed=failed))
         if asked_any:
             asked = [each for each in mesh.gather_objects(run.asked_to_stop) or [] if each is not None]
             self._stopped = mesh.broadcast_object(asked[0] if asked else None)
         number = next((each for each, came in zip(NAMES, signals, strict=True) if came), None)
         if number is not None and self._reason_to_end() is None:
-            self.ended_by, self._stopped = number, NAMES[number]
+            self._stopped = NAMES[number]
+            self.exit_code = INTERRUPTED if number is signal.SIGINT else STOPPED
+        elif late_any and self._reason_to_end() is None:
+            self._stopped, self.exit_code = mesh.broadcast_object(late), STOPPED
         return self._reason_to_end() is not None
+
+    def _out_of_time(self, *, validates: bool) -> str | None:
+        """Return why the time is up, on rank 0, whose clock counts."""
+        if self._trainer.mesh.rank > 0 or not self._budget.limited:
+            return None
+        save_seconds = self._saver.expected_seconds(another=self._saves_regularly())
+        return self._budget.reason_to_stop(save_seconds=save_seconds, validates=validates)
 
     def _reason_to_end(self) -> str | None:
         """Return why the run ends: None if it goes on, empty after the last step."""

@@ -1,11 +1,8 @@
 """The whole life of one rank: meet the others, find the inputs, resume, train, save, export."""
 
-import os
-import signal
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,41 +17,63 @@ from megalite.convert.huggingface.files import local_folder
 from megalite.data.tokenizer import Tokenizer, load_tokenizer
 from megalite.errors import CheckpointError
 from megalite.launcher.detect import RankInfo
-from megalite.launcher.local import STOPPED
+from megalite.launcher.local import INTERRUPTED
 from megalite.launcher.progress import Activity, now
-from megalite.monitor.console import announce
 from megalite.parallel.device import local_device
 from megalite.parallel.mesh import ParallelMesh, all_or_none, connect, disconnect
 from megalite.train.callbacks import Callback
 from megalite.train.inputs import RunInputs, found_to_resume, prepare_inputs
-from megalite.train.interruption import interruption_noted
+from megalite.train.interruption import StopSignals, stop_signals
 from megalite.train.kernel_choice import agreed_kernels
 from megalite.train.loaders import held_out_sets, loader_maker, training_loader
-from megalite.train.loop import TrainingLoop
+from megalite.train.loop import StopConditions, TrainingLoop
 from megalite.train.precision import Precision, choose_precision
 from megalite.train.report import RunReporter
 from megalite.train.run_folder import RunFolder
 from megalite.train.saving import RunSaver
 from megalite.train.start import data_line
 from megalite.train.step import TrainStep
+from megalite.train.time_budget import TimeBudget
 from megalite.train.validation import HeldOutSet
 
 
-def train_rank(info: RankInfo, config: RunConfig, threads: int, callbacks: Sequence[Callback] = ()) -> int:
+def train_rank(
+    info: RankInfo,
+    config: RunConfig,
+    threads: int,
+    callbacks: Sequence[Callback] = (),
+    budget: TimeBudget | None = None,
+    signals: StopSignals | None = None,
+) -> int:
     """Run one rank of the job that `config` describes, until its last step is saved and exported.
 
-    Returns the exit code: 0 after the last step, 75 if SIGTERM ended the run before. Raises KeyboardInterrupt if
-    Ctrl-C did; the run has saved a checkpoint then.
+    budget: the time that this start has; rank 0's counts. signals: those that this process notes already.
+    Returns the exit code: 0 after the last step, 75 if a signal or the want of time stopped the run before. Raises
+    KeyboardInterrupt after Ctrl-C; the run has saved a checkpoint then.
     """
+    with stop_signals(config, info) if signals is None else nullcontext(signals) as noted:
+        return _rank(info, config, threads, callbacks, StopConditions(noted, budget or TimeBudget()))
+
+
+def _rank(
+    info: RankInfo, config: RunConfig, threads: int, callbacks: Sequence[Callback], stops: StopConditions
+) -> int:
+    """As `train_rank`, with its signals noted."""
     torch.set_num_threads(threads)
     folder = RunFolder(Path(config.run.folder))
     # Ranks that we started run under the claim of the process that started them.
     claims = info.rank == 0 and info.launcher != "megalite"
     with folder.claimed() if claims else nullcontext():
-        return _live(info, config, folder, callbacks)
+        return _live(info, config, folder, callbacks, stops)
 
 
-def _live(info: RankInfo, config: RunConfig, folder: RunFolder, callbacks: Sequence[Callback]) -> int:
+def _live(
+    info: RankInfo,
+    config: RunConfig,
+    folder: RunFolder,
+    callbacks: Sequence[Callback],
+    stops: StopConditions,
+) -> int:
     """As `train_rank`, in a folder that is this job's alone."""
     device = local_device(info.local_rank, info.local_world_size)
     connect(
@@ -66,7 +85,7 @@ def _live(info: RankInfo, config: RunConfig, folder: RunFolder, callbacks: Seque
     )
     try:
         with folder.full_disk_explained():
-            done = _train(info, config, folder, device, callbacks)
+            done = _train(info, config, folder, device, callbacks, stops)
     except BaseException:
         # Others may be gone, and leaving a broken group can hang, and the failure has not been reported yet.
         if info.world_size == 1:
@@ -75,10 +94,10 @@ def _live(info: RankInfo, config: RunConfig, folder: RunFolder, callbacks: Seque
     else:
         disconnect()
         # Only now: the others need not wait while one rank writes and checks the export.
-        if done.ended_by is signal.SIGINT:
+        if done.exit_code == INTERRUPTED:
             raise KeyboardInterrupt
-        if done.ended_by is not None:
-            return STOPPED
+        if done.exit_code:
+            return done.exit_code
         if info.rank == 0 and done.last is not None:
             done.reporter.summary(_finish(done, folder), has_tokenizer=done.tokenizer_folder is not None)
     return 0
@@ -88,14 +107,14 @@ def _live(info: RankInfo, config: RunConfig, folder: RunFolder, callbacks: Seque
 class _Done:
     """The work that remains for a rank once its last step is saved.
 
-    last: the last checkpoint, if there is any. ended_by: the signal that ended the run before its last step.
+    last: the last checkpoint, if there is any. exit_code: 75 or 130 if the run was stopped before its last step.
     """
 
     config: RunConfig
     tokenizer_folder: Path | None
     reporter: RunReporter
     last: Path | None
-    ended_by: signal.Signals | None
+    exit_code: int
 
 
 def _train(
@@ -104,6 +123,7 @@ def _train(
     folder: RunFolder,
     device: torch.device,
     callbacks: Sequence[Callback],
+    stops: StopConditions,
 ) -> _Done:
     """Prepare the inputs, build the TrainStep, resume, write run.toml, and train up to the last checkpoint."""
     mesh = ParallelMesh.over_world(config.layout, device, sequence_parallel=config.parallel.sequence)
@@ -139,41 +159,26 @@ def _train(
     saver = RunSaver(
         trainer, folder.checkpoints, resumed_from=resumed_from, ranks_a_node=info.local_world_size
     )
-    with (
-        trainer.batches,
-        interruption_noted(
-            partial(_tell, info), partial(_end_now, info), launched=info.launcher != "megalite"
-        ) as interrupted,
-    ):
+    with trainer.batches:
         loop = TrainingLoop(
             trainer,
             held_out,
             reporter,
             saver,
             callbacks=callbacks,
-            interrupted=interrupted,
+            stops=stops,
             saved=resumed_from,
         )
         reason = loop.run()
+        stops.signals.all_saved()
     if reason:
         reporter.say(f"stopped after step {trainer.state.step}: {reason}")
-    return _Done(config, inputs.data.tokenizer, reporter, loop.saved, loop.ended_by)
+    return _Done(config, inputs.data.tokenizer, reporter, loop.saved, loop.exit_code)
 
 
 def _data_line(trainer: TrainStep, held_out: Mapping[str, HeldOutSet]) -> str:
     samples, validated = trainer.loader.samples_per_epoch, sum(each.samples for each in held_out.values())
     return data_line(trainer.config, samples=samples, held_out=validated, steps=trainer.total_steps)
-
-
-def _tell(info: RankInfo, text: str) -> None:
-    if info.rank == 0:
-        announce(text)
-
-
-def _end_now(info: RankInfo, reason: str, number: signal.Signals) -> None:
-    """End the process from any thread: the main one may wait for other ranks for ever."""
-    _tell(info, f"ended without saving a checkpoint: {reason}")
-    os._exit(128 + number)
 
 
 def _finish(done: _Done, folder: RunFolder) -> dict[str, Path]:

@@ -11,7 +11,7 @@ import select
 import sys
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -23,13 +23,22 @@ from megalite.config.schema import RunConfig
 from megalite.errors import ConfigError, LaunchError, Problem
 from megalite.launcher.detect import RankInfo, rank_info
 from megalite.launcher.environment import prepare_process
-from megalite.launcher.local import STOPPED, TERMINATED, run_local_ranks, run_rank
+from megalite.launcher.local import NOT_BEGUN, STOPPED, TERMINATED, Terminated, run_local_ranks, run_rank
 from megalite.monitor.console import announce
 from megalite.monitor.jsonl import read_metrics
 from megalite.train.callbacks import Callback
-from megalite.train.interruption import Terminated, tell_interruption, termination_raised
+from megalite.train.interruption import (
+    StopSignals,
+    ignore_repeated_signals,
+    signals_restored,
+    stop_signals,
+    tell_interruption,
+    termination_raised,
+)
 from megalite.train.start import start_lines
 
+# The run says what is saved, and how to resume.
+_TOLD = (STOPPED, NOT_BEGUN, TERMINATED)
 _PROBE_SECONDS = 10.0
 
 
@@ -72,31 +81,39 @@ class Trainer:
         Raises MegaliteError: of the input before anything starts, RankFailure with the first cause among all ranks.
         Raises KeyboardInterrupt after Ctrl-C, and SystemExit after SIGTERM, once the run has saved a checkpoint.
         """
-        if code := self.run("the configuration"):
+        with signals_restored():
+            code = self.run("the configuration")
+        if code:
             raise SystemExit(code)
         return TrainingResult(Path(self.config.run.folder))
 
     def run(self, source: str) -> int:
         """As `train`; the exit code of the job. `source`: where the user wrote the settings, for messages.
 
-        A run that SIGINT (KeyboardInterrupt) or SIGTERM ends says where it can be resumed. After SIGTERM the code is
-        75 with a checkpoint of the last step, 143 before the first step or when ended at once.
+        A run that SIGINT (KeyboardInterrupt), SIGTERM or SIGUSR1 ends says where it can be resumed. After SIGTERM or
+        SIGUSR1 the code is 75 with a checkpoint of the last step, 76 before the end of the first step of this start,
+        and 143 if the run could not save; both signals are ignored from then on, since batch systems repeat them.
         """
         _require_main_guard()
         config, info = self.config, rank_info()
         try:
-            with termination_raised(info, config.layout.world_size):
-                code = self._run(info, source)
+            with (
+                termination_raised(info),
+                stop_signals(config, info) if info is not None else nullcontext() as signals,
+            ):
+                code = self._run(info, source, signals)
+                if code in _TOLD:
+                    ignore_repeated_signals()
         except KeyboardInterrupt:
             tell_interruption(config, info)
             raise
         except Terminated:
-            code = TERMINATED
-        if code in (TERMINATED, STOPPED):
+            code = NOT_BEGUN
+        if code in _TOLD:
             tell_interruption(config, info)
         return code
 
-    def _run(self, info: RankInfo | None, source: str) -> int:
+    def _run(self, info: RankInfo | None, source: str, signals: StopSignals | None) -> int:
         config = self.config
         _require_ranks(config, info, source)
         _require_tensorboard(config, source)
@@ -122,7 +139,8 @@ class Trainer:
         folder = RunFolder(Path(config.run.folder))
         arguments = (config, threads, self.callbacks)
         if info is not None:
-            return run_rank(train_rank, info, config.layout, folder.failures, arguments=arguments)
+            own = (*arguments, signals)
+            return run_rank(train_rank, info, config.layout, folder.failures, arguments=own)
         method: Literal["fork", "spawn"] = "fork"
         if computed and config.layout.world_size > 1:
             method = self._start_method(threads)

@@ -22,6 +22,10 @@ from megalite.train.step import TrainStep
 
 # Steps without a save in flight, with which those during a save are compared.
 _COMPARED_STEPS = 20
+_RECENT_SAVES = 3
+# Before a first save is measured: weight, master and two moments, through a slow file system.
+_BYTES_PER_PARAMETER = 16
+_BYTES_PER_SECOND = 100e6
 
 
 class RunSaver:
@@ -40,6 +44,7 @@ class RunSaver:
         self._writer = BackgroundWriter(trainer.mesh)
         self._in_background = saves_in_background(trainer.config)
         self._waited_seconds = 0.0
+        self._save_seconds: deque[float] = deque(maxlen=_RECENT_SAVES)
         self._seconds_without_save: deque[float] = deque(maxlen=_COMPARED_STEPS)
         self._seconds_during_save: list[float] = []
         trainer.before_update = self._before_update
@@ -53,6 +58,14 @@ class RunSaver:
     def failed(self) -> bool:
         """Whether this rank has failed to write."""
         return self._writer.failed
+
+    def expected_seconds(self, *, another: bool) -> float:
+        """Return how long the last save of the run will take, as long as the slowest of recent ones.
+
+        Includes the wait for a checkpoint in flight. another: a regular checkpoint comes before the last one.
+        """
+        once = max(self._save_seconds) if self._save_seconds else self._estimated_seconds()
+        return once * (2 if another or self._writer.in_flight else 1)
 
     def save(self, *, at_once: bool) -> list[SaveMetrics]:
         """Save the current state once the checkpoint in flight, if any, is published; collective.
@@ -70,6 +83,7 @@ class RunSaver:
             return done
         write_draft(draft, self._trainer.mesh, tidy)
         seconds = time.perf_counter() - started
+        self._save_seconds.append(seconds)
         return [*done, SaveMetrics(state.step, draft.published, seconds, seconds)]
 
     def stepped(self, report: StepReport) -> None:
@@ -92,6 +106,10 @@ class RunSaver:
         """Write `best` at the start: a run may have been killed after saving a checkpoint, before naming it there."""
         if self._trainer.mesh.rank == 0:
             self._point_to(self._trainer.state.best_step)
+
+    def _estimated_seconds(self) -> float:
+        numel = sum(tensor.numel() for tensor in self._trainer.replica.tensors.values())
+        return numel * _BYTES_PER_PARAMETER / _BYTES_PER_SECOND
 
     def _before_update(self) -> None:
         started = time.perf_counter()
@@ -116,6 +134,7 @@ class RunSaver:
     def _published(self, written: Written | None) -> list[SaveMetrics]:
         if written is None:
             return []
+        self._save_seconds.append(written.write_seconds)
         during, self._seconds_during_save = self._seconds_during_save, []
         compared = bool(during and self._seconds_without_save)
         return [

@@ -45,9 +45,12 @@ def held_out_set(load: Callable[..., StepLoader], file: TokenFile, limit: int | 
     return HeldOutSet(load(file, shuffle=True, epochs=Fraction(limit, whole.samples_per_epoch)), limit)
 
 
-def validate(trainer: "TrainStep", sets: Mapping[str, HeldOutSet]) -> ValidationMetrics:
+def validate(
+    trainer: "TrainStep", sets: Mapping[str, HeldOutSet], ends: Callable[[], bool] = lambda: False
+) -> ValidationMetrics | None:
     """Evaluate the trainer's model on the sets; collective over the world, and without effect on the training.
 
+    ends: asked before every batch, and the same on every rank; once true, the validation stops and returns None.
     Raises DataError if a set has no token to predict.
     """
     now.begin(Activity.VALIDATING)
@@ -58,6 +61,8 @@ def validate(trainer: "TrainStep", sets: Mapping[str, HeldOutSet]) -> Validation
         stride = each.loader.global_batch_size
         with trainer.prefetch(each.loader, end=each.steps * stride) as batches:
             for step in range(each.steps):
+                if ends():
+                    return None
                 sums += trainer.evaluate(batches.step_batch(step * stride).ready())
         loss, weight = sums.tolist()  # the only wait for the device
         if weight == 0:

@@ -6,6 +6,7 @@ import random
 import re
 import signal
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from tests.support.jobs import Job, curve, descendants, running, tensor_hashes
 
 # The longest that a job may take to end after one of its ranks died.
 TEARDOWN_SECONDS = 5.0
+AGAIN = "the same command, or a requeue of the job, resumes from it"
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +113,7 @@ def test_the_same_command_again_has_nothing_left_to_do(job, undisturbed):
     [
         pytest.param(1, signal.SIGTERM, 75, marks=pytest.mark.slow),  # two ranks do what one does
         (2, signal.SIGTERM, 75),
+        (2, signal.SIGUSR1, 75),
         pytest.param(1, signal.SIGINT, 130, marks=pytest.mark.slow),
         (2, signal.SIGINT, 130),
     ],
@@ -125,13 +128,11 @@ def test_an_interrupted_run_saves_and_says_where_it_goes_on(tmp_path, ranks, num
     os.killpg(process.pid, number)
     output, _ = process.communicate(timeout=60)
     last = find_latest(folder / "checkpoints")
-    told = f"interrupted: the last checkpoint is {last}; the same command resumes from it"
+    told = f"interrupted: the last checkpoint is {last}; {AGAIN}"
     assert (process.returncode, output.splitlines()[-1]) == (code, told), output
     assert last.name == f"step-{curve(folder)[-1][0]:06d}"
-    name = "SIGTERM" if number == signal.SIGTERM else "Ctrl-C"
-    assert (
-        output.count(f"{name}: the run saves and ends after this step; a second {name} ends it at once") == 1
-    )
+    name = "Ctrl-C" if number == signal.SIGINT else number.name
+    assert output.count(f"{name}: the run saves and ends after this step; ") == 1
     assert f"stopped after step {curve(folder)[-1][0]}: {name}" in output
 
     _flip_a_bit_of_the_optimizer(last)
@@ -144,27 +145,67 @@ def test_an_interrupted_run_saves_and_says_where_it_goes_on(tmp_path, ranks, num
 
 
 @pytest.mark.extended
-def test_a_second_sigterm_ends_a_run_that_cannot_save(tmp_path):
-    """One rank stands still, so that the other waits for it in a collective."""
+def test_a_run_that_cannot_save_ends_when_its_grace_time_is_over(tmp_path):
+    """One rank stands still, so that the other waits for it in a collective; a second SIGTERM changes nothing."""
     job = Job.write(tmp_path, tensor=2, pipeline=1)
     folder = tmp_path / "run"
-    process = job.start(folder, "--training.steps", "100000")
+    process = job.start(folder, "--training.steps", "100000", "--launch.grace_seconds", "4")
     _wait_for(lambda: _recorded_steps(folder) >= 4)
     ranks = _ranks(process)
     os.kill(ranks[1], signal.SIGSTOP)
     process.terminate()
+    told_at = time.monotonic()
     time.sleep(1.5)
-    assert process.poll() is None and running(ranks) == ranks
     process.terminate()
+    time.sleep(0.5)
+    assert process.poll() is None and running(ranks) == ranks
+    output, _ = process.communicate(timeout=60)
+    assert 4 <= time.monotonic() - told_at < 4 + TEARDOWN_SECONDS
+    assert process.returncode == 143, output
+    assert "the run was not over 4 s (launch.grace_seconds) after SIGTERM" in output
+    last = find_latest(folder / "checkpoints")
+    assert output.splitlines()[-1] == f"interrupted: the last checkpoint is {last}; {AGAIN}"
+    assert not running(ranks)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stage", "number"),
+    [
+        (1, "  run folder ", signal.SIGTERM),
+        (1, "tokenizing", signal.SIGUSR1),
+        pytest.param(1, "model.kernels", signal.SIGTERM, marks=pytest.mark.slow),  # two ranks show more
+        pytest.param(2, "  run folder ", signal.SIGUSR1, marks=pytest.mark.slow),  # as with one rank
+        (2, "documents", signal.SIGTERM),
+        (2, "model.kernels", signal.SIGUSR1),
+    ],
+)
+@pytest.mark.extended
+def test_a_signal_before_the_first_step_ends_in_good_order(tmp_path, ranks, stage, number):
+    """While modules are imported, text is prepared, ranks meet or load: sent to all processes, as batch systems do."""
+    job = Job.write(tmp_path, tensor=ranks, pipeline=1)
+    folder = tmp_path / "run"
+    process = job.start(folder, "--training.steps", "100000")
+    _read_until(process, stage)
+    for pid in [process.pid, *descendants(process.pid)]:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+            os.kill(pid, signal.SIGCONT)
     told_at = time.monotonic()
     output, _ = process.communicate(timeout=60)
     assert time.monotonic() - told_at < TEARDOWN_SECONDS
-    assert process.returncode == 143, output
-    assert "ended without saving a checkpoint: SIGTERM came again" in output
-    last = find_latest(folder / "checkpoints")
-    told = f"interrupted: the last checkpoint is {last}; the same command resumes from it"
-    assert output.splitlines()[-1] == told
-    assert not running(ranks)
+    assert process.returncode == 76, output
+    assert _recorded_steps(folder) == 0 and "rror" not in output, output
+    assert output.splitlines()[-1] == (
+        f"interrupted: {folder / 'checkpoints'} has no checkpoint yet; the same command, or a requeue of the job, "
+        "starts from the beginning"
+    )
+
+
+def _read_until(process, text: str) -> None:
+    for line in process.stdout:
+        if text in line:
+            return
+    raise AssertionError(f"the job ended before it said {text!r}")
 
 
 def _flip_a_bit_of_the_optimizer(checkpoint: Path) -> None:

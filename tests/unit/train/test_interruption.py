@@ -1,9 +1,11 @@
-"""Messages of an interrupted run about its checkpoints."""
+"""Signals to a run, from the start of its process to its end; and the messages about its checkpoints."""
 
+import faulthandler
+import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,15 @@ from megalite.config.load import load_run
 from megalite.config.schema import RunConfig
 from megalite.errors import CheckpointError
 from megalite.launcher.detect import RankInfo
+from megalite.launcher.local import Terminated
 from megalite.train import interruption
-from megalite.train.interruption import Terminated, interruption_noted, tell_interruption, termination_raised
+from megalite.train.interruption import (
+    StopSignals,
+    ignore_repeated_signals,
+    signals_restored,
+    tell_interruption,
+    termination_raised,
+)
 from tests.unit.config.runs import changed, write_run
 
 
@@ -47,23 +56,65 @@ def test_each_state_of_the_folder(
 
     assert (
         said(None)
-        == f"interrupted: {folder} has no checkpoint yet; the same command starts from the beginning\n"
+        == f"interrupted: {folder} has no checkpoint yet; the same command, or a requeue of the job, starts from the"
+        " beginning\n"
     )
     here = f"interrupted: the last checkpoint is {folder / 'step-000003'}; "
-    assert said(folder / "step-000003") == here + "the same command resumes from it\n"
+    assert (
+        said(folder / "step-000003") == here + "the same command, or a requeue of the job, resumes from it\n"
+    )
     again = said(folder / "step-000003", rank(0), "never")
     assert again == here + 'checkpoint.resume = "auto" resumes from it\n'
     assert said(folder / "step-000003", rank(1)) == ""
     assert said(CheckpointError("none is whole; remove it")) == "interrupted: none is whole; remove it\n"
 
 
-def test_sigterm_is_raised_where_a_process_trains_alone() -> None:
-    with pytest.raises(Terminated), termination_raised(None, 1):
-        signal.raise_signal(signal.SIGTERM)
-    for info, ranks in ((None, 2), (rank(0), 1)):
-        with termination_raised(info, ranks):
-            assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+BATCH = (signal.SIGTERM, signal.SIGUSR1)
+
+
+@pytest.fixture(autouse=True)
+def handlers_restored() -> Iterator[None]:
+    numbers = (*BATCH, signal.SIGINT)
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+class Job:
+    """What a rank says and how it is ended."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.told: list[str] = []
+        self.ended: list[int] = []
+        self.signals = StopSignals(
+            self.told.append, self.ended.append, **{"grace_seconds": 240.0, **settings}
+        )
+
+
+@pytest.mark.parametrize("number", BATCH)
+def test_a_batch_signal_is_raised_once_where_no_launcher_started_the_process(number: signal.Signals) -> None:
+    with pytest.raises(Terminated), termination_raised(None):
+        try:
+            signal.raise_signal(number)
+        finally:
+            signal.raise_signal(signal.SIGTERM)  # again, during the clean-up
+            signal.raise_signal(signal.SIGUSR1)
+    assert {signal.getsignal(each) for each in BATCH} == {signal.SIG_IGN}
+
+
+def test_a_launched_rank_and_a_run_without_signals_keep_the_handlers() -> None:
+    for info in (None, rank(0)):
+        with termination_raised(info):
+            assert (signal.getsignal(signal.SIGTERM) is signal.SIG_DFL) is (info is not None)
+        assert {signal.getsignal(each) for each in BATCH} == {signal.SIG_DFL}
+
+
+def test_a_caller_from_python_gets_its_handlers_back() -> None:
+    with signals_restored():
+        ignore_repeated_signals()
+        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
 
 
 def wait_for(event: Callable[[], bool]) -> None:
@@ -73,77 +124,187 @@ def wait_for(event: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-@pytest.mark.parametrize(("number", "name"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "Ctrl-C")])
-def test_a_signal_is_noted_and_a_second_one_later_ends(
-    monkeypatch: pytest.MonkeyPatch, number: signal.Signals, name: str
-) -> None:
-    told: list[str] = []
-    ended: list[tuple[str, signal.Signals]] = []
-    before = signal.getsignal(number)
-    with interruption_noted(told.append, lambda *each: ended.append(each)) as interrupted:
-        assert interrupted() is None
+@pytest.mark.parametrize("number", BATCH)
+def test_a_batch_signal_is_noted_and_its_repetitions_change_nothing(number: signal.Signals) -> None:
+    """SLURM sends SIGCONT with each, and SIGTERM again when the time is over."""
+    job = Job()
+    with job.signals as signals:
+        signals.first_step_over()
+        assert signals() is None
+        signal.raise_signal(signal.SIGCONT)
         signal.raise_signal(number)
-        wait_for(lambda: interrupted() is number and bool(told))
-        signal.raise_signal(number)  # the same once more: from the process group and from the parent
+        signal.raise_signal(signal.SIGCONT)
+        wait_for(lambda: signals() is number and bool(job.told))
+        signals._first -= 100  # the next ones come much later
+        for each in (signal.SIGTERM, signal.SIGCONT, signal.SIGTERM, signal.SIGUSR1):
+            signal.raise_signal(each)
         time.sleep(0.1)
-        assert not ended
-        for seconds in ("_PASSED_ON_SECONDS", "SAME_PRESS_SECONDS"):
-            monkeypatch.setattr(interruption, seconds, 0.0)
-        signal.raise_signal(number)
-        wait_for(lambda: bool(ended))
-    assert told == [f"{name}: the run saves and ends after this step; a second {name} ends it at once"]
-    assert ended == [(f"{name} came again", number)]
-    assert signal.getsignal(number) is before
+        assert signals() is number
+    assert job.told == [
+        f"{number.name}: the run saves and ends after this step; without progress it is ended after 240 s "
+        "(launch.grace_seconds)"
+    ]
+    assert not job.ended
+    # The process is ending, and signals may still come.
+    assert {signal.getsignal(each) for each in BATCH} == {signal.SIG_IGN}
 
 
 @pytest.mark.parametrize("launched", [False, True])
-def test_sigterm_behind_ctrl_c_is_the_same_one(launched: bool) -> None:
-    """deepspeed sends both."""
-    ended: list[tuple[str, signal.Signals]] = []
-    with interruption_noted(
-        lambda _: None, lambda *each: ended.append(each), launched=launched
-    ) as interrupted:
+def test_a_second_ctrl_c_ends_at_once(launched: bool) -> None:
+    job, before = Job(launched=launched), signal.getsignal(signal.SIGINT)
+    with job.signals as signals:
+        signals.first_step_over()
         signal.raise_signal(signal.SIGINT)
-        wait_for(lambda: interrupted() is not None)
-        time.sleep(0.4)
-        signal.raise_signal(signal.SIGTERM)
+        wait_for(lambda: signals() is signal.SIGINT and bool(job.told))
+        signal.raise_signal(signal.SIGINT)  # the same once more: from the process group and from the parent
         time.sleep(0.1)
-        if launched:  # the terminal's, and the launcher's
+        assert not job.ended
+        signals._first -= 0.5
+        if launched:  # the launcher passes on what the terminal has sent to all
             signal.raise_signal(signal.SIGINT)
             time.sleep(0.1)
-        assert interrupted() is signal.SIGINT and not ended
+            assert not job.ended
+            signals._first -= 0.6
+        signal.raise_signal(signal.SIGINT)
+        wait_for(lambda: bool(job.ended))
+    assert job.told[0] == "Ctrl-C: the run saves and ends after this step; a second Ctrl-C ends it at once"
+    assert job.told[1:] == ["ended without saving a checkpoint: Ctrl-C came again"] and job.ended == [130]
+    assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_a_run_that_does_not_end_in_time_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended: list[tuple[str, signal.Signals]] = []
-    monkeypatch.setattr(interruption, "_GRACE_SECONDS", 0.1)
-    with interruption_noted(lambda _: None, lambda *each: ended.append(each)) as interrupted:
-        time.sleep(0.2)
-        assert not ended and interrupted() is None
+def test_ctrl_c_behind_sigterm_ends_at_once_and_sigterm_behind_ctrl_c_does_not() -> None:
+    """deepspeed sends both."""
+    for first, second, ended in (
+        (signal.SIGTERM, signal.SIGINT, [143]),
+        (signal.SIGINT, signal.SIGTERM, []),
+    ):
+        job = Job()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        with job.signals as signals:
+            signals.first_step_over()
+            signal.raise_signal(first)
+            wait_for(lambda signals=signals: signals() is not None)  # type: ignore[misc]
+            signals._first -= 5
+            signal.raise_signal(second)
+            if ended:
+                wait_for(lambda job=job: bool(job.ended))  # type: ignore[misc]
+            time.sleep(0.05)
+            assert signals() is first
+        assert job.ended == ended
+        assert ("Ctrl-C came after SIGTERM" in job.told[-1]) is bool(ended)
+
+
+@pytest.mark.parametrize("number", [*BATCH, signal.SIGINT])
+def test_a_signal_before_the_end_of_the_first_step_ends_a_rank_at_once(number: signal.Signals) -> None:
+    """From the thread: the main one may hang in native code, or wait for a rank that never comes."""
+    job = Job()
+    with job.signals:
+        signal.raise_signal(number)
+        wait_for(lambda: bool(job.ended))
+    name = "Ctrl-C" if number is signal.SIGINT else number.name
+    assert job.told == [f"{name} before the end of the first step: the run ends, there is nothing to save"]
+    assert job.ended == [130 if number is signal.SIGINT else 76]
+
+
+@pytest.mark.parametrize("number", [*BATCH, signal.SIGINT])
+def test_a_process_that_trains_alone_is_told_by_an_exception(number: signal.Signals) -> None:
+    job = Job(alone=True)
+    with pytest.raises(KeyboardInterrupt if number is signal.SIGINT else Terminated), job.signals:
+        signal.raise_signal(number)
+    assert not job.ended
+    job = Job(alone=True)
+    for each in BATCH:
+        signal.signal(each, signal.SIG_DFL)
+    with job.signals as signals:
+        signals.first_step_over()
+        signal.raise_signal(number)
+        wait_for(lambda: signals() is number)
+
+
+def test_a_signal_during_the_export_lets_it_end_within_the_grace_time() -> None:
+    job = Job(grace_seconds=0.2)
+    with job.signals as signals:
+        signals.all_saved()
         signal.raise_signal(signal.SIGTERM)
-        wait_for(lambda: bool(ended))
-    assert ended == [("the run was not over 0.1 s after SIGTERM", signal.SIGTERM)]
+        wait_for(lambda: bool(job.told))
+        assert not job.ended
+        wait_for(lambda: bool(job.ended))
+    assert job.told[0] == "SIGTERM: every step is saved; the run ends after the export"
+    assert job.ended == [75]
+    with pytest.raises(KeyboardInterrupt), Job().signals as signals:
+        signals.all_saved()
+        signal.raise_signal(signal.SIGINT)
 
 
-def test_a_signal_that_the_user_handles_or_ignores_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_does_not_end_in_time_is_ended() -> None:
+    job = Job(grace_seconds=0.1)
+    with job.signals as signals:
+        signals.first_step_over()
+        time.sleep(0.2)
+        assert not job.ended and signals() is None
+        signal.raise_signal(signal.SIGUSR1)
+        wait_for(lambda: bool(job.ended))
+    assert job.told[1:] == [
+        "ended without saving a checkpoint: the run was not over 0.1 s (launch.grace_seconds) after SIGUSR1"
+    ]
+    assert job.ended == [143]
+
+
+def test_the_grace_time_stands_still_while_a_save_makes_progress() -> None:
+    """Also that of another rank; a save that stands still is ended."""
+    written = [0]
+    job = Job(grace_seconds=0.3, saves=lambda: written[0])
+    with job.signals as signals:
+        signals.first_step_over()
+        signal.raise_signal(signal.SIGTERM)
+        for _ in range(10):
+            time.sleep(0.1)
+            written[0] += 1
+            assert not job.ended, "the save goes on"
+        stood_still = time.monotonic()
+        wait_for(lambda: bool(job.ended))
+        assert time.monotonic() - stood_still < 2
+    assert job.told[1:] == [
+        "ended without saving a checkpoint: the checkpoint stood still for 0.3 s (launch.grace_seconds)"
+    ]
+    assert job.ended == [143]
+
+
+def test_a_disk_that_hangs_is_no_progress() -> None:
+    hangs = threading.Event()
+    job = Job(grace_seconds=0.2, saves=lambda: hangs.wait(5))
+    with job.signals as signals:
+        signals.first_step_over()
+        signal.raise_signal(signal.SIGTERM)
+        wait_for(lambda: bool(job.ended))
+    hangs.set()
+    assert job.ended == [143]
+
+
+def test_a_signal_that_the_user_handles_or_ignores_is_left_alone() -> None:
     def users(number: int, frame: object) -> None:
         pass
 
-    before = signal.getsignal(signal.SIGINT)
     signal.signal(signal.SIGTERM, users)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # as nohup and a shell's & set it
-    try:
-        with interruption_noted(lambda _: None, lambda *_: None) as interrupted:
-            assert signal.getsignal(signal.SIGTERM) is users
-            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN and interrupted() is None
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, before)
+    # Its handler is in native code: Python believes that there is none.
+    with Path(os.devnull).open("w") as sink:
+        faulthandler.register(signal.SIGUSR1, file=sink)
+        try:
+            with termination_raised(None), Job().signals as signals:
+                signal.raise_signal(signal.SIGUSR1)
+                signal.raise_signal(signal.SIGTERM)
+                ignore_repeated_signals()
+                assert signal.getsignal(signal.SIGTERM) is users
+                assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN and signals() is None
+                assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+        finally:
+            faulthandler.unregister(signal.SIGUSR1)
     noted: list[object] = []
 
     def off_the_main_thread() -> None:
-        with interruption_noted(lambda _: None, lambda *_: None) as interrupted:
-            noted.append(interrupted())
+        with Job().signals as signals:
+            noted.append(signals())
 
     thread = threading.Thread(target=off_the_main_thread)
     thread.start()

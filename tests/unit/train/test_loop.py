@@ -2,7 +2,7 @@
 
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,9 +11,11 @@ import pytest
 
 from megalite.errors import TrainingError
 from megalite.train.callbacks import Callback
-from megalite.train.loop import TrainingLoop
+from megalite.train.loop import StopConditions, TrainingLoop
+from megalite.train.time_budget import Deadline, TimeBudget
 
 RANKS = 2
+STEP_SECONDS = 100.0
 
 
 class World:
@@ -64,7 +66,7 @@ class Trainer:
 
     def train_step(self) -> Any:
         self.state.step += 1
-        return SimpleNamespace(step=self.state.step)
+        return SimpleNamespace(step=self.state.step, step_seconds=STEP_SECONDS)
 
 
 class Saver:
@@ -80,6 +82,9 @@ class Saver:
 
     def stepped(self, report: Any) -> None:
         pass
+
+    def expected_seconds(self, *, another: bool) -> float:
+        return 40.0 if another else 20.0
 
     def save(self, *, at_once: bool) -> list[Any]:
         self.saved.append(self.trainer.state.step)
@@ -105,16 +110,35 @@ class AsksWhenSaved(Callback):
         run.stop("there is a checkpoint")
 
 
+class Told:
+    """In the place of StopSignals."""
+
+    def __init__(self, told: Callable[[], signal.Signals | None]):
+        self._told = told
+        self.begun = False
+
+    def __call__(self) -> signal.Signals | None:
+        return self._told()
+
+    def first_step_over(self) -> None:
+        self.begun = True
+
+
+def stops(told: Callable[[], signal.Signals | None], budget: TimeBudget | None = None) -> StopConditions:
+    return StopConditions(cast(Any, Told(told)), budget or TimeBudget())
+
+
 def run(
     callbacks: Sequence[Sequence[Callback]],
     told_at: Sequence[int | None] = (None, None),
     told: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGTERM),
+    budget: Callable[[Any], TimeBudget] = lambda _: TimeBudget(),
 ) -> list[tuple[str, int, list[int]]]:
     """Return for each rank, with its own callbacks: the reason to end, the last step, and the saved steps.
 
-    told_at: the step in which each rank is told to end; told: by which signal.
+    told_at: the step in which each rank is told to end; told: by which signal. budget: that of rank 0's trainer.
     """
-    world, ended, signals = World(), dict[int, tuple[str, int, list[int]]](), dict[int, Any]()
+    world, ended, codes = World(), dict[int, tuple[str, int, list[int]]](), dict[int, int]()
 
     def be_rank(rank: int) -> None:
         trainer: Any = Trainer(Mesh(world, rank))
@@ -126,12 +150,15 @@ def run(
             reporter,
             saver,
             callbacks=callbacks[rank],
-            interrupted=lambda: (
-                told[rank] if told_at[rank] is not None and trainer.state.step >= told_at[rank] else None
+            stops=stops(
+                lambda: (
+                    told[rank] if told_at[rank] is not None and trainer.state.step >= told_at[rank] else None
+                ),
+                budget=budget(trainer) if rank == 0 else TimeBudget(),
             ),
         )
         ended[rank] = (loop.run(), trainer.state.step, saver.saved)
-        signals[rank] = loop.ended_by
+        codes[rank] = loop.exit_code
         assert loop.saved == Path(str(saver.saved[-1]))
 
     ranks = [threading.Thread(target=be_rank, args=(rank,)) for rank in range(RANKS)]
@@ -139,10 +166,9 @@ def run(
         each.start()
     for each in ranks:
         each.join()
-    [ended_by] = set(signals.values())
-    names = {None: None, signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
-    assert ended_by is None or names[ended_by] == ended[0][0]
-    assert ended_by is not None or ended[0][0] not in names.values()
+    [code] = set(codes.values())
+    stopped = {"SIGTERM": 75, "SIGUSR1": 75, "Ctrl-C": 130}
+    assert code == (75 if " s before " in ended[0][0] else stopped.get(ended[0][0], 0))
     return [ended[rank] for rank in range(RANKS)]
 
 
@@ -171,7 +197,7 @@ def test_a_run_that_fails_on_all_ranks_completes_what_it_saved_before(
         trainer.state.step += 1
         if trainer.state.step == 3:
             raise TrainingError("step 3: the gradient norm is nan")
-        return SimpleNamespace(step=trainer.state.step)
+        return SimpleNamespace(step=trainer.state.step, step_seconds=STEP_SECONDS)
 
     monkeypatch.setattr(Trainer, "train_step", train_step)
 
@@ -183,7 +209,7 @@ def test_a_run_that_fails_on_all_ranks_completes_what_it_saved_before(
             SimpleNamespace(step=lambda *_: None, saved=lambda each: published.append((rank, each.path))),
         )
         with pytest.raises(TrainingError, match="step 3"):
-            TrainingLoop(trainer, {}, reporter, saver).run()
+            TrainingLoop(trainer, {}, reporter, saver, stops=stops(lambda: None)).run()
 
     ranks = [threading.Thread(target=be_rank, args=(rank,)) for rank in range(RANKS)]
     for each in ranks:
@@ -198,6 +224,27 @@ def test_one_rank_that_is_told_to_end_ends_all_after_the_step_with_a_checkpoint(
     told_at: tuple[int | None, int | None],
 ) -> None:
     assert run([[], []], told_at) == [("SIGTERM", 3, [2, 3])] * RANKS
+
+
+@pytest.mark.parametrize("told_at", [(3, None), (None, 3)])
+def test_sigusr1_counts_as_sigterm(told_at: tuple[int | None, int | None]) -> None:
+    assert run([[], []], told_at, (signal.SIGUSR1,) * RANKS) == [("SIGUSR1", 3, [2, 3])] * RANKS
+
+
+def test_the_clock_of_rank_0_ends_all_while_there_is_time_for_the_last_checkpoint() -> None:
+    """A step and a checkpoint fit into the 200 s that are left after step 3, and not into the 100 s after step 4."""
+
+    def budget(trainer: Any) -> TimeBudget:
+        return TimeBudget([Deadline(500.0, "dinner")], clock=lambda: STEP_SECONDS * trainer.state.step)
+
+    assert run([[], []], budget=budget) == [("100 s before dinner", 4, [2, 4])] * RANKS
+
+
+def test_a_start_whose_time_is_over_makes_a_step_first() -> None:
+    def budget(trainer: Any) -> TimeBudget:
+        return TimeBudget([Deadline(90.0, "dinner")], clock=lambda: 80.0)
+
+    assert run([[], []], budget=budget) == [("10 s before dinner", 1, [1])] * RANKS
 
 
 @pytest.mark.parametrize("told", [(signal.SIGINT, signal.SIGINT), (signal.SIGTERM, signal.SIGINT)])

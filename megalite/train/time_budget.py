@@ -1,0 +1,64 @@
+"""The time that one start of a run has, and whether it is enough for another step and the last checkpoint. No torch."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+# The slowest of these steps counts: data and other jobs slow steps down now and then.
+_RECENT_STEPS = 20
+# Ranks leave the group, processes end, launchers notice.
+MARGIN_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Deadline:
+    """A moment on the monotonic clock. name: as in "20 s before NAME"."""
+
+    at_seconds: float
+    name: str
+
+
+@dataclass
+class TimeBudget:
+    """The deadlines of one start of a run, and the measured times from which it decides to stop before them.
+
+    A step is always made first, so that every start of a run makes progress.
+    """
+
+    deadlines: Sequence[Deadline] = ()
+    clock: Callable[[], float] = time.monotonic
+    _steps: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT_STEPS))
+    _first_step: float | None = None
+    _validation: float = 0.0
+
+    @property
+    def limited(self) -> bool:
+        """Whether there is a deadline."""
+        return bool(self.deadlines)
+
+    def stepped(self, seconds: float) -> None:
+        """Record a step. The first one of a start, which may compile, counts only until the second."""
+        if self._first_step is None:
+            self._first_step = seconds
+        else:
+            self._steps.append(seconds)
+
+    def validated(self, seconds: float) -> None:
+        """Record a validation; the longest one counts."""
+        self._validation = max(self._validation, seconds)
+
+    def reason_to_stop(self, *, save_seconds: float, validates: bool = False) -> str | None:
+        """Return "20 s before NAME" if what comes next and the last checkpoint do not fit before the first deadline.
+
+        save_seconds: how long the last checkpoint takes. validates: a validation comes next, not a step.
+        """
+        if not self.deadlines:
+            return None
+        first = min(self.deadlines, key=lambda each: each.at_seconds)
+        step = max(self._steps) if self._steps else self._first_step or 0.0
+        left = first.at_seconds - self.clock()
+        if left > (self._validation if validates else step) + save_seconds + MARGIN_SECONDS:
+            return None
+        side = "before" if left >= 0 else "after"
+        return f"{abs(left):.0f} s {side} {first.name}"
