@@ -59,7 +59,7 @@ SAME_PRESS_SECONDS = 0.3
 # they start ranks from their main thread; PR_SET_PDEATHSIG fires when the starting thread ends (as in MPI's daemons).
 _DIRECT_PARENTS = ("torchrun", "deepspeed")
 
-# What batch systems send before they end a job.
+# Batch systems send these before they end a job.
 _BATCH = (signal.SIGTERM, signal.SIGUSR1)
 _WATCHED = (signal.SIGINT, *_BATCH, signal.SIGCHLD)
 

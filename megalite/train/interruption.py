@@ -29,7 +29,7 @@ from megalite.monitor.console import announce
 
 # Ctrl-C first: a launcher may send both.
 NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGUSR1: "SIGUSR1"}
-# What a batch system sends; it may send several of them, several times.
+# Batch systems send these, several of them and several times.
 _BATCH = (signal.SIGTERM, signal.SIGUSR1)
 # A launcher passes a signal on that the terminal has sent to each rank already.
 _PASSED_ON_SECONDS = 1.0
