@@ -82,7 +82,7 @@ def handlers_restored() -> Iterator[None]:
 
 
 class Job:
-    """What a rank says and how it is ended."""
+    """Records the lines that a rank says, and the code that ends it."""
 
     def __init__(self, **settings: Any) -> None:
         self.told: list[str] = []
