@@ -1,5 +1,6 @@
 """The console output of a run: a progress bar on a terminal, lines elsewhere. Only rank 0 prints."""
 
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -45,7 +46,7 @@ class Console:
     def __init__(self, *, total_steps: int, every: int = 1, peak: str = "peak", stream: TextIO | None = None):
         self._total_steps, self._every, self._peak = total_steps, every, peak
         self._stream = stream or sys.stdout
-        self._bar = _live(self._stream) if self._stream.isatty() else None
+        self._bar = _live(self._stream) if is_screen(self._stream) else None
 
     def __enter__(self) -> "Console":
         return self
@@ -159,6 +160,19 @@ class Console:
         tokens_per_step = metrics.tokens / metrics.step
         steps_left = self._total_steps - metrics.step
         return f"{duration(steps_left * tokens_per_step / metrics.tokens_per_second)} left"
+
+
+def is_screen(stream: TextIO) -> bool:
+    """Return whether a bar can be drawn on `stream`: a terminal that has a size.
+
+    Open MPI gives its ranks a pseudo-terminal, without a size where its own output goes to a file.
+    """
+    if not stream.isatty():
+        return False
+    try:
+        return os.get_terminal_size(stream.fileno()).columns > 0
+    except OSError:
+        return True  # a stream without a file, such as a notebook's, has no size to ask for
 
 
 def announce(text: str) -> None:

@@ -5,6 +5,8 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
 
+from megalite.monitor.console import is_screen
+
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
@@ -46,7 +48,7 @@ class PreparationConsole:
 
     def progress(self, progress: PreparationProgress) -> None:
         """Show how far tokenizing has come."""
-        if self._stream.isatty():
+        if is_screen(self._stream):
             self._draw(progress)
         elif self._due():
             self._say(self._line(progress))

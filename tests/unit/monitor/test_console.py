@@ -1,7 +1,13 @@
 """Single lines where there is no terminal, a bar where there is one, and a summary in both."""
 
+import fcntl
 import io
+import os
+import pty
 import re
+import select
+import struct
+import termios
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +15,7 @@ import pytest
 
 from megalite.monitor.console import Console, RunSummary, duration
 from megalite.monitor.metrics import SaveMetrics, StepMetrics, ValidationMetrics, is_own_metric
+from megalite.monitor.preparation import PreparationConsole, PreparationProgress
 
 
 class Terminal(io.StringIO):
@@ -144,6 +151,33 @@ def test_a_terminal_that_cannot_move_its_cursor_gets_lines(monkeypatch: pytest.M
     stream = Terminal()
     Console(total_steps=2, stream=stream).step(metrics(1))
     assert stream.getvalue().startswith("step 1/2  loss 3.0000")
+
+
+@pytest.mark.parametrize(("rows", "columns", "bar"), [(0, 0, False), (30, 100, True)])
+def test_a_launcher_that_logs_through_a_terminal_gets_lines(
+    monkeypatch: pytest.MonkeyPatch, rows: int, columns: int, bar: bool
+) -> None:
+    """Open MPI's ranks write to pseudo-terminals, without a size where its own output is a file."""
+    monkeypatch.setenv("TERM", "xterm")
+    reader, writer = pty.openpty()
+    fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+    with os.fdopen(writer, "w") as stream, os.fdopen(reader, "rb", buffering=0) as log:
+
+        def logged() -> bytes:
+            text = b""
+            while select.select([log], [], [], 0)[0]:
+                text += log.read(4096)
+            return text
+
+        Console(total_steps=2, stream=stream).step(metrics(1))
+        stepped = logged()
+        preparation = PreparationConsole(stream)
+        preparation.begin("tokenizing")
+        preparation.progress(PreparationProgress(1, 2, 1, 10))
+        preparation.end("tokenized")
+        prepared = logged()
+    assert (b"\x1b" in stepped, b"\x1b" in prepared) == (bar, bar)
+    assert b"loss 3.0000" in stepped
 
 
 def test_the_summary_says_what_was_learned_and_where_things_lie() -> None:
