@@ -17,7 +17,13 @@ def test_they_are_copied_and_nothing_is_replaced(
         "next: cd megalite-examples && megalite train examples/quickstart/run.toml" in capsys.readouterr().out
     )
     copy = tmp_path / "megalite-examples"
-    for name in ("examples/quickstart/run.toml", "examples/pretrain/8b.toml", "launch/hostfile.example"):
+    for name in (
+        "examples/quickstart/run.toml",
+        "examples/pretrain/8b.toml",
+        "launch/hostfile.example",
+        "launch/jobset.yaml",
+        "launch/deepspeed_rank.py",
+    ):
         assert (copy / name).read_bytes() == (ROOT / name).read_bytes()
     assert (copy / "launch/torchrun.sh").stat().st_mode & 0o111, "a launch script must stay executable"
     # The set-up is one of the checkout's.

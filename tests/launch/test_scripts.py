@@ -1,20 +1,35 @@
-"""The scripts in launch/: run with the real torchrun and deepspeed, and with stand-ins for srun and mpirun."""
+"""The scripts in launch/: run with the real torchrun and deepspeed, and with stand-ins for srun, mpirun and pdsh.
+
+tests/launch/real/ runs them on several hosts with the real programs.
+"""
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import yaml
 
 import megalite
+from megalite.config.load import load_run
 from tests.support.selection import cases
 
 ROOT = Path(megalite.__file__).parents[1]
 LAUNCH = ROOT / "launch"
+ONE_RANK = {
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}
 
 # A megalite whose command line tells what it was asked and which rank it is; the rest is the real one.
 SPEAKING_MAIN = """
@@ -90,40 +105,131 @@ def test_a_failing_rank_fails_the_launcher(folder, launcher):
 
 
 SPEAK = 'printf "%s\\n" "$(basename "$0")" "$@"'
+HOSTFILE = {"RUN": "run.toml", "HOSTFILE": "hosts", "INTERFACE": "eth1", "HF_HOME": "/models"}
+TRAIN = ["-m", "megalite", "train", "run.toml", "--training.steps", "3"]
+MPI_VERSIONS = {
+    "openmpi": "mpirun (Open MPI) 4.1.4",
+    "mpirun.openmpi": "mpirun.openmpi (OpenRTE) 4.1.4",
+    "mpich": "HYDRA build details:",
+    "intel": "Intel(R) MPI Library for Linux* OS, Version 2021.14",
+}
 
 
-def test_mpirun_gets_the_ranks_and_their_meeting_point(folder):
-    stand_in(folder, "mpirun", SPEAK)
-    (folder / "hosts").write_text((LAUNCH / "hostfile.example").read_text())
-    environ = {"RUN": "run.toml", "RANKS": "16", "HOSTFILE": "hosts", "MASTER_ADDR": "node-a"}
-    run = launch(folder, "mpirun.sh", "--training.steps", "3", environ=environ)
-    command = [
-        "mpirun",
-        "-n",
-        "16",
-        "-x",
-        "MASTER_ADDR",
-        "-x",
-        "MASTER_PORT",
-        "-x",
-        "PATH",
-        "--hostfile",
-        "hosts",
-    ]
-    command += [sys.executable, "-m", "megalite", "train", "run.toml", "--training.steps", "3"]
-    assert run.stdout.splitlines() == command
+def hostfile(folder: Path) -> None:
+    (folder / "hosts").write_text((LAUNCH / "hostfile.example").read_text() + "\n# the end\n")
+
+
+@pytest.mark.parametrize("mpi", MPI_VERSIONS)
+def test_mpirun_gets_the_ranks_of_the_hostfile_and_what_travels(folder, mpi):
+    hostfile(folder)
+    stand_in(folder, "mpirun", f'[[ $1 == --version ]] && {{ echo "{MPI_VERSIONS[mpi]}"; exit; }}\n{SPEAK}')
+    run = launch(folder, "mpirun.sh", "--training.steps", "3", environ=HOSTFILE)
+    if "openmpi" in mpi:
+        travel = ("MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "PATH", "HF_HOME")
+        options = [word for name in travel for word in ("-x", name)]
+        options += ["--bind-to", "none", "--hostfile", "hosts"]
+    else:
+        options = ["-genvall", "-hosts", "node-a:8,node-b:8"]
+    assert run.stdout.splitlines() == ["mpirun", "-n", "16", *options, sys.executable, *TRAIN], run.stderr
+
+
+def test_mpirun_meets_on_the_first_node_and_the_given_network(folder):
+    hostfile(folder)
+    stand_in(folder, "mpirun", 'echo "$MASTER_ADDR $MASTER_PORT $GLOO_SOCKET_IFNAME $NCCL_SOCKET_IFNAME"')
+    run = launch(folder, "mpirun.sh", environ=HOSTFILE)
+    assert run.stdout == "node-a 29500 eth1 eth1\n", run.stderr
+    assert launch(folder, "mpirun.sh").stdout == "127.0.0.1 29500  \n"
+
+
+# Stands for `python -m deepspeed.launcher.runner`: its arguments, and the file of variables as it is then.
+RUNNER = """
+printf "%s\\n" "$@"
+if [[ -n ${DS_ENV_FILE:-} ]]; then sed "s/^/file: /" "$DS_ENV_FILE"; echo "is: $DS_ENV_FILE"; fi"""
+COMMON = [
+    "-m",
+    "deepspeed.launcher.runner",
+    "--master_port",
+    "29500",
+    "--log_level",
+    "error",
+    "--no_local_rank",
+]
+OF_LAUNCHER = {
+    "pdsh": ([], [], ["--module", "megalite"]),
+    "openmpi": (
+        [],
+        ["-x MASTER_ADDR -x MASTER_PORT -x PATH -x GLOO_SOCKET_IFNAME -x NCCL_SOCKET_IFNAME -x HF_HOME "
+         "--mca btl_tcp_if_include eth1"],
+        ["--module", "megalite"],
+    ),
+    "mpich": ([], [], [str(LAUNCH / "deepspeed_rank.py")]),
+    "impi": ([], [], ["--module", "megalite"]),
+    "slurm": (["--no_ssh_check"], ["--kill-on-bad-exit=1"], [str(LAUNCH / "deepspeed_rank.py")]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("launcher", OF_LAUNCHER)
+def test_deepspeed_gets_its_launcher_with_what_it_needs(folder, launcher):
+    hostfile(folder)
+    stand_in(folder, "python", RUNNER)
+    (folder / ".deepspeed_env").write_text("NCCL_DEBUG=WARN\n\n# a comment\n")
+    variables = HOSTFILE | {"LAUNCHER": launcher, "PYTHON": "python", "TMPDIR": str(folder)}
+    run = launch(folder, "deepspeed.sh", "--training.steps", "3", environ=variables)
+    lines = run.stdout.splitlines()
+    before, arguments, program = OF_LAUNCHER[launcher]
+    expected = [*COMMON, *before, "--hostfile", "hosts", "--launcher", launcher, "--force_multi"]
+    expected += [] if launcher == "pdsh" else ["--master_addr", "node-a"]
+    expected += [f"--launcher_args={text}" for text in arguments]
+    assert lines[: len(expected) + 6] == [*expected, *program, *TRAIN[2:]][: len(expected) + 6], run.stderr
+    files = [line.removeprefix("file: ") for line in lines if line.startswith("file: ")]
+    variables = ["GLOO_SOCKET_IFNAME=eth1", "NCCL_SOCKET_IFNAME=eth1", "HF_HOME=/models"]
+    # HOME and the working folder are the same here, so the line is there twice.
+    assert files == (["NCCL_DEBUG=WARN"] * 2 + variables if launcher == "pdsh" else [])
+    if launcher == "pdsh":
+        left = Path(lines[-1].removeprefix("is: "))
+        deadline = time.monotonic() + 20
+        while left.exists():
+            assert time.monotonic() < deadline, "the file outlives the launcher"
+            time.sleep(0.05)
+
+
+def test_a_rank_of_deepspeeds_mpich_ends_the_helper_that_would_hide_its_failure(folder):
+    (folder / "launcher_helper.py").write_text(
+        "import subprocess, sys\nsubprocess.Popen([sys.executable, *sys.argv[1:]]).wait()\n"
+    )
+    for code, returned in ((0, 0), (75, 0), (3, -9)):
+        run = subprocess.run(
+            [sys.executable, "launcher_helper.py", LAUNCH / "deepspeed_rank.py", "train", "run.toml"],
+            cwd=folder,
+            env={"PATH": os.environ["PATH"], "PYTHONPATH": str(folder), "EXIT_CODE": str(code), **ONE_RANK},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert run.returncode == returned, run.stderr
+        assert told(run)[0]["arguments"] == ["train", "run.toml"]
 
 
 @pytest.mark.parametrize(
     ("script", "environ", "message"),
     [
         ("deepspeed.sh", {"HOSTFILE": "absent"}, "HOSTFILE: absent cannot be read"),
+        ("deepspeed.sh", {"HOSTFILE": "/dev/null"}, "HOSTFILE: /dev/null names no node"),
+        ("deepspeed.sh", {"HOSTFILE": "hosts", "LAUNCHER": "ssh"}, "LAUNCHER: ssh is none of pdsh, openmpi"),
+        (
+            "deepspeed.sh",
+            {"HOSTFILE": "hosts", "HF_HOME": 'a"b'},
+            "HF_HOME: deepspeed cannot pass on a value",
+        ),
         ("mpirun.sh", {"HOSTFILE": "absent"}, "HOSTFILE: absent cannot be read"),
-        ("mpirun.sh", {"HOSTFILE": "/dev/null"}, "MASTER_ADDR: name the first node"),
+        ("mpirun.sh", {"HOSTFILE": "/dev/null"}, "HOSTFILE: /dev/null names no node"),
+        ("mpirun.sh", {"MPIRUN": "mpirun.absent"}, "MPIRUN: there is no mpirun.absent"),
         ("torchrun.sh", {"NODES": "2"}, "MASTER: set it to the first"),
     ],
 )
 def test_what_several_nodes_need_is_asked_for(folder, script, environ, message):
+    hostfile(folder)
+    stand_in(folder, "mpirun", SPEAK)
     run = launch(folder, script, environ=environ)
     assert run.returncode == 2 and message in run.stderr
 
@@ -134,8 +240,7 @@ def step_of(folder: Path, tasks: int) -> None:
         folder,
         "srun",
         f"""
-[[ $1 == --cpus-per-task && $3 == --kill-on-bad-exit=1 ]] || exit 99
-shift 3
+while [[ $1 != bash ]]; do echo "option $1"; shift; done
 export SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS={tasks} SLURM_STEP_TASKS_PER_NODE={tasks} SLURM_NODEID=0
 highest=0
 for ((task = 0; task < {tasks}; task++)); do
@@ -144,22 +249,116 @@ done
 exit $highest""",
     )
     stand_in(folder, "scontrol", 'echo "scontrol $*"')
+    stand_in(folder, "squeue", 'echo "${STATE:-RUNNING}"')
+
+
+def slurm(folder: Path, **environ: str) -> subprocess.CompletedProcess[str]:
+    variables = {"RUN": "run.toml", "SLURM_JOB_ID": "17", "SLURM_CPUS_PER_TASK": "2"} | environ
+    return launch(folder, "slurm.sbatch", "--training.steps", "3", environ=variables)
+
+
+def notes(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob(".megalite-slurm-17/*"))
 
 
 @pytest.mark.parametrize(
-    ("exit_code", "requeued", "returned"),
-    [("0", False, 0), ("75", True, 0), ("1", False, 1), ("143", False, 143)],
+    ("environ", "requeued", "returned"),
+    [
+        ({"EXIT_CODE": "0"}, "", 0),
+        ({"EXIT_CODE": "75"}, "17", 0),
+        ({"EXIT_CODE": "76"}, "17", 0),
+        ({"EXIT_CODE": "1"}, "", 1),
+        ({"EXIT_CODE": "143"}, "", 143),
+        ({"EXIT_CODE": "75", "REQUEUE": "no"}, "", 75),
+        ({"EXIT_CODE": "75", "SLURM_ARRAY_JOB_ID": "15", "SLURM_ARRAY_TASK_ID": "2"}, "15_2", 0),
+        # SLURM requeues it itself, and a cancelled one must not come back.
+        ({"EXIT_CODE": "75", "STATE": "COMPLETING"}, "", 75),
+    ],
 )
-def test_a_slurm_job_is_requeued_when_it_stopped_in_good_order(folder, exit_code, requeued, returned):
+def test_a_slurm_job_is_requeued_when_it_stopped_in_good_order(folder, environ, requeued, returned):
     step_of(folder, 2)
-    environ = {"RUN": "run.toml", "SLURM_JOB_ID": "17", "EXIT_CODE": exit_code, "SLURM_CPUS_PER_TASK": "2"}
-    run = launch(folder, "slurm.sbatch", "--training.steps", "3", environ=environ)
+    run = slurm(folder, **environ)
     assert run.returncode == returned, run.stderr
-    assert ("scontrol requeue 17" in run.stdout) == requeued
+    assert re.findall("scontrol requeue (.*)", run.stdout) == ([requeued] if requeued else [])
     lines = told(run)
     assert [line["arguments"] for line in lines] == [["train", "run.toml", "--training.steps", "3"]] * 2
     assert {line["rank"]["launcher"] for line in lines} == {"slurm"}
+    assert bool(list(folder.glob(".megalite*"))) == bool(requeued)
+
+
+def test_the_step_gets_all_variables_and_cores_and_ends_with_a_failed_rank(folder):
+    step_of(folder, 1)
+    options = re.findall("option (.*)", slurm(folder).stdout)
+    assert options == ["--export=ALL", "--cpus-per-task", "2", "--kill-on-bad-exit=1"]
+
+
+def test_a_finished_job_is_not_requeued_by_the_note_of_an_earlier_start(folder):
+    """SLURM killed the batch shell of the start before it could read its note."""
+    step_of(folder, 2)
+    left = folder / ".megalite-slurm-17"
+    left.mkdir()
+    (left / "1.saved").touch()
+    run = slurm(folder, SLURM_RESTART_COUNT="2")
+    assert run.returncode == 0 and "requeue" not in run.stdout
+    assert not left.exists()
+
+
+def test_starts_without_a_step_do_not_go_on_for_ever(folder):
+    """A --time that is shorter than the lead of --signal stops each start at once."""
+    step_of(folder, 2)
+    stops = [slurm(folder, EXIT_CODE="76", SLURM_RESTART_COUNT=str(start)) for start in range(3)]
+    assert [run.returncode for run in stops] == [0, 0, 75]
+    assert ["requeue" in run.stdout for run in stops] == [True, True, False]
+    assert "3 starts in a row ended before their first step" in stops[2].stderr
     assert not list(folder.glob(".megalite*"))
+
+
+def test_a_start_with_progress_forgets_the_ones_without(folder):
+    step_of(folder, 2)
+    for start, code in enumerate(("76", "76", "75", "76", "76")):
+        run = slurm(folder, EXIT_CODE=code, SLURM_RESTART_COUNT=str(start))
+        assert "scontrol requeue 17" in run.stdout, (start, run.stderr)
+    # Another job with the same number, as after a reset of SLURM's counter, begins anew.
+    assert notes(folder) == ["2.saved", "3.idle", "4.idle"]
+    slurm(folder, EXIT_CODE="76")
+    assert notes(folder) == ["0.idle"]
+
+
+def test_a_signal_to_srun_itself_requeues_from_the_last_checkpoint(folder):
+    """scancel --full --signal=TERM: srun kills the ranks at once."""
+    step_of(folder, 2)
+    stand_in(folder, "srun", "kill -TERM $PPID; exit 137")
+    run = slurm(folder)
+    assert run.returncode == 0 and "scontrol requeue 17" in run.stdout
+    assert "SIGTERM reached srun, which killed the ranks" in run.stderr
+    cancelled = slurm(folder, STATE="COMPLETING")
+    assert cancelled.returncode == 75 and "requeue" not in cancelled.stdout
+
+
+CONTAINERS = {
+    "pyxis": ["srun", "--container-image", "a.sqsh", "--container-mounts", "{0}:{0}", "--container-workdir", "{0}"],
+    "apptainer": ["rank", "apptainer", "exec", "--nv", "--bind", "{0}", "--pwd", "{0}", "a.sqsh"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_ranks_run_in_the_container(folder, container):
+    stand_in(folder, "srun", f"{SPEAK}; exit 1")
+    run = slurm(folder, IMAGE="a.sqsh", CONTAINER=container, SLURM_GPUS_ON_NODE="2")
+    words = " ".join(run.stdout.split("\n"))
+    wanted = [word.format(folder) for word in CONTAINERS[container]]
+    if container == "pyxis":
+        wanted.insert(1, "--export=ALL --cpus-per-task 2")
+    assert " ".join(wanted) in words
+    assert words.endswith(f"{sys.executable} -m megalite train run.toml --training.steps 3 ")
+
+
+def test_the_defaults_of_the_batch_script_fit_its_default_run():
+    text = (LAUNCH / "slurm.sbatch").read_text()
+    [run] = re.findall(r"^RUN=\$\{RUN:-(.*?)\}", text, re.MULTILINE)
+    values = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)", text, re.MULTILINE))
+    layout = load_run(ROOT / run, []).config.layout
+    assert int(values["nodes"]) * int(values["ntasks-per-node"]) == layout.world_size
 
 
 def test_the_shell_around_a_slurm_rank_outlives_the_signal_that_the_rank_answers(folder):
@@ -175,7 +374,7 @@ sys.exit(75 if told else 1)
 """
     )
     step_of(folder, 1)
-    run = launch(folder, "slurm.sbatch", environ={"RUN": "run.toml", "SLURM_JOB_ID": "17"})
+    run = slurm(folder)
     assert run.returncode == 0 and "scontrol requeue 17" in run.stdout, run.stderr
 
 
@@ -183,3 +382,78 @@ sys.exit(75 if told else 1)
 def test_the_scripts_pass_shellcheck():
     run = subprocess.run(["shellcheck", *LAUNCH.glob("*.s*")], capture_output=True, text=True)
     assert run.returncode == 0, run.stdout
+
+
+@pytest.fixture(scope="module")
+def jobset() -> dict:
+    return yaml.safe_load((LAUNCH / "jobset.yaml").read_text())
+
+
+def test_the_jobset_makes_one_pod_a_node_that_restarts_when_it_stopped(jobset):
+    spec = jobset["spec"]
+    [job] = spec["replicatedJobs"]
+    work = job["template"]["spec"]
+    pod = work["template"]["spec"]
+    [container] = pod["containers"]
+    variables = {each["name"]: each["value"] for each in container["env"]}
+    assert (jobset["apiVersion"], jobset["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    # The first pod's name: that of the set, the job, the job's replica and the pod, below the headless service.
+    name = jobset["metadata"]["name"]
+    assert variables["MASTER_ADDR"] == f"{name}-{job['name']}-0-0.{name}" and job["replicas"] == 1
+    assert spec["network"]["enableDNSHostnames"] is True
+    assert work["completionMode"] == "Indexed"
+    assert work["parallelism"] == work["completions"] == int(variables["NODES"])
+    assert work["backoffLimit"] == 0 and pod["restartPolicy"] == "Never"
+    assert pod["terminationGracePeriodSeconds"] > 240  # launch.grace_seconds
+    codes = {"containerName": container["name"], "operator": "In", "values": [75]}
+    assert {"action": "FailJob", "onExitCodes": codes} in work["podFailurePolicy"]["rules"]
+    [rule] = spec["failurePolicy"]["rules"]
+    assert rule["action"] == "RestartJobSetAndIgnoreMaxRestarts"
+    assert rule["onJobFailureReasons"] == ["PodFailurePolicy"] and spec["failurePolicy"]["maxRestarts"] > 0
+    mounts = {each["name"] for each in container["volumeMounts"]}
+    assert mounts == {each["name"] for each in pod["volumes"]}
+
+
+def pod(folder: Path, jobset: dict, **environ: str) -> subprocess.Popen[str]:
+    """Start the script of the second pod, with 2 of 4 ranks."""
+    stand_in(folder, "python3", f'exec {sys.executable} "$@"')
+    container = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]
+    variables = {each["name"]: each["value"] for each in container["env"]} | {"RANKS": "2", "NODES": "2"}
+    variables |= {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "JOB_COMPLETION_INDEX": "1"} | environ
+    return subprocess.Popen(
+        [*container["command"], *container["args"]],
+        cwd=folder,
+        env=variables,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("code", [0, 75, 1])
+def test_a_pod_starts_its_ranks_and_returns_their_code(folder, jobset, code):
+    process = pod(folder, jobset, EXIT_CODE=str(code))
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == code
+    lines = sorted(json.loads(line)["rank"]["rank"] for line in output.splitlines())
+    assert lines == [2, 3]
+
+
+def test_a_pod_passes_sigterm_to_its_ranks_and_waits_for_them(folder, jobset):
+    (folder / "megalite" / "__main__.py").write_text(
+        """
+import os, signal, sys, time
+told = []
+signal.signal(signal.SIGTERM, lambda *_: told.append(1))
+os.write(1, b"ready\\n")
+while not told:
+    time.sleep(0.02)
+time.sleep(0.2)
+sys.exit(75)
+"""
+    )
+    process = pod(folder, jobset)
+    assert process.stdout is not None
+    assert [process.stdout.readline(), process.stdout.readline()] == ["ready\n", "ready\n"]
+    process.terminate()
+    process.communicate(timeout=30)
+    assert process.returncode == 75
