@@ -95,6 +95,11 @@ def test_a_host_that_comes_back_late_costs_attempts_but_no_same_step():
     assert stays.run(2).exit_code == 2 and stays.tries == 3
 
 
+def test_the_same_step_is_recognised_over_a_missing_host_in_between():
+    job = Job(*failing((57, 50)), LaunchError("n1 is away"), *failing((57, 50)), Ended(0, ""))
+    assert job.run(9).step == 57 and job.tries == 3
+
+
 def test_wrong_input_of_the_first_attempt_is_raised():
     job = Job(LaunchError("no host"))
     with pytest.raises(LaunchError, match="no host"):
