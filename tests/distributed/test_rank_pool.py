@@ -195,6 +195,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.extended
 def test_no_worker_outlives_a_test_run_that_was_killed() -> None:
     process = subprocess.Popen([sys.executable, "-c", ORPHANS], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None

@@ -10,6 +10,7 @@ from megalite.topology.axes import Layout
 from tests.parity.test_layouts import _assert_equal_to_one_process
 from tests.support.kernels import needs_library
 from tests.support.parity import LAYOUT_RTOL
+from tests.support.selection import cases
 from tests.support.tiny import tiny_shape
 from tests.support.training import Job, RankResult, train_on_rank
 
@@ -61,6 +62,16 @@ ROWS = {
 }
 
 
+# Each form of a block once, and each of tensor, pipeline and sequence parallelism, dropout and recompute.
+CORE = {
+    "output, shared head, tp 2 and zbv",
+    "output, dropout, recompute",
+    "parallel, sequence",
+    "parallel shared, zbv, recompute",
+    "scaled, tp 2, dropout",
+}
+
+
 @pytest.fixture(scope="module")
 def reference(ranks):
     """One process's result of a job, computed once however many rows ask for it."""
@@ -80,7 +91,7 @@ def _alone(job: Job) -> Job:
     return replace(job, layout=Layout(), recompute=Recompute(), kernels="reference", **plain)
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", cases(ROWS, core=CORE))
 def test_a_layout_has_the_numbers_of_one_process(ranks, reference, name):
     job = ROWS[name]
     results = ranks.run(train_on_rank, world_size=job.layout.world_size, job=job)

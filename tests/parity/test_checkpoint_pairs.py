@@ -16,7 +16,6 @@ CHOSEN = pairs_for_every_change()
 # Tensor, pipeline and data ranks, chunks, ZeRO and an offload write and read; two read what they wrote themselves.
 CORE = {
     ("dp2 zero1", "tp2 dp2 zero3"),
-    ("dp2 zero3", "pp2 virtual"),
     ("tp2 dp2 zero3", "pp2 dp2 zero1 offload"),
     ("pp2 virtual", "tp2"),
     ("tp2 pp2 v-shaped", "tp4"),

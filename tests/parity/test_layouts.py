@@ -172,7 +172,7 @@ def test_every_schedule_equals_one_process(
     "layout",
     [pytest.param(each, marks=_marks(each, LONG_RUNS), id=_id(each)) for each in LAYOUTS],
 )
-@pytest.mark.parametrize("zero_stage", [0, 1])
+@pytest.mark.parametrize("zero_stage", cases([0, 1], core=[1]))
 def test_twenty_adamw_steps_in_float32_follow_one_process(ranks, reference, layout, zero_stage):
     job = Job(
         TIED,

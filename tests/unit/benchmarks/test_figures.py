@@ -27,6 +27,7 @@ def quick_rows(name: str, folder: Path, *arguments: str) -> list[dict[str, Any]]
     return list(report["rows"])
 
 
+@pytest.mark.extended
 def test_pipeline_bubble(tmp_path: Path) -> None:
     rows = quick_rows("pipeline_bubble", tmp_path)
     assert {row["schedule"] for row in rows} >= {"gpipe", "1f1b", "looped_bfs", "zbv", "dualpipev"}

@@ -320,6 +320,7 @@ for mode in ("first", "next", "again", "replaced"):
 """
 
 
+@pytest.mark.extended
 def test_a_save_killed_at_any_moment_never_breaks_latest(tmp_path: Path) -> None:
     """Die at every file operation in turn, and between tensors.
 

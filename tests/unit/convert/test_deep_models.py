@@ -15,6 +15,7 @@ from tests.unit.convert.exporting import lively_stage, save_stage
 from tests.unit.convert.test_universal import saved
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("form", "depth"), [("huggingface", 200), ("universal", 30)])
 def test_tables_are_built_as_often_for_many_layers_as_for_two(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, depth: int

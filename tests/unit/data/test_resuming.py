@@ -115,6 +115,7 @@ def test_interrupted_anywhere_it_goes_on(
         assert facts == stopped.done()
 
 
+@pytest.mark.extended
 def test_interrupted_again_and_again(preparation: Preparation, tmp_path: Path, encoded: list[int]) -> None:
     undisturbed = elsewhere(preparation, tmp_path / "undisturbed")
     prepare_outputs(undisturbed)
@@ -130,6 +131,7 @@ def test_interrupted_again_and_again(preparation: Preparation, tmp_path: Path, e
     assert contents(preparation) == contents(undisturbed)
 
 
+@pytest.mark.extended
 def test_killed_with_workers_it_goes_on(preparation: Preparation, tmp_path: Path, encoded: list[int]) -> None:
     undisturbed = elsewhere(preparation, tmp_path / "undisturbed")
     prepare_outputs(undisturbed)

@@ -31,6 +31,7 @@ def test_greedy_takes_the_likeliest():
     assert next_token(torch.tensor([0.1, 3.0, 2.9]), GREEDY, 5) == 1
 
 
+@pytest.mark.extended
 def test_draws_follow_the_probabilities():
     logits = torch.tensor([0.0, 1.0, 2.0, -1.0])
     draws = [next_token(logits, Sampling(1.0, seed=3), position) for position in range(20_000)]

@@ -44,6 +44,7 @@ def proved() -> tuple[Findings, Mapping[str, Choice]]:
     return found, choices_of(cases, found)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("operator", "reason"),
     [
@@ -84,6 +85,7 @@ def test_a_right_operator_is_used_and_a_slow_one_is_not(
     assert slow.name == "torch" and slow.why.startswith("slower than torch: ") and not slow.faults
 
 
+@pytest.mark.extended
 def test_what_the_time_does_not_reach_is_left_untested() -> None:
     cases = [case for case in cases_of(entries_of(FAULTY), WORKLOAD) if case.entry.name == "hanging"]
     started = time.monotonic()

@@ -17,10 +17,11 @@ printf '%s\\n' "$*" >>asked
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    for folder in ("tests", "examples", ".venv/bin"):
+    for folder in ("tests/launch", "examples", ".venv/bin"):
         (tmp_path / folder).mkdir(parents=True)
     shutil.copy(TESTS / "run.sh", tmp_path / "tests" / "run.sh")
     (tmp_path / "examples" / "setup.sh").write_text("exit ${SET_UP-0}\n")
+    (tmp_path / "tests" / "launch" / "setup.sh").write_text('echo "install launchers" >> asked\n')
     python = tmp_path / ".venv" / "bin" / "python"
     python.write_text(PYTHON)
     python.chmod(0o755)
@@ -51,13 +52,19 @@ def test_the_core_and_all_of_it(checkout: Path) -> None:
     assert re.fullmatch(r"passed \(set-up \d+ s, ruff \d+ s, ruff \d+ s, mypy \d+ s, pytest \d+ s\)", last)
     (checkout / "asked").unlink()
     code, asked, _ = run(checkout, "--all")
-    assert (code, asked) == (0, [*STYLE, "-m pytest -q --slowest-files 10 -m not gpu and not slow"])
+    assert (code, asked) == (
+        0,
+        ["install launchers", *STYLE, "-m pytest -q --slowest-files 10 -m not gpu and not slow"],
+    )
 
 
 def test_arguments_are_given_to_pytest_alone(checkout: Path) -> None:
     assert run(checkout, "tests/unit", "-k", "layout")[1] == ["-m pytest tests/unit -k layout"]
     (checkout / "asked").unlink()
-    assert run(checkout, "--all", "tests/unit")[1] == ["-m pytest -m not gpu and not slow tests/unit"]
+    assert run(checkout, "--all", "tests/unit")[1] == [
+        "install launchers",
+        "-m pytest -m not gpu and not slow tests/unit",
+    ]
 
 
 def test_all_that_failed_is_named_at_the_end(checkout: Path) -> None:
