@@ -117,6 +117,10 @@ class TrainingConfig(Section):
 
     steps: Count | None = Field(None, description="number of optimizer steps; set this or epochs")
     epochs: float | None = Field(None, gt=0, description="passes over the data; set this or steps")
+    stop_after: float | Text | None = Field(
+        None,
+        description='time that a start has until it saves and stops, as in "23h30m" or in seconds',
+    )
     sequence_length: Count = Field(description="tokens per sequence")
     micro_batch_size: Count | None = Field(None, description="sequences per forward of one replica")
     micro_batches: Count | None = Field(

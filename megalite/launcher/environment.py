@@ -99,6 +99,12 @@ def variables() -> dict[str, str]:
     return dict(os.environ)
 
 
+def slurm_variables(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return SLURM's variables of this process."""
+    environ = os.environ if environ is None else environ
+    return {name: value for name, value in environ.items() if name.startswith("SLURM_")}
+
+
 def without_apex(environ: Mapping[str, str] | None = None) -> bool:
     """Whether MEGALITE_NO_APEX=1 turns NVIDIA Apex off."""
     return (os.environ if environ is None else environ).get("MEGALITE_NO_APEX", "") == "1"

@@ -10,6 +10,7 @@ import os
 import select
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ from megalite.train.interruption import (
     termination_raised,
 )
 from megalite.train.start import start_lines
+from megalite.train.time_budget import TimeBudget, time_budget
 
 # The run says what is saved, and how to resume.
 _TOLD = (STOPPED, NOT_BEGUN, TERMINATED)
@@ -95,13 +97,14 @@ class Trainer:
         and 143 if the run could not save; both signals are ignored from then on, since batch systems repeat them.
         """
         _require_main_guard()
+        started = time.monotonic()
         config, info = self.config, rank_info()
         try:
             with (
                 termination_raised(info),
                 stop_signals(config, info) if info is not None else nullcontext() as signals,
             ):
-                code = self._run(info, source, signals)
+                code = self._run(info, source, signals, started)
                 if code in _TOLD:
                     ignore_repeated_signals()
         except KeyboardInterrupt:
@@ -113,7 +116,7 @@ class Trainer:
             tell_interruption(config, info)
         return code
 
-    def _run(self, info: RankInfo | None, source: str, signals: StopSignals | None) -> int:
+    def _run(self, info: RankInfo | None, source: str, signals: StopSignals | None, started: float) -> int:
         config = self.config
         _require_ranks(config, info, source)
         _require_tensorboard(config, source)
@@ -125,9 +128,11 @@ class Trainer:
             info=info,
             interface=config.launch.interface,
         )
+        budget = TimeBudget()
         if info is None or info.rank == 0:
             for line in start_lines(config, info, threads):
                 announce(line)
+            budget = time_budget(config, started, announce)
 
         # From here on torch may be imported: everything a user can get wrong in the file is known to be right.
         from megalite.train.inputs import prepare_inputs
@@ -137,7 +142,7 @@ class Trainer:
         _prepare_deepspeed(config, info)
         _require_kernels(config)
         folder = RunFolder(Path(config.run.folder))
-        arguments = (config, threads, self.callbacks)
+        arguments = (config, threads, self.callbacks, budget)
         if info is not None:
             own = (*arguments, signals)
             return run_rank(train_rank, info, config.layout, folder.failures, arguments=own)

@@ -5,6 +5,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from megalite.config.duration import seconds_of
+from megalite.config.schema import RunConfig
+from megalite.launcher.allocation import time_left
+from megalite.launcher.environment import slurm_variables
+
 # The slowest of these steps counts: data and other jobs slow steps down now and then.
 _RECENT_STEPS = 20
 # Ranks leave the group, processes end, launchers notice.
@@ -37,6 +42,11 @@ class TimeBudget:
         """Whether there is a deadline."""
         return bool(self.deadlines)
 
+    @property
+    def first(self) -> Deadline:
+        """The earliest deadline; there must be one."""
+        return min(self.deadlines, key=lambda each: each.at_seconds)
+
     def stepped(self, seconds: float) -> None:
         """Record a step. The first one of a start, which may compile, counts only until the second."""
         if self._first_step is None:
@@ -55,10 +65,40 @@ class TimeBudget:
         """
         if not self.deadlines:
             return None
-        first = min(self.deadlines, key=lambda each: each.at_seconds)
+        first = self.first
         step = max(self._steps) if self._steps else self._first_step or 0.0
         left = first.at_seconds - self.clock()
         if left > (self._validation if validates else step) + save_seconds + MARGIN_SECONDS:
             return None
         side = "before" if left >= 0 else "after"
         return f"{abs(left):.0f} s {side} {first.name}"
+
+
+def time_budget(config: RunConfig, started: float, say: Callable[[str], None]) -> TimeBudget:
+    """Return the budget of this start: training.stop_after, and the end of the SLURM allocation where there is one.
+
+    started: when this start began, on the monotonic clock. say: called with a line about the earlier deadline.
+    """
+    deadlines = []
+    if (given := config.training.stop_after) is not None:
+        name = f"the end of training.stop_after ({given if isinstance(given, str) else f'{given:g}'})"
+        deadlines.append(Deadline(started + seconds_of(given), name))
+    left = time_left(slurm_variables())
+    if left.seconds is not None:
+        name = f"the end of the allocation at {_clock_time(left.seconds)}"
+        deadlines.append(Deadline(time.monotonic() + left.seconds, name))
+    if left.note and not deadlines:
+        say(
+            f"note: the end of the allocation is unknown ({left.note}); training.stop_after can stop the run before it"
+        )
+    budget = TimeBudget(deadlines)
+    if deadlines:
+        say(f"time: the run saves and stops before {budget.first.name}")
+    return budget
+
+
+def _clock_time(seconds: float) -> str:
+    """Return the local time in some seconds, with the date unless it is today."""
+    end = time.localtime(time.time() + seconds)
+    today = time.localtime()[:3] == end[:3]
+    return time.strftime("%H:%M:%S" if today else "%Y-%m-%d %H:%M:%S", end)

@@ -2,8 +2,10 @@
 
 from collections.abc import Iterator
 
+from megalite.config.duration import seconds_of
 from megalite.config.facts import Facts
 from megalite.config.shape_settings import longest_sequence_setting, model_shape
+from megalite.config.toml import format_value
 from megalite.errors import Problem
 
 
@@ -28,4 +30,17 @@ def sequences_fit_the_model(facts: Facts) -> Iterator[Problem]:
         yield Problem("training.sequence_length", message, remedy)
 
 
-TRAINING_RULES = (length_is_given_once, sequences_fit_the_model)
+def stop_after_is_a_duration(facts: Facts) -> Iterator[Problem]:
+    given = facts.training.stop_after
+    if given is None:
+        return
+    try:
+        seconds_of(given)
+    except ValueError as error:
+        shown = format_value(given)
+        yield Problem(
+            "training.stop_after", f"{shown} {error}", 'write "23h30m", "45m" or a number of seconds'
+        )
+
+
+TRAINING_RULES = (length_is_given_once, sequences_fit_the_model, stop_after_is_a_duration)

@@ -330,6 +330,12 @@ CASES = [
         {"training.steps": REMOVED},
     ),
     Case(
+        "stop_after_is_a_duration",
+        {"training.stop_after": "1.5h"},
+        'training.stop_after: "1.5h" is not a duration; write "23h30m", "45m" or a number of seconds',
+        {"training.stop_after": "1h30m"},
+    ),
+    Case(
         "sequences_fit_the_model",
         {"training.sequence_length": 4096},
         "training.sequence_length: 4096 is longer than model.max_position_embeddings = 2048; "
