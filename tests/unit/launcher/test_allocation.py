@@ -27,7 +27,7 @@ def test_outside_of_slurm_nothing_is_asked(squeue: Path) -> None:
 
 def test_the_variable_of_newer_slurm_counts(squeue: Path) -> None:
     left = time_left({"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": str(int(time.time()) + 500)})
-    assert left.seconds == pytest.approx(500, abs=3) and not left.note
+    assert abs((left.seconds or 0) - 500) < 3 and not left.note
     assert not (squeue / "asked").exists()
 
 

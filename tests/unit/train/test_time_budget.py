@@ -73,14 +73,14 @@ def test_stop_after_counts_from_the_start_and_the_allocation_from_now(
         return time_budget(config, time.monotonic() - 1000, said.append)
 
     alone = budget(TimeLeft(None))
-    assert alone.first.at_seconds - time.monotonic() == pytest.approx(seconds - 1000, abs=5)
+    assert abs(alone.first.at_seconds - time.monotonic() - (seconds - 1000)) < 5
     name = f"the end of training.stop_after ({shown})"
     assert said == [f"time: the run saves and stops before {name}"] and alone.first.name == name
     later = budget(TimeLeft(86400.0))
     assert later.first == alone.first or later.first.name == name
     assert budget(TimeLeft(None, "squeue failed: no")).limited and len(said) == 1
     earlier = pickle.loads(pickle.dumps(budget(TimeLeft(100.0))))  # as spawned ranks get it
-    assert earlier.first.at_seconds - time.monotonic() == pytest.approx(100, abs=5)
+    assert abs(earlier.first.at_seconds - time.monotonic() - 100) < 5
     assert "the end of the allocation at " in said[0]
 
 
