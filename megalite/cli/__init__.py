@@ -14,6 +14,7 @@ from megalite.version import __version__
 COMMANDS = {
     "init": "write a RUN.toml for your text; asks three questions",
     "train": "train a model on this machine, or as one rank of a launcher",
+    "launch": "start a run on several hosts, and supervise it",
     "generate": "continue a text with a trained model",
     "config": "show a run's resolved settings, or the presets",
     "tokenizer": "train or convert a tokenizer",

@@ -3,6 +3,8 @@
 import ctypes
 import os
 import signal
+import time
+from contextlib import suppress
 from pathlib import Path
 
 # From <malloc.h> and <sys/prctl.h>.
@@ -47,6 +49,22 @@ def children() -> set[int]:
     own = str(os.getpid())
     processes = [int(entry.name) for entry in Path("/proc").glob("[0-9]*")]
     return {process for process in processes if _status(process)[1:2] == [own]}
+
+
+def kill_descendants(seconds: float = 5.0) -> None:
+    """Kill and reap all descendants; this process must have adopted orphans (`adopt_orphans`).
+
+    seconds: how long to wait for processes that the kernel cannot end at once.
+    """
+    deadline = time.monotonic() + seconds
+    # The children of a killed child become children of this process, hence the loop.
+    while (found := children()) and time.monotonic() < deadline:
+        for child in found:
+            with suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+            with suppress(ChildProcessError):
+                os.waitpid(child, os.WNOHANG)
+        time.sleep(0.01)
 
 
 def session(process: int) -> int | None:

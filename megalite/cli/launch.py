@@ -1,0 +1,276 @@
+"""megalite launch: start a run's ranks on all hosts with one command, and supervise them."""
+
+import argparse
+import os
+import secrets
+import shlex
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megalite.cli.arguments import Parser, whole_number
+from megalite.config.flags import split_overrides
+from megalite.config.load import LoadedRun, load_run
+from megalite.errors import LaunchError, RankFailure
+from megalite.launcher.backends import Job, shell_lines
+from megalite.launcher.commands import BACKENDS, choose_backend
+from megalite.launcher.coordinator import Coordinator
+from megalite.launcher.detect import DEFAULT_PORT, rank_info
+from megalite.launcher.environment import variables
+from megalite.launcher.exported import named_variables, shown, travelling
+from megalite.launcher.host_report import Wanted
+from megalite.launcher.hosts import HostOptions, Hosts, Placed, find_hosts, place_ranks
+from megalite.launcher.messages import counted_ranks
+from megalite.launcher.preflight import SECONDS, preflight, transport_to
+from megalite.launcher.programs import Programs, find_programs
+from megalite.launcher.slurm import in_shell
+from megalite.launcher.supervise import Result, listen, supervise
+
+_HELP = """\
+usage: megalite launch RUN.toml [options] [--section.key value ...] [-- ARGUMENT ...]
+
+Start the ranks of a run on the hosts of a hostfile, on a SLURM allocation or on
+this machine; check the hosts first, pass signals on, and tell the first cause
+of a failure. ARGUMENTs behind -- go to the backend.
+
+  megalite launch run.toml
+  megalite launch run.toml --hostfile hosts --training.steps 500
+  megalite launch run.toml --hostfile hosts --backend ssh --dry-run
+  sbatch --nodes 2 --ntasks-per-node 8 --wrap "megalite launch run.toml"
+  megalite launch run.toml --hostfile hosts --backend mpirun -- --report-bindings
+
+hosts, by default those of the SLURM allocation, or this machine:
+  --hostfile FILE        lines of NAME slots=N; a slot runs one rank
+  --include HOSTS        only these: NAME[:SLOT,SLOT][@NAME...]
+  --exclude HOSTS        not these: NAME[:SLOT,SLOT][@NAME...]
+  --hosts N, --slots N   the first N hosts, the first N slots of each
+
+ranks:
+  --backend NAME         local, ssh, torchrun, srun, mpirun, deepspeed (with pdsh),
+                         deepspeed-openmpi, -mpich, -impi, -slurm; default: auto
+  --interface NAME       network interface between the hosts
+  --port N               port of the rendezvous on the first host (29500)
+  --export NAME[=VALUE]  variable that travels to the ranks besides the usual ones
+  --env-file FILE        more of them: lines of NAME=VALUE
+
+  --dry-run              print each command and the variables; start nothing
+  --no-preflight         start without checking the hosts
+  --preflight-seconds N  how long each host may take for an answer (20)
+  -h, --help             this text; megalite help train SECTION: the settings
+"""
+_RANKS_SHOWN = 64
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """All that is decided before a process starts."""
+
+    loaded: LoadedRun
+    found: Hosts
+    hosts: tuple[Placed, ...]
+    idle: tuple[str, ...]
+    backend: str
+    programs: Programs
+    job: Job
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run `megalite launch`; return the job's exit code: 0, 75 stopped to be resumed, 2 wrong input, 130 Ctrl-C, 1."""
+    own, extra = _divided(arguments)
+    if "-h" in own or "--help" in own:
+        print(_HELP, end="")
+        return 0
+    parser = _parser()
+    known, overrides = _separated(own, parser)
+    options = parser.parse_args(known)
+    environ = variables()
+    _refuse_rank(environ)
+    plan = _plan(options, overrides, extra, environ)
+    for line in _plan_lines(plan):
+        print(line, flush=True)
+    if options.dry_run:
+        for line in _dry_lines(plan):
+            print(line)
+        return 0
+    if options.preflight:
+        _check_hosts(plan, options)
+    result = _attempt(plan, environ)
+    if result.text:
+        raise RankFailure(result.text, result.exit_code)
+    return result.exit_code
+
+
+def _divided(arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
+    """Return the arguments before and behind --."""
+    place = arguments.index("--") if "--" in arguments else len(arguments)
+    return list(arguments[:place]), tuple(arguments[place + 1 :])
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="megalite launch", add_help=False, allow_abbrev=False)
+    parser.add_argument("run_file", type=Path, metavar="RUN.toml")
+    parser.add_argument("--hostfile", type=Path)
+    parser.add_argument("--include", default="")
+    parser.add_argument("--exclude", default="")
+    parser.add_argument("--hosts", type=whole_number(1))
+    parser.add_argument("--slots", type=whole_number(1))
+    parser.add_argument("--backend", default="auto", choices=("auto", *BACKENDS))
+    parser.add_argument("--interface", default="")
+    parser.add_argument("--port", type=whole_number(1), default=DEFAULT_PORT)
+    parser.add_argument("--export", action="append", default=[])
+    parser.add_argument("--env-file", type=Path)
+    parser.add_argument("--preflight-seconds", type=float, default=SECONDS)
+    parser.add_argument("--no-preflight", dest="preflight", action="store_false")
+    parser.add_argument("--dry-run", action="store_true")
+    return parser
+
+
+def _separated(arguments: Sequence[str], parser: Parser) -> tuple[list[str], list[str]]:
+    """Return (this command's own arguments, the settings of the run)."""
+    switches = {"--no-preflight", "--dry-run"}
+    # Not by split_overrides: --interface is also the name of a setting.
+    own = {name for action in parser._actions for name in action.option_strings}
+    known: list[str] = []
+    others: list[str] = []
+    rest = list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        if argument.split("=")[0] in own:
+            known.append(argument)
+            if "=" not in argument and argument not in switches and rest:
+                known.append(rest.pop(0))
+        else:
+            others.append(argument)
+            # The value of a setting may be spelled like one of the options.
+            if argument.startswith("--") and "=" not in argument and rest and not rest[0].startswith("--"):
+                others.append(rest.pop(0))
+    more, overrides = split_overrides(others)
+    return [*known, *more], overrides
+
+
+def _refuse_rank(environ: Mapping[str, str]) -> None:
+    """Raise LaunchError in a rank of another launcher: each rank would start the whole job."""
+    info = None if in_shell(environ) else rank_info(environ)
+    if info is not None and info.world_size > 1:
+        raise LaunchError(
+            f"this is rank {info.rank} of {info.world_size} of {info.launcher}, and megalite launch starts all ranks "
+            "itself; use megalite train in ranks, or start megalite launch once"
+        )
+
+
+def _plan(
+    options: argparse.Namespace, overrides: Sequence[str], extra: tuple[str, ...], environ: Mapping[str, str]
+) -> _Plan:
+    """Load the run and decide hosts, ranks and backend. Raises ConfigError and LaunchError; starts nothing."""
+    named = named_variables(options.export, options.env_file, environ)
+    if options.interface:
+        named = {**dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), options.interface), **named}
+    chosen = HostOptions(
+        hostfile=options.hostfile,
+        include=options.include,
+        exclude=options.exclude,
+        hosts=options.hosts,
+        slots=options.slots,
+        local=options.backend == "local",
+    )
+    found = find_hosts(chosen, environ)
+    # Another host's folders cannot be seen from here; its ranks check them.
+    here = found.source != "hostfile" or found.hosts[0].name in ("localhost", socket.gethostname())
+    loaded = load_run(options.run_file, overrides, slots=found.slots, places=here)
+    hosts, idle = place_ranks(found, loaded.config.layout.world_size)
+    programs = find_programs(options.backend, environ)
+    backend = choose_backend(found, programs) if options.backend == "auto" else options.backend
+    job = Job(
+        source=found.source,
+        hosts=hosts,
+        arguments=("train", str(options.run_file), *overrides),
+        folder=Path.cwd(),
+        python=sys.executable,
+        exported=named if backend == "local" else travelling(environ, named),
+        port=options.port,
+        scratch=Path(tempfile.gettempdir()) / f"megalite-launch-{os.getpid()}",
+        interface=options.interface,
+        extra=extra,
+        devices=environ.get("CUDA_VISIBLE_DEVICES", ""),
+    )
+    plan = _Plan(loaded, found, hosts, idle, backend, programs, job)
+    BACKENDS[backend](job, programs)  # raises LaunchError where the backend cannot start this job
+    return plan
+
+
+def _plan_lines(plan: _Plan) -> Iterator[str]:
+    for note in plan.loaded.notes:
+        yield f"note: {note}"
+    parallel, layout = plan.loaded.config.parallel, plan.loaded.config.layout
+    hosts = f"{len(plan.hosts)} host{'s' * (len(plan.hosts) != 1)} of {plan.found.named}"
+    yield (
+        f"{layout.world_size} ranks: tensor {parallel.tensor} * pipeline {parallel.pipeline} * data {parallel.data}, "
+        f"on {plan.found.named if plan.job.local else hosts}, with --backend {plan.backend}"
+    )
+    width = max(len(host.name) for host in plan.hosts)
+    for host in plan.hosts[:_RANKS_SHOWN]:
+        slots = f" in slots {', '.join(map(str, host.slots))}" if host.chosen else ""
+        yield f"  {host.name:<{width}}  {counted_ranks(list(host.ranks))}{slots}"
+    if len(plan.hosts) > _RANKS_SHOWN:
+        yield f"  and {len(plan.hosts) - _RANKS_SHOWN} more"
+    if plan.idle:
+        yield f"idle: {', '.join(plan.idle)}"
+    names = ", ".join(plan.job.exported) or "none"
+    if plan.backend == "local":
+        yield f"variables set for the ranks, besides those of this shell: {names}"
+    else:
+        yield f"variables that travel to the ranks: {names}"
+
+
+def _dry_lines(plan: _Plan) -> Iterator[str]:
+    """Yield the variables and the commands; secrets are hidden in both."""
+    exported = shown(plan.job.exported)
+    for name, value in exported.items():
+        yield f"  {name}={shlex.quote(value)}"
+    yield ""
+    yield from shell_lines(BACKENDS[plan.backend](replace(plan.job, exported=exported), plan.programs))
+
+
+def _check_hosts(plan: _Plan, options: argparse.Namespace) -> None:
+    """Print the preflight. Raises LaunchError if a host cannot run its ranks."""
+    slots = {host.name: len(host.slots) for host in plan.hosts}
+    wanted = Wanted(
+        plan.job.folder,
+        plan.job.python,
+        options.run_file,
+        Path(plan.loaded.config.run.folder),
+        plan.job.exported,
+    )
+    found = preflight(slots, wanted, transport_to(plan.found), options.preflight_seconds)
+    for line in found.lines():
+        print(line, flush=True)
+    found.require()
+
+
+def _attempt(plan: _Plan, environ: Mapping[str, str]) -> Result:
+    """Start the job with a coordinator of its own, and return how it ended."""
+    job, coordinator = plan.job, None
+    if plan.backend != "local":
+        listener = listen([] if job.local else [host.name for host in job.hosts])
+        nonce = secrets.token_hex(16)
+        coordinator = Coordinator(
+            listener,
+            job.world_size,
+            say=_say,
+            nonce=nonce,
+            layout=plan.loaded.config.layout,
+            hosts=[host.name for host in job.hosts for _ in host.ranks],
+        )
+        address, port = coordinator.address
+        meeting = {"MEGALITE_COORDINATOR": f"{address}:{port}/{nonce}"}
+        job = replace(job, exported={**job.exported, **meeting})
+    with tempfile.TemporaryDirectory(prefix="megalite-launch-") as scratch:
+        start = BACKENDS[plan.backend](replace(job, scratch=Path(scratch)), plan.programs)
+        return supervise(start, coordinator, backend=plan.backend, environ=environ, say=_say)
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)

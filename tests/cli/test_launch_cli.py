@@ -1,0 +1,149 @@
+"""megalite launch: what it decides before a process starts, what it prints, and what it refuses."""
+
+import shlex
+import sys
+
+import pytest
+
+from megalite.cli import main
+
+RUN = """\
+[model]
+preset = "tiny"
+[parallel]
+tensor = 2
+pipeline = 2
+[training]
+steps = 10
+sequence_length = 16
+micro_batch_size = 2
+global_batch_size = 8
+[data]
+source = "stdlib"
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The working folder, with a run and two hosts; no variable of a launcher is set."""
+    (tmp_path / "run.toml").write_text(RUN)
+    (tmp_path / "hosts").write_text("n0 slots=2\nn1 slots=2\n")
+    monkeypatch.chdir(tmp_path)
+    for name in ("SLURM_JOB_ID", "RANK", "CUDA_VISIBLE_DEVICES", "HF_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def printed(capsys, *arguments: str) -> list[str]:
+    assert main(["launch", *arguments, "--dry-run"]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def refusal(capsys, *arguments: str) -> str:
+    """Return the error on wrong input; nothing is printed before it."""
+    assert main(["launch", *arguments]) == 2
+    said = capsys.readouterr()
+    assert not said.out
+    return said.err
+
+
+def test_a_dry_run_prints_the_plan_and_a_command_for_each_host(folder, capsys, monkeypatch):
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    lines = printed(capsys, "run.toml", "--hostfile", "hosts", "--backend", "ssh", "--training.steps", "3")
+    assert lines[:3] == [
+        "4 ranks: tensor 2 * pipeline 2 * data 1, on 2 hosts of the hostfile hosts, with --backend ssh",
+        "  n0  ranks 0-1",
+        "  n1  ranks 2-3",
+    ]
+    assert "NCCL_DEBUG" in lines[3] and "  NCCL_DEBUG=INFO" in lines
+    assert lines[-4] == "# n0" and lines[-2] == "# n1"
+    for line, host, first in ((lines[-3], "n0", "0"), (lines[-1], "n1", "2")):
+        *ssh, remote = shlex.split(line)
+        assert ssh[0] == "ssh" and ssh[-1] == host
+        words = shlex.split(remote)
+        assert words[:2] == ["cd", str(folder)] and "NCCL_DEBUG=INFO" in words
+        assert words[words.index(sys.executable) :][:5] == [
+            *(sys.executable, "-m", "megalite.launcher.node"),
+            *("--first-rank", first),
+        ]
+        assert words[-5:] == ["--", "train", "run.toml", "--training.steps", "3"]
+
+
+def test_secrets_are_not_printed(folder, capsys):
+    for backend in ("ssh", "torchrun"):
+        lines = printed(
+            capsys, "run.toml", "--hostfile", "hosts", "--backend", backend, "--export", "HF_TOKEN=hf_abc"
+        )
+        assert "  HF_TOKEN='(not shown)'" in lines
+        assert "hf_abc" not in "\n".join(lines)
+
+
+def test_data_auto_takes_the_slots_and_says_which_stay_idle(folder, capsys):
+    (folder / "hosts").write_text("n0 slots=4\nn1 slots=6\nn2 slots=3\n")
+    lines = printed(
+        capsys, "run.toml", "--hostfile", "hosts", "--backend", "ssh", "--training.global_batch_size=12"
+    )
+    assert lines[0].startswith("12 ranks: tensor 2 * pipeline 2 * data 3, on 3 hosts")
+    assert "idle: 1 of 3 slots of n2" in lines
+
+
+def test_the_backend_of_this_machine_is_the_train_command(folder, capsys):
+    lines = printed(capsys, "run.toml", "--export", "A=b c")
+    assert lines[0].endswith("on this machine, with --backend local")
+    assert lines[-1] == f"A='b c' {sys.executable} -m megalite train run.toml"
+
+
+def test_the_arguments_of_the_backend_stand_behind_two_dashes(folder, capsys):
+    lines = printed(capsys, "run.toml", "--backend", "torchrun", "--dry-run", "--interface", "eth0")
+    assert "GLOO_SOCKET_IFNAME=eth0" in lines[-1] and "NCCL_SOCKET_IFNAME=eth0" in lines[-1]
+    assert main(["launch", "run.toml", "--backend", "torchrun", "--dry-run", "--", "--tee", "3"]) == 0
+    assert "--nproc-per-node 4 --tee 3 -m megalite train run.toml" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["no.toml"], "no.toml"),
+        (["run.toml", "--training.stepz", "3"], "did you mean training.steps?"),
+        (["run.toml", "--hostfile", "no"], "--hostfile no: there is no such file"),
+        (["run.toml", "--hostfile", "hosts", "--include", "n7"], "n7: is not a host of the hostfile hosts"),
+        (["run.toml", "--hostfile", "hosts", "--parallel.data", "2"], "the run has 8 ranks"),
+        (["run.toml", "--hostfile", "hosts", "--backend", "local", "--hosts", "3"], "--hosts 3"),
+        (["run.toml", "--hostfile", "hosts", "--backend", "srun"], "needs a SLURM allocation"),
+        (["run.toml", "--export", "NOT_SET"], "--export NOT_SET: the variable is not set"),
+        (["run.toml", "--env-file", "no"], "--env-file no: the file cannot be read"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_input_is_told_before_anything_starts(folder, capsys, arguments, message):
+    assert message in refusal(capsys, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "required: RUN.toml"),
+        (["run.toml", "--backend", "pdsh"], "invalid choice: 'pdsh'"),
+        (["run.toml", "--slots", "0"], "'0' is not a whole number of 1 or more"),
+        (["run.toml", "--hostfil", "hosts"], "unrecognized arguments: --hostfil hosts"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_options_are_told(folder, capsys, arguments, message):
+    with pytest.raises(SystemExit) as ended:
+        main(["launch", *arguments])
+    assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_a_rank_of_another_launcher_does_not_start_the_job_again(folder, capsys, monkeypatch):
+    ranks = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+    for name, value in {**ranks, "MASTER_ADDR": "n0", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    assert "this is rank 1 of 4" in refusal(capsys, "run.toml")
+
+
+def test_help_is_one_screen(capsys):
+    assert main(["launch", "--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 45 and max(map(len, lines)) <= 90
+    assert lines[0].startswith("usage: megalite launch RUN.toml")
