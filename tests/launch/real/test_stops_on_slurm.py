@@ -1,0 +1,76 @@
+"""Signals of a real SLURM, and the end of its allocation: ranks of a step save, end with 75, and go on bit for bit."""
+
+import shlex
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megalite.checkpoint.folder import find_latest
+from tests.support.hosts import ROOT, wait_until
+from tests.support.jobs import Job, curve
+
+pytestmark = pytest.mark.extended
+
+SECONDS = 90
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory) -> Job:
+    return Job.write(tmp_path_factory.mktemp("job"))
+
+
+def submit(slurm, folder: Path, job: Job, *options: str, steps: int) -> int:
+    """Submit a job of four ranks on two nodes whose log is FOLDER/log."""
+    train = shlex.join([sys.executable, *job.command(folder / "run", "--training.steps", str(steps))[1:]])
+    script = folder / "job.sh"
+    script.write_text(f"#!/bin/bash\nsrun {train}\n")
+    tasks = ("--nodes=2", "--ntasks-per-node=2", f"--output={folder}/log", "--open-mode=append")
+    return slurm.submit(*tasks, *options, script, env={"PYTHONPATH": str(ROOT)}, cwd=ROOT)
+
+
+def logged(folder: Path, text: str) -> bool:
+    log = folder / "log"
+    return log.exists() and text in log.read_text()
+
+
+def wait_for(folder: Path, text: str) -> None:
+    def read() -> bool:
+        return logged(folder, text)
+
+    wait_until(read, SECONDS, f"{text!r} is not in {folder / 'log'}")
+
+
+def test_sigusr1_to_a_step_saves_and_the_next_job_goes_on_bit_for_bit(slurm, job, tmp_path):
+    """The first job knows the end of its allocation, and is signalled once before its first step."""
+    early = submit(slurm, tmp_path, job, "--time=10", steps=30)
+    wait_for(tmp_path, "time: the run saves and stops before the end of the allocation at ")
+    slurm.run(["scancel", "--signal=TERM", str(early)])
+    assert slurm.wait(early, "FAILED", timeout=SECONDS)["ExitCode"] == "76:0"
+    assert logged(tmp_path, "SIGTERM before the end of the first step")
+
+    first = submit(slurm, tmp_path, job, "--time=10", steps=30)
+    wait_for(tmp_path, "step  3/30")
+    slurm.run(["scancel", "--signal=USR1", str(first)])
+    signalled = time.time()
+    assert slurm.wait(first, "FAILED", timeout=SECONDS)["ExitCode"] == "75:0", (tmp_path / "log").read_text()
+    assert logged(tmp_path, "SIGUSR1: the run saves and ends after this step")
+    last = find_latest(tmp_path / "run" / "checkpoints")
+    assert last is not None and last.name != "step-000030"
+    print(f"signal to published checkpoint: {last.stat().st_mtime - signalled:.2f} s")
+
+    second = submit(slurm, tmp_path, job, "--time=10", steps=30)
+    slurm.wait(second, "COMPLETED", timeout=SECONDS)
+    job.run(tmp_path / "undisturbed", "--training.steps", "30")
+    assert curve(tmp_path / "run") == curve(tmp_path / "undisturbed")
+
+
+@pytest.mark.slow
+def test_a_run_ends_in_good_order_before_its_allocation(slurm, job, tmp_path):
+    """The shortest time limit that SLURM has is a minute; nobody sends a signal."""
+    number = submit(slurm, tmp_path, job, "--time=1", steps=100000)
+    ended = slurm.wait(number, "FAILED", timeout=SECONDS)
+    assert ended["ExitCode"] == "75:0", (tmp_path / "log").read_text()
+    assert logged(tmp_path, " s before the end of the allocation at ")
+    assert logged(tmp_path, "interrupted: the last checkpoint is ")
