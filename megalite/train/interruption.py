@@ -131,6 +131,7 @@ class StopSignals:
         self._save_seen = False
         self._ours: list[signal.Signals] = []
         self._over = threading.Event()
+        self._tell_others: Callable[[str, int], object] = lambda reason, code: None
 
     def __call__(self) -> signal.Signals | None:
         """Return the first signal that has arrived."""
@@ -139,6 +140,10 @@ class StopSignals:
     def first_step_over(self) -> None:
         """From now on a signal lets the run save. To be called right after a collective, so that ranks agree."""
         self._phase = _Phase.TRAINING
+
+    def on_end(self, call: Callable[[str, int], object]) -> None:
+        """Have `call(reason, exit code)` tell the other ranks before this one is ended; from a thread."""
+        self._tell_others = call
 
     def all_saved(self) -> None:
         """From now on nothing is left to save."""
@@ -212,10 +217,11 @@ class StopSignals:
         """Say what the first signal leads to; return whether the rank has been ended."""
         name, phase = NAMES[number], self._phase
         if phase is _Phase.FIRST_STEP:
-            self._told(f"{name} before the end of the first step: the run ends, there is nothing to save")
+            text = f"{name} before the end of the first step: the run ends, there is nothing to save"
             if not self._alone:
-                self._ended(INTERRUPTED if number is signal.SIGINT else NOT_BEGUN)
+                self._end(text, INTERRUPTED if number is signal.SIGINT else NOT_BEGUN)
                 return True
+            self._told(text)
         elif phase is _Phase.SAVED:
             self._told(f"{name}: every step is saved; the run ends after the export")
         else:
@@ -242,17 +248,21 @@ class StopSignals:
         limit = f"{self._grace_seconds:g} s (launch.grace_seconds)"
         assert self._noted is not None
         if self._phase is _Phase.SAVED:
-            self._told(
-                f"ended before the export was written: it was not over {limit} after {NAMES[self._noted]}"
-            )
-            return self._ended(STOPPED)
+            text = f"ended before the export was written: it was not over {limit} after {NAMES[self._noted]}"
+            return self._end(text, STOPPED)
         if self._save_seen:
             return self._give_up(f"the checkpoint stood still for {limit}")
         self._give_up(f"the run was not over {limit} after {NAMES[self._noted]}")
 
     def _give_up(self, reason: str) -> None:
-        self._told(f"ended without saving a checkpoint: {reason}")
-        self._ended(INTERRUPTED if self._noted is signal.SIGINT else TERMINATED)
+        code = INTERRUPTED if self._noted is signal.SIGINT else TERMINATED
+        self._end(f"ended without saving a checkpoint: {reason}", code)
+
+    def _end(self, text: str, code: int) -> None:
+        self._told(text)
+        with suppress(Exception):  # the others may be gone
+            self._tell_others(text, code)
+        self._ended(code)
 
 
 def tell_interruption(config: RunConfig, info: RankInfo | None) -> None:

@@ -197,13 +197,16 @@ def test_ctrl_c_behind_sigterm_ends_at_once_and_sigterm_behind_ctrl_c_does_not()
 @pytest.mark.parametrize("number", [*BATCH, signal.SIGINT])
 def test_a_signal_before_the_end_of_the_first_step_ends_a_rank_at_once(number: signal.Signals) -> None:
     """From the thread: the main one may hang in native code, or wait for a rank that never comes."""
-    job = Job()
-    with job.signals:
+    job, others = Job(), list[tuple[str, int]]()
+    with job.signals as signals:
+        signals.on_end(lambda *each: others.append(each))
         signal.raise_signal(number)
         wait_for(lambda: bool(job.ended))
     name = "Ctrl-C" if number is signal.SIGINT else number.name
     assert job.told == [f"{name} before the end of the first step: the run ends, there is nothing to save"]
     assert job.ended == [130 if number is signal.SIGINT else 76]
+    # A rank that got no signal must end too.
+    assert others == [(job.told[0], job.ended[0])]
 
 
 @pytest.mark.parametrize("number", [*BATCH, signal.SIGINT])
