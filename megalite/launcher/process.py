@@ -74,6 +74,20 @@ def session(process: int) -> int | None:
     return int(found[0]) if found else None
 
 
+def parent_of(process: int) -> int:
+    """Return the id of a process's parent; 0 if it is unknown."""
+    found = _status(process)[1:2]
+    return int(found[0]) if found else 0
+
+
+def arguments_of(process: int) -> list[str]:
+    """Return the command line of a process; empty if it is unknown."""
+    try:
+        return Path(f"/proc/{process}/cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
+    except OSError:
+        return []
+
+
 def identity(process: int) -> str:
     """Return the id and the start time of a process: unique on this machine, while ids are reused."""
     started = _status(process)[19:20]
