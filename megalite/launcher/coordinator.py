@@ -213,7 +213,7 @@ class Coordinator:
         if self.verdict is not None:
             return
         if self._decide_at is not None and now >= self._decide_at:
-            self._end(verdict_of(self._reports, self._layout))
+            self._end(verdict_of(self._reports, self.world_size))
         elif not self.complete:
             self._watch_arrivals(now)
         else:
@@ -381,6 +381,7 @@ class Coordinator:
                 step=state.step,
                 activity=state.activity,
                 reason=reason,
+                heard=state.heard,
             )
         )
 

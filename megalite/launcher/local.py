@@ -1,4 +1,4 @@
-"""Runs ranks: starts all ranks of a job on this machine, or runs one rank that a launcher started.
+"""Starts all ranks of a job on this machine, watches them, and ends them together.
 
 Local ranks are forked from a parent that has imported torch but has not computed with it: no CUDA context and no thread
 pool crosses the fork, and torch is imported only once. A parent that has computed must spawn ranks instead: each is a
@@ -22,18 +22,22 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, NoReturn
 
-from megalite.errors import LaunchError, MegaliteError
+from megalite.errors import LaunchError, RankFailure
 from megalite.launcher.detect import RankInfo, local_rank_infos
 from megalite.launcher.environment import export_rank, exported_rank
-from megalite.launcher.failures import FailureFolder, FailureReport
+from megalite.launcher.failures import FailureFolder, FailureReport, first_cause
+from megalite.launcher.launched import run_rank
 from megalite.launcher.process import (
     adopt_orphans,
     children,
     die_with_parent,
+    end_process,
     identity,
     keep_freed_memory,
     session,
 )
+from megalite.launcher.progress import Progress, now
+from megalite.launcher.verdicts import describe_job
 from megalite.topology.axes import Layout
 
 # Called with the RankInfo and the job's arguments; returns the exit code: 0, STOPPED or NOT_BEGUN.
@@ -45,19 +49,14 @@ INTERRUPTED = 128 + signal.SIGINT
 TERMINATED = 128 + signal.SIGTERM
 _ORDERLY = (0, STOPPED, NOT_BEGUN)
 
-# After the first failure the other ranks get time to report theirs, then SIGTERM, then SIGKILL.
-_GRACE_SECONDS = 1.5
-_TERMINATION_SECONDS = 1.0
-_EXIT_SECONDS = 3
+# After a failure the other ranks get time to report theirs, then SIGKILL: a little after a first cause, more while all
+# have only lost a peer, as the cause is still to come.
+_AFTER_CAUSE_SECONDS, _AFTER_CONSEQUENCE_SECONDS = 0.3, 1.5
 # Ranks that stop together end within this time: one that does not has lost the others, which were told alone.
 _STOP_SECONDS = 15.0
 
 # A terminal and the program that started this one may both pass on one Ctrl-C.
 SAME_PRESS_SECONDS = 0.3
-
-# These launchers leave their ranks running when they are killed, so the ranks watch their parent. That is safe because
-# they start ranks from their main thread; PR_SET_PDEATHSIG fires when the starting thread ends (as in MPI's daemons).
-_DIRECT_PARENTS = ("torchrun", "deepspeed")
 
 # Batch systems send these before they end a job.
 _BATCH = (signal.SIGTERM, signal.SIGUSR1)
@@ -88,7 +87,7 @@ def run_local_ranks(
     start CUDA or compute on import. method: "spawn" starts each rank as a new Python process without preloading;
     `worker` and `arguments` must then be picklable.
 
-    Raises RankFailure within 5 seconds of the first failure, and KeyboardInterrupt if Ctrl-C ended the ranks. In all
+    Raises RankFailure within 2 seconds of the first failure, and KeyboardInterrupt if Ctrl-C ended the ranks. In all
     cases, even if this process is killed, no rank is left running, nor a process that a rank has started, unless it
     has begun a session of its own. Other children of this process are left alone.
     """
@@ -99,10 +98,12 @@ def run_local_ranks(
         if layout.world_size == 1:
             with exported_rank(infos[0]):
                 return run_rank(worker, infos[0], layout, failures, arguments=arguments)
+        progress = Path(scratch) / "progress"
+        Progress.create_file(progress, layout.world_size)
         for module in preload if method == "fork" else ():
             importlib.import_module(module)
         with _orphans_adopted(), _Signals() as signals:
-            job = _LocalJob(infos, folder, signals)
+            job = _LocalJob(infos, folder, signals, progress)
             try:
                 job.start(worker, arguments, method)
                 job.watch()
@@ -110,40 +111,6 @@ def run_local_ranks(
                 job.kill()
                 job.kill_orphans()
         return job.outcome()
-
-
-def run_rank(
-    worker: Worker, info: RankInfo, layout: Layout, failures: Path, *, arguments: Sequence[Any] = ()
-) -> int:
-    """Run `worker(info, *arguments)` as the rank `info` of a launcher, or as the only rank; return its exit code.
-
-    Raises RankFailure for an exception: with the full report on the rank that failed first, with one line on ranks that
-    only lost a peer. A MegaliteError of a single rank is raised unchanged. The process is killed a few seconds later
-    (SIGALRM), so that a hanging destructor of a broken communicator does not hide the failure from the launcher.
-    """
-    folder = FailureFolder(failures, layout, job=_start_of(info))
-    folder.clear([info.rank])
-    if info.launcher in _DIRECT_PARENTS:
-        die_with_parent(os.getppid())
-    export_rank(info)
-    try:
-        return worker(info, *arguments)
-    except Exception as error:
-        report = folder.of_exception(info, error)
-        folder.write(report)
-        if layout.world_size == 1 and isinstance(error, MegaliteError):
-            raise
-        if layout.world_size > 1:
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.alarm(_EXIT_SECONDS)
-        raise folder.own_failure(report) from error
-
-
-def _start_of(info: RankInfo) -> str:
-    """Identify this start of the job; torchrun's id may come again, as its user chooses it."""
-    if info.job and info.launcher != "torchrun":
-        return info.job
-    return f"{info.node} {identity(os.getppid())}"
 
 
 class _Signals:
@@ -193,14 +160,14 @@ class _Signals:
 class _LocalJob:
     """The processes of one job, from their start to the end of the last one."""
 
-    def __init__(self, infos: Sequence[RankInfo], folder: FailureFolder, signals: _Signals):
-        self._infos, self._folder, self._signals = infos, folder, signals
+    def __init__(self, infos: Sequence[RankInfo], folder: FailureFolder, signals: _Signals, progress: Path):
+        self._infos, self._folder, self._signals, self._progress = infos, folder, signals, progress
         self._running: dict[int, BaseProcess] = {}
         self._pids: dict[int, int] = {}
         self._codes: dict[int, int] = {}
         self._ended: dict[int, float] = {}
         self._sent: dict[int, set[int]] = {info.rank: set() for info in infos}
-        self._escalation: list[tuple[float, signal.Signals]] = []
+        self._kill_at = math.inf
         self._interrupts = 0
         self._terminations = 0
 
@@ -213,7 +180,7 @@ class _LocalJob:
         for info in self._infos:
             process: BaseProcess = context.Process(
                 target=_run_new_rank,
-                args=(worker, info, arguments, parent, self._folder, signals),
+                args=(worker, info, arguments, parent, self._folder, signals, self._progress),
                 name=f"rank {info.rank}",
             )
             try:
@@ -234,12 +201,12 @@ class _LocalJob:
         while self._running:
             self._handle_signals()
             self._reap()
-            now = time.monotonic()
-            while self._escalation and self._escalation[0][0] <= now:
-                self._send(self._escalation.pop(0)[1])
+            left = self._kill_at - time.monotonic()
+            if left <= 0:
+                self._send(signal.SIGKILL)
             if self._running:
                 # Signals wake the wait; the limit covers a signal between `_handle_signals` and here.
-                self._signals.wait(min(0.5, self._escalation[0][0] - now) if self._escalation else 0.5)
+                self._signals.wait(0.5 if left <= 0 else min(0.5, left))
 
     def kill(self) -> None:
         """Kill all ranks that still run; none do after `watch`."""
@@ -276,7 +243,7 @@ class _LocalJob:
                 return STOPPED if STOPPED in codes else NOT_BEGUN
             if self._signals.terminations:
                 return TERMINATED
-        raise self._folder.failure(reports)
+        raise RankFailure(describe_job(reports, len(self._infos)), first_cause(reports).exit_code)
 
     def _reports(self) -> list[FailureReport]:
         reports = {report.rank: report for report in self._folder.read()}
@@ -284,10 +251,11 @@ class _LocalJob:
             caused_by_us = -code in self._sent[rank] or code - 128 in self._sent[rank]
             caused_by_us |= code == TERMINATED and bool(self._signals.terminations)
             if code not in _ORDERLY and rank not in reports and not caused_by_us:
-                reports[rank] = self._folder.of_exit(
-                    self._infos[rank], self._pids[rank], code, self._ended[rank]
+                left = Progress.read(self._progress, self._infos[rank].local_rank)
+                found = self._folder.of_exit(
+                    self._infos[rank], self._pids[rank], code, self._ended[rank], left
                 )
-                self._folder.write(reports[rank])
+                reports[rank] = self._folder.write(found)
         return list(reports.values())
 
     def _handle_signals(self) -> None:
@@ -296,7 +264,7 @@ class _LocalJob:
             if self._interrupts == 0:
                 self._send(signal.SIGINT)
             if self._signals.interrupts > 1:
-                self._end_all_after(0.0, 0.0)
+                self._kill_at = 0.0
             self._interrupts = self._signals.interrupts
         # No escalation to SIGKILL: the ranks may be saving a checkpoint.
         for number in self._signals.terminations[self._terminations :]:
@@ -310,14 +278,17 @@ class _LocalJob:
                 continue
             del self._running[rank]
             self._codes[rank], self._ended[rank] = code, time.time()
-            if code not in _ORDERLY and not self._escalation:
-                self._end_all_after(_GRACE_SECONDS, _TERMINATION_SECONDS)
-            if code in (STOPPED, NOT_BEGUN) and not self._escalation:
-                self._end_all_after(_STOP_SECONDS, _TERMINATION_SECONDS)
+            if code != 0:
+                self._kill_at = min(self._kill_at, time.monotonic() + self._grace_seconds(rank, code))
 
-    def _end_all_after(self, grace: float, termination: float) -> None:
-        term = time.monotonic() + grace
-        self._escalation = [(term, signal.SIGTERM), (term + termination, signal.SIGKILL)]
+    def _grace_seconds(self, rank: int, code: int) -> float:
+        """Return how long the other ranks may run after this one ended with a code that is not 0."""
+        if code in _ORDERLY:
+            return _STOP_SECONDS
+        signalled = self._signals.interrupts or self._signals.terminations
+        if signalled or any(report.rank == rank and report.secondary for report in self._folder.read()):
+            return _AFTER_CONSEQUENCE_SECONDS
+        return _AFTER_CAUSE_SECONDS
 
     def _send(self, number: signal.Signals) -> None:
         for rank, process in self._running.items():
@@ -333,6 +304,7 @@ def _run_new_rank(
     parent: int,
     folder: FailureFolder,
     signals: _Signals | None,
+    progress: Path,
 ) -> NoReturn:
     """Run a rank in a new process, whose signals are blocked at first. signals: the inherited handlers, if forked."""
     code = 1
@@ -344,29 +316,22 @@ def _run_new_rank(
             keep_freed_memory()
         else:
             signals.restore()
+        now.restart()
+        now.keep_in(progress, info.local_rank)
         export_rank(info)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)
         code = worker(info, *arguments)
     except KeyboardInterrupt:
-        _end_now(INTERRUPTED)
+        end_process(INTERRUPTED)
     except Terminated:
-        _end_now(NOT_BEGUN)
+        end_process(NOT_BEGUN)
     except SystemExit:
         raise
     except BaseException as error:
         report = folder.of_exception(info, error)
         folder.write(report)
-        _end_now(report.exit_code)
+        end_process(report.exit_code)
     sys.exit(code)
-
-
-def _end_now(code: int) -> NoReturn:
-    """Exit without destructors, which could wait for a dead peer."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(Exception):
-            stream.flush()
-    os._exit(code)
 
 
 @contextmanager

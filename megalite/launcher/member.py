@@ -200,7 +200,7 @@ class Member:
             if self._left:
                 break
             where = f"the coordinator of the job at {self.coordinator_address}"
-            self._end(Verdict(f"{where} vanished: {reason}", 1))
+            self._end(Verdict(f"{where} vanished: {reason}", 1, coordinator_lost=True))
         self._socket.close()
 
     def _take(self, message: dict[str, Any]) -> None:

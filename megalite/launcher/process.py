@@ -3,14 +3,21 @@
 import ctypes
 import os
 import signal
+import sys
+import threading
+from collections.abc import Callable
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn, TypeVar
+
+T = TypeVar("T")
 
 # From <malloc.h> and <sys/prctl.h>.
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
+_FLUSH_SECONDS = 0.5
 _LARGEST_INT = 2**31 - 1
 _MIB = 2**20
 
@@ -37,6 +44,28 @@ def die_with_parent(parent: int) -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def within(seconds: float, action: Callable[[], T], otherwise: T) -> T:
+    """Return the result of `action`, or `otherwise` if it raises or has none within `seconds`; it may go on then."""
+    results: list[T] = []
+
+    def run() -> None:
+        with suppress(Exception):
+            results.append(action())
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return results[0] if results else otherwise
+
+
+def end_process(code: int) -> NoReturn:
+    """Exit without destructors, which could wait for a dead peer. Output that nobody takes is dropped."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    for stream in (sys.stdout, sys.stderr):
+        within(_FLUSH_SECONDS, stream.flush, None)
+    os._exit(code)
 
 
 def adopt_orphans(adopt: bool) -> None:

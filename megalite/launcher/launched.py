@@ -1,0 +1,149 @@
+"""Runs one rank that a launcher started, and ends its process in time when it, another or the launcher fails."""
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, Protocol
+
+from megalite.errors import MegaliteError, RankFailure
+from megalite.launcher.detect import RankInfo
+from megalite.launcher.environment import export_rank
+from megalite.launcher.failures import FailureFolder, FailureReport
+from megalite.launcher.member import JobEnded
+from megalite.launcher.messages import Verdict
+from megalite.launcher.process import end_process, identity, within
+from megalite.launcher.progress import now
+from megalite.launcher.verdicts import describe_end, describe_own
+from megalite.launcher.watch import watch_launcher
+from megalite.topology.axes import Layout
+
+# A folder or a terminal that hangs must not keep a rank from ending.
+_WRITE_SECONDS, _SAY_SECONDS, _LAST_WORD_SECONDS = 1.0, 1.0, 0.6
+
+
+class Judge(Protocol):
+    """The way to the coordinator of the job."""
+
+    def fail(self, report: FailureReport) -> Verdict | None:
+        """Send the failure of this rank and return the verdict on the job; None if none comes in time."""
+        ...
+
+
+class RankEnd:
+    """Ends the process of a rank that a launcher started, once, from the thread that first has a reason to.
+
+    say: shows an error to the user. shows_verdict: whether rank 0 shows the verdict, as no launching process does.
+    """
+
+    def __init__(
+        self,
+        info: RankInfo,
+        layout: Layout,
+        failures: Path,
+        *,
+        say: Callable[[str], None],
+        shows_verdict: bool = True,
+    ):
+        self.info = info
+        self.judge: Judge | None = None
+        """Set once the rank is connected to the coordinator."""
+        self.folder = FailureFolder(failures, layout, job=_start_of(info))
+        self._layout, self._say, self._shows_verdict = layout, say, shows_verdict
+        # Taken by the thread that ends the process, and never given back.
+        self._ending = threading.Lock()
+
+    def watch(self) -> None:
+        """Have the rank end when its launcher is gone."""
+        watch_launcher(self.info.launcher, self.launcher_gone)
+
+    def failed(self, error: BaseException) -> NoReturn:
+        """End the process because of an exception: report it, show what this rank has to show, exit with its code."""
+        self._ending.acquire()
+        if isinstance(error, JobEnded):
+            self._show(error.verdict)
+            end_process(error.verdict.exit_code)
+        report = self.folder.of_exception(self.info, error)
+        report = within(_WRITE_SECONDS, lambda: self.folder.write(report), report)
+        verdict = self.judge.fail(report) if self.judge is not None else None
+        if verdict is None:
+            known = within(_WRITE_SECONDS, self.folder.read, [])
+            others = [each for each in known if each.rank != report.rank]
+            self._tell(f"error: {describe_own(report, others)}")
+            end_process(report.exit_code)
+        self._show(verdict)
+        end_process(verdict.exit_code)
+
+    def told(self, verdict: Verdict) -> NoReturn:
+        """End the process, whose main thread may wait for others in a collective, because the job has ended."""
+        self._ending.acquire()
+        self._show(verdict)
+        end_process(verdict.exit_code)
+
+    def launcher_gone(self, noticed: str) -> NoReturn:
+        """End the process because its launcher is gone. Nobody reads its output, but other hosts hear of it."""
+        self._ending.acquire()
+        report = self.folder.of_lost_launcher(self.info, noticed)
+        within(_WRITE_SECONDS, lambda: self.folder.write(report), report)
+        judge = self.judge
+        if judge is not None:
+            within(_LAST_WORD_SECONDS, lambda: judge.fail(report), None)
+        end_process(report.exit_code)
+
+    def _show(self, verdict: Verdict) -> None:
+        """Show the verdict on rank 0; on other hosts one line, from their first rank that is left."""
+        info = self.info
+        if verdict.coordinator_lost and self._shows_verdict:
+            if info.local_rank == int(self._beside_rank_0):
+                self._tell(f"error: {self._without_rank_0()}")
+            return
+        if self._shows_verdict and info.rank == 0:
+            self._tell(f"error: {verdict.text}")
+            return
+        at_fault = verdict.rank == info.rank - 1 and verdict.host == info.node
+        first_left = info.local_rank == 0 or (info.local_rank == 1 and at_fault)
+        if first_left and verdict.rank >= 0 and not self._beside_rank_0:
+            self._tell(describe_end(info.node, verdict.text))
+
+    @property
+    def _beside_rank_0(self) -> bool:
+        """Whether rank 0 runs on this host; where the launcher does not say, hosts hold successive ranks."""
+        info = self.info
+        return info.node_rank == 0 if info.node_rank is not None else info.rank == info.local_rank
+
+    def _without_rank_0(self) -> str:
+        host = self.info.node if self._beside_rank_0 else self.info.master_addr
+        lines = [f"{self._layout.describe(0)} on {host} vanished: killed, out of memory, or its host is gone"]
+        if now.step is not None:
+            lines.append(f"rank {self.info.rank} was after step {now.step}: {now.activity}")
+        return "\n  ".join(lines)
+
+    def _tell(self, text: str) -> None:
+        within(_SAY_SECONDS, lambda: self._say(text), None)
+
+
+def run_rank(worker: Callable[..., int], end: RankEnd, *, arguments: Sequence[Any] = ()) -> int:
+    """Run `worker(info, *arguments)` as one rank of a launcher, or as the only rank; return its exit code.
+
+    An exception ends the process with the report's exit code, 2 for the user's input, else 1. A single rank raises
+    instead: MegaliteError unchanged, RankFailure for any other exception.
+    """
+    info, folder = end.info, end.folder
+    folder.clear([info.rank])
+    export_rank(info)
+    try:
+        return worker(info, *arguments)
+    except Exception as error:
+        if info.world_size > 1:
+            end.failed(error)
+        report = folder.write(folder.of_exception(info, error))
+        if isinstance(error, MegaliteError):
+            raise
+        raise RankFailure(describe_own(report, ()), report.exit_code) from error
+
+
+def _start_of(info: RankInfo) -> str:
+    """Identify this start of the job; torchrun's id may come again, as its user chooses it."""
+    if info.job and info.launcher != "torchrun":
+        return info.job
+    return f"{info.node} {identity(os.getppid())}"
