@@ -42,7 +42,7 @@ class RankEnd:
         layout: Layout,
         failures: Path,
         *,
-        say: Callable[[str], None],
+        say: Callable[[str], None] = lambda _: None,
         shows_verdict: bool = True,
     ):
         self.info = info
@@ -67,7 +67,8 @@ class RankEnd:
         report = within(_WRITE_SECONDS, lambda: self.folder.write(report), report)
         verdict = self.judge.fail(report) if self.judge is not None else None
         if verdict is None:
-            known = within(_WRITE_SECONDS, self.folder.read, [])
+            nothing: list[FailureReport] = []
+            known = within(_WRITE_SECONDS, self.folder.read, nothing)
             others = [each for each in known if each.rank != report.rank]
             self._tell(f"error: {describe_own(report, others)}")
             end_process(report.exit_code)

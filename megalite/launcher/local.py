@@ -26,7 +26,7 @@ from megalite.errors import LaunchError, RankFailure
 from megalite.launcher.detect import RankInfo, local_rank_infos
 from megalite.launcher.environment import export_rank, exported_rank
 from megalite.launcher.failures import FailureFolder, FailureReport, first_cause
-from megalite.launcher.launched import run_rank
+from megalite.launcher.launched import RankEnd, run_rank
 from megalite.launcher.process import (
     adopt_orphans,
     children,
@@ -97,7 +97,7 @@ def run_local_ranks(
         infos = local_rank_infos(layout.world_size, Path(scratch) / "rendezvous")
         if layout.world_size == 1:
             with exported_rank(infos[0]):
-                return run_rank(worker, infos[0], layout, failures, arguments=arguments)
+                return run_rank(worker, RankEnd(infos[0], layout, failures), arguments=arguments)
         progress = Path(scratch) / "progress"
         Progress.create_file(progress, layout.world_size)
         for module in preload if method == "fork" else ():

@@ -115,7 +115,7 @@ def _cause(report: FailureReport) -> list[str]:
 
 def _place(report: FailureReport) -> str:
     """Return when a rank failed: "after step 12: reducing gradients, last collective: all_reduce over dp"."""
-    known = "last known: " if report.lost else ""
+    known = "last seen " if report.lost else ""
     collective = f"last collective: {report.collective}" if report.collective else ""
     doing = ", ".join(each for each in (report.activity, collective) if each)
     when = "before its first step" if report.step is None else f"after step {report.step}"

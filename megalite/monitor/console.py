@@ -180,6 +180,11 @@ def announce(text: str) -> None:
     print(text, flush=True)
 
 
+def complain(text: str) -> None:
+    """Print an error to stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
 def duration(seconds: float) -> str:
     """Return a duration as text: 1:02:03, or 2:03 below an hour."""
     minutes, rest = divmod(round(seconds), 60)

@@ -24,8 +24,9 @@ from megalite.config.schema import RunConfig
 from megalite.errors import ConfigError, LaunchError, Problem
 from megalite.launcher.detect import RankInfo, rank_info
 from megalite.launcher.environment import prepare_process
-from megalite.launcher.local import NOT_BEGUN, STOPPED, TERMINATED, Terminated, run_local_ranks, run_rank
-from megalite.monitor.console import announce
+from megalite.launcher.launched import RankEnd, run_rank
+from megalite.launcher.local import NOT_BEGUN, STOPPED, TERMINATED, Terminated, run_local_ranks
+from megalite.monitor.console import announce, complain
 from megalite.monitor.jsonl import read_metrics
 from megalite.train.callbacks import Callback
 from megalite.train.interruption import (
@@ -36,6 +37,7 @@ from megalite.train.interruption import (
     tell_interruption,
     termination_raised,
 )
+from megalite.train.run_folder import RunFolder
 from megalite.train.start import start_lines
 from megalite.train.time_budget import TimeBudget, time_budget
 
@@ -117,7 +119,11 @@ class Trainer:
         return code
 
     def _run(self, info: RankInfo | None, source: str, signals: StopSignals | None, started: float) -> int:
-        config = self.config
+        config, folder = self.config, RunFolder(Path(self.config.run.folder))
+        end = None
+        if info is not None:
+            end = RankEnd(info, config.layout, folder.failures, say=complain)
+            end.watch()
         _require_ranks(config, info, source)
         _require_tensorboard(config, source)
         _require_checkpoint(config, info)
@@ -137,15 +143,12 @@ class Trainer:
         # From here on torch may be imported: everything a user can get wrong in the file is known to be right.
         from megalite.train.inputs import prepare_inputs
         from megalite.train.rank import train_rank
-        from megalite.train.run_folder import RunFolder
 
         _prepare_deepspeed(config, info)
         _require_kernels(config)
-        folder = RunFolder(Path(config.run.folder))
         arguments = (config, threads, self.callbacks, budget)
-        if info is not None:
-            own = (*arguments, signals)
-            return run_rank(train_rank, info, config.layout, folder.failures, arguments=own)
+        if end is not None:
+            return run_rank(train_rank, end, arguments=(*arguments, signals))
         method: Literal["fork", "spawn"] = "fork"
         if computed and config.layout.world_size > 1:
             method = self._start_method(threads)

@@ -14,7 +14,9 @@ from pathlib import Path
 
 from megalite.errors import DataError, MegaliteError
 from megalite.launcher.detect import RankInfo, rank_info
-from megalite.launcher.local import run_local_ranks, run_rank
+from megalite.launcher.launched import RankEnd, run_rank
+from megalite.launcher.local import run_local_ranks
+from megalite.launcher.progress import Activity, now
 from megalite.topology.axes import Layout
 
 FAILING = 3
@@ -43,12 +45,14 @@ def one_exits(info: RankInfo, folder: Path) -> int:
 
 
 def one_is_killed_and_the_others_notice(info: RankInfo, folder: Path) -> int:
+    _train()
     if info.rank == FAILING:
         os.kill(os.getpid(), signal.SIGKILL)
     raise RuntimeError(PEER_GONE)
 
 
 def one_raises_late_and_the_others_notice_first(info: RankInfo, folder: Path) -> int:
+    _train()
     if info.rank == FAILING:
         time.sleep(0.5)
         raise ValueError("the moon is in the wrong place")
@@ -140,6 +144,21 @@ def one_raises_and_cannot_exit(info: RankInfo, folder: Path) -> int:
     raise ValueError("the moon is in the wrong place")
 
 
+def cannot_connect(info: RankInfo, folder: Path) -> int:
+    """As torch raises it where a host has given its loopback address to the others."""
+    now.begin(Activity.MEETING)
+    raise RuntimeError(
+        "Gloo connectFullMesh failed with [pair.cc] Connection refused, remote=[127.0.1.1]:4022"
+    )
+
+
+def _train() -> None:
+    """Leave the marks of a rank in its thirteenth step."""
+    now.finished(12)
+    now.begin(Activity.REDUCING)
+    now.collective("all_reduce", "dp")
+
+
 def _wait(folder: Path, info: RankInfo) -> int:
     (folder / f"ready-{info.rank}").write_text(f"{os.getppid()} {os.getpid()}")
     time.sleep(60)
@@ -155,7 +174,9 @@ def main(behaviour: str, folder: Path, world_size: int = 8) -> int:
     try:
         if info is None:
             return run_local_ranks(worker, layout, folder / "failures", arguments=(folder,), preload=())
-        return run_rank(worker, info, layout, folder / "failures", arguments=(folder,))
+        end = RankEnd(info, layout, folder / "failures", say=lambda text: print(text, file=sys.stderr))
+        end.watch()
+        return run_rank(worker, end, arguments=(folder,))
     except KeyboardInterrupt:
         return 130
     except MegaliteError as error:

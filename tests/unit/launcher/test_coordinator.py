@@ -260,9 +260,9 @@ def test_a_rank_that_vanishes_ends_the_others_with_its_last_step(start):
     assert time.monotonic() - began < 2
     [verdict] = set(ended)
     assert (verdict.rank, verdict.host) == (3, "n1")
-    assert (
-        "rank 3 (pp 0, dp 3, tp 0) on n1: vanished (pid 1003), last seen after step 12, while saving"
-        in verdict.text
+    assert verdict.text == (
+        "rank 3 (pp 0, dp 3, tp 0) on n1: vanished (pid 1003): killed, out of memory, or its host is gone\n"
+        "  last seen after step 12: saving\n  3 other ranks stopped because of it"
     )
 
 

@@ -1,7 +1,8 @@
 """Which of several failures is the cause, for the exceptions that torch and the pipeline are known to raise."""
 
 import os
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ import pytest
 from megalite.errors import DataError, TrainingError
 from megalite.launcher.detect import RankInfo, local_rank_infos
 from megalite.launcher.failures import FailureFolder, FailureReport, first_cause
+from megalite.launcher.progress import Activity, Progress, now
+from megalite.launcher.verdicts import describe_job, describe_own
 from megalite.topology.axes import Layout
 
 CLOSED = (
@@ -18,10 +21,22 @@ RESET = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [
 TIMEOUT = (
     "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 15000ms for recv"
 )
+NOT_CONNECTED = "Gloo connectFullMesh failed with [pair.cc] Connection refused"
 
 
 class DistNetworkError(RuntimeError):
     """Named as torch.distributed's own."""
+
+
+@pytest.fixture(autouse=True)
+def after_a_collective() -> Iterator[None]:
+    """The ranks are connected: a lost connection is the loss of a peer."""
+    now.restart()
+    now.finished(12)
+    now.begin(Activity.FORWARD_BACKWARD)
+    now.collective("all_reduce", "tp")
+    yield
+    now.restart()
 
 
 @pytest.fixture
@@ -74,7 +89,7 @@ def test_the_wrapping_of_a_lost_peer_is_secondary(folder, info):
     wrapped = RuntimeError("[Stage 1] failed to run forward")
     wrapped.__cause__ = RuntimeError(CLOSED)
     report = report_of(folder, info, wrapped)
-    assert report.secondary and "\n" not in str(folder.own_failure(report))
+    assert report.secondary and "\n" not in describe_own(report, ())
 
 
 def test_an_error_for_the_user_is_not_hidden_by_its_wrapping(folder, info):
@@ -89,7 +104,10 @@ def test_the_wrapping_of_a_cause_is_shown_as_raised(folder, info):
     wrapped.__cause__ = ValueError("boom")
     report = report_of(folder, info, wrapped)
     assert not report.secondary and report.headline == "RuntimeError: [Stage 1] failed to run forward:"
-    assert str(folder.failure([report])).splitlines()[1] == "  caused by ValueError: boom"
+    assert describe_job([report], 4).splitlines()[1:3] == [
+        "  after step 12: forward and backward, last collective: all_reduce over tp",
+        "  caused by ValueError: boom",
+    ]
 
 
 def test_a_cause_is_not_hidden_by_a_collective_in_a_finally(folder, info):
@@ -117,16 +135,19 @@ def test_the_first_cause_is_the_earliest_that_is_no_consequence(folder, info):
 
 
 def test_if_all_lost_a_peer_the_error_points_outside(folder, info):
-    failure = folder.failure([report_of(folder, info, RuntimeError(TIMEOUT))])
-    assert "no rank reported another cause: look at the network" in str(failure)
+    text = describe_job([report_of(folder, info, RuntimeError(TIMEOUT))], 4)
+    assert "no rank reported another cause: look at the network" in text
 
 
 def test_an_error_of_one_rank_alone_has_its_coordinates_and_its_exit_code(folder, info):
-    failure = folder.failure([report_of(folder, info, DataError("shard-3.bin: truncated"))])
-    assert str(failure).startswith(f"rank 3 (pp 1, dp 0, tp 1) on {info.node}: shard-3.bin: truncated\n")
-    assert "at " not in str(failure).splitlines()[1]
-    assert failure.exit_code == 2
-    assert folder.failure([report_of(folder, info, TrainingError("loss is nan"))]).exit_code == 1
+    report = folder.write(report_of(folder, info, DataError("shard-3.bin: truncated")))
+    assert describe_job([report], 4).splitlines() == [
+        f"rank 3 (pp 1, dp 0, tp 1) on {info.node}: shard-3.bin: truncated",
+        f"  full report: {folder.file_of(3)}",
+        "  3 other ranks stopped because of it",
+    ]
+    assert report.exit_code == 2
+    assert report_of(folder, info, TrainingError("loss is nan")).exit_code == 1
 
 
 def test_reports_survive_writing_and_reading_and_other_jobs_are_ignored(folder, info):
@@ -162,6 +183,89 @@ def test_a_folder_that_cannot_be_written_does_not_hide_the_failure(tmp_path, inf
     ],
 )
 def test_a_rank_that_ended_without_a_word_is_described(folder, info, exit_code, words):
-    report = folder.of_exit(info, os.getpid(), exit_code, ended=1.0)
+    report = folder.of_exit(info, os.getpid(), exit_code, ended=1.0, progress=Progress())
     assert report.headline.startswith(words)
-    assert f"on {info.node}: {words}" in str(folder.failure([report]))
+    assert f"on {info.node}: {words}" in describe_job([report], 4)
+    name = {-9: "SIGKILL", -7: "SIGBUS", -15: "SIGTERM", -40: "40"}.get(exit_code, "")
+    assert (report.signal, report.step, report.activity) == (name, None, "")
+
+
+def test_a_report_has_the_place_in_the_run(folder, info):
+    report = report_of(folder, info, ValueError("boom"))
+    assert (report.step, report.activity, report.collective) == (
+        12,
+        "forward and backward",
+        "all_reduce over tp",
+    )
+    assert (report.node, report.pid) == (info.node, os.getpid())
+
+
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        (DistNetworkError("The server socket has failed to listen: EADDRINUSE"), "set MASTER_PORT to"),
+        (RuntimeError(f"{NOT_CONNECTED}, remote=[127.0.1.1]:22"), "127.0.1.1 from /etc/hosts"),
+        (
+            RuntimeError(f"{NOT_CONNECTED}, remote=[10.0.0.3]:22"),
+            "MASTER_ADDR is the address of rank 0's host",
+        ),
+    ],
+)
+def test_before_the_first_collective_a_connection_error_is_a_cause_with_a_remedy(folder, info, error, remedy):
+    now.restart()
+    now.begin(Activity.MEETING)
+    report = report_of(folder, info, error)
+    assert not report.secondary and report.expected and report.exit_code == 1
+    text = describe_job([report], 4)
+    assert text.splitlines()[0].startswith(
+        f"rank 3 (pp 1, dp 0, tp 1) on {info.node}: the ranks cannot connect to each other: {str(error)[:20]}"
+    )
+    assert remedy in text and "another rank" not in text
+
+
+def test_a_refused_connection_of_the_users_own_is_not_taken_for_one_between_ranks(folder, info):
+    now.restart()
+    report = report_of(folder, info, ConnectionRefusedError(111, "Connection refused"))
+    assert not report.secondary and not report.expected
+    assert report.headline == "ConnectionRefusedError: [Errno 111] Connection refused"
+
+
+def test_the_other_ranks_are_told_in_a_line_for_each_kind(folder, info):
+    own = replace(report_of(folder, info, ValueError("boom")), time=1.0)
+    lost = replace(own, rank=2, exception="", message="vanished", lost=True, time=1.25)
+    alike = [replace(own, rank=rank, time=2.0) for rank in (4, 5, 6)]
+    different = replace(own, rank=1, exception="KeyError", message="'x'", time=3.0)
+    peer = replace(report_of(folder, info, RuntimeError(CLOSED)), rank=7)
+    told = describe_job([peer, different, *alike, lost, own], 10).splitlines()[-4:]
+    assert told == [
+        f"  rank 2 on {info.node} vanished within 0.2 s of it",
+        "  ranks 4-6 failed alike",
+        f"  rank 3 (pp 1, dp 0, tp 1) on {info.node} failed too: KeyError: 'x'".replace("rank 3", "rank 1"),
+        "  4 other ranks stopped because of it",
+    ]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rank": "3"},
+        {"rank": True},
+        {"message": None},
+        {"coordinates": {"pp": "0"}},
+        {"frames": "at home"},
+        {"step": 1.5},
+        {"node": ["n1"]},
+    ],
+)
+def test_a_table_that_is_no_report_is_refused(folder, info, change):
+    table = asdict(report_of(folder, info, ValueError("boom")))
+    assert asdict(FailureReport.from_dict({**table, "unknown": 1})) == table
+    with pytest.raises(ValueError, match="a failure report"):
+        FailureReport.from_dict({**table, **change})
+    with pytest.raises(ValueError, match="not complete"):
+        FailureReport.from_dict({name: value for name, value in table.items() if name != "pid"})
+
+
+def test_a_report_is_never_too_long_for_a_message(folder, info):
+    report = report_of(folder, info, ValueError("tensor " * 10**6))
+    assert len(report.message) + len(report.traceback) < 250_000

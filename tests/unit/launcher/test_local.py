@@ -296,7 +296,7 @@ def test_a_launched_rank_that_lost_a_peer_says_so_in_one_line(start):
     assert code == 1 and errors.count("\n") == 1
     assert (
         errors.startswith("error: rank 5 (pp 1, dp 0, tp 1) on ")
-        and "stopped because another rank did" in errors
+        and "ends, because it lost another rank" in errors
     )
 
 
@@ -309,10 +309,32 @@ def test_launched_ranks_that_fail_alike_show_the_whole_block_once(start):
     )
 
 
-def test_a_launched_rank_that_cannot_exit_is_ended(start):
+def test_a_launched_rank_that_cannot_exit_is_ended_at_once_with_its_code(start):
     code, errors, seconds = start("one_raises_and_cannot_exit", environ=launched(3)).finish()
-    assert code == -signal.SIGALRM and seconds < 5
+    assert code == 1 and seconds < 3
     assert "the moon" in errors
+
+
+def test_launched_ranks_that_cannot_connect_say_why_and_what_to_do(start):
+    """No rank was lost: these are first causes."""
+    code, errors, _ = start("cannot_connect", environ=launched(5)).finish()
+    assert code == 1 and "another rank" not in errors and "Traceback" not in errors
+    assert "the ranks cannot connect to each other: Gloo connectFullMesh failed" in errors
+    assert "set GLOO_SOCKET_IFNAME to the network interface" in errors and "/etc/hosts" in errors
+
+
+def test_the_report_of_a_killed_rank_has_its_last_step_and_collective(start):
+    job = start("one_is_killed_and_the_others_notice")
+    _, errors, _ = job.finish()
+    assert "after step 12: reducing gradients, last collective: all_reduce over dp" in errors
+    assert errors.splitlines()[-1] == "  7 other ranks stopped because of it"
+    report = job.reports()[3]
+    assert (report["signal"], report["step"], report["activity"], report["collective"]) == (
+        "SIGKILL",
+        12,
+        "reducing gradients",
+        "all_reduce over dp",
+    )
 
 
 def test_the_toy_ranks_agree_with_the_coordinates_asserted_here():
