@@ -5,8 +5,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn, TypeVar
