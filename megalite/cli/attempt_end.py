@@ -1,0 +1,49 @@
+"""The end of one attempt of a job, with the progress that its run folder shows: it decides about a restart."""
+
+import logging
+from pathlib import Path
+
+from megalite.checkpoint.folder import find_latest, read_manifest
+from megalite.errors import CheckpointError
+from megalite.launcher.restarts import Ended
+from megalite.monitor.jsonl import read_metrics
+
+_RECORDS = "metrics.jsonl"
+
+logger = logging.getLogger(__name__)
+
+
+def attempt_end(exit_code: int, cause: str, step: int | None, run_folder: Path, before: int) -> Ended:
+    """Return how an attempt ended; step: the last one that its ranks told, before: `records_mark` at its start.
+
+    The run folder is read as this machine sees it; where it is not shared, steps are those that ranks told.
+    """
+    told = [each for each in (step, _recorded_step(run_folder, before)) if each is not None]
+    text = cause or f"the ranks ended with exit code {exit_code}; the cause is above"
+    return Ended(exit_code, text, max(told, default=None), published_step(run_folder))
+
+
+def published_step(run_folder: Path) -> int | None:
+    """Return the step of the newest whole checkpoint; None without one."""
+    try:
+        latest = find_latest(run_folder / "checkpoints")
+        return None if latest is None else read_manifest(latest).step
+    except CheckpointError as error:
+        logger.warning(str(error))
+        return None
+
+
+def records_mark(run_folder: Path) -> int:
+    """Return a number that changes with every record of metrics.jsonl; 0 without that file."""
+    try:
+        return (run_folder / _RECORDS).stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
+def _recorded_step(run_folder: Path, before: int) -> int | None:
+    """Return the last step of metrics.jsonl, which has every step; None if this attempt wrote none."""
+    if records_mark(run_folder) == before:
+        return None
+    records = read_metrics(run_folder / _RECORDS)
+    return int(records[-1]["step"]) if records else None
