@@ -17,7 +17,7 @@ _LONGEST_PAUSE_SECONDS = 60.0
 class Ended:
     """How one attempt of a job ended.
 
-    cause: the first cause, one line. step: the last one that a rank began; None if none began. checkpoint: the step of
+    cause: the first cause, "" if the ranks have printed it. step: the last one that a rank began; None if none began. checkpoint: the step of
     the newest published checkpoint; None without one. started: False if the preflight stopped it before a rank started.
     """
 
@@ -113,8 +113,8 @@ def run_with_restarts(
 
 
 def one_line(cause: str) -> str:
-    """Return the first line of a message, at most 200 characters."""
-    first = cause.strip().splitlines()[0] if cause.strip() else "unknown"
+    """Return the first line of a cause, at most 200 characters."""
+    first = cause.strip().splitlines()[0] if cause.strip() else "the failure above"
     return first if len(first) <= 200 else f"{first[:197]}..."
 
 

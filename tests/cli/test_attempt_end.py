@@ -23,12 +23,6 @@ def test_steps_come_from_the_ranks_or_from_what_this_attempt_recorded(tmp_path):
     assert attempt_end(137, "killed", None, tmp_path, records_mark(tmp_path)).step is None
 
 
-def test_a_job_without_a_cause_of_its_own_points_above(tmp_path):
-    ended = attempt_end(1, "", None, tmp_path, 0)
-    assert ended.cause == "the ranks ended with exit code 1; the cause is above"
-    assert ended.checkpoint is None and ended.failed
-
-
 def test_damaged_checkpoints_do_not_hide_the_end(tmp_path, caplog):
     (tmp_path / "checkpoints" / "step-000003").mkdir(parents=True)
     assert attempt_end(1, "killed", 3, tmp_path, 0).checkpoint is None

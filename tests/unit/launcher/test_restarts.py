@@ -106,6 +106,12 @@ def test_wrong_input_of_the_first_attempt_is_raised():
         job.run(5)
 
 
+def test_a_cause_that_the_ranks_have_printed_is_the_failure_above():
+    job = Job(Ended(1, "", 1), Ended(0, ""))
+    job.run(1)
+    assert job.said[0].endswith("from the beginning, after: the failure above")
+
+
 def test_a_cause_of_many_lines_is_announced_in_one():
     job = Job(Ended(1, f"{'x' * 300}\n  traceback", 1), Ended(0, ""))
     job.run(1)
