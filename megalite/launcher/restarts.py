@@ -17,8 +17,9 @@ _LONGEST_PAUSE_SECONDS = 60.0
 class Ended:
     """How one attempt of a job ended.
 
-    cause: the first cause, "" if the ranks have printed it. step: the last one that a rank began; None if none began. checkpoint: the step of
-    the newest published checkpoint; None without one. started: False if the preflight stopped it before a rank started.
+    cause: the first cause, "" if the ranks have printed it. step: the last one that a rank told or recorded; None if
+    it came to none. checkpoint: the step of the newest published checkpoint; None without one. started: False if the
+    preflight stopped it before a rank started.
     """
 
     exit_code: int
