@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megalite.cli.arguments import Parser, whole_number
+from megalite.cli.attempt_end import attempt_end, published_step, records_mark
+from megalite.cli.remaining_hosts import remaining_hosts
 from megalite.config.flags import split_overrides
 from megalite.config.load import LoadedRun, load_run
 from megalite.errors import LaunchError, RankFailure
@@ -20,12 +22,13 @@ from megalite.launcher.commands import BACKENDS, choose_backend
 from megalite.launcher.coordinator import Coordinator
 from megalite.launcher.detect import DEFAULT_PORT, rank_info
 from megalite.launcher.environment import variables
-from megalite.launcher.exported import named_variables, shown, travelling
+from megalite.launcher.exported import is_secret, named_variables, shown, travelling
 from megalite.launcher.host_report import Wanted
 from megalite.launcher.hosts import HostOptions, Hosts, Placed, find_hosts, place_ranks
 from megalite.launcher.messages import counted_ranks
-from megalite.launcher.preflight import SECONDS, preflight, transport_to
+from megalite.launcher.preflight import SECONDS, Preflight, preflight, transport_to
 from megalite.launcher.programs import Programs, find_programs
+from megalite.launcher.restarts import Ended, run_with_restarts
 from megalite.launcher.slurm import in_shell
 from megalite.launcher.supervise import Result, listen, supervise
 
@@ -56,6 +59,9 @@ ranks:
   --export NAME[=VALUE]  variable that travels to the ranks besides the usual ones
   --env-file FILE        more of them: lines of NAME=VALUE
 
+  --restarts N           start a failed job again from its last checkpoint (0)
+  --allow-fewer          if a restart finds fewer hosts: a smaller layout, with
+                         the same global batch
   --dry-run              print each command and the variables; start nothing
   --no-preflight         start without checking the hosts
   --preflight-seconds N  how long each host may take for an answer (20)
@@ -95,12 +101,20 @@ def run(arguments: Sequence[str]) -> int:
         for line in _dry_lines(plan):
             print(line)
         return 0
-    if options.preflight:
-        _check_hosts(plan, options)
-    result = _attempt(plan, environ)
-    if result.text:
-        raise RankFailure(result.text, result.exit_code)
-    return result.exit_code
+
+    def attempt(number: int) -> Ended:
+        current = plan if number == 0 else _plan_again(plan, options, overrides)
+        if number == 0 and options.preflight:
+            _check_hosts(plan, options)
+        run_folder = plan.job.folder / plan.loaded.config.run.folder
+        before = records_mark(run_folder)
+        result = _attempt(current, environ)
+        return attempt_end(result.exit_code, result.text, result.step, run_folder, before)
+
+    ended = run_with_restarts(attempt, options.restarts, _say)
+    if ended.cause:
+        raise RankFailure(ended.cause, ended.exit_code)
+    return ended.exit_code
 
 
 def _divided(arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
@@ -124,13 +138,15 @@ def _parser() -> Parser:
     parser.add_argument("--env-file", type=Path)
     parser.add_argument("--preflight-seconds", type=float, default=SECONDS)
     parser.add_argument("--no-preflight", dest="preflight", action="store_false")
+    parser.add_argument("--restarts", type=whole_number(0), default=0)
+    parser.add_argument("--allow-fewer", action="store_true")
     parser.add_argument("--dry-run", action="store_true")
     return parser
 
 
 def _separated(arguments: Sequence[str], parser: Parser) -> tuple[list[str], list[str]]:
     """Return (this command's own arguments, the settings of the run)."""
-    switches = {"--no-preflight", "--dry-run"}
+    switches = {"--no-preflight", "--dry-run", "--allow-fewer"}
     # Not by split_overrides: --interface is also the name of a setting.
     own = {name for action in parser._actions for name in action.option_strings}
     known: list[str] = []
@@ -236,18 +252,59 @@ def _dry_lines(plan: _Plan) -> Iterator[str]:
 
 def _check_hosts(plan: _Plan, options: argparse.Namespace) -> None:
     """Print the preflight. Raises LaunchError if a host cannot run its ranks."""
-    slots = {host.name: len(host.slots) for host in plan.hosts}
+    found = _ask(plan, options, {host.name: len(host.slots) for host in plan.hosts})
+    for line in found.lines():
+        print(line, flush=True)
+    found.require()
+
+
+def _ask(plan: _Plan, options: argparse.Namespace, slots: Mapping[str, int]) -> Preflight:
+    config = plan.loaded.config
     wanted = Wanted(
         plan.job.folder,
         plan.job.python,
         options.run_file,
-        Path(plan.loaded.config.run.folder),
-        plan.job.exported,
+        Path(config.run.folder),
+        # The commands of ssh can be seen by all users of a machine.
+        {name: value for name, value in plan.job.exported.items() if not is_secret(name)},
+        launch_interface=config.launch.interface,
     )
-    found = preflight(slots, wanted, transport_to(plan.found), options.preflight_seconds)
-    for line in found.lines():
-        print(line, flush=True)
-    found.require()
+    return preflight(slots, wanted, transport_to(plan.found), options.preflight_seconds)
+
+
+def _plan_again(plan: _Plan, options: argparse.Namespace, overrides: Sequence[str]) -> _Plan:
+    """Return the plan of a restart: the hosts that are left, their layout, and the checkpoint to resume from.
+
+    Raises LaunchError if the hosts that are left cannot run the job.
+    """
+    config, flags = plan.loaded.config, []
+    if config.checkpoint.resume != "auto" and published_step(plan.job.folder / config.run.folder) is not None:
+        flags = ["--checkpoint.resume", "auto"]
+    found, ranks = plan.found, config.layout.world_size
+    if options.preflight:
+        restart = remaining_hosts(
+            options.run_file,
+            overrides,
+            ranks,
+            found,
+            lambda asked: _shown(_ask(plan, options, {host.name: len(host.slots) for host in asked.hosts})),
+            allow_fewer=options.allow_fewer,
+            say=_say,
+        )
+        found, ranks, flags = restart.hosts, restart.ranks, [*flags, *restart.flags]
+    hosts, idle = place_ranks(found, ranks)
+    job = replace(plan.job, hosts=hosts, arguments=(*plan.job.arguments, *flags))
+    return replace(
+        plan, loaded=load_run(options.run_file, [*overrides, *flags], ranks), hosts=hosts, idle=idle, job=job
+    )
+
+
+def _shown(result: Preflight) -> Preflight:
+    """Print the preflight of a restart if a host did not pass."""
+    if len(result.passed) < len(result.reports):
+        for line in result.lines():
+            print(line, flush=True)
+    return result
 
 
 def _attempt(plan: _Plan, environ: Mapping[str, str]) -> Result:
