@@ -14,8 +14,7 @@ class LaunchSection(Section):
     interface: str = Field(
         "auto",
         min_length=1,
-        description='network interface between hosts, such as "eth0"; "auto": GLOO_SOCKET_IFNAME or '
-        "NCCL_SOCKET_IFNAME where set, else by the route to rank 0",
+        description='network interface between hosts, as "eth0"; "auto": by the route to rank 0',
     )
     grace_seconds: float = Field(
         240.0,

@@ -88,6 +88,18 @@ def interface_variables(route: Route, environ: Mapping[str, str]) -> dict[str, s
     }
 
 
+def serving_addresses(environ: Mapping[str, str], interface: str = "auto") -> list[str]:
+    """Return this host's addresses that others may reach, the likeliest first; `interface` as for `route_to_master`.
+
+    Raises LaunchError without such an address.
+    """
+    own = interface_addresses()
+    chosen = _chosen_interface(own, environ, interface)
+    first = _own_address(chosen or own, chosen_by_user=bool(chosen))
+    others = [each for each in chosen or own if each.reachable and each != first]
+    return [each.address for each in (first, *sorted(others, key=lambda each: each.of_containers))]
+
+
 def _looked_up(info: RankInfo) -> list[str]:
     """Return the numeric addresses of the master, IPv4 first."""
     name = info.master_addr.strip("[]")

@@ -35,6 +35,7 @@ class RankInfo:
     local_rank: int
     local_world_size: int
     master_addr: str
+    """Empty for ranks of mpirun on several hosts without MASTER_ADDR: `launcher/mpi.py` has them agree on it."""
     master_port: int
     launcher: str
     node: str
@@ -198,14 +199,10 @@ def _from_mpi(environ: Mapping[str, str], launcher: Launcher) -> RankInfo:
     _require(environ, launcher, *launcher.sizes)
     world_size = _integer(environ, launcher.world_size, launcher)
     local_world_size = _integer(environ, launcher.local_world_size, launcher)
-    if "MASTER_ADDR" not in environ and local_world_size != world_size:
-        raise LaunchError(
-            f"MASTER_ADDR is not set, and mpirun ({launcher.name}) started only {local_world_size} of "
-            f"{world_size} ranks on this node; it can be left out on a single node only: export the address "
-            "of rank 0's node to every rank (Open MPI: -x MASTER_ADDR, MPICH: -genv MASTER_ADDR ...)"
-        )
     if "MASTER_PORT" in environ:
         port = _integer(environ, "MASTER_PORT", launcher)
+    elif launcher is OPENMPI and environ.get("PMIX_NAMESPACE", "").isdecimal():
+        port = port_of_job(int(environ["PMIX_NAMESPACE"]), 0)
     elif "SLURM_JOB_ID" in environ:
         # Without the step: mpirun's daemons run in a step whose id may differ between nodes.
         port = port_of_job(_integer(environ, "SLURM_JOB_ID", launcher), 0)
@@ -215,7 +212,8 @@ def _from_mpi(environ: Mapping[str, str], launcher: Launcher) -> RankInfo:
         environ,
         launcher,
         local_world_size=local_world_size,
-        master_addr=environ.get("MASTER_ADDR", LOOPBACK),
+        master_addr=environ.get("MASTER_ADDR", "").strip()
+        or (LOOPBACK if local_world_size == world_size else ""),
         master_port=port,
     )
 

@@ -10,8 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
-from megalite.launcher.address import GLOO, interface_variables, route_to_master
+from megalite.launcher.address import GLOO, Route, interface_variables, route_to_master
 from megalite.launcher.detect import RankInfo
+from megalite.launcher.mpi import master_over_mpi
 from megalite.launcher.process import available_cores, keep_freed_memory
 
 # The device files of all accelerators that DeepSpeed would otherwise look for by importing their libraries.
@@ -103,6 +104,18 @@ def slurm_variables(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return SLURM's variables of this process."""
     environ = os.environ if environ is None else environ
     return {name: value for name, value in environ.items() if name.startswith("SLURM_")}
+
+
+def with_master(info: RankInfo, *, interface: str = "auto", seconds: float) -> RankInfo:
+    """Return `info` with a master address; see `launcher/mpi.py`, which is asked for it where mpirun set none."""
+    if info.master_addr:
+        return info
+    return master_over_mpi(info, os.environ, interface=interface, seconds=seconds)
+
+
+def master_route(info: RankInfo, interface: str = "auto") -> Route:
+    """Return the route between this rank and the master; see `route_to_master`."""
+    return route_to_master(info, os.environ, interface)
 
 
 def without_apex(environ: Mapping[str, str] | None = None) -> bool:

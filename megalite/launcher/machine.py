@@ -21,8 +21,8 @@ PACKAGES = {
     "pyarrow": ("parquet and Arrow files, folders of datasets", "text and .jsonl files only"),
     "tensorboard": ("monitor.tensorboard, optional", "metrics.jsonl has the same numbers"),
     "mpi4py": (
-        "mpirun's ranks on clusters that need it",
-        "torchrun, deepspeed, srun and plain mpirun still work",
+        "Open MPI's ranks on several hosts find rank 0",
+        "mpirun -x MASTER_ADDR; torchrun, deepspeed, srun and MPICH work",
     ),
 }
 PROGRAMS = {

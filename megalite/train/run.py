@@ -23,7 +23,7 @@ from megalite.config.deepspeed.read import offload_devices
 from megalite.config.schema import RunConfig
 from megalite.errors import ConfigError, LaunchError, Problem
 from megalite.launcher.detect import RankInfo, rank_info
-from megalite.launcher.environment import prepare_process
+from megalite.launcher.environment import prepare_process, with_master
 from megalite.launcher.launched import RankEnd, run_rank
 from megalite.launcher.local import NOT_BEGUN, STOPPED, TERMINATED, Terminated, run_local_ranks
 from megalite.monitor.console import announce, complain
@@ -44,6 +44,7 @@ from megalite.train.time_budget import TimeBudget, time_budget
 # The run says what is saved, and how to resume.
 _TOLD = (STOPPED, NOT_BEGUN, TERMINATED)
 _PROBE_SECONDS = 10.0
+_MPI_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,8 @@ class Trainer:
         _require_tensorboard(config, source)
         _require_checkpoint(config, info)
         computed = "torch" in sys.modules
+        if info is not None:
+            info = with_master(info, interface=config.launch.interface, seconds=_MPI_SECONDS)
         threads = prepare_process(
             config.training.threads,
             local_ranks=config.layout.world_size,
