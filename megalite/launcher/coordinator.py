@@ -124,6 +124,11 @@ class Coordinator:
         left = self.complete and all(state.left for state in self.ranks.values())
         return not connected and (left or self.verdict is not None)
 
+    @property
+    def only_lost(self) -> bool:
+        """Whether ranks vanished, and no rank has told a failure."""
+        return bool(self._reports) and all(report.lost for report in self._reports)
+
     def start(self) -> None:
         """Serve in a daemon thread."""
         self._thread = threading.Thread(target=self.serve, name="coordinator", daemon=True)

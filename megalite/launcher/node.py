@@ -59,7 +59,8 @@ def main(arguments: Sequence[str]) -> int:
 def _wait(running: Sequence["subprocess.Popen[bytes]"]) -> int:
     """Wait until all ranks have ended, or shortly after one has failed or stdin is closed; return the exit code."""
     code, deadline, watched = 0, None, [sys.stdin.fileno()]
-    while any(process.poll() is None for process in running):
+    # A list: every process has to be asked.
+    while None in [process.poll() for process in running]:
         failed = [process.returncode for process in running if process.returncode]
         if failed and not code:
             code = failed[0] if failed[0] > 0 else 128 - failed[0]

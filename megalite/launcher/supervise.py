@@ -137,7 +137,7 @@ class _Attempt:
         while self._running() and self._verdict is None:
             self._pass_on()
             now = time.monotonic()
-            if failed_at is None and any(process.poll() for process in self._processes):
+            if failed_at is None and any(process.returncode for process in self._processes):
                 failed_at = now
             if failed_at is not None and now > failed_at + _CAUSE_SECONDS:
                 self._blame_commands()
@@ -164,7 +164,8 @@ class _Attempt:
         return coordinator.complete and all(state.left for state in list(coordinator.ranks.values()))
 
     def _running(self) -> bool:
-        return any(process.poll() is None for process in self._processes)
+        # A list: every process has to be asked.
+        return None in [process.poll() for process in self._processes]
 
     def _wait(self, seconds: float, done: Callable[[], bool]) -> None:
         deadline = time.monotonic() + seconds
@@ -227,7 +228,11 @@ class _Attempt:
         step = max((state.step for state in states if state.step is not None), default=None)
         verdict = self._verdict
         if verdict is not None:
-            return Result(verdict.exit_code or 1, verdict.text, step)
+            text = verdict.text
+            if self._coordinator.only_lost and not self._coordinator.complete:
+                # The backend ended these ranks because of one that failed before it could tell anything.
+                text = f"{self._backend} ended ranks before all were here; their output is above{self._missing()}"
+            return Result(verdict.exit_code or 1, text, step)
         codes = {state.exit_code or 0 for state in states}
         if codes == {0}:
             codes = {1 if process.poll() else 0 for process in self._processes}

@@ -1,0 +1,229 @@
+"""megalite launch with toy ranks on this machine: how jobs end, how soon, with which words, and what runs on.
+
+The ranks are real processes of real launchers that join the real coordinator, without torch. `ssh` is a stand-in that
+runs its command here.
+"""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import megalite
+from tests.cli.test_launch_cli import RUN
+
+pytestmark = pytest.mark.extended
+
+ROOT = Path(megalite.__file__).parents[1]
+MARK = "MEGALITE_TEST_JOB"
+# `train` is a toy rank; all other commands are the real ones.
+MAIN = """
+import os, signal, sys, time
+from pathlib import Path
+if sys.argv[1] != "train":
+    from megalite.cli import main
+    sys.exit(main())
+from megalite.launcher.detect import rank_info
+from megalite.launcher.member import Member
+from megalite.launcher.messages import Hello
+info, toy, place = rank_info(), os.environ["TOY"], Path(os.environ["TOY_FOLDER"])
+if toy == "exits early" and info.rank == 3:
+    sys.exit(7)
+address, nonce = os.environ["MEGALITE_COORDINATOR"].split("/")
+host, port = address.rsplit(":", 1)
+member = Member.join(
+    lambda: (host, int(port), nonce), Hello(info.rank, info.world_size, info.node, os.getpid()), seconds=30,
+    progress=lambda: {"step": 5, "activity": "computing"}, ended=lambda verdict: os._exit(verdict.exit_code),
+)
+print(f"rank {info.rank} of {info.world_size} is here: {sys.argv[2:]}", flush=True)
+member.agree("here", {}, "")
+signals = []
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, lambda number, frame: signals.append(number))
+(place / f"ready-{info.rank}").write_text(str(os.getpid()))
+if toy == "dies" and info.rank == 3:
+    os.kill(os.getpid(), signal.SIGKILL)
+while toy == "is deaf" or (toy != "succeeds" and not signals):
+    time.sleep(0.05)
+if signals:
+    print(f"rank {info.rank} got {signal.Signals(signals[0]).name}", flush=True)
+member.leave(75 if signals else 0)
+"""
+SSH = """#!/usr/bin/env python3
+import os, subprocess, sys
+sys.exit(subprocess.call(["sh", "-c", sys.argv[-1]]))
+"""
+
+
+class Launched:
+    """One `megalite launch`, and every process that descends from it, told by a variable that all inherit."""
+
+    def __init__(self, folder: Path, toy: str, *arguments: str):
+        self.folder, self.mark, self.started = folder, uuid.uuid4().hex, time.monotonic()
+        environ = {
+            "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
+            "HOME": str(folder),
+            "OMPI_ALLOW_RUN_AS_ROOT": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            "TOY": toy,
+            "TOY_FOLDER": str(folder),
+            MARK: self.mark,
+        }
+        exports = [word for name in ("TOY", "TOY_FOLDER", MARK) for word in ("--export", name)]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "megalite", "launch", "run.toml", "--no-preflight", *exports, *arguments],
+            cwd=folder,
+            env=environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def wait_until_ready(self, ranks: int = 4) -> None:
+        deadline = time.monotonic() + 60
+        while len(list(self.folder.glob("ready-*"))) < ranks:
+            assert self.process.poll() is None and time.monotonic() < deadline, self.process.communicate()
+            time.sleep(0.02)
+
+    def send(self, number: int) -> None:
+        """Send a signal to the launching process alone, and begin to count the time."""
+        self.wait_until_ready()
+        time.sleep(0.3)
+        self.started = time.monotonic()
+        self.process.send_signal(number)
+
+    def finish(self) -> tuple[int, list[str], float]:
+        """Return exit code, output, and the seconds it took since `started`."""
+        output, _ = self.process.communicate(timeout=90)
+        return self.process.returncode, output.splitlines(), time.monotonic() - self.started
+
+    def left_running(self) -> list[int]:
+        sign = f"{MARK}={self.mark}".encode()
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                if sign in (folder / "environ").read_bytes():
+                    found.append(int(folder.name))
+            except OSError:
+                continue
+        return found
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator:
+    package = tmp_path / "megalite"
+    package.mkdir()
+    (package / "__init__.py").write_text(f"__path__.append({str(ROOT / 'megalite')!r})\n")
+    (package / "__main__.py").write_text(MAIN)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "ssh").write_text(SSH)
+    (tmp_path / "bin" / "ssh").chmod(0o755)
+    (tmp_path / "run.toml").write_text(RUN)
+    (tmp_path / "hosts").write_text("localhost slots=2\n127.0.0.1 slots=2\n")
+    jobs: list[Launched] = []
+
+    def start_job(backend: str, toy: str) -> Launched:
+        hosts = ["--hostfile", "hosts"] if backend == "ssh" else []
+        if backend.startswith("mpirun"):
+            program = shutil.which(backend)
+            if program is None:
+                pytest.skip(f"no {backend} here")
+            # A script, not a link: MPICH looks for its proxy beside the program.
+            (tmp_path / "bin" / "mpirun").write_text(f'#!/bin/sh\nexec {program} "$@"\n')
+            (tmp_path / "bin" / "mpirun").chmod(0o755)
+        jobs.append(Launched(tmp_path, toy, "--backend", backend.split(".")[0], *hosts))
+        return jobs[-1]
+
+    yield start_job
+    left = [pid for job in jobs for pid in job.left_running()]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left, f"left running: {left}"
+
+
+BACKENDS = ["ssh", "mpirun.openmpi", "mpirun.mpich", "torchrun"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_rank_comes_and_the_job_ends_well(start, backend):
+    code, output, _ = start(backend, "succeeds").finish()
+    assert code == 0, output
+    here = sorted(line for line in output if " is here: " in line)
+    assert here == [f"rank {rank} of 4 is here: ['run.toml']" for rank in range(4)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_killed_rank_is_the_last_word_and_ends_all(start, backend):
+    job = start(backend, "dies")
+    code, output, _ = job.finish()
+    assert code == 1, output
+    last = "\n".join(output[-4:])
+    assert "error: rank 3" in last and "localhost" not in output[-1].split("error")[0], output
+    assert sum(line.startswith("error: ") for line in output) == 1, output
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_rank_that_ends_before_it_comes_is_told(start, backend):
+    if backend == "mpirun.mpich":
+        pytest.skip("MPICH leaves the others alone: they wait for launch.rendezvous_seconds")
+    code, output, seconds = start(backend, "exits early").finish()
+    assert code == 1 and seconds < 40, output
+    last = "\n".join(output[-3:])
+    assert "error: " in last and re.search(r"ranks? .*3 did not come", last), output
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT], ids=lambda each: each.name
+)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_signal_reaches_every_rank_and_75_stays_75(start, backend, number):
+    if number != signal.SIGTERM and backend != "ssh":
+        pytest.skip("one backend shows it")
+    job = start(backend, "waits")
+    job.send(number)
+    code, output, seconds = job.finish()
+    assert code == 75 and seconds < 10, output
+    got = sorted(line for line in output if " got " in line)
+    assert got == [f"rank {rank} got {number.name}" for rank in range(4)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nothing_runs_on_when_the_launching_process_is_killed(start, backend):
+    job = start(backend, "waits")
+    job.send(signal.SIGKILL)
+    job.process.wait(10)
+    while left := job.left_running():
+        assert time.monotonic() - job.started < 10, left
+        time.sleep(0.05)
+    assert time.monotonic() - job.started < 10
+
+
+def test_a_second_interrupt_ends_a_job_that_does_not_heed_the_first(start):
+    job = start("ssh", "is deaf")
+    job.send(signal.SIGINT)
+    time.sleep(1)
+    assert job.process.poll() is None
+    job.process.send_signal(signal.SIGINT)
+    code, output, seconds = job.finish()
+    assert code == 130 and seconds < 10, output
+    assert output[-1] == "error: the job was interrupted twice"
+
+
+def test_a_missing_program_is_named(start, tmp_path):
+    job = start("ssh", "succeeds")
+    assert job.finish()[0] == 0
+    for path in (tmp_path / "bin").iterdir():
+        path.write_text("#!/bin/sh\nexit 255\n")
+    code, output, _ = start("ssh", "succeeds").finish()
+    assert code == 1
+    assert output[-1].startswith("error: ssh: the command for localhost ended with exit code 255"), output
+    assert output[-1].endswith("; ranks 0-3 did not come")
