@@ -82,3 +82,26 @@ def test_without_memory_for_copies_a_run_waits(ranks, tmp_path):
 def save_without_memory(folder: str, into: str) -> list[tuple[int, float, int]]:
     with mock.patch("megalite.train.saving.available_memory_bytes", lambda: 1000):
         return save_after_every_step(folder, {}, into)
+
+
+def expected_seconds(folder: str, into: str) -> list[float]:
+    """Return the expectations before the first save, while a slow one is in flight, and after it; and its seconds."""
+    trainer, _ = tiny_trainer(Path(folder), {})
+    saver = RunSaver(trainer, Path(into))
+    found = [saver.expected_seconds(another=False), saver.expected_seconds(another=True)]
+    with trainer.batches, mock.patch.object(Staging, "fill", late(Staging.fill)):
+        saver.stepped(trainer.train_step())
+        saver.save(at_once=False)
+        in_flight = saver.expected_seconds(another=False)
+        [published] = saver.finish()
+        found += [in_flight, saver.expected_seconds(another=False), published.write_seconds]
+    return found
+
+
+def test_the_last_save_is_expected_to_take_as_long_as_a_recent_one(ranks, tmp_path):
+    """A time budget counts on it; before the first save it goes by the size."""
+    write_token_files(tmp_path)
+    [found] = ranks.run(expected_seconds, folder=str(tmp_path), into=str(tmp_path / "checkpoints"))
+    estimated, twice, in_flight, after, written = found
+    assert 0 < estimated < 0.1 and twice == in_flight == 2 * estimated
+    assert after == written > 0.15
