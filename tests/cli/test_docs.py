@@ -33,9 +33,11 @@ from tests.support.jobs import ROOT
 NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
 LONGEST_LINE = 160
 README_WORDS = 900
-SHELL = ("cd", "git", "pip", "source")
+SHELL = ("cd", "git", "kubectl", "pip", "scancel", "source", "squeue", "tail")
 """Commands that are not megalite's."""
 LAUNCHERS = ("torchrun", "deepspeed")
+STARTERS = ("srun", "mpirun")
+"""Launchers that start any program: `srun --nodes 2 python -m megalite ...`."""
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +87,10 @@ def complaint(command: Command, page: Path) -> str:
     first = first.removeprefix(".venv/bin/")
     if first == "megalite":
         return of_megalite(rest)
+    if first in STARTERS:
+        if "python" not in rest:
+            return f"{first} starts no python"
+        return of_a_program("python", rest[rest.index("python") + 1 :])
     if first in ("bash", "python", *LAUNCHERS):
         return of_a_program(first, rest)
     if first.startswith("launch/") or first == "sbatch":
@@ -107,9 +113,9 @@ def of_megalite(arguments: Sequence[str]) -> str:
 def of_a_program(program: str, arguments: Sequence[str]) -> str:
     """Programs are files of the checkout or of the reader's folder; modules have the flags that they are given."""
     rest = list(arguments)
-    while program in LAUNCHERS and rest[0].startswith("--"):
-        del rest[:2]
-    if rest[0] == "-m":
+    while program in LAUNCHERS and rest[0].startswith("--") and rest[0] != "--module":
+        del rest[: 1 if "=" in rest[0] else 2]
+    if rest[0] in ("-m", "--module"):
         if rest[1].startswith("megalite"):
             return of_megalite(rest[2:])
         spec = importlib.util.find_spec(rest[1])
@@ -140,7 +146,7 @@ def of_a_launch_script(command: Command) -> str:
     ranks = int(given.get("RANKS", 0)) * int(given.get("NODES", 1))
     if "sbatch" in command.words:
         values = dict(zip(command.words, command.words[1:], strict=False))
-        ranks = int(values.get("--nodes", 2)) * int(values.get("--ntasks-per-node", 8))
+        ranks = int(values.get("--nodes", 1)) * int(values.get("--ntasks-per-node", 8))
     if "RUN" in given:
         load_run(given["RUN"], flags, world_size=ranks or None)
     return ""
@@ -183,11 +189,15 @@ def test_a_command_that_cannot_be_typed_is_seen(arguments_alone: None, tmp_path:
         "python -m benchmarks.training_step --absent",
         "bash examples/absent.sh",
         "RANK=2 launch/torchrun.sh",
+        "mpirun -n 4 python -m megalite trian run.toml",
+        "srun --nodes 2 megalite",
         "make all",
+        "JOB=$(REQEUE=no sbatch launch/slurm.sbatch)",
     ]
     page.write_text("".join(f"```bash\n{line}  # said\n```\n\n" for line in wrong))
     found = commands(page)
-    assert [command.text.partition("  #")[0] for command in found] == wrong
+    typed = [*wrong[:-1], "REQEUE=no sbatch launch/slurm.sbatch"]
+    assert [command.text.partition("  #")[0] for command in found] == typed
     assert all(complaint(command, page) for command in found)
 
 

@@ -26,6 +26,7 @@ from setuptools.errors import SetupError
 
 import build_backend
 from megalite.ops import extension
+from megalite.version import __version__
 
 ROOT = Path(__file__).parents[2]
 RESOURCES = Path(__file__).parent / "kernel_resources.json"
@@ -341,9 +342,9 @@ def checkout(tmp_path: Path) -> Path:
     return source
 
 
-def _wheel(source: Path, environ: dict[str, str]) -> tuple[str, zipfile.ZipFile]:
+def _wheel(source: Path, environ: dict[str, str], hook: str = "build_wheel") -> tuple[str, zipfile.ZipFile]:
     """What `pip wheel` calls, without pip; returns the name of the wheel and the wheel."""
-    code = "import build_backend, sys; build_backend.build_wheel(sys.argv[1])"
+    code = f"import build_backend, sys; build_backend.{hook}(sys.argv[1])"
     command = [sys.executable, "-c", code, "wheels"]
     done = subprocess.run(command, cwd=source, env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -390,6 +391,22 @@ def test_a_wheel_without_operators_fits_any_platform_and_says_so(checkout: Path,
     assert done.returncode == 0, done.stderr
     for name in ("examples/quickstart/run.toml", "launch/slurm.sbatch"):
         assert (tmp_path / "installed/copied" / name).read_bytes() == (ROOT / name).read_bytes()
+
+
+def test_an_editable_install_is_found_beside_a_folder_of_the_same_name(
+    checkout: Path, tmp_path: Path
+) -> None:
+    """`python -m megalite` from the folder that holds the clone: Python takes the clone for a namespace package."""
+    _wheel(checkout, _without("c++", PATH=str(tmp_path / "empty")), hook="build_editable")
+    [wheel] = (checkout / "wheels").glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    (tmp_path / "parent" / "megalite" / "megalite").mkdir(parents=True)
+    code = f"import site; site.addsitedir({str(tmp_path / 'site')!r}); import megalite; print(megalite.__version__)"
+    command = [sys.executable, "-S", "-c", code]
+    done = subprocess.run(
+        command, cwd=tmp_path / "parent", env={}, capture_output=True, text=True, check=False
+    )
+    assert done.stdout == f"{__version__}\n", done.stderr
 
 
 @pytest.mark.extended

@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 import megalite
+from megalite.config.launch_section import LaunchSection
 from megalite.config.load import load_run
 from tests.support.selection import cases
 
@@ -404,7 +405,7 @@ def test_the_jobset_makes_one_pod_a_node_that_restarts_when_it_stopped(jobset):
     assert work["completionMode"] == "Indexed"
     assert work["parallelism"] == work["completions"] == int(variables["NODES"])
     assert work["backoffLimit"] == 0 and pod["restartPolicy"] == "Never"
-    assert pod["terminationGracePeriodSeconds"] > 240  # launch.grace_seconds
+    assert pod["terminationGracePeriodSeconds"] > LaunchSection().grace_seconds
     codes = {"containerName": container["name"], "operator": "In", "values": [75]}
     assert {"action": "FailJob", "onExitCodes": codes} in work["podFailurePolicy"]["rules"]
     [rule] = spec["failurePolicy"]["rules"]

@@ -31,6 +31,7 @@ TEXT = (
 )
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _VARIABLE = re.compile(r"([A-Z_]+)=(.*)")
+_OUTPUT_OF = re.compile(r"[A-Z_]+=\$\((.*)\)(?:\s+#.*)?")
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,8 @@ def _joined(block: str) -> list[str]:
 
 def _commands(line: str) -> Iterator[Command]:
     for part in line.split(" && "):
+        if kept := _OUTPUT_OF.fullmatch(part.strip()):
+            part = kept[1]
         words = shlex.split(part, comments=True)
         environ = []
         while words and (found := _VARIABLE.fullmatch(words[0])):
