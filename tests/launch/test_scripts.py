@@ -242,7 +242,8 @@ def step_of(folder: Path, tasks: int) -> None:
         "srun",
         f"""
 while [[ $1 != bash ]]; do echo "option $1"; shift; done
-export SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS={tasks} SLURM_STEP_TASKS_PER_NODE={tasks} SLURM_NODEID=0
+export SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS={tasks} SLURM_STEP_TASKS_PER_NODE={tasks}
+export SLURM_NODEID=0 SLURM_STEP_NODELIST=n0
 highest=0
 for ((task = 0; task < {tasks}; task++)); do
     SLURM_PROCID=$task SLURM_LOCALID=$task "$@" || {{ code=$?; ((code > highest)) && highest=$code; }}
