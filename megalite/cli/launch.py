@@ -26,6 +26,7 @@ from megalite.launcher.exported import is_secret, named_variables, shown, travel
 from megalite.launcher.host_report import Wanted
 from megalite.launcher.hosts import HostOptions, Hosts, Placed, find_hosts, place_ranks
 from megalite.launcher.messages import counted_ranks
+from megalite.launcher.placement import tensor_warning
 from megalite.launcher.preflight import SECONDS, Preflight, preflight, transport_to
 from megalite.launcher.programs import Programs, find_programs
 from megalite.launcher.restarts import Ended, run_with_restarts
@@ -234,6 +235,8 @@ def _plan_lines(plan: _Plan) -> Iterator[str]:
         yield f"  and {len(plan.hosts) - _RANKS_SHOWN} more"
     if plan.idle:
         yield f"idle: {', '.join(plan.idle)}"
+    if warning := tensor_warning(layout, [host.name for host in plan.hosts for _ in host.slots]):
+        yield f"warning: {warning}"
     names = ", ".join(plan.job.exported) or "none"
     if plan.backend == "local":
         yield f"variables set for the ranks, besides those of this shell: {names}"

@@ -69,6 +69,15 @@ def test_a_dry_run_prints_the_plan_and_a_command_for_each_host(folder, capsys, m
         assert words[-5:] == ["--", "train", "run.toml", "--training.steps", "3"]
 
 
+def test_a_layout_whose_tensor_axis_spans_hosts_is_warned_of(folder, capsys):
+    arguments = ("run.toml", "--hostfile", "hosts", "--backend", "ssh")
+    lines = printed(capsys, *arguments, "--parallel.tensor", "4", "--parallel.pipeline", "1")
+    [warning] = [line for line in lines if line.startswith("warning: ")]
+    assert "1 of 1 tensor-parallel groups span hosts (ranks 0 on n0, 1 on n0, 2 on n1, 3 on n1)" in warning
+    assert warning.endswith("use parallel.tensor = 2, or start a multiple of 4 ranks on each host")
+    assert not any(line.startswith("warning: ") for line in printed(capsys, *arguments))
+
+
 def test_secrets_are_not_printed(folder, capsys):
     for backend in ("ssh", "torchrun"):
         lines = printed(
