@@ -1,5 +1,7 @@
 """The section [launch] of RUN.toml: how ranks meet, watch each other and end, whoever started them."""
 
+from typing import Literal
+
 from pydantic import Field
 
 from megalite.config.section import Section
@@ -10,6 +12,10 @@ class LaunchSection(Section):
 
     collective_seconds: float = Field(
         1800.0, gt=0, description="seconds that a rank waits in a collective for the others"
+    )
+    bind_cores: bool | Literal["auto"] = Field(
+        "auto",
+        description='bind each rank to its own cores; "auto": with several NUMA nodes or GPUs',
     )
     interface: str = Field(
         "auto",

@@ -13,6 +13,7 @@ from typing import Literal
 from megalite.launcher.address import GLOO, Route, interface_variables, route_to_master
 from megalite.launcher.detect import RankInfo
 from megalite.launcher.mpi import master_over_mpi
+from megalite.launcher.placement import bind_cores
 from megalite.launcher.process import available_cores, keep_freed_memory
 
 # The device files of all accelerators that DeepSpeed would otherwise look for by importing their libraries.
@@ -93,6 +94,11 @@ def prepare_process(
     environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     environ.setdefault("TORCH_EXTENSIONS_DIR", str(_user_cache(environ) / "megalite" / "torch_extensions"))
     return threads
+
+
+def bind_rank(info: RankInfo, wanted: bool | Literal["auto"]) -> tuple[int, ...]:
+    """Bind this process to its rank's cores, see `bind_cores`; call it before the first computation."""
+    return bind_cores(info, os.environ, wanted)
 
 
 def variables() -> dict[str, str]:

@@ -17,6 +17,7 @@ from megalite.convert.huggingface.files import local_folder
 from megalite.data.tokenizer import Tokenizer, load_tokenizer
 from megalite.errors import CheckpointError
 from megalite.launcher.detect import RankInfo
+from megalite.launcher.environment import bind_rank
 from megalite.launcher.local import INTERRUPTED
 from megalite.launcher.progress import Activity, now
 from megalite.parallel.device import local_device
@@ -59,6 +60,7 @@ def _rank(
     info: RankInfo, config: RunConfig, threads: int, callbacks: Sequence[Callback], stops: StopConditions
 ) -> int:
     """As `train_rank`, with its signals noted."""
+    bind_rank(info, config.launch.bind_cores)  # before torch starts its threads, which inherit it
     torch.set_num_threads(threads)
     folder = RunFolder(Path(config.run.folder))
     # Ranks that we started run under the claim of the process that started them.

@@ -129,8 +129,8 @@ class Trainer:
         _require_tensorboard(config, source)
         _require_checkpoint(config, info)
         computed = "torch" in sys.modules
-        if info is not None:
-            info = with_master(info, interface=config.launch.interface, seconds=_MPI_SECONDS)
+        if info is not None and end is not None:
+            end.info = info = with_master(info, interface=config.launch.interface, seconds=_MPI_SECONDS)
         threads = prepare_process(
             config.training.threads,
             local_ranks=config.layout.world_size,

@@ -15,6 +15,8 @@ from megalite.checkpoint.folder import find_latest, read_manifest
 from tests.support.tiny import tiny_corpus
 
 ROOT = Path(__file__).parents[2]
+# Two checkpoints.
+SIX_STEPS = ("--training.steps", "6")
 RUN_FILE = """
 [model]
 vocab_size = "auto"

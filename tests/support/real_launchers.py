@@ -1,8 +1,10 @@
 """Commands that start `python -m MODULE ...` with real launchers on the hosts of a test, and the jobs so started."""
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from tests.support.hosts import Host, Hosts, wait_until
@@ -89,6 +91,22 @@ def run(
     return Started(starts, cwd or hosts.folder)
 
 
+def ranks(hosts: Hosts) -> dict[int, int]:
+    """Return rank -> process id, as seen from outside, of the ranks that run on the hosts."""
+    found = {}
+    for pid, command in hosts.processes("-m megalite train").items():
+        if re.match(r"\S*python\S* (-u )?-m megalite", command):
+            variables = dict(
+                word.split("=", 1)
+                for word in Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0")
+                if "=" in word
+            )
+            rank = variables.get("RANK", variables.get("OMPI_COMM_WORLD_RANK", variables.get("SLURM_PROCID")))
+            if rank is not None:
+                found[int(rank)] = pid
+    return found
+
+
 def mpi_path(hosts: Hosts, kind: str) -> dict[str, str]:
     """Return variables that put one MPI's `mpirun` and `mpiexec` first; kind: openmpi or mpich."""
     folder = hosts.folder / f"bin-{kind}"
@@ -163,6 +181,17 @@ def srun(hosts: Hosts, options: list[str], module: list[str]) -> list[Start]:
     return [(hosts[0], ["srun", *TASKS, *options, PYTHON, "-m", *module], {})]
 
 
+def launch(hosts: Hosts, options: list[str], module: list[str], backend: str) -> list[Start]:
+    """`megalite launch` for `megalite train`: on the hostfile, and for srun in an allocation."""
+    arguments = module[module.index("train") + 1 :]
+    hostfile = ["--hostfile", str(hosts.hostfile())] if backend != "srun" else []
+    command = [PYTHON, "-m", "megalite", "launch", *arguments, *hostfile, "--backend", backend, *options]
+    if backend == "srun":
+        command = ["salloc", "--quiet", *TASKS, *command]
+    mpich = backend.endswith("mpich")
+    return [(hosts[0], command, mpi_path(hosts, "mpich" if mpich else "openmpi"))]
+
+
 LAUNCHERS: dict[str, Callable[[Hosts, list[str], list[str]], list[Start]]] = {
     "deepspeed-pdsh": deepspeed,
     "deepspeed-openmpi": lambda hosts, options, module: deepspeed(
@@ -173,4 +202,7 @@ LAUNCHERS: dict[str, Callable[[Hosts, list[str], list[str]], list[Start]]] = {
     "openmpi": mpirun_openmpi,
     "mpich": mpirun_mpich,
     "srun": srun,
+} | {
+    f"launch-{backend}": partial(launch, backend=backend)
+    for backend in ("ssh", "torchrun", "deepspeed", "deepspeed-mpich", "mpirun", "srun")
 }

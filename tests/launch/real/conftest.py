@@ -1,4 +1,4 @@
-"""Hosts, and SLURM on them, new for each test."""
+"""Hosts, and SLURM on them, new for each test; a tiny job, and its numbers on one machine."""
 
 from collections.abc import Iterator
 
@@ -7,6 +7,7 @@ import pytest
 from tests.support import hosts as namespaces
 from tests.support import slurm_cluster
 from tests.support.hosts import Hosts
+from tests.support.jobs import SIX_STEPS, Job, curve
 from tests.support.slurm_cluster import SlurmCluster
 
 
@@ -25,3 +26,17 @@ def slurm(hosts: Hosts) -> SlurmCluster:
     if reason := slurm_cluster.missing():
         pytest.skip(reason)
     return SlurmCluster.up(hosts)
+
+
+@pytest.fixture(scope="session")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """A run of four ranks; give it a run folder of your own."""
+    return Job.write(tmp_path_factory.mktemp("job"))
+
+
+@pytest.fixture(scope="session")
+def by_itself(job: Job) -> list:
+    """The curve of `job` after SIX_STEPS, trained by `megalite train` on one machine."""
+    folder = job.run_file.parent / "by-itself"
+    job.run(folder, *SIX_STEPS)
+    return curve(folder)
