@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from setuptools import build_meta
 from setuptools.build_meta import (
+    build_editable,
     build_sdist,
     build_wheel,
     get_requires_for_build_sdist,
@@ -34,18 +35,6 @@ Settings = Mapping[str, str | list[str] | None] | None
 
 def get_requires_for_build_wheel(config_settings: Settings = None) -> list[str]:
     return [*build_meta.get_requires_for_build_wheel(config_settings), *torch_requirement()]
-
-
-def build_editable(
-    wheel_directory: str, config_settings: Settings = None, metadata_directory: str | None = None
-) -> str:
-    """Install the checkout's folder as a path, not an import hook.
-
-    A hook comes after all paths, so from the checkout's parent folder `import megalite` would find the checkout itself,
-    a folder of that name without __init__.py, instead of the package in it.
-    """
-    settings = {"editable_mode": "compat", **(config_settings or {})}
-    return build_meta.build_editable(wheel_directory, settings, metadata_directory)
 
 
 def get_requires_for_build_editable(config_settings: Settings = None) -> list[str]:
