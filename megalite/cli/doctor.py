@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from megalite.cli.arguments import Parser
 from megalite.launcher.detect import rank_info
 from megalite.launcher.environment import variables
+from megalite.launcher.exported import travelling, without_secrets
 from megalite.launcher.host_report import Wanted
 from megalite.launcher.hosts import HostOptions, find_hosts, place_ranks
 from megalite.launcher.machine import Finding, apex, packages, programs, system
@@ -90,7 +91,10 @@ def _check_hosts(options: argparse.Namespace) -> int:
         run_folder, interface = Path(config.run.folder), config.launch.interface
         placed, _ = place_ranks(found, config.layout.world_size)
         slots = {host.name: len(host.slots) for host in placed}
-    wanted = Wanted(Path.cwd(), sys.executable, options.run_file, run_folder, launch_interface=interface)
+    environment = without_secrets(travelling(variables(), {}))
+    wanted = Wanted(
+        Path.cwd(), sys.executable, options.run_file, run_folder, environment, launch_interface=interface
+    )
     print(f"asking {len(slots)} host{'s' * (len(slots) != 1)} of {found.named}")
     result = preflight(slots, wanted, transport_to(found), options.preflight_seconds)
     for line in result.lines():

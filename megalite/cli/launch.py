@@ -22,7 +22,7 @@ from megalite.launcher.commands import BACKENDS, choose_backend
 from megalite.launcher.coordinator import Coordinator
 from megalite.launcher.detect import DEFAULT_PORT, rank_info
 from megalite.launcher.environment import variables
-from megalite.launcher.exported import is_secret, named_variables, shown, travelling
+from megalite.launcher.exported import named_variables, shown, travelling, without_secrets
 from megalite.launcher.host_report import Wanted
 from megalite.launcher.hosts import HostOptions, Hosts, Placed, find_hosts, place_ranks
 from megalite.launcher.messages import counted_ranks
@@ -268,8 +268,7 @@ def _ask(plan: _Plan, options: argparse.Namespace, slots: Mapping[str, int]) -> 
         plan.job.python,
         options.run_file,
         Path(config.run.folder),
-        # The commands of ssh can be seen by all users of a machine.
-        {name: value for name, value in plan.job.exported.items() if not is_secret(name)},
+        without_secrets(plan.job.exported),
         launch_interface=config.launch.interface,
     )
     return preflight(slots, wanted, transport_to(plan.found), options.preflight_seconds)

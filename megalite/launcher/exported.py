@@ -51,6 +51,11 @@ def is_secret(name: str) -> bool:
     return _SECRET.search(name) is not None
 
 
+def without_secrets(variables: Mapping[str, str]) -> dict[str, str]:
+    """Leave out variables that speak of a secret: all users of a machine can see the commands of ssh."""
+    return {name: value for name, value in variables.items() if not is_secret(name)}
+
+
 def shown(variables: Mapping[str, str]) -> dict[str, str]:
     """Return the variables with the values of secrets hidden."""
     return {name: HIDDEN if is_secret(name) else value for name, value in variables.items()}

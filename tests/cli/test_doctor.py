@@ -33,7 +33,7 @@ def test_a_missing_package_is_said_with_its_price_and_the_exit_code(capsys, monk
     assert main(["doctor"]) == 1
     said = capsys.readouterr().out
     assert "- torch        not found: nothing runs" in said
-    assert "- mpi4py       not found: torchrun, deepspeed" in said
+    assert "- mpi4py       not found: mpirun -x MASTER_ADDR" in said
     assert "nothing can run here without torch" in said
 
 

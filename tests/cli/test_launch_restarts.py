@@ -2,7 +2,7 @@
 
 import pytest
 
-from megalite.cli import launch, main
+from megalite.cli import doctor, launch, main
 from megalite.launcher.host_report import Finding, HostReport
 from megalite.launcher.preflight import Preflight
 from megalite.launcher.supervise import Result
@@ -95,3 +95,16 @@ def test_a_run_that_began_elsewhere_resumes_from_its_own_checkpoint(begin, monke
     assert attempts.plans[1].job.arguments[-2:] == ("--checkpoint.resume", "never")
     assert attempts.plans[2].job.arguments[-2:] == ("--checkpoint.resume", "auto")
     assert attempts.plans[2].loaded.config.checkpoint.resume == "auto"
+
+
+def test_the_preflight_sets_what_travels_but_no_secret(tmp_path, monkeypatch, capsys):
+    """ps shows the commands of ssh to all users of a machine."""
+    (tmp_path / "hosts").write_text("n0 slots=1\n")
+    seen = []
+    result = Preflight([HostReport("n0", 1)], [])
+    monkeypatch.setattr(doctor, "preflight", lambda slots, wanted, *rest: seen.append(wanted) or result)
+    for name in ("NCCL_DEBUG", "HF_HUB_TOKEN", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.setenv(name, "1")
+    assert main(["doctor", "--hostfile", str(tmp_path / "hosts")]) == 0
+    assert "NCCL_DEBUG" in seen[0].environment
+    assert not {"HF_HUB_TOKEN", "CUDA_VISIBLE_DEVICES"} & set(seen[0].environment)
