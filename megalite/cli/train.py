@@ -1,5 +1,6 @@
 """megalite train: train a model, starting its own ranks or as one rank of a launcher."""
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from megalite.config.load import load_run
 from megalite.config.starter import Starter
 from megalite.errors import ConfigError, Problem
 from megalite.launcher.detect import RankInfo, rank_info
+from megalite.train.meeting import tell_others
 from megalite.train.run import Trainer
 
 _EVERYTHING = "all"
@@ -59,9 +61,14 @@ def run(arguments: Sequence[str]) -> int:
                 print(f"note: {note}")
         return Trainer(loaded.config).run(str(options.run_file or COMMAND_LINE))
     except ConfigError as error:
-        if not leads:
-            return error.exit_code  # rank 0 prints the same error
-        raise
+        if info is None or info.world_size == 1:
+            raise
+        if leads:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        # Other ranks may have read other settings, and wait for this one.
+        if not tell_others(info, error) and not leads and info.local_rank == 0:
+            raise
+        return error.exit_code
 
 
 def _starter(overrides: Sequence[str], info: RankInfo | None) -> Starter:

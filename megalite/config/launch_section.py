@@ -10,6 +10,14 @@ from megalite.config.section import Section
 class LaunchSection(Section):
     """How ranks meet, watch each other and end, whichever launcher started them."""
 
+    rendezvous_seconds: float = Field(
+        300.0, gt=0, description="seconds in which all ranks of a launcher must have met"
+    )
+    heartbeat_seconds: float = Field(
+        30.0,
+        ge=2,
+        description="seconds without an answer after which a host or the network to it counts as lost",
+    )
     collective_seconds: float = Field(
         1800.0, gt=0, description="seconds that a rank waits in a collective for the others"
     )

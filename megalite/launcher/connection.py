@@ -3,6 +3,7 @@
 import resource
 import socket
 from contextlib import suppress
+from pathlib import Path
 
 _PROBE_SECONDS = 5
 
@@ -26,6 +27,25 @@ def watch_link(connection: socket.socket, seconds: float) -> None:
         # macOS has other names; there the limit of the collectives notices the loss.
         if hasattr(socket, name):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def owner_of_port(port: int) -> str:
+    """Return "pid 12 (name)", the process of this user that listens at a port; "" if it cannot be seen."""
+    listening = set()
+    for table in ("tcp", "tcp6"):
+        with suppress(OSError):
+            lines = Path("/proc/net", table).read_text().splitlines()[1:]
+            rows = (line.split() for line in lines)
+            # State 0A is LISTEN; the address is HEX:PORT.
+            listening |= {
+                f"socket:[{row[9]}]" for row in rows if row[3] == "0A" and int(row[1][-4:], 16) == port
+            }
+    for opened in Path("/proc").glob("[0-9]*/fd/*"):
+        with suppress(OSError):
+            if str(opened.readlink()) in listening:
+                process = opened.parents[1]
+                return f"pid {process.name} ({(process / 'comm').read_text().strip()})"
+    return ""
 
 
 def raise_file_limit(needed: int) -> None:

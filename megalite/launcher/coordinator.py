@@ -5,6 +5,7 @@ before torch is imported.
 """
 
 import hmac
+import math
 import selectors
 import socket
 import threading
@@ -12,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -35,6 +36,7 @@ WAITING_SECONDS = 10.0
 _HELLO_SECONDS = 10.0  # a connection that says nothing for so long is closed
 _PRIMARY_SECONDS, _SECONDARY_SECONDS = 0.3, 2.0
 """The time to wait for earlier causes after a failure, and after the loss of a peer, which has another cause."""
+_LATE_SECONDS = 2.0  # in which ranks that were not there yet are told the verdict
 _UNSENT_BYTES = 2**24  # a rank that does not read for so long is lost
 
 
@@ -98,6 +100,7 @@ class Coordinator:
         self._values: dict[str, Any] = {}
         self._reports: list[FailureReport] = []
         self._decide_at: float | None = None
+        self._ended = math.inf
         self._thread: threading.Thread | None = None
         self._stopped = False
         # Appending to a deque is safe in a signal handler; a queue's lock is not.
@@ -119,10 +122,11 @@ class Coordinator:
 
     @property
     def over(self) -> bool:
-        """Whether no rank is connected any more, after all left or a verdict was told."""
+        """Whether no rank is connected any more, after all left or a verdict was told, also to late ranks."""
         connected = any(each.rank >= 0 for each in self._connections)
         left = self.complete and all(state.left for state in self.ranks.values())
-        return not connected and (left or self.verdict is not None)
+        told = self.complete or time.monotonic() - self._ended > _LATE_SECONDS
+        return not connected and (left or (self.verdict is not None and told))
 
     @property
     def only_lost(self) -> bool:
@@ -200,13 +204,13 @@ class Coordinator:
     def _end(self, verdict: Verdict) -> None:
         if self.verdict is not None:
             return
-        self.verdict = verdict
-        self._broadcast(
-            "verdict", text=verdict.text, exit_code=verdict.exit_code, rank=verdict.rank, host=verdict.host
-        )
+        self.verdict, self._ended = verdict, time.monotonic()
+        self._broadcast("verdict", **asdict(verdict))
 
     def _pause(self) -> float:
-        if self._decide_at is not None and self.verdict is None:
+        if self.verdict is not None:
+            return _LATE_SECONDS / 4
+        if self._decide_at is not None:
             return max(0.0, min(1.0, self._decide_at - time.monotonic()))
         return 1.0
 
@@ -300,15 +304,16 @@ class Coordinator:
                 raise MessageError("the first message is not hello")
             self._welcome(connection, message)
             return
-        state = self.ranks[connection.rank]
+        state = self.ranks.get(connection.rank)
+        if state is None:
+            return  # it came after the verdict
         state.heard, state.silent = time.time(), False
         if kind == "alive":
             state.step, state.activity = message["step"], message["activity"]
         elif kind == "facts":
             self._compare(connection.rank, message)
         elif kind == "announce":
-            self._values[message["name"]] = message["value"]
-            self._broadcast("value", name=message["name"], value=message["value"])
+            self._publish(message["name"], message["value"])
         elif kind == "failed":
             self._fail(report_from(message))
         elif kind == "stop":
@@ -327,10 +332,16 @@ class Coordinator:
             self._flush(connection)
             return
         connection.rank = hello.rank
+        if self.verdict is not None:
+            self._send(connection, encode("joined", address=connection.socket.getsockname()[0]))
+            self._send(connection, encode("verdict", **asdict(self.verdict)))
+            return
         self.ranks[hello.rank] = RankState(hello.host, hello.pid, time.time())
         self._send(connection, encode("joined", address=connection.socket.getsockname()[0]))
         for name, value in self._values.items():
             self._send(connection, encode("value", name=name, value=value))
+        if self.complete:
+            self._publish("hosts", [self.ranks[rank].host for rank in range(self.world_size)])
 
     def _refusal(self, hello: Hello) -> tuple[str, bool]:
         """Return why a rank is refused, or "", and whether another attempt of the same process is in vain."""
@@ -341,8 +352,6 @@ class Coordinator:
             return f"the job there has {self.world_size} ranks, this one has {hello.world_size}", False
         if not 0 <= hello.rank < self.world_size:
             return f"rank {hello.rank} is not a rank of a job with {self.world_size} ranks", True
-        if self.verdict is not None:
-            return "the job there has failed", False
         first = self.ranks.get(hello.rank)
         if first is None:
             return "", False
@@ -366,8 +375,12 @@ class Coordinator:
         if lines:
             self._end(Verdict("\n  ".join([message["about"], *lines]), 2))
         else:
-            self._values[name] = None
-            self._broadcast("value", name=name, value=None)
+            self._publish(name, None)
+
+    def _publish(self, name: str, value: Any) -> None:
+        """Give a value to the ranks that are here, and to those that come later."""
+        self._values[name] = value
+        self._broadcast("value", name=name, value=value)
 
     def _lose(self, connection: _Connection, reason: str) -> None:
         """Close a connection; a rank that has not left is lost."""

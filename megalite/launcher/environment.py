@@ -4,12 +4,14 @@ Only this module and detect.py touch os.environ; their functions also take the v
 """
 
 import os
+import re
 import socket
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
+from megalite.errors import LaunchError
 from megalite.launcher.address import GLOO, Route, interface_variables, route_to_master
 from megalite.launcher.detect import RankInfo
 from megalite.launcher.mpi import master_over_mpi
@@ -122,6 +124,33 @@ def with_master(info: RankInfo, *, interface: str = "auto", seconds: float) -> R
 def master_route(info: RankInfo, interface: str = "auto") -> Route:
     """Return the route between this rank and the master; see `route_to_master`."""
     return route_to_master(info, os.environ, interface)
+
+
+def coordinator_address(environ: Mapping[str, str] | None = None) -> tuple[str, int, str] | None:
+    """Return address, port and nonce of MEGALITE_COORDINATOR, which `megalite launch` sets; None without it.
+
+    Raises LaunchError for a value of another form.
+    """
+    value = (os.environ if environ is None else environ).get("MEGALITE_COORDINATOR", "").strip()
+    if not value:
+        return None
+    found = re.fullmatch(r"\[?([^/\]\s]+)\]?:([0-9]{1,5})/([0-9a-zA-Z]+)", value)
+    if found is None:
+        raise LaunchError(
+            f"MEGALITE_COORDINATOR = {value!r} is not ADDRESS:PORT/NONCE; megalite launch sets it: unset it elsewhere"
+        )
+    return found[1], int(found[2]), found[3]
+
+
+def watched_by_launcher() -> bool:
+    """Whether the process of `megalite launch` is this job's coordinator, and shows why the job failed."""
+    return coordinator_address() is not None
+
+
+def agent_owns_port(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether torchrun's agent listens at MASTER_PORT, with the store that it shares with its ranks."""
+    environ = os.environ if environ is None else environ
+    return "TORCHELASTIC_RUN_ID" in environ and environ.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True"
 
 
 def without_apex(environ: Mapping[str, str] | None = None) -> bool:

@@ -58,9 +58,12 @@ class Member:
         self.verdict: Verdict | None = None
         self.local_address: str = connection.getsockname()[0]
         """The address of this machine on the route to the coordinator."""
-        self.coordinator_address: str = connection.getpeername()[0]
+        self.coordinator_address: str
+        self.coordinator_port: int
+        self.coordinator_address, self.coordinator_port = connection.getpeername()[:2]
         self._socket, self._reader, self._progress, self._ended = connection, reader, progress, ended
         self._values: dict[str, Any] = {}
+        self._unread: list[dict[str, Any]] = []
         self._changed = threading.Condition()
         self._sending = threading.Lock()
         self._reporting = self._left = False
@@ -96,7 +99,8 @@ class Member:
                     raise NotJoined(reason) from error
             else:
                 member = cls(connection, reader, whole, progress=progress, ended=ended)
-                member._start(rest)
+                member._unread = rest
+                member._thread.start()
                 return member
             waited = time.monotonic() - began
             where = f"{address}:{port}" if address else "rank 0"
@@ -137,8 +141,11 @@ class Member:
             self._changed.wait_for(lambda: name in self._values or self.verdict)
             if name in self._values:
                 return self._values[name]
-            assert self.verdict is not None
-            raise JobEnded(self.verdict)
+            verdict = self.verdict
+        assert verdict is not None
+        if self._ended is not None:
+            self._thread.join()  # `ended` ends the process
+        raise JobEnded(verdict)
 
     def fail(self, report: FailureReport) -> Verdict | None:
         """Send the failure of this rank and return the verdict on the job; None if none comes within 4 s."""
@@ -166,17 +173,15 @@ class Member:
             self._changed.wait_for(lambda: self.verdict, _VERDICT_SECONDS)
             return self.verdict
 
-    def _start(self, messages: list[dict[str, Any]]) -> None:
-        for message in messages:
-            self._take(message)
-        self._thread.start()
-
     def _send(self, kind: str, **fields: Any) -> None:
         with self._sending, suppress(OSError):  # the loss is noticed where the answer is read
             self._socket.sendall(encode(kind, **fields))
 
     def _watch(self) -> None:
         beat = 0.0
+        # Here and not in `join`: `ended` waits for what `join` returns.
+        for message in self._unread:
+            self._take(message)
         while self.verdict is None:
             if time.monotonic() >= beat and not self._left:
                 beat = time.monotonic() + ALIVE_SECONDS

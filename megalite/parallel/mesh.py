@@ -1,5 +1,6 @@
 """The mesh of ranks and the process groups of its axes. No other module creates process groups."""
 
+import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup as ProcessGroup
+from torch.distributed import Store as Store
 
 from megalite.errors import CheckpointError, LaunchError
 from megalite.launcher.progress import now
@@ -244,11 +246,13 @@ def connect(
     *,
     device: torch.device,
     rendezvous: str = "env://",
+    store: Store | None = None,
     timeout_seconds: float = 1800,
 ) -> None:
     """Create the default process group with torch's default backend of the device: gloo on CPUs, NCCL on GPUs.
 
-    rendezvous: torch's `init_method`: env:// (MASTER_ADDR and MASTER_PORT), or file:///a/path on one node.
+    store: where the ranks exchange their addresses (`serve_store`, `reach_store`). Without one, rendezvous is torch's
+    `init_method`: env:// (MASTER_ADDR and MASTER_PORT), or file:///a/path on one node.
     Raises LaunchError if this torch was built without that backend.
     """
     backend = backend_of(device)
@@ -259,11 +263,36 @@ def connect(
         )
     dist.init_process_group(
         backend,
-        init_method=rendezvous,
+        init_method=rendezvous if store is None else None,
+        store=store,
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=timeout_seconds),
     )
+
+
+def serve_store(address: str, timeout_seconds: float) -> tuple[Store, int]:
+    """Open a store at an address of this host, for the ranks of one start of a job; return it and its port."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.create_server((address, 0), family=family, backlog=1024)
+    port: int = listener.getsockname()[1]
+    timeout = timedelta(seconds=timeout_seconds)
+    # The store takes over the socket: torch's own would listen on all interfaces.
+    served = dist.TCPStore(
+        address,
+        port,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+    return served, port
+
+
+def reach_store(address: str, port: int, timeout_seconds: float) -> Store:
+    """Return the store that another rank serves."""
+    timeout = timedelta(seconds=timeout_seconds)
+    return dist.TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)
 
 
 def disconnect() -> None:

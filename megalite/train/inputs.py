@@ -1,7 +1,8 @@
 """The inputs of a run: tokenizer, token files, weights, the checkpoint to go on from."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from megalite.checkpoint.folder import find_checkpoint, find_latest
 from megalite.config.schema import RunConfig
@@ -18,6 +19,30 @@ class RunInputs:
     data: RunData
     weights: str | None
     """The initial weights unless a checkpoint is resumed: a Hugging Face folder, or org/name@commit of the Hub."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the inputs as values of JSON's types, for the ranks of other processes."""
+        return asdict(self, dict_factory=lambda items: {name: _as_text(value) for name, value in items})
+
+    @classmethod
+    def from_json(cls, given: dict[str, Any]) -> "RunInputs":
+        """Return the inputs that `as_json` described."""
+        data = given["data"]
+        read = RunData(
+            tokenizer=None if data["tokenizer"] is None else Path(data["tokenizer"]),
+            train=tuple(map(Path, data["train"])),
+            weights=tuple(data["weights"]),
+            validation=tuple(map(Path, data["validation"])),
+            test=tuple(map(Path, data["test"])),
+            notes=tuple(data["notes"]),
+        )
+        return cls(read, given["weights"])
+
+
+def _as_text(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value)
+    return [_as_text(each) for each in value] if isinstance(value, tuple) else value
 
 
 def prepare_inputs(config: RunConfig, folder: RunFolder) -> RunInputs:

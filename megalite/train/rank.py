@@ -19,9 +19,11 @@ from megalite.errors import CheckpointError
 from megalite.launcher.detect import RankInfo
 from megalite.launcher.environment import bind_rank
 from megalite.launcher.local import INTERRUPTED
+from megalite.launcher.meeting import Meeting
 from megalite.launcher.progress import Activity, now
 from megalite.parallel.device import local_device
 from megalite.parallel.mesh import ParallelMesh, all_or_none, connect, disconnect
+from megalite.train.agreement import agreed_inputs, agreed_store
 from megalite.train.callbacks import Callback
 from megalite.train.inputs import RunInputs, found_to_resume, prepare_inputs
 from megalite.train.interruption import StopSignals, stop_signals
@@ -45,19 +47,26 @@ def train_rank(
     callbacks: Sequence[Callback] = (),
     budget: TimeBudget | None = None,
     signals: StopSignals | None = None,
+    meeting: Meeting | None = None,
 ) -> int:
     """Run one rank of the job that `config` describes, until its last step is saved and exported.
 
     budget: the time that this start has; rank 0's counts. signals: those that this process notes already.
+    meeting: the other ranks of a launcher; None: this process is alone, or another one started and watches all ranks.
     Returns the exit code: 0 after the last step, 75 if a signal or the want of time stopped the run before. Raises
     KeyboardInterrupt after Ctrl-C; the run has saved a checkpoint then.
     """
     with stop_signals(config, info) if signals is None else nullcontext(signals) as noted:
-        return _rank(info, config, threads, callbacks, StopConditions(noted, budget or TimeBudget()))
+        return _rank(info, config, threads, callbacks, StopConditions(noted, budget or TimeBudget()), meeting)
 
 
 def _rank(
-    info: RankInfo, config: RunConfig, threads: int, callbacks: Sequence[Callback], stops: StopConditions
+    info: RankInfo,
+    config: RunConfig,
+    threads: int,
+    callbacks: Sequence[Callback],
+    stops: StopConditions,
+    meeting: Meeting | None,
 ) -> int:
     """As `train_rank`, with its signals noted."""
     bind_rank(info, config.launch.bind_cores)  # before torch starts its threads, which inherit it
@@ -66,7 +75,10 @@ def _rank(
     # Ranks that we started run under the claim of the process that started them.
     claims = info.rank == 0 and info.launcher != "megalite"
     with folder.claimed() if claims else nullcontext():
-        return _live(info, config, folder, callbacks, stops)
+        if meeting is None:
+            return _live(info, config, folder, callbacks, stops)
+        inputs = agreed_inputs(meeting, config, folder, leads_node=info.local_rank == 0)
+        return _live(info, config, folder, callbacks, stops, meeting, inputs)
 
 
 def _live(
@@ -75,19 +87,23 @@ def _live(
     folder: RunFolder,
     callbacks: Sequence[Callback],
     stops: StopConditions,
+    meeting: Meeting | None = None,
+    inputs: RunInputs | None = None,
 ) -> int:
-    """As `train_rank`, in a folder that is this job's alone."""
+    """As `train_rank`, in a folder that is this job's alone. inputs: None: rank 0 finds them."""
     device = local_device(info.local_rank, info.local_world_size)
+    seconds = config.launch.collective_seconds
     connect(
         info.rank,
         info.world_size,
         device=device,
         rendezvous=info.rendezvous,
-        timeout_seconds=config.launch.collective_seconds,
+        store=None if meeting is None else agreed_store(meeting, seconds),
+        timeout_seconds=seconds,
     )
     try:
         with folder.full_disk_explained():
-            done = _train(info, config, folder, device, callbacks, stops)
+            done = _train(info, config, folder, device, callbacks, stops, inputs)
     except BaseException:
         # Others may be gone, and leaving a broken group can hang, and the failure has not been reported yet.
         if info.world_size == 1:
@@ -126,10 +142,13 @@ def _train(
     device: torch.device,
     callbacks: Sequence[Callback],
     stops: StopConditions,
+    inputs: RunInputs | None,
 ) -> _Done:
     """Prepare the inputs, build the TrainStep, resume, write run.toml, and train up to the last checkpoint."""
     mesh = ParallelMesh.over_world(config.layout, device, sequence_parallel=config.parallel.sequence)
-    inputs = mesh.broadcast_object(prepare_inputs(config, folder) if mesh.rank == 0 else None)
+    if inputs is None:
+        inputs = mesh.broadcast_object(prepare_inputs(config, folder) if mesh.rank == 0 else None)
+        assert inputs is not None
     resumed_from = _checkpoint_to_resume(config, mesh, folder)
     precision = _precision(config, mesh, resumed_from)
     config = config.in_precision(precision.name)

@@ -23,9 +23,10 @@ from megalite.config.deepspeed.read import offload_devices
 from megalite.config.schema import RunConfig
 from megalite.errors import ConfigError, LaunchError, Problem
 from megalite.launcher.detect import RankInfo, rank_info
-from megalite.launcher.environment import prepare_process, with_master
+from megalite.launcher.environment import prepare_process, watched_by_launcher, with_master
 from megalite.launcher.launched import RankEnd, run_rank
-from megalite.launcher.local import NOT_BEGUN, STOPPED, TERMINATED, Terminated, run_local_ranks
+from megalite.launcher.local import INTERRUPTED, NOT_BEGUN, STOPPED, TERMINATED, Terminated, run_local_ranks
+from megalite.launcher.member import JobEnded
 from megalite.monitor.console import announce, complain
 from megalite.monitor.jsonl import read_metrics
 from megalite.train.callbacks import Callback
@@ -37,6 +38,7 @@ from megalite.train.interruption import (
     tell_interruption,
     termination_raised,
 )
+from megalite.train.meeting import meet_ranks, tell_others
 from megalite.train.run_folder import RunFolder
 from megalite.train.start import start_lines
 from megalite.train.time_budget import TimeBudget, time_budget
@@ -44,7 +46,6 @@ from megalite.train.time_budget import TimeBudget, time_budget
 # The run says what is saved, and how to resume.
 _TOLD = (STOPPED, NOT_BEGUN, TERMINATED)
 _PROBE_SECONDS = 10.0
-_MPI_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
@@ -120,38 +121,23 @@ class Trainer:
         return code
 
     def _run(self, info: RankInfo | None, source: str, signals: StopSignals | None, started: float) -> int:
+        if info is not None and signals is not None:
+            return self._run_launched(info, source, signals, started)
         config, folder = self.config, RunFolder(Path(self.config.run.folder))
-        end = None
-        if info is not None:
-            end = RankEnd(info, config.layout, folder.failures, say=complain)
-            end.watch()
-        _require_ranks(config, info, source)
-        _require_tensorboard(config, source)
-        _require_checkpoint(config, info)
+        self._require(None, source)
         computed = "torch" in sys.modules
-        if info is not None and end is not None:
-            end.info = info = with_master(info, interface=config.launch.interface, seconds=_MPI_SECONDS)
-        threads = prepare_process(
-            config.training.threads,
-            local_ranks=config.layout.world_size,
-            info=info,
-            interface=config.launch.interface,
-        )
-        budget = TimeBudget()
-        if info is None or info.rank == 0:
-            for line in start_lines(config, info, threads):
-                announce(line)
-            budget = time_budget(config, started, announce)
+        threads = prepare_process(config.training.threads, local_ranks=config.layout.world_size)
+        for line in start_lines(config, None, threads):
+            announce(line)
+        budget = time_budget(config, started, announce)
 
         # From here on torch may be imported: everything a user can get wrong in the file is known to be right.
         from megalite.train.inputs import prepare_inputs
         from megalite.train.rank import train_rank
 
-        _prepare_deepspeed(config, info)
+        _prepare_deepspeed(config, None)
         _require_kernels(config)
         arguments = (config, threads, self.callbacks, budget)
-        if end is not None:
-            return run_rank(train_rank, end, arguments=(*arguments, signals))
         method: Literal["fork", "spawn"] = "fork"
         if computed and config.layout.world_size > 1:
             method = self._start_method(threads)
@@ -169,6 +155,63 @@ class Trainer:
                 preload=preload,
                 method=method,
             )
+
+    def _run_launched(self, info: RankInfo, source: str, signals: StopSignals, started: float) -> int:
+        """As `_run`, for one rank of a launcher: it meets the others first, so that any failure reaches all ranks."""
+        config, failures = self.config, RunFolder(Path(self.config.run.folder)).failures
+        try:
+            _require_ranks(config, info, source)
+        except ConfigError as error:
+            tell_others(info, error)
+            raise
+        end = RankEnd(info, config.layout, failures, say=complain, shows_verdict=not watched_by_launcher())
+        end.watch()
+        end.info = info = with_master(
+            info, interface=config.launch.interface, seconds=config.launch.rendezvous_seconds
+        )
+        threads = prepare_process(config.training.threads, info=info, interface=config.launch.interface)
+        budget = TimeBudget()
+        if info.rank == 0:
+            for line in start_lines(config, info, threads):
+                announce(line)
+            budget = time_budget(config, started, announce)
+        return run_rank(self._train_launched, end, arguments=(end, source, threads, budget, signals))
+
+    def _train_launched(
+        self,
+        info: RankInfo,
+        end: RankEnd,
+        source: str,
+        threads: int,
+        budget: TimeBudget,
+        signals: StopSignals,
+    ) -> int:
+        """Train as one rank of a launcher, among the others."""
+        meeting = None
+        if info.world_size > 1:
+            meeting = meet_ranks(info, self.config, end)
+            signals.on_end(meeting.stop)
+        self._require(info, source)
+
+        from megalite.train.rank import train_rank
+
+        _prepare_deepspeed(self.config, info)
+        _require_kernels(self.config)
+        try:
+            code = train_rank(info, self.config, threads, self.callbacks, budget, signals, meeting)
+        except KeyboardInterrupt:
+            if meeting is not None:
+                meeting.leave(INTERRUPTED)
+            raise
+        if meeting is not None and (verdict := meeting.leave(code)) is not None:
+            raise JobEnded(verdict)
+        return code
+
+    def _require(self, info: RankInfo | None, source: str) -> None:
+        """Raise MegaliteError for settings that this machine and this start cannot fulfil."""
+        _require_ranks(self.config, info, source)
+        _require_tensorboard(self.config, source)
+        _require_checkpoint(self.config, info)
 
     def _start_method(self, threads: int) -> Literal["fork", "spawn"]:
         """How to start ranks from this process, which has imported torch already.

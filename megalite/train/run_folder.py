@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -9,6 +10,8 @@ from pathlib import Path
 from typing import IO
 
 from megalite.errors import ConfigError, Problem, TrainingError
+
+_LOCK = ".in-use"
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,21 @@ class RunFolder:
                 fcntl.flock(claim, fcntl.LOCK_UN)
             claim.close()
 
+    def mark(self, text: str) -> None:
+        """Leave a text in the lock, for the ranks on other hosts to see that they share the folder."""
+        (self.root / _LOCK).write_text(text)
+
+    def shows(self, text: str, seconds: float) -> bool:
+        """Whether the lock holds the text of `mark`, or comes to: a network file system shows new files late."""
+        deadline = time.monotonic() + seconds
+        while True:
+            with suppress(OSError):
+                if (self.root / _LOCK).read_text() == text:
+                    return True
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.2)
+
     @contextmanager
     def full_disk_explained(self) -> Iterator[None]:
         """Turn the OSError of a full disk inside of the `with` block, as of metrics.jsonl, into a TrainingError."""
@@ -72,7 +90,7 @@ class RunFolder:
         """Return the open, locked file that marks the folder as in use."""
         try:
             self.root.mkdir(parents=True, exist_ok=True)
-            claim = (self.root / ".in-use").open("wb")
+            claim = (self.root / _LOCK).open("ab")
         except OSError as error:
             problem = Problem(
                 "run.folder",

@@ -1,6 +1,6 @@
 """The first lines of a run, printed before torch is imported, and the line about its data."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import ceil
 
 from megalite.config.schema import RunConfig
@@ -45,6 +45,17 @@ def data_line(config: RunConfig, *, samples: int, held_out: int, steps: int) -> 
     line = f"data: {samples * length:,} tokens, {_counted(per_epoch, 'step')} per epoch; "
     line += f"{steps:,} steps are {steps * batch / samples:.3g} epochs"
     return line + (f"; validation on {held_out * length:,} tokens" if held_out else "")
+
+
+def meeting_line(config: RunConfig, hosts: Sequence[str], meets_at: str, interface: str) -> str:
+    """Return where the ranks of a launcher meet, and the limits of time. hosts: of each rank."""
+    counts = ", ".join(f"{hosts.count(host)} on {host}" for host in dict.fromkeys(hosts))
+    over = f" ({interface})" if interface else ""
+    launch = config.launch
+    return (
+        f"all ranks are here: {counts}; they meet at {meets_at}{over}; limits: {launch.collective_seconds:g} s in a "
+        f"collective, {launch.heartbeat_seconds:g} s for a host that does not answer"
+    )
 
 
 def _processes(config: RunConfig, info: RankInfo | None) -> str:

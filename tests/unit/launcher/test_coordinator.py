@@ -320,8 +320,8 @@ def test_another_thread_ends_the_job_before_a_rank_came_and_after(start):
     job.coordinator.end(Verdict("srun ended with exit code 1", 1))
     eventually(lambda: ended)
     assert ended[0].text == "srun ended with exit code 1"
-    with pytest.raises(NotJoined, match="the job there has failed"):
-        job.join(1, seconds=0)
+    with pytest.raises(JobEnded, match="srun ended with exit code 1"):
+        job.join(1, seconds=0).wait("store")
 
 
 def test_a_rank_leaves_with_its_exit_code(start):

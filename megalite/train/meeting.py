@@ -1,0 +1,78 @@
+"""How the ranks of a launcher meet, and agree on settings and software, before torch is imported."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from megalite.config.schema import RunConfig
+from megalite.errors import LaunchError, MegaliteError
+from megalite.launcher.detect import RankInfo
+from megalite.launcher.environment import prepare_process, variables
+from megalite.launcher.launched import RankEnd
+from megalite.launcher.meeting import AgentStore, Limits, Meeting, meet
+from megalite.launcher.placement import tensor_warning
+from megalite.launcher.progress import Activity, now
+from megalite.launcher.versions import software
+from megalite.monitor.console import announce
+from megalite.train.start import meeting_line
+
+_SAME_START = (
+    "the ranks were not started with the same settings and software; give every host the same run file, flags and "
+    "Python environment:"
+)
+_BRIEFLY = Limits(rendezvous_seconds=10.0)
+"""For a rank that fails before it knows its settings."""
+
+
+def meet_ranks(info: RankInfo, config: RunConfig, end: RankEnd) -> Meeting:
+    """Meet all ranks of the job; end it, on all of them, if two have other settings or other software.
+
+    Raises LaunchError if this rank does not reach the others.
+    """
+    now.begin(Activity.MEETING)
+    limits = Limits(config.launch.rendezvous_seconds, config.launch.heartbeat_seconds)
+    meeting = meet(
+        info,
+        say=announce,
+        limits=limits,
+        layout=config.layout,
+        interface=config.launch.interface,
+        agent_store=_agent_store,
+        progress=now.heartbeat,
+        ended=end.told,
+    )
+    end.judge = meeting
+    meeting.member.agree("start", dict(_flat(config.model_dump(mode="json"))) | software(), _SAME_START)
+    if info.rank == 0:
+        if warning := tensor_warning(config.layout, meeting.hosts):
+            announce(f"warning: {warning}")
+        announce(
+            meeting_line(config, meeting.hosts, meeting.meets_at, variables().get("GLOO_SOCKET_IFNAME", ""))
+        )
+    return meeting
+
+
+def tell_others(info: RankInfo, error: MegaliteError) -> bool:
+    """Report an error of a rank that could not read its settings to the other ranks; whether they got to know it."""
+    try:
+        prepare_process(info=info)
+        meeting = meet(info, say=lambda _: None, limits=_BRIEFLY, agent_store=_agent_store)
+    except (LaunchError, OSError):
+        return False
+    text = f"rank {info.rank} on {info.node}: {error}"
+    return meeting.stop(text, error.exit_code) is not None
+
+
+def _agent_store(info: RankInfo) -> AgentStore:
+    # Imports torch, whose store it is.
+    from megalite.parallel.agent_store import TorchrunStore
+
+    return TorchrunStore(info)
+
+
+def _flat(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Yield "optimizer.learning_rate", "0.003" for each setting."""
+    if isinstance(value, dict) and value:
+        for name, each in value.items():
+            yield from _flat(each, f"{key}.{name}" if key else name)
+    else:
+        yield key, str(value)
