@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megalite.checkpoint.folder import find_latest
+from tests.support.hosts import wait_until
 from tests.support.jobs import ROOT, Job, curve
 
 GRACE_SECONDS = 2
@@ -21,7 +22,9 @@ class Told:
     def __init__(self, folder: Path, fault: str, *flags: str):
         self.folder = folder / "run"
         job, now = Job.write(folder, tensor=1, pipeline=1), folder / "now"
-        grace = ("--launch.grace_seconds", str(GRACE_SECONDS), "--training.steps", "100000")
+        grace = ("--launch.grace_seconds", str(GRACE_SECONDS))
+        if fault != "exports":
+            grace = (*grace, "--training.steps", "100000")
         process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "tests.support.disturbed_run", fault, now),
@@ -35,6 +38,8 @@ class Told:
         try:
             while "step " not in (line := process.stdout.readline()):
                 assert line, "ended before its first step"
+            if fault == "exports":
+                wait_until(now.exists, 60, "no export")
             now.touch()
             time.sleep(1)  # a regular checkpoint or a validation begins
             process.send_signal(signal.SIGTERM)
@@ -84,6 +89,19 @@ def test_a_full_disk_at_the_last_save_is_a_failure_that_names_it(tmp_path):
     run = Told(tmp_path, "full", "--checkpoint.every", "none")
     assert run.code == 2 and "No space left on device" in run.output, run.output
     assert "interrupted:" not in run.output
+
+
+@pytest.mark.extended
+def test_an_export_that_does_not_end_leaves_a_run_that_the_next_start_completes(tmp_path):
+    run = Told(tmp_path, "exports", "--checkpoint.export", "true", "--training.steps", "2")
+    assert run.code == 75 and run.saved_all, run.output
+    assert "SIGTERM: every step is saved; the run ends after the export" in run.output
+    assert GRACE_SECONDS <= run.seconds < GRACE_SECONDS + 3
+    job = Job(tmp_path / "run.toml")
+    assert "nothing left to train" in job.run(
+        run.folder, "--checkpoint.export", "true", "--training.steps", "2"
+    )
+    assert (run.folder / "export" / "model.safetensors").exists()
 
 
 @pytest.mark.extended

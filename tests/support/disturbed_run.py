@@ -1,7 +1,7 @@
 """`python -m tests.support.disturbed_run FAULT FILE train ...`: the command line, with a fault once FILE exists.
 
 Faults: `hangs` and `full` stop the writing of a checkpoint; `slow` and `validates` make a checkpoint or a validation
-take longer than the grace time of the tests.
+take longer than the grace time of the tests, `exports` makes an export, which touches FILE itself, never end.
 """
 
 import errno
@@ -15,6 +15,7 @@ from typing import Any
 from megalite.checkpoint import draft
 from megalite.checkpoint.tensor_file import write_tensor_file
 from megalite.cli import main
+from megalite.train import rank
 from megalite.train.step import TrainStep
 
 PAUSE_SECONDS, PAUSES = 0.5, 10
@@ -39,6 +40,12 @@ def disturb(fault: str, now: Path) -> None:
             time.sleep(PAUSE_SECONDS)
         return _evaluate(trainer, batch)
 
+    def export(*_: Any) -> None:
+        now.touch()
+        time.sleep(600)
+
+    if fault == "exports":
+        rank.export = export  # type: ignore[attr-defined]
     draft.write_tensor_file = write  # type: ignore[attr-defined]
     TrainStep.evaluate = evaluate  # type: ignore[method-assign]
 
