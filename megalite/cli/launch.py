@@ -320,6 +320,8 @@ def _attempt(plan: _Plan, environ: Mapping[str, str]) -> Result:
             job.world_size,
             say=_say,
             nonce=nonce,
+            rendezvous_seconds=plan.loaded.config.launch.rendezvous_seconds,
+            heartbeat_seconds=plan.loaded.config.launch.heartbeat_seconds,
             layout=plan.loaded.config.layout,
             hosts=[host.name for host in job.hosts for _ in host.ranks],
         )

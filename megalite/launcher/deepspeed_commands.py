@@ -18,7 +18,7 @@ from megalite.launcher.backends import (
     require_first_slots,
     slots_file,
 )
-from megalite.launcher.mpi_commands import require_root_allowed
+from megalite.launcher.mpi_commands import hydra_variables, require_root_allowed
 from megalite.launcher.programs import Programs
 
 # Backend -> the value of deepspeed's --launcher.
@@ -95,18 +95,18 @@ def _over_another(job: Job, programs: Programs, argv: list[str], hostfile: Path,
             )
     options = {
         "openmpi": [word for name in exported for word in ("-x", name)],
-        "mpich": ["-genvlist", ",".join(exported)],
-        "impi": ["-genvlist", ",".join(exported)],
+        "mpich": hydra_variables(exported),
+        "impi": hydra_variables(exported),
         "slurm": ["--ntasks-per-node", str(len(job.hosts[0].slots)), "--overlap", "--kill-on-bad-exit=1"],
     }[launcher]
     if launcher == "openmpi" and job.interface:
         options += ["--mca", "btl_tcp_if_include", job.interface]
     # An argument that begins with - is taken for an option unless it follows =.
     argv += [f"--launcher_args={shlex.join(options)}", *job.extra]
-    # DeepSpeed's SLURM runner has no --module: the script that it is given is the interpreter's -m.
-    script = ["--", "-m", "megalite"] if launcher == "slurm" else ["--module", "megalite"]
-    argv += [*script, *job.arguments]
-    # DeepSpeed reads ~/.deepspeed_env by default; everything travels by its name here.
+    # DeepSpeed's runners for SLURM and MPICH have no working --module: -m is the interpreter's, the script pip's.
+    scripts = {"slurm": ["--", "-m", "megalite"], "mpich": [str(Path(job.python).parent / "megalite")]}
+    argv += [*scripts.get(launcher, ["--module", "megalite"]), *job.arguments]
+    # DeepSpeed reads ~/.deepspeed_env by default; the options above carry everything.
     nothing = {"DS_ENV_FILE": str(job.scratch / "no-environment")}
     return Start((Command(tuple(argv), {**exported, **nothing}),), {hostfile: slots_file(job.hosts)})
 

@@ -1,12 +1,14 @@
 """The command of mpirun, for Open MPI, and for MPICH and Intel MPI, which share Hydra's options."""
 
+from collections.abc import Mapping
+
 from megalite.errors import LaunchError
 from megalite.launcher.backends import Command, Job, Start, counted_file, require_first_slots, slots_file
 from megalite.launcher.programs import Programs
 
 
 def mpirun(job: Job, programs: Programs) -> Start:
-    """Start all ranks with mpirun, in the order of the hosts; variables travel by their names.
+    """Start all ranks with mpirun, in the order of the hosts.
 
     Raises LaunchError without mpirun, for slots chosen by number, and where Open MPI would refuse root.
     """
@@ -48,4 +50,10 @@ def _hydra(job: Job, exported: dict[str, str], hostfile: str) -> list[str]:
     options = ["-f", hostfile, "-bind-to", "none", "-wdir", str(job.folder)]
     if job.interface:
         options += ["-iface", job.interface]
-    return [*options, "-genvlist", ",".join(exported)]
+    return [*options, *hydra_variables(exported)]
+
+
+def hydra_variables(exported: Mapping[str, str]) -> list[str]:
+    """Return the options that carry exactly these variables to other hosts."""
+    # -genvlist NAME,NAME would keep values out of the command line, but MPICH 4.0 loses one of them.
+    return ["-genvnone", *(word for name, value in exported.items() for word in ("-genv", name, value))]
