@@ -21,13 +21,21 @@ from megalite.topology.axes import Layout
 # A folder or a terminal that hangs must not keep a rank from ending.
 _WRITE_SECONDS, _SAY_SECONDS, _LAST_WORD_SECONDS = 1.0, 1.0, 0.6
 
+# Ended by a signal: saved, nothing to save yet, SIGINT, SIGTERM.
+_IN_GOOD_ORDER = (75, 76, 130, 143)
+
 
 class Judge(Protocol):
     """The way to the coordinator of the job."""
 
     def fail(self, report: FailureReport) -> Verdict | None:
         """Send the failure of this rank and return the verdict on the job; None if none comes in time."""
-        ...
+
+    def stop(self, text: str, exit_code: int) -> Verdict | None:
+        """End the job on all ranks in good order."""
+
+    def pass_on(self) -> None:
+        """Where the coordinator is in this process: give the others a moment to take the verdict."""
 
 
 class RankEnd:
@@ -61,8 +69,7 @@ class RankEnd:
         """End the process because of an exception: report it, show what this rank has to show, exit with its code."""
         self._ending.acquire()
         if isinstance(error, JobEnded):
-            self._show(error.verdict)
-            end_process(error.verdict.exit_code)
+            self._end(error.verdict)
         report = self.folder.of_exception(self.info, error)
         report = within(_WRITE_SECONDS, lambda: self.folder.write(report), report)
         verdict = self.judge.fail(report) if self.judge is not None else None
@@ -72,14 +79,18 @@ class RankEnd:
             others = [each for each in known if each.rank != report.rank]
             self._tell(f"error: {describe_own(report, others)}")
             end_process(report.exit_code)
-        self._show(verdict)
-        end_process(verdict.exit_code)
+        self._end(verdict)
 
     def told(self, verdict: Verdict) -> NoReturn:
         """End the process, whose main thread may wait for others in a collective, because the job has ended."""
         self._ending.acquire()
-        self._show(verdict)
-        end_process(verdict.exit_code)
+        self._end(verdict)
+
+    def stopping(self, reason: str, exit_code: int) -> None:
+        """Tell the other ranks that this one ends in good order. Never returns if it is ending for another reason."""
+        self._ending.acquire()
+        if self.judge is not None:
+            self.judge.stop(reason, exit_code)
 
     def launcher_gone(self, noticed: str) -> NoReturn:
         """End the process because its launcher is gone. Nobody reads its output, but other hosts hear of it."""
@@ -91,6 +102,12 @@ class RankEnd:
             within(_LAST_WORD_SECONDS, lambda: judge.fail(report), None)
         end_process(report.exit_code)
 
+    def _end(self, verdict: Verdict) -> NoReturn:
+        self._show(verdict)
+        if self.judge is not None:
+            self.judge.pass_on()
+        end_process(verdict.exit_code)
+
     def _show(self, verdict: Verdict) -> None:
         """Show the verdict on rank 0; on other hosts one line, from their first rank that is left."""
         info = self.info
@@ -98,8 +115,10 @@ class RankEnd:
             if info.local_rank == int(self._beside_rank_0):
                 self._tell(f"error: {self._without_rank_0()}")
             return
+        in_good_order = verdict.exit_code in _IN_GOOD_ORDER
         if self._shows_verdict and info.rank == 0:
-            self._tell(f"error: {verdict.text}")
+            self._tell(verdict.text if in_good_order else f"error: {verdict.text}")
+        if info.rank == 0 or in_good_order:
             return
         at_fault = verdict.rank == info.rank - 1 and verdict.host == info.node
         first_left = info.local_rank == 0 or (info.local_rank == 1 and at_fault)

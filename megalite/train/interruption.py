@@ -259,9 +259,10 @@ class StopSignals:
         self._end(f"ended without saving a checkpoint: {reason}", code)
 
     def _end(self, text: str, code: int) -> None:
-        self._told(text)
         with suppress(Exception):  # the others may be gone
+            # It does not return where a failure ends the rank already: launchers send SIGTERM then.
             self._tell_others(text, code)
+        self._told(text)
         self._ended(code)
 
 

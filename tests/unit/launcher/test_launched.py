@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -35,6 +36,14 @@ class Judge:
 
     def __init__(self, verdict: Verdict | None = None, seconds: float = 0.0):
         self.verdict, self.seconds, self.reports = verdict, seconds, list[FailureReport]()
+        self.stops = list[tuple[str, int]]()
+
+    def stop(self, text: str, exit_code: int) -> Verdict | None:
+        self.stops.append((text, exit_code))
+        return None
+
+    def pass_on(self) -> None:
+        pass
 
     def fail(self, report: FailureReport) -> Verdict | None:
         self.reports.append(report)
@@ -139,6 +148,26 @@ def test_a_vanished_rank_0_is_named_once_on_each_host(tmp_path):
             "error: rank 0 (pp 0, dp 0, tp 0) on n0 vanished: killed, out of memory, or its host is gone\n"
             f"  rank {number} was after step 12: reducing gradients"
         )
+
+
+def test_a_stop_in_good_order_is_no_error_and_a_line_of_rank_0_alone(tmp_path):
+    verdict = Verdict("SIGTERM before the end of the first step", 76, rank=3, host="n1")
+    for number, shown in ((0, [verdict.text]), (2, [])):
+        rank = Rank(tmp_path, number)
+        assert (rank.is_told(verdict), rank.shown) == (76, shown)
+
+
+def test_a_signal_of_the_launcher_does_not_replace_the_failure_that_ends_the_rank(tmp_path):
+    """Launchers send SIGTERM to all ranks as soon as one has failed."""
+    rank = Rank(tmp_path, 0, Judge(VERDICT))
+    rank.end.stopping("SIGTERM", 76)
+    assert rank.judge.stops == [("SIGTERM", 76)]
+    failing = Rank(tmp_path, 0, Judge(VERDICT))
+    assert failing.fails(ValueError("boom")) == 1
+    stopping = threading.Thread(target=failing.end.stopping, args=("SIGTERM", 76), daemon=True)
+    stopping.start()
+    stopping.join(0.1)
+    assert stopping.is_alive() and not failing.judge.stops
 
 
 def test_a_rank_that_waited_for_others_ends_as_they_do(tmp_path):
