@@ -69,9 +69,7 @@ class Meeting:
 
     def fail(self, report: FailureReport) -> Verdict | None:
         """Send the failure of this rank, and return the verdict on the job; None if none comes in time."""
-        verdict = self.member.fail(report)
-        self.pass_on()
-        return verdict
+        return self.member.fail(report)
 
     def stop(self, text: str, exit_code: int) -> Verdict | None:
         """End the job on all ranks in good order, for a reason that is no failure."""
@@ -140,7 +138,6 @@ def meet(
         assert ended is not None
         while not made:  # the verdict may come before `join` has returned
             time.sleep(_PAUSE_SECONDS)
-        made[0].pass_on()
         ended(verdict)
 
     member = Member.join(

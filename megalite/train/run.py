@@ -190,7 +190,7 @@ class Trainer:
         meeting = None
         if info.world_size > 1:
             meeting = meet_ranks(info, self.config, end)
-            signals.on_end(meeting.stop)
+            signals.on_end(end.stopping)
         self._require(info, source)
 
         from megalite.train.rank import train_rank
