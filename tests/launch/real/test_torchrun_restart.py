@@ -17,8 +17,8 @@ def test_torchrun_restarts_a_job_whose_rank_was_killed(hosts, job, by_itself, tm
         "torchrun",
         hosts,
         ["megalite", *job.arguments(folder, *SIX_STEPS)],
-        # torch 2.13 otherwise gives the second attempt the addresses of the first.
-        env={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+        # The default, with which torch 2.13's own rendezvous gives the second attempt the addresses of the first.
+        env={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0"},
         options=["--max-restarts=1"],
     )
     started.until("saved step-000003", 120)
