@@ -40,7 +40,8 @@ if [[ -n $INTERFACE ]]; then
     export GLOO_SOCKET_IFNAME=$INTERFACE NCCL_SOCKET_IFNAME=$INTERFACE
 fi
 options=(-n "$RANKS")
-kind=$("$MPIRUN" --version 2>&1 | head -n 1)
+version=$("$MPIRUN" --version 2>&1)
+kind=${version%%$'\n'*}
 if [[ $kind == *"Open MPI"* || $kind == *OpenRTE* ]]; then
     for name in MASTER_ADDR MASTER_PORT GLOO_SOCKET_IFNAME NCCL_SOCKET_IFNAME $EXPORT; do
         [[ ! -v $name ]] || options+=(-x "$name")

@@ -123,7 +123,11 @@ def hostfile(folder: Path) -> None:
 @pytest.mark.parametrize("mpi", MPI_VERSIONS)
 def test_mpirun_gets_the_ranks_of_the_hostfile_and_what_travels(folder, mpi):
     hostfile(folder)
-    stand_in(folder, "mpirun", f'[[ $1 == --version ]] && {{ echo "{MPI_VERSIONS[mpi]}"; exit; }}\n{SPEAK}')
+    stand_in(
+        folder,
+        "mpirun",
+        f'[[ $1 == --version ]] && {{ echo "{MPI_VERSIONS[mpi]}"; seq 99999; exit; }}\n{SPEAK}',
+    )
     run = launch(folder, "mpirun.sh", "--training.steps", "3", environ=HOSTFILE)
     if "openmpi" in mpi:
         travel = ("MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "PATH", "HF_HOME")
