@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from megalite.errors import LaunchError
-from megalite.launcher.address import GLOO, Route, interface_variables, route_to_master
+from megalite.launcher.address import GLOO, interface_variables, route_to_master
 from megalite.launcher.detect import RankInfo
 from megalite.launcher.mpi import master_over_mpi
 from megalite.launcher.placement import bind_cores
@@ -119,11 +119,6 @@ def with_master(info: RankInfo, *, interface: str = "auto", seconds: float) -> R
     if info.master_addr:
         return info
     return master_over_mpi(info, os.environ, interface=interface, seconds=seconds)
-
-
-def master_route(info: RankInfo, interface: str = "auto") -> Route:
-    """Return the route between this rank and the master; see `route_to_master`."""
-    return route_to_master(info, os.environ, interface)
 
 
 def coordinator_address(environ: Mapping[str, str] | None = None) -> tuple[str, int, str] | None:

@@ -112,7 +112,8 @@ def meet(
     exported = coordinator_address()
     route = None if info.on_one_node else route_to_master(info, variables(), interface)
     own = LOOPBACK if route is None else route.address
-    exported = coordinator_address()
+    if route is not None and route.note and info.rank == 0:
+        say(f"note: {route.note}")
     if exported is not None:
         place = _Place(lambda: exported, None, exported[2], "")
     elif agent_owns_port():
@@ -150,7 +151,9 @@ def meet(
         progress=progress,
         ended=None if ended is None else verdict_came,
     )
-    made.append(Meeting(member, coordinator, own, f"{member.coordinator_address}:{member.coordinator_port}"))
+    host = member.coordinator_address
+    meets_at = f"[{host}]" if ":" in host else host
+    made.append(Meeting(member, coordinator, own, f"{meets_at}:{member.coordinator_port}"))
     return made[0]
 
 
