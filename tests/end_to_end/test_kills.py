@@ -16,7 +16,7 @@ from megalite.checkpoint.folder import find_latest
 from tests.support.jobs import Job, curve, descendants, running, tensor_hashes
 
 # The longest that a job may take to end after one of its ranks died.
-TEARDOWN_SECONDS = 5.0
+TEARDOWN_SECONDS = 2.0
 AGAIN = "the same command, or a requeue of the job, resumes from it"
 
 
@@ -66,6 +66,8 @@ def test_one_rank_killed_ends_the_job_in_time_and_names_the_rank(job, undisturbe
     assert "chedule" not in ending and len(ending.splitlines()) < 12, output
     last = output[output.rindex("error:") :]
     assert re.search(r"rank 2 \(pp 1, dp 0, tp 0\).*killed by signal 9", last), output
+    assert re.search(r"\n  after step \d+: [a-z ]+, last collective: [a-z_]+ over \w+\n", last), output
+    assert last.endswith("\n  3 other ranks stopped because of it\n")
     assert not running(ranks)
 
     job.run(folder)

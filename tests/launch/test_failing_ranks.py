@@ -1,6 +1,7 @@
-"""Toy ranks under the real torchrun and deepspeed: whose failure is shown, and what a killed launcher leaves behind."""
+"""Ranks under the real torchrun and deepspeed: whose failure is shown, how soon all end, what outlives a launcher."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import megalite
+from tests.support.jobs import Job, descendants, running
 
 ROOT = Path(megalite.__file__).parents[1]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "-m"]
@@ -74,3 +76,52 @@ def test_ranks_die_with_a_killed_launcher(start, tmp_path):
     while any(rank.exists() and rank.read_bytes() for rank in ranks):
         assert time.monotonic() < deadline, "ranks outlive their launcher"
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("deepspeed", marks=pytest.mark.extended)])
+def test_a_killed_rank_ends_all_ranks_in_time_and_is_named_once(launcher, tmp_path):
+    """A real job. The launchers themselves end up to some seconds later."""
+    job, folder = Job.write(tmp_path), tmp_path / "run"
+    training = ["megalite", *job.arguments(folder, "--training.steps", "100000")]
+    process = subprocess.Popen(
+        [sys.executable, *COMMANDS[launcher], *training],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 120
+        while not metrics.exists() or metrics.read_text().count("\n") < 4:
+            assert process.poll() is None and time.monotonic() < deadline, "no step was made"
+            time.sleep(0.02)
+        ranks = ranks_below(process.pid)
+        assert sorted(ranks) == [0, 1, 2, 3]
+        os.kill(ranks[3], signal.SIGKILL)
+        killed = time.monotonic()
+        while running([*ranks.values()]):
+            assert time.monotonic() - killed < 5, "ranks outlive a killed rank"  # 0.4 s on a quiet machine
+            time.sleep(0.02)
+        output = process.communicate(timeout=60)[0]
+    finally:
+        process.kill()
+    assert process.returncode != 0
+    assert len(re.findall(r"^error: ", output, re.M)) == 1, output
+    vanished = rf"vanished \(pid {ranks[3]}.*\n  last seen after step \d+: "
+    named = rf"error: rank 3 \(pp 1, dp 0, tp 1\) on \S+: {vanished}"
+    assert re.search(named, output), output
+    assert "3 other ranks stopped because of it" in output
+
+
+def ranks_below(launcher: int) -> dict[int, int]:
+    """Rank -> process of the ranks that a launcher has started."""
+    found = {}
+    for process in descendants(launcher):
+        variables = (Path("/proc") / str(process) / "environ").read_text().split("\0")
+        ranks = [each.removeprefix("RANK=") for each in variables if each.startswith("RANK=")]
+        if ranks and "megalite train " in (Path("/proc") / str(process) / "cmdline").read_text().replace(
+            "\0", " "
+        ):
+            found[int(ranks[0])] = process
+    return found
