@@ -33,6 +33,8 @@ NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGUSR1: "SI
 _BATCH = (signal.SIGTERM, signal.SIGUSR1)
 # A launcher passes a signal on that the terminal has sent to each rank already.
 _PASSED_ON_SECONDS = 1.0
+# For ranks to meet that are being started together.
+_MEETING_SECONDS = 5.0
 # A save is looked at this often in the grace time, and at least once in _LONGEST_LOOK_SECONDS.
 _LOOKS = 8
 _LONGEST_LOOK_SECONDS = 20.0
@@ -114,17 +116,20 @@ class StopSignals:
         *,
         grace_seconds: float,
         launched: bool = False,
+        meets: bool = False,
         alone: bool = False,
         saves: Callable[[], object] = lambda: None,
     ):
         """
         told: called with a line for the user. ended: called with the exit code, to end the process. Both are called in
         a thread, since the main one may wait for other ranks for ever.
-        launched: a launcher started this rank. alone: the only rank, in the process of the user.
+        launched: a launcher started this rank. meets: on_end will be called, once it has met the others.
+        alone: the only rank, in the process of the user.
         saves: returns a value that changes while any rank writes a checkpoint.
         """
         self._told, self._ended = told, ended
         self._grace_seconds, self._launched, self._alone, self._saves = grace_seconds, launched, alone, saves
+        self._meets = meets
         self._phase = _Phase.FIRST_STEP
         self._noted: signal.Signals | None = None
         self._first = self._alive = 0.0
@@ -132,6 +137,7 @@ class StopSignals:
         self._ours: list[signal.Signals] = []
         self._over = threading.Event()
         self._tell_others: Callable[[str, int], object] = lambda reason, code: None
+        self._met = threading.Event()
 
     def __call__(self) -> signal.Signals | None:
         """Return the first signal that has arrived."""
@@ -144,6 +150,7 @@ class StopSignals:
     def on_end(self, call: Callable[[str, int], object]) -> None:
         """Have `call(reason, exit code)` tell the other ranks before this one is ended; from a thread."""
         self._tell_others = call
+        self._met.set()
 
     def all_saved(self) -> None:
         """From now on nothing is left to save."""
@@ -293,6 +300,7 @@ def stop_signals(config: RunConfig, info: RankInfo) -> StopSignals:
         partial(_end_process, config, info),
         grace_seconds=config.launch.grace_seconds,
         launched=info.launcher != "megalite",
+        meets=info.launcher != "megalite" and info.world_size > 1,
         alone=_is_alone(info),
         saves=partial(progress_of_saves, Path(config.run.folder) / "checkpoints"),
     )

@@ -313,3 +313,15 @@ def test_a_signal_that_the_user_handles_or_ignores_is_left_alone() -> None:
     thread.start()
     thread.join()
     assert noted == [None]
+
+
+def test_a_rank_that_has_not_met_the_others_yet_meets_them_before_it_ends() -> None:
+    """The others, which may have got no signal, would wait for it."""
+    job, others = Job(meets=True, launched=True), list[str]()
+    with job.signals as signals:
+        signal.raise_signal(signal.SIGTERM)
+        time.sleep(0.1)
+        assert signals() is signal.SIGTERM and not job.ended
+        signals.on_end(lambda reason, code: others.append(reason))
+        wait_for(lambda: bool(job.ended))
+    assert others == job.told and job.ended == [76]
