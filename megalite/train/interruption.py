@@ -33,8 +33,8 @@ NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGUSR1: "SI
 _BATCH = (signal.SIGTERM, signal.SIGUSR1)
 # A launcher passes a signal on that the terminal has sent to each rank already.
 _PASSED_ON_SECONDS = 1.0
-# For ranks to meet that are being started together.
-_MEETING_SECONDS = 5.0
+# For ranks to meet that are being started together; short, as launchers send SIGTERM after a failure too.
+_MEETING_SECONDS = 2.0
 # A save is looked at this often in the grace time, and at least once in _LONGEST_LOOK_SECONDS.
 _LOOKS = 8
 _LONGEST_LOOK_SECONDS = 20.0
@@ -266,6 +266,9 @@ class StopSignals:
         self._end(f"ended without saving a checkpoint: {reason}", code)
 
     def _end(self, text: str, code: int) -> None:
+        if self._meets:
+            # Ranks that got no signal would wait for one that leaves before it has met them.
+            self._met.wait(_MEETING_SECONDS)
         with suppress(Exception):  # the others may be gone
             # It does not return where a failure ends the rank already: launchers send SIGTERM then.
             self._tell_others(text, code)
