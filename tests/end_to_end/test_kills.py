@@ -16,7 +16,7 @@ from megalite.checkpoint.folder import find_latest
 from tests.support.jobs import Job, curve, descendants, running, tensor_hashes
 
 # The longest that a job may take to end after one of its ranks died.
-TEARDOWN_SECONDS = 2.0
+TEARDOWN_SECONDS = 5.0
 AGAIN = "the same command, or a requeue of the job, resumes from it"
 
 
