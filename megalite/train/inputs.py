@@ -9,6 +9,7 @@ from megalite.config.schema import RunConfig
 from megalite.convert.huggingface.files import local_folder
 from megalite.convert.huggingface.origin import find_origin, keep_origin
 from megalite.data.ensure import RunData, ensure_data
+from megalite.train.changed import require_same_run
 from megalite.train.run_folder import RunFolder
 
 
@@ -50,7 +51,9 @@ def prepare_inputs(config: RunConfig, folder: RunFolder) -> RunInputs:
 
     Called by one process before the ranks start, and by rank 0 after; starts no threads, so that ranks can be forked.
     """
-    if config.model.weights and found_to_resume(config, folder) is None:
+    resumed = found_to_resume(config, folder)
+    require_same_run(config, resumed)
+    if config.model.weights and resumed is None:
         local_folder(config.model.weights)
     data = ensure_data(config, folder.root)
     _keep_origin(config, folder)

@@ -1,8 +1,6 @@
 """How the ranks of a launcher meet, and agree on settings and software, before torch is imported."""
 
-from collections.abc import Iterator
-from typing import Any
-
+from megalite.config.flat import flat_settings
 from megalite.config.schema import RunConfig
 from megalite.errors import LaunchError, MegaliteError
 from megalite.launcher.detect import RankInfo
@@ -41,7 +39,7 @@ def meet_ranks(info: RankInfo, config: RunConfig, end: RankEnd) -> Meeting:
         ended=end.told,
     )
     end.judge = meeting
-    meeting.member.agree("start", dict(_flat(config.model_dump(mode="json"))) | software(), _SAME_START)
+    meeting.member.agree("start", flat_settings(config) | software(), _SAME_START)
     if info.rank == 0:
         if warning := tensor_warning(config.layout, meeting.hosts):
             announce(f"warning: {warning}")
@@ -67,12 +65,3 @@ def _agent_store(info: RankInfo) -> AgentStore:
     from megalite.parallel.agent_store import TorchrunStore
 
     return TorchrunStore(info)
-
-
-def _flat(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Yield "optimizer.learning_rate", "0.003" for each setting."""
-    if isinstance(value, dict) and value:
-        for name, each in value.items():
-            yield from _flat(each, f"{key}.{name}" if key else name)
-    else:
-        yield key, str(value)

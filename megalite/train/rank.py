@@ -15,7 +15,7 @@ from megalite.config.write import write_resolved
 from megalite.convert.huggingface.export import export
 from megalite.convert.huggingface.files import local_folder
 from megalite.data.tokenizer import Tokenizer, load_tokenizer
-from megalite.errors import CheckpointError
+from megalite.errors import CheckpointError, listed
 from megalite.launcher.detect import RankInfo
 from megalite.launcher.environment import bind_rank
 from megalite.launcher.local import INTERRUPTED
@@ -25,6 +25,7 @@ from megalite.parallel.device import local_device
 from megalite.parallel.mesh import ParallelMesh, all_or_none, connect, disconnect
 from megalite.train.agreement import agreed_inputs, agreed_store
 from megalite.train.callbacks import Callback
+from megalite.train.changed import changed_settings
 from megalite.train.inputs import RunInputs, found_to_resume, prepare_inputs
 from megalite.train.interruption import StopSignals, stop_signals
 from megalite.train.kernel_choice import agreed_kernels
@@ -262,6 +263,8 @@ def _tell_choices(reporter: RunReporter, trainer: TrainStep, precision: Precisio
 
 def _tell_resumption(reporter: RunReporter, trainer: TrainStep, checkpoint: Path) -> None:
     reporter.say(f"resumed after step {trainer.state.step} from {checkpoint}")
+    if changed := sorted(map(str, changed_settings(read_manifest(checkpoint).config, trainer.config))):
+        reporter.say(f"settings that differ from the checkpoint's: {listed(changed)}")
     if trainer.state.step >= trainer.total_steps:
         reporter.say(f"nothing left to train: this run has {trainer.total_steps} steps")
 

@@ -1,0 +1,20 @@
+"""A resolved run as a table of dotted keys, to compare it with another one."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megalite.config.schema import RunConfig
+
+
+def flat_settings(config: RunConfig) -> dict[str, str]:
+    """Return "optimizer.learning_rate" -> "0.003" for each setting of a run."""
+    return dict(flat(config.model_dump(mode="json")))
+
+
+def flat(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Yield dotted key and text of each value of nested tables."""
+    if isinstance(value, Mapping) and value:
+        for name, each in value.items():
+            yield from flat(each, f"{key}.{name}" if key else name)
+    else:
+        yield key, str(value)
