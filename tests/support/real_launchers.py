@@ -94,16 +94,17 @@ def run(
 def ranks(hosts: Hosts) -> dict[int, int]:
     """Return rank -> process id, as seen from outside, of the ranks that run on the hosts."""
     found = {}
-    for pid, command in hosts.processes("-m megalite train").items():
-        if re.match(r"\S*python\S* (-u )?-m megalite", command):
-            variables = dict(
-                word.split("=", 1)
-                for word in Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0")
-                if "=" in word
-            )
-            rank = variables.get("RANK", variables.get("OMPI_COMM_WORLD_RANK", variables.get("SLURM_PROCID")))
-            if rank is not None:
-                found[int(rank)] = pid
+    for pid, command in hosts.processes("-m megalite").items():
+        if not re.match(r"\S*python\S* (-u )?-m megalite (--local_rank=\d+ )?train", command):
+            continue
+        try:
+            words = Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0")
+        except OSError:  # it has just ended
+            continue
+        variables = dict(word.split("=", 1) for word in words if "=" in word)
+        rank = variables.get("RANK", variables.get("OMPI_COMM_WORLD_RANK", variables.get("SLURM_PROCID")))
+        if rank is not None:
+            found[int(rank)] = pid
     return found
 
 

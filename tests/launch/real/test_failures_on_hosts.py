@@ -1,0 +1,90 @@
+"""What a person sees when ranks on two hosts do not meet, disagree, or die, and that nothing of them is left."""
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.jobs import Job
+from tests.support.real_launchers import Started, ranks, run
+
+pytestmark = pytest.mark.extended
+
+# Longer than any of these tests.
+LONG = ("--training.steps", "100000", "--checkpoint.every", "100000")
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    folder = tmp_path / "job"
+    folder.mkdir()
+    return Job.write(folder)
+
+
+def training(started: Started) -> dict[int, int]:
+    """Wait for the second step; return the ranks."""
+    started.until("step      2/", 120)
+    return ranks(started.hosts)
+
+
+def ended_within(started: Started, seconds: float) -> str:
+    """All launchers ended with a failure and left nothing; return what they printed."""
+    codes = started.wait(seconds)
+    assert 0 not in codes, started.output
+    started.gone(10)
+    return started.output
+
+
+def test_a_run_file_that_differs_on_one_host_is_an_error(slurm, job, tmp_path):
+    hosts = slurm.hosts
+    other = tmp_path / "other.toml"
+    other.write_text(job.run_file.read_text().replace("learning_rate = 5e-3", "learning_rate = 1e-3"))
+    corpus = job.run_file.with_name("corpus.jsonl")
+    (tmp_path / "corpus.jsonl").write_bytes(corpus.read_bytes())
+    hosts[1].private(job.run_file.parent)
+    hosts[1].run(["cp", other, job.run_file], check=True)
+    hosts[1].run(["cp", tmp_path / "corpus.jsonl", corpus], check=True)
+    output = ended_within(run("srun", hosts, ["megalite", *job.arguments(tmp_path / "run")]), 60)
+    for word in ("optimizer.learning_rate", "0.005", "0.001", "n0", "n1"):
+        assert word in output, output
+
+
+def test_a_run_file_that_one_host_lacks_ends_all_ranks_and_says_where(slurm, job, tmp_path):
+    slurm.hosts[1].private(job.run_file.parent)
+    output = ended_within(run("srun", slurm.hosts, ["megalite", *job.arguments(tmp_path / "run")]), 60)
+    assert "run.toml" in output and "n1" in output, output
+
+
+def test_nothing_is_left_of_an_mpirun_that_is_killed_before_the_ranks_have_met(hosts, job, tmp_path):
+    started = run("openmpi", hosts, ["megalite", *job.arguments(tmp_path / "run", *LONG)])
+    while len(ranks(hosts)) < 4:
+        assert started.launchers[0].poll() is None, started.output
+        time.sleep(0.02)
+    hosts[0].send(started.launchers[0], signal.SIGKILL)
+    started.gone(20)
+    assert started.launchers[0].wait(timeout=5) != 0
+
+
+def test_a_remote_rank_that_is_killed_is_named_and_ends_all(hosts, job, tmp_path):
+    started = run("deepspeed-pdsh", hosts, ["megalite", *job.arguments(tmp_path / "run", *LONG)])
+    os.kill(training(started)[3], signal.SIGKILL)
+    output = ended_within(started, 20)
+    assert re.search(r"rank 3 .*n1", output), output
+    assert "last seen " in output, output
+
+
+def test_a_cable_that_is_pulled_is_reported(slurm, job, tmp_path):
+    hosts = slurm.hosts
+    flags = (*LONG, "--launch.heartbeat_seconds", "5")
+    started = run("srun", hosts, ["megalite", *job.arguments(tmp_path / "run", *flags)])
+    assert len(training(started)) == 4
+    before = len(started.output)
+    hosts[1].link(up=False)
+    deadline = time.monotonic() + 30
+    while ranks(hosts):
+        assert time.monotonic() < deadline, started.output[before:]
+        time.sleep(0.1)
+    assert re.search(r"n1", started.output[before:]), started.output[before:]
