@@ -9,7 +9,7 @@ from tests.support.real_launchers import run
 pytestmark = pytest.mark.extended
 
 
-@pytest.mark.parametrize("launcher", ["deepspeed-mpich"])
+@pytest.mark.parametrize("launcher", ["deepspeed-mpich", "deepspeed-openmpi", "openmpi", "mpich"])
 def test_same_losses_without_slurm(hosts, job, by_itself, tmp_path, launcher):
     check(hosts, job, by_itself, tmp_path / "run", launcher)
 
