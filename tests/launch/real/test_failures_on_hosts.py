@@ -1,4 +1,4 @@
-"""What a person sees when ranks on two hosts do not meet, disagree, or die, and that nothing of them is left."""
+"""The end of ranks on two hosts that do not meet, disagree or die: the message that a person sees, and nothing left."""
 
 import os
 import re
@@ -58,6 +58,15 @@ def test_a_run_file_that_one_host_lacks_ends_all_ranks_and_says_where(slurm, job
     assert "run.toml" in output and "n1" in output, output
 
 
+def test_ranks_that_do_not_come_are_named_in_bounded_time(hosts, job, tmp_path):
+    hosts[1].die()
+    flags = ("--launch.rendezvous_seconds", "12")
+    started = run("deepspeed-pdsh", hosts, ["megalite", *job.arguments(tmp_path / "run", *flags)])
+    output = ended_within(started, 60)
+    assert "waiting for ranks 2-3" in output, output
+    assert re.search(r"error: .*ranks 2-3", output), output
+
+
 def test_nothing_is_left_of_an_mpirun_that_is_killed_before_the_ranks_have_met(hosts, job, tmp_path):
     started = run("openmpi", hosts, ["megalite", *job.arguments(tmp_path / "run", *LONG)])
     while len(ranks(hosts)) < 4:
@@ -74,6 +83,14 @@ def test_a_remote_rank_that_is_killed_is_named_and_ends_all(hosts, job, tmp_path
     output = ended_within(started, 20)
     assert re.search(r"rank 3 .*n1", output), output
     assert "last seen " in output, output
+
+
+def test_nothing_is_left_of_a_launch_with_deepspeed_that_is_killed(hosts, job, tmp_path):
+    """A plain `deepspeed` that is killed leaves pdsh and all ranks at work."""
+    started = run("launch-deepspeed", hosts, ["megalite", *job.arguments(tmp_path / "run", *LONG)])
+    assert len(training(started)) == 4
+    hosts[0].send(started.launchers[0], signal.SIGKILL)
+    started.gone(20)
 
 
 def test_a_cable_that_is_pulled_is_reported(slurm, job, tmp_path):
