@@ -33,7 +33,8 @@ _USER_ERROR = 2
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
-    0: done. 1: the run failed. 2: wrong input. 75: stopped, to be resumed. 130: Ctrl-C. 141: stdout was closed.
+    0: done. 1: the run failed. 2: wrong input. 75: stopped and saved, to be resumed. 76: stopped before there was
+    anything to save. 130: Ctrl-C. 141: stdout was closed. 143: ended by a signal, without a save.
     """
     try:
         name, *rest = without_local_rank(sys.argv[1:] if argv is None else argv) or ["--help"]

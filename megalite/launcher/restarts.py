@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 from megalite.errors import LaunchError
 
-# Not failures (0, 75), the same again (2), or an end that somebody asked for: Ctrl-C (130), SIGUSR1 (138), a closed
+# Not failures (0, 75, 76), the same again (2), or an end that somebody asked for: Ctrl-C (130), SIGUSR1 (138), a closed
 # terminal (129), a closed stdout (141), SIGTERM (143).
-FINAL_CODES = frozenset({0, 2, 75, 129, 130, 138, 141, 143})
+FINAL_CODES = frozenset({0, 2, 75, 76, 129, 130, 138, 141, 143})
 
 _LONGEST_PAUSE_SECONDS = 60.0
 

@@ -16,7 +16,7 @@ from megalite.errors import LaunchError
 from megalite.launcher.address import source_address
 from megalite.launcher.backends import Command, Start
 from megalite.launcher.coordinator import Coordinator
-from megalite.launcher.local import INTERRUPTED, SAME_PRESS_SECONDS, STOPPED
+from megalite.launcher.local import INTERRUPTED, NOT_BEGUN, SAME_PRESS_SECONDS, STOPPED
 from megalite.launcher.messages import PASSED_ON, Verdict, counted_ranks
 from megalite.launcher.process import adopt_orphans, die_with_parent, kill_descendants
 
@@ -196,7 +196,8 @@ class _Attempt:
                 self._say(f"{name} is passed on to all ranks")
                 self._coordinator.signal(number)
             else:
-                self._coordinator.end(Verdict(f"{name} came before all ranks were here", 128 + number))
+                code = INTERRUPTED if number == signal.SIGINT else NOT_BEGUN
+                self._coordinator.end(Verdict(f"{name} came before all ranks were here", code))
 
     def _blame_commands(self) -> None:
         """End the job because of a command of the backend, which no rank explains."""

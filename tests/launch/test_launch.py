@@ -37,6 +37,9 @@ from megalite.launcher.messages import Hello
 info, toy, place = rank_info(), os.environ["TOY"], Path(os.environ["TOY_FOLDER"])
 if toy == "exits early" and info.rank == 3:
     sys.exit(7)
+if toy == "is late" and info.rank == 3:
+    (place / "late").touch()
+    time.sleep(600)
 address, nonce = os.environ["MEGALITE_COORDINATOR"].split("/")
 host, port = address.rsplit(":", 1)
 member = Member.join(
@@ -216,6 +219,17 @@ def test_a_second_interrupt_ends_a_job_that_does_not_heed_the_first(start):
     code, output, seconds = job.finish()
     assert code == 130 and seconds < 10, output
     assert output[-1] == "error: the job was interrupted twice"
+
+
+def test_sigterm_before_all_ranks_are_here_loses_nothing(start, tmp_path):
+    job = start("ssh", "is late")
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "late").exists():
+        assert job.process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    job.process.terminate()
+    code, output, _ = job.finish()
+    assert code == 76 and output[-1] == "error: SIGTERM came before all ranks were here", output
 
 
 def test_a_missing_program_is_named(start, tmp_path):

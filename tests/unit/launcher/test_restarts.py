@@ -39,7 +39,7 @@ def test_a_lost_rank_restarts_the_job_and_the_end_counts_it():
     ]
 
 
-@pytest.mark.parametrize("code", [0, 2, 75, 130, 141, 143])
+@pytest.mark.parametrize("code", [0, 2, 75, 76, 130, 141, 143])
 def test_an_end_that_was_asked_for_or_would_come_again_is_final(code):
     job = Job(Ended(code, "the end", 3, None))
     assert job.run(5).exit_code == code
