@@ -51,14 +51,14 @@ case $LAUNCHER in
         # deepspeed passes on only PYTHON... and, with GPUs, NCCL... variables, and those of this file.
         export DS_ENV_FILE
         DS_ENV_FILE=$(mktemp "${TMPDIR:-/tmp}/deepspeed-env-XXXXXX")
+        # Removed when the process that this shell becomes has ended.
+        { tail --pid=$$ -f /dev/null && rm -f "$DS_ENV_FILE"; } >/dev/null 2>&1 &
         # Its parser fails at a blank line, and a comment makes the whole remote command one.
         cat ~/.deepspeed_env .deepspeed_env 2>/dev/null | grep -E '^[A-Za-z_][A-Za-z_0-9]*=' >"$DS_ENV_FILE" || true
         for name in "${names[@]}"; do
             [[ ! ${!name} =~ [\"\$\`\\] ]] || fail "$name: deepspeed cannot pass on a value with a quote, \$, \` or \\"
             printf '%s=%s\n' "$name" "${!name}" >>"$DS_ENV_FILE"
         done
-        # Removed when the process that this shell becomes has ended.
-        { tail --pid=$$ -f /dev/null && rm -f "$DS_ENV_FILE"; } >/dev/null 2>&1 &
         ;;
     openmpi)
         export MASTER_ADDR MASTER_PORT
