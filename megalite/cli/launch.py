@@ -34,38 +34,28 @@ from megalite.launcher.slurm import in_shell
 from megalite.launcher.supervise import Result, listen, supervise
 
 _HELP = """\
-usage: megalite launch RUN.toml [options] [--section.key value ...] [-- ARGUMENT ...]
+usage: megalite launch RUN.toml [options] [--section.key value ...] [-- MORE]
 
-Start the ranks of a run on the hosts of a hostfile, on a SLURM allocation or on
-this machine; check the hosts first, pass signals on, and tell the first cause
-of a failure. ARGUMENTs behind -- go to the backend.
+Check the hosts, start a run's ranks on them, show the first cause of a failure.
+The hosts are those of a hostfile, of the SLURM allocation, or this machine.
+MORE arguments go to the backend.
 
-  megalite launch run.toml
   megalite launch run.toml --hostfile hosts --training.steps 500
   megalite launch run.toml --hostfile hosts --backend ssh --dry-run
-  sbatch --nodes 2 --ntasks-per-node 8 --wrap "megalite launch run.toml"
-  megalite launch run.toml --hostfile hosts --backend mpirun -- --report-bindings
 
-hosts, by default those of the SLURM allocation, or this machine:
   --hostfile FILE        lines of NAME slots=N; a slot runs one rank
-  --include HOSTS        only these: NAME[:SLOT,SLOT][@NAME...]
-  --exclude HOSTS        not these: NAME[:SLOT,SLOT][@NAME...]
+  --include HOSTS        only these: NAME[:SLOT,SLOT][@NAME...]; or --exclude
   --hosts N, --slots N   the first N hosts, the first N slots of each
-
-ranks:
-  --backend NAME         local, ssh, torchrun, srun, mpirun, deepspeed (with pdsh),
-                         deepspeed-openmpi, -mpich, -impi, -slurm; default: auto
+  --backend NAME         auto, local, ssh, torchrun, srun, mpirun, deepspeed,
+                         deepspeed-openmpi, -mpich, -impi, -slurm
   --interface NAME       network interface between the hosts
   --port N               port of the rendezvous on the first host (29500)
-  --export NAME[=VALUE]  variable that travels to the ranks besides the usual ones
+  --export NAME[=VALUE]  variable for the ranks besides the usual ones
   --env-file FILE        more of them: lines of NAME=VALUE
-
   --restarts N           start a failed job again from its last checkpoint (0)
-  --allow-fewer          if a restart finds fewer hosts: a smaller layout, with
-                         the same global batch
+  --allow-fewer          a smaller layout, if a restart finds fewer hosts
   --dry-run              print each command and the variables; start nothing
-  --no-preflight         start without checking the hosts
-  --preflight-seconds N  how long each host may take for an answer (20)
+  --no-preflight         no check of the hosts; --preflight-seconds N: its limit
   -h, --help             this text; megalite help train SECTION: the settings
 """
 _RANKS_SHOWN = 64

@@ -51,11 +51,10 @@ def prepare_inputs(config: RunConfig, folder: RunFolder) -> RunInputs:
 
     Called by one process before the ranks start, and by rank 0 after; starts no threads, so that ranks can be forked.
     """
-    resumed = found_to_resume(config, folder)
-    require_same_run(config, resumed)
-    if config.model.weights and resumed is None:
+    if config.model.weights and found_to_resume(config, folder) is None:
         local_folder(config.model.weights)
     data = ensure_data(config, folder.root)
+    require_same_run(config, found_to_resume(config, folder))
     _keep_origin(config, folder)
     return RunInputs(data, config.model.weights)
 

@@ -109,7 +109,12 @@ def test_an_unknown_command_is_the_users_error(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().err == "error: megalite has no command trian; did you mean train?\n"
 
 
-def test_what_the_deepspeed_launcher_adds_is_no_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_deepspeed_launcher_adds_is_no_command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variables = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_SIZE": "2", "CROSS_RANK": "0"}
+    for name, value in {**variables, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
     assert main(["--local_rank=1", "--version"]) == 0
     assert capsys.readouterr().out.startswith("megalite ")
 

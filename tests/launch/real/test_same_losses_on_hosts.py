@@ -9,12 +9,18 @@ from tests.support.real_launchers import run
 pytestmark = pytest.mark.extended
 
 
-@pytest.mark.parametrize("launcher", ["deepspeed-mpich", "deepspeed-openmpi", "openmpi", "mpich"])
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        *("deepspeed-mpich", "deepspeed-openmpi", "openmpi", "mpich"),
+        *("launch-ssh", "launch-deepspeed", "launch-torchrun", "launch-mpirun"),
+    ],
+)
 def test_same_losses_without_slurm(hosts, job, by_itself, tmp_path, launcher):
     check(hosts, job, by_itself, tmp_path / "run", launcher)
 
 
-@pytest.mark.parametrize("launcher", ["srun"])
+@pytest.mark.parametrize("launcher", ["srun", "launch-srun"])
 def test_same_losses_in_slurm(slurm, job, by_itself, tmp_path, launcher):
     check(slurm.hosts, job, by_itself, tmp_path / "run", launcher)
 
