@@ -22,8 +22,6 @@ INTERFACE=${INTERFACE:-}                    # network between the nodes, as in e
 # --- Nothing below needs an edit. ---
 # torchrun's default, set here to avoid its warning: megalite divides the cores among the ranks itself.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-# Without it a restart reads the addresses of the start before (torch 2.13) and hangs.
-export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 if [[ -n $INTERFACE ]]; then
     export GLOO_SOCKET_IFNAME=$INTERFACE NCCL_SOCKET_IFNAME=$INTERFACE
 fi
