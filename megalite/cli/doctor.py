@@ -89,8 +89,9 @@ def _check_hosts(options: argparse.Namespace) -> int:
 
         config = load_run(options.run_file).config
         run_folder, interface = Path(config.run.folder), config.launch.interface
-        placed, _ = place_ranks(found, config.layout.world_size)
-        slots = {host.name: len(host.slots) for host in placed}
+        if not found.counted:
+            placed, _ = place_ranks(found, config.layout.world_size)
+            slots = {host.name: len(host.slots) for host in placed}
     environment = without_secrets(travelling(variables(), {}))
     wanted = Wanted(
         Path.cwd(), sys.executable, options.run_file, run_folder, environment, launch_interface=interface

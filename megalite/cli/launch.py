@@ -189,7 +189,7 @@ def _plan(
     loaded = load_run(options.run_file, overrides, slots=found.slots, places=here)
     hosts, idle = place_ranks(found, loaded.config.layout.world_size)
     programs = find_programs(options.backend, environ)
-    backend = choose_backend(found, programs) if options.backend == "auto" else options.backend
+    backend = choose_backend(found) if options.backend == "auto" else options.backend
     job = Job(
         source=found.source,
         hosts=hosts,

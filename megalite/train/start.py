@@ -13,6 +13,7 @@ from megalite.config.summary import (
     shape_line,
 )
 from megalite.launcher.detect import RankInfo
+from megalite.launcher.environment import watched_by_launcher
 from megalite.version import __version__
 
 
@@ -62,7 +63,8 @@ def _processes(config: RunConfig, info: RankInfo | None) -> str:
     ranks = config.layout.world_size
     if info is None:
         return f"{_counted(ranks, 'process')} on this machine"
-    return f"{_counted(ranks, 'process')} on {_counted(info.hosts, 'host')}, started by {info.launcher}"
+    by = "megalite launch" if watched_by_launcher() else info.launcher
+    return f"{_counted(ranks, 'process')} on {_counted(info.hosts, 'host')}, started by {by}"
 
 
 def _counted(number: int, noun: str) -> str:

@@ -201,17 +201,9 @@ def test_open_mpi_takes_root_where_it_is_allowed():
     assert BACKENDS["mpirun"](replace(JOB, extra=("--allow-run-as-root",)), root).commands
 
 
-@pytest.mark.parametrize(
-    ("source", "pdsh", "backend"),
-    [
-        ("local", True, "local"),
-        ("slurm", True, "srun"),
-        ("hostfile", True, "deepspeed"),
-        ("hostfile", False, "ssh"),
-    ],
-)
-def test_the_backend_follows_from_the_hosts_and_the_programs(source, pdsh, backend):
-    assert choose_backend(Hosts(source, "them", (Host("n0", (0,)),)), Programs(pdsh=pdsh)) == backend
+@pytest.mark.parametrize(("source", "backend"), [("local", "local"), ("slurm", "srun"), ("hostfile", "ssh")])
+def test_the_backend_follows_from_the_hosts(source, backend):
+    assert choose_backend(Hosts(source, "them", (Host("n0", (0,)),))) == backend
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
+
 from megalite.train import start
 from tests.unit.config.runs import load
 
@@ -24,7 +26,7 @@ def test_the_start_block_has_the_facts_of_the_run(tmp_path: Path) -> None:
     ]
 
 
-def test_hosts_stages_and_shares_are_named(tmp_path: Path) -> None:
+def test_hosts_stages_and_shares_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     changes = {
         "parallel.tensor": 2,
         "parallel.pipeline": 2,
@@ -38,6 +40,9 @@ def test_hosts_stages_and_shares_are_named(tmp_path: Path) -> None:
     lines = dict(line.strip().split("  ", 1) for line in list(start.start_lines(config, info, 3))[1:])  # type: ignore[arg-type]
     facts = {name: fact.strip() for name, fact in lines.items()}
     assert facts["processes"] == "8 processes on 2 hosts, started by torchrun, 3 threads each"
+    monkeypatch.setenv("MEGALITE_COORDINATOR", "10.0.0.1:29500/ab12")
+    again = list(start.start_lines(config, info, 3))  # type: ignore[arg-type]
+    assert "  processes   8 processes on 2 hosts, started by megalite launch, 3 threads each" in again
     assert facts["layout"] == "tensor 2 x pipeline 2 x data 2, schedule 1f1b, ZeRO 1"
     assert facts["batch"].endswith("(micro batch 2 x 2 x data 2)")
     assert facts["length"] == "2 epochs"
