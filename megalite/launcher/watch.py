@@ -83,7 +83,7 @@ def _watch(processes: Sequence[int], outputs: Sequence[int], gone: Callable[[str
             gone(f"process {processes[0]} has ended")
             return
         if outputs and not reading:
-            gone("nobody reads stdout and stderr any more")
+            gone("the readers of stdout and stderr are gone")
             return
 
 

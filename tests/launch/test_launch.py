@@ -57,7 +57,8 @@ if toy == "dies" and info.rank == 3:
 while toy == "is deaf" or (toy != "succeeds" and not signals):
     time.sleep(0.05)
 if signals:
-    print(f"rank {info.rank} got {signal.Signals(signals[0]).name}", flush=True)
+    # One write: an unbuffered print makes two, and lines of ranks mix.
+    os.write(1, f"rank {info.rank} got {signal.Signals(signals[0]).name}\\n".encode())
 member.leave(75 if signals else 0)
 """
 SSH = """#!/usr/bin/env python3

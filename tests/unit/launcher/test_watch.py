@@ -127,7 +127,7 @@ def test_readers_are_gone_once_both_pipes_are_closed(start: Start) -> None:
     rank.started.stdout.close()
     assert rank.runs_on()
     rank.started.stderr.close()
-    assert rank.noticed_at_its_end() == "nobody reads stdout and stderr any more"
+    assert rank.noticed_at_its_end() == "the readers of stdout and stderr are gone"
 
 
 def test_one_pipe_for_both_outputs_may_close(start: Start) -> None:
