@@ -9,7 +9,7 @@ from megalite.launcher.host_report import GIB, HostReport, Wanted, judge
 from megalite.launcher.host_table import WIDTH, table
 from megalite.launcher.preflight import Preflight
 
-NEEDS = Wanted(Path("/work"), "/env/bin/python", Path("run.toml"), Path("runs/big"))
+NEEDS = Wanted(Path("/jobs"), "/env/bin/python", Path("run.toml"), Path("runs/big"))
 YES = {"address": "10.0.0.1", "own": "10.0.0.2", "interface": "eth0", "error": ""}
 
 
@@ -19,7 +19,7 @@ def report(host: str, **changed) -> HostReport:
         "host": host,
         "own_name": {"addresses": ["10.0.0.2"], "error": ""},
         "interfaces": {"lo": "127.0.0.1", "eth0": "10.0.0.2"},
-        "folder": "/work",
+        "folder": "/jobs",
         "python": "3.11.9",
         "megalite": "0.1.0 abcdef",
         "megalite_error": "",
