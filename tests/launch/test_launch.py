@@ -46,7 +46,10 @@ member = Member.join(
     lambda: (host, int(port), nonce), Hello(info.rank, info.world_size, info.node, os.getpid()), seconds=30,
     progress=lambda: {"step": 5, "activity": "computing"}, ended=lambda verdict: os._exit(verdict.exit_code),
 )
-print(f"rank {info.rank} of {info.world_size} is here: {sys.argv[2:]}", flush=True)
+def say(line):
+    # One write: an unbuffered print makes two, and lines of ranks mix.
+    os.write(1, f"rank {info.rank} {line}\\n".encode())
+say(f"of {info.world_size} is here: {sys.argv[2:]}")
 member.agree("here", {}, "")
 signals = []
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
@@ -57,8 +60,7 @@ if toy == "dies" and info.rank == 3:
 while toy == "is deaf" or (toy != "succeeds" and not signals):
     time.sleep(0.05)
 if signals:
-    # One write: an unbuffered print makes two, and lines of ranks mix.
-    os.write(1, f"rank {info.rank} got {signal.Signals(signals[0]).name}\\n".encode())
+    say(f"got {signal.Signals(signals[0]).name}")
 member.leave(75 if signals else 0)
 """
 SSH = """#!/usr/bin/env python3
