@@ -11,6 +11,7 @@ from megalite.config.load import load_run
 from megalite.config.starter import Starter
 from megalite.errors import ConfigError, Problem
 from megalite.launcher.detect import RankInfo, rank_info
+from megalite.launcher.environment import watched_by_launcher
 from megalite.train.meeting import tell_others
 from megalite.train.run import Trainer
 
@@ -59,7 +60,7 @@ def run(arguments: Sequence[str]) -> int:
         if leads:
             for note in loaded.notes:
                 print(f"note: {note}")
-        return Trainer(loaded.config).run(str(options.run_file or COMMAND_LINE))
+        return _train(Trainer(loaded.config), str(options.run_file or COMMAND_LINE))
     except ConfigError as error:
         if info is None or info.world_size == 1:
             raise
@@ -69,6 +70,20 @@ def run(arguments: Sequence[str]) -> int:
         if not tell_others(info, error) and not leads and info.local_rank == 0:
             raise
         return error.exit_code
+
+
+def _train(trainer: Trainer, source: str) -> int:
+    """Train; return the exit code, 0 for every orderly end of a rank of `megalite launch`.
+
+    `megalite launch` has each rank's own code; mpirun and torchrun end the other ranks when one exits with another code.
+    """
+    try:
+        code = trainer.run(source)
+    except KeyboardInterrupt:
+        if not watched_by_launcher():
+            raise
+        return 0
+    return 0 if watched_by_launcher() else code
 
 
 def _starter(overrides: Sequence[str], info: RankInfo | None) -> Starter:

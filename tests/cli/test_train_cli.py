@@ -120,3 +120,25 @@ def test_a_prepared_pair_alone_has_its_length(tmp_path: Path) -> None:
         starter = starter_of(["--data.source", str(tmp_path / source)])
         assert (starter.tokens, starter.words) == (tokens, None)
     assert starter_of(["--data.source", "x" * 5000]).documents == 0
+
+
+@pytest.mark.parametrize(("coordinator", "expected"), [("10.0.0.1:4000/ab", 0), ("", 75)])
+def test_an_orderly_end_is_no_failure_to_the_backend_of_megalite_launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, coordinator: str, expected: int
+) -> None:
+    """mpirun and torchrun end the ranks that are still saving when one exits with 75."""
+    monkeypatch.setattr(train, "rank_info", lambda: None)
+    monkeypatch.setattr(train.Trainer, "run", lambda *_: 75)
+    monkeypatch.setenv("MEGALITE_COORDINATOR", coordinator)
+    path = write_run(tmp_path, changed({"model.kernels": "reference"}))
+    assert train.run([str(path)]) == expected
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train.Trainer, "run", interrupted)
+    if coordinator:
+        assert train.run([str(path)]) == 0
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            train.run([str(path)])

@@ -1,0 +1,58 @@
+"""`megalite launch --restarts` on two hosts: a rank is killed, a host is lost, or a host is gone before the start."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from tests.support.jobs import SIX_STEPS, curve
+from tests.support.real_launchers import ranks, run
+
+pytestmark = pytest.mark.extended
+
+
+def launch(hosts, job, folder, *options: str, flags: tuple[str, ...] = ()):
+    return run(
+        "launch-ssh", hosts, ["megalite", *job.arguments(folder, *SIX_STEPS, *flags)], options=options
+    )
+
+
+def test_a_killed_rank_is_started_again_and_the_run_ends_as_by_itself(hosts, job, by_itself, tmp_path):
+    folder = tmp_path / "run"
+    started = launch(hosts, job, folder, "--restarts", "2")
+    started.until("saved step-000003", 120)
+    os.kill(ranks(hosts)[3], signal.SIGKILL)
+    assert started.wait(120) == [0], started.output
+    assert curve(folder) == by_itself
+    assert "restart 1 of 2 in 1 s, from the checkpoint of step 3, after: rank 3" in started.output
+    assert "1 earlier attempt failed: rank 3" in started.output
+    started.gone(10)
+
+
+def test_a_job_goes_on_with_the_host_that_is_left(hosts, job, by_itself, tmp_path):
+    folder = tmp_path / "run"
+    flags = ("--launch.heartbeat_seconds", "4")
+    options = ("--restarts", "1", "--allow-fewer", "--preflight-seconds", "5")
+    started = launch(hosts, job, folder, *options, flags=flags)
+    started.until("saved step-000003", 120)
+    hosts[1].die()
+    assert started.wait(180) == [0], started.output
+    assert "n1 left out: going on with 2 of 4 ranks" in started.output, started.output
+    assert "the same global batch of 8" in started.output
+    steps, losses, norms, rates, tokens = zip(*curve(folder), strict=True)
+    whole = list(zip(*by_itself, strict=True))
+    assert steps == whole[0] and rates == whole[3] and tokens == whole[4]
+    # Dropout draws by global coordinates, so another layout differs in the order of its sums only.
+    assert losses == pytest.approx(whole[1], rel=1e-5) and norms == pytest.approx(whole[2], rel=1e-4)
+
+
+def test_no_rank_starts_where_a_host_is_gone(hosts, job, tmp_path):
+    hosts[1].die()
+    begin = time.monotonic()
+    started = launch(hosts, job, tmp_path / "run", "--restarts", "2", "--preflight-seconds", "5")
+    assert started.wait(40) == [2], started.output
+    assert time.monotonic() - begin < 40
+    assert "error: n1: " in started.output and "started by" not in started.output, started.output
+    assert "restart" not in started.output
+    assert not (tmp_path / "run").exists()
