@@ -75,7 +75,7 @@ def run(arguments: Sequence[str]) -> int:
 def _train(trainer: Trainer, source: str) -> int:
     """Train; return the exit code, 0 for every orderly end of a rank of `megalite launch`.
 
-    `megalite launch` has each rank's own code; mpirun and torchrun end the other ranks when one exits with another code.
+    `megalite launch` has each rank's code; mpirun and torchrun end the other ranks when one exits with another code.
     """
     try:
         code = trainer.run(source)

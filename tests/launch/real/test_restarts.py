@@ -13,9 +13,7 @@ pytestmark = pytest.mark.extended
 
 
 def launch(hosts, job, folder, *options: str, flags: tuple[str, ...] = ()):
-    return run(
-        "launch-ssh", hosts, ["megalite", *job.arguments(folder, *SIX_STEPS, *flags)], options=options
-    )
+    return run("launch-ssh", hosts, ["megalite", *job.arguments(folder, *SIX_STEPS, *flags)], options=options)
 
 
 def test_a_killed_rank_is_started_again_and_the_run_ends_as_by_itself(hosts, job, by_itself, tmp_path):
