@@ -79,6 +79,7 @@ def _backward(
     return found, report
 
 
+@pytest.mark.extended
 def test_the_counter_is_the_one_of_python_bit_for_bit() -> None:
     drawn = torch.Generator().manual_seed(4)
 

@@ -16,6 +16,7 @@ from tests.support.ptx.device import Device, unknown_forms
 from tests.support.ptx.instructions import known
 from tests.support.ptx.machine import Launch, Machine
 from tests.support.ptx.memory import Fault, Global
+from tests.support.selection import cases
 
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 Break = Callable[[str], str]
@@ -161,11 +162,11 @@ HOPPER = {
 
 @pytest.mark.parametrize(
     ("name", "arch", "unknown"),
-    [
+    cases([
         ("norms", 80, set()), ("activations", 80, set()), ("cross_entropy", 80, set()), ("adamw", 80, set()),
         ("rotary", 80, set()), ("attention_forward_64", 80, set()), ("attention_backward_64", 80, set()),
         ("attention_hopper_64", "90a", HOPPER),
-    ],
+    ], core=lambda case: case[0] == "norms"),
 )  # fmt: skip
 def test_which_forms_are_not_interpreted(name: str, arch: int | str, unknown: set[str]) -> None:
     module = parse.parse(compiled(name, arch)[0])

@@ -78,7 +78,8 @@ def test_ranks_die_with_a_killed_launcher(start, tmp_path):
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("deepspeed", marks=pytest.mark.extended)])
+@pytest.mark.extended
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
 def test_a_killed_rank_ends_all_ranks_in_time_and_is_named_once(launcher, tmp_path):
     """A real job. The launchers themselves end up to some seconds later."""
     job, folder = Job.write(tmp_path), tmp_path / "run"

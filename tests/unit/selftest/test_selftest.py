@@ -103,6 +103,7 @@ def test_a_device_that_cannot_be_reached_is_an_error(monkeypatch: pytest.MonkeyP
         prove_all(cases, CPU, entries=FAULTY)
 
 
+@pytest.mark.extended
 def test_an_interrupted_test_keeps_nothing_and_leaves_no_process(tmp_path: Path) -> None:
     # A shell's background jobs, such as a batch script's, inherit an ignored SIGINT.
     code = (
