@@ -54,9 +54,8 @@ def run(arguments: Sequence[str]) -> int:
     info = rank_info()
     leads = info is None or info.rank == 0
     try:
-        world_size = info.world_size if info else None
         starter = _starter(overrides, info) if options.run_file is None else None
-        loaded = load_run(options.run_file, overrides, world_size, places=leads, starter=starter)
+        loaded = load_run(options.run_file, overrides, launched=info, places=leads, starter=starter)
         if leads:
             for note in loaded.notes:
                 print(f"note: {note}")

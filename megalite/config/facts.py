@@ -13,6 +13,7 @@ from megalite.config.schema import (
     TrainingConfig,
 )
 from megalite.config.text_sections import DataConfig, TokenizerConfig, ValidationConfig
+from megalite.launcher.detect import RankInfo
 
 
 class Unknown(Exception):
@@ -52,6 +53,8 @@ class Facts:
     origins: Mapping[str, str]
     incomplete: Collection[str]
     """Sections with a part that could not be read."""
+    launched: RankInfo | None = None
+    """The rank of a launcher that this process is, for messages about `world_size`."""
 
     def source(self, key: str) -> str:
         """The origin of `section.key` in parentheses, for a message: "(run.toml)"."""

@@ -20,7 +20,7 @@ from megalite.config.starter import Starter
 from megalite.config.toml import read_toml
 from megalite.config.validate import validate
 from megalite.errors import ConfigError
-from megalite.launcher.detect import rank_info
+from megalite.launcher.detect import RankInfo, rank_info
 from megalite.launcher.local_rank import without_local_rank
 
 logger = logging.getLogger(__name__)
@@ -44,6 +44,7 @@ def load_run(
     overrides: Sequence[str] = (),
     world_size: int | None = None,
     *,
+    launched: RankInfo | None = None,
     slots: int | None = None,
     places: bool = False,
     starter: Starter | None = None,
@@ -51,6 +52,7 @@ def load_run(
     """Read RUN.toml, apply `["--section.key", "value", ...]`, check all settings and fill in the derived ones.
 
     world_size: number of ranks that a launcher started; None: megalite starts as many as the layout has.
+    launched: the rank of a launcher that this process is, instead of world_size: messages name the launcher.
     slots: number of ranks that can be started; with parallel.data = "auto" the run takes as many of them as it can.
     places: whether the files and folders that the settings name must exist on this machine.
     starter: gives the settings of a first run that are not set.
@@ -70,7 +72,9 @@ def load_run(
     apply_deepspeed(draft, Path() if path is None else Path(path).parent)
     if starter is not None:
         starter.fill(draft)
-    facts = validate(draft, world_size)
+    facts = replace(
+        validate(draft, world_size if launched is None else launched.world_size), launched=launched
+    )
     if slots is not None:
         facts = replace(facts, world_size=most_ranks(facts, slots))
     problems = dict.fromkeys([*draft.problems, *problems_of(facts, places=places)])
@@ -95,7 +99,7 @@ def load_config(path: Path | str | None, *flags: str, **settings: Any) -> RunCon
     # Rank 0 prepares the text and writes the run folder; other machines may not have them.
     leads = info is None or info.rank == 0
     overrides = [*as_flags(settings), *without_local_rank(flags)]
-    loaded = load_run(path, overrides, info.world_size if info else None, places=leads)
+    loaded = load_run(path, overrides, launched=info, places=leads)
     if leads:
         for note in loaded.notes:
             logger.warning(note)

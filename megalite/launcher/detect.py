@@ -47,6 +47,8 @@ class RankInfo:
     """The place of this host among the job's hosts; None if the launcher does not say."""
     hosts: int = 1
     """The number of hosts. Open MPI and MPICH do not say: computed as if all hosts had as many ranks as this one."""
+    size_variable: str = ""
+    """The launcher's variable that world_size was read from; empty for ranks that we start."""
 
     @property
     def on_one_node(self) -> bool:
@@ -273,6 +275,7 @@ def _checked(
         if launcher.node_rank in environ
         else (0 if local_world_size == world_size else None),
         hosts=hosts,
+        size_variable=launcher.world_size,
     )
     bounds = (
         (launcher.rank, rank, 0, world_size - 1, launcher.world_size, world_size),

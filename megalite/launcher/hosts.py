@@ -40,6 +40,10 @@ class Hosts:
     hosts: tuple[Host, ...]
     counted: bool = True
     """False on a machine without GPUs: it has as many slots as the run has ranks."""
+    limits: tuple[str, ...] = ()
+    """The options that took hosts or slots away, as they were typed."""
+    whole: int | None = None
+    """The number of slots before `limits`; None if they are not counted."""
 
     @property
     def slots(self) -> int | None:
@@ -74,7 +78,8 @@ def find_hosts(options: HostOptions, environ: Mapping[str, str], devices: Path =
         found = _of_slurm(environ)
     else:
         found = _local(environ, devices)
-    return _limited(_filtered(found, options), options)
+    left = _limited(_filtered(found, options), options)
+    return replace(left, whole=found.slots) if left.limits else left
 
 
 def place_ranks(found: Hosts, world_size: int) -> tuple[tuple[Placed, ...], tuple[str, ...]]:
@@ -110,9 +115,12 @@ def _too_many(found: Hosts, world_size: int) -> str:
         "slurm": "allocate more tasks (sbatch --nodes, --ntasks-per-node)",
         "local": "set CUDA_VISIBLE_DEVICES= (empty) to train on the CPU",
     }[found.source]
+    limits = f" with {' '.join(found.limits)}" if found.limits else ""
+    if found.limits and (found.whole is None or found.whole >= world_size):
+        remedy = f"leave out {' and '.join(found.limits)}"
     return (
         f"the run has {world_size} ranks (parallel.tensor * pipeline * data), but {found.named} has "
-        f"{found.slots} slot{'s' * (found.slots != 1)} ({slots}), and a slot runs one rank; "
+        f"{found.slots} slot{'s' * (found.slots != 1)} ({slots}){limits}, and a slot runs one rank; "
         f"use a smaller layout, or {remedy}"
     )
 
@@ -180,7 +188,7 @@ def _filtered(found: Hosts, options: HostOptions) -> Hosts:
             hosts.append(Host(host.name, kept))
     if not hosts:
         raise LaunchError(f"{option} {text} leaves no slot of {found.named}; name fewer hosts or slots")
-    return replace(found, hosts=tuple(hosts))
+    return replace(found, hosts=tuple(hosts), limits=(*found.limits, f"{option} {text}"))
 
 
 def _parsed(text: str, found: Hosts) -> tuple[dict[str, set[int]], list[Problem]]:
@@ -213,19 +221,24 @@ def _parsed(text: str, found: Hosts) -> tuple[dict[str, set[int]], list[Problem]
 
 def _limited(found: Hosts, options: HostOptions) -> Hosts:
     """Apply --hosts and --slots. Raises LaunchError where there are not so many."""
-    hosts = found.hosts
+    hosts, limits = found.hosts, found.limits
     if options.hosts is not None:
         if options.hosts > len(hosts):
+            already = f" with {' '.join(limits)}" if limits else ""
             raise LaunchError(
-                f"--hosts {options.hosts}: {found.named} has {len(hosts)}; use {len(hosts)} or fewer"
+                f"--hosts {options.hosts}: {found.named} has {len(hosts)}{already}; use {len(hosts)} or fewer"
             )
-        hosts = hosts[: options.hosts]
+        hosts, limits = hosts[: options.hosts], (*limits, f"--hosts {options.hosts}")
     if options.slots is None:
-        return replace(found, hosts=hosts)
+        return replace(found, hosts=hosts, limits=limits)
     if not found.counted:
-        return replace(found, hosts=(Host(hosts[0].name, tuple(range(options.slots))),), counted=True)
+        only = Host(hosts[0].name, tuple(range(options.slots)))
+        return replace(found, hosts=(only,), counted=True, limits=(*limits, f"--slots {options.slots}"))
     small = [f"{host.name} has {len(host.slots)}" for host in hosts if len(host.slots) < options.slots]
     if small:
         least = min(len(host.slots) for host in hosts)
         raise LaunchError(f"--slots {options.slots}: {', '.join(small)}; use {least} or fewer")
-    return replace(found, hosts=tuple(Host(host.name, host.slots[: options.slots]) for host in hosts))
+    fewer = tuple(Host(host.name, host.slots[: options.slots]) for host in hosts)
+    if fewer != hosts:
+        limits = (*limits, f"--slots {options.slots}")
+    return replace(found, hosts=fewer, limits=limits)

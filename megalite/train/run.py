@@ -27,6 +27,7 @@ from megalite.launcher.environment import prepare_process, watched_by_launcher, 
 from megalite.launcher.launched import RankEnd, run_rank
 from megalite.launcher.local import INTERRUPTED, NOT_BEGUN, STOPPED, TERMINATED, Terminated, run_local_ranks
 from megalite.launcher.member import JobEnded
+from megalite.launcher.started import how_to_start, ranks_started
 from megalite.monitor.console import announce, complain
 from megalite.monitor.jsonl import read_metrics
 from megalite.train.callbacks import Callback
@@ -235,10 +236,13 @@ class Trainer:
 def _require_ranks(config: RunConfig, info: RankInfo | None, source: str) -> None:
     """ConfigError where the launcher started another number of ranks than the configuration was resolved for."""
     if info is not None and info.world_size != config.layout.world_size:
+        ranks = config.layout.world_size
         message = (
-            f"the layout has {config.layout.world_size} ranks, but the launcher started {info.world_size}"
+            f"the layout has {ranks} rank{'s' * (ranks != 1)}, not the {ranks_started(info.world_size, info)}"
         )
-        remedy = f'start {config.layout.world_size} ranks, or call load_config in each rank with parallel.data = "auto"'
+        remedy = (
+            f'call load_config in each rank with parallel.data = "auto", or {how_to_start([ranks], info)}'
+        )
         raise ConfigError([Problem("parallel.data", message, remedy)], source)
 
 

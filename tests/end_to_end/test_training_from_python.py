@@ -217,7 +217,10 @@ def test_a_rank_of_a_launcher_resolves_the_layout_by_it(
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     assert load_config(run_file, parallel={"data": "auto"}).layout.data == 2
-    with pytest.raises(ConfigError, match=r"the layout has 1 ranks, but the launcher started 2"):
+    with pytest.raises(
+        ConfigError,
+        match=r"the layout has 1 rank, not the 2 ranks that the environment names \(WORLD_SIZE = 2\)",
+    ):
         Trainer(alone).train()
 
 

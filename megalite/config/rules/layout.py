@@ -5,6 +5,7 @@ from math import isqrt
 
 from megalite.config.facts import Facts
 from megalite.errors import Problem
+from megalite.launcher.started import how_to_start, ranks_started
 from megalite.topology.sharding import heads_fit
 
 
@@ -59,9 +60,12 @@ def ranks_make_whole_replicas(facts: Facts) -> Iterator[Problem]:
     if world is None or facts.parallel.data != "auto" or world % (tensor * pipeline) == 0:
         return
     replica = tensor * pipeline
-    message = f"{world} ranks are not a multiple of parallel.tensor {tensor} * parallel.pipeline {pipeline} = {replica}"
-    nearest = [str(each) for each in (world // replica * replica, (world // replica + 1) * replica) if each]
-    yield Problem("parallel.data", message, f"start {' or '.join(nearest)} ranks")
+    started = ranks_started(world, facts.launched)
+    message = (
+        f"parallel.tensor {tensor} * parallel.pipeline {pipeline} = {replica} does not divide the {started}"
+    )
+    nearest = [each for each in (world // replica * replica, (world // replica + 1) * replica) if each]
+    yield Problem("parallel.data", message, how_to_start(nearest, facts.launched))
 
 
 def ranks_fill_the_layout(facts: Facts) -> Iterator[Problem]:
@@ -69,10 +73,12 @@ def ranks_fill_the_layout(facts: Facts) -> Iterator[Problem]:
     if world is None or data == "auto":
         return
     tensor, pipeline = facts.parallel.tensor, facts.parallel.pipeline
-    if world != tensor * pipeline * data:
-        message = f"tensor {tensor} * pipeline {pipeline} * data {data} = {tensor * pipeline * data}, not the {world} "
-        remedy = f'use "auto", or start {tensor * pipeline * data} ranks'
-        yield Problem("parallel.data", message + "ranks that were started", remedy)
+    ranks = tensor * pipeline * data
+    if world != ranks:
+        started = ranks_started(world, facts.launched)
+        message = f"tensor {tensor} * pipeline {pipeline} * data {data} = {ranks}, not the {started}"
+        automatic = "" if world % (tensor * pipeline) else 'use "auto", or '
+        yield Problem("parallel.data", message, automatic + how_to_start([ranks], facts.launched))
 
 
 def zero_fits_the_pipeline(facts: Facts) -> Iterator[Problem]:

@@ -167,7 +167,7 @@ CASES = [
     Case(
         "ranks_make_whole_replicas",
         {"parallel.tensor": 2, "parallel.pipeline": 2},
-        "parallel.data: 6 ranks are not a multiple of parallel.tensor 2 * parallel.pipeline 2 = 4; "
+        "parallel.data: parallel.tensor 2 * parallel.pipeline 2 = 4 does not divide the 6 ranks that were started; "
         "start 4 or 8 ranks",
         {},
         world_size=6,

@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from megalite.errors import LaunchError
+from megalite.config.load import load_run
+from megalite.errors import ConfigError, LaunchError
 from megalite.launcher.detect import RankInfo, rank_info
 from megalite.launcher.local_rank import without_local_rank
+from tests.unit.config.runs import RUN, write_run
 
 RECORDED = {
     path.stem: json.loads(path.read_text())
@@ -59,6 +61,53 @@ def test_the_ranks_of_a_real_launcher_are_known(name):
         assert info.rank // 2 == host or launcher == "torchrun"
     assert len({(each.master_port, each.job) for each in found}) == 1
     assert bool(found[0].job) is named
+
+
+# Launcher -> the source of its number of ranks, and how it starts 3 or 8 ranks.
+SOURCES = {
+    "torchrun": ("torchrun started (WORLD_SIZE = 4)", "torchrun with --nnodes * --nproc-per-node = {}"),
+    "deepspeed": (
+        "deepspeed started (WORLD_SIZE = 4)",
+        "{} slots in the hostfile, or deepspeed --num_gpus {} on one machine",
+    ),
+    "the environment": ("the environment names (WORLD_SIZE = 4)", "{} processes with WORLD_SIZE={}"),
+    "openmpi": ("openmpi started (OMPI_COMM_WORLD_SIZE = 4)", "mpirun -n {}"),
+    "mpich": ("mpich started (PMI_SIZE = 4)", "mpirun -n {}"),
+    "slurm": ("slurm started (SLURM_STEP_NUM_TASKS = 4)", "srun --ntasks={}"),
+}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_a_run_file_for_another_number_of_ranks_names_the_variable_and_the_start(name, tmp_path):
+    source, start = SOURCES[EXPECTED[name][0]]
+    for flags, reason, counts, offer in (
+        (
+            ["--parallel.tensor", "2", "--parallel.data", "4"],
+            "tensor 2 * pipeline 1 * data 4 = 8, not",
+            8,
+            "use",
+        ),
+        (
+            ["--parallel.pipeline", "3", "--parallel.data", "1"],
+            "tensor 1 * pipeline 3 * data 1 = 3, not",
+            3,
+            "",
+        ),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            load_run(write_run(tmp_path, RUN), flags, launched=ranks(name)[-1])
+        told = str(caught.value)
+        assert f"parallel.data: {reason} the 4 ranks that {source}; " in told
+        assert f"start {counts} ranks: {start.replace('{}', str(counts))}" in told
+        assert ('use "auto"' in told) is bool(offer), "auto helps only where the ranks make whole replicas"
+    with pytest.raises(ConfigError) as caught:
+        load_run(write_run(tmp_path, RUN), ["--parallel.pipeline", "3"], launched=ranks(name)[-1])
+    told = str(caught.value)
+    assert (
+        f"parallel.pipeline 3 = 3 does not divide the 4 ranks that {source}; start 3 or 6 ranks, as with"
+        in told
+    )
+    assert start.replace("{}", "3") in told
 
 
 @pytest.mark.parametrize("name", EXPECTED)

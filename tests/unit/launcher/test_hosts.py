@@ -74,7 +74,36 @@ def test_too_many_ranks_are_refused_with_numbers_and_remedies(hostfile):
         place_ranks(found, 9)
     text = str(caught.value)
     assert "the run has 9 ranks" in text and "has 8 slots (n0 4, n1 4)" in text
-    assert "use a smaller layout, or add hosts or slots to it" in text
+    assert (
+        "(n0 4, n1 4) with --hosts 2, and a slot" in text
+        and "use a smaller layout, or leave out --hosts 2" in text
+    )
+    with pytest.raises(LaunchError, match="use a smaller layout, or add hosts or slots to it"):
+        place_ranks(found, 11)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"exclude": "n1@n0:0"}, "--exclude n1@n0:0"),
+        ({"include": "n0"}, "--include n0"),
+        ({"slots": 1}, "--slots 1"),
+        ({"exclude": "n2", "hosts": 1}, "--exclude n2 and --hosts 1"),
+    ],
+    ids=str,
+)
+def test_options_that_took_the_slots_away_are_named(hostfile, options, named):
+    with pytest.raises(
+        LaunchError, match=f"with {named.replace(' and', '')}, and a slot .* leave out {named}$"
+    ):
+        place_ranks(find_hosts(HostOptions(hostfile, **options), {}), 10)
+
+
+def test_hosts_that_were_excluded_are_named_where_too_few_are_left(hostfile):
+    with pytest.raises(
+        LaunchError, match=r"^--hosts 3: the hostfile .* has 2 with --exclude n1; use 2 or fewer"
+    ):
+        find_hosts(HostOptions(hostfile, exclude="n1", hosts=3), {})
 
 
 def test_ranks_fill_the_first_hosts_and_the_idle_slots_are_told(hostfile):
