@@ -213,8 +213,9 @@ def _plan_lines(plan: _Plan) -> Iterator[str]:
         yield f"note: {note}"
     parallel, layout = plan.loaded.config.parallel, plan.loaded.config.layout
     hosts = f"{len(plan.hosts)} host{'s' * (len(plan.hosts) != 1)} of {plan.found.named}"
+    ranks = f"{layout.world_size} rank{'s' * (layout.world_size != 1)}"
     yield (
-        f"{layout.world_size} ranks: tensor {parallel.tensor} * pipeline {parallel.pipeline} * data {parallel.data}, "
+        f"{ranks}: tensor {parallel.tensor} * pipeline {parallel.pipeline} * data {parallel.data}, "
         f"on {plan.found.named if plan.job.local else hosts}, with --backend {plan.backend}"
     )
     width = max(len(host.name) for host in plan.hosts)

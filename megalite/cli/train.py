@@ -11,7 +11,7 @@ from megalite.config.load import load_run
 from megalite.config.starter import Starter
 from megalite.errors import ConfigError, Problem
 from megalite.launcher.detect import RankInfo, rank_info
-from megalite.launcher.environment import watched_by_launcher
+from megalite.launcher.environment import meets_others, watched_by_launcher
 from megalite.train.meeting import tell_others
 from megalite.train.run import Trainer
 
@@ -61,12 +61,14 @@ def run(arguments: Sequence[str]) -> int:
                 print(f"note: {note}")
         return _train(Trainer(loaded.config), str(options.run_file or COMMAND_LINE))
     except ConfigError as error:
-        if info is None or info.world_size == 1:
+        if info is None or not meets_others(info):
             raise
-        if leads:
+        # `megalite launch` shows what its ranks tell.
+        shown = leads and not watched_by_launcher()
+        if shown:
             print(f"error: {error}", file=sys.stderr, flush=True)
         # Other ranks may have read other settings, and wait for this one.
-        if not tell_others(info, error) and not leads and info.local_rank == 0:
+        if not tell_others(info, error) and not shown and info.local_rank == 0:
             raise
         return error.exit_code
 

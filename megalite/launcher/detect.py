@@ -138,7 +138,8 @@ LAUNCHERS = (TORCHRUN, DEEPSPEED, EXPLICIT, OPENMPI, MPICH, SLURM, PMI_ONLY)
 def rank_info(environ: Mapping[str, str] | None = None) -> RankInfo | None:
     """Return the rank that a launcher gave this process, or None without a launcher.
 
-    A SLURM step with a single task counts as no launcher: it is a shell to start local ranks in. Raises LaunchError
+    A SLURM step with a single task counts as no launcher, but for the rank of `megalite launch`: it is a shell to start
+    local ranks in. Raises LaunchError
     with names and values of variables that are missing or contradict each other, and in the shell of a SLURM allocation
     for several tasks.
     """
@@ -148,7 +149,7 @@ def rank_info(environ: Mapping[str, str] | None = None) -> RankInfo | None:
         refuse_shell(environ)
         return None
     if launcher is SLURM:
-        if environ.get(SLURM.world_size) == "1":
+        if environ.get(SLURM.world_size) == "1" and "MEGALITE_COORDINATOR" not in environ:
             return None
         info = _from_slurm(environ)
     elif launcher in (OPENMPI, MPICH, PMI_ONLY):

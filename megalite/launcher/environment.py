@@ -142,6 +142,11 @@ def watched_by_launcher() -> bool:
     return coordinator_address() is not None
 
 
+def meets_others(info: RankInfo) -> bool:
+    """Whether a rank of a launcher joins a coordinator: there are others, or `megalite launch` watches it."""
+    return info.world_size > 1 or watched_by_launcher()
+
+
 def agent_owns_port(environ: Mapping[str, str] | None = None) -> bool:
     """Whether torchrun's agent listens at MASTER_PORT, with the store that it shares with its ranks."""
     environ = os.environ if environ is None else environ

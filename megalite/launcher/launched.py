@@ -8,7 +8,7 @@ from typing import Any, NoReturn, Protocol
 
 from megalite.errors import MegaliteError, RankFailure
 from megalite.launcher.detect import RankInfo
-from megalite.launcher.environment import export_rank
+from megalite.launcher.environment import export_rank, meets_others
 from megalite.launcher.failures import FailureFolder, FailureReport
 from megalite.launcher.member import JobEnded
 from megalite.launcher.messages import Verdict
@@ -145,8 +145,8 @@ class RankEnd:
 def run_rank(worker: Callable[..., int], end: RankEnd, *, arguments: Sequence[Any] = ()) -> int:
     """Run `worker(info, *arguments)` as one rank of a launcher, or as the only rank; return its exit code.
 
-    An exception ends the process with the report's exit code, 2 for the user's input, else 1. A single rank raises
-    instead: MegaliteError unchanged, RankFailure for any other exception.
+    An exception ends the process with the report's exit code, 2 for the user's input, else 1. A single rank that
+    `megalite launch` does not watch raises instead: MegaliteError unchanged, RankFailure for any other exception.
     """
     info, folder = end.info, end.folder
     folder.clear([info.rank])
@@ -154,7 +154,7 @@ def run_rank(worker: Callable[..., int], end: RankEnd, *, arguments: Sequence[An
     try:
         return worker(info, *arguments)
     except Exception as error:
-        if info.world_size > 1:
+        if meets_others(info):
             end.failed(error)
         report = folder.write(folder.of_exception(info, error))
         if isinstance(error, MegaliteError):

@@ -16,6 +16,7 @@ from megalite.checkpoint.folder import find_latest, progress_of_saves
 from megalite.config.schema import RunConfig
 from megalite.errors import CheckpointError
 from megalite.launcher.detect import RankInfo
+from megalite.launcher.environment import meets_others
 from megalite.launcher.local import (
     INTERRUPTED,
     NOT_BEGUN,
@@ -303,7 +304,7 @@ def stop_signals(config: RunConfig, info: RankInfo) -> StopSignals:
         partial(_end_process, config, info),
         grace_seconds=config.launch.grace_seconds,
         launched=info.launcher != "megalite",
-        meets=info.launcher != "megalite" and info.world_size > 1,
+        meets=info.launcher != "megalite" and meets_others(info),
         alone=_is_alone(info),
         saves=partial(progress_of_saves, Path(config.run.folder) / "checkpoints"),
     )

@@ -23,7 +23,7 @@ from megalite.config.deepspeed.read import offload_devices
 from megalite.config.schema import RunConfig
 from megalite.errors import ConfigError, LaunchError, Problem
 from megalite.launcher.detect import RankInfo, rank_info
-from megalite.launcher.environment import prepare_process, watched_by_launcher, with_master
+from megalite.launcher.environment import meets_others, prepare_process, watched_by_launcher, with_master
 from megalite.launcher.launched import RankEnd, run_rank
 from megalite.launcher.local import INTERRUPTED, NOT_BEGUN, STOPPED, TERMINATED, Terminated, run_local_ranks
 from megalite.launcher.member import JobEnded
@@ -189,7 +189,7 @@ class Trainer:
     ) -> int:
         """Train as one rank of a launcher, among the others."""
         meeting = None
-        if info.world_size > 1:
+        if meets_others(info):
             meeting = meet_ranks(info, self.config, end)
             signals.on_end(end.stopping)
         self._require(info, source)

@@ -24,12 +24,29 @@ pytestmark = pytest.mark.extended
 
 ROOT = Path(megalite.__file__).parents[1]
 MARK = "MEGALITE_TEST_JOB"
-# `train` is a toy rank; all other commands are the real ones.
+# `train` is a toy rank; all other commands are the real ones. A toy "alone ..." is a real rank up to its training.
 MAIN = """
 import os, signal, sys, time
 from pathlib import Path
-if sys.argv[1] != "train":
+if sys.argv[1] != "train" or os.environ["TOY"].startswith("alone"):
+    import types
     from megalite.cli import main
+    from megalite.errors import DataError
+
+    def train_rank(info, config, threads, callbacks, budget, signals, meeting):
+        toy, place = os.environ["TOY"], Path(os.environ["TOY_FOLDER"])
+        if "trains" in toy:
+            signals.first_step_over()
+        (place / "ready-0").touch()
+        if "dies" in toy:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if "fails" in toy:
+            raise DataError("the text is gone")
+        while "succeeds" not in toy and not signals():
+            time.sleep(0.05)
+        return 75 if signals() else 0
+
+    sys.modules["megalite.train.rank"] = types.SimpleNamespace(train_rank=train_rank)
     sys.exit(main())
 from megalite.launcher.detect import rank_info
 from megalite.launcher.member import Member
@@ -100,9 +117,9 @@ class Launched:
             assert self.process.poll() is None and time.monotonic() < deadline, self.process.communicate()
             time.sleep(0.02)
 
-    def send(self, number: int) -> None:
+    def send(self, number: int, ranks: int = 4) -> None:
         """Send a signal to the launching process alone, and begin to count the time."""
-        self.wait_until_ready()
+        self.wait_until_ready(ranks)
         time.sleep(0.3)
         self.started = time.monotonic()
         self.process.send_signal(number)
@@ -137,7 +154,7 @@ def start(tmp_path: Path) -> Iterator:
     (tmp_path / "hosts").write_text("localhost slots=2\n127.0.0.1 slots=2\n")
     jobs: list[Launched] = []
 
-    def start_job(backend: str, toy: str) -> Launched:
+    def start_job(backend: str, toy: str, *flags: str) -> Launched:
         hosts = ["--hostfile", "hosts"] if backend == "ssh" else []
         if backend.startswith("mpirun"):
             program = shutil.which(backend)
@@ -146,7 +163,7 @@ def start(tmp_path: Path) -> Iterator:
             # A script, not a link: MPICH looks for its proxy beside the program.
             (tmp_path / "bin" / "mpirun").write_text(f'#!/bin/sh\nexec {program} "$@"\n')
             (tmp_path / "bin" / "mpirun").chmod(0o755)
-        jobs.append(Launched(tmp_path, toy, "--backend", backend.split(".")[0], *hosts))
+        jobs.append(Launched(tmp_path, toy, "--backend", backend.split(".")[0], *hosts, *flags))
         return jobs[-1]
 
     yield start_job
@@ -244,3 +261,54 @@ def test_a_missing_program_is_named(start, tmp_path):
     assert code == 1
     assert output[-1].startswith("error: ssh: the command for localhost ended with exit code 255"), output
     assert output[-1].endswith("; ranks 0-3 did not come")
+
+
+ALONE = ("--parallel.tensor", "1", "--parallel.pipeline", "1", "--parallel.data", "1")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_job_of_one_rank_ends_well(start, backend):
+    code, output, _ = start(backend, "alone, succeeds", *ALONE).finish()
+    assert code == 0 and "all ranks are here" in "\n".join(output), output
+    assert output[0].startswith("1 rank: tensor 1"), output
+
+
+@pytest.mark.parametrize(
+    ("toy", "number", "expected"),
+    [
+        ("alone, trains", signal.SIGTERM, 75),
+        ("alone, trains", signal.SIGINT, 75),
+        ("alone, begins", signal.SIGTERM, 76),
+        ("alone, begins", signal.SIGINT, 130),
+    ],
+)
+def test_a_signal_stops_a_job_of_one_rank(start, toy, number, expected):
+    job = start("ssh", toy, *ALONE)
+    job.send(number, ranks=1)
+    code, output, seconds = job.finish()
+    assert code == expected and seconds < 10, output
+    assert ("there is nothing to save" in "\n".join(output)) is ("begins" in toy), output
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("toy", "expected", "cause"),
+    [("alone, fails", 2, "error: the text is gone"), ("alone, dies", 1, "error: rank 0 .*vanished")],
+)
+def test_the_failure_of_a_single_rank_is_the_last_word(start, backend, toy, expected, cause):
+    code, output, seconds = start(backend, toy, *ALONE).finish()
+    assert code == expected and seconds < 40, output
+    assert sum(line.startswith("error: ") for line in output) == 1, output
+    assert re.match(cause, next(line for line in output if line.startswith("error: "))), output
+
+
+def test_a_single_rank_with_wrong_settings_is_the_last_word(start, tmp_path):
+    """The run file of the rank's host differs from that of the launching process."""
+    (tmp_path / "bin" / "ssh").write_text(
+        SSH.replace("import os", "import pathlib; CHANGE; import os", 1).replace(
+            "CHANGE", "pathlib.Path('run.toml').write_text('[model]\\nlayers = 3\\n')"
+        )
+    )
+    code, output, _ = start("ssh", "alone, succeeds", *ALONE).finish()
+    assert code == 2 and "model.layers: unknown key" in "\n".join(output[-5:]), output
+    assert sum(line.startswith("error: ") for line in output) == 1, output

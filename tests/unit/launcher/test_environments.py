@@ -182,6 +182,13 @@ def test_a_torchrun_in_each_task_that_does_not_know_the_others_is_refused(local)
         assert rank_info(told | {"TORCHELASTIC_RESTART_COUNT": "1"}) is not None
 
 
+def test_a_single_task_is_a_shell_unless_megalite_launch_started_it():
+    told = variables("srun")[0] | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1"}
+    assert rank_info(told) is None
+    info = rank_info(told | {"MEGALITE_COORDINATOR": "10.77.0.10:4711/00ff"})
+    assert info is not None and (info.rank, info.world_size, info.launcher) == (0, 1, "slurm")
+
+
 def test_the_interactive_step_of_salloc_is_a_shell_too():
     told = variables("srun")[0] | {"SLURM_STEP_ID": str(0xFFFFFFFA), "SLURM_STEP_NUM_TASKS": "1"}
     with pytest.raises(LaunchError, match=r"^this is the shell of SLURM job 1"):
