@@ -7,7 +7,7 @@ import os
 import re
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import ceil
 from pathlib import Path
 
@@ -47,7 +47,7 @@ class RankInfo:
     """The place of this host among the job's hosts; None if the launcher does not say."""
     hosts: int = 1
     """The number of hosts. Open MPI and MPICH do not say: computed as if all hosts had as many ranks as this one."""
-    size_variable: str = ""
+    size_variable: str = field(default="", compare=False)
     """The launcher's variable that world_size was read from; empty for ranks that we start."""
 
     @property
