@@ -32,7 +32,7 @@ def test_a_killed_rank_is_started_again_and_the_run_ends_as_by_itself(hosts, job
 def test_a_job_goes_on_with_the_host_that_is_left(hosts, job, by_itself, tmp_path):
     folder = tmp_path / "run"
     flags = ("--launch.heartbeat_seconds", "4")
-    options = ("--restarts", "1", "--allow-fewer", "--preflight-seconds", "5")
+    options = ("--restarts", "1", "--allow-fewer", "--preflight-seconds", "15")
     started = launch(hosts, job, folder, *options, flags=flags)
     started.until("saved step-000003", 120)
     hosts[1].die()
@@ -50,7 +50,7 @@ def test_a_job_goes_on_with_the_host_that_is_left(hosts, job, by_itself, tmp_pat
 def test_no_rank_starts_where_a_host_is_gone(hosts, job, tmp_path):
     hosts[1].die()
     begin = time.monotonic()
-    started = launch(hosts, job, tmp_path / "run", "--restarts", "2", "--preflight-seconds", "5")
+    started = launch(hosts, job, tmp_path / "run", "--restarts", "2", "--preflight-seconds", "15")
     assert started.wait(40) == [2], started.output
     assert time.monotonic() - begin < 40
     assert "error: n1: " in started.output and "started by" not in started.output, started.output
