@@ -284,6 +284,8 @@ def notes(folder: Path) -> list[str]:
         ({"EXIT_CODE": "75", "SLURM_ARRAY_JOB_ID": "15", "SLURM_ARRAY_TASK_ID": "2"}, "15_2", 0),
         # SLURM requeues it itself, and a cancelled one must not come back.
         ({"EXIT_CODE": "75", "STATE": "COMPLETING"}, "", 75),
+        ({"EXIT_CODE": "76", "REQUEUE": "no"}, "", 76),
+        ({"EXIT_CODE": "76", "STATE": "COMPLETING"}, "", 76),
     ],
 )
 def test_a_slurm_job_is_requeued_when_it_stopped_in_good_order(folder, environ, requeued, returned):
@@ -318,7 +320,7 @@ def test_starts_without_a_step_do_not_go_on_for_ever(folder):
     """A --time that is shorter than the lead of --signal stops each start at once."""
     step_of(folder, 2)
     stops = [slurm(folder, EXIT_CODE="76", SLURM_RESTART_COUNT=str(start)) for start in range(3)]
-    assert [run.returncode for run in stops] == [0, 0, 75]
+    assert [run.returncode for run in stops] == [0, 0, 76]
     assert ["requeue" in run.stdout for run in stops] == [True, True, False]
     assert "3 starts in a row ended before their first step" in stops[2].stderr
     assert not list(folder.glob(".megalite*"))
@@ -343,7 +345,14 @@ def test_a_signal_to_srun_itself_requeues_from_the_last_checkpoint(folder):
     assert run.returncode == 0 and "scontrol requeue 17" in run.stdout
     assert "SIGTERM reached srun, which killed the ranks" in run.stderr
     cancelled = slurm(folder, STATE="COMPLETING")
-    assert cancelled.returncode == 75 and "requeue" not in cancelled.stdout
+    assert cancelled.returncode == 143 and "requeue" not in cancelled.stdout
+
+
+@pytest.mark.parametrize("environ", [{"REQUEUE": "no"}, {"STATE": "COMPLETING"}], ids=str)
+def test_a_start_without_a_step_is_told_from_an_earlier_one_that_saved(folder, environ):
+    step_of(folder, 2)
+    assert slurm(folder, EXIT_CODE="75").returncode == 0 and notes(folder) == ["0.saved"]
+    assert slurm(folder, EXIT_CODE="76", SLURM_RESTART_COUNT="1", **environ).returncode == 76
 
 
 CONTAINERS = {
