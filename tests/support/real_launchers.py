@@ -183,11 +183,12 @@ def srun(hosts: Hosts, options: list[str], module: list[str]) -> list[Start]:
 
 
 def launch(hosts: Hosts, options: list[str], module: list[str], backend: str) -> list[Start]:
-    """`megalite launch` for `megalite train`: on the hostfile, and for srun in an allocation."""
+    """`megalite launch` for `megalite train`: on the hostfile, or in an allocation."""
     arguments = module[module.index("train") + 1 :]
-    hostfile = ["--hostfile", str(hosts.hostfile())] if backend != "srun" else []
+    allocated = backend in ("srun", "deepspeed-slurm")
+    hostfile = [] if allocated else ["--hostfile", str(hosts.hostfile())]
     command = [PYTHON, "-m", "megalite", "launch", *arguments, *hostfile, "--backend", backend, *options]
-    if backend == "srun":
+    if allocated:
         command = ["salloc", "--quiet", *TASKS, *command]
     mpich = backend.endswith("mpich")
     return [(hosts[0], command, mpi_path(hosts, "mpich" if mpich else "openmpi"))]
@@ -205,5 +206,5 @@ LAUNCHERS: dict[str, Callable[[Hosts, list[str], list[str]], list[Start]]] = {
     "srun": srun,
 } | {
     f"launch-{backend}": partial(launch, backend=backend)
-    for backend in ("ssh", "torchrun", "deepspeed", "deepspeed-mpich", "mpirun", "srun")
+    for backend in ("ssh", "torchrun", "deepspeed", "deepspeed-mpich", "deepspeed-slurm", "mpirun", "srun")
 }

@@ -20,7 +20,7 @@ def test_same_losses_without_slurm(hosts, job, by_itself, tmp_path, launcher):
     check(hosts, job, by_itself, tmp_path / "run", launcher)
 
 
-@pytest.mark.parametrize("launcher", ["srun", "launch-srun"])
+@pytest.mark.parametrize("launcher", ["srun", "launch-srun", "launch-deepspeed-slurm"])
 def test_same_losses_in_slurm(slurm, job, by_itself, tmp_path, launcher):
     check(slurm.hosts, job, by_itself, tmp_path / "run", launcher)
 
