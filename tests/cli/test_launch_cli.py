@@ -69,6 +69,27 @@ def test_a_dry_run_prints_the_plan_and_a_command_for_each_host(folder, capsys, m
         assert words[-5:] == ["--", "train", "run.toml", "--training.steps", "3"]
 
 
+@pytest.mark.parametrize("backend", ["ssh", "torchrun"])
+def test_a_single_included_host_runs_the_job_also_if_it_is_another_one(folder, capsys, backend):
+    """`deepspeed --include n1` typed on n0 runs on n0."""
+    lines = printed(
+        capsys,
+        *(
+            "run.toml",
+            "--hostfile",
+            "hosts",
+            "--include",
+            "n1",
+            "--backend",
+            backend,
+            "--parallel.pipeline",
+            "1",
+        ),
+    )
+    commands = [line for line in lines if line.startswith("ssh ")]
+    assert len(commands) == 1 and " n1 " in commands[0] and "n0" not in commands[0], lines
+
+
 def test_a_layout_whose_tensor_axis_spans_hosts_is_warned_of(folder, capsys):
     arguments = ("run.toml", "--hostfile", "hosts", "--backend", "ssh")
     lines = printed(capsys, *arguments, "--parallel.tensor", "4", "--parallel.pipeline", "1")

@@ -85,6 +85,15 @@ def test_a_remote_rank_that_is_killed_is_named_and_ends_all(hosts, job, tmp_path
     assert "last seen " in output, output
 
 
+def test_a_single_included_host_runs_the_job_though_it_was_typed_on_another(hosts, job, tmp_path):
+    """A plain `deepspeed --include n1` typed on n0 runs on n0."""
+    flags = ("--parallel.pipeline", "1", "--training.steps", "2")
+    command = ["megalite", *job.arguments(tmp_path / "run", *flags)]
+    started = run("launch-deepspeed", hosts, command, options=["--include", "n1"])
+    assert started.wait(120) == [0], started.output
+    assert "all ranks are here: 2 on n1;" in started.output, started.output
+
+
 def test_nothing_is_left_of_a_launch_with_deepspeed_that_is_killed(hosts, job, tmp_path):
     """A plain `deepspeed` that is killed leaves pdsh and all ranks at work."""
     started = run("launch-deepspeed", hosts, ["megalite", *job.arguments(tmp_path / "run", *LONG)])
