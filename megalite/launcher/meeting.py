@@ -200,6 +200,12 @@ def _at_master(info: RankInfo, route: Route | None) -> _Place:
     return _Place(lambda: (master, port, ""), listener, "", info.job)
 
 
+def _other_port(info: RankInfo) -> str:
+    if info.launcher == "deepspeed":  # it sets MASTER_PORT itself
+        return "give deepspeed a free port with --master_port"
+    return "set MASTER_PORT to a free port on every host"
+
+
 def _listen(address: str, port: int, info: RankInfo) -> socket.socket:
     """Return a socket that listens there. Raises LaunchError, for a port in use after some seconds."""
     deadline = time.monotonic() + _PORT_SECONDS
@@ -213,7 +219,7 @@ def _listen(address: str, port: int, info: RankInfo) -> socket.socket:
                 continue
             if error.errno == errno.EADDRINUSE:
                 owner = owner_of_port(port) or "another process"
-                text = f"port {port} on {info.node} is in use by {owner}; set MASTER_PORT to a free port on every host"
+                text = f"port {port} on {info.node} is in use by {owner}; {_other_port(info)}"
             else:
                 text = (
                     f"rank 0 cannot listen at {address}:{port} on {info.node} ({error.strerror}); set MASTER_ADDR to "

@@ -90,6 +90,26 @@ def test_a_rank_that_does_not_come_is_named(job, port, tmp_path):
 
 
 @pytest.mark.extended
+def test_a_port_in_use_is_told_in_one_line_by_rank_0(job, tmp_path):
+    """Rank 1 finds the other program at the port, and gives up in bounded time."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        flags = ("--launch.rendezvous_seconds", "6")
+        [(first, told), (second, waited)] = ended(
+            *(start(rank, port, job.run_file, tmp_path, *flags) for rank in range(RANKS))
+        )
+    errors = [line for line in told.splitlines() if line.startswith("error: ")]
+    owner = f"pid {os.getpid()}"
+    assert len(errors) == 1 and f"port {port} on {socket.gethostname()} is in use by {owner}" in errors[0], (
+        told
+    )
+    assert errors[0].endswith("set MASTER_PORT to a free port on every host") and first == 2
+    assert f"did not reach the coordinator of the job at 127.0.0.1:{port} within" in waited and second == 1, (
+        waited
+    )
+
+
+@pytest.mark.extended
 def test_a_run_folder_in_use_ends_all_ranks(job, port, tmp_path):
     with (tmp_path / ".in-use").open("wb") as claim:
         fcntl.flock(claim, fcntl.LOCK_EX)

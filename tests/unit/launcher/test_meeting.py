@@ -66,14 +66,22 @@ def test_ranks_meet_at_the_master_port():
     assert together(ranks, lambda met: (met.address, met.hosts, met.meets_at)) == [place] * 4
 
 
-def test_a_port_in_use_is_named_with_its_owner(monkeypatch):
+@pytest.mark.parametrize(
+    ("launcher", "remedy"),
+    [
+        ("the environment", "set MASTER_PORT to a free port on every host"),
+        ("slurm", "set MASTER_PORT to a free port on every host"),
+        ("deepspeed", "give deepspeed a free port with --master_port"),
+    ],
+)
+def test_a_port_in_use_is_named_with_its_owner(monkeypatch, launcher, remedy):
     monkeypatch.setattr(module, "_PORT_SECONDS", 0)
-    [info] = infos(1)
+    info = replace(infos(1)[0], launcher=launcher)
     with (
         socket.create_server(("127.0.0.1", info.master_port)),
         pytest.raises(
             LaunchError,
-            match=rf"port {info.master_port} on n0 is in use by pid {os.getpid()} \(.+\); set MAS",
+            match=rf"^port {info.master_port} on n0 is in use by pid {os.getpid()} \(.+\); {remedy}$",
         ),
     ):
         meet(info, say=print, limits=LIMITS, agent_store=no_store)
