@@ -46,7 +46,7 @@ class Measured:
         return lambda: any(word in self.started.output[before:] for word in words)
 
     def gone(self) -> bool:
-        return not self.hosts.processes("megalite train")
+        return not self.hosts.processes("megalite")
 
     def kill_rank(self) -> None:
         os.kill(ranks(self.hosts)[3], signal.SIGKILL)
