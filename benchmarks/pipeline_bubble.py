@@ -2,17 +2,15 @@
 
     python -m benchmarks.pipeline_bubble [--quick]
 
-A chunk's forward, the node of its input's gradient and the node of its weight's gradient each sleep a fixed time, so
-that two cores host eight ranks; everything else is what trains a model: parallel/pipeline.py, torch's schedule,
-gloo's transfers (of a few bytes). A stage's forward sleeps as long whatever the number of its chunks, so that all
+A chunk's forward and the gradients of its input and its weights each sleep a fixed time, so that two cores host eight
+ranks; everything else is what trains a model: parallel/pipeline.py, parallel/schedule.py, gloo's transfers (of a few
+bytes). A stage's forward sleeps as long whatever the number of its chunks, so that all
 rows of one (stages, micro batches) do the same work.
 
 bubble      the share of all ranks' time in a step in which they do not sleep their calibrated time: waiting for
             others, and everything that the runner and torch cost. Median of several rounds over all rows, one of
             warm-up before; fastest: of the fastest step, which other work on the machine has hurt least.
-ideal       of topology.schedule_timeline, transfers and runner free: F = I = W, B = I + W. (Of the model's first
-            chunk, whose input wants no gradient, torch does all of a split backward in W; that moves work, and no
-            ideal bubble here: `as_torch_bubble` in the file.)
+ideal       of topology.schedule_timeline, transfers and runner free: F = I = W, B = I + W.
 over        fastest - ideal, in points of a percent: what the runner costs (and a machine busy all the time).
 ms/action   the same in time: what the step takes longer, for each F, B, I or W of a rank. It hardly depends on how
             long a chunk works, so a real model's `over` follows from it.
@@ -31,21 +29,23 @@ from torch import Tensor, nn
 
 from benchmarks import report
 from benchmarks.ranks import run_ranks
+from megalite.parallel.gradient_sums import now_or_later
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.pipeline import PipelineShapes, pipeline_runner
 from megalite.parallel.step_batch import StepBatch
 from megalite.topology.axes import Layout
 from megalite.topology.schedule_timeline import (
-    Costs,
     bubble_fraction,
     ideal_timeline,
     in_flight_chunks,
     orders_of,
 )
-from megalite.topology.schedules import SCHEDULES, Action
+from megalite.topology.schedules import SCHEDULES
 from megalite.topology.stages import PipelineSplit
 
 HIDDEN, TOKENS = 4, 2
+# A sleep takes up to so much longer than it is asked for.
+OVERSLEPT_SECONDS = 0.0003
 
 
 @dataclass(frozen=True)
@@ -72,18 +72,6 @@ class RankFigures:
     in_flight: int
 
 
-@dataclass(frozen=True)
-class FirstChunkInW(Costs):
-    """Do all of a split backward in W on the first chunk, as torch does: its input (token ids) has no gradient."""
-
-    def of(self, action: Action) -> float:
-        if action.chunk == 0 and action.kind == "I":
-            return 0
-        if action.chunk == 0 and action.kind == "W":
-            return self.input_gradient + self.weight_gradient
-        return super().of(action)
-
-
 class Sleeper:
     """Sleeps on behalf of a rank's chunks; keeps the account."""
 
@@ -92,7 +80,10 @@ class Sleeper:
         self.alive = self.in_flight = 0
 
     def sleep(self, seconds: float) -> None:
-        time.sleep(seconds)
+        end = time.perf_counter() + seconds
+        time.sleep(max(0.0, seconds - OVERSLEPT_SECONDS))
+        while time.perf_counter() < end:
+            pass
         self.busy += seconds
 
     def begin(self) -> None:
@@ -103,7 +94,9 @@ class Sleeper:
         self.alive -= 1
 
 
-class _InputNode(torch.autograd.Function):
+class _Sleep(torch.autograd.Function):
+    """Sleeps in backward: for the gradient of the inputs, and for that of the weights when the schedule wants it."""
+
     @staticmethod
     def forward(ctx: Any, hidden_states: Tensor, sleeper: Sleeper, seconds: float) -> Tensor:
         ctx.sleeper, ctx.seconds = sleeper, seconds
@@ -111,25 +104,19 @@ class _InputNode(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        ctx.sleeper.sleep(ctx.seconds)
-        return grad.contiguous(), None, None  # of a sum it comes expanded, and gloo sends no such thing
+        sleeper, seconds = ctx.sleeper, ctx.seconds
 
+        def weights() -> None:
+            sleeper.sleep(seconds)
+            sleeper.end()
 
-class _WeightNode(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, sleeper: Sleeper, seconds: float) -> Tensor:
-        ctx.sleeper, ctx.seconds = sleeper, seconds
-        return weight.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        ctx.sleeper.sleep(ctx.seconds)
-        ctx.sleeper.end()
+        sleeper.sleep(seconds)
+        now_or_later(weights)
         return grad, None, None
 
 
 class SleepingChunk(nn.Module):
-    """A chunk for the runner whose F, I and W take `seconds` each, and B both; on the first one W takes I's, too."""
+    """A chunk for the runner whose F, I and W take `seconds` each, and B twice as long."""
 
     def __init__(self, index: int, chunks: int, sleeper: Sleeper, seconds: float):
         super().__init__()
@@ -150,12 +137,8 @@ class SleepingChunk(nn.Module):
         self._sleeper.begin()
         self._sleeper.sleep(self._seconds)
         if self.is_first:
-            hidden_states = inputs.new_zeros((*inputs.shape, HIDDEN), dtype=torch.float32)
-        else:
-            hidden_states = _InputNode.apply(inputs, self._sleeper, self._seconds)
-        weight_seconds = self._seconds * (2 if self.is_first else 1)
-        # The sum is the node at which torch cuts a split backward: behind it lie the input's node and the weight's.
-        outputs = hidden_states + _WeightNode.apply(self.weight, self._sleeper, weight_seconds)
+            inputs = inputs.new_zeros((*inputs.shape, HIDDEN), dtype=torch.float32)
+        outputs = _Sleep.apply(inputs + self.weight, self._sleeper, self._seconds)
         return outputs.sum(dim=(1, 2)) if self.is_last else outputs
 
 
@@ -210,7 +193,7 @@ def row_of(case: Case, ranks: Sequence[RankFigures]) -> dict[str, Any]:
     busy = sum(rank.busy for rank in ranks) / case.stages
     measured, fastest = 1 - busy / statistics.median(steps), 1 - busy / min(steps)
     ideal = bubble_fraction(*shape)
-    as_torch = ideal_timeline(*shape, FirstChunkInW())
+    length = ideal_timeline(*shape).length * case.chunk_unit
     actions = max(len(order) for order in orders_of(*shape))
     return {
         "schedule": case.schedule,
@@ -218,14 +201,13 @@ def row_of(case: Case, ranks: Sequence[RankFigures]) -> dict[str, Any]:
         "micro_batches": case.micro_batches,
         "chunks": case.chunks,
         "ideal_bubble": round(ideal, 4),
-        "as_torch_bubble": round(as_torch.bubble, 4),
         "measured_bubble": round(measured, 4),
         "fastest_bubble": round(fastest, 4),
         "over": round(fastest - ideal, 4),
         "step_seconds": round(statistics.median(steps), 4),
         "fastest_step_seconds": round(min(steps), 4),
-        "ideal_step_seconds": round(as_torch.length * case.chunk_unit, 4),
-        "over_ms_an_action": round((min(steps) - as_torch.length * case.chunk_unit) / actions * 1e3, 3),
+        "ideal_step_seconds": round(length, 4),
+        "over_ms_an_action": round((min(steps) - length) / actions * 1e3, 3),
         "busy_seconds": [round(rank.busy, 4) for rank in ranks],
         "in_flight": max(rank.in_flight for rank in ranks),
         "in_flight_by_data": max(in_flight_chunks(order) for order in orders_of(*shape)),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 # One server imports these once, computes nothing with them, and forks every rank.
-PRELOADED = ["torch", "torch.distributed.pipelining", "deepspeed"]
+PRELOADED = ["torch", "deepspeed"]
 # As megalite's own processes have it (launcher/environment.py).
 ENVIRONMENT = {
     "DS_ACCELERATOR": "cpu",

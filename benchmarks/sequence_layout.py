@@ -80,6 +80,18 @@ def _sequence_first() -> Iterator[None]:
         yield
 
 
+def _linear_after_gather(
+    hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, *, mesh: ParallelMesh
+) -> Tensor:
+    return layers.linear(collectives.column_input(hidden_states, mesh), weight, bias)
+
+
+@contextmanager
+def _not_overlapped() -> Iterator[None]:
+    with mock.patch.object(layers, "column_linear", _linear_after_gather):
+        yield
+
+
 class Form:
     """One way to run the layer, and its times."""
 
@@ -90,13 +102,10 @@ class Form:
         length: int,
         *,
         sequence_parallel: bool = True,
-        overlapped: bool = True,
         within: Callable[[], AbstractContextManager[None]] = nullcontext,
     ):
         mesh = ParallelMesh.over_world(Layout(tensor=WORLD), sequence_parallel=sequence_parallel)
         self.layer = DecoderLayer(shape, 0, mesh)
-        for linear in (self.layer.self_attn.qkv_proj, self.layer.mlp.gate_up_proj):
-            linear.ops = replace(linear.ops, split_backward=not overlapped)
         for parameter in self.layer.parameters():
             torch.nn.init.normal_(parameter, std=0.02)
         held = len(mesh.sequence_range(length))
@@ -141,9 +150,9 @@ def measure_on_rank(shape: ModelShape, batch: int, length: int, rounds: int) -> 
     forms: Mapping[str, Form] = {
         "layer": Form(*size),
         "sbh": Form(*size, within=_sequence_first),
-        "plain": Form(*size, overlapped=False),
+        "plain": Form(*size, within=_not_overlapped),
         "tensor": Form(*size, sequence_parallel=False),
-        "tensor plain": Form(*size, sequence_parallel=False, overlapped=False),
+        "tensor plain": Form(*size, sequence_parallel=False, within=_not_overlapped),
     }
     for _ in range(rounds + 1):
         for form in forms.values():

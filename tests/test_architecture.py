@@ -60,7 +60,7 @@ OWNERS = {
 }
 PRINTERS = ("cli/", "__main__.py", "monitor/console.py")
 ENVIRONMENT = ("launcher/detect.py", "launcher/environment.py")
-OPERATOR_FLAGS = {"fused", "split_backward"}
+OPERATOR_FLAGS = {"fused"}
 VAGUE_NAMES = re.compile(r"(utils?|helpers?|misc|common|.*_(part\d*|helpers?|utils?))\.py")
 FILE_LINES, FUNCTION_LINES, TEST_LINES, CSRC_LINES = 400, 60, 600, 800
 # A sentence whose first word is neither its subject nor its verb.
@@ -306,7 +306,7 @@ BROKEN = [
     (sizes, "data/loader.py", "\n".join(f"call({line})" for line in range(FILE_LINES + 1))),
     (sizes, "data/loader.py", "def long():\n" + "    call()\n" * FUNCTION_LINES),
     (operators_without_flags, "ops/norms.py", "def norm(x: Tensor, *, fused: bool) -> Tensor: ..."),
-    (operators_without_flags, "model/options.py", "class Options:\n    split_backward: bool = False"),
+    (operators_without_flags, "model/options.py", "class Options:\n    fused: bool = False"),
     (plain_sentences, "data/loader.py", '"""Of a batch, its rows."""'),
     (plain_sentences, "data/loader.py", "rows = 1  # Read once. What is left stays."),
 ]
@@ -323,7 +323,7 @@ KEPT = [
     (sole_owners, "checkpoint/save.py", "import torch.distributed.checkpoint as dcp"),
     (calls, "model/stages.py", "stage.eval()"),
     (plain_sentences, "data/loader.py", '"""Return the rows of a batch."""'),
-    (operators_without_flags, "ops/choice.py", "class Operators:\n    split_backward: bool = False"),
+    (operators_without_flags, "ops/choice.py", "class Operators:\n    fused: bool = False"),
     (sizes, "config/tables.py", "KEYS = [\n" + '    "key",\n' * (FILE_LINES + 1) + "]"),
     (
         sizes,

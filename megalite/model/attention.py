@@ -43,7 +43,6 @@ class SelfAttention(nn.Module):
             mesh=mesh,
             dtype=options.dtype,
             bias=shape.attention_bias,
-            ops=options.ops,
         )
         self.o_proj = RowParallelLinear(
             self.heads * shape.head_dim,

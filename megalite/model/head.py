@@ -69,9 +69,7 @@ class OutputHead(nn.Module):
 
     def local_logits(self, hidden_states: Tensor) -> Tensor:
         """[B, S, H] -> logits over this rank's rows of the vocabulary [B, S, V / tp]."""
-        logits = column_linear(
-            self.norm(hidden_states), self.projection.weight, self._bias, mesh=self.mesh, ops=self.ops
-        )
+        logits = column_linear(self.norm(hidden_states), self.projection.weight, self._bias, mesh=self.mesh)
         if self.transform.scaling != 1:
             logits = logits / self.transform.scaling
         return logits if self.transform.softcap is None else soft_capped(logits, self.transform.softcap)

@@ -21,7 +21,7 @@ class GatedMLP(nn.Module):
         gelu = partial(ops.geglu, approximate=_approximate(shape))
         self.activation = ops.swiglu if shape.hidden_act == "silu" else gelu
         self.gate_up_proj = ColumnParallelLinear(
-            shape.hidden_size, 2 * features, mesh=mesh, dtype=options.dtype, bias=shape.mlp_bias, ops=ops
+            shape.hidden_size, 2 * features, mesh=mesh, dtype=options.dtype, bias=shape.mlp_bias
         )
         self.down_proj = RowParallelLinear(
             features, shape.hidden_size, mesh=mesh, dtype=options.dtype, bias=shape.mlp_bias
@@ -40,7 +40,7 @@ class PlainMLP(nn.Module):
         features, self.ops = mesh.local(shape.intermediate_size), options.ops
         self.approximate = _approximate(shape)
         self.up_proj = ColumnParallelLinear(
-            shape.hidden_size, features, mesh=mesh, dtype=options.dtype, bias=shape.mlp_bias, ops=options.ops
+            shape.hidden_size, features, mesh=mesh, dtype=options.dtype, bias=shape.mlp_bias
         )
         self.down_proj = RowParallelLinear(
             features, shape.hidden_size, mesh=mesh, dtype=options.dtype, bias=shape.mlp_bias

@@ -56,9 +56,8 @@ AddNorm = Callable[[Tensor, Tensor, Tensor, Tensor | None, float, bool], tuple[T
 class Operators:
     """A model's operators, built from the name of each operator's implementation.
 
-    chosen: operator of NAMES -> implementation; torch by default. split_backward: the schedule computes the gradients
-    of inputs and weights at different times, so an autograd node that computes both would run twice. compile: layers
-    run through torch.compile, which fuses by itself and cannot trace custom autograd nodes.
+    chosen: operator of NAMES -> implementation; torch by default. compile: layers run through torch.compile, which
+    fuses by itself and cannot trace custom autograd nodes.
 
     norm(x, weight, bias, eps, zero_centered_gamma); add_norm(x, residual, weight, ...) -> x + residual, which may
     overwrite x, and its norm. split_and_rotate, rotate: see ops/rotary.py. swiglu, geglu, bias_gelu: see
@@ -67,7 +66,6 @@ class Operators:
     """
 
     chosen: Mapping[str, str] = field(default_factory=dict, hash=False)
-    split_backward: bool = False
     compile: bool = False
     norm: Norm = field(init=False, repr=False, compare=False)
     add_norm: AddNorm = field(init=False, repr=False, compare=False)
@@ -99,7 +97,7 @@ class Operators:
             "geglu": activations.compiled_geglu if ours["glu"] else activations.geglu,
             "bias_gelu": activations.compiled_bias_gelu if ours["bias_gelu"] else activations.bias_gelu,
             # The compiled activation's backward also sums the bias gradient, without reading any more memory.
-            "adds_bias_with_gelu": ours["bias_gelu"] and not self.split_backward,
+            "adds_bias_with_gelu": ours["bias_gelu"],
             "cross_entropy": COMPILED_CROSS_ENTROPY if ours["cross_entropy"] else TORCH_CROSS_ENTROPY,
             "adamw": self._adamw(),
             "sum_of_squares": (
@@ -112,7 +110,7 @@ class Operators:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the description; another process builds the functions from it."""
-        return type(self), (self.chosen, self.split_backward, self.compile)
+        return type(self), (self.chosen, self.compile)
 
     def of(self, operator: str) -> str:
         """Return the name of an operator's implementation. Raises KeyError for an operator that does not exist."""
@@ -201,19 +199,16 @@ class Operators:
         return adamw.add_weight_gradient_
 
     def _norm(self) -> Norm:
-        plain: Norm = norms.norm_split if self.split_backward else norms.norm
         if self.uses("norm"):
-            ours = norms.compiled_norm_split if self.split_backward else norms.compiled_norm
-            return partial(_norm_compiled, ours, plain)
-        if self.uses("norm", liger.LIGER) and not (self.split_backward or self.compile):
+            return _norm_compiled
+        if self.uses("norm", liger.LIGER) and not self.compile:
             return _norm_by_liger
-        return plain
+        return norms.norm
 
     def _add_norm(self, norm: Norm) -> AddNorm:
         if not self.uses("add_norm"):
             return partial(_add_then_norm, norm)
-        ours = norms.compiled_add_norm_split if self.split_backward else norms.compiled_add_norm
-        return partial(_add_norm_compiled, ours, norm)
+        return partial(_add_norm_compiled, norm)
 
 
 def attention_operator(*, dropout: bool, softcap: bool, documents: bool, window: bool) -> str:
@@ -228,16 +223,10 @@ def attention_operator(*, dropout: bool, softcap: bool, documents: bool, window:
 
 
 def _norm_compiled(
-    ours: Norm,
-    plain: Norm,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    zero_centered_gamma: bool,
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered_gamma: bool
 ) -> Tensor:
     serves = not norms.why_not_compiled(weight.dtype, zero_centered_gamma=zero_centered_gamma)
-    return (ours if serves else plain)(x, weight, bias, eps, zero_centered_gamma)
+    return (norms.compiled_norm if serves else norms.norm)(x, weight, bias, eps, zero_centered_gamma)
 
 
 def _adamw_by_apex(tensors: AdamWTensors, rule: AdamWRule) -> None:
@@ -269,7 +258,6 @@ def _add_then_norm(
 
 
 def _add_norm_compiled(
-    ours: AddNorm,
     norm: Norm,
     x: Tensor,
     residual: Tensor,
@@ -280,7 +268,7 @@ def _add_norm_compiled(
 ) -> tuple[Tensor, Tensor]:
     if norms.why_not_compiled(weight.dtype, zero_centered_gamma=zero_centered_gamma):
         return _add_then_norm(norm, x, residual, weight, bias, eps, zero_centered_gamma)
-    return ours(x, residual, weight, bias, eps, zero_centered_gamma)
+    return norms.compiled_add_norm(x, residual, weight, bias, eps, zero_centered_gamma)
 
 
 def _split_and_rotate_compiled(

@@ -1,7 +1,6 @@
 """RMSNorm (Zhang and Sennrich 2019) and LayerNorm (Ba et al. 2016), also fused with the residual add.
 
-Each has two forms: plain torch, and the compiled operators of csrc/norms.h. Schedules that split the backward compute
-the gradients of inputs and weights at different times: the forms named `_split` have one autograd node for each.
+Each has two forms: plain torch, and the compiled operators of csrc/norms.h.
 
 Everywhere x is [..., H], weight and bias are [H]. A norm without a bias is RMSNorm. zero_centered_gamma: multiply by
 1 + weight (Gemma).
@@ -50,28 +49,6 @@ class _RMSNorm(torch.autograd.Function):
         return scaled_grad.to(flat.dtype).view_as(x), weight_grad.to(weight.dtype), None, None
 
 
-class _Normalise(torch.autograd.Function):
-    """RMSNorm without its weight: the product with the weight is another node, which gives the weight's gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-        fp32 = x.float() if x.element_size() < 4 else x
-        inverse_rms = torch.linalg.vector_norm(fp32, dim=-1, keepdim=True)
-        inverse_rms.square_().div_(fp32.shape[-1]).add_(eps).rsqrt_()
-        normalised = (fp32 * inverse_rms).to(dtype)
-        ctx.save_for_backward(normalised, inverse_rms)
-        ctx.dtype = x.dtype
-        return normalised
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        normalised, inverse_rms = ctx.saved_tensors
-        fp32 = grad.to(inverse_rms.dtype)
-        projection = (fp32 * normalised).mean(dim=-1, keepdim=True)
-        scaled_grad = torch.addcmul(fp32, normalised.to(fp32.dtype), projection, value=-1)
-        return scaled_grad.mul_(inverse_rms).to(ctx.dtype), None, None
-
-
 def norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered_gamma: bool = False
 ) -> Tensor:
@@ -81,30 +58,12 @@ def norm(
     return rms_norm(x, weight, eps, zero_centered_gamma)
 
 
-def norm_split(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered_gamma: bool = False
-) -> Tensor:
-    """Same as `norm`, with separate nodes for the gradients of inputs and weights."""
-    if bias is not None:
-        return F.layer_norm(x, weight.shape, weight, bias, eps)
-    return rms_norm_split(x, weight, eps, zero_centered_gamma)
-
-
 def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered_gamma: bool = False) -> Tensor:
     """Return weight * x / sqrt(mean(x^2) + eps); 1 + weight is added and multiplied in at least float32."""
     if torch.compiler.is_compiling():
         return _traced_rms_norm(x, weight, eps, zero_centered_gamma)
     normalised: Tensor = _RMSNorm.apply(x, weight, eps, zero_centered_gamma)
     return normalised
-
-
-def rms_norm_split(x: Tensor, weight: Tensor, eps: float, zero_centered_gamma: bool = False) -> Tensor:
-    """Same as `rms_norm`, with separate nodes for the gradients of inputs and weights."""
-    if torch.compiler.is_compiling():
-        return _traced_rms_norm(x, weight, eps, zero_centered_gamma)
-    fp32 = torch.promote_types(x.dtype, torch.float32)
-    normalised: Tensor = _Normalise.apply(x, eps, fp32 if zero_centered_gamma else x.dtype)
-    return (normalised * (1 + weight.to(fp32))).to(x.dtype) if zero_centered_gamma else normalised * weight
 
 
 def _traced_rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered_gamma: bool) -> Tensor:
@@ -132,13 +91,6 @@ def compiled_norm(
     return output
 
 
-def compiled_norm_split(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered_gamma: bool = False
-) -> Tensor:
-    """Same as `compiled_norm`, with separate nodes for the gradients of inputs and weights."""
-    return _compiled_split(x, None, weight, bias, eps, zero_centered_gamma)[1]
-
-
 def compiled_add_norm(
     x: Tensor,
     residual: Tensor,
@@ -151,72 +103,6 @@ def compiled_add_norm(
     factor = 1 + weight if zero_centered_gamma else weight
     total, output, _, _ = torch.ops.megalite.norm(x, residual, factor, bias, eps)
     return total, output
-
-
-def compiled_add_norm_split(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    zero_centered_gamma: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Same as `compiled_add_norm`, with separate nodes for the gradients of inputs and weights."""
-    return _compiled_split(x, residual, weight, bias, eps, zero_centered_gamma)
-
-
-def _compiled_split(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    zero_centered_gamma: bool,
-) -> tuple[Tensor, Tensor]:
-    """Return the norm's input (x, or x + residual) and the norm."""
-    factor, shift = (1 + weight if zero_centered_gamma else weight), bias
-    attached = weight.requires_grad and torch.is_grad_enabled()
-    if attached:
-        factor, shift = factor.detach(), None if bias is None else bias.detach()
-    total, output, mean, inverse = torch.ops.megalite.norm(x, residual, factor, shift, eps)
-    if residual is None:
-        total = x
-    if not attached:
-        return total, output
-    statistics = (inverse.detach(),) if bias is None else (mean.detach(), inverse.detach())
-    nothing = _WeightGradient.apply(weight, bias, total.detach(), *statistics)
-    output = _Joined.apply(output, nothing)
-    return total, output
-
-
-class _WeightGradient(torch.autograd.Function):
-    """Returns a zero-stride tensor shaped like x whose only purpose is to attach the weight-gradient node."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, bias: Tensor | None, x: Tensor, *statistics: Tensor) -> Tensor:
-        ctx.save_for_backward(x, *statistics)
-        return weight.new_zeros(()).expand_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, *mean, inverse = ctx.saved_tensors
-        operator = torch.ops.megalite.norm_weight_grad
-        weight_grad, bias_grad = operator(grad, x, mean[0] if mean else None, inverse)
-        return weight_grad, bias_grad if mean else None, None, *(None for _ in (*mean, inverse))
-
-
-class _Joined(torch.autograd.Function):
-    """Returns the output and hands its gradient to both inputs."""
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, nothing: Tensor) -> Tensor:
-        # Not a view: a residual may be added in place, which autograd forbids for a view made by a custom node.
-        ctx.mark_dirty(output)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        return grad, grad
 
 
 def _norm_like(

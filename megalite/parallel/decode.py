@@ -53,7 +53,7 @@ def _hand_over(
         now.collective("send", mesh.pp.role)
         dist.send(output.contiguous(), dst=mesh.pp.ranks[target], group=mesh.pp.group)
     if mesh.at.pp == target:
-        received = torch.empty_like(hidden)
+        received = torch.empty_like(hidden, memory_format=torch.contiguous_format)
         now.collective("recv", mesh.pp.role)
         dist.recv(received, src=mesh.pp.ranks[source], group=mesh.pp.group)
         return received

@@ -1,11 +1,15 @@
-"""Linear and embedding backwards that add weight gradients to the sum in place."""
+"""Linear and embedding backwards that add weight gradients to the sum in place, or leave them to a later moment."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from megalite.ops.adamw import add_weight_gradient_
 
 
 def sum_in_place(
@@ -13,16 +17,22 @@ def sum_in_place(
 ) -> None:
     """Have linears and embeddings add to the gradients of these weights in place, in at least float32.
 
-    Otherwise autograd materialises every partial gradient, including embedding rows that no token used. Only for
-    backwards that run each node once, and where no gradient is read before all parts are summed; weights with hooks are
-    left to autograd. accumulate: a function like ops.adamw.add_weight_gradient_.
+    Otherwise autograd materialises every partial gradient, including embedding rows that no token used. Only where no
+    gradient is read before all parts are summed; weights with hooks are left to autograd. accumulate: a function like
+    ops.adamw.add_weight_gradient_.
     """
     for weight in weights:
         if weight.dim() == 2 and (weight.element_size() >= 4 or weight.grad_dtype == torch.float32):
             setattr(weight, _ACCUMULATE, accumulate)
 
 
-_ACCUMULATE = "accumulate_gradient"
+def allow_deferral(weights: Iterable[nn.Parameter]) -> None:
+    """Let `deferred_weight_gradients` leave the gradients of these weights, of linears, for later."""
+    for weight in weights:
+        setattr(weight, _DEFERRABLE, True)
+
+
+_ACCUMULATE, _DEFERRABLE = "accumulate_gradient", "gradient_may_wait"
 
 
 def _sums_in_place(weight: Tensor) -> bool:
@@ -31,27 +41,66 @@ def _sums_in_place(weight: Tensor) -> bool:
     return not torch.compiler.is_compiling() and not hooked and hasattr(weight, _ACCUMULATE)
 
 
-def weight_gradient(weight: Tensor, grad: Tensor, inputs: Tensor) -> Tensor | None:
-    """Return grad [N, out]^T inputs [N, in], or None after adding the product to `weight.grad`."""
-    if not _sums_in_place(weight):
-        return grad.t() @ inputs
-    total = weight.grad
-    if total is None:
-        # Set at once instead of returned: a tied embedding's backward adds to this sum.
-        weight.grad = (grad.t() @ inputs).to(weight.grad_dtype)
-    elif total.dtype == grad.dtype:
-        total.addmm_(grad.t(), inputs)
+# The weight gradients that a split backward leaves for later; None outside of one. Not of a thread: autograd computes
+# on a GPU in threads of its own.
+_deferred: list[Callable[[], None]] | None = None
+
+
+@contextmanager
+def deferred_weight_gradients() -> Iterator[list[Callable[[], None]]]:
+    """Have backwards inside of the `with` block leave the weight gradients of linears to the calls in the list.
+
+    The calls keep the inputs and output gradients of their linears; their order is that of the backward.
+    """
+    global _deferred
+    before, _deferred = _deferred, []
+    try:
+        yield _deferred
+    finally:
+        _deferred = before
+
+
+def now_or_later(compute: Callable[[], None]) -> None:
+    """Compute a weight's gradient, or leave that for later."""
+    if _deferred is None:
+        compute()
     else:
-        getattr(weight, _ACCUMULATE)(total, grad, inputs)
+        _deferred.append(compute)
+
+
+def deferring() -> bool:
+    """Return whether weight gradients are left for later now."""
+    return _deferred is not None
+
+
+def weight_gradient(weight: Tensor, grad: Tensor, inputs: Callable[[], Tensor]) -> Tensor | None:
+    """Return grad [N, out]^T inputs [N, in]; None if the product is or will be added to `weight.grad`."""
+    if not (deferring() or _sums_in_place(weight)):
+        return grad.t() @ inputs()
+    now_or_later(partial(_add_weight_gradient, weight, grad, inputs))
     return None
 
 
+@torch.no_grad()
+def _add_weight_gradient(weight: Tensor, grad: Tensor, inputs: Callable[[], Tensor]) -> None:
+    total = weight.grad
+    if total is None:
+        # Set at once instead of returned: a tied embedding's backward adds to this sum.
+        weight.grad = (grad.t() @ inputs()).to(weight.grad_dtype)
+    elif total.dtype == grad.dtype:
+        total.addmm_(grad.t(), inputs())
+    else:
+        getattr(weight, _ACCUMULATE, add_weight_gradient_)(total, grad, inputs())
+
+
 class _SummingLinear(torch.autograd.Function):
-    """A linear whose backward adds the weight's gradient to `weight.grad` in place."""
+    """A linear whose backward adds the weight's gradient to `weight.grad` in place, or leaves it for later."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(inputs, weight)
+        # A recomputed region gives back saved tensors without their gradients.
+        ctx.parameter = weight
         return F.linear(inputs, weight, bias)
 
     @staticmethod
@@ -61,13 +110,14 @@ class _SummingLinear(torch.autograd.Function):
         flat_grad = grad.flatten(0, -2)
         return (
             grad @ weight if for_inputs else None,
-            weight_gradient(weight, flat_grad, inputs.flatten(0, -2)) if for_weight else None,
+            weight_gradient(ctx.parameter, flat_grad, lambda: inputs.flatten(0, -2)) if for_weight else None,
             flat_grad.sum(dim=0) if for_bias else None,
         )
 
 
 def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if not (_sums_in_place(weight) and torch.is_grad_enabled()):
+    own = _sums_in_place(weight) or hasattr(weight, _DEFERRABLE)
+    if not own or torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return F.linear(inputs, weight, bias)
     output: Tensor = _SummingLinear.apply(inputs, weight, bias)  # type: ignore[no-untyped-call]
     return output
@@ -78,12 +128,13 @@ class _SummingEmbedding(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input_ids: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(input_ids, weight)
+        ctx.save_for_backward(input_ids)
+        ctx.parameter = weight
         return F.embedding(input_ids, weight)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None]:
-        input_ids, weight = ctx.saved_tensors
+        (input_ids,), weight = ctx.saved_tensors, ctx.parameter
         total = weight.grad
         if total is None:
             return None, torch.ops.aten.embedding_dense_backward(grad, input_ids, len(weight), -1, False)

@@ -11,15 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megalite.ops.choice import PLAIN_TORCH, Operators
 from megalite.parallel.collectives import (
-    column_input,
+    Pending,
     row_output,
     start_all_reduce,
     start_gather,
     start_reduce_scatter,
 )
-from megalite.parallel.gradient_sums import embedding, linear, weight_gradient
+from megalite.parallel.gradient_sums import deferring, embedding, linear, weight_gradient
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.stages import balanced_split
 
@@ -36,7 +35,8 @@ class _OverlappedColumnLinear(torch.autograd.Function):
         ctx: Any, hidden_states: Tensor, weight: Tensor, bias: Tensor | None, mesh: ParallelMesh
     ) -> Tensor:
         ctx.save_for_backward(hidden_states, weight)
-        ctx.mesh = mesh
+        # A recomputed region gives back saved tensors without their gradients.
+        ctx.mesh, ctx.parameter = mesh, weight
         inputs = start_gather(hidden_states, mesh.tp)() if mesh.splits_sequence else hidden_states
         return F.linear(inputs, weight, bias)
 
@@ -45,14 +45,25 @@ class _OverlappedColumnLinear(torch.autograd.Function):
         hidden_states, weight = ctx.saved_tensors
         tp, split = ctx.mesh.tp, ctx.mesh.splits_sequence
         for_inputs, for_weight, for_bias, _ = ctx.needs_input_grad
-        gathering = start_gather(hidden_states, tp) if split and for_weight else lambda: hidden_states
+        inputs = _all_positions(hidden_states, ctx.mesh) if for_weight else None
         summing = (
             (start_reduce_scatter if split else start_all_reduce)(grad @ weight, tp) if for_inputs else None
         )
         flat_grad = grad.flatten(0, -2)
-        weight_grad = weight_gradient(weight, flat_grad, gathering().flatten(0, -2)) if for_weight else None
+        weight_grad = (
+            weight_gradient(ctx.parameter, flat_grad, lambda: inputs().flatten(0, -2)) if inputs else None
+        )
         bias_grad = flat_grad.sum(dim=0) if for_bias else None
         return summing() if summing is not None else None, weight_grad, bias_grad, None
+
+
+def _all_positions(hidden_states: Tensor, mesh: ParallelMesh) -> Pending:
+    """Return a call that gives all positions, which starts to gather them if their product is not for later."""
+    if not mesh.splits_sequence:
+        return lambda: hidden_states
+    if deferring():
+        return lambda: start_gather(hidden_states, mesh.tp)()
+    return start_gather(hidden_states, mesh.tp)
 
 
 def column_linear(
@@ -61,15 +72,10 @@ def column_linear(
     bias: Tensor | None = None,
     *,
     mesh: ParallelMesh,
-    ops: Operators = PLAIN_TORCH,
 ) -> Tensor:
-    """Compute a linear whose outputs are split over tp: [B, S or S / tp, in] -> [B, S, this rank's outputs].
-
-    If a schedule computes the gradients of inputs and weight at different times (ops.split_backward), separate nodes
-    compute them, without overlap, and all positions of the inputs are kept until then.
-    """
-    if mesh.tp.size == 1 or ops.split_backward:
-        return linear(column_input(hidden_states, mesh), weight, bias)
+    """Compute a linear whose outputs are split over tp: [B, S or S / tp, in] -> [B, S, this rank's outputs]."""
+    if mesh.tp.size == 1:
+        return linear(hidden_states, weight, bias)
     output: Tensor = _OverlappedColumnLinear.apply(hidden_states, weight, bias, mesh)  # type: ignore[no-untyped-call]
     return output
 
@@ -90,17 +96,16 @@ class ColumnParallelLinear(nn.Module):
         mesh: ParallelMesh,
         dtype: torch.dtype,
         bias: bool = False,
-        ops: Operators = PLAIN_TORCH,
     ):
         super().__init__()
-        self.mesh, self.ops = mesh, ops
+        self.mesh = mesh
         self.weight = nn.Parameter(torch.empty(local_out_features, in_features, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(local_out_features, dtype=dtype)) if bias else None
 
     def forward(self, hidden_states: Tensor, *, with_bias: bool = True) -> Tensor:
         """Map [B, S or S / tp, in] to [B, S, out / tp]. with_bias: False if the caller adds the bias."""
         bias = self.bias if with_bias else None
-        return column_linear(hidden_states, self.weight, bias, mesh=self.mesh, ops=self.ops)
+        return column_linear(hidden_states, self.weight, bias, mesh=self.mesh)
 
 
 class RowParallelLinear(nn.Module):

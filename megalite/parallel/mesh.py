@@ -48,6 +48,7 @@ class ParallelMesh:
 
     groups: axis or role (topology.axes) -> this rank's group; a missing entry means this rank alone.
         "tied": the first and the last stage, which both hold tied embeddings; only this rank on other stages.
+        "pp_upwards": the ranks of "pp" in another process group, for what a stage sends to one before it.
     sequence_parallel: outside of attention and MLP each tp rank holds a range of the positions (Korthikanti et al.,
         "Reducing Activation Recomputation in Large Transformer Models", 2022).
     host: all ranks over gloo, for values in host memory. None: the default group is gloo itself. NCCL takes no host
@@ -89,16 +90,20 @@ class ParallelMesh:
         stages = ranks_of["pp"]
         ends = tuple(dict.fromkeys((stages[0], stages[-1])))
         ranks_of["tied"] = ends if rank in ends else (rank,)
+        # Before groups that only some of these ranks have: torch names a group by how many the rank has made.
+        upwards = _join(stages, rank, "pp") if len(stages) > 1 else None
         # Roles with the same ranks share a group: each costs connections and, on a GPU, memory.
         joined: dict[tuple[int, ...], RankGroup] = {}
         for name, ranks in ranks_of.items():
             if ranks not in joined:
                 joined[ranks] = _join(ranks, rank, name)
+        groups = {name: joined[ranks] for name, ranks in ranks_of.items()}
+        groups["pp_upwards"] = upwards or groups["pp"]
         return cls(
             layout,
             rank,
             device,
-            groups={name: joined[ranks] for name, ranks in ranks_of.items()},
+            groups=groups,
             sequence_parallel=sequence_parallel,
             host=host,
         )
@@ -112,6 +117,11 @@ class ParallelMesh:
     def pp(self) -> RankGroup:
         """The stages of this rank's pipeline."""
         return self.groups.get("pp", ALONE)
+
+    @property
+    def pp_upwards(self) -> RankGroup:
+        """The stages of this rank's pipeline, for what a stage sends to one before it."""
+        return self.groups.get("pp_upwards", ALONE)
 
     @property
     def batch(self) -> RankGroup:

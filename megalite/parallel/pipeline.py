@@ -1,6 +1,5 @@
-"""Runners of one step's micro batches through the stages: torch.distributed.pipelining, or a plain loop at pp = 1."""
+"""Runners of one step's micro batches: through the stages by a schedule, or a plain loop at pp = 1."""
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -8,56 +7,23 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleDualPipeV,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleLoopedBFS,
-    ScheduleZBVZeroBubble,
-)
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from megalite.parallel.collectives import all_reduce
 from megalite.parallel.cross_entropy import IGNORE_INDEX
 from megalite.parallel.decode import along_chunks
 from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.schedule import StageSchedule
 from megalite.parallel.step_batch import StepBatch
+from megalite.topology.schedule_timeline import orders_of
 from megalite.topology.stages import PipelineSplit
-
-# Schedules with one chunk per rank, then with several.
-_SINGLE: dict[str, type[PipelineScheduleSingle]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-_MULTI: dict[str, type[PipelineScheduleMulti]] = {
-    "interleaved_1f1b": ScheduleInterleaved1F1B,
-    "looped_bfs": ScheduleLoopedBFS,
-    "interleaved_zero_bubble": ScheduleInterleavedZeroBubble,
-    "zbv": ScheduleZBVZeroBubble,
-    "dualpipev": ScheduleDualPipeV,
-}
-
-
-_SCHEDULE_LOG = logging.getLogger("torch.distributed.pipelining.schedules")
-
-
-def _without_schedule(record: logging.LogRecord) -> bool:
-    """Leave out the whole schedule that torch logs on each rank before it raises the error of one action.
-
-    The error itself is reported with its rank. With that logger at INFO or below the schedule is printed.
-    """
-    return record.levelno < logging.ERROR or _SCHEDULE_LOG.isEnabledFor(logging.INFO)
-
-
-_SCHEDULE_LOG.addFilter(_without_schedule)
+from megalite.topology.transfers import scheduled_actions
 
 
 @dataclass(frozen=True)
 class PipelineShapes:
-    """The fixed shapes of a runner: M micro batches, hidden states [b, S, H] between chunks, losses [b].
+    """The shapes of a runner: M micro batches, hidden states [b, S, H] between chunks, losses [b].
 
-    With sequence parallelism hidden states are [b, S / tp, H]. b and S follow from the batch; every new pair (b, S)
-    costs a schedule and its buffers, so batches should have few distinct lengths.
+    With sequence parallelism hidden states are [b, S / tp, H]. b and S follow from each batch.
     """
 
     micro_batches: int
@@ -130,7 +96,7 @@ class _LoopRunner:
 
 
 class _ScheduleRunner:
-    """Runs the chunks of one of several stages by a schedule of torch.distributed.pipelining."""
+    """Runs the chunks of one of several stages by a schedule."""
 
     def __init__(
         self,
@@ -140,30 +106,24 @@ class _ScheduleRunner:
         shapes: PipelineShapes,
         schedule: str,
     ):
-        self._chunks, self._split, self._mesh = chunks, split, mesh
-        self._shapes, self._schedule = shapes, schedule
-        self._executors: dict[torch.Size, PipelineScheduleSingle | PipelineScheduleMulti] = {}
+        self._chunks, self._split, self._mesh, self._shapes = chunks, split, mesh, shapes
+        self._by_index = dict(zip(split.chunks_of(mesh.at.pp), chunks, strict=True))
+        orders = orders_of(schedule, split.stages, shapes.micro_batches, split.chunks_per_stage)
+        self._stage = StageSchedule(scheduled_actions(orders, split, mesh.at.pp), mesh)
 
     def forward_backward(self, batch: StepBatch, loss_scale: float = 1.0) -> Tensor:
         weighted = _weighted(batch, _token_weight(batch, self._mesh) * loss_scale)
-        # A schedule's buffers have a fixed shape: each batch shape gets its own schedule on first use.
-        size = batch.input_ids.shape
-        if size not in self._executors:
-            self._executors[size] = self._executor(size)
-        first, last = (any(getattr(chunk, end) for chunk in self._chunks) for end in ("is_first", "is_last"))
-        losses: list[Tensor] = []
-        self._executors[size].step(
-            *((batch.input_ids,) if first else ()),
-            target=batch.labels if last else None,
-            losses=losses,
-            return_outputs=False,
-            **_stage_arguments(weighted),
-        )
+        micro_batches = weighted.micro_batches(self._shapes.micro_batches)
+
+        def run(chunk: int, micro_batch: int, hidden_states: Tensor | None) -> Tensor:
+            output = self._run_chunk(self._by_index[chunk], micro_batches[micro_batch], hidden_states)
+            return output.sum() if chunk == len(self._split.layers) - 1 else output
+
+        losses = self._stage.run(run, self._hidden(micro_batches[0]))
         return _mean_over_replicas(_total(losses, self._mesh) / loss_scale, self._mesh)
 
     @torch.no_grad()
     def evaluate(self, batch: StepBatch) -> Tensor:
-        # Not the schedule's own `eval`: torch's is wrong for V-shaped schedules.
         micro_batches = batch.micro_batches(self._shapes.micro_batches)
         losses = [self._losses_of(each) for each in micro_batches]
         sums = [each.sum() for each in losses if each is not None]
@@ -173,49 +133,21 @@ class _ScheduleRunner:
         """Return the output of the last chunk on the stage that holds it."""
 
         def run(chunk: nn.Module, hidden_states: Tensor | None) -> Tensor:
-            inputs = micro_batch.input_ids if hidden_states is None else hidden_states
-            output: Tensor = chunk(inputs, **_stage_arguments(micro_batch))
-            return output
+            return self._run_chunk(chunk, micro_batch, hidden_states)
 
-        rows, length = micro_batch.input_ids.shape
-        between = (rows, len(self._mesh.sequence_range(length)), self._shapes.hidden_size)
-        hidden = torch.empty(between, dtype=self._shapes.dtype, device=self._mesh.device)
-        return along_chunks(self._chunks, self._split, self._mesh, run, hidden)
-
-    def _executor(self, size: torch.Size) -> PipelineScheduleSingle | PipelineScheduleMulti:
-        rows, length = size
-        tokens = (rows // self._shapes.micro_batches, length)
-        stages = [self._stage(chunk, tokens) for chunk in self._chunks]
-        arguments: dict[str, Any] = {
-            "n_microbatches": self._shapes.micro_batches,
-            "loss_fn": lambda losses, _labels: losses.sum(),
-            # `_token_weight` already divides by the global token weight; torch must not divide again.
-            "scale_grads": False,
-        }
-        if self._schedule in _SINGLE:
-            (only,) = stages
-            return _SINGLE[self._schedule](only, **arguments)
-        return _MULTI[self._schedule](list(stages), **arguments)
-
-    def _stage(self, chunk: nn.Module, tokens: tuple[int, int]) -> PipelineStage:
-        # With both shapes given, torch needs no extra forward and backward to infer them.
-        ids = torch.empty(tokens, dtype=torch.int64, device="meta")
-        held = len(self._mesh.sequence_range(tokens[1]))
-        hidden = self._placeholder((tokens[0], held, self._shapes.hidden_size), self._shapes.dtype)
-        losses = self._placeholder(tokens[:1], self._shapes.loss_dtype)
-        return PipelineStage(
-            chunk,
-            chunk.index,  # type: ignore[arg-type]
-            len(self._split.layers),
-            self._mesh.device,
-            input_args=ids if chunk.is_first else hidden,
-            output_args=losses if chunk.is_last else hidden,
-            group=self._mesh.pp.group,
-        )
+        return along_chunks(self._chunks, self._split, self._mesh, run, self._hidden(micro_batch))
 
     @staticmethod
-    def _placeholder(size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.empty(size, dtype=dtype, device="meta", requires_grad=True)
+    def _run_chunk(chunk: nn.Module, micro_batch: StepBatch, hidden_states: Tensor | None) -> Tensor:
+        inputs = micro_batch.input_ids if hidden_states is None else hidden_states
+        output: Tensor = chunk(inputs, **_stage_arguments(micro_batch))
+        return output
+
+    def _hidden(self, micro_batch: StepBatch) -> Tensor:
+        """Return an empty tensor like the hidden states between chunks, which costs no memory."""
+        rows, length = micro_batch.input_ids.shape
+        between = (rows, len(self._mesh.sequence_range(length)), self._shapes.hidden_size)
+        return torch.empty((), dtype=self._shapes.dtype, device=self._mesh.device).expand(between)
 
 
 def _stage_arguments(batch: StepBatch) -> dict[str, Any]:

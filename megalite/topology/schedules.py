@@ -1,6 +1,6 @@
 """Pipeline schedules as data: the rules of each schedule and each stage's order of actions. No torch.
 
-torch.distributed.pipelining runs the schedules (parallel/pipeline.py), in these very orders.
+parallel/schedule.py runs them. Their orders are also those of torch.distributed.pipelining.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -198,7 +198,7 @@ def zbv_order(stage: int, stages: int, micro_batches: int, chunks: int = 2) -> t
 def dualpipev_order(stage: int, stages: int, micro_batches: int, chunks: int = 2) -> tuple[Action, ...]:
     """DualPipe on half the stages: each forward of one chunk is paired with a backward of the other, to overlap them.
 
-    torch runs the two of a pair in sequence, F first, and so does this order. Only the backwards during fill and drain
+    The two of a pair run in sequence, F first, as torch runs them. Only the backwards during fill and drain
     are split. DeepSeek-AI 2024, "DeepSeek-V3 Technical Report"; the half version is by Sea AI Lab.
     """
     down, up = stage, 2 * stages - 1 - stage

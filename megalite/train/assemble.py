@@ -10,6 +10,7 @@ from typing import Any
 from megalite.model.options import ModelOptions
 from megalite.model.replica import Replica
 from megalite.model.stages import build_replica
+from megalite.parallel.gradient_sums import allow_deferral
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.pipeline import PipelineRunner, PipelineShapes, pipeline_runner
 from megalite.topology.schedules import SCHEDULES
@@ -46,12 +47,11 @@ def assemble(
     deepspeed: DeepSpeed's JSON with ZeRO 1 to 3; None for the optimizer of torch alone.
     prepare: called with the replica before the optimizer copies its weights and registers its hooks.
     """
-    # A schedule that splits the backward runs each linear twice, so none may add to the gradient by itself.
-    split_backward = mesh.pp.size > 1 and SCHEDULES[schedule.name].splits_backward
-    options = replace(options, operators=replace(options.operators, split_backward=split_backward))
-    settings = replace(settings, operators=options.operators, sum_in_place=not split_backward)
     replica = build_replica(shape, mesh, split, options, seed=seed)
     prepare(replica)
+    if mesh.pp.size > 1 and SCHEDULES[schedule.name].splits_backward:
+        allow_deferral(replica.tensors.values())
+    settings = replace(settings, operators=options.operators)
     optimizer = _optimizer(replica, settings, deepspeed)
     pipeline = pipeline_runner(
         replica.stage.chunks,

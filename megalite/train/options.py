@@ -32,7 +32,7 @@ def model_options(config: RunConfig, operators: Operators = PLAIN_TORCH) -> Mode
 
 
 def optimizer_settings(config: RunConfig) -> OptimizerSettings:
-    """Return the optimizer's settings without `operators` and `sum_in_place`, which `assemble` adds.
+    """Return the optimizer's settings without `operators`, which `assemble` adds.
 
     The learning rate is an argument of `Optimizer.step`.
     """

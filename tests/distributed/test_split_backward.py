@@ -1,4 +1,4 @@
-"""Both forms of a block's backward give the same gradients; a split one computes and communicates nothing twice."""
+"""A backward that leaves weight gradients for later gives the same gradients and computes nothing twice."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalite.model.norms import Norm
 from megalite.model.options import ModelOptions
-from megalite.ops.choice import Operators
+from megalite.parallel.gradient_sums import allow_deferral, deferred_weight_gradients
 from megalite.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.axes import Layout
@@ -25,12 +24,11 @@ HIDDEN, FEATURES, SEQUENCES, LENGTH = 12, 20, 3, 8
 class Block(nn.Module):
     """x + down(tanh(up(norm(x)))), with biases."""
 
-    def __init__(self, mesh: ParallelMesh, *, split_backward: bool):
+    def __init__(self, mesh: ParallelMesh):
         super().__init__()
         common: dict[str, Any] = {"mesh": mesh, "dtype": torch.float64, "bias": True}
-        ops = Operators(split_backward=split_backward)
-        self.norm = Norm(HIDDEN, 1e-5, ModelOptions(torch.float64, operators=ops))
-        self.up = ColumnParallelLinear(HIDDEN, mesh.local(FEATURES), ops=ops, **common)
+        self.norm = Norm(HIDDEN, 1e-5, ModelOptions(torch.float64))
+        self.up = ColumnParallelLinear(HIDDEN, mesh.local(FEATURES), **common)
         self.down = RowParallelLinear(mesh.local(FEATURES), HIDDEN, **common)
         held = balanced_split(FEATURES, mesh.tp.size)[mesh.tp.rank]
         with torch.no_grad():
@@ -80,14 +78,14 @@ def _values(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def _prepared(sequence_parallel: bool, split_backward: bool) -> tuple[Block, Tensor, Tensor]:
+def _prepared(sequence_parallel: bool) -> tuple[Block, Tensor, Tensor]:
     """The block, its input and the gradient of its output, of this rank's positions."""
     mesh = ParallelMesh.over_world(Layout(tensor=2), sequence_parallel=sequence_parallel)
     here = mesh.sequence_range(LENGTH)
     inputs, grad = (
         _values(SEQUENCES, LENGTH, HIDDEN, seed=seed)[:, here.start : here.stop].clone() for seed in (3, 4)
     )
-    return Block(mesh, split_backward=split_backward), inputs.requires_grad_(), grad
+    return Block(mesh), inputs.requires_grad_(), grad
 
 
 def _gradients(block: Block, inputs: Tensor) -> dict[str, Tensor]:
@@ -95,7 +93,7 @@ def _gradients(block: Block, inputs: Tensor) -> dict[str, Tensor]:
 
 
 def in_one_pass_on_rank(sequence_parallel: bool) -> Seen:
-    block, inputs, grad = _prepared(sequence_parallel, split_backward=False)
+    block, inputs, grad = _prepared(sequence_parallel)
     output = block(inputs)
     with Counter() as counter:
         output.backward(grad)
@@ -104,13 +102,15 @@ def in_one_pass_on_rank(sequence_parallel: bool) -> Seen:
 
 def in_two_passes_on_rank(sequence_parallel: bool) -> Seen:
     """As a schedule that splits the backward runs it."""
-    block, inputs, grad = _prepared(sequence_parallel, split_backward=True)
+    block, inputs, grad = _prepared(sequence_parallel)
+    allow_deferral([block.up.weight, block.down.weight])
     output = block(inputs)
-    with Counter() as first:
-        _, groups = stage_backward_input([output], [grad], [inputs], block.parameters())
+    with Counter() as first, deferred_weight_gradients() as deferred:
+        output.backward(grad)
     with Counter() as second:
-        stage_backward_weight(block.parameters(), groups)
-    weights = {tuple(each.shape) for each in block.parameters()}
+        for compute in deferred:
+            compute()
+    weights = {tuple(each.shape) for each in block.parameters() if each.dim() == 2}
     counters = (first, second)
     return Seen(
         _gradients(block, inputs),
@@ -146,12 +146,13 @@ def test_a_split_backward_does_nothing_twice(ranks, sequence_parallel):
         assert not seen.weight_shaped_in_first_pass
         assert sorted(seen.products[0]) == [(tokens, FEATURES // 2), (tokens, HIDDEN)]
         assert sorted(seen.products[1]) == [(FEATURES // 2, HIDDEN), (HIDDEN, FEATURES // 2)]
-        assert seen.collectives == [COLLECTIVES[sequence_parallel], []]
+        again = ["_allgather_base_"] if sequence_parallel else []
+        assert seen.collectives == [COLLECTIVES[sequence_parallel], again]
 
 
 def saved_on_rank() -> list[tuple[int, ...]]:
     """Shapes of the activations that the block keeps."""
-    block, inputs, _ = _prepared(sequence_parallel=True, split_backward=False)
+    block, inputs, _ = _prepared(sequence_parallel=True)
     weights = {id(each) for each in block.parameters()}
     saved: list[Tensor] = []
 

@@ -9,20 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megalite.ops.norms import (
-    compiled_add_norm,
-    compiled_add_norm_split,
-    compiled_norm,
-    compiled_norm_split,
-    norm,
-    norm_split,
-)
+from megalite.ops.norms import compiled_add_norm, compiled_norm, norm
 from tests.support.kernels import DTYPES, OUTGROWING, needs_library, with_gradients
 from tests.support.parity import OPERATOR_RTOL, assert_close, assert_no_worse
 
 pytestmark = needs_library
 EPS = 1e-5
-Norm = Callable[..., tuple[Tensor, Tensor]]
 
 
 def _plain(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -30,14 +22,8 @@ def _plain(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = No
     return total, norm(total, weight, bias, EPS)
 
 
-def _fused(split_backward: bool) -> Norm:
-    def add_norm(
-        x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        form = compiled_add_norm_split if split_backward else compiled_add_norm
-        return form(x, residual, weight, bias, EPS)
-
-    return add_norm
+def _fused(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    return compiled_add_norm(x, residual, weight, bias, EPS)
 
 
 def _inputs(rows: int, columns: int, centred: bool) -> tuple[list[Tensor], list[Tensor]]:
@@ -55,34 +41,31 @@ def _names(centred: bool) -> list[str]:
     return names if centred else names[:-1]
 
 
-def _compare(rows: int, columns: int, dtype: torch.dtype, *, centred: bool, split_backward: bool) -> None:
+def _compare(rows: int, columns: int, dtype: torch.dtype, *, centred: bool) -> None:
     inputs, grads = ([each.to(dtype) for each in group] for group in _inputs(rows, columns, centred))
     exact = with_gradients(_plain, [each.double() for each in inputs], [each.double() for each in grads])
     plain = with_gradients(_plain, inputs, grads)
-    fused = with_gradients(_fused(split_backward), inputs, grads)
+    fused = with_gradients(_fused, inputs, grads)
     for name, *results in zip(_names(centred), fused, plain, exact, strict=True):
         assert_no_worse(*results, what=name)
 
 
-@pytest.mark.parametrize("split_backward", [False, True])
 @pytest.mark.parametrize("centred", [False, True], ids=["rms", "layer"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_sum_norm_and_gradients(dtype: torch.dtype, centred: bool, split_backward: bool) -> None:
-    _compare(70, 96, dtype, centred=centred, split_backward=split_backward)
+def test_sum_norm_and_gradients(dtype: torch.dtype, centred: bool) -> None:
+    _compare(70, 96, dtype, centred=centred)
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
-@given(st.integers(1, 70), st.integers(8, 300), st.sampled_from(DTYPES), st.booleans(), st.booleans())
-def test_ragged_shapes(rows: int, columns: int, dtype: torch.dtype, centred: bool, split: bool) -> None:
+@given(st.integers(1, 70), st.integers(8, 300), st.sampled_from(DTYPES), st.booleans())
+def test_ragged_shapes(rows: int, columns: int, dtype: torch.dtype, centred: bool) -> None:
     """Fewer columns are not tested: the gradients of LayerNorm over two values cancel to rounding noise."""
-    _compare(rows, columns, dtype, centred=centred, split_backward=split)
+    _compare(rows, columns, dtype, centred=centred)
 
 
-@pytest.mark.parametrize("split_backward", [False, True])
 @pytest.mark.parametrize("centred", [False, True], ids=["rms", "layer"])
-def test_without_a_residual(centred: bool, split_backward: bool) -> None:
+def test_without_a_residual(centred: bool) -> None:
     (x, _, *parameters), (grad, _) = _inputs(6, 40, centred)
-    compiled, plain = (compiled_norm_split, norm_split) if split_backward else (compiled_norm, norm)
 
     def run(form: Callable[..., Tensor]) -> list[Tensor]:
         def normed(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -90,15 +73,14 @@ def test_without_a_residual(centred: bool, split_backward: bool) -> None:
 
         return with_gradients(normed, [x, *parameters], [grad])
 
-    for ours, torchs in zip(run(compiled), run(plain), strict=True):
+    for ours, torchs in zip(run(compiled_norm), run(norm), strict=True):
         assert_close(ours, torchs, rtol=OPERATOR_RTOL)
 
 
-@pytest.mark.parametrize("split_backward", [False, True])
 @pytest.mark.parametrize("centred", [False, True], ids=["rms", "layer"])
-def test_gradients_are_those_of_the_outputs(centred: bool, split_backward: bool) -> None:
+def test_gradients_are_those_of_the_outputs(centred: bool) -> None:
     inputs, _ = _inputs(3, 7, centred)
-    assert torch.autograd.gradcheck(_fused(split_backward), [each.requires_grad_() for each in inputs])
+    assert torch.autograd.gradcheck(_fused, [each.requires_grad_() for each in inputs])
 
 
 @pytest.mark.parametrize("centred", [False, True], ids=["rms", "layer"])
@@ -120,17 +102,15 @@ def test_operators_keep_torchs_rules(centred: bool) -> None:
 @pytest.mark.parametrize("centred", [False, True], ids=["rms", "layer"])
 def test_tensors_without_data(centred: bool) -> None:
     inputs, _ = _inputs(4, 8, centred)
-    outputs = _fused(False)(*(each.to("meta") for each in inputs))
+    outputs = _fused(*(each.to("meta") for each in inputs))
     assert [(each.shape, each.dtype, each.is_meta) for each in outputs] == [((4, 8), torch.float64, True)] * 2
 
 
-@pytest.mark.parametrize("split_backward", [False, True])
-def test_compiled_without_a_break(split_backward: bool) -> None:
+def test_compiled_without_a_break() -> None:
     inputs, grads = _inputs(4, 8, True)
-    add_norm = _fused(split_backward)
-    compiled = torch.compile(add_norm, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(_fused, fullgraph=True, backend="aot_eager")
     for one, two in zip(
-        with_gradients(compiled, inputs, grads), with_gradients(add_norm, inputs, grads), strict=True
+        with_gradients(compiled, inputs, grads), with_gradients(_fused, inputs, grads), strict=True
     ):
         assert torch.equal(one, two)
 
@@ -139,7 +119,7 @@ def test_inputs_with_gaps_count_as_their_values() -> None:
     inputs, _ = _inputs(6, 10, True)
     spread = [torch.stack([each, each + 1], dim=-1)[..., 0] for each in inputs]
     assert not any(each.is_contiguous() for each in spread)
-    for one, two in zip(_fused(False)(*spread), _fused(False)(*inputs), strict=True):
+    for one, two in zip(_fused(*spread), _fused(*inputs), strict=True):
         assert torch.equal(one, two)
 
 

@@ -32,7 +32,6 @@ ROOT = Path(__file__).parents[2]
 # DeepSpeed's engine imports inductor on first use, which takes a second per process; the server imports it once.
 PRELOADED = [
     "pytest",
-    "torch.distributed.pipelining",
     "torch._inductor.compile_fx",
     "megalite.train.optimizer.deepspeed",
 ]

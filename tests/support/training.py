@@ -165,10 +165,7 @@ def build(job: Job) -> Parts:
         compile=job.compile,
         label_smoothing=job.label_smoothing,
         z_loss=job.z_loss,
-        operators=replace(
-            job.operators,
-            split_backward=job.layout.pipeline > 1 and SCHEDULES[job.schedule].splits_backward,
-        ),
+        operators=job.operators,
         chunked_loss=job.chunked_loss,
     )
     split = pipeline_split(

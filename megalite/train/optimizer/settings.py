@@ -16,12 +16,11 @@ from megalite.train.loss_scale import LossScaleSettings
 class OptimizerSettings:
     """Hyperparameters of the optimizer; 0 switches clipping and the average of weights off.
 
-    `assemble` sets operators and sum_in_place, the configuration all others (train/options.py).
+    `assemble` sets operators, the configuration all others (train/options.py).
 
     sum_in_fp32: gradients of low-precision weights are summed in fp32. skip_nonfinite: leave out an update that is not
     finite, where no loss scale does so. loss_scale: None where there is none. native: DeepSpeed's own AdamW updates,
     which ZeRO alone has. operators: which implementation of each is used.
-    sum_in_place: a backward runs each linear once, which may then add to the sum of earlier micro batches itself.
     """
 
     name: str
@@ -38,7 +37,6 @@ class OptimizerSettings:
     loss_scale: LossScaleSettings | None = None
     native: bool = False
     operators: Operators = PLAIN_TORCH
-    sum_in_place: bool = False
 
 
 def update_groups(

@@ -48,7 +48,7 @@ class TorchOptimizer:
         self._tensors = replica.tensors
         if settings.sum_in_fp32:
             accumulate_in_float32(self._tensors)
-            if settings.sum_in_place and settings.operators.of("accumulate") != TORCH:
+            if settings.operators.of("accumulate") != TORCH:
                 sum_in_place(self._tensors.values(), settings.operators.accumulate)
         self._masters = {name: _master(tensor) for name, tensor in self._tensors.items()}
         self._optimizer = torch_optimizer(settings, self._parameters, self._masters, self._copies())

@@ -9,11 +9,28 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.distributed.pipelining import (
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+)
 
-from megalite.parallel.pipeline import _MULTI, _SINGLE
 from megalite.topology.schedules import SCHEDULES, Action
 from tests.unit.topology.test_schedules import Case
 
+# Classes that take one stage, then those that take a list of stages.
+SINGLE: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+MULTI: dict[str, Any] = {
+    "interleaved_1f1b": ScheduleInterleaved1F1B,
+    "looped_bfs": ScheduleLoopedBFS,
+    "interleaved_zero_bubble": ScheduleInterleavedZeroBubble,
+    "zbv": ScheduleZBVZeroBubble,
+    "dualpipev": ScheduleDualPipeV,
+}
 STAGES, MICRO_BATCHES = range(1, 9), range(1, 25)
 
 
@@ -32,11 +49,11 @@ def torch_orders(name: str, size: Case) -> list[tuple[Action, ...]]:
         for stage in range(0, stages * chunks, stages)
     ]
     arguments: dict[str, Any] = {"n_microbatches": micro_batches, "loss_fn": lambda output, target: output}
-    if name in _SINGLE:
-        order = _SINGLE[name](held[0], **arguments)._get_pipeline_order()
+    if name in SINGLE:
+        order = SINGLE[name](held[0], **arguments)._get_pipeline_order()
         assert order is not None
     else:
-        order = _MULTI[name](held, **arguments).pipeline_order
+        order = MULTI[name](held, **arguments).pipeline_order
     return [tuple(filter(None, map(our_action, parts(order[stage])))) for stage in range(stages)]
 
 
@@ -55,7 +72,7 @@ def our_action(action: Any) -> Action | None:
 
 def chunk_numbers(name: str) -> list[int]:
     """Those to try: wrong ones too, but not where torch's class takes a stage and no list."""
-    return [1] if name in _SINGLE else [1, 2, 3, 4]
+    return [1] if name in SINGLE else [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(

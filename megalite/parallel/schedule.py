@@ -1,0 +1,186 @@
+"""Runs one stage's part of a pipeline schedule: the actions of topology.schedules and the transfers between stages.
+
+Receives start before they are needed, and a send is never waited for while anything is left to compute. A split
+backward is a whole one that leaves the weight gradients to W (Qi et al. 2023, "Zero Bubble Pipeline Parallelism").
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from megalite.launcher.progress import now
+from megalite.parallel.gradient_sums import deferred_weight_gradients
+from megalite.parallel.mesh import ParallelMesh, RankGroup
+from megalite.topology.schedules import BACKWARD, FORWARD, INPUT, Action
+from megalite.topology.transfers import Message, ScheduledAction, Transfer
+
+# (chunk, micro batch, hidden states, or None for the first chunk) -> hidden states; the last chunk: its loss, a scalar.
+RunChunk = Callable[[int, int, Tensor | None], Tensor]
+
+
+class StageSchedule:
+    """One stage's actions of a step, in their order. Making one is collective over the stages."""
+
+    def __init__(self, actions: Sequence[ScheduledAction], mesh: ParallelMesh):
+        self._actions, self._mesh = actions, mesh
+        _connect(actions, mesh)
+
+    def run(self, run_chunk: RunChunk, hidden: Tensor) -> list[Tensor]:
+        """Run forward and backward of all micro batches; return the losses of the last chunk, if it is on this stage.
+
+        hidden: a tensor of the shape, type and device of the hidden states between chunks; its values are not used.
+        """
+        return _Step(self._actions, _Transfers(self._mesh, hidden), run_chunk).run()
+
+
+def _connect(actions: Sequence[ScheduledAction], mesh: ParallelMesh) -> None:
+    """Send a number along each way of the messages, in one order on all stages.
+
+    NCCL connects two ranks at their first message, for which both wait; in the order of the schedule, two stages could
+    each wait for another connection.
+    """
+    here = mesh.at.pp
+    sources = {(transfer.stage, here) for each in actions for transfer in each.starts}
+    targets = {(here, each.gives.stage) for each in actions if each.gives is not None}
+    for source, target in sorted(sources | targets - {(here, here)}):
+        group, number = _group(mesh, source, target), torch.zeros(1, device=mesh.device)
+        start, peer = (dist.isend, target) if source == here else (dist.irecv, source)
+        _finish(start(number, group.ranks[peer], group.group))
+
+
+class _Step:
+    """The state of one step: what waits for its backward, its W, or the neighbouring chunk on this stage."""
+
+    def __init__(self, actions: Sequence[ScheduledAction], transfers: "_Transfers", run_chunk: RunChunk):
+        self._actions, self._transfers, self._run_chunk = actions, transfers, run_chunk
+        self._losses: list[Tensor] = []
+        # (chunk, micro batch) -> the hidden states that entered, and where the gradient enters the graph.
+        self._graphs: dict[tuple[int, int], tuple[Tensor | None, GradientEdge | Tensor]] = {}
+        self._weight_gradients: dict[tuple[int, int], list[Callable[[], None]]] = {}
+        self._local: dict[Message, Tensor] = {}
+
+    def run(self) -> list[Tensor]:
+        for each in self._actions:
+            for transfer in each.starts:
+                self._transfers.receive(transfer)
+            made = self._compute(each.action, self._needed(each))
+            if each.gives is not None and made is not None:
+                self._give(each.gives, made)
+        self._transfers.finish()
+        return self._losses
+
+    def _needed(self, scheduled: ScheduledAction) -> Tensor | None:
+        message = scheduled.needs
+        if message is None:
+            return None
+        if message in self._local:
+            return self._local.pop(message)
+        values = self._transfers.wait(message)
+        for each in scheduled.arrived:
+            self._transfers.arrived(each)
+        return values
+
+    def _give(self, transfer: Transfer, values: Tensor) -> None:
+        if transfer.stage == self._transfers.stage:
+            self._local[transfer.message] = values
+        else:
+            self._transfers.send(transfer, values)
+
+    def _compute(self, action: Action, needed: Tensor | None) -> Tensor | None:
+        """Run an action; return the hidden states or the gradient for the neighbouring chunk, if it makes any."""
+        place = (action.chunk, action.micro_batch)
+        if action.kind == FORWARD:
+            return self._forward(*place, needed)
+        if action.kind == BACKWARD:
+            return self._backward(*place, needed)
+        if action.kind == INPUT:
+            with deferred_weight_gradients() as deferred:
+                gradient = self._backward(*place, needed)
+            self._weight_gradients[place] = deferred
+            return gradient
+        for compute in self._weight_gradients.pop(place):
+            compute()
+        return None
+
+    def _forward(self, chunk: int, micro_batch: int, hidden: Tensor | None) -> Tensor | None:
+        if hidden is not None:
+            hidden.requires_grad_()
+        output = self._run_chunk(chunk, micro_batch, hidden)
+        if output.dim() == 0:
+            self._losses.append(output.detach())
+            self._graphs[chunk, micro_batch] = hidden, output
+            return None
+        # The edge, not the tensor: its memory is free once the next stage has it.
+        self._graphs[chunk, micro_batch] = hidden, get_gradient_edge(output)
+        return output.detach()
+
+    def _backward(self, chunk: int, micro_batch: int, gradient: Tensor | None) -> Tensor | None:
+        hidden, end = self._graphs.pop((chunk, micro_batch))
+        torch.autograd.backward(end, gradient)
+        return None if hidden is None else hidden.grad
+
+
+class _Transfers:
+    """The messages of one stage in one step that are under way."""
+
+    def __init__(self, mesh: ParallelMesh, hidden: Tensor):
+        self.stage = mesh.at.pp
+        self._mesh, self._hidden = mesh, hidden
+        self._coming: dict[Message, tuple[Tensor, dist.Work | None]] = {}
+        self._going: dict[Message, tuple[Tensor, dist.Work | None]] = {}
+
+    def receive(self, transfer: Transfer) -> None:
+        """Start to receive a message."""
+        values = torch.empty_like(self._hidden, memory_format=torch.contiguous_format)
+        group = _group(self._mesh, transfer.stage, self.stage)
+        source = group.ranks[transfer.stage]
+        work = dist.irecv(values, source, group.group, tag=_tag(transfer.message))
+        self._coming[transfer.message] = values, work
+
+    def send(self, transfer: Transfer, values: Tensor) -> None:
+        """Start to send a message; `values` are kept until it has arrived."""
+        values = values.contiguous()
+        group = _group(self._mesh, self.stage, transfer.stage)
+        target = group.ranks[transfer.stage]
+        work = dist.isend(values, target, group.group, tag=_tag(transfer.message))
+        self._going[transfer.message] = values, work
+
+    def wait(self, message: Message) -> Tensor:
+        """Return the values of a message, whose receive was started."""
+        values, work = self._coming.pop(message)
+        now.collective("recv", self._mesh.pp.role)
+        _finish(work)
+        return values
+
+    def arrived(self, message: Message) -> None:
+        """Free the values of a sent message that is known to have arrived."""
+        _, work = self._going.pop(message)
+        _finish(work)
+
+    def finish(self) -> None:
+        """Wait until all sent messages have arrived."""
+        now.collective("send", self._mesh.pp.role)
+        for message in [*self._going]:
+            self.arrived(message)
+
+
+def _group(mesh: ParallelMesh, source: int, target: int) -> RankGroup:
+    """Return the stages' group for messages of one direction.
+
+    NCCL runs what two ranks send each other in one group one by one: a send would wait for a receive of the other
+    direction that starts later.
+    """
+    return mesh.pp if source < target else mesh.pp_upwards
+
+
+def _tag(message: Message) -> int:
+    """Return a number that no other message between two stages has at the same time."""
+    return message.micro_batch << 16 | message.chunk << 1 | (message.kind == "B")
+
+
+def _finish(work: dist.Work | None) -> None:
+    if work is not None:
+        work.wait()
