@@ -104,8 +104,8 @@ def main() -> None:
     import torch
 
     from benchmarks.workload import SEQUENCE_LENGTH, SHAPE, TOKENS
-    from megalite.monitor.throughput import flops_per_token
     from megalite.ops import extension
+    from megalite.topology.flops import flops_per_token
 
     seconds: dict[str, list[float]] = {case: [] for case in CASES}
     rates: list[float] = []

@@ -16,8 +16,8 @@ from megalite.data.token_file import TokenWriter, bin_path, idx_path
 from megalite.launcher.process import available_cores
 from megalite.monitor.cards import peak_flops
 from megalite.monitor.memory import device_memory
-from megalite.monitor.throughput import flops_per_token
 from megalite.topology.axes import Layout
+from megalite.topology.flops import flops_per_token
 
 # TinyLlama's shape: 1.1 billion parameters.
 MODEL = {

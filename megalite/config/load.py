@@ -14,7 +14,7 @@ from megalite.config.huggingface import apply_hf_config
 from megalite.config.presets import apply_preset, require_shape
 from megalite.config.rules.batch import most_ranks, plan_batch
 from megalite.config.rules.every import notes_of, problems_of
-from megalite.config.rules.pipeline import chunks_per_stage
+from megalite.config.rules.pipeline import chunks_per_stage, layers_per_chunk
 from megalite.config.schema import RunConfig
 from megalite.config.starter import Starter
 from megalite.config.toml import read_toml
@@ -120,6 +120,7 @@ def _resolved(facts: Facts) -> dict[str, Any]:
     return {
         "parallel.data": plan.data,
         "parallel.virtual_stages": chunks_per_stage(facts),
+        "parallel.layers_per_stage": layers_per_chunk(facts),
         "training.micro_batch_size": plan.micro_batch_size,
         "training.micro_batches": plan.micro_batches,
         "training.global_batch_size": plan.global_batch_size,

@@ -103,9 +103,9 @@ class ParallelConfig(Section):
     virtual_stages: Count | Literal["auto"] = Field(
         "auto", description='model chunks per stage; "auto": 1 for 1f1b and gpipe, 2 for the others'
     )
-    layers_per_stage: Annotated[tuple[Count, ...], Lenient] | None = Field(
+    layers_per_stage: Annotated[tuple[Count, ...], Lenient] | Literal["auto"] | None = Field(
         None,
-        description="number of layers of each chunk in order, as in [3, 5]; default: balanced",
+        description='layers of each chunk in order, as in [3, 5]; default: equal numbers; "auto": equal work',
     )
 
 
@@ -342,7 +342,7 @@ class RunConfig(Section):
     def split(self) -> PipelineSplit:
         """Which layers each stage and chunk holds; for a resolved run."""
         parallel = self.parallel
-        assert parallel.virtual_stages != "auto", "not resolved"
+        assert parallel.virtual_stages != "auto" and parallel.layers_per_stage != "auto", "not resolved"
         return pipeline_split(
             self.model.num_hidden_layers,
             parallel.pipeline,

@@ -1,16 +1,18 @@
 """The facts of a resolved run that people ask for first: parameters, layout, batch, length. No torch."""
 
 from math import prod
+from typing import Literal
 
+from megalite.config.facts import Facts
 from megalite.config.schema import RunConfig
 from megalite.topology.parameters import EMBEDDING, HEAD, POSITIONS, model_parameters, stage_parameters
 
 _UNKNOWN_VOCABULARY = 1
 
 
-def vocabulary(config: RunConfig) -> int | None:
+def vocabulary(config: RunConfig | Facts) -> int | None:
     """Return the rows of the embedding; None where a tokenizer that is not read or trained yet decides."""
-    rows = config.model.vocab_size
+    rows: int | Literal["auto"] = config.model.vocab_size
     rows = config.tokenizer.vocab_size if rows == "auto" else rows
     return None if rows == "auto" else rows
 
@@ -73,8 +75,11 @@ def length_line(config: RunConfig) -> str:
 
 def layout_line(config: RunConfig) -> str:
     """Return the mesh and the ZeRO stage."""
-    layout = config.layout
+    layout, layers = config.layout, config.parallel.layers_per_stage
     mesh = f"tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data}"
     if layout.pipeline > 1:
         mesh += f", schedule {config.parallel.schedule}"
+        if layers is not None:
+            chunks = "stage" if config.split.chunks_per_stage == 1 else "chunk"
+            mesh += f", layers of each {chunks} {', '.join(map(str, layers))}"
     return mesh + (f", ZeRO {config.zero_stage}" if config.zero_stage else "")

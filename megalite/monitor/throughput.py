@@ -5,39 +5,10 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megalite.topology.parameters import EMBEDDING, model_parameters
-from megalite.topology.shape import ModelShape
-
 if TYPE_CHECKING:
     import torch
 
 _PRODUCT_SIZE, _PRODUCTS, _PRODUCTS_SECONDS = 1024, 10, 0.5
-
-
-def flops_per_token(shape: ModelShape, sequence_length: int) -> int:
-    """Return the floating point operations of the forward and backward of one token.
-
-    6 per matmul parameter (including the head, excluding the embedding), plus 12 x attention width x keys per layer for
-    causal attention. keys: the mean number of keys per token: half the sequence length, less with a sliding window.
-    Source: Kaplan et al., "Scaling laws for neural language models", 2020, section 2.1; Chowdhery et al., "PaLM",
-    2022, appendix B.
-    """
-    matrices = sum(
-        parameter.numel
-        for parameter in model_parameters(shape)
-        if len(parameter.spec.full_shape) > 1 and (parameter.name != EMBEDDING or shape.tie_word_embeddings)
-    )
-    width = shape.num_attention_heads * shape.head_dim
-    seen = sum(
-        _twice_seen(shape.window_of(layer), sequence_length) for layer in range(shape.num_hidden_layers)
-    )
-    return 6 * matrices + 6 * width * seen
-
-
-def _twice_seen(window: int | None, length: int) -> int:
-    """Return twice the mean number of keys per token."""
-    window = length if window is None else min(window, length)
-    return 2 * window - window * window // length
 
 
 def gemm_flops_per_second(dtype: "torch.dtype") -> float:

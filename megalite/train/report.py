@@ -16,8 +16,9 @@ from megalite.monitor.jsonl import MetricsFile, read_metrics
 from megalite.monitor.memory import device_memory, process_memory
 from megalite.monitor.metrics import SaveMetrics, StepMetrics, ValidationMetrics
 from megalite.monitor.tensorboard import TensorBoardFile
-from megalite.monitor.throughput import Throughput, flops_per_token, gemm_flops_per_second
+from megalite.monitor.throughput import Throughput, gemm_flops_per_second
 from megalite.parallel.mesh import ParallelMesh
+from megalite.topology.flops import flops_per_token
 from megalite.train.precision import DTYPES
 from megalite.train.state import StepReport
 from megalite.train.step import TrainStep

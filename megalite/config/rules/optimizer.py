@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from megalite.config.facts import Facts
-from megalite.config.rules.pipeline import chunks_per_stage
+from megalite.config.rules.pipeline import chunks_per_stage, layers_per_chunk
 from megalite.config.schema import ModelConfig
 from megalite.errors import Problem
 from megalite.topology.parameter_groups import group_problems, update_rules
@@ -35,7 +35,7 @@ def zero_finds_every_group_on_every_stage(facts: Facts) -> Iterator[Problem]:
             stages,
             chunks_per_stage=chunks_per_stage(facts),
             v_shaped=SCHEDULES[facts.parallel.schedule].v_shaped,
-            given=facts.parallel.layers_per_stage,
+            given=layers_per_chunk(facts),
         )
     except ValueError:
         return

@@ -1,11 +1,15 @@
 """Rules over the pipeline: chunks per stage, layers per chunk, and the micro batches its schedule needs."""
 
 from collections.abc import Iterator
+from typing import Literal
 
 from megalite.config.facts import Facts, Unknown
 from megalite.config.rules.batch import BatchProblem, plan_batch
-from megalite.config.schema import BatchPlan
+from megalite.config.schema import BatchPlan, ModelConfig
+from megalite.config.summary import vocabulary
 from megalite.errors import Problem
+from megalite.topology.balance import balanced_layers
+from megalite.topology.flops import forward_flops
 from megalite.topology.schedules import SCHEDULES, Schedule
 
 
@@ -21,6 +25,40 @@ def chunks_per_stage(facts: Facts) -> int:
     if not (given == 1 if stages == 1 else schedule.takes_chunks(given)):
         raise Unknown("parallel.virtual_stages")
     return given
+
+
+def layers_per_chunk(facts: Facts) -> tuple[int, ...] | None:
+    """Return parallel.layers_per_stage, None for equal numbers; for "auto" those that make equal work.
+
+    Raises Unknown if the work is not known.
+    """
+    given: tuple[int, ...] | Literal["auto"] | None = facts.parallel.layers_per_stage
+    if given != "auto":
+        return given
+    rows = vocabulary(facts)
+    if rows is None:
+        raise Unknown("model.vocab_size")
+    values = {name: getattr(facts.model, name) for name in ModelConfig.model_fields}
+    shape = ModelConfig.model_construct(**values).shape(rows)
+    flops = forward_flops(shape, facts.training.sequence_length)
+    try:
+        return balanced_layers(
+            flops.layers,
+            flops.head,
+            facts.parallel.pipeline,
+            chunks_per_stage=chunks_per_stage(facts),
+            v_shaped=SCHEDULES[facts.parallel.schedule].v_shaped,
+        )
+    except ValueError:
+        raise Unknown("parallel.pipeline") from None
+
+
+def balanced_layers_know_the_vocabulary(facts: Facts) -> Iterator[Problem]:
+    if facts.parallel.layers_per_stage == "auto" and vocabulary(facts) is None:
+        message = '"auto" needs the size of the vocabulary, which decides what the head costs'
+        yield Problem(
+            "parallel.layers_per_stage", message, "set model.vocab_size or tokenizer.vocab_size to a number"
+        )
 
 
 def chunks_suit_the_schedule(facts: Facts) -> Iterator[Problem]:
@@ -59,7 +97,7 @@ def every_chunk_has_a_layer(facts: Facts) -> Iterator[Problem]:
 
 def layers_per_stage_cover_the_model(facts: Facts) -> Iterator[Problem]:
     given, key = facts.parallel.layers_per_stage, "parallel.layers_per_stage"
-    if given is None:
+    if given is None or given == "auto":
         return
     stages, chunks, layers = facts.parallel.pipeline, chunks_per_stage(facts), facts.model.num_hidden_layers
     if len(given) != stages * chunks:
@@ -120,5 +158,6 @@ PIPELINE_RULES = (
     chunks_suit_the_schedule,
     every_chunk_has_a_layer,
     layers_per_stage_cover_the_model,
+    balanced_layers_know_the_vocabulary,
     schedule_has_micro_batches,
 )

@@ -521,6 +521,7 @@ RESOLVED = [
         "data.split": [0.5, 0.5],
     },
     {"parallel.pipeline": 2, "parallel.schedule": "zbv", "parallel.layers_per_stage": [1, 1, 1, 1]},
+    {"parallel.pipeline": 2, "parallel.layers_per_stage": "auto"},
     {"parallel.schedule": "dualpipev", "training.global_batch_size": 4},
     {"deepspeed.zero_optimization.stage": 1, "deepspeed.fp16.enabled": True, "deepspeed.fp16.loss_scale": 0},
     {
@@ -569,6 +570,18 @@ def test_a_resolved_run_loads_as_itself(
             {"parallel.pipeline": 2, "parallel.schedule": "zbv", "parallel.layers_per_stage": [1, 1, 1, 1]},
             2,
             [range(1), range(1, 2), range(2, 3), range(3, 4)],
+        ),
+        # A vocabulary whose head costs about two layers.
+        (
+            {"parallel.pipeline": 2, "parallel.layers_per_stage": "auto", "model.vocab_size": 800},
+            1,
+            [range(3), range(3, 4)],
+        ),
+        (
+            {"parallel.pipeline": 2, "parallel.layers_per_stage": "auto", "tokenizer.vocab_size": 300}
+            | {"parallel.schedule": "zbv", "model.num_hidden_layers": 6},
+            2,
+            [range(2), range(2, 3), range(3, 5), range(5, 6)],
         ),
     ],
 )

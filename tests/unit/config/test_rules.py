@@ -165,6 +165,13 @@ CASES = [
         {"parallel.layers_per_stage": [1, 1, 1, 1]},
     ),
     Case(
+        "balanced_layers_know_the_vocabulary",
+        {"parallel.pipeline": 2, "parallel.layers_per_stage": "auto", "tokenizer": {"path": "tok"}},
+        'parallel.layers_per_stage: "auto" needs the size of the vocabulary, which decides what the head costs; '
+        "set model.vocab_size or tokenizer.vocab_size to a number",
+        {"model.vocab_size": 300},
+    ),
+    Case(
         "ranks_make_whole_replicas",
         {"parallel.tensor": 2, "parallel.pipeline": 2},
         "parallel.data: parallel.tensor 2 * parallel.pipeline 2 = 4 does not divide the 6 ranks that were started; "

@@ -8,7 +8,8 @@ import torch
 
 from megalite.monitor import throughput
 from megalite.monitor.memory import MemoryUse, device_memory, process_memory
-from megalite.monitor.throughput import Throughput, flops_per_token
+from megalite.monitor.throughput import Throughput
+from megalite.topology.flops import flops_per_token
 from tests.support.parity import about
 from tests.support.tiny import FAMILY_SHAPES, tiny_shape
 

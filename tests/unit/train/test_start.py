@@ -44,6 +44,9 @@ def test_hosts_stages_and_shares_are_named(tmp_path: Path, monkeypatch: pytest.M
     again = list(start.start_lines(config, info, 3))  # type: ignore[arg-type]
     assert "  processes   8 processes on 2 hosts, started by megalite launch, 3 threads each" in again
     assert facts["layout"] == "tensor 2 x pipeline 2 x data 2, schedule 1f1b, ZeRO 1"
+    given = load(tmp_path, changes | {"parallel.layers_per_stage": [3, 1]}, world_size=8).config
+    layout = next(line for line in start.start_lines(given, info, 3) if "layout" in line)  # type: ignore[arg-type]
+    assert layout.endswith("schedule 1f1b, layers of each stage 3, 1, ZeRO 1")
     assert facts["batch"].endswith("(micro batch 2 x 2 x data 2)")
     assert facts["length"] == "2 epochs"
     assert facts["parameters"].endswith("without embedding and head, whose size is the tokenizer's")
