@@ -129,7 +129,7 @@ def test_the_number_of_threads_changes_no_bit() -> None:
     try:
         for number in (1, 2, 3):
             torch.set_num_threads(number)
-            results.append(with_gradients(_fused(False), inputs, grads))
+            results.append(with_gradients(_fused, inputs, grads))
     finally:
         torch.set_num_threads(threads)
     for other in results[1:]:
@@ -146,38 +146,36 @@ def test_rows_beyond_the_caches_are_the_same_to_the_bit(dtype: torch.dtype, cent
     whole, threads = [], torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        whole = with_gradients(_fused(False), [x, residual, *parameters], [of_sum, of_norm])
+        whole = with_gradients(_fused, [x, residual, *parameters], [of_sum, of_norm])
     finally:
         torch.set_num_threads(threads)
     for rows in (slice(0, 60), slice(-60, None)):
         grads = [of_sum[rows], of_norm[rows]]
-        few = with_gradients(_fused(False), [x[rows], residual[rows], *parameters], grads)
+        few = with_gradients(_fused, [x[rows], residual[rows], *parameters], grads)
         assert all(torch.equal(one[rows], two) for one, two in zip(whole[:4], few[:4], strict=True))
 
 
 def test_no_rows_give_gradients_of_zero() -> None:
     inputs, grads = _inputs(0, 8, True)
-    *_, weight_grad, bias_grad = with_gradients(_fused(False), inputs, grads)
+    *_, weight_grad, bias_grad = with_gradients(_fused, inputs, grads)
     assert not weight_grad.any() and not bias_grad.any() and len(weight_grad) == len(bias_grad) == 8
 
 
-def test_a_pass_for_inputs_computes_no_weight_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("frozen", ["weights", "inputs"])
+def test_no_gradient_is_computed_that_nobody_wants(monkeypatch: pytest.MonkeyPatch, frozen: str) -> None:
     inputs, (_, grad) = _inputs(4, 8, True)
-    x, residual, weight, bias = (each.requires_grad_() for each in inputs)
-    _, output = _fused(True)(x, residual, weight, bias)
+    x, residual, weight, bias = inputs
+    wanted, unwanted = (x, "norm_weight_grad") if frozen == "weights" else (weight, "norm_input_grad")
+    wanted.requires_grad_()
+    _, output = _fused(x, residual, weight, bias)
 
     def refuse(*_: Tensor) -> None:
-        raise AssertionError("computed for a pass that did not ask for it")
+        raise AssertionError("computed, though frozen")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.ops.megalite, "norm_weight_grad", refuse)
-        [x_grad] = torch.autograd.grad(output, [x], grad, retain_graph=True)
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.ops.megalite, "norm_input_grad", refuse)
-        [weight_grad] = torch.autograd.grad(output, [weight], grad)
-    assert (
-        x_grad.shape == x.shape and x_grad.any() and weight_grad.shape == weight.shape and weight_grad.any()
-    )
+    for operator in ("norm_backward", unwanted):
+        monkeypatch.setattr(torch.ops.megalite, operator, refuse)
+    [found] = torch.autograd.grad(output, [wanted], grad)
+    assert found.shape == wanted.shape and found.any()
 
 
 def test_values_that_are_not_finite_stay_seen() -> None:
