@@ -130,8 +130,8 @@ def test_a_job_that_loses_a_node_goes_on_elsewhere(folder):
 def test_a_pre_empted_training_ends_with_the_same_numbers(slurm, tmp_path):
     job = Job.write(tmp_path)
     reference, interrupted = tmp_path / "reference", tmp_path / "interrupted"
-    # Slower steps than the default's, so that the signal comes between the first and the last.
-    length = ("--training.steps", "40", "--checkpoint.every", "100")
+    # The signal comes two seconds or more after the first step, and before the last.
+    length = ("--training.steps", "100", "--checkpoint.every", "1000")
     job.run(reference, *length)
     env = {"PYTHON": sys.executable, "RUN": str(job.run_file)}
     arguments = ["--run.folder", str(interrupted), *length]
