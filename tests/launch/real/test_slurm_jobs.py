@@ -137,7 +137,7 @@ def test_a_pre_empted_training_ends_with_the_same_numbers(slurm, tmp_path):
     arguments = ["--run.folder", str(interrupted), *length]
     number = slurm.submit(*TWO_BY_TWO, "--output=log", BATCH, *arguments, env=env, cwd=tmp_path)
     metrics = interrupted / "metrics.jsonl"
-    wait_until(metrics.exists, 90, "no first step")
+    wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") > 1, 90, "no second step")
     slurm.submit(
         *TWO_BY_TWO,
         "--exclusive",
