@@ -164,7 +164,12 @@ def test_a_run_that_cannot_save_ends_when_its_grace_time_is_over(tmp_path):
     output, _ = process.communicate(timeout=60)
     assert 4 <= time.monotonic() - told_at < 4 + TEARDOWN_SECONDS
     assert process.returncode == 143, output
-    assert "the run was not over 4 s (launch.grace_seconds) after SIGTERM" in output
+    # The signal may come while a checkpoint of an earlier step is being written.
+    reasons = (
+        "the run was not over 4 s (launch.grace_seconds) after SIGTERM",
+        "the checkpoint stood still for 4 s",
+    )
+    assert any(reason in output for reason in reasons), output
     last = find_latest(folder / "checkpoints")
     assert output.splitlines()[-1] == f"interrupted: the last checkpoint is {last}; {AGAIN}"
     assert not running(ranks)
