@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import socket
 import tempfile
 import threading
 import traceback
@@ -31,27 +32,43 @@ def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any) ->
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     with tempfile.TemporaryDirectory(prefix="megalite-benchmark-") as folder:
-        pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
-        processes = [
-            context.Process(
-                target=_run_rank,
-                args=(sender, rank, world_size, str(Path(folder) / "store"), function, arguments),
-                daemon=True,
-            )
-            for rank, (_, sender) in enumerate(pipes)
-        ]
-        for process, (_, sender) in zip(processes, pipes, strict=True):
-            process.start()
-            sender.close()
-        try:
-            return _results([receiver for receiver, _ in pipes])
-        except BaseException:
-            for process in processes:
-                process.kill()
-            raise
-        finally:
-            for process in processes:
-                process.join()
+        return _run(context, _run_rank, world_size, str(Path(folder) / "store"), function, arguments)
+
+
+def run_fresh_ranks(function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
+    """The same on new interpreters that have imported nothing, with torchrun's variables and no process group.
+
+    The module of the function imports no torch, so that the function can still set what torch reads once.
+    """
+    return _run(
+        multiprocessing.get_context("spawn"), _run_fresh_rank, world_size, _free_port(), function, arguments
+    )
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
+def _run(context: Any, rank_function: Callable[..., None], world_size: int, *arguments: Any) -> list[Any]:
+    pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
+    processes = [
+        context.Process(target=rank_function, args=(sender, rank, world_size, *arguments), daemon=True)
+        for rank, (_, sender) in enumerate(pipes)
+    ]
+    for process, (_, sender) in zip(processes, pipes, strict=True):
+        process.start()
+        sender.close()
+    try:
+        return _results([receiver for receiver, _ in pipes])
+    except BaseException:
+        for process in processes:
+            process.kill()
+        raise
+    finally:
+        for process in processes:
+            process.join()
 
 
 def _results(receivers: list[Connection]) -> list[Any]:
@@ -80,8 +97,7 @@ def _run_rank(
 ) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     # DeepSpeed looks for a launcher's variables even where the group exists.
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    _export(rank, world_size, port=0)
     import torch
     import torch.distributed as dist
 
@@ -102,6 +118,28 @@ def _run_rank(
         sender.send((None, value))
     except BaseException:
         sender.send((traceback.format_exc(), None))
+
+
+def _run_fresh_rank(
+    sender: Connection,
+    rank: int,
+    world_size: int,
+    port: int,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    _export(rank, world_size, port)
+    try:
+        sender.send((None, function(*arguments)))
+    except BaseException:
+        sender.send((traceback.format_exc(), None))
+
+
+def _export(rank: int, world_size: int, port: int) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    os.environ.update(LOCAL_WORLD_SIZE=str(world_size), LOCAL_SIZE=str(world_size))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
 
 
 def _end_with_parent() -> None:

@@ -13,6 +13,8 @@ from megalite.parallel.device import HostCopy
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.step_batch import StepBatch
 from megalite.topology.axes import Layout
+from megalite.topology.balance import balanced_layers
+from megalite.topology.flops import forward_flops
 from megalite.topology.schedules import SCHEDULES
 from megalite.topology.shape import ModelShape
 from megalite.topology.stages import pipeline_split
@@ -54,6 +56,7 @@ class Setup:
     sequences: int = SEQUENCES
     sequence_parallel: bool = False
     document_tokens: int | None = None  # on average; None: no documents are told apart
+    balanced: bool = False  # layers spread by their work, the head's included
 
     def mesh(self) -> ParallelMesh:
         """Over the ranks of the default process group."""
@@ -70,6 +73,7 @@ class Training:
             mesh.layout.pipeline,
             chunks_per_stage=schedule.default_chunks,
             v_shaped=schedule.v_shaped,
+            given=_balanced_layers(setup) if setup.balanced else None,
         )
         self.replica, self.optimizer, self.pipeline = assemble(
             SHAPE,
@@ -92,6 +96,17 @@ class Training:
         self.optimizer.reduce_gradients()
         self.optimizer.step(3e-4)
         return loss.item()
+
+
+def _balanced_layers(setup: Setup) -> tuple[int, ...]:
+    schedule, flops = SCHEDULES[setup.schedule], forward_flops(SHAPE, SEQUENCE_LENGTH)
+    return balanced_layers(
+        flops.layers,
+        flops.head,
+        setup.layout.pipeline,
+        chunks_per_stage=schedule.default_chunks,
+        v_shaped=schedule.v_shaped,
+    )
 
 
 def _deepspeed_json(setup: Setup, zero: Mapping[str, Any], mesh: ParallelMesh) -> dict[str, Any]:

@@ -1,0 +1,51 @@
+"""megalite, as `megalite train` sets a process up and with the operators that model.kernels = "auto" takes."""
+
+from pathlib import Path
+
+from benchmarks.peers.contender import PeerLayout, Start, Trained
+
+
+def build(layout: PeerLayout, start: Start) -> Trained:
+    from megalite.launcher.environment import prepare_process
+
+    prepare_process(start.threads, local_ranks=layout.ranks)
+    return _build(layout, start)
+
+
+def _build(layout: PeerLayout, start: Start) -> Trained:
+    import os
+
+    import torch
+
+    from benchmarks.workload import Setup, Training
+    from megalite.checkpoint.load import load_checkpoint
+    from megalite.checkpoint.save import save_checkpoint
+    from megalite.model.kernels import choose_kernels
+    from megalite.model.options import ModelOptions
+    from megalite.parallel.mesh import ParallelMesh, connect
+    from megalite.topology.axes import Layout
+
+    torch.set_num_threads(start.threads)
+    if layout.ranks > 1:
+        connect(int(os.environ["RANK"]), layout.ranks, device=torch.device("cpu"))
+    axes = Layout(tensor=layout.tensor, data=layout.data, pipeline=layout.pipeline)
+    setup = Setup(
+        axes,
+        schedule=start.schedule,
+        balanced=start.balanced,
+        micro_batches=layout.micro_batches,
+        options=ModelOptions(operators=choose_kernels("auto", "cpu").operators),
+        zero={"stage": layout.zero} if layout.zero else None,
+    )
+    mesh = ParallelMesh.over_world(axes) if layout.ranks > 1 else ParallelMesh.single()
+    training = Training(setup, mesh)
+
+    def save(folder: Path) -> None:
+        where = {"step": 1, "samples": 0, "tokens": 0}
+        save_checkpoint(folder, training.replica, training.optimizer.state, trainer_state=where, config={})
+
+    def load(folder: Path) -> None:
+        [checkpoint] = folder.glob("step-*")
+        load_checkpoint(checkpoint, training.replica, training.optimizer.state)
+
+    return Trained(training.step, save, load)
