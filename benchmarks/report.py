@@ -78,6 +78,7 @@ def write(
     """The figures as <folder>/<date>-<name>-cpu.json."""
     if folder is None:
         return
+    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{facts['date']}-{name}-cpu.json"
     path.write_text(json.dumps({**facts, **settings, "rows": list(rows)}, indent=2) + "\n")
     print(f"written to {path}")
