@@ -1,0 +1,1 @@
+"""Contenders of `python -m benchmarks.peers`, one module each."""
