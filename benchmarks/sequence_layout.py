@@ -30,6 +30,7 @@ from benchmarks import report
 from benchmarks.ranks import run_ranks
 from benchmarks.workload import SHAPE
 from megalite.model.attention import SelfAttention
+from megalite.model.context import StepContext
 from megalite.model.layer import DecoderLayer
 from megalite.model.rope import LayerRotations
 from megalite.parallel import collectives, layers
@@ -60,12 +61,12 @@ def _start_reduce_scatter_dim_0(partial_sums: Tensor, axis: RankGroup) -> Callab
     return lambda: (work.wait(), scattered)[1]
 
 
-def _attention_of_sbh(
-    self: SelfAttention, hidden_states: Tensor, rotation: Any, cache: Any, attend: Any
-) -> Tensor:
+def _attention_of_sbh(self: SelfAttention, hidden_states: Tensor, context: StepContext, mask: None) -> Tensor:
     qkv = self.qkv_proj(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(0, 1)
-    query, key, value = self._heads(qkv, rotation)
-    return self.o_proj(attend(query, key, value).transpose(0, 1).flatten(2))
+    assert context.rotation is not None
+    query, key, value = self._heads(qkv, context.rotation.of(self.window))
+    attended = self._attend(None, mask, query, key, value)
+    return self.o_proj(attended.transpose(0, 1).flatten(2))
 
 
 @contextmanager
@@ -113,7 +114,7 @@ class Form:
         self.inputs = torch.randn(*size, shape.hidden_size, requires_grad=True)
         self.grad = torch.randn_like(self.inputs)
         rotations = LayerRotations(replace(shape, max_position_embeddings=length))
-        self.rotation = rotations(torch.arange(length).unsqueeze(0)).full
+        self.context = StepContext(rotations(torch.arange(length).unsqueeze(0)))
         self.within = within
         self.seconds: list[float] = []
 
@@ -121,7 +122,7 @@ class Form:
         with self.within():
             dist.barrier()
             started = time.perf_counter()
-            self.layer(self.inputs, self.rotation).backward(self.grad)
+            self.layer(self.inputs, self.context).backward(self.grad)
             self.seconds.append(time.perf_counter() - started)
 
     @property
