@@ -120,7 +120,7 @@ class SleepingChunk(nn.Module):
 
     def __init__(self, index: int, chunks: int, sleeper: Sleeper, seconds: float):
         super().__init__()
-        self.index, self.is_first, self.is_last = index, index == 0, index == chunks - 1
+        self.is_first, self.is_last = index == 0, index == chunks - 1
         self.weight = nn.Parameter(torch.zeros(HIDDEN))
         self._sleeper, self._seconds = sleeper, seconds
 
@@ -157,7 +157,7 @@ class CaseOnRank:
             SleepingChunk(index, chunks, self._sleeper, case.chunk_unit)
             for index in split.chunks_of(mesh.at.pp)
         ]
-        shapes = PipelineShapes(case.micro_batches, HIDDEN, torch.float32, torch.float32)
+        shapes = PipelineShapes(case.micro_batches, HIDDEN, torch.float32)
         self._runner = pipeline_runner(held, split, mesh, shapes, schedule=case.schedule)
         ids = torch.zeros(case.micro_batches, TOKENS, dtype=torch.int64)
         self._batch = StepBatch(ids, ids, ids, torch.ones(ids.shape), torch.arange(case.micro_batches))

@@ -139,9 +139,8 @@ def rank_info(environ: Mapping[str, str] | None = None) -> RankInfo | None:
     """Return the rank that a launcher gave this process, or None without a launcher.
 
     A SLURM step with a single task counts as no launcher, but for the rank of `megalite launch`: it is a shell to start
-    local ranks in. Raises LaunchError
-    with names and values of variables that are missing or contradict each other, and in the shell of a SLURM allocation
-    for several tasks.
+    local ranks in. Raises LaunchError with names and values of variables that are missing or contradict each other, and
+    in the shell of a SLURM allocation for several tasks.
     """
     environ = os.environ if environ is None else environ
     launcher = next((each for each in LAUNCHERS if each.started(environ)), None)

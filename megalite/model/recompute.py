@@ -16,8 +16,7 @@ def recomputed(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     """Return function(*inputs), keeping no saved tensor for backward: only the inputs and the function itself.
 
     function must give the same tensors when it is called again, and change neither its inputs nor what its own
-    operators save. Unlike torch.utils.checkpoint, it recomputes once even if backward makes several passes: a schedule
-    that separates the gradients of inputs and weights reads most tensors twice.
+    operators save. Unlike torch.utils.checkpoint, it recomputes once even if backward makes several passes.
     """
     if not torch.is_grad_enabled():
         return function(*inputs)

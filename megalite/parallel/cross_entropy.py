@@ -250,10 +250,7 @@ def _in_chunks(
 
 
 class _KnownGradient(torch.autograd.Function):
-    """Returns `values`, whose sum has a known gradient with respect to `source`.
-
-    One node for each source: schedules that split the backward compute the gradients at different times.
-    """
+    """Returns `values`, whose sum has a known gradient with respect to `source`."""
 
     @staticmethod
     def forward(ctx: Any, source: Tensor, gradient: Tensor | None, values: Tensor) -> Tensor:

@@ -129,7 +129,7 @@ class _SummingEmbedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input_ids: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(input_ids)
-        ctx.parameter = weight
+        ctx.parameter = weight  # as in _SummingLinear
         return F.embedding(input_ids, weight)
 
     @staticmethod

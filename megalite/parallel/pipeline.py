@@ -21,7 +21,7 @@ from megalite.topology.transfers import scheduled_actions
 
 @dataclass(frozen=True)
 class PipelineShapes:
-    """The shapes of a runner: M micro batches, hidden states [b, S, H] between chunks, losses [b].
+    """The shapes of a runner: M micro batches, hidden states [b, S, H] between chunks.
 
     With sequence parallelism hidden states are [b, S / tp, H]. b and S follow from each batch.
     """
@@ -29,7 +29,6 @@ class PipelineShapes:
     micro_batches: int
     hidden_size: int
     dtype: torch.dtype
-    loss_dtype: torch.dtype
 
 
 class PipelineRunner(Protocol):
@@ -61,8 +60,7 @@ def pipeline_runner(
 ) -> PipelineRunner:
     """Return the runner for this mesh.
 
-    chunks: this rank's chunks of the model, ascending; each has `index` (its place in model order), `is_first` and
-    `is_last`.
+    chunks: this rank's chunks of the model, ascending.
     forward: called instead of the only chunk at pp = 1 (a DeepSpeed engine's forward).
     """
     if mesh.pp.size == 1:

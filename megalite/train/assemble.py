@@ -57,7 +57,7 @@ def assemble(
         replica.stage.chunks,
         split,
         mesh,
-        PipelineShapes(schedule.micro_batches, shape.hidden_size, options.dtype, options.loss_dtype),
+        PipelineShapes(schedule.micro_batches, shape.hidden_size, options.dtype),
         schedule=schedule.name,
         forward=optimizer.wrap(replica.stage),
     )

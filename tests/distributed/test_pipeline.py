@@ -27,7 +27,7 @@ def losses_and_gradients(
     v_shaped = SCHEDULES[schedule].v_shaped
     split = pipeline_split(SHAPE.num_hidden_layers, stages, chunks_per_stage=chunks, v_shaped=v_shaped)
     stage = build_replica(SHAPE, mesh, split, ModelOptions(dtype=torch.float64), seed=0).stage
-    shapes = PipelineShapes(MICRO_BATCHES, SHAPE.hidden_size, torch.float64, torch.float64)
+    shapes = PipelineShapes(MICRO_BATCHES, SHAPE.hidden_size, torch.float64)
     runner = pipeline_runner(stage.chunks, split, mesh, shapes, schedule=schedule)
     losses = []
     for batch in batches:

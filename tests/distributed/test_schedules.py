@@ -61,7 +61,7 @@ def step_on_rank(schedule: str, layout: Layout, micro_batches: int, chunks: int)
     stage = build_replica(SHAPE, mesh, split, seed=0).stage
     if SCHEDULES[schedule].splits_backward:
         allow_deferral(stage.parameters())
-    shapes = PipelineShapes(micro_batches, SHAPE.hidden_size, torch.float32, torch.float32)
+    shapes = PipelineShapes(micro_batches, SHAPE.hidden_size, torch.float32)
     runner = pipeline_runner(stage.chunks, split, mesh, shapes, schedule=schedule)
     executed = Executed()
     with recorded(stage, executed), CountedFlops(executed):
@@ -189,7 +189,7 @@ def accumulation_on_rank(schedule: str, micro_batches: int) -> list[Action]:
         output.register_hook(lambda grad: actions.append(Action("B", 0, micro_batch)))
 
     stage.whole.register_forward_hook(record)
-    shapes = PipelineShapes(micro_batches, SHAPE.hidden_size, torch.float32, torch.float32)
+    shapes = PipelineShapes(micro_batches, SHAPE.hidden_size, torch.float32)
     runner = pipeline_runner(stage.chunks, split, mesh, shapes, schedule=schedule)
     runner.forward_backward(tiny_batch(SHAPE, micro_batches))
     return actions

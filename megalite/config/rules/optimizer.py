@@ -4,18 +4,18 @@ from collections.abc import Iterator
 
 from megalite.config.facts import Facts
 from megalite.config.rules.pipeline import chunks_per_stage, layers_per_chunk
-from megalite.config.schema import ModelConfig
+from megalite.config.shape_settings import model_shape
 from megalite.errors import Problem
 from megalite.topology.parameter_groups import group_problems, update_rules
 from megalite.topology.parameters import model_parameters, stage_parameters
 from megalite.topology.schedules import SCHEDULES
-from megalite.topology.shape import ModelShape
 from megalite.topology.stages import pipeline_split
 
 
 def patterns_choose_whole_parameters(facts: Facts) -> Iterator[Problem]:
     if facts.optimizer.groups:
-        shape = _shape(facts)
+        # Parameter names do not depend on the vocabulary's size.
+        shape = model_shape(facts.model, 1)
         groups = [each.group(shape) for each in facts.optimizer.groups]
         for message in group_problems(model_parameters(shape), groups):
             remedy = (
@@ -39,7 +39,8 @@ def zero_finds_every_group_on_every_stage(facts: Facts) -> Iterator[Problem]:
         )
     except ValueError:
         return
-    shape = _shape(facts)
+    # Parameter names do not depend on the vocabulary's size.
+    shape = model_shape(facts.model, 1)
     groups = [each.group(shape) for each in facts.optimizer.groups]
     held = [update_rules(stage_parameters(shape, split, stage), groups) for stage in range(stages)]
     missing = {rule for each in held for rule in each if not all(rule in other for other in held)}
@@ -53,12 +54,6 @@ def zero_finds_every_group_on_every_stage(facts: Facts) -> Iterator[Problem]:
         )
         remedy = 'choose patterns that match on every stage, such as "*norm*", or delete [deepspeed]'
         yield Problem("optimizer.groups", message, remedy)
-
-
-def _shape(facts: Facts) -> ModelShape:
-    """Return a shape with a placeholder vocabulary size: parameter names do not depend on that size."""
-    values = {name: getattr(facts.model, name) for name in ModelConfig.model_fields}
-    return ModelConfig.model_construct(**values).shape(vocab_size=1)
 
 
 def values_are_clipped_without_zero(facts: Facts) -> Iterator[Problem]:

@@ -5,7 +5,8 @@ from typing import Literal
 
 from megalite.config.facts import Facts, Unknown
 from megalite.config.rules.batch import BatchProblem, plan_batch
-from megalite.config.schema import BatchPlan, ModelConfig
+from megalite.config.schema import BatchPlan
+from megalite.config.shape_settings import model_shape
 from megalite.config.summary import vocabulary
 from megalite.errors import Problem
 from megalite.topology.balance import balanced_layers
@@ -38,9 +39,7 @@ def layers_per_chunk(facts: Facts) -> tuple[int, ...] | None:
     rows = vocabulary(facts)
     if rows is None:
         raise Unknown("model.vocab_size")
-    values = {name: getattr(facts.model, name) for name in ModelConfig.model_fields}
-    shape = ModelConfig.model_construct(**values).shape(rows)
-    flops = forward_flops(shape, facts.training.sequence_length)
+    flops = forward_flops(model_shape(facts.model, rows), facts.training.sequence_length)
     try:
         return balanced_layers(
             flops.layers,
