@@ -93,6 +93,10 @@ def prepare_process(
     if not any(node for pattern in _ACCELERATORS for node in Path("/dev").glob(pattern)):
         # Otherwise DeepSpeed tries to import each accelerator's library, and warns on every rank.
         environ.setdefault("DS_ACCELERATOR", "cpu")
+        if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in environ:  # its name for NCCL
+            # torch's flight recorder keeps the last 2000 collectives, whose small blocks split the freed memory of
+            # activations: a rank grows until the record is full. Only NCCL's watchdog reads the record.
+            environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
     environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     environ.setdefault("TORCH_EXTENSIONS_DIR", str(_user_cache(environ) / "megalite" / "torch_extensions"))
     return threads

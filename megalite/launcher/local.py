@@ -5,6 +5,7 @@ pool crosses the fork, and torch is imported only once. A parent that has comput
 new Python process, which imports torch itself.
 """
 
+import gc
 import importlib
 import math
 import multiprocessing
@@ -315,6 +316,8 @@ def _run_new_rank(
         if signals is None:
             keep_freed_memory()
         else:
+            # A collection writes to every object it looks at, which would copy the parent's: 80 MB with DeepSpeed.
+            gc.freeze()
             signals.restore()
         now.restart()
         now.keep_in(progress, info.local_rank)

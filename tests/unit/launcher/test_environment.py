@@ -2,6 +2,8 @@
 
 import os
 import socket
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -75,6 +77,41 @@ def test_a_process_is_prepared_but_what_the_user_set_stays(four_cores, tmp_path)
     assert environ["OMP_NUM_THREADS"] == "3"
     assert "GOMP_SPINCOUNT" not in environ
     assert {name: environ[name] for name in mine} == mine
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc")
+def test_collectives_leave_nothing_in_memory(monkeypatch, tmp_path):
+    """On a CPU 2,000 all-reduces leave no block on the heap; torch's flight recorder would keep half a megabyte."""
+    monkeypatch.setattr(environment, "_ACCELERATORS", ())
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("TORCH_")}
+    prepare_process(1, environ=environ)
+    script = """
+import ctypes, sys, torch, torch.distributed as dist
+class Mallinfo2(ctypes.Structure):
+    _fields_ = [(str(place), ctypes.c_size_t) for place in range(10)]
+libc = ctypes.CDLL(None)
+libc.mallinfo2.restype = Mallinfo2
+dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
+def allocated(collectives):
+    for _ in range(collectives):
+        dist.all_reduce(torch.zeros(1))
+    return getattr(libc.mallinfo2(), "7")
+before = allocated(100)
+print(allocated(2000) - before)
+dist.destroy_process_group()
+"""
+    command = [sys.executable, "-c", script, str(tmp_path / "store")]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environ)
+    assert run.returncode == 0, run.stderr
+    assert int(run.stdout) < 200_000
+
+
+def test_the_flight_recorder_stays_as_the_user_set_it(monkeypatch):
+    monkeypatch.setattr(environment, "_ACCELERATORS", ())
+    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):
+        environ = {name: "50"}
+        prepare_process(1, environ=environ)
+        assert {key: value for key, value in environ.items() if "BUFFER_SIZE" in key} == {name: "50"}
 
 
 def test_ranks_on_several_nodes_use_the_interface_of_their_route(four_cores, monkeypatch):

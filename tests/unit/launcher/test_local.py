@@ -98,6 +98,7 @@ def test_every_rank_runs_and_knows_its_place(start, tmp_path):
             "LOCAL_RANK": str(rank),
             "MASTER_ADDR": "127.0.0.1",
             "LOCAL_SIZE": "8",
+            "frozen": "True",
         }
 
 
