@@ -142,7 +142,8 @@ class Trainer:
         method: Literal["fork", "spawn"] = "fork"
         if computed and config.layout.world_size > 1:
             method = self._start_method(threads)
-        preload = ["torch", "megalite.train.rank"]
+        # torch's optimizers import the compiler when they are made: here once for all ranks.
+        preload = ["torch", "megalite.train.rank", "torch._dynamo"]
         if config.zero_stage:
             # DeepSpeed's engine imports the compiler when it is made: two seconds and 115 MB, here once for all ranks.
             preload += ["megalite.train.optimizer.deepspeed", "torch._inductor.compile_fx"]

@@ -1,5 +1,6 @@
 """Attention on an accelerator: each backend's numbers, what it allocates, and that it never waits for the device."""
 
+import subprocess
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -328,3 +329,12 @@ def test_a_window_of_all_keys_is_none() -> None:
             with pytest.raises(LookupError):
                 attend_on_device(query, query, query, window, scale=1.0)
     assert [call.args[2].window for call in asked.call_args_list] == [None, 8]
+
+
+def test_importing_the_operators_does_not_import_the_compiler():
+    """It takes half as long to import as torch, and commands that do not train need none of it."""
+    script = "import sys, megalite.train.rank; print(any(name.startswith('torch._dynamo') for name in sys.modules))"
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert run.stdout == "False\n", run.stderr
+    # The mark on our function is the one that torch's decorator sets.
+    assert vars(torch.compiler.assume_constant_result(lambda: None)) == vars(backends._chip)
