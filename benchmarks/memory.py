@@ -198,13 +198,14 @@ class Watched(Training):
     def counted_step(self) -> Held:
         gc.collect()
         with Born() as self._born:
-            self.pipeline.forward_backward(self.batch)
+            self.pipeline.forward_backward(self.batch, self._weight)
             self.gradients = self._gradients()
             self._born.phase = "reduction"
             self.optimizer.reduce_gradients()
             self.gradients = max(self.gradients, self._gradients())
             self._born.phase = "update"
-            self.optimizer.step(3e-4)
+            squared_norm = self.replica.mesh.reduce_over_world(self.optimizer.squared_norm())
+            self.optimizer.step(3e-4, float(squared_norm))
         transient, peak_in = self._born.peak, self._born.peak_in
         gc.collect()
         everything, parameters = Storages(_all_tensors()), self._parameters()

@@ -9,8 +9,8 @@ import torch
 
 from megalite.data.transfer import BatchTransfer
 from megalite.model.options import PLAIN, ModelOptions
-from megalite.parallel.device import HostCopy
 from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.pipeline import weight_share
 from megalite.parallel.step_batch import StepBatch
 from megalite.topology.axes import Layout
 from megalite.topology.balance import balanced_layers
@@ -20,6 +20,7 @@ from megalite.topology.shape import ModelShape
 from megalite.topology.stages import pipeline_split
 from megalite.train.assemble import Schedule, assemble
 from megalite.train.optimizer.settings import OptimizerSettings
+from megalite.train.step_totals import total_over_ranks
 
 SEQUENCES, SEQUENCE_LENGTH = 4, 256
 TOKENS = SEQUENCES * SEQUENCE_LENGTH
@@ -89,13 +90,20 @@ class Training:
         if setup.document_tokens is not None:
             self.batch = _in_documents(self.batch, setup.document_tokens)
         self.batch = BatchTransfer(mesh.device).start(self.batch).ready()
+        self._weight = mesh.reduce_over_world(weight_share(self.batch, mesh))
 
     def step(self) -> float:
         """The loss."""
-        loss = HostCopy(self.pipeline.forward_backward(self.batch, self.optimizer.loss_scale))
+        weight = self._weight
+        loss = self.pipeline.forward_backward(self.batch, weight, self.optimizer.loss_scale)
         self.optimizer.reduce_gradients()
-        self.optimizer.step(3e-4)
-        return loss.item()
+        squared_norm = self.optimizer.squared_norm()
+        totals = total_over_ranks(
+            self.replica.mesh, loss, squared_norm, weight_share(self.batch, self.replica.mesh), ()
+        )
+        self._weight = totals.next_weight
+        self.optimizer.step(3e-4, totals.squared_norm)
+        return totals.loss
 
 
 def _balanced_layers(setup: Setup) -> tuple[int, ...]:

@@ -52,7 +52,7 @@ TORCH_FREE = ("__init__", "errors", "version", "topology", "families", "config",
 OWNERS = {
     "torch.distributed": ("parallel/",),
     "torch.distributed.checkpoint": ("checkpoint/",),
-    "deepspeed": ("train/optimizer/deepspeed.py", "train/optimizer/deepspeed_ops.py"),
+    "deepspeed": tuple(f"train/optimizer/deepspeed{part}.py" for part in ("", "_gather", "_ops")),
     "pickle": (),
     "marshal": (),
     "shelve": (),

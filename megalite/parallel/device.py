@@ -1,4 +1,4 @@
-"""The device of a rank, and asynchronous copies of numbers to the host.
+"""The device of a rank.
 
 The code uses torch.accelerator rather than torch.cuda, so tests run it on an accelerator without hardware.
 """
@@ -7,7 +7,6 @@ import socket
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from megalite.errors import LaunchError
 
@@ -59,20 +58,3 @@ def require_distinct_accelerators(ids: list[tuple[str, str] | None]) -> None:
                 "to train on the CPU"
             )
         first[found] = rank
-
-
-class HostCopy:
-    """An asynchronous copy of a one-element tensor to the host."""
-
-    def __init__(self, number: Tensor):
-        self._number, self._arrived = number.detach(), None
-        if number.device.type != "cpu":
-            on_host = torch.empty(number.shape, dtype=number.dtype, pin_memory=True)
-            self._number = on_host.copy_(self._number, non_blocking=True)
-            self._arrived = torch.accelerator.current_stream(number.device).record_event()
-
-    def item(self) -> float:
-        """Return the number; wait for the work queued before the copy, not for later work."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        return float(self._number)

@@ -1,4 +1,4 @@
-"""Gradients after the pipeline: sums over copies, the mean over data-parallel ranks, the norm and its clipping."""
+"""Gradients after the pipeline: sums over tensor-parallel copies and tied weights, the norm and its clipping."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -91,6 +91,11 @@ def partial_over_tp(parameter: Parameter, part: Part, mesh: ParallelMesh) -> boo
     return whole or spec.is_shared(part, mesh.tp.size)
 
 
+def waits_for_other_ranks(parameter: Parameter, mesh: ParallelMesh) -> bool:
+    """Return whether `all_reduce_replicated_gradients` completes the gradient of this parameter."""
+    return len(parameter.spec.stages) > 1 or _is_partial(parameter, mesh)
+
+
 def _is_partial(parameter: Parameter, mesh: ParallelMesh) -> bool:
     return any(partial_over_tp(parameter, part, mesh) for part in parameter.spec.parts)
 
@@ -141,7 +146,7 @@ def _sums_over_tp(
 
     One collective for each bucket.
     """
-    for bucket in _buckets(
+    for bucket in buckets(
         shares, lambda share: (share.values.dtype, share.total * share.values.element_size())
     ):
         places = [*accumulate((share.total for share in bucket), initial=0)]
@@ -157,20 +162,6 @@ def _sums_over_tp(
         yield from zip(bucket, held, strict=True)
 
 
-def average_over_data(gradients: Sequence[Tensor], mesh: ParallelMesh) -> None:
-    """Replace each gradient by its mean over dp, in place; one collective for each bucket."""
-    copies = mesh.dense_gradients
-    if copies.size == 1:
-        return
-    for bucket in _buckets(gradients, lambda each: (each.dtype, each.numel() * each.element_size())):
-        flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
-        now.collective("all_reduce", copies.role)
-        dist.all_reduce(flat, group=copies.group)
-        flat.div_(copies.size)
-        for gradient, mean in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
-            gradient.copy_(mean.view_as(gradient))
-
-
 def counted_here(parameter: Parameter, mesh: ParallelMesh) -> bool:
     """Return whether this rank's copy counts: replicas count on tp rank 0, tied weights on their first stage.
 
@@ -182,6 +173,22 @@ def counted_here(parameter: Parameter, mesh: ParallelMesh) -> bool:
     return len(spec.stages) < 2 or mesh.at.pp == spec.stages[0]
 
 
+def squared_norm_share(
+    parameters: Sequence[Parameter],
+    tensors: Mapping[str, Tensor],
+    mesh: ParallelMesh,
+    *,
+    ops: Operators = PLAIN_TORCH,
+) -> Tensor:
+    """Return this rank's share of the squared L2 norm of the whole model's gradient, [] float64 on the mesh's device.
+
+    The shares of all ranks sum to it; every element counts once. The gradients are averaged over dp already.
+    """
+    found = [tensors[each.name].grad for each in parameters if counted_here(each, mesh)]
+    gradients = [gradient for gradient in found if gradient is not None]
+    return ops.sum_of_squares(gradients).to(mesh.device) / mesh.dense_gradients.size
+
+
 def global_norm(
     parameters: Sequence[Parameter],
     tensors: Mapping[str, Tensor],
@@ -189,14 +196,9 @@ def global_norm(
     *,
     ops: Operators = PLAIN_TORCH,
 ) -> float:
-    """Return the L2 norm of the whole model's gradient, every element counted once; equal on all ranks of a replica.
-
-    Accumulated in float64 over parameters. Collective over tp x pp.
-    """
-    found = [tensors[each.name].grad for each in parameters if counted_here(each, mesh)]
-    gradients = [gradient for gradient in found if gradient is not None]
-    total = ops.sum_of_squares(gradients).to(mesh.device)
-    return float(all_reduce(total, mesh.replica).sqrt())
+    """Return the L2 norm of the whole model's gradient, equal on all ranks. Collective over the world."""
+    share = squared_norm_share(parameters, tensors, mesh, ops=ops)
+    return math.sqrt(float(mesh.reduce_over_world(share)))
 
 
 def first_nonfinite(
@@ -260,7 +262,7 @@ def clip_gradients(gradients: Sequence[Tensor], *, norm: float, max_norm: float)
         scale_gradients(gradients, factor)
 
 
-def _buckets(items: Iterable[T], measure: Callable[[T], tuple[torch.dtype, int]]) -> Iterator[list[T]]:
+def buckets(items: Iterable[T], measure: Callable[[T], tuple[torch.dtype, int]]) -> Iterator[list[T]]:
     """Yield consecutive items of one dtype, about _BUCKET_BYTES together; `measure`: item -> dtype and bytes."""
     bucket: list[T] = []
     dtype, size_bytes = None, 0

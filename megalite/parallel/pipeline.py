@@ -1,16 +1,16 @@
 """Runners of one step's micro batches: through the stages by a schedule, or a plain loop at pp = 1."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from megalite.parallel.collectives import all_reduce
 from megalite.parallel.cross_entropy import IGNORE_INDEX
 from megalite.parallel.decode import along_chunks
+from megalite.parallel.gradient_buckets import GradientBuckets
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.schedule import StageSchedule
 from megalite.parallel.step_batch import StepBatch
@@ -37,10 +37,11 @@ class PipelineRunner(Protocol):
     Batches and returned tensors are on the mesh's device; no method makes the host wait for the device.
     """
 
-    def forward_backward(self, batch: StepBatch, loss_scale: float = 1.0) -> Tensor:
-        """Return the step's loss, a float64 scalar equal on every rank: the weighted mean over the global batch.
+    def forward_backward(self, batch: StepBatch, weight: Tensor, loss_scale: float = 1.0) -> Tensor:
+        """Return this rank's share of the step's loss, a float64 scalar; the shares of all ranks sum to the weighted
+        mean over the global batch.
 
-        loss_scale: factor of the gradients; the returned loss is unscaled.
+        weight: the sum of `weight_share` over all ranks. loss_scale: factor of the gradients; the loss is unscaled.
         """
         ...
 
@@ -57,32 +58,42 @@ def pipeline_runner(
     *,
     schedule: str,
     forward: Callable[..., Tensor] | None = None,
+    buckets: GradientBuckets | None = None,
 ) -> PipelineRunner:
     """Return the runner for this mesh.
 
     chunks: this rank's chunks of the model, ascending.
     forward: called instead of the only chunk at pp = 1 (a DeepSpeed engine's forward).
+    buckets: the sums over the data-parallel ranks, which start as soon as gradients are complete.
     """
     if mesh.pp.size == 1:
         (only,) = chunks
-        return _LoopRunner(forward or only, mesh, shapes)
-    return _ScheduleRunner(chunks, split, mesh, shapes, schedule)
+        return _LoopRunner(forward or only, mesh, shapes, buckets)
+    return _ScheduleRunner(chunks, split, mesh, shapes, schedule, buckets)
 
 
 class _LoopRunner:
     """Gradient accumulation: the one-stage schedule."""
 
-    def __init__(self, forward: Callable[..., Tensor], mesh: ParallelMesh, shapes: PipelineShapes):
-        self._forward, self._mesh, self._shapes = forward, mesh, shapes
+    def __init__(
+        self,
+        forward: Callable[..., Tensor],
+        mesh: ParallelMesh,
+        shapes: PipelineShapes,
+        buckets: GradientBuckets | None,
+    ):
+        self._forward, self._mesh, self._shapes, self._buckets = forward, mesh, shapes, buckets
 
-    def forward_backward(self, batch: StepBatch, loss_scale: float = 1.0) -> Tensor:
-        weighted = _weighted(batch, _token_weight(batch, self._mesh) * loss_scale)
+    def forward_backward(self, batch: StepBatch, weight: Tensor, loss_scale: float = 1.0) -> Tensor:
+        weighted = _weighted(batch, _token_factor(weight, self._mesh) * loss_scale)
         losses: list[Tensor] = []
-        for micro_batch in weighted.micro_batches(self._shapes.micro_batches):
-            loss = self._forward(micro_batch.input_ids, **_stage_arguments(micro_batch)).sum()
+        micro_batches = weighted.micro_batches(self._shapes.micro_batches)
+        for index, micro_batch in enumerate(micro_batches):
+            with _watched(self._buckets, index + 1 == len(micro_batches)):
+                loss = self._forward(micro_batch.input_ids, **_stage_arguments(micro_batch)).sum()
             loss.backward()
             losses.append(loss.detach())
-        return _mean_over_replicas(_total(losses, self._mesh) / loss_scale, self._mesh)
+        return _loss_share(losses, self._mesh) / loss_scale
 
     @torch.no_grad()
     def evaluate(self, batch: StepBatch) -> Tensor:
@@ -90,7 +101,7 @@ class _LoopRunner:
             self._forward(micro_batch.input_ids, **_stage_arguments(micro_batch)).sum()
             for micro_batch in batch.micro_batches(self._shapes.micro_batches)
         ]
-        return _sums_over_replicas(_total(losses, self._mesh), batch, self._mesh)
+        return _sums_over_replicas(losses, batch, self._mesh)
 
 
 class _ScheduleRunner:
@@ -103,29 +114,33 @@ class _ScheduleRunner:
         mesh: ParallelMesh,
         shapes: PipelineShapes,
         schedule: str,
+        buckets: GradientBuckets | None,
     ):
         self._chunks, self._split, self._mesh, self._shapes = chunks, split, mesh, shapes
+        self._buckets = buckets
         self._by_index = dict(zip(split.chunks_of(mesh.at.pp), chunks, strict=True))
         orders = orders_of(schedule, split.stages, shapes.micro_batches, split.chunks_per_stage)
         self._stage = StageSchedule(scheduled_actions(orders, split, mesh.at.pp), mesh)
 
-    def forward_backward(self, batch: StepBatch, loss_scale: float = 1.0) -> Tensor:
-        weighted = _weighted(batch, _token_weight(batch, self._mesh) * loss_scale)
+    def forward_backward(self, batch: StepBatch, weight: Tensor, loss_scale: float = 1.0) -> Tensor:
+        weighted = _weighted(batch, _token_factor(weight, self._mesh) * loss_scale)
         micro_batches = weighted.micro_batches(self._shapes.micro_batches)
 
         def run(chunk: int, micro_batch: int, hidden_states: Tensor | None) -> Tensor:
-            output = self._run_chunk(self._by_index[chunk], micro_batches[micro_batch], hidden_states)
+            with _watched(self._buckets, self._stage.completes_in_backward(chunk, micro_batch)):
+                output = self._run_chunk(self._by_index[chunk], micro_batches[micro_batch], hidden_states)
             return output.sum() if chunk == len(self._split.layers) - 1 else output
 
-        losses = self._stage.run(run, self._hidden(micro_batches[0]))
-        return _mean_over_replicas(_total(losses, self._mesh) / loss_scale, self._mesh)
+        complete = _nothing if self._buckets is None else self._buckets.chunk_complete
+        losses = self._stage.run(run, self._hidden(micro_batches[0]), complete)
+        return _loss_share(losses, self._mesh) / loss_scale
 
     @torch.no_grad()
     def evaluate(self, batch: StepBatch) -> Tensor:
         micro_batches = batch.micro_batches(self._shapes.micro_batches)
         losses = [self._losses_of(each) for each in micro_batches]
         sums = [each.sum() for each in losses if each is not None]
-        return _sums_over_replicas(_total(sums, self._mesh), batch, self._mesh)
+        return _sums_over_replicas(sums, batch, self._mesh)
 
     def _losses_of(self, micro_batch: StepBatch) -> Tensor | None:
         """Return the output of the last chunk on the stage that holds it."""
@@ -148,6 +163,14 @@ class _ScheduleRunner:
         return torch.empty((), dtype=self._shapes.dtype, device=self._mesh.device).expand(between)
 
 
+def _watched(buckets: GradientBuckets | None, completes: bool) -> AbstractContextManager[None]:
+    return buckets.last_forward() if buckets is not None and completes else nullcontext()
+
+
+def _nothing(chunk: int) -> None:
+    pass
+
+
 def _stage_arguments(batch: StepBatch) -> dict[str, Any]:
     arguments = {
         "position_ids": batch.position_ids,
@@ -160,22 +183,27 @@ def _stage_arguments(batch: StepBatch) -> dict[str, Any]:
     return {name: tensor for name, tensor in arguments.items() if tensor is not None}
 
 
-def _token_weight(batch: StepBatch, mesh: ParallelMesh) -> Tensor:
+def weight_share(batch: StepBatch, mesh: ParallelMesh) -> Tensor:
+    """Return this rank's share of the summed token weights of the global batch, [] float64.
+
+    One rank of each data-parallel replica counts its batch; the share of the others is zero.
+    """
+    if mesh.counts_replicated and mesh.pp.rank == 0:
+        return batch.loss_mask.double().masked_fill(batch.labels == IGNORE_INDEX, 0).sum()
+    return torch.zeros((), dtype=torch.float64, device=mesh.device)
+
+
+def _token_factor(weight: Tensor, mesh: ParallelMesh) -> Tensor:
     """Return the factor of each token loss: copies of the weights / summed token weights of the global batch.
 
     Gradients are averaged over the copies, so any split of the batch gives the gradient of the same mean.
     """
-    total = all_reduce(_weight(batch), mesh.loss, dist.ReduceOp.SUM)
-    return torch.where(total > 0, mesh.dense_gradients.size / total, 0.0)
+    return torch.where(weight > 0, mesh.dense_gradients.size / weight, 0.0)
 
 
 def _weighted(batch: StepBatch, scale: Tensor) -> StepBatch:
     """Return the batch with its loss mask times `scale`; scaling the loss would cost a pass over the logits."""
     return replace(batch, loss_mask=batch.loss_mask.double() * scale)
-
-
-def _weight(batch: StepBatch) -> Tensor:
-    return batch.loss_mask.double().masked_fill(batch.labels == IGNORE_INDEX, 0).sum()
 
 
 def _total(losses: Sequence[Tensor], mesh: ParallelMesh) -> Tensor:
@@ -186,16 +214,16 @@ def _total(losses: Sequence[Tensor], mesh: ParallelMesh) -> Tensor:
     return total
 
 
-def _sums_over_replicas(loss: Tensor, batch: StepBatch, mesh: ParallelMesh) -> Tensor:
-    """Sum each rank's loss (zero without the last chunk) and its batch's weight over the replicas: [2]."""
-    counted = mesh.counts_replicated
-    alone = counted and mesh.pp.rank == 0
-    nothing = torch.zeros_like(loss)
-    sums = torch.stack((loss if counted else nothing, _weight(batch) if alone else nothing))
-    return mesh.reduce_over_world(sums)
+def _sums_over_replicas(losses: Sequence[Tensor], batch: StepBatch, mesh: ParallelMesh) -> Tensor:
+    """Sum each rank's losses (none without the last chunk) and its batch's weight over the replicas: [2]."""
+    return mesh.reduce_over_world(torch.stack((_counted(losses, mesh), weight_share(batch, mesh))))
 
 
-def _mean_over_replicas(loss: Tensor, mesh: ParallelMesh) -> Tensor:
-    """Return the step's loss from each rank's scaled loss (zero without the last chunk)."""
-    counted = loss if mesh.counts_replicated else torch.zeros_like(loss)
-    return mesh.reduce_over_world(counted) / mesh.dense_gradients.size
+def _loss_share(losses: Sequence[Tensor], mesh: ParallelMesh) -> Tensor:
+    """Return a rank's share of the step's loss from its micro batches' scaled losses (none without the last chunk)."""
+    return _counted(losses, mesh) / mesh.dense_gradients.size
+
+
+def _counted(losses: Sequence[Tensor], mesh: ParallelMesh) -> Tensor:
+    """Return the total on the one tensor-parallel rank whose copy counts, zero on the others."""
+    return _total(losses if mesh.counts_replicated else (), mesh)

@@ -4,7 +4,7 @@ Receives start before they are needed, and a send is never waited for while anyt
 backward is a whole one that leaves the weight gradients to W (Qi et al. 2023, "Zero Bubble Pipeline Parallelism").
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megalite.launcher.progress import now
 from megalite.parallel.gradient_sums import deferred_weight_gradients
 from megalite.parallel.mesh import ParallelMesh, RankGroup
-from megalite.topology.schedules import BACKWARD, FORWARD, INPUT, Action
+from megalite.topology.schedules import BACKWARD, FORWARD, INPUT, WEIGHT, Action
 from megalite.topology.transfers import Message, ScheduledAction, Transfer
 
 # (chunk, micro batch, hidden states, or None for the first chunk) -> hidden states; the last chunk: its loss, a scalar.
@@ -26,14 +26,28 @@ class StageSchedule:
 
     def __init__(self, actions: Sequence[ScheduledAction], mesh: ParallelMesh):
         self._actions, self._mesh = actions, mesh
+        # Chunk -> the last action that adds to its weights' gradients.
+        self._last = {
+            each.action.chunk: each.action for each in actions if each.action.kind in (BACKWARD, WEIGHT)
+        }
         _connect(actions, mesh)
 
-    def run(self, run_chunk: RunChunk, hidden: Tensor) -> list[Tensor]:
+    def completes_in_backward(self, chunk: int, micro_batch: int) -> bool:
+        """Return whether the unsplit backward of this micro batch completes the gradients of the chunk's weights."""
+        last = self._last[chunk]
+        return last.kind == BACKWARD and last.micro_batch == micro_batch
+
+    def run(self, run_chunk: RunChunk, hidden: Tensor, complete: Callable[[int], None]) -> list[Tensor]:
         """Run forward and backward of all micro batches; return the losses of the last chunk, if it is on this stage.
 
         hidden: a tensor of the shape, type and device of the hidden states between chunks; its values are not used.
+        complete: called with each chunk once the gradients of its weights are complete.
         """
-        return _Step(self._actions, _Transfers(self._mesh, hidden), run_chunk).run()
+        step = _Step(self._actions, _Transfers(self._mesh, hidden), run_chunk)
+        for action in step.run():
+            if action == self._last[action.chunk]:
+                complete(action.chunk)
+        return step.losses
 
 
 def _connect(actions: Sequence[ScheduledAction], mesh: ParallelMesh) -> None:
@@ -56,21 +70,22 @@ class _Step:
 
     def __init__(self, actions: Sequence[ScheduledAction], transfers: "_Transfers", run_chunk: RunChunk):
         self._actions, self._transfers, self._run_chunk = actions, transfers, run_chunk
-        self._losses: list[Tensor] = []
+        self.losses: list[Tensor] = []
         # (chunk, micro batch) -> the hidden states that entered, and where the gradient enters the graph.
         self._graphs: dict[tuple[int, int], tuple[Tensor | None, GradientEdge | Tensor]] = {}
         self._weight_gradients: dict[tuple[int, int], list[Callable[[], None]]] = {}
         self._local: dict[Message, Tensor] = {}
 
-    def run(self) -> list[Tensor]:
+    def run(self) -> Iterator[Action]:
+        """Yield each action once it is computed."""
         for each in self._actions:
             for transfer in each.starts:
                 self._transfers.receive(transfer)
             made = self._compute(each.action, self._needed(each))
             if each.gives is not None and made is not None:
                 self._give(each.gives, made)
+            yield each.action
         self._transfers.finish()
-        return self._losses
 
     def _needed(self, scheduled: ScheduledAction) -> Tensor | None:
         message = scheduled.needs
@@ -110,7 +125,7 @@ class _Step:
             hidden.requires_grad_()
         output = self._run_chunk(chunk, micro_batch, hidden)
         if output.dim() == 0:
-            self._losses.append(output.detach())
+            self.losses.append(output.detach())
             self._graphs[chunk, micro_batch] = hidden, output
             return None
         # The edge, not the tensor: its memory is free once the next stage has it.

@@ -60,6 +60,7 @@ def assemble(
         PipelineShapes(schedule.micro_batches, shape.hidden_size, options.dtype),
         schedule=schedule.name,
         forward=optimizer.wrap(replica.stage),
+        buckets=optimizer.buckets,
     )
     return replica, optimizer, pipeline
 

@@ -82,6 +82,9 @@ class Callbacks:
     def __init__(self, callbacks: Sequence[Callback], run: ActiveRun):
         self._callbacks, self._run = tuple(callbacks), run
 
+    def __len__(self) -> int:
+        return len(self._callbacks)
+
     def train_start(self) -> None:
         self._call("on_train_start")
 

@@ -48,6 +48,10 @@ class TrainingLoop:
         self._config = trainer.config
         # Why the run stops early: a callback's reason or the name of a signal, the same on every rank.
         self._stopped: str | None = None
+        # Why the time was up, on rank 0, when the flags were last raised.
+        self._late: str | None = None
+        # Whether any rank has a callback: ranks may have different ones.
+        self._asks = False
         self.exit_code = 0
         """75 if the run was stopped before its last step to be resumed, 130 by Ctrl-C; the same on every rank."""
         self.saved = saved
@@ -57,6 +61,8 @@ class TrainingLoop:
         """Train until there is a reason to end, and return it: empty after the last step."""
         trainer = self._trainer
         self._saver.point_to_best()
+        [callbacks] = trainer.mesh.sum_over_world([float(len(self._callbacks))])
+        self._asks = callbacks > 0
         self._callbacks.train_start()
         if self._held_out and self._config.validation.at_start and trainer.state.step == 0:
             validation = self._validate()
@@ -70,18 +76,19 @@ class TrainingLoop:
     def _step(self) -> None:
         report, validation = self._train_step(), None
         metrics = self._callbacks.step_end(report)
-        every = self._config.validation.every
-        due = every is not None and report.step % every == 0
-        last = self._ends_here(validates=due)
+        # A callback may have asked for the end only now.
+        due = self._validates_after(report.step)
+        last = self._ends_here(self._flags_of_all(validates=due) if self._asks else report.flags)
         if self._held_out and (due or last) and not self.exit_code:
             validation = self._validated(metrics)
-            last = self._ends_here()
+            last = self._ends_here(self._flags_of_all(validates=False))
         self._reporter.step(report, validation, metrics)
         self._save(report, validation, last=last)
 
     def _train_step(self) -> StepReport:
+        self._budget.begin_step()
         try:
-            report = self._trainer.train_step()
+            report = self._trainer.train_step(self._flags)
         except TrainingError:
             # Every rank raises it, so all are here to publish the checkpoint in flight, which is collective.
             self._published(self._saver.finish())
@@ -89,6 +96,10 @@ class TrainingLoop:
         self._saver.stepped(report)
         self._budget.stepped(report.step_seconds)
         return report
+
+    def _validates_after(self, step: int) -> bool:
+        every = self._config.validation.every
+        return every is not None and step % every == 0
 
     def _validated(self, metrics: dict[str, float]) -> ValidationMetrics | None:
         """Validate, and add the metrics that callbacks return for it to `metrics`; None if a signal cuts it short."""
@@ -112,7 +123,7 @@ class TrainingLoop:
     def _save(self, report: StepReport, validation: ValidationMetrics | None, *, last: bool) -> None:
         settings = self._config.checkpoint
         best = settings.best and validation is not None and self._trainer.state.best_step == report.step
-        if not (last or best or self._saves_regularly()):
+        if not (last or best or self._saves_after(report.step)):
             return
         self._published(self._saver.save(at_once=last))
 
@@ -122,48 +133,61 @@ class TrainingLoop:
             self._reporter.saved(each)
             self._callbacks.checkpoint(each.path)
 
-    def _saves_regularly(self) -> bool:
+    def _saves_after(self, step: int) -> bool:
         every = self._config.checkpoint.every
-        return every is not None and self._trainer.state.step % every == 0
+        return every is not None and step % every == 0
 
-    def _ends_here(self, *, validates: bool = False) -> bool:
-        """Return whether this step is the last one, on any rank's signal or callback, or for want of time. Collective.
+    def _flags(self) -> tuple[bool, ...]:
+        """Return this rank's reasons to end the run, and where its checkpoint in flight stands; called in a step."""
+        step = self._trainer.state.step + 1
+        return self._flags_after(step, validates=self._validates_after(step))
 
-        The same sum over the ranks tells whether all have written the checkpoint in flight; then it is published.
+    def _flags_of_all(self, *, validates: bool) -> tuple[bool, ...]:
+        """Return the flags that any rank raises between two steps. Collective.
+
         validates: a validation comes next, not a step.
         """
-        mesh, run = self._trainer.mesh, self._run
-        arrived, asks = self._signals(), run.asked_to_stop is not None
-        late = self._out_of_time(validates=validates)
+        flags = self._flags_after(self._trainer.state.step, validates=validates)
+        totals = self._trainer.mesh.sum_over_world([float(each) for each in flags])
+        return tuple(total > 0 for total in totals)
+
+    def _flags_after(self, step: int, *, validates: bool) -> tuple[bool, ...]:
+        arrived = self._signals()
+        self._late = self._out_of_time(step, validates=validates)
         # Busy before failed: what fails between the two looks is seen.
-        flags = (
+        return (
             self._saver.busy,
             self._saver.failed,
-            asks,
-            late is not None,
+            self._run.asked_to_stop is not None,
+            self._late is not None,
             *(arrived is each for each in NAMES),
         )
-        busy, failed, asked_any, late_any, *signals = (
-            total > 0 for total in mesh.sum_over_world([float(each) for each in flags])
-        )
+
+    def _ends_here(self, flags: Sequence[bool]) -> bool:
+        """Return whether this step is the last one, on any rank's signal or callback, or for want of time. Collective.
+
+        The flags tell also whether all ranks have written the checkpoint in flight; then it is published.
+        """
+        mesh = self._trainer.mesh
+        busy, failed, asked_any, late_any, *signals = flags
         self._signals.first_step_over()
         self._published(self._saver.advance(busy=busy, failed=failed))
         if asked_any:
-            asked = [each for each in mesh.gather_objects(run.asked_to_stop) or [] if each is not None]
+            asked = [each for each in mesh.gather_objects(self._run.asked_to_stop) or [] if each is not None]
             self._stopped = mesh.broadcast_object(asked[0] if asked else None)
         number = next((each for each, came in zip(NAMES, signals, strict=True) if came), None)
         if number is not None and self._reason_to_end() is None:
             self._stopped = NAMES[number]
             self.exit_code = INTERRUPTED if number is signal.SIGINT else STOPPED
         elif late_any and self._reason_to_end() is None:
-            self._stopped, self.exit_code = mesh.broadcast_object(late), STOPPED
+            self._stopped, self.exit_code = mesh.broadcast_object(self._late), STOPPED
         return self._reason_to_end() is not None
 
-    def _out_of_time(self, *, validates: bool) -> str | None:
+    def _out_of_time(self, step: int, *, validates: bool) -> str | None:
         """Return why the time is up, on rank 0, whose clock counts."""
         if self._trainer.mesh.rank > 0 or not self._budget.limited:
             return None
-        save_seconds = self._saver.expected_seconds(another=self._saves_regularly())
+        save_seconds = self._saver.expected_seconds(another=self._saves_after(step))
         return self._budget.reason_to_stop(save_seconds=save_seconds, validates=validates)
 
     def _reason_to_end(self) -> str | None:

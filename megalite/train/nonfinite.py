@@ -19,26 +19,25 @@ class FiniteFlags:
 
     def __init__(self, parameters: Sequence[Parameter], mesh: ParallelMesh):
         self._parameters, self._mesh = parameters, mesh
-        self._flags: dict[str, Tensor] = {}
+        counts = [len(self._rows(parameter)) for parameter in parameters]
+        # Allocated once: a small tensor that outlives a backward would split the heap between large ones.
+        self._all = torch.ones(sum(counts), dtype=torch.bool, device=mesh.device)
+        names = (parameter.name for parameter in parameters)
+        self._flags = dict(zip(names, self._all.split(counts), strict=True))
 
     def see(self, parameter: Parameter, gradient: Tensor) -> None:
-        parts = gradient.detach().split(self._rows(parameter))
-        flags = torch.stack([part.isfinite().all() for part in parts])
-        before = self._flags.get(parameter.name)
-        self._flags[parameter.name] = flags if before is None else flags & before
+        flags = self._flags[parameter.name]
+        for index, part in enumerate(gradient.detach().split(self._rows(parameter))):
+            # One pass that allocates nothing of the gradient's size: both ends are NaN if an element is.
+            flags[index] &= torch.stack(part.aminmax()).isfinite().all()
 
     def first_nonfinite(self) -> str | None:
         """As parallel.gradients.first_nonfinite of the gradients that were seen. Collective over the world."""
-        seen = {
-            parameter.name: _Seen(self._stand_in(parameter))
-            for parameter in self._parameters
-            if parameter.name in self._flags
-        }
-        held = [parameter for parameter in self._parameters if parameter.name in seen]
-        return first_nonfinite(held, seen, self._mesh)  # type: ignore[arg-type]
+        seen = {parameter.name: _Seen(self._stand_in(parameter)) for parameter in self._parameters}
+        return first_nonfinite(self._parameters, seen, self._mesh)  # type: ignore[arg-type]
 
     def clear(self) -> None:
-        self._flags.clear()
+        self._all.fill_(True)
 
     def _rows(self, parameter: Parameter) -> list[int]:
         regions = parameter.spec.slices(self._mesh.tp.rank, self._mesh.tp.size)

@@ -47,9 +47,9 @@ class TrainerState:
 class StepReport:
     """The result of one step: the loss before its update, the gradient norm before clipping, and its time.
 
-    data_seconds: of step_seconds, what the step waited for its batch, on this rank.
-    loss_scale: of this step. overflow: the first tensor with a gradient that is not finite, for which the step was
-    left out.
+    data_seconds: the part of step_seconds in which this rank waited for a batch. loss_scale: of this step.
+    overflow: the first tensor with a gradient that is not finite, for which the step was left out.
+    flags: which of the flags given to the step any rank raised.
     """
 
     step: int
@@ -62,3 +62,4 @@ class StepReport:
     loss_scale: float = 1.0
     skipped_steps: int = 0
     overflow: str | None = None
+    flags: tuple[bool, ...] = ()

@@ -2,11 +2,13 @@
 
 import math
 import time
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from megalite.checkpoint.draft import Draft
@@ -22,8 +24,8 @@ from megalite.launcher.progress import Activity, now
 from megalite.model.kernels import KernelChoice
 from megalite.model.replica import Replica
 from megalite.model.transformer import Stage
-from megalite.parallel.device import HostCopy
 from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.pipeline import weight_share
 from megalite.parallel.step_batch import StepBatch
 from megalite.topology.shape import ModelShape
 from megalite.train.assemble import Schedule, assemble
@@ -33,6 +35,16 @@ from megalite.train.nonfinite_output import first_nonfinite_output
 from megalite.train.optimizer.protocol import Update
 from megalite.train.options import model_options, optimizer_settings, schedule_of
 from megalite.train.state import StepReport, TrainerState
+from megalite.train.step_totals import StepTotals, total_over_ranks
+
+
+@dataclass(frozen=True)
+class _NextBatch:
+    """The batch after `samples`, or the error of reading it; weight: the token weight of the global batch."""
+
+    samples: int
+    batch: Future[StepBatch]
+    weight: Tensor
 
 
 class TrainStep:
@@ -72,6 +84,8 @@ class TrainStep:
         )
         self.transfer = BatchTransfer(mesh.device)
         self.batches = self._training_batches()
+        self._next: _NextBatch | None = None
+        self._waited_seconds = 0.0
         self.learning_rate = schedule_of(config, self.total_steps)
 
     @property
@@ -119,28 +133,29 @@ class TrainStep:
         """Read the batch of `loader` after `consumed_samples` and start its copy to the device; thread-safe."""
         return self.transfer.start(loader.step_batch(consumed_samples, dtype=self.options.loss_dtype))
 
-    def train_step(self) -> StepReport:
-        """One global batch: forward and backward of all micro batches, then one update."""
-        started = time.perf_counter()
-        now.begin(Activity.READING_BATCH)
-        batch = self.batches.step_batch(self.state.samples).ready()
-        data_seconds = time.perf_counter() - started
+    def train_step(self, flags: Callable[[], Sequence[bool]] = tuple) -> StepReport:
+        """One global batch: forward and backward of all micro batches, then one update.
+
+        flags: called before the update; the report tells which of the flags any rank raised, with no collective of
+        their own. Every rank gives as many.
+        """
+        started, self._waited_seconds = time.perf_counter(), 0.0
+        batch, weight = self._this_batch()
         loss_scale = self.optimizer.loss_scale
         now.begin(Activity.FORWARD_BACKWARD)
-        loss_on_device = self.pipeline.forward_backward(batch, loss_scale)
+        loss_share = self.pipeline.forward_backward(batch, weight, loss_scale)
         now.begin(Activity.REDUCING)
         self.optimizer.reduce_gradients()
-        # Read after the gradient norm, for which the host waits anyway.
-        loss_on_host = HostCopy(loss_on_device)
+        totals = self._totals(loss_share, flags)
+        loss = totals.loss
         learning_rate = self._current_learning_rate()
         now.begin(Activity.UPDATING)
         self.before_update()
         try:
-            update = self.optimizer.step(learning_rate)
+            update = self.optimizer.step(learning_rate, totals.squared_norm)
         except TrainingError as error:
-            found = self._nonfinite_output(loss_on_host.item(), batch)
+            found = self._nonfinite_output(loss, batch)
             raise TrainingError(f"step {self.state.step + 1}: {found or error}") from error
-        loss = loss_on_host.item()
         self._require_finite(loss, update, batch)
         self.state = self.state.advanced(
             samples=self.config.batch.global_batch_size, tokens=self.tokens_per_step, skipped=update.skipped
@@ -154,11 +169,49 @@ class TrainStep:
             learning_rate=learning_rate,
             tokens=self.state.tokens,
             step_seconds=time.perf_counter() - started,
-            data_seconds=data_seconds,
+            data_seconds=self._waited_seconds,
             loss_scale=loss_scale,
             skipped_steps=self.state.skipped_steps,
             overflow=update.overflow if update.skipped else None,
+            flags=totals.flags,
         )
+
+    def _this_batch(self) -> tuple[StepBatch, Tensor]:
+        """Return this step's batch and the token weight of the global batch.
+
+        Collective unless the step before has read the batch ahead.
+        """
+        ahead, self._next = self._next, None
+        if ahead is not None and ahead.samples == self.state.samples:
+            return ahead.batch.result(), ahead.weight
+        batch = self._read(self.state.samples)
+        return batch, self.mesh.reduce_over_world(weight_share(batch, self.mesh))
+
+    def _read(self, samples: int) -> StepBatch:
+        """Wait for the batch after `samples`."""
+        started = time.perf_counter()
+        now.begin(Activity.READING_BATCH)
+        batch = self.batches.step_batch(samples).ready()
+        self._waited_seconds += time.perf_counter() - started
+        return batch
+
+    def _totals(self, loss_share: Tensor, flags: Callable[[], Sequence[bool]]) -> StepTotals:
+        """Sum over all ranks what the host must know of this step, and the weight of the batch of the next."""
+        ahead: Future[StepBatch] = Future()
+        weight = torch.zeros_like(loss_share)
+        samples = self.state.samples + self.config.batch.global_batch_size
+        more = self.state.step + 1 < self.total_steps
+        if more:
+            try:
+                ahead.set_result(self._read(samples))
+                weight = weight_share(ahead.result(), self.mesh)
+            except Exception as error:
+                # The next step raises it, once this one is done.
+                ahead.set_exception(error)
+            now.begin(Activity.REDUCING)
+        totals = total_over_ranks(self.mesh, loss_share, self.optimizer.squared_norm(), weight, flags())
+        self._next = _NextBatch(samples, ahead, totals.next_weight) if more else None
+        return totals
 
     def _require_finite(self, loss: float, update: Update, batch: StepBatch) -> None:
         if not math.isfinite(loss) and not update.skipped:
@@ -236,7 +289,7 @@ class TrainStep:
         now.finished(self.state.step)
         self.learning_rate = schedule_of(self.config, self.total_steps)
         self.batches.close()
-        self.batches = self._training_batches()
+        self.batches, self._next = self._training_batches(), None
 
     def _current_learning_rate(self) -> float:
         # DeepSpeed's schedulers do not advance at an update that is skipped.

@@ -35,6 +35,7 @@ class TimeBudget:
     clock: Callable[[], float] = time.monotonic
     _steps: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT_STEPS))
     _first_step: float | None = None
+    _began: float | None = None
     _validation: float = 0.0
 
     @property
@@ -47,8 +48,13 @@ class TimeBudget:
         """The earliest deadline; there must be one."""
         return min(self.deadlines, key=lambda each: each.at_seconds)
 
+    def begin_step(self) -> None:
+        """Note the time at which a step begins."""
+        self._began = self.clock()
+
     def stepped(self, seconds: float) -> None:
-        """Record a step. The first one of a start, which may compile, counts only until the second."""
+        """Record the end of a step. The first one of a start, which may compile, counts only until the second."""
+        self._began = None
         if self._first_step is None:
             self._first_step = seconds
         else:
@@ -61,14 +67,18 @@ class TimeBudget:
     def reason_to_stop(self, *, save_seconds: float, validates: bool = False) -> str | None:
         """Return "20 s before NAME" if what comes next and the last checkpoint do not fit before the first deadline.
 
+        During a step, the rest of that step must fit too.
         save_seconds: how long the last checkpoint takes. validates: a validation comes next, not a step.
         """
         if not self.deadlines:
             return None
         first = self.first
-        step = max(self._steps) if self._steps else self._first_step or 0.0
-        left = first.at_seconds - self.clock()
-        if left > (self._validation if validates else step) + save_seconds + MARGIN_SECONDS:
+        now = self.clock()
+        done = 0.0 if self._began is None else now - self._began
+        step = max(self._steps) if self._steps else self._first_step or done
+        rest = 0.0 if self._began is None else max(0.0, step - done)
+        left = first.at_seconds - now
+        if left > rest + (self._validation if validates else step) + save_seconds + MARGIN_SECONDS:
             return None
         side = "before" if left >= 0 else "after"
         return f"{abs(left):.0f} s {side} {first.name}"

@@ -150,7 +150,7 @@ def averaged_run(run: Path, shape: ModelShape) -> None:
     optimizer = TorchOptimizer(replica, settings)
     for tensor in replica.stage.parameters():
         tensor.grad = torch.full_like(tensor, 1e-3, dtype=torch.float32)
-    optimizer.step(1.0)
+    optimizer.step(1.0, float(optimizer.squared_norm()))
     save_checkpoint(
         run / "checkpoints",
         replica,

@@ -47,7 +47,7 @@ def train_and_save(job: Job, folder: str) -> RankResult:
     result = RankResult(mesh.batch.rank)
     for step in range(first, job.steps):
         result.losses.append(parts.accumulate(local_batch(job, mesh, step)))
-        result.norms.append(optimizer.step(job.learning_rate).grad_norm)
+        result.norms.append(parts.update(job.learning_rate).grad_norm)
     counters = {"step": job.steps, "samples": 8 * job.steps, "tokens": 96 * job.steps}
     save_checkpoint(Path(folder), parts.replica, optimizer.state, trainer_state=counters, config={})
     tensors = parts.replica.tensors

@@ -43,7 +43,7 @@ def held(stage: int) -> None:
     job = Job(tiny_shape(layers=2), zero_stage=stage, dtype=torch.float32)
     parts = build(job)
     parts.accumulate(local_batch(job, parts.mesh, 0))
-    parts.optimizer.step(0.1)
+    parts.update(0.1)
     engine, zero = parts.optimizer._engine, parts.optimizer._zero  # type: ignore[attr-defined]
     for owner, names in ((engine, ENGINE), (zero, ZERO_3 if stage == 3 else ZERO_1)):
         missing = sorted(name for name in names if not hasattr(owner, name))
@@ -64,6 +64,17 @@ def held(stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_what_we_take_of_deepspeed_is_there(ranks, stage):
     ranks.run(held, world_size=1, stage=stage)
+
+
+def test_the_gather_in_shards_takes_the_arguments_of_deepspeed_s():
+    from deepspeed.runtime import utils
+    from deepspeed.runtime.zero import stage_1_and_2
+
+    from megalite.train.optimizer.deepspeed_gather import _all_gather
+
+    ours, theirs = (inspect.signature(each).parameters for each in (_all_gather, utils.all_gather_dp_groups))
+    assert [*ours] == [*theirs]
+    assert "all_gather_dp_groups(" in inspect.getsource(stage_1_and_2.DeepSpeedZeroOptimizer.step)
 
 
 def test_what_is_kept_in_files_is_found_by_these_names():

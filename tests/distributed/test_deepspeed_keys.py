@@ -56,7 +56,7 @@ def curve(job: Job) -> list[tuple[float, float]]:
     parts, found = build(job), []
     for step in range(job.steps):
         loss = parts.accumulate(local_batch(job, parts.mesh, step))
-        found.append((loss, parts.optimizer.step(job.learning_rate).grad_norm))
+        found.append((loss, parts.update(job.learning_rate).grad_norm))
     return found
 
 

@@ -45,7 +45,7 @@ def train_and_save(job: Job, folder: str) -> list[tuple[float, float]]:
     curve = []
     for step in range(first, job.steps):
         loss = parts.accumulate(local_batch(job, parts.mesh, step))
-        curve.append((loss, parts.optimizer.step(1e-3 * (step + 1) / STEPS).grad_norm))
+        curve.append((loss, parts.update(1e-3 * (step + 1) / STEPS).grad_norm))
     counters = {"step": job.steps, "samples": 8 * job.steps, "tokens": 96 * job.steps}
     save_checkpoint(Path(folder), parts.replica, parts.optimizer.state, trainer_state=counters, config={})
     return curve

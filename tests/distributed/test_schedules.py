@@ -28,6 +28,7 @@ from megalite.topology.schedules import SCHEDULES, Action
 from megalite.topology.stages import pipeline_split
 from tests.support.selection import cases
 from tests.support.tiny import tiny_batch, tiny_shape
+from tests.support.training import whole_loss
 
 SHAPE = tiny_shape(tied=True, layers=8)
 
@@ -65,7 +66,7 @@ def step_on_rank(schedule: str, layout: Layout, micro_batches: int, chunks: int)
     runner = pipeline_runner(stage.chunks, split, mesh, shapes, schedule=schedule)
     executed = Executed()
     with recorded(stage, executed), CountedFlops(executed):
-        runner.forward_backward(tiny_batch(SHAPE, micro_batches))
+        whole_loss(runner, tiny_batch(SHAPE, micro_batches), mesh)
     return executed
 
 
@@ -191,7 +192,7 @@ def accumulation_on_rank(schedule: str, micro_batches: int) -> list[Action]:
     stage.whole.register_forward_hook(record)
     shapes = PipelineShapes(micro_batches, SHAPE.hidden_size, torch.float32)
     runner = pipeline_runner(stage.chunks, split, mesh, shapes, schedule=schedule)
-    runner.forward_backward(tiny_batch(SHAPE, micro_batches))
+    whole_loss(runner, tiny_batch(SHAPE, micro_batches), mesh)
     return actions
 
 

@@ -42,7 +42,7 @@ def train_and_save(job: Job, folder: str, steps: int) -> None:
     first = load_checkpoint(latest, parts.replica, parts.optimizer.state).step if latest else 0
     for step in range(first, steps):
         parts.accumulate(local_batch(job, parts.mesh, step))
-        parts.optimizer.step(job.learning_rate)
+        parts.update(job.learning_rate)
     counters = {"step": steps, "samples": 8 * steps, "tokens": 96 * steps}
     save_checkpoint(Path(folder), parts.replica, parts.optimizer.state, trainer_state=counters, config={})
 

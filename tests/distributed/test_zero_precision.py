@@ -56,7 +56,7 @@ def train(job: Job) -> Curve:
         for step in range(job.steps):
             batch = local_batch(job, parts.mesh, step)
             result.losses.append(parts.accumulate(batch))
-            result.norms.append(parts.optimizer.step(job.learning_rate).grad_norm)
+            result.norms.append(parts.update(job.learning_rate).grad_norm)
             if step == 0:
                 result.masters = masters(parts)
         return result
@@ -142,7 +142,7 @@ def train_with_overflow(job: Job) -> Overflow:
                 parts.accumulate(local_batch(job, parts.mesh, step))
             result.scales.append(parts.optimizer.loss_scale)
             try:
-                result.updates.append(parts.optimizer.step(job.learning_rate))
+                result.updates.append(parts.update(job.learning_rate))
             except TrainingError as error:
                 result.error = str(error)
             result.unchanged.append(all(map(torch.equal, before, held(job, parts))))
@@ -219,7 +219,7 @@ def train_and_save(job: Job, folder: str) -> list[float]:
         losses = []
         for step in range(first, job.steps):
             losses.append(parts.accumulate(local_batch(job, parts.mesh, step)))
-            parts.optimizer.step(job.learning_rate)
+            parts.update(job.learning_rate)
         counters = {"step": job.steps, "samples": 8 * job.steps, "tokens": 96 * job.steps}
         save_checkpoint(Path(folder), parts.replica, parts.optimizer.state, trainer_state=counters, config={})
         return losses

@@ -201,7 +201,7 @@ def trained(
     for _ in range(steps):
         for tensor in tensors.values():
             tensor.grad = torch.randn(tensor.shape).to(tensor.grad_dtype or tensor.dtype)
-        optimizer.step(1e-2)
+        optimizer.step(1e-2, float(optimizer.squared_norm()))
     return optimizer
 
 
@@ -245,7 +245,7 @@ def test_a_run_goes_on_with_the_other_kernels(first):
         torch.manual_seed(9)
         for tensor in optimizer._tensors.values():
             tensor.grad = torch.randn(tensor.shape)
-        optimizer.step(1e-2)
+        optimizer.step(1e-2, float(optimizer.squared_norm()))
     for key, values in state_of(half).items():
         assert_close(state_of(resumed)[key], values, rtol=FLOAT32_RTOL, what=str(key))
     assert resumed.state.scalars() == half.state.scalars() and resumed.state.scalars()["step"] == 4
@@ -256,7 +256,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing():
     before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
     for name, tensor in tensors.items():
         tensor.grad = torch.full(tensor.shape, float("inf") if name == NORM else 1.0)
-    update = optimizer.step(1e-2)
+    update = optimizer.step(1e-2, float(optimizer.squared_norm()))
     assert update.skipped and update.overflow == NORM
     assert all(torch.equal(tensor, before[name]) for name, tensor in tensors.items())
 

@@ -84,7 +84,7 @@ def test_the_trainer_updates_by_it(fake):
         for _ in range(3):
             for tensor in tensors.values():
                 tensor.grad = torch.randn(tensor.shape)
-            optimizer.step(1e-2)
+            optimizer.step(1e-2, float(optimizer.squared_norm()))
         return optimizer._optimizer, {
             name: each.detach().clone() for name, each in optimizer._masters.items()
         }

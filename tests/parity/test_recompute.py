@@ -109,7 +109,7 @@ def calls_on_rank(job: Job) -> dict[str, int]:
         mock.patch.object(dist, "all_reduce", counting("all-reduces", dist.all_reduce)),
     )
     with patched[0], patched[1], patched[2], patched[3]:
-        parts.pipeline.forward_backward(local_batch(job, parts.mesh, 0))
+        parts.forward_backward(local_batch(job, parts.mesh, 0))
     return dict(counted)
 
 

@@ -15,7 +15,7 @@ from megalite.checkpoint.staging import Staging
 from megalite.data.transfer import ArrivingBatch, BatchTransfer
 from megalite.model.kv_cache import KeyValueCache
 from megalite.parallel import pipeline
-from megalite.parallel.device import HostCopy
+from megalite.train import step as train_step
 from tests.support.device_run import Seen, train, write_text
 from tests.support.ranks import RankFailed
 from tests.support.tiny_run import ranks_of, write_token_files
@@ -45,7 +45,7 @@ def _stay(self: BatchTransfer, batch: Any) -> ArrivingBatch:
 
 
 def _weigh_on_the_host(weight: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return lambda batch: weight(batch).cpu()
+    return lambda *batch: weight(*batch).cpu()
 
 
 def _start_too_early(start: Callable[..., Any]) -> Callable[..., Any]:
@@ -58,14 +58,6 @@ def _start_too_early(start: Callable[..., Any]) -> Callable[..., Any]:
         return arriving
 
     return start_and_reuse
-
-
-def _read_too_early(begin: Callable[..., None]) -> Callable[..., None]:
-    def begin_and_read(self: HostCopy, number: Tensor) -> None:
-        begin(self, number)
-        self._number = self._number.clone()
-
-    return begin_and_read
 
 
 def train_with_a_slow_writer(**arguments: Any) -> Seen:
@@ -90,15 +82,14 @@ def _keep_on_the_host(extend: Callable[..., Any]) -> Callable[..., Any]:
 NO_WAIT = "no wait|out of range|not finite|is nan"
 FAULTS = {
     "the batch stays on the CPU": Fault(BatchTransfer, "start", _instead(_stay), "same device", CHANGES),
-    "a CPU tensor in a collective": Fault(pipeline, "_weight", _weigh_on_the_host, "device type cpu", TWO),
+    "a CPU tensor in a collective": Fault(
+        train_step, "weight_share", _weigh_on_the_host, "device type cpu", TWO
+    ),
     "the step does not wait for its batch": Fault(
         ArrivingBatch, "ready", _instead(lambda self: self.batch), NO_WAIT, CHANGES
     ),
     "the batch's memory is not recorded": Fault(
         Tensor, "record_stream", _instead(lambda *_: None), "no record_stream", CHANGES
-    ),
-    "the loss is read before it arrived": Fault(
-        HostCopy, "__init__", _read_too_early, "the loss is nan", CHANGES
     ),
     "the update does not wait for the checkpoint's copy": Fault(
         Staging,

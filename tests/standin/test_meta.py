@@ -21,7 +21,7 @@ from megalite.topology.axes import Layout
 from megalite.train.optimizer.settings import OptimizerSettings
 from tests.support.selection import cases
 from tests.support.tiny import FAMILY_SHAPES, tiny_shape
-from tests.support.training import SGD, Job, build, global_batch
+from tests.support.training import SGD, Job, build, global_batch, whole_loss
 
 ADAMW = OptimizerSettings("adamw", (0.9, 0.95), 1e-8, 0.1, 0.0, 0.5, clip_value=1.0, ema_decay=0.9)
 EVERYTHING_DROPS = Dropout(embedding=0.1, residual=0.1, mlp=0.1, attention=0.1)
@@ -71,11 +71,11 @@ def step_on_meta(job: Job) -> list[str]:
             share = slice(0, global_batch(job, 0).input_ids.shape[0] // job.layout.data)
             batch = global_batch(job, 0).map(lambda tensor, rows=share: tensor[rows].to("meta"))
             asked.clear()
-            loss = parts.pipeline.forward_backward(batch)
+            loss = whole_loss(parts.pipeline, batch, parts.mesh)
             parts.optimizer.reduce_gradients()
             assert (loss.device.type, loss.shape, loss.dtype) == ("meta", (), torch.float64)
             assert not asked, "the host asked for a number in forward or backward"
-            parts.optimizer.step(0.1)
+            parts.optimizer.step(0.1, float(parts.optimizer.squared_norm()))
             for name, tensor in parts.stage.named_parameters():
                 assert tensor.device.type == "meta" and tensor.grad is None, name
             parts.stage.eval()

@@ -22,7 +22,6 @@ ON_THE_STANDIN = {
     "ops/trust.py:card_name",
     "ops/trust.py:driver_version",
     "ops/trust.py:needs_proof",
-    "parallel/device.py:HostCopy.__init__",
     "parallel/device.py:accelerator_id",
     "parallel/device.py:local_device",
     "parallel/gradient_sums.py:embedding",
@@ -94,6 +93,10 @@ TESTED = {
         "tests/unit/ops/test_liger.py",
         "test_where_it_is_not_installed_it_says_so",
     ): ("ops/liger.py:why_not",),
+    (
+        "tests/unit/train/test_deepspeed_gather.py",
+        "test_on_an_accelerator_and_without_copies_deepspeed_gathers",
+    ): ("train/optimizer/deepspeed_gather.py:_all_gather",),
     (
         "tests/unit/selftest/test_selftest.py",
         "test_a_device_that_is_not_here_is_refused",

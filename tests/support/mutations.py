@@ -15,12 +15,14 @@ import torch
 from torch import Tensor
 
 import megalite.parallel.collectives as collectives
+import megalite.parallel.gradient_buckets as gradient_buckets
 import megalite.parallel.gradients as gradients
 import megalite.parallel.layers as layers
 import megalite.parallel.pipeline as pipeline
 from megalite.model import dropout, head, recompute, stages, transformer
 from megalite.ops.choice import Operators
 from megalite.topology.sharding import TensorSlice
+from megalite.train import step as train_step
 from megalite.train.optimizer import deepspeed
 from megalite.train.optimizer import torch as torch_path
 
@@ -67,8 +69,13 @@ def _split_instead_of_reduce_scatter(values: Tensor, axis: Any) -> Callable[[], 
 # --------------------------------------------------------------------------------------------------------------- loss
 
 
-def _normalise_by_own_tokens(batch: Any, mesh: Any) -> Tensor:
-    return 1.0 / batch.loss_mask.double().masked_fill(batch.labels < 0, 0).sum()
+def _normalise_by_own_tokens(this_batch: Callable[..., Any]) -> Callable[..., Any]:
+    def this_batch_and_own_tokens(self: Any) -> Any:
+        batch, _ = this_batch(self)
+        own = batch.loss_mask.double().masked_fill(batch.labels < 0, 0).sum()
+        return batch, own * self.mesh.batch.size
+
+    return this_batch_and_own_tokens
 
 
 def _smooth_over_own_vocabulary(cross_entropy: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -89,8 +96,8 @@ def _z_loss_of_own_vocabulary(cross_entropy: Callable[..., Tensor]) -> Callable[
     return with_z_loss
 
 
-def _count_every_tensor_rank(loss: Tensor, mesh: Any) -> Tensor:
-    return mesh.reduce_over_world(loss) / mesh.dense_gradients.size
+def _count_every_tensor_rank(losses: Any, mesh: Any) -> Tensor:
+    return pipeline._total(losses, mesh)
 
 
 # ------------------------------------------------------------------------------------- layers, chunks, micro batches
@@ -249,9 +256,15 @@ def _sum_the_shared_embedding(complete: Callable[..., None]) -> Callable[..., No
     return twice
 
 
-def _norm_of_this_rank(parameters: Any, tensors: Any, mesh: Any, **_: Any) -> float:
-    held = [tensors[each.name].grad for each in parameters if gradients.counted_here(each, mesh)]
-    return float(torch.nn.utils.get_total_norm(held))
+def _fill_from_the_first_layer(fill: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, layers, kept_back: fill(self, layers[::-1], kept_back)
+
+
+def _norm_of_first_stage(share: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def share_of_first_stage(parameters: Any, tensors: Any, mesh: Any, **options: Any) -> Tensor:
+        return share(parameters, tensors, mesh, **options) * (mesh.pp.rank == 0)
+
+    return share_of_first_stage
 
 
 def _forget_reduced_micro_batches(wrap: Callable[..., Any]) -> Callable[..., Any]:
@@ -306,16 +319,14 @@ FAULTS: dict[str, Fault] = {
         _instead(lambda parameter, mesh: len(parameter.spec.stages) < 2 or mesh.at.pp == 0),
         TP,
     ),
-    "norm of one stage": Fault(torch_path, "global_norm", _instead(_norm_of_this_rank), PP),
+    "norm of one stage": Fault(torch_path, "squared_norm_share", _norm_of_first_stage, PP),
     "DeepSpeed's norm counts replicas": Fault(
         deepspeed, "_mark", _instead(_nothing), {"layout": "tp2-pp1-dp2", "zero": "1"}
     ),
     "loss normalised by the rank's own tokens": Fault(
-        pipeline, "_token_weight", _instead(_normalise_by_own_tokens), DP
+        train_step.TrainStep, "_this_batch", _normalise_by_own_tokens, DP
     ),
-    "loss reported once a tensor rank": Fault(
-        pipeline, "_mean_over_replicas", _instead(_count_every_tensor_rank), TP
-    ),
+    "loss reported once a tensor rank": Fault(pipeline, "_counted", _instead(_count_every_tensor_rank), TP),
     "label smoothing over the shard's vocabulary": Fault(
         head, "vocab_parallel_cross_entropy", _smooth_over_own_vocabulary, {**TP, "loss": "smoothed"}
     ),
@@ -338,7 +349,15 @@ FAULTS: dict[str, Fault] = {
     "documents of the first micro batch for all": Fault(
         pipeline.StepBatch, "micro_batches", _documents_of_the_first, {**DP, "documents": "on"}
     ),
-    "missing mean over data-parallel ranks": Fault(torch_path, "average_over_data", _instead(_nothing), DP),
+    "missing sum over data-parallel ranks": Fault(
+        gradient_buckets, "start_all_reduce", _instead(lambda values, ranks: lambda: values), DP
+    ),
+    "gradients summed over data-parallel ranks in the first backward": Fault(
+        pipeline, "_watched", _instead(lambda buckets, completes: buckets.last_forward()), DP
+    ),
+    "gradients summed over data-parallel ranks a layer too early": Fault(
+        gradient_buckets.GradientBuckets, "_fill", _fill_from_the_first_layer, DP
+    ),
     "tied copies that drift": Fault(torch_path, "all_reduce_replicated_gradients", _sum_no_tied_copies, PP),
     "tied copies that drift under ZeRO": Fault(
         deepspeed, "all_reduce_replicated_gradients", _sum_no_tied_copies, {**PP, "zero": "1"}

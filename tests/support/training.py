@@ -1,6 +1,6 @@
 """A few training steps of a tiny model on one rank of any layout, reported as full canonical tensors."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,10 +16,11 @@ from megalite.model.options import PLAIN, Dropout, ModelOptions, Recompute
 from megalite.model.replica import Replica
 from megalite.model.transformer import Stage
 from megalite.ops.choice import ALL_COMPILED, PLAIN_TORCH, Operators
+from megalite.parallel import gradient_buckets
 from megalite.parallel.device import local_device
 from megalite.parallel.gradients import partial_over_tp
-from megalite.parallel.mesh import ParallelMesh
-from megalite.parallel.pipeline import PipelineRunner
+from megalite.parallel.mesh import ParallelMesh, RankGroup
+from megalite.parallel.pipeline import PipelineRunner, weight_share
 from megalite.parallel.step_batch import StepBatch
 from megalite.topology.axes import Layout
 from megalite.topology.parameters import Parameter, canonical_tensors
@@ -28,7 +29,7 @@ from megalite.topology.shape import ModelShape
 from megalite.topology.sharding import TensorSlice
 from megalite.topology.stages import pipeline_split
 from megalite.train.assemble import Schedule, assemble
-from megalite.train.optimizer.protocol import Optimizer
+from megalite.train.optimizer.protocol import Optimizer, Update
 from megalite.train.optimizer.settings import OptimizerSettings
 from tests.support.parity import assert_copies
 from tests.support.tiny import in_documents, tiny_batch
@@ -111,14 +112,14 @@ def train_on_rank(job: Job) -> RankResult:
     with whole_weights(job.zero_stage, tensors):
         result = RankResult(mesh.batch.rank, initial=shards_of(parameters, tensors, mesh))
     for step in range(job.steps):
-        loss = parts.pipeline.forward_backward(local_batch(job, mesh, step), optimizer.loss_scale)
-        result.losses.append(loss.item())
+        with kept_before_sums() as before_sums:
+            result.losses.append(parts.forward_backward(local_batch(job, mesh, step)))
         if step == 0:
-            gradients = parts.reduced if job.zero_stage >= 2 else gradients_of(tensors)
+            gradients = parts.reduced if job.zero_stage >= 2 else gradients_of(tensors, before_sums)
             result.gradients = shards_of(parameters, gradients, mesh, complete=job.zero_stage >= 2)
             parts.reduced.clear()
         optimizer.reduce_gradients()
-        result.norms.append(optimizer.step(job.learning_rate).grad_norm)
+        result.norms.append(parts.update(job.learning_rate).grad_norm)
     with whole_weights(job.zero_stage, tensors):
         result.final = shards_of(parameters, tensors, mesh)
     return result
@@ -146,9 +147,26 @@ class Parts:
 
     def accumulate(self, batch: StepBatch) -> float:
         """Run forward and backward of a step and reduce its gradients; return the loss."""
-        loss = self.pipeline.forward_backward(batch, self.optimizer.loss_scale).item()
+        loss = self.forward_backward(batch)
         self.optimizer.reduce_gradients()
         return loss
+
+    def forward_backward(self, batch: StepBatch) -> float:
+        """Run forward and backward of a step; return the loss."""
+        return float(whole_loss(self.pipeline, batch, self.mesh, self.optimizer.loss_scale))
+
+    def update(self, learning_rate: float) -> Update:
+        """Update the weights from the reduced gradients."""
+        squared_norm = float(self.mesh.reduce_over_world(self.optimizer.squared_norm()))
+        return self.optimizer.step(learning_rate, squared_norm)
+
+
+def whole_loss(
+    pipeline: PipelineRunner, batch: StepBatch, mesh: ParallelMesh, loss_scale: float = 1.0
+) -> Tensor:
+    """Run forward and backward of a step; return its loss, a float64 scalar."""
+    weight = mesh.reduce_over_world(weight_share(batch, mesh))
+    return mesh.reduce_over_world(pipeline.forward_backward(batch, weight, loss_scale))
 
 
 def build(job: Job) -> Parts:
@@ -275,8 +293,29 @@ def rows_of(batch: StepBatch, rows: slice) -> StepBatch:
     return batch.map(lambda tensor: tensor[rows])
 
 
-def gradients_of(tensors: dict[str, torch.nn.Parameter]) -> dict[str, Tensor]:
-    return {name: gradient_of(name, tensor) for name, tensor in tensors.items()}
+def gradients_of(
+    tensors: dict[str, torch.nn.Parameter], before_sums: Mapping[int, Tensor]
+) -> dict[str, Tensor]:
+    """Return this rank's own gradients in float64. before_sums: those of `kept_before_sums`."""
+    found = {name: before_sums.get(id(tensor)) for name, tensor in tensors.items()}
+    return {name: gradient_of(name, tensors[name]) if kept is None else kept for name, kept in found.items()}
+
+
+@contextmanager
+def kept_before_sums() -> Iterator[dict[int, Tensor]]:
+    """Yield id of a parameter -> its gradient in float64 before the sum over the data-parallel ranks started."""
+    kept: dict[int, Tensor] = {}
+    start = gradient_buckets.start_sums
+
+    def keep_and_start(tensors: Iterable[torch.nn.Parameter], ranks: RankGroup) -> Any:
+        tensors = list(tensors)
+        kept.update(
+            {id(each): each.grad.to(torch.float64, copy=True) for each in tensors if each.grad is not None}
+        )
+        return start(tensors, ranks)
+
+    with mock.patch.object(gradient_buckets, "start_sums", keep_and_start):
+        yield kept
 
 
 def gradient_of(name: str, parameter: Tensor) -> Tensor:

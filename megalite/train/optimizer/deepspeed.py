@@ -11,10 +11,12 @@ from functools import partial
 from typing import Any
 
 import deepspeed
+import torch
 from torch import Tensor, nn
 
 from megalite.model.replica import Replica
 from megalite.model.transformer import Stage
+from megalite.parallel.gradient_buckets import GradientBuckets
 from megalite.parallel.gradients import (
     all_reduce_replicated_gradients,
     all_reduce_replicated_in_backward,
@@ -25,10 +27,12 @@ from megalite.topology.parameters import Parameter
 from megalite.topology.state import OptimizerState
 from megalite.train.loss_scale import LossScale
 from megalite.train.nonfinite import FiniteFlags
+from megalite.train.optimizer.deepspeed_gather import gather_in_shards
 from megalite.train.optimizer.deepspeed_ops import load_operators, native_optimizer, operators
 from megalite.train.optimizer.protocol import Update, skip_update
 from megalite.train.optimizer.settings import OptimizerSettings
 from megalite.train.optimizer.update import accumulate_in_float32, set_learning_rate, torch_optimizer
+from megalite.train.optimizer.zero_defaults import with_zero_defaults
 from megalite.train.optimizer.zero_state import zero_state
 
 
@@ -50,6 +54,10 @@ class DeepSpeedOptimizer:
         if sum_in_fp32:
             accumulate_in_float32(self._tensors)
         handed, self._once_a_step = _handed(config, sum_in_fp32=sum_in_fp32)
+        numel = sum(tensor.numel() for tensor in self._tensors.values())
+        zero = with_zero_defaults(handed["zero_optimization"], numel=numel, data=mesh.dense_gradients.size)
+        handed["zero_optimization"] = zero
+        gather_in_shards()
         load_operators(operators(config, native=settings.native))
         make = partial(native_optimizer, config) if settings.native else torch_optimizer
         self._finite = FiniteFlags(parameters, mesh)
@@ -65,6 +73,7 @@ class DeepSpeedOptimizer:
             mpu=_ModelParallelUnit(mesh),
             config=handed,
         )
+        self.buckets: GradientBuckets | None = None
         self._scale = LossScale(settings.loss_scale) if settings.loss_scale is not None else None
         if self._scale is not None:
             self._zero.override_loss_scale(self._scale.value)
@@ -97,7 +106,10 @@ class DeepSpeedOptimizer:
             all_reduce_replicated_gradients(self._parameters, self._tensors, self._mesh, gradient_of)
         self._leave_gradients_local()
 
-    def step(self, learning_rate: float) -> Update:
+    def squared_norm(self) -> Tensor:
+        return torch.zeros((), dtype=torch.float64, device=self._mesh.device)
+
+    def step(self, learning_rate: float, squared_norm: float) -> Update:
         set_learning_rate(self._zero.optimizer, learning_rate)
         if self._scale is not None:
             self._zero.override_loss_scale(self._scale.value)

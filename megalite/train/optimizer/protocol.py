@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megalite.errors import TrainingError
 from megalite.model.transformer import Stage
+from megalite.parallel.gradient_buckets import GradientBuckets
 from megalite.topology.state import OptimizerState
 from megalite.train.loss_scale import LossScale
 
@@ -30,6 +31,8 @@ class Optimizer(Protocol):
     """An optimizer as the training step uses it: after all backwards `reduce_gradients`, then `step`."""
 
     state: OptimizerState
+    buckets: GradientBuckets | None
+    """The sums over the data-parallel ranks that start during backward; None: there are none, or the engine's own."""
 
     @property
     def loss_scale(self) -> float:
@@ -42,11 +45,16 @@ class Optimizer(Protocol):
 
     def reduce_gradients(self) -> None:
         """Complete the gradients once all backwards of a step are done: sum tied and replicated weights over their
-        copies, then average over the data-parallel ranks. Collective."""
+        copies, then sum over the data-parallel ranks, for which `step` divides. Collective."""
         ...
 
-    def step(self, learning_rate: float) -> Update:
-        """Clip, update, clear gradients.
+    def squared_norm(self) -> Tensor:
+        """Return this rank's share of the squared norm of the reduced gradient, as it lies in `.grad`, [] float64; the
+        shares of all ranks sum to it. Zero where `step` computes the norm (ZeRO)."""
+        ...
+
+    def step(self, learning_rate: float, squared_norm: float) -> Update:
+        """Clip, update, clear gradients. squared_norm: the sum of `squared_norm()` over all ranks.
 
         Raises TrainingError, on every rank alike and before any weight changes, when the norm is not finite, unless
         the settings leave such a step out.

@@ -10,17 +10,19 @@ from torch import Tensor, nn
 from megalite.model.replica import Replica
 from megalite.model.transformer import Stage
 from megalite.ops.choice import TORCH
+from megalite.parallel.gradient_buckets import GradientBuckets
 from megalite.parallel.gradient_sums import sum_in_place
 from megalite.parallel.gradients import (
     all_reduce_replicated_gradients,
-    average_over_data,
     clip_factor,
     clip_gradients,
     clip_values,
     first_nonfinite,
     global_norm,
     scale_gradients,
+    squared_norm_share,
     sync_tied_weights,
+    waits_for_other_ranks,
 )
 from megalite.topology.state import MASTER, OptimizerState, StateShard
 from megalite.train.fused_adamw import OnePassAdamW
@@ -53,6 +55,7 @@ class TorchOptimizer:
         self._masters = {name: _master(tensor) for name, tensor in self._tensors.items()}
         self._optimizer = torch_optimizer(settings, self._parameters, self._masters, self._copies())
         self._scale = LossScale(settings.loss_scale) if settings.loss_scale is not None else None
+        self.buckets = _buckets(replica) if self._mesh.dense_gradients.size > 1 else None
         self.state: OptimizerState = _TorchState(replica, self._optimizer, self._masters, self._scale)
 
     @property
@@ -64,17 +67,21 @@ class TorchOptimizer:
 
     def reduce_gradients(self) -> None:
         all_reduce_replicated_gradients(self._parameters, self._tensors, self._mesh)
-        average_over_data(_gradients(self._tensors), self._mesh)
+        if self.buckets is not None:
+            self.buckets.finish()
 
-    def step(self, learning_rate: float) -> Update:
-        scale = self.loss_scale
-        norm = self._norm(self._tensors) / scale
-        # The norm is finite on all ranks or on none: a gradient that is not has reached all by the collectives.
+    def squared_norm(self) -> Tensor:
+        return squared_norm_share(self._parameters, self._tensors, self._mesh, ops=self._settings.operators)
+
+    def step(self, learning_rate: float, squared_norm: float) -> Update:
+        # The gradients are sums over the copies of a mean that counts each copy's tokens for all of them.
+        scale = self.loss_scale * self._mesh.dense_gradients.size
+        norm = math.sqrt(squared_norm) / scale
         if not math.isfinite(norm):
             return self._skip()
         set_learning_rate(self._optimizer, learning_rate)
         if isinstance(self._optimizer, OnePassAdamW):
-            self._step_in_one_pass(self._optimizer, norm)
+            self._step_in_one_pass(self._optimizer, norm, 1 / scale)
         else:
             self._hand_gradients_to_masters()
             gradients = _gradients(self._masters)
@@ -104,9 +111,12 @@ class TorchOptimizer:
     def _norm(self, tensors: Mapping[str, nn.Parameter]) -> float:
         return global_norm(self._parameters, tensors, self._mesh, ops=self._settings.operators)
 
-    def _step_in_one_pass(self, optimizer: OnePassAdamW, norm: float) -> None:
-        """Update from the gradients of the low-precision weights; clipping by value reads them once more."""
-        settings, scale = self._settings, 1 / self.loss_scale
+    def _step_in_one_pass(self, optimizer: OnePassAdamW, norm: float, scale: float) -> None:
+        """Update from the gradients of the low-precision weights; clipping by value reads them once more.
+
+        scale: the factor of the gradients. norm: of the scaled gradients.
+        """
+        settings = self._settings
         if settings.clip_value > 0:
             gradients = _gradients(self._tensors)
             scale_gradients(gradients, scale)
@@ -139,6 +149,16 @@ class TorchOptimizer:
             norm = self._norm(self._masters)
         if settings.gradient_clipping > 0:
             clip_gradients(gradients, norm=norm, max_norm=settings.gradient_clipping)
+
+
+def _buckets(replica: Replica) -> GradientBuckets:
+    tensors, mesh = replica.tensors, replica.mesh
+    return GradientBuckets(
+        {chunk.index: tuple(chunk.layers) for chunk in replica.stage.chunks},
+        tensors.values(),
+        [tensors[each.name] for each in replica.parameters if waits_for_other_ranks(each, mesh)],
+        mesh.dense_gradients,
+    )
 
 
 def _master(tensor: nn.Parameter) -> nn.Parameter:

@@ -38,6 +38,7 @@ from tests.support.training import (
     RankResult,
     Shard,
     full_tensors,
+    kept_before_sums,
     rows_of,
     shards_of,
     watch_gradients,
@@ -100,7 +101,7 @@ def train_settings(settings: Settings, fault: str | None = None) -> RankResult:
 
 @contextmanager
 def _first_gradients(zero_stage: int) -> Iterator[Callable[[], dict[str, Tensor]]]:
-    """Yield a function that returns the gradients of the first step of a trainer built within, before the mean over dp.
+    """Yield a function that returns the gradients of the first step of a trainer built within, before the sum over dp.
 
     If DeepSpeed removes gradients in every backward (most of ZeRO 2 and 3), they are the sums over the backwards.
     """
@@ -117,14 +118,17 @@ def _first_gradients(zero_stage: int) -> Iterator[Callable[[], dict[str, Tensor]
     with ExitStack() as patches:
         if zero_stage >= 2:
             patches.enter_context(mock.patch.object(assemble, "build_replica", build))
+        before_sums = patches.enter_context(kept_before_sums())
         for module in (torch_path, deepspeed):
-            watched = _watched(module.all_reduce_replicated_gradients, complete)
+            watched = _watched(module.all_reduce_replicated_gradients, complete, before_sums)
             patches.enter_context(mock.patch.object(module, "all_reduce_replicated_gradients", watched))
         yield lambda: (complete or brought)[0]
 
 
 def _watched(
-    all_reduce_replicated_gradients: Callable[..., None], found: list[dict[str, Tensor]]
+    all_reduce_replicated_gradients: Callable[..., None],
+    found: list[dict[str, Tensor]],
+    before_sums: Mapping[int, Tensor],
 ) -> Callable[..., None]:
     def complete(
         parameters: Sequence[Parameter],
@@ -133,7 +137,9 @@ def _watched(
         gradient_of: Callable[[Tensor], Tensor | None] = attrgetter("grad"),
     ) -> None:
         all_reduce_replicated_gradients(parameters, tensors, mesh, gradient_of)
-        gradients = {name: gradient_of(tensor) for name, tensor in tensors.items()}
+        gradients = {
+            name: before_sums.get(id(tensor), gradient_of(tensor)) for name, tensor in tensors.items()
+        }
         found.append(
             {
                 # Copy, because the gradients are later clipped in place.

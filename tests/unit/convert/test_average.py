@@ -126,7 +126,7 @@ def bf16_run(run: Path, shape: ModelShape, steps: int) -> None:
     for step in range(1, steps + 1):
         for tensor in replica.stage.parameters():
             tensor.grad = torch.full_like(tensor, 1e-3 * step, dtype=torch.float32)
-        optimizer.step(1.0)
+        optimizer.step(1.0, float(optimizer.squared_norm()))
         save_stage(run, shape, replica.stage, step=step, optimizer=optimizer.state)
 
 

@@ -9,7 +9,6 @@ import torch
 from megalite.errors import LaunchError
 from megalite.parallel.device import (
     CPU,
-    HostCopy,
     accelerator_id,
     local_device,
     require_distinct_accelerators,
@@ -80,8 +79,3 @@ def test_a_torch_without_the_devices_collectives_is_refused() -> None:
         pytest.raises(LaunchError, match=r"without a collective library for cuda devices; install a build"),
     ):
         connect(0, 1, device=torch.device("cuda", 0))
-
-
-def test_a_number_of_the_cpu_needs_no_copy() -> None:
-    number = torch.tensor(2.5, dtype=torch.float64, requires_grad=True)
-    assert HostCopy(number).item() == 2.5

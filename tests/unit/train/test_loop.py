@@ -64,9 +64,10 @@ class Trainer:
             validation=SimpleNamespace(**validation),
         )
 
-    def train_step(self) -> Any:
+    def train_step(self, flags: Callable[[], Sequence[bool]]) -> Any:
+        raised = tuple(count > 0 for count in self.mesh.sum_over_world([float(each) for each in flags()]))
         self.state.step += 1
-        return SimpleNamespace(step=self.state.step, step_seconds=STEP_SECONDS)
+        return SimpleNamespace(step=self.state.step, step_seconds=STEP_SECONDS, flags=raised)
 
 
 class Saver:
@@ -136,7 +137,8 @@ def run(
 ) -> list[tuple[str, int, list[int]]]:
     """Return for each rank, with its own callbacks: the reason to end, the last step, and the saved steps.
 
-    told_at: the step in which each rank is told to end; told: by which signal. budget: that of rank 0's trainer.
+    told_at: the step in which each rank is told to end, before its update; told: by which signal. budget: that of rank
+    0's trainer.
     """
     world, ended, codes = World(), dict[int, tuple[str, int, list[int]]](), dict[int, int]()
 
@@ -152,7 +154,9 @@ def run(
             callbacks=callbacks[rank],
             stops=stops(
                 lambda: (
-                    told[rank] if told_at[rank] is not None and trainer.state.step >= told_at[rank] else None
+                    told[rank]
+                    if told_at[rank] is not None and trainer.state.step + 1 >= told_at[rank]
+                    else None
                 ),
                 budget=budget(trainer) if rank == 0 else TimeBudget(),
             ),
@@ -193,11 +197,12 @@ def test_a_run_that_fails_on_all_ranks_completes_what_it_saved_before(
 ) -> None:
     world, published = World(), list[tuple[int, Path]]()
 
-    def train_step(trainer: Trainer) -> Any:
-        trainer.state.step += 1
-        if trainer.state.step == 3:
+    step = Trainer.train_step
+
+    def train_step(trainer: Trainer, flags: Callable[[], Sequence[bool]]) -> Any:
+        if trainer.state.step == 2:
             raise TrainingError("step 3: the gradient norm is nan")
-        return SimpleNamespace(step=trainer.state.step, step_seconds=STEP_SECONDS)
+        return step(trainer, flags)
 
     monkeypatch.setattr(Trainer, "train_step", train_step)
 
@@ -232,12 +237,12 @@ def test_sigusr1_counts_as_sigterm(told_at: tuple[int | None, int | None]) -> No
 
 
 def test_the_clock_of_rank_0_ends_all_while_there_is_time_for_the_last_checkpoint() -> None:
-    """A step and a checkpoint fit into the 200 s that are left after step 3, and not into the 100 s after step 4."""
+    """During step 3 two steps and a checkpoint fit into the 300 s that are left, and not into 200 s during step 4."""
 
     def budget(trainer: Any) -> TimeBudget:
         return TimeBudget([Deadline(500.0, "dinner")], clock=lambda: STEP_SECONDS * trainer.state.step)
 
-    assert run([[], []], budget=budget) == [("100 s before dinner", 4, [2, 4])] * RANKS
+    assert run([[], []], budget=budget) == [("200 s before dinner", 4, [2, 4])] * RANKS
 
 
 def test_a_start_whose_time_is_over_makes_a_step_first() -> None:

@@ -36,7 +36,7 @@ def changes(settings: OptimizerSettings, gradient: float = 1.0) -> dict[str, Ten
     before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
     for tensor in tensors.values():
         tensor.grad = torch.full_like(tensor, gradient)
-    optimizer.step(0.5)
+    optimizer.step(0.5, float(optimizer.squared_norm()))
     return {name: tensor.detach() - before[name] for name, tensor in tensors.items()}
 
 
@@ -60,7 +60,7 @@ def test_values_are_clipped_before_the_norm():
     before = tensors[QKV].detach().clone()
     for name, tensor in tensors.items():
         tensor.grad = spread.clone() if name == QKV else torch.zeros_like(tensor)
-    update = optimizer.step(1.0)
+    update = optimizer.step(1.0, float(optimizer.squared_norm()))
     assert update.grad_norm == about(spread.norm().item())
     assert_close(before - tensors[QKV].detach(), spread.clamp(-0.25, 0.25), rtol=OPERATOR_RTOL)
 
@@ -77,7 +77,7 @@ def test_the_average_of_weights_follows_the_masters(dtype):
     for _ in range(3):
         for tensor in tensors.values():
             tensor.grad = torch.ones_like(tensor, dtype=torch.float32)
-        optimizer.step(2**-6)
+        optimizer.step(2**-6, float(optimizer.squared_norm()))
     averages = {shard.parameter.name: shard for shard in optimizer.state.shards() if shard.key == EMA}
     assert averages.keys() == tensors.keys()
     # Weights fall by 2^-6 a step: their average lags 0.75 * (1 + 2 * 0.75 + ... ) behind.

@@ -1,0 +1,114 @@
+"""Sums gradients over the data-parallel ranks in buckets, each as soon as its gradients are complete.
+
+As torch's DistributedDataParallel does (Li et al. 2020), at the moment that FSDP2 chooses: a layer's gradients are
+complete once the gradient of its input is.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from megalite.parallel.collectives import Pending, start_all_reduce
+from megalite.parallel.gradients import buckets
+from megalite.parallel.mesh import RankGroup
+
+# About DDP's: large enough for the bandwidth, small enough that the first sum starts early.
+_BUCKET_BYTES = 25 << 20
+
+
+@dataclass(frozen=True, eq=False)
+class _Bucket:
+    """Parameters of consecutive layers, whose gradients are complete together."""
+
+    tensors: tuple[nn.Parameter, ...]
+
+
+class GradientBuckets:
+    """The sums of one rank's gradients over `copies`, the ranks with the same weights.
+
+    Once a sum has started, `.grad` is a view of its bucket; gradients are read again after `finish`.
+    """
+
+    def __init__(
+        self,
+        chunks: Mapping[int, Sequence[nn.Module]],
+        tensors: Collection[nn.Parameter],
+        late: Collection[nn.Parameter],
+        copies: RankGroup,
+    ):
+        """
+        chunks: chunk -> its layers in forward order; a layer's first argument is its hidden states.
+        tensors: all parameters of the rank. late: those that other ranks' parts are added to before `finish`.
+        """
+        self._tensors, self._copies = tuple(tensors), copies
+        self._watched = False
+        self._pending: list[Pending] = []
+        self._started: set[_Bucket] = set()
+        kept_back = {id(tensor) for tensor in late}
+        self._chunks = {chunk: [*self._fill(layers, kept_back)] for chunk, layers in chunks.items()}
+
+    @contextmanager
+    def last_forward(self) -> Iterator[None]:
+        """Run the forward whose backward completes the gradients of its chunk: sums then start during that backward."""
+        self._watched = True
+        try:
+            yield
+        finally:
+            self._watched = False
+
+    def chunk_complete(self, chunk: int) -> None:
+        """Start the sums of a chunk's layers that have not started. Collective over the copies."""
+        for bucket in self._chunks[chunk]:
+            self._start(bucket)
+
+    def finish(self) -> None:
+        """Start the sums of all other gradients, and wait for all sums. Collective over the copies."""
+        begun = {id(tensor) for bucket in self._started for tensor in bucket.tensors}
+        self._pending += start_sums([each for each in self._tensors if id(each) not in begun], self._copies)
+        for finish in self._pending:
+            finish()
+        self._pending.clear()
+        self._started.clear()
+
+    def _fill(self, layers: Sequence[nn.Module], kept_back: Collection[int]) -> Iterator[_Bucket]:
+        """Yield buckets from the last layer to the first, and have the lowest layer of each start it."""
+        gathered: list[nn.Parameter] = []
+        for layer in reversed(layers):
+            gathered += [each for each in layer.parameters() if id(each) not in kept_back]
+            full = sum(each.numel() * each.element_size() for each in gathered) >= _BUCKET_BYTES
+            if gathered and (full or layer is layers[0]):
+                bucket = _Bucket(tuple(gathered))
+                layer.register_forward_pre_hook(partial(self._enter, bucket))
+                yield bucket
+                gathered = []
+
+    def _enter(self, bucket: _Bucket, layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+        """Have the gradient of a layer's hidden states start the bucket's sum."""
+        hidden_states = inputs[0]
+        # A leaf's gradient may come before those of the norm that reads the leaf: `chunk_complete` starts the sum.
+        if self._watched and hidden_states.grad_fn is not None:
+            hidden_states.register_hook(lambda _: self._start(bucket))
+
+    def _start(self, bucket: _Bucket) -> None:
+        if bucket not in self._started:
+            self._started.add(bucket)
+            self._pending += start_sums(bucket.tensors, self._copies)
+
+
+@torch.no_grad()
+def start_sums(tensors: Iterable[nn.Parameter], ranks: RankGroup) -> list[Pending]:
+    """Start the sums of the gradients over the ranks; `.grad` becomes a view of the buffer that holds the sum."""
+    pending = []
+    held = [(each, each.grad) for each in tensors if each.grad is not None]
+    for bucket in buckets(held, lambda each: (each[1].dtype, each[1].numel() * each[1].element_size())):
+        flat = torch.cat([gradient.reshape(-1) for _, gradient in bucket])
+        parts = flat.split([gradient.numel() for _, gradient in bucket])
+        for (tensor, _), part in zip(bucket, parts, strict=True):
+            tensor.grad = part.view_as(tensor)
+        pending.append(start_all_reduce(flat, ranks))
+    return pending
