@@ -1,6 +1,7 @@
 """megalite data: tokenize text into a Megatron token file (X.bin, X.idx), or inspect one."""
 
 import argparse
+import itertools
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,6 +12,8 @@ from megalite.cli.tokenizer import add_source_options
 from megalite.config.describe import setting
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from megalite.data.prepared import PreparedFacts
     from megalite.data.split import Split
     from megalite.data.token_file import TokenFile
@@ -116,6 +119,9 @@ def _inspect(options: argparse.Namespace) -> int:
     if facts is not None:
         print(f"from {', '.join(facts.sources)} ({facts.files:,} files)")
         print(f"tokenizer {facts.tokenizer} ({facts.vocab_size:,} ids)")
+        if facts.truncated_documents or facts.dropped_documents:
+            lost = f"{facts.truncated_documents:,} cut, {facts.dropped_documents:,} left out"
+            print(f"longer than {facts.sequence_length:,} tokens: {lost}")
     _show_documents(file, facts, min(options.documents, file.num_documents))
     return 0
 
@@ -132,12 +138,39 @@ def _show_documents(file: "TokenFile", facts: "PreparedFacts | None", count: int
         tokenizer = load_tokenizer(recorded, end_of_document=facts.end_of_document)
         if tokenizer.sha256 == facts.tokenizer_sha256:
             decode = tokenizer.decode
+    marked = facts is not None and facts.kind == "instruct"
     for index in range(count):
         ids = file.document(index)
+        if marked:
+            _show_conversation(index, ids, decode)
+            continue
         # A token is nearly always one character or more, so these ids suffice and long documents cost nothing.
         text = decode(ids[:_SHOWN_CHARACTERS].tolist())
         shown = text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "..."
         print(f"--- document {index}, {len(ids):,} tokens\n{shown}")
+
+
+def _show_conversation(index: int, tokens: "NDArray[Any]", decode: Callable[[list[int]], str]) -> None:
+    """Print a conversation with its trained tokens in green; in brackets where the output has no colours."""
+    import numpy as np
+    from rich.console import Console
+    from rich.text import Text
+
+    from megalite.data.trained_tokens import ids_of, is_trained
+
+    trained = is_trained(tokens)
+    print(f"--- conversation {index}, {len(tokens):,} tokens, {int(trained.sum()):,} trained")
+    console, shown = Console(soft_wrap=True), Text()
+    borders = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(tokens)]
+    for start, end in itertools.pairwise(borders):
+        text = decode(ids_of(tokens[start:end]).tolist())
+        if not trained[start]:
+            shown.append(text)
+        elif console.is_terminal:
+            shown.append(text, style="green")
+        else:
+            shown.append(f"[[{text}]]")
+    console.print(shown)
 
 
 def _counts(facts: "PreparedFacts") -> str:

@@ -33,13 +33,19 @@ def starter_of(overrides: Sequence[str]) -> Starter:
     text_column, pattern = (
         str(data.get(key, default)) for key, default in (("text_column", "text"), ("pattern", "*"))
     )
-    return starter_for(sources, text_column=text_column, pattern=pattern)
+    kind = "instruct" if data.get("kind") == "instruct" else "text"
+    return starter_for(sources, text_column=text_column, pattern=pattern, kind=kind)
 
 
 def starter_for(
-    sources: Sequence[str], *, text_column: str = "text", pattern: str = "*", size: str = "tiny"
+    sources: Sequence[str],
+    *,
+    text_column: str = "text",
+    pattern: str = "*",
+    size: str = "tiny",
+    kind: str = "text",
 ) -> Starter:
-    """Return the starter for a text and one of SIZES. Raises DataError if the text cannot be read."""
+    """Return the starter for a text and one of SIZES. kind: data.kind. Raises DataError if the text cannot be read."""
     cores = available_cores()
     if len(sources) == 1 and is_prepared(sources[0]):
         ids = Path(f"{prefix_of(sources[0])}.bin")
@@ -48,5 +54,7 @@ def starter_for(
     there = [each for each in sources if each == STANDARD_LIBRARY or exists(Path(each).expanduser())]
     if not there:
         return Starter(sources[0], _UNKNOWN_LENGTH, _UNKNOWN_WORDS, 0, cores, SIZES[size])
-    measured = measure_text(there, text_column=text_column, pattern=pattern)
-    return Starter(sources[0], measured.characters, measured.words, measured.documents, cores, SIZES[size])
+    measured = measure_text(there, text_column=text_column, pattern=pattern, kind=kind)
+    return Starter(
+        sources[0], measured.characters, measured.words, measured.documents, cores, SIZES[size], kind
+    )

@@ -68,6 +68,8 @@ class Starter:
     documents: int
     cores: int
     size: Size = SIZES["tiny"]
+    kind: str = "text"
+    """data.kind."""
 
     def name_model(self, draft: Draft) -> None:
         """Set the preset, before presets are read."""
@@ -108,7 +110,7 @@ class Starter:
     @property
     def _can_be_split(self) -> bool:
         """Whether 5 % of the text is some of it: a single document is divided by tokens, several as whole ones."""
-        return self.documents == 1 or self.documents >= _SPLIT_DOCUMENTS
+        return (self.documents == 1 and self.kind == "text") or self.documents >= _SPLIT_DOCUMENTS
 
     @property
     def tokens(self) -> int:
@@ -125,7 +127,12 @@ class Starter:
 
     @property
     def sequence_length(self) -> int:
-        """The longest power of two, from 16 to that of the size, of which the text has a hundred sequences."""
+        """The longest power of two, from 16 to that of the size, of which the text has a hundred sequences.
+
+        Conversations are not cut: theirs is that of the size.
+        """
+        if self.kind == "instruct":
+            return self.size.sequence_length
         return min(self.size.sequence_length, max(16, _power_of_two(self.tokens // 100)))
 
     def steps(self, sequence_length: int) -> int:

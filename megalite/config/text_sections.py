@@ -25,6 +25,10 @@ class TokenizerConfig(Section):
         None,
         description="token after each document; default: the tokenizer's eos_token or <|endoftext|>",
     )
+    chat_template: Text | None = Field(
+        None,
+        description="instruct: chatml, alpaca, plain, a Jinja file, or a name; default: the tokenizer's",
+    )
 
 
 class BlendPart(Section):
@@ -41,6 +45,9 @@ class BlendPart(Section):
 class DataConfig(Section):
     """The training text and how it is read."""
 
+    kind: Literal["text", "instruct"] = Field(
+        "text", description='"text": documents; "instruct": conversations, from .jsonl, .json or .parquet'
+    )
     source: Text | Annotated[tuple[Text, ...], Lenient] | None = Field(
         None,
         description='text file, folder, .jsonl, .parquet, .gz, X of X.bin, "stdlib", or a list of these',
@@ -62,6 +69,15 @@ class DataConfig(Section):
         False,
         description="limit attention to the token's own document; positions restart with each",
     )
+    train_on: Literal["answers", "all", "last"] = Field(
+        "answers", description="instruct: tokens in the loss: all answers, all text, or the last answer"
+    )
+    packing: Literal["best_fit", "first_fit", "greedy", "none"] = Field(
+        "best_fit", description='instruct: how conversations share a sequence; "none": one in each'
+    )
+    too_long: Literal["truncate", "drop", "stop"] = Field(
+        "truncate", description="instruct: reaction to a conversation longer than training.sequence_length"
+    )
     shuffle: bool = Field(True, description="shuffle the sequences anew in each epoch")
     workers: int = Field(2, ge=0, lt=1024, description="number of processes that tokenize text")
     loader_workers: int = Field(
@@ -71,6 +87,11 @@ class DataConfig(Section):
         description="number of threads that read batches ahead; 0: each step reads its own batch",
     )
     prefetch: Count = Field(2, description="number of steps whose batches are read ahead")
+
+    @property
+    def masks_documents(self) -> bool:
+        """Whether tokens see their own document only."""
+        return self.document_mask or self.kind == "instruct"
 
 
 class ValidationConfig(Section):

@@ -2,7 +2,7 @@
 
 import hashlib
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import lcm
@@ -11,7 +11,7 @@ from threading import Lock
 import numpy as np
 from numpy.typing import NDArray
 
-from megalite.data.packing import PackedSamples
+from megalite.data.packing import PackedSamples, Samples
 from megalite.data.sampler import Sampler
 from megalite.data.token_file import TokenFile
 from megalite.errors import DataError
@@ -99,19 +99,20 @@ class Rows:
     """Samples as rows of a batch.
 
     input_ids, labels: [rows, S]. sample_ids: [rows], counted over all sets end to end, the same in every epoch.
-    sets: [rows], the index of the data set.
+    sets: [rows], the index of the data set. begins: as of SampleRows.
     """
 
     input_ids: NDArray[np.int64]
     labels: NDArray[np.int64]
     sample_ids: NDArray[np.int64]
     sets: NDArray[np.int64]
+    begins: NDArray[np.bool_] | None = None
 
 
 class BlendedSamples:
     """The samples of one or more token files in training order; `len` counts the samples of all files.
 
-    Each file is shuffled with its own seed and has its own epochs.
+    Each file is shuffled with its own seed and has its own epochs. samples_of: makes the samples of a file.
     """
 
     def __init__(
@@ -122,13 +123,14 @@ class BlendedSamples:
         *,
         seed: int,
         shuffle: bool,
+        samples_of: Callable[[TokenFile, int], Samples] = PackedSamples,
     ):
         if len(token_files) != len(weights) or not weights or min(weights) <= 0:
             raise DataError(
                 f"{len(token_files)} token files have the weights {list(weights)}; give each one above 0 (data.blend)"
             )
         self.token_files = tuple(token_files)
-        self._samples = [PackedSamples(file, sequence_length) for file in token_files]
+        self._samples = [samples_of(file, sequence_length) for file in token_files]
         sizes = [len(each) for each in self._samples]
         self._first_ids = np.cumsum([0, *sizes[:-1]])
         self._order = SetOrder(whole_shares(weights))
@@ -145,12 +147,16 @@ class BlendedSamples:
         input_ids = np.empty((len(places), length), dtype=np.int64)
         labels = np.empty_like(input_ids)
         sample_ids = np.empty_like(places)
+        begins: NDArray[np.bool_] | None = None
         for each in np.unique(sets):
             rows = sets == each
             ids = self._samplers[each].sample_ids(turns[rows])
-            input_ids[rows], labels[rows] = self._samples[each].read(ids, pad_id)
+            input_ids[rows], labels[rows], found = self._samples[each].read(ids, pad_id)
+            if found is not None:
+                begins = np.zeros(input_ids.shape, dtype=bool) if begins is None else begins
+                begins[rows] = found
             sample_ids[rows] = ids + self._first_ids[each]
-        return Rows(input_ids, labels, sample_ids, sets)
+        return Rows(input_ids, labels, sample_ids, sets, begins)
 
 
 def _seed(seed: int, index: int) -> int:

@@ -7,9 +7,11 @@ import io
 import json
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from megalite.data.source_files import SourceFile, cannot_read, source_files
 from megalite.data.tables import column_texts
@@ -125,10 +127,14 @@ class Corpus:
         before = sum(file.size_bytes for file in self.files[: after.files])
         for index, file in enumerate(self.files[after.files :], start=after.files):
             skipped = after.pieces if index == after.files else 0
-            for count, (piece, position) in enumerate(_read(file, self.text_column), start=1):
+            for count, (piece, position) in enumerate(self.documents(file), start=1):
                 if count > skipped:
                     yield piece, Place(index, count, before + min(position, file.size_bytes))
             before += file.size_bytes
+
+    def documents(self, file: SourceFile) -> Iterator[tuple[Piece, int]]:
+        """Yield the pieces of one file, each with the bytes of the file read so far."""
+        return _read(file, self.text_column)
 
 
 def cut_point(text: str, limit: int) -> int:
@@ -170,21 +176,28 @@ def _read(file: SourceFile, text_column: str) -> Iterator[tuple[Piece, int]]:
             for piece in cut_document([text]):
                 yield piece, position
         return
+    with opened(file) as (stream, raw):
+        documents: Iterator[Iterable[str]]
+        if file.kind == "jsonl":
+            documents = _json_lines(file.path, stream, text_column)
+        elif file.kind == "optional":
+            documents = iter([_whole_text(stream)])
+        else:
+            documents = iter([_text_blocks(file.path, stream)])
+        for blocks in documents:
+            for piece in cut_document(blocks):
+                yield piece, raw.tell()
+
+
+@contextmanager
+def opened(file: SourceFile) -> Iterator[tuple[io.BufferedIOBase, io.BufferedReader]]:
+    """Open a file as (its content, the file on disk); DataError for what goes wrong while it is read."""
     try:
         with file.path.open("rb") as raw:
             stream: io.BufferedIOBase = gzip.GzipFile(fileobj=raw) if file.compressed else raw
             if not file.compressed:
                 _refuse_binary(file.path, raw.peek(8))
-            documents: Iterator[Iterable[str]]
-            if file.kind == "jsonl":
-                documents = _json_lines(file.path, stream, text_column)
-            elif file.kind == "optional":
-                documents = iter([_whole_text(stream)])
-            else:
-                documents = iter([_text_blocks(file.path, stream)])
-            for blocks in documents:
-                for piece in cut_document(blocks):
-                    yield piece, raw.tell()
+            yield stream, raw
     except (gzip.BadGzipFile, zlib.error, EOFError) as error:
         raise DataError(
             f"{file.path} is not a whole gzip file ({error}); copy or download it again"
@@ -201,7 +214,7 @@ def _text_blocks(path: Path, stream: io.BufferedIOBase) -> Iterator[str]:
         try:
             text = decoder.decode(block, final=not block)
         except UnicodeDecodeError as error:
-            raise _not_utf8(path, line + error.object.count(b"\n", 0, error.start), error) from error
+            raise not_utf8(path, line + error.object.count(b"\n", 0, error.start), error) from error
         null = text.find("\0")
         if null >= 0:
             number = line + text.count("\n", 0, null)
@@ -228,17 +241,22 @@ def _whole_text(stream: io.BufferedIOBase) -> Iterator[str]:
         return
 
 
-def _json_lines(path: Path, stream: io.BufferedIOBase, text_column: str) -> Iterator[tuple[str]]:
+def json_rows(path: Path, stream: io.BufferedIOBase) -> Iterator[tuple[Any, str]]:
+    """Yield the value of each line that is not blank, with its place for messages. Raises DataError."""
     for number, line in enumerate(stream, start=1):
         if not line.strip():
             continue
         where = f"{path}, line {number}"
         try:
-            row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+            yield json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8")), where
         except UnicodeDecodeError as error:
-            raise _not_utf8(path, number, error) from error
+            raise not_utf8(path, number, error) from error
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{where}: not JSON ({_reason(error)}); fix or remove the line") from error
+            raise DataError(f"{where}: not JSON ({why_not_json(error)}); fix or remove the line") from error
+
+
+def _json_lines(path: Path, stream: io.BufferedIOBase, text_column: str) -> Iterator[tuple[str]]:
+    for row, where in json_rows(path, stream):
         if not isinstance(row, dict) or text_column not in row:
             columns = sorted(row) if isinstance(row, dict) else "none: it is not an object"
             raise DataError(
@@ -250,17 +268,17 @@ def _json_lines(path: Path, stream: io.BufferedIOBase, text_column: str) -> Iter
                 f"{where}: column {text_column!r} holds {kind}, not text; set another data.text_column (--text-column) "
                 "or fix the line"
             )
-        yield (_without_surrogates(row[text_column], where),)
+        yield (without_surrogates(row[text_column], where),)
 
 
-def _reason(error: Exception) -> str:
+def why_not_json(error: Exception) -> str:
     """Return why a line is not JSON; too many digits and too deep nesting raise other errors than JSONDecodeError."""
     if isinstance(error, json.JSONDecodeError):
         return f"{error.msg} at column {error.colno}"
     return "nested too deeply" if isinstance(error, RecursionError) else str(error).partition(";")[0]
 
 
-def _without_surrogates(text: str, where: str) -> str:
+def without_surrogates(text: str, where: str) -> str:
     # A JSON escape can be half of a surrogate pair, which UTF-8 cannot encode.
     try:
         text.encode()
@@ -271,7 +289,7 @@ def _without_surrogates(text: str, where: str) -> str:
     return text
 
 
-def _not_utf8(path: Path, line: int, error: UnicodeDecodeError) -> DataError:
+def not_utf8(path: Path, line: int, error: UnicodeDecodeError) -> DataError:
     byte = error.object[error.start]
     return DataError(
         f"{path}, line {line}: not UTF-8 (byte 0x{byte:02x}); convert the file (iconv -f latin1 -t utf-8)"

@@ -20,7 +20,14 @@ def document_ids_and_positions(
     """
     begins = np.zeros(input_ids.shape, dtype=bool)
     begins[:, 1:] = (input_ids[:, :-1] == end_of_document_id) & (labels[:, :-1] != IGNORE_INDEX)
-    places = np.arange(input_ids.shape[1])
+    return documents_of(begins)
+
+
+def documents_of(begins: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return document and position of each token, as `document_ids_and_positions`. begins: first tokens, [rows, S]."""
+    begins = begins.copy()
+    begins[:, 0] = False  # a row starts with document 0
+    places = np.arange(begins.shape[1])
     first = np.maximum.accumulate(np.where(begins, places, 0), axis=1)
     return begins.cumsum(axis=1), places - first
 

@@ -3,13 +3,17 @@
 Worker processes do all heavy work: this process starts no thread pool, so that ranks can be forked from it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from megalite.config.schema import RunConfig
 from megalite.config.text_sections import DataConfig
+from megalite.data.chat_template import load_chat_template
+from megalite.data.conversation_corpus import CORPUS_OF
+from megalite.data.conversation_encoding import ChatEncoding
+from megalite.data.conversation_rows import ConversationRows
 from megalite.data.corpus import Corpus
 from megalite.data.documents import require_ends
 from megalite.data.prepare import Preparation, prepare_outputs
@@ -97,8 +101,11 @@ def ensure_data(config: RunConfig, run_folder: Path, console: PreparationConsole
         parts = [PARTS[part] for part in preparation.split.parts] if split else [each.part]
         for part, prefix in zip(parts, preparation.outputs, strict=True):
             found[part].append(prefix)
-    for each, prefix in zip((each for each in sets if each.part == "train"), found["train"], strict=True):
-        _require_a_sequence(each, prefix, config.training.sequence_length)
+    if config.data.kind == "instruct":
+        notes += _rows(config, found)
+    else:
+        for each, prefix in zip((each for each in sets if each.part == "train"), found["train"], strict=True):
+            _require_a_sequence(each, prefix, config.training.sequence_length)
     return RunData(
         tokenizer=folder,
         train=tuple(found["train"]),
@@ -114,13 +121,15 @@ def _sets(config: RunConfig) -> list[_Set]:
     data = config.data
     sets = []
     if data.source is not None:
-        sets.append(_set("data.source", data.source, data.text_column, data.pattern))
+        sets.append(_set("data.source", data.source, data, data.text_column, data.pattern))
     for number, part in enumerate(data.blend or ()):
         column, pattern = part.text_column or data.text_column, part.pattern or data.pattern
-        each = _set(f"data.blend[{number + 1}].source", part.source, column, pattern)
+        each = _set(f"data.blend[{number + 1}].source", part.source, data, column, pattern)
         sets.append(replace(each, number=f"-{number}", weight=part.weight))
     if data.validation is not None:
-        validation = _set("data.validation", data.validation, data.text_column, data.pattern, "validation")
+        validation = _set(
+            "data.validation", data.validation, data, data.text_column, data.pattern, "validation"
+        )
         trained = {file for each in sets for file in _files(each)}
         shared = [str(path) for place, path in _files(validation).items() if place in trained]
         if shared:
@@ -134,12 +143,13 @@ def _sets(config: RunConfig) -> list[_Set]:
 def _set(
     key: str,
     source: str | Sequence[str],
+    data: DataConfig,
     text_column: str,
     pattern: str,
     part: str = "train",
 ) -> _Set:
     sources = [source] if isinstance(source, str) else source
-    opened = prepared_prefix(sources, key) or Corpus.open(
+    opened = prepared_prefix(sources, key) or CORPUS_OF[data.kind].open(
         sources, text_column=text_column, pattern=pattern, key=key
     )
     return _Set(key, opened, part)
@@ -164,7 +174,18 @@ def _preparation(config: RunConfig, each: _Set, tokenizer: Tokenizer, folder: Pa
         min_length=config.data.min_length,
         split=split,
         sequence_length=config.training.sequence_length,
+        chat=_chat(config, tokenizer),
     )
+
+
+def _chat(config: RunConfig, tokenizer: Tokenizer) -> ChatEncoding | None:
+    data = config.data
+    if data.kind == "text":
+        return None
+    template = load_chat_template(
+        tokenizer.file.parent, config.tokenizer.chat_template, tokenizer.end_of_document
+    )
+    return ChatEncoding(template, data.train_on, config.training.sequence_length, data.too_long)
 
 
 def _prepared(
@@ -179,8 +200,9 @@ def _prepared(
     corpus = preparation.corpus
     console.begin(f"tokenizing {megabytes(corpus.size_bytes)} of text ({counted(len(corpus.files), 'file')})")
     facts = prepare_outputs(preparation, workers=max(1, config.data.workers), progress=console.progress)
+    what = "document" if preparation.chat is None else "conversation"
     documents, tokens = sum(each.documents for each in facts), sum(each.tokens for each in facts)
-    console.end(f"data: {counted(documents, 'document')}, {tokens:,} tokens")
+    console.end(f"data: {counted(documents, what)}, {tokens:,} tokens")
     return facts
 
 
@@ -192,6 +214,27 @@ def _notes(preparation: Preparation, facts: Sequence[PreparedFacts]) -> Iterator
             f"data.split: {', '.join(preparation.corpus.sources)} has too few documents and is split by tokens: "
             f"{', '.join(counts)}"
         )
+    cut = sum(each.truncated_documents for each in facts)
+    dropped = sum(each.dropped_documents for each in facts)
+    if cut or dropped:
+        whole = sum(each.documents for each in facts) + dropped
+        sources = ", ".join(preparation.corpus.sources)
+        yield (
+            f"data.too_long: {cut or dropped:,} of the {whole:,} conversations in {sources} "
+            f"are longer than training.sequence_length, and were {'cut' if cut else 'left out'}"
+        )
+
+
+def _rows(config: RunConfig, found: Mapping[str, Sequence[Path]]) -> Iterator[str]:
+    """Pack the conversations of every set, and say how full their sequences are. Raises DataError."""
+    length, data = config.training.sequence_length, config.data
+    for part, prefixes in found.items():
+        for prefix in prefixes:
+            rows = ConversationRows(TokenFile.open(prefix), length, data.packing, config.run.seed)
+            yield (
+                f"{part}: {counted(rows.token_file.num_documents, 'conversation')} in {counted(len(rows), 'sequence')} "
+                f"of {length} tokens, {rows.fill:.1%} filled (data.packing = {data.packing!r})"
+            )
 
 
 def _check_prepared(each: _Set, prefix: Path, tokenizer: Tokenizer | None, data: DataConfig) -> None:
@@ -205,6 +248,12 @@ def _check_prepared(each: _Set, prefix: Path, tokenizer: Tokenizer | None, data:
             )
         require_ends(file, tokenizer.end_of_document_id)
     facts = prepared_facts(prefix)
+    kind = "text" if facts is None else facts.kind
+    if kind != data.kind:
+        raise DataError(
+            f"{prefix} was prepared as {kind!r}, and data.kind is {data.kind!r}; set data.kind = {kind!r}, or name "
+            "other data"
+        )
     if facts is not None and tokenizer is not None and facts.tokenizer_sha256 != tokenizer.sha256:
         raise DataError(
             f"{prefix} was prepared with {facts.tokenizer}, and the run's tokenizer is {tokenizer.file}; "

@@ -1,6 +1,6 @@
 """Loads the batch of a step: a pure function of the files, the seed and the samples consumed."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from megalite.data.blend import BlendedSamples
-from megalite.data.documents import document_ids_and_positions
-from megalite.data.packing import IGNORE_INDEX
+from megalite.data.documents import document_ids_and_positions, documents_of
+from megalite.data.packing import IGNORE_INDEX, PackedSamples, Samples
 from megalite.data.token_file import TokenFile
 from megalite.parallel.step_batch import StepBatch
 
@@ -40,6 +40,7 @@ class StepLoader:
     epochs: the end of the data; later rows of the last global batch have no labels. None: no end.
     end_of_document_id: separates documents: the batch has document_ids, and position_ids restart with each document.
         None: no document mask.
+    samples_of: makes the samples of a file; those of ConversationRows know their documents.
     """
 
     def __init__(
@@ -57,9 +58,12 @@ class StepLoader:
         pad_id: int = 0,
         epochs: float | Fraction | None = None,
         end_of_document_id: int | None = None,
+        samples_of: Callable[[TokenFile, int], Samples] = PackedSamples,
     ):
         files = [token_file] if isinstance(token_file, TokenFile) else token_file
-        self._samples = BlendedSamples(files, weights, sequence_length, seed=seed, shuffle=shuffle)
+        self._samples = BlendedSamples(
+            files, weights, sequence_length, seed=seed, shuffle=shuffle, samples_of=samples_of
+        )
         self._pad_id = pad_id
         self._end_of_document_id = end_of_document_id
         self._end = None if epochs is None else self._samples_in(epochs)
@@ -86,9 +90,14 @@ class StepLoader:
         rows = self._samples.read(places, self._pad_id)
         input_ids, labels = rows.input_ids, rows.labels
         position_ids, document_ids = self._position_ids, None
-        if self._end_of_document_id is not None:
+        found = None
+        if rows.begins is not None:
+            found = documents_of(rows.begins)
+        elif self._end_of_document_id is not None:
             # Before `epochs` masks labels, so that IGNORE_INDEX still means padding only.
-            documents, positions = document_ids_and_positions(input_ids, labels, self._end_of_document_id)
+            found = document_ids_and_positions(input_ids, labels, self._end_of_document_id)
+        if found is not None:
+            documents, positions = found
             position_ids, document_ids = torch.from_numpy(positions), torch.from_numpy(documents)
         if self._end is not None:
             labels[places >= self._end] = IGNORE_INDEX

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megalite.data.corpus import Corpus
+from megalite.data.conversation_corpus import CORPUS_OF
 
 _SAMPLE_CHARACTERS = 1 << 22
 # Runs of letters. Byte-level BPE can make a token of each, so they bound the vocabulary of a text from below.
@@ -23,9 +23,11 @@ class TextMeasure:
     documents: int
 
 
-def measure_text(sources: Sequence[str], *, text_column: str = "text", pattern: str = "*") -> TextMeasure:
-    """Measure a text by its first 4 million characters. Raises DataError as `Corpus` does."""
-    corpus = Corpus.open(sources, text_column=text_column, pattern=pattern, key="data.source")
+def measure_text(
+    sources: Sequence[str], *, text_column: str = "text", pattern: str = "*", kind: str = "text"
+) -> TextMeasure:
+    """Measure a text by its first 4 million characters. kind: data.kind. Raises DataError as the corpus does."""
+    corpus = CORPUS_OF[kind].open(sources, text_column=text_column, pattern=pattern, key="data.source")
     corpus.require_text()
     words: set[str] = set()
     characters = documents = 0

@@ -1,6 +1,7 @@
 """Packed samples: a token file, as one sequence of tokens, cut into samples of equal length."""
 
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,6 +11,27 @@ from megalite.errors import DataError
 
 # The label that the loss ignores, as in torch and Hugging Face.
 IGNORE_INDEX = -100
+
+
+class SampleRows(NamedTuple):
+    """Samples as rows: int64 [rows, S] each. begins: bool [rows, S], where a document begins; None: not known."""
+
+    input_ids: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    begins: NDArray[np.bool_] | None
+
+
+class Samples(Protocol):
+    """The samples of one data set, each of `sequence_length` tokens."""
+
+    @property
+    def sequence_length(self) -> int: ...
+
+    def __len__(self) -> int: ...
+
+    def read(self, sample_ids: NDArray[np.int64], pad_id: int) -> SampleRows:
+        """Return the samples; the label of padding is IGNORE_INDEX."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -33,8 +55,8 @@ class PackedSamples:
     def __len__(self) -> int:
         return -(-(self.token_file.num_tokens - 1) // self.sequence_length)
 
-    def read(self, sample_ids: NDArray[np.int64], pad_id: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return (input_ids, labels), [len(sample_ids), S] int64 each; the label of padding is IGNORE_INDEX."""
+    def read(self, sample_ids: NDArray[np.int64], pad_id: int) -> SampleRows:
+        """Return the samples; the label of padding is IGNORE_INDEX."""
         length = self.sequence_length
         input_ids = np.full((len(sample_ids), length), pad_id, dtype=np.int64)
         labels = np.full((len(sample_ids), length), IGNORE_INDEX, dtype=np.int64)
@@ -42,4 +64,4 @@ class PackedSamples:
             window = self.token_file.tokens[sample * length : (sample + 1) * length + 1]
             input_ids[row, : len(window) - 1] = window[:-1]
             labels[row, : len(window) - 1] = window[1:]
-        return input_ids, labels
+        return SampleRows(input_ids, labels, None)

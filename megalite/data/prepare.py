@@ -4,17 +4,18 @@ import errno
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megalite.data.corpus import Corpus, Piece, Place
-from megalite.data.encoding import PieceEncoder
+from megalite.data import trained_tokens
+from megalite.data.batches import EncodedBatch, encoded_batches
+from megalite.data.conversation_encoding import ChatEncoding
+from megalite.data.corpus import Corpus, Place
 from megalite.data.partial_files import (
     PartialFiles,
     journal_path,
@@ -28,15 +29,12 @@ from megalite.data.prepared import PreparedFacts, prepared_facts, update_facts
 from megalite.data.split import PARTS, WHOLE, Split
 from megalite.data.token_file import TokenFile, TokenWriter, WriterState, bin_path, idx_path, token_dtype
 from megalite.data.token_split import cut_by_tokens, part_sizes
-from megalite.data.tokenizer import Tokenizer, load_tokenizer
-from megalite.data.workers import ordered_map
+from megalite.data.tokenizer import Tokenizer
 from megalite.errors import DataError
 from megalite.monitor.preparation import PreparationProgress
 
 # Part of every fingerprint; incremented when the same text and tokenizer would give other files.
 _FORMAT = 1
-# Characters per item of work: enough to hide the cost of the pipe, few enough to keep all workers busy.
-_BATCH_CHARACTERS = 1 << 19
 # Batches between two journal entries, about ten seconds of one core: the work that a kill loses at most.
 _JOURNAL_BATCHES = 64
 
@@ -47,6 +45,7 @@ class Preparation:
 
     outputs: a prefix for each part of `split` that gets documents. min_length: in tokens, without the end of document;
     shorter documents are skipped. sequence_length: in tokens; parts that divide a document hold whole sequences.
+    chat: given, the documents are conversations (ConversationCorpus).
     """
 
     corpus: Corpus
@@ -55,6 +54,12 @@ class Preparation:
     min_length: int = 0
     split: Split = WHOLE
     sequence_length: int = 1
+    chat: ChatEncoding | None = None
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The number type of the tokens."""
+        return token_dtype(self.tokenizer.vocab_size) if self.chat is None else trained_tokens.DTYPE
 
     @property
     def fingerprint(self) -> str:
@@ -95,6 +100,8 @@ class Preparation:
             parts.append({"min_length": self.min_length})
         if len(self.outputs) > 1:
             parts.append({"split": [self.split.shares, self.split.seed]})
+        if self.chat is not None:
+            parts.append({"chat": self.chat.parts})
         return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
 
@@ -137,8 +144,15 @@ def prepare_outputs(
             prefix.parent.mkdir(parents=True, exist_ok=True)
         with partial_files(preparation.outputs) as files:
             state, writers = _resumed(preparation, files)
-            for count, (batch, place) in enumerate(_encoded(preparation, state.place, workers), start=1):
-                state.document = batch.write(writers, preparation.split, state.document)
+            encoded = encoded_batches(
+                preparation.corpus,
+                preparation.tokenizer,
+                preparation.chat,
+                after=state.place,
+                workers=workers,
+            )
+            for count, (batch, place) in enumerate(encoded, start=1):
+                state.document = _write(batch, writers, preparation.split, state.document)
                 state.place = place
                 written = sum(each.bin_file.tell() for each in files)
                 if count % _JOURNAL_BATCHES == 0 and not any(writer.undecided for writer in writers):
@@ -157,9 +171,13 @@ def _has_too_few_documents(preparation: Preparation) -> bool:
     if len(split.parts) == 1:
         return False
     # A file that is one document need not be read to be counted.
-    if all(file.kind in ("text", "optional") for file in corpus.files) and not split.fills_all(corpus.files):
+    one_each = all(file.kind in ("text", "optional") for file in corpus.files)
+    if preparation.chat is None and one_each and not split.fills_all(corpus.files):
         return True
-    return not split.fills_all(piece for piece, _ in corpus.pieces() if piece.ends_document)
+    # Conversations are never divided: `_check_not_empty` refuses an empty part.
+    return preparation.chat is None and not split.fills_all(
+        piece for piece, _ in corpus.pieces() if piece.ends_document
+    )
 
 
 def _prepare_by_tokens(
@@ -197,10 +215,12 @@ def _prepare_by_tokens(
 
 
 class _Documents:
-    """Passes documents of at least `min_length` tokens on to a TokenWriter, and counts the shorter ones."""
+    """Passes documents of at least `min_length` tokens on to a TokenWriter, and counts the others and those cut."""
 
-    def __init__(self, writer: TokenWriter, min_length: int, short: int = 0):
-        self.writer, self.short = writer, short
+    def __init__(
+        self, writer: TokenWriter, min_length: int, short: int = 0, dropped: int = 0, truncated: int = 0
+    ):
+        self.writer, self.short, self.dropped, self.truncated = writer, short, dropped, truncated
         self._min_length = min_length
         self._open_tokens = 0
         self._pending: list[NDArray[Any]] = []
@@ -211,6 +231,18 @@ class _Documents:
     def undecided(self) -> bool:
         """Whether the open document may still be too short."""
         return bool(self._pending)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return {"short": self.short, "dropped": self.dropped, "truncated": self.truncated}
+
+    def add_conversation(self, tokens: NDArray[Any], *, too_long: bool) -> None:
+        """Append a document whole; one without tokens was dropped as too long."""
+        if len(tokens):
+            self.truncated += too_long
+            self.add(tokens, closing=True)
+        else:
+            self.dropped += 1
 
     def add(self, tokens: NDArray[Any], *, closing: bool) -> None:
         """Append tokens to the open document; `closing`: they are its last ones and end in the end-of-document id."""
@@ -243,7 +275,7 @@ class _State:
             "outputs": [str(prefix) for prefix in preparation.outputs],
             "place": asdict(self.place),
             "document": self.document,
-            "writers": [{"short": each.short, **asdict(each.writer.saved_state())} for each in writers],
+            "writers": [{**each.counts, **asdict(each.writer.saved_state())} for each in writers],
         }
 
 
@@ -251,7 +283,7 @@ def _resumed(preparation: Preparation, files: Sequence[PartialFiles]) -> tuple[_
     """Return the state and the writers of the journal if it is of this preparation, else those of a new one."""
     journal = read_journal(preparation.outputs[0])
     state = _State(Place(), 0)
-    saved: list[dict[str, Any]] = [{"short": 0, **asdict(WriterState())} for _ in files]
+    saved: list[dict[str, Any]] = [asdict(WriterState()) for _ in files]
     fitting = {
         "fingerprint": preparation.fingerprint,
         "outputs": [str(prefix) for prefix in preparation.outputs],
@@ -262,87 +294,33 @@ def _resumed(preparation: Preparation, files: Sequence[PartialFiles]) -> tuple[_
             state, saved = _State(Place(**journal["place"]), journal["document"]), journal["writers"]
     writers = []
     for each, fields in zip(files, saved, strict=True):
-        short = fields.pop("short")
+        counts = {name: fields.pop(name, 0) for name in ("short", "dropped", "truncated")}
         writer_state = WriterState(**fields)
         each.cut(writer_state.bin_bytes, writer_state.lengths_bytes)
         writer = TokenWriter(
             each.bin_file,
             each.idx_file,
-            token_dtype(preparation.tokenizer.vocab_size),
+            preparation.dtype,
             lengths_file=each.lengths_file,
             state=writer_state,
         )
-        writers.append(_Documents(writer, preparation.min_length, short))
+        writers.append(_Documents(writer, preparation.min_length, **counts))
     return state, writers
 
 
-@dataclass(frozen=True)
-class _Batch:
-    """Consecutive pieces, and the position in the corpus after the last of them."""
-
-    pieces: list[Piece]
-    place: Place
-
-
-@dataclass(frozen=True)
-class _EncodedBatch:
-    """The ids of a batch end to end, the length of each piece in ids, and which pieces end a document."""
-
-    tokens: NDArray[Any]
-    lengths: list[int]
-    ends_document: list[bool]
-
-    def write(self, writers: Sequence[_Documents], split: Split, document: int) -> int:
-        """Write each piece to the part of its document, starting at number `document`; return the next number."""
-        start = 0
-        writer_of_part = dict(zip(split.parts, writers, strict=True))
-        for length, ends in zip(self.lengths, self.ends_document, strict=True):
-            writer_of_part[split.part(document)].add(self.tokens[start : start + length], closing=ends)
-            start += length
-            document += ends
-        return document
-
-
-@dataclass(frozen=True)
-class _Encode:
-    """Encodes batches in a worker process, which loads the tokenizer once."""
-
-    file: Path
-    end_of_document: str
-
-    def __call__(self, batch: _Batch) -> tuple[_EncodedBatch, Place]:
-        encoder, end = self._tools
-        lengths, arrays = [], []
-        for piece in batch.pieces:
-            ids = encoder.ids(piece)
-            arrays += [ids, end] if piece.ends_document else [ids]
-            lengths.append(len(ids) + piece.ends_document)
-        ends = [piece.ends_document for piece in batch.pieces]
-        return _EncodedBatch(np.concatenate(arrays), lengths, ends), batch.place
-
-    @cached_property
-    def _tools(self) -> tuple[PieceEncoder, NDArray[Any]]:
-        tokenizer = load_tokenizer(self.file, end_of_document=self.end_of_document)
-        dtype = token_dtype(tokenizer.vocab_size)
-        return PieceEncoder(tokenizer, dtype), np.array([tokenizer.end_of_document_id], dtype=dtype)
-
-
-def _encoded(preparation: Preparation, after: Place, workers: int) -> Iterator[tuple[_EncodedBatch, Place]]:
-    encode = _Encode(preparation.tokenizer.file, preparation.tokenizer.end_of_document)
-    return ordered_map(encode, _batches(preparation.corpus, after), workers=workers)
-
-
-def _batches(corpus: Corpus, after: Place) -> Iterator[_Batch]:
-    pieces: list[Piece] = []
-    characters, place = 0, after
-    for piece, place in corpus.pieces(after):
-        pieces.append(piece)
-        characters += len(piece.text)
-        if characters >= _BATCH_CHARACTERS:
-            yield _Batch(pieces, place)
-            pieces, characters = [], 0
-    if pieces:
-        yield _Batch(pieces, place)
+def _write(batch: EncodedBatch, writers: Sequence[_Documents], split: Split, document: int) -> int:
+    """Write each piece to the part of its document, starting at number `document`; return the next number."""
+    start = 0
+    writer_of_part = dict(zip(split.parts, writers, strict=True))
+    for place, (length, ends) in enumerate(zip(batch.lengths, batch.ends_document, strict=True)):
+        writer, tokens = writer_of_part[split.part(document)], batch.tokens[start : start + length]
+        if batch.too_long is None:
+            writer.add(tokens, closing=ends)
+        else:
+            writer.add_conversation(tokens, too_long=batch.too_long[place])
+        start += length
+        document += ends
+    return document
 
 
 def _progress(corpus: Corpus, place: Place, writers: Sequence[_Documents]) -> PreparationProgress:
@@ -367,6 +345,12 @@ def _check_not_empty(preparation: Preparation, writers: Sequence[_Documents]) ->
     kept = sum(each.writer.documents for each in writers)
     short = sum(each.short for each in writers)
     sources = ", ".join(preparation.corpus.sources)
+    dropped = sum(each.dropped for each in writers)
+    if not kept and dropped:
+        raise DataError(
+            f"all {dropped} conversations of {sources} are longer than training.sequence_length = "
+            f'{preparation.sequence_length}; raise it, or set data.too_long = "truncate"'
+        )
     if not kept and short:
         raise DataError(
             f"all {short} documents of {sources} have fewer than {preparation.min_length} tokens; "
@@ -404,7 +388,7 @@ def _published(
                 files=len(preparation.corpus.files),
                 documents=documents.writer.documents,
                 tokens=documents.writer.tokens,
-                dtype=str(token_dtype(tokenizer.vocab_size)),
+                dtype=str(preparation.dtype),
                 bin_bytes=each.bin_file.tell(),
                 idx_bytes=each.idx_file.tell(),
                 tokenizer=str(tokenizer.file.resolve()),
@@ -419,6 +403,10 @@ def _published(
                 largest_id=documents.writer.largest_id,
                 tokenizer_beside=os.path.relpath(tokenizer.file.resolve(), each.prefix.parent.resolve()),
                 split_by_tokens=split_by_tokens,
+                kind="text" if preparation.chat is None else "instruct",
+                sequence_length=0 if preparation.chat is None else preparation.chat.sequence_length,
+                truncated_documents=documents.truncated,
+                dropped_documents=documents.dropped,
             )
         )
     journal_path(preparation.outputs[0]).unlink(missing_ok=True)

@@ -40,6 +40,13 @@ class PreparedFacts:
     """The tokenizer.json relative to the folder of the token file, for a folder that was moved with both."""
     split_by_tokens: bool = False
     """Whether the text had too few documents for its split, so that it was cut between two tokens."""
+    kind: str = "text"
+    """The data.kind: the tokens of "instruct" are marked (trained_tokens)."""
+    sequence_length: int = 0
+    """instruct: the conversations fit this many positions."""
+    truncated_documents: int = 0
+    dropped_documents: int = 0
+    """instruct: conversations that were longer."""
 
 
 def prepared_facts(prefix: Path) -> PreparedFacts | None:

@@ -56,29 +56,48 @@ def saved_dataset_files(folder: Path) -> list[Path]:
 
 def column_texts(path: Path, column: str) -> Iterator[tuple[str, int]]:
     """Yield each row's text with the bytes of the file read so far; DataError with file, row and remedy."""
+    row = 0
     with _explained(path):
-        table, size = (_parquet if path.suffix == ".parquet" else _arrow), path.stat().st_size
-        row = 0
-        for values, share in table(path, column):
-            for value in values:
-                yield _text(value, path, column, row), int(share * size)
+        for batch, position in _batches(path, column):
+            for value in batch.column(column):
+                yield _text(value, path, column, row), position
                 row += 1
 
 
-def _parquet(path: Path, column: str) -> Iterator[tuple["pyarrow.Array[Any]", float]]:
+def table_rows(path: Path) -> Iterator[tuple[dict[str, Any], str, int]]:
+    """Yield each row as a dict, its place for messages, and the bytes read so far; DataError with file and remedy."""
+    row = 0
+    with _explained(path):
+        for batch, position in _batches(path, None):
+            for values in batch.to_pylist():
+                yield values, f"{path}, row {row}", position
+                row += 1
+
+
+def _batches(path: Path, column: str | None) -> Iterator[tuple["pyarrow.RecordBatch", int]]:
+    """Yield a few rows at a time, of one column or all, with the bytes of the file read so far."""
+    table, size = (_parquet if path.suffix == ".parquet" else _arrow), path.stat().st_size
+    for batch, share in table(path, column):
+        yield batch, int(share * size)
+
+
+def _parquet(path: Path, column: str | None) -> Iterator[tuple["pyarrow.RecordBatch", float]]:
     from pyarrow import parquet
 
     # No threads, because ranks may be forked from this process.
     options = {"memory_map": True, "pre_buffer": False, "buffer_size": _BUFFER_BYTES}
     with parquet.ParquetFile(path, page_checksum_verification=True, **options) as file:
-        _check_column(path, column, file.schema_arrow)
+        columns = None
+        if column is not None:
+            _check_column(path, column, file.schema_arrow)
+            columns = [column]
         read = 0
-        for batch in file.iter_batches(batch_size=_ROWS, columns=[column], use_threads=False):
+        for batch in file.iter_batches(batch_size=_ROWS, columns=columns, use_threads=False):
             read += batch.num_rows
-            yield batch.column(0), read / file.metadata.num_rows
+            yield batch, read / file.metadata.num_rows
 
 
-def _arrow(path: Path, column: str) -> Iterator[tuple["pyarrow.Array[Any]", float]]:
+def _arrow(path: Path, column: str | None) -> Iterator[tuple["pyarrow.RecordBatch", float]]:
     import pyarrow
 
     with pyarrow.memory_map(str(path)) as source:
@@ -94,11 +113,12 @@ def _arrow(path: Path, column: str) -> Iterator[tuple["pyarrow.Array[Any]", floa
             stream = pyarrow.ipc.open_stream(source)
             schema, batches = stream.schema, iter(stream)
             shares = (source.tell() / size for _ in iter(int, 1))
-        _check_column(path, column, schema)
+        if column is not None:
+            _check_column(path, column, schema)
         for batch in batches:
-            values, share = batch.column(schema.get_field_index(column)), next(shares)
-            for start in range(0, len(values), _ROWS):
-                yield values.slice(start, _ROWS), share
+            rows, share = batch if column is None else batch.select([column]), next(shares)
+            for start in range(0, rows.num_rows, _ROWS):
+                yield rows.slice(start, _ROWS), share
 
 
 def _check_column(path: Path, column: str, schema: "pyarrow.Schema") -> None:

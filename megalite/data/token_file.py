@@ -173,7 +173,10 @@ class TokenWriter:
         self._bin.write(np.ascontiguousarray(tokens, dtype=self._dtype.newbyteorder("<")).data)
         self.open_tokens += len(tokens)
         self.tokens += len(tokens)
-        self.largest_id = max(self.largest_id, int(tokens.max(initial=0)))
+        largest = int(tokens.max(initial=0))
+        if tokens.dtype.kind == "i":
+            largest = max(largest, -1 - int(tokens.min(initial=0)))  # see trained_tokens
+        self.largest_id = max(self.largest_id, largest)
 
     def _end_sequence(self) -> None:
         self._lengths.write(struct.pack("<i", self._sign * self.open_tokens))

@@ -51,7 +51,7 @@ def workload_of(config: RunConfig, shape: ModelShape, dtype: torch.dtype) -> Wor
         rotary=shape.position_embedding == "rope",
         full_attention=None in windows,
         window=shape.sliding_window if windows != {None} else None,
-        documents=config.data.document_mask,
+        documents=config.data.masks_documents,
         dropout=model.attention_dropout > 0,
         softcap=shape.attn_logit_softcapping is not None,
     )

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from megalite.config.schema import RunConfig
+from megalite.data.conversation_rows import samples_of
 from megalite.data.ensure import RunData
 from megalite.data.loader import StepLoader
 from megalite.data.token_file import TokenFile
@@ -28,6 +29,7 @@ def loader_maker(
         seed=config.run.seed,
         pad_id=end_of_document_id,
         end_of_document_id=end_of_document_id if config.data.document_mask else None,
+        samples_of=samples_of(config.data, config.run.seed),
     )
 
 

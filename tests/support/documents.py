@@ -94,6 +94,7 @@ def write_place(folder: Path) -> None:
         (folder / name).symlink_to(ROOT / name)
     (folder / "book.txt").write_text(TEXT)
     (folder / "other.txt").write_text(TEXT[: len(TEXT) // 4])
+    (folder / "talks.jsonl").write_text(json.dumps({"prompt": TEXT[:40], "completion": TEXT[40:80]}) + "\n")
     [run_file] = blocks(README, "toml")
     (folder / "run.toml").write_text(run_file)
     model = folder / "my-model"

@@ -102,6 +102,34 @@ def every_loader_worker_has_a_step(facts: Facts) -> Iterator[Problem]:
         yield Problem("data.loader_workers", message, remedy)
 
 
+_FOR_CONVERSATIONS = {"train_on": "answers", "packing": "best_fit", "too_long": "truncate"}
+
+
+def settings_of_conversations_have_some(facts: Facts) -> Iterator[Problem]:
+    if facts.data.kind == "instruct":
+        return
+    changed = [
+        f"data.{name}" for name, usual in _FOR_CONVERSATIONS.items() if getattr(facts.data, name) != usual
+    ]
+    changed += ["tokenizer.chat_template"] if facts.tokenizer.chat_template is not None else []
+    for key in changed:
+        message = 'has no effect with data.kind = "text"'
+        yield Problem(key, message, 'delete it, or set data.kind = "instruct"')
+
+
+def conversations_have_no_settings_of_text(facts: Facts) -> Iterator[Problem]:
+    if facts.data.kind == "text":
+        return
+    remedy = 'delete it, or set data.kind = "text"'
+    if facts.data.text_column != "text":
+        yield Problem("data.text_column", 'has no effect with data.kind = "instruct"', remedy)
+    parts = facts.data.blend or ()
+    for number, part in enumerate(parts, start=1):
+        if part.text_column is not None:
+            key = f"data.blend[{number}].text_column"
+            yield Problem(key, 'has no effect with data.kind = "instruct"', remedy)
+
+
 DATA_RULES = (
     tokenizer_is_given_once,
     model_holds_every_token,
@@ -111,4 +139,6 @@ DATA_RULES = (
     split_shares_add_up,
     validation_is_other_text,
     every_loader_worker_has_a_step,
+    settings_of_conversations_have_some,
+    conversations_have_no_settings_of_text,
 )

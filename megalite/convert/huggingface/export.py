@@ -21,6 +21,7 @@ from megalite.convert.huggingface.files import SINGLE
 from megalite.convert.huggingface.model_card import is_our_card, model_card
 from megalite.convert.huggingface.origin import CONFIG, GENERATION, Origin, find_origin
 from megalite.convert.parity import Comparison, compare_with_transformers
+from megalite.data.chat_template import load_chat_template
 from megalite.data.tokenizer import Tokenizer, copy_others, copy_tokenizer, load_tokenizer, save_tokenizer
 from megalite.errors import CheckpointError
 from megalite.families.registry import family_tensors, hf_config
@@ -193,6 +194,9 @@ def _write_tokenizer(manifest: Manifest, source: Path, folder: Path) -> dict[str
         save_tokenizer(tokenizer.backend, folder, tokenizer.end_of_document)
         copy_others(source, folder)
         config = _tokenizer_config(folder)
+    template = (manifest.config.get("tokenizer") or {}).get("chat_template")
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(load_chat_template(source, template).for_export)
     return _token_ids(tokenizer, config)
 
 

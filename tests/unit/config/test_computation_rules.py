@@ -33,8 +33,11 @@ def test_soft_caps_say_what_they_cost(tmp_path: Path) -> None:
 
 
 def test_compiled_layers_say_what_documents_cost(tmp_path: Path) -> None:
-    [note] = load(tmp_path, {"training.compile": True, "data.document_mask": True}).notes
-    assert note.startswith("training.compile with data.document_mask computes attention with a dense mask")
+    for setting in ({"data.document_mask": True}, {"data.kind": "instruct"}):
+        [note] = load(tmp_path, {"training.compile": True, **setting}).notes
+        assert note.startswith(
+            "training.compile with documents kept apart computes attention with a dense mask"
+        )
     assert not load(tmp_path, {"data.document_mask": True}).notes
 
 

@@ -514,6 +514,34 @@ CASES = [
         {"data.split": REMOVED},
     ),
     Case(
+        "settings_of_conversations_have_some",
+        {"data.train_on": "last"},
+        'data.train_on: has no effect with data.kind = "text"; delete it, or set data.kind = "instruct"',
+        {"data.kind": "instruct"},
+    ),
+    Case(
+        "settings_of_conversations_have_some",
+        {"tokenizer.chat_template": "chatml"},
+        'tokenizer.chat_template: has no effect with data.kind = "text"; delete it, or set data.kind = "instruct"',
+        {"data.kind": "instruct"},
+    ),
+    Case(
+        "conversations_have_no_settings_of_text",
+        {"data.kind": "instruct", "data.text_column": "question"},
+        'data.text_column: has no effect with data.kind = "instruct"; delete it, or set data.kind = "text"',
+        {"data.text_column": REMOVED},
+    ),
+    Case(
+        "conversations_have_no_settings_of_text",
+        {
+            "data.kind": "instruct",
+            "data.source": REMOVED,
+            "data.blend": [{"source": "a", "weight": 1, "text_column": "question"}],
+        },
+        'data.blend[1].text_column: has no effect with data.kind = "instruct"; delete it, or set data.kind = "text"',
+        {"data.kind": "text"},
+    ),
+    Case(
         "validation_is_other_text",
         {"data.validation": "stdlib"},
         'data.validation: "stdlib" is also the training text; name other text, or set data.split instead',

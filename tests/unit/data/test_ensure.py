@@ -159,6 +159,15 @@ def test_prepared_files_bring_their_tokenizer(
     assert not run_folder.exists()
 
 
+def test_prepared_text_is_not_read_as_conversations(
+    text: Path, tmp_path: Path, run_folder: Path, tokenizer: Tokenizer
+) -> None:
+    prepare(Corpus.open([str(text)]), tokenizer, tmp_path / "x")
+    settings = config(tmp_path / "x", tokenizer={}, data={"kind": "instruct"})
+    with pytest.raises(DataError, match=r"x was prepared as 'text', and data\.kind is 'instruct'"):
+        ensure_data(settings, run_folder)
+
+
 def test_prepared_files_and_the_tokenizer_must_belong_together(
     text: Path, tmp_path: Path, run_folder: Path, tokenizer: Tokenizer
 ) -> None:

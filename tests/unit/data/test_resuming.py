@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 
+from megalite.data import batches as batches_module
 from megalite.data import prepare as prepare_module
+from megalite.data.batches import _EncodeText
 from megalite.data.corpus import Corpus
-from megalite.data.prepare import Preparation, _Encode, prepare_outputs
+from megalite.data.prepare import Preparation, prepare_outputs
 from megalite.data.split import Split
 from megalite.data.token_file import TokenFile
 from megalite.data.tokenizer import Tokenizer
@@ -28,7 +30,7 @@ SPLIT = Split((0.6, 0.2, 0.2), 3)
 
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare_module, "_BATCH_CHARACTERS", 400)
+    monkeypatch.setattr(batches_module, "_BATCH_CHARACTERS", 400)
     monkeypatch.setattr(prepare_module, "_JOURNAL_BATCHES", 1)
     monkeypatch.setattr("megalite.data.corpus.PIECE_CHARACTERS", 300)
     monkeypatch.setattr("megalite.data.corpus.cut_document.__defaults__", (300,))
@@ -63,13 +65,13 @@ def preparation(
 def encoded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """One entry a batch that is encoded."""
     calls: list[int] = []
-    encode = _Encode.__call__
+    encode = _EncodeText.__call__
 
-    def counted(self: _Encode, batch: Any) -> Any:
+    def counted(self: _EncodeText, batch: Any) -> Any:
         calls.append(len(batch.pieces))
         return encode(self, batch)
 
-    monkeypatch.setattr(_Encode, "__call__", counted)
+    monkeypatch.setattr(_EncodeText, "__call__", counted)
     yield calls
 
 
@@ -139,6 +141,7 @@ def test_killed_with_workers_it_goes_on(preparation: Preparation, tmp_path: Path
     script = f"""if True:
         import os, signal
         from pathlib import Path, PosixPath
+        import megalite.data.batches as batches
         import megalite.data.prepare as module
         from megalite.data.corpus import Corpus, cut_document
         from megalite.data.prepare import Preparation, prepare_outputs
@@ -151,7 +154,7 @@ def test_killed_with_workers_it_goes_on(preparation: Preparation, tmp_path: Path
                 os.kill(os.getpid(), signal.SIGKILL)
 
         if __name__ == "__main__":
-            module._BATCH_CHARACTERS, module._JOURNAL_BATCHES, cut_document.__defaults__ = 400, 1, (300,)
+            batches._BATCH_CHARACTERS, module._JOURNAL_BATCHES, cut_document.__defaults__ = 400, 1, (300,)
             preparation = Preparation(
                 Corpus.open({list(preparation.corpus.sources)}),
                 load_tokenizer({str(preparation.tokenizer.file)!r}),

@@ -1,0 +1,81 @@
+"""Rows of whole conversations: packed without cutting, each sees its own tokens only."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalite.config.text_sections import DataConfig
+from megalite.data.bins import Bins, Strategy, fill, pack
+from megalite.data.packing import IGNORE_INDEX, PackedSamples, SampleRows, Samples
+from megalite.data.token_file import TokenFile
+from megalite.data.trained_tokens import ids_of, is_trained
+from megalite.errors import DataError
+
+
+@dataclass(frozen=True)
+class ConversationRows:
+    """Sample i is row i of `packing`: conversations side by side in `sequence_length` positions, then padding.
+
+    A conversation of n tokens has n - 1 positions: inputs are all tokens but the last, labels all but the first,
+    and the loss ignores labels that are not trained.
+    """
+
+    token_file: TokenFile
+    sequence_length: int
+    packing: Strategy
+    seed: int
+
+    def __post_init__(self) -> None:
+        longest = int(self._lengths.max(initial=0))
+        if longest > self.sequence_length:
+            raise DataError(
+                f"{self.token_file.prefix} has a conversation of {longest + 1} tokens, and training.sequence_length = "
+                f"{self.sequence_length} holds {self.sequence_length + 1}; raise it to {longest}, or name the "
+                "conversations themselves as data.source"
+            )
+
+    def __len__(self) -> int:
+        return len(self._bins)
+
+    @property
+    def fill(self) -> float:
+        """The share of all positions that hold a token."""
+        return fill(self._lengths, self._bins, self.sequence_length)
+
+    def read(self, sample_ids: NDArray[np.int64], pad_id: int) -> SampleRows:
+        """Return the rows; each conversation and the padding begins a document."""
+        shape = (len(sample_ids), self.sequence_length)
+        input_ids = np.full(shape, pad_id, dtype=np.int64)
+        labels = np.full(shape, IGNORE_INDEX, dtype=np.int64)
+        begins = np.zeros(shape, dtype=bool)
+        for row, sample in enumerate(sample_ids.tolist()):
+            at = 0
+            for document in self._bins.row(sample).tolist():
+                tokens = self.token_file.document(document)
+                end = at + len(tokens) - 1
+                begins[row, at] = True
+                input_ids[row, at:end] = ids_of(tokens[:-1])
+                labels[row, at:end] = np.where(is_trained(tokens[1:]), tokens[1:], IGNORE_INDEX)
+                at = end
+            begins[row, at : at + 1] = True
+        return SampleRows(input_ids, labels, begins)
+
+    @cached_property
+    def _lengths(self) -> NDArray[np.int64]:
+        file = self.token_file
+        tokens = np.add.reduceat(file.sequence_lengths.astype(np.int64), file.document_indices[:-1])
+        return np.asarray(tokens - 1)
+
+    @cached_property
+    def _bins(self) -> Bins:
+        return pack(self._lengths, self.sequence_length, self.packing, self.seed)
+
+
+def samples_of(data: DataConfig, seed: int) -> Callable[[TokenFile, int], Samples]:
+    """Return what makes the samples of a run's token files: of text, or of conversations."""
+    if data.kind == "text":
+        return PackedSamples
+    return partial(ConversationRows, packing=data.packing, seed=seed)

@@ -1,0 +1,152 @@
+"""Instruction data, from its file to the trained model: the same losses as a plain loop over transformers' model."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from megalite import Trainer, load_config
+from megalite.config.schema import RunConfig
+from megalite.data.conversation_rows import samples_of
+from megalite.data.loader import StepLoader
+from megalite.data.token_file import TokenFile
+from megalite.errors import DataError
+from tests.support.jobs import training_here
+from tests.support.selection import cases
+
+LENGTH, STEPS, SEQUENCES = 256, 3, 4
+RATE = 1e-3
+# Relative; both compute in float32.
+LOSS_RTOL = 1e-5
+
+
+@pytest.fixture
+def questions(shared_data: Path, tmp_path: Path) -> Path:
+    """A hundred of GSM8K's."""
+    file = tmp_path / "questions.jsonl"
+    lines = (shared_data / "gsm8k" / "train.jsonl").read_text().splitlines(keepends=True)
+    file.write_text("".join(lines[:100]))
+    return file
+
+
+@pytest.fixture(autouse=True)
+def in_this_process() -> Iterator[None]:
+    with training_here():
+        yield
+
+
+def configured(shared_data: Path, source: Path, folder: Path, **sections: dict[str, Any]) -> RunConfig:
+    """A run on one thread; `sections` are merged into its settings."""
+    settings: dict[str, dict[str, Any]] = {
+        "run": {"folder": folder},
+        "model": {"weights": str(shared_data / "stories260K")},
+        "training": {
+            "steps": STEPS,
+            "sequence_length": LENGTH,
+            "micro_batch_size": 1,
+            "global_batch_size": SEQUENCES,
+            "precision": "fp32",
+            "threads": 1,
+        },
+        "optimizer": {
+            "learning_rate": RATE,
+            "schedule": "constant",
+            "weight_decay": 0.0,
+            "gradient_clipping": 0.0,
+        },
+        "tokenizer": {"end_of_document": "</s>", "chat_template": "plain"},
+        "data": {"kind": "instruct", "source": source, "too_long": "drop"},
+    }
+    for name, values in sections.items():
+        settings[name] = {**settings.get(name, {}), **values}
+    return load_config(None, **settings)
+
+
+def plain_losses(weights: Path, loader: StepLoader) -> list[float]:
+    """The loss of each step of a plain loop: each conversation of the loader's rows by itself."""
+    model = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)
+    losses = []
+    for step in range(STEPS):
+        batch = loader.step_batch(step * loader.global_batch_size)
+        count, total = int((batch.labels != -100).sum()), 0.0
+        assert batch.document_ids is not None
+        for ids, labels, documents in zip(batch.input_ids, batch.labels, batch.document_ids, strict=True):
+            for document in documents.unique():
+                mine = documents == document
+                if (labels[mine] != -100).any():
+                    logits = model(ids[None, mine]).logits[0]
+                    loss = F.cross_entropy(logits, labels[mine], reduction="sum") / count
+                    loss.backward()
+                    total += loss.item()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses
+
+
+LAYOUTS: list[dict[str, Any]] = [
+    {},
+    {"parallel": {"tensor": 2, "pipeline": 2}},
+    {"parallel": {"data": 2}, "deepspeed": {"zero_optimization": {"stage": 2}}},
+    {"parallel": {"pipeline": 2, "schedule": "zbv", "tensor": 2, "sequence": True}},
+]
+
+
+@pytest.mark.parametrize("layout", cases(LAYOUTS, core=[LAYOUTS[1]]))
+def test_the_losses_are_those_of_a_plain_loop(shared_data, questions, tmp_path, layout):
+    config = configured(shared_data, questions, tmp_path / "run", **layout)
+    result = Trainer(config).train()
+    found = [record["loss"] for record in result.metrics if "loss" in record]
+    rows = StepLoader(
+        TokenFile.open(tmp_path / "run" / "data" / "train"),
+        sequence_length=LENGTH,
+        micro_batch_size=1,
+        micro_batches=SEQUENCES,
+        seed=config.run.seed,
+        samples_of=samples_of(config.data, config.run.seed),
+    )
+    expected = plain_losses(shared_data / "stories260K", rows)
+    assert len(found) == STEPS and expected[-1] < expected[0]
+    torch.testing.assert_close(found, expected, rtol=LOSS_RTOL, atol=0)
+
+
+def test_the_export_writes_the_prompts_that_were_trained(shared_data, questions, tmp_path):
+    result = Trainer(configured(shared_data, questions, tmp_path / "run", training={"steps": 1})).train()
+    tokenizer = AutoTokenizer.from_pretrained(result.export)
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": "How many?"}], tokenize=False)
+    assert prompt == "<s>How many?\n"
+
+
+def test_validation_counts_the_answers_only(shared_data, questions, tmp_path):
+    config = configured(
+        shared_data, questions, tmp_path / "run", training={"steps": 1}, data={"split": [0.8, 0.2]}
+    )
+    [record] = [each for each in Trainer(config).train().metrics if "validation_loss" in each]
+    file = TokenFile.open(tmp_path / "run" / "data" / "validation")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "export", dtype=torch.float32)
+    total, count = 0.0, 0
+    for index in range(file.num_documents):
+        tokens = torch.tensor(file.document(index).tolist())
+        ids, trained = torch.where(tokens < 0, -1 - tokens, tokens), tokens >= 0
+        with torch.no_grad():
+            losses = F.cross_entropy(model(ids[None, :-1]).logits[0], ids[1:], reduction="none")
+        total, count = total + losses[trained[1:]].sum().item(), count + int(trained[1:].sum())
+    assert file.num_documents > 5
+    torch.testing.assert_close(record["validation_loss"], total / count, rtol=LOSS_RTOL, atol=0)
+
+
+def test_a_bad_line_ends_the_run_before_it_starts_and_leaves_nothing_half_written(
+    shared_data, questions, tmp_path
+):
+    lines = questions.read_text().splitlines()
+    lines[41] = json.dumps({"question": "How many?", "answer": " "})
+    questions.write_text("\n".join(lines))
+    with pytest.raises(DataError, match=r"questions.jsonl, line 42: .*answer.*empty"):
+        Trainer(configured(shared_data, questions, tmp_path / "run")).train()
+    assert not list((tmp_path / "run" / "data").glob("*"))

@@ -1,0 +1,181 @@
+"""Rows of conversations: what fills them, and that no conversation is cut or sees another."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megalite.cli import main
+from megalite.data.chat_template import load_chat_template
+from megalite.data.conversation_corpus import ConversationCorpus
+from megalite.data.conversation_encoding import ChatEncoding
+from megalite.data.conversation_rows import ConversationRows
+from megalite.data.documents import documents_of
+from megalite.data.loader import StepLoader
+from megalite.data.prepare import Preparation, prepare_outputs
+from megalite.data.split import Split
+from megalite.data.token_file import TokenFile
+from megalite.data.tokenizer import Tokenizer, load_tokenizer
+from megalite.data.trained_tokens import ids_of, is_trained
+from megalite.errors import DataError
+from tests.support.tiny import tiny_corpus
+
+LENGTH = 60
+
+
+def prepared(source: Path, tokenizer: Tokenizer, prefix: Path, length: int = LENGTH) -> Preparation:
+    """The preparation of a file of prompts and completions."""
+    template = load_chat_template(tokenizer.file.parent, "plain", tokenizer.end_of_document)
+    chat = ChatEncoding(template, "answers", length, "drop")
+    corpus = ConversationCorpus.open([str(source)])
+    return Preparation(corpus, tokenizer, (prefix,), sequence_length=length, chat=chat)
+
+
+@pytest.fixture
+def talks(tmp_path: Path) -> Path:
+    texts = tiny_corpus(60)
+    rows = [
+        {"prompt": prompt, "completion": text} for prompt, text in zip(texts[::2], texts[1::2], strict=True)
+    ]
+    (tmp_path / "talks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path / "talks.jsonl"
+
+
+@pytest.fixture
+def file(talks: Path, tokenizer: Tokenizer, tmp_path: Path) -> TokenFile:
+    prepare_outputs(prepared(talks, tokenizer, tmp_path / "talks"))
+    return TokenFile.open(tmp_path / "talks")
+
+
+@pytest.mark.parametrize("packing", ["best_fit", "first_fit", "greedy", "none"])
+def test_every_conversation_stands_whole_in_one_row(file: TokenFile, packing: str) -> None:
+    rows = ConversationRows(file, LENGTH, packing, seed=3)  # type: ignore[arg-type]
+    read = rows.read(np.arange(len(rows)), pad_id=7)
+    assert read.begins is not None
+    documents, positions = documents_of(read.begins)
+    found = []
+    for row in range(len(rows)):
+        for document in range(documents[row].max() + 1):
+            mine = documents[row] == document
+            assert (positions[row, mine] == np.arange(mine.sum())).all()
+            ids, labels = read.input_ids[row, mine], read.labels[row, mine]
+            if (labels == -100).all():
+                assert (ids == 7).all() and mine[-1]  # padding, at the end
+            else:
+                found.append((ids.tolist(), labels.tolist()))
+    expected = []
+    for index in range(file.num_documents):
+        tokens = file.document(index)
+        ids, trained = ids_of(tokens), is_trained(tokens)
+        expected.append((ids[:-1].tolist(), np.where(trained[1:], ids[1:], -100).tolist()))
+    assert sorted(found) == sorted(expected)
+    assert rows.fill == sum(len(ids) for ids, _ in expected) / (len(rows) * LENGTH)
+
+
+def test_the_loader_gives_the_documents_of_the_rows(file: TokenFile) -> None:
+    def samples_of(file: TokenFile, length: int) -> ConversationRows:
+        return ConversationRows(file, length, "best_fit", seed=1)
+
+    loader = StepLoader(
+        [file, file],
+        weights=[2, 1],
+        sequence_length=LENGTH,
+        micro_batch_size=3,
+        micro_batches=1,
+        seed=4,
+        samples_of=samples_of,
+    )
+    batch, rows = loader.step_batch(6), samples_of(file, LENGTH)
+    read = rows.read(batch.sample_ids.numpy() % len(rows), pad_id=0)
+    assert read.begins is not None
+    documents, positions = documents_of(read.begins)
+    assert batch.document_ids is not None
+    assert (batch.document_ids.numpy() == documents).all() and documents.max() > 0
+    assert (batch.position_ids.numpy() == positions).all()
+    assert (batch.labels.numpy() == read.labels).all()
+    assert (batch.loss_mask.numpy() == (read.labels != -100)).all()
+
+
+def test_a_file_of_longer_conversations_is_refused(file: TokenFile) -> None:
+    longest = int(file.sequence_lengths.max())
+    ConversationRows(file, longest - 1, "none", seed=0)
+    with pytest.raises(
+        DataError, match=rf"a conversation of {longest} tokens, .* raise it to {longest - 1}, or"
+    ):
+        ConversationRows(file, longest - 2, "none", seed=0)
+
+
+def test_too_long_ones_are_counted(talks: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    whole = prepared(talks, tokenizer, tmp_path / "whole", length=1000)
+    [facts] = prepare_outputs(whole)
+    assert (facts.kind, facts.dtype, facts.documents) == ("instruct", "int32", 30)
+    assert facts.truncated_documents == facts.dropped_documents == 0
+    lengths = np.sort(TokenFile.open(tmp_path / "whole").sequence_lengths)
+    limit = int(lengths[20]) - 1
+    [facts] = prepare_outputs(prepared(talks, tokenizer, tmp_path / "few", length=limit))
+    longer = int((lengths > limit + 1).sum())
+    assert (facts.documents, facts.dropped_documents) == (30 - longer, longer)
+    assert longer > 0 and facts.largest_id < tokenizer.vocab_size
+    tiny = prepared(talks, tokenizer, tmp_path / "none", length=1)
+    with pytest.raises(DataError, match=r"all 30 conversations .*training.sequence_length = 1; raise it"):
+        prepare_outputs(tiny)
+    assert not list(tmp_path.glob("none*"))
+
+
+def test_changed_settings_prepare_again(talks: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    first = prepared(talks, tokenizer, tmp_path / "out", length=1000)
+    prepare_outputs(first)
+    assert first.done() is not None and first.chat is not None
+    for change in (
+        {"train_on": "all"},
+        {"sequence_length": 999},
+        {"too_long": "truncate"},
+        {"template": load_chat_template(tokenizer.file.parent, "alpaca")},
+    ):
+        assert replace(first, chat=replace(first.chat, **change)).done() is None, change  # type: ignore[arg-type]
+
+
+def test_workers_and_parts_give_the_same_conversations(
+    talks: Path, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    whole = prepared(talks, tokenizer, tmp_path / "whole", length=1000)
+    prepare_outputs(whole)
+    names = (tmp_path / "a-train", tmp_path / "a-validation")
+    prepare_outputs(replace(whole, outputs=names, split=Split((0.7, 0.3), 1)), workers=1)
+    parts = [TokenFile.open(name) for name in names]
+    together = sorted(part.document(index).tolist() for part in parts for index in range(part.num_documents))
+    file = TokenFile.open(tmp_path / "whole")
+    assert together == sorted(file.document(index).tolist() for index in range(file.num_documents))
+    assert all(part.num_documents for part in parts)
+
+
+def test_real_questions_fill_the_sequences(shared_data: Path, tmp_path: Path) -> None:
+    source = tmp_path / "gsm8k.jsonl"
+    lines = (shared_data / "gsm8k" / "train.jsonl").read_text().splitlines(keepends=True)
+    source.write_text("".join(lines[:1000]))
+    tokenizer = load_tokenizer(shared_data / "stories260K", end_of_document="</s>")
+    prepare_outputs(prepared(source, tokenizer, tmp_path / "gsm8k", length=2048))
+    file = TokenFile.open(tmp_path / "gsm8k")
+    fills = {
+        packing: ConversationRows(file, 2048, packing, seed=0).fill  # type: ignore[arg-type]
+        for packing in ("best_fit", "first_fit", "greedy", "none")
+    }
+    assert file.num_documents == 1000
+    assert min(fills["best_fit"], fills["first_fit"]) >= 0.98 > fills["greedy"] > 0.8 > fills["none"]
+
+
+def test_inspect_shows_what_is_trained(
+    talks: Path, tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepare_outputs(prepared(talks, tokenizer, tmp_path / "out", length=1000))
+    assert main(["data", "inspect", str(tmp_path / "out"), "--documents", "1"]) == 0
+    first = json.loads(talks.read_text().splitlines()[0])
+    tokens = TokenFile.open(tmp_path / "out").document(0)
+    end = tokenizer.end_of_document
+    expected = (
+        f"--- conversation 0, {len(tokens)} tokens, {int((tokens >= 0).sum())} trained\n"
+        f"{first['prompt']}\n[[{first['completion']}{end}]]\n"
+    )
+    assert capsys.readouterr().out.endswith(expected)
