@@ -63,7 +63,8 @@ class ChatTemplate:
         """Return the (start, end) characters of `text`, the whole conversation, that the loss is taken of.
 
         The spans are those that the template marks with {% generation %}, else what each assistant message adds to
-        the prompt before it, with the end of its turn. Raises DataError if they cannot be told apart.
+        the prompt before it, with the end of its turn; answers of Conversation.prompt are left out. Raises DataError if
+        they cannot be told apart.
         """
         if train_on == "all":
             return [(0, len(text))]
@@ -72,7 +73,12 @@ class ChatTemplate:
             if self._marks_answers
             else self._added(conversation, text, train_on)
         )
-        return spans[-1:] if train_on == "last" else spans
+        if train_on == "last":
+            return spans[-1:]
+        given = sum(
+            message["role"] == "assistant" for message in conversation.messages[: conversation.prompt]
+        )
+        return spans[given:]
 
     @cached_property
     def _marks_answers(self) -> bool:

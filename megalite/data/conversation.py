@@ -1,235 +1,209 @@
-"""Conversations of instruction data, from the forms in which data sets have them."""
+"""Turns a row of instruction data, in one of the usual forms, into messages with the roles of chat templates."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from megalite.data.messages import (
+    SHAREGPT_KEYS,
+    TEMPLATE_KEYS,
+    Found,
+    MessageKeys,
+    column_text,
+    message_list,
+    message_text,
+)
+from megalite.data.source_stream import json_fault, json_type, refuse_surrogates
 from megalite.errors import DataError
 
-Form = Literal["messages", "prompt_completion", "alpaca", "sharegpt"]
-Row = Mapping[str, Any]
-Message = dict[str, Any]
+Form = Literal["messages", "sharegpt", "prompt_completion", "alpaca"]
 
-_PAIRS = (
-    ("prompt", "completion"),
-    ("prompt", "response"),
-    ("instruction", "response"),
-    ("question", "answer"),
-)
-_COLUMNS = (
-    "messages; prompt and completion (or prompt and response, instruction and response, question and answer); "
-    "instruction and output; conversations"
-)
-_ROLES = ("system", "developer", "user", "assistant", "tool")
-# ShareGPT's `from` -> role.
-_SPEAKERS = {
-    "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "chatgpt": "assistant",
-    "bard": "assistant",
-    "model": "assistant",
-    "tool": "tool",
-    "observation": "tool",
-    "function": "tool",
+# The columns of each form; a row with those of several forms has the first.
+_COLUMNS: dict[Form, tuple[tuple[str, ...], ...]] = {
+    "messages": (("messages",), ("conversations",)),
+    "sharegpt": (("conversations",),),
+    "prompt_completion": (
+        ("prompt", "completion"),
+        ("question", "answer"),
+        ("prompt", "response"),
+        ("instruction", "response"),
+    ),
+    "alpaca": (("instruction", "output"), ("instruction", "instances")),
 }
+# Columns whose text follows the one of a prompt, after a blank line: Alpaca's input, Dolly's context.
+_APPENDED = {"instruction": ("input", "context"), "question": ("context",)}
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """messages: dicts with role and content, and what else the chat template may use.
+    """One row of instruction data.
 
-    where: the place of the row, for messages. tools: the row's, for the template.
+    messages: each a dict with role, content (None only beside an assistant's tool_calls) and what else the template may
+        use, the roles as in Hugging Face's chat templates.
+    where: the row's place for messages of errors.
+    tools: the row's column "tools", for the template.
+    prompt: the number of first messages whose answers, if any, are not to be learned.
     """
 
     messages: tuple[Mapping[str, Any], ...]
     where: str
     tools: tuple[Any, ...] | None = None
+    prompt: int = 0
 
 
-def form_of(row: Row, where: str) -> Form:
-    """Return the form of a row by its columns. Raises DataError."""
-    for form, fits in _FITS.items():
-        if fits(row):
-            return form
+def form_of(row: Mapping[str, Any], where: str) -> Form:
+    """Return the form of a row by its columns; DataError with the columns found and those of each form."""
+    if form := _form(row):
+        return form
+    forms = "; ".join(
+        f"{name}: {' or '.join(' + '.join(each) for each in columns)}" for name, columns in _COLUMNS.items()
+    )
     raise DataError(
-        f"{where}: no conversation in the columns {sorted(map(str, row))}; rename them to one of these: {_COLUMNS}"
+        f"{where}: no form of instruction data has the columns {sorted(row)} ({forms}); "
+        'rename the columns, or read plain text with data.kind = "text"'
     )
 
 
-def conversation(row: Row, form: Form, where: str) -> Conversation:
-    """Return the conversation of a row; `form`: of the file's first row. Raises DataError with place and field."""
-    if not _FITS[form](row):
+def conversation(row: Mapping[str, Any], form: Form, where: str) -> Conversation:
+    """Convert a row of a source whose first row has `form`; `where` is the row's place for messages.
+
+    - messages: the column messages, or conversations, a list of {role, content}.
+    - sharegpt: the column conversations, a list of {from, value}.
+    - prompt_completion: prompt + completion, question + answer, prompt + response or instruction + response: two texts,
+      the second one the assistant's, or two lists of {role, content}, of which the second one is learned.
+    - alpaca: instruction + output, or instruction + instances as in Self-Instruct, whose first instance is used.
+
+    An instruction is followed by the texts of the columns input and context, a question by that of context. A column
+    system is the first message. Raises DataError, with place, field and remedy, for a row of another form, an unknown
+    role, an empty prompt or answer, no answer, and a system message that is not the first.
+    """
+    columns = _columns(row, form)
+    prompt = 0
+    if not columns:
+        other = _form(row)
         raise DataError(
-            f"{where}: mixed forms: the file's first row has the form {form}, this one the columns "
-            f"{sorted(map(str, row))}; put rows of one form into a file"
+            f"{where}: mixed forms: the form of the source is {form!r}, by its first row, but this row has the columns "
+            f"{sorted(row)}{f', the form {other!r}' if other else ''}; give all rows one form"
         )
-    messages = _MESSAGES[form](row, where)
-    _check(messages, where)
-    return Conversation(tuple(messages), where, _tools(row.get("tools"), where))
-
-
-def _has(row: Row, *columns: str) -> bool:
-    return all(row.get(column) is not None for column in columns)
-
-
-def _pair(row: Row) -> tuple[str, str] | None:
-    return next((pair for pair in _PAIRS if _has(row, *pair)), None)
-
-
-def _is_alpaca(row: Row) -> bool:
-    return _has(row, "instruction", "output") or _has(row, "instruction", "instances")
-
-
-_FITS: dict[Form, Callable[[Row], bool]] = {
-    "messages": lambda row: _has(row, "messages"),
-    "sharegpt": lambda row: _has(row, "conversations"),
-    "alpaca": _is_alpaca,
-    "prompt_completion": lambda row: _pair(row) is not None,
-}
-
-
-def _of_messages(row: Row, where: str) -> list[Message]:
-    return _listed(row["messages"], "messages", where)
-
-
-def _of_sharegpt(row: Row, where: str) -> list[Message]:
-    messages = []
-    for place, turn in enumerate(_objects(row["conversations"], "conversations", where)):
-        field = f"conversations[{place}]"
-        if "role" in turn:
-            messages.append(_message(turn, field, where))
-            continue
-        speaker = turn.get("from")
-        if speaker not in _SPEAKERS:
-            known = ", ".join(_SPEAKERS)
-            raise DataError(f"{where}: {field}.from is {speaker!r}, not one of {known}; fix the row")
-        said = _text(turn.get("value"), f"{field}.value", where)
-        messages.append({"role": _SPEAKERS[speaker], "content": said})
-    return _with_system(row, messages, where)
-
-
-def _of_alpaca(row: Row, where: str) -> list[Message]:
-    example = row
-    if not _has(row, "output"):
-        instances = _objects(row["instances"], "instances", where)
-        if not instances:
-            raise DataError(f"{where}: instances is empty; remove the row")
-        example = instances[0]
-    question = _text(row["instruction"], "instruction", where)
-    more = example.get("input")
-    if more is not None and _text(more, "input", where).strip():
-        question = f"{question}\n\n{more}"
-    answer = _text(example.get("output"), "output", where)
-    return _with_system(row, _asked(question, answer), where)
-
-
-def _of_pair(row: Row, where: str) -> list[Message]:
-    pair = _pair(row)
-    assert pair is not None
-    question, answer = (row[column] for column in pair)
-    if isinstance(question, str) and isinstance(answer, str):
-        return _with_system(row, _asked(question, answer), where)
-    if isinstance(question, str) or isinstance(answer, str):
-        raise DataError(f"{where}: {pair[0]} and {pair[1]} are not both texts or both lists; fix the row")
-    return _listed(question, pair[0], where) + _listed(answer, pair[1], where)
-
-
-_MESSAGES: dict[Form, Callable[[Row, str], list[Message]]] = {
-    "messages": _of_messages,
-    "sharegpt": _of_sharegpt,
-    "alpaca": _of_alpaca,
-    "prompt_completion": _of_pair,
-}
-
-
-def _asked(question: str, answer: str) -> list[Message]:
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-
-
-def _with_system(row: Row, messages: list[Message], where: str) -> list[Message]:
-    if row.get("system") in (None, ""):
-        return messages
-    return [{"role": "system", "content": _text(row["system"], "system", where)}, *messages]
-
-
-def _listed(value: object, field: str, where: str) -> list[Message]:
-    turns = _objects(value, field, where)
-    return [_message(turn, f"{field}[{place}]", where) for place, turn in enumerate(turns)]
-
-
-def _objects(value: object, field: str, where: str) -> list[Row]:
-    if not isinstance(value, Sequence) or isinstance(value, str):
-        raise DataError(f"{where}: {field} is {type(value).__name__}, not a list; fix the row")
-    for place, each in enumerate(value):
-        if not isinstance(each, Mapping):
-            kind = type(each).__name__
-            raise DataError(f"{where}: {field}[{place}] is {kind}, not an object; fix the row")
-    return list(value)
-
-
-def _message(turn: Row, field: str, where: str) -> Message:
-    role, content = turn.get("role"), turn.get("content")
-    if role not in _ROLES:
-        wrong = "is missing" if role is None else f"is {role!r}"
-        raise DataError(f"{where}: {field}.role {wrong}; write one of {', '.join(_ROLES)}")
-    # Tables have every key in every message.
-    kept = {key: value for key, value in turn.items() if value is not None}
-    if role == "assistant" and content is None and kept.get("tool_calls"):
-        return {**kept, "content": ""}
-    if isinstance(content, list):
-        kept["content"] = "".join(
-            _part(part, f"{field}.content[{place}]", where) for place, part in enumerate(content)
-        )
+    if form in ("messages", "sharegpt"):
+        found = _listed(row, columns[0], where, TEMPLATE_KEYS if form == "messages" else SHAREGPT_KEYS)
+    elif form == "prompt_completion":
+        asked, answered = _prompt_completion(row, columns[0], columns[1], where)
+        found, prompt = asked + answered, len(asked) if isinstance(row[columns[0]], list) else 0
     else:
-        _text(content, f"{field}.content", where)
-    return kept
-
-
-def _part(part: object, field: str, where: str) -> str:
-    if not isinstance(part, Mapping) or part.get("type") != "text":
-        raise DataError(f"{where}: {field} is not a text; megalite trains on text only: remove the row")
-    return _text(part.get("text"), f"{field}.text", where)
-
-
-def _text(value: object, field: str, where: str) -> str:
-    if not isinstance(value, str):
-        wrong = "is missing" if value is None else f"is {type(value).__name__}, not text"
-        raise DataError(f"{where}: {field} {wrong}; fix or remove the row")
-    return value
-
-
-def _check(messages: Sequence[Message], where: str) -> None:
-    """Raise DataError unless a model can learn an answer of these messages."""
-    for place, message in enumerate(messages):
-        role = message["role"]
-        if not message["content"].strip() and not message.get("tool_calls") and role != "tool":
-            kind = {"assistant": "answer", "user": "prompt"}.get(role, "message")
+        found = _alpaca(row, columns[1], where)
+    for system in _optional_texts(row, ["system"], where):
+        found.insert(0, ("system", {"role": "system", "content": system}))
+        prompt += prompt > 0
+    for field, message in found[1:]:
+        if message["role"] == "system":
             raise DataError(
-                f"{where}: messages[{place}].content: the {kind} of the {role} is empty; fix or remove the row"
+                f"{where}: {field} is a system message after another message; put it first, or remove it"
             )
-        if role in ("system", "developer") and place and messages[place - 1]["role"] != role:
-            raise DataError(
-                f"{where}: messages[{place}].role is {role!r} after other messages; move it to the front"
-            )
-    if not any(message["role"] == "assistant" for message in messages):
+    return Conversation(tuple(message for _, message in found), where, _tools(row, where), prompt)
+
+
+def _form(row: Mapping[str, Any]) -> Form | None:
+    return next((form for form in _COLUMNS if _columns(row, form)), None)
+
+
+def _columns(row: Mapping[str, Any], form: Form) -> tuple[str, ...] | None:
+    """Return the columns by which the row has the form; None if it lacks them."""
+    for columns in _COLUMNS[form]:
+        if all(column in row for column in columns):
+            if columns == ("conversations",) and _form_of_items(row["conversations"]) not in (form, None):
+                continue
+            return columns
+    return None
+
+
+def _form_of_items(items: Any) -> Form | None:
+    first = items[0] if isinstance(items, list) and items and isinstance(items[0], Mapping) else {}
+    if first.get("role") is not None:
+        return "messages"
+    return "sharegpt" if first.get("from") is not None else None
+
+
+def _listed(row: Mapping[str, Any], column: str, where: str, keys: MessageKeys) -> list[Found]:
+    """Return the messages of a column, a list; at least one must be an assistant's."""
+    found = message_list(row[column], column, where, keys)
+    if not any(message["role"] == "assistant" for _, message in found):
         raise DataError(
-            f"{where}: no message of the assistant to learn from; add an answer or remove the row"
+            f"{where}: {column} has no assistant message, so it teaches nothing; add the answer, or remove the row"
         )
+    return found
 
 
-def _tools(value: object, where: str) -> tuple[Any, ...] | None:
-    """Return the tools of a row: a list, or its JSON."""
-    if isinstance(value, str) and value:
+def _prompt_completion(
+    row: Mapping[str, Any], prompt: str, completion: str, where: str
+) -> tuple[list[Found], list[Found]]:
+    """Return the messages of the prompt and those of the completion."""
+    lists = [column for column in (prompt, completion) if isinstance(row[column], list)]
+    if len(lists) == 1:
+        other = completion if lists[0] == prompt else prompt
+        raise DataError(
+            f"{where}: {lists[0]} is a list of messages, but {other} is {json_type(row[other])}; "
+            "make both texts, or both lists"
+        )
+    if lists:
+        before = message_list(row[prompt], prompt, where, TEMPLATE_KEYS)
+        return before, _listed(row, completion, where, TEMPLATE_KEYS)
+    appended = _optional_texts(row, _APPENDED.get(prompt, ()), where)
+    asked, answered = _pair(row, prompt, appended, row[completion], completion, where)
+    return [asked], [answered]
+
+
+def _alpaca(row: Mapping[str, Any], column: str, where: str) -> list[Found]:
+    appended = _optional_texts(row, _APPENDED["instruction"], where)
+    if column == "output":
+        return _pair(row, "instruction", appended, row["output"], "output", where)
+    instances = row["instances"]
+    if not isinstance(instances, list) or not instances or not isinstance(instances[0], Mapping):
+        raise DataError(
+            f"{where}: instances is not a list of objects with input and output; write one, or remove the row"
+        )
+    first = {f"instances[0].{key}": value for key, value in instances[0].items()}
+    appended += _optional_texts(first, ["instances[0].input"], where)
+    return _pair(row, "instruction", appended, first.get("instances[0].output"), "instances[0].output", where)
+
+
+def _pair(
+    row: Mapping[str, Any], prompt: str, appended: list[str], answer: Any, answer_field: str, where: str
+) -> list[Found]:
+    """Return the messages of a column of the user's text, with the texts that belong to it, and of an answer."""
+    asked = column_text(row[prompt], prompt, where)
+    if appended:
+        asked = "\n\n".join([asked, *appended] if asked.strip() else appended)
+    return [
+        (field, {"role": role, "content": message_text(text, role, field, where)})
+        for field, role, text in ((prompt, "user", asked), (answer_field, "assistant", answer))
+    ]
+
+
+def _optional_texts(row: Mapping[str, Any], columns: Iterable[str], where: str) -> list[str]:
+    """Return the texts of those columns that the row has; white space alone counts as none."""
+    texts = [column_text(row[each], each, where) for each in columns if row.get(each) is not None]
+    return [text for text in texts if text.strip()]
+
+
+def _tools(row: Mapping[str, Any], where: str) -> tuple[Any, ...] | None:
+    tools = row.get("tools")
+    if isinstance(tools, str):
         try:
-            value = json.loads(value)
-        except ValueError as error:
-            raise DataError(f"{where}: tools is not JSON ({error}); fix the row") from error
-    if value is None or value == "":
-        return None
-    if not isinstance(value, Sequence) or not all(isinstance(each, dict) for each in value):
-        raise DataError(f"{where}: tools is not a list of objects; fix the row")
-    return tuple(value) or None
+            tools = json.loads(tools) if tools.strip() else None
+        except (ValueError, RecursionError) as error:
+            raise DataError(
+                f"{where}: tools is not JSON ({json_fault(error)}); fix it, or remove the column"
+            ) from error
+    if tools is not None and not isinstance(tools, list):
+        raise DataError(
+            f"{where}: tools is {json_type(tools)}, not a list; write a list of tools, or remove the column"
+        )
+    for index, tool in enumerate(tools or []):
+        if not isinstance(tool, Mapping):
+            raise DataError(
+                f"{where}: tools[{index}] is {json_type(tool)}, not an object; write each tool as an object"
+            )
+    refuse_surrogates({"tools": tools}, where)
+    return tuple(tools) if tools else None

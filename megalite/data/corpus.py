@@ -1,19 +1,16 @@
 """Reads documents from text, .jsonl, their .gz, parquet, Arrow and Python's standard library, in bounded memory."""
 
 import codecs
-import gzip
 import hashlib
 import io
 import json
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
-from megalite.data.source_files import SourceFile, cannot_read, source_files
+from megalite.data.source_files import SourceFile, source_files
+from megalite.data.source_stream import json_lines, not_utf8, source_stream, without_surrogates
 from megalite.data.tables import column_texts
 from megalite.errors import DataError
 
@@ -22,18 +19,6 @@ PIECE_CHARACTERS = 1 << 18
 _BLOCK_BYTES = 1 << 20
 # The usual ratio of text to a compressed file or a table.
 _COMPRESSION = 3
-# The magic bytes of files that are not plain text.
-_BINARY = {
-    b"PAR1": "a parquet file; call it .parquet",
-    b"ARROW1": "an Arrow file; call it .arrow",
-    b"\x1f\x8b": "a gzip file; call it .gz",
-    b"PK\x03\x04": "a zip file; unpack it",
-    b"\x28\xb5\x2f\xfd": "a zstandard file; unpack it",
-    b"BZh": "a bzip2 file; unpack it",
-    b"\xfd7zXZ": "an xz file; unpack it",
-    b"%PDF": "a PDF file; extract its text",
-    b"MMIDIDX": "the index of a prepared token file; name its prefix as the only source",
-}
 
 
 @dataclass(frozen=True)
@@ -176,34 +161,17 @@ def _read(file: SourceFile, text_column: str) -> Iterator[tuple[Piece, int]]:
             for piece in cut_document([text]):
                 yield piece, position
         return
-    with opened(file) as (stream, raw):
+    with source_stream(file) as (stream, position_on_disk):
         documents: Iterator[Iterable[str]]
         if file.kind == "jsonl":
-            documents = _json_lines(file.path, stream, text_column)
+            documents = _json_texts(file.path, stream, text_column)
         elif file.kind == "optional":
             documents = iter([_whole_text(stream)])
         else:
             documents = iter([_text_blocks(file.path, stream)])
         for blocks in documents:
             for piece in cut_document(blocks):
-                yield piece, raw.tell()
-
-
-@contextmanager
-def opened(file: SourceFile) -> Iterator[tuple[io.BufferedIOBase, io.BufferedReader]]:
-    """Open a file as (its content, the file on disk); DataError for what goes wrong while it is read."""
-    try:
-        with file.path.open("rb") as raw:
-            stream: io.BufferedIOBase = gzip.GzipFile(fileobj=raw) if file.compressed else raw
-            if not file.compressed:
-                _refuse_binary(file.path, raw.peek(8))
-            yield stream, raw
-    except (gzip.BadGzipFile, zlib.error, EOFError) as error:
-        raise DataError(
-            f"{file.path} is not a whole gzip file ({error}); copy or download it again"
-        ) from error
-    except OSError as error:
-        raise cannot_read(file.path, error) from error
+                yield piece, position_on_disk()
 
 
 def _text_blocks(path: Path, stream: io.BufferedIOBase) -> Iterator[str]:
@@ -228,12 +196,6 @@ def _text_blocks(path: Path, stream: io.BufferedIOBase) -> Iterator[str]:
             return
 
 
-def _refuse_binary(path: Path, start: bytes) -> None:
-    for mark, what in _BINARY.items():
-        if start.startswith(mark):
-            raise DataError(f"{path} is {what}, or leave it out (data.pattern, --pattern)")
-
-
 def _whole_text(stream: io.BufferedIOBase) -> Iterator[str]:
     try:
         yield stream.read().decode("utf-8-sig")
@@ -241,22 +203,8 @@ def _whole_text(stream: io.BufferedIOBase) -> Iterator[str]:
         return
 
 
-def json_rows(path: Path, stream: io.BufferedIOBase) -> Iterator[tuple[Any, str]]:
-    """Yield the value of each line that is not blank, with its place for messages. Raises DataError."""
-    for number, line in enumerate(stream, start=1):
-        if not line.strip():
-            continue
-        where = f"{path}, line {number}"
-        try:
-            yield json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8")), where
-        except UnicodeDecodeError as error:
-            raise not_utf8(path, number, error) from error
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{where}: not JSON ({why_not_json(error)}); fix or remove the line") from error
-
-
-def _json_lines(path: Path, stream: io.BufferedIOBase, text_column: str) -> Iterator[tuple[str]]:
-    for row, where in json_rows(path, stream):
+def _json_texts(path: Path, stream: io.BufferedIOBase, text_column: str) -> Iterator[tuple[str]]:
+    for row, where in json_lines(path, stream):
         if not isinstance(row, dict) or text_column not in row:
             columns = sorted(row) if isinstance(row, dict) else "none: it is not an object"
             raise DataError(
@@ -269,29 +217,3 @@ def _json_lines(path: Path, stream: io.BufferedIOBase, text_column: str) -> Iter
                 "or fix the line"
             )
         yield (without_surrogates(row[text_column], where),)
-
-
-def why_not_json(error: Exception) -> str:
-    """Return why a line is not JSON; too many digits and too deep nesting raise other errors than JSONDecodeError."""
-    if isinstance(error, json.JSONDecodeError):
-        return f"{error.msg} at column {error.colno}"
-    return "nested too deeply" if isinstance(error, RecursionError) else str(error).partition(";")[0]
-
-
-def without_surrogates(text: str, where: str) -> str:
-    # A JSON escape can be half of a surrogate pair, which UTF-8 cannot encode.
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise DataError(
-            f"{where}: half a surrogate pair at character {error.start}; fix or remove the line"
-        ) from error
-    return text
-
-
-def not_utf8(path: Path, line: int, error: UnicodeDecodeError) -> DataError:
-    byte = error.object[error.start]
-    return DataError(
-        f"{path}, line {line}: not UTF-8 (byte 0x{byte:02x}); convert the file (iconv -f latin1 -t utf-8)"
-        " or leave it out (data.pattern, --pattern)"
-    )

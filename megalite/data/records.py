@@ -1,49 +1,62 @@
-"""Rows of instruction data as dicts: .jsonl, .json, parquet, Arrow and saved `datasets` folders."""
+"""Reads the rows of instruction data from .jsonl, .json, their .gz, parquet, Arrow and saved `datasets` folders."""
 
-import json
 from collections.abc import Iterator
-from pathlib import PurePath
 from typing import Any
 
-from megalite.data.corpus import json_rows, not_utf8, opened, why_not_json, without_surrogates
 from megalite.data.source_files import SourceFile
+from megalite.data.source_stream import json_lines, json_type, parse_json, refuse_surrogates, source_stream
 from megalite.data.tables import table_rows
 from megalite.errors import DataError
 
 
 def records(file: SourceFile) -> Iterator[tuple[dict[str, Any], str, int]]:
-    """Yield each row, its place for messages ("FILE, line 3"), and the bytes of the file read so far.
+    """Yield each row as a dict of its columns, with its place for messages and the bytes of the file read so far.
 
-    A .json file is one list of objects and is read whole. Raises DataError with file, line or row, and remedy.
+    The place is "FILE, line 12" in .jsonl, from 1, and "FILE, row 12" elsewhere, from 0 as in `datasets`. Memory is
+    bounded for .jsonl and tables; a .json, one list of objects, is read whole. A table has all fields in every struct:
+    those without a value are left out; a column without a value is None.
+
+    Raises DataError, with file, row and remedy, for another type of file, a damaged file, and a row that is no object.
     """
     if file.kind == "table":
-        yield from table_rows(file.path)
+        for row, number, position in table_rows(file.path):
+            columns = {name: _without_absent(value) for name, value in row.items()}
+            yield columns, f"{file.path}, row {number}", position
         return
-    is_json = PurePath(file.path.name.removesuffix(".gz")).suffix == ".json"
-    if file.kind != "jsonl" and not is_json:
+    name = file.path.stem if file.compressed else file.path.name
+    if file.kind != "jsonl" and not name.endswith(".json"):
         raise DataError(
-            f"{file.path} holds no conversations: these are read from .jsonl, .json, .parquet and datasets folders; "
-            'name such files (data.pattern = "*.jsonl"), or set data.kind = "text" for plain text'
+            f"{file.path} is not instruction data, which is .jsonl, .json, .parquet or a datasets folder; "
+            'leave the file out (data.pattern), or read plain text with data.kind = "text"'
         )
-    with opened(file) as (stream, raw):
-        rows = _listed(file, stream.read()) if is_json else json_rows(file.path, stream)
+    with source_stream(file) as (stream, position_on_disk):
+        rows = json_lines(file.path, stream) if file.kind == "jsonl" else _json_list(file, stream.read())
         for row, where in rows:
-            if not isinstance(row, dict):
-                raise DataError(f"{where}: {type(row).__name__}, not an object; fix or remove it")
-            without_surrogates(json.dumps(row, ensure_ascii=False), where)
-            yield row, where, raw.tell()
+            yield _checked(row, where), where, position_on_disk()
 
 
-def _listed(file: SourceFile, content: bytes) -> Iterator[tuple[Any, str]]:
-    try:
-        rows = json.loads(content.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise not_utf8(file.path, 1 + content.count(b"\n", 0, error.start), error) from error
-    except (ValueError, RecursionError) as error:
-        line = f", line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
-        remedy = "fix the file, or call it .jsonl if every line is an object"
-        raise DataError(f"{file.path}{line}: not JSON ({why_not_json(error)}); {remedy}") from error
+def _json_list(file: SourceFile, content: bytes) -> Iterator[tuple[Any, str]]:
+    remedy = "fix the file, or call it .jsonl if each line is a row"
+    rows = parse_json(content, file.path, 1, remedy)
     if not isinstance(rows, list):
-        raise DataError(f"{file.path} is not a list of objects; write a list, or a .jsonl file")
-    for number, row in enumerate(rows):
-        yield row, f"{file.path}, row {number}"
+        raise DataError(
+            f"{file.path} holds {json_type(rows)}, not a list of rows; write one list of objects, "
+            "or call the file .jsonl if each line is a row"
+        )
+    return ((row, f"{file.path}, row {number}") for number, row in enumerate(rows))
+
+
+def _checked(row: Any, where: str) -> dict[str, Any]:
+    if not isinstance(row, dict):
+        raise DataError(
+            f"{where}: the row is {json_type(row)}, not an object; write its columns by name, for example "
+            '{"prompt": "...", "completion": "..."}'
+        )
+    refuse_surrogates(row, where)
+    return row
+
+
+def _without_absent(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_absent(item) for key, item in value.items() if item is not None}
+    return [_without_absent(item) for item in value] if isinstance(value, list) else value

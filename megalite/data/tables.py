@@ -1,4 +1,4 @@
-"""Reads text columns of parquet and Arrow files and of saved `datasets` folders, a few rows at a time."""
+"""Reads rows of parquet and Arrow files and of saved `datasets` folders, a few at a time."""
 
 import json
 from collections.abc import Iterator
@@ -56,48 +56,46 @@ def saved_dataset_files(folder: Path) -> list[Path]:
 
 def column_texts(path: Path, column: str) -> Iterator[tuple[str, int]]:
     """Yield each row's text with the bytes of the file read so far; DataError with file, row and remedy."""
-    row = 0
+    for row, number, position in table_rows(path, column):
+        text = row[column]
+        if text is None:
+            raise DataError(
+                f"{path}, row {number}: column {column!r} has no value; remove the rows without text"
+            )
+        assert isinstance(text, str)
+        yield text, position
+
+
+def table_rows(path: Path, text_column: str | None = None) -> Iterator[tuple[dict[str, Any], int, int]]:
+    """Yield each row, all columns or the text column alone, with its number from 0 and the bytes read so far.
+
+    Raises DataError with file, row and remedy.
+    """
     with _explained(path):
-        for batch, position in _batches(path, column):
-            for value in batch.column(column):
-                yield _text(value, path, column, row), position
-                row += 1
+        batches, size = (_parquet if path.suffix == ".parquet" else _arrow), path.stat().st_size
+        number = 0
+        for batch, share in batches(path, text_column):
+            columns = list(zip(batch.schema.names, batch.columns, strict=True))
+            for index in range(batch.num_rows):
+                row = {name: _value(values[index], path, name, number) for name, values in columns}
+                yield row, number, int(share * size)
+                number += 1
 
 
-def table_rows(path: Path) -> Iterator[tuple[dict[str, Any], str, int]]:
-    """Yield each row as a dict, its place for messages, and the bytes read so far; DataError with file and remedy."""
-    row = 0
-    with _explained(path):
-        for batch, position in _batches(path, None):
-            for values in batch.to_pylist():
-                yield values, f"{path}, row {row}", position
-                row += 1
-
-
-def _batches(path: Path, column: str | None) -> Iterator[tuple["pyarrow.RecordBatch", int]]:
-    """Yield a few rows at a time, of one column or all, with the bytes of the file read so far."""
-    table, size = (_parquet if path.suffix == ".parquet" else _arrow), path.stat().st_size
-    for batch, share in table(path, column):
-        yield batch, int(share * size)
-
-
-def _parquet(path: Path, column: str | None) -> Iterator[tuple["pyarrow.RecordBatch", float]]:
+def _parquet(path: Path, text_column: str | None) -> Iterator[tuple["pyarrow.RecordBatch", float]]:
     from pyarrow import parquet
 
     # No threads, because ranks may be forked from this process.
     options = {"memory_map": True, "pre_buffer": False, "buffer_size": _BUFFER_BYTES}
     with parquet.ParquetFile(path, page_checksum_verification=True, **options) as file:
-        columns = None
-        if column is not None:
-            _check_column(path, column, file.schema_arrow)
-            columns = [column]
+        names = _column_names(path, text_column, file.schema_arrow)
         read = 0
-        for batch in file.iter_batches(batch_size=_ROWS, columns=columns, use_threads=False):
+        for batch in file.iter_batches(batch_size=_ROWS, columns=names, use_threads=False):
             read += batch.num_rows
             yield batch, read / file.metadata.num_rows
 
 
-def _arrow(path: Path, column: str | None) -> Iterator[tuple["pyarrow.RecordBatch", float]]:
+def _arrow(path: Path, text_column: str | None) -> Iterator[tuple["pyarrow.RecordBatch", float]]:
     import pyarrow
 
     with pyarrow.memory_map(str(path)) as source:
@@ -113,17 +111,22 @@ def _arrow(path: Path, column: str | None) -> Iterator[tuple["pyarrow.RecordBatc
             stream = pyarrow.ipc.open_stream(source)
             schema, batches = stream.schema, iter(stream)
             shares = (source.tell() / size for _ in iter(int, 1))
-        if column is not None:
-            _check_column(path, column, schema)
+        names = _column_names(path, text_column, schema)
         for batch in batches:
-            rows, share = batch if column is None else batch.select([column]), next(shares)
+            rows, share = batch.select(names), next(shares)
             for start in range(0, rows.num_rows, _ROWS):
                 yield rows.slice(start, _ROWS), share
 
 
-def _check_column(path: Path, column: str, schema: "pyarrow.Schema") -> None:
+def _column_names(path: Path, column: str | None, schema: "pyarrow.Schema") -> list[str]:
+    """Return the columns to read: all, or `column`, which must hold text."""
     from pyarrow import types
 
+    for name in schema.names if column is None else [column]:
+        if schema.names.count(name) > 1:
+            raise DataError(f"{path}: several columns are named {name!r}; write the file with one of them")
+    if column is None:
+        return list(schema.names)
     if column not in schema.names:
         raise DataError(
             f"{path}: no column {column!r} (columns: {sorted(schema.names)}); set data.text_column (--text-column)"
@@ -134,17 +137,18 @@ def _check_column(path: Path, column: str, schema: "pyarrow.Schema") -> None:
         raise DataError(
             f"{path}: column {column!r} holds {kind}, not text; set another data.text_column (--text-column)"
         )
+    return [column]
 
 
-def _text(value: "pyarrow.Scalar[Any]", path: Path, column: str, row: int) -> str:
+def _value(value: "pyarrow.Scalar[Any]", path: Path, column: str, row: int) -> Any:
     try:
-        text = value.as_py()
+        return value.as_py()
     except UnicodeDecodeError as error:
         raise DataError(f"{path}, row {row}: column {column!r} is not UTF-8; write the file again") from error
-    if text is None:
-        raise DataError(f"{path}, row {row}: column {column!r} has no value; remove the rows without text")
-    assert isinstance(text, str)
-    return text
+    except (ValueError, OverflowError) as error:
+        raise DataError(
+            f"{path}, row {row}: column {column!r} has no value in Python ({error}); write the file without the column"
+        ) from error
 
 
 @contextmanager

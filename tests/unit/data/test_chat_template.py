@@ -69,6 +69,13 @@ def test_each_answer_is_trained_with_the_end_of_its_turn() -> None:
         assert trained_text(built_in(name), "answers") == [f"{each}<|endoftext|>" for each in answers]
 
 
+@pytest.mark.parametrize("template", [BUILT_IN["chatml"], UNMARKED])
+def test_answers_of_the_prompt_are_not_trained(template: str) -> None:
+    talk = Conversation(MESSAGES, "", prompt=4)
+    chatml = ChatTemplate("", template, SPECIAL)
+    assert trained_text(chatml, "answers", talk) == ["nothing at all, 每个阶段.<|im_end|>\n"]
+
+
 @pytest.mark.parametrize("train_on", ["answers", "last", "all"])
 def test_a_template_without_marks_is_understood_by_what_each_answer_adds(train_on: Any) -> None:
     unmarked = ChatTemplate("unmarked", UNMARKED, ())
