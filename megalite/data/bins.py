@@ -41,8 +41,8 @@ def pack(lengths: NDArray[np.int64], capacity: int, strategy: Strategy, seed: in
         return _bins(order, order)
     if strategy == "greedy":
         return _bins(order, _greedy(lengths.tolist(), capacity))
-    drawn = np.random.default_rng(seed).permutation(len(lengths))
-    order = drawn[np.argsort(-lengths[drawn], kind="stable")]
+    # Raw bits, which every version of numpy draws alike: a resumed run has the same rows.
+    order = np.lexsort((np.random.PCG64(seed).random_raw(len(lengths)), -lengths))
     fit = _first_fit if strategy == "first_fit" else _best_fit
     return _bins(order, fit(lengths[order].tolist(), capacity))
 
