@@ -1,7 +1,6 @@
 """megalite data: tokenize text into a Megatron token file (X.bin, X.idx), or inspect one."""
 
 import argparse
-import itertools
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,13 +11,8 @@ from megalite.cli.tokenizer import add_source_options
 from megalite.config.describe import setting
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from megalite.data.prepared import PreparedFacts
     from megalite.data.split import Split
-    from megalite.data.token_file import TokenFile
-
-_SHOWN_CHARACTERS = 200
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -103,74 +97,9 @@ def _refuse_foreign(prefixes: Sequence[Path]) -> None:
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    from megalite.data.prepared import prepared_facts
-    from megalite.data.token_file import TokenFile
+    from megalite.cli.data_inspect import inspect
 
-    file = TokenFile.open(options.prefix)
-    file.check_index()
-    counts = f"{file.num_documents:,} documents, {file.num_sequences:,} sequences, {file.num_tokens:,} tokens"
-    print(f"{counts} of {file.dtype}")
-    if file.num_sequences:
-        lengths = file.sequence_lengths
-        print(
-            f"tokens per sequence: {lengths.min():,} to {lengths.max():,}, mean {file.num_tokens / len(lengths):,.1f}"
-        )
-    facts = prepared_facts(options.prefix)
-    if facts is not None:
-        print(f"from {', '.join(facts.sources)} ({facts.files:,} files)")
-        print(f"tokenizer {facts.tokenizer} ({facts.vocab_size:,} ids)")
-        if facts.truncated_documents or facts.dropped_documents:
-            lost = f"{facts.truncated_documents:,} cut, {facts.dropped_documents:,} left out"
-            print(f"longer than {facts.sequence_length:,} tokens: {lost}")
-    _show_documents(file, facts, min(options.documents, file.num_documents))
-    return 0
-
-
-def _show_documents(file: "TokenFile", facts: "PreparedFacts | None", count: int) -> None:
-    """Print the start of the first documents: as text if the tokenizer is unchanged, else as ids."""
-    from megalite.data.prepared import recorded_tokenizer
-
-    decode: Callable[[list[int]], str] = str
-    recorded = None if facts is None else recorded_tokenizer(file.prefix, facts)
-    if facts is not None and recorded is not None:
-        from megalite.data.tokenizer import load_tokenizer
-
-        tokenizer = load_tokenizer(recorded, end_of_document=facts.end_of_document)
-        if tokenizer.sha256 == facts.tokenizer_sha256:
-            decode = tokenizer.decode
-    marked = facts is not None and facts.kind == "instruct"
-    for index in range(count):
-        ids = file.document(index)
-        if marked:
-            _show_conversation(index, ids, decode)
-            continue
-        # A token is nearly always one character or more, so these ids suffice and long documents cost nothing.
-        text = decode(ids[:_SHOWN_CHARACTERS].tolist())
-        shown = text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "..."
-        print(f"--- document {index}, {len(ids):,} tokens\n{shown}")
-
-
-def _show_conversation(index: int, tokens: "NDArray[Any]", decode: Callable[[list[int]], str]) -> None:
-    """Print a conversation with its trained tokens in green; in brackets where the output has no colours."""
-    import numpy as np
-    from rich.console import Console
-    from rich.text import Text
-
-    from megalite.data.trained_tokens import ids_of, is_trained
-
-    trained = is_trained(tokens)
-    print(f"--- conversation {index}, {len(tokens):,} tokens, {int(trained.sum()):,} trained")
-    console, shown = Console(soft_wrap=True), Text()
-    borders = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(tokens)]
-    for start, end in itertools.pairwise(borders):
-        text = decode(ids_of(tokens[start:end]).tolist())
-        if not trained[start]:
-            shown.append(text)
-        elif console.is_terminal:
-            shown.append(text, style="green")
-        else:
-            shown.append(f"[[{text}]]")
-    console.print(shown)
+    return inspect(options.prefix, options.documents, duplicates=options.duplicates)
 
 
 def _counts(facts: "PreparedFacts") -> str:
@@ -237,10 +166,13 @@ def _parser() -> argparse.ArgumentParser:
         "--seed", type=int, default=setting("run.seed").default, help="random seed of the split"
     )
     prepare.set_defaults(command=_prepare)
-    inspect = commands.add_parser("inspect", help="print counts and the first documents")
+    inspect = commands.add_parser("inspect", help="print counts, lengths and the first documents")
     inspect.add_argument("prefix", type=Path, metavar="X", help="prefix of the files, without .bin or .idx")
     inspect.add_argument(
-        "--documents", type=int, default=3, metavar="N", help="number of documents to print (3)"
+        "--documents", type=whole_number(0), default=3, metavar="N", help="number of documents to print (3)"
+    )
+    inspect.add_argument(
+        "--duplicates", action="store_true", help="also count repeated documents; reads the whole file"
     )
     inspect.set_defaults(command=_inspect)
     return parser

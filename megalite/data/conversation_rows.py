@@ -65,9 +65,7 @@ class ConversationRows:
 
     @cached_property
     def _lengths(self) -> NDArray[np.int64]:
-        file = self.token_file
-        tokens = np.add.reduceat(file.sequence_lengths.astype(np.int64), file.document_indices[:-1])
-        return np.asarray(tokens - 1)
+        return self.token_file.document_lengths - 1
 
     @cached_property
     def _bins(self) -> Bins:

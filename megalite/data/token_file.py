@@ -242,6 +242,12 @@ class TokenFile:
     def num_documents(self) -> int:
         return len(self.document_indices) - 1
 
+    @property
+    def document_lengths(self) -> NDArray[np.int64]:
+        """The tokens of each document: [documents]."""
+        ends = np.concatenate([[0], np.cumsum(self.sequence_lengths, dtype=np.int64)])
+        return np.asarray(np.diff(ends[self.document_indices]))
+
     def document(self, index: int) -> NDArray[Any]:
         """Return the ids of one document with its end-of-document id: a view of the mapped file."""
         first, end = int(self.document_indices[index]), int(self.document_indices[index + 1])

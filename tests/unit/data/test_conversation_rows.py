@@ -166,16 +166,34 @@ def test_real_questions_fill_the_sequences(shared_data: Path, tmp_path: Path) ->
     assert min(fills["best_fit"], fills["first_fit"]) >= 0.98 > fills["greedy"] > 0.8 > fills["none"]
 
 
+def tokens_of_a_bar(file: TokenFile) -> str:
+    """The line of the conversations with 64 to 127 tokens, which are the most."""
+    count = int(((file.document_lengths >= 64) & (file.document_lengths < 128)).sum())
+    return f"64 to 127  {'#' * 40}  {count}"
+
+
 def test_inspect_shows_what_is_trained(
     talks: Path, tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    lines = talks.read_text().splitlines(keepends=True)
+    talks.write_text("".join([*lines, lines[4], lines[4]]))
     prepare_outputs(prepared(talks, tokenizer, tmp_path / "out", length=1000))
-    assert main(["data", "inspect", str(tmp_path / "out"), "--documents", "1"]) == 0
-    first = json.loads(talks.read_text().splitlines()[0])
+    assert main(["data", "inspect", str(tmp_path / "out"), "--documents", "1", "--duplicates"]) == 0
+    first = json.loads(lines[0])
     tokens = TokenFile.open(tmp_path / "out").document(0)
     end = tokenizer.end_of_document
     expected = (
         f"--- conversation 0, {len(tokens)} tokens, {int((tokens >= 0).sum())} trained\n"
         f"{first['prompt']}\n[[{first['completion']}{end}]]\n"
     )
-    assert capsys.readouterr().out.endswith(expected)
+    shown = capsys.readouterr().out
+    assert shown.endswith(expected)
+    assert (
+        "\nrepeated: 2 documents (6.2%) with the tokens of an earlier one\n  document 4 occurs 3 times"
+        in shown
+    )
+    file = TokenFile.open(tmp_path / "out")
+    fill = ConversationRows(file, 1000, "best_fit", seed=0).fill
+    assert f"best_fit {fill:.1%}" in shown
+    assert f"in the loss: {int((file.tokens >= 0).sum()):,} tokens" in shown
+    assert f"  {tokens_of_a_bar(file)}\n" in shown
