@@ -194,7 +194,9 @@ def checkpoints_of(path: Path, steps: Sequence[int]) -> list[Path]:
 def find_tokenizer(checkpoint: Path, manifest: Manifest) -> Path | None:
     """Return the tokenizer of a checkpoint's run: the one its configuration names, else one in the run folder; None."""
     run = checkpoint.resolve().parent.parent
-    named = (manifest.config.get("tokenizer") or {}).get("path")
+    settings = manifest.config.get("tokenizer") or {}
+    # With added tokens the run has a copy of its own.
+    named = None if settings.get("add_tokens") else settings.get("path")
     if named and Path(named).exists():
         return Path(named)
     folders = (run / "tokenizer", run / "export")

@@ -76,7 +76,8 @@ def manifest_of(content: Mapping[str, Any]) -> Manifest:
     for section, table in content["config"].items():
         _require(table is None or isinstance(table, dict), "config", section, table)
     for name, value in (content["config"].get("tokenizer") or {}).items():
-        _require(value is None or isinstance(value, int | str), "config.tokenizer", name, value)
+        texts = isinstance(value, list) and all(isinstance(each, str) for each in value)
+        _require(value is None or texts or isinstance(value, int | str), "config.tokenizer", name, value)
     layout = Layout(**content["layout"])
     for name, size in vars(layout).items():
         _require(is_int(size) and size > 0, "layout", name, size)

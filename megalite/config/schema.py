@@ -1,7 +1,7 @@
 """Every setting of a run: its name, type, limits, default and the sentence that `--help` prints."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, create_model
@@ -332,6 +332,12 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     monitor: MonitorConfig = MonitorConfig()
     launch: LaunchSection = LaunchSection()
+
+    def shape(self, tokenizer_size: int) -> ModelShape:
+        """Return the model's shape; it has a row for every id of a tokenizer that tokenizer.add_tokens enlarged."""
+        shape = self.model.shape(tokenizer_size)
+        rows = max(shape.vocab_size, tokenizer_size) if self.tokenizer.add_tokens else shape.vocab_size
+        return replace(shape, vocab_size=rows)
 
     @property
     def layout(self) -> Layout:

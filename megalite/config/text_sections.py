@@ -25,6 +25,9 @@ class TokenizerConfig(Section):
         None,
         description="token after each document; default: the tokenizer's eos_token or <|endoftext|>",
     )
+    add_tokens: Annotated[tuple[Text, ...], Lenient] = Field(
+        (), description="special tokens to add to tokenizer.path; new embedding rows start as the mean"
+    )
     chat_template: Text | None = Field(
         None,
         description="instruct: chatml, alpaca, plain, a Jinja file, or a name; default: the tokenizer's",

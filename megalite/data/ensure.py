@@ -80,6 +80,8 @@ def ensure_data(config: RunConfig, run_folder: Path, console: PreparationConsole
     tokenizer = None
     if folder is not None:
         tokenizer = load_tokenizer(folder, end_of_document=config.tokenizer.end_of_document)
+        if config.tokenizer.add_tokens and rows is not None:
+            rows = max(rows, tokenizer.vocab_size)
         _check_rows(rows, tokenizer)
     found: dict[str, list[Path]] = {part: [] for part in PARTS}
     notes: list[str] = []

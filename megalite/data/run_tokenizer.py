@@ -1,5 +1,6 @@
 """The tokenizer of a run: the given one, that of the prepared data, or one that is made once in the run folder."""
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -15,7 +16,10 @@ from megalite.data.token_file import bin_path
 from megalite.data.tokenizer import (
     END_OF_DOCUMENT,
     SENTENCEPIECE_FILE,
+    add_special_tokens,
+    copy_tokenizer,
     load_tokenizer,
+    save_tokenizer,
     tokenizer_file,
 )
 from megalite.data.tokenizer_import import ForeignTokenizer, foreign_tokenizer
@@ -53,10 +57,17 @@ def run_tokenizer(request: TokenizerRequest, console: PreparationConsole) -> Pat
     if settings.path is not None:
         foreign = foreign_tokenizer(Path(settings.path))
         if foreign is None:
-            return _folder_of(tokenizer_file(Path(settings.path)), settings.end_of_document)
-        job: _Training | _Import = _Import(
-            foreign, settings.end_of_document or foreign.end_of_document, request.folder
-        )
+            added = settings.end_of_document in settings.add_tokens
+            given = _folder_of(
+                tokenizer_file(Path(settings.path)), None if added else settings.end_of_document
+            )
+            if not settings.add_tokens:
+                return given
+            end = settings.end_of_document or load_tokenizer(given).end_of_document
+            job: _Job = _Import(given, end, request.folder, settings.add_tokens)
+        else:
+            end = settings.end_of_document or foreign.end_of_document
+            job = _Import(foreign, end, request.folder, settings.add_tokens)
     elif request.prefixes:
         folder = _tokenizer_of(request.prefixes[0])
         _check_own_size(settings, request.prefixes[0], folder)
@@ -148,18 +159,22 @@ class _Training:
 
 @dataclass(frozen=True)
 class _Import:
-    """A tokenizer to convert from another format, and its folder."""
+    """A tokenizer to convert from another format or to copy from its folder, its new folder, and tokens to add."""
 
-    tokenizer: ForeignTokenizer
+    tokenizer: ForeignTokenizer | Path
     end_of_document: str
     folder: Path
+    add_tokens: tuple[str, ...] = ()
 
     @property
     def title(self) -> str:
+        if isinstance(self.tokenizer, Path):
+            return f"adding {counted(len(self.add_tokens), 'token')} to the tokenizer {self.tokenizer}"
         return f"converting the tokenizer {self.tokenizer.files[0]}"
 
     def record(self) -> dict[str, Any]:
-        return {"converted": self.tokenizer.fingerprint(), "end_of_document": self.end_of_document}
+        added = {"add_tokens": list(self.add_tokens)} if self.add_tokens else {}
+        return {"converted": self._fingerprint(), "end_of_document": self.end_of_document, **added}
 
     def made(self, found: Mapping[str, Any] | None) -> bool:
         return found == self.record()
@@ -168,7 +183,26 @@ class _Import:
         return {}
 
     def make(self) -> None:
-        self.tokenizer.write_into(self.folder, self.end_of_document)
+        own_end = self.end_of_document not in self.add_tokens
+        if not isinstance(self.tokenizer, Path):
+            self.tokenizer.write_into(
+                self.folder, self.end_of_document if own_end else self.tokenizer.end_of_document
+            )
+        elif (self.tokenizer / "tokenizer_config.json").is_file():
+            copy_tokenizer(self.tokenizer, self.folder)
+        else:
+            own = load_tokenizer(self.tokenizer, end_of_document=self.end_of_document if own_end else None)
+            save_tokenizer(own.backend, self.folder, own.end_of_document)
+        if self.add_tokens:
+            add_special_tokens(self.folder, self.add_tokens)
+
+    def _fingerprint(self) -> str:
+        if isinstance(self.tokenizer, Path):
+            return hashlib.sha256(tokenizer_file(self.tokenizer).read_bytes()).hexdigest()
+        return self.tokenizer.fingerprint()
+
+
+_Job = _Training | _Import
 
 
 def _training(request: TokenizerRequest) -> _Training:
@@ -191,7 +225,7 @@ def _found(folder: Path) -> dict[str, Any] | None:
     return content if isinstance(content, dict) else {}
 
 
-def _make_in_worker(job: _Training | _Import, console: PreparationConsole) -> None:
+def _make_in_worker(job: _Job, console: PreparationConsole) -> None:
     """Make the tokenizer in a process of its own, so that this one starts no thread pool and ranks can be forked."""
     console.begin(job.title)
     # The hash of the text is computed here, where the token files need it again.
@@ -200,7 +234,7 @@ def _make_in_worker(job: _Training | _Import, console: PreparationConsole) -> No
         console.end(f"tokenizer: {size:,} ids")
 
 
-def _make(task: tuple[_Training | _Import, dict[str, Any]]) -> int:
+def _make(task: tuple[_Job, dict[str, Any]]) -> int:
     job, content = task
     record = job.folder / _RECORD
     record.unlink(missing_ok=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from megalite.data.partial_files import lock_held, partial
@@ -103,6 +104,14 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
         # tokenizer.json is last: if it exists, the folder is complete.
         for name in sorted(contents, key="tokenizer.json".__eq__):
             _write(folder / name, contents[name])
+
+
+def add_special_tokens(folder: Path, tokens: Sequence[str]) -> None:
+    """Add special tokens behind the ids of the tokenizer in `folder`; those that the tokenizer has stay as they are."""
+    with _writing(folder):
+        backend = Backend.from_file(str(folder / "tokenizer.json"))
+        backend.add_special_tokens([AddedToken(each, special=True, normalized=False) for each in tokens])
+        _write(folder / "tokenizer.json", backend.to_str(pretty=True).encode() + b"\n")
 
 
 def copy_others(source: Path, folder: Path) -> None:

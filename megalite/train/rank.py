@@ -155,7 +155,7 @@ def _train(
     config = config.in_precision(precision.name)
     _require_deepspeed_precision(config)
     tokenizer = _tokenizer(config, inputs)
-    shape = config.model.shape(0 if tokenizer is None else tokenizer.vocab_size)
+    shape = config.shape(0 if tokenizer is None else tokenizer.vocab_size)
     kernels, tested = agreed_kernels(config, shape, mesh, leads_node=info.local_rank == 0)
     load = loader_maker(config, mesh, tokenizer)
     trainer = TrainStep(

@@ -80,7 +80,9 @@ class TrainStep:
             Schedule(config.parallel.schedule, config.batch.micro_batches),
             seed=config.run.seed if weights is None else None,
             deepspeed=config.deepspeed_json() if config.zero_stage else None,
-            prepare=_nothing if weights is None else partial(load_huggingface, weights),
+            prepare=_nothing
+            if weights is None
+            else partial(load_huggingface, weights, more_rows=bool(config.tokenizer.add_tokens)),
         )
         self.transfer = BatchTransfer(mesh.device)
         self.batches = self._training_batches()

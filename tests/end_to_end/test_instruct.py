@@ -123,6 +123,37 @@ def test_the_export_writes_the_prompts_that_were_trained(shared_data, questions,
     assert prompt == "<s>How many?\n"
 
 
+@pytest.mark.parametrize(
+    "layout", [{}, {"parallel": {"tensor": 2, "pipeline": 2}}], ids=["one", "four ranks"]
+)
+def test_added_tokens_have_rows_that_begin_as_the_mean(shared_data, questions, tmp_path, layout):
+    marks = ["<|im_start|>", "<|im_end|>", "<|other|>"]
+    result = Trainer(
+        configured(
+            shared_data,
+            questions,
+            tmp_path / "run",
+            training={"steps": 1, "sequence_length": 512},
+            optimizer={"learning_rate": 1e-12},
+            tokenizer={"chat_template": "chatml", "add_tokens": marks, "end_of_document": "<|im_end|>"},
+            **layout,
+        )
+    ).train()
+    tokenizer = AutoTokenizer.from_pretrained(result.export)
+    assert tokenizer.convert_tokens_to_ids(marks) == [512, 513, 514]
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "Why?"}], tokenize=False)
+    assert [tokenizer(text)["input_ids"].count(id) for id in (512, 513)] == [1, 1]
+    model = AutoModelForCausalLM.from_pretrained(result.export, dtype=torch.float32)
+    before = AutoModelForCausalLM.from_pretrained(shared_data / "stories260K", dtype=torch.float32)
+    rows, given = model.get_input_embeddings().weight, before.get_input_embeddings().weight
+    assert rows.shape == (515, 64) and model.config.vocab_size == 515
+    assert model.generation_config.eos_token_id == 513
+    torch.testing.assert_close(rows[:512], given, rtol=0, atol=1e-9)
+    torch.testing.assert_close(rows[512:], given.mean(dim=0).expand(3, -1), rtol=1e-6, atol=1e-7)
+    file = TokenFile.open(tmp_path / "run" / "data" / "train")
+    assert int(((file.tokens == 513) & (file.tokens >= 0)).sum()) == file.num_documents
+
+
 def test_validation_counts_the_answers_only(shared_data, questions, tmp_path):
     config = configured(
         shared_data, questions, tmp_path / "run", training={"steps": 1}, data={"split": [0.8, 0.2]}

@@ -16,6 +16,15 @@ def tokenizer_is_given_once(facts: Facts) -> Iterator[Problem]:
         yield Problem("tokenizer.vocab_size", message, "set only one of them")
 
 
+def tokens_are_added_to_a_tokenizer(facts: Facts) -> Iterator[Problem]:
+    added = facts.tokenizer.add_tokens
+    if added and facts.tokenizer.path is None:
+        remedy = "set tokenizer.path, or delete the setting: a new tokenizer has ids for every text"
+        yield Problem("tokenizer.add_tokens", "needs an existing tokenizer", remedy)
+    if repeated := {each for each in added if added.count(each) > 1}:
+        yield Problem("tokenizer.add_tokens", f"names {shown(min(repeated))} twice", "name every token once")
+
+
 def model_holds_every_token(facts: Facts) -> Iterator[Problem]:
     rows, ids = facts.model.vocab_size, facts.tokenizer.vocab_size
     if rows != "auto" and ids != "auto" and rows < ids:
@@ -132,6 +141,7 @@ def conversations_have_no_settings_of_text(facts: Facts) -> Iterator[Problem]:
 
 DATA_RULES = (
     tokenizer_is_given_once,
+    tokens_are_added_to_a_tokenizer,
     model_holds_every_token,
     text_is_given_once,
     blend_weights_are_positive,

@@ -1,6 +1,7 @@
 """Weights from a Hugging Face folder: every rank reads only the slices that it holds."""
 
 import json
+from math import prod
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,7 +23,7 @@ from megalite.families.registry import FAMILIES, family_tensors
 from megalite.families.tensors import FamilyTensor
 from megalite.model.replica import Replica
 from megalite.parallel.mesh import all_or_none
-from megalite.topology.parameters import EMBEDDING, HEAD, canonical_tensors
+from megalite.topology.parameters import EMBEDDING, HEAD, HEAD_BIAS, canonical_tensors
 from megalite.topology.shape import ModelShape
 from megalite.topology.sharding import TensorSlice
 
@@ -33,16 +34,18 @@ BUFFERS = (
 )
 
 
-def load_huggingface(folder: Path, replica: Replica) -> None:
+def load_huggingface(folder: Path, replica: Replica, *, more_rows: bool = False) -> None:
     """Fill this rank's stage from a folder that transformers could load; collective over the world.
 
+    more_rows: the replica's vocabulary may be larger; its new rows become the mean of the others (Hewitt, "Initializing
+        New Word Embeddings for Pretrained Language Models", 2021).
     Raises CheckpointError, on every rank alike, when the files are missing or damaged, or do not hold exactly the
     tensors of the replica's shape; the message names the tensors.
     """
 
     def load() -> None:
         tensors = replica.tensors
-        with HuggingFaceReader(folder, replica.shape) as reader:
+        with HuggingFaceReader(folder, replica.shape, more_rows=more_rows) as reader:
             for parameter in replica.parameters:
                 tensor = tensors[parameter.name]
                 load_parameter(reader, parameter, tensor, replica.mesh, most_elements=BLOCK_ELEMENTS)
@@ -53,7 +56,10 @@ def load_huggingface(folder: Path, replica: Replica) -> None:
 class HuggingFaceReader:
     """Reads regions of canonical tensors from a folder's safetensors files: of each the bytes it has, and no others."""
 
-    def __init__(self, folder: Path, shape: ModelShape):
+    def __init__(self, folder: Path, shape: ModelShape, *, more_rows: bool = False):
+        """more_rows: as for `load_huggingface`."""
+        self._means: dict[str, Tensor] = {}
+        self._more_rows = more_rows
         self._folder, self._shapes = folder, canonical_tensors(shape)
         self._tensors = {part: tensor for tensor in family_tensors(shape) for part in tensor.parts}
         self._files = [RegionReader(folder / name, header) for name, header in headers(folder).items()]
@@ -96,6 +102,9 @@ class HuggingFaceReader:
     def _region(self, name: str, region: TensorSlice, *, transposed: bool = False) -> Tensor:
         """That of a tensor of the files; `transposed`: they hold it so, and the region is that of what we hold."""
         opened = self._where[name]
+        rows = opened.header[name].shape[0]
+        if not transposed and region.offsets[0] + region.shape[0] > rows:
+            return self._with_new_rows(name, region, rows)
         stored = TensorSlice(region.offsets[::-1], region.shape[::-1]) if transposed else region
         try:
             values = opened.read(name, stored)
@@ -103,6 +112,35 @@ class HuggingFaceReader:
             raise CheckpointError(f"{opened.path} cannot be read ({error}); fetch it again") from error
         require_finite(values, name, opened.path, stored.offsets)
         return values.t() if transposed else values
+
+    def _with_new_rows(self, name: str, region: TensorSlice, rows: int) -> Tensor:
+        """Return a region of a tensor over the vocabulary whose last rows the files lack: they are the mean."""
+        start, count = region.offsets[0], region.shape[0]
+        new = count - max(0, rows - start)
+        if name not in self._means:
+            self._means[name] = self._mean(name, rows)
+        pieces = [self._means[name].expand(new, *region.shape[1:])]
+        if new < count:
+            held = TensorSlice(region.offsets, (count - new, *region.shape[1:]))
+            pieces.insert(0, self._region(name, held))
+        return torch.cat(pieces)
+
+    def _mean(self, name: str, rows: int) -> Tensor:
+        """Return the mean row of a tensor of the files, read in blocks."""
+        shape = self._where[name].header[name].shape
+        block = max(1, BLOCK_ELEMENTS // max(1, prod(shape[1:])))
+        total = torch.zeros(shape[1:], dtype=torch.float64)
+        for start in range(0, rows, block):
+            part = (min(block, rows - start), *shape[1:])
+            values = self._region(name, TensorSlice((start, *[0] * (len(shape) - 1)), part))
+            total += values.double().sum(dim=0)
+        return (total / rows).to(values.dtype)
+
+    def _fits(self, tensor: FamilyTensor, stored: tuple[int, ...]) -> bool:
+        """Whether a tensor of the files has the shape of the model's, or fewer rows of the vocabulary."""
+        enlarged = self._more_rows and tensor.parts[0] in (EMBEDDING, HEAD, HEAD_BIAS)
+        fewer = enlarged and 0 < stored[0] < tensor.shape[0]
+        return stored[1:] == tensor.shape[1:] and (fewer or stored[:1] == tensor.shape[:1])
 
     def _check(self, shape: ModelShape) -> None:
         expected = {self._stored(tensor): tensor for tensor in self._tensors.values()}
@@ -118,7 +156,7 @@ class HuggingFaceReader:
             )
         for name, tensor in expected.items():
             stored = self._where[name].header[name]
-            if stored.shape != tensor.shape:
+            if not self._fits(tensor, stored.shape):
                 raise CheckpointError(
                     f"{self._folder}: {name} has shape {stored.shape}, but its config.json gives {tensor.shape};"
                     " use the config.json of these weights"

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.unit.config.runs import REMOVED
+
 
 @dataclass(frozen=True)
 class Case:
@@ -333,5 +335,53 @@ VALIDATION_CASES = [
         'training.nonfinite: "skip" has no effect with training.precision = "fp16", whose loss scale skips such steps '
         'itself; use "stop", which ends the run at training.minimum_loss_scale',
         {"training.nonfinite": "stop"},
+    ),
+]
+
+INSTRUCT_CASES = [
+    Case(
+        "tokens_are_added_to_a_tokenizer",
+        {"tokenizer.add_tokens": ["<|user|>"]},
+        "tokenizer.add_tokens: needs an existing tokenizer; set tokenizer.path, or delete the setting: a new tokenizer "
+        "has ids for every text",
+        {"tokenizer.add_tokens": REMOVED},
+    ),
+    Case(
+        "tokens_are_added_to_a_tokenizer",
+        {
+            "tokenizer.add_tokens": ["<a>", "<b>", "<a>"],
+            "tokenizer.path": ".",
+            "tokenizer.vocab_size": "auto",
+        },
+        'tokenizer.add_tokens: names "<a>" twice; name every token once',
+        {"tokenizer.add_tokens": ["<a>", "<b>"]},
+    ),
+    Case(
+        "settings_of_conversations_have_some",
+        {"data.train_on": "last"},
+        'data.train_on: has no effect with data.kind = "text"; delete it, or set data.kind = "instruct"',
+        {"data.kind": "instruct"},
+    ),
+    Case(
+        "settings_of_conversations_have_some",
+        {"tokenizer.chat_template": "chatml"},
+        'tokenizer.chat_template: has no effect with data.kind = "text"; delete it, or set data.kind = "instruct"',
+        {"data.kind": "instruct"},
+    ),
+    Case(
+        "conversations_have_no_settings_of_text",
+        {"data.kind": "instruct", "data.text_column": "question"},
+        'data.text_column: has no effect with data.kind = "instruct"; delete it, or set data.kind = "text"',
+        {"data.text_column": REMOVED},
+    ),
+    Case(
+        "conversations_have_no_settings_of_text",
+        {
+            "data.kind": "instruct",
+            "data.source": REMOVED,
+            "data.blend": [{"source": "a", "weight": 1, "text_column": "question"}],
+        },
+        'data.blend[1].text_column: has no effect with data.kind = "instruct"; delete it, or set data.kind = "text"',
+        {"data.kind": "text"},
     ),
 ]

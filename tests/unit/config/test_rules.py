@@ -9,12 +9,13 @@ from megalite.config.facts import Unknown
 from megalite.config.rules.batch import BatchProblem
 from megalite.config.rules.every import RULES
 from megalite.config.rules.layout import divisors
-from tests.unit.config.rule_cases import FAMILY_CASES, VALIDATION_CASES, Case
+from tests.unit.config.rule_cases import FAMILY_CASES, INSTRUCT_CASES, VALIDATION_CASES, Case
 from tests.unit.config.runs import REMOVED, load, problems
 
 CASES = [
     *FAMILY_CASES,
     *VALIDATION_CASES,
+    *INSTRUCT_CASES,
     Case(
         "tensor_divides_attention_heads",
         {"parallel.tensor": 3, "model.num_key_value_heads": 3, "model.num_attention_heads": 8},
@@ -512,34 +513,6 @@ CASES = [
         "data.split: [0.4, 0.3, 0.2, 0.1] has 4 shares, not 2 or 3; write for example [0.98, 0.01, 0.01] for "
         "training, validation and test",
         {"data.split": REMOVED},
-    ),
-    Case(
-        "settings_of_conversations_have_some",
-        {"data.train_on": "last"},
-        'data.train_on: has no effect with data.kind = "text"; delete it, or set data.kind = "instruct"',
-        {"data.kind": "instruct"},
-    ),
-    Case(
-        "settings_of_conversations_have_some",
-        {"tokenizer.chat_template": "chatml"},
-        'tokenizer.chat_template: has no effect with data.kind = "text"; delete it, or set data.kind = "instruct"',
-        {"data.kind": "instruct"},
-    ),
-    Case(
-        "conversations_have_no_settings_of_text",
-        {"data.kind": "instruct", "data.text_column": "question"},
-        'data.text_column: has no effect with data.kind = "instruct"; delete it, or set data.kind = "text"',
-        {"data.text_column": REMOVED},
-    ),
-    Case(
-        "conversations_have_no_settings_of_text",
-        {
-            "data.kind": "instruct",
-            "data.source": REMOVED,
-            "data.blend": [{"source": "a", "weight": 1, "text_column": "question"}],
-        },
-        'data.blend[1].text_column: has no effect with data.kind = "instruct"; delete it, or set data.kind = "text"',
-        {"data.kind": "text"},
     ),
     Case(
         "validation_is_other_text",
