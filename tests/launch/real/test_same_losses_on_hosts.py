@@ -9,18 +9,23 @@ from tests.support.real_launchers import run
 pytestmark = pytest.mark.extended
 
 
+def slow(launcher):
+    return pytest.param(launcher, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     "launcher",
     [
-        *("deepspeed-mpich", "deepspeed-openmpi", "openmpi", "mpich"),
-        *("launch-ssh", "launch-deepspeed", "launch-torchrun", "launch-mpirun"),
+        *("deepspeed-openmpi", "mpich", "launch-ssh", "launch-deepspeed", "launch-mpirun"),
+        # The same launchers as in other rows, started the other way.
+        *(slow(each) for each in ("deepspeed-mpich", "openmpi", "launch-torchrun")),
     ],
 )
 def test_same_losses_without_slurm(hosts, job, by_itself, tmp_path, launcher):
     check(hosts, job, by_itself, tmp_path / "run", launcher)
 
 
-@pytest.mark.parametrize("launcher", ["srun", "launch-srun", "launch-deepspeed-slurm"])
+@pytest.mark.parametrize("launcher", [slow("srun"), "launch-srun", slow("launch-deepspeed-slurm")])
 def test_same_losses_in_slurm(slurm, job, by_itself, tmp_path, launcher):
     check(slurm.hosts, job, by_itself, tmp_path / "run", launcher)
 
