@@ -7,9 +7,9 @@ is written as the checkpoint of a run of tensor 2 x pipeline 2, one tensor after
 the comparison by transformers' modules; then four ranks start from the exported folder (`model.weights`), which the
 kernel was asked to forget, once as tensor 2 x pipeline 2 and once as tensor 4.
 
-start, peak    the process's resident memory before, with torch and transformers loaded, and at most (VmRSS; VmHWM,
-               reset before): of all kinds, mapped files and what transformers' modules take when they are imported
-               included. With ranks, the rank that grew most; "model" is a rank's share of the model.
+start, peak    the process's resident memory before, with torch, its compiler and transformers loaded, and at most
+               (VmRSS; VmHWM, reset before): of all kinds, mapped files and what transformers' modules take when they
+               are imported included. With ranks, the rank that grew most; "model" is a rank's share of the model.
 read           bytes that a rank read (rchar of /proc/self/io), headers included, as a multiple of those of the slices
                that it holds, in the files' type; the most of any rank.
 from disk      bytes that all ranks together had to have from the disk (read_bytes), as a multiple of the files' bytes.
@@ -148,6 +148,7 @@ def counters() -> dict[str, int]:
 
 def exporting(checkpoint: Path, destination: Path) -> dict[str, float]:
     import torch
+    import torch._dynamo  # transformers' modules import the compiler
     import transformers  # noqa: F401
 
     from megalite.convert.huggingface.export import export

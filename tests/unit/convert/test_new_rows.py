@@ -12,6 +12,7 @@ from megalite.convert.huggingface.load import HuggingFaceReader
 from megalite.errors import CheckpointError
 from megalite.topology.parameters import EMBEDDING, HEAD
 from megalite.topology.sharding import TensorSlice
+from tests.support.parity import assert_close
 from tests.support.tiny import tiny_shape
 from tests.unit.convert.exporting import lively_stage, save_stage
 
@@ -35,7 +36,7 @@ def test_every_region_has_the_files_rows_and_their_mean(
             expected = torch.cat([held, mean.expand(MORE - ROWS, -1)])
             for first, last in ((0, 54), (54, MORE), (100, 103), (102, 105)):
                 found = reader.read("weight", name, TensorSlice((first, 0), (last - first, width)))
-                torch.testing.assert_close(found, expected[first:last], rtol=0, atol=0)
+                assert_close(found, expected[first:last], rtol=0)
 
 
 def test_without_added_tokens_a_larger_vocabulary_is_refused(tmp_path: Path) -> None:
