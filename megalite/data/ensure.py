@@ -242,7 +242,7 @@ def _rows(config: RunConfig, found: Mapping[str, Sequence[Path]]) -> Iterator[st
 def _check_prepared(each: _Set, prefix: Path, tokenizer: Tokenizer | None, data: DataConfig) -> None:
     """Raise DataError unless a given token file opens, has this tokenizer, and fits the settings of `data`."""
     file = TokenFile.open(prefix)
-    if data.document_mask:
+    if data.document_mask and data.kind == "text":
         if tokenizer is None:
             raise DataError(
                 f"data.document_mask looks for the end-of-document id, and {bin_path(prefix)} has no tokenizer to take "

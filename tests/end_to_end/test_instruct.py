@@ -172,6 +172,15 @@ def test_validation_counts_the_answers_only(shared_data, questions, tmp_path):
     assert_close(record["validation_loss"], total / count, rtol=FLOAT32_RTOL)
 
 
+def test_prepared_conversations_train_as_they_are(shared_data, questions, tmp_path):
+    first = Trainer(configured(shared_data, questions, tmp_path / "run", training={"steps": 1})).train()
+    prefix = tmp_path / "run" / "data" / "train"
+    again = configured(
+        shared_data, prefix, tmp_path / "again", training={"steps": 1}, data={"document_mask": True}
+    )
+    assert Trainer(again).train().metrics[0]["loss"] == first.metrics[0]["loss"]
+
+
 def test_a_bad_line_ends_the_run_before_it_starts_and_leaves_nothing_half_written(
     shared_data, questions, tmp_path
 ):

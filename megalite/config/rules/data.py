@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from megalite.config.facts import Facts
+from megalite.config.text_sections import DataConfig
 from megalite.config.toml import shown
 from megalite.errors import Problem
 
@@ -111,15 +112,11 @@ def every_loader_worker_has_a_step(facts: Facts) -> Iterator[Problem]:
         yield Problem("data.loader_workers", message, remedy)
 
 
-_FOR_CONVERSATIONS = {"train_on": "answers", "packing": "best_fit", "too_long": "truncate"}
-
-
-def settings_of_conversations_have_some(facts: Facts) -> Iterator[Problem]:
+def settings_of_conversations_need_some(facts: Facts) -> Iterator[Problem]:
     if facts.data.kind == "instruct":
         return
-    changed = [
-        f"data.{name}" for name, usual in _FOR_CONVERSATIONS.items() if getattr(facts.data, name) != usual
-    ]
+    fields, names = DataConfig.model_fields, ("train_on", "packing", "too_long")
+    changed = [f"data.{name}" for name in names if getattr(facts.data, name) != fields[name].default]
     changed += ["tokenizer.chat_template"] if facts.tokenizer.chat_template is not None else []
     for key in changed:
         message = 'has no effect with data.kind = "text"'
@@ -149,6 +146,6 @@ DATA_RULES = (
     split_shares_add_up,
     validation_is_other_text,
     every_loader_worker_has_a_step,
-    settings_of_conversations_have_some,
+    settings_of_conversations_need_some,
     conversations_have_no_settings_of_text,
 )

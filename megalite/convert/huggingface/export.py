@@ -196,7 +196,8 @@ def _write_tokenizer(manifest: Manifest, source: Path, folder: Path) -> dict[str
         config = _tokenizer_config(folder)
     template = (manifest.config.get("tokenizer") or {}).get("chat_template")
     if template is not None:
-        (folder / "chat_template.jinja").write_text(load_chat_template(source, template).for_export)
+        text = load_chat_template(source, template).for_export
+        (folder / "chat_template.jinja").write_text(text, encoding="utf-8")
     return _token_ids(tokenizer, config)
 
 

@@ -357,13 +357,13 @@ INSTRUCT_CASES = [
         {"tokenizer.add_tokens": ["<a>", "<b>"]},
     ),
     Case(
-        "settings_of_conversations_have_some",
+        "settings_of_conversations_need_some",
         {"data.train_on": "last"},
         'data.train_on: has no effect with data.kind = "text"; delete it, or set data.kind = "instruct"',
         {"data.kind": "instruct"},
     ),
     Case(
-        "settings_of_conversations_have_some",
+        "settings_of_conversations_need_some",
         {"tokenizer.chat_template": "chatml"},
         'tokenizer.chat_template: has no effect with data.kind = "text"; delete it, or set data.kind = "instruct"',
         {"data.kind": "instruct"},
