@@ -11,6 +11,7 @@ from pydantic.fields import FieldInfo
 from megalite.config.describe import section_models, type_names
 from megalite.config.schema import ParameterGroupConfig
 from megalite.config.section import Section
+from megalite.config.text_sections import BlendPart, CurriculumPart
 from megalite.config.toml import format_value
 
 PAGE = Path(__file__).parent / "configuration.md"
@@ -39,6 +40,9 @@ def page() -> str:
         lines += _section(f"[{name}]", model)
         if name == "optimizer":
             lines += _section("[[optimizer.groups]]", ParameterGroupConfig)
+        if name == "data":
+            lines += _section("[[data.blend]]", BlendPart)
+            lines += _section("[[data.curriculum]]", CurriculumPart)
     return "\n".join(lines).rstrip("\n") + "\n"
 
 

@@ -7,23 +7,28 @@ from pathlib import Path
 from megalite.checkpoint.manifest import ITEM_BYTES, WEIGHT, Manifest, TensorEntry
 from megalite.checkpoint.regions import contains, full_slice, signed_corners
 from megalite.errors import CheckpointError, listed
-from megalite.topology.parameters import canonical_tensors
 from megalite.topology.sharding import TensorSlice
+from megalite.topology.state import state_tensors
+
+# Above any model in use; an adapter may be in a few layers only.
+_MOST_LAYERS = 1000
 
 
 def check_coverage(manifest: Manifest, source: Path) -> None:
     """Raise CheckpointError unless each element of each tensor of the model is stored exactly once.
 
-    Checked for each state key: the flat ranges must cover each region without gap or overlap, and the regions must tile
-    the tensor.
+    Checked for each state key, over the tensors that have such a state: the flat ranges must cover each region without
+    gap or overlap, and the regions must tile the tensor.
     """
     layers, weights = manifest.model.num_hidden_layers, manifest.tensors.get(WEIGHT, {})
-    if layers > len(weights):  # before a hostile number of names is allocated
+    most = len(weights) if manifest.model.adapter is None else max(len(weights), _MOST_LAYERS)
+    if layers > most:  # before a hostile number of names is allocated
         raise CheckpointError(
             f"{source}: its model has {layers} layers, but there are only {len(weights)} weights"
         )
-    expected = canonical_tensors(manifest.model)
-    for key, entries in {WEIGHT: {}, **manifest.tensors}.items():
+    held = {WEIGHT: {}, **manifest.tensors}
+    for key, expected in state_tensors(manifest.model, held.keys()).items():
+        entries = held[key]
         missing, extra = expected.keys() - entries.keys(), entries.keys() - expected.keys()
         if missing or extra:
             raise CheckpointError(

@@ -127,7 +127,7 @@ def by_key(pieces: Iterable[Piece]) -> dict[str, Piece]:
 def _whole_weights(replica: Replica) -> Iterator[StateShard]:
     """The weights that every data-parallel rank holds; the ranks take turns to write them."""
     copies, tensors = replica.mesh.dense_gradients, replica.tensors
-    for index, parameter in enumerate(replica.parameters):
+    for index, parameter in enumerate(replica.trained):
         owned = index % copies.size == copies.rank
         yield StateShard(parameter, WEIGHT, 0, tensors[parameter.name].detach().reshape(-1), owned)
 

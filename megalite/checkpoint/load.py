@@ -1,9 +1,9 @@
 """Loading a checkpoint into any layout: every rank looks up its regions by name."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -55,7 +55,7 @@ def load_checkpoint(
             partitions = None if optimizer is None else optimizer.weights()
             if partitions is None:
                 tensors = replica.tensors
-                for parameter in replica.parameters:
+                for parameter in replica.trained:
                     load_parameter(reader, parameter, tensors[parameter.name], mesh, state_key)
             for shard in partitions or ():
                 _load_shard(reader, shard, state_key, mesh)
@@ -127,14 +127,25 @@ def check_fits(manifest: Manifest, shape: ModelShape, checkpoint: Path) -> None:
     free = {*_FREE_FIELDS} - ({"max_position_embeddings"} if dynamic else set())
     differing = [name for name in wanted if wanted[name] != written[name] and name not in free]
     if differing:
-        lines = [
-            f"model.{name}: {wanted[name]} here, {written[name]} in the checkpoint" for name in differing
-        ]
+        lines = [line for name in differing for line in _difference(name, wanted[name], written[name])]
         raise CheckpointError(
             "\n  ".join(
                 [f"{checkpoint} is a checkpoint of another model; use the settings of its model", *lines]
             )
         )
+
+
+def _difference(name: str, here: Any, there: Any) -> Iterator[str]:
+    """Yield each setting that differs, with both values."""
+    if name == "adapter" and here is not None and there is not None and here.keys() == there.keys():
+        for each in here:
+            if here[each] != there[each]:
+                yield f"adapter.{each}: {here[each]} here, {there[each]} in the checkpoint"
+    elif name == "adapter":
+        kinds = ["none" if each is None else "lora" if "rank" in each else "prefix" for each in (here, there)]
+        yield f"adapter.kind: {kinds[0]} here, {kinds[1]} in the checkpoint"
+    else:
+        yield f"model.{name}: {here} here, {there} in the checkpoint"
 
 
 def _exact_weights(manifest: Manifest) -> str:

@@ -60,6 +60,17 @@ class TensorEntry:
 
 
 @dataclass(frozen=True)
+class Base:
+    """The frozen weights of a model with an adapter: a Hugging Face folder, or org/name@commit of the Hub.
+
+    fingerprint: a hash of samples of its files, by which other weights are noticed.
+    """
+
+    weights: str
+    fingerprint: str
+
+
+@dataclass(frozen=True)
 class Manifest:
     """Everything about a checkpoint except the elements of its tensors.
 
@@ -67,6 +78,7 @@ class Manifest:
     config: the resolved run configuration. optimizer: JSON scalars of the optimizer.
     tensors: state key -> canonical name -> entry; state keys are "weight" and the optimizer's ("exp_avg", ...).
     files: name -> size in bytes of each safetensors file.
+    base: with an adapter, the frozen weights beside it, which the checkpoint does not hold.
     """
 
     megalite: str
@@ -79,6 +91,7 @@ class Manifest:
     optimizer: Mapping[str, Any]
     tensors: Mapping[str, Mapping[str, TensorEntry]]
     files: Mapping[str, int]
+    base: Base | None = None
 
     @property
     def step(self) -> int:

@@ -8,10 +8,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from megalite.checkpoint.manifest import ITEM_BYTES, Manifest, Shard, TensorEntry
+from megalite.checkpoint.manifest import ITEM_BYTES, Base, Manifest, Shard, TensorEntry
 from megalite.checkpoint.strict_json import is_int, parse, without_collections
 from megalite.errors import CheckpointError
 from megalite.families.registry import FAMILIES
+from megalite.topology.adapter import Adapter, Lora, Prefix
 from megalite.topology.axes import Layout
 from megalite.topology.shape import ModelShape, RopeScaling
 
@@ -87,7 +88,11 @@ def manifest_of(content: Mapping[str, Any]) -> Manifest:
         key: {name: _entry(f"{key} of {name}", entry, files) for name, entry in entries.items()}
         for key, entries in content["tensors"].items()
     }
+    base = content.get("base")
+    for name, value in (base or {}).items():
+        _require(isinstance(value, str), "base", name, value)
     fields = {
+        "base": None if base is None else Base(**base),
         "layout": layout,
         "model": _model(content["model"]),
         "stage_layers": tuple(map(tuple, content["stage_layers"])),
@@ -104,14 +109,13 @@ def _model(content: Mapping[str, Any]) -> ModelShape:
     given = content.get("rope_scaling")
     scaling = None
     if given is not None:
-        listed: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in given.items()
-        }
-        scaling = _checked(RopeScaling(**listed))
+        scaling = _checked(RopeScaling(**{name: _as_tuple(value) for name, value in given.items()}))
     fields = {_RENAMED.get(name, name): value for name, value in content.items()}
     if fields.get("qk_norm") in (True, False):
         fields["qk_norm"] = "head" if fields["qk_norm"] else None
-    model = _checked(ModelShape(**{**fields, "rope_scaling": scaling}))
+    model = _checked(
+        ModelShape(**{**fields, "rope_scaling": scaling, "adapter": _adapter(fields.get("adapter"))})
+    )
     _require(model.family in FAMILIES, "model", "family", model.family)
     for name in ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"):
         value = getattr(model, name)
@@ -126,7 +130,25 @@ def _model(content: Mapping[str, Any]) -> ModelShape:
     return model
 
 
-T = TypeVar("T", ModelShape, RopeScaling)
+def _adapter(given: Mapping[str, Any] | None) -> Adapter | None:
+    if given is None:
+        return None
+    fields = {name: _as_tuple(value) for name, value in given.items()}
+    if "rank" in fields:
+        lora = _checked(Lora(**fields))
+        _require(0 < lora.rank < _MOST_POSITIONS, "model.adapter", "rank", lora.rank)
+        return lora
+    prefix = _checked(Prefix(**fields))
+    for name, value in (("tokens", prefix.tokens), ("projection", prefix.projection)):
+        _require(value is None or 0 < value < _MOST_POSITIONS, "model.adapter", name, value)
+    return prefix
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+T = TypeVar("T", ModelShape, RopeScaling, Lora, Prefix)
 
 
 def _checked(made: T) -> T:

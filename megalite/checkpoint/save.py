@@ -14,7 +14,7 @@ import torch
 from megalite.checkpoint.draft import Draft, by_key, pieces_of
 from megalite.checkpoint.failures import OF_A_RUN, Remedies, explain
 from megalite.checkpoint.folder import partial_name, published_name
-from megalite.checkpoint.manifest import Manifest
+from megalite.checkpoint.manifest import Base, Manifest
 from megalite.checkpoint.publish import remove_stale
 from megalite.errors import CheckpointError
 from megalite.model.replica import Replica
@@ -31,16 +31,18 @@ def save_checkpoint(
     trainer_state: Mapping[str, int],
     config: Mapping[str, Any],
     remedies: Remedies = OF_A_RUN,
+    base: Base | None = None,
 ) -> Path:
     """Write `folder`/step-NNNNNN and make `latest` name it; collective over the world, which shares it.
 
-    trainer_state: at least step, samples and tokens. Each element is written by exactly one rank: weights by
+    trainer_state: at least step, samples and tokens. base: the weights beside an adapter.
+    Each element is written by exactly one rank: weights by
     the data-parallel ranks in turn, optimizer state by its owner, what several tp ranks hold by the first of
     them, tied tensors by their first stage. Raises CheckpointError, on every rank alike, when any rank fails;
     older checkpoints stay as they were.
     """
     draft = draft_checkpoint(
-        folder, replica, optimizer, trainer_state=trainer_state, config=config, remedies=remedies
+        folder, replica, optimizer, trainer_state=trainer_state, config=config, remedies=remedies, base=base
     )
     write_draft(draft, replica.mesh)
     return draft.published
@@ -73,6 +75,7 @@ def draft_checkpoint(
     trainer_state: Mapping[str, int],
     config: Mapping[str, Any],
     remedies: Remedies = OF_A_RUN,
+    base: Base | None = None,
 ) -> Draft:
     """List what each rank has to write, and make the partial folder if the disk has room for all ranks.
 
@@ -90,6 +93,7 @@ def draft_checkpoint(
         optimizer=dict(optimizer.scalars()),
         tensors={},
         files={},
+        base=base,
     )
     pieces = all_or_none(mesh, lambda: by_key(pieces_of(replica, optimizer)), explain(mesh, "list", folder))
     where = folder / mesh.broadcast_object(partial_name(step, secrets.token_hex(4)))

@@ -11,13 +11,19 @@ from megalite.config.flags import split_overrides
 from megalite.config.load import LoadedRun, load_run
 from megalite.config.presets import PRESETS
 from megalite.config.schema import STARTING_POINTS, ModelConfig
-from megalite.config.summary import parameters_line, rank_share_line
+from megalite.config.summary import (
+    STATE_BYTES,
+    TOKENS_PER_PARAMETER,
+    memory_text,
+    parameters_line,
+    rank_share_line,
+    tokens_text,
+)
 from megalite.config.toml import format_key, format_value
 from megalite.topology.parameters import parameter_count
 
 _COLUMN = 40
 _OWN_VOCABULARY = 16384
-_STATE_BYTES = 18
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -94,17 +100,15 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _preset_lines() -> Iterator[str]:
-    yield f"{'model.preset':<18}{'family':<9}{'parameters':>15}{'bf16 weights':>14}{'AdamW state':>14}"
+    columns = f"{'parameters':>15}{'bf16 weights':>14}{'AdamW state':>14}{'tokens':>10}"
+    yield f"{'model.preset':<18}{'family':<9}{columns}"
     for name, preset in PRESETS.items():
         model = ModelConfig(**preset)
         count = parameter_count(model.shape(_OWN_VOCABULARY))
-        weights, state = (_size(count * each) for each in (2, _STATE_BYTES))
-        yield f"{name:<18}{model.family:<9}{count:>15,}{weights:>14}{state:>14}"
+        weights, state = (memory_text(count * each) for each in (2, STATE_BYTES))
+        tokens = tokens_text(count * TOKENS_PER_PARAMETER)
+        yield f"{name:<18}{model.family:<9}{count:>15,}{weights:>14}{state:>14}{tokens:>10}"
     yield ""
-    yield f"AdamW state: {_STATE_BYTES} bytes per parameter over all ranks (bf16 weights 2, gradients 4, fp32 weights"
-    yield "4, moments 8), without activations."
+    yield f"AdamW state: {STATE_BYTES} bytes per parameter over all ranks (bf16 weights 2, gradients 4, fp32 weights"
+    yield f"4, moments 8), without activations. tokens: {TOKENS_PER_PARAMETER} per parameter, to train from nothing."
     yield f"Presets without a fixed vocabulary are counted with {_OWN_VOCABULARY:,} tokens."
-
-
-def _size(size_bytes: int) -> str:
-    return f"{size_bytes / 2**30:,.1f} GiB" if size_bytes >= 0.1 * 2**30 else f"{size_bytes / 2**20:.0f} MiB"

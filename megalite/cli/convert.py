@@ -4,6 +4,7 @@ import argparse
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megalite.checkpoint.folder import (
     checkpoints_of,
@@ -20,6 +21,9 @@ from megalite.errors import CheckpointError
 from megalite.families.registry import FAMILIES
 from megalite.families.table import family_page
 from megalite.topology.state import EMA, MASTER
+
+if TYPE_CHECKING:
+    import torch
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -39,6 +43,8 @@ def _export(options: argparse.Namespace) -> int:
     from megalite.checkpoint.tensor_file import DTYPES
     from megalite.convert.huggingface.export import export
 
+    if options.adapter:
+        return _export_adapter(options, checkpoints, tokenizer, DTYPES[options.dtype])
     result = export(
         checkpoints,
         options.output,
@@ -46,6 +52,7 @@ def _export(options: argparse.Namespace) -> int:
         dtype=DTYPES[options.dtype],
         shard_size_bytes=options.shard_size,
         weights=options.weights,
+        base=options.base,
     )
     source = str(newest) if len(checkpoints) == 1 else f"the average of {', '.join(map(str, checkpoints))}"
     print(f"{result.folder}: from {source}, {len(result.files)} weight file(s) of {options.dtype}")
@@ -54,6 +61,18 @@ def _export(options: argparse.Namespace) -> int:
     print("compared with transformers (largest absolute and relative difference):")
     for check in result.comparisons:
         print(f"  {check.what:<32} {check.absolute:9.1e} {check.relative:9.1e}")
+    return 0
+
+
+def _export_adapter(
+    options: argparse.Namespace, checkpoints: list[Path], tokenizer: Path | None, dtype: "torch.dtype"
+) -> int:
+    from megalite.convert.peft.export import export_adapter
+
+    if len(checkpoints) > 1:
+        raise CheckpointError("--adapter writes the adapter of one checkpoint; name one")
+    done = export_adapter(checkpoints[0], options.output, tokenizer, dtype=dtype, weights=options.weights)
+    print(f"{done.folder}: an adapter of {done.trained:,} values, from {checkpoints[0]}")
     return 0
 
 
@@ -112,6 +131,14 @@ def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     _add_checkpoint(export, nargs="+", more="; several: the average of their weights")
     export.add_argument(
         "output", type=Path, metavar="OUTPUT", help="folder to write; an earlier export is replaced"
+    )
+    export.add_argument(
+        "--adapter",
+        action="store_true",
+        help="write a checkpoint's adapter alone, for PEFT (default: merged)",
+    )
+    export.add_argument(
+        "--base", type=Path, metavar="FOLDER", help="the weights beside the adapter, where they have moved"
     )
     averaged = export.add_mutually_exclusive_group()
     averaged.add_argument(

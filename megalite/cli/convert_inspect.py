@@ -9,7 +9,8 @@ from megalite.checkpoint.coverage import check_coverage
 from megalite.checkpoint.folder import find_checkpoint, require_whole
 from megalite.checkpoint.manifest import MANIFEST, WEIGHT, Manifest
 from megalite.checkpoint.strict_json import parse
-from megalite.convert.huggingface.files import headers, is_folder_of_weights
+from megalite.config.peft import ADAPTER_CONFIG, ADAPTER_FILE
+from megalite.convert.huggingface.files import header_of, headers, is_folder_of_weights
 from megalite.convert.megatron.folder import is_megatron_folder
 from megalite.convert.universal.folder import find_universal
 from megalite.errors import CheckpointError
@@ -29,6 +30,8 @@ def inspect_checkpoint(options: argparse.Namespace) -> int:
         return 0
     if is_folder_of_weights(options.checkpoint) and not (options.checkpoint / MANIFEST).is_file():
         return _inspect_huggingface(options.checkpoint)
+    if (options.checkpoint / ADAPTER_CONFIG).is_file():
+        return _inspect_adapter(options.checkpoint)
     checkpoint = find_checkpoint(options.checkpoint)
     manifest = require_whole(checkpoint)
     check_coverage(manifest, checkpoint)
@@ -45,6 +48,17 @@ def inspect_checkpoint(options: argparse.Namespace) -> int:
                 shards = len(entry.shards)
                 where = f"{shards} shard{'s' * (shards > 1)}"
                 print(f"  {name:<{width}}  {_by(entry.shape):>16}  {entry.dtype}  {where}")
+    return 0
+
+
+def _inspect_adapter(folder: Path) -> int:
+    """Print the tensors of an adapter that PEFT, or an export, has saved."""
+    entries = header_of(folder / ADAPTER_FILE)
+    print(f"{folder}: an adapter in PEFT's format, {len(entries):,} tensors")
+    print(f"{WEIGHT}: {sum(prod(entry.shape) for entry in entries.values()):,} elements")
+    width = max(map(len, entries), default=0)
+    for name, entry in entries.items():
+        print(f"  {name:<{width}}  {_by(entry.shape):>16}  {entry.dtype}")
     return 0
 
 
@@ -87,6 +101,7 @@ def _facts(manifest: Manifest) -> list[str]:
         f"megalite {manifest.megalite}, torch {manifest.torch}",
         f"model: {model}",
         f"optimizer: {dict(manifest.optimizer)}",
+        *([] if manifest.base is None else [f"beside an adapter, the weights of {manifest.base.weights}"]),
     ]
 
 

@@ -8,23 +8,48 @@ from typing import TYPE_CHECKING, Any
 
 from megalite.cli.arguments import Parser, whole_number
 from megalite.cli.tokenizer import add_source_options
-from megalite.config.describe import setting
+from megalite.config.describe import setting, type_names
 
 if TYPE_CHECKING:
+    from megalite.data.conversation_encoding import ChatEncoding
     from megalite.data.prepared import PreparedFacts
     from megalite.data.split import Split
+    from megalite.data.tokenizer import Tokenizer
+
+_OF_CONVERSATIONS = ("chat_template", "train_on", "sequence_length", "too_long")
 
 
 def run(arguments: Sequence[str]) -> int:
     """Run `megalite data prepare` or `inspect` and return the exit code. Raises DataError."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.command is _prepare:
+        _check_kind(parser, options)
     command: Callable[[argparse.Namespace], int] = options.command
     return command(options)
 
 
+def _check_kind(parser: Parser, options: argparse.Namespace) -> None:
+    """End with one line if options of conversations and of text are mixed."""
+    kind = options.kind
+    if kind != "text" and options.sequence_length is None:
+        parser.error(f"--kind {kind} needs --sequence-length, the training.sequence_length of the runs")
+    if kind != "text" and options.text_column != setting("data.text_column").default:
+        parser.error(f"argument --text-column: has no effect with --kind {kind}")
+    for name in _OF_CONVERSATIONS if kind == "text" else ():
+        if getattr(options, name) is not None:
+            parser.error(f"argument --{name.replace('_', '-')}: has no effect without --kind instruct")
+    if kind == "preference" and options.train_on is not None:
+        parser.error("argument --train-on: has no effect with --kind preference")
+    if kind == "preference" and options.min_length:
+        parser.error("argument --min-length: would leave out one answer of a pair")
+    if kind == "preference" and options.too_long == "keep":
+        parser.error('argument --too-long: keep is for data.packing = "concatenate", not for pairs')
+
+
 def _prepare(options: argparse.Namespace) -> int:
     # Imported here, so that --help does not wait for these libraries.
-    from megalite.data.corpus import Corpus
+    from megalite.data.conversation_corpus import CORPUS_OF
     from megalite.data.prepare import Preparation, prepare_outputs
     from megalite.data.split import Split
     from megalite.data.tokenizer import load_tokenizer
@@ -32,12 +57,18 @@ def _prepare(options: argparse.Namespace) -> int:
     from megalite.monitor.preparation import PreparationConsole, counted, megabytes
 
     split = Split(tuple(options.split), options.seed)
+    opened = CORPUS_OF[options.kind].open(
+        options.source, text_column=options.text_column, pattern=options.pattern
+    )
+    tokenizer = load_tokenizer(_tokenizer_folder(options), end_of_document=options.end_of_document)
     preparation = Preparation(
-        Corpus.open(options.source, text_column=options.text_column, pattern=options.pattern),
-        load_tokenizer(_tokenizer_folder(options), end_of_document=options.end_of_document),
+        opened,
+        tokenizer,
         outputs=tuple(_outputs(options.output, split)),
         min_length=options.min_length,
         split=split,
+        sequence_length=options.sequence_length or 1,
+        chat=_chat(options, tokenizer),
     )
     _refuse_foreign(preparation.outputs)
     standing = preparation.done()
@@ -50,7 +81,7 @@ def _prepare(options: argparse.Namespace) -> int:
     corpus = preparation.corpus
     console.begin(f"tokenizing {megabytes(corpus.size_bytes)} of text ({counted(len(corpus.files), 'file')})")
     prepared = prepare_outputs(preparation, workers=workers, progress=console.progress)
-    seconds = console.end(f"{counted(sum(facts.documents for facts in prepared), 'document')}")
+    seconds = console.end(counted(sum(facts.documents for facts in prepared), _document(prepared[0])))
     for prefix, facts in zip(preparation.outputs, prepared, strict=True):
         print(f"{prefix}: {_counts(facts)}")
     tokens = sum(facts.tokens for facts in prepared)
@@ -60,10 +91,30 @@ def _prepare(options: argparse.Namespace) -> int:
     return 0
 
 
+def _chat(options: argparse.Namespace, tokenizer: "Tokenizer") -> "ChatEncoding | None":
+    """Return how conversations are encoded; None for text."""
+    if options.kind == "text":
+        return None
+    from megalite.data.chat_settings import chat_encoding
+
+    train_on = options.train_on or setting("data.train_on").default
+    too_long = options.too_long or setting("data.too_long").default
+    return chat_encoding(
+        tokenizer,
+        options.chat_template,
+        train_on,
+        options.sequence_length,
+        too_long,
+        kind=options.kind,
+    )
+
+
 def _tokenizer_folder(options: argparse.Namespace) -> Path:
-    """Return the tokenizer's folder; one of another format is first converted into a folder next to the output."""
+    """Return the tokenizer's folder; one of another format, or with added tokens, is made next to the output."""
     from megalite.data.tokenizer_import import foreign_tokenizer
 
+    if options.add_tokens:
+        return _with_added_tokens(options)
     foreign = foreign_tokenizer(options.tokenizer)
     if foreign is None:
         given: Path = options.tokenizer
@@ -71,6 +122,24 @@ def _tokenizer_folder(options: argparse.Namespace) -> Path:
     folder: Path = options.output.with_name(f"{options.output.name}-tokenizer")
     foreign.write_into(folder, options.end_of_document or foreign.end_of_document)
     return folder
+
+
+def _with_added_tokens(options: argparse.Namespace) -> Path:
+    """Return the folder of the tokenizer with --add-tokens, the same one that a run makes of tokenizer.add_tokens."""
+    from megalite.config.text_sections import TokenizerConfig
+    from megalite.data.run_tokenizer import TokenizerRequest, run_tokenizer
+    from megalite.monitor.preparation import PreparationConsole
+
+    settings = TokenizerConfig(
+        path=str(options.tokenizer),
+        end_of_document=options.end_of_document,
+        add_tokens=tuple(options.add_tokens),
+    )
+    folder: Path = options.output.with_name(f"{options.output.name}-tokenizer")
+    request = TokenizerRequest(settings, folder, (), (), rows=None, refuse_change=lambda _: None)
+    made = run_tokenizer(request, PreparationConsole(sys.stderr))
+    assert made is not None, "a path was given"
+    return made
 
 
 def _outputs(prefix: Path, split: "Split") -> list[Path]:
@@ -103,8 +172,15 @@ def _inspect(options: argparse.Namespace) -> int:
 
 
 def _counts(facts: "PreparedFacts") -> str:
-    short = f" ({facts.short_documents:,} shorter ones skipped)" if facts.short_documents else ""
-    return f"{facts.documents:,} documents{short}, {facts.tokens:,} tokens of {facts.dtype}"
+    left_out = [f"{facts.short_documents:,} shorter ones skipped"] if facts.short_documents else []
+    left_out += [f"{facts.truncated_documents:,} longer ones cut"] if facts.truncated_documents else []
+    left_out += [f"{facts.dropped_documents:,} longer ones left out"] if facts.dropped_documents else []
+    others = f" ({', '.join(left_out)})" if left_out else ""
+    return f"{facts.documents:,} {_document(facts)}s{others}, {facts.tokens:,} tokens of {facts.dtype}"
+
+
+def _document(facts: "PreparedFacts") -> str:
+    return {"instruct": "conversation", "preference": "answer"}.get(facts.kind, "document")
 
 
 class _Shares(argparse.Action):
@@ -125,10 +201,33 @@ class _Shares(argparse.Action):
         setattr(options, self.dest, values)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _add_conversation_options(prepare: argparse.ArgumentParser) -> None:
+    """Add --kind and the settings of conversations, which have no effect on text."""
+    kind, train_on, too_long = (setting(f"data.{name}") for name in ("kind", "train_on", "too_long"))
+    prepare.add_argument(
+        "--kind", choices=type_names(kind.annotation), default=kind.default, help=kind.description
+    )
+    prepare.add_argument(
+        "--chat-template", metavar="NAME", help=setting("tokenizer.chat_template").description
+    )
+    prepare.add_argument("--train-on", choices=type_names(train_on.annotation), help=train_on.description)
+    prepare.add_argument(
+        "--sequence-length",
+        type=whole_number(1),
+        metavar="N",
+        help="instruct: training.sequence_length of the runs that will train on the files",
+    )
+    prepare.add_argument(
+        "--too-long",
+        choices=[*type_names(too_long.annotation), "keep"],
+        help=f'{too_long.description}; keep: for data.packing = "concatenate"',
+    )
+
+
+def _parser() -> Parser:
     parser = Parser(prog="megalite data", description=__doc__)
     commands = parser.add_subparsers()
-    prepare = commands.add_parser("prepare", help="tokenize text into X.bin and X.idx")
+    prepare = commands.add_parser("prepare", help="tokenize text or conversations into X.bin and X.idx")
     add_source_options(prepare)
     prepare.add_argument(
         "--tokenizer",
@@ -165,6 +264,14 @@ def _parser() -> argparse.ArgumentParser:
     prepare.add_argument(
         "--seed", type=int, default=setting("run.seed").default, help="random seed of the split"
     )
+    prepare.add_argument(
+        "--add-tokens",
+        nargs="+",
+        default=[],
+        metavar="TOKEN",
+        help=setting("tokenizer.add_tokens").description,
+    )
+    _add_conversation_options(prepare)
     prepare.set_defaults(command=_prepare)
     inspect = commands.add_parser("inspect", help="print counts, lengths and the first documents")
     inspect.add_argument("prefix", type=Path, metavar="X", help="prefix of the files, without .bin or .idx")

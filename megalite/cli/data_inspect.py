@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.text import Text
 
-from megalite.data.bins import Strategy
-from megalite.data.conversation_rows import ConversationRows
+from megalite.config.text_sections import DataConfig
+from megalite.data.conversation_rows import rows_of
+from megalite.data.preference import ANSWERS
 from megalite.data.prepared import PreparedFacts, prepared_facts, recorded_tokenizer
 from megalite.data.summary import length_counts, repeated_documents
 from megalite.data.token_file import TokenFile
@@ -35,14 +36,17 @@ def inspect(prefix: Path, documents: int, *, duplicates: bool) -> int:
         print(f"from {', '.join(facts.sources)} ({facts.files:,} files)")
         print(f"tokenizer {facts.tokenizer} ({facts.vocab_size:,} ids)")
     _show_lengths(file.document_lengths)
-    if facts is not None and facts.kind == "instruct":
+    if facts is not None and facts.kind != "text":
         _show_conversation_facts(file, facts)
     decode = _decoder(file, facts)
     if duplicates:
         _show_repeated(file, decode)
     for index in range(min(documents, file.num_documents)):
-        if facts is not None and facts.kind == "instruct":
-            _show_conversation(index, file.document(index), decode)
+        if facts is not None and facts.kind != "text":
+            name = f"conversation {index}"
+            if facts.kind == "preference":
+                name = f"pair {index // 2}, {ANSWERS[index % 2]}"
+            _show_conversation(name, file.document(index), decode)
         else:
             ids = file.document(index)
             print(f"--- document {index}, {len(ids):,} tokens\n{_start(ids, decode)}")
@@ -63,12 +67,17 @@ def _show_lengths(lengths: NDArray[np.int64]) -> None:
 
 def _show_conversation_facts(file: TokenFile, facts: PreparedFacts) -> None:
     trained = int(is_trained(file.tokens).sum())
-    print(f"in the loss: {trained:,} tokens ({trained / max(1, file.num_tokens):.1%})")
+    how = f", train_on {facts.train_on}, chat template {facts.chat_template}" if facts.train_on else ""
+    print(f"in the loss: {trained:,} tokens ({trained / max(1, file.num_tokens):.1%}){how}")
     if facts.truncated_documents or facts.dropped_documents:
         lost = f"{facts.truncated_documents:,} cut, {facts.dropped_documents:,} left out"
         print(f"longer than {facts.sequence_length:,} tokens: {lost}")
-    rows = [ConversationRows(file, facts.sequence_length, each, 0) for each in get_args(Strategy)]
-    fills = ", ".join(f"{each.packing} {each.fill:.1%}" for each in rows)
+    packings = get_args(DataConfig.model_fields["packing"].annotation)
+    if facts.kind == "preference":
+        packings = ("none",)
+    elif file.num_documents and file.document_lengths.max() > facts.sequence_length + 1:
+        packings = ("concatenate",)
+    fills = ", ".join(f"{each} {rows_of(file, facts.sequence_length, each, 0).fill:.1%}" for each in packings)
     print(f"sequences of {facts.sequence_length:,} tokens, filled by data.packing: {fills}")
 
 
@@ -98,10 +107,10 @@ def _start(ids: NDArray[Any], decode: Callable[[list[int]], str]) -> str:
     return text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "..."
 
 
-def _show_conversation(index: int, tokens: NDArray[Any], decode: Callable[[list[int]], str]) -> None:
+def _show_conversation(name: str, tokens: NDArray[Any], decode: Callable[[list[int]], str]) -> None:
     """Print a conversation with its trained tokens in green; in brackets where the output has no colours."""
     trained = is_trained(tokens)
-    print(f"--- conversation {index}, {len(tokens):,} tokens, {int(trained.sum()):,} trained")
+    print(f"--- {name}, {len(tokens):,} tokens, {int(trained.sum()):,} trained")
     console, shown = Console(soft_wrap=True), Text()
     borders = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(tokens)]
     for start, end in itertools.pairwise(borders):

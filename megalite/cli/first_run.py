@@ -7,6 +7,7 @@ from megalite.config.draft import Draft
 from megalite.config.flags import COMMAND_LINE, apply_overrides
 from megalite.config.rules.places import exists, is_prepared, prefix_of
 from megalite.config.starter import SIZES, Starter
+from megalite.data.conversation_corpus import CORPUS_OF
 from megalite.data.measure import measure_text
 from megalite.data.standard_library import STANDARD_LIBRARY
 from megalite.errors import ConfigError, Problem
@@ -33,7 +34,7 @@ def starter_of(overrides: Sequence[str]) -> Starter:
     text_column, pattern = (
         str(data.get(key, default)) for key, default in (("text_column", "text"), ("pattern", "*"))
     )
-    kind = "instruct" if data.get("kind") == "instruct" else "text"
+    kind = str(data.get("kind")) if data.get("kind") in CORPUS_OF else "text"
     return starter_for(sources, text_column=text_column, pattern=pattern, kind=kind)
 
 

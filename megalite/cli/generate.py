@@ -37,7 +37,7 @@ class _Request:
 def run(arguments: Sequence[str]) -> int:
     """Print the prompt and its continuation; return the exit code. Raises CheckpointError, DataError, ConfigError."""
     options = _parser().parse_args(arguments)
-    source = find_source(options.model, tokenizer=options.tokenizer)
+    source = find_source(options.model, tokenizer=options.tokenizer, base=options.base)
     _check(options, source.shape)
     top_p = 1.0 if options.top_p is None else options.top_p
     sampling = Sampling(options.temperature, options.top_k or 0, top_p, options.seed)
@@ -157,4 +157,5 @@ def _parser() -> argparse.ArgumentParser:
         help="pipeline-parallel size (1)",
     )
     add("--tokenizer", type=Path, metavar="FOLDER", help="tokenizer folder (default: the model's own)")
+    add("--base", type=Path, metavar="FOLDER", help="the weights beside an adapter, where they have moved")
     return parser

@@ -13,7 +13,7 @@ from megalite.config.draft import Draft
 from megalite.config.flags import apply_overrides
 from megalite.config.load import load_run
 from megalite.config.starter import SIZES, Size
-from megalite.config.summary import parameters_line
+from megalite.config.summary import needs_line, parameters_line
 from megalite.config.toml import format_value
 from megalite.errors import ConfigError, Problem
 
@@ -56,7 +56,10 @@ def run(arguments: Sequence[str]) -> int:
     except OSError as error:
         problem = Problem("RUN.toml", f"{path} cannot be written ({error.strerror})", "name another file")
         raise ConfigError([problem], "megalite init") from error
-    print(f"{path}: parameters {parameters_line(load_run(path).config)}")
+    config = load_run(path).config
+    print(f"{path}: parameters {parameters_line(config)}")
+    if needs := needs_line(config):
+        print(f"needs about {needs}: bf16 AdamW without activations, 20 tokens per parameter")
     print(f"next: megalite train {path}")
     return 0
 

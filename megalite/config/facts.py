@@ -4,6 +4,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megalite.config.adapter_section import AdapterConfig
+from megalite.config.preference_section import PreferenceConfig
 from megalite.config.schema import (
     CheckpointConfig,
     ModelConfig,
@@ -39,11 +41,13 @@ class Facts:
 
     run: RunSection
     model: ModelConfig
+    adapter: AdapterConfig
     parallel: ParallelConfig
     training: TrainingConfig
     optimizer: OptimizerConfig
     tokenizer: TokenizerConfig
     data: DataConfig
+    preference: PreferenceConfig
     validation: ValidationConfig
     checkpoint: CheckpointConfig
     deepspeed: Mapping[str, Any]

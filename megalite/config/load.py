@@ -11,11 +11,12 @@ from megalite.config.draft import DEFAULT, DERIVED, Draft
 from megalite.config.facts import Facts
 from megalite.config.flags import COMMAND_LINE, apply_overrides, as_flags
 from megalite.config.huggingface import apply_hf_config
+from megalite.config.peft import apply_peft
 from megalite.config.presets import apply_preset, require_shape
 from megalite.config.rules.batch import most_ranks, plan_batch
 from megalite.config.rules.every import notes_of, problems_of
 from megalite.config.rules.pipeline import chunks_per_stage, layers_per_chunk
-from megalite.config.schema import RunConfig
+from megalite.config.schema import DEFAULT_MOMENTUM, RunConfig
 from megalite.config.starter import Starter
 from megalite.config.toml import read_toml
 from megalite.config.validate import validate
@@ -69,6 +70,7 @@ def load_run(
     apply_preset(draft)
     apply_hf_config(draft)
     require_shape(draft)
+    apply_peft(draft)
     apply_deepspeed(draft, Path() if path is None else Path(path).parent)
     if starter is not None:
         starter.fill(draft)
@@ -116,7 +118,10 @@ def _read_file(draft: Draft, path: Path) -> None:
 def _resolved(facts: Facts) -> dict[str, Any]:
     """Return `section.key` -> value of the settings that follow from the others; for a run without problems."""
     plan, model = plan_batch(facts), facts.model
-    heads = model.num_attention_heads
+    heads, optimizer = model.num_attention_heads, facts.optimizer
+    momentum = optimizer.momentum
+    if momentum is None:
+        momentum = DEFAULT_MOMENTUM.get(optimizer.name, 0.0)
     return {
         "parallel.data": plan.data,
         "parallel.virtual_stages": chunks_per_stage(facts),
@@ -124,6 +129,7 @@ def _resolved(facts: Facts) -> dict[str, Any]:
         "training.micro_batch_size": plan.micro_batch_size,
         "training.micro_batches": plan.micro_batches,
         "training.global_batch_size": plan.global_batch_size,
+        "optimizer.momentum": momentum,
         "model.num_key_value_heads": model.num_key_value_heads or heads,
         "model.head_dim": model.head_dim or model.hidden_size // heads,
     }

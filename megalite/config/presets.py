@@ -1,4 +1,4 @@
-"""Model shapes by name: four of our own to try things with, and published ones."""
+"""Model shapes by name: five of our own, and published ones."""
 
 from difflib import get_close_matches
 from typing import Any
@@ -9,12 +9,14 @@ from megalite.config.toml import shown
 from megalite.families.family import sizes
 from megalite.families.registry import FAMILIES
 
-# With a vocabulary of 16k they have about 3, 17, 98 and 300 million parameters.
+# With a vocabulary of 16k they have about 3, 17, 98, 300 and 704 million parameters. With GPT-2's of 50k the last three
+# are the Small, Medium and Large of GPT-3 (Brown et al. 2020, table 2.1) as Llamas: 124, 335 and 757 million.
 _OURS = {
     "tiny": sizes(128, 352, 4, 4, 2, 2048, tie_word_embeddings=True),
     "small": sizes(384, 1024, 6, 6, 6, 2048, tie_word_embeddings=True),
     "medium": sizes(768, 2048, 12, 12, 12, 4096, tie_word_embeddings=True),
     "large": sizes(1024, 2816, 24, 16, 8, 4096, tie_word_embeddings=True),
+    "xlarge": sizes(1536, 4096, 24, 16, 16, 4096, tie_word_embeddings=True),
 }
 _REQUIRED = [name for name, info in ModelConfig.model_fields.items() if info.is_required()]
 PRESETS: dict[str, dict[str, Any]] = {

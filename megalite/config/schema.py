@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, create_model
 
+from megalite.config.adapter_section import AdapterConfig, described_adapter
 from megalite.config.launch_section import LaunchSection
+from megalite.config.preference_section import PreferenceConfig
 from megalite.config.section import Count, Fraction, Lenient, Section, Text
 from megalite.config.shape_settings import model_shape, shape_settings
 from megalite.config.text_sections import DataConfig, TokenizerConfig, ValidationConfig
@@ -201,19 +203,23 @@ class ParameterGroupConfig(Section):
         )
 
 
+DEFAULT_MOMENTUM = {"sgd": 0.0, "muon": 0.95}
+"""The momentum of the optimizers that have one, where optimizer.momentum is not set."""
+
+
 class OptimizerConfig(Section):
     """The optimizer, gradient clipping and the learning-rate schedule."""
 
-    name: Literal["adamw", "sgd"] = Field(
-        "adamw", description="optimizer: adamw, or sgd with optional momentum"
+    name: Literal["adamw", "sgd", "lion", "adafactor", "muon"] = Field(
+        "adamw", description="optimizer; muon: adamw for embeddings, head, norms and biases"
     )
     learning_rate: float = Field(3e-4, gt=0, description="peak learning rate")
     betas: Annotated[tuple[Fraction, Fraction], Lenient] = Field(
-        (0.9, 0.95), description="adamw: decay rates of the first and second moment"
+        (0.9, 0.95), description="adamw, lion, muon's adamw: decay rates of the first and second moment"
     )
-    eps: float = Field(1e-8, gt=0, description="adamw: epsilon added to the denominator")
+    eps: float = Field(1e-8, gt=0, description="adamw, muon's adamw: epsilon added to the denominator")
     weight_decay: float = Field(
-        0.1, ge=0, description="weight decay, decoupled for adamw; norms and biases have none"
+        0.1, ge=0, description="weight decay, decoupled except for sgd; norms and biases have none"
     )
     gradient_clipping: float = Field(
         1.0, ge=0, description="clip gradients to this global L2 norm; 0: no clipping"
@@ -238,7 +244,9 @@ class OptimizerConfig(Section):
         0.1, gt=0, le=1, description="wsd: fraction of decay_steps spent in the decay"
     )
     decay_shape: Literal["sqrt", "linear"] = Field("sqrt", description="wsd: decay by 1 - sqrt, or linearly")
-    momentum: float = Field(0.0, ge=0, lt=1, description="sgd: momentum")
+    momentum: float | None = Field(
+        None, ge=0, lt=1, description="sgd, muon: momentum; default: 0 for sgd, 0.95 for muon"
+    )
     ema_decay: Fraction = Field(
         0.0,
         description="decay of an exponential moving average of the weights, saved too; 0: no average",
@@ -246,6 +254,11 @@ class OptimizerConfig(Section):
     groups: Annotated[tuple[ParameterGroupConfig, ...], Lenient] = Field(
         (), description="[[optimizer.groups]] tables with pattern, learning_rate_ratio and weight_decay"
     )
+
+    @property
+    def momentum_or_default(self) -> float:
+        """The momentum, of an optimizer that has one; 0 for others."""
+        return DEFAULT_MOMENTUM.get(self.name, 0.0) if self.momentum is None else self.momentum
 
 
 class DeepSpeedSection(Section):
@@ -322,22 +335,27 @@ class RunConfig(Section):
 
     run: RunSection = RunSection()
     model: ModelConfig
+    adapter: AdapterConfig = AdapterConfig()
     parallel: ParallelConfig = ParallelConfig()
     training: TrainingConfig
     optimizer: OptimizerConfig = OptimizerConfig()
     deepspeed: DeepSpeedSection | None = None
     tokenizer: TokenizerConfig = TokenizerConfig()
     data: DataConfig
+    preference: PreferenceConfig = PreferenceConfig()
     validation: ValidationConfig = ValidationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     monitor: MonitorConfig = MonitorConfig()
     launch: LaunchSection = LaunchSection()
 
     def shape(self, tokenizer_size: int) -> ModelShape:
-        """Return the model's shape; it has a row for every id of a tokenizer that tokenizer.add_tokens enlarged."""
+        """Return the model's shape with its adapter.
+
+        It has a row for every id of a tokenizer that tokenizer.add_tokens enlarged.
+        """
         shape = self.model.shape(tokenizer_size)
         rows = max(shape.vocab_size, tokenizer_size) if self.tokenizer.add_tokens else shape.vocab_size
-        return replace(shape, vocab_size=rows)
+        return replace(shape, vocab_size=rows, adapter=described_adapter(self.adapter))
 
     @property
     def layout(self) -> Layout:

@@ -135,9 +135,10 @@ def model_shape(model: Any, vocab_size: int) -> ModelShape:
 
 def longest_sequence_setting(shape: ModelShape) -> str:
     """Return the settings that limit the length of a sequence, as a message names them."""
-    longest = "model.max_position_embeddings"
-    extended = shape.longest_sequence != shape.max_position_embeddings
-    return f"{longest} * model.rope_factor" if extended else longest
+    longest, scaling = "model.max_position_embeddings", shape.rope_scaling
+    if scaling is not None and scaling.rope_type == "dynamic":
+        longest += " * model.rope_factor"
+    return f"{longest} - adapter.tokens" if shape.prefix_tokens else longest
 
 
 def _rope_scaling(model: Any) -> RopeScaling | None:

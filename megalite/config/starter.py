@@ -48,7 +48,10 @@ _ON_CARDS = {"training.precision": "bf16", "model.chunked_loss": 2048}
 _LARGE = {**_ON_CARDS, "model.vocab_size": "auto", "training.recompute": "selective"}
 SIZES = {
     "tiny": Size("tiny", 256, 4, 4, 3e-3),
+    # Learning rates of Brown et al. 2020, table 2.1; 8 ranks have its batch of half a million tokens.
     "125m": Size("medium", 1024, 16, 4, 6e-4, settings=_ON_CARDS),
+    "350m": Size("large", 2048, 8, 4, 3e-4, settings=_ON_CARDS),
+    "760m": Size("xlarge", 2048, 4, 8, 2.5e-4, settings={**_ON_CARDS, "training.recompute": "selective"}),
     "1b": Size("tinyllama-1.1b", 2048, 4, 16, 4e-4, settings=_LARGE),
     "8b": Size("llama-3-8b", 4096, 1, 64, 3e-4, tensor=4, settings=_LARGE),
 }
@@ -131,7 +134,7 @@ class Starter:
 
         Conversations are not cut: theirs is that of the size.
         """
-        if self.kind == "instruct":
+        if self.kind != "text":
             return self.size.sequence_length
         return min(self.size.sequence_length, max(16, _power_of_two(self.tokens // 100)))
 

@@ -1,13 +1,26 @@
 """The facts of a resolved run that people ask for first: parameters, layout, batch, length. No torch."""
 
+from dataclasses import replace
 from math import prod
 from typing import Literal
 
+from megalite.config.adapter_section import described_adapter
 from megalite.config.facts import Facts
 from megalite.config.schema import RunConfig
-from megalite.topology.parameters import EMBEDDING, HEAD, POSITIONS, model_parameters, stage_parameters
+from megalite.topology.parameters import (
+    EMBEDDING,
+    HEAD,
+    POSITIONS,
+    model_parameters,
+    parameter_count,
+    stage_parameters,
+)
 
 _UNKNOWN_VOCABULARY = 1
+STATE_BYTES = 18
+"""Bytes per parameter of AdamW in bf16: weights 2, gradients 4, fp32 weights 4, moments 8."""
+TOKENS_PER_PARAMETER = 20
+"""Tokens that train a parameter (Hoffmann et al., "Training compute-optimal large language models", 2022)."""
 
 
 def vocabulary(config: RunConfig | Facts) -> int | None:
@@ -34,9 +47,39 @@ def parameters_line(config: RunConfig) -> str:
     shape = config.model.shape(rows or _UNKNOWN_VOCABULARY)
     parameters = model_parameters(shape)
     inner = sum(each.numel for each in parameters if each.name not in tables)
+    adapter = described_adapter(config.adapter)
+    if rows is not None and adapter is not None:
+        adapted = model_parameters(replace(shape, adapter=adapter))
+        trained = sum(each.numel for each in adapted if each.trained)
+        whole = sum(each.numel for each in adapted)
+        return f"{trained:,} trained of {whole:,} ({trained / whole:.2%})"
     if rows is None:
         return f"{inner:,} without embedding and head, whose size is the tokenizer's"
     return f"{sum(each.numel for each in parameters):,} ({inner:,} without embedding and head)"
+
+
+def needs_line(config: RunConfig) -> str:
+    """Return memory for training with AdamW in bf16, and tokens for the number of parameters; "" without vocabulary.
+
+    Tokens: 20 per parameter, the compute-optimal number of Hoffmann et al. 2022.
+    """
+    rows = vocabulary(config)
+    if rows is None:
+        return ""
+    count = parameter_count(config.model.shape(rows))
+    return f"{memory_text(count * STATE_BYTES)} and {tokens_text(count * TOKENS_PER_PARAMETER)} tokens"
+
+
+def memory_text(size_bytes: float) -> str:
+    """Return a size as people say it: "2.1 GiB"."""
+    if size_bytes < 2**20:
+        return f"{size_bytes / 2**10:.0f} KiB"
+    return f"{size_bytes / 2**30:,.1f} GiB" if size_bytes >= 0.1 * 2**30 else f"{size_bytes / 2**20:.0f} MiB"
+
+
+def tokens_text(count: int) -> str:
+    """Return a number of tokens as people say it: "2.5 B", "57 M"."""
+    return f"{count / 1e9:,.1f} B" if count >= 1e8 else f"{count / 1e6:.0f} M"
 
 
 def rank_share_line(config: RunConfig) -> str:
@@ -44,7 +87,7 @@ def rank_share_line(config: RunConfig) -> str:
     rows, parallel = vocabulary(config), config.parallel
     if rows is None or parallel.tensor * parallel.pipeline == 1:
         return ""
-    shape = config.model.shape(rows)
+    shape = config.shape(rows)
     held = [
         sum(
             prod(each.spec.local_shape(0, parallel.tensor))

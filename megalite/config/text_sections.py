@@ -30,7 +30,7 @@ class TokenizerConfig(Section):
     )
     chat_template: Text | None = Field(
         None,
-        description="instruct: chatml, alpaca, plain, a Jinja file, or a name; default: the tokenizer's",
+        description="chatml, alpaca, plain, a Jinja file, or a name; default: the tokenizer's",
     )
 
 
@@ -45,11 +45,21 @@ class BlendPart(Section):
     pattern: Text | None = Field(None, description="file pattern; default: data.pattern")
 
 
+class CurriculumPart(Section):
+    """Weights of the data sets of [[data.blend]] from a step on."""
+
+    step: Count = Field(description="first step with these weights; the steps of a run count from 1")
+    weights: Annotated[tuple[float, ...], Lenient] = Field(
+        description="sampling weight of each [[data.blend]] table, in their order; 0 pauses one"
+    )
+
+
 class DataConfig(Section):
     """The training text and how it is read."""
 
-    kind: Literal["text", "instruct"] = Field(
-        "text", description='"text": documents; "instruct": conversations, from .jsonl, .json or .parquet'
+    kind: Literal["text", "instruct", "preference"] = Field(
+        "text",
+        description='"text": documents; "instruct": conversations; "preference": pairs of answers to a prompt',
     )
     source: Text | Annotated[tuple[Text, ...], Lenient] | None = Field(
         None,
@@ -57,6 +67,9 @@ class DataConfig(Section):
     )
     blend: Annotated[tuple[BlendPart, ...], Lenient] | None = Field(
         None, description="[[data.blend]] tables with source and weight, instead of source"
+    )
+    curriculum: Annotated[tuple[CurriculumPart, ...], Lenient] = Field(
+        (), description="[[data.curriculum]] tables with step and weights: the blend from this step on"
     )
     validation: Text | Annotated[tuple[Text, ...], Lenient] | None = Field(
         None, description="validation text, in the same forms as source; set this or split"
@@ -75,11 +88,18 @@ class DataConfig(Section):
     train_on: Literal["answers", "all", "last"] = Field(
         "answers", description="instruct: tokens in the loss: all answers, all text, or the last answer"
     )
-    packing: Literal["best_fit", "first_fit", "greedy", "none"] = Field(
-        "best_fit", description='instruct: how conversations share a sequence; "none": one in each'
+    packing: Literal["best_fit", "first_fit", "greedy", "none", "concatenate"] = Field(
+        "best_fit", description="instruct: how conversations share a sequence; only concatenate cuts them"
+    )
+    length_buckets: int = Field(
+        0,
+        ge=0,
+        le=8,
+        description='packing = "none": batches of similar lengths, in at most this many shapes; 0: off',
     )
     too_long: Literal["truncate", "drop", "stop"] = Field(
-        "truncate", description="instruct: reaction to a conversation longer than training.sequence_length"
+        "truncate",
+        description="instruct, preference: what happens to one longer than training.sequence_length",
     )
     shuffle: bool = Field(True, description="shuffle the sequences anew in each epoch")
     workers: int = Field(2, ge=0, lt=1024, description="number of processes that tokenize text")
@@ -94,7 +114,12 @@ class DataConfig(Section):
     @property
     def masks_documents(self) -> bool:
         """Whether tokens see their own document only."""
-        return self.document_mask or self.kind == "instruct"
+        return self.document_mask or self.kind != "text"
+
+    @property
+    def rows_together(self) -> int:
+        """The number of consecutive samples that stay in one micro batch: the two answers of a pair."""
+        return 2 if self.kind == "preference" else 1
 
 
 class ValidationConfig(Section):

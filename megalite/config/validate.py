@@ -22,6 +22,7 @@ _WORDS = {
     "boolean": "true or false",
     "number": "a number",
     "dictionary or instance of BlendPart": "a table",
+    "dictionary or instance of CurriculumPart": "a table",
     "String should have at least 1 character": "text that is not empty",
 }
 

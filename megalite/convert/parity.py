@@ -22,6 +22,7 @@ from megalite.checkpoint.regions import full_slice
 from megalite.config.hub import INDEX
 from megalite.convert.average import AveragedWeights
 from megalite.convert.huggingface.files import headers, weight_map
+from megalite.convert.peft.merged import MergedCheckpoints
 from megalite.errors import CheckpointError
 from megalite.families.registry import FAMILIES, family_tensors
 from megalite.model.context import StepContext
@@ -43,6 +44,9 @@ from megalite.topology.parameters import (
 )
 from megalite.topology.sharding import TensorSlice
 
+WholeWeights = AveragedWeights | MergedCheckpoints
+"""Readers of all weights of a model from its checkpoints."""
+
 TOLERANCE = 1e-4
 # Models with fewer parameters are also loaded whole, with AutoModelForCausalLM.
 _WHOLE_MODEL_PARAMETERS = 100_000_000
@@ -59,7 +63,7 @@ class Comparison:
 
 
 @torch.no_grad()
-def compare_with_transformers(reader: AveragedWeights, folder: Path, dtype: torch.dtype) -> list[Comparison]:
+def compare_with_transformers(reader: WholeWeights, folder: Path, dtype: torch.dtype) -> list[Comparison]:
     """Compare embedding, layers, final norm and head in float32, with weights rounded to `dtype` on both sides.
 
     Raises CheckpointError if a part differs by more than TOLERANCE relative, or if the files do not hold exactly the
@@ -79,7 +83,7 @@ def compare_with_transformers(reader: AveragedWeights, folder: Path, dtype: torc
 class _Parity:
     """Both sides of the comparison: `ours` is read from the checkpoint, `theirs` from the export's files."""
 
-    def __init__(self, reader: AveragedWeights, folder: Path, dtype: torch.dtype):
+    def __init__(self, reader: WholeWeights, folder: Path, dtype: torch.dtype):
         self.reader, self.folder, self.dtype = reader, folder, dtype
         self.shape = reader.manifest.model
         self.names = canonical_tensors(self.shape)

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megalite.data.conversation_corpus import ConversationPiece
-from megalite.data.conversation_encoding import ChatEncoding, encode_conversation
+from megalite.data.conversation_corpus import ConversationPiece, PairPiece
+from megalite.data.conversation_encoding import ChatEncoding, encode_conversation, encode_pair
 from megalite.data.corpus import Corpus, Piece, Place
 from megalite.data.encoding import PieceEncoder
 from megalite.data.token_file import token_dtype
@@ -31,7 +31,10 @@ class _Batch:
 
 @dataclass(frozen=True)
 class EncodedBatch:
-    """The ids of a batch end to end, the length of each piece in ids, and which pieces end a document."""
+    """The ids of a batch end to end, the length of each piece in ids, and which pieces end a document.
+
+    A pair of conversations has two pieces, which no split divides: only the second one ends a document.
+    """
 
     tokens: NDArray[Any]
     lengths: list[int]
@@ -73,14 +76,21 @@ class _EncodeConversations:
     chat: ChatEncoding
 
     def __call__(self, batch: _Batch) -> tuple[EncodedBatch, Place]:
-        arrays, too_long = [], []
+        arrays, too_long, ends = [], [], []
         for piece in batch.pieces:
-            assert isinstance(piece, ConversationPiece)
-            tokens, long = encode_conversation(piece.conversation, self.chat, self._tokenizer)
-            arrays.append(tokens)
-            too_long.append(long)
+            if isinstance(piece, PairPiece):
+                both, long = encode_pair(piece.pair, self.chat, self._tokenizer)
+                arrays += both
+                too_long += long
+                ends += [False, True]
+            else:
+                assert isinstance(piece, ConversationPiece)
+                tokens, one_long = encode_conversation(piece.conversation, self.chat, self._tokenizer)
+                arrays.append(tokens)
+                too_long.append(one_long)
+                ends.append(True)
         lengths = [len(each) for each in arrays]
-        return EncodedBatch(np.concatenate(arrays), lengths, [True] * len(arrays), too_long), batch.place
+        return EncodedBatch(np.concatenate(arrays), lengths, ends, too_long), batch.place
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:

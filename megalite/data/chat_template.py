@@ -1,5 +1,6 @@
 """Chat templates: the text of a conversation, and which parts of the text a model learns to write."""
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -49,6 +50,11 @@ class ChatTemplate:
     origin: str
     text: str
     special_tokens: tuple[tuple[str, str], ...]
+
+    @property
+    def sha256(self) -> str:
+        """A hash of all that the text of a conversation depends on."""
+        return hashlib.sha256(json.dumps([self.text, self.special_tokens]).encode()).hexdigest()
 
     @property
     def for_export(self) -> str:

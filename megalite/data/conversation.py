@@ -89,10 +89,27 @@ def conversation(row: Mapping[str, Any], form: Form, where: str) -> Conversation
     if form in ("messages", "sharegpt"):
         found = _listed(row, columns[0], where, TEMPLATE_KEYS if form == "messages" else SHAREGPT_KEYS)
     elif form == "prompt_completion":
-        asked, answered = _prompt_completion(row, columns[0], columns[1], where)
-        found, prompt = asked + answered, len(asked) if isinstance(row[columns[0]], list) else 0
+        asked, answers = _prompt_completion(row, columns[0], columns[1], where)
+        found, prompt = asked + answers, len(asked) if isinstance(row[columns[0]], list) else 0
     else:
         found = _alpaca(row, columns[1], where)
+    return _of_messages(row, found, prompt, where)
+
+
+def answered(row: Mapping[str, Any], prompt: str, answer: str, where: str) -> Conversation:
+    """Convert a row whose columns `prompt` and `answer` are two texts or two lists, as of "prompt_completion"."""
+    asked, found = _prompt_completion(row, prompt, answer, where)
+    return _of_messages(row, asked + found, len(asked), where)
+
+
+def whole(row: Mapping[str, Any], column: str, where: str) -> Conversation:
+    """Convert a row whose `column` is a list of {role, content} or {from, value}."""
+    keys = SHAREGPT_KEYS if _form_of_items(row[column]) == "sharegpt" else TEMPLATE_KEYS
+    return _of_messages(row, _listed(row, column, where, keys), 0, where)
+
+
+def _of_messages(row: Mapping[str, Any], found: list[Found], prompt: int, where: str) -> Conversation:
+    """Return the conversation of the messages that the columns of the form have, and of the row's other columns."""
     for system in _optional_texts(row, ["system"], where):
         found.insert(0, ("system", {"role": "system", "content": system}))
         prompt += prompt > 0

@@ -9,30 +9,45 @@ from numpy.typing import NDArray
 
 from megalite.data.chat_template import ChatTemplate, Span, TrainOn
 from megalite.data.conversation import Conversation
+from megalite.data.preference import Pair
 from megalite.data.tokenizer import Tokenizer
 from megalite.data.trained_tokens import DTYPE, is_trained, marked
 from megalite.errors import DataError
 
-TooLong = Literal["truncate", "drop", "stop"]
+TooLong = Literal["truncate", "drop", "stop", "keep"]
 
 
 @dataclass(frozen=True)
 class ChatEncoding:
     """How conversations become tokens. sequence_length: positions of a row; the last token of one needs none.
 
-    too_long: "truncate" cuts the end off, "drop" leaves the conversation out, "stop" raises.
+    too_long: "truncate" cuts the end off, "drop" leaves the conversation out, "stop" raises, "keep" lets a
+    conversation have any length. kind: of the data; "preference": pairs of conversations.
     """
 
     template: ChatTemplate
     train_on: TrainOn
     sequence_length: int
     too_long: TooLong
+    kind: Literal["instruct", "preference"] = "instruct"
+
+    @property
+    def unit(self) -> str:
+        """The noun for what is one row of the data."""
+        return "pair" if self.kind == "preference" else "conversation"
+
+    @property
+    def documents(self) -> int:
+        """The documents of the token file for one row of the data."""
+        return 2 if self.kind == "preference" else 1
 
     @property
     def parts(self) -> list[object]:
         """All that the tokens depend on besides text and tokenizer, for a fingerprint."""
         template = self.template
-        return [template.text, template.special_tokens, self.train_on, self.sequence_length, self.too_long]
+        length = 0 if self.too_long == "keep" else self.sequence_length
+        parts = [template.text, template.special_tokens, self.train_on, length, self.too_long]
+        return parts if self.kind == "instruct" else [*parts, self.kind]
 
 
 def encode_conversation(
@@ -48,7 +63,7 @@ def encode_conversation(
     found = tokenizer.backend.encode(text, add_special_tokens=False)
     ids = np.array(found.ids, dtype=DTYPE)
     tokens = marked(ids, _in_spans(found.offsets, spans))
-    most = encoding.sequence_length + 1
+    most = len(tokens) if encoding.too_long == "keep" else encoding.sequence_length + 1
     too_long = len(tokens) > most
     if too_long and encoding.too_long == "drop":
         return tokens[:0], True
@@ -60,6 +75,20 @@ def encode_conversation(
     if not is_trained(tokens[1:most]).any():
         raise DataError(_nothing_to_learn(conversation, tokens, encoding))
     return tokens[:most], too_long
+
+
+def encode_pair(
+    pair: Pair, encoding: ChatEncoding, tokenizer: Tokenizer
+) -> tuple[list[NDArray[np.int32]], list[bool]]:
+    """Return what `encode_conversation` gives for the chosen and for the rejected conversation.
+
+    Both are dropped (no tokens) if one of them is. Raises DataError as it does.
+    """
+    encoded = [encode_conversation(each, encoding, tokenizer) for each in pair.conversations]
+    tokens, too_long = [each for each, _ in encoded], [long for _, long in encoded]
+    if not all(map(len, tokens)):
+        return [each[:0] for each in tokens], [True, True]
+    return tokens, too_long
 
 
 def _in_spans(offsets: Sequence[tuple[int, int]], spans: Sequence[Span]) -> NDArray[np.bool_]:

@@ -10,12 +10,14 @@ from pathlib import Path
 
 from megalite.config.schema import RunConfig
 from megalite.config.text_sections import DataConfig
-from megalite.data.chat_template import load_chat_template
+from megalite.data.chat_settings import chat_encoding, require_same_chat
+from megalite.data.concatenated_rows import ConcatenatedRows
 from megalite.data.conversation_corpus import CORPUS_OF
-from megalite.data.conversation_encoding import ChatEncoding
-from megalite.data.conversation_rows import ConversationRows
+from megalite.data.conversation_encoding import ChatEncoding, TooLong
+from megalite.data.conversation_rows import packing_of, rows_of
 from megalite.data.corpus import Corpus
 from megalite.data.documents import require_ends
+from megalite.data.length_buckets import buckets_of, fill
 from megalite.data.prepare import Preparation, prepare_outputs
 from megalite.data.prepared import PreparedFacts, prepared_facts
 from megalite.data.run_tokenizer import TokenizerRequest, run_tokenizer
@@ -87,7 +89,7 @@ def ensure_data(config: RunConfig, run_folder: Path, console: PreparationConsole
     notes: list[str] = []
     for each in sets:
         if isinstance(each.source, Path):
-            _check_prepared(each, each.source, tokenizer, config.data)
+            _check_prepared(each, each.source, tokenizer, config)
             _check_ids(each.source, tokenizer, rows, run_folder)
             found[each.part].append(each.source)
             continue
@@ -103,7 +105,7 @@ def ensure_data(config: RunConfig, run_folder: Path, console: PreparationConsole
         parts = [PARTS[part] for part in preparation.split.parts] if split else [each.part]
         for part, prefix in zip(parts, preparation.outputs, strict=True):
             found[part].append(prefix)
-    if config.data.kind == "instruct":
+    if config.data.kind != "text":
         notes += _rows(config, found)
     else:
         for each, prefix in zip((each for each in sets if each.part == "train"), found["train"], strict=True):
@@ -184,10 +186,11 @@ def _chat(config: RunConfig, tokenizer: Tokenizer) -> ChatEncoding | None:
     data = config.data
     if data.kind == "text":
         return None
-    template = load_chat_template(
-        tokenizer.file.parent, config.tokenizer.chat_template, tokenizer.end_of_document
+    too_long: TooLong = "keep" if data.packing == "concatenate" else data.too_long
+    length = config.training.sequence_length
+    return chat_encoding(
+        tokenizer, config.tokenizer.chat_template, data.train_on, length, too_long, kind=data.kind
     )
-    return ChatEncoding(template, data.train_on, config.training.sequence_length, data.too_long)
 
 
 def _prepared(
@@ -202,9 +205,10 @@ def _prepared(
     corpus = preparation.corpus
     console.begin(f"tokenizing {megabytes(corpus.size_bytes)} of text ({counted(len(corpus.files), 'file')})")
     facts = prepare_outputs(preparation, workers=max(1, config.data.workers), progress=console.progress)
-    what = "document" if preparation.chat is None else "conversation"
+    chat = preparation.chat
+    what, each_row = ("document", 1) if chat is None else (chat.unit, chat.documents)
     documents, tokens = sum(each.documents for each in facts), sum(each.tokens for each in facts)
-    console.end(f"data: {counted(documents, what)}, {tokens:,} tokens")
+    console.end(f"data: {counted(documents // each_row, what)}, {tokens:,} tokens")
     return facts
 
 
@@ -218,12 +222,14 @@ def _notes(preparation: Preparation, facts: Sequence[PreparedFacts]) -> Iterator
         )
     cut = sum(each.truncated_documents for each in facts)
     dropped = sum(each.dropped_documents for each in facts)
-    if cut or dropped:
+    if (cut or dropped) and (chat := preparation.chat) is not None:
         whole = sum(each.documents for each in facts) + dropped
-        sources = ", ".join(preparation.corpus.sources)
+        # The two answers of a pair are cut each by itself, but left out together.
+        unit, each_row = ("conversation", 1) if cut else (chat.unit, chat.documents)
         yield (
-            f"data.too_long: {cut or dropped:,} of the {whole:,} conversations in {sources} "
-            f"are longer than training.sequence_length, and were {'cut' if cut else 'left out'}"
+            f"data.too_long: {(cut or dropped) // each_row:,} of the {whole // each_row:,} {unit}s in "
+            f"{', '.join(preparation.corpus.sources)} are longer than training.sequence_length, "
+            f"and were {'cut' if cut else 'left out'}"
         )
 
 
@@ -232,16 +238,43 @@ def _rows(config: RunConfig, found: Mapping[str, Sequence[Path]]) -> Iterator[st
     length, data = config.training.sequence_length, config.data
     for part, prefixes in found.items():
         for prefix in prefixes:
-            rows = ConversationRows(TokenFile.open(prefix), length, data.packing, config.run.seed)
-            yield (
-                f"{part}: {counted(rows.token_file.num_documents, 'conversation')} in {counted(len(rows), 'sequence')} "
-                f"of {length} tokens, {rows.fill:.1%} filled (data.packing = {data.packing!r})"
-            )
+            if data.length_buckets and part == "train":
+                yield _buckets(config, TokenFile.open(prefix))
+                continue
+            rows = rows_of(TokenFile.open(prefix), length, packing_of(data), config.run.seed)
+            cut = f", {rows.cut:,} cut at its end" if isinstance(rows, ConcatenatedRows) else ""
+            what = counted(rows.token_file.num_documents, "conversation")
+            packed = f"(data.packing = {data.packing!r})"
+            if data.kind == "preference":
+                _require_pairs(rows.token_file)
+                what, packed = counted(rows.token_file.num_documents // 2, "pair"), "(an answer in each)"
+            sequences = f"{counted(len(rows), 'sequence')} of {length} tokens"
+            yield f"{part}: {what} in {sequences}, {rows.fill:.1%} filled{cut} {packed}"
 
 
-def _check_prepared(each: _Set, prefix: Path, tokenizer: Tokenizer | None, data: DataConfig) -> None:
-    """Raise DataError unless a given token file opens, has this tokenizer, and fits the settings of `data`."""
-    file = TokenFile.open(prefix)
+def _require_pairs(file: TokenFile) -> None:
+    """Raise DataError for a token file of preferences that is not the one which was written."""
+    if file.num_documents % 2:
+        raise DataError(
+            f"{file.prefix} has {file.num_documents} documents, which are no pairs of a chosen and a rejected answer; "
+            "prepare the data again"
+        )
+
+
+def _buckets(config: RunConfig, file: TokenFile) -> str:
+    """Say which lengths the buckets of a training file have. Raises DataError for too long conversations."""
+    size, count = config.batch.global_batch_size, config.data.length_buckets
+    buckets = buckets_of(file, config.training.sequence_length, size, count)
+    lengths = ", ".join(str(bucket.length) for bucket in buckets)
+    return (
+        f"train: {counted(file.num_documents, 'conversation')} in {counted(len(buckets), 'bucket')} of {lengths} "
+        f"tokens, {fill(file.document_lengths - 1, buckets):.1%} filled (data.length_buckets = {count})"
+    )
+
+
+def _check_prepared(each: _Set, prefix: Path, tokenizer: Tokenizer | None, config: RunConfig) -> None:
+    """Raise DataError unless a given token file opens, has this tokenizer, and fits the settings of the data."""
+    file, data = TokenFile.open(prefix), config.data
     if data.document_mask and data.kind == "text":
         if tokenizer is None:
             raise DataError(
@@ -261,6 +294,8 @@ def _check_prepared(each: _Set, prefix: Path, tokenizer: Tokenizer | None, data:
             f"{prefix} was prepared with {facts.tokenizer}, and the run's tokenizer is {tokenizer.file}; "
             "set tokenizer.path to the tokenizer of the file, or prepare the text again with the tokenizer of the run"
         )
+    if facts is not None and kind == "instruct":
+        require_same_chat(prefix, facts, tokenizer, config.tokenizer.chat_template, data)
     if data.split is not None and len(Split(data.split).parts) > 1:
         raise DataError(
             f"{prefix} is a prepared token file, and data.split divides text only; prepare the text with "

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from megalite.data.blend import BlendedSamples
+from megalite.data.blend import BlendedSamples, WeightChange
 from megalite.data.documents import document_ids_and_positions, documents_of
 from megalite.data.packing import IGNORE_INDEX, PackedSamples, Samples
 from megalite.data.token_file import TokenFile
@@ -37,10 +38,12 @@ class StepLoader:
 
     dp_rank, dp_size: rank and size of `mesh.batch`, the ranks that read different samples.
     weights: the share of each token file.
+    curriculum: (step, weights): the weights of the token files from this step on, counted from 1.
     epochs: the end of the data; later rows of the last global batch have no labels. None: no end.
     end_of_document_id: separates documents: the batch has document_ids, and position_ids restart with each document.
         None: no document mask.
     samples_of: makes the samples of a file; those of ConversationRows know their documents.
+    together: samples that stay side by side in the order, as the two answers of a pair; divides b.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class StepLoader:
         token_file: TokenFile | Sequence[TokenFile],
         *,
         weights: Sequence[float] = (1.0,),
+        curriculum: Sequence[tuple[int, Sequence[float]]] = (),
         sequence_length: int,
         micro_batch_size: int,
         micro_batches: int,
@@ -59,21 +63,34 @@ class StepLoader:
         epochs: float | Fraction | None = None,
         end_of_document_id: int | None = None,
         samples_of: Callable[[TokenFile, int], Samples] = PackedSamples,
+        together: int = 1,
     ):
+        self.reference_losses: NDArray[np.float64] | None = None
+        """The loss sum of each sample under the reference model, which batches then have; set before the first step."""
         files = [token_file] if isinstance(token_file, TokenFile) else token_file
+        self.global_batch_size = micro_batches * dp_size * micro_batch_size
         self._samples = BlendedSamples(
-            files, weights, sequence_length, seed=seed, shuffle=shuffle, samples_of=samples_of
+            files,
+            weights,
+            sequence_length,
+            seed=seed,
+            shuffle=shuffle,
+            changes=[WeightChange((step - 1) * self.global_batch_size, later) for step, later in curriculum],
+            samples_of=samples_of,
+            together=together,
         )
+        self._together = together
         self._pad_id = pad_id
         self._end_of_document_id = end_of_document_id
         self._end = None if epochs is None else self._samples_in(epochs)
-        self.global_batch_size = micro_batches * dp_size * micro_batch_size
-        micro_batch_starts = (
-            np.arange(micro_batches) * (dp_size * micro_batch_size) + dp_rank * micro_batch_size
-        )
-        self._offsets = (micro_batch_starts[:, None] + np.arange(micro_batch_size)).ravel()
+        self._offsets = rank_offsets(micro_batches, micro_batch_size, dp_rank, dp_size)
         positions = torch.arange(sequence_length).expand(len(self._offsets), sequence_length)
         self._position_ids = positions.contiguous()
+
+    @property
+    def token_files(self) -> Sequence[TokenFile]:
+        """The files, in the order of the sample_ids."""
+        return self._samples.token_files
 
     @property
     def samples_per_epoch(self) -> int:
@@ -101,21 +118,57 @@ class StepLoader:
             position_ids, document_ids = torch.from_numpy(positions), torch.from_numpy(documents)
         if self._end is not None:
             labels[places >= self._end] = IGNORE_INDEX
-        return LoadedBatch(
-            input_ids=torch.from_numpy(input_ids),
-            position_ids=position_ids,
-            labels=torch.from_numpy(labels),
-            loss_mask=torch.from_numpy((labels != IGNORE_INDEX).astype(self._numpy_dtype(dtype))),
-            sample_indices=torch.from_numpy(places),
-            document_ids=document_ids,
-            sample_ids=torch.from_numpy(rows.sample_ids),
+        known = self.reference_losses
+        return loaded_batch(
+            input_ids,
+            labels,
+            positions=position_ids,
+            documents=document_ids,
+            places=places,
+            sample_ids=rows.sample_ids,
+            dtype=dtype,
+            reference=None if known is None else torch.from_numpy(known[rows.sample_ids]),
         )
 
     def _samples_in(self, epochs: float | Fraction) -> int:
         # As the number was written: 1.1 x 100 is 110, while its nearest float gives a little more.
-        return ceil(Fraction(str(epochs)) * len(self._samples))
+        return ceil(Fraction(str(epochs)) * len(self._samples) / self._together) * self._together
 
-    @staticmethod
-    def _numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
-        """Return numpy's dtype. Torch would start a second OpenMP thread team if a loader thread converted with it."""
-        return np.dtype(str(dtype).removeprefix("torch."))
+
+def rank_offsets(micro_batches: int, rows: int, dp_rank: int, dp_size: int) -> NDArray[np.int64]:
+    """Return which rows of a global batch data-parallel rank `dp_rank` has: [micro_batches * rows]."""
+    starts = np.arange(micro_batches) * (dp_size * rows) + dp_rank * rows
+    offsets: NDArray[np.int64] = (starts[:, None] + np.arange(rows)).ravel()
+    return offsets
+
+
+def loaded_batch(
+    input_ids: NDArray[np.int64],
+    labels: NDArray[np.int64],
+    *,
+    positions: Tensor,
+    documents: Tensor | None,
+    places: NDArray[np.int64],
+    sample_ids: NDArray[np.int64],
+    dtype: torch.dtype,
+    reference: Tensor | None = None,
+) -> LoadedBatch:
+    """Return the batch of rows [M * b, S]; the loss mask, of `dtype`, leaves out the labels IGNORE_INDEX.
+
+    reference: the loss sum of each row under the reference model, if there is one.
+    """
+    return LoadedBatch(
+        input_ids=torch.from_numpy(input_ids),
+        position_ids=positions,
+        labels=torch.from_numpy(labels),
+        loss_mask=torch.from_numpy((labels != IGNORE_INDEX).astype(_numpy_dtype(dtype))),
+        sample_indices=torch.from_numpy(places),
+        document_ids=documents,
+        sample_ids=torch.from_numpy(sample_ids),
+        reference=reference,
+    )
+
+
+def _numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
+    """Return numpy's dtype. Torch would start a second OpenMP thread team if a loader thread converted with it."""
+    return np.dtype(str(dtype).removeprefix("torch."))

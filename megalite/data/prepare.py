@@ -45,7 +45,7 @@ class Preparation:
 
     outputs: a prefix for each part of `split` that gets documents. min_length: in tokens, without the end of document;
     shorter documents are skipped. sequence_length: in tokens; parts that divide a document hold whole sequences.
-    chat: given, the documents are conversations (ConversationCorpus).
+    chat: given, the documents are conversations (ConversationCorpus), or pairs of these (PairCorpus).
     """
 
     corpus: Corpus
@@ -346,9 +346,9 @@ def _check_not_empty(preparation: Preparation, writers: Sequence[_Documents]) ->
     short = sum(each.short for each in writers)
     sources = ", ".join(preparation.corpus.sources)
     dropped = sum(each.dropped for each in writers)
-    if not kept and dropped:
+    if not kept and dropped and (chat := preparation.chat) is not None:
         raise DataError(
-            f"all {dropped} conversations of {sources} are longer than training.sequence_length = "
+            f"all {dropped // chat.documents} {chat.unit}s of {sources} are longer than training.sequence_length = "
             f'{preparation.sequence_length}; raise it, or set data.too_long = "truncate"'
         )
     if not kept and short:
@@ -378,7 +378,7 @@ def _published(
     split_by_tokens: bool = False,
 ) -> list[PreparedFacts]:
     facts = []
-    tokenizer = preparation.tokenizer
+    tokenizer, chat = preparation.tokenizer, preparation.chat
     for each, documents in zip(files, writers, strict=True):
         documents.writer.finish()
         facts.append(
@@ -403,10 +403,13 @@ def _published(
                 largest_id=documents.writer.largest_id,
                 tokenizer_beside=os.path.relpath(tokenizer.file.resolve(), each.prefix.parent.resolve()),
                 split_by_tokens=split_by_tokens,
-                kind="text" if preparation.chat is None else "instruct",
-                sequence_length=0 if preparation.chat is None else preparation.chat.sequence_length,
+                kind="text" if chat is None else chat.kind,
+                sequence_length=0 if chat is None else chat.sequence_length,
                 truncated_documents=documents.truncated,
                 dropped_documents=documents.dropped,
+                train_on="" if chat is None else chat.train_on,
+                chat_template="" if chat is None else chat.template.origin,
+                chat_template_sha256="" if chat is None else chat.template.sha256,
             )
         )
     journal_path(preparation.outputs[0]).unlink(missing_ok=True)

@@ -41,12 +41,17 @@ class PreparedFacts:
     split_by_tokens: bool = False
     """Whether the text had too few documents for its split, so that it was cut between two tokens."""
     kind: str = "text"
-    """The data.kind: the tokens of "instruct" are marked (trained_tokens)."""
+    """The data.kind: the tokens of "instruct" and "preference" are marked (trained_tokens)."""
     sequence_length: int = 0
     """instruct: the conversations fit this many positions."""
     truncated_documents: int = 0
     dropped_documents: int = 0
     """instruct: conversations that were longer."""
+    train_on: str = ""
+    chat_template: str = ""
+    """instruct: where the template comes from, for messages."""
+    chat_template_sha256: str = ""
+    """instruct: this and the two before are empty in files of earlier versions."""
 
 
 def prepared_facts(prefix: Path) -> PreparedFacts | None:

@@ -1,6 +1,6 @@
 """Find what a path to generate from names: a checkpoint or a Hugging Face folder, with its tokenizer. No torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megalite.checkpoint.coverage import check_coverage
@@ -14,7 +14,9 @@ from megalite.checkpoint.folder import (
 from megalite.checkpoint.manifest import MANIFEST
 from megalite.config.hub import HubName
 from megalite.config.huggingface import shape_of_folder
+from megalite.config.peft import ADAPTER_CONFIG, adapter_of_folder
 from megalite.convert.huggingface.files import is_folder_of_weights, local_folder
+from megalite.convert.peft.base import base_of_adapter, folder_of_base
 from megalite.errors import CheckpointError
 from megalite.topology.shape import ModelShape
 
@@ -23,8 +25,10 @@ from megalite.topology.shape import ModelShape
 class ModelSource:
     """A model on disk.
 
-    folder: a checkpoint, or a Hugging Face folder if `is_huggingface`. tokenizer: a Hugging Face folder or a
-    tokenizer.json. end_of_document: the token that ended documents in training; None: the tokenizer's own.
+    folder: a checkpoint, or a Hugging Face folder if `is_huggingface`. base: the frozen weights if `folder` holds an
+    adapter: a checkpoint's, or PEFT's if `is_huggingface`. shape: of the model, with its adapter. tokenizer: a Hugging
+    Face folder or a tokenizer.json. end_of_document: the token that ended documents in training; None: the tokenizer's
+    own.
     """
 
     folder: Path
@@ -32,16 +36,26 @@ class ModelSource:
     shape: ModelShape
     tokenizer: Path
     end_of_document: str | None = None
+    base: Path | None = None
 
 
-def find_source(path: Path | str, *, step: int | None = None, tokenizer: Path | None = None) -> ModelSource:
-    """Return the model that `path` names: a run folder, a checkpoint, a Hugging Face folder, or org/name of the Hub.
+def find_source(
+    path: Path | str, *, step: int | None = None, tokenizer: Path | None = None, base: Path | None = None
+) -> ModelSource:
+    """Return the model that `path` names: a run folder, a checkpoint, a Hugging Face or PEFT folder, or org/name.
 
-    step: the checkpoint of this step instead of the latest. tokenizer: to use instead of the model's own.
+    step: the checkpoint of this step instead of the latest. tokenizer: to use instead of the model's own. base: the
+    weights beside an adapter, where they have moved.
     Raises CheckpointError if there is none, if it is damaged, or if it has no tokenizer; ConfigError if a config.json
     has a model that is not built.
     """
     name, here = HubName.of(str(path)), Path(path).expanduser()
+    if name is None and (here / ADAPTER_CONFIG).is_file():
+        beside = base_of_adapter(here, base)
+        plain = shape_of_folder(str(beside))
+        shape = replace(plain, adapter=adapter_of_folder(here, plain.family))
+        own = next((each for each in (here, beside) if (each / "tokenizer.json").is_file()), None)
+        return ModelSource(here, True, shape, _required(tokenizer or own, here), base=beside)
     if name is not None or _is_huggingface(here):
         if step is not None:
             raise CheckpointError(
@@ -55,7 +69,8 @@ def find_source(path: Path | str, *, step: int | None = None, tokenizer: Path | 
     check_coverage(manifest, checkpoint)
     found = _required(tokenizer or find_tokenizer(checkpoint, manifest), checkpoint)
     end = (manifest.config.get("tokenizer") or {}).get("end_of_document")
-    return ModelSource(checkpoint, False, manifest.model, found, end)
+    frozen = None if manifest.model.adapter is None else folder_of_base(manifest.base, base)
+    return ModelSource(checkpoint, False, manifest.model, found, end, frozen)
 
 
 def _is_huggingface(folder: Path) -> bool:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from megalite.convert.huggingface.load import load_huggingface
+from megalite.convert.peft.load import load_beside, load_merged
 from megalite.data.tokenizer import Tokenizer, load_tokenizer
 from megalite.errors import ConfigError
 from megalite.generation.engine import build_model, generate_ids, load_model
@@ -63,17 +64,25 @@ def load(
     device: torch.device | str | None = None,
     dtype: torch.dtype = torch.float32,
     tokenizer: Path | str | None = None,
+    base: Path | str | None = None,
 ) -> LoadedModel:
     """Load a model to generate from, whole, into this process.
 
-    path: a run folder, a checkpoint, a Hugging Face folder, or org/name of the Hugging Face Hub.
+    path: a run folder, a checkpoint, a Hugging Face folder, an adapter in PEFT's format, or org/name of the Hugging
+        Face Hub. An adapter is merged into its base.
     step: the checkpoint of this step instead of the latest one of a run folder.
     device: None: the accelerator if there is one, else the CPU. dtype: of the weights and the computation.
     tokenizer: a Hugging Face folder or a tokenizer.json, instead of the model's own.
+    base: the folder of the weights beside an adapter, where they have moved.
     Raises CheckpointError if there is no model, or it is damaged or has no tokenizer; ConfigError for a config.json
     whose model is not built; DataError for the tokenizer.
     """
-    source = find_source(path, step=step, tokenizer=None if tokenizer is None else Path(tokenizer))
+    source = find_source(
+        path,
+        step=step,
+        tokenizer=None if tokenizer is None else Path(tokenizer),
+        base=None if base is None else Path(base),
+    )
     return load_source(source, ParallelMesh.single(device or local_device(0, 1)), dtype)
 
 
@@ -103,7 +112,13 @@ def generate(
 def load_source(source: ModelSource, mesh: ParallelMesh, dtype: torch.dtype = torch.float32) -> LoadedModel:
     """Load this rank's part of a model. Collective over the mesh. Raises CheckpointError, DataError."""
     tokenizer = load_tokenizer(source.tokenizer, end_of_document=source.end_of_document)
-    if source.is_huggingface:
+    if source.base is not None and source.shape.prefix_tokens:
+        replica = build_model(source.shape, mesh, dtype)
+        load_beside(source.folder, source.base, replica, is_peft=source.is_huggingface)
+    elif source.base is not None:
+        replica = build_model(source.shape.base, mesh, dtype)
+        load_merged(source.folder, source.shape, source.base, replica, is_peft=source.is_huggingface)
+    elif source.is_huggingface:
         replica = build_model(source.shape, mesh, dtype)
         load_huggingface(source.folder, replica)
     else:

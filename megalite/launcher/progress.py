@@ -41,7 +41,17 @@ class Heartbeat(TypedDict):
 _ACTIVITIES = tuple(Activity)
 _ACTIVITY_NUMBERS = {activity: number for number, activity in enumerate(_ACTIVITIES)}
 
-_CALLS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "gather", "barrier", "send", "recv")
+_CALLS = (
+    "all_reduce",
+    "all_gather",
+    "all_to_all",
+    "reduce_scatter",
+    "broadcast",
+    "gather",
+    "barrier",
+    "send",
+    "recv",
+)
 # "": a group without a role.
 _COLLECTIVES = (None, *product(_CALLS, (*AXES, *ROLES, "tied", "world", "")))
 _COLLECTIVE_NUMBERS = {collective: number for number, collective in enumerate(_COLLECTIVES)}

@@ -6,8 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from megalite.model.context import StepContext
+from megalite.model.dropout import LayerMasks
 from megalite.model.norms import Norm
 from megalite.model.options import ModelOptions
+from megalite.model.prefix import LayerPrefix, in_front
 from megalite.model.recompute import recomputed
 from megalite.model.rope import Rotation
 from megalite.ops.documents import Documents
@@ -15,6 +17,7 @@ from megalite.ops.dropout import CountedMask, Mask
 from megalite.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.norms import HeadShardedNorm
+from megalite.topology.adapter import Prefix
 from megalite.topology.shape import ModelShape
 
 
@@ -36,6 +39,9 @@ class SelfAttention(nn.Module):
         self.scale, self.softcap = shape.attention_scale, shape.attn_logit_softcapping
         self.heads = mesh.local_heads(shape.num_attention_heads)
         self.key_value_heads = mesh.local_heads(shape.num_key_value_heads)
+        self.prefix_tokens = shape.prefix_tokens
+        if isinstance(shape.adapter, Prefix):
+            self.prefix = LayerPrefix(shape.adapter, self.key_value_heads, shape.head_dim, options)
         rows = (self.heads + 2 * self.key_value_heads) * shape.head_dim
         self.qkv_proj = ColumnParallelLinear(
             shape.hidden_size,
@@ -56,18 +62,21 @@ class SelfAttention(nn.Module):
             self.q_norm = _query_key_norm(shape, shape.num_attention_heads, mesh, options)
             self.k_norm = _query_key_norm(shape, shape.num_key_value_heads, mesh, options)
 
-    def forward(self, hidden_states: Tensor, context: StepContext, mask: Mask | CountedMask | None) -> Tensor:
-        """[B, S, H] -> [B, S, H]; with a cache, the S tokens follow the cached ones. mask: dropout of the attention
-        probabilities."""
-        qkv = self.qkv_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
+    def forward(self, hidden_states: Tensor, context: StepContext, masks: LayerMasks) -> Tensor:
+        """[B, S, H] -> [B, S, H]; with a cache, the S tokens follow the cached ones."""
+        qkv = self.qkv_proj(hidden_states, masks.adapter_qkv).unflatten(-1, (-1, self.head_dim))
         rotated = context.rotation is not None and self.rotates
         rotation = context.rotation.of(self.window) if context.rotation is not None and rotated else None
         query, key, value = self._heads(qkv, rotation)
+        # Behind the projection, so that backward has the prefix's gradients before that of the layer's input.
+        prefix = self.prefix_tokens if context.begins else 0
+        if prefix:
+            key, value = in_front(self.prefix(context.prefix), key, value)
         if context.cache is not None:
-            key, value = context.cache.extend(self.layer, key, value)
-        attend = partial(self._attend, context.documents, mask)
+            key, value = context.cache.extend(self.layer, key, value, prefix=prefix)
+        attend = partial(self._attend, context.documents, masks.attention)
         attended = recomputed(attend, query, key, value) if self.recompute else attend(query, key, value)
-        return self.o_proj(attended.flatten(2))
+        return self.o_proj(attended.flatten(2), masks.adapter_o)
 
     def _heads(self, qkv: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
         if rotation is not None and not self.qk_norm:
@@ -100,6 +109,7 @@ class SelfAttention(nn.Module):
             documents=documents,
             scale=self.scale,
             softcap=self.softcap,
+            prefix=self.prefix_tokens,
         )
 
 

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from megalite.model.dropout import DropoutContext
 from megalite.model.kv_cache import KeyValueCache
 from megalite.model.rope import Rotations
@@ -14,10 +16,17 @@ class StepContext:
 
     rotation: the rotary angles of its positions; None: the model has none. dropout: which samples and positions
     they are, to draw masks from; None: nothing is dropped. cache: keys and values of earlier tokens, in generation.
-    documents: tokens attend within their own document only.
+    documents: tokens attend within their own document only. prefix: the output [tokens, projection] of the trunk from
+    which layers compute their prefixes; None: there is none.
     """
 
     rotation: Rotations | None
     dropout: DropoutContext | None = None
     cache: KeyValueCache | None = None
     documents: Documents | None = None
+    prefix: Tensor | None = None
+
+    @property
+    def begins(self) -> bool:
+        """True if no token comes before those of this micro batch."""
+        return self.cache is None or self.cache.length == 0

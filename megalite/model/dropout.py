@@ -1,5 +1,6 @@
 """Where dropout is applied, and the masks there: a function of seed, site, sample and position, never of the layout."""
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from torch import Tensor
@@ -24,12 +25,22 @@ class DropoutContext(NamedTuple):
 
 
 class LayerMasks(NamedTuple):
-    """A decoder layer's masks, each None where nothing is dropped."""
+    """A decoder layer's masks, each None where nothing is dropped.
+
+    adapter_qkv, adapter_o, adapter_up, adapter_down: of what the adapters of these linears read.
+    """
 
     attention: Mask | CountedMask | None = None
     attention_residual: Mask | None = None
     mlp: Mask | None = None
     mlp_residual: Mask | None = None
+    adapter_qkv: Mask | None = None
+    adapter_o: Mask | None = None
+    adapter_up: Mask | None = None
+    adapter_down: Mask | None = None
+
+
+NO_MASKS = LayerMasks()
 
 
 class DropoutSites:
@@ -41,6 +52,7 @@ class DropoutSites:
         self._hidden = range(shape.hidden_size)
         self._intermediate = balanced_split(shape.intermediate_size, mesh.tp.size)[mesh.tp.rank]
         self._heads = balanced_split(shape.num_attention_heads, mesh.tp.size)[mesh.tp.rank]
+        self._attended = range(self._heads.start * shape.head_dim, self._heads.stop * shape.head_dim)
 
     def embedding_mask(self, context: DropoutContext) -> Mask | None:
         """[b, positions held here, H]."""
@@ -55,7 +67,16 @@ class DropoutSites:
             self._residual("attention_residual", self._rates.residual, context),
             self._mask("mlp", self._rates.mlp, context.sample_indices, everywhere, self._intermediate),
             self._residual("mlp_residual", self._rates.residual, context),
+            *self._adapter_masks(context),
         )
+
+    def _adapter_masks(self, context: DropoutContext) -> Iterator[Mask | None]:
+        """Yield the masks of the inputs of the adapters of query-key-value, o, up and down."""
+        rate, everywhere = self._rates.adapter, range(context.sequence_length)
+        yield self._residual("adapter_qkv", rate, context)
+        yield self._mask("adapter_o", rate, context.sample_indices, everywhere, self._attended)
+        yield self._residual("adapter_up", rate, context)
+        yield self._mask("adapter_down", rate, context.sample_indices, everywhere, self._intermediate)
 
     def attention_mask(self, context: DropoutContext) -> CountedMask | None:
         """Return the mask of the probabilities [b, heads of this rank, S queries, S keys]."""

@@ -8,13 +8,15 @@ from torch import Tensor, nn
 
 from megalite.model.attention import SelfAttention
 from megalite.model.context import StepContext
-from megalite.model.dropout import DropoutSites, LayerMasks
+from megalite.model.dropout import NO_MASKS, DropoutSites, LayerMasks
+from megalite.model.lora import add_lora
 from megalite.model.mlp import build_mlp
 from megalite.model.norms import Norm, build_norm
 from megalite.model.options import PLAIN, ModelOptions, RecomputeMode
 from megalite.model.recompute import recomputed
 from megalite.ops.dropout import CountedMask, dropout
 from megalite.parallel.mesh import ParallelMesh
+from megalite.topology.adapter import Lora
 from megalite.topology.parameters import layer_norms
 from megalite.topology.shape import ModelShape
 
@@ -44,7 +46,7 @@ class DecoderLayer(nn.Module):
         self.recompute, self.compile_layer = recompute, options.compile
         self.arranged = _ARRANGEMENTS[shape.norm_placement]
         self.normalises_outputs = shape.norm_placement in ("sandwich", "output")
-        self.residual_multiplier = shape.residual_multiplier
+        self.residual_multiplier, self.prefix_tokens = shape.residual_multiplier, shape.prefix_tokens
         # Registered in the order of use, as topology.parameters lists them.
         norms = {name: build_norm(shape, options) for name in layer_norms(shape)}
         if "input_layernorm" in norms:
@@ -53,6 +55,8 @@ class DecoderLayer(nn.Module):
         for name, norm in norms.items():
             self.add_module(name, norm)
         self.mlp = build_mlp(shape, mesh, options)
+        if isinstance(shape.adapter, Lora):
+            add_lora(self, shape, shape.adapter, layer, mesh, options)
         self.sites = DropoutSites(shape, f"layers.{layer}", mesh, options)
 
     def forward(self, hidden_states: Tensor, context: StepContext) -> Tensor:
@@ -62,24 +66,25 @@ class DecoderLayer(nn.Module):
 
     def _draw_and_run(self, context: StepContext, hidden_states: Tensor) -> Tensor:
         """Draw the dropout masks, then run the layer. One compiled function serves all layers: masks are its inputs."""
-        masks = LayerMasks() if context.dropout is None else self.sites.layer_masks(context.dropout)
+        masks = NO_MASKS if context.dropout is None else self.sites.layer_masks(context.dropout)
         if not self.compile_layer:
             return self.arranged(self, hidden_states, context, masks)
         if isinstance(masks.attention, CountedMask) and context.dropout is not None:
             length = context.dropout.sequence_length
-            masks = masks._replace(attention=masks.attention.draw(length, length))
+            drawn = masks.attention.draw(length, self.prefix_tokens + length)
+            masks = masks._replace(attention=drawn)
         return _compiled()(self, hidden_states, context, masks)
 
     def attention(self, inputs: Tensor, context: StepContext, masks: LayerMasks) -> Tensor:
         """Return the output of attention for the residual stream: [B, S, H] -> [B, S, H]."""
-        output: Tensor = self.self_attn(inputs, context, masks.attention)
+        output: Tensor = self.self_attn(inputs, context, masks)
         if self.normalises_outputs:
             output = self.post_attention_layernorm(output)
         return self._scaled(dropout(output, masks.attention_residual))
 
     def feed_forward(self, inputs: Tensor, masks: LayerMasks) -> Tensor:
         """Return the output of the MLP for the residual stream: [B, S, H] -> [B, S, H]."""
-        output: Tensor = self.mlp(inputs, masks.mlp)
+        output: Tensor = self.mlp(inputs, masks)
         if self.normalises_outputs:
             output = self.post_feedforward_layernorm(output)
         return self._scaled(dropout(output, masks.mlp_residual))

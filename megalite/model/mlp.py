@@ -4,9 +4,10 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from megalite.model.dropout import NO_MASKS, LayerMasks
 from megalite.model.options import ModelOptions
 from megalite.ops.activations import Approximate
-from megalite.ops.dropout import Mask, dropout
+from megalite.ops.dropout import dropout
 from megalite.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.shape import ModelShape
@@ -27,9 +28,10 @@ class GatedMLP(nn.Module):
             features, shape.hidden_size, mesh=mesh, dtype=options.dtype, bias=shape.mlp_bias
         )
 
-    def forward(self, hidden_states: Tensor, mask: Mask | None = None) -> Tensor:
-        """[B, S, H] -> [B, S, H]; mask: dropout of the activations [B, S, intermediate / tp]."""
-        return self.down_proj(dropout(self.activation(self.gate_up_proj(hidden_states)), mask))
+    def forward(self, hidden_states: Tensor, masks: LayerMasks = NO_MASKS) -> Tensor:
+        """[B, S, H] -> [B, S, H]."""
+        activated = self.activation(self.gate_up_proj(hidden_states, masks.adapter_up))
+        return self.down_proj(dropout(activated, masks.mlp), masks.adapter_down)
 
 
 class PlainMLP(nn.Module):
@@ -46,15 +48,15 @@ class PlainMLP(nn.Module):
             features, shape.hidden_size, mesh=mesh, dtype=options.dtype, bias=shape.mlp_bias
         )
 
-    def forward(self, hidden_states: Tensor, mask: Mask | None = None) -> Tensor:
-        """[B, S, H] -> [B, S, H]; mask: dropout of the activations [B, S, intermediate / tp]."""
+    def forward(self, hidden_states: Tensor, masks: LayerMasks = NO_MASKS) -> Tensor:
+        """[B, S, H] -> [B, S, H]."""
         with_gelu = self.ops.adds_bias_with_gelu
         activated = self.ops.bias_gelu(
-            self.up_proj(hidden_states, with_bias=not with_gelu),
+            self.up_proj(hidden_states, masks.adapter_up, with_bias=not with_gelu),
             self.up_proj.bias if with_gelu else None,
             approximate=self.approximate,
         )
-        return self.down_proj(dropout(activated, mask))
+        return self.down_proj(dropout(activated, masks.mlp), masks.adapter_down)
 
 
 def _approximate(shape: ModelShape) -> Approximate:

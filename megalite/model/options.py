@@ -15,13 +15,14 @@ class Dropout:
     """Dropout probabilities in training.
 
     embedding: the embedding's output. residual: the outputs of attention and MLP, before the residual sum. mlp: the
-    MLP's activations. attention: the attention probabilities.
+    MLP's activations. attention: the attention probabilities. adapter: the inputs of LoRA's A.
     """
 
     embedding: float = 0.0
     residual: float = 0.0
     mlp: float = 0.0
     attention: float = 0.0
+    adapter: float = 0.0
 
 
 RecomputeMode = Literal["none", "selective", "full"]

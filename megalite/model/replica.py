@@ -46,6 +46,17 @@ class Replica:
         """The registered parameters of this stage, in model order."""
         return tuple(stage_parameters(self.shape, self.split, self.mesh.at.pp))
 
+    @cached_property
+    def trained(self) -> tuple[Parameter, ...]:
+        """The parameters that the optimizer changes; with an adapter a few, else all."""
+        return tuple(each for each in self.parameters if each.trained)
+
+    @property
+    def trained_tensors(self) -> dict[str, nn.Parameter]:
+        """Name -> this rank's shard of each parameter that the optimizer changes."""
+        tensors = self.tensors
+        return {each.name: tensors[each.name] for each in self.trained}
+
     @property
     def tensors(self) -> dict[str, nn.Parameter]:
         """Name -> this rank's shard of each registered parameter."""

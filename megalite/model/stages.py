@@ -1,12 +1,16 @@
 """Builds this rank's stage of a model and gives every parameter its initial value by name."""
 
+from collections.abc import Iterable
+
 import torch
 
+from megalite.model.lora import set_magnitudes
 from megalite.model.options import PLAIN, ModelOptions
 from megalite.model.replica import Replica
 from megalite.model.transformer import Stage
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.random import normal_slice
+from megalite.topology.parameters import Parameter
 from megalite.topology.shape import ModelShape
 from megalite.topology.stages import PipelineSplit
 
@@ -25,17 +29,26 @@ def build_replica(
     the weights unset, to be loaded.
     """
     replica = Replica(shape, split, mesh, Stage(shape, split, mesh, options))
+    tensors = replica.tensors
+    for parameter in replica.parameters:
+        tensors[parameter.name].requires_grad_(parameter.trained)
     if seed is not None:
         initialise(replica, seed)
     replica.stage.to(mesh.device)
     return replica
 
 
+def initialise(replica: Replica, seed: int, *, adapter_only: bool = False) -> None:
+    """Give every parameter its initial value; adapter_only: leave the model's own as they are. Collective over tp."""
+    fill([each for each in replica.parameters if each.adapter or not adapter_only], replica, seed)
+    set_magnitudes(replica.stage)
+
+
 @torch.no_grad()
-def initialise(replica: Replica, seed: int) -> None:
-    """Fill every parameter: with `Parameter.fill`, or with normal values drawn for the region that this rank holds."""
+def fill(parameters: Iterable[Parameter], replica: Replica, seed: int) -> None:
+    """Fill parameters: with `Parameter.fill`, or with normal values drawn for the region that this rank holds."""
     tensors, tp = replica.tensors, replica.mesh.tp
-    for parameter in replica.parameters:
+    for parameter in parameters:
         if parameter.std is None:
             tensors[parameter.name].fill_(parameter.fill)
             continue

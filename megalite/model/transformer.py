@@ -4,10 +4,15 @@ A Stage registers every parameter of its pipeline rank by its canonical name; th
 schedule runs. One stage of one chunk is the whole model.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Self
 
+import torch
 from torch import Tensor, nn
 
+from megalite.model.attention import SelfAttention
 from megalite.model.context import StepContext
 from megalite.model.dropout import DropoutContext
 from megalite.model.embedding import InputEmbedding
@@ -16,9 +21,11 @@ from megalite.model.kv_cache import KeyValueCache
 from megalite.model.layer import DecoderLayer
 from megalite.model.norms import build_norm
 from megalite.model.options import ModelOptions
+from megalite.model.prefix import build_trunk
 from megalite.model.rope import LayerRotations
 from megalite.ops.documents import Documents
 from megalite.parallel.layers import VocabParallelEmbedding
+from megalite.parallel.lora import adapters_off
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.shape import ModelShape
 from megalite.topology.stages import PipelineSplit, balanced_split
@@ -39,6 +46,8 @@ class Decoder(nn.Module):
             self.embed_positions = nn.Embedding(
                 shape.max_position_embeddings, shape.hidden_size, dtype=options.dtype
             )
+        if (trunk := build_trunk(shape, options)) is not None:
+            self.prefix = trunk
         # Keyed by the global index, so that a parameter has one name whatever stage holds it.
         self.layers = nn.ModuleDict()
         for layers in (split.layers[chunk] for chunk in chunks):
@@ -64,6 +73,7 @@ class Chunk(nn.Module):
         shape, self.index, self.ops = stage.shape, index, options.ops
         self.drops_attention, self.softcap = options.dropout.attention > 0, shape.attn_logit_softcapping
         self.is_first, self.is_last = index == 0, index == len(split.layers) - 1
+        self.prefix_tokens, self.trunk = shape.prefix_tokens, getattr(stage.model, "prefix", None)
         self.layers = nn.ModuleList(stage.model.layers[str(layer)] for layer in split.layers[index])
         self.rotary = stage.rotary if shape.position_embedding == "rope" else None
         if self.is_first:
@@ -93,7 +103,9 @@ class Chunk(nn.Module):
         documents = None
         if document_ids is not None:
             drops = self.training and self.drops_attention
-            documents = self.ops.documents(document_ids, cu_seqlens, dropout=drops, softcap=self.softcap)
+            documents = self.ops.documents(
+                document_ids, cu_seqlens, dropout=drops, softcap=self.softcap, prefix=self.prefix_tokens
+            )
         hidden_states = self.decode(inputs, position_ids, dropout, documents=documents)
         if not self.is_last:
             return hidden_states
@@ -112,10 +124,17 @@ class Chunk(nn.Module):
 
         dropout: given, values are dropped as the options say.
         """
-        length = position_ids.shape[1] + (0 if cache is None else cache.length)
+        if self.prefix_tokens:
+            position_ids = position_ids + self.prefix_tokens
+        length = self.prefix_tokens + position_ids.shape[1] + (0 if cache is None else cache.length)
         rotation = None if self.rotary is None else self.rotary(position_ids, length)
         context = StepContext(rotation, dropout, cache, documents)
+        if self.trunk is not None and context.begins:
+            context = replace(context, prefix=self.trunk())
         hidden_states = self.embedding(inputs, position_ids, dropout) if self.is_first else inputs
+        if self.is_first and torch.is_grad_enabled() and not hidden_states.requires_grad:
+            # A frozen embedding: recomputed layers and stages without a trained weight need a gradient to pass on.
+            hidden_states.requires_grad_()
         for layer in self.layers:
             hidden_states = layer(hidden_states, context)
         return hidden_states
@@ -157,3 +176,28 @@ class Stage(nn.Module):
         """Each sequence's loss sum [B] from input_ids [B, S]; arguments as for Chunk.forward."""
         losses: Tensor = self.whole(inputs, **arguments)
         return losses
+
+
+@contextmanager
+def evaluation_mode(stage: Stage) -> Iterator[None]:
+    """Have the stage compute inside of the `with` block without dropout and with the plain cross entropy."""
+    stage.train(False)
+    try:
+        yield
+    finally:
+        stage.train(True)
+
+
+@contextmanager
+def without_adapters(stage: Stage) -> Iterator[None]:
+    """Have the stage compute as without low-rank adapters and without a prefix inside of the `with` block."""
+    modules = (*stage.chunks, *stage.modules())
+    prefixed = [each for each in modules if isinstance(each, Chunk | DecoderLayer | SelfAttention)]
+    for each in prefixed:
+        each.prefix_tokens = 0
+    try:
+        with adapters_off(stage):
+            yield
+    finally:
+        for each in prefixed:
+            each.prefix_tokens = stage.shape.prefix_tokens

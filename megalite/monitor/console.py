@@ -76,9 +76,12 @@ class Console:
             if len(metrics.sets) > 1
             else ""
         )
+        others, unit = f"perplexity {metrics.perplexity:,.2f}", "tokens"
+        if metrics.figures:
+            others, unit = "  ".join(_shown(metrics.figures)), "pairs"
         self.say(
-            f"validation after step {metrics.step}: loss {metrics.loss:.4f}{sets}  perplexity "
-            f"{metrics.perplexity:,.2f}  {round(metrics.tokens):,} tokens in {duration(metrics.seconds)}"
+            f"validation after step {metrics.step}: loss {metrics.loss:.4f}{sets}  {others}  "
+            f"{round(metrics.tokens):,} {unit} in {duration(metrics.seconds)}"
         )
 
     def saved(self, metrics: SaveMetrics) -> None:
@@ -148,6 +151,7 @@ class Console:
             memory += f" of {metrics.reserved_bytes / 2**30:.2f} reserved"
         return [
             f"loss {metrics.loss:.4f}",
+            *_shown(metrics.figures),
             f"grad norm {metrics.grad_norm:.3f}",
             *scale,
             f"{metrics.tokens_per_second:,.0f} tokens/s",
@@ -160,6 +164,10 @@ class Console:
         tokens_per_step = metrics.tokens / metrics.step
         steps_left = self._total_steps - metrics.step
         return f"{duration(steps_left * tokens_per_step / metrics.tokens_per_second)} left"
+
+
+def _shown(figures: Mapping[str, float]) -> list[str]:
+    return [f"{name.replace('_', ' ')} {value:.4g}" for name, value in figures.items()]
 
 
 def is_screen(stream: TextIO) -> bool:

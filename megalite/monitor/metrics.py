@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+FIGURES = ("reward_accuracy", "reward_margin")
+"""The names that StepMetrics.figures may have."""
 _OPTIONAL = ("loss_scale", "skipped_steps", "reserved_bytes")
 
 
@@ -20,7 +22,7 @@ class StepMetrics:
     step_seconds: wall time of this step. data_seconds: the part of it that rank 0 waited for its batch.
     loss_scale: with fp16 only. skipped_steps: skipped since the start of the run; None if no step can be skipped.
     reserved_bytes: with a device only, the maximum over ranks of the bytes reserved by torch's allocator.
-    custom: metrics of callbacks, by name.
+    custom: metrics of callbacks, by name. figures: what the loss of preferences has besides, by name.
     """
 
     step: int
@@ -37,11 +39,12 @@ class StepMetrics:
     skipped_steps: int | None = None
     reserved_bytes: int | None = None
     custom: Mapping[str, float] = field(default_factory=dict)
+    figures: Mapping[str, float] = field(default_factory=dict)
 
     def scalars(self) -> dict[str, float]:
         """Return the TensorBoard scalars: tag -> value."""
         shown = ("loss", "grad_norm", "learning_rate", "tokens_per_second", "loss_scale", "skipped_steps")
-        values = {name: getattr(self, name) for name in shown}
+        values = {name: getattr(self, name) for name in shown} | dict(self.figures)
         return {f"train/{name}": value for name, value in values.items() if value is not None} | dict(
             self.custom
         )
@@ -49,17 +52,20 @@ class StepMetrics:
     def record(self) -> dict[str, Any]:
         """Return the record for metrics.jsonl, without metrics that this run does not have."""
         own = asdict(self)
-        custom = own.pop("custom")
-        return {
-            key: value for key, value in own.items() if value is not None or key not in _OPTIONAL
-        } | custom
+        custom, figures = own.pop("custom"), own.pop("figures")
+        return (
+            {key: value for key, value in own.items() if value is not None or key not in _OPTIONAL}
+            | figures
+            | custom
+        )
 
 
 @dataclass(frozen=True)
 class ValidationMetrics:
     """A validation with the weights after `step` steps.
 
-    loss: mean over the unmasked tokens of all data sets. tokens: their total weight. sets: name -> mean of a data set.
+    loss: mean over the unmasked tokens of all data sets, or over the pairs. tokens: their total weight.
+    sets: name -> mean of a data set. figures: those of preferences, by name; empty for losses of tokens.
     """
 
     step: int
@@ -67,6 +73,7 @@ class ValidationMetrics:
     tokens: float
     seconds: float
     sets: Mapping[str, float] = field(default_factory=dict)
+    figures: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def perplexity(self) -> float:
@@ -79,7 +86,11 @@ class ValidationMetrics:
     def scalars(self) -> dict[str, float]:
         """Return the TensorBoard scalars: tag -> value."""
         several = self.sets if len(self.sets) > 1 else {}
-        curves = {"validation/loss": self.loss, "validation/perplexity": self.perplexity}
+        curves = {"validation/loss": self.loss}
+        if self.figures:
+            curves |= {f"validation/{name}": value for name, value in self.figures.items()}
+        else:
+            curves["validation/perplexity"] = self.perplexity
         return curves | {f"validation/loss_{name}": loss for name, loss in several.items()}
 
     def record(self) -> dict[str, Any]:
@@ -87,11 +98,16 @@ class ValidationMetrics:
         several = self.sets if len(self.sets) > 1 else {}
         return {
             "validation_loss": self.loss,
-            "validation_perplexity": self.perplexity,
-            "validation_tokens": round(self.tokens),
+            **self._of_kind(),
             "validation_seconds": self.seconds,
             **{f"validation_loss_{name}": loss for name, loss in several.items()},
         }
+
+    def _of_kind(self) -> dict[str, float]:
+        if self.figures:
+            own = {f"validation_{name}": value for name, value in self.figures.items()}
+            return {**own, "validation_pairs": round(self.tokens)}
+        return {"validation_perplexity": self.perplexity, "validation_tokens": round(self.tokens)}
 
 
 @dataclass(frozen=True)
@@ -126,6 +142,6 @@ class SaveMetrics:
 
 def is_own_metric(name: str) -> bool:
     """Whether a key of metrics.jsonl is built in, so that callbacks cannot use it."""
-    return name in {each.name for each in fields(StepMetrics)} or name.startswith(
+    return name in {*FIGURES, *(each.name for each in fields(StepMetrics))} or name.startswith(
         ("validation_", "checkpoint_")
     )

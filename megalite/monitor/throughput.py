@@ -42,21 +42,21 @@ class Speed:
 class Throughput:
     """The mean speed over the last `window` steps, without the warm-up step of a process once a second step ran."""
 
-    def __init__(self, *, flops_per_token: int, peak_flops_per_second: float | None, window: int = 20):
+    def __init__(self, *, peak_flops_per_second: float | None, window: int = 20):
         """peak_flops_per_second: of all ranks together; None: unknown."""
-        self._flops_per_token, self._peak = flops_per_token, peak_flops_per_second
-        self._steps: deque[tuple[int, float]] = deque(maxlen=window)
+        self._peak = peak_flops_per_second
+        self._steps: deque[tuple[int, int, float]] = deque(maxlen=window)
         self._warm = False
 
-    def update(self, tokens: int, seconds: float) -> Speed:
-        """Add a step with its tokens of all ranks and its duration, and return the new speed."""
+    def update(self, tokens: int, flops: int, seconds: float) -> Speed:
+        """Add a step with the tokens and operations of all ranks and its duration, and return the new speed."""
         if len(self._steps) == 1 and not self._warm:
             self._steps.clear()
             self._warm = True
-        self._steps.append((tokens, seconds))
-        rate = sum(tokens for tokens, _ in self._steps) / sum(seconds for _, seconds in self._steps)
-        share = rate * self._flops_per_token / self._peak if self._peak else None
+        self._steps.append((tokens, flops, seconds))
+        tokens, flops, seconds = (sum(column) for column in zip(*self._steps, strict=True))
+        share = flops / seconds / self._peak if self._peak else None
         if share is not None and share > 1:
             # The peak was measured while other work kept the machine busy: no share of it means anything.
             self._peak = share = None
-        return Speed(rate, share)
+        return Speed(tokens / seconds, share)

@@ -24,12 +24,13 @@ from megalite.ops.softcap import soft_capped
 _SHARED_SPAN = 64
 
 
-def documents_seen(document_ids: Tensor) -> Tensor:
-    """Return the causal mask within documents: ids [B, S] -> bool [B, 1, S, S].
+def documents_seen(document_ids: Tensor, prefix: int = 0) -> Tensor:
+    """Return the causal mask within documents: ids [B, S] -> bool [B, 1, S, prefix + S].
 
-    For kernels that take a dense mask; its masked-out scores are computed too.
+    For kernels that take a dense mask; its masked-out scores are computed too. prefix: keys in front of each row, which
+    all documents see.
     """
-    return _own_document(document_ids).unsqueeze(1)
+    return F.pad(_own_document(document_ids), (prefix, 0), value=True).unsqueeze(1)
 
 
 def document_spans(document_ids: Tensor) -> tuple[Span, ...]:
@@ -88,15 +89,20 @@ def causal_attention(
     documents: Documents | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    prefix: int = 0,
     backend: str = "",
 ) -> Tensor:
     """Return softmax(scale Q K^T) V where position i sees the keys up to i, aligned at the end.
 
-    query: [B, S, heads, D]; key, value: [B, T, kv heads, D] with T >= S (T > S while decoding from a cache);
-    heads is a multiple of kv heads. window: the number of keys that a position sees, its own included
+    query: [B, S, heads, D]; key, value: [B, T, kv heads, D] with T >= S (T > S while decoding from a cache, and with a
+    prefix); heads is a multiple of kv heads. window: the number of keys that a position sees, its own included
     (Beltagy et al. 2020). Returns [B, S, heads, D].
 
-    documents: for T = S, a position sees only keys of its own document; spans cannot be combined with `mask`.
+    documents: for T = S, a position sees only keys of its own document; spans cannot be combined with `mask`. A bool
+    mask [B, 1, S, T] may have more keys than queries.
+
+    prefix: every position sees the first `prefix` keys, whatever the window; documents are then a mask with these keys.
+    With a window or documents the mask of S x T is materialised, and its masked-out scores are computed too.
 
     mask: the dropout mask of the probabilities, [B, heads, S, T]. The compiled operator draws a counted mask on the
     fly. torch has no fused kernel for dropout here: mask and probabilities are materialised and kept for the backward.
@@ -107,6 +113,9 @@ def causal_attention(
     backend: on an accelerator, the backend of ops/attention_backends.py to use for the calls that it supports.
     """
     form = _Scores(query.shape[-1] ** -0.5 if scale is None else scale, softcap)
+    if prefix and window is not None:
+        assert documents is None or isinstance(documents, Tensor)
+        documents, window = _behind_prefix(query, key, window, documents, prefix), None
     if mask is None and served_on_device(documents, query.device):
         return attend_on_device(
             query, key, value, window, documents, scale=form.scale, softcap=softcap, prefer=backend
@@ -309,6 +318,14 @@ def _seen(new: int, total: int, window: int | None, device: torch.device) -> Ten
     """Return the causal mask of the last `new` positions, restricted to the window: bool [new, total]."""
     seen = torch.ones(new, total, dtype=torch.bool, device=device).tril(total - new)
     return seen if window is None else seen.triu(total - new - window + 1)
+
+
+def _behind_prefix(query: Tensor, key: Tensor, window: int, documents: Tensor | None, prefix: int) -> Tensor:
+    """Return the mask of a window and documents, bool [S, T] or [B, 1, S, T], that hides no key of the prefix."""
+    new, total = query.shape[1], key.shape[1]
+    seen = _seen(new, total, window, query.device)
+    seen[:, :prefix] = True
+    return seen if documents is None else documents & seen
 
 
 def _attended(

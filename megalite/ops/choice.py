@@ -138,11 +138,17 @@ class Operators:
         documents: Documents | None = None,
         scale: float | None = None,
         softcap: float | None = None,
+        prefix: int = 0,
     ) -> Tensor:
-        """Same as ops.attention.causal_attention, by the implementation chosen for attention of this form."""
+        """Same as ops.attention.causal_attention, by the implementation chosen for attention of this form.
+
+        Attention with a prefix and a window, documents or dropout is torch's: no kernel has all of a prefix visible.
+        """
         chosen = self._attention(
             mask is not None, softcap is not None, documents is not None, window is not None
         )
+        if prefix and (window is not None or documents is not None or mask is not None):
+            chosen = TORCH
         if chosen == COMPILED and softcap is None and compiled_pays(query, key, window, documents, mask):
             return compiled_attention(
                 query, key, value, window=window, mask=mask, documents=documents, scale=scale
@@ -156,18 +162,27 @@ class Operators:
             documents=documents,
             scale=scale,
             softcap=softcap,
+            prefix=prefix,
             backend=chosen,
         )
 
     def documents(
-        self, document_ids: Tensor, cu_seqlens: Tensor | None, *, dropout: bool, softcap: float | None
+        self,
+        document_ids: Tensor,
+        cu_seqlens: Tensor | None,
+        *,
+        dropout: bool,
+        softcap: float | None,
+        prefix: int = 0,
     ) -> Documents:
         """Return a micro batch's documents in the form that `attention` needs, made once for all layers.
 
         document_ids: [B, S]. cu_seqlens: the same documents, see ops.documents.row_cu_seqlens; without them the host
         waits for the ids on an accelerator. On an accelerator every kernel uses cu_seqlens; on a CPU each kernel has
-        its own fastest form.
+        its own fastest form. prefix: virtual tokens in front of each row, for which every kernel takes a dense mask.
         """
+        if prefix:
+            return documents_seen(document_ids, prefix)
         if document_ids.device.type != "cpu":
             if cu_seqlens is None:
                 return document_cu_seqlens(document_ids)

@@ -5,7 +5,7 @@ al., "Reducing activation recomputation in large Transformer models", 2022, figu
 With a group of one rank nothing is communicated.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -134,6 +134,28 @@ def gather_ranks(values: Tensor, ranks: RankGroup) -> Tensor:
     now.collective("all_gather", ranks.role)
     dist.all_gather_single(gathered.flatten(0, 1), values.contiguous(), group=ranks.group)
     return gathered
+
+
+def exchange(pieces: Sequence[Tensor], sizes: Sequence[int], ranks: RankGroup) -> list[Tensor]:
+    """Send `pieces[r]` to each rank r and return what each rank sent here (all-to-all); outside autograd.
+
+    pieces: flat, of one dtype, of any length. sizes: the number of elements that each rank sends here.
+    """
+    if ranks.size == 1:
+        return [*pieces]
+    received = pieces[0].new_empty(sum(sizes))
+    now.collective("all_to_all", ranks.role)
+    lengths = [piece.numel() for piece in pieces]
+    dist.all_to_all_single(received, torch.cat([*pieces]), [*sizes], lengths, group=ranks.group)
+    return [*received.split([*sizes])]
+
+
+def broadcast(values: Tensor, ranks: RankGroup, source: int) -> Tensor:
+    """Overwrite `values` with those of rank `source` of the group, outside autograd; returns `values`."""
+    if ranks.size > 1:
+        now.collective("broadcast", ranks.role)
+        dist.broadcast(values, src=ranks.ranks[source], group=ranks.group)
+    return values
 
 
 def start_all_reduce(values: Tensor, ranks: RankGroup) -> Pending:

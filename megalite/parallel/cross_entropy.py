@@ -250,18 +250,25 @@ def _in_chunks(
 
 
 class _KnownGradient(torch.autograd.Function):
-    """Returns `values`, whose sum has a known gradient with respect to `source`."""
+    """Returns `values`, whose sum has a known gradient with respect to `source`.
+
+    by_value: row i of `source` and of `gradient` is of value i alone, so each may have a factor of its own.
+    """
 
     @staticmethod
-    def forward(ctx: Any, source: Tensor, gradient: Tensor | None, values: Tensor) -> Tensor:
-        ctx.gradient = gradient
+    def forward(
+        ctx: Any, source: Tensor, gradient: Tensor | None, values: Tensor, by_value: bool = False
+    ) -> Tensor:
+        ctx.gradient, ctx.by_value = gradient, by_value
         return values
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         gradient, ctx.gradient = ctx.gradient, None
-        number = _one_number(grad)
-        return gradient if _is_one(grad) else gradient.mul_(number), None, None
+        if _is_one(grad):
+            return gradient, None, None, None
+        factor = grad.unsqueeze(1) if ctx.by_value and not _is_repeated(grad) else _one_number(grad)
+        return gradient.mul_(factor), None, None, None
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -308,6 +315,7 @@ def chunked_cross_entropy(
     """Compute `vocab_parallel_cross_entropy` of transformed hidden_states @ weight.T + bias, chunk by chunk.
 
     Only the sum of the losses, times any number, may be differentiated, and only once: forward computes its gradients.
+    Where weight and bias are frozen, each loss may have a factor of its own.
     The gradients of weight and bias are summed in at least float32. One small collective per chunk.
     hidden_states: [B, S, H], equal on every rank of tp; their gradient is partial, from this rank's rows only.
     weight: [rows, H]. bias: [rows]. chunk_tokens: tokens per chunk.
@@ -321,7 +329,7 @@ def chunked_cross_entropy(
         torch.zeros_like(bias, dtype=fp32) if bias is not None and _differentiated(bias) else None,
     )
     losses = _in_chunks(flat, weight, bias, loss, chunk_tokens, transform, gradients)
-    total: Tensor = _KnownGradient.apply(flat, gradients.hidden_states, losses)  # type: ignore[no-untyped-call]
+    total: Tensor = _KnownGradient.apply(flat, gradients.hidden_states, losses, True)  # type: ignore[no-untyped-call]
     for source, gradient in ((weight, gradients.weight), (bias, gradients.bias)):
         if source is not None:
             total = total + _KnownGradient.apply(source, gradient, torch.zeros_like(losses))  # type: ignore[no-untyped-call]

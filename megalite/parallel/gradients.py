@@ -50,7 +50,7 @@ def all_reduce_replicated_gradients(
 
     Over tp: weights that each rank holds whole but uses for its own positions or heads only, and key-value heads that
     ranks share (all ranks but the first then hold zeros as their gradient, so that every norm counts it once). Over the
-    first and last stage: tied weights. Collective over both. gradient_of: returns a parameter's gradient.
+    stages that hold a copy: tied weights. Collective over both. gradient_of: returns a parameter's gradient.
     """
 
     def gradient(parameter: Parameter) -> Tensor:
@@ -63,7 +63,7 @@ def all_reduce_replicated_gradients(
     _add_up([share for each in concerned for share in _shares(each, gradient(each), mesh)], mesh)
     for parameter in parameters:
         if len(parameter.spec.stages) > 1:
-            all_reduce(gradient(parameter), mesh.tied)
+            all_reduce(gradient(parameter), mesh.tied_over(parameter.spec.stages))
 
 
 def all_reduce_replicated_in_backward(
@@ -106,18 +106,19 @@ def sync_tied_weights(
     """Overwrite all copies of a tied weight with the first stage's copy, and of a shared head with the first rank's.
 
     Tied copies see the same gradient, but reductions round by an element's place in a buffer, which differs
-    between stages: without this they would drift apart by a last digit a step. Collective over tp and the end stages.
+    between stages: without this they would drift apart by a last digit a step. Collective over tp and the stages that
+    hold copies.
     """
     size = mesh.tp.size
     shared = [each for each in parameters if any(each.spec.is_shared(part, size) for part in each.spec.parts)]
     shares = [share for each in shared for share in _shares(each, tensors[each.name].data, mesh)]
     for share, total in _sums_over_tp(shares, mesh, of_first=True):
         share.values.copy_(total)
-    if mesh.tied.size > 1:
-        for parameter in parameters:
-            if len(parameter.spec.stages) > 1:
-                now.collective("broadcast", mesh.tied.role)
-                dist.broadcast(tensors[parameter.name].data, src=mesh.tied.ranks[0], group=mesh.tied.group)
+    for parameter in parameters:
+        if len(parameter.spec.stages) > 1:
+            copies = mesh.tied_over(parameter.spec.stages)
+            now.collective("broadcast", copies.role)
+            dist.broadcast(tensors[parameter.name].data, src=copies.ranks[0], group=copies.group)
 
 
 def _shares(parameter: Parameter, tensor: Tensor, mesh: ParallelMesh) -> Iterator[_Share]:
@@ -212,8 +213,9 @@ def first_nonfinite(
     found: list[tuple[float, int, str]] = []
     for index, parameter in enumerate(parameters):
         gradient = tensors[parameter.name].grad
-        # The embedding comes before all layers, the final norm and head after them; a tied head is the embedding.
-        depth = -1.0 if parameter.name == EMBEDDING else math.inf
+        # The embedding and what is common to the layers' prefixes come before all layers, the final norm and head after
+        # them; a tied head is the embedding.
+        depth = -1.0 if parameter.name == EMBEDDING or parameter.adapter else math.inf
         if gradient is not None and not gradient.isfinite().all():
             name = first_nonfinite_part(parameter, gradient, mesh)
             where = "" if parameter.layer is None else f" (layer {parameter.layer})"

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megalite.ops.dropout import Mask
 from megalite.parallel.collectives import (
     Pending,
     row_output,
@@ -19,6 +20,7 @@ from megalite.parallel.collectives import (
     start_reduce_scatter,
 )
 from megalite.parallel.gradient_sums import deferring, embedding, linear, weight_gradient
+from megalite.parallel.lora import ColumnLora, RowLora
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.stages import balanced_split
 
@@ -101,10 +103,17 @@ class ColumnParallelLinear(nn.Module):
         self.mesh = mesh
         self.weight = nn.Parameter(torch.empty(local_out_features, in_features, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(local_out_features, dtype=dtype)) if bias else None
+        self.lora: ColumnLora | None = None
 
-    def forward(self, hidden_states: Tensor, *, with_bias: bool = True) -> Tensor:
-        """Map [B, S or S / tp, in] to [B, S, out / tp]. with_bias: False if the caller adds the bias."""
+    def forward(self, hidden_states: Tensor, mask: Mask | None = None, *, with_bias: bool = True) -> Tensor:
+        """Map [B, S or S / tp, in] to [B, S, out / tp].
+
+        mask: dropout of the adapter's input. with_bias: False if the caller adds the bias.
+        """
         bias = self.bias if with_bias else None
+        if self.lora is not None and self.lora.active:
+            adapted: Tensor = self.lora(hidden_states, self.weight, bias, mask)
+            return adapted
         return column_linear(hidden_states, self.weight, bias, mesh=self.mesh)
 
 
@@ -129,10 +138,14 @@ class RowParallelLinear(nn.Module):
         self.mesh = mesh
         self.weight = nn.Parameter(torch.empty(out_features, local_in_features, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype)) if bias else None
+        self.lora: RowLora | None = None
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """Map [B, S, in / tp] to [B, S or S / tp, out]."""
-        summed = row_output(linear(hidden_states, self.weight), self.mesh)
+    def forward(self, hidden_states: Tensor, mask: Mask | None = None) -> Tensor:
+        """Map [B, S, in / tp] to [B, S or S / tp, out]; mask: dropout of the adapter's input."""
+        if self.lora is not None and self.lora.active:
+            summed: Tensor = self.lora(hidden_states, self.weight, mask)
+        else:
+            summed = row_output(linear(hidden_states, self.weight), self.mesh)
         # After the reduction, so that the replicated bias counts once.
         return summed if self.bias is None else summed.add_(self.bias)
 

@@ -1,7 +1,7 @@
 """The mesh of ranks and the process groups of its axes. No other module creates process groups."""
 
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -147,6 +147,13 @@ class ParallelMesh:
     def tied(self) -> RankGroup:
         """The first and the last stage, with the same place on all other axes; only this rank on other stages."""
         return self.groups.get("tied", ALONE)
+
+    def tied_over(self, stages: Sequence[int]) -> RankGroup:
+        """Return the ranks that hold a weight of these stages, all of them or the first and the last one.
+
+        On this rank's place of all other axes.
+        """
+        return self.pp if len(stages) == self.pp.size else self.tied
 
     @property
     def counts_replicated(self) -> bool:

@@ -2,16 +2,16 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from megalite.parallel.cross_entropy import IGNORE_INDEX
 from megalite.parallel.decode import along_chunks
 from megalite.parallel.gradient_buckets import GradientBuckets
 from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.objective import NEXT_TOKEN, Objective
 from megalite.parallel.schedule import StageSchedule
 from megalite.parallel.step_batch import StepBatch
 from megalite.topology.schedule_timeline import orders_of
@@ -38,15 +38,23 @@ class PipelineRunner(Protocol):
     """
 
     def forward_backward(self, batch: StepBatch, weight: Tensor, loss_scale: float = 1.0) -> Tensor:
-        """Return this rank's share of the step's loss, a float64 scalar; the shares of all ranks sum to the weighted
-        mean over the global batch.
+        """Return this rank's shares of the step's loss and of the objective's figures, [1 + figures] float64; those of
+        all ranks sum to the weighted means over the global batch.
 
         weight: the sum of `weight_share` over all ranks. loss_scale: factor of the gradients; the loss is unscaled.
         """
         ...
 
     def evaluate(self, batch: StepBatch) -> Tensor:
-        """Run forward only; return [2] float64 over the global batch: the sums of weighted token losses and weights."""
+        """Run forward only; return [2 + figures] float64 over the global batch: the sums of weighted losses, of weights
+        and of figures."""
+        ...
+
+    def row_losses(self, batch: StepBatch) -> Tensor | None:
+        """Run forward only; return the loss sum of each row of this rank's batch, [M * b] float64.
+
+        None on stages without the last chunk; equal on the tensor-parallel ranks of one batch.
+        """
         ...
 
 
@@ -59,17 +67,19 @@ def pipeline_runner(
     schedule: str,
     forward: Callable[..., Tensor] | None = None,
     buckets: GradientBuckets | None = None,
+    objective: Objective = NEXT_TOKEN,
 ) -> PipelineRunner:
     """Return the runner for this mesh.
 
     chunks: this rank's chunks of the model, ascending.
     forward: called instead of the only chunk at pp = 1 (a DeepSpeed engine's forward).
     buckets: the sums over the data-parallel ranks, which start as soon as gradients are complete.
+    objective: the loss of a micro batch, from the loss sums of its rows.
     """
     if mesh.pp.size == 1:
         (only,) = chunks
-        return _LoopRunner(forward or only, mesh, shapes, buckets)
-    return _ScheduleRunner(chunks, split, mesh, shapes, schedule, buckets)
+        return _LoopRunner(forward or only, mesh, shapes, buckets, objective)
+    return _ScheduleRunner(chunks, split, mesh, shapes, schedule, buckets, objective)
 
 
 class _LoopRunner:
@@ -81,27 +91,36 @@ class _LoopRunner:
         mesh: ParallelMesh,
         shapes: PipelineShapes,
         buckets: GradientBuckets | None,
+        objective: Objective,
     ):
         self._forward, self._mesh, self._shapes, self._buckets = forward, mesh, shapes, buckets
+        self._objective = objective
 
     def forward_backward(self, batch: StepBatch, weight: Tensor, loss_scale: float = 1.0) -> Tensor:
-        weighted = _weighted(batch, _token_factor(weight, self._mesh) * loss_scale)
-        losses: list[Tensor] = []
+        weighted = self._objective.weighted(batch, _mean_factor(weight, self._mesh) * loss_scale)
+        found = _Found(self._objective)
         micro_batches = weighted.micro_batches(self._shapes.micro_batches)
         for index, micro_batch in enumerate(micro_batches):
             with _watched(self._buckets, index + 1 == len(micro_batches)):
-                loss = self._forward(micro_batch.input_ids, **_stage_arguments(micro_batch)).sum()
+                loss = found.loss(self._run(micro_batch), micro_batch)
             loss.backward()
-            losses.append(loss.detach())
-        return _loss_share(losses, self._mesh) / loss_scale
+        return found.shares(weight, loss_scale, self._mesh)
 
     @torch.no_grad()
     def evaluate(self, batch: StepBatch) -> Tensor:
-        losses = [
-            self._forward(micro_batch.input_ids, **_stage_arguments(micro_batch)).sum()
-            for micro_batch in batch.micro_batches(self._shapes.micro_batches)
-        ]
-        return _sums_over_replicas(losses, batch, self._mesh)
+        found = _Found(self._objective)
+        for micro_batch in batch.micro_batches(self._shapes.micro_batches):
+            found.loss(self._run(micro_batch), micro_batch)
+        return found.sums_over_replicas(batch, self._mesh)
+
+    @torch.no_grad()
+    def row_losses(self, batch: StepBatch) -> Tensor | None:
+        return torch.cat(
+            [self._run(each) for each in batch.micro_batches(self._shapes.micro_batches)]
+        ).double()
+
+    def _run(self, micro_batch: StepBatch) -> Tensor:
+        return self._forward(micro_batch.input_ids, **_stage_arguments(micro_batch))
 
 
 class _ScheduleRunner:
@@ -115,32 +134,43 @@ class _ScheduleRunner:
         shapes: PipelineShapes,
         schedule: str,
         buckets: GradientBuckets | None,
+        objective: Objective,
     ):
         self._chunks, self._split, self._mesh, self._shapes = chunks, split, mesh, shapes
-        self._buckets = buckets
+        self._buckets, self._objective = buckets, objective
         self._by_index = dict(zip(split.chunks_of(mesh.at.pp), chunks, strict=True))
         orders = orders_of(schedule, split.stages, shapes.micro_batches, split.chunks_per_stage)
         self._stage = StageSchedule(scheduled_actions(orders, split, mesh.at.pp), mesh)
 
     def forward_backward(self, batch: StepBatch, weight: Tensor, loss_scale: float = 1.0) -> Tensor:
-        weighted = _weighted(batch, _token_factor(weight, self._mesh) * loss_scale)
+        weighted = self._objective.weighted(batch, _mean_factor(weight, self._mesh) * loss_scale)
         micro_batches = weighted.micro_batches(self._shapes.micro_batches)
+        found = _Found(self._objective)
 
-        def run(chunk: int, micro_batch: int, hidden_states: Tensor | None) -> Tensor:
-            with _watched(self._buckets, self._stage.completes_in_backward(chunk, micro_batch)):
-                output = self._run_chunk(self._by_index[chunk], micro_batches[micro_batch], hidden_states)
-            return output.sum() if chunk == len(self._split.layers) - 1 else output
+        def run(chunk: int, index: int, hidden_states: Tensor | None) -> Tensor:
+            micro_batch = micro_batches[index]
+            with _watched(self._buckets, self._stage.completes_in_backward(chunk, index)):
+                output = self._run_chunk(self._by_index[chunk], micro_batch, hidden_states)
+            return found.loss(output, micro_batch) if chunk == len(self._split.layers) - 1 else output
 
         complete = _nothing if self._buckets is None else self._buckets.chunk_complete
-        losses = self._stage.run(run, self._hidden(micro_batches[0]), complete)
-        return _loss_share(losses, self._mesh) / loss_scale
+        self._stage.run(run, self._hidden(micro_batches[0]), complete)
+        return found.shares(weight, loss_scale, self._mesh)
 
     @torch.no_grad()
     def evaluate(self, batch: StepBatch) -> Tensor:
-        micro_batches = batch.micro_batches(self._shapes.micro_batches)
-        losses = [self._losses_of(each) for each in micro_batches]
-        sums = [each.sum() for each in losses if each is not None]
-        return _sums_over_replicas(sums, batch, self._mesh)
+        found = _Found(self._objective)
+        for micro_batch in batch.micro_batches(self._shapes.micro_batches):
+            losses = self._losses_of(micro_batch)
+            if losses is not None:
+                found.loss(losses, micro_batch)
+        return found.sums_over_replicas(batch, self._mesh)
+
+    @torch.no_grad()
+    def row_losses(self, batch: StepBatch) -> Tensor | None:
+        losses = [self._losses_of(each) for each in batch.micro_batches(self._shapes.micro_batches)]
+        here = [each for each in losses if each is not None]
+        return torch.cat(here).double() if here else None
 
     def _losses_of(self, micro_batch: StepBatch) -> Tensor | None:
         """Return the output of the last chunk on the stage that holds it."""
@@ -183,27 +213,58 @@ def _stage_arguments(batch: StepBatch) -> dict[str, Any]:
     return {name: tensor for name, tensor in arguments.items() if tensor is not None}
 
 
-def weight_share(batch: StepBatch, mesh: ParallelMesh) -> Tensor:
-    """Return this rank's share of the summed token weights of the global batch, [] float64.
+def weight_share(batch: StepBatch, mesh: ParallelMesh, objective: Objective = NEXT_TOKEN) -> Tensor:
+    """Return this rank's share of the summed weights of the global batch, [] float64: of tokens, or of pairs.
 
     One rank of each data-parallel replica counts its batch; the share of the others is zero.
     """
     if mesh.counts_replicated and mesh.pp.rank == 0:
-        return batch.loss_mask.double().masked_fill(batch.labels == IGNORE_INDEX, 0).sum()
+        return objective.weight(batch)
     return torch.zeros((), dtype=torch.float64, device=mesh.device)
 
 
-def _token_factor(weight: Tensor, mesh: ParallelMesh) -> Tensor:
-    """Return the factor of each token loss: copies of the weights / summed token weights of the global batch.
+def _mean_factor(weight: Tensor, mesh: ParallelMesh) -> Tensor:
+    """Return the factor of each loss in the mean: copies of the weights / summed weights of the global batch.
 
     Gradients are averaged over the copies, so any split of the batch gives the gradient of the same mean.
     """
     return torch.where(weight > 0, mesh.dense_gradients.size / weight, 0.0)
 
 
-def _weighted(batch: StepBatch, scale: Tensor) -> StepBatch:
-    """Return the batch with its loss mask times `scale`; scaling the loss would cost a pass over the logits."""
-    return replace(batch, loss_mask=batch.loss_mask.double() * scale)
+class _Found:
+    """The losses and figures of the micro batches whose last chunk is on this rank."""
+
+    def __init__(self, objective: Objective):
+        self._objective = objective
+        self._losses: list[Tensor] = []
+        self._figures: list[Tensor] = []
+
+    def loss(self, row_losses: Tensor, micro_batch: StepBatch) -> Tensor:
+        """Note and return the loss of a micro batch from the last chunk's output [b]."""
+        loss = self._objective.loss(row_losses, micro_batch)
+        self._losses.append(loss.detach())
+        if self._objective.figures:
+            self._figures.append(self._objective.figure_sums(row_losses, micro_batch))
+        return loss
+
+    def shares(self, weight: Tensor, loss_scale: float, mesh: ParallelMesh) -> Tensor:
+        """Return this rank's shares of the step's means, [1 + figures], from scaled losses. weight: of all ranks."""
+        loss = _counted(self._losses, mesh) / mesh.dense_gradients.size / loss_scale
+        return torch.stack(
+            (loss, *(torch.where(weight > 0, each / weight, 0.0) for each in self._sums(mesh)))
+        )
+
+    def sums_over_replicas(self, batch: StepBatch, mesh: ParallelMesh) -> Tensor:
+        """Sum each rank's losses, its batch's weight and its figures over the replicas: [2 + figures]."""
+        own = (_counted(self._losses, mesh), weight_share(batch, mesh, self._objective), *self._sums(mesh))
+        return mesh.reduce_over_world(torch.stack(own))
+
+    def _sums(self, mesh: ParallelMesh) -> list[Tensor]:
+        """Return this rank's sum of each figure."""
+        return [
+            _counted([each[figure] for each in self._figures], mesh)
+            for figure in range(len(self._objective.figures))
+        ]
 
 
 def _total(losses: Sequence[Tensor], mesh: ParallelMesh) -> Tensor:
@@ -212,16 +273,6 @@ def _total(losses: Sequence[Tensor], mesh: ParallelMesh) -> Tensor:
     for loss in losses:
         total += loss.detach()
     return total
-
-
-def _sums_over_replicas(losses: Sequence[Tensor], batch: StepBatch, mesh: ParallelMesh) -> Tensor:
-    """Sum each rank's losses (none without the last chunk) and its batch's weight over the replicas: [2]."""
-    return mesh.reduce_over_world(torch.stack((_counted(losses, mesh), weight_share(batch, mesh))))
-
-
-def _loss_share(losses: Sequence[Tensor], mesh: ParallelMesh) -> Tensor:
-    """Return a rank's share of the step's loss from its micro batches' scaled losses (none without the last chunk)."""
-    return _counted(losses, mesh) / mesh.dense_gradients.size
 
 
 def _counted(losses: Sequence[Tensor], mesh: ParallelMesh) -> Tensor:

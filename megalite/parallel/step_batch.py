@@ -15,6 +15,8 @@ class StepBatch:
     document_ids: int64, ascending in a row; if given, tokens attend within their own document only.
     cu_seqlens: [M * b, documents] int32, the same documents for an accelerator (ops.documents.row_cu_seqlens): each
     document's start in its row; S for padding documents without tokens.
+    reference, row_weights: [M * b] float64, for preferences: each row's loss sum under the reference model, and its
+    weight in the loss.
     """
 
     input_ids: Tensor
@@ -24,6 +26,8 @@ class StepBatch:
     sample_indices: Tensor
     document_ids: Tensor | None = field(default=None, kw_only=True)
     cu_seqlens: Tensor | None = field(default=None, kw_only=True)
+    reference: Tensor | None = field(default=None, kw_only=True)
+    row_weights: Tensor | None = field(default=None, kw_only=True)
 
     @property
     def tensors(self) -> dict[str, Tensor]:

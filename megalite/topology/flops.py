@@ -6,7 +6,7 @@ appendix B.
 
 from dataclasses import dataclass
 
-from megalite.topology.parameters import EMBEDDING, POSITIONS, model_parameters
+from megalite.topology.parameters import EMBEDDING, POSITIONS, Parameter, model_parameters
 from megalite.topology.shape import ModelShape
 
 
@@ -25,19 +25,17 @@ class ForwardFlops:
 def forward_flops(shape: ModelShape, sequence_length: int) -> ForwardFlops:
     """Return the operations of a token in sequences of this length; a look-up in the embedding is none.
 
-    The mean number of keys is half the sequence length, and less with a sliding window.
+    The mean number of keys is half the sequence length, and less with a sliding window; virtual tokens of a prefix add
+    to it. A prefix itself is computed once a micro batch, which does not count.
     """
     width = shape.num_attention_heads * shape.head_dim
     layers = [
-        2 * width * _twice_seen(shape.window_of(layer), sequence_length)
+        2 * width * (_twice_seen(shape.window_of(layer), sequence_length) + 2 * shape.prefix_tokens)
         for layer in range(shape.num_hidden_layers)
     ]
     head = 0
     for parameter in model_parameters(shape):
-        looked_up = parameter.name == POSITIONS or (
-            parameter.name == EMBEDDING and not shape.tie_word_embeddings
-        )
-        if len(parameter.spec.full_shape) < 2 or looked_up:
+        if not _multiplies(parameter, shape):
             continue
         if parameter.layer is None:
             head += 2 * parameter.numel
@@ -47,9 +45,19 @@ def forward_flops(shape: ModelShape, sequence_length: int) -> ForwardFlops:
 
 
 def flops_per_token(shape: ModelShape, sequence_length: int) -> int:
-    """Return the operations of the forward and backward of one token."""
+    """Return the operations of the forward and backward of one token; a frozen weight has no gradient."""
     forward = forward_flops(shape, sequence_length)
-    return 3 * (sum(forward.layers) + forward.head)
+    frozen = 2 * sum(
+        each.numel for each in model_parameters(shape) if not each.trained and _multiplies(each, shape)
+    )
+    return 3 * (sum(forward.layers) + forward.head) - frozen
+
+
+def _multiplies(parameter: Parameter, shape: ModelShape) -> bool:
+    """Return whether every token is multiplied with the parameter: it is a matrix, and no table or prefix."""
+    table = parameter.name == POSITIONS or (parameter.name == EMBEDDING and not shape.tie_word_embeddings)
+    prefix = parameter.adapter and bool(shape.prefix_tokens)
+    return len(parameter.spec.full_shape) == 2 and not table and not prefix
 
 
 def _twice_seen(window: int | None, length: int) -> int:

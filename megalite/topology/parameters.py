@@ -1,9 +1,10 @@
 """From a ModelShape, every parameter of the model: name, shape, sharding, stage, initial values, weight decay."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod, sqrt
 
+from megalite.topology.adapter import Lora, Prefix
 from megalite.topology.shape import ModelShape
 from megalite.topology.sharding import Part, ShardSpec
 from megalite.topology.stages import PipelineSplit, pipeline_split
@@ -18,6 +19,8 @@ class Parameter:
     std: standard deviation of the initial normal values; None: all values are `fill` (norms 1, biases 0; 0 also for
     norms with zero_centered_gamma).
     decay: whether weight decay applies (not to norms and biases).
+    trained: whether the optimizer changes it; with an adapter most parameters stay as they are.
+    adapter: whether it belongs to the adapter, not to the model itself.
     """
 
     name: str
@@ -26,10 +29,17 @@ class Parameter:
     std: float | None
     decay: bool
     fill: float = 1.0
+    trained: bool = True
+    adapter: bool = False
 
     @property
     def numel(self) -> int:
         return prod(self.spec.full_shape)
+
+    @property
+    def is_hidden_matrix(self) -> bool:
+        """Whether it consists of matrices of a decoder layer: neither embedding nor head, norm or bias."""
+        return self.layer is not None and len(self.spec.parts[0].shape) == 2
 
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -37,6 +47,7 @@ POSITIONS = "model.embed_positions.weight"
 FINAL_NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
 HEAD_BIAS = "lm_head.bias"
+PREFIX = "model.prefix"
 
 _LAYER_NORMS = {
     "pre": ("input_layernorm", "post_attention_layernorm"),
@@ -59,7 +70,94 @@ def layer_norms(shape: ModelShape) -> tuple[str, ...]:
 
 
 def layer_parameters(shape: ModelShape, layer: int) -> Iterator[Parameter]:
-    """Yield the parameters of decoder layer `layer`, in order of use."""
+    """Yield the parameters of decoder layer `layer`, in order of use, with those of its adapters."""
+    if isinstance(shape.adapter, Prefix):
+        yield from _layer_prefix(shape, shape.adapter, layer)
+    for parameter in _own_layer_parameters(shape, layer):
+        yield _as_trained(shape, parameter)
+        if isinstance(shape.adapter, Lora) and len(parameter.spec.full_shape) == 2:
+            yield from _lora_parameters(shape.adapter, parameter)
+
+
+def _as_trained(shape: ModelShape, parameter: Parameter) -> Parameter:
+    """Return the parameter of the model itself, trained or not."""
+    adapter = shape.adapter
+    kept = adapter is not None and not adapter.trains(part.name for part in parameter.spec.parts)
+    return replace(parameter, trained=False) if kept else parameter
+
+
+def _lora_parameters(adapter: Lora, adapted: Parameter) -> Iterator[Parameter]:
+    """Yield A and B of the adapted parts of a weight, and DoRA's magnitudes of its rows.
+
+    A column-parallel weight has A whole on every rank and B cut like its rows; a row-parallel one has A cut like its
+    columns and B whole. A whole one gets the gradient of each rank's share of the product, and these are summed.
+    """
+    spec = adapted.spec
+    parts = [(part.name.removesuffix(".weight"), part) for part in spec.parts]
+    parts = [(module, part) for module, part in parts if adapter.adapts(module)]
+    if not parts:
+        return
+    cut_a, cut_b = (None, 0) if spec.dim == 0 else (1, None)
+    rank, fan_in = adapter.rank, spec.full_shape[1]
+    prefix = adapted.name.removesuffix(".weight")
+    a = tuple(Part(f"{module}.lora_A.weight", (rank, fan_in)) for module, _ in parts)
+    b = tuple(Part(f"{module}.lora_B.weight", (part.shape[0], rank), part.heads) for module, part in parts)
+    spec_a = ShardSpec(a, cut_a, summed=cut_a is None)
+    yield Parameter(f"{prefix}.lora.A", spec_a, adapted.layer, _linear_std(fan_in), True, adapter=True)
+    spec_b = ShardSpec(b, cut_b, summed=cut_b is None)
+    yield Parameter(f"{prefix}.lora.B", spec_b, adapted.layer, None, True, fill=0.0, adapter=True)
+    if adapter.dora:
+        magnitudes = tuple(
+            Part(f"{module}.lora_magnitude_vector.weight", part.shape[:1], part.heads)
+            for module, part in parts
+        )
+        name = f"{prefix}.lora.magnitude"
+        yield Parameter(name, ShardSpec(magnitudes, cut_b), adapted.layer, None, False, adapter=True)
+
+
+def _layer_prefix(shape: ModelShape, prefix: Prefix, layer: int) -> Iterator[Parameter]:
+    """Yield a layer's prefix, its keys over its values, with a column a virtual token, initially normal as in PEFT.
+
+    With a projection: the rows of the MLP's second linear that compute them.
+    """
+    columns = prefix.tokens if prefix.projection is None else prefix.projection
+    std = 1.0 if prefix.projection is None else _linear_std(prefix.projection)
+    heads = shape.num_key_value_heads
+    rows, name = heads * shape.head_dim, f"model.layers.{layer}.self_attn.prefix"
+
+    def fused(kind: str, *size: int) -> ShardSpec:
+        return ShardSpec(tuple(Part(f"{name}_{each}.{kind}", size, heads) for each in ("key", "value")), 0)
+
+    yield Parameter(f"{name}.weight", fused("weight", rows, columns), layer, std, True, adapter=True)
+    if prefix.projection is not None:
+        yield Parameter(f"{name}.bias", fused("bias", rows), layer, std, False, adapter=True)
+
+
+def _prefix_trunk(shape: ModelShape, prefix: Prefix, stages: int) -> Iterator[Parameter]:
+    """Yield the layers' common part of a projected prefix: the virtual tokens' embedding and the MLP's first linear.
+
+    Every stage has a copy. Each tensor-parallel rank applies it to its own heads, so its gradient is the sum over them.
+    """
+    if prefix.projection is None:
+        return
+    width = shape.num_key_value_heads * shape.head_dim
+    std = _linear_std(width)
+    for name, size, spread, decays in (
+        ("embedding", (prefix.tokens, width), 1.0, True),
+        ("hidden.weight", (prefix.projection, width), std, True),
+        ("hidden.bias", (prefix.projection,), std, False),
+    ):
+        part = Part(f"{PREFIX}.{name}", size)
+        spec = ShardSpec((part,), stages=tuple(range(stages)), summed=True)
+        yield Parameter(part.name, spec, None, spread, decays, adapter=True)
+
+
+def _linear_std(fan_in: int) -> float:
+    """Return the standard deviation of PyTorch's default initial values of a linear."""
+    return 1 / sqrt(3 * fan_in)
+
+
+def _own_layer_parameters(shape: ModelShape, layer: int) -> Iterator[Parameter]:
     prefix = f"model.layers.{layer}"
     hidden, std = shape.hidden_size, shape.initializer_range
     query, key_value = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
@@ -125,7 +223,16 @@ def stage_parameters(shape: ModelShape, split: PipelineSplit, stage: int) -> Ite
     """Yield the parameters of one pipeline stage, in forward order.
 
     A tied weight is on the stages of the first and of the last chunk; only once if one stage holds both.
+    The common part of a prefix is on all stages.
     """
+    # First on every stage, so that all stages sum tied weights in one order.
+    if isinstance(shape.adapter, Prefix):
+        yield from _prefix_trunk(shape, shape.adapter, split.stages)
+    for parameter in _own_stage_parameters(shape, split, stage):
+        yield parameter if parameter.layer is not None else _as_trained(shape, parameter)
+
+
+def _own_stage_parameters(shape: ModelShape, split: PipelineSplit, stage: int) -> Iterator[Parameter]:
     chunks, last = split.chunks_of(stage), len(split.layers) - 1
     std = shape.initializer_range
     tied = shape.tie_word_embeddings
@@ -175,8 +282,14 @@ def model_parameters(shape: ModelShape) -> tuple[Parameter, ...]:
 
 
 def canonical_tensors(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Return canonical name -> full shape of every tensor of the model; a checkpoint must cover all of them."""
+    """Return canonical name -> full shape of every tensor of the model."""
     return {part.name: part.shape for parameter in model_parameters(shape) for part in parameter.spec.parts}
+
+
+def trained_tensors(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Return canonical name -> full shape of every tensor that training changes: a checkpoint's."""
+    found = (parameter.spec.parts for parameter in model_parameters(shape) if parameter.trained)
+    return {part.name: part.shape for parts in found for part in parts}
 
 
 def parameter_count(shape: ModelShape) -> int:

@@ -1,7 +1,9 @@
 """ModelShape: the sizes and architecture choices of a decoder-only Transformer. No torch."""
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, Self
+
+from megalite.topology.adapter import Adapter, Prefix
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class ModelShape:
     attn_logit_softcapping, final_logit_softcapping: scores, and logits, become cap * tanh(value / cap).
     rope_local_base_freq: rope_theta, unscaled, of the layers with a window; None: rope_theta as in the other layers.
     sliding_window: the number of keys that a token sees, its own included, in the layers with a window (`window_of`).
+    adapter: given, only its weights are trained; those of the model stay as they are.
     """
 
     vocab_size: int
@@ -98,6 +101,12 @@ class ModelShape:
     logits_scaling: float = 1.0
     attention_multiplier: float | None = None
     head_bias: bool = False
+    adapter: Adapter | None = None
+
+    @property
+    def base(self) -> Self:
+        """The model without its adapter."""
+        return replace(self, adapter=None)
 
     @property
     def rotary_dim(self) -> int:
@@ -106,11 +115,19 @@ class ModelShape:
 
     @property
     def longest_sequence(self) -> int:
-        """The largest number of tokens in a sequence; with dynamic NTK beyond max_position_embeddings."""
-        scaling = self.rope_scaling
-        if scaling is None or scaling.rope_type != "dynamic":
-            return self.max_position_embeddings
-        return int(self.max_position_embeddings * scaling.factor)
+        """The largest number of tokens in a sequence; with dynamic NTK beyond max_position_embeddings.
+
+        Virtual tokens of a prefix take some of the positions.
+        """
+        scaling, positions = self.rope_scaling, self.max_position_embeddings
+        if scaling is not None and scaling.rope_type == "dynamic":
+            positions = int(positions * scaling.factor)
+        return positions - self.prefix_tokens
+
+    @property
+    def prefix_tokens(self) -> int:
+        """The number of virtual tokens in front of each sequence; 0 without a prefix."""
+        return self.adapter.tokens if isinstance(self.adapter, Prefix) else 0
 
     @property
     def attention_scale(self) -> float | None:

@@ -59,7 +59,8 @@ class ShardSpec:
     parts: the canonical tensors that the parameter consists of, stacked along dim 0. Each part is sharded by itself,
         so that every tensor-parallel rank has its share of the query, the key and the value of a fused weight.
     dim: the tensor dim that is sharded over the tensor-parallel ranks; None: every rank holds a replica.
-    stages: the pipeline stages that hold a copy. More than one: a tied weight, whose gradients are summed over them.
+    stages: the pipeline stages that hold a copy. More than one, the first and the last stage or all: a tied weight,
+        whose gradients are summed over them.
     summed: the parameter is replicated, but each rank applies it to its own heads (query and key norms), so its
         gradient is the sum over them.
 

@@ -12,6 +12,7 @@ from megalite.model.replica import Replica
 from megalite.model.stages import build_replica
 from megalite.parallel.gradient_sums import allow_deferral
 from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.objective import NEXT_TOKEN, Objective
 from megalite.parallel.pipeline import PipelineRunner, PipelineShapes, pipeline_runner
 from megalite.topology.schedules import SCHEDULES
 from megalite.topology.shape import ModelShape
@@ -40,6 +41,7 @@ def assemble(
     seed: int | None,
     deepspeed: Mapping[str, Any] | None = None,
     prepare: Callable[[Replica], None] = lambda replica: None,
+    objective: Objective = NEXT_TOKEN,
 ) -> tuple[Replica, Optimizer, PipelineRunner]:
     """This rank's share of the model, its optimizer, and the pipeline that runs it; every rank of `mesh` calls it.
 
@@ -50,7 +52,7 @@ def assemble(
     replica = build_replica(shape, mesh, split, options, seed=seed)
     prepare(replica)
     if mesh.pp.size > 1 and SCHEDULES[schedule.name].splits_backward:
-        allow_deferral(replica.tensors.values())
+        allow_deferral(replica.trained_tensors.values())
     settings = replace(settings, operators=options.operators)
     optimizer = _optimizer(replica, settings, deepspeed)
     pipeline = pipeline_runner(
@@ -61,6 +63,7 @@ def assemble(
         schedule=schedule.name,
         forward=optimizer.wrap(replica.stage),
         buckets=optimizer.buckets,
+        objective=objective,
     )
     return replica, optimizer, pipeline
 

@@ -55,6 +55,59 @@ def changed_settings(written: Mapping[str, Any], config: RunConfig) -> list[Chan
     ]
 
 
+def require_same_order(config: RunConfig, resumed: Path | None) -> None:
+    """Refuse to resume where samples would not go on behind those seen: with data.curriculum or data.length_buckets.
+
+    Raises ConfigError if the weights of earlier steps, the buckets or the size of a step changed.
+    """
+    if resumed is None:
+        return
+    manifest = read_manifest(resumed)
+    before, now = manifest.config.get("data", {}), config.model_dump(mode="json")["data"]
+    used = [name for name in ("curriculum", "length_buckets") if before.get(name) or now[name]]
+    if not used:
+        return
+    step, samples = manifest.trainer_state["step"], manifest.trainer_state["samples"]
+    size, length = config.batch.global_batch_size, config.training.sequence_length
+    problems = []
+    if samples != step * size:
+        problems.append(
+            Problem(
+                "training.global_batch_size",
+                f"{size} is not the size of the {step} steps before {resumed}, which had {samples} sequences, and "
+                f"data.{used[0]} counts steps of one size",
+                f"use {samples // step}" if step and samples % step == 0 else f"delete data.{used[0]}",
+            )
+        )
+    if _weights_up_to(step, before) != _weights_up_to(step, now):
+        problems.append(
+            Problem(
+                "data.curriculum",
+                f"the weights up to step {step} are not those of {resumed}, so samples would be repeated or left out",
+                f"change the weights with a [[data.curriculum]] table of step {step + 1} or later",
+            )
+        )
+    buckets = before.get("length_buckets", 0)
+    if step and buckets != now["length_buckets"]:
+        message = (
+            f"{now['length_buckets']} is not that of {resumed}, so samples would be repeated or left out"
+        )
+        problems.append(Problem("data.length_buckets", message, f"use {buckets}, or a new run.folder"))
+    written = manifest.config.get("training", {}).get("sequence_length", length)
+    if step and now["length_buckets"] and written != length:
+        message = f"{length} is not that of {resumed}, and data.length_buckets depend on it"
+        problems.append(Problem("training.sequence_length", message, f"use {written}, or a new run.folder"))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _weights_up_to(step: int, data: Mapping[str, Any]) -> list[tuple[int, list[float]]]:
+    """Return (first step, weights of the data sets) of each change that the first `step` steps have."""
+    first = [float(part["weight"]) for part in data.get("blend") or ()]
+    later = [(part["step"], list(map(float, part["weights"]))) for part in data.get("curriculum") or ()]
+    return [(1, first), *(each for each in later if each[0] <= step)]
+
+
 def require_same_run(config: RunConfig, resumed: Path | None) -> None:
     """Refuse to join two runs that have nothing in common but the default folder.
 

@@ -9,7 +9,7 @@ from megalite.config.schema import RunConfig
 from megalite.convert.huggingface.files import local_folder
 from megalite.convert.huggingface.origin import find_origin, keep_origin
 from megalite.data.ensure import RunData, ensure_data
-from megalite.train.changed import require_same_run
+from megalite.train.changed import require_same_order, require_same_run
 from megalite.train.run_folder import RunFolder
 
 
@@ -51,10 +51,12 @@ def prepare_inputs(config: RunConfig, folder: RunFolder) -> RunInputs:
 
     Called by one process before the ranks start, and by rank 0 after; starts no threads, so that ranks can be forked.
     """
-    if config.model.weights and found_to_resume(config, folder) is None:
+    adapted = config.adapter.kind != "none"
+    if config.model.weights and (adapted or found_to_resume(config, folder) is None):
         local_folder(config.model.weights)
     data = ensure_data(config, folder.root)
     require_same_run(config, found_to_resume(config, folder))
+    require_same_order(config, found_to_resume(config, folder))
     _keep_origin(config, folder)
     return RunInputs(data, config.model.weights)
 

@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 from megalite.config.schema import RunConfig
+from megalite.data.bucket_loader import BucketLoader
 from megalite.data.conversation_rows import samples_of
 from megalite.data.ensure import RunData
 from megalite.data.loader import StepLoader
@@ -21,26 +23,45 @@ def loader_maker(
     end_of_document_id = 0 if tokenizer is None else tokenizer.end_of_document_id
     return partial(
         StepLoader,
-        sequence_length=config.training.sequence_length,
-        micro_batch_size=config.batch.micro_batch_size,
-        micro_batches=config.batch.micro_batches,
-        dp_rank=mesh.batch.rank,
-        dp_size=mesh.batch.size,
-        seed=config.run.seed,
+        **_share_of_the_batch(config, mesh),
         pad_id=end_of_document_id,
         end_of_document_id=end_of_document_id if config.data.document_mask else None,
         samples_of=samples_of(config.data, config.run.seed),
+        together=config.data.rows_together,
     )
 
 
-def training_loader(config: RunConfig, data: RunData, load: Callable[..., StepLoader]) -> StepLoader:
-    """Return the loader of the blended training files. load: `loader_maker`'s."""
+def training_loader(
+    config: RunConfig, data: RunData, load: Callable[..., StepLoader], mesh: ParallelMesh
+) -> StepLoader | BucketLoader:
+    """Return the loader of the blended training files, or of the length buckets of one. load: `loader_maker`'s."""
+    if config.data.length_buckets:
+        [prefix] = data.train
+        return BucketLoader(
+            TokenFile.open(prefix),
+            buckets=config.data.length_buckets,
+            shuffle=config.data.shuffle,
+            **_share_of_the_batch(config, mesh),
+        )
     return load(
         [TokenFile.open(prefix) for prefix in data.train],
         weights=data.weights,
+        curriculum=[(each.step, each.weights) for each in config.data.curriculum],
         shuffle=config.data.shuffle,
         epochs=None if config.training.steps else config.training.epochs,
     )
+
+
+def _share_of_the_batch(config: RunConfig, mesh: ParallelMesh) -> dict[str, Any]:
+    """Return the sizes of the global batch, this rank's share of it, and the seed of its order."""
+    return {
+        "sequence_length": config.training.sequence_length,
+        "micro_batch_size": config.batch.micro_batch_size,
+        "micro_batches": config.batch.micro_batches,
+        "dp_rank": mesh.batch.rank,
+        "dp_size": mesh.batch.size,
+        "seed": config.run.seed,
+    }
 
 
 def held_out_sets(

@@ -3,6 +3,7 @@
 from megalite.config.schema import RunConfig, TrainingConfig
 from megalite.model.options import Dropout, ModelOptions, Recompute
 from megalite.ops.choice import PLAIN_TORCH, Operators
+from megalite.parallel.objective import NEXT_TOKEN, Objective, Preference
 from megalite.train.deepspeed_schedule import DeepSpeedSchedule
 from megalite.train.learning_rate import LearningRate
 from megalite.train.loss_scale import LossScaleSettings
@@ -20,6 +21,7 @@ def model_options(config: RunConfig, operators: Operators = PLAIN_TORCH) -> Mode
             residual=model.residual_dropout,
             mlp=model.mlp_dropout,
             attention=model.attention_dropout,
+            adapter=config.adapter.dropout,
         ),
         dropout_seed=config.run.seed,
         label_smoothing=config.training.label_smoothing,
@@ -29,6 +31,14 @@ def model_options(config: RunConfig, operators: Operators = PLAIN_TORCH) -> Mode
         chunked_loss=model.chunked_loss,
         operators=operators,
     )
+
+
+def objective_of(config: RunConfig) -> Objective:
+    """Return what the steps of the run minimise."""
+    if config.data.kind != "preference":
+        return NEXT_TOKEN
+    preference = config.preference
+    return Preference(preference.beta, preference.label_smoothing, preference.loss)
 
 
 def optimizer_settings(config: RunConfig) -> OptimizerSettings:
@@ -43,7 +53,7 @@ def optimizer_settings(config: RunConfig) -> OptimizerSettings:
         betas=optimizer.betas,
         eps=optimizer.eps,
         weight_decay=optimizer.weight_decay,
-        momentum=optimizer.momentum,
+        momentum=optimizer.momentum_or_default,
         gradient_clipping=optimizer.gradient_clipping,
         clip_value=optimizer.clip_value,
         groups=tuple(each.group(shape) for each in optimizer.groups),

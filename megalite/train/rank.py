@@ -1,6 +1,6 @@
 """The whole life of one rank: meet the others, find the inputs, resume, train, save, export."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,10 +10,13 @@ import torch
 from megalite.checkpoint.failures import explain
 from megalite.checkpoint.folder import find_best, read_manifest
 from megalite.checkpoint.load import intact_instead
+from megalite.config.memory import memory_line
 from megalite.config.schema import RunConfig
 from megalite.config.write import write_resolved
 from megalite.convert.huggingface.export import export
 from megalite.convert.huggingface.files import local_folder
+from megalite.convert.peft.export import export_adapter
+from megalite.data.loader import StepLoader
 from megalite.data.tokenizer import Tokenizer, load_tokenizer
 from megalite.errors import CheckpointError, listed
 from megalite.launcher.detect import RankInfo
@@ -32,6 +35,7 @@ from megalite.train.kernel_choice import agreed_kernels
 from megalite.train.loaders import held_out_sets, loader_maker, training_loader
 from megalite.train.loop import StopConditions, TrainingLoop
 from megalite.train.precision import Precision, choose_precision
+from megalite.train.reference_table import ReferenceFile, give_reference_losses
 from megalite.train.report import RunReporter
 from megalite.train.run_folder import RunFolder
 from megalite.train.saving import RunSaver
@@ -162,8 +166,8 @@ def _train(
         config,
         mesh,
         shape,
-        training_loader(config, inputs.data, load),
-        weights=_initial_weights(inputs, mesh) if resumed_from is None else None,
+        training_loader(config, inputs.data, load, mesh),
+        weights=_initial_weights(inputs, mesh) if resumed_from is None or shape.adapter else None,
         kernels=kernels,
     )
     held_out = held_out_sets(config, inputs.data, load)
@@ -176,6 +180,7 @@ def _train(
     _tell_choices(reporter, trainer, precision, tested)
     for note in inputs.data.notes:
         reporter.say(note)
+    _give_reference(reporter, trainer, held_out, load, ReferenceFile(folder.reference, resumed_from))
     if resumed_from is not None:
         _tell_resumption(reporter, trainer, resumed_from)
     saver = RunSaver(
@@ -203,6 +208,20 @@ def _data_line(trainer: TrainStep, held_out: Mapping[str, HeldOutSet]) -> str:
     return data_line(trainer.config, samples=samples, held_out=validated, steps=trainer.total_steps)
 
 
+def _give_reference(
+    reporter: RunReporter,
+    trainer: TrainStep,
+    held_out: Mapping[str, HeldOutSet],
+    load: Callable[..., StepLoader],
+    file: ReferenceFile,
+) -> None:
+    """Give the loaders of preferences the losses of the reference, unless each step computes them. Collective."""
+    if trainer.needs_reference_losses:
+        every = [trainer.loader, *(each.loader for each in held_out.values())]
+        loaders = [each for each in every if isinstance(each, StepLoader)]
+        reporter.say(give_reference_losses(trainer, loaders, load, file))
+
+
 def _finish(done: _Done, folder: RunFolder) -> dict[str, Path]:
     """Export the last or best checkpoint if asked for; return name -> path of the run's results, for the summary."""
     config, last = done.config, done.last
@@ -217,7 +236,8 @@ def _finish(done: _Done, folder: RunFolder) -> dict[str, Path]:
     if config.checkpoint.export:
         exported = best if config.checkpoint.export == "best" and best is not None else last
         now.begin(Activity.EXPORTING)
-        export(exported, folder.export, done.tokenizer_folder)
+        write = export if config.adapter.kind == "none" else export_adapter
+        write(exported, folder.export, done.tokenizer_folder)
         if done.tokenizer_folder is None:
             done.reporter.say(
                 f"{folder.export} has no tokenizer, because the training data has none: "
@@ -250,7 +270,8 @@ def _require_deepspeed_precision(config: RunConfig) -> None:
 
 
 def _tell_choices(reporter: RunReporter, trainer: TrainStep, precision: Precision, tested: str) -> None:
-    """Say which precision and operators the run uses. tested: the note on the operators' self-test, or empty."""
+    """Say memory, precision and operators of the run. tested: the note on the operators' self-test, or empty."""
+    reporter.say(memory_line(trainer.config, trainer.shape.vocab_size))
     if precision.warning:
         reporter.warn(precision.warning)
     if precision.note:

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -38,17 +39,14 @@ class RunReporter:
         self._total_steps = trainer.total_steps
         self._scaled = trainer.config.training.precision == "fp16"
         self._skips = self._scaled or trainer.config.training.nonfinite == "skip"
-        self._tokens_per_step = trainer.tokens_per_step
         self._memory_bytes = 0
         self._reserved_bytes: int | None = None
         self._costs: dict[str, Any] = {}  # of a save, for the next step's record
         self._started = time.perf_counter()
         self._path = metrics_file
         peak = _peak_flops_per_second(trainer.mesh, trainer.config, info)
-        self._throughput = Throughput(
-            flops_per_token=flops_per_token(trainer.shape, trainer.config.training.sequence_length),
-            peak_flops_per_second=peak,
-        )
+        self._flops_per_token = cache(partial(flops_per_token, trainer.shape))
+        self._throughput = Throughput(peak_flops_per_second=peak)
         self._metrics: MetricsFile | None = None
         self._curves: TensorBoardFile | None = None
         self.console: Console | None = None
@@ -98,7 +96,8 @@ class RunReporter:
             self._measure_memory()
         if self._metrics is None or self.console is None:
             return
-        speed = self._throughput.update(self._tokens_per_step, report.step_seconds)
+        flops = report.batch_tokens * self._flops_per_token(report.sequence_length)
+        speed = self._throughput.update(report.batch_tokens, flops, report.step_seconds)
         metrics = StepMetrics(
             step=report.step,
             loss=report.loss,
@@ -114,6 +113,7 @@ class RunReporter:
             loss_scale=report.loss_scale if self._scaled else None,
             skipped_steps=report.skipped_steps if self._skips else None,
             custom=custom,
+            figures=report.figures,
         )
         validated = {} if validation is None else validation.record()
         self._metrics.append({**metrics.record(), **validated, **self._costs})

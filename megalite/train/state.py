@@ -1,7 +1,8 @@
 """TrainerState and StepReport: where a run stands, and what one step gave."""
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,10 @@ class TrainerState:
 class StepReport:
     """The result of one step: the loss before its update, the gradient norm before clipping, and its time.
 
+    batch_tokens: the positions of the global batch, of sequence_length each row; tokens: since the start of the run.
     data_seconds: the part of step_seconds in which this rank waited for a batch. loss_scale: of this step.
     overflow: the first tensor with a gradient that is not finite, for which the step was left out.
-    flags: which of the flags given to the step any rank raised.
+    flags: which of the flags given to the step any rank raised. figures: of the objective, by name.
     """
 
     step: int
@@ -57,9 +59,12 @@ class StepReport:
     grad_norm: float
     learning_rate: float
     tokens: int
+    batch_tokens: int
+    sequence_length: int
     step_seconds: float
     data_seconds: float
     loss_scale: float = 1.0
     skipped_steps: int = 0
     overflow: str | None = None
     flags: tuple[bool, ...] = ()
+    figures: Mapping[str, float] = field(default_factory=dict)

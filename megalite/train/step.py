@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -12,10 +12,16 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.draft import Draft
+from megalite.checkpoint.failures import explain
+from megalite.checkpoint.folder import read_manifest
 from megalite.checkpoint.load import load_checkpoint
+from megalite.checkpoint.manifest import Base
 from megalite.checkpoint.save import draft_checkpoint
 from megalite.config.schema import RunConfig
 from megalite.convert.huggingface.load import load_huggingface
+from megalite.convert.peft.base import base_of, require_base
+from megalite.convert.peft.read import load_adapter
+from megalite.data.bucket_loader import BucketLoader
 from megalite.data.loader import StepLoader
 from megalite.data.prefetch import Prefetch
 from megalite.data.transfer import ArrivingBatch, BatchTransfer
@@ -23,8 +29,9 @@ from megalite.errors import CheckpointError, TrainingError
 from megalite.launcher.progress import Activity, now
 from megalite.model.kernels import KernelChoice
 from megalite.model.replica import Replica
-from megalite.model.transformer import Stage
-from megalite.parallel.mesh import ParallelMesh
+from megalite.model.stages import initialise
+from megalite.model.transformer import Stage, evaluation_mode
+from megalite.parallel.mesh import ParallelMesh, all_or_none
 from megalite.parallel.pipeline import weight_share
 from megalite.parallel.step_batch import StepBatch
 from megalite.topology.shape import ModelShape
@@ -33,7 +40,8 @@ from megalite.train.deepspeed_schedule import DeepSpeedSchedule
 from megalite.train.kernel_choice import known_kernels
 from megalite.train.nonfinite_output import first_nonfinite_output
 from megalite.train.optimizer.protocol import Update
-from megalite.train.options import model_options, optimizer_settings, schedule_of
+from megalite.train.options import model_options, objective_of, optimizer_settings, schedule_of
+from megalite.train.reference import is_without_adapter, reference_losses
 from megalite.train.state import StepReport, TrainerState
 from megalite.train.step_totals import StepTotals, total_over_ranks
 
@@ -55,21 +63,21 @@ class TrainStep:
         config: RunConfig,
         mesh: ParallelMesh,
         shape: ModelShape,
-        loader: StepLoader,
+        loader: StepLoader | BucketLoader,
         *,
         weights: Path | None = None,
         kernels: KernelChoice | None = None,
     ):
         """
-        weights: a Hugging Face folder to start from instead of random values.
+        weights: a Hugging Face folder to start from instead of random values; beside an adapter always given.
         kernels: which operators the model uses; None chooses them by what this machine has tested before.
         """
-        self.config, self.loader = config, loader
+        self.config, self.loader, self.weights = config, loader, weights
         self.state = TrainerState()
         self.before_update: Callable[[], None] = lambda: None
         """Called in every step before weights and optimizer state change; nothing else changes them."""
         self.kernels = kernels or known_kernels(config, shape, mesh.device)
-        self.options = model_options(config, self.kernels.operators)
+        self.options, self.objective = model_options(config, self.kernels.operators), objective_of(config)
         now.begin(Activity.BUILDING)
         self.replica, self.optimizer, self.pipeline = assemble(
             shape,
@@ -80,10 +88,16 @@ class TrainStep:
             Schedule(config.parallel.schedule, config.batch.micro_batches),
             seed=config.run.seed if weights is None else None,
             deepspeed=config.deepspeed_json() if config.zero_stage else None,
-            prepare=_nothing
-            if weights is None
-            else partial(load_huggingface, weights, more_rows=bool(config.tokenizer.add_tokens)),
+            prepare=_nothing if weights is None else partial(_start_from, weights, config),
+            objective=self.objective,
         )
+        self.base = None if shape.adapter is None else _base(config, mesh)
+        preferences = config.data.kind == "preference"
+        self._reference_is_without_adapter = (
+            preferences and is_without_adapter(shape) and config.adapter.path is None
+        )
+        self.needs_reference_losses = preferences and not self._reference_is_without_adapter
+        """Whether every loader must have the reference's losses of its samples (train.reference)."""
         self.transfer = BatchTransfer(mesh.device)
         self.batches = self._training_batches()
         self._next: _NextBatch | None = None
@@ -114,9 +128,10 @@ class TrainStep:
 
     @property
     def tokens_per_step(self) -> int:
+        """The positions of a global batch; with data.length_buckets, the most that one has."""
         return self.config.batch.global_batch_size * self.config.training.sequence_length
 
-    def prefetch(self, loader: StepLoader, *, end: int) -> Prefetch[ArrivingBatch]:
+    def prefetch(self, loader: StepLoader | BucketLoader, *, end: int) -> Prefetch[ArrivingBatch]:
         """Return the batches of `loader` up to `end` samples, which threads read ahead and copy to the device."""
         return Prefetch(
             partial(self._arriving_batch, loader),
@@ -131,7 +146,7 @@ class TrainStep:
         left = (self.total_steps - self.state.step) * self.config.batch.global_batch_size
         return self.prefetch(self.loader, end=self.state.samples + left)
 
-    def _arriving_batch(self, loader: StepLoader, consumed_samples: int) -> ArrivingBatch:
+    def _arriving_batch(self, loader: StepLoader | BucketLoader, consumed_samples: int) -> ArrivingBatch:
         """Read the batch of `loader` after `consumed_samples` and start its copy to the device; thread-safe."""
         return self.transfer.start(loader.step_batch(consumed_samples, dtype=self.options.loss_dtype))
 
@@ -145,10 +160,10 @@ class TrainStep:
         batch, weight = self._this_batch()
         loss_scale = self.optimizer.loss_scale
         now.begin(Activity.FORWARD_BACKWARD)
-        loss_share = self.pipeline.forward_backward(batch, weight, loss_scale)
+        shares = self.pipeline.forward_backward(self._with_reference(batch), weight, loss_scale)
         now.begin(Activity.REDUCING)
         self.optimizer.reduce_gradients()
-        totals = self._totals(loss_share, flags)
+        totals = self._totals(shares, flags)
         loss = totals.loss
         learning_rate = self._current_learning_rate()
         now.begin(Activity.UPDATING)
@@ -159,8 +174,9 @@ class TrainStep:
             found = self._nonfinite_output(loss, batch)
             raise TrainingError(f"step {self.state.step + 1}: {found or error}") from error
         self._require_finite(loss, update, batch)
+        batch_tokens = batch.input_ids.numel() * self.mesh.batch.size
         self.state = self.state.advanced(
-            samples=self.config.batch.global_batch_size, tokens=self.tokens_per_step, skipped=update.skipped
+            samples=self.config.batch.global_batch_size, tokens=batch_tokens, skipped=update.skipped
         )
         now.finished(self.state.step)
         self._require_progress(update.overflow, loss, batch)
@@ -170,12 +186,15 @@ class TrainStep:
             grad_norm=update.grad_norm,
             learning_rate=learning_rate,
             tokens=self.state.tokens,
+            batch_tokens=batch_tokens,
+            sequence_length=batch.input_ids.shape[1],
             step_seconds=time.perf_counter() - started,
             data_seconds=self._waited_seconds,
             loss_scale=loss_scale,
             skipped_steps=self.state.skipped_steps,
             overflow=update.overflow if update.skipped else None,
             flags=totals.flags,
+            figures=dict(zip(self.objective.figures, totals.figures, strict=True)),
         )
 
     def _this_batch(self) -> tuple[StepBatch, Tensor]:
@@ -187,7 +206,7 @@ class TrainStep:
         if ahead is not None and ahead.samples == self.state.samples:
             return ahead.batch.result(), ahead.weight
         batch = self._read(self.state.samples)
-        return batch, self.mesh.reduce_over_world(weight_share(batch, self.mesh))
+        return batch, self.mesh.reduce_over_world(weight_share(batch, self.mesh, self.objective))
 
     def _read(self, samples: int) -> StepBatch:
         """Wait for the batch after `samples`."""
@@ -197,21 +216,21 @@ class TrainStep:
         self._waited_seconds += time.perf_counter() - started
         return batch
 
-    def _totals(self, loss_share: Tensor, flags: Callable[[], Sequence[bool]]) -> StepTotals:
+    def _totals(self, shares: Tensor, flags: Callable[[], Sequence[bool]]) -> StepTotals:
         """Sum over all ranks what the host must know of this step, and the weight of the batch of the next."""
         ahead: Future[StepBatch] = Future()
-        weight = torch.zeros_like(loss_share)
+        weight = torch.zeros_like(shares[0])
         samples = self.state.samples + self.config.batch.global_batch_size
         more = self.state.step + 1 < self.total_steps
         if more:
             try:
                 ahead.set_result(self._read(samples))
-                weight = weight_share(ahead.result(), self.mesh)
+                weight = weight_share(ahead.result(), self.mesh, self.objective)
             except Exception as error:
                 # The next step raises it, once this one is done.
                 ahead.set_exception(error)
             now.begin(Activity.REDUCING)
-        totals = total_over_ranks(self.mesh, loss_share, self.optimizer.squared_norm(), weight, flags())
+        totals = total_over_ranks(self.mesh, shares, self.optimizer.squared_norm(), weight, flags())
         self._next = _NextBatch(samples, ahead, totals.next_weight) if more else None
         return totals
 
@@ -257,12 +276,18 @@ class TrainStep:
         )
 
     def evaluate(self, batch: StepBatch) -> Tensor:
-        """Return PipelineRunner.evaluate(batch) in evaluation mode: no dropout; the loss is the plain cross entropy."""
-        self.stage.train(False)
-        try:
+        """Return PipelineRunner.evaluate(batch) in evaluation mode: no dropout; the loss is the plain cross entropy, or
+        that of preferences."""
+        batch = self._with_reference(batch)
+        with evaluation_mode(self.stage):
             return self.pipeline.evaluate(batch)
-        finally:
-            self.stage.train(True)
+
+    def _with_reference(self, batch: StepBatch) -> StepBatch:
+        """Return the batch with the losses of the model without its adapter, if that is the reference."""
+        if not self._reference_is_without_adapter:
+            return batch
+        losses = reference_losses(self.stage, self.pipeline, batch, adapters=False)
+        return replace(batch, reference=losses)
 
     def draft(self, folder: Path) -> Draft:
         """List what a checkpoint of this moment has, to be written below `folder`; writes no tensor yet. Collective."""
@@ -272,6 +297,7 @@ class TrainStep:
             self.optimizer.state,
             trainer_state=asdict(self.state),
             config=self.config.model_dump(mode="json"),
+            base=self.base,
         )
 
     def resume(self, checkpoint: Path) -> None:
@@ -280,6 +306,8 @@ class TrainStep:
         Layout, precision, global batch, length, schedule, groups and the optimizer's numbers are those of this run.
         """
         now.begin(Activity.LOADING)
+        if self.base is not None:
+            require_base(read_manifest(checkpoint).base, self.base, checkpoint)
         loaded = load_checkpoint(checkpoint, self.replica, self.optimizer.state)
         unknown = loaded.trainer_state.keys() - asdict(TrainerState()).keys()
         if unknown:
@@ -301,3 +329,23 @@ class TrainStep:
 
 def _nothing(_: Replica) -> None:
     pass
+
+
+def _start_from(weights: Path, config: RunConfig, replica: Replica) -> None:
+    """Fill a replica from a Hugging Face folder, and its adapter as it starts. Collective."""
+    load_huggingface(weights, replica, more_rows=bool(config.tokenizer.add_tokens))
+    if config.adapter.path is not None:
+        load_adapter(Path(config.adapter.path).expanduser(), replica)
+    elif replica.shape.adapter is not None:
+        initialise(replica, config.run.seed, adapter_only=True)
+
+
+def _base(config: RunConfig, mesh: ParallelMesh) -> Base:
+    """Describe the frozen weights; rank 0 reads samples of them. Collective."""
+    weights = config.model.weights
+    assert weights is not None, "a rule asks for them"
+    found = all_or_none(
+        mesh, lambda: base_of(weights) if mesh.rank == 0 else None, explain(mesh, "import", Path(weights))
+    )
+    described: Base = mesh.broadcast_object(found)
+    return described

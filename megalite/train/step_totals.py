@@ -13,6 +13,7 @@ from megalite.parallel.mesh import ParallelMesh
 class StepTotals:
     """The sums over all ranks of what each rank has of a step, equal on every rank.
 
+    figures: of the objective, in its order.
     squared_norm: of the gradients as the optimizer holds them. next_weight: the token weight of the next global batch,
     [] float64 on the device. flags: for each flag, whether any rank raised it.
     """
@@ -21,14 +22,26 @@ class StepTotals:
     squared_norm: float
     next_weight: Tensor
     flags: tuple[bool, ...]
+    figures: tuple[float, ...] = ()
 
 
 def total_over_ranks(
-    mesh: ParallelMesh, loss: Tensor, squared_norm: Tensor, next_weight: Tensor, flags: Sequence[bool]
+    mesh: ParallelMesh, shares: Tensor, squared_norm: Tensor, next_weight: Tensor, flags: Sequence[bool]
 ) -> StepTotals:
-    """Sum the shares of all ranks, [] float64 on the mesh's device, and the flags. Collective; the host waits once."""
+    """Sum the shares of all ranks, float64 on the mesh's device, and the flags. Collective; the host waits once.
+
+    shares: [1 + figures], of the loss and of the objective's figures; the others are scalars.
+    """
     # A filled tensor needs no copy from the host, which a device would wait for.
-    raised = [torch.full_like(loss, float(flag)) for flag in flags]
-    totals = mesh.reduce_over_world(torch.stack((loss, squared_norm, next_weight, *raised)))
-    total_loss, total_norm, _, *counts = totals.tolist()
-    return StepTotals(total_loss, total_norm, totals[2], tuple(count > 0 for count in counts))
+    raised = [torch.full_like(squared_norm, float(flag)) for flag in flags]
+    others = torch.stack((squared_norm, next_weight, *raised))
+    totals = mesh.reduce_over_world(torch.cat((shares, others)))
+    figures = len(shares) - 1
+    loss, *rest = totals.tolist()
+    return StepTotals(
+        loss,
+        rest[figures],
+        totals[figures + 2],
+        tuple(count > 0 for count in rest[figures + 2 :]),
+        tuple(rest[:figures]),
+    )

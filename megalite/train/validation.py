@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HeldOutSet:
-    """A validation set: token losses are summed over the first `samples` samples of `loader`.
+    """A validation set: losses are summed over the first `samples` samples of `loader`.
 
     The loader's `epochs` end there, so the rows that fill up the last batch have no labels and add nothing.
     """
@@ -55,20 +55,29 @@ def validate(
     """
     now.begin(Activity.VALIDATING)
     started = time.perf_counter()
-    total, tokens, means = 0.0, 0.0, {}
+    names = trainer.objective.figures
+    totals, means = [0.0] * (2 + len(names)), {}
     for name, each in sets.items():
-        sums = torch.zeros(2, dtype=torch.float64, device=trainer.mesh.device)
+        sums = torch.zeros(2 + len(names), dtype=torch.float64, device=trainer.mesh.device)
         stride = each.loader.global_batch_size
         with trainer.prefetch(each.loader, end=each.steps * stride) as batches:
             for step in range(each.steps):
                 if ends():
                     return None
                 sums += trainer.evaluate(batches.step_batch(step * stride).ready())
-        loss, weight = sums.tolist()  # the only wait for the device
-        if weight == 0:
+        of_set = sums.tolist()  # the only wait for the device
+        if of_set[1] == 0:
             raise DataError(
                 f"the validation set {name} has no token to predict; name another text as data.validation"
             )
-        means[name] = loss / weight
-        total, tokens = total + loss, tokens + weight
-    return ValidationMetrics(trainer.state.step, total / tokens, tokens, time.perf_counter() - started, means)
+        means[name] = of_set[0] / of_set[1]
+        totals = [one + other for one, other in zip(totals, of_set, strict=True)]
+    total, weight, *figures = totals
+    return ValidationMetrics(
+        trainer.state.step,
+        total / weight,
+        weight,
+        time.perf_counter() - started,
+        means,
+        {name: figure / weight for name, figure in zip(names, figures, strict=True)},
+    )

@@ -1,13 +1,19 @@
 """megalite tokenizer and megalite data, as commands."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megalite import load_config
 from megalite.cli import data, tokenizer
-from megalite.data.token_file import TokenFile
+from megalite.config.schema import RunConfig
+from megalite.data.ensure import ensure_data
+from megalite.data.prepared import prepared_facts
+from megalite.data.token_file import TokenFile, bin_path
 from megalite.data.tokenizer import load_tokenizer
 from megalite.errors import DataError
 from tests.support.tiny import tiny_corpus
@@ -184,3 +190,134 @@ def test_help_loads_nothing_heavy(name: str) -> None:
     run = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert f"usage: megalite {name}" in run.stdout
+
+
+@pytest.fixture
+def talks(tmp_path: Path) -> Path:
+    rows = [{"prompt": f"What is {n}?", "completion": text[:200]} for n, text in enumerate(tiny_corpus())]
+    (tmp_path / "talks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path / "talks.jsonl"
+
+
+def of_run(source: Path, tokenizer_path: Path, **settings: dict[str, Any]) -> RunConfig:
+    sections: dict[str, dict[str, Any]] = {
+        "model": {
+            "hidden_size": 16,
+            "intermediate_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+        },
+        "training": {"steps": 1, "sequence_length": 96, "micro_batch_size": 1, "micro_batches": 1},
+        "tokenizer": {
+            "path": str(tokenizer_path),
+            "chat_template": "chatml",
+            "add_tokens": ["<|im_start|>", "<|im_end|>"],
+        },
+        "data": {"kind": "instruct", "source": str(source)},
+    }
+    for name, values in settings.items():
+        both = {**sections[name], **values}
+        sections[name] = {key: value for key, value in both.items() if value is not None}
+    return load_config(None, **sections)
+
+
+def test_conversations_are_prepared_as_a_run_prepares_them(
+    text: Path, talks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tok, out = tmp_path / "tok", tmp_path / "out" / "talks"
+    tokenizer.run(["train", "--source", str(text), "--vocab-size", "320", "--output", str(tok)])
+    prepare = ["prepare", "--kind", "instruct", "--source", str(talks), "--tokenizer", str(tok)]
+    prepare += [
+        "--output",
+        str(out),
+        "--workers",
+        "0",
+        "--chat-template",
+        "chatml",
+        "--sequence-length",
+        "96",
+    ]
+    prepare += ["--add-tokens", "<|im_start|>", "<|im_end|>"]
+    assert data.run(prepare) == 0
+    facts = prepared_facts(out)
+    assert facts is not None and facts.truncated_documents > 5
+    assert f"40 conversations ({facts.truncated_documents} longer ones cut), " in capsys.readouterr().out
+
+    made = ensure_data(of_run(talks, tok), tmp_path / "run")
+    assert (tmp_path / "run" / "data" / "train.bin").read_bytes() == bin_path(out).read_bytes()
+    prepared = ensure_data(of_run(out, tok), tmp_path / "second")
+    assert prepared.train == (out,) and not (tmp_path / "second" / "data" / "train.bin").exists()
+    first, second = (load_tokenizer(each.tokenizer) for each in (made, prepared) if each.tokenizer)
+    assert first.sha256 == second.sha256 and first.vocab_size == 322
+
+    with pytest.raises(
+        DataError, match=r"train_on = 'answers', and .*; set data\.train_on = \"answers\", or"
+    ):
+        ensure_data(of_run(out, tok, data={"train_on": "all"}), tmp_path / "second")
+    with pytest.raises(
+        DataError, match=r"the chat template 'chatml', and that of the run is 'plain'; set token"
+    ):
+        ensure_data(of_run(out, tok, tokenizer={"chat_template": "plain"}), tmp_path / "second")
+    with pytest.raises(
+        DataError, match=r"'chatml', and the tokenizer of the run has none; set tokenizer\.chat"
+    ):
+        ensure_data(of_run(out, tok, tokenizer={"chat_template": None}), tmp_path / "second")
+    assert data.run(["inspect", str(out), "--documents", "0"]) == 0
+    assert "%), train_on answers, chat template 'chatml'\n" in capsys.readouterr().out
+
+
+def test_a_bad_conversation_leaves_no_file(text: Path, talks: Path, tmp_path: Path) -> None:
+    tok, out = tmp_path / "tok", tmp_path / "out" / "talks"
+    tokenizer.run(["train", "--source", str(text), "--vocab-size", "320", "--output", str(tok)])
+    lines = talks.read_text().splitlines(keepends=True)
+    talks.write_text("".join([*lines[:7], '{"prompt": "Why?", "completion": ""}\n', *lines[7:]]))
+    prepare = [
+        "prepare",
+        "--kind",
+        "instruct",
+        "--source",
+        str(talks),
+        "--tokenizer",
+        str(tok),
+        "--output",
+        str(out),
+    ]
+    with pytest.raises(DataError, match=r"talks.jsonl, line 8: .*completion"):
+        data.run([*prepare, "--workers", "0", "--chat-template", "plain", "--sequence-length", "96"])
+    assert not list(out.parent.glob("*"))
+
+
+PAIRS = ["--kind", "preference", "--sequence-length", "9"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            ["--kind", "instruct"],
+            "--kind instruct needs --sequence-length, the training.sequence_length of the runs",
+        ),
+        (["--train-on", "all"], "argument --train-on: has no effect without --kind instruct"),
+        (
+            ["--kind", "instruct", "--sequence-length", "9", "--text-column", "body"],
+            "argument --text-column: has no effect with --kind instruct",
+        ),
+        (
+            ["--kind", "preference"],
+            "--kind preference needs --sequence-length, the training.sequence_length of the runs",
+        ),
+        ([*PAIRS, "--train-on", "all"], "argument --train-on: has no effect with --kind preference"),
+        ([*PAIRS, "--min-length", "2"], "argument --min-length: would leave out one answer of a pair"),
+        (
+            [*PAIRS, "--too-long", "keep"],
+            'argument --too-long: keep is for data.packing = "concatenate", not for pairs',
+        ),
+    ],
+)
+def test_options_of_another_kind_are_refused(
+    options: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        data.run(["prepare", "--source", "x", "--tokenizer", "t", "--output", "o", *options])
+    assert end.value.code == 2
+    assert f"megalite data: {said}; " in capsys.readouterr().err

@@ -31,7 +31,9 @@ def test_flags_write_a_run_file_that_loads(
     assert config.layout.world_size == processes
     assert config.run.folder == "runs/book"
     assert config.zero_stage == (1 if size != "tiny" and config.layout.data > 1 else 0)
-    assert capsys.readouterr().out.endswith("next: megalite train run.toml\n")
+    said = capsys.readouterr().out
+    assert said.endswith("next: megalite train run.toml\n")
+    assert size != "tiny" or "needs about 13 MiB and 16 M tokens: bf16 AdamW" in said
     lines = Path("run.toml").read_text().splitlines()
     assert max(map(len, lines)) <= 100
     assert 12 <= sum(" = " in line and not line.startswith("#") for line in lines) <= 28
@@ -47,7 +49,7 @@ def test_the_answers_in_a_terminal_decide(
     assert main(["init"]) == 0
     config = load_run("run.toml").config
     assert (config.data.source, config.model.hidden_size, config.layout.data) == ("book.txt", 128, 2)
-    assert len(asked) == 6 and asked[2] == "size of the model (tiny, 125m, 1b, 8b) [tiny]: "
+    assert len(asked) == 6 and asked[2] == "size of the model (tiny, 125m, 350m, 760m, 1b, 8b) [tiny]: "
     out = capsys.readouterr().out
     assert "'none.txt' does not exist" in out and "'huge' is not one of" in out
 

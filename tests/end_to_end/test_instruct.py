@@ -10,12 +10,15 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megalite import Trainer, load_config
+from megalite import Trainer
+from megalite.cli import main
 from megalite.config.schema import RunConfig
+from megalite.data.bucket_loader import BucketLoader
 from megalite.data.conversation_rows import samples_of
 from megalite.data.loader import StepLoader
 from megalite.data.token_file import TokenFile
-from megalite.errors import DataError
+from megalite.errors import ConfigError, DataError
+from tests.support.fine_tuning import Sections, fine_tuning_run
 from tests.support.jobs import training_here
 from tests.support.parity import FIGURE_RTOL, FLOAT32_RTOL, assert_close
 from tests.support.selection import cases
@@ -40,33 +43,21 @@ def in_this_process() -> Iterator[None]:
 
 
 def configured(shared_data: Path, source: Path, folder: Path, **sections: dict[str, Any]) -> RunConfig:
-    """A run on one thread; `sections` are merged into its settings."""
-    settings: dict[str, dict[str, Any]] = {
-        "run": {"folder": folder},
-        "model": {"weights": str(shared_data / "stories260K")},
+    """A run of questions and answers; `sections` are merged into its settings."""
+    given: Sections = {
         "training": {
             "steps": STEPS,
             "sequence_length": LENGTH,
             "micro_batch_size": 1,
             "global_batch_size": SEQUENCES,
-            "precision": "fp32",
-            "threads": 1,
         },
-        "optimizer": {
-            "learning_rate": RATE,
-            "schedule": "constant",
-            "weight_decay": 0.0,
-            "gradient_clipping": 0.0,
-        },
-        "tokenizer": {"end_of_document": "</s>", "chat_template": "plain"},
-        "data": {"kind": "instruct", "source": source, "too_long": "drop"},
+        "optimizer": {"learning_rate": RATE},
+        "data": {"kind": "instruct", "too_long": "drop"},
     }
-    for name, values in sections.items():
-        settings[name] = {**settings.get(name, {}), **values}
-    return load_config(None, **settings)
+    return fine_tuning_run(shared_data, source, folder, given, sections)
 
 
-def plain_losses(weights: Path, loader: StepLoader) -> list[float]:
+def plain_losses(weights: Path, loader: StepLoader | BucketLoader) -> list[float]:
     """The loss of each step of a plain loop: each conversation of the loader's rows by itself."""
     model = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)
@@ -89,29 +80,46 @@ def plain_losses(weights: Path, loader: StepLoader) -> list[float]:
     return losses
 
 
+def loader_of(config: RunConfig, prefix: Path) -> StepLoader | BucketLoader:
+    """The batches of the run on one rank, with micro batches of one sequence."""
+    batch: dict[str, Any] = {
+        "sequence_length": LENGTH,
+        "micro_batch_size": 1,
+        "micro_batches": SEQUENCES,
+        "seed": config.run.seed,
+    }
+    if config.data.length_buckets:
+        return BucketLoader(TokenFile.open(prefix), buckets=config.data.length_buckets, **batch)
+    return StepLoader(TokenFile.open(prefix), samples_of=samples_of(config.data, config.run.seed), **batch)
+
+
+BUCKETS = {"packing": "none", "length_buckets": 3}
 LAYOUTS: list[dict[str, Any]] = [
     {},
     {"parallel": {"tensor": 2, "pipeline": 2}},
     {"parallel": {"data": 2}, "deepspeed": {"zero_optimization": {"stage": 2}}},
     {"parallel": {"pipeline": 2, "schedule": "zbv", "tensor": 2, "sequence": True}},
+    {"parallel": {"pipeline": 2, "data": 2}, "data": {"packing": "concatenate", "too_long": "truncate"}},
+    {"parallel": {"pipeline": 2, "data": 2}, "data": BUCKETS},
+    {"parallel": {"tensor": 2, "sequence": True, "pipeline": 2, "schedule": "zbv"}, "data": BUCKETS},
+    {"parallel": {"data": 2}, "deepspeed": {"zero_optimization": {"stage": 2}}, "data": BUCKETS},
 ]
 
 
-@pytest.mark.parametrize("layout", cases(LAYOUTS, core=[LAYOUTS[1]]))
+@pytest.mark.parametrize("layout", cases(LAYOUTS, core=[LAYOUTS[1], LAYOUTS[4], LAYOUTS[5]]))
 def test_the_losses_are_those_of_a_plain_loop(shared_data, questions, tmp_path, layout):
     config = configured(shared_data, questions, tmp_path / "run", **layout)
     result = Trainer(config).train()
     found = [record["loss"] for record in result.metrics if "loss" in record]
-    rows = StepLoader(
-        TokenFile.open(tmp_path / "run" / "data" / "train"),
-        sequence_length=LENGTH,
-        micro_batch_size=1,
-        micro_batches=SEQUENCES,
-        seed=config.run.seed,
-        samples_of=samples_of(config.data, config.run.seed),
-    )
+    rows = loader_of(config, tmp_path / "run" / "data" / "train")
     expected = plain_losses(shared_data / "stories260K", rows)
     assert len(found) == STEPS and expected[-1] < expected[0]
+    if config.data.length_buckets:
+        shapes = {rows.step_batch(step * SEQUENCES).labels.shape for step in range(STEPS)}
+        assert len(shapes) > 1
+        assert result.metrics[-1]["tokens"] == sum(
+            rows.step_batch(s * SEQUENCES).labels.numel() for s in range(STEPS)
+        )
     assert_close(found, expected, rtol=FLOAT32_RTOL)
 
 
@@ -179,6 +187,34 @@ def test_prepared_conversations_train_as_they_are(shared_data, questions, tmp_pa
         shared_data, prefix, tmp_path / "again", training={"steps": 1}, data={"document_mask": True}
     )
     assert Trainer(again).train().metrics[0]["loss"] == first.metrics[0]["loss"]
+
+
+def test_buckets_and_a_curriculum_go_on_where_they_stopped(shared_data, questions, tmp_path):
+    lines = questions.read_text().splitlines(keepends=True)
+    (tmp_path / "few.jsonl").write_text("".join(lines[:30]))
+    (tmp_path / "more.jsonl").write_text("".join(lines[30:]))
+    options = f"--kind instruct --chat-template plain --sequence-length {LENGTH} --too-long drop --workers 0"
+    options += f" --tokenizer {shared_data / 'stories260K'} --end-of-document </s>"
+    for name in ("few", "more"):
+        files = ["--source", str(tmp_path / f"{name}.jsonl"), "--output", str(tmp_path / name)]
+        assert main(["data", "prepare", *files, *options.split()]) == 0
+    parts = [{"source": str(tmp_path / name), "weight": 1.0} for name in ("few", "more")]
+    curriculum = [{"step": 2, "weights": [3.0, 1.0]}, {"step": 4, "weights": [0.0, 1.0]}]
+    blend = {"source": None, "blend": parts, "curriculum": curriculum}
+
+    def run(folder: str, steps: int, data: dict[str, Any]) -> list[float]:
+        planned = [each for each in data.get("curriculum", ()) if each["step"] <= steps]
+        given = {"training": {"steps": steps}, "checkpoint": {"export": False}}
+        given["data"] = data | ({"curriculum": planned} if planned else {})
+        result = Trainer(configured(shared_data, tmp_path / "more", tmp_path / folder, **given)).train()
+        return [each["loss"] for each in result.metrics if "loss" in each]
+
+    for name, data in (("buckets", BUCKETS), ("blend", blend)):
+        whole, first, both = (run(*of, data) for of in ((name, 4), (f"{name}-2", 2), (f"{name}-2", 4)))
+        assert both == whole and first == whole[:2] and len(set(whole)) == 4
+    moved = {**blend, "curriculum": [{"step": 3, "weights": [3.0, 1.0]}]}
+    with pytest.raises(ConfigError, match=r"the weights up to step 4 are not those of .*step-000004"):
+        run("blend", 9, moved)
 
 
 def test_a_bad_line_ends_the_run_before_it_starts_and_leaves_nothing_half_written(

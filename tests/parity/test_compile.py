@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megalite.model.options import Dropout, Recompute
+from megalite.topology.adapter import Prefix
 from megalite.topology.axes import Layout
 from megalite.topology.schedules import SCHEDULES
 from tests.support.parity import FLOAT32_RTOL, LAYOUT_RTOL, ZERO_RTOL, assert_close, assert_same_tensors
@@ -75,3 +76,9 @@ def test_compiled_layers_equal_plain_ones(ranks, changes, rtol):
 @pytest.mark.parametrize("shape", FAMILY_SHAPES.values(), ids=FAMILY_SHAPES)
 def test_layers_of_every_family_are_compiled_whole(ranks, shape):
     _assert_equal_to_plain_layers(ranks, replace(JOB, shape=shape, dropout=DROPOUT))
+
+
+@pytest.mark.slow
+def test_layers_with_a_prefix_in_windows_and_documents_are_compiled_whole(ranks):
+    shape = replace(FAMILY_SHAPES["mistral"], adapter=Prefix(3, projection=10))
+    _assert_equal_to_plain_layers(ranks, replace(JOB, shape=shape, dropout=DROPOUT, documents=True))

@@ -73,8 +73,8 @@ def train_with_a_slow_writer(**arguments: Any) -> Seen:
 
 
 def _keep_on_the_host(extend: Callable[..., Any]) -> Callable[..., Any]:
-    def extend_there(self: KeyValueCache, layer: int, *tensors: Tensor) -> Any:
-        return extend(self, layer, *(tensor.cpu() for tensor in tensors))
+    def extend_there(self: KeyValueCache, layer: int, *tensors: Tensor, prefix: int) -> Any:
+        return extend(self, layer, *(tensor.cpu() for tensor in tensors), prefix=prefix)
 
     return extend_there
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megalite.model.options import Dropout, Recompute
+from megalite.topology.adapter import Prefix
 from megalite.topology.axes import Layout
 from megalite.train.optimizer.settings import OptimizerSettings
 from tests.support.parity import assert_close, assert_same_tensors
@@ -16,13 +17,18 @@ from tests.support.tiny import FAMILY_SHAPES, tiny_shape
 from tests.support.training import Job, RankResult, full_gradients, full_tensors, train_on_rank
 
 ADAMW = OptimizerSettings("adamw", (0.9, 0.95), 1e-8, 0.1, 0.0, 0.5)
+MUON = replace(ADAMW, name="muon", momentum=0.95)
 PARTS = ("initial", "gradients", "final")
 # Where ranks share keys and values, torch's attention on an accelerator adds their gradients, and ours elsewhere; in
 # 16 bits one sees it.
 OWN_KEYS = replace(tiny_shape(), num_key_value_heads=8)
+PREFIX = Prefix(3, projection=10)
+WITH_PREFIX = replace(tiny_shape(), adapter=PREFIX)
+WINDOWS_AND_PREFIX = replace(FAMILY_SHAPES["mistral"], adapter=PREFIX)
 JOBS: dict[str, dict[str, Any]] = {
     "one rank": {},
     "one rank, AdamW": {"optimizer": ADAMW, "learning_rate": 1e-3},
+    "tp, Muon": {"layout": Layout(tensor=2), "optimizer": MUON, "learning_rate": 1e-3},
     "bf16": {"shape": OWN_KEYS, "dtype": torch.bfloat16, "optimizer": ADAMW, "learning_rate": 1e-3},
     "dp": {"layout": Layout(data=2)},
     "tp": {"layout": Layout(tensor=2), "recompute": Recompute("selective")},
@@ -56,6 +62,9 @@ OTHER_BRANCHES: dict[str, dict[str, Any]] = {
         "dropout": Dropout(attention=0.25),
         "layout": Layout(tensor=2),
     },
+    "a prefix": {"shape": WITH_PREFIX, "layout": Layout(tensor=2, pipeline=2), "sequence_parallel": True},
+    "a prefix and documents": {"shape": WITH_PREFIX, "layout": Layout(data=2), "documents": True},
+    "compiled, a prefix and windows": {"shape": WINDOWS_AND_PREFIX, "kernels": "fused"},
     "compiled, zbv": {
         "kernels": "fused",
         "layout": Layout(pipeline=2),
@@ -104,7 +113,7 @@ def test_a_job_is_equal_to_the_cpu_to_the_bit(ranks, devices, name):
     "name", cases(OTHER_BRANCHES, core=("documents over dp and tp", "compiled operators"))
 )
 def test_the_branches_of_an_accelerator_compute_the_same(ranks, devices, name):
-    job = Job(tiny_shape(), steps=2, **OTHER_BRANCHES[name])
+    job = Job(**{"shape": tiny_shape(), "steps": 2, **OTHER_BRANCHES[name]})
     require_close(job, *on_both(job, ranks, devices))
 
 

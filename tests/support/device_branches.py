@@ -27,6 +27,7 @@ ON_THE_STANDIN = {
     "parallel/gradient_sums.py:embedding",
     "parallel/mesh.py:ParallelMesh.over_world",
     "train/optimizer/torch.py:TorchOptimizer._copies",
+    "train/optimizer/torch.py:TorchOptimizer._matrix_dtype",
     "train/precision.py:choose_precision",
     "train/report.py:RunReporter.__init__",
     "train/report.py:RunReporter._measure_memory",

@@ -95,6 +95,8 @@ def write_place(folder: Path) -> None:
     (folder / "book.txt").write_text(TEXT)
     (folder / "other.txt").write_text(TEXT[: len(TEXT) // 4])
     (folder / "talks.jsonl").write_text(json.dumps({"prompt": TEXT[:40], "completion": TEXT[40:80]}) + "\n")
+    pair = {"prompt": TEXT[:40], "chosen": TEXT[40:80], "rejected": TEXT[80:99]}
+    (folder / "pairs.jsonl").write_text(json.dumps(pair) + "\n")
     [run_file] = blocks(README, "toml")
     (folder / "run.toml").write_text(run_file)
     model = folder / "my-model"
@@ -104,18 +106,13 @@ def write_place(folder: Path) -> None:
     tiny_tokenizer(model)
     (folder / "my-tokenizer").mkdir()
     tiny_tokenizer(folder / "my-tokenizer")
-    arguments = [
-        "--source",
-        "book.txt",
-        "--tokenizer",
-        "my-tokenizer",
-        "--output",
-        "data/corpus",
-        "--workers",
-        "0",
-    ]
+    chat = "--kind instruct --chat-template plain --sequence-length 256"
     with contextlib.chdir(folder):
-        assert main(["data", "prepare", *arguments]) == 0
+        for arguments in (
+            "--source book.txt --tokenizer my-tokenizer --output data/corpus",
+            f"--source talks.jsonl --tokenizer my-model --output prepared/talks {chat}",
+        ):
+            assert main(["data", "prepare", "--workers", "0", *arguments.split()]) == 0
 
 
 def errors(page: Path) -> list[tuple[list[str], str]]:

@@ -6,7 +6,7 @@ fp16 training and of single operators are next to the tests that guard against t
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -18,12 +18,17 @@ import megalite.parallel.collectives as collectives
 import megalite.parallel.gradient_buckets as gradient_buckets
 import megalite.parallel.gradients as gradients
 import megalite.parallel.layers as layers
+import megalite.parallel.lora as lora
 import megalite.parallel.pipeline as pipeline
-from megalite.model import dropout, head, recompute, stages, transformer
+from megalite.model import dropout, head, layer, recompute, stages, transformer
+from megalite.ops import attention, choice
 from megalite.ops.choice import Operators
-from megalite.topology.sharding import TensorSlice
+from megalite.parallel.matrices import MatrixShard
+from megalite.topology import parameters
+from megalite.topology.sharding import Part, TensorSlice
+from megalite.train import reference
 from megalite.train import step as train_step
-from megalite.train.optimizer import deepspeed
+from megalite.train.optimizer import adafactor, deepspeed, muon
 from megalite.train.optimizer import torch as torch_path
 
 Replace = Callable[[Any], Any]
@@ -33,7 +38,8 @@ Replace = Callable[[Any], Any]
 class Fault:
     """A fault: `target.attribute` is replaced by `replace(original)`.
 
-    shown_by: axis of the table -> value; all other axes have their plain value.
+    shown_by: axis of the table -> value; all other axes have their plain value. PREFIX_FAULTS: "job" -> the job of
+    tests/parity/test_prefix.py.
     """
 
     target: Any
@@ -151,6 +157,39 @@ def _draw_the_first_shard(normal_slice: Callable[..., Any]) -> Callable[..., Any
     return alike
 
 
+# ------------------------------------------------------------------------------------------------------ prefix tuning
+
+
+def _start_at_position_zero(decode: Callable[..., Any]) -> Callable[..., Any]:
+    def from_zero(self: Any, inputs: Tensor, position_ids: Tensor, *others: Any, **rest: Any) -> Any:
+        return decode(self, inputs, position_ids - self.prefix_tokens, *others, **rest)
+
+    return from_zero
+
+
+def _hide_the_prefix_from_later_documents(documents_seen: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def hidden(document_ids: Tensor, prefix: int = 0) -> Tensor:
+        seen = documents_seen(document_ids, prefix)
+        seen[..., :prefix] &= (document_ids == document_ids[:, :1])[:, None, :, None]
+        return seen
+
+    return hidden
+
+
+def _count_the_prefix_in_the_window(behind_prefix: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda query, key, window, documents, prefix: attention._seen(
+        query.shape[1], key.shape[1], window, query.device
+    )
+
+
+def _count_the_prefix_in_the_loss(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def counted(self: Any, inputs: Tensor, *, loss_mask: Tensor, **rest: Any) -> Tensor:
+        of_tokens = loss_mask.shape[1] / (loss_mask.shape[1] + self.prefix_tokens)
+        return forward(self, inputs, loss_mask=loss_mask * of_tokens, **rest)
+
+    return counted
+
+
 # ------------------------------------------------------------------------------------------------------------ dropout
 
 
@@ -218,6 +257,25 @@ def _draw_anew_in_recompute(run_again: Callable[..., None]) -> Callable[..., Non
             run_again(self)
 
     return with_other_masks
+
+
+# ----------------------------------------------------------------------------------------------------------- adapters
+
+
+def _scale_by_local_rank(original: Any) -> Any:
+    def add_lora(decoder_layer: Any, shape: Any, adapter: Any, index: int, mesh: Any, options: Any) -> None:
+        local = replace(adapter, alpha=adapter.alpha * mesh.tp.size)
+        original(decoder_layer, shape, local, index, mesh, options)
+
+    return add_lora
+
+
+def _without_sums(original: Any) -> Any:
+    def lora_parameters(adapter: Any, adapted: Any) -> Iterator[Any]:
+        for each in original(adapter, adapted):
+            yield replace(each, spec=replace(each.spec, summed=False))
+
+    return lora_parameters
 
 
 # ----------------------------------------------------------------------------------------------- gradients and update
@@ -292,6 +350,14 @@ def _forget_earlier_micro_batches(wrap: Callable[..., Any]) -> Callable[..., Any
         return forgetting
 
     return wrapped
+
+
+def _of_own_shards(shards: Any, function: Callable[[Tensor], Tensor], mesh: Any) -> Iterator[Tensor]:
+    return (function(each.values) for each in shards)
+
+
+def _as_one_matrix(parameter: Any, tensor: Tensor, mesh: Any) -> Iterator[MatrixShard]:
+    yield MatrixShard(parameter.spec, Part(parameter.name, parameter.spec.full_shape), tensor)
 
 
 TP, PP, DP = ({"layout": layout} for layout in ("tp2-pp1-dp1", "tp1-pp2-dp1", "tp1-pp1-dp2"))
@@ -420,8 +486,75 @@ FAULTS: dict[str, Fault] = {
         _draw_anew_in_recompute,
         {"dropout": "attention", "recompute": "selective"},
     ),
+    "LoRA scaled by the rank over tp": Fault(
+        layer, "add_lora", _scale_by_local_rank, {**TP, "adapter": "lora"}
+    ),
+    "LoRA whose A has the gradient of one rank's rows": Fault(
+        parameters, "_lora_parameters", _without_sums, {**TP, "adapter": "lora"}
+    ),
+    "weights beside an adapter trained too": Fault(
+        parameters, "_as_trained", _instead(lambda shape, parameter: parameter), {"adapter": "lora"}
+    ),
+    "DoRA with the row norms of a rank's own columns": Fault(
+        lora, "all_reduce", _instead(lambda values, ranks: values), {**TP, "adapter": "dora"}
+    ),
+    "adapter dropout keyed by the rank's own features": Fault(
+        dropout, "keep_mask", _drop_from_feature_zero, {**TP, "adapter": "lora"}
+    ),
     "loss scale not divided out": Fault(
         torch_path, "scale_gradients", _instead(_nothing), {"precision": "fp16", "clipping": "none"}
+    ),
+}
+
+# tests/parity/test_optimizers.py plants them: the optimizer is no axis of the table.
+OPTIMIZER_FAULTS: dict[str, Fault] = {
+    "Newton-Schulz on a shard": Fault(
+        muon, "map_matrices", _instead(_of_own_shards), {**TP, "optimizer": "muon"}
+    ),
+    "Newton-Schulz on a fused weight": Fault(
+        muon, "matrix_shards", _instead(_as_one_matrix), {"optimizer": "muon"}
+    ),
+    "second moments of a shard's rows and columns": Fault(
+        adafactor, "all_reduce", _instead(lambda values, ranks: values), {**TP, "optimizer": "adafactor"}
+    ),
+}
+
+PREFIX_FAULTS: dict[str, Fault] = {
+    "prefix positions forgotten": Fault(transformer.Chunk, "decode", _start_at_position_zero, {"job": "tp2"}),
+    "prefix hidden from other documents than the first": Fault(
+        choice, "documents_seen", _hide_the_prefix_from_later_documents, {"job": "documents"}
+    ),
+    "prefix hidden by a sliding window": Fault(
+        attention, "_behind_prefix", _count_the_prefix_in_the_window, {"job": "soft cap, windows"}
+    ),
+    "prefix trunk's gradients of the own stage only": Fault(
+        torch_path, "all_reduce_replicated_gradients", _sum_no_tied_copies, {"job": "pp2"}
+    ),
+    "prefix trunk's gradients summed over the first and last stage only": Fault(
+        gradients.ParallelMesh, "tied_over", _instead(lambda self, stages: self.tied), {"job": "pp4"}
+    ),
+    "prefix trunk's gradients of own heads only": Fault(
+        gradients, "partial_over_tp", _partial_gradients_only_by_position, {"job": "tp2"}
+    ),
+    "prefix trunk counted once a stage in the norm": Fault(
+        gradients,
+        "counted_here",
+        _instead(lambda parameter, mesh: parameter.spec.dim is not None or mesh.tp.rank == 0),
+        {"job": "pp2"},
+    ),
+    "prefix counted in the loss mask": Fault(
+        transformer.Chunk, "forward", _count_the_prefix_in_the_loss, {"job": "dp2"}
+    ),
+}
+
+
+# tests/parity/test_preference.py plants these: the table has no axis of objectives.
+PREFERENCE_FAULTS: dict[str, Fault] = {
+    "DPO reference with dropout": Fault(
+        reference, "evaluation_mode", _instead(lambda stage: nullcontext()), DROPOUT
+    ),
+    "DPO reference with its adapter": Fault(
+        reference, "without_adapters", _instead(lambda stage: nullcontext()), {}
     ),
 }
 
@@ -432,7 +565,7 @@ def planted_fault(name: str | None) -> Iterator[None]:
     if name is None:
         yield
         return
-    fault = FAULTS[name]
+    fault = {**FAULTS, **OPTIMIZER_FAULTS, **PREFIX_FAULTS, **PREFERENCE_FAULTS}[name]
     with mock.patch.object(
         fault.target, fault.attribute, fault.replace(getattr(fault.target, fault.attribute))
     ):

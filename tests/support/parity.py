@@ -140,14 +140,14 @@ def assert_no_worse(
     """Assert that `fused` is about as close to `exact` (float64) as the plain form in the same dtype.
 
     Allowed: twice the plain form's error plus one unit in the last place of the largest value; in float64, where the
-    plain form itself is exact, 16 units. approximate: three units more in float32, because the PTX ISA allows powers
-    and quotients errors of two units each.
+    plain form is `exact` and so its own rounding counts too, which differs between processors, 64 units. approximate:
+    three units more in float32, because the PTX ISA allows powers and quotients errors of two units each.
     """
     assert fused.dtype == plain.dtype and fused.shape == plain.shape == exact.shape, what
     if not exact.numel():
         return
     error, allowed = ((each.double() - exact).abs().max().item() for each in (fused, plain))
-    units = 16 if fused.dtype == torch.float64 else 1 + 3 * (approximate and fused.dtype == torch.float32)
+    units = 64 if fused.dtype == torch.float64 else 1 + 3 * (approximate and fused.dtype == torch.float32)
     unit = torch.finfo(fused.dtype).eps * exact.abs().max().item()
     assert error <= 2 * allowed + units * unit, f"{what}: error {error:.2e}, of the plain form {allowed:.2e}"
 

@@ -14,16 +14,18 @@ from torch import Tensor
 from megalite.data.transfer import BatchTransfer
 from megalite.model.options import PLAIN, Dropout, ModelOptions, Recompute
 from megalite.model.replica import Replica
+from megalite.model.stages import fill
 from megalite.model.transformer import Stage
 from megalite.ops.choice import ALL_COMPILED, PLAIN_TORCH, Operators
 from megalite.parallel import gradient_buckets
 from megalite.parallel.device import local_device
 from megalite.parallel.gradients import partial_over_tp
 from megalite.parallel.mesh import ParallelMesh, RankGroup
+from megalite.parallel.objective import NEXT_TOKEN, Objective, Preference
 from megalite.parallel.pipeline import PipelineRunner, weight_share
 from megalite.parallel.step_batch import StepBatch
 from megalite.topology.axes import Layout
-from megalite.topology.parameters import Parameter, canonical_tensors
+from megalite.topology.parameters import Parameter, canonical_tensors, trained_tensors
 from megalite.topology.schedules import SCHEDULES
 from megalite.topology.shape import ModelShape
 from megalite.topology.sharding import TensorSlice
@@ -31,6 +33,7 @@ from megalite.topology.stages import pipeline_split
 from megalite.train.assemble import Schedule, assemble
 from megalite.train.optimizer.protocol import Optimizer, Update
 from megalite.train.optimizer.settings import OptimizerSettings
+from megalite.train.reference import is_without_adapter, reference_losses
 from tests.support.parity import assert_copies
 from tests.support.tiny import in_documents, tiny_batch
 
@@ -70,6 +73,7 @@ class Job:
     documents: bool = False
     kernels: Literal["fused", "reference"] = "reference"
     chunked_loss: int = 0
+    objective: Objective = NEXT_TOKEN
     device: str | None = None  # None: the accelerator of the rank if there is one, else the CPU
 
     @property
@@ -108,15 +112,16 @@ def train_on_rank(job: Job) -> RankResult:
     """Run the job's steps on this rank of the current process group."""
     parts = build(job)
     mesh, parameters, optimizer = parts.mesh, parts.replica.parameters, parts.optimizer
-    tensors = parts.replica.tensors
+    tensors, trained = parts.replica.tensors, parts.replica.trained
     with whole_weights(job.zero_stage, tensors):
         result = RankResult(mesh.batch.rank, initial=shards_of(parameters, tensors, mesh))
-    for step in range(job.steps):
+    for step, batch in enumerate(batches(job, parts)):
         with kept_before_sums() as before_sums:
-            result.losses.append(parts.forward_backward(local_batch(job, mesh, step)))
+            result.losses.append(parts.forward_backward(batch))
         if step == 0:
-            gradients = parts.reduced if job.zero_stage >= 2 else gradients_of(tensors, before_sums)
-            result.gradients = shards_of(parameters, gradients, mesh, complete=job.zero_stage >= 2)
+            own = parts.replica.trained_tensors
+            gradients = parts.reduced if job.zero_stage >= 2 else gradients_of(own, before_sums)
+            result.gradients = shards_of(trained, gradients, mesh, complete=job.zero_stage >= 2)
             parts.reduced.clear()
         optimizer.reduce_gradients()
         result.norms.append(parts.update(job.learning_rate).grad_norm)
@@ -136,6 +141,7 @@ class Parts:
     optimizer: Optimizer
     pipeline: PipelineRunner
     reduced: dict[str, Tensor]
+    objective: Objective = NEXT_TOKEN
 
     @property
     def mesh(self) -> ParallelMesh:
@@ -153,7 +159,8 @@ class Parts:
 
     def forward_backward(self, batch: StepBatch) -> float:
         """Run forward and backward of a step; return the loss."""
-        return float(whole_loss(self.pipeline, batch, self.mesh, self.optimizer.loss_scale))
+        scale = self.optimizer.loss_scale
+        return float(whole_loss(self.pipeline, batch, self.mesh, scale, objective=self.objective))
 
     def update(self, learning_rate: float) -> Update:
         """Update the weights from the reduced gradients."""
@@ -162,11 +169,16 @@ class Parts:
 
 
 def whole_loss(
-    pipeline: PipelineRunner, batch: StepBatch, mesh: ParallelMesh, loss_scale: float = 1.0
+    pipeline: PipelineRunner,
+    batch: StepBatch,
+    mesh: ParallelMesh,
+    loss_scale: float = 1.0,
+    *,
+    objective: Objective = NEXT_TOKEN,
 ) -> Tensor:
     """Run forward and backward of a step; return its loss, a float64 scalar."""
-    weight = mesh.reduce_over_world(weight_share(batch, mesh))
-    return mesh.reduce_over_world(pipeline.forward_backward(batch, weight, loss_scale))
+    weight = mesh.reduce_over_world(weight_share(batch, mesh, objective))
+    return mesh.reduce_over_world(pipeline.forward_backward(batch, weight, loss_scale))[0]
 
 
 def build(job: Job) -> Parts:
@@ -199,7 +211,8 @@ def build(job: Job) -> Parts:
     def watch(replica: Replica) -> None:
         if job.zero_stage >= 2:
             # Register before DeepSpeed's own hooks.
-            watch_gradients(replica.tensors, reduced)
+            watch_gradients(replica.trained_tensors, reduced)
+        start_adapter(replica, job.seed)
 
     replica, optimizer, pipeline = assemble(
         job.shape,
@@ -211,8 +224,16 @@ def build(job: Job) -> Parts:
         seed=job.seed,
         deepspeed=deepspeed_json(job, micro_batches) if job.zero_stage else None,
         prepare=watch,
+        objective=job.objective,
     )
-    return Parts(replica, optimizer, pipeline, reduced)
+    return Parts(replica, optimizer, pipeline, reduced, job.objective)
+
+
+@torch.no_grad()
+def start_adapter(replica: Replica, seed: int) -> None:
+    """Give the adapter's weights that start at zero other values: with zeros half of its gradients are zero too."""
+    begun = [replace(each, std=0.05) for each in replica.parameters if each.adapter and each.fill == 0]
+    fill(begun, replica, seed)
 
 
 @contextmanager
@@ -278,6 +299,10 @@ def global_batch(job: Job, step: int) -> StepBatch:
     """Return the same SEQUENCES sequences for every layout, with loss masks of very unequal weight."""
     batch = tiny_batch(job.shape, SEQUENCES, step=step)
     batch = in_documents(batch) if job.documents else batch
+    if isinstance(job.objective, Preference):
+        labels = batch.labels.clone()
+        labels[-2:] = -100  # a pair after the end of the data
+        batch = replace(batch, labels=labels, loss_mask=(labels >= 0).float())
     return replace(batch, loss_mask=batch.loss_mask.to(job.dtype))
 
 
@@ -287,6 +312,21 @@ def local_batch(job: Job, mesh: ParallelMesh, step: int) -> StepBatch:
         mesh.batch.rank * SEQUENCES // mesh.batch.size, (mesh.batch.rank + 1) * SEQUENCES // mesh.batch.size
     )
     return BatchTransfer(mesh.device).start(rows_of(whole, mine)).ready()
+
+
+def batches(job: Job, parts: Parts) -> Iterator[StepBatch]:
+    """Yield this rank's batch of each step, that of preferences with the losses of the reference."""
+    plain = (local_batch(job, parts.mesh, step) for step in range(job.steps))
+    if not isinstance(job.objective, Preference):
+        yield from plain
+        return
+    off = is_without_adapter(job.shape)
+    referenced = (
+        replace(each, reference=reference_losses(parts.stage, parts.pipeline, each, adapters=not off))
+        for each in plain
+    )
+    # Otherwise the model is the reference only before its first step.
+    yield from referenced if off else list(referenced)
 
 
 def rows_of(batch: StepBatch, rows: slice) -> StepBatch:
@@ -350,9 +390,11 @@ def shards_of(
 
 def full_tensors(shape: ModelShape, shards: Sequence[Shard], *, add: bool) -> dict[str, Tensor]:
     """Assemble full tensors by name; overlapping shards are added (partial gradients) or must be equal (replicas)."""
-    whole = {name: torch.zeros(size, dtype=torch.float64) for name, size in canonical_tensors(shape).items()}
-    filled = {name: torch.zeros(size, dtype=torch.bool) for name, size in canonical_tensors(shape).items()}
+    sizes = trained_tensors(shape) if add else canonical_tensors(shape)
+    whole = {name: torch.zeros(size, dtype=torch.float64) for name, size in sizes.items()}
+    filled = {name: torch.zeros(size, dtype=torch.bool) for name, size in sizes.items()}
     for shard in shards:
+        assert shard.name in whole, f"{shard.name} has a gradient, but is frozen"
         region = tuple(
             slice(offset, offset + length)
             for offset, length in zip(shard.region.offsets, shard.region.shape, strict=True)

@@ -8,12 +8,14 @@ from megalite.config.draft import Draft, did_you_mean
 from megalite.config.toml import shown
 
 # DeepSpeed takes "Adam" for AdamW unless adam_w_mode is false.
-_OPTIMIZERS = {"adamw": "adamw", "adam": "adamw", "sgd": "sgd"}
+_OPTIMIZERS = {"adamw": "adamw", "adam": "adamw", "sgd": "sgd", "lion": "lion"}
 OTHER_OPTIMIZERS = (
-    *("Lamb", "Lion", "Adagrad", "Muon", "MuAdam", "MuAdamW", "MuSGD"),
+    *("Lamb", "Adagrad", "Muon", "MuAdam", "MuAdamW", "MuSGD"),
     *("ASGD", "Adadelta", "Adafactor", "Adamax", "LBFGS", "NAdam", "RAdam", "RMSprop", "Rprop", "SparseAdam"),
 )
-"""Optimizers that DeepSpeed has, or finds in torch.optim, and megalite does not."""
+"""Optimizers that DeepSpeed has, or finds in torch.optim, and megalite does not, or not by DeepSpeed's rule."""
+_OURS_ALONE = ("adafactor", "muon")
+_OTHERS = "use AdamW, SGD or Lion"
 _REMOVED_OPTIMIZERS = ("OneBitAdam", "ZeroOneAdam", "OneBitLamb")
 _READ = {
     "lr": "learning_rate",
@@ -25,6 +27,7 @@ _READ = {
 DEFAULTS: dict[str, dict[str, Any]] = {
     "adamw": {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0},
     "sgd": {"lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0},
+    "lion": {"lr": 1e-3, "betas": [0.9, 0.999], "weight_decay": 0.0},
 }
 """Defaults of the optimizers that DeepSpeed builds."""
 TORCH_ADAMW_DECAY = 0.01
@@ -38,22 +41,24 @@ _FIXED: dict[str, dict[str, Any]] = {
         "maximize": False,
     },
     "sgd": {"dampening": 0, "nesterov": False, "maximize": False},
+    "lion": {"fp32_optimizer_states": True},
 }
 # Options of how an implementation computes: megalite has its own.
 _IMPLEMENTATION = ("capturable", "differentiable", "foreach", "fused")
 _FREE = {
     "adamw": ("adam_w_mode", "set_grad_none", "torch_adam", *_IMPLEMENTATION),
     "sgd": ("differentiable", "foreach", "fused"),
+    "lion": ("set_grad_none",),
 }
 
 
 def parameters_of(name: str) -> tuple[str, ...]:
-    """Return the parameters that DeepSpeed takes for an optimizer, "adamw" or "sgd"."""
+    """Return the parameters that DeepSpeed takes for an optimizer: "adamw", "sgd" or "lion"."""
     return (*DEFAULTS[name], *_FIXED[name], *_FREE[name])
 
 
 def read_optimizer(draft: Draft, block: Block, table: Any, peak: str | None) -> None:
-    """Read AdamW, Adam or SGD; add a problem for another optimizer or an unsupported option.
+    """Read AdamW, Adam, SGD or Lion; add a problem for another optimizer or an unsupported option.
 
     A parameter that the block leaves out has DeepSpeed's default, unless RUN.toml sets it.
     peak: the scheduler's parameter that replaces the learning rate; None where the scheduler keeps it.
@@ -88,10 +93,13 @@ def read_optimizer(draft: Draft, block: Block, table: Any, peak: str | None) -> 
 def _unsupported(kind: Any) -> tuple[str, str]:
     named = {each.lower(): each for each in (*OTHER_OPTIMIZERS, *_REMOVED_OPTIMIZERS)}.get(str(kind).lower())
     if named in _REMOVED_OPTIMIZERS:
-        return f"{shown(kind)} was removed from DeepSpeed {VERSION}", "use AdamW or SGD"
+        return f"{shown(kind)} was removed from DeepSpeed {VERSION}", _OTHERS
+    if named is not None and named.lower() in _OURS_ALONE:
+        remedy = f'remove the block and set optimizer.name = "{named.lower()}", without ZeRO'
+        return f"megalite does not support DeepSpeed's {shown(kind)}, but has its own", remedy
     if named is not None:
-        return f"megalite does not support {shown(kind)}", "use AdamW or SGD"
-    remedy = did_you_mean(str(kind), ("AdamW", "Adam", "SGD")) or "use AdamW or SGD"
+        return f"megalite does not support {shown(kind)}", _OTHERS
+    remedy = did_you_mean(str(kind), ("AdamW", "Adam", "SGD", "Lion")) or _OTHERS
     return f"DeepSpeed {VERSION} has no optimizer {shown(kind)}", remedy
 
 

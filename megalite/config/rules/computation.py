@@ -162,7 +162,7 @@ COMPUTATION_RULES = (
 
 
 def compiled_documents_cost(facts: Facts) -> Iterator[str]:
-    masks = facts.data.document_mask or facts.data.kind == "instruct"
+    masks = facts.data.document_mask or facts.data.kind != "text"
     if facts.training.compile and masks:
         yield (
             "training.compile with documents kept apart computes attention with a dense mask: on a CPU attention is 3 "

@@ -47,12 +47,49 @@ def text_is_given_once(facts: Facts) -> Iterator[Problem]:
 
 
 def blend_weights_are_positive(facts: Facts) -> Iterator[Problem]:
-    for number, part in enumerate(facts.data.blend or (), start=1):
-        if part.weight <= 0:
+    blend, later = facts.data.blend or (), facts.data.curriculum
+    for number, part in enumerate(blend, start=1):
+        comes_later = any(each.weights[number - 1 : number] > (0.0,) for each in later)
+        if part.weight < 0 or (part.weight == 0 and not comes_later):
             message = f"{part.weight:g} is not greater than 0"
-            yield Problem(
-                f"data.blend[{number}].weight", message, "use a positive weight, or delete this table"
-            )
+            remedy = "use a positive weight, or delete this table"
+            if part.weight == 0 and later:
+                message, remedy = "0 in every step", "use a positive weight here or in data.curriculum"
+            yield Problem(f"data.blend[{number}].weight", message, remedy)
+    if blend and all(part.weight == 0 for part in blend):
+        yield Problem("data.blend", "has the weight 0 in every table", "use a positive weight in one of them")
+
+
+def curriculum_has_a_weight_for_each_set(facts: Facts) -> Iterator[Problem]:
+    sets = len(facts.data.blend or ())
+    if facts.data.curriculum and not sets:
+        remedy = "name the data sets in [[data.blend]], or delete the curriculum"
+        yield Problem("data.curriculum", "changes the weights of [[data.blend]], which is not set", remedy)
+        return
+    for number, part in enumerate(facts.data.curriculum, start=1):
+        key, weights = f"data.curriculum[{number}].weights", shown(part.weights)
+        if len(part.weights) != sets:
+            message = f"{weights} has {len(part.weights)}, but there are {sets} [[data.blend]] tables"
+            yield Problem(key, message, "write one weight for each, in their order")
+        elif min(part.weights) < 0:
+            yield Problem(key, f"{weights} has a weight below 0", "use 0 to pause a data set")
+        elif not any(part.weights):
+            yield Problem(key, f"{weights} pauses every data set", "use a positive weight for one of them")
+
+
+def curriculum_steps_rise(facts: Facts) -> Iterator[Problem]:
+    before, steps = 1, facts.training.steps
+    for number, part in enumerate(facts.data.curriculum, start=1):
+        key = f"data.curriculum[{number}].step"
+        if part.step <= before:
+            earlier = f"data.curriculum[{number - 1}].step = {before}" if number > 1 else "the first step"
+            message = f"{part.step} does not come after {earlier}"
+            remedy = "sort the tables by step" if number > 1 else "set the first weights in [[data.blend]]"
+            yield Problem(key, message, f"use {before + 1} or more, or {remedy}")
+        elif steps is not None and part.step > steps:
+            message = f"{part.step} is behind training.steps = {steps}"
+            yield Problem(key, message, f"use {steps} or less, or more training.steps")
+        before = max(before, part.step)
 
 
 def blend_names_each_set_once(facts: Facts) -> Iterator[Problem]:
@@ -113,27 +150,50 @@ def every_loader_worker_has_a_step(facts: Facts) -> Iterator[Problem]:
 
 
 def settings_of_conversations_need_some(facts: Facts) -> Iterator[Problem]:
-    if facts.data.kind == "instruct":
+    kind = facts.data.kind
+    if kind == "instruct":
         return
-    fields, names = DataConfig.model_fields, ("train_on", "packing", "too_long")
+    fields, names = DataConfig.model_fields, ["train_on", "packing", "length_buckets"]
+    if kind == "text":
+        names.append("too_long")
     changed = [f"data.{name}" for name in names if getattr(facts.data, name) != fields[name].default]
-    changed += ["tokenizer.chat_template"] if facts.tokenizer.chat_template is not None else []
+    if kind == "text" and facts.tokenizer.chat_template is not None:
+        changed.append("tokenizer.chat_template")
     for key in changed:
-        message = 'has no effect with data.kind = "text"'
-        yield Problem(key, message, 'delete it, or set data.kind = "instruct"')
+        yield Problem(
+            key, f'has no effect with data.kind = "{kind}"', 'delete it, or set data.kind = "instruct"'
+        )
+
+
+def concatenated_conversations_have_any_length(facts: Facts) -> Iterator[Problem]:
+    if facts.data.packing == "concatenate" and facts.data.too_long != "truncate":
+        message = 'has no effect with data.packing = "concatenate", which cuts every conversation at the end of a row'
+        yield Problem("data.too_long", message, "delete it, or choose another data.packing")
+
+
+def length_buckets_are_for_unpacked_conversations(facts: Facts) -> Iterator[Problem]:
+    if not facts.data.length_buckets or facts.data.kind == "text":
+        return
+    if facts.data.packing != "none":
+        message = f'is for unpacked conversations, but data.packing is "{facts.data.packing}"'
+        yield Problem("data.length_buckets", message, 'delete it, or set data.packing = "none"')
+    if facts.data.blend is not None:
+        remedy = "delete it, or name all files as data.source"
+        yield Problem("data.length_buckets", "is for a single data set, not for [[data.blend]]", remedy)
 
 
 def conversations_have_no_settings_of_text(facts: Facts) -> Iterator[Problem]:
     if facts.data.kind == "text":
         return
+    message = f'has no effect with data.kind = "{facts.data.kind}"'
     remedy = 'delete it, or set data.kind = "text"'
     if facts.data.text_column != "text":
-        yield Problem("data.text_column", 'has no effect with data.kind = "instruct"', remedy)
+        yield Problem("data.text_column", message, remedy)
     parts = facts.data.blend or ()
     for number, part in enumerate(parts, start=1):
         if part.text_column is not None:
             key = f"data.blend[{number}].text_column"
-            yield Problem(key, 'has no effect with data.kind = "instruct"', remedy)
+            yield Problem(key, message, remedy)
 
 
 DATA_RULES = (
@@ -142,10 +202,14 @@ DATA_RULES = (
     model_holds_every_token,
     text_is_given_once,
     blend_weights_are_positive,
+    curriculum_has_a_weight_for_each_set,
+    curriculum_steps_rise,
     blend_names_each_set_once,
     split_shares_add_up,
     validation_is_other_text,
     every_loader_worker_has_a_step,
     settings_of_conversations_need_some,
+    concatenated_conversations_have_any_length,
+    length_buckets_are_for_unpacked_conversations,
     conversations_have_no_settings_of_text,
 )

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 
 from megalite.config.facts import Facts, Unknown
+from megalite.config.rules.adapter import ADAPTER_RULES
 from megalite.config.rules.batch import BATCH_RULES
 from megalite.config.rules.computation import COMPUTATION_NOTES, COMPUTATION_RULES
 from megalite.config.rules.data import DATA_RULES
@@ -11,6 +12,7 @@ from megalite.config.rules.model import MODEL_RULES
 from megalite.config.rules.optimizer import OPTIMIZER_NOTES, OPTIMIZER_RULES
 from megalite.config.rules.pipeline import PIPELINE_RULES
 from megalite.config.rules.places import PLACE_RULES
+from megalite.config.rules.preference import PREFERENCE_RULES
 from megalite.config.rules.training import TRAINING_RULES
 from megalite.config.rules.validation import VALIDATION_RULES
 from megalite.errors import Problem
@@ -40,11 +42,13 @@ def notes_of(facts: Facts) -> list[str]:
 RULES: tuple[Rule, ...] = (
     *LAYOUT_RULES,
     *MODEL_RULES,
+    *ADAPTER_RULES,
     *PIPELINE_RULES,
     *BATCH_RULES,
     *COMPUTATION_RULES,
     *TRAINING_RULES,
     *OPTIMIZER_RULES,
     *DATA_RULES,
+    *PREFERENCE_RULES,
     *VALIDATION_RULES,
 )

@@ -1,23 +1,28 @@
 """Rules over [optimizer]: parameter groups, clipping, moving average, learning-rate schedule; and the loss scale."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
+from megalite.config.adapter_section import described_adapter
 from megalite.config.facts import Facts
-from megalite.config.rules.pipeline import chunks_per_stage, layers_per_chunk
+from megalite.config.rules.pipeline import split_of
+from megalite.config.schema import DEFAULT_MOMENTUM
 from megalite.config.shape_settings import model_shape
 from megalite.errors import Problem
 from megalite.topology.parameter_groups import group_problems, update_rules
 from megalite.topology.parameters import model_parameters, stage_parameters
-from megalite.topology.schedules import SCHEDULES
-from megalite.topology.stages import pipeline_split
+
+# They compute with whole matrices.
+_OVER_WHOLE_MATRICES = ("adafactor", "muon")
 
 
 def patterns_choose_whole_parameters(facts: Facts) -> Iterator[Problem]:
     if facts.optimizer.groups:
         # Parameter names do not depend on the vocabulary's size.
-        shape = model_shape(facts.model, 1)
-        groups = [each.group(shape) for each in facts.optimizer.groups]
-        for message in group_problems(model_parameters(shape), groups):
+        shape = replace(model_shape(facts.model, 1), adapter=described_adapter(facts.adapter))
+        groups = [each.group(shape.base) for each in facts.optimizer.groups]
+        trained = [each for each in model_parameters(shape) if each.trained]
+        for message in group_problems(trained, groups):
             remedy = (
                 f"match whole parameters by the names of {shape.family}'s files (megalite convert families)"
             )
@@ -27,22 +32,19 @@ def patterns_choose_whole_parameters(facts: Facts) -> Iterator[Problem]:
 def zero_finds_every_group_on_every_stage(facts: Facts) -> Iterator[Problem]:
     """DeepSpeed's norm is one collective per group over all stages: stages with unequal groups would deadlock."""
     stages = facts.parallel.pipeline
-    if not facts.optimizer.groups or not facts.zero_stage or stages == 1:
+    unequal = bool(facts.optimizer.groups) or facts.adapter.kind != "none"
+    if not unequal or not facts.zero_stage or stages == 1:
         return
-    try:
-        split = pipeline_split(
-            facts.model.num_hidden_layers,
-            stages,
-            chunks_per_stage=chunks_per_stage(facts),
-            v_shaped=SCHEDULES[facts.parallel.schedule].v_shaped,
-            given=layers_per_chunk(facts),
-        )
-    except ValueError:
+    split = split_of(facts)
+    if split is None:
         return
     # Parameter names do not depend on the vocabulary's size.
-    shape = model_shape(facts.model, 1)
-    groups = [each.group(shape) for each in facts.optimizer.groups]
-    held = [update_rules(stage_parameters(shape, split, stage), groups) for stage in range(stages)]
+    shape = replace(model_shape(facts.model, 1), adapter=described_adapter(facts.adapter))
+    groups = [each.group(shape.base) for each in facts.optimizer.groups]
+    held = [
+        update_rules((each for each in stage_parameters(shape, split, stage) if each.trained), groups)
+        for stage in range(stages)
+    ]
     missing = {rule for each in held for rule in each if not all(rule in other for other in held)}
     if missing:
         group, _ = min(missing)
@@ -53,7 +55,8 @@ def zero_finds_every_group_on_every_stage(facts: Facts) -> Iterator[Problem]:
             f"{name} are not on each of the {stages} stages, but DeepSpeed needs every group on every stage"
         )
         remedy = 'choose patterns that match on every stage, such as "*norm*", or delete [deepspeed]'
-        yield Problem("optimizer.groups", message, remedy)
+        key = "optimizer.groups" if facts.optimizer.groups else "adapter.modules_to_save"
+        yield Problem(key, message, remedy)
 
 
 def values_are_clipped_without_zero(facts: Facts) -> Iterator[Problem]:
@@ -126,14 +129,22 @@ def decay_follows_the_warmup(facts: Facts) -> Iterator[Problem]:
         yield Problem("optimizer.decay_steps", message, f"use {warmup + 1} or more")
 
 
-def momentum_is_for_sgd(facts: Facts) -> Iterator[Problem]:
+def momentum_is_for_sgd_and_muon(facts: Facts) -> Iterator[Problem]:
     momentum, name = facts.optimizer.momentum, facts.optimizer.name
-    if momentum and name != "sgd":
+    if momentum and name not in DEFAULT_MOMENTUM:
         yield Problem(
             "optimizer.momentum",
             f'{momentum} has no effect with optimizer.name = "{name}"',
             'use 0 and optimizer.betas, or optimizer.name "sgd"',
         )
+
+
+def zero_cuts_no_matrix_of_the_optimizer(facts: Facts) -> Iterator[Problem]:
+    name, stage = facts.optimizer.name, facts.zero_stage
+    if name in _OVER_WHOLE_MATRICES and stage:
+        message = f'"{name}" is not supported with ZeRO {stage}: its partitions cut through matrices'
+        remedy = 'use "adamw" or "lion", or delete [deepspeed]'
+        yield Problem("optimizer.name", message, remedy)
 
 
 OPTIMIZER_RULES = (
@@ -146,7 +157,8 @@ OPTIMIZER_RULES = (
     the_loss_scale_starts_above_its_minimum,
     deepspeeds_schedule_is_there,
     decay_follows_the_warmup,
-    momentum_is_for_sgd,
+    momentum_is_for_sgd_and_muon,
+    zero_cuts_no_matrix_of_the_optimizer,
 )
 
 
@@ -156,4 +168,11 @@ def the_run_ends_in_the_warmup(facts: Facts) -> Iterator[str]:
         yield f"the run ends in the warm-up: optimizer.warmup_steps = {warmup}, training.steps = {steps}"
 
 
-OPTIMIZER_NOTES = (the_run_ends_in_the_warmup,)
+def muon_has_momentum(facts: Facts) -> Iterator[str]:
+    # The run.toml of a run with another optimizer has 0.
+    if facts.optimizer.name == "muon" and facts.optimizer.momentum == 0:
+        default = DEFAULT_MOMENTUM["muon"]
+        yield f"Muon runs without momentum: optimizer.momentum = 0; its default is {default}"
+
+
+OPTIMIZER_NOTES = (the_run_ends_in_the_warmup, muon_has_momentum)

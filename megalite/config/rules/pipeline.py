@@ -12,6 +12,7 @@ from megalite.errors import Problem
 from megalite.topology.balance import balanced_layers
 from megalite.topology.flops import forward_flops
 from megalite.topology.schedules import SCHEDULES, Schedule
+from megalite.topology.stages import PipelineSplit, pipeline_split
 
 
 def chunks_per_stage(facts: Facts) -> int:
@@ -50,6 +51,20 @@ def layers_per_chunk(facts: Facts) -> tuple[int, ...] | None:
         )
     except ValueError:
         raise Unknown("parallel.pipeline") from None
+
+
+def split_of(facts: Facts) -> PipelineSplit | None:
+    """Return which layers each stage holds; None where that is the problem of another rule."""
+    try:
+        return pipeline_split(
+            facts.model.num_hidden_layers,
+            facts.parallel.pipeline,
+            chunks_per_stage=chunks_per_stage(facts),
+            v_shaped=SCHEDULES[facts.parallel.schedule].v_shaped,
+            given=layers_per_chunk(facts),
+        )
+    except ValueError:
+        return None
 
 
 def balanced_layers_know_the_vocabulary(facts: Facts) -> Iterator[Problem]:

@@ -1,7 +1,9 @@
 """Rules over [training]: the length of the run and of its sequences."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
+from megalite.config.adapter_section import described_adapter
 from megalite.config.duration import seconds_of
 from megalite.config.facts import Facts
 from megalite.config.shape_settings import longest_sequence_setting, model_shape
@@ -22,11 +24,13 @@ def length_is_given_once(facts: Facts) -> Iterator[Problem]:
 
 
 def sequences_fit_the_model(facts: Facts) -> Iterator[Problem]:
-    shape = model_shape(facts.model, 1)
+    shape = replace(model_shape(facts.model, 1), adapter=described_adapter(facts.adapter))
     length, longest = facts.training.sequence_length, shape.longest_sequence
     if length > longest:
         message = f"{length} is longer than {longest_sequence_setting(shape)} = {longest}"
         remedy = f"use at most {longest}, or raise model.max_position_embeddings"
+        if longest < 1:
+            remedy = "lower adapter.tokens"
         yield Problem("training.sequence_length", message, remedy)
 
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,9 @@ from megalite.convert.exported_folder import exported_folder
 from megalite.convert.huggingface.files import SINGLE
 from megalite.convert.huggingface.model_card import is_our_card, model_card
 from megalite.convert.huggingface.origin import CONFIG, GENERATION, Origin, find_origin
-from megalite.convert.parity import Comparison, compare_with_transformers
+from megalite.convert.parity import Comparison, WholeWeights, compare_with_transformers
+from megalite.convert.peft.base import folder_of_base
+from megalite.convert.peft.merged import MergedCheckpoints
 from megalite.data.chat_template import load_chat_template
 from megalite.data.tokenizer import Tokenizer, copy_others, copy_tokenizer, load_tokenizer, save_tokenizer
 from megalite.errors import CheckpointError
@@ -49,9 +52,11 @@ def export(
     dtype: torch.dtype = torch.float32,
     shard_size_bytes: int = SHARD_SIZE_BYTES,
     weights: str | None = None,
+    base: Path | None = None,
 ) -> Export:
     """Write a checkpoint of any layout, or the average of several, as a folder that transformers loads; one process.
 
+    An adapter is merged into its base. base: the folder of the base's weights, where they have moved.
     weights: the state key to write, "weight", "master" (fp32) or "ema"; None: "weight" for one checkpoint, "master" for
     several where it exists.
     In memory are some rows of a tensor while files are written (of a family that holds matrices transposed or
@@ -64,10 +69,10 @@ def export(
     with exported_folder(
         destination, "a Hugging Face export", lambda folder: is_our_card(folder / CARD)
     ) as partial:
-        with AveragedWeights(checkpoints, weights) as reader:
+        with _whole_weights(checkpoints, weights, base) as reader:
             manifest = reader.manifest
             files = _write_weights(reader, partial, dtype, shard_size_bytes)
-            token_ids = _write_tokenizer(manifest, tokenizer_folder, partial) if tokenizer_folder else {}
+            token_ids = write_tokenizer(manifest, tokenizer_folder, partial) if tokenizer_folder else {}
             origin = Origin(find_origin(reader.checkpoint))
             ours = hf_config(manifest.model, dtype_name(dtype), {})
             settings = manifest.config.get("model") or {}
@@ -83,6 +88,23 @@ def export(
             card = model_card(manifest, stored, comparisons, averaged=reader.steps)
         write_durably(partial / CARD, card)
     return Export(destination, tuple(files), tuple(comparisons))
+
+
+@contextmanager
+def _whole_weights(
+    checkpoints: Sequence[Path], weights: str | None, base: Path | None
+) -> Iterator[WholeWeights]:
+    """Yield a reader of the average of checkpoints, with its adapter merged into the base."""
+    with AveragedWeights(checkpoints, weights) as reader:
+        if reader.manifest.model.adapter is None:
+            yield reader
+            return
+        if reader.manifest.model.prefix_tokens:
+            raise CheckpointError(
+                f"{reader.checkpoint}: a prefix cannot be merged into weights; export it with --adapter"
+            )
+        with MergedCheckpoints(reader, folder_of_base(reader.manifest.base, base)) as merged:
+            yield merged
 
 
 def plan_files(sizes_bytes: Mapping[str, int], shard_size_bytes: int) -> dict[str, list[str]]:
@@ -101,7 +123,7 @@ def plan_files(sizes_bytes: Mapping[str, int], shard_size_bytes: int) -> dict[st
 
 
 def _write_weights(
-    reader: AveragedWeights, folder: Path, dtype: torch.dtype, shard_size_bytes: int
+    reader: WholeWeights, folder: Path, dtype: torch.dtype, shard_size_bytes: int
 ) -> list[str]:
     tensors = {tensor.name: tensor for tensor in family_tensors(reader.manifest.model)}
     shapes = canonical_tensors(reader.manifest.model)
@@ -122,7 +144,7 @@ def _write_weights(
 
 
 def read_family_tensor(
-    reader: CheckpointReader | AveragedWeights,
+    reader: CheckpointReader | WholeWeights,
     state_key: str,
     tensor: FamilyTensor,
     shapes: Mapping[str, tuple[int, ...]],
@@ -161,7 +183,7 @@ def rounded(values: Tensor, dtype: torch.dtype, name: str) -> Tensor:
 
 
 def _family_blocks(
-    reader: AveragedWeights, tensor: FamilyTensor, shapes: Mapping[str, tuple[int, ...]]
+    reader: WholeWeights, tensor: FamilyTensor, shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[Tensor]:
     """Yield one of the family's tensors in blocks of consecutive rows."""
     if tensor.transposed or tensor.groups > 1:
@@ -176,7 +198,7 @@ def _weight_map(files: Mapping[str, list[str]]) -> Iterator[tuple[str, str]]:
         yield from ((name, file) for name in names)
 
 
-def _write_tokenizer(manifest: Manifest, source: Path, folder: Path) -> dict[str, int]:
+def write_tokenizer(manifest: Manifest, source: Path, folder: Path) -> dict[str, int]:
     """Copy the tokenizer; return the ids of its special tokens under config.json's keys."""
     config = _tokenizer_config(source)
     trained_with = (manifest.config.get("tokenizer") or {}).get("end_of_document")

@@ -35,7 +35,9 @@ BUFFERS = (
 
 
 def load_huggingface(folder: Path, replica: Replica, *, more_rows: bool = False) -> None:
-    """Fill this rank's stage from a folder that transformers could load; collective over the world.
+    """Fill this rank's stage, without its adapter, from a folder that transformers could load.
+
+    Collective over the world.
 
     more_rows: the replica's vocabulary may be larger; its new rows become the mean of the others (Hewitt, "Initializing
         New Word Embeddings for Pretrained Language Models", 2021).
@@ -45,8 +47,10 @@ def load_huggingface(folder: Path, replica: Replica, *, more_rows: bool = False)
 
     def load() -> None:
         tensors = replica.tensors
-        with HuggingFaceReader(folder, replica.shape, more_rows=more_rows) as reader:
+        with HuggingFaceReader(folder, replica.shape.base, more_rows=more_rows) as reader:
             for parameter in replica.parameters:
+                if parameter.adapter:
+                    continue
                 tensor = tensors[parameter.name]
                 load_parameter(reader, parameter, tensor, replica.mesh, most_elements=BLOCK_ELEMENTS)
 
@@ -77,6 +81,10 @@ class HuggingFaceReader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files."""
         for opened in self._files:
             opened.close()
 

@@ -72,6 +72,42 @@ Largest differences between transformers' modules with these files and the forwa
 """
 
 
+def adapter_card(manifest: Manifest, dtype: str, trained: int) -> str:
+    """Return the card of an adapter as Markdown; trained: the number of its values."""
+    shape, state, base = manifest.model, manifest.trainer_state, manifest.base
+    of_all = parameter_count(shape)
+    facts = {
+        "trained parameters": f"{trained:,} of {of_all:,} ({trained / of_all:.2%})",
+        "type of the weights": dtype,
+        "steps": f"{state['step']:,}",
+        "tokens": f"{state['tokens']:,}",
+        **_training_facts(manifest.config),
+        "software": f"megalite {manifest.megalite}, torch {manifest.torch}; exported by {__version__}",
+    }
+    rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
+    weights = "BASE" if base is None else base.weights
+    return f"""---
+library_name: peft
+base_model: {weights}
+tags:
+- megalite
+---
+{_MARK}
+# An adapter of {weights} trained with megalite
+
+```python
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{weights}"), FOLDER)
+```
+
+| | |
+|---|---|
+{rows}
+"""
+
+
 def is_our_card(path: Path) -> bool:
     """Whether the file was written by `model_card`."""
     return path.is_file() and _MARK in path.read_text(encoding="utf-8", errors="replace")

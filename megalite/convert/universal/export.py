@@ -74,8 +74,16 @@ def export_universal(checkpoint: Path, destination: Path) -> Manifest:
 def _fp32_weights_key(checkpoint: Path) -> str:
     """Return the state key of the unrounded weights. Raises CheckpointError if AdamW's state is missing."""
     with CheckpointReader(checkpoint) as reader:
-        held, scalars = reader.manifest.optimizer_state_keys, reader.manifest.optimizer
-    if not held.issuperset(MOMENTS) or "step" not in scalars:
+        if reader.manifest.model.adapter is not None:
+            raise CheckpointError(
+                f"{checkpoint} holds an adapter, not the weights of a model; megalite convert export writes the merged"
+                " model, and with --adapter the adapter"
+            )
+        tensors, scalars = reader.manifest.tensors, reader.manifest.optimizer
+        held = reader.manifest.optimizer_state_keys
+    # Muon's checkpoints have the moments of some tensors.
+    complete = all(tensors.get(key, {}).keys() == tensors[WEIGHT].keys() for key in MOMENTS)
+    if not complete or "step" not in scalars:
         raise CheckpointError(
             f"{checkpoint} has {', '.join(sorted(held)) or 'no optimizer state'}, but a universal checkpoint needs"
             f" AdamW's {' and '.join(MOMENTS)}; for the weights alone use megalite convert export"

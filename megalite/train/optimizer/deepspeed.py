@@ -45,8 +45,8 @@ class DeepSpeedOptimizer:
     def __init__(self, replica: Replica, settings: OptimizerSettings, config: Mapping[str, Any]):
         """`config`: DeepSpeed's JSON, in which a step is one micro batch (RunConfig.deepspeed_json)."""
         _quieten()
-        parameters, mesh = replica.parameters, replica.mesh
-        self._parameters, self._mesh, self._tensors = parameters, mesh, replica.tensors
+        parameters, mesh = replica.trained, replica.mesh
+        self._parameters, self._mesh, self._tensors = parameters, mesh, replica.trained_tensors
         self._skip_nonfinite = settings.skip_nonfinite
         _mark(parameters, self._tensors, mesh)
         low_precision = any(tensor.element_size() < 4 for tensor in self._tensors.values())
@@ -59,7 +59,7 @@ class DeepSpeedOptimizer:
         handed["zero_optimization"] = zero
         gather_in_shards()
         load_operators(operators(config, native=settings.native))
-        make = partial(native_optimizer, config) if settings.native else torch_optimizer
+        make = partial(native_optimizer, config) if settings.native else partial(torch_optimizer, mesh=mesh)
         self._finite = FiniteFlags(parameters, mesh)
         if not self._once_a_step:
             all_reduce_replicated_in_backward(parameters, self._tensors, mesh)

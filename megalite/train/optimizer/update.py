@@ -5,9 +5,14 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.parameters import Parameter
 from megalite.topology.state import EMA
 from megalite.train.fused_adamw import OnePassAdamW
+from megalite.train.optimizer.adafactor import Adafactor
+from megalite.train.optimizer.lion import Lion
+from megalite.train.optimizer.muon import Muon
+from megalite.train.optimizer.rule import UpdateRule
 from megalite.train.optimizer.settings import OptimizerSettings, filled_groups
 
 
@@ -15,16 +20,27 @@ def torch_optimizer(
     settings: OptimizerSettings,
     parameters: Sequence[Parameter],
     tensors: Mapping[str, nn.Parameter],
+    mesh: ParallelMesh,
     copies: Mapping[Tensor, nn.Parameter] | None = None,
+    matrix_dtype: torch.dtype | None = None,
 ) -> torch.optim.Optimizer:
-    """Return AdamW (Loshchilov and Hutter 2019) or SGD, with the moving average of the weights if ema_decay is set.
+    """Return the optimizer of the settings, with the moving average of the weights if ema_decay is set.
 
-    copies: master in `tensors` -> the low-precision weight that AdamW writes with it.
+    AdamW (Loshchilov and Hutter 2019), SGD, Lion, Adafactor or Muon, over `parameters`, which may be some of a model's.
+
+    mesh: over which Muon and Adafactor see whole tensors. copies: master in `tensors` -> the low-precision weight that
+    AdamW writes with it. matrix_dtype: of Muon's products; None: that of the tensors.
     """
     groups = filled_groups(settings, parameters, tensors)
     optimizer: torch.optim.Optimizer
     if settings.name == "sgd":
         optimizer = torch.optim.SGD(groups, lr=0.0, momentum=settings.momentum)
+    elif settings.name == "lion":
+        optimizer = Lion(groups, betas=settings.betas)
+    elif settings.name == "adafactor":
+        optimizer = Adafactor(groups, {tensors[each.name]: each for each in parameters}, mesh)
+    elif settings.name == "muon":
+        optimizer = _muon(settings, parameters, tensors, mesh, matrix_dtype)
     elif copies is not None:
         update = settings.operators.adamw
         optimizer = OnePassAdamW(groups, copies, betas=settings.betas, eps=settings.eps, update=update)
@@ -33,6 +49,27 @@ def torch_optimizer(
         optimizer = torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, eps=settings.eps, fused=True)
     keep_average(optimizer, settings)
     return optimizer
+
+
+def _muon(
+    settings: OptimizerSettings,
+    parameters: Sequence[Parameter],
+    tensors: Mapping[str, nn.Parameter],
+    mesh: ParallelMesh,
+    dtype: torch.dtype | None,
+) -> Muon:
+    matrices = [each for each in parameters if each.is_hidden_matrix]
+    others = [each for each in parameters if not each.is_hidden_matrix]
+    return Muon(
+        filled_groups(settings, matrices, tensors),
+        filled_groups(settings, others, tensors),
+        {tensors[each.name]: each for each in matrices},
+        mesh,
+        momentum=settings.momentum,
+        betas=settings.betas,
+        eps=settings.eps,
+        dtype=dtype,
+    )
 
 
 def keep_average(optimizer: torch.optim.Optimizer, settings: OptimizerSettings) -> None:
@@ -69,7 +106,10 @@ def ensure_state(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         for tensor in group["params"]:
             state = optimizer.state[tensor]
-            if adam and "step" not in state:
+            if isinstance(optimizer, UpdateRule):
+                first = optimizer.initial_state(tensor) if state.keys() <= {EMA} else {}
+                state.update(first)
+            elif adam and "step" not in state:
                 # torch's fused update needs a float32 tensor on the weight's device, DeepSpeed's a number, and ours
                 # reads it on the host.
                 on_host = isinstance(optimizer, OnePassAdamW)
@@ -84,7 +124,7 @@ def ensure_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def step_count(optimizer: torch.optim.Optimizer) -> float:
-    """Return the number of updates that Adam has made, for its bias correction; 0 for SGD."""
+    """Return the number of updates so far, for Adam's bias correction; 0 for SGD and Lion, which do not count."""
     counts = [float(state["step"]) for state in optimizer.state.values() if "step" in state]
     return max(counts, default=0.0)
 

@@ -45,7 +45,7 @@ class _ZeroState(ABC):
     """The common part of all ZeRO stages; a stage says where the flat ranges of this rank lie."""
 
     def __init__(self, zero: Any, replica: Replica, scale: LossScale | None):
-        self._zero, self._parameters, self._tensors = zero, replica.parameters, replica.tensors
+        self._zero, self._parameters, self._tensors = zero, replica.trained, replica.trained_tensors
         self._partition, self._scale = replica.mesh.dense_gradients.rank, scale
         self._low_precision = any(tensor.element_size() < 4 for tensor in self._tensors.values())
 

@@ -143,6 +143,36 @@ AXES: Mapping[str, Axis] = {
         },
         changes_numbers=True,
     ),
+    "adapter": Axis(
+        {
+            "none": {},
+            "lora": {
+                "adapter.kind": "lora",
+                "adapter.rank": 3,
+                "adapter.targets": ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"],
+                "adapter.dropout": 0.2,
+            },
+            "dora": {
+                "adapter.kind": "lora",
+                "adapter.rank": 2,
+                "adapter.targets": ["k_proj", "o_proj", "up_proj"],
+                "adapter.modules_to_save": ["model.norm"],
+                "adapter.dora": True,
+                "adapter.rslora": True,
+            },
+            "prefix": {"adapter.kind": "prefix", "adapter.tokens": 3},
+            "projected prefix": {"adapter.kind": "prefix", "adapter.tokens": 2, "adapter.projection": 5},
+        },
+        changes_numbers=True,
+    ),
+    "objective": Axis(
+        {
+            "tokens": {},
+            # Small enough that two steps do not multiply rounding: gradients are sums over answers.
+            "preferences": {"data.kind": "preference", "preference.beta": 0.3},
+        },
+        changes_numbers=True,
+    ),
     "clipping": Axis(
         {
             "norm": {"optimizer.gradient_clipping": 0.5},

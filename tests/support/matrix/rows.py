@@ -6,15 +6,18 @@ axes unknown, a complete row is loaded as a run.
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from math import prod
 from typing import Any, cast
+from unittest import mock
 
 from megalite.config.draft import Draft
 from megalite.config.facts import Facts, Unknown
 from megalite.config.load import load_run
-from megalite.config.rules.every import problems_of
+from megalite.config.rules import every
+from megalite.config.rules.adapter import an_adapter_has_a_model
 from megalite.config.schema import RunConfig
 from megalite.config.toml import format_value
 from megalite.config.validate import validate
@@ -67,7 +70,16 @@ def flags_of(settings: Settings) -> list[str]:
 
 def config_of(settings: Settings) -> RunConfig:
     """Return the resolved run. Raises ConfigError if a rule refuses it."""
-    return load_run(None, flags_of(settings)).config
+    with _any_base():
+        return load_run(None, flags_of(settings)).config
+
+
+@contextmanager
+def _any_base() -> Iterator[None]:
+    """Let an adapter stand beside the random weights of the rows."""
+    rules = tuple(rule for rule in every.RULES if rule is not an_adapter_has_a_model)
+    with mock.patch.object(every, "RULES", rules):
+        yield
 
 
 def illegal(row: Row) -> str | None:
@@ -81,7 +93,8 @@ def _reasons(row: Row) -> Iterator[str]:
             yield f"{dict(values)} is tested elsewhere"
     yield from _not_worth_a_row(row)
     if len(row) < len(AXES):
-        yield from map(_reason, problems_of(_facts(row)))
+        with _any_base():
+            yield from map(_reason, every.problems_of(_facts(row)))
         return
     try:
         config_of(settings_of(row))
@@ -118,7 +131,7 @@ def _facts(row: Row) -> Facts:
     still_open = open_keys(frozenset(row))
     sections = {
         name: _Open(getattr(facts, name), still_open[name])
-        for name in ("model", "parallel", "training", "optimizer")
+        for name in ("model", "adapter", "parallel", "training", "optimizer", "data", "preference")
     }
     deepspeed = _OpenTable() if "deepspeed" in still_open else facts.deepspeed
     return replace(facts, **cast(dict[str, Any], sections), deepspeed=deepspeed)

@@ -263,6 +263,13 @@ FAMILY_CASES = [
         },
     ),
     Case(
+        "zero_cuts_no_matrix_of_the_optimizer",
+        {"optimizer.name": "muon", "deepspeed.zero_optimization.stage": 2},
+        'optimizer.name: "muon" is not supported with ZeRO 2: its partitions cut through matrices; '
+        'use "adamw" or "lion", or delete [deepspeed]',
+        {"optimizer.name": "lion", "deepspeed.zero_optimization.stage": 2},
+    ),
+    Case(
         "the_native_optimizer_is_adamw_under_zero",
         {"deepspeed.native_optimizer": True},
         "deepspeed.native_optimizer: true has no effect without ZeRO: DeepSpeed is used only for ZeRO; "
@@ -338,6 +345,83 @@ VALIDATION_CASES = [
     ),
 ]
 
+_BLEND = {
+    "data.source": REMOVED,
+    "data.blend": [{"source": "a", "weight": 1.0}, {"source": "b", "weight": 3.0}],
+}
+
+CURRICULUM_CASES = [
+    Case(
+        "curriculum_has_a_weight_for_each_set",
+        {"data.curriculum": [{"step": 5, "weights": [1.0]}]},
+        "data.curriculum: changes the weights of [[data.blend]], which is not set; name the data sets in "
+        "[[data.blend]], or delete the curriculum",
+        {"data.curriculum": REMOVED},
+    ),
+    Case(
+        "curriculum_has_a_weight_for_each_set",
+        {**_BLEND, "data.curriculum": [{"step": 5, "weights": [1, 2, 3]}]},
+        "data.curriculum[1].weights: [1.0, 2.0, 3.0] has 3, but there are 2 [[data.blend]] tables; write one weight "
+        "for each, in their order",
+        {"data.curriculum": [{"step": 5, "weights": [1, 2]}]},
+    ),
+    Case(
+        "curriculum_has_a_weight_for_each_set",
+        {**_BLEND, "data.curriculum": [{"step": 5, "weights": [1.0, -1.0]}]},
+        "data.curriculum[1].weights: [1.0, -1.0] has a weight below 0; use 0 to pause a data set",
+        {"data.curriculum": [{"step": 5, "weights": [1, 0]}]},
+    ),
+    Case(
+        "curriculum_has_a_weight_for_each_set",
+        {**_BLEND, "data.curriculum": [{"step": 5, "weights": [0.0, 0.0]}]},
+        "data.curriculum[1].weights: [0.0, 0.0] pauses every data set; use a positive weight for one of them",
+        {"data.curriculum": [{"step": 5, "weights": [0, 1]}]},
+    ),
+    Case(
+        "curriculum_steps_rise",
+        {
+            **_BLEND,
+            "data.curriculum": [{"step": 5, "weights": [1, 2]}, {"step": 5, "weights": [2, 1]}],
+        },
+        "data.curriculum[2].step: 5 does not come after data.curriculum[1].step = 5; use 6 or more, or sort the "
+        "tables by step",
+        {"data.curriculum": [{"step": 5, "weights": [1, 2]}, {"step": 6, "weights": [2, 1]}]},
+    ),
+    Case(
+        "curriculum_steps_rise",
+        {**_BLEND, "data.curriculum": [{"step": 1, "weights": [1, 2]}]},
+        "data.curriculum[1].step: 1 does not come after the first step; use 2 or more, or set the first weights in "
+        "[[data.blend]]",
+        {"data.curriculum": [{"step": 2, "weights": [1, 2]}]},
+    ),
+    Case(
+        "curriculum_steps_rise",
+        {**_BLEND, "data.curriculum": [{"step": 11, "weights": [1, 2]}]},
+        "data.curriculum[1].step: 11 is behind training.steps = 10; use 10 or less, or more training.steps",
+        {"data.curriculum": [{"step": 10, "weights": [1, 2]}]},
+    ),
+    Case(
+        "blend_weights_are_positive",
+        {
+            "data.source": REMOVED,
+            "data.blend": [{"source": "a", "weight": 0}, {"source": "b", "weight": 1}],
+            "data.curriculum": [{"step": 5, "weights": [0, 1]}],
+        },
+        "data.blend[1].weight: 0 in every step; use a positive weight here or in data.curriculum",
+        {"data.curriculum": [{"step": 5, "weights": [0.5, 1]}]},
+    ),
+    Case(
+        "blend_weights_are_positive",
+        {
+            "data.source": REMOVED,
+            "data.blend": [{"source": "a", "weight": 0}],
+            "data.curriculum": [{"step": 5, "weights": [1]}],
+        },
+        "data.blend: has the weight 0 in every table; use a positive weight in one of them",
+        {"data.blend": [{"source": "a", "weight": 1}]},
+    ),
+]
+
 INSTRUCT_CASES = [
     Case(
         "tokens_are_added_to_a_tokenizer",
@@ -367,6 +451,39 @@ INSTRUCT_CASES = [
         {"tokenizer.chat_template": "chatml"},
         'tokenizer.chat_template: has no effect with data.kind = "text"; delete it, or set data.kind = "instruct"',
         {"data.kind": "instruct"},
+    ),
+    Case(
+        "settings_of_conversations_need_some",
+        {"data.length_buckets": 4},
+        'data.length_buckets: has no effect with data.kind = "text"; delete it, or set data.kind = "instruct"',
+        {"data.length_buckets": 0},
+    ),
+    Case(
+        "length_buckets_are_for_unpacked_conversations",
+        {"data.kind": "instruct", "data.length_buckets": 4},
+        'data.length_buckets: is for unpacked conversations, but data.packing is "best_fit"; delete it, or set '
+        'data.packing = "none"',
+        {"data.packing": "none"},
+    ),
+    Case(
+        "length_buckets_are_for_unpacked_conversations",
+        {
+            "data.kind": "instruct",
+            "data.packing": "none",
+            "data.length_buckets": 4,
+            "data.source": REMOVED,
+            "data.blend": [{"source": "a", "weight": 1}],
+        },
+        "data.length_buckets: is for a single data set, not for [[data.blend]]; delete it, or name all files as "
+        "data.source",
+        {"data.length_buckets": REMOVED},
+    ),
+    Case(
+        "concatenated_conversations_have_any_length",
+        {"data.kind": "instruct", "data.packing": "concatenate", "data.too_long": "drop"},
+        'data.too_long: has no effect with data.packing = "concatenate", which cuts every conversation at the end of a '
+        "row; delete it, or choose another data.packing",
+        {"data.too_long": REMOVED},
     ),
     Case(
         "conversations_have_no_settings_of_text",

@@ -240,7 +240,12 @@ WRONG = [
     ),
     (
         {"optimizer": {"type": "Lamb"}},
-        'ds.json: optimizer.type: megalite does not support "Lamb"; use AdamW or SGD',
+        'ds.json: optimizer.type: megalite does not support "Lamb"; use AdamW, SGD or Lion',
+    ),
+    (
+        {"optimizer": {"type": "Muon"}},
+        'ds.json: optimizer.type: megalite does not support DeepSpeed\'s "Muon", but has its own; remove the block '
+        'and set optimizer.name = "muon", without ZeRO',
     ),
     ({"optimizer": {"type": "AdamWW"}}, "did you mean AdamW?"),
     (
@@ -462,6 +467,12 @@ def test_sgd_is_read(tmp_path: Path) -> None:
         tmp_path, ds_json={"optimizer": {"type": "SGD", "params": {"momentum": 0.9}}}
     ).config.optimizer
     assert (optimizer.name, optimizer.momentum) == ("sgd", 0.9)
+
+
+def test_lion_is_read_with_deepspeeds_defaults(tmp_path: Path) -> None:
+    ds_json = {"optimizer": {"type": "Lion", "params": {"lr": 1e-4}}, "zero_optimization": {"stage": 2}}
+    optimizer = load(tmp_path, ds_json=ds_json).config.optimizer
+    assert (optimizer.name, optimizer.learning_rate, optimizer.betas) == ("lion", 1e-4, (0.9, 0.999))
 
 
 def test_what_has_no_effect_is_noted(tmp_path: Path) -> None:
@@ -717,14 +728,18 @@ def test_the_loss_scale_has_deepspeeds_hysteresis(tmp_path: Path) -> None:
     } == {name: getattr(fp16, name) for name in DEEPSPEED_LOSS_SCALE if name != "loss_scale"}
 
 
-def test_the_parameters_and_defaults_of_adamw_are_those_of_the_installed_deepspeed(sources: Path) -> None:
-    tree = ast.parse((sources / "ops/adam/fused_adam.py").read_text(encoding="utf-8"))
-    [adam] = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "FusedAdam"]
-    [init] = [node for node in adam.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
+@pytest.mark.parametrize(
+    ("name", "file", "kind"),
+    [("adamw", "ops/adam/fused_adam.py", "FusedAdam"), ("lion", "ops/lion/fused_lion.py", "FusedLion")],
+)
+def test_the_parameters_and_defaults_are_those_of_the_installed_deepspeed(
+    sources: Path, name: str, file: str, kind: str
+) -> None:
+    tree = ast.parse((sources / file).read_text(encoding="utf-8"))
+    [rule] = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == kind]
+    [init] = [node for node in rule.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
     names = [argument.arg for argument in init.args.args][-len(init.args.defaults) :]
     found = {name: ast.literal_eval(each) for name, each in zip(names, init.args.defaults, strict=True)}
-    assert set(found) <= set(parameters_of("adamw"))
-    ours = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in DEFAULTS["adamw"].items()
-    }
-    assert ours == {name: found[name] for name in ours}
+    assert set(found) <= set(parameters_of(name))
+    ours = {key: tuple(value) if isinstance(value, list) else value for key, value in DEFAULTS[name].items()}
+    assert ours == {key: found[key] for key in ours}

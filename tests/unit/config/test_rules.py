@@ -9,13 +9,23 @@ from megalite.config.facts import Unknown
 from megalite.config.rules.batch import BatchProblem
 from megalite.config.rules.every import RULES
 from megalite.config.rules.layout import divisors
-from tests.unit.config.rule_cases import FAMILY_CASES, INSTRUCT_CASES, VALIDATION_CASES, Case
+from tests.unit.config.rule_cases import (
+    CURRICULUM_CASES,
+    FAMILY_CASES,
+    INSTRUCT_CASES,
+    VALIDATION_CASES,
+    Case,
+)
 from tests.unit.config.runs import REMOVED, load, problems
+from tests.unit.config.tuning_cases import ADAPTER_CASES, PREFERENCE_CASES
 
 CASES = [
     *FAMILY_CASES,
     *VALIDATION_CASES,
+    *ADAPTER_CASES,
     *INSTRUCT_CASES,
+    *CURRICULUM_CASES,
+    *PREFERENCE_CASES,
     Case(
         "tensor_divides_attention_heads",
         {"parallel.tensor": 3, "model.num_key_value_heads": 3, "model.num_attention_heads": 8},
@@ -371,7 +381,7 @@ CASES = [
         {"optimizer.decay_steps": 6},
     ),
     Case(
-        "momentum_is_for_sgd",
+        "momentum_is_for_sgd_and_muon",
         {"optimizer.momentum": 0.5},
         'optimizer.momentum: 0.5 has no effect with optimizer.name = "adamw"; '
         'use 0 and optimizer.betas, or optimizer.name "sgd"',
@@ -580,3 +590,20 @@ def test_divisors(number: int) -> None:
     assert all(number % each == 0 for each in found)
     if number < 100:
         assert len(found) == sum(number % each == 0 for each in range(1, number + 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "momentum", "noted"),
+    [
+        ("muon", {}, 0.95, False),
+        ("muon", {"optimizer.momentum": 0.0}, 0.0, True),
+        ("sgd", {}, 0.0, False),
+        ("adamw", {}, 0.0, False),
+    ],
+)
+def test_each_optimizer_has_its_momentum(
+    tmp_path: Path, name: str, given: dict[str, float], momentum: float, noted: bool
+) -> None:
+    loaded = load(tmp_path, {"optimizer.name": name, **given})
+    assert loaded.config.optimizer.momentum == loaded.config.optimizer.momentum_or_default == momentum
+    assert any("without momentum" in note for note in loaded.notes) == noted

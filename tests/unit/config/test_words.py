@@ -20,7 +20,7 @@ DESCRIPTIONS = {
     for section, model in section_models().items()
     for key, info in model.model_fields.items()
 }
-for table in ("data.blend", "optimizer.groups"):
+for table in ("data.blend", "data.curriculum", "optimizer.groups"):
     fields = item_model(setting(table).annotation).model_fields
     DESCRIPTIONS |= {f"{table}.{key}": info.description or "" for key, info in fields.items()}
 SETTING = re.compile(

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.data.blend import BlendedSamples, SetOrder, whole_shares
+from megalite.data.blend import BlendedSamples, ChangingOrder, SetOrder, WeightChange, whole_shares
 from megalite.data.loader import StepLoader
 from megalite.data.sampler import Sampler
 from megalite.data.token_file import TokenFile
@@ -62,6 +62,7 @@ def test_a_long_period_is_computed_as_far_as_it_is_needed() -> None:
         ([0.5, 0.25, 0.25], [2, 1, 1]),
         ([1, 0.0001], [10000, 1]),
         ([2.0, 2.0], [1, 1]),
+        ([0.0, 0.3, 0.1], [0, 3, 1]),
     ],
 )
 def test_decimal_weights_are_exact(weights: list[float], shares: list[int]) -> None:
@@ -137,3 +138,64 @@ def test_weights_that_do_not_fit_are_refused(files: list[TokenFile], weights: tu
         DataError, match=r"3 token files have the weights .*; give each one above 0 \(data\.blend\)"
     ):
         blended(files, weights=weights)
+
+
+CHANGES = st.lists(
+    st.tuples(st.integers(1, 400), st.lists(st.integers(0, 9), min_size=3, max_size=3).filter(any)),
+    min_size=1,
+    max_size=4,
+)
+
+
+@given(CHANGES)
+def test_every_set_goes_on_where_it_stopped_when_the_weights_change(
+    changes: list[tuple[int, list[int]]],
+) -> None:
+    firsts = [0, *np.cumsum([length for length, _ in changes]).tolist()]
+    weights = [[2, 1, 1], *(each for _, each in changes)]
+    order = ChangingOrder([WeightChange(*each) for each in zip(firsts, weights, strict=True)])
+    places = np.arange(firsts[-1] + 300)
+    sets, turns = order.look_up(places)
+    taken = [0, 0, 0]
+    for each, turn in zip(sets.tolist(), turns.tolist(), strict=True):
+        assert turn == taken[each]
+        taken[each] += 1
+    for first, end, shares in zip(firsts, [*firsts[1:], len(places)], weights, strict=True):
+        counts = np.bincount(sets[first:end], minlength=3)
+        for count, share in zip(counts, shares, strict=True):
+            assert abs(count - (end - first) * Fraction(share, sum(shares))) < 1
+    alone = [order.look_up(np.array([place])) for place in (firsts[-1] - 1, firsts[-1], len(places) - 1)]
+    assert [(int(each[0]), int(turn[0])) for each, turn in alone] == [
+        (sets[place], turns[place]) for place in (firsts[-1] - 1, firsts[-1], len(places) - 1)
+    ]
+
+
+def test_a_curriculum_repeats_and_loses_no_sample_in_any_layout(files: list[TokenFile]) -> None:
+    """Steps of 12 samples; set 1 pauses from step 4 on and comes back in step 7."""
+    steps, curriculum = 9, [(4, (0.5, 0.0, 0.5)), (7, (0.0, 1.0, 0.0))]
+    whole = blended(files, b=12, m=1, curriculum=curriculum)
+    read = [whole.step_batch(12 * step) for step in range(steps)]
+    starts, sizes = (0, 72, 87), (72, 15, 29)
+    for each, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+        ids = [i - start for batch in read for i in batch.sample_ids.tolist() if start <= i < start + size]
+        sampler = Sampler(size, whole._samples._samplers[each].seed)
+        assert ids == sampler.sample_ids(np.arange(len(ids))).tolist()
+    in_step = [Counter(int(np.searchsorted(starts, i, side="right")) - 1 for i in b.sample_ids) for b in read]
+    assert in_step[0] == blend_counts(6, 4, 2) and sum(in_step[3:6], Counter()) == blend_counts(18, 0, 18)
+    assert all(counts == Counter({1: 12}) for counts in in_step[6:])
+    for rank in range(2):
+        share = blended(files, b=2, m=3, rank=rank, size=2, curriculum=curriculum)
+        for step in (8, 3, 5):  # resumed anywhere
+            mine = [m * 4 + rank * 2 + i for m in range(3) for i in range(2)]
+            expected = [read[step].sample_ids.tolist()[row] for row in mine]
+            assert share.step_batch(12 * step).sample_ids.tolist() == expected
+
+
+def blend_counts(*counts: int) -> Counter[int]:
+    return Counter({each: count for each, count in enumerate(counts) if count})
+
+
+def test_the_later_weights_have_to_fit_too(files: list[TokenFile]) -> None:
+    for weights in ((0.5, 0.5), (0, 0, 0), (1, 1, -1)):
+        with pytest.raises(DataError, match=r"3 token files have .* \(data\.curriculum\)"):
+            blended(files, curriculum=[(2, weights)])

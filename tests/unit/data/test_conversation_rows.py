@@ -9,9 +9,10 @@ import pytest
 
 from megalite.cli import main
 from megalite.data.chat_template import load_chat_template
+from megalite.data.concatenated_rows import ConcatenatedRows
 from megalite.data.conversation_corpus import ConversationCorpus
 from megalite.data.conversation_encoding import ChatEncoding
-from megalite.data.conversation_rows import ConversationRows
+from megalite.data.conversation_rows import ConversationRows, rows_of
 from megalite.data.documents import documents_of
 from megalite.data.loader import StepLoader
 from megalite.data.prepare import Preparation, prepare_outputs
@@ -74,6 +75,58 @@ def test_every_conversation_stands_whole_in_one_row(file: TokenFile, packing: st
     assert rows.fill == sum(len(ids) for ids, _ in expected) / (len(rows) * LENGTH)
 
 
+def test_concatenated_rows_are_full_and_have_every_label_once(file: TokenFile) -> None:
+    length = 23  # shorter than most conversations
+    rows = ConcatenatedRows(file, length)
+    read = rows.read(np.arange(len(rows)), pad_id=7)
+    positions = int((file.document_lengths - 1).sum())
+    assert len(rows) == -(-positions // length) and rows.fill == positions / (len(rows) * length)
+    expected_ids, expected_labels, begins = [], [], np.zeros(len(rows) * length, dtype=bool)
+    for index in range(file.num_documents):
+        tokens = file.document(index)
+        begins[len(expected_ids)] = True
+        expected_ids += ids_of(tokens)[:-1].tolist()
+        expected_labels += [each if each >= 0 else -100 for each in tokens[1:].tolist()]
+    ends = np.cumsum(file.document_lengths - 1)
+    assert rows.cut == sum(
+        (end - 1) // length > start // length for start, end in zip([0, *ends[:-1]], ends, strict=True)
+    )
+    padding = len(rows) * length - positions
+    assert 0 < padding < length and rows.cut > 4
+    begins[positions] = True
+    begins[::length] = True
+    assert read.input_ids.ravel().tolist() == expected_ids + [7] * padding
+    assert read.labels.ravel().tolist() == expected_labels + [-100] * padding
+    assert read.begins is not None and (read.begins.ravel() == begins).all()
+    chosen = rows.read(np.array([len(rows) - 1, 2]), pad_id=7)
+    assert (chosen.labels == read.labels[[-1, 2]]).all()
+
+
+def test_conversations_to_concatenate_are_prepared_whole(
+    talks: Path, tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = prepared(talks, tokenizer, tmp_path / "whole", length=1000)
+    prepare_outputs(whole)
+    short = prepared(talks, tokenizer, tmp_path / "kept", length=9)
+    assert short.chat is not None
+    kept = replace(short, chat=replace(short.chat, too_long="keep"))
+    [facts] = prepare_outputs(kept)
+    assert facts.truncated_documents == facts.dropped_documents == 0
+    both = [TokenFile.open(tmp_path / name) for name in ("whole", "kept")]
+    assert both[0].tokens.tolist() == both[1].tokens.tolist()
+    assert kept.chat is not None
+    assert (
+        replace(kept, chat=replace(kept.chat, sequence_length=10)).done() is not None
+    )  # of no part in the tokens
+    with pytest.raises(DataError, match=r'set data\.packing = "concatenate", or name'):
+        rows_of(both[1], 9, "best_fit", 0)
+    assert main(["data", "inspect", str(tmp_path / "kept"), "--documents", "0"]) == 0
+    assert (
+        f"filled by data.packing: concatenate {rows_of(both[1], 9, 'concatenate', 0).fill:.1%}\n"
+        in capsys.readouterr().out
+    )
+
+
 def test_the_loader_gives_the_documents_of_the_rows(file: TokenFile) -> None:
     def samples_of(file: TokenFile, length: int) -> ConversationRows:
         return ConversationRows(file, length, "best_fit", seed=1)
@@ -102,7 +155,7 @@ def test_a_file_of_longer_conversations_is_refused(file: TokenFile) -> None:
     longest = int(file.sequence_lengths.max())
     ConversationRows(file, longest - 1, "none", seed=0)
     with pytest.raises(
-        DataError, match=rf"a conversation of {longest} tokens, .* raise it to {longest - 1}, or"
+        DataError, match=rf"a conversation of {longest} tokens, .* raise it to {longest - 1}, set"
     ):
         ConversationRows(file, longest - 2, "none", seed=0)
 
@@ -194,6 +247,6 @@ def test_inspect_shows_what_is_trained(
     )
     file = TokenFile.open(tmp_path / "out")
     fill = ConversationRows(file, 1000, "best_fit", seed=0).fill
-    assert f"best_fit {fill:.1%}" in shown
+    assert f"best_fit {fill:.1%}" in shown and f"concatenate {ConcatenatedRows(file, 1000).fill:.1%}" in shown
     assert f"in the loss: {int((file.tokens >= 0).sum()):,} tokens" in shown
     assert f"  {tokens_of_a_bar(file)}\n" in shown

@@ -16,6 +16,7 @@ import pytest
 from megalite.monitor.console import Console, RunSummary, duration
 from megalite.monitor.metrics import SaveMetrics, StepMetrics, ValidationMetrics, is_own_metric
 from megalite.monitor.preparation import PreparationConsole, PreparationProgress
+from megalite.parallel.objective import Preference
 
 
 class Terminal(io.StringIO):
@@ -196,3 +197,28 @@ def test_the_summary_says_what_was_learned_and_where_things_lie() -> None:
 )
 def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+def test_preferences_show_and_record_their_rewards() -> None:
+    stream, figures = io.StringIO(), dict(zip(Preference().figures, (0.75, 1.25), strict=True))
+    console = Console(total_steps=10, stream=stream)
+    step = replace(metrics(4, mfu=None), figures=figures)
+    validation = ValidationMetrics(4, 0.5, 20.0, 61.0, {"pairs": 0.5}, figures)
+    console.step(step)
+    console.validation(validation)
+    assert stream.getvalue().splitlines() == [
+        "step  4/10  loss 0.7500  reward accuracy 0.75  reward margin 1.25  grad norm 0.500  2,000 tokens/s  1.50 GiB"
+        "  0:03 left",
+        "validation after step 4: loss 0.5000  reward accuracy 0.75  reward margin 1.25  20 pairs in 1:01",
+    ]
+    assert {**step.record(), **figures} == step.record() and "figures" not in step.record()
+    assert step.scalars()["train/reward_margin"] == validation.scalars()["validation/reward_margin"] == 1.25
+    assert validation.record() == {
+        "validation_loss": 0.5,
+        "validation_reward_accuracy": 0.75,
+        "validation_reward_margin": 1.25,
+        "validation_pairs": 20,
+        "validation_seconds": 61.0,
+    }
+    assert "validation/perplexity" not in validation.scalars()
+    assert all(map(is_own_metric, figures)) and not is_own_metric("reward_length")

@@ -30,25 +30,32 @@ def test_a_window_has_a_token_see_fewer_keys() -> None:
 
 
 def test_the_speed_is_that_of_the_last_steps_without_the_first() -> None:
-    speed = Throughput(flops_per_token=10, peak_flops_per_second=4000.0, window=2)
-    assert speed.update(100, 10.0).tokens_per_second == 10
-    assert speed.update(100, 1.0).tokens_per_second == 100
-    assert speed.update(100, 3.0).tokens_per_second == 50
-    last = speed.update(100, 1.0)
+    speed = Throughput(peak_flops_per_second=4000.0, window=2)
+    assert speed.update(100, 1000, 10.0).tokens_per_second == 10
+    assert speed.update(100, 1000, 1.0).tokens_per_second == 100
+    assert speed.update(100, 1000, 3.0).tokens_per_second == 50
+    last = speed.update(100, 1000, 1.0)
     assert last.tokens_per_second == 50
     assert last.mfu == about(50 * 10 / 4000)
 
 
+def test_steps_of_other_lengths_have_other_shares() -> None:
+    speed = Throughput(peak_flops_per_second=4000.0)
+    speed.update(100, 1000, 1.0)
+    assert speed.update(100, 1000, 1.0).mfu == about(0.25)
+    assert speed.update(50, 3000, 1.0).mfu == about(0.5)
+
+
 def test_without_a_known_peak_there_is_no_share() -> None:
-    assert Throughput(flops_per_token=10, peak_flops_per_second=None).update(1, 1.0).mfu is None
+    assert Throughput(peak_flops_per_second=None).update(1, 10, 1.0).mfu is None
 
 
 def test_a_peak_that_is_exceeded_is_left_out_from_then_on() -> None:
     """It was measured while the machine was busy."""
-    speed = Throughput(flops_per_token=10, peak_flops_per_second=1000.0, window=1)
-    assert speed.update(50, 1.0).mfu == about(0.5)
-    assert speed.update(100, 1.0).mfu == about(1.0)
-    assert speed.update(154, 1.0).mfu is None and speed.update(50, 1.0).mfu is None
+    speed = Throughput(peak_flops_per_second=1000.0, window=1)
+    assert speed.update(50, 500, 1.0).mfu == about(0.5)
+    assert speed.update(100, 1000, 1.0).mfu == about(1.0)
+    assert speed.update(154, 1540, 1.0).mfu is None and speed.update(50, 500, 1.0).mfu is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

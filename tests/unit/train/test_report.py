@@ -10,6 +10,7 @@ from megalite.config.load import load_run
 from megalite.launcher.detect import RankInfo
 from megalite.monitor.jsonl import read_metrics
 from megalite.monitor.memory import MemoryUse
+from megalite.topology.flops import flops_per_token
 from megalite.train import report as module
 from megalite.train.precision import DTYPES
 from megalite.train.report import RunReporter
@@ -44,7 +45,6 @@ def reporter(tmp_path: Path, device: str, *settings: str) -> RunReporter:
         mesh=mesh,
         config=load_run(None, words).config,
         total_steps=2,
-        tokens_per_step=1000,
         shape=tiny_shape(),
         state=SimpleNamespace(step=0),
     )
@@ -58,6 +58,8 @@ def step(number: int) -> StepReport:
         grad_norm=1.0,
         learning_rate=0.1,
         tokens=number,
+        batch_tokens=1000,
+        sequence_length=12,
         step_seconds=1.0,
         data_seconds=0.0,
         loss_scale=1.0,
@@ -69,7 +71,7 @@ def step(number: int) -> StepReport:
 def share(tmp_path: Path, made: RunReporter) -> float | None:
     made.step(step(1), None, {})
     share = read_metrics(tmp_path / "metrics.jsonl")[-1]["mfu"]
-    return None if share is None else share / made._throughput._flops_per_token / 1000
+    return None if share is None else share / flops_per_token(tiny_shape(), 12) / 1000
 
 
 @pytest.fixture

@@ -1,0 +1,64 @@
+"""The settings of [adapter]."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from megalite.config.section import Count, Fraction, Lenient, Section, Text
+from megalite.topology.adapter import PROJECTIONS, Adapter, Lora, Prefix
+
+
+class AdapterConfig(Section):
+    """A few trained weights beside the frozen ones of model.weights."""
+
+    kind: Literal["none", "lora", "prefix"] = Field(
+        "none",
+        description='"lora": updates of low rank; "prefix": virtual tokens; "none": all weights are trained',
+    )
+    path: Text | None = Field(
+        None, description="PEFT folder of an adapter to start from; its settings count where none are given"
+    )
+    rank: Count = Field(16, description="lora: rank of the update of each linear")
+    alpha: float = Field(32.0, gt=0, description="lora: the update is multiplied by alpha / rank")
+    dropout: Fraction = Field(0.0, description="lora: dropout probability of what the adapter reads")
+    targets: Annotated[tuple[Text, ...], Lenient] | Literal["all"] = Field(
+        "all", description='lora: adapted linears, as in ["q_proj", "*.3.mlp.up_proj"]; "all": every one'
+    )
+    modules_to_save: Annotated[tuple[Text, ...], Lenient] = Field(
+        (), description='lora: modules that are trained whole beside the adapter, as in ["lm_head"]'
+    )
+    bias: Literal["none", "all", "lora_only"] = Field(
+        "none", description='lora: trained biases: none, all, or those of the adapted linears ("lora_only")'
+    )
+    rslora: bool = Field(False, description="lora: multiply by alpha / sqrt(rank) instead (rsLoRA)")
+    dora: bool = Field(
+        False, description="lora: train the magnitude of each row apart from its direction (DoRA)"
+    )
+    tokens: Count = Field(20, description="prefix: number of virtual tokens in front of each sequence")
+    projection: Count | None = Field(
+        None, description="prefix: hidden width of an MLP that computes the prefix; default: no MLP"
+    )
+
+
+SETTINGS_OF = {
+    "lora": ("rank", "alpha", "dropout", "targets", "modules_to_save", "bias", "rslora", "dora"),
+    "prefix": ("tokens", "projection"),
+}
+"""Kind of adapter -> the settings that only it has."""
+
+
+def described_adapter(adapter: AdapterConfig) -> Adapter | None:
+    """Return the adapter as the model's shape has it; None: there is none."""
+    if adapter.kind == "none":
+        return None
+    if adapter.kind == "prefix":
+        return Prefix(adapter.tokens, adapter.projection)
+    return Lora(
+        rank=adapter.rank,
+        alpha=adapter.alpha,
+        targets=PROJECTIONS if adapter.targets == "all" else adapter.targets,
+        modules_to_save=adapter.modules_to_save,
+        bias=adapter.bias,
+        rslora=adapter.rslora,
+        dora=adapter.dora,
+    )

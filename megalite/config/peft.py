@@ -1,0 +1,106 @@
+"""PEFT's adapter_config.json as settings of [adapter]."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from megalite.config.adapter_section import AdapterConfig, described_adapter
+from megalite.config.draft import Draft
+from megalite.config.peft_names import canonical_word
+from megalite.config.toml import shown
+from megalite.errors import ConfigError
+from megalite.families.registry import FAMILIES
+from megalite.topology.adapter import Adapter
+
+ADAPTER_CONFIG, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
+_KEY = "adapter.path"
+# Keys that make an adapter that is not built, unless they are empty.
+_REFUSED = (
+    *("rank_pattern", "alpha_pattern", "loftq_config", "layers_to_transform", "layers_pattern"),
+    *("layer_replication", "exclude_modules", "target_parameters", "trainable_token_indices"),
+    *("alora_invocation_tokens", "lora_bias", "fan_in_fan_out", "use_qalora", "use_bdlora"),
+)
+_WORDS = {"r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout", "bias": "bias"} | {
+    "use_rslora": "rslora",
+    "use_dora": "dora",
+}
+# PEFT's own.
+_DEFAULTS = {
+    "r": 8,
+    "lora_alpha": 8,
+    "lora_dropout": 0.0,
+    "bias": "none",
+    "use_rslora": False,
+    "use_dora": False,
+}
+
+
+def apply_peft(draft: Draft) -> None:
+    """Put the settings of adapter.path behind the keys that [adapter] has."""
+    given = draft.section("adapter").get("path")
+    if not isinstance(given, str):
+        return
+    path = Path(given).expanduser() / ADAPTER_CONFIG
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(found, dict):
+            raise ValueError("holds no JSON object")
+    except (OSError, ValueError) as error:
+        reason = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+        draft.problem(_KEY, f'"{path}" cannot be read: {reason}', "name a folder that PEFT has saved")
+        draft.incomplete.add("adapter")
+        return
+    if problem := _refusal(found):
+        draft.problem(_KEY, f"{path} {problem}", "use another adapter, or merge it into its model with PEFT")
+        draft.incomplete.add("adapter")
+        return
+    if found["peft_type"] == "PREFIX_TUNING":
+        # PEFT saves the keys and values that a projection has computed.
+        prefix = {"kind": "prefix", "tokens": found.get("num_virtual_tokens")}
+        draft.set_behind("adapter", prefix, str(path), named_by=_KEY)
+        return
+    given_there = {**_DEFAULTS, **found}
+    settings = {ours: given_there[theirs] for theirs, ours in _WORDS.items()}
+    for name in ("alpha", "dropout"):
+        # A whole number in JSON; another value is for the schema to refuse.
+        settings[name] = float(settings[name]) if isinstance(settings[name], int) else settings[name]
+    named = draft.section("model").get("family")
+    family = named if isinstance(named, str) and named in FAMILIES else "llama"
+    for theirs, ours in (("target_modules", "targets"), ("modules_to_save", "modules_to_save")):
+        settings[ours] = [canonical_word(family, each) for each in sorted(found.get(theirs) or [])]
+    draft.set_behind("adapter", {"kind": "lora", **settings}, str(path), named_by=_KEY)
+
+
+def adapter_of_folder(folder: Path, family: str) -> Adapter:
+    """Return the adapter that a folder in PEFT's format describes, for a model of this family.
+
+    Raises ConfigError when it is not built.
+    """
+    draft = Draft(str(folder), {"adapter": {"path": str(folder)}, "model": {"family": family}})
+    apply_peft(draft)
+    try:
+        adapter = AdapterConfig(**draft.section("adapter")) if not draft.problems else None
+    except ValidationError as error:
+        for each in error.errors(include_url=False):
+            draft.problem(f"{ADAPTER_CONFIG}: {each['loc'][0]}", str(each["msg"]).lower())
+        adapter = None
+    found = None if adapter is None else described_adapter(adapter)
+    if found is None:
+        raise ConfigError(draft.problems, draft.source)
+    return found
+
+
+def _refusal(found: Mapping[str, Any]) -> str | None:
+    """Return what of the file is not built; None if all of it is."""
+    kind = found.get("peft_type")
+    if kind not in ("LORA", "PREFIX_TUNING"):
+        return f"is of peft_type {shown(kind)}; LORA and PREFIX_TUNING are supported"
+    for key in ("target_modules", "modules_to_save") if kind == "LORA" else ():
+        names = found.get(key) or ([] if key == "modules_to_save" else None)
+        if not isinstance(names, list) or not all(isinstance(each, str) for each in names):
+            return f"has {key} {shown(found.get(key))}, which is not a list of names"
+    set_keys = (key for key in _REFUSED if found.get(key))
+    return next((f"has {key} = {shown(found[key])}, which is not supported" for key in set_keys), None)

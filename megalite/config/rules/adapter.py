@@ -1,0 +1,140 @@
+"""Rules over [adapter]: the linears that it names, where its weights come from, and what PEFT's files can say."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from megalite.config.adapter_section import SETTINGS_OF, AdapterConfig, described_adapter
+from megalite.config.facts import Facts
+from megalite.config.peft_names import fused_with_others
+from megalite.config.rules.pipeline import split_of
+from megalite.config.shape_settings import model_shape
+from megalite.config.toml import shown
+from megalite.errors import Problem, listed
+from megalite.topology.adapter import Adapter, Lora, names_module
+from megalite.topology.parameters import EMBEDDING, HEAD, Parameter, model_parameters, stage_parameters
+from megalite.topology.shape import ModelShape
+
+
+def settings_belong_to_an_adapter(facts: Facts) -> Iterator[Problem]:
+    if "adapter" in facts.incomplete:
+        return
+    kind, fields = facts.adapter.kind, AdapterConfig.model_fields
+    idle = {"path": "lora"} if kind == "none" else {}
+    idle |= {name: other for other, names in SETTINGS_OF.items() if other != kind for name in names}
+    for name, other in idle.items():
+        if getattr(facts.adapter, name) != fields[name].default:
+            message = f'has no effect with adapter.kind = "{kind}"'
+            yield Problem(f"adapter.{name}", message, f'set adapter.kind = "{other}", or delete the setting')
+
+
+def an_adapter_has_a_model(facts: Facts) -> Iterator[Problem]:
+    if facts.adapter.kind != "none" and facts.model.weights is None:
+        message = f"{shown(facts.adapter.kind)} needs a pretrained model, whose weights stay as they are"
+        yield Problem("adapter.kind", message, 'set model.weights, or use "none"')
+
+
+def adapter_patterns_name_modules(facts: Facts) -> Iterator[Problem]:
+    adapter = described_adapter(facts.adapter)
+    if not isinstance(adapter, Lora):
+        return
+    own = model_parameters(model_shape(facts.model, 1))
+    within = _modules(each for each in own if each.layer is not None and len(each.spec.full_shape) == 2)
+    if facts.adapter.targets != "all":
+        words = list(dict.fromkeys(each.rsplit(".", 1)[-1] for each in within))
+        for pattern in adapter.targets:
+            if not any(names_module([pattern], module) for module in within):
+                yield Problem(
+                    "adapter.targets",
+                    f"{shown(pattern)} names no linear of a layer",
+                    f"use {', '.join(words)}",
+                )
+    outside = _modules(each for each in own if each.layer is None)
+    words = [each.rsplit(".", 1)[-1] for each in outside]
+    for pattern in adapter.modules_to_save:
+        if not any(names_module([pattern], module) for module in outside):
+            message = f"{shown(pattern)} names no module outside of the layers"
+            yield Problem("adapter.modules_to_save", message, f"use {', '.join(words)}, or adapter.targets")
+    tied = [pattern for pattern in adapter.modules_to_save if _names_a_table(pattern)]
+    if tied and facts.model.tie_word_embeddings:
+        message = f"{shown(tied[0])} is the embedding and the head at once (model.tie_word_embeddings)"
+        yield Problem("adapter.modules_to_save", message, "leave it out: PEFT would train two copies")
+
+
+def _names_a_table(pattern: str) -> bool:
+    return any(names_module([pattern], each.removesuffix(".weight")) for each in (EMBEDDING, HEAD))
+
+
+def _modules(parameters: Iterator[Parameter]) -> list[str]:
+    return list(dict.fromkeys(part.name.rsplit(".", 1)[0] for each in parameters for part in each.spec.parts))
+
+
+def biases_are_trained_whole(facts: Facts) -> Iterator[Problem]:
+    adapter = described_adapter(facts.adapter)
+    if not isinstance(adapter, Lora) or adapter.bias != "lora_only":
+        return
+    for parameter in model_parameters(model_shape(facts.model, 1)):
+        modules = [part.name.removesuffix(".bias") for part in parameter.spec.parts]
+        if not parameter.name.endswith(".bias") or parameter.layer is None:
+            continue
+        adapted = [each for each in modules if adapter.adapts(each)]
+        if adapted and len(adapted) < len(modules):
+            missing = [each.rsplit(".", 1)[-1] for each in modules if each not in adapted]
+            message = (
+                f'"lora_only" with {adapted[0]} needs {listed(missing)} too: their biases are one parameter'
+            )
+            yield Problem("adapter.bias", message, 'add them to adapter.targets, or use "none" or "all"')
+            return
+
+
+def every_stage_trains_something(facts: Facts) -> Iterator[Problem]:
+    adapter, stages = described_adapter(facts.adapter), facts.parallel.pipeline
+    if adapter is None:
+        return
+    split = split_of(facts)
+    if split is None:
+        return
+    shape = _adapted_shape(facts, adapter)
+    idle = [
+        stage
+        for stage in range(stages)
+        if not any(each.trained for each in stage_parameters(shape, split, stage))
+    ]
+    if idle and stages > 1:
+        message = f"adapts no linear of stage {idle[0]} of parallel.pipeline = {stages}"
+        yield Problem("adapter.targets", message, "name linears in the layers of every stage")
+
+
+def added_tokens_have_trained_rows(facts: Facts) -> Iterator[Problem]:
+    if facts.adapter.kind != "none" and facts.tokenizer.add_tokens:
+        message = "are not supported with an adapter: their rows of the embedding would stay as they begin"
+        yield Problem("tokenizer.add_tokens", message, 'use adapter.kind = "none", or leave them out')
+
+
+def an_adapter_can_be_exported(facts: Facts) -> Iterator[Problem]:
+    adapter = described_adapter(facts.adapter)
+    if not isinstance(adapter, Lora) or not facts.checkpoint.export:
+        return
+    fused = fused_with_others(_adapted_shape(facts, adapter))
+    if fused is not None:
+        message = f"PEFT's files cannot say it: {facts.model.family} holds an adapted linear in {fused}, with others"
+        message += " or transposed"
+        remedy = (
+            "set checkpoint.export = false; megalite convert export writes the model with its adapter merged"
+        )
+        yield Problem("adapter.kind", message, remedy)
+
+
+def _adapted_shape(facts: Facts, adapter: Adapter) -> ModelShape:
+    # Neither names nor stages depend on the vocabulary's size.
+    return replace(model_shape(facts.model, 1), adapter=adapter)
+
+
+ADAPTER_RULES = (
+    settings_belong_to_an_adapter,
+    an_adapter_has_a_model,
+    adapter_patterns_name_modules,
+    biases_are_trained_whole,
+    every_stage_trains_something,
+    added_tokens_have_trained_rows,
+    an_adapter_can_be_exported,
+)

@@ -1,0 +1,137 @@
+"""Adapters that PEFT has saved: every rank reads the slices that it holds."""
+
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from torch import Tensor
+
+from megalite.checkpoint.failures import explain
+from megalite.checkpoint.load import load_parameter
+from megalite.checkpoint.region_reader import TYPES, RegionReader
+from megalite.config.peft import ADAPTER_FILE
+from megalite.config.peft_names import peft_names
+from megalite.convert.finite import require_finite
+from megalite.convert.huggingface.files import header_of
+from megalite.errors import CheckpointError, listed
+from megalite.model.replica import Replica
+from megalite.parallel.mesh import all_or_none
+from megalite.topology.adapter import Prefix
+from megalite.topology.parameters import trained_tensors
+from megalite.topology.shape import ModelShape
+from megalite.topology.sharding import TensorSlice
+
+PROMPT = "prompt_embeddings"
+"""PEFT's tensor of a prefix: [virtual tokens, layers x (keys, values) x key-value heads x head_dim]."""
+
+
+def load_adapter(folder: Path, replica: Replica) -> None:
+    """Fill the trained parameters of this rank's stage from a folder that PEFT has saved; collective over the world.
+
+    Raises CheckpointError, on every rank alike, when the file is missing or damaged, or does not hold exactly the
+    tensors of the replica's adapter.
+    """
+
+    def load() -> None:
+        tensors = replica.tensors
+        with open_adapter(folder, replica.shape) as reader:
+            for parameter in replica.trained:
+                load_parameter(reader, parameter, tensors[parameter.name], replica.mesh)
+
+    all_or_none(replica.mesh, load, explain(replica.mesh, "import", folder))
+
+
+def open_adapter(folder: Path, shape: ModelShape) -> "LoraReader | PrefixReader":
+    """Open the file of an adapter; shape: of the model with it. Raises CheckpointError."""
+    return PrefixReader(folder, shape) if isinstance(shape.adapter, Prefix) else LoraReader(folder, shape)
+
+
+class _PeftFile:
+    """The file of an adapter."""
+
+    def __init__(self, folder: Path):
+        self.path = folder / ADAPTER_FILE
+        self._file = RegionReader(self.path, header_of(self.path))
+        self.header = self._file.header
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+    def _values(self, name: str, region: TensorSlice) -> Tensor:
+        try:
+            values = self._file.read(name, region)
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be read ({error}); save it again") from error
+        require_finite(values, name, self.path, region.offsets)
+        return values
+
+    def _require_shape(self, name: str, size: tuple[int, ...]) -> None:
+        held = self.header[name]
+        if held.shape != size or held.dtype not in TYPES:
+            raise CheckpointError(
+                f"{self.path}: {name} is {held.dtype} {list(held.shape)}, but the model and [adapter] have"
+                f" {list(size)}; use the model that the adapter was trained on"
+            )
+
+
+class PrefixReader(_PeftFile):
+    """Reads regions of a prefix without projection: PEFT holds keys and values of all layers in one tensor."""
+
+    def __init__(self, folder: Path, shape: ModelShape):
+        """shape: of the model with its adapter. Raises CheckpointError."""
+        super().__init__(folder)
+        assert isinstance(shape.adapter, Prefix)
+        if shape.adapter.projection is not None:
+            raise CheckpointError(
+                f"{self.path} holds keys and values, not the MLP that computed them; leave out adapter.projection"
+            )
+        if self.header.keys() != {PROMPT}:
+            raise CheckpointError(
+                f"{self.path} has {listed(sorted(self.header))} instead of {PROMPT}; save it again"
+            )
+        sizes, self._first = trained_tensors(shape), dict[str, int]()
+        columns = 0
+        for name, (rows, _) in sizes.items():
+            self._first[name] = columns
+            columns += rows
+        self._require_shape(PROMPT, (shape.adapter.tokens, columns))
+
+    def read(self, state_key: str, name: str, region: TensorSlice) -> Tensor:
+        """Return a region of one canonical tensor in the file's dtype; state_key is ignored. Raises CheckpointError."""
+        (row, token), (rows, tokens) = region.offsets, region.shape
+        stored = TensorSlice((token, self._first[name] + row), (tokens, rows))
+        return self._values(PROMPT, stored).t()
+
+
+class LoraReader(_PeftFile):
+    """Reads regions of the trained tensors of LoRA."""
+
+    def __init__(self, folder: Path, shape: ModelShape):
+        """shape: of the model with its adapter. Raises CheckpointError."""
+        super().__init__(folder)
+        self._names = peft_names(shape)
+        self._check(shape)
+
+    def read(self, state_key: str, name: str, region: TensorSlice) -> Tensor:
+        """Return a region of one canonical tensor in the file's dtype; state_key is ignored. Raises CheckpointError."""
+        return self._values(self._names[name], region)
+
+    def _check(self, shape: ModelShape) -> None:
+        expected = {self._names[name]: size for name, size in trained_tensors(shape).items()}
+        missing, extra = (
+            sorted(expected.keys() - self.header.keys()),
+            sorted(self.header.keys() - expected.keys()),
+        )
+        if missing or extra:
+            parts = [f"lacks {listed(missing)}"] if missing else []
+            parts += [f"has {listed(extra)}, which [adapter] does not train"] if extra else []
+            raise CheckpointError(
+                f"{self.path} {' and '.join(parts)}; delete the settings of [adapter] beside adapter.path"
+            )
+        for name, size in expected.items():
+            self._require_shape(name, size)

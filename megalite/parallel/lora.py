@@ -1,0 +1,161 @@
+"""Low-rank adapters of column- and row-parallel linears, in the linears' own collectives.
+
+Hu et al., "LoRA", 2021: W x + scale * B A x. Liu et al., "DoRA", 2024: that, times a trained magnitude of each row over
+the row's norm.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from megalite.ops.dropout import Mask, dropout
+from megalite.parallel.collectives import all_reduce, column_input, row_output
+from megalite.parallel.gradient_sums import linear
+from megalite.parallel.mesh import ParallelMesh
+
+
+class _LowRank(nn.Module):
+    """A [parts * rank, in] and B [rows, rank] of one linear on this rank; with DoRA magnitude [rows]."""
+
+    def __init__(
+        self,
+        a: tuple[int, ...],
+        b: tuple[int, ...],
+        *,
+        mesh: ParallelMesh,
+        scale: float,
+        dora: bool,
+        dtype: torch.dtype,
+    ):
+        """a, b: their shapes on this rank."""
+        super().__init__()
+        self.mesh, self.scale = mesh, scale
+        self.active = True
+        self.A = nn.Parameter(torch.empty(a, dtype=dtype))
+        self.B = nn.Parameter(torch.empty(b, dtype=dtype))
+        self.magnitude = nn.Parameter(torch.empty(b[0], dtype=dtype)) if dora else None
+
+    def _add(self, output: Tensor, low: Tensor, b: Tensor) -> Tensor:
+        """Return output [..., rows] + scale * low [..., columns of b] b^T."""
+        rows = output.flatten(0, -2)
+        return torch.addmm(rows, low.flatten(0, -2), b.t(), alpha=self.scale).view(output.shape)
+
+
+def _squares(rows: Tensor) -> Tensor:
+    """Return the squared L2 norm of each row, at least float32."""
+    exact = torch.promote_types(rows.dtype, torch.float32)
+    squares: Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=exact).square()
+    return squares
+
+
+class ColumnLora(_LowRank):
+    """The adapter of a linear whose outputs are split over tp.
+
+    A is whole on every rank, B has the rank's rows. Without sequence parallelism the gradient of A x joins that of the
+    linear's input before the one all-reduce; with it, only the columns of A x are gathered.
+    """
+
+    def __init__(
+        self,
+        a: tuple[int, ...],
+        b: tuple[int, ...],
+        parts: Sequence[tuple[int, bool]],
+        *,
+        mesh: ParallelMesh,
+        scale: float,
+        dora: bool,
+        dtype: torch.dtype,
+    ):
+        """a, b: shapes here. parts: this rank's rows of each part of the fused weight, and whether it is adapted."""
+        super().__init__(a, b, mesh=mesh, scale=scale, dora=dora, dtype=dtype)
+        self.parts = tuple(parts)
+
+    def forward(
+        self, hidden_states: Tensor, weight: Tensor, bias: Tensor | None, mask: Mask | None
+    ) -> Tensor:
+        """[B, S or S / tp, in] -> [B, S, this rank's rows]; mask: dropout of A's input."""
+        inputs = column_input(hidden_states, self.mesh)
+        if self.mesh.splits_sequence:
+            low = column_input(linear(dropout(hidden_states, mask), self.A), self.mesh)
+        else:
+            low = linear(dropout(inputs, mask), self.A)
+        b = self._blocks()
+        output = self._add(linear(inputs, weight), low, b)
+        if self.magnitude is not None:
+            output = output * self._over_norm(self.magnitude, weight, b)
+        return output if bias is None else output + bias
+
+    def _blocks(self) -> Tensor:
+        """Return B with a block of rows for each part, of columns for each adapted one: [rows, parts * rank]."""
+        if len(self.parts) == 1:
+            return self.B
+        rows = iter(self.B.split([count for count, adapted in self.parts if adapted]))
+        blocks: Tensor = torch.block_diag(
+            *(next(rows) if adapted else self.B.new_empty(count, 0) for count, adapted in self.parts)
+        )
+        return blocks
+
+    @torch.no_grad()
+    def row_norms(self, weight: Tensor, b: Tensor) -> Tensor:
+        """Return the L2 norm of each row of W + scale * B A: [rows of all parts]."""
+        return _squares(weight + self.scale * (b @ self.A)).sqrt()
+
+    def _over_norm(self, magnitude: Tensor, weight: Tensor, b: Tensor) -> Tensor:
+        """Return the factor of each row: its magnitude over its norm; 1 where it is not adapted."""
+        norms = self.row_norms(weight, b).split([count for count, _ in self.parts])
+        trained = iter(magnitude.split([count for count, adapted in self.parts if adapted]))
+        factors = [
+            next(trained) / norm if adapted else torch.ones_like(norm)
+            for norm, (_, adapted) in zip(norms, self.parts, strict=True)
+        ]
+        return torch.cat(factors).to(weight.dtype)
+
+    @torch.no_grad()
+    def set_magnitudes(self, weight: Tensor) -> None:
+        """Start the magnitudes at the norms of the rows of W + scale * B A."""
+        if self.magnitude is not None:
+            norms = self.row_norms(weight, self._blocks()).split([count for count, _ in self.parts])
+            adapted = [each for each, (_, chosen) in zip(norms, self.parts, strict=True) if chosen]
+            self.magnitude.copy_(torch.cat(adapted))
+
+
+class RowLora(_LowRank):
+    """The adapter of a linear whose inputs are split over tp: A has the rank's columns, B is whole.
+
+    scale * B A x of the rank's inputs joins the linear's partial products before their one sum.
+    """
+
+    def forward(self, hidden_states: Tensor, weight: Tensor, mask: Mask | None) -> Tensor:
+        """[B, S, in / tp] -> [B, S or S / tp, out]; mask: dropout of A's input."""
+        low = linear(dropout(hidden_states, mask), self.A)
+        summed = row_output(self._add(linear(hidden_states, weight), low, self.B), self.mesh)
+        if self.magnitude is None:
+            return summed
+        return summed * (self.magnitude / self.row_norms(weight)).to(summed.dtype)
+
+    @torch.no_grad()
+    def row_norms(self, weight: Tensor) -> Tensor:
+        """Return the L2 norm of each row of the whole W + scale * B A: [out]. Collective over tp."""
+        squares = _squares(weight + self.scale * (self.B @ self.A))
+        return all_reduce(squares, self.mesh.tp).sqrt()
+
+    @torch.no_grad()
+    def set_magnitudes(self, weight: Tensor) -> None:
+        """Start the magnitudes at the norms of the rows of W + scale * B A. Collective over tp."""
+        if self.magnitude is not None:
+            self.magnitude.copy_(self.row_norms(weight))
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Have the linears of `model` compute without their adapters inside of the `with` block."""
+    adapters = [module for module in model.modules() if isinstance(module, _LowRank)]
+    for each in adapters:
+        each.active = False
+    try:
+        yield
+    finally:
+        for each in adapters:
+            each.active = True

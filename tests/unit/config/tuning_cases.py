@@ -1,0 +1,169 @@
+"""Settings that break a rule, the message, and the remedy: the rules of adapters and preferences."""
+
+from pathlib import Path
+
+from tests.unit.config.rule_cases import Case
+from tests.unit.config.runs import REMOVED
+
+_LORA = {"adapter.kind": "lora", "model.weights": str(Path(__file__).parent / "small_llama")}
+
+ADAPTER_CASES = [
+    Case(
+        "settings_belong_to_an_adapter",
+        {"adapter.rank": 4},
+        'adapter.rank: has no effect with adapter.kind = "none"; set adapter.kind = "lora", or delete the setting',
+        _LORA,
+    ),
+    Case(
+        "settings_belong_to_an_adapter",
+        {**_LORA, "adapter.kind": "prefix", "adapter.dora": True},
+        'adapter.dora: has no effect with adapter.kind = "prefix"; set adapter.kind = "lora", or delete the setting',
+        {"adapter.kind": "lora"},
+    ),
+    Case(
+        "sequences_fit_the_model",
+        {**_LORA, "adapter.kind": "prefix", "adapter.tokens": 2040},
+        "training.sequence_length: 16 is longer than model.max_position_embeddings - adapter.tokens = 8; "
+        "use at most 8, or raise model.max_position_embeddings",
+        {"training.sequence_length": 8},
+    ),
+    Case(
+        "an_adapter_has_a_model",
+        {"adapter.kind": "lora"},
+        'adapter.kind: "lora" needs a pretrained model, whose weights stay as they are; set model.weights, '
+        'or use "none"',
+        _LORA,
+    ),
+    Case(
+        "adapter_patterns_name_modules",
+        {**_LORA, "adapter.targets": ["q_proj", "c_attn"]},
+        'adapter.targets: "c_attn" names no linear of a layer; use '
+        "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj",
+        {"adapter.targets": ["q_proj", "*.2.mlp.up_proj"]},
+    ),
+    Case(
+        "adapter_patterns_name_modules",
+        {**_LORA, "adapter.modules_to_save": ["q_proj"]},
+        'adapter.modules_to_save: "q_proj" names no module outside of the layers; use '
+        "embed_tokens, norm, lm_head, or adapter.targets",
+        {"adapter.modules_to_save": ["lm_head"]},
+    ),
+    Case(
+        "adapter_patterns_name_modules",
+        {**_LORA, "model.tie_word_embeddings": True, "adapter.modules_to_save": ["embed_tokens"]},
+        'adapter.modules_to_save: "embed_tokens" is the embedding and the head at once (model.tie_word_embeddings); '
+        "leave it out: PEFT would train two copies",
+        {"adapter.modules_to_save": []},
+    ),
+    Case(
+        "biases_are_trained_whole",
+        {
+            **_LORA,
+            "model.attention_bias": True,
+            "adapter.targets": ["q_proj"],
+            "adapter.bias": "lora_only",
+            "checkpoint.export": False,
+        },
+        'adapter.bias: "lora_only" with model.layers.0.self_attn.q_proj needs k_proj, v_proj too: their biases are '
+        'one parameter; add them to adapter.targets, or use "none" or "all"',
+        {"adapter.targets": ["q_proj", "k_proj", "v_proj"]},
+    ),
+    Case(
+        "every_stage_trains_something",
+        {**_LORA, "adapter.targets": ["*.0.self_attn.q_proj"], "parallel.pipeline": 2},
+        "adapter.targets: adapts no linear of stage 1 of parallel.pipeline = 2; "
+        "name linears in the layers of every stage",
+        {"adapter.targets": ["*.self_attn.q_proj"]},
+    ),
+    Case(
+        "added_tokens_have_trained_rows",
+        {
+            **_LORA,
+            "tokenizer.path": "tokenizer.json",
+            "tokenizer.vocab_size": REMOVED,
+            "tokenizer.add_tokens": ["<a>"],
+        },
+        "tokenizer.add_tokens: are not supported with an adapter: their rows of the embedding would stay as they "
+        'begin; use adapter.kind = "none", or leave them out',
+        {"tokenizer.add_tokens": []},
+    ),
+    Case(
+        "an_adapter_can_be_exported",
+        {**_LORA, "model.family": "phi3"},
+        "adapter.kind: PEFT's files cannot say it: phi3 holds an adapted linear in "
+        "model.layers.0.self_attn.qkv_proj.weight, with others or transposed; set checkpoint.export = false; "
+        "megalite convert export writes the model with its adapter merged",
+        {"checkpoint.export": False},
+    ),
+]
+
+_PAIRS = {"data.kind": "preference"}
+
+PREFERENCE_CASES = [
+    Case(
+        "settings_of_conversations_need_some",
+        {**_PAIRS, "data.packing": "greedy"},
+        'data.packing: has no effect with data.kind = "preference"; delete it, or set data.kind = "instruct"',
+        {"data.packing": REMOVED},
+    ),
+    Case(
+        "conversations_have_no_settings_of_text",
+        {**_PAIRS, "data.text_column": "prompt"},
+        'data.text_column: has no effect with data.kind = "preference"; delete it, or set data.kind = "text"',
+        {"data.text_column": REMOVED},
+    ),
+    Case(
+        "settings_of_preferences_need_some",
+        {"preference.beta": 0.2},
+        'preference.beta: has no effect with data.kind = "text"; delete it, or set data.kind = "preference"',
+        _PAIRS,
+    ),
+    Case(
+        "micro_batches_hold_pairs",
+        {**_PAIRS, "training.micro_batch_size": 1},
+        "training.micro_batch_size: 1 is odd, but the chosen and the rejected answer of a pair are two rows of one "
+        "micro batch; use 2",
+        {"training.micro_batch_size": 2},
+    ),
+    Case(
+        "micro_batches_hold_pairs",
+        {**_PAIRS, "training.micro_batch_size": REMOVED, "training.micro_batches": 8},
+        "training.global_batch_size: 8 gives micro batches of 1, but the chosen and the rejected answer of a pair are "
+        "two rows of one micro batch; use 16",
+        {"training.global_batch_size": 16},
+    ),
+    Case(
+        "preferences_have_no_loss_of_tokens",
+        {**_PAIRS, "training.z_loss": 0.001},
+        "training.z_loss: 0.001 changes the loss of tokens, but preferences compare log-probabilities of answers; "
+        "delete it",
+        {"training.z_loss": REMOVED},
+    ),
+    Case(
+        "preferences_have_no_loss_of_tokens",
+        {**_PAIRS, "training.label_smoothing": 0.1},
+        "training.label_smoothing: 0.1 changes the loss of tokens, but preferences compare log-probabilities of "
+        "answers; delete it, or set preference.label_smoothing",
+        {"training.label_smoothing": REMOVED, "preference.label_smoothing": 0.1},
+    ),
+    Case(
+        "pairs_are_kept_whole",
+        {**_PAIRS, "data.min_length": 3},
+        "data.min_length: 3 would leave out one answer of a pair; delete it, or leave such pairs out of the data",
+        {"data.min_length": REMOVED},
+    ),
+    Case(
+        "label_smoothing_is_of_the_sigmoid",
+        {**_PAIRS, "preference.loss": "ipo", "preference.label_smoothing": 0.1},
+        'preference.label_smoothing: 0.1 has no effect with preference.loss = "ipo"; delete it, or set '
+        'preference.loss = "sigmoid"',
+        {"preference.loss": "sigmoid"},
+    ),
+    Case(
+        "chunked_losses_of_pairs_have_a_frozen_head",
+        {**_PAIRS, "model.chunked_loss": 4},
+        "model.chunked_loss: 4 computes the head's gradient before the loss of the pair, which weighs it, is known; "
+        'delete it, or set adapter.kind = "lora", which freezes the head',
+        {"model.chunked_loss": REMOVED},
+    ),
+]
