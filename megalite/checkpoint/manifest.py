@@ -71,6 +71,18 @@ class Base:
 
 
 @dataclass(frozen=True)
+class Stream:
+    """The position in text that the run reads while it trains (data.streaming).
+
+    files: name and size in bytes of each, in reading order. lanes: the fields of the LanePlace of each sequence of the
+    global batch.
+    """
+
+    files: tuple[tuple[str, int], ...]
+    lanes: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
 class Manifest:
     """Everything about a checkpoint except the elements of its tensors.
 
@@ -79,6 +91,7 @@ class Manifest:
     tensors: state key -> canonical name -> entry; state keys are "weight" and the optimizer's ("exp_avg", ...).
     files: name -> size in bytes of each safetensors file.
     base: with an adapter, the frozen weights beside it, which the checkpoint does not hold.
+    stream: with data.streaming, where the next step goes on.
     """
 
     megalite: str
@@ -92,6 +105,7 @@ class Manifest:
     tensors: Mapping[str, Mapping[str, TensorEntry]]
     files: Mapping[str, int]
     base: Base | None = None
+    stream: Stream | None = None
 
     @property
     def step(self) -> int:

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from megalite.checkpoint.manifest import ITEM_BYTES, Base, Manifest, Shard, TensorEntry
+from megalite.checkpoint.manifest import ITEM_BYTES, Base, Manifest, Shard, Stream, TensorEntry
 from megalite.checkpoint.strict_json import is_int, parse, without_collections
 from megalite.errors import CheckpointError
 from megalite.families.registry import FAMILIES
@@ -18,6 +18,8 @@ from megalite.topology.shape import ModelShape, RopeScaling
 
 FORMAT_VERSION = 1
 _MOST_POSITIONS = 1 << 24
+# Epoch, file, place, document and token (data.stream_lane.LanePlace).
+_LANE_FIELDS = 5
 # Excludes every path into another folder.
 _FILE_NAME = re.compile(r"\w[\w.-]*", re.ASCII)
 
@@ -93,12 +95,24 @@ def manifest_of(content: Mapping[str, Any]) -> Manifest:
         _require(isinstance(value, str), "base", name, value)
     fields = {
         "base": None if base is None else Base(**base),
+        "stream": _stream(content.get("stream")),
         "layout": layout,
         "model": _model(content["model"]),
         "stage_layers": tuple(map(tuple, content["stage_layers"])),
         "tensors": tensors,
     }
     return Manifest(**{**content, **fields})
+
+
+def _stream(content: Mapping[str, Any] | None) -> Stream | None:
+    if content is None:
+        return None
+    for name, size in content["files"]:
+        _require(isinstance(name, str) and is_int(size), "stream", "files", (name, size))
+    for lane in content["lanes"]:
+        _require(_are_ints(lane) and len(lane) == _LANE_FIELDS, "stream", "lanes", lane)
+    files = tuple((name, size) for name, size in content["files"])
+    return Stream(files, tuple(map(tuple, content["lanes"])))
 
 
 # Names of ModelShape's fields in older checkpoints -> names today.

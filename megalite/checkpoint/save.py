@@ -14,7 +14,7 @@ import torch
 from megalite.checkpoint.draft import Draft, by_key, pieces_of
 from megalite.checkpoint.failures import OF_A_RUN, Remedies, explain
 from megalite.checkpoint.folder import partial_name, published_name
-from megalite.checkpoint.manifest import Base, Manifest
+from megalite.checkpoint.manifest import Base, Manifest, Stream
 from megalite.checkpoint.publish import remove_stale
 from megalite.errors import CheckpointError
 from megalite.model.replica import Replica
@@ -76,10 +76,12 @@ def draft_checkpoint(
     config: Mapping[str, Any],
     remedies: Remedies = OF_A_RUN,
     base: Base | None = None,
+    stream: Stream | None = None,
 ) -> Draft:
     """List what each rank has to write, and make the partial folder if the disk has room for all ranks.
 
     Writes no tensor: `write_draft` or a BackgroundWriter does. Arguments, errors: as of `save_checkpoint`. Collective.
+    stream: the position in streamed text, on rank 0.
     """
     step, mesh, split = trainer_state["step"], replica.mesh, replica.split
     manifest = Manifest(
@@ -94,6 +96,7 @@ def draft_checkpoint(
         tensors={},
         files={},
         base=base,
+        stream=stream,
     )
     pieces = all_or_none(mesh, lambda: by_key(pieces_of(replica, optimizer)), explain(mesh, "list", folder))
     where = folder / mesh.broadcast_object(partial_name(step, secrets.token_hex(4)))

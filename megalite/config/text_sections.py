@@ -101,7 +101,13 @@ class DataConfig(Section):
         "truncate",
         description="instruct, preference: what happens to one longer than training.sequence_length",
     )
-    shuffle: bool = Field(True, description="shuffle the sequences anew in each epoch")
+    streaming: bool = Field(
+        False,
+        description="read .jsonl or .parquet while training, without token files; needs training.steps",
+    )
+    shuffle: bool = Field(
+        True, description="shuffle the sequences anew in each epoch; streaming: nearby documents"
+    )
     workers: int = Field(2, ge=0, lt=1024, description="number of processes that tokenize text")
     loader_workers: int = Field(
         1,

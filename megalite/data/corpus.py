@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from megalite.data.source_files import SourceFile, source_files
 from megalite.data.source_stream import json_lines, not_utf8, source_stream, without_surrogates
@@ -205,15 +206,20 @@ def _whole_text(stream: io.BufferedIOBase) -> Iterator[str]:
 
 def _json_texts(path: Path, stream: io.BufferedIOBase, text_column: str) -> Iterator[tuple[str]]:
     for row, where in json_lines(path, stream):
-        if not isinstance(row, dict) or text_column not in row:
-            columns = sorted(row) if isinstance(row, dict) else "none: it is not an object"
-            raise DataError(
-                f"{where}: no column {text_column!r} (columns: {columns}); set data.text_column (--text-column)"
-            )
-        if not isinstance(row[text_column], str):
-            kind = type(row[text_column]).__name__
-            raise DataError(
-                f"{where}: column {text_column!r} holds {kind}, not text; set another data.text_column (--text-column) "
-                "or fix the line"
-            )
-        yield (without_surrogates(row[text_column], where),)
+        yield (json_text(row, where, text_column),)
+
+
+def json_text(row: Any, where: str, text_column: str) -> str:
+    """Return the text of the value of a .jsonl line; DataError, with the place `where`, if it has none."""
+    if not isinstance(row, dict) or text_column not in row:
+        columns = sorted(row) if isinstance(row, dict) else "none: it is not an object"
+        raise DataError(
+            f"{where}: no column {text_column!r} (columns: {columns}); set data.text_column (--text-column)"
+        )
+    if not isinstance(row[text_column], str):
+        kind = type(row[text_column]).__name__
+        raise DataError(
+            f"{where}: column {text_column!r} holds {kind}, not text; set another data.text_column (--text-column) "
+            "or fix the line"
+        )
+    return without_surrogates(row[text_column], where)

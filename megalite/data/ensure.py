@@ -22,6 +22,8 @@ from megalite.data.prepare import Preparation, prepare_outputs
 from megalite.data.prepared import PreparedFacts, prepared_facts
 from megalite.data.run_tokenizer import TokenizerRequest, run_tokenizer
 from megalite.data.split import PARTS, Split
+from megalite.data.stream_files import StreamFile, stream_files
+from megalite.data.stream_lane import require_documents
 from megalite.data.token_file import TokenFile, bin_path, idx_path, prepared_prefix
 from megalite.data.token_ids import largest_id, require_ids
 from megalite.data.tokenizer import Tokenizer, load_tokenizer
@@ -34,6 +36,7 @@ class RunData:
     """The tokenizer's folder and the prefixes of a run's token files.
 
     tokenizer: None for prepared token files without one. weights: one per training file. notes: lines for the start.
+    stream: the training text with data.streaming, in place of `train`.
     """
 
     tokenizer: Path | None
@@ -42,6 +45,7 @@ class RunData:
     validation: tuple[Path, ...] = ()
     test: tuple[Path, ...] = ()
     notes: tuple[str, ...] = ()
+    stream: tuple[StreamFile, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,10 @@ def ensure_data(config: RunConfig, run_folder: Path, console: PreparationConsole
         _check_rows(rows, tokenizer)
     found: dict[str, list[Path]] = {part: [] for part in PARTS}
     notes: list[str] = []
+    stream = _stream(config, sets)
     for each in sets:
+        if stream and each.part == "train":
+            continue
         if isinstance(each.source, Path):
             _check_prepared(each, each.source, tokenizer, config)
             _check_ids(each.source, tokenizer, rows, run_folder)
@@ -107,17 +114,33 @@ def ensure_data(config: RunConfig, run_folder: Path, console: PreparationConsole
             found[part].append(prefix)
     if config.data.kind != "text":
         notes += _rows(config, found)
-    else:
+    elif not stream:
         for each, prefix in zip((each for each in sets if each.part == "train"), found["train"], strict=True):
             _require_a_sequence(each, prefix, config.training.sequence_length)
     return RunData(
         tokenizer=folder,
         train=tuple(found["train"]),
-        weights=tuple(each.weight for each in sets if each.part == "train"),
+        weights=() if stream else tuple(each.weight for each in sets if each.part == "train"),
         validation=tuple(found["validation"]),
         test=tuple(found["test"]),
         notes=tuple(notes),
+        stream=stream,
     )
+
+
+def _stream(config: RunConfig, sets: Sequence[_Set]) -> tuple[StreamFile, ...]:
+    """Return the files that the run streams, each lane with a document; () without data.streaming."""
+    if not config.data.streaming:
+        return ()
+    [source] = [each.source for each in sets if each.part == "train"]
+    if isinstance(source, Path):
+        raise DataError(
+            f"data.source: {bin_path(source)} is a prepared token file, which needs no tokenizing; "
+            "set data.streaming = false, or name the text that the file was made from"
+        )
+    files = stream_files(source)
+    require_documents(files, config.batch.global_batch_size, config.data.text_column)
+    return files
 
 
 def _sets(config: RunConfig) -> list[_Set]:

@@ -1,8 +1,11 @@
 """Reads rows of parquet and Arrow files and of saved `datasets` folders, a few at a time."""
 
 import json
+from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,14 +69,27 @@ def column_texts(path: Path, column: str) -> Iterator[tuple[str, int]]:
         yield text, position
 
 
-def table_rows(path: Path, text_column: str | None = None) -> Iterator[tuple[dict[str, Any], int, int]]:
+def parquet_rows(path: Path) -> int:
+    """Return the number of rows of a parquet file; reads its footer alone. Raises DataError."""
+    with _explained(path):
+        from pyarrow import parquet
+
+        rows: int = parquet.read_metadata(path).num_rows
+        return rows
+
+
+def table_rows(
+    path: Path, text_column: str | None = None, *, first: int = 0
+) -> Iterator[tuple[dict[str, Any], int, int]]:
     """Yield each row, all columns or the text column alone, with its number from 0 and the bytes read so far.
 
+    first: the row to start at, of a parquet file: the row groups before it are not read.
     Raises DataError with file, row and remedy.
     """
     with _explained(path):
-        batches, size = (_parquet if path.suffix == ".parquet" else _arrow), path.stat().st_size
-        number = 0
+        size = path.stat().st_size
+        batches = partial(_parquet, first=first) if path.suffix == ".parquet" else _arrow
+        number = first
         for batch, share in batches(path, text_column):
             columns = list(zip(batch.schema.names, batch.columns, strict=True))
             for index in range(batch.num_rows):
@@ -82,17 +98,24 @@ def table_rows(path: Path, text_column: str | None = None) -> Iterator[tuple[dic
                 number += 1
 
 
-def _parquet(path: Path, text_column: str | None) -> Iterator[tuple["pyarrow.RecordBatch", float]]:
+def _parquet(
+    path: Path, text_column: str | None, *, first: int = 0
+) -> Iterator[tuple["pyarrow.RecordBatch", float]]:
     from pyarrow import parquet
 
     # No threads, because ranks may be forked from this process.
     options = {"memory_map": True, "pre_buffer": False, "buffer_size": _BUFFER_BYTES}
     with parquet.ParquetFile(path, page_checksum_verification=True, **options) as file:
         names = _column_names(path, text_column, file.schema_arrow)
-        read = 0
-        for batch in file.iter_batches(batch_size=_ROWS, columns=names, use_threads=False):
+        groups = [file.metadata.row_group(index).num_rows for index in range(file.num_row_groups)]
+        ends = list(accumulate(groups))
+        group = bisect_right(ends, first)
+        read = ends[group] - groups[group] if group < len(groups) else 0
+        wanted = range(group, len(groups))
+        for batch in file.iter_batches(batch_size=_ROWS, columns=names, use_threads=False, row_groups=wanted):
+            skipped = min(max(0, first - read), batch.num_rows)
             read += batch.num_rows
-            yield batch, read / file.metadata.num_rows
+            yield batch.slice(skipped), read / file.metadata.num_rows
 
 
 def _arrow(path: Path, text_column: str | None) -> Iterator[tuple["pyarrow.RecordBatch", float]]:

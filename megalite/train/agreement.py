@@ -61,13 +61,14 @@ def agreed_store(meeting: Meeting, seconds: float) -> Store:
 
 
 def _files(inputs: RunInputs) -> Iterator[tuple[str, str]]:
-    """Yield path, "size and digest" of the token files, the tokenizer's and the weights'."""
+    """Yield path, "size and digest" of the token files or streamed files, the tokenizer's and the weights'."""
     data = inputs.data
     paths = [
         place(prefix)
         for prefix in (*data.train, *data.validation, *data.test)
         for place in (bin_path, idx_path)
     ]
+    paths += [file.path for file in data.stream]
     folders = [data.tokenizer] if data.tokenizer is not None else []
     if inputs.weights is not None and HubName.of(inputs.weights) is None:
         folders.append(Path(inputs.weights).expanduser())

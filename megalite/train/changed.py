@@ -1,6 +1,6 @@
 """The settings that differ from those of the checkpoint that a run goes on from."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,6 +8,7 @@ from typing import Any
 from megalite.checkpoint.folder import read_manifest
 from megalite.config.flat import flat, flat_settings
 from megalite.config.schema import RunConfig, RunSection
+from megalite.data.stream_files import StreamFile
 from megalite.errors import ConfigError, Problem, listed
 
 # Where and how a run computes, and how long: none of it makes another run. Data and tokenizer are compared by content.
@@ -99,6 +100,44 @@ def require_same_order(config: RunConfig, resumed: Path | None) -> None:
         problems.append(Problem("training.sequence_length", message, f"use {written}, or a new run.folder"))
     if problems:
         raise ConfigError(problems)
+
+
+def require_same_stream(config: RunConfig, files: Sequence[StreamFile], resumed: Path | None) -> None:
+    """Refuse to resume where streamed text would not go on behind what was read. files: () without data.streaming.
+
+    Raises ConfigError if data.streaming, the files or the global batch size are not those of the checkpoint.
+    """
+    if resumed is None or (manifest := read_manifest(resumed)).step == 0:
+        return
+    before, size = manifest.stream, config.batch.global_batch_size
+    if before is None or not files:
+        if before is not None or files:
+            was = "streamed" if before else "not streamed"
+            message = f"the {manifest.step} steps before {resumed} were {was}, so text would be repeated or left out"
+            remedy = f"use {'true' if before else 'false'}, or a new run.folder"
+            raise ConfigError([Problem("data.streaming", message, remedy)])
+        return
+    problems = []
+    now = tuple((file.path.name, file.size_bytes) for file in files)
+    if now != before.files:
+        message = f"{_first_difference(before.files, now)}, and the places where {resumed} goes on depend on the files"
+        problems.append(Problem("data.source", message, "name the same files, or use a new run.folder"))
+    if size != len(before.lanes):
+        message = f"{size} is not that of {resumed}, and each sequence of it streams a part of its own"
+        remedy = f"use {len(before.lanes)}, or a new run.folder"
+        problems.append(Problem("training.global_batch_size", message, remedy))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _first_difference(before: Sequence[tuple[str, int]], now: Sequence[tuple[str, int]]) -> str:
+    """Say how two lists of files, each its name and size in bytes, differ."""
+    if len(before) != len(now):
+        return f"{len(now)} files are not the {len(before)} of the steps before"
+    (name, was), (other, size) = next(pair for pair in zip(before, now, strict=True) if pair[0] != pair[1])
+    if name != other:
+        return f"{other} is in the place of {name}"
+    return f"{name} has {size:,} bytes, not {was:,}"
 
 
 def _weights_up_to(step: int, data: Mapping[str, Any]) -> list[tuple[int, list[float]]]:

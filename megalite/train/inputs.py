@@ -9,7 +9,8 @@ from megalite.config.schema import RunConfig
 from megalite.convert.huggingface.files import local_folder
 from megalite.convert.huggingface.origin import find_origin, keep_origin
 from megalite.data.ensure import RunData, ensure_data
-from megalite.train.changed import require_same_order, require_same_run
+from megalite.data.stream_files import StreamFile
+from megalite.train.changed import require_same_order, require_same_run, require_same_stream
 from megalite.train.run_folder import RunFolder
 
 
@@ -36,6 +37,7 @@ class RunInputs:
             validation=tuple(map(Path, data["validation"])),
             test=tuple(map(Path, data["test"])),
             notes=tuple(data["notes"]),
+            stream=tuple(StreamFile(Path(each["path"]), each["size_bytes"]) for each in data["stream"]),
         )
         return cls(read, given["weights"])
 
@@ -57,6 +59,7 @@ def prepare_inputs(config: RunConfig, folder: RunFolder) -> RunInputs:
     data = ensure_data(config, folder.root)
     require_same_run(config, found_to_resume(config, folder))
     require_same_order(config, found_to_resume(config, folder))
+    require_same_stream(config, data.stream, found_to_resume(config, folder))
     _keep_origin(config, folder)
     return RunInputs(data, config.model.weights)
 

@@ -9,10 +9,15 @@ from megalite.data.bucket_loader import BucketLoader
 from megalite.data.conversation_rows import samples_of
 from megalite.data.ensure import RunData
 from megalite.data.loader import StepLoader
+from megalite.data.stream_lane import StreamText
+from megalite.data.stream_loader import StreamLoader, TrainingLoader
 from megalite.data.token_file import TokenFile
 from megalite.data.tokenizer import Tokenizer
 from megalite.parallel.mesh import ParallelMesh
 from megalite.train.validation import HeldOutSet, held_out_set
+
+# Batches that are read beside data.prefetch: the next step's, and the one behind it.
+_STEPS_AHEAD = 2
 
 
 def loader_maker(
@@ -24,6 +29,7 @@ def loader_maker(
     return partial(
         StepLoader,
         **_share_of_the_batch(config, mesh),
+        seed=config.run.seed,
         pad_id=end_of_document_id,
         end_of_document_id=end_of_document_id if config.data.document_mask else None,
         samples_of=samples_of(config.data, config.run.seed),
@@ -32,15 +38,26 @@ def loader_maker(
 
 
 def training_loader(
-    config: RunConfig, data: RunData, load: Callable[..., StepLoader], mesh: ParallelMesh
-) -> StepLoader | BucketLoader:
-    """Return the loader of the blended training files, or of the length buckets of one. load: `loader_maker`'s."""
+    config: RunConfig,
+    data: RunData,
+    load: Callable[..., StepLoader],
+    mesh: ParallelMesh,
+    tokenizer: Tokenizer | None,
+) -> TrainingLoader:
+    """Return the loader of the blended training files, of the length buckets of one, or of streamed text.
+
+    load: `loader_maker`'s.
+    """
+    if data.stream:
+        assert tokenizer is not None, "a rule asks for it"
+        return _stream_loader(config, data, mesh, tokenizer)
     if config.data.length_buckets:
         [prefix] = data.train
         return BucketLoader(
             TokenFile.open(prefix),
             buckets=config.data.length_buckets,
             shuffle=config.data.shuffle,
+            seed=config.run.seed,
             **_share_of_the_batch(config, mesh),
         )
     return load(
@@ -53,15 +70,33 @@ def training_loader(
 
 
 def _share_of_the_batch(config: RunConfig, mesh: ParallelMesh) -> dict[str, Any]:
-    """Return the sizes of the global batch, this rank's share of it, and the seed of its order."""
+    """Return the sizes of the global batch, and this rank's share of it."""
     return {
         "sequence_length": config.training.sequence_length,
         "micro_batch_size": config.batch.micro_batch_size,
         "micro_batches": config.batch.micro_batches,
         "dp_rank": mesh.batch.rank,
         "dp_size": mesh.batch.size,
-        "seed": config.run.seed,
     }
+
+
+def _stream_loader(
+    config: RunConfig, data: RunData, mesh: ParallelMesh, tokenizer: Tokenizer
+) -> StreamLoader:
+    settings = config.data
+    text = StreamText(
+        data.stream,
+        text_column=settings.text_column,
+        min_length=settings.min_length,
+        seed=config.run.seed if settings.shuffle else None,
+    )
+    return StreamLoader(
+        text,
+        tokenizer,
+        **_share_of_the_batch(config, mesh),
+        document_mask=settings.document_mask,
+        remembered=settings.prefetch + _STEPS_AHEAD,
+    )
 
 
 def held_out_sets(

@@ -17,6 +17,7 @@ from megalite.convert.huggingface.export import export
 from megalite.convert.huggingface.files import local_folder
 from megalite.convert.peft.export import export_adapter
 from megalite.data.loader import StepLoader
+from megalite.data.stream_loader import StreamLoader
 from megalite.data.tokenizer import Tokenizer, load_tokenizer
 from megalite.errors import CheckpointError, listed
 from megalite.launcher.detect import RankInfo
@@ -39,7 +40,7 @@ from megalite.train.reference_table import ReferenceFile, give_reference_losses
 from megalite.train.report import RunReporter
 from megalite.train.run_folder import RunFolder
 from megalite.train.saving import RunSaver
-from megalite.train.start import data_line
+from megalite.train.start import data_line, stream_line
 from megalite.train.step import TrainStep
 from megalite.train.time_budget import TimeBudget
 from megalite.train.validation import HeldOutSet
@@ -166,7 +167,7 @@ def _train(
         config,
         mesh,
         shape,
-        training_loader(config, inputs.data, load, mesh),
+        training_loader(config, inputs.data, load, mesh, tokenizer),
         weights=_initial_weights(inputs, mesh) if resumed_from is None or shape.adapter else None,
         kernels=kernels,
     )
@@ -204,7 +205,10 @@ def _train(
 
 
 def _data_line(trainer: TrainStep, held_out: Mapping[str, HeldOutSet]) -> str:
-    samples, validated = trainer.loader.samples_per_epoch, sum(each.samples for each in held_out.values())
+    validated = sum(each.samples for each in held_out.values())
+    if isinstance(trainer.loader, StreamLoader):
+        return stream_line(trainer.config, trainer.loader.text.files, held_out=validated)
+    samples = trainer.loader.samples_per_epoch
     return data_line(trainer.config, samples=samples, held_out=validated, steps=trainer.total_steps)
 
 

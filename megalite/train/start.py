@@ -12,8 +12,10 @@ from megalite.config.summary import (
     rank_share_line,
     shape_line,
 )
+from megalite.data.stream_files import StreamFile
 from megalite.launcher.detect import RankInfo
 from megalite.launcher.environment import watched_by_launcher
+from megalite.monitor.preparation import megabytes
 from megalite.version import __version__
 
 
@@ -45,7 +47,19 @@ def data_line(config: RunConfig, *, samples: int, held_out: int, steps: int) -> 
     per_epoch = ceil(samples / batch)
     line = f"data: {samples * length:,} tokens, {_counted(per_epoch, 'step')} per epoch; "
     line += f"{steps:,} steps are {steps * batch / samples:.3g} epochs"
-    return line + (f"; validation on {held_out * length:,} tokens" if held_out else "")
+    return line + _validated(config, held_out)
+
+
+def stream_line(config: RunConfig, files: Sequence[StreamFile], *, held_out: int) -> str:
+    """Return what a run streams. held_out: sequences of a validation."""
+    size = megabytes(sum(file.size_bytes for file in files))
+    lanes = config.batch.global_batch_size
+    line = f"data: streams {size} in {_counted(len(files), 'file')}, {_counted(lanes, 'part')} at once (data.streaming)"
+    return line + _validated(config, held_out)
+
+
+def _validated(config: RunConfig, held_out: int) -> str:
+    return f"; validation on {held_out * config.training.sequence_length:,} tokens" if held_out else ""
 
 
 def meeting_line(config: RunConfig, hosts: Sequence[str], meets_at: str, interface: str) -> str:

@@ -21,9 +21,8 @@ from megalite.config.schema import RunConfig
 from megalite.convert.huggingface.load import load_huggingface
 from megalite.convert.peft.base import base_of, require_base
 from megalite.convert.peft.read import load_adapter
-from megalite.data.bucket_loader import BucketLoader
-from megalite.data.loader import StepLoader
 from megalite.data.prefetch import Prefetch
+from megalite.data.stream_loader import TrainingLoader
 from megalite.data.transfer import ArrivingBatch, BatchTransfer
 from megalite.errors import CheckpointError, TrainingError
 from megalite.launcher.progress import Activity, now
@@ -44,6 +43,7 @@ from megalite.train.options import model_options, objective_of, optimizer_settin
 from megalite.train.reference import is_without_adapter, reference_losses
 from megalite.train.state import StepReport, TrainerState
 from megalite.train.step_totals import StepTotals, total_over_ranks
+from megalite.train.stream_position import gathered_position, go_on
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class TrainStep:
         config: RunConfig,
         mesh: ParallelMesh,
         shape: ModelShape,
-        loader: StepLoader | BucketLoader,
+        loader: TrainingLoader,
         *,
         weights: Path | None = None,
         kernels: KernelChoice | None = None,
@@ -131,7 +131,7 @@ class TrainStep:
         """The positions of a global batch; with data.length_buckets, the most that one has."""
         return self.config.batch.global_batch_size * self.config.training.sequence_length
 
-    def prefetch(self, loader: StepLoader | BucketLoader, *, end: int) -> Prefetch[ArrivingBatch]:
+    def prefetch(self, loader: TrainingLoader, *, end: int) -> Prefetch[ArrivingBatch]:
         """Return the batches of `loader` up to `end` samples, which threads read ahead and copy to the device."""
         return Prefetch(
             partial(self._arriving_batch, loader),
@@ -146,7 +146,7 @@ class TrainStep:
         left = (self.total_steps - self.state.step) * self.config.batch.global_batch_size
         return self.prefetch(self.loader, end=self.state.samples + left)
 
-    def _arriving_batch(self, loader: StepLoader | BucketLoader, consumed_samples: int) -> ArrivingBatch:
+    def _arriving_batch(self, loader: TrainingLoader, consumed_samples: int) -> ArrivingBatch:
         """Read the batch of `loader` after `consumed_samples` and start its copy to the device; thread-safe."""
         return self.transfer.start(loader.step_batch(consumed_samples, dtype=self.options.loss_dtype))
 
@@ -298,6 +298,7 @@ class TrainStep:
             trainer_state=asdict(self.state),
             config=self.config.model_dump(mode="json"),
             base=self.base,
+            stream=gathered_position(self.loader, self.state.samples, self.mesh),
         )
 
     def resume(self, checkpoint: Path) -> None:
@@ -319,6 +320,7 @@ class TrainStep:
         now.finished(self.state.step)
         self.learning_rate = schedule_of(self.config, self.total_steps)
         self.batches.close()
+        go_on(self.loader, self.state.samples, read_manifest(checkpoint).stream)
         self.batches, self._next = self._training_batches(), None
 
     def _current_learning_rate(self) -> float:

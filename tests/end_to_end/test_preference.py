@@ -101,7 +101,10 @@ def ipo(policy: Tensor, reference: Tensor, counts: Tensor) -> tuple[Tensor, Tens
 
 
 def plain_run(weights: Path, loader: StepLoader, formula: Callable[..., tuple[Tensor, Tensor]]) -> list[Any]:
-    """The loss, reward accuracy and reward margin of each step of a plain loop with a copy as its reference."""
+    """The loss, reward accuracy, reward margin and size of the rewards of each step of a plain loop.
+
+    The reference is a copy of the model. A margin is a difference of rewards, and has their rounding.
+    """
     model = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32)
     reference = deepcopy(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)
@@ -110,13 +113,15 @@ def plain_run(weights: Path, loader: StepLoader, formula: Callable[..., tuple[Te
         batch = loader.step_batch(step * loader.global_batch_size)
         with torch.no_grad():
             before, _ = log_probabilities(reference, batch)
-        losses, margins = formula(
-            *log_probabilities(model, batch)[:1], before, log_probabilities(model, batch)[1]
-        )
+        policy, counts = log_probabilities(model, batch)
+        losses, margins = formula(policy, before, counts)
         losses.mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        steps.append((losses.mean().item(), (margins > 0).float().mean().item(), margins.mean().item()))
+        reward = BETA * policy.abs().mean().item()
+        steps.append(
+            (losses.mean().item(), (margins > 0).float().mean().item(), margins.mean().item(), reward)
+        )
     return steps
 
 
@@ -157,7 +162,8 @@ def test_the_losses_are_those_of_the_published_formula(shared_data, pairs, tmp_p
     assert_close([each[0] for each in found], [each[0] for each in expected], rtol=FLOAT32_RTOL)
     # The rewards of the first step are zero, but for rounding.
     assert_close([each[1] for each in found[1:]], [each[1] for each in expected[1:]], rtol=FIGURE_RTOL)
-    assert_close([each[2] for each in found], [each[2] for each in expected], rtol=FLOAT32_RTOL)
+    for (*_, margin), (*_, wanted, size) in zip(found, expected, strict=True):
+        assert_close(size + margin, size + wanted, rtol=FLOAT32_RTOL)
 
 
 def test_an_adapter_is_switched_off_for_the_reference(shared_data, pairs, tmp_path):

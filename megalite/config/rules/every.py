@@ -13,6 +13,7 @@ from megalite.config.rules.optimizer import OPTIMIZER_NOTES, OPTIMIZER_RULES
 from megalite.config.rules.pipeline import PIPELINE_RULES
 from megalite.config.rules.places import PLACE_RULES
 from megalite.config.rules.preference import PREFERENCE_RULES
+from megalite.config.rules.streaming import STREAMING_RULES
 from megalite.config.rules.training import TRAINING_RULES
 from megalite.config.rules.validation import VALIDATION_RULES
 from megalite.errors import Problem
@@ -49,6 +50,7 @@ RULES: tuple[Rule, ...] = (
     *TRAINING_RULES,
     *OPTIMIZER_RULES,
     *DATA_RULES,
+    *STREAMING_RULES,
     *PREFERENCE_RULES,
     *VALIDATION_RULES,
 )

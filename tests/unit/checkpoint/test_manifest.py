@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megalite.checkpoint import coverage
 from megalite.checkpoint.coverage import check_coverage
 from megalite.checkpoint.folder import read_manifest
-from megalite.checkpoint.manifest import Manifest, Shard, TensorEntry
+from megalite.checkpoint.manifest import Manifest, Shard, Stream, TensorEntry
 from megalite.checkpoint.manifest_json import from_json, to_json
 from megalite.errors import CheckpointError
 from megalite.topology.axes import Layout
@@ -63,6 +63,7 @@ def manifest(kinds: tuple[str, ...] = ("weight", "exp_avg"), **changed: TensorEn
 
 def test_a_manifest_survives_its_text() -> None:
     written = manifest(exp_avg=TensorEntry((48, 48), "float32", (shard((0, 0), (24, 48), (3, 70)),)))
+    written = replace(written, stream=Stream((("a.jsonl", 900),), ((0, 0, 12, 3, 5), (1, 0, 450, 0, 0))))
     assert from_json(to_json(written), SOURCE) == written
     assert written.step == 3 and written.optimizer_state_keys == {"exp_avg"}
 
@@ -201,3 +202,17 @@ def test_the_check_of_a_hostile_manifest_is_linear_in_its_boxes() -> None:
     few, many = strips(4), strips(16)
     calls = [python_calls(partial(check_coverage, each, SOURCE)) for each in (manifest(), few, many)]
     assert calls[2] - calls[0] <= 4.5 * (calls[1] - calls[0])
+
+
+@pytest.mark.parametrize(
+    "stream",
+    [
+        Stream((("a.jsonl", -1),), ()),
+        Stream((("a.jsonl", 900),), ((0, 0, 12, 3),)),
+        Stream((("a.jsonl", 900),), ((0, 0, 12, 3, 1.5),)),  # type: ignore[arg-type]
+    ],
+    ids=["a negative size", "a lane without a token", "half a token"],
+)
+def test_a_position_in_streamed_text_that_is_none_is_refused(stream: Stream) -> None:
+    with pytest.raises(CheckpointError, match="stream"):
+        from_json(to_json(replace(manifest(), stream=stream)), SOURCE)

@@ -1,4 +1,4 @@
-"""Settings that break a rule, the message, and the remedy: the rules of adapters and preferences."""
+"""Settings that break a rule, the message, and the remedy: the rules of adapters, preferences and streams."""
 
 from pathlib import Path
 
@@ -165,5 +165,50 @@ PREFERENCE_CASES = [
         "model.chunked_loss: 4 computes the head's gradient before the loss of the pair, which weighs it, is known; "
         'delete it, or set adapter.kind = "lora", which freezes the head',
         {"model.chunked_loss": REMOVED},
+    ),
+]
+
+_STREAM = {"data.streaming": True, "tokenizer.path": "tokenizer.json", "tokenizer.vocab_size": REMOVED}
+
+STREAMING_CASES = [
+    Case(
+        "streams_are_one_set_of_documents",
+        {**_STREAM, "data.kind": "instruct"},
+        'data.streaming: is for documents, but data.kind is "instruct"; set it to false, or data.kind = "text"',
+        {"data.streaming": False},
+    ),
+    Case(
+        "streams_are_one_set_of_documents",
+        {**_STREAM, "data.source": REMOVED, "data.blend": [{"source": "a.jsonl", "weight": 1.0}]},
+        "data.blend: has several data sets, but data.streaming reads one; name all files as data.source, or set "
+        "data.streaming = false",
+        {"data.blend": REMOVED, "data.source": "a.jsonl"},
+    ),
+    Case(
+        "streams_are_not_split",
+        {**_STREAM, "data.split": [0.9, 0.1]},
+        "data.split: needs a pass over all documents, which data.streaming does not make; delete it, and name other "
+        "text as data.validation",
+        {"data.split": REMOVED, "data.validation": "held-out.jsonl"},
+    ),
+    Case(
+        "streams_have_a_tokenizer",
+        {"data.streaming": True},
+        "data.streaming: needs an existing tokenizer; train one on a part of the text (megalite tokenizer train), and "
+        "set tokenizer.path",
+        _STREAM,
+    ),
+    Case(
+        "streams_have_a_last_step",
+        {**_STREAM, "training.steps": REMOVED, "training.epochs": 2.0},
+        "training.steps: is required with data.streaming, since the length of the text is not known; set it, and "
+        "delete training.epochs",
+        {"training.steps": 20, "training.epochs": REMOVED},
+    ),
+    Case(
+        "one_thread_reads_a_stream",
+        {**_STREAM, "data.loader_workers": 2},
+        "data.loader_workers: 2 threads cannot read a stream in order; use 1",
+        {"data.loader_workers": 1},
     ),
 ]

@@ -8,6 +8,7 @@ import pytest
 
 from megalite.config.load import load_run
 from megalite.data.ensure import RunData
+from megalite.data.stream_files import StreamFile
 from megalite.launcher.coordinator import Coordinator
 from megalite.launcher.meeting import Meeting
 from megalite.launcher.member import JobEnded, Member
@@ -23,9 +24,10 @@ CONFIG = load_run(None, ["--data.source", "stdlib", "--model.preset", "tiny", *L
 
 
 def inputs(folder: Path) -> RunInputs:
-    for name, size in (("train.bin", 200_000), ("train.idx", 34)):
+    for name, size in (("train.bin", 200_000), ("train.idx", 34), ("streamed.jsonl", 200_000)):
         (folder / name).write_bytes(bytes(size))
-    return RunInputs(RunData(None, (folder / "train",), (1.0,), notes=("a note",)), None)
+    streamed = (StreamFile(folder / "streamed.jsonl", 200_000),)
+    return RunInputs(RunData(None, (folder / "train",), (1.0,), notes=("a note",), stream=streamed), None)
 
 
 @pytest.fixture
@@ -86,9 +88,10 @@ def test_a_run_folder_that_is_not_shared_is_named(agree, monkeypatch, tmp_path):
     ],
     ids=["missing", "short", "other content"],
 )
-def test_a_file_that_differs_is_named_with_both_hosts(agree, monkeypatch, tmp_path, damage, seen):
+@pytest.mark.parametrize("name", ["train.bin", "streamed.jsonl"])
+def test_a_file_that_differs_is_named_with_both_hosts(agree, monkeypatch, tmp_path, damage, seen, name):
     made, whole = inputs(tmp_path), agreement._fingerprint
-    changed = tmp_path / "train.bin"
+    changed = tmp_path / name
     before = whole(changed)
 
     def of_host(path: Path) -> str:
