@@ -51,11 +51,15 @@ def test_the_core_and_all_of_it(checkout: Path) -> None:
     assert (code, asked) == (0, [*STYLE, "-m pytest -q --slowest-files 10"])
     assert re.fullmatch(r"passed \(set-up \d+ s, ruff \d+ s, ruff \d+ s, mypy \d+ s, pytest \d+ s\)", last)
     (checkout / "asked").unlink()
-    code, asked, _ = run(checkout, "--all")
-    assert (code, asked) == (
-        0,
-        ["install launchers", *STYLE, "-m pytest -q --slowest-files 10 -m not gpu and not slow"],
-    )
+    code, asked, last = run(checkout, "--all")
+    assert (code, asked[:-2]) == (0, ["install launchers", *STYLE])
+    assert re.fullmatch(r"passed \(.*, mypy \d+ s, pytest \d+ s, waited \d+ s\)", last)
+    # Both parts at once, in any order: each test is in one of them.
+    beside, others = sorted(asked[-2:], key=lambda line: "--ignore" in line)
+    pytest_all = "-m pytest -q --slowest-files 10 -m not gpu and not slow"
+    parts = beside.removeprefix(pytest_all).split()
+    assert beside.startswith(pytest_all) and all((TESTS.parent / part).exists() for part in parts) and parts
+    assert others == " ".join([pytest_all, *(f"--ignore={part}" for part in parts)])
 
 
 def test_arguments_are_given_to_pytest_alone(checkout: Path) -> None:
@@ -70,6 +74,16 @@ def test_arguments_are_given_to_pytest_alone(checkout: Path) -> None:
 def test_all_that_failed_is_named_at_the_end(checkout: Path) -> None:
     code, asked, last = run(checkout, FAIL="mypy")
     assert code == 1 and len(asked) == 4 and last.startswith("failed: mypy (set-up")
+
+
+@pytest.mark.parametrize("part", ["beside", "others"])
+def test_either_part_of_the_tests_may_fail(checkout: Path, part: str) -> None:
+    wanted = "==" if part == "others" else "!="
+    python = checkout / ".venv" / "bin" / "python"
+    ignores = "${*#*--ignore}"
+    python.write_text(f'#!/usr/bin/env bash\n[ "$2" != pytest ] || [ "{ignores}" {wanted} "$*" ]\n')
+    code, _, last = run(checkout, "--all")
+    assert code == 1 and last.startswith("failed: pytest (set-up")
 
 
 def test_nothing_runs_without_the_set_up(checkout: Path) -> None:
