@@ -18,7 +18,9 @@ fi
 set_up=$SECONDS
 [ $# -eq 0 ] || exec "$python" -m pytest "${chosen[@]}" "$@"
 
-one_process=(tests/cli tests/kernels tests/unit tests/test_architecture.py)
+# Two parts of about the same time. The launchers, which wait much, come beside the tests of one process.
+beside=(tests/cli tests/kernels tests/unit tests/test_architecture.py tests/parity)
+others=(tests/launch tests/distributed tests/end_to_end tests/standin)
 failed=()
 times="set-up $set_up s"
 check() {
@@ -34,16 +36,15 @@ tests=(pytest -q --slowest-files 10 "${chosen[@]}")
 if [ ${#chosen[@]} -eq 0 ]; then
     check "${tests[@]}"
 else
-    # The tests of one process leave a core to those of several ranks, which wait for each other much of their time.
-    beside=$(mktemp)
-    trap 'rm -f "$beside"' EXIT
-    "$python" -m "${tests[@]}" "${one_process[@]}" >"$beside" 2>&1 &
-    check "${tests[@]}" "${one_process[@]/#/--ignore=}"
+    said=$(mktemp)
+    trap 'rm -f "$said"' EXIT
+    "$python" -m "${tests[@]}" "${beside[@]}" >"$said" 2>&1 &
+    check "${tests[@]}" "${others[@]}"
     start=$SECONDS
     wait $! || failed+=(pytest)
     times+=", waited $((SECONDS - start)) s"
-    printf '\n== %s\n' "${tests[*]} ${one_process[*]}"
-    cat "$beside"
+    printf '\n== %s\n' "${tests[*]} ${beside[*]}"
+    cat "$said"
 fi
 if [ ${#failed[@]} -gt 0 ]; then
     printf '\nfailed: %s (%s)\n' "${failed[*]}" "$times" >&2

@@ -99,6 +99,7 @@ def test_a_job_that_a_higher_partition_pre_empts_goes_on_after_it(slurm, folder)
     assert starts(folder) == expect(job, 0, 1)
 
 
+@pytest.mark.slow  # a signal that requeues: the pre-emption of a stub
 def test_the_signal_before_the_time_limit_stops_and_requeues(slurm, folder):
     job = submit(slurm, folder, "100 0 0", "--time=1", "--signal=TERM@45")
     assert slurm.wait(job, "COMPLETED", timeout=100)["Restarts"] == "1"
@@ -127,6 +128,7 @@ def test_a_job_that_loses_a_node_goes_on_elsewhere(folder):
         assert starts(folder)[4:] == expect(job, 1, nodes=("n0", "n2"))
 
 
+@pytest.mark.slow  # pre-emption: the stub before; saving and going on bit for bit: test_stops_on_slurm
 def test_a_pre_empted_training_ends_with_the_same_numbers(slurm, tmp_path):
     job = Job.write(tmp_path)
     reference, interrupted = tmp_path / "reference", tmp_path / "interrupted"
