@@ -23,9 +23,10 @@ def job(tmp_path_factory) -> Job:
     return Job.write(tmp_path_factory.mktemp("job"))
 
 
-def submit(slurm, folder: Path, job: Job, *options: str, steps: int) -> int:
-    """Submit a job of four ranks on two nodes whose log is FOLDER/log."""
-    train = shlex.join([sys.executable, *job.command(folder / "run", "--training.steps", str(steps))[1:]])
+def submit(slurm, folder: Path, job: Job, *options: str, steps: int, rows: int = 8) -> int:
+    """Submit a job of four ranks on two nodes whose log is FOLDER/log. rows: of the global batch."""
+    flags = ("--training.steps", str(steps), "--training.global_batch_size", str(rows))
+    train = shlex.join([sys.executable, *job.command(folder / "run", *flags)[1:]])
     script = folder / "job.sh"
     script.write_text(f"#!/bin/bash\nsrun {train}\n")
     tasks = ("--nodes=2", "--ntasks-per-node=2", f"--output={folder}/log", "--open-mode=append")
@@ -46,7 +47,8 @@ def wait_for(folder: Path, text: str) -> None:
 
 def test_sigusr1_to_a_step_saves_and_the_next_job_goes_on_bit_for_bit(slurm, job, tmp_path):
     """The first job knows the end of its allocation, and is signalled once before its first step."""
-    early = submit(slurm, tmp_path, job, "--time=10", steps=STEPS)
+    # A first step that is not over before the signal comes, however busy the machine is.
+    early = submit(slurm, tmp_path, job, "--time=10", steps=STEPS, rows=8192)
     wait_for(tmp_path, "time: the run saves and stops before the end of the allocation at ")
     slurm.run(["scancel", "--signal=TERM", str(early)])
     assert slurm.wait(early, "FAILED", timeout=SECONDS)["ExitCode"] == "76:0"
