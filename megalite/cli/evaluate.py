@@ -1,20 +1,20 @@
 """megalite evaluate: measure a model's perplexity on text, or its accuracy on a local task file."""
 
 import argparse
-import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megalite.cli.arguments import Parser, whole_number
+from megalite.cli.evaluate_options import MEBIBYTES, SAMPLES, SECONDS, TOKENS, evaluate_parser, problems
 from megalite.cli.local_ranks import on_local_ranks
-from megalite.errors import ConfigError, Problem
+from megalite.errors import ConfigError
 from megalite.evaluate.documents import TextSource
 from megalite.evaluate.report import table, write_json
-from megalite.generation.layout import layout_problems
+from megalite.evaluate.sandbox import Limits
+from megalite.evaluate.task_file import TaskFile
+from megalite.generation.request import Sampling
 from megalite.generation.source import ModelSource, find_source
 from megalite.topology.axes import Layout
 from megalite.topology.shape import ModelShape
@@ -22,27 +22,36 @@ from megalite.version import __version__
 
 if TYPE_CHECKING:
     from megalite.evaluate.perplexity import TextEvaluation
+    from megalite.evaluate.task import TaskEvaluation
+    from megalite.generation.text import LoadedModel
     from megalite.parallel.mesh import ParallelMesh
 
 
 @dataclass(frozen=True)
 class _Request:
-    """The arguments that every rank gets."""
+    """The arguments that every rank gets. source: None where the completions of programs are given."""
 
-    source: ModelSource
+    source: ModelSource | None
     layout: Layout
     options: argparse.Namespace
+
+    @property
+    def model(self) -> str:
+        return "given samples" if self.source is None else str(self.source.folder)
 
 
 def run(arguments: Sequence[str]) -> int:
     """Print the figures; return the exit code. Raises CheckpointError, DataError, ConfigError."""
-    options = _parser().parse_args(arguments)
-    source = find_source(options.model, tokenizer=options.tokenizer, base=options.base)
+    options = evaluate_parser(__doc__).parse_args(arguments)
+    source = None
+    if options.model is not None and options.samples_file is None:
+        source = find_source(options.model, tokenizer=options.tokenizer, base=options.base)
     layout = Layout(pipeline=options.pipeline, data=options.data_parallel, tensor=options.tensor)
-    if problems := list(_problems(options, layout, source.shape)):
-        raise ConfigError(problems, "the request")
+    found = list(problems(options, layout, None if source is None else source.shape))
+    if found:
+        raise ConfigError(found, "the request")
     # torch is imported below this line, so that --help and a wrong request are answered at once.
-    preload = ["megalite.generation.text", "megalite.evaluate.perplexity"]
+    preload = ["megalite.generation.text", "megalite.evaluate.perplexity", "megalite.evaluate.task"]
     return on_local_ranks(
         layout, _evaluate, _Request(source, layout, options), name="evaluate", preload=preload
     )
@@ -50,100 +59,70 @@ def run(arguments: Sequence[str]) -> int:
 
 def _evaluate(request: _Request, mesh: "ParallelMesh") -> None:
     """Load the model, measure it, and show the figures on rank 0."""
-    import torch
-
-    from megalite.evaluate.perplexity import evaluate_text
-    from megalite.generation.text import load_source
-
     options = request.options
-    loaded = load_source(request.source, mesh, torch.bfloat16 if options.dtype == "bf16" else torch.float32)
+    loaded = None if request.source is None else _loaded(request.source, mesh, options.dtype)
     started = time.perf_counter()
-    figures = evaluate_text(loaded, _text_evaluation(options, loaded.config)).as_dict()
+    if options.data:
+        from megalite.evaluate.perplexity import evaluate_text
+
+        assert loaded is not None
+        figures = evaluate_text(loaded, _text_evaluation(options, loaded.config)).as_dict()
+    else:
+        from megalite.evaluate.task import evaluate_task
+
+        figures = evaluate_task(loaded, _task_evaluation(options))
     seconds = time.perf_counter() - started
     if mesh.rank != 0:
         return
-    print(f"{request.source.folder} on {', '.join(options.data)}\n{table(figures)}", flush=True)
-    print(f"{figures['tokens']:,} tokens in {seconds:.1f} s", file=sys.stderr, flush=True)
+    subject = ", ".join(options.data) if options.data else str(options.task)
+    print(f"{request.model} on {subject}\n{table(figures)}", flush=True)
+    print(f"evaluated in {seconds:.1f} s", file=sys.stderr, flush=True)
     if options.output is not None:
-        write_json(options.output, _record(request, figures, seconds))
+        about = {"megalite": __version__, "model": request.model, "settings": _settings(options)}
+        write_json(options.output, {**about, "figures": figures, "seconds": round(seconds, 3)})
+
+
+def _loaded(source: ModelSource, mesh: "ParallelMesh", dtype: str) -> "LoadedModel":
+    import torch
+
+    from megalite.generation.text import load_source
+
+    return load_source(source, mesh, torch.bfloat16 if dtype == "bf16" else torch.float32)
 
 
 def _text_evaluation(options: argparse.Namespace, shape: ModelShape) -> "TextEvaluation":
     from megalite.evaluate.perplexity import TextEvaluation
 
     window = options.window or shape.longest_sequence
-    source = TextSource(tuple(options.data), options.text_column, options.pattern)
+    source = TextSource(tuple(options.data), options.text_column or "text", options.pattern or "*")
     return TextEvaluation(source, window, options.stride or window, options.join, options.batch_size)
 
 
-def _record(request: _Request, figures: dict[str, Any], seconds: float) -> dict[str, Any]:
-    options = request.options
-    window = options.window or request.source.shape.longest_sequence
-    settings = {
-        "data": options.data,
-        "window": window,
-        "stride": options.stride or window,
-        "join": options.join,
-        "dtype": options.dtype,
-        "batch_size": options.batch_size,
-        "tensor": options.tensor,
-        "pipeline": options.pipeline,
-        "data_parallel": options.data_parallel,
-    }
-    about = {"megalite": __version__, "model": str(request.source.folder), "settings": settings}
-    return {**about, "figures": figures, "seconds": round(seconds, 3)}
+def _task_evaluation(options: argparse.Namespace) -> "TaskEvaluation":
+    from megalite.evaluate.task import CodeEvaluation, TaskEvaluation
 
-
-def _problems(options: argparse.Namespace, layout: Layout, shape: ModelShape) -> Iterator[Problem]:
-    yield from layout_problems(layout, shape)
-    longest = shape.longest_sequence
-    window = options.window or longest
-    if window > longest:
-        yield Problem(
-            "--window", f"{window} tokens are more than the model's {longest}", f"use at most {longest}"
+    columns, seed = dict(options.field or []), options.seed or 0
+    file = TaskFile(options.task, options.kind, options.form, columns, options.limit)
+    examples = None
+    if options.few_shot_file is not None:
+        examples = TaskFile(
+            options.few_shot_file, options.kind, options.form, columns, flag="--few-shot-file"
         )
-    if (options.stride or window) > window:
-        yield Problem(
-            "--stride",
-            f"{options.stride} tokens are more than the window of {window}, so some would not be scored",
-            f"use at most {window}",
-        )
-    if options.output is not None:
-        folder = options.output.expanduser().resolve().parent
-        if options.output.is_dir():
-            yield Problem("--output", f"{options.output} is a folder", "name a file, such as results.json")
-        elif not folder.is_dir() or not os.access(folder, os.W_OK):
-            yield Problem("--output", f"{folder} is no folder that can be written", "name another file")
+    top_p = 1.0 if options.top_p is None else options.top_p
+    code = CodeEvaluation(
+        options.samples or SAMPLES,
+        tuple(sorted(set(options.k or [1]))),
+        Sampling(options.temperature or 0.0, 0, top_p, seed),
+        Limits(options.timeout or SECONDS, (options.memory or MEBIBYTES) << 20),
+        options.samples_file,
+    )
+    few_shot, tokens = options.few_shot or 0, options.tokens or TOKENS
+    return TaskEvaluation(file, examples, few_shot, seed, tokens, options.batch_size, code)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="megalite evaluate", description=__doc__)
-    add = parser.add_argument
-    add(
-        "model",
-        metavar="MODEL",
-        help="run folder (its latest checkpoint), checkpoint, Hugging Face folder, PEFT adapter, or org/name on the Hub",
-    )
-    add("--output", type=Path, metavar="FILE", help="write the results as JSON too")
-    add("--dtype", choices=("fp32", "bf16"), default="fp32", help="type of weights and computation (fp32)")
-    add("--batch-size", type=whole_number(1), default=8, metavar="N", help="sequences of one forward pass (8)")
-    add("--tensor", type=whole_number(1), default=1, metavar="N", help="tensor-parallel size (1)")
-    add("--pipeline", type=whole_number(1), default=1, metavar="N", help="pipeline-parallel size (1)")
-    add("--data-parallel", type=whole_number(1), default=1, metavar="N", help="copies of the model that share the work (1)")
-    add("--tokenizer", type=Path, metavar="FOLDER", help="tokenizer folder (default: the model's own)")
-    add("--base", type=Path, metavar="FOLDER", help="the weights beside an adapter, where they have moved")
-    text = parser.add_argument_group("perplexity")
-    add = text.add_argument
-    add(
-        "--data",
-        nargs="+",
-        required=True,
-        metavar="SOURCE",
-        help="text files, folders, .jsonl, .parquet, or the prefix of a prepared token file",
-    )
-    add("--window", type=whole_number(1), metavar="N", help="tokens that the model reads at once (its longest sequence)")
-    add("--stride", type=whole_number(1), metavar="N", help="tokens that each later window scores (window: no overlap)")
-    add("--join", action="store_true", help="score the documents as one stream instead of each alone")
-    add("--text-column", default="text", metavar="NAME", help="column of the text in .jsonl and .parquet (text)")
-    add("--pattern", default="*", metavar="GLOB", help="which files of a folder to read (*)")
-    return parser
+def _settings(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the options that were given, for the record."""
+    given = {name: value for name, value in vars(options).items() if value not in (None, False)}
+    kept = {name: value for name, value in given.items() if name not in ("model", "output", "field")}
+    columns = {"field": dict(options.field)} if options.field else {}
+    return {name: str(value) if hasattr(value, "parts") else value for name, value in kept.items()} | columns

@@ -8,6 +8,7 @@ from typing import Any
 
 from megalite.data.partial_files import partial
 from megalite.errors import DataError
+from megalite.evaluate.statistics import Rate
 
 
 def table(figures: Mapping[str, Any]) -> str:
@@ -30,13 +31,19 @@ def write_json(path: Path, results: Mapping[str, Any]) -> None:
 
 
 def _shown(value: Any) -> str:
+    if isinstance(value, Rate):
+        return f"{value.mean:.4f} +- {value.error:.4f}"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} ({_shown(item)})" for name, item in value.items()) or "none"
     if isinstance(value, float):
         return f"{value:,.4f}" if abs(value) < 1e6 else f"{value:.4e}"
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def _plain(value: Any) -> Any:
-    """Return the value for JSON, which has no infinity."""
+    """Return the value for JSON, which has no infinity; a rate becomes two numbers."""
+    if isinstance(value, Rate):
+        return {"mean": value.mean, "stderr": value.error}
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
