@@ -105,7 +105,9 @@ def _of_code(options: argparse.Namespace) -> Iterator[Problem]:
         yield Problem("--samples", message, "set --temperature above 0, for example 0.8")
     if max(options.k or [1]) > samples:
         yield Problem(
-            "--k", f"pass@{max(options.k)} needs more than {samples} samples", f"use --samples {max(options.k)}"
+            "--k",
+            f"pass@{max(options.k)} needs more than {samples} samples",
+            f"use --samples {max(options.k)}",
         )
 
 
@@ -126,7 +128,7 @@ def evaluate_parser(description: str | None) -> argparse.ArgumentParser:
         "model",
         nargs="?",
         metavar="MODEL",
-        help="run folder (its latest checkpoint), checkpoint, Hugging Face folder, PEFT adapter, or org/name on the Hub",
+        help="run folder (its latest checkpoint), checkpoint, Hugging Face or PEFT folder, or org/name on the Hub",
     )
     add("--output", type=Path, metavar="FILE", help="write the results as JSON too")
     add("--dtype", choices=("fp32", "bf16"), default="fp32", help="type of weights and computation (fp32)")
@@ -156,8 +158,18 @@ def _add_text(parser: argparse.ArgumentParser) -> None:
         metavar="SOURCE",
         help="text files, folders, .jsonl, .parquet, or the prefix of a prepared token file",
     )
-    add("--window", type=whole_number(1), metavar="N", help="tokens read at once (the model's longest sequence)")
-    add("--stride", type=whole_number(1), metavar="N", help="tokens that each later window scores (the window)")
+    add(
+        "--window",
+        type=whole_number(1),
+        metavar="N",
+        help="tokens read at once (the model's longest sequence)",
+    )
+    add(
+        "--stride",
+        type=whole_number(1),
+        metavar="N",
+        help="tokens that each later window scores (the window)",
+    )
     add("--join", action="store_true", help="score the documents as one stream instead of each alone")
     add("--text-column", metavar="NAME", help="column of the text in .jsonl and .parquet (text)")
     add("--pattern", metavar="GLOB", help="which files of a folder to read (*)")
@@ -180,7 +192,12 @@ def _add_code(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("code").add_argument
     add("--allow-code", action="store_true", help="permit generated programs to run on this machine")
     add("--samples", type=whole_number(1), metavar="N", help=f"programs of each problem ({SAMPLES})")
-    add("--samples-file", type=Path, metavar="FILE", help="rows of task_id and completion instead of the model's")
+    add(
+        "--samples-file",
+        type=Path,
+        metavar="FILE",
+        help="rows of task_id and completion instead of the model's",
+    )
     add("--k", type=whole_number(1), nargs="+", metavar="K", help="the k of pass@k (1)")
     add("--temperature", type=float, metavar="T", help="sampling temperature; 0: greedy (0)")
     add("--top-p", type=float, metavar="P", help="sample from the fewest tokens with total probability P")

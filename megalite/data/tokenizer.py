@@ -167,7 +167,7 @@ def tokenizer_file(path: Path) -> Path:
 
 
 def start_token_id(tokenizer: Tokenizer) -> int:
-    """Return the id in front of a text whose first token is to be predicted: of bos_token, else of the end of a text."""
+    """Return the id in front of a text whose first token is predicted: of bos_token, else of the end of document."""
     start = _special_token(tokenizer.file.parent, "bos_token")
     found = None if start is None else tokenizer.backend.token_to_id(start)
     return tokenizer.end_of_document_id if found is None else int(found)

@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from megalite.errors import DataError
-from megalite.evaluate.answers import Wanted, answers, until
+from megalite.errors import DataError, listed
+from megalite.evaluate.answers import Wanted, answers
 from megalite.evaluate.questions import CodeProblem
 from megalite.evaluate.rows import Row
 from megalite.evaluate.sandbox import Limits, Outcome, run_program
@@ -54,12 +54,12 @@ def read_samples(path: Path, problems: Sequence[CodeProblem]) -> list[list[str]]
         name = row.text("task_id")
         if name not in found:
             raise row.wrong("task_id", f"{name!r} is no problem of the task", "remove the row")
-        found[name].append(until(row.text("completion"), STOPS))
+        found[name].append(row.text("completion"))
     missing = [name for name, completions in found.items() if not completions]
     if missing:
         raise DataError(
-            f"--samples-file: {path} has no completion of {missing[0]} and {len(missing) - 1} others; write one row for "
-            "each, or score fewer problems with --limit"
+            f"--samples-file: {path} has no completion of {listed(missing)}; write one row for each, "
+            "or score fewer problems with --limit"
         )
     return list(found.values())
 

@@ -1,7 +1,7 @@
 """Reads the documents to score: from text, .jsonl, parquet, or a prepared token file."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,16 +52,14 @@ def documents(source: TextSource, tokenizer: Tokenizer, vocab_size: int) -> Iter
     """
     prefix = prepared_prefix(source.sources, "--data")
     found = False
-    read = (
-        _of_text(source, tokenizer)
-        if prefix is None
-        else _of_token_file(prefix, tokenizer, vocab_size)
-    )
+    read = _of_text(source, tokenizer) if prefix is None else _of_token_file(prefix, tokenizer, vocab_size)
     for document in read:
         found = True
         yield document
     if not found:
-        raise DataError(f"--data: {', '.join(source.sources)} has no tokens to score; name a source with text")
+        raise DataError(
+            f"--data: {', '.join(source.sources)} has no tokens to score; name a source with text"
+        )
 
 
 def count_words(text: str) -> int:
@@ -94,8 +92,8 @@ def _of_token_file(prefix: Path, tokenizer: Tokenizer, vocab_size: int) -> Itera
         )
     if facts is not None and facts.tokenizer_sha256 != tokenizer.sha256:
         raise DataError(
-            f"--data: {prefix} was prepared with {facts.tokenizer}, and the model's tokenizer is {tokenizer.file}; name "
-            "the text itself, or prepare it with the model's tokenizer"
+            f"--data: {prefix} was prepared with {facts.tokenizer}, and the model's tokenizer is {tokenizer.file}; "
+            "name the text itself, or prepare it with the model's tokenizer"
         )
     for index in range(file.num_documents):
         tokens = np.asarray(file.document(index))

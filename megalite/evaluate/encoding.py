@@ -1,4 +1,7 @@
-"""Turns a context and its continuation into a window to score, as lm_eval does."""
+"""Turns texts into the tokens and windows to score, as lm_eval does."""
+
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -6,25 +9,43 @@ from megalite.data.tokenizer import Tokenizer, start_token_id
 from megalite.evaluate.windows import Window
 
 
-def prompt_ids(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Encode a prompt as transformers does: with the tokenizer's start token, without its end token."""
-    ids: list[int] = tokenizer.backend.encode(text).ids
-    return ids[:-1] if ids[-1:] == [tokenizer.end_of_document_id] else ids
+@dataclass(frozen=True)
+class TextEncoder:
+    """Encodes prompts.
 
-
-def pair_ids(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[list[int], list[int]]:
-    """Return the ids of a context and of its continuation, which belong to the ids of both together.
-
-    Spaces at the end of the context go to the continuation. Without a context the start token stands before.
+    adds_start: whether the tokenizer's special tokens are added; None: unless the text spells its start token.
     """
-    if not context:
-        ids = prompt_ids(tokenizer, continuation)
-        start = start_token_id(tokenizer)
-        return ([start], ids) if ids[:1] != [start] else (ids[:1], ids[1:])
-    bare = context.rstrip()
-    whole = prompt_ids(tokenizer, context + continuation)
-    first = len(prompt_ids(tokenizer, bare))
-    return whole[:first], whole[first:]
+
+    tokenizer: Tokenizer
+    adds_start: bool | None = None
+
+    @cached_property
+    def start_id(self) -> int:
+        """The token in front of a text whose first token is to be predicted."""
+        return start_token_id(self.tokenizer)
+
+    def ids(self, text: str) -> list[int]:
+        """Return the ids of a prompt, without the end token that some tokenizers add."""
+        adds = self.adds_start
+        if adds is None:
+            adds = not text.startswith(str(self.tokenizer.backend.id_to_token(self.start_id)))
+        if not adds:
+            return self.tokenizer.encode(text)
+        ids: list[int] = self.tokenizer.backend.encode(text).ids
+        return ids[:-1] if len(ids) > 1 and ids[-1] == self.tokenizer.end_of_document_id else ids
+
+    def pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """Return the ids of a context and of its continuation, which together are those of the whole text.
+
+        Spaces at the end of the context go to the continuation. Without a context the start token stands before.
+        """
+        bare = context.rstrip()
+        if not bare:
+            ids = self.tokenizer.encode(context + continuation)
+            return (ids[:1], ids[1:]) if ids[:1] == [self.start_id] else ([self.start_id], ids)
+        whole = self.ids(context + continuation)
+        first = len(self.ids(bare))
+        return whole[:first], whole[first:]
 
 
 def pair_window(context: list[int], continuation: list[int], length: int) -> Window:

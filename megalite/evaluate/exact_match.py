@@ -33,9 +33,7 @@ def exact_match(
     loaded: LoadedModel, questions: Sequence[OpenQuestion], few_shot: FewShot, tokens: int
 ) -> MatchFigures:
     """Generate greedily and compare; the same figures on every rank. Collective over the world."""
-    wanted = [
-        Wanted(few_shot.prompt(question, number), _STOPS) for number, question in enumerate(questions)
-    ]
+    wanted = [Wanted(few_shot.prompt(question, number), _STOPS) for number, question in enumerate(questions)]
     texts = answers(loaded, wanted, tokens)
     last = [float(matches(text, question.final)) for text, question in zip(texts, questions, strict=True)]
     strict = [

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from megalite.evaluate.questions import ChoiceQuestion, CodeProblem, OpenQuestion
 from megalite.evaluate.rows import LETTERS, Row
@@ -40,7 +40,8 @@ def _arc(row: Row) -> ChoiceQuestion:
     question, choices = row.value("question"), row.value("choices") if row.has("choices") else None
     # The files of the publisher hold the choices within the question, one object each.
     if isinstance(question, Mapping):
-        question, choices = question.get("stem"), question.get("choices")
+        inside: Mapping[str, Any] = question
+        question, choices = inside.get("stem"), inside.get("choices")
     if not isinstance(question, str):
         raise row.wrong("question", "holds no text", "fix the row")
     if isinstance(choices, list) and all(isinstance(each, Mapping) for each in choices):
@@ -50,7 +51,9 @@ def _arc(row: Row) -> ChoiceQuestion:
     inner = Row(choices, f"{row.where}: choices", {})
     texts, labels = inner.texts("text"), inner.texts("label")
     if len(texts) != len(labels):
-        raise row.wrong("choices", f"has {len(texts)} texts and {len(labels)} labels", "write one label a text")
+        raise row.wrong(
+            "choices", f"has {len(texts)} texts and {len(labels)} labels", "write one label a text"
+        )
     return ChoiceQuestion(_asked(question), texts, row.label("answerKey", labels))
 
 
@@ -74,7 +77,11 @@ def _gsm8k(row: Row) -> OpenQuestion:
     """Cobbe et al., "Training Verifiers to Solve Math Word Problems", 2021: the number behind the mark is compared."""
     answer = row.text("answer")
     if MARK not in answer:
-        raise row.wrong("answer", f"has no {MARK} before its number", f'end the answer with "{MARK} 42", or use --form plain')
+        raise row.wrong(
+            "answer",
+            f"has no {MARK} before its number",
+            f'end the answer with "{MARK} 42", or use --form plain',
+        )
     return OpenQuestion(_asked(row.text("question")), answer, answer.rpartition(MARK)[2].strip())
 
 
@@ -100,7 +107,9 @@ def _asked(question: str) -> str:
 
 # In the order in which a file is recognised.
 FORMS: Mapping[str, Form] = {
-    "hellaswag": Form("multiple_choice", ("ctx_a", "ctx_b", "activity_label", "endings", "label"), _hellaswag),
+    "hellaswag": Form(
+        "multiple_choice", ("ctx_a", "ctx_b", "activity_label", "endings", "label"), _hellaswag
+    ),
     "arc": Form("multiple_choice", ("question", "answerKey"), _arc),
     "mmlu": Form("multiple_choice", ("question", "choices", "answer"), _mmlu),
     "choices": Form("multiple_choice", ("context", "choices", "answer"), _plain_choices),

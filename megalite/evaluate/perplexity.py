@@ -58,7 +58,7 @@ class TextFigures:
 
 @dataclass(frozen=True)
 class TextEvaluation:
-    """What to score, and how.
+    """The text to score, and how.
 
     window: tokens that the model reads at once. stride: tokens that each later window scores; equal to window, windows
     do not overlap. join: all documents as one stream, an end-of-document token between two, instead of each alone.

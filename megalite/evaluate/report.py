@@ -14,7 +14,9 @@ from megalite.evaluate.statistics import Rate
 def table(figures: Mapping[str, Any]) -> str:
     """Return one line for each figure: its name and its value."""
     width = max(map(len, figures))
-    return "\n".join(f"  {name.replace('_', ' '):<{width}}  {_shown(value)}" for name, value in figures.items())
+    return "\n".join(
+        f"  {name.replace('_', ' '):<{width}}  {_shown(value)}" for name, value in figures.items()
+    )
 
 
 def write_json(path: Path, results: Mapping[str, Any]) -> None:
@@ -32,7 +34,7 @@ def write_json(path: Path, results: Mapping[str, Any]) -> None:
 
 def _shown(value: Any) -> str:
     if isinstance(value, Rate):
-        return f"{value.mean:.4f} +- {value.error:.4f}"
+        return f"{value.mean:.4f} ± {value.error:.4f}"
     if isinstance(value, Mapping):
         return ", ".join(f"{name} ({_shown(item)})" for name, item in value.items()) or "none"
     if isinstance(value, float):

@@ -42,7 +42,9 @@ class Row:
         """Return a list of at least two texts, none of them empty."""
         value = self.value(field)
         if not isinstance(value, list) or not all(isinstance(each, str) and each for each in value):
-            raise self.wrong(field, f"holds {json_type(value)}, not a list of texts", "write one text a choice")
+            raise self.wrong(
+                field, f"holds {json_type(value)}, not a list of texts", "write one text a choice"
+            )
         if len(value) < 2:
             raise self.wrong(field, f"has {len(value)} choices", "write two or more")
         return tuple(value)

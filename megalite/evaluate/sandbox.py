@@ -30,6 +30,9 @@ class Limits:
     memory: int = 1 << 30
 
 
+DEFAULT_LIMITS = Limits()
+
+
 @dataclass(frozen=True)
 class Outcome:
     """Whether the program ran to its end. reason: why not; "" if it did."""
@@ -68,7 +71,15 @@ def run_program(program: str, limits: Limits) -> Outcome:
         work, file, output = Path(folder, "work"), Path(folder, "program.py"), Path(folder, "output")
         work.mkdir()
         file.write_text(whole, encoding="utf-8", errors="replace")
-        limited = (sys.executable, "-I", "-S", str(_LIMITED), str(limits.seconds), str(limits.memory), str(file))
+        limited = (
+            sys.executable,
+            "-I",
+            "-S",
+            str(_LIMITED),
+            str(limits.seconds),
+            str(limits.memory),
+            str(file),
+        )
         with output.open("wb") as written:
             started = subprocess.Popen(
                 [*_apart(), *limited],

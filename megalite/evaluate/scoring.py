@@ -30,9 +30,7 @@ class Score:
     is_greedy: bool
 
 
-def total_log_likelihood(
-    model: Replica, windows: Iterable[Window], batch_size: int
-) -> tuple[float, int]:
+def total_log_likelihood(model: Replica, windows: Iterable[Window], batch_size: int) -> tuple[float, int]:
     """Return the log-likelihood of all counted targets and their number, on every rank.
 
     Each data-parallel rank scores every n-th window. Collective over the world: all ranks give the same windows.

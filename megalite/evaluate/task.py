@@ -11,7 +11,7 @@ from megalite.evaluate.code import generated, pass_rates, read_samples
 from megalite.evaluate.exact_match import exact_match
 from megalite.evaluate.few_shot import FewShot
 from megalite.evaluate.questions import ChoiceQuestion, CodeProblem, OpenQuestion, Question
-from megalite.evaluate.sandbox import Limits, network_is_cut
+from megalite.evaluate.sandbox import DEFAULT_LIMITS, Limits, network_is_cut
 from megalite.evaluate.task_file import TaskFile, questions
 from megalite.generation.request import GREEDY, Sampling
 from megalite.generation.text import LoadedModel
@@ -19,18 +19,21 @@ from megalite.generation.text import LoadedModel
 
 @dataclass(frozen=True)
 class CodeEvaluation:
-    """How programs are generated and run. ks: the k of each pass@k. samples_file: completions instead of the model's."""
+    """How programs are made and run. ks: the k of each pass@k. samples_file: completions, instead of the model's."""
 
     samples: int = 1
     ks: tuple[int, ...] = (1,)
     sampling: Sampling = GREEDY
-    limits: Limits = Limits()
+    limits: Limits = DEFAULT_LIMITS
     samples_file: Path | None = None
+
+
+ONE_GREEDY_SAMPLE = CodeEvaluation()
 
 
 @dataclass(frozen=True)
 class TaskEvaluation:
-    """What to evaluate, and how.
+    """The task to evaluate, and how.
 
     examples: the file of few-shot examples, of which `few_shot` stand before each question, drawn by `seed`. tokens:
     the most new tokens of an answer.
@@ -42,7 +45,7 @@ class TaskEvaluation:
     seed: int = 0
     tokens: int = 256
     batch_size: int = 8
-    code: CodeEvaluation = CodeEvaluation()
+    code: CodeEvaluation = ONE_GREEDY_SAMPLE
 
 
 def evaluate_task(loaded: LoadedModel | None, request: TaskEvaluation) -> dict[str, Any]:
@@ -72,8 +75,8 @@ def _examples(request: TaskEvaluation) -> Sequence[Question]:
     found = cast(list[Question], questions(request.examples))
     if len(found) < request.few_shot + 1:
         raise DataError(
-            f"{request.examples.flag}: {request.examples.path} has {len(found)} questions, and {request.few_shot} are to "
-            f"stand before each one; use --few-shot {max(1, len(found) - 1)}, or another file"
+            f"{request.examples.flag}: {request.examples.path} has {len(found)} questions, and "
+            f"{request.few_shot} are to stand before each one; use --few-shot {max(1, len(found) - 1)}, or another file"
         )
     return found
 

@@ -65,6 +65,6 @@ def _recognised(row: Row, kind: Kind) -> Form:
     name, form = list(of_kind.items())[-1]
     fields = " ".join(f"--field {each}=COLUMN" for each in form.fields)
     raise DataError(
-        f"{row.where}: the columns {sorted(row.values)} are of no known form of {kind} ({known}); name the columns, for "
-        f"example --form {name} {fields}"
+        f"{row.where}: the columns {sorted(row.values)} are of no known form of {kind} ({known}); name the columns, "
+        f"for example --form {name} {fields}"
     )

@@ -21,7 +21,9 @@ def vocab_parallel_log_probs(
     here = (labels >= rows.start) & (labels < rows.stop)
     local = torch.where(here, labels - rows.start, 0).unsqueeze(-1)
     expected = torch.where(here, logits.gather(-1, local).squeeze(-1), -torch.inf)
-    maxima, sums_of_ranks, expected_of_ranks = gather_ranks(torch.stack([maximum, sums, expected]), tp).unbind(1)
+    maxima, sums_of_ranks, expected_of_ranks = gather_ranks(
+        torch.stack([maximum, sums, expected]), tp
+    ).unbind(1)
     ids = gather_ranks(column + rows.start, tp)
     largest, winner = maxima.max(dim=0)
     total = (sums_of_ranks * (maxima - largest).exp()).sum(dim=0)
