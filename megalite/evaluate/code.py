@@ -94,7 +94,7 @@ def _reasons(outcomes: Sequence[Outcome]) -> dict[str, int]:
     found: dict[str, int] = {}
     for outcome in outcomes:
         if not outcome.passed:
-            name = outcome.reason.partition(":")[0][:60] or "ended by a signal"
+            name = outcome.reason.partition(":")[0]
             found[name] = found.get(name, 0) + 1
     return dict(sorted(found.items(), key=lambda each: -each[1]))
 

@@ -6,6 +6,7 @@ nobody trusts belongs into a container or a virtual machine.
 
 import contextlib
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -20,6 +21,8 @@ _LIMITED = Path(__file__).with_name("limited.py")
 # A network of its own without devices, and processes that end with the first one.
 _APART = ("--user", "--map-current-user", "--net", "--ipc", "--pid", "--fork", "--kill-child")
 _MOST_OUTPUT = 1 << 16
+# The last line of a traceback.
+_ERROR = re.compile(r"[A-Z]\w*(Error|Exception|Interrupt|Exit|Iteration|Warning)(:|$)")
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,8 @@ def run_program(program: str, limits: Limits) -> Outcome:
     token = secrets.token_hex(16)
     # A program that leaves early, by sys.exit(0), does not show the token.
     whole = f"{program}\n\nprint({token!r})\n"
-    with tempfile.TemporaryDirectory(prefix="megalite-program-") as folder:
+    # Processes that have just been killed may write a last file.
+    with tempfile.TemporaryDirectory(prefix="megalite-program-", ignore_cleanup_errors=True) as folder:
         work, file, output = Path(folder, "work"), Path(folder, "program.py"), Path(folder, "output")
         work.mkdir()
         file.write_text(whole, encoding="utf-8", errors="replace")
@@ -98,9 +102,9 @@ def run_program(program: str, limits: Limits) -> Outcome:
             _end(started)
         shown = _last_bytes(output).decode("utf-8", errors="replace").strip().splitlines()
     last = shown[-1] if shown else ""
-    if code == 0 and last == token:
-        return Outcome(True)
-    return Outcome(False, last if code else "left before its last line")
+    if code == 0:
+        return Outcome(True) if last == token else Outcome(False, "left before its last line")
+    return Outcome(False, last if _ERROR.match(last) else f"exit code {code}")
 
 
 def _end(started: "subprocess.Popen[bytes]") -> None:

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -68,9 +69,32 @@ def transformers_loss(export: Path, documents: list[str], *, window: int, stride
     return total, tokens
 
 
+@cache
 def loaded(export: Path) -> tuple[Any, Any]:
     """Return transformers' float64 model and tokenizer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float64).eval()
     return model, AutoTokenizer.from_pretrained(export)
+
+
+@torch.no_grad()
+def transformers_choices(export: Path, context: str, choices: list[str]) -> list[float]:
+    """Return the log-likelihood of each choice behind the context, by a plain loop over transformers' logits."""
+    model, tokenizer = loaded(export)
+    first = len(tokenizer(context)["input_ids"])
+    found = []
+    for choice in choices:
+        ids = torch.tensor([tokenizer(f"{context} {choice}")["input_ids"]])
+        log_probs = model(input_ids=ids[:, :-1]).logits[0].log_softmax(-1)
+        found.append(sum(log_probs[at - 1, ids[0, at]].item() for at in range(first, ids.shape[1])))
+    return found
+
+
+def transformers_answer(export: Path, prompt: str, tokens: int) -> str:
+    """Return transformers' greedy continuation of a prompt."""
+    model, tokenizer = loaded(export)
+    encoded = tokenizer(prompt, return_tensors="pt")
+    ids = model.generate(**encoded, max_new_tokens=tokens, do_sample=False)[0]
+    text: str = tokenizer.decode(ids, skip_special_tokens=True)
+    return text[len(prompt) :]

@@ -37,7 +37,14 @@ def test_every_kind_of_source_has_the_same_documents(tmp_path: Path, tokenizer: 
     (folder / "other.md").write_text("nothing to score")
     table = tmp_path / "texts.parquet"
     parquet.write_table(pyarrow.table({"body": texts}), table)
-    prepare = ["--source", str(rows), "--tokenizer", str(tokenizer.file), "--output", str(tmp_path / "prepared")]
+    prepare = [
+        "--source",
+        str(rows),
+        "--tokenizer",
+        str(tokenizer.file),
+        "--output",
+        str(tmp_path / "prepared"),
+    ]
     assert main(["data", "prepare", "--workers", "0", *prepare]) == 0
     expected = [tokenizer.encode(text) for text in texts]
     for found in (
@@ -60,7 +67,9 @@ def test_only_the_trained_tokens_of_conversations_count(tmp_path: Path, tokenize
     assert main(["data", "prepare", *chat, *files]) == 0
     [found] = read(tmp_path / "talks", tokenizer)
     assert found.counted is not None
-    assert tokenizer.decode(found.ids[found.counted].tolist(), skip_special_tokens=True) == "waits for its peers"
+    assert (
+        tokenizer.decode(found.ids[found.counted].tolist(), skip_special_tokens=True) == "waits for its peers"
+    )
     assert (found.words, found.bytes) == (4, len("waits for its peers"))
 
 
@@ -91,12 +100,21 @@ def test_a_token_file_of_another_tokenizer_is_refused(tmp_path: Path, tokenizer:
     other = tmp_path / "other"
     other.mkdir()
     tiny_tokenizer(other, vocab_size=300)
-    prepare = ["--source", str(tmp_path / "book.txt"), "--tokenizer", str(other), "--output", str(tmp_path / "p")]
+    prepare = [
+        "--source",
+        str(tmp_path / "book.txt"),
+        "--tokenizer",
+        str(other),
+        "--output",
+        str(tmp_path / "p"),
+    ]
     assert main(["data", "prepare", "--workers", "0", *prepare]) == 0
-    with pytest.raises(DataError, match="was prepared with .*name the text itself"):
+    with pytest.raises(DataError, match=r"was prepared with .*name the text itself"):
         read(tmp_path / "p", tokenizer)
     # Another program's file, which does not say its tokenizer.
     (tmp_path / "p.json").unlink()
     largest = max(int(np.max(each.ids)) for each in read(tmp_path / "p", tokenizer))
-    with pytest.raises(DataError, match=rf"p\.bin, document 0: id {largest} is outside .*vocabulary of {largest}"):
+    with pytest.raises(
+        DataError, match=rf"p\.bin, document 0: id {largest} is outside .*vocabulary of {largest}"
+    ):
         list(documents(TextSource((str(tmp_path / "p"),)), tokenizer, largest))

@@ -86,7 +86,11 @@ BAD: list[tuple[str, Any, str]] = [
     ("multiple_choice", MMLU | {"choices": "one"}, r"'choices' holds text, not a list of texts"),
     ("multiple_choice", MMLU | {"question": 3}, r"'question' holds a number, not text"),
     ("multiple_choice", {"question": "Which?"}, r"no column 'choices' .*--field choices=COLUMN"),
-    ("multiple_choice", ARC | {"answerKey": "D"}, r"'answerKey' 'D' is none of the choices; use one of 1, 2, 3"),
+    (
+        "multiple_choice",
+        ARC | {"answerKey": "D"},
+        r"'answerKey' 'D' is none of the choices; use one of 1, 2, 3",
+    ),
     ("multiple_choice", ["Which?"], r"the row is a list, not an object"),
     ("exact_match", GSM8K | {"answer": "1002"}, r"'answer' has no #### before its number"),
     ("code", HUMANEVAL | {"entry_point": "f()"}, r"'entry_point' 'f\(\)' is no name of a function"),
