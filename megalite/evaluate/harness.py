@@ -68,6 +68,8 @@ class MegaliteLM(LM):  # type: ignore[misc, unused-ignore]
                     "model_args", f"path={path}, dtype={dtype}", f"use path=RUN and dtype={'|'.join(_DTYPES)}"
                 )
                 raise ConfigError([problem], "the model of lm_eval")
+            # lm_eval's own default is the first CUDA device, on machines without one too.
+            device = device if torch.accelerator.is_available() else None
             loaded = load(path, device=device, dtype=_DTYPES[dtype], tokenizer=tokenizer, base=base)
         if not str(batch_size).isdecimal() or int(batch_size) < 1:
             problem = Problem(
