@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from megalite.cli.evaluate_options import MEBIBYTES, SAMPLES, SECONDS, TOKENS, evaluate_parser, problems
 from megalite.cli.local_ranks import on_local_ranks
+from megalite.data.corpus import Corpus
+from megalite.data.token_file import prepared_prefix
 from megalite.errors import ConfigError
 from megalite.evaluate.documents import TextSource
 from megalite.evaluate.report import table, write_json
 from megalite.evaluate.sandbox import Limits
-from megalite.evaluate.task_file import TaskFile
+from megalite.evaluate.task_file import TaskFile, questions
 from megalite.generation.request import Sampling
 from megalite.generation.source import ModelSource, find_source
 from megalite.topology.axes import Layout
@@ -50,11 +52,24 @@ def run(arguments: Sequence[str]) -> int:
     found = list(problems(options, layout, None if source is None else source.shape))
     if found:
         raise ConfigError(found, "the request")
+    _require_files(options)
     # torch is imported below this line, so that --help and a wrong request are answered at once.
     preload = ["megalite.generation.text", "megalite.evaluate.perplexity", "megalite.evaluate.task"]
     return on_local_ranks(
         layout, _evaluate, _Request(source, layout, options), name="evaluate", preload=preload
     )
+
+
+def _require_files(options: argparse.Namespace) -> None:
+    """Raise DataError for a text that does not exist, and for any row of a task that is wrong."""
+    if options.data:
+        if prepared_prefix(options.data, "--data") is None:
+            Corpus.open(options.data, pattern=options.pattern or "*", key="--data")
+        return
+    file, examples = _task_files(options)
+    questions(file)
+    if examples is not None:
+        questions(examples)
 
 
 def _evaluate(request: _Request, mesh: "ParallelMesh") -> None:
@@ -101,13 +116,8 @@ def _text_evaluation(options: argparse.Namespace, shape: ModelShape) -> "TextEva
 def _task_evaluation(options: argparse.Namespace) -> "TaskEvaluation":
     from megalite.evaluate.task import CodeEvaluation, TaskEvaluation
 
-    columns, seed = dict(options.field or []), options.seed or 0
-    file = TaskFile(options.task, options.kind, options.form, columns, options.limit)
-    examples = None
-    if options.few_shot_file is not None:
-        examples = TaskFile(
-            options.few_shot_file, options.kind, options.form, columns, flag="--few-shot-file"
-        )
+    seed = options.seed or 0
+    file, examples = _task_files(options)
     top_p = 1.0 if options.top_p is None else options.top_p
     code = CodeEvaluation(
         options.samples or SAMPLES,
@@ -118,6 +128,15 @@ def _task_evaluation(options: argparse.Namespace) -> "TaskEvaluation":
     )
     few_shot, tokens = options.few_shot or 0, options.tokens or TOKENS
     return TaskEvaluation(file, examples, few_shot, seed, tokens, options.batch_size, code)
+
+
+def _task_files(options: argparse.Namespace) -> tuple[TaskFile, TaskFile | None]:
+    columns = dict(options.field or [])
+    file = TaskFile(options.task, options.kind, options.form, columns, options.limit)
+    if options.few_shot_file is None:
+        return file, None
+    flag = "--few-shot-file"
+    return file, TaskFile(options.few_shot_file, options.kind, options.form, columns, flag=flag)
 
 
 def _settings(options: argparse.Namespace) -> dict[str, Any]:

@@ -57,6 +57,7 @@ class MegaliteLM(LM):  # type: ignore[misc, unused-ignore]
     ):
         """Load the model of `path` (as `megalite.load`), or take a loaded one.
 
+        device: "cpu"; otherwise the accelerator, if there is one.
         batch_size: windows of a forward pass. max_batch_size: ignored. max_length: tokens read at once; None: the
         model's longest sequence. add_bos_token: as lm_eval's; None: as the tokenizer does.
         Raises CheckpointError, DataError, and ConfigError for a value that is not usable.
@@ -68,8 +69,8 @@ class MegaliteLM(LM):  # type: ignore[misc, unused-ignore]
                     "model_args", f"path={path}, dtype={dtype}", f"use path=RUN and dtype={'|'.join(_DTYPES)}"
                 )
                 raise ConfigError([problem], "the model of lm_eval")
-            # lm_eval's own default is the first CUDA device, on machines without one too.
-            device = device if torch.accelerator.is_available() else None
+            # lm_eval gives "cuda:0" on machines without a GPU too.
+            device = "cpu" if device == "cpu" else None
             loaded = load(path, device=device, dtype=_DTYPES[dtype], tokenizer=tokenizer, base=base)
         if not str(batch_size).isdecimal() or int(batch_size) < 1:
             problem = Problem(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megalite.cli import main
+from megalite.cli import evaluate, main
 from tests.support.documents import commands
 from tests.support.evaluated import Evaluated, transformers_loss, write_evaluated
 from tests.support.jobs import ROOT
@@ -160,6 +160,27 @@ WRONG = [
         "64 new tokens leave no room for a prompt",
     ),
 ]
+
+
+def test_wrong_files_are_named_before_a_process_starts(
+    evaluated: Evaluated,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def start(*arguments: object, **settings: object) -> int:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(evaluate, "on_local_ranks", start)
+    model, task = str(evaluated.run), written(tmp_path, CHOICES, CHOICES | {"answer": 7})
+    shots = ["--few-shot", "1", "--few-shot-file", task]
+    for arguments, message in (
+        (["--data", str(tmp_path / "absent")], "absent does not exist"),
+        (["--task", task, "--kind", "multiple_choice"], "line 2: column 'answer' 7 is none of the 2 choices"),
+        (["--task", task, "--kind", "multiple_choice", "--limit", "1", *shots], "line 2: column 'answer' 7"),
+    ):
+        assert main(["evaluate", model, *arguments, "--tensor", "2"]) == 2
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("arguments", "message"), WRONG, ids=[" ".join(each[0]) for each in WRONG])
