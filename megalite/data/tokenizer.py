@@ -140,7 +140,7 @@ def load_tokenizer(path: Path | str, *, end_of_document: str | None = None) -> T
     # The file may ask for truncation and padding, which would change documents.
     backend.no_truncation()
     backend.no_padding()
-    end_of_document = end_of_document or _own_end_of_document(file.parent) or END_OF_DOCUMENT
+    end_of_document = end_of_document or _special_token(file.parent, "eos_token") or END_OF_DOCUMENT
     end_of_document_id = backend.token_to_id(end_of_document)
     if end_of_document_id is None:
         raise DataError(_unknown_end_of_document(file, backend, end_of_document))
@@ -166,10 +166,17 @@ def tokenizer_file(path: Path) -> Path:
     )
 
 
-def _own_end_of_document(folder: Path) -> str | None:
+def start_token_id(tokenizer: Tokenizer) -> int:
+    """Return the id in front of a text whose first token is predicted: of bos_token, else of the end of document."""
+    start = _special_token(tokenizer.file.parent, "bos_token")
+    found = None if start is None else tokenizer.backend.token_to_id(start)
+    return tokenizer.end_of_document_id if found is None else int(found)
+
+
+def _special_token(folder: Path, key: str) -> str | None:
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         if (folder / name).is_file():
-            token = _config(folder / name).get("eos_token")
+            token = _config(folder / name).get(key)
             content = token.get("content") if isinstance(token, dict) else token
             if isinstance(content, str) and content:
                 return content

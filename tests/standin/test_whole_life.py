@@ -15,6 +15,7 @@ import pytest
 from tests.support.device_branches import ON_THE_STANDIN
 from tests.support.jobs import ROOT, Job, curve, tensor_hashes
 from tests.support.standin import build
+from tests.support.tiny import tiny_corpus
 
 SETTINGS = (
     *("--model.kernels", "reference", "--model.attention_dropout", "0.1", "--data.document_mask", "true"),
@@ -78,6 +79,13 @@ def test_a_run_on_an_accelerator_is_the_run_on_the_cpu(job: Job, tmp_path: Path)
         for module in ("megalite", "tests.support.standin")
     ]
     assert told[0] == told[1]
+    (tmp_path / "text.txt").write_text("".join(tiny_corpus(6)))
+    text = ("--data", str(tmp_path / "text.txt"), "--tensor", "2", "--data-parallel", "2")
+    measured = [
+        command(module, "evaluate", str(on_device), *text, record=record)
+        for module in ("megalite", "tests.support.standin")
+    ]
+    assert "word perplexity" in measured[0] and measured[0] == measured[1]
     said = command("tests.support.standin", "doctor", record=record)
     assert re.search(r"GPU 7 +stand-in, \d+ GiB", said) and re.search(r"collectives +standin", said)
     assert "norm not tested yet: torch computes it" in re.sub(" +", " ", said)

@@ -1,0 +1,61 @@
+"""Runs the work of a command on this machine's ranks: one process, or one for each rank of a layout."""
+
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from megalite.launcher.detect import RankInfo
+from megalite.launcher.environment import prepare_process
+from megalite.topology.axes import Layout
+
+if TYPE_CHECKING:
+    from megalite.parallel.mesh import ParallelMesh
+
+R = TypeVar("R")
+
+
+def on_local_ranks(
+    layout: Layout,
+    work: "Callable[[R, ParallelMesh], None]",
+    request: R,
+    *,
+    name: str,
+    preload: Sequence[str],
+) -> int:
+    """Call `work(request, mesh)` on every rank of the layout, and return the exit code.
+
+    torch is imported here, so a command checks its arguments before. name: of the command, for its scratch folder.
+    preload: modules to import before the ranks are forked.
+    Raises RankFailure if a rank fails; a layout of one rank raises the error of `work` itself.
+    """
+    if layout.world_size == 1:
+        from megalite.parallel.device import local_device
+        from megalite.parallel.mesh import ParallelMesh
+
+        work(request, ParallelMesh.single(local_device(0, 1)))
+        return 0
+    threads = prepare_process("auto", local_ranks=layout.world_size, info=None)
+    from megalite.launcher.local import run_local_ranks
+
+    with tempfile.TemporaryDirectory(prefix=f"megalite-{name}-") as scratch:
+        arguments = (layout, work, request, threads)
+        return run_local_ranks(
+            _on_rank, layout, Path(scratch), arguments=arguments, preload=["torch", *preload]
+        )
+
+
+def _on_rank(
+    info: RankInfo, layout: Layout, work: "Callable[[R, ParallelMesh], None]", request: R, threads: int
+) -> int:
+    import torch
+
+    from megalite.parallel.device import local_device
+    from megalite.parallel.mesh import ParallelMesh, connect, disconnect
+
+    torch.set_num_threads(threads)
+    device = local_device(info.local_rank, info.local_world_size)
+    connect(info.rank, info.world_size, device=device, rendezvous=info.rendezvous)
+    work(request, ParallelMesh.over_world(layout, device))
+    disconnect()
+    return 0

@@ -1,0 +1,1 @@
+"""Measures a model: perplexity on text, and accuracy on local task files."""

@@ -1,0 +1,55 @@
+"""Turns texts into the tokens and windows to score, as lm_eval does."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from megalite.data.tokenizer import Tokenizer, start_token_id
+from megalite.evaluate.windows import Window
+
+
+@dataclass(frozen=True)
+class TextEncoder:
+    """Encodes prompts.
+
+    adds_start: whether the tokenizer's special tokens are added; None: unless the text spells its start token.
+    """
+
+    tokenizer: Tokenizer
+    adds_start: bool | None = None
+
+    @cached_property
+    def start_id(self) -> int:
+        """The token in front of a text whose first token is to be predicted."""
+        return start_token_id(self.tokenizer)
+
+    def ids(self, text: str) -> list[int]:
+        """Return the ids of a prompt, without the end token that some tokenizers add."""
+        adds = self.adds_start
+        if adds is None:
+            adds = not text.startswith(str(self.tokenizer.backend.id_to_token(self.start_id)))
+        if not adds:
+            return self.tokenizer.encode(text)
+        ids: list[int] = self.tokenizer.backend.encode(text).ids
+        return ids[:-1] if len(ids) > 1 and ids[-1] == self.tokenizer.end_of_document_id else ids
+
+    def pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """Return the ids of a context and of its continuation, which together are those of the whole text.
+
+        Spaces at the end of the context go to the continuation. Without a context the start token stands before.
+        """
+        bare = context.rstrip()
+        if not bare:
+            ids = self.tokenizer.encode(context + continuation)
+            return (ids[:1], ids[1:]) if ids[:1] == [self.start_id] else ([self.start_id], ids)
+        whole = self.ids(context + continuation)
+        first = len(self.ids(bare))
+        return whole[:first], whole[first:]
+
+
+def pair_window(context: list[int], continuation: list[int], length: int) -> Window:
+    """Return the window that scores the continuation after as much context as `length` inputs leave room for."""
+    ids = np.array([*context, *continuation][-(length + 1) :], dtype=np.int64)
+    targets = min(len(continuation), length)
+    return Window(ids[:-1], ids[len(ids) - targets :])

@@ -1,0 +1,110 @@
+"""lm_eval's figures are the same on a checkpoint in place and, by transformers, on its export."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.evaluated import Evaluated, write_evaluated
+from tests.support.jobs import ROOT
+from tests.support.parity import FLOAT32_RTOL, assert_close
+
+TASKS = {
+    "words": {
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "{{text}}",
+        "metric_list": [
+            {"metric": name, "aggregation": "weighted_perplexity" if "perp" in name else name}
+            for name in ("word_perplexity", "byte_perplexity", "bits_per_byte")
+        ],
+    },
+    "choices": {
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{question}}",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": "{{answer}}",
+        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+    },
+    "written": {
+        "output_type": "generate_until",
+        "doc_to_text": "{{question}}",
+        "doc_to_target": "{{choices[answer]}}",
+        "generation_kwargs": {"until": ["\n"], "do_sample": False, "max_gen_toks": 12},
+        "metric_list": [{"metric": "exact_match"}, {"metric": "bleu"}],
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Evaluated:
+    pytest.importorskip("lm_eval", reason="lm_eval is not installed")
+    return write_evaluated(tmp_path_factory.mktemp("evaluated"))
+
+
+def write_tasks(folder: Path, documents: list[str]) -> list[str]:
+    """Write one task of each kind over local rows; return their names."""
+    rows = [
+        {
+            "text": document,
+            "question": document[: 20 + 3 * number],
+            "choices": [document[20 : 27 + number], "the weights", "nothing at all"],
+            "answer": number % 3,
+        }
+        for number, document in enumerate(documents)
+    ]
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, task in TASKS.items():
+        data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(file)}}}
+        whole = {"task": f"megalite_{name}", "test_split": "test", **data, **task}
+        (folder / f"{name}.yaml").write_text(json.dumps(whole))
+    return [f"megalite_{name}" for name in TASKS]
+
+
+def figures(model: Any, names: list[str], folder: Path, **settings: Any) -> dict[str, Any]:
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_path=str(folder), include_defaults=False)
+    found = lm_eval.simple_evaluate(
+        model, tasks=names, task_manager=manager, bootstrap_iters=0, log_samples=True, **settings
+    )
+    return found
+
+
+@pytest.mark.extended
+def test_the_figures_in_place_are_those_on_the_export(evaluated: Evaluated, tmp_path: Path) -> None:
+    from megalite.evaluate.harness import MegaliteLM
+
+    names = write_tasks(tmp_path, evaluated.documents())
+    ours = figures(MegaliteLM(str(evaluated.run), batch_size=3, max_gen_toks=12), names, tmp_path)
+    arguments = f"pretrained={evaluated.export},dtype=float32"
+    theirs = figures("hf", names, tmp_path, model_args=arguments, device="cpu", batch_size=3)
+    for name in names:
+        one, other = ours["results"][name], theirs["results"][name]
+        assert one.keys() == other.keys() and len(one) >= 3
+        for key, value in other.items():
+            if isinstance(value, float):
+                assert_close(one[key], value, rtol=FLOAT32_RTOL, what=f"{name} {key}")
+    for ours_of, theirs_of in zip(
+        *(found["samples"]["megalite_written"] for found in (ours, theirs)), strict=True
+    ):
+        assert ours_of["resps"] == theirs_of["resps"]
+    assert any(each["resps"][0][0] for each in ours["samples"]["megalite_written"])
+    for ours_of, theirs_of in zip(
+        *(found["samples"]["megalite_choices"] for found in (ours, theirs)), strict=True
+    ):
+        pairs = [[(float(each[0][0]), each[0][1]) for each in of["resps"]] for of in (ours_of, theirs_of)]
+        assert_close([each[0] for each in pairs[0]], [each[0] for each in pairs[1]], rtol=FLOAT32_RTOL)
+        assert [each[1] for each in pairs[0]] == [each[1] for each in pairs[1]]
+
+
+def test_without_lm_eval_the_error_says_how_to_install_it() -> None:
+    code = "import sys; sys.modules['lm_eval'] = None; import megalite.evaluate.harness"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "lm_eval is not installed" in done.stderr
+    assert done.stderr.rstrip().endswith("install it: pip install lm_eval")
