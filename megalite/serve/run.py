@@ -1,0 +1,61 @@
+"""Wires a model on disk, the generation engine and the server: rank 0 answers, other ranks take part in its steps."""
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from megalite.data.chat_template import ChatTemplate
+from megalite.data.conversation import Conversation
+from megalite.generation.batch_engine import BatchEngine
+from megalite.generation.loaded import load_source
+from megalite.generation.source import ModelSource
+from megalite.parallel.mesh import ParallelMesh
+from megalite.serve.app import Service
+from megalite.serve.engine_thread import EngineThread
+from megalite.serve.prompts import ServedModel
+from megalite.serve.server import listen, run_server
+from megalite.serve.settings import ServeSettings
+
+
+@dataclass(frozen=True)
+class ServePlan:
+    """A model and how it is served.
+
+    name: of the model in requests. template: of conversations; None: no chat. dtype: torch's name of it.
+    context_length: the most tokens of prompt and answer; None: the model's positions, at most BatchEngine's default.
+    """
+
+    source: ModelSource
+    settings: ServeSettings
+    name: str
+    template: ChatTemplate | None
+    dtype: str
+    context_length: int | None = None
+
+
+def serve(plan: ServePlan, mesh: ParallelMesh, threads: int, on_ready: Callable[[int], None]) -> None:
+    """Serve until a signal; collective over the mesh.
+
+    threads: cores of the engine. on_ready: called on rank 0 with the port. Raises LaunchError if the address cannot
+    be used, the errors of `load_source`, and the error that ended the engine.
+    """
+    settings = plan.settings
+    sockets = listen(settings) if mesh.rank == 0 else []
+    loaded = load_source(plan.source, mesh, getattr(torch, plan.dtype))
+    engine = BatchEngine(loaded, max_requests=settings.max_requests, max_tokens=plan.context_length)
+    pids = mesh.gather_objects(os.getpid())
+    if pids is None:
+        engine.serve_steps()
+        return
+    if plan.template is not None:
+        # The first use imports transformers, for which a request should not wait.
+        plan.template.render(Conversation(({"role": "user", "content": "hello"},), plan.name), prompt=True)
+    model = ServedModel(plan.name, loaded.tokenizer, plan.template, engine.max_tokens, int(time.time()))
+    # The number of cores is a setting of each thread.
+    owner = EngineThread(engine, prepare=lambda: torch.set_num_threads(threads))
+    others = {rank: pid for rank, pid in enumerate(pids) if rank != mesh.rank}
+    asyncio.run(run_server(Service(model, owner, settings), sockets, on_ready=on_ready, peers=others))
