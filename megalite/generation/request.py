@@ -3,7 +3,9 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from megalite.errors import Problem
+from megalite.config.shape_settings import longest_sequence_setting
+from megalite.errors import ConfigError, Problem
+from megalite.topology.shape import ModelShape
 
 # The most alternatives of a token that a request may ask for, as of the OpenAI API.
 MOST_LOGPROBS = 20
@@ -106,3 +108,30 @@ def sampling_problems(
         yield Problem(
             name("logprobs"), f"{logprobs} is no number of alternatives", f"use 0 to {MOST_LOGPROBS}"
         )
+
+
+def check_request(request: Request, shape: ModelShape, most: int) -> None:
+    """Raise ConfigError if a request can never run. most: the tokens of a request for which the cache has room."""
+    prompt, new = request.prompt_ids, request.max_tokens
+    setting = f"{longest_sequence_setting(shape)} = {shape.longest_sequence}"
+    if most < shape.longest_sequence:
+        setting = f"max_tokens = {most}, the cache's room for a request"
+    problem = None
+    if not prompt:
+        problem = Problem("prompt", "is empty", "give at least one character")
+    elif not all(0 <= each < shape.vocab_size for each in prompt):
+        problem = Problem(
+            "prompt",
+            f"has id {max(prompt)}, and the model's vocabulary {shape.vocab_size} ids",
+            "name the tokenizer that the model was trained with",
+        )
+    elif len(prompt) + new > most:
+        problem = Problem(
+            "tokens",
+            f"{len(prompt)} tokens of the prompt and {new} new ones exceed {setting}",
+            f"use at most {max(0, most - len(prompt))}, or a shorter prompt",
+        )
+    elif new < 1:
+        problem = Problem("tokens", f"{new} is no number of new tokens", "use 1 or more")
+    if problem is not None:
+        raise ConfigError([problem], "the request")

@@ -4,43 +4,22 @@ Each row is computed by itself, so that a token depends neither on the batch nor
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from megalite.generation.request import Request, Sampling
+from megalite.generation.request import Sampling
+from megalite.generation.slots import Running
 from megalite.ops.counter import philox_words
 from megalite.parallel.random import key_of
 
 
-@dataclass
-class TokenCounts:
-    """The tokens of a request that the penalties count. prompt: its different tokens. new: new token -> occurrences."""
-
-    prompt: frozenset[int] = frozenset()
-    new: dict[int, int] = field(default_factory=dict)
-
-    def add(self, token: int) -> None:
-        """Count a new token."""
-        self.new[token] = self.new.get(token, 0) + 1
-
-
-@dataclass(frozen=True)
-class Row:
-    """One row of logits to sample from. position: the number of tokens before the new one. counts: for penalties."""
-
-    request: Request
-    position: int
-    counts: TokenCounts
-
-
-def sampled_width(rows: Sequence[Row]) -> int:
+def sampled_width(rows: Sequence[Running]) -> int:
     """Return the number of columns of `sampled_rows`."""
     return 2 + 2 * max((row.request.logprobs or 0 for row in rows), default=0)
 
 
-def sampled_rows(logits: Tensor, rows: Sequence[Row]) -> Tensor:
+def sampled_rows(logits: Tensor, rows: Sequence[Running]) -> Tensor:
     """Sample a token for each row of logits [R, V], without a device sync: float64 [R, 2 + 2 n].
 
     Columns: the token, its log probability, then n alternatives and their log probabilities, n the most that a row
@@ -53,8 +32,8 @@ def sampled_rows(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     for place, row in enumerate(rows):
         sampling = row.request.sampling
         if sampling.temperature != 0 or not plain[place]:
-            own = logits[place] if plain[place] else penalised(logits[place], sampling, row.counts)
-            found[place, 0] = _drawn(own, sampling, row.position)
+            own = logits[place] if plain[place] else penalised(logits[place], sampling, row.prompt, row.counts)
+            found[place, 0] = _drawn(own, sampling, len(row.ids))
         if row.request.logprobs is not None:
             _add_log_probabilities(found[place], logits[place], row.request.logprobs)
     return found
@@ -65,17 +44,20 @@ def next_token(logits: Tensor, sampling: Sampling, position: int) -> int:
     return int(_drawn(logits, sampling, position))
 
 
-def penalised(logits: Tensor, sampling: Sampling, counts: TokenCounts) -> Tensor:
-    """Return logits [V] after the repetition, presence and frequency penalties."""
+def penalised(logits: Tensor, sampling: Sampling, prompt: frozenset[int], new: Mapping[int, int]) -> Tensor:
+    """Return logits [V] after the repetition, presence and frequency penalties.
+
+    prompt: the different tokens of the prompt. new: new token -> occurrences.
+    """
     logits = logits.clone()
     if sampling.repetition_penalty != 1:
-        tokens = sorted(counts.prompt | counts.new.keys())
+        tokens = sorted(prompt | new.keys())
         seen = torch.tensor(tokens, dtype=torch.int64).to(logits.device)
         own = logits[seen]
         factor = sampling.repetition_penalty
         logits[seen] = torch.where(own < 0, own * factor, own / factor)
-    if counts.new and (sampling.presence_penalty or sampling.frequency_penalty):
-        logits.index_add_(0, *_subtracted(counts.new, sampling, logits))
+    if new and (sampling.presence_penalty or sampling.frequency_penalty):
+        logits.index_add_(0, *_subtracted(new, sampling, logits))
     return logits
 
 
