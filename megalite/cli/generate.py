@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megalite.cli.arguments import Parser, whole_number
-from megalite.errors import ConfigError, Problem
+from megalite.cli.model_layout import layout_problems
+from megalite.errors import ConfigError
 from megalite.generation.request import Sampling, sampling_problems
 from megalite.generation.source import ModelSource, find_source
 from megalite.launcher.detect import RankInfo
 from megalite.launcher.environment import prepare_process
 from megalite.topology.axes import Layout
 from megalite.topology.shape import ModelShape
-from megalite.topology.sharding import heads_fit
 
 if TYPE_CHECKING:
     from megalite.parallel.mesh import ParallelMesh
@@ -97,18 +97,7 @@ def _generate(request: _Request, mesh: "ParallelMesh") -> None:
 
 def _check(options: argparse.Namespace, shape: ModelShape) -> None:
     """Raise ConfigError for a layout that the model does not fit, or wrong sampling options."""
-    problems = []
-    query, shared = shape.num_attention_heads, shape.num_key_value_heads
-    if query % options.tensor or not heads_fit(shared, options.tensor):
-        message = (
-            f"{options.tensor} tensor-parallel ranks cannot share {query} query and {shared} key-value heads"
-        )
-        sizes = [n for n in range(1, query + 1) if query % n == 0 and heads_fit(shared, n)]
-        remedy = f"use one of {sizes}"
-        problems.append(Problem("--tensor", message, remedy))
-    if options.pipeline > shape.num_hidden_layers:
-        message = f"{options.pipeline} stages are more than the model's {shape.num_hidden_layers} layers"
-        problems.append(Problem("--pipeline", message, f"use at most {shape.num_hidden_layers}"))
+    problems = list(layout_problems(options.tensor, options.pipeline, shape))
     problems += sampling_problems(options.tokens, options.temperature, options.top_k, options.top_p, _flag)
     if problems:
         raise ConfigError(problems, "the request")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megalite.cli.arguments import Parser, whole_number
-from megalite.cli.generate import layout_problems
+from megalite.cli.model_layout import layout_problems
 from megalite.errors import ConfigError, Problem
 from megalite.generation.source import ModelSource, find_source
 from megalite.launcher.detect import RankInfo
@@ -20,7 +20,7 @@ from megalite.topology.axes import Layout
 
 if TYPE_CHECKING:
     from megalite.data.chat_template import ChatTemplate
-    from megalite.serve.run import ServePlan
+    from megalite.serve.settings import ServePlan
 
 _PACKAGES = ("starlette", "uvicorn", "prometheus_client")
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -35,7 +35,7 @@ def run(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
     _require_packages()
     from megalite.serve.keys import read_keys
-    from megalite.serve.settings import ServeSettings
+    from megalite.serve.settings import ServePlan, ServeSettings
 
     settings = ServeSettings(
         host=options.host,
@@ -50,15 +50,13 @@ def run(arguments: Sequence[str]) -> int:
         drain_seconds=options.drain_seconds,
     )
     source = find_source(options.model, tokenizer=options.tokenizer, base=options.base)
-    if problems := layout_problems(options.tensor, options.pipeline, source.shape):
+    if problems := list(layout_problems(options.tensor, options.pipeline, source.shape)):
         raise ConfigError(problems, "the server")
     layout = Layout(pipeline=options.pipeline, tensor=options.tensor)
     template = _template(source, options.chat_template)
     name = options.model_name or source.folder.resolve().name
-    # torch is imported below this line, so that --help and wrong input are answered at once.
-    from megalite.serve.run import ServePlan
-
     plan = ServePlan(source, settings, name, template, options.dtype, options.context_length)
+    # torch is imported below this line, so that --help and wrong input are answered at once.
     if layout.world_size == 1:
         from megalite.parallel.device import local_device
         from megalite.parallel.mesh import ParallelMesh
@@ -139,9 +137,19 @@ def _parser() -> argparse.ArgumentParser:
         metavar="MODEL",
         help="run folder (its latest checkpoint), checkpoint folder, Hugging Face folder, or org/name on its Hub",
     )
-    add("--host", default="localhost", metavar="NAME", help="address to listen at; another one needs a key (localhost)")
+    add(
+        "--host",
+        default="localhost",
+        metavar="NAME",
+        help="address to listen at; another one needs a key (localhost)",
+    )
     add("--port", type=_port, default=8000, metavar="N", help="port; 0: any free one (8000)")
-    add("--api-key-file", type=Path, metavar="FILE", help="API keys, a line each; also the variable MEGALITE_API_KEY")
+    add(
+        "--api-key-file",
+        type=Path,
+        metavar="FILE",
+        help="API keys, a line each; also the variable MEGALITE_API_KEY",
+    )
     add("--model-name", metavar="NAME", help="the model's name in requests (default: of its folder)")
     add(
         "--chat-template",
@@ -151,14 +159,55 @@ def _parser() -> argparse.ArgumentParser:
     add("--tensor", type=whole_number(1), default=1, metavar="N", help="tensor-parallel size (1)")
     add("--pipeline", type=whole_number(1), default=1, metavar="N", help="pipeline-parallel size (1)")
     add("--dtype", choices=DTYPES, default="float32", help="of weights and computation (float32)")
-    add("--max-requests", type=whole_number(1), default=16, metavar="N", help="sequences generated at a time (16)")
-    add("--max-queue", type=whole_number(0), default=64, metavar="N", help="sequences that wait; then 429 (64)")
-    add("--context-length", type=whole_number(2), metavar="N", help="most tokens of prompt and answer (4096 or less)")
-    add("--max-tokens", type=whole_number(1), default=4096, metavar="N", help="most new tokens of a sequence (4096)")
-    add("--max-body-bytes", type=whole_number(1), default=2**20, metavar="N", help="largest request body (1048576)")
-    add("--max-connections", type=whole_number(1), default=512, metavar="N", help="most open connections (512)")
+    add(
+        "--max-requests",
+        type=whole_number(1),
+        default=16,
+        metavar="N",
+        help="sequences generated at a time (16)",
+    )
+    add(
+        "--max-queue",
+        type=whole_number(0),
+        default=64,
+        metavar="N",
+        help="sequences that wait; then 429 (64)",
+    )
+    add(
+        "--context-length",
+        type=whole_number(2),
+        metavar="N",
+        help="most tokens of prompt and answer (4096 or less)",
+    )
+    add(
+        "--max-tokens",
+        type=whole_number(1),
+        default=4096,
+        metavar="N",
+        help="most new tokens of a sequence (4096)",
+    )
+    add(
+        "--max-body-bytes",
+        type=whole_number(1),
+        default=2**20,
+        metavar="N",
+        help="largest request body (1048576)",
+    )
+    add(
+        "--max-connections",
+        type=whole_number(1),
+        default=512,
+        metavar="N",
+        help="most open connections (512)",
+    )
     add("--request-seconds", type=_seconds, default=600.0, metavar="S", help="time limit of a request (600)")
-    add("--drain-seconds", type=_seconds, default=30.0, metavar="S", help="time of running requests after SIGTERM (30)")
+    add(
+        "--drain-seconds",
+        type=_seconds,
+        default=30.0,
+        metavar="S",
+        help="time of running requests after SIGTERM (30)",
+    )
     add("--tokenizer", type=Path, metavar="FOLDER", help="tokenizer folder (default: the model's own)")
     add("--base", type=Path, metavar="FOLDER", help="the weights beside an adapter, where they have moved")
     return parser

@@ -153,4 +153,9 @@ class BatchAnswer(Answer):
 
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
         tokens = len(choice.events)
-        return {"index": index, "text": choice.text, "finish_reason": choice.finish, "completion_tokens": tokens}
+        return {
+            "index": index,
+            "text": choice.text,
+            "finish_reason": choice.finish,
+            "completion_tokens": tokens,
+        }

@@ -34,7 +34,9 @@ async def read_body(request: Request, model: type[Body], settings: ServeSettings
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
     if _SURROGATE.search(content) and _has_surrogate(values):
-        raise ApiError(400, "the body has half of a surrogate pair, which is no character", code="invalid_json")
+        raise ApiError(
+            400, "the body has half of a surrogate pair, which is no character", code="invalid_json"
+        )
     if not isinstance(values, dict):
         raise ApiError(400, "the body is not a JSON object", code="invalid_json")
     try:

@@ -24,7 +24,9 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if len(self.connections) > self.settings.max_connections:
-            self._refuse(503, f"more than {self.settings.max_connections} connections are open", "too_many_connections")
+            self._refuse(
+                503, f"more than {self.settings.max_connections} connections are open", "too_many_connections"
+            )
             return
         self._await_head()
 

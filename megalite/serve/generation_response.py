@@ -1,4 +1,4 @@
-"""The response to a request that generates: whole or as server-sent events, within its time, while the client is there."""
+"""The response to a request that generates: whole or as server-sent events, while time and client allow it."""
 
 import asyncio
 import json
@@ -110,7 +110,10 @@ class GenerationResponse(Response):
             self._begun = True
             await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
             first = self._answer.first_chunks()
-            chunks = [*({**chunk, "usage": None} if self._include_usage else chunk for chunk in first), *chunks]
+            chunks = [
+                *({**chunk, "usage": None} if self._include_usage else chunk for chunk in first),
+                *chunks,
+            ]
         if chunks:
             await send(_body(_frames(chunks), more=True))
 

@@ -23,13 +23,22 @@ class ServerMetrics:
         self.generated_tokens = Counter("megalite_generated_tokens", "New tokens", registry=registry)
         self.active = Gauge("megalite_active_sequences", "Sequences that run or wait", registry=registry)
         self.request_seconds = Histogram(
-            "megalite_request_seconds", "From a request's head to its last byte", buckets=_SECONDS, registry=registry
+            "megalite_request_seconds",
+            "From a request's head to its last byte",
+            buckets=_SECONDS,
+            registry=registry,
         )
         self.first_token_seconds = Histogram(
-            "megalite_first_token_seconds", "From admission to the first token", buckets=_SECONDS, registry=registry
+            "megalite_first_token_seconds",
+            "From admission to the first token",
+            buckets=_SECONDS,
+            registry=registry,
         )
         self.inter_token_seconds = Histogram(
-            "megalite_inter_token_seconds", "Between two tokens of a sequence", buckets=_TOKEN_SECONDS, registry=registry
+            "megalite_inter_token_seconds",
+            "Between two tokens of a sequence",
+            buckets=_TOKEN_SECONDS,
+            registry=registry,
         )
 
     def text(self) -> bytes:

@@ -48,8 +48,9 @@ class Gate:
             log.exception("%s failed", exchange.id)
             if exchange.status is not None:
                 raise
-            error = ApiError(500, f"the server failed; its log has request {exchange.id}", code="internal_error")
-            await error.response()(scope, receive, exchange.send)
+            message = f"the server failed; its log has request {exchange.id}"
+            failed = ApiError(500, message, code="internal_error")
+            await failed.response()(scope, receive, exchange.send)
         finally:
             self._note(scope, exchange)
 
@@ -60,7 +61,9 @@ class Gate:
             # Without a key, another site's page must not reach this server through a name of its own (DNS rebinding).
             name = _host_name(headers.get("host", ""))
             if name not in LOOPBACK:
-                message = f"the host {name[:100]!r} is not this machine; a server without API key answers localhost only"
+                message = (
+                    f"the host {name[:100]!r} is not localhost, the only one of a server without API key"
+                )
                 raise ApiError(403, message, code="host_not_allowed")
             return
         if scope["path"] in OPEN_PATHS:
@@ -94,7 +97,7 @@ class Gate:
             status,
             seconds,
             f", {tokens} tokens" if (tokens := scope["state"].get("tokens")) is not None else "",
-            f", user {ascii(user)}" if user is not None else "",
+            f", user {user!a}" if user is not None else "",
         )
 
 

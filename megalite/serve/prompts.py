@@ -75,7 +75,7 @@ class Prompts:
         setting = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         limit = self._limit(ids, wanted, "messages", setting)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        return self._choices(ids, limit, body, body.n, logprobs)
+        return list(self._choices(ids, limit, body, body.n, logprobs))
 
     def batch(self, body: BatchRequest) -> list[Request]:
         """Return the sequences of /batch_generate, one for each prompt."""
@@ -122,7 +122,9 @@ class Prompts:
 
     def _check_count(self, count: int, name: str) -> None:
         if count > self._settings.capacity:
-            message = f"{name}: {count} sequences are more than the {self._settings.capacity} that the server takes"
+            message = (
+                f"{name}: {count} sequences are more than the {self._settings.capacity} that the server takes"
+            )
             raise ApiError(400, message, param=name, code="too_many_sequences")
 
     def _choices(

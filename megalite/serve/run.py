@@ -4,37 +4,18 @@ import asyncio
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
-from megalite.data.chat_template import ChatTemplate
 from megalite.data.conversation import Conversation
 from megalite.generation.batch_engine import BatchEngine
 from megalite.generation.loaded import load_source
-from megalite.generation.source import ModelSource
 from megalite.parallel.mesh import ParallelMesh
 from megalite.serve.app import Service
 from megalite.serve.engine_thread import EngineThread
 from megalite.serve.prompts import ServedModel
 from megalite.serve.server import listen, run_server
-from megalite.serve.settings import ServeSettings
-
-
-@dataclass(frozen=True)
-class ServePlan:
-    """A model and how it is served.
-
-    name: of the model in requests. template: of conversations; None: no chat. dtype: torch's name of it.
-    context_length: the most tokens of prompt and answer; None: the model's positions, at most BatchEngine's default.
-    """
-
-    source: ModelSource
-    settings: ServeSettings
-    name: str
-    template: ChatTemplate | None
-    dtype: str
-    context_length: int | None = None
+from megalite.serve.settings import ServePlan
 
 
 def serve(plan: ServePlan, mesh: ParallelMesh, threads: int, on_ready: Callable[[int], None]) -> None:

@@ -91,7 +91,9 @@ class Message(_Body):
         # Clients send back the answers of a server, whose unused fields are null or empty.
         if not isinstance(value, dict):
             return value
-        return {key: each for key, each in value.items() if key in ("role", "content") or each not in (None, [])}
+        return {
+            key: each for key, each in value.items() if key in ("role", "content") or each not in (None, [])
+        }
 
     @field_validator("content", mode="before")
     @classmethod
@@ -99,7 +101,11 @@ class Message(_Body):
         if not isinstance(value, list):
             return value
         for part in value:
-            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            if (
+                not isinstance(part, dict)
+                or part.get("type") != "text"
+                or not isinstance(part.get("text"), str)
+            ):
                 raise ValueError('each part has to be {"type": "text", "text": "..."}; only text is read')
         return "".join(part["text"] for part in value)
 

@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+from megalite.data.chat_template import ChatTemplate
+from megalite.generation.source import ModelSource
+
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
@@ -34,3 +37,19 @@ class ServeSettings:
     def capacity(self) -> int:
         """Sequences that run or wait."""
         return self.max_requests + self.max_queue
+
+
+@dataclass(frozen=True)
+class ServePlan:
+    """A model and how it is served.
+
+    name: of the model in requests. template: of conversations; None: no chat. dtype: torch's name of it.
+    context_length: the most tokens of prompt and answer; None: the model's positions, at most BatchEngine's default.
+    """
+
+    source: ModelSource
+    settings: ServeSettings
+    name: str
+    template: ChatTemplate | None
+    dtype: str
+    context_length: int | None = None
