@@ -13,8 +13,6 @@ from megalite.serve.settings import ServeSettings
 from megalite.serve.unsupported import without_neutral
 
 Body = TypeVar("Body", bound=BaseModel)
-# The connection is closed, as the rest of the body is not read.
-_CLOSE = {"Connection": "close"}
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -26,7 +24,6 @@ async def read_body(request: Request, model: type[Body], settings: ServeSettings
             415,
             f"the content type is {kind or 'missing'!r}; send JSON with Content-Type: application/json",
             code="unsupported_media_type",
-            headers=_CLOSE,
         )
     content = await _content(request, settings)
     try:
@@ -59,7 +56,7 @@ async def _content(request: Request, settings: ServeSettings) -> bytes:
                     raise _too_large(limit)
     except TimeoutError:
         message = f"the body did not arrive within {settings.read_seconds:g} s"
-        raise ApiError(408, message, code="body_timeout", headers=_CLOSE) from None
+        raise ApiError(408, message, code="body_timeout", headers={"Connection": "close"}) from None
     except ClientDisconnect:
         raise ApiError(400, "the connection ended within the body", code="incomplete_body") from None
     return bytes(content)
@@ -67,7 +64,7 @@ async def _content(request: Request, settings: ServeSettings) -> bytes:
 
 def _too_large(limit: int) -> ApiError:
     message = f"the body has more than {limit} bytes, the server's --max-body-bytes"
-    return ApiError(413, message, code="body_too_large", headers=_CLOSE)
+    return ApiError(413, message, code="body_too_large")
 
 
 def _refuse_constant(name: str) -> Any:

@@ -11,6 +11,9 @@ from megalite.serve.errors import ApiError
 from megalite.serve.settings import ServeSettings
 
 
+_LINGER_SECONDS = 1.0
+
+
 class Connection(H11Protocol):
     """One client. settings: the limits; `limited` makes the class that uvicorn is given."""
 
@@ -20,6 +23,7 @@ class Connection(H11Protocol):
         super().__init__(*arguments, **named)
         self._reading: asyncio.TimerHandle | None = None
         self._writing: asyncio.TimerHandle | None = None
+        self._refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -28,7 +32,7 @@ class Connection(H11Protocol):
                 503, f"more than {self.settings.max_connections} connections are open", "too_many_connections"
             )
             return
-        self._await_head()
+        self._limit_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
         for timer in (self._reading, self._writing):
@@ -37,12 +41,16 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self.transport.is_closing():
+        if self._refused or self.transport.is_closing():
             return
         super().data_received(data)
-        if self.conn.their_state is h11.IDLE and not self.transport.is_closing():
-            # A part of a request's head has arrived.
-            self._await_head()
+        if self._refused or self.transport.is_closing():
+            return
+        # A part of a head, or a body behind its answer, which is read and dropped: a client that is still sending
+        # would not see the answer over a connection that ends.
+        dropping = self.conn.our_state is h11.DONE and self.conn.their_state is h11.SEND_BODY
+        if dropping or self.conn.their_state is h11.IDLE:
+            self._limit_reading()
         elif self._reading is not None:
             self._reading.cancel()
             self._reading = None
@@ -72,9 +80,8 @@ class Connection(H11Protocol):
             return
         self._refuse(400, "this is no HTTP request", "invalid_http")
 
-    def _await_head(self) -> None:
+    def _limit_reading(self) -> None:
         if self._reading is None:
-            # The transport ends, and with it the request that never began.
             self._reading = self.loop.call_later(self.settings.read_seconds, self.transport.abort)
 
     def _finish_closing(self) -> None:
@@ -91,9 +98,11 @@ class Connection(H11Protocol):
             f"HTTP/1.1 {status} {STATUS_PHRASES[status].decode()}\r\nContent-Type: application/json\r\n"
             f"Content-Length: {len(content)}\r\nConnection: close\r\n\r\n"
         )
+        self._refused = True
         self.transport.write(head.encode() + content)
-        self.transport.close()
-        self._finish_closing()
+        # The client is heard a little longer: it would not see the answer over a connection that ends.
+        self.transport.write_eof()
+        self.loop.call_later(min(_LINGER_SECONDS, self.settings.write_seconds), self.transport.abort)
 
 
 def limited(settings: ServeSettings) -> type[Connection]:

@@ -70,7 +70,7 @@ async def run_server(
     on_ready: called with the port once requests are taken. peers: the processes of the engine's other ranks.
     Raises the error that ended the engine.
     """
-    settings, engine = service.settings, service.engine
+    engine = service.engine
     server = _Server(_config(service))
     engine.start()
     serving = asyncio.create_task(server.serve(sockets=list(sockets)))
@@ -81,11 +81,8 @@ async def run_server(
                 await asyncio.sleep(0.01)
             on_ready(sockets[0].getsockname()[1])
             await _first(stops.first, engine.failed)
-            service.admission.draining = True
-            log.info("stopping; %d sequences run or wait", service.admission.active)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(settings.drain_seconds):
-                    await _first(stops.second, engine.failed, service.admission.empty)
+            if not engine.failed.is_set():
+                await _drain(service, stops)
     finally:
         watch.close()
         if engine.failed.is_set():
@@ -98,6 +95,15 @@ async def run_server(
         # Its thread may still wait for a rank that has ended.
         raise engine.failure
     await engine.stopped()
+
+
+async def _drain(service: Service, stops: "_Stops") -> None:
+    """Take no more requests, and wait until the running ones have ended or their time has."""
+    service.admission.draining = True
+    log.info("stopping; %d sequences run or wait", service.admission.active)
+    with suppress(TimeoutError):
+        async with asyncio.timeout(service.settings.drain_seconds):
+            await _first(stops.second, service.engine.failed, service.admission.empty)
 
 
 class _Server(uvicorn.Server):
