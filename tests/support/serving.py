@@ -140,7 +140,7 @@ async def live(
     await asyncio.wait([ready, task], return_when=asyncio.FIRST_COMPLETED)
     port = await ready
     headers = {"Authorization": f"Bearer {chosen.keys[0]}"} if chosen.keys else {}
-    async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=30) as client:
+    async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=30, verify=False) as client:
         try:
             yield Live(port, client, engine, service, task)
         finally:

@@ -171,4 +171,5 @@ async def _ask_on(server: Live, stop: asyncio.Event, seed: int) -> int:
         response = await server.complete(seed=seed, max_tokens=6)
         assert response.json()["choices"][0]["text"] == text
         asked += 1
+        await asyncio.sleep(0.05)
     return asked
