@@ -35,12 +35,14 @@ class Detokeniser:
         return self._take(self._decoded(self._ids)) if len(self._ids) > self._known else ""
 
     def _take(self, text: str) -> str:
-        if not text.startswith(self._before):  # the tokenizer joins new tokens with those before
-            new = self._decoded(self._ids[self._known :])
-        else:
-            new = text[len(self._before) :]
-        self._ids = self._ids[self._known :] if len(self._ids) - self._known >= _CONTEXT else self._ids[-_CONTEXT:]
-        self._before, self._known = self._decoded(self._ids), len(self._ids)
+        """Return what `text`, that of all kept tokens, adds to the text known before."""
+        # A tokenizer may decode tokens before the new ones otherwise when others follow.
+        follows = text.startswith(self._before)
+        new = text[len(self._before) :] if follows else self._decoded(self._ids[self._known :])
+        if new:
+            self._ids = self._ids[self._known :]
+            text = self._decoded(self._ids)
+        self._before, self._known = text, len(self._ids)
         return new
 
     def _decoded(self, ids: Sequence[int]) -> str:

@@ -94,7 +94,9 @@ def sampling_problems(
             )
     if not 0 < repetition_penalty < float("inf"):
         yield Problem(
-            name("repetition_penalty"), f"{repetition_penalty:g} is not a factor", "use more than 0; 1 is none"
+            name("repetition_penalty"),
+            f"{repetition_penalty:g} is not a factor",
+            "use more than 0; 1 is none",
         )
     for setting, penalty in (
         ("presence_penalty", presence_penalty),

@@ -32,7 +32,9 @@ def sampled_rows(logits: Tensor, rows: Sequence[Running]) -> Tensor:
     for place, row in enumerate(rows):
         sampling = row.request.sampling
         if sampling.temperature != 0 or not plain[place]:
-            own = logits[place] if plain[place] else penalised(logits[place], sampling, row.prompt, row.counts)
+            own = (
+                logits[place] if plain[place] else penalised(logits[place], sampling, row.prompt, row.counts)
+            )
             found[place, 0] = _drawn(own, sampling, len(row.ids))
         if row.request.logprobs is not None:
             _add_log_probabilities(found[place], logits[place], row.request.logprobs)

@@ -84,9 +84,7 @@ class Plan:
     @property
     def completes(self) -> list[bool]:
         """Whether each row has a next token: decoding requests, and pieces that end their prompt."""
-        ends = [
-            piece.start + piece.count == len(piece.running.request.prompt_ids) for piece in self.pieces
-        ]
+        ends = [piece.start + piece.count == len(piece.running.request.prompt_ids) for piece in self.pieces]
         return [True] * len(self.decoding) + ends
 
 
@@ -114,7 +112,8 @@ class SlotTable:
         most: the number of requests that may run in this table.
         """
         decoding = tuple(each for each in self.running if not each.fills)
-        pieces, left = [], self._chunk
+        pieces: list[Piece] = []
+        left = self._chunk
         while left > 0:
             if len(decoding) + len(pieces) == len(self.running):
                 if not waiting or not self.free or len(self.running) >= most:

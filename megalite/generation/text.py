@@ -7,6 +7,7 @@ from megalite.errors import ConfigError
 from megalite.generation.batch_engine import BatchEngine, Event
 from megalite.generation.loaded import LoadedModel as LoadedModel
 from megalite.generation.loaded import load_source as load_source
+from megalite.generation.prompts import prompt_ids
 from megalite.generation.request import Request, Sampling, check_request, sampling_problems
 
 
@@ -29,9 +30,9 @@ def generate(
 
     tokens: the maximum number of new tokens; an end-of-document token ends the text before. temperature: 0 takes the
     most likely token. top_k: sample from the k most likely tokens. top_p: sample from the fewest tokens with that
-    total probability. min_p: sample from the tokens with at least that share of the probability of the most likely one.
-    Penalties: see `megalite.generation.request.Sampling`. stop: strings that end the text before them. seed: equal seeds
-    give equal texts.
+    total probability. min_p: sample from the tokens that are at least min_p times as likely as the most likely one.
+    Penalties: see `megalite.generation.request.Sampling`. stop: strings that end the text before them. seed: equal
+    seeds give equal texts.
     Raises ConfigError for a wrong value, with all of them, and if prompt and new tokens exceed the model's positions.
     """
     problems = sampling_problems(
@@ -78,15 +79,7 @@ def text_request(
 def stream(loaded: LoadedModel, request: Request) -> Iterator[Event]:
     """Yield the events of one request as they come, on every rank of the model's mesh alike. Raises ConfigError."""
     check_request(request, loaded.config, loaded.config.longest_sequence)
-    engine = BatchEngine(
-        loaded, max_requests=1, max_tokens=len(request.prompt_ids) + request.max_tokens
-    )
+    engine = BatchEngine(loaded, max_requests=1, max_tokens=len(request.prompt_ids) + request.max_tokens)
     engine.submit(request)
     while engine.has_work:
         yield from engine.step()
-
-
-def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """Encode the prompt as transformers does: with the tokenizer's start token, without its end token."""
-    ids: list[int] = tokenizer.backend.encode(prompt).ids
-    return ids[:-1] if ids[-1:] == [tokenizer.end_of_document_id] else ids

@@ -100,8 +100,8 @@ class SelfAttention(nn.Module):
         """Attend from the T tokens of a step, [1, T, heads, head_dim], to those of their own request: [1, T, H]."""
         place, attended = len(step.lengths), []
         if place:
-            new = (each[0, :place] for each in (key, value))
-            keys, values = step.extend_decoded(self.layer, *new, self.window)
+            new_key, new_value = key[0, :place], value[0, :place]
+            keys, values = step.extend_decoded(self.layer, new_key, new_value, self.window)
             bias = step.visible(self.window).bias
             decoded = decode_attention(
                 query[0, :place], keys, values, bias, scale=self.scale, softcap=self.softcap

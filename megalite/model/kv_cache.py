@@ -26,8 +26,8 @@ class KeyValueCache:
     """The buffers of the layers of one pipeline stage, on its device.
 
     A buffer holds [2, slots, kv heads of this rank, prefix + tokens, head_dim]: keys, then values. Heads come before
-    tokens, so that slots and heads are one dimension of batched products, without a copy. Unused places are finite, since
-    masked keys are read too.
+    tokens, so that slots and heads are one dimension of batched products, without a copy. Unused places are finite,
+    since masked keys are read too.
     """
 
     def __init__(
@@ -128,7 +128,9 @@ class CachedStep:
     def _by_window(self) -> "dict[int | None, Visible]":
         return {}
 
-    def extend_decoded(self, layer: int, key: Tensor, value: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
+    def extend_decoded(
+        self, layer: int, key: Tensor, value: Tensor, window: int | None
+    ) -> tuple[Tensor, Tensor]:
         """Append [n, kv heads, head_dim] to slots 0 to n - 1; return the keys and values of `visible`, as views.
 
         [n, kv heads, end - begin, head_dim] each.
@@ -141,7 +143,9 @@ class CachedStep:
             slots, places = self.places
             buffer[0, slots, :, places], buffer[1, slots, :, places] = key, value
         visible = self.visible(window)
-        return buffer[0, :count, :, visible.begin : visible.end], buffer[1, :count, :, visible.begin : visible.end]
+        return buffer[0, :count, :, visible.begin : visible.end], buffer[
+            1, :count, :, visible.begin : visible.end
+        ]
 
     def extend_segment(
         self, layer: int, segment: Segment, key: Tensor, value: Tensor, prefix: Tensor | None
@@ -193,4 +197,3 @@ class Visible:
     begin: int
     end: int
     bias: Tensor | None
-

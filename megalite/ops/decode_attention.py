@@ -18,8 +18,9 @@ def decode_attention(
 ) -> Tensor:
     """Return softmax(scale Q K^T) V of one query a row: [n, heads, D].
 
-    query: [n, heads, D]; key, value: [n, kv heads, T, D]; heads is a multiple of kv heads. bias: [n, 1, 1, T],
-    added to the scores, -inf for a key that a row does not see; None: all are seen. scale, softcap: as of ops.attention.causal_attention.
+    query: [n, heads, D]; key, value: [n, kv heads, T, D]; heads is a multiple of kv heads. bias: [n, 1, 1, T], added to
+    the scores, -inf for a key that a row does not see; None: all are seen. scale, softcap: see
+    ops.attention.causal_attention.
     """
     # The query heads of a group are the queries of one key-value head, so that no key is repeated.
     grouped = query.unflatten(1, (key.shape[1], -1))

@@ -1,4 +1,4 @@
-"""One input through all chunks of a pipeline, without gradients and without a schedule: for evaluation and generation."""
+"""One input through all chunks of a pipeline, without gradients and without a schedule."""
 
 from collections.abc import Callable, Sequence
 

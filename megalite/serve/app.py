@@ -132,7 +132,7 @@ class Service:
             "created": self._model.created,
             "owned_by": "megalite",
             "max_model_len": self._model.longest_sequence,
-            "chat": self._model.template is not None,
+            "chat": self._model.chat is not None,
         }
 
     async def _health(self, request: Request) -> Response:

@@ -4,10 +4,9 @@ import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megalite.data.chat_template import ChatTemplate
-from megalite.data.conversation import Conversation
 from megalite.data.tokenizer import Tokenizer
 from megalite.errors import DataError
+from megalite.generation.prompts import Chat, prompt_ids
 from megalite.generation.request import Request, Sampling
 from megalite.serve.errors import ApiError
 from megalite.serve.schemas import BatchRequest, ChatRequest, CompletionRequest, SamplingFields
@@ -21,13 +20,13 @@ _SEEDS = 2**63
 class ServedModel:
     """What the server knows of a model beside its engine.
 
-    name: in requests. template: of conversations; None: no chat. longest_sequence: tokens of prompt and answer.
+    name: in requests. chat: the form of conversations; None: no chat. longest_sequence: tokens of prompt and answer.
     created: seconds since 1970.
     """
 
     name: str
     tokenizer: Tokenizer
-    template: ChatTemplate | None
+    chat: Chat | None
     longest_sequence: int
     created: int
 
@@ -52,8 +51,8 @@ class Prompts:
 
     def chat(self, body: ChatRequest) -> list[Request]:
         """Return the `n` sequences of /v1/chat/completions."""
-        template = self._model.template
-        if template is None:
+        chat = self._model.chat
+        if chat is None:
             raise ApiError(
                 400,
                 f"the model {self._model.name} has no chat template; start the server with --chat-template, "
@@ -62,20 +61,18 @@ class Prompts:
                 code="no_chat_template",
             )
         self._check_count(body.n, "n")
-        messages = tuple({"role": each.role, "content": each.content} for each in body.messages)
+        messages = [{"role": each.role, "content": each.content} for each in body.messages]
         try:
-            text = template.render(Conversation(messages, "messages"), prompt=True)
+            ids = chat.prompt_ids(messages)
         except DataError as error:
             # Behind the semicolon stands a remedy for those who train.
             message = str(error).partition(";")[0]
             raise ApiError(400, message, param="messages", code="invalid_value") from error
-        # The template writes the special tokens itself.
-        ids = tuple(self._model.tokenizer.encode(text))
         wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         setting = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         limit = self._limit(ids, wanted, "messages", setting)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        return list(self._choices(ids, limit, body, body.n, logprobs))
+        return list(self._choices(ids, limit, body, body.n, logprobs, chat.stop_ids))
 
     def batch(self, body: BatchRequest) -> list[Request]:
         """Return the sequences of /batch_generate, one for each prompt."""
@@ -88,11 +85,7 @@ class Prompts:
         return found
 
     def _ids(self, prompt: str, name: str) -> tuple[int, ...]:
-        """Encode a prompt as transformers does: with the tokenizer's start token, without its end token."""
-        ids = self._model.tokenizer.backend.encode(prompt).ids
-        if ids[-1:] == [self._model.tokenizer.end_of_document_id]:
-            ids = ids[:-1]
-        return self._checked_ids(ids, name)
+        return self._checked_ids(prompt_ids(self._model.tokenizer, prompt), name)
 
     def _checked_ids(self, ids: Sequence[int], name: str) -> tuple[int, ...]:
         if not ids:
@@ -128,11 +121,20 @@ class Prompts:
             raise ApiError(400, message, param=name, code="too_many_sequences")
 
     def _choices(
-        self, ids: Sequence[int], max_tokens: int, body: SamplingFields, count: int, logprobs: int | None
+        self,
+        ids: Sequence[int],
+        max_tokens: int,
+        body: SamplingFields,
+        count: int,
+        logprobs: int | None,
+        stop_ids: frozenset[int] | None = None,
     ) -> Iterator[Request]:
-        """Yield `count` sequences of a prompt, whose seeds follow one another."""
+        """Yield `count` sequences of a prompt, whose seeds follow one another. stop_ids: None: the end of a document."""
         seed = secrets.randbelow(_SEEDS) if body.seed is None else body.seed
-        stop_ids = frozenset() if body.ignore_eos else frozenset({self._model.tokenizer.end_of_document_id})
+        if stop_ids is None:
+            stop_ids = frozenset({self._model.tokenizer.end_of_document_id})
+        if body.ignore_eos:
+            stop_ids = frozenset()
         for index in range(count):
             sampling = Sampling(
                 temperature=body.temperature,

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import torch
 
-from megalite.data.conversation import Conversation
 from megalite.generation.batch_engine import BatchEngine
 from megalite.generation.loaded import load_source
+from megalite.generation.prompts import Chat
 from megalite.parallel.mesh import ParallelMesh
 from megalite.serve.app import Service
 from megalite.serve.engine_thread import EngineThread
@@ -32,10 +32,9 @@ def serve(plan: ServePlan, mesh: ParallelMesh, threads: int, on_ready: Callable[
     if pids is None:
         engine.serve_steps()
         return
-    if plan.template is not None:
-        # The first use imports transformers, for which a request should not wait.
-        plan.template.render(Conversation(({"role": "user", "content": "hello"},), plan.name), prompt=True)
-    model = ServedModel(plan.name, loaded.tokenizer, plan.template, engine.max_tokens, int(time.time()))
+    # The template is tried here, which imports transformers: a request should not wait for that.
+    chat = plan.template and Chat(loaded.tokenizer, plan.source.tokenizer, plan.template)
+    model = ServedModel(plan.name, loaded.tokenizer, chat, engine.max_tokens, int(time.time()))
     # The number of cores is a setting of each thread.
     owner = EngineThread(engine, prepare=lambda: torch.set_num_threads(threads))
     others = {rank: pid for rank, pid in enumerate(pids) if rank != mesh.rank}

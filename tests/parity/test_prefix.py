@@ -31,9 +31,9 @@ from megalite.topology.shape import ModelShape, RopeScaling
 from megalite.topology.stages import pipeline_split
 from tests.parity.test_layouts import _assert_equal_to_one_process
 from tests.parity.test_transformers import _canonical, _in_their_names, _transformers_model
+from tests.support.generation import one_slot
 from tests.support.huggingface import names_in_files
 from tests.support.mutations import PREFIX_FAULTS, planted_fault
-from tests.support.generation import one_slot
 from tests.support.parity import (
     FLOAT32_GRADIENT_RTOL,
     FLOAT32_RTOL,

@@ -17,6 +17,7 @@ from megalite.data.chat_template import load_chat_template
 from megalite.data.tokenizer import load_tokenizer
 from megalite.errors import ConfigError, Problem
 from megalite.generation.batch_engine import Event
+from megalite.generation.prompts import Chat
 from megalite.generation.request import Request
 from megalite.serve.app import Service
 from megalite.serve.engine_thread import EngineThread
@@ -123,14 +124,13 @@ def letters_service(folder: Path, engine: LettersEngine, settings: ServeSettings
     tiny_tokenizer(folder)
     tokenizer = load_tokenizer(folder)
     template = load_chat_template(folder, "chatml", END_OF_DOCUMENT)
-    model = ServedModel(MODEL, tokenizer, template, CONTEXT, 1_700_000_000)
+    chat = Chat(tokenizer, folder, template)
+    model = ServedModel(MODEL, tokenizer, chat, CONTEXT, 1_700_000_000)
     return Service(model, EngineThread(engine), settings)
 
 
 @asynccontextmanager
-async def live(
-    folder: Path, *, pace: float = 0.0, ends: bool = True, **settings: Any
-) -> AsyncIterator[Live]:
+async def live(folder: Path, *, pace: float = 0.0, ends: bool = True, **settings: Any) -> AsyncIterator[Live]:
     """Run a server within the `with` block, and then end it by SIGTERM; ends: whether that is left to this function."""
     engine = LettersEngine(pace)
     chosen = ServeSettings(port=0, **{"host": "127.0.0.1", "drain_seconds": 5.0, **settings})
@@ -140,7 +140,9 @@ async def live(
     await asyncio.wait([ready, task], return_when=asyncio.FIRST_COMPLETED)
     port = await ready
     headers = {"Authorization": f"Bearer {chosen.keys[0]}"} if chosen.keys else {}
-    async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=30, verify=False) as client:
+    async with httpx2.AsyncClient(
+        base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=30, verify=False
+    ) as client:
         try:
             yield Live(port, client, engine, service, task)
         finally:

@@ -13,9 +13,9 @@ from megalite.generation.engine import generate_ids, load_model
 from megalite.model.kv_cache import CachedStep
 from megalite.model.replica import Replica
 from megalite.topology.shape import ModelShape, RopeScaling
+from tests.support.generation import one_slot
 from tests.support.parity import FLOAT32_RTOL, assert_close
 from tests.support.tiny import tiny_shape
-from tests.support.generation import one_slot
 from tests.unit.convert.exporting import lively_stage, our_logits, save_stage
 
 

@@ -111,7 +111,9 @@ WRONG = [
     chat(400, "top_logprobs", "invalid_value", top_logprobs=2),
     chat(400, "top_logprobs", "invalid_value", logprobs=True, top_logprobs=21),
     chat(400, "max_completion_tokens", "invalid_value", max_tokens=2, max_completion_tokens=3),
-    chat(400, "messages", "context_length_exceeded", messages=[{**HELLO[0], "content": "word " * CONTEXT * 2}]),
+    chat(
+        400, "messages", "context_length_exceeded", messages=[{**HELLO[0], "content": "word " * CONTEXT * 2}]
+    ),
     # What is no batch.
     Wrong(400, "prompts", "invalid_value", {"prompts": []}, BATCH),
     Wrong(400, "prompts[1]", "invalid_value", {"prompts": ["One", 5]}, BATCH),
@@ -148,9 +150,17 @@ def test_each_gets_its_error_and_the_others_their_answers(tmp_path: Path) -> Non
             response = await server.client.request(wrong.method, wrong.path, content=content, headers=headers)
             found = response.json()["error"]
             kind = "invalid_request_error"
-            if (response.status_code, found["param"], found["code"]) != (wrong.status, wrong.param, wrong.code):
+            if (response.status_code, found["param"], found["code"]) != (
+                wrong.status,
+                wrong.param,
+                wrong.code,
+            ):
                 complaints.append((wrong, response.status_code, found))
-            assert found["message"] and found["type"] == kind and set(found) == {"message", "type", "param", "code"}
+            assert (
+                found["message"]
+                and found["type"] == kind
+                and set(found) == {"message", "type", "param", "code"}
+            )
         assert not complaints, "\n".join(map(str, complaints))
         for sent in RAW:
             head, _, body = (await server.raw(sent)).partition(b"\r\n\r\n")

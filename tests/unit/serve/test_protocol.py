@@ -29,7 +29,9 @@ def test_a_completion(tmp_path: Path) -> None:
         assert usage["completion_tokens"] == 4 and usage["prompt_tokens"] > 0
         assert usage["total_tokens"] == usage["prompt_tokens"] + 4
         # The limit of OpenAI's interface, where a request names none.
-        default = await server.client.post("/v1/completions", json={"model": MODEL, "prompt": "One", "seed": 0})
+        default = await server.client.post(
+            "/v1/completions", json={"model": MODEL, "prompt": "One", "seed": 0}
+        )
         assert default.json()["choices"][0]["text"] == "abcdefghijklmnop"
 
     served(scenario, tmp_path)
@@ -200,7 +202,9 @@ def test_no_origin_is_let_in(tmp_path: Path) -> None:
             assert not [name for name in response.headers if name.startswith("access-control")]
         assert asked.status_code == 405
         # What a page may send elsewhere without asking first is not JSON.
-        plain = await server.client.post("/v1/completions", content="{}", headers={"content-type": "text/plain"})
+        plain = await server.client.post(
+            "/v1/completions", content="{}", headers={"content-type": "text/plain"}
+        )
         assert plain.status_code == 415
         rebound = await server.client.get("/v1/models", headers={"Host": "elsewhere.example"})
         assert rebound.status_code == 403 and rebound.json()["error"]["code"] == "host_not_allowed"
