@@ -106,49 +106,6 @@ def _sampling(options: argparse.Namespace) -> Sampling:
 def _check(options: argparse.Namespace, shape: ModelShape) -> None:
     """Raise ConfigError for a layout that the model does not fit, or wrong sampling options."""
     problems = list(layout_problems(options.tensor, options.pipeline, shape))
-    if options.output is not None and not options.output.parent.is_dir():
-            raise DataError(f"the folder of --output {options.output} does not exist; create it")
-        return replace(job, task="batch", file=requests, output=options.output)
-    request = replace(first, prompt_ids=tuple(prompt_ids(tokenizer, options.prompt)))
-    try:
-        check_request(request, source.shape, source.shape.longest_sequence)
-    except ConfigError as error:
-        problems = [replace(problem, key=_flag(problem.key)) for problem in error.problems]
-        raise ConfigError(problems, error.source) from error
-    return replace(job, request=request, prompt=options.prompt)
-
-
-def _sampling(options: argparse.Namespace) -> Sampling:
-    return Sampling(
-        options.temperature,
-        options.top_k or 0,
-        1.0 if options.top_p is None else options.top_p,
-        options.seed,
-        options.min_p or 0.0,
-        options.repetition_penalty,
-        options.presence_penalty,
-        options.frequency_penalty,
-    )
-
-
-def _check(options: argparse.Namespace, shape: ModelShape) -> None:
-    """Raise ConfigError for a layout that the model does not fit, or wrong sampling options."""
-<<<<<<< HEAD
-    problems = list(layout_problems(options.tensor, options.pipeline, shape))
-    problems += sampling_problems(options.tokens, options.temperature, options.top_k, options.top_p, _flag)
-=======
-    problems = []
-    query, shared = shape.num_attention_heads, shape.num_key_value_heads
-    if query % options.tensor or not heads_fit(shared, options.tensor):
-        message = (
-            f"{options.tensor} tensor-parallel ranks cannot share {query} query and {shared} key-value heads"
-        )
-        sizes = [n for n in range(1, query + 1) if query % n == 0 and heads_fit(shared, n)]
-        remedy = f"use one of {sizes}"
-        problems.append(Problem("--tensor", message, remedy))
-    if options.pipeline > shape.num_hidden_layers:
-        message = f"{options.pipeline} stages are more than the model's {shape.num_hidden_layers} layers"
-        problems.append(Problem("--pipeline", message, f"use at most {shape.num_hidden_layers}"))
     if options.output is not None and options.batch is None:
         problems.append(Problem("--output", "is for --batch", "leave it out"))
     problems += sampling_problems(
