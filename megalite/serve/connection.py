@@ -10,7 +10,6 @@ from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 from megalite.serve.errors import ApiError
 from megalite.serve.settings import ServeSettings
 
-
 _LINGER_SECONDS = 1.0
 
 

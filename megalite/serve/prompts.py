@@ -129,7 +129,7 @@ class Prompts:
         logprobs: int | None,
         stop_ids: frozenset[int] | None = None,
     ) -> Iterator[Request]:
-        """Yield `count` sequences of a prompt, whose seeds follow one another. stop_ids: None: the end of a document."""
+        """Yield `count` sequences of a prompt, with seeds in a row. stop_ids: None: the end of a document."""
         seed = secrets.randbelow(_SEEDS) if body.seed is None else body.seed
         if stop_ids is None:
             stop_ids = frozenset({self._model.tokenizer.end_of_document_id})

@@ -33,7 +33,8 @@ def serve(plan: ServePlan, mesh: ParallelMesh, threads: int, on_ready: Callable[
         engine.serve_steps()
         return
     # The template is tried here, which imports transformers: a request should not wait for that.
-    chat = plan.template and Chat(loaded.tokenizer, plan.source.tokenizer, plan.template)
+    template = plan.template
+    chat = None if template is None else Chat(loaded.tokenizer, plan.source.tokenizer, template)
     model = ServedModel(plan.name, loaded.tokenizer, chat, engine.max_tokens, int(time.time()))
     # The number of cores is a setting of each thread.
     owner = EngineThread(engine, prepare=lambda: torch.set_num_threads(threads))
