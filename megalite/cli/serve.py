@@ -159,6 +159,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--tensor", type=whole_number(1), default=1, metavar="N", help="tensor-parallel size (1)")
     add("--pipeline", type=whole_number(1), default=1, metavar="N", help="pipeline-parallel size (1)")
     add("--dtype", choices=DTYPES, default="float32", help="of weights and computation (float32)")
+    add("--tokenizer", type=Path, metavar="FOLDER", help="tokenizer folder (default: the model's own)")
+    add("--base", type=Path, metavar="FOLDER", help="the weights beside an adapter, where they have moved")
+    _add_limits(parser)
+    return parser
+
+
+def _add_limits(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add(
         "--max-requests",
         type=whole_number(1),
@@ -208,9 +216,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="S",
         help="time of running requests after SIGTERM (30)",
     )
-    add("--tokenizer", type=Path, metavar="FOLDER", help="tokenizer folder (default: the model's own)")
-    add("--base", type=Path, metavar="FOLDER", help="the weights beside an adapter, where they have moved")
-    return parser
 
 
 def _port(text: str) -> int:

@@ -20,7 +20,6 @@ import pytest
 from megalite.generation.loaded import load
 from megalite.generation.text import generate
 from tests.support.jobs import ROOT
-from tests.support.selection import cases
 
 PROMPT = "Once upon a time"
 START_SECONDS, END_SECONDS = 90.0, 20.0
@@ -140,7 +139,7 @@ def test_the_official_client(shared_data: Path) -> None:
     assert any("POST /v1/completions 200" in line for line in server.errors)
 
 
-@pytest.mark.parametrize("layout", cases(["--pipeline 2", "--tensor 2"], core=["--pipeline 2"]))
+@pytest.mark.parametrize("layout", ["--pipeline 2", pytest.param("--tensor 2", marks=pytest.mark.slow)])
 def test_ranks_serve_drain_and_end(shared_data: Path, layout: str) -> None:
     model = shared_data / "stories260K"
     expected = generate(load(model), PROMPT, tokens=24).removeprefix(PROMPT)
@@ -157,7 +156,7 @@ def test_ranks_serve_drain_and_end(shared_data: Path, layout: str) -> None:
         assert server.ended() == 0, "".join(server.errors)
 
 
-@pytest.mark.parametrize("busy", cases([False, True], core=[True]), ids=["idle", "busy"])
+@pytest.mark.parametrize("busy", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["busy", "idle"])
 def test_a_killed_rank_ends_the_server_with_the_cause(shared_data: Path, busy: bool) -> None:
     with serving(shared_data / "stories260K", "--pipeline", "2") as server:
         body = {"model": "stories260K", "prompt": PROMPT, "max_tokens": 400, "stream": True}

@@ -35,7 +35,7 @@ def chat(status: int, param: str | None, code: str, **fields: Any) -> Wrong:
 
 
 WRONG = [
-    # What is no JSON object.
+    # Not a JSON object.
     Wrong(400, None, "invalid_json", b""),
     Wrong(400, None, "invalid_json", b"{"),
     Wrong(400, None, "invalid_json", b"\xff\xfe"),
@@ -45,7 +45,7 @@ WRONG = [
     Wrong(400, None, "invalid_json", b'{"model": "letters", "prompt": "\\ud800"}'),
     Wrong(400, None, "invalid_json", b"[" * 15_000),
     Wrong(400, None, "invalid_json", b'{"seed": ' + b"9" * 5_000 + b"}"),
-    # What is no completion.
+    # Not a completion.
     Wrong(400, "model", "missing_field", {"prompt": "One"}),
     Wrong(400, "prompt", "missing_field", {"model": MODEL}),
     completion(404, "model", "model_not_found", model="gpt-4"),
@@ -91,7 +91,7 @@ WRONG = [
     completion(400, "suffix", "unsupported_field", suffix="end"),
     completion(400, "logit_bias", "unsupported_field", logit_bias={"5": 1}),
     completion(400, "temprature", "unknown_field", temprature=1),
-    # What is no chat.
+    # Not a chat.
     chat(400, "messages", "invalid_value", messages=[]),
     chat(400, "messages", "invalid_value", messages="Hello"),
     chat(400, "messages[0]", "invalid_value", messages=["Hello"]),
@@ -114,7 +114,7 @@ WRONG = [
     chat(
         400, "messages", "context_length_exceeded", messages=[{**HELLO[0], "content": "word " * CONTEXT * 2}]
     ),
-    # What is no batch.
+    # Not a batch.
     Wrong(400, "prompts", "invalid_value", {"prompts": []}, BATCH),
     Wrong(400, "prompts[1]", "invalid_value", {"prompts": ["One", 5]}, BATCH),
     Wrong(400, "prompts[1]", "invalid_value", {"prompts": ["One", ""]}, BATCH),

@@ -201,7 +201,7 @@ def test_no_origin_is_let_in(tmp_path: Path) -> None:
         for response in (asked, got):
             assert not [name for name in response.headers if name.startswith("access-control")]
         assert asked.status_code == 405
-        # What a page may send elsewhere without asking first is not JSON.
+        # A page may send text elsewhere without asking first, but not JSON.
         plain = await server.client.post(
             "/v1/completions", content="{}", headers={"content-type": "text/plain"}
         )
