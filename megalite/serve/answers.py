@@ -30,7 +30,7 @@ class Choice:
 
 
 class Answer:
-    """What all kinds of answers share. prompt_tokens: of each prompt, once."""
+    """Base of all kinds of answers. prompt_tokens: of each prompt, once."""
 
     prefix, kind = "", ""
 

@@ -18,7 +18,7 @@ _IDLE_SECONDS = 1.0
 
 
 class Engine(Protocol):
-    """What the thread uses of `BatchEngine`; nothing but the thread may call it."""
+    """The interface of `BatchEngine` that the thread uses; nothing but the thread may call it."""
 
     @property
     def has_work(self) -> bool:

@@ -18,7 +18,7 @@ _SEEDS = 2**63
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What the server knows of a model beside its engine.
+    """A model as the server knows it, beside its engine.
 
     name: in requests. chat: the form of conversations; None: no chat. longest_sequence: tokens of prompt and answer.
     created: seconds since 1970.
