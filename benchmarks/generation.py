@@ -1,8 +1,8 @@
 """Generation with the 17M Llama of the other benchmarks: 16 requests at once against one by one, and transformers.
 
-    python -m benchmarks.generation [--quick]
+    python -m benchmarks.generation [--quick] [--threads N]
 
-One process, float32, two threads, greedy, prompts of 16 to 96 tokens. Each way runs in turn, ROUNDS times; the figure is
+One process, float32, greedy, prompts of 16 to 96 tokens. Each way runs in turn, ROUNDS times; the figure is
 the fastest round. "decode step": one token of one request. "products": the products of one token with every weight
 matrix, nothing else. "read": one sum over all weights, which reads each of them once.
 """
@@ -148,8 +148,10 @@ def decode_step(replica: Replica, rounds: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    options = report.arguments(__doc__)
-    torch.set_num_threads(THREADS)
+    parser = report.parser_of(__doc__)
+    parser.add_argument("--threads", type=int, default=THREADS, help="threads of torch (2)")
+    options = report.arguments_of(parser)
+    torch.set_num_threads(options.threads)
     facts = report.machine()
     rounds, new_tokens = (1, 8) if options.quick else (ROUNDS, NEW_TOKENS)
     replica = model()
@@ -157,7 +159,7 @@ def main() -> None:
     report.show("tokens a second", rows, COLUMNS)
     steps = decode_step(replica, rounds)
     report.show("one token of one request", steps, STEP_COLUMNS)
-    settings = {"threads": THREADS, "new_tokens": new_tokens, "rounds": rounds, "step": steps}
+    settings = {"threads": options.threads, "new_tokens": new_tokens, "rounds": rounds, "step": steps}
     report.write("generation", facts, settings, rows, options.results)
 
 

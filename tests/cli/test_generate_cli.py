@@ -65,7 +65,12 @@ def test_a_file_of_requests_runs_in_its_order(
         {"prompt": "one rank waits for the weights", "max_tokens": 30, "id": "long"},
         "",
         {"prompt": "a pipeline", "max_tokens": 3, "logprobs": 1},
-        {"messages": [{"role": "user", "content": "the tensor"}], "temperature": 1.1, "seed": 4, "top_p": 0.9},
+        {
+            "messages": [{"role": "user", "content": "the tensor"}],
+            "temperature": 1.1,
+            "seed": 4,
+            "top_p": 0.9,
+        },
         {"prompt": "one", "stop": ["zzzz"], "min_p": 0.1, "temperature": 0.7},
     ]
     file = lines_of(tmp_path / "requests.jsonl", *rows)

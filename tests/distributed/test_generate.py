@@ -18,7 +18,9 @@ from tests.support.tiny import FAMILY_SHAPES, tiny_shape, tiny_tokenizer
 from tests.unit.convert.exporting import lively_stage, save_stage
 
 DRAWN = Sampling(1.5, top_k=40, top_p=0.9, seed=4)
-MANY = Sampling(1.2, top_p=0.95, min_p=0.02, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=-0.2)
+MANY = Sampling(
+    1.2, top_p=0.95, min_p=0.02, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=-0.2
+)
 
 
 def tokens(checkpoint: Path, layout: Layout, sampling: Sampling) -> list[int]:
@@ -65,10 +67,14 @@ def served(checkpoint: Path, tokenizer: Path, layout: Layout, sampling: Sampling
         if number == 5:
             engine.cancel(3)
         for event in engine.step():
-            texts[event.number] = texts.get(event.number, "") + f"{event.token} {event.text!r} {event.finish};"
+            texts[event.number] = (
+                texts.get(event.number, "") + f"{event.token} {event.text!r} {event.finish};"
+            )
     while engine.has_work:
         for event in engine.step():
-            texts[event.number] = texts.get(event.number, "") + f"{event.token} {event.text!r} {event.finish};"
+            texts[event.number] = (
+                texts.get(event.number, "") + f"{event.token} {event.text!r} {event.finish};"
+            )
     engine.close()
     texts.pop(3, None)
     return texts

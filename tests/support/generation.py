@@ -38,9 +38,7 @@ def mixed_requests(
         prompt = torch.randint(vocabulary, (length,), generator=generator).tolist()
         if number % 3 == 2:
             prompt = (list(found[-1].prompt_ids) + prompt)[:33]
-        found.append(
-            Request(tuple(prompt), 2 + 5 * number % 14, sampling, frozenset(), logprobs=logprobs)
-        )
+        found.append(Request(tuple(prompt), 2 + 5 * number % 14, sampling, frozenset(), logprobs=logprobs))
     return found
 
 

@@ -91,7 +91,12 @@ def test_presence_and_frequency_count_new_tokens_only():
 def test_a_row_does_not_depend_on_the_others():
     generator = torch.Generator().manual_seed(5)
     logits = torch.randn(6, 101, generator=generator)
-    kinds = [GREEDY, Sampling(0.9, top_p=0.8), Sampling(1.3, top_k=9, min_p=0.05, seed=2), Sampling(0.0, seed=4)]
+    kinds = [
+        GREEDY,
+        Sampling(0.9, top_p=0.8),
+        Sampling(1.3, top_k=9, min_p=0.05, seed=2),
+        Sampling(0.0, seed=4),
+    ]
     kinds += [Sampling(0.0, repetition_penalty=3.0), Sampling(1.0, frequency_penalty=1.5)]
     rows = [
         Running(number, Request((3, 4, number), 5, kind, frozenset(), logprobs=number % 3 or None))
