@@ -15,7 +15,7 @@ from megalite.model.transformer import Stage
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.axes import Layout
 
-# Of a prompt and its new tokens.
+# Tokens of a prompt and its new tokens.
 LONGEST = 48
 
 
