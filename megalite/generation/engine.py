@@ -1,7 +1,6 @@
 """Token ids from a model of any layout: `generate_ids`, and how a model is built and loaded for it."""
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -10,8 +9,9 @@ from megalite.checkpoint.folder import read_manifest
 from megalite.checkpoint.load import load_checkpoint
 from megalite.generation.request import GREEDY, Request, Sampling, check_request
 from megalite.generation.token_engine import PREFILL_CHUNK, TokenEngine
+from megalite.model.kernels import choose_kernels
 from megalite.model.kv_cache import Room
-from megalite.model.options import PLAIN
+from megalite.model.options import ModelOptions
 from megalite.model.replica import Replica
 from megalite.model.stages import build_replica
 from megalite.parallel.mesh import ParallelMesh
@@ -22,7 +22,9 @@ from megalite.topology.stages import pipeline_split
 def build_model(shape: ModelShape, mesh: ParallelMesh, dtype: torch.dtype = torch.float32) -> Replica:
     """Return this rank's part of a model without weights, ready to be loaded and to generate."""
     split = pipeline_split(shape.num_hidden_layers, mesh.pp.size)
-    replica = build_replica(shape, mesh, split, replace(PLAIN, dtype=dtype), seed=None)
+    # Without the self-test of a card: there torch computes.
+    operators = choose_kernels("auto", mesh.device.type).operators
+    replica = build_replica(shape, mesh, split, ModelOptions(dtype=dtype, operators=operators), seed=None)
     replica.stage.eval()
     return replica
 
