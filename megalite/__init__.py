@@ -14,8 +14,8 @@ from megalite.version import __version__ as __version__
 if TYPE_CHECKING:
     from megalite.config.load import load_config as load_config
     from megalite.config.schema import RunConfig as RunConfig
+    from megalite.generation.loaded import load as load
     from megalite.generation.text import generate as generate
-    from megalite.generation.text import load as load
     from megalite.train.callbacks import ActiveRun as ActiveRun
     from megalite.train.callbacks import Callback as Callback
     from megalite.train.run import Trainer as Trainer
@@ -28,7 +28,7 @@ _HOMES = {
     "RunConfig": "megalite.config.schema",
     "Trainer": "megalite.train.run",
     "generate": "megalite.generation.text",
-    "load": "megalite.generation.text",
+    "load": "megalite.generation.loaded",
     "load_config": "megalite.config.load",
 }
 

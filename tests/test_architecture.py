@@ -40,6 +40,7 @@ ROWS = {
     "convert": 7,
     "generation": 8,
     "evaluate": 9,
+    "serve": 9,
     "train": 10,
     "cli": 11,
     "__main__": 12,

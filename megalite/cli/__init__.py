@@ -17,6 +17,7 @@ COMMANDS = {
     "launch": "start a run on several hosts, and supervise it",
     "generate": "continue a text with a trained model",
     "evaluate": "measure perplexity on text, or accuracy on a task file",
+    "serve": "answer HTTP requests with a model, in OpenAI's form",
     "config": "show a run's resolved settings, or the presets",
     "tokenizer": "train or convert a tokenizer",
     "data": "tokenize text into token files, and inspect them",

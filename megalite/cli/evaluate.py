@@ -25,7 +25,7 @@ from megalite.version import __version__
 if TYPE_CHECKING:
     from megalite.evaluate.perplexity import TextEvaluation
     from megalite.evaluate.task import TaskEvaluation
-    from megalite.generation.text import LoadedModel
+    from megalite.generation.loaded import LoadedModel
     from megalite.parallel.mesh import ParallelMesh
 
 
@@ -72,7 +72,7 @@ def _require_files(options: argparse.Namespace) -> None:
         questions(examples)
 
 
-def _evaluate(request: _Request, mesh: "ParallelMesh") -> None:
+def _evaluate(request: _Request, mesh: "ParallelMesh") -> int:
     """Load the model, measure it, and show the figures on rank 0."""
     options = request.options
     loaded = None if request.source is None else _loaded(request.source, mesh, options.dtype)
@@ -88,19 +88,20 @@ def _evaluate(request: _Request, mesh: "ParallelMesh") -> None:
         figures = evaluate_task(loaded, _task_evaluation(options))
     seconds = time.perf_counter() - started
     if mesh.rank != 0:
-        return
+        return 0
     subject = ", ".join(options.data) if options.data else str(options.task)
     print(f"{request.model} on {subject}\n{table(figures)}", flush=True)
     print(f"evaluated in {seconds:.1f} s", file=sys.stderr, flush=True)
     if options.output is not None:
         about = {"megalite": __version__, "model": request.model, "settings": _settings(options)}
         write_json(options.output, {**about, "figures": figures, "seconds": round(seconds, 3)})
+    return 0
 
 
 def _loaded(source: ModelSource, mesh: "ParallelMesh", dtype: str) -> "LoadedModel":
     import torch
 
-    from megalite.generation.text import load_source
+    from megalite.generation.loaded import load_source
 
     return load_source(source, mesh, torch.bfloat16 if dtype == "bf16" else torch.float32)
 

@@ -1,115 +1,99 @@
-"""megalite generate: continue a text with a checkpoint or a Hugging Face folder, on one or more ranks."""
+"""megalite generate: continue texts with a checkpoint or a Hugging Face folder, on one or more ranks."""
 
 import argparse
+import os
 import sys
-import tempfile
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megalite.cli.arguments import Parser, whole_number
-from megalite.errors import ConfigError, Problem
-from megalite.generation.request import Sampling, sampling_problems
+from megalite.cli.generate_run import Job, chat, continue_prompt, run_file
+from megalite.cli.local_ranks import on_local_ranks
+from megalite.errors import ConfigError, DataError, Problem
+from megalite.generation.layout import layout_problems
+from megalite.generation.request import Request, Sampling, check_request, sampling_problems
 from megalite.generation.source import ModelSource, find_source
-from megalite.launcher.detect import RankInfo
-from megalite.launcher.environment import prepare_process
 from megalite.topology.axes import Layout
 from megalite.topology.shape import ModelShape
-from megalite.topology.sharding import heads_fit
-
-if TYPE_CHECKING:
-    from megalite.parallel.mesh import ParallelMesh
-
-
-@dataclass(frozen=True)
-class _Request:
-    """The arguments that every rank gets."""
-
-    source: ModelSource
-    prompt: str
-    tokens: int
-    sampling: Sampling
-    layout: Layout
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Print the prompt and its continuation; return the exit code. Raises CheckpointError, DataError, ConfigError."""
+    """Print texts as they are made; return the exit code. Raises CheckpointError, DataError, ConfigError."""
     options = _parser().parse_args(arguments)
     source = find_source(options.model, tokenizer=options.tokenizer, base=options.base)
     _check(options, source.shape)
-    top_p = 1.0 if options.top_p is None else options.top_p
-    sampling = Sampling(options.temperature, options.top_k or 0, top_p, options.seed)
+    job = _job(options, source)
+    if job.task == "chat" and job.layout.world_size > 1:  # the standard input of a forked rank is closed
+        job = replace(job, keyboard=os.dup(sys.stdin.fileno()))
+    preload = ["megalite.generation.text"]
+    return on_local_ranks(job.layout, _TASKS[job.task], job, name="generate", preload=preload)
+
+
+_TASKS = {"prompt": continue_prompt, "batch": run_file, "chat": chat}
+
+
+def _job(options: argparse.Namespace, source: ModelSource) -> Job:
+    """Return what every rank gets; every request is checked here. Raises ConfigError, DataError."""
+    from megalite.data.tokenizer import load_tokenizer
+    from megalite.generation.prompts import Chat, prompt_ids
+    from megalite.generation.request_file import read_requests
+
+    tokenizer = load_tokenizer(source.tokenizer, end_of_document=source.end_of_document)
+    ends = frozenset({tokenizer.end_of_document_id})
+    stop = tuple(options.stop)
+    first = Request((), options.tokens, _sampling(options), ends, stop, options.logprobs)
     layout = Layout(pipeline=options.pipeline, tensor=options.tensor)
-    request = _Request(source, options.prompt, options.tokens, sampling, layout)
-    # torch is imported below this line, so that --help and a wrong request are answered at once.
-    if layout.world_size == 1:
-        from megalite.parallel.device import local_device
-        from megalite.parallel.mesh import ParallelMesh
-
-        _generate(request, ParallelMesh.single(local_device(0, 1)))
-        return 0
-    threads = prepare_process("auto", local_ranks=layout.world_size, info=None)
-    from megalite.launcher.local import run_local_ranks
-
-    with tempfile.TemporaryDirectory(prefix="megalite-generate-") as scratch:
-        preload = ["torch", "megalite.generation.text"]
-        return run_local_ranks(
-            _generate_on_rank, layout, Path(scratch), arguments=(request, threads), preload=preload
-        )
-
-
-def _generate_on_rank(info: RankInfo, request: _Request, threads: int) -> int:
-    import torch
-
-    from megalite.parallel.device import local_device
-    from megalite.parallel.mesh import ParallelMesh, connect, disconnect
-
-    torch.set_num_threads(threads)
-    device = local_device(info.local_rank, info.local_world_size)
-    connect(info.rank, info.world_size, device=device, rendezvous=info.rendezvous)
-    _generate(request, ParallelMesh.over_world(request.layout, device))
-    disconnect()
-    return 0
-
-
-def _generate(request: _Request, mesh: "ParallelMesh") -> None:
-    """Load the model, generate, and print the text on rank 0."""
-    from megalite.generation.text import continue_text, load_source
-
-    loaded = load_source(request.source, mesh)
-    started = time.perf_counter()
+    job = Job("prompt", source, layout, options.dtype, first, max_requests=options.max_requests)
+    if options.chat:
+        Chat(tokenizer, source.tokenizer)
+        return replace(job, task="chat")
+    if options.batch is not None:
+        requests = tuple(read_requests(options.batch, first, source, tokenizer))
+        if options.output is not None and not options.output.parent.is_dir():
+            raise DataError(f"the folder of --output {options.output} does not exist; create it")
+        return replace(job, task="batch", file=requests, output=options.output)
+    request = replace(first, prompt_ids=tuple(prompt_ids(tokenizer, options.prompt)))
     try:
-        found = continue_text(loaded, request.prompt, request.tokens, request.sampling)
+        check_request(request, source.shape, source.shape.longest_sequence)
     except ConfigError as error:
         problems = [replace(problem, key=_flag(problem.key)) for problem in error.problems]
         raise ConfigError(problems, error.source) from error
-    seconds = time.perf_counter() - started
-    if mesh.rank == 0:
-        print(found.text, flush=True)
-        print(
-            f"{request.source.folder}: {found.new_tokens} tokens in {seconds:.2f} s",
-            file=sys.stderr,
-            flush=True,
-        )
+    return replace(job, request=request, prompt=options.prompt)
+
+
+def _sampling(options: argparse.Namespace) -> Sampling:
+    return Sampling(
+        options.temperature,
+        options.top_k or 0,
+        1.0 if options.top_p is None else options.top_p,
+        options.seed,
+        options.min_p or 0.0,
+        options.repetition_penalty,
+        options.presence_penalty,
+        options.frequency_penalty,
+    )
 
 
 def _check(options: argparse.Namespace, shape: ModelShape) -> None:
     """Raise ConfigError for a layout that the model does not fit, or wrong sampling options."""
-    problems = []
-    query, shared = shape.num_attention_heads, shape.num_key_value_heads
-    if query % options.tensor or not heads_fit(shared, options.tensor):
-        message = (
-            f"{options.tensor} tensor-parallel ranks cannot share {query} query and {shared} key-value heads"
-        )
-        sizes = [n for n in range(1, query + 1) if query % n == 0 and heads_fit(shared, n)]
-        remedy = f"use one of {sizes}"
-        problems.append(Problem("--tensor", message, remedy))
-    if options.pipeline > shape.num_hidden_layers:
-        message = f"{options.pipeline} stages are more than the model's {shape.num_hidden_layers} layers"
-        problems.append(Problem("--pipeline", message, f"use at most {shape.num_hidden_layers}"))
-    problems += sampling_problems(options.tokens, options.temperature, options.top_k, options.top_p, _flag)
+    layout = Layout(pipeline=options.pipeline, tensor=options.tensor)
+    problems = list(layout_problems(layout, shape))
+    if options.output is not None and options.batch is None:
+        problems.append(Problem("--output", "is for --batch", "leave it out"))
+    problems += sampling_problems(
+        options.tokens,
+        options.temperature,
+        options.top_k,
+        options.top_p,
+        _flag,
+        min_p=options.min_p,
+        repetition_penalty=options.repetition_penalty,
+        presence_penalty=options.presence_penalty,
+        frequency_penalty=options.frequency_penalty,
+        stop=options.stop,
+        logprobs=options.logprobs,
+    )
     if problems:
         raise ConfigError(problems, "the request")
 
@@ -120,42 +104,81 @@ def _flag(setting: str) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="megalite generate", description=__doc__)
-    add = parser.add_argument
-    add(
+    parser.add_argument(
         "model",
         metavar="MODEL",
         help="run folder (its latest checkpoint), checkpoint folder, Hugging Face folder, or org/name on its Hub",
     )
-    add("--prompt", required=True, metavar="TEXT", help="the text to continue")
-    add("--tokens", type=whole_number(1), default=64, metavar="N", help="maximum number of new tokens (64)")
-    add(
-        "--temperature",
-        type=float,
-        default=0.0,
-        metavar="T",
-        help="sampling temperature; 0: greedy (0)",
+    task = parser.add_mutually_exclusive_group(required=True)
+    task.add_argument("--prompt", metavar="TEXT", help="the text to continue")
+    task.add_argument(
+        "--batch",
+        type=Path,
+        metavar="FILE",
+        help="requests, one JSON object a line; prints results as JSON lines",
     )
+    task.add_argument("--chat", action="store_true", help="talk to the model; Ctrl-D ends the conversation")
+    add = parser.add_argument
+    add("--output", type=Path, metavar="FILE", help="the file for the results of --batch (standard output)")
     add(
-        "--top-k",
+        "--max-requests",
         type=whole_number(1),
-        metavar="K",
-        help="sample only from the K most likely tokens",
-    )
-    add(
-        "--top-p",
-        type=float,
-        metavar="P",
-        help="sample from the fewest tokens with total probability P",
-    )
-    add("--seed", type=int, default=0, metavar="N", help="random seed (0)")
-    add("--tensor", type=whole_number(1), default=1, metavar="N", help="tensor-parallel size (1)")
-    add(
-        "--pipeline",
-        type=whole_number(1),
-        default=1,
+        default=16,
         metavar="N",
-        help="pipeline-parallel size (1)",
+        help="requests at a time in --batch (16)",
     )
+    _add_sampling(parser)
+    add(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="type of the computation (float32)",
+    )
+    add("--tensor", type=whole_number(1), default=1, metavar="N", help="tensor-parallel size (1)")
+    add("--pipeline", type=whole_number(1), default=1, metavar="N", help="pipeline-parallel size (1)")
     add("--tokenizer", type=Path, metavar="FOLDER", help="tokenizer folder (default: the model's own)")
     add("--base", type=Path, metavar="FOLDER", help="the weights beside an adapter, where they have moved")
     return parser
+
+
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--tokens", type=whole_number(1), default=64, metavar="N", help="maximum number of new tokens (64)")
+    add("--temperature", type=float, default=0.0, metavar="T", help="sampling temperature; 0: greedy (0)")
+    add("--top-k", type=whole_number(1), metavar="K", help="sample only from the K most likely tokens")
+    add("--top-p", type=float, metavar="P", help="sample from the fewest tokens with total probability P")
+    add(
+        "--min-p",
+        type=float,
+        metavar="P",
+        help="sample from tokens at least P times as likely as the most likely one",
+    )
+    add(
+        "--repetition-penalty",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="divide positive logits of earlier tokens, the prompt's too, by X and multiply negative ones (1)",
+    )
+    add(
+        "--presence-penalty",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="subtract X from the logit of each new token that was used (0)",
+    )
+    add(
+        "--frequency-penalty",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="subtract X from the logit of a new token each time it was used (0)",
+    )
+    add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated")
+    add(
+        "--logprobs",
+        type=int,
+        metavar="N",
+        help="print each token's log probability and the N most likely tokens (0 to 20)",
+    )
+    add("--seed", type=int, default=0, metavar="N", help="random seed (0)")

@@ -17,13 +17,13 @@ R = TypeVar("R")
 
 def on_local_ranks(
     layout: Layout,
-    work: "Callable[[R, ParallelMesh], None]",
+    work: "Callable[[R, ParallelMesh], int]",
     request: R,
     *,
     name: str,
     preload: Sequence[str],
 ) -> int:
-    """Call `work(request, mesh)` on every rank of the layout, and return the exit code.
+    """Call `work(request, mesh)`, which returns an exit code, on every rank of the layout; return that of the job.
 
     torch is imported here, so a command checks its arguments before. name: of the command, for its scratch folder.
     preload: modules to import before the ranks are forked.
@@ -33,8 +33,7 @@ def on_local_ranks(
         from megalite.parallel.device import local_device
         from megalite.parallel.mesh import ParallelMesh
 
-        work(request, ParallelMesh.single(local_device(0, 1)))
-        return 0
+        return work(request, ParallelMesh.single(local_device(0, 1)))
     threads = prepare_process("auto", local_ranks=layout.world_size, info=None)
     from megalite.launcher.local import run_local_ranks
 
@@ -46,7 +45,7 @@ def on_local_ranks(
 
 
 def _on_rank(
-    info: RankInfo, layout: Layout, work: "Callable[[R, ParallelMesh], None]", request: R, threads: int
+    info: RankInfo, layout: Layout, work: "Callable[[R, ParallelMesh], int]", request: R, threads: int
 ) -> int:
     import torch
 
@@ -56,6 +55,6 @@ def _on_rank(
     torch.set_num_threads(threads)
     device = local_device(info.local_rank, info.local_world_size)
     connect(info.rank, info.world_size, device=device, rendezvous=info.rendezvous)
-    work(request, ParallelMesh.over_world(layout, device))
+    code = work(request, ParallelMesh.over_world(layout, device))
     disconnect()
-    return 0
+    return code

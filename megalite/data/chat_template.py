@@ -155,6 +155,11 @@ def load_chat_template(tokenizer: Path, name: str | None, end_of_document: str =
     return ChatTemplate(str(file), _text(file), special)
 
 
+def has_chat_template(tokenizer: Path) -> bool:
+    """Return whether the tokenizer in folder `tokenizer` has a default template. Raises DataError."""
+    return "default" in _own_templates(tokenizer)
+
+
 def _own_templates(folder: Path) -> dict[str, str]:
     """Return the tokenizer's templates by name, from all places where transformers saves them."""
     found: dict[str, str] = {}

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from megalite.errors import ConfigError, Problem
 from megalite.evaluate.encoding import TextEncoder
 from megalite.generation.engine import generate_ids
+from megalite.generation.loaded import LoadedModel
 from megalite.generation.request import GREEDY, Sampling
-from megalite.generation.text import LoadedModel
 
 
 @dataclass(frozen=True)

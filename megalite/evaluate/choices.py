@@ -11,7 +11,7 @@ from megalite.evaluate.few_shot import FewShot
 from megalite.evaluate.questions import ChoiceQuestion
 from megalite.evaluate.scoring import scores
 from megalite.evaluate.statistics import Rate
-from megalite.generation.text import LoadedModel
+from megalite.generation.loaded import LoadedModel
 
 
 @dataclass(frozen=True)

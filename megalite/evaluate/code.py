@@ -13,8 +13,8 @@ from megalite.evaluate.rows import Row
 from megalite.evaluate.sandbox import Limits, Outcome, run_program
 from megalite.evaluate.statistics import Rate, pass_at_k
 from megalite.evaluate.task_file import task_rows
+from megalite.generation.loaded import LoadedModel
 from megalite.generation.request import Sampling
-from megalite.generation.text import LoadedModel
 
 # The completion of a function ends where the next statement of the module begins (Chen et al. 2021).
 STOPS = ("\nclass ", "\ndef ", "\n#", "\nif ", "\nprint(", "\n@", "\nassert ")

@@ -9,7 +9,7 @@ from megalite.evaluate.few_shot import FewShot
 from megalite.evaluate.forms import MARK
 from megalite.evaluate.questions import OpenQuestion
 from megalite.evaluate.statistics import Rate
-from megalite.generation.text import LoadedModel
+from megalite.generation.loaded import LoadedModel
 
 _STOPS = ("Question:",)
 _MARKED = re.compile(rf"{MARK} (-?[0-9.,]+)")

@@ -24,8 +24,8 @@ from megalite.evaluate.answers import Wanted, answers
 from megalite.evaluate.encoding import TextEncoder, pair_window
 from megalite.evaluate.scoring import scores
 from megalite.evaluate.windows import Window, rolling_windows
+from megalite.generation.loaded import LoadedModel, load
 from megalite.generation.request import Sampling
-from megalite.generation.text import LoadedModel, load
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")

@@ -12,7 +12,7 @@ from megalite.errors import DataError
 from megalite.evaluate.documents import Document, TextSource, documents
 from megalite.evaluate.scoring import total_log_likelihood
 from megalite.evaluate.windows import Window, rolling_windows
-from megalite.generation.text import LoadedModel
+from megalite.generation.loaded import LoadedModel
 
 
 @dataclass(frozen=True)

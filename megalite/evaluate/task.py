@@ -13,8 +13,8 @@ from megalite.evaluate.few_shot import FewShot
 from megalite.evaluate.questions import ChoiceQuestion, CodeProblem, OpenQuestion, Question
 from megalite.evaluate.sandbox import DEFAULT_LIMITS, Limits, network_is_cut
 from megalite.evaluate.task_file import TaskFile, questions
+from megalite.generation.loaded import LoadedModel
 from megalite.generation.request import GREEDY, Sampling
-from megalite.generation.text import LoadedModel
 
 
 @dataclass(frozen=True)

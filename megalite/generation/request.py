@@ -1,9 +1,14 @@
-"""The settings of a generation request and the rules over them. No torch."""
+"""A generation request, its sampling settings and the rules over them. No torch."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from megalite.errors import Problem
+from megalite.config.shape_settings import longest_sequence_setting
+from megalite.errors import ConfigError, Problem
+from megalite.topology.shape import ModelShape
+
+# The most alternatives of a token that a request may ask for, as of the OpenAI API.
+MOST_LOGPROBS = 20
 
 
 @dataclass(frozen=True)
@@ -11,16 +16,48 @@ class Sampling:
     """How the next token is sampled.
 
     temperature: 0 is greedy. top_k: sample from the k most likely tokens; 0: all. top_p: sample from the fewest tokens
-    whose total probability is at least top_p (nucleus sampling, Holtzman et al. 2020). seed: random seed.
+    whose total probability is at least top_p (nucleus sampling, Holtzman et al. 2020). min_p: sample from the tokens
+    with at least min_p times the probability of the most likely token; 0: all. seed: random seed.
+
+    The penalties change the logits before everything else, greedy sampling included. repetition_penalty: logits of
+    tokens of the prompt or the new text are divided by it if positive, else multiplied (as in transformers); 1: none.
+    presence_penalty, frequency_penalty: subtracted from the logits of each new token, once and once per occurrence (as
+    in the OpenAI API); the prompt does not count.
     """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+
+    @property
+    def penalises(self) -> bool:
+        """True if the tokens so far change the logits."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
 GREEDY = Sampling()
+
+
+@dataclass(frozen=True)
+class Request:
+    """A text to continue.
+
+    prompt_ids: the tokens before the new ones. max_tokens: the maximum number of new tokens. stop_ids: tokens that end
+    the text. stop: strings that end the text, which does not contain them. logprobs: None: no log probabilities; n: of
+    each new token and of its n most likely alternatives.
+    """
+
+    prompt_ids: tuple[int, ...]
+    max_tokens: int
+    sampling: Sampling
+    stop_ids: frozenset[int]
+    stop: tuple[str, ...] = ()
+    logprobs: int | None = None
 
 
 def sampling_problems(
@@ -29,6 +66,13 @@ def sampling_problems(
     top_k: int | None,
     top_p: float | None,
     name: Callable[[str], str] = str,
+    *,
+    min_p: float | None = None,
+    repetition_penalty: float = 1.0,
+    presence_penalty: float = 0.0,
+    frequency_penalty: float = 0.0,
+    stop: Sequence[str] = (),
+    logprobs: int | None = None,
 ) -> Iterator[Problem]:
     """Yield the problems of a request; name: how the caller writes a setting, such as `--top-k` for top_k."""
     if tokens < 1:
@@ -39,10 +83,57 @@ def sampling_problems(
         yield Problem(name("top_k"), f"{top_k} is no number of tokens", "use 1 or more, or leave it out")
     if top_p is not None and not 0 < top_p <= 1:
         yield Problem(name("top_p"), f"{top_p:g} is not a probability", "use more than 0 and at most 1")
-    for setting, given in (("top_k", top_k), ("top_p", top_p)):
+    if min_p is not None and not 0 <= min_p <= 1:
+        yield Problem(name("min_p"), f"{min_p:g} is not a probability", "use 0 or more and at most 1")
+    for setting, given in (("top_k", top_k), ("top_p", top_p), ("min_p", min_p)):
         if temperature == 0 and given is not None:
             yield Problem(
                 name(setting),
                 f"has no effect with {name('temperature')} 0, which takes the most likely token",
                 f"set {name('temperature')} above 0, for example 1",
             )
+    if not 0 < repetition_penalty < float("inf"):
+        yield Problem(
+            name("repetition_penalty"),
+            f"{repetition_penalty:g} is not a factor",
+            "use more than 0; 1 is none",
+        )
+    for setting, penalty in (
+        ("presence_penalty", presence_penalty),
+        ("frequency_penalty", frequency_penalty),
+    ):
+        if not -2 <= penalty <= 2:
+            yield Problem(name(setting), f"{penalty:g} is not a penalty", "use -2 to 2; 0 is none")
+    if not all(stop):
+        yield Problem(name("stop"), "has an empty string, which every text contains", "leave it out")
+    if logprobs is not None and not 0 <= logprobs <= MOST_LOGPROBS:
+        yield Problem(
+            name("logprobs"), f"{logprobs} is no number of alternatives", f"use 0 to {MOST_LOGPROBS}"
+        )
+
+
+def check_request(request: Request, shape: ModelShape, most: int) -> None:
+    """Raise ConfigError if a request can never run. most: the tokens of a request for which the cache has room."""
+    prompt, new = request.prompt_ids, request.max_tokens
+    setting = f"{longest_sequence_setting(shape)} = {shape.longest_sequence}"
+    if most < shape.longest_sequence:
+        setting = f"max_tokens = {most}, the cache's room for a request"
+    problem = None
+    if not prompt:
+        problem = Problem("prompt", "is empty", "give at least one character")
+    elif not all(0 <= each < shape.vocab_size for each in prompt):
+        problem = Problem(
+            "prompt",
+            f"has id {max(prompt)}, and the model's vocabulary {shape.vocab_size} ids",
+            "name the tokenizer that the model was trained with",
+        )
+    elif len(prompt) + new > most:
+        problem = Problem(
+            "tokens",
+            f"{len(prompt)} tokens of the prompt and {new} new ones exceed {setting}",
+            f"use at most {max(0, most - len(prompt))}, or a shorter prompt",
+        )
+    elif new < 1:
+        problem = Problem("tokens", f"{new} is no number of new tokens", "use 1 or more")
+    if problem is not None:
+        raise ConfigError([problem], "the request")

@@ -1,24 +1,88 @@
-"""Sample the next token from logits: pure functions of the logits, the settings and a counter-based random number."""
+"""Choose the next token from logits: pure functions of the logits, the request and a counter-based random number.
+
+Each row is computed by itself, so that a token depends neither on the batch nor on the layout.
+"""
+
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from megalite.generation.request import Sampling
-from megalite.ops.counter import philox
+from megalite.generation.slots import Running
+from megalite.ops.counter import philox_words
 from megalite.parallel.random import key_of
+
+
+def sampled_width(rows: Sequence[Running]) -> int:
+    """Return the number of columns of `sampled_rows`."""
+    return 2 + 2 * max((row.request.logprobs or 0 for row in rows), default=0)
+
+
+def sampled_rows(logits: Tensor, rows: Sequence[Running]) -> Tensor:
+    """Sample a token for each row of logits [R, V], without a device sync: float64 [R, 2 + 2 n].
+
+    Columns: the token, its log probability, then n alternatives and their log probabilities, n the most that a row
+    asks for. Log probabilities are those of the model, before penalties and temperature; zeros where not asked for.
+    """
+    found = torch.zeros(len(rows), sampled_width(rows), dtype=torch.float64, device=logits.device)
+    plain = [not row.request.sampling.penalises for row in rows]
+    if any(row.request.sampling.temperature == 0 for row in rows):
+        found[:, 0] = logits.argmax(dim=-1)
+    for place, row in enumerate(rows):
+        sampling = row.request.sampling
+        if sampling.temperature != 0 or not plain[place]:
+            own = (
+                logits[place] if plain[place] else penalised(logits[place], sampling, row.prompt, row.counts)
+            )
+            found[place, 0] = _drawn(own, sampling, len(row.ids))
+        if row.request.logprobs is not None:
+            _add_log_probabilities(found[place], logits[place], row.request.logprobs)
+    return found
 
 
 def next_token(logits: Tensor, sampling: Sampling, position: int) -> int:
     """Return the token at `position`, sampled from the logits [V]; the same on all ranks with the same logits."""
+    return int(_drawn(logits, sampling, position))
+
+
+def penalised(logits: Tensor, sampling: Sampling, prompt: frozenset[int], new: Mapping[int, int]) -> Tensor:
+    """Return logits [V] after the repetition, presence and frequency penalties.
+
+    prompt: the different tokens of the prompt. new: new token -> occurrences.
+    """
+    logits = logits.clone()
+    if sampling.repetition_penalty != 1:
+        tokens = sorted(prompt | new.keys())
+        seen = torch.tensor(tokens, dtype=torch.int64).to(logits.device)
+        own = logits[seen]
+        factor = sampling.repetition_penalty
+        logits[seen] = torch.where(own < 0, own * factor, own / factor)
+    if new and (sampling.presence_penalty or sampling.frequency_penalty):
+        logits.index_add_(0, *_subtracted(new, sampling, logits))
+    return logits
+
+
+def _subtracted(new: Mapping[int, int], sampling: Sampling, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the new tokens [n] and what the presence and frequency penalties add to their logits [n]."""
+    tokens = torch.tensor(list(new), dtype=torch.int64)
+    times = torch.tensor(list(new.values()), dtype=logits.dtype)
+    added = -(sampling.presence_penalty + sampling.frequency_penalty * times)
+    return tokens.to(logits.device), added.to(logits.device)
+
+
+def _drawn(logits: Tensor, sampling: Sampling, position: int) -> Tensor:
+    """Return the sampled token [] on the device of logits [V]."""
     if sampling.temperature == 0:
-        return int(logits.argmax())
+        return logits.argmax()
     cumulated = probabilities(logits, sampling).cumsum(0)
     drawn = uniform(sampling.seed, position) * cumulated[-1]
-    return int(torch.searchsorted(cumulated, drawn, right=True).clamp(max=len(cumulated) - 1))
+    return torch.searchsorted(cumulated, drawn, right=True).clamp(max=len(cumulated) - 1)
 
 
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Return float64 probabilities [V] for logits [V], after temperature, top-k and top-p; excluded tokens have 0."""
+    """Return float64 probabilities [V] for logits [V], after temperature, top-k, top-p and min-p; excluded tokens
+    have 0."""
     scaled = logits.double() / sampling.temperature
     if 0 < sampling.top_k < len(scaled):
         least = scaled.topk(sampling.top_k).values[-1]
@@ -30,12 +94,20 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
         beyond = ordered.cumsum(0) - ordered >= sampling.top_p
         beyond[0] = False
         chances = chances.masked_fill(torch.zeros_like(beyond).scatter(0, order, beyond), 0)
+    if sampling.min_p > 0:
+        chances = chances.masked_fill(chances < sampling.min_p * chances.max(), 0)
     return chances / chances.sum()
 
 
-def uniform(seed: int, position: int) -> Tensor:
+def uniform(seed: int, position: int) -> float:
     """Return a random number in [0, 1) that depends only on seed and position."""
-    words = philox(
-        (torch.tensor(position), torch.tensor(0), torch.tensor(0), torch.tensor(0)), key_of(seed, "generate")
-    )
-    return words[0].double() * 2.0**-32
+    return philox_words((position, 0, 0, 0), key_of(seed, "generate"))[0] * 2.0**-32
+
+
+def _add_log_probabilities(found: Tensor, logits: Tensor, alternatives: int) -> None:
+    """Write the log probabilities of the token found[0] and its alternatives into a row of `sampled_rows`."""
+    logs = logits.double().log_softmax(0)
+    found[1] = logs.gather(0, found[:1].long())[0]
+    if alternatives:
+        values, tokens = logs.topk(min(alternatives, len(logs)))
+        found[2 : 2 + 2 * len(tokens) : 2], found[3 : 3 + 2 * len(tokens) : 2] = tokens.double(), values

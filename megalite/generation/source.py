@@ -28,7 +28,7 @@ class ModelSource:
     folder: a checkpoint, or a Hugging Face folder if `is_huggingface`. base: the frozen weights if `folder` holds an
     adapter: a checkpoint's, or PEFT's if `is_huggingface`. shape: of the model, with its adapter. tokenizer: a Hugging
     Face folder or a tokenizer.json. end_of_document: the token that ended documents in training; None: the tokenizer's
-    own.
+    own. chat_template: the template of training, by name or file; None: the tokenizer's own.
     """
 
     folder: Path
@@ -37,6 +37,7 @@ class ModelSource:
     tokenizer: Path
     end_of_document: str | None = None
     base: Path | None = None
+    chat_template: str | None = None
 
 
 def find_source(
@@ -68,9 +69,10 @@ def find_source(
     manifest = require_whole(checkpoint)
     check_coverage(manifest, checkpoint)
     found = _required(tokenizer or find_tokenizer(checkpoint, manifest), checkpoint)
-    end = (manifest.config.get("tokenizer") or {}).get("end_of_document")
+    settings = manifest.config.get("tokenizer") or {}
     frozen = None if manifest.model.adapter is None else folder_of_base(manifest.base, base)
-    return ModelSource(checkpoint, False, manifest.model, found, end, frozen)
+    end, template = settings.get("end_of_document"), settings.get("chat_template")
+    return ModelSource(checkpoint, False, manifest.model, found, end, frozen, template)
 
 
 def _is_huggingface(folder: Path) -> bool:

@@ -169,6 +169,11 @@ def trust_folder(environ: Mapping[str, str] | None = None) -> Path:
     return Path(chosen) if chosen else _user_cache(environ) / "megalite" / "trust"
 
 
+def api_key(environ: Mapping[str, str] | None = None) -> str:
+    """Return MEGALITE_API_KEY, the key that requests to `megalite serve` need; "" if it is not set."""
+    return (os.environ if environ is None else environ).get("MEGALITE_API_KEY", "").strip()
+
+
 def threads_per_rank(
     local_ranks: int, info: RankInfo | None = None, environ: Mapping[str, str] | None = None
 ) -> int:

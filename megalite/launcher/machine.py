@@ -20,6 +20,7 @@ PACKAGES = {
     "sentencepiece": ("sentencepiece models", "only tokenizer.json files"),
     "pyarrow": ("parquet and Arrow files, folders of datasets", "text and .jsonl files only"),
     "tensorboard": ("monitor.tensorboard, optional", "metrics.jsonl has the same numbers"),
+    "starlette": ("megalite serve, optional", "no HTTP server: pip install 'megalite[serve]'"),
     "mpi4py": (
         "Open MPI's ranks on several hosts find rank 0",
         "mpirun -x MASTER_ADDR; torchrun, deepspeed, srun and MPICH work",

@@ -7,11 +7,13 @@ from torch import Tensor, nn
 
 from megalite.model.context import StepContext
 from megalite.model.dropout import LayerMasks
+from megalite.model.kv_cache import CachedStep
 from megalite.model.norms import Norm
 from megalite.model.options import ModelOptions
 from megalite.model.prefix import LayerPrefix, in_front
 from megalite.model.recompute import recomputed
 from megalite.model.rope import Rotation
+from megalite.ops.decode_attention import decode_attention
 from megalite.ops.documents import Documents
 from megalite.ops.dropout import CountedMask, Mask
 from megalite.parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -63,17 +65,17 @@ class SelfAttention(nn.Module):
             self.k_norm = _query_key_norm(shape, shape.num_key_value_heads, mesh, options)
 
     def forward(self, hidden_states: Tensor, context: StepContext, masks: LayerMasks) -> Tensor:
-        """[B, S, H] -> [B, S, H]; with a cache, the S tokens follow the cached ones."""
+        """[B, S, H] -> [B, S, H]; with a cache [1, T, H], the tokens of a CachedStep."""
         qkv = self.qkv_proj(hidden_states, masks.adapter_qkv).unflatten(-1, (-1, self.head_dim))
         rotated = context.rotation is not None and self.rotates
         rotation = context.rotation.of(self.window) if context.rotation is not None and rotated else None
         query, key, value = self._heads(qkv, rotation)
         # Behind the projection, so that backward has the prefix's gradients before that of the layer's input.
-        prefix = self.prefix_tokens if context.begins else 0
-        if prefix:
-            key, value = in_front(self.prefix(context.prefix), key, value)
+        prefix = self.prefix(context.prefix) if self.prefix_tokens and context.begins else None
         if context.cache is not None:
-            key, value = context.cache.extend(self.layer, key, value, prefix=prefix)
+            return self.o_proj(self._attend_cached(context.cache, query, key, value, prefix), masks.adapter_o)
+        if prefix is not None:
+            key, value = in_front(prefix, key, value)
         attend = partial(self._attend, context.documents, masks.attention)
         attended = recomputed(attend, query, key, value) if self.recompute else attend(query, key, value)
         return self.o_proj(attended.flatten(2), masks.adapter_o)
@@ -91,6 +93,26 @@ class SelfAttention(nn.Module):
         if rotation is not None:
             query, key = self.ops.rotate(query, key, *rotation)
         return query, key, value
+
+    def _attend_cached(
+        self, step: CachedStep, query: Tensor, key: Tensor, value: Tensor, prefix: Tensor | None
+    ) -> Tensor:
+        """Attend from the T tokens of a step, [1, T, heads, head_dim], to those of their own request: [1, T, H]."""
+        place, attended = len(step.lengths), []
+        if place:
+            new_key, new_value = key[0, :place], value[0, :place]
+            keys, values = step.extend_decoded(self.layer, new_key, new_value, self.window)
+            bias = step.visible(self.window).bias
+            decoded = decode_attention(
+                query[0, :place], keys, values, bias, scale=self.scale, softcap=self.softcap
+            )
+            attended.append(decoded.flatten(1).unsqueeze(0))
+        for segment in step.segments:
+            span = slice(place, place + segment.count)
+            keys, values = step.extend_segment(self.layer, segment, key[0, span], value[0, span], prefix)
+            attended.append(self._attend(None, None, query[:, span], keys, values).flatten(2))
+            place = span.stop
+        return attended[0] if len(attended) == 1 else torch.cat(attended, dim=1)
 
     def _attend(
         self,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megalite.model.dropout import DropoutContext
-from megalite.model.kv_cache import KeyValueCache
+from megalite.model.kv_cache import CachedStep
 from megalite.model.rope import Rotations
 from megalite.ops.documents import Documents
 
@@ -15,18 +15,18 @@ class StepContext:
     """Shared by all layers of a chunk during one micro batch.
 
     rotation: the rotary angles of its positions; None: the model has none. dropout: which samples and positions
-    they are, to draw masks from; None: nothing is dropped. cache: keys and values of earlier tokens, in generation.
+    they are, to draw masks from; None: nothing is dropped. cache: where the tokens stand in the cache, in generation.
     documents: tokens attend within their own document only. prefix: the output [tokens, projection] of the trunk from
     which layers compute their prefixes; None: there is none.
     """
 
     rotation: Rotations | None
     dropout: DropoutContext | None = None
-    cache: KeyValueCache | None = None
+    cache: CachedStep | None = None
     documents: Documents | None = None
     prefix: Tensor | None = None
 
     @property
     def begins(self) -> bool:
-        """True if no token comes before those of this micro batch."""
-        return self.cache is None or self.cache.length == 0
+        """True if a sequence of this micro batch begins with it."""
+        return self.cache is None or self.cache.begins

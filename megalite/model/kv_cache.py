@@ -1,34 +1,199 @@
-"""Keys and values of the tokens generated so far, one buffer a layer."""
+"""Keys and values of the tokens of all running requests: a fixed number of slots, one request each.
 
+Running requests stand in slots 0 to n - 1, so that a decode step reads views of the buffers and copies nothing.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+import torch
 from torch import Tensor
+
+from megalite.topology.shape import ModelShape
+
+
+@dataclass(frozen=True)
+class Room:
+    """The size of a cache. slots: requests at a time; tokens: of each request. Virtual tokens do not count."""
+
+    slots: int
+    tokens: int
 
 
 class KeyValueCache:
-    """Room for `capacity` tokens of every layer: [B, prefix + capacity, kv heads of this rank, head_dim].
+    """The buffers of the layers of one pipeline stage, on its device.
 
-    length: the tokens held. Virtual tokens in front of them count neither here nor in `capacity`.
+    A buffer holds [2, slots, kv heads of this rank, prefix + tokens, head_dim]: keys, then values. Heads come before
+    tokens, so that slots and heads are one dimension of batched products, without a copy. Unused places are finite,
+    since masked keys are read too.
     """
 
-    def __init__(self, capacity: int):
-        self.capacity = capacity
-        self.length = 0
-        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+    def __init__(
+        self,
+        room: Room,
+        shape: ModelShape,
+        layers: Collection[int],
+        kv_heads: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        self.room, self.prefix, self.dtype, self.device = room, shape.prefix_tokens, dtype, device
+        size = (2, room.slots, kv_heads, self.prefix + room.tokens, shape.head_dim)
+        self._layers = {layer: torch.zeros(size, dtype=dtype, device=device) for layer in layers}
 
-    def extend(self, layer: int, key: Tensor, value: Tensor, prefix: int = 0) -> tuple[Tensor, Tensor]:
-        """Append [B, S, kv heads, head_dim] for one layer; return all keys and values up to and with them.
+    def of(self, layer: int) -> Tensor:
+        """Return the buffer of a layer."""
+        return self._layers[layer]
 
-        prefix: how many of the S are virtual tokens; only in front of the first tokens of a layer.
+    def swap(self, one: int, other: int, tokens: int) -> None:
+        """Exchange the first `tokens` tokens of two slots."""
+        end = self.prefix + tokens
+        for buffer in self._layers.values():
+            held = buffer[:, one, :, :end].clone()
+            buffer[:, one, :, :end] = buffer[:, other, :, :end]
+            buffer[:, other, :, :end] = held
+
+    def copy(self, source: int, target: int, tokens: int) -> None:
+        """Copy the first `tokens` tokens of slot `source`, and the virtual tokens before them, to slot `target`."""
+        end = self.prefix + tokens
+        for buffer in self._layers.values():
+            buffer[:, target, :, :end] = buffer[:, source, :, :end]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive tokens of one prompt that a forward computes.
+
+    slot: where the request stands. start: its tokens in the cache. count: the tokens of the segment. whole: the tokens
+    of the whole prompt, by which some rotary embeddings choose their frequencies.
+    """
+
+    slot: int
+    start: int
+    count: int
+    whole: int
+
+
+@dataclass(frozen=True)
+class CachedStep:
+    """The tokens [1, T] of one forward: one for each of the slots 0 to n - 1, then the segments of prompts.
+
+    lengths: the tokens that slots 0 to n - 1 hold before this forward.
+    """
+
+    cache: KeyValueCache
+    lengths: tuple[int, ...] = ()
+    segments: tuple[Segment, ...] = ()
+
+    @classmethod
+    def of_one(cls, cache: KeyValueCache, start: int, count: int) -> "CachedStep":
+        """Return a step of `count` tokens in slot 0, which holds `start` tokens."""
+        return cls(cache, segments=(Segment(0, start, count, start + count),))
+
+    @property
+    def begins(self) -> bool:
+        """True if a segment is the beginning of its prompt, in front of which the virtual tokens stand."""
+        return any(each.start == 0 for each in self.segments)
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """(tokens, tokens of their sequence with them) of every row, in order; without virtual tokens."""
+        decoded = [(1, length + 1) for length in self.lengths]
+        return decoded + [(each.count, max(each.whole, each.start + each.count)) for each in self.segments]
+
+    @property
+    def position_ids(self) -> list[int]:
+        """The position of each of the T tokens in its sequence."""
+        positions = list(self.lengths)
+        for each in self.segments:
+            positions.extend(range(each.start, each.start + each.count))
+        return positions
+
+    @property
+    def last_tokens(self) -> list[int]:
+        """The place of the last token of every row among the T tokens."""
+        counts = accumulate((each.count for each in self.segments), initial=len(self.lengths))
+        return [*range(len(self.lengths)), *(end - 1 for end in list(counts)[1:])]
+
+    @cached_property
+    def places(self) -> tuple[Tensor, Tensor]:
+        """The slots and the places in them of the decoded tokens: two int64 tensors [n]."""
+        device = self.cache.device
+        places = torch.tensor(self.lengths, device=device) + self.cache.prefix
+        return torch.arange(len(self.lengths), device=device), places
+
+    @cached_property
+    def _by_window(self) -> "dict[int | None, Visible]":
+        return {}
+
+    def extend_decoded(
+        self, layer: int, key: Tensor, value: Tensor, window: int | None
+    ) -> tuple[Tensor, Tensor]:
+        """Append [n, kv heads, head_dim] to slots 0 to n - 1; return the keys and values of `visible`, as views.
+
+        [n, kv heads, end - begin, head_dim] each.
         """
-        if layer not in self._layers:
-            room = (key.shape[0], prefix + self.capacity, *key.shape[2:])
-            self._layers[layer] = (key.new_empty(room), value.new_empty(room))
-        keys, values = self._layers[layer]
-        start = keys.shape[1] - self.capacity + self.length - prefix
-        stop = start + key.shape[1]
-        keys[:, start:stop] = key
-        values[:, start:stop] = value
-        return keys[:, :stop], values[:, :stop]
+        buffer, count = self.cache.of(layer), len(self.lengths)
+        if min(self.lengths) == max(self.lengths):
+            place = self.cache.prefix + self.lengths[0]
+            buffer[0, :count, :, place], buffer[1, :count, :, place] = key, value
+        else:
+            slots, places = self.places
+            buffer[0, slots, :, places], buffer[1, slots, :, places] = key, value
+        visible = self.visible(window)
+        return buffer[0, :count, :, visible.begin : visible.end], buffer[
+            1, :count, :, visible.begin : visible.end
+        ]
 
-    def advance(self, tokens: int) -> None:
-        """Count `tokens` as held, after every layer has been extended by them."""
-        self.length += tokens
+    def extend_segment(
+        self, layer: int, segment: Segment, key: Tensor, value: Tensor, prefix: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Append [S, kv heads, head_dim] to the segment's slot; return all its keys and values, as views.
+
+        prefix: keys and values of the virtual tokens [prefix, 2, kv heads, head_dim], for the beginning of a prompt.
+        Returns [1, T, kv heads, head_dim] each, virtual tokens included.
+        """
+        slot = self.cache.of(layer)[:, segment.slot]
+        if prefix is not None and segment.start == 0:
+            slot[:, :, : self.cache.prefix] = prefix.permute(1, 2, 0, 3)
+        begin = self.cache.prefix + segment.start
+        end = begin + segment.count
+        slot[0, :, begin:end], slot[1, :, begin:end] = key.transpose(0, 1), value.transpose(0, 1)
+        keys, values = slot[:, None, :, :end].transpose(2, 3)
+        return keys, values
+
+    def visible(self, window: int | None) -> "Visible":
+        """Return the keys that the decoded tokens see in a layer with this window, its own included."""
+        if window not in self._by_window:
+            self._by_window[window] = self._visible(window)
+        return self._by_window[window]
+
+    def _visible(self, window: int | None) -> "Visible":
+        prefix, lengths = self.cache.prefix, self.lengths
+        end = prefix + max(lengths) + 1
+        cut = window is not None and window < end - prefix
+        # A prefix in front of a window is seen by every token, so that all keys between them are read and hidden.
+        begin = prefix + max(0, min(lengths) + 1 - window) if window is not None and not prefix else 0
+        if min(lengths) == max(lengths) and not (cut and prefix):
+            return Visible(begin, end, None)
+        key = torch.arange(begin, end, device=self.cache.device)
+        own = self.places[1].unsqueeze(1)
+        hidden = key > own
+        if window is not None:
+            hidden |= (key <= own - window) & (key >= prefix)
+        bias = torch.zeros(hidden.shape, dtype=self.cache.dtype, device=self.cache.device)
+        return Visible(begin, end, bias.masked_fill_(hidden, float("-inf"))[:, None, None])
+
+
+@dataclass(frozen=True)
+class Visible:
+    """The keys [begin, end) of all slots that a decode step reads.
+
+    bias: [n, 1, 1, end - begin], added to the scores: 0, or -inf for a key that is not seen; None: all are seen.
+    """
+
+    begin: int
+    end: int
+    bias: Tensor | None

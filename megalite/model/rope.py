@@ -1,5 +1,6 @@
 """Rotary position embedding: the angles of one micro batch, looked up in tables that a stage builds once."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -52,11 +53,20 @@ class RotaryEmbedding(nn.Module):
         if self.switch < shape.max_position_embeddings:
             self._register("long_", shape.max_position_embeddings)
 
-    def forward(self, position_ids: Tensor, length: int) -> Rotation:
+    def forward(self, position_ids: Tensor, spans: Sequence[tuple[int, int]]) -> Rotation:
         """position_ids [B, S] -> the rotation of these positions.
 
-        length: tokens of the sequences that they belong to, those in the key-value cache included.
+        spans: (positions, tokens of the sequence that they belong to, those in the key-value cache included), in order.
         """
+        if self.kind not in ("dynamic", "longrope"):
+            return self._of(position_ids, 0)
+        if len(spans) == 1:
+            return self._of(position_ids, spans[0][1])
+        counts, lengths = zip(*spans, strict=True)
+        parts = map(self._of, position_ids.split(counts, dim=1), lengths)
+        return Rotation(*(torch.cat(each, dim=1) for each in zip(*parts, strict=True)))
+
+    def _of(self, position_ids: Tensor, length: int) -> Rotation:
         if self.kind == "dynamic" and length > self.switch:
             return self._computed(position_ids, length)
         long = self.kind == "longrope" and length > self.switch
@@ -87,8 +97,9 @@ class LayerRotations(nn.Module):
             local = replace(shape, rope_theta=shape.rope_local_base_freq, rope_scaling=None)
             self.local = RotaryEmbedding(local, dtype)
 
-    def forward(self, position_ids: Tensor, length: int | None = None) -> Rotations:
-        """position_ids [B, S] -> the rotations of these positions; length: see RotaryEmbedding; default S."""
-        length = position_ids.shape[1] if length is None else length
-        full = self.full(position_ids, length)
-        return Rotations(full, full if self.local is None else self.local(position_ids, length))
+    def forward(self, position_ids: Tensor, spans: Sequence[tuple[int, int]] | None = None) -> Rotations:
+        """position_ids [B, S] -> the rotations of these positions; spans: see RotaryEmbedding; default: one of S."""
+        length = position_ids.shape[1]
+        spans = [(length, length)] if spans is None else spans
+        full = self.full(position_ids, spans)
+        return Rotations(full, full if self.local is None else self.local(position_ids, spans))

@@ -17,7 +17,7 @@ from megalite.model.context import StepContext
 from megalite.model.dropout import DropoutContext
 from megalite.model.embedding import InputEmbedding
 from megalite.model.head import Head, OutputHead
-from megalite.model.kv_cache import KeyValueCache
+from megalite.model.kv_cache import CachedStep
 from megalite.model.layer import DecoderLayer
 from megalite.model.norms import build_norm
 from megalite.model.options import ModelOptions
@@ -117,17 +117,18 @@ class Chunk(nn.Module):
         inputs: Tensor,
         position_ids: Tensor,
         dropout: DropoutContext | None = None,
-        cache: KeyValueCache | None = None,
+        cache: CachedStep | None = None,
         documents: Documents | None = None,
     ) -> Tensor:
         """input_ids [B, S] for the first chunk, else hidden states [B, S, H] -> hidden states [B, S, H].
 
-        dropout: given, values are dropped as the options say.
+        dropout: given, values are dropped as the options say. cache: given, the tokens are [1, T], those of the step.
         """
         if self.prefix_tokens:
             position_ids = position_ids + self.prefix_tokens
-        length = self.prefix_tokens + position_ids.shape[1] + (0 if cache is None else cache.length)
-        rotation = None if self.rotary is None else self.rotary(position_ids, length)
+        spans = [(position_ids.shape[1], position_ids.shape[1])] if cache is None else cache.spans
+        lengths = [(count, self.prefix_tokens + length) for count, length in spans]
+        rotation = None if self.rotary is None else self.rotary(position_ids, lengths)
         context = StepContext(rotation, dropout, cache, documents)
         if self.trunk is not None and context.begins:
             context = replace(context, prefix=self.trunk())

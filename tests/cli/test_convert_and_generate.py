@@ -183,7 +183,7 @@ def test_damage_is_told_without_the_settings_of_a_run(run_folder: Path, tmp_path
     shutil.copytree(run_folder, tmp_path / "run")
     damaged = tmp_path / "run" / "checkpoints" / "step-000020" / "rank-00000.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"\xff")
-    words = {"export": [str(tmp_path / "export")], "generate": ["--prompt", "a"]}[command]
+    words = {"export": [str(tmp_path / "export")], "generate": ["--prompt", "a", "--tokens", "2"]}[command]
     with pytest.raises(CheckpointError, match=r"sha256 differs.*; use another checkpoint") as refused:
         main = {"export": convert.run, "generate": generate.run}[command]
         main([*(["export"] if command == "export" else []), str(tmp_path / "run"), *words])

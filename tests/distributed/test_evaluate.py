@@ -19,8 +19,8 @@ from megalite.evaluate.perplexity import TextEvaluation, TextFigures, evaluate_t
 from megalite.evaluate.questions import ChoiceQuestion
 from megalite.evaluate.scoring import Score
 from megalite.evaluate.windows import Window, rolling_windows
+from megalite.generation.loaded import load_source
 from megalite.generation.source import find_source
-from megalite.generation.text import load_source
 from megalite.parallel.log_probs import vocab_parallel_log_probs
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.axes import Layout

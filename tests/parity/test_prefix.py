@@ -14,8 +14,8 @@ from megalite.checkpoint.folder import find_latest, read_manifest
 from megalite.checkpoint.load import load_checkpoint
 from megalite.checkpoint.save import save_checkpoint
 from megalite.errors import ConfigError
-from megalite.generation.engine import _last_logits, generate_ids
-from megalite.model.kv_cache import KeyValueCache
+from megalite.generation.engine import generate_ids
+from megalite.model.kv_cache import CachedStep
 from megalite.model.options import Dropout, ModelOptions, Recompute
 from megalite.model.replica import Replica
 from megalite.model.stages import build_replica
@@ -31,6 +31,7 @@ from megalite.topology.shape import ModelShape, RopeScaling
 from megalite.topology.stages import pipeline_split
 from tests.parity.test_layouts import _assert_equal_to_one_process
 from tests.parity.test_transformers import _canonical, _in_their_names, _transformers_model
+from tests.support.generation import one_slot
 from tests.support.huggingface import names_in_files
 from tests.support.mutations import PREFIX_FAULTS, planted_fault
 from tests.support.parity import (
@@ -340,11 +341,17 @@ def test_cached_decoding_equals_the_full_forward(family, prefix):
     replica = _one_process(replace(FAMILY_SHAPES[family], adapter=prefix), torch.float64)
     batch = tiny_batch(replica.shape, 1)
     expected = _logits(replica, batch)[0]
-    ids, cache = batch.input_ids[0].tolist(), KeyValueCache(len(batch.input_ids[0]))
-    for new in (ids[:4], ids[4:6], *([each] for each in ids[6:])):
-        logits = _last_logits(replica, new, cache)
-        cache.advance(len(new))
-        assert_close(logits, expected[cache.length - 1], what=f"logits after {cache.length} tokens")
+    ids = batch.input_ids
+    cache, chunk, length = one_slot(replica.stage, ids.shape[1]), replica.stage.whole, 0
+    for new in (4, 2, *[1] * (ids.shape[1] - 6)):
+        span = slice(length, length + new)
+        decodes = new == 1 and length % 2 == 0
+        step = CachedStep(cache, (length,)) if decodes else CachedStep.of_one(cache, length, new)
+        with torch.no_grad():
+            hidden = chunk.decode(ids[:, span], torch.arange(length, length + new)[None], cache=step)
+            logits = chunk.logits(hidden[:, -1:])[0, 0]
+        length += new
+        assert_close(logits, expected[length - 1], what=f"logits after {length} tokens")
 
 
 def generate_on_rank(shape: ModelShape, layout: Layout) -> list[int]:

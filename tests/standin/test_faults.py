@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megalite.checkpoint.staging import Staging
 from megalite.data.transfer import ArrivingBatch, BatchTransfer
-from megalite.model.kv_cache import KeyValueCache
+from megalite.model.kv_cache import CachedStep
 from megalite.parallel import pipeline
 from megalite.train import step as train_step
 from tests.support.device_run import Seen, train, write_text
@@ -73,8 +73,8 @@ def train_with_a_slow_writer(**arguments: Any) -> Seen:
 
 
 def _keep_on_the_host(extend: Callable[..., Any]) -> Callable[..., Any]:
-    def extend_there(self: KeyValueCache, layer: int, *tensors: Tensor, prefix: int) -> Any:
-        return extend(self, layer, *(tensor.cpu() for tensor in tensors), prefix=prefix)
+    def extend_there(self: CachedStep, layer: int, key: Tensor, value: Tensor, window: int | None) -> Any:
+        return [each.cpu() for each in extend(self, layer, key, value, window)]
 
     return extend_there
 
@@ -100,7 +100,7 @@ FAULTS = {
         train_with_a_slow_writer,
     ),
     "the cache lies on the CPU": Fault(
-        KeyValueCache, "extend", _keep_on_the_host, "same device", CHANGES, write_text
+        CachedStep, "extend_decoded", _keep_on_the_host, "same device", CHANGES, write_text
     ),
 }
 

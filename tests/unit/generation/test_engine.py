@@ -10,9 +10,10 @@ from transformers import AutoModelForCausalLM
 from megalite.convert.huggingface.export import export
 from megalite.errors import ConfigError
 from megalite.generation.engine import generate_ids, load_model
-from megalite.model.kv_cache import KeyValueCache
+from megalite.model.kv_cache import CachedStep
 from megalite.model.replica import Replica
 from megalite.topology.shape import ModelShape, RopeScaling
+from tests.support.generation import one_slot
 from tests.support.parity import FLOAT32_RTOL, assert_close
 from tests.support.tiny import tiny_shape
 from tests.unit.convert.exporting import lively_stage, our_logits, save_stage
@@ -93,14 +94,15 @@ def test_generation_past_the_original_length_is_that_of_transformers(
         )
         ours = list(generate_ids(model, prompt, new_tokens=24))
         assert ours == theirs.sequences[0, len(prompt) :].tolist()
-        cache = KeyValueCache(len(prompt) + 24)
+        cache, length = one_slot(stage, len(prompt) + 24), 0
         ids = [prompt, *([each] for each in ours[:-1])]
         for new, expected in zip(ids, theirs.logits, strict=True):
-            positions = torch.arange(cache.length, cache.length + len(new))[None]
+            positions = torch.arange(length, length + len(new))[None]
+            step = CachedStep.of_one(cache, length, len(new))
             with torch.no_grad():
-                hidden = stage.whole.decode(torch.tensor([new]), positions, cache=cache)
+                hidden = stage.whole.decode(torch.tensor([new]), positions, cache=step)
                 logits = stage.whole.logits(hidden[:, -1:])[:, 0]
-            cache.advance(len(new))
-            assert_close(logits, expected, rtol=FLOAT32_RTOL, what=f"logits after {cache.length}")
+            length += len(new)
+            assert_close(logits, expected, rtol=FLOAT32_RTOL, what=f"logits after {length}")
     with pytest.raises(ConfigError, match=r"use at most 24"):
         generate_ids(model, [7] * (shape.longest_sequence - 24), new_tokens=25)

@@ -104,6 +104,6 @@ def test_angles_of_a_part_of_each_head_equal_those_of_transformers(name: str, le
 def test_a_token_after_a_cache_has_the_angles_of_the_whole_sequence(name: str) -> None:
     rotations = LayerRotations(shape_with(SCALINGS[name]), torch.float64)
     whole = rotations(torch.arange(100)[None]).full
-    alone = rotations(torch.tensor([[99]]), length=100).full
+    alone = rotations(torch.tensor([[99]]), [(1, 100)]).full
     assert torch.equal(alone.cosines[0, 0], whole.cosines[0, 99])
     assert not torch.equal(alone.cosines, rotations(torch.tensor([[99 % ORIGINAL]])).full.cosines)

@@ -1,0 +1,206 @@
+"""The tasks of `megalite generate`, on every rank: continue a prompt, run a file of requests, chat."""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TextIO
+
+from megalite.errors import MegaliteError
+from megalite.generation.request import Request
+from megalite.generation.source import ModelSource
+from megalite.topology.axes import Layout
+
+if TYPE_CHECKING:
+    from megalite.data.tokenizer import Tokenizer
+    from megalite.generation.batch_engine import BatchEngine, Event
+    from megalite.generation.loaded import LoadedModel
+    from megalite.generation.request_file import FileRequest
+    from megalite.parallel.mesh import ParallelMesh
+
+
+@dataclass(frozen=True)
+class Job:
+    """The arguments that every rank gets.
+
+    request: the settings of all requests, with the ids of `prompt` if the task is one. file: the requests of a file.
+    keyboard: a file descriptor to read a conversation from; None: standard input.
+    """
+
+    task: Literal["prompt", "batch", "chat"]
+    source: ModelSource
+    layout: Layout
+    dtype: str
+    request: Request
+    prompt: str = ""
+    file: "tuple[FileRequest, ...]" = ()
+    output: Path | None = None
+    max_requests: int = 16
+    keyboard: int | None = None
+
+
+def continue_prompt(job: Job, mesh: "ParallelMesh") -> int:
+    """Print the prompt and its continuation, as it is made, on rank 0."""
+    from megalite.generation.text import stream
+
+    loaded = _load(job, mesh)
+    started, events = time.perf_counter(), []
+    _show(mesh, job.prompt)
+    for event in stream(loaded, job.request):
+        events.append(event)
+        _show(mesh, event.text)
+    seconds = time.perf_counter() - started
+    _show(mesh, "\n")
+    if job.request.logprobs is not None:
+        for event in events:
+            _show(mesh, _log_probabilities(loaded.tokenizer, event) + "\n")
+    if mesh.rank == 0:
+        _tell(f"{job.source.folder}: {len(events)} tokens in {seconds:.2f} s")
+    return 0
+
+
+def run_file(job: Job, mesh: "ParallelMesh") -> int:
+    """Run all requests of the file; rank 0 writes a JSON object for each, in the order of the file."""
+    from megalite.generation.batch_engine import BatchEngine
+
+    loaded = _load(job, mesh)
+    longest = max(len(each.request.prompt_ids) + each.request.max_tokens for each in job.file)
+    engine = BatchEngine(loaded, max_requests=min(job.max_requests, len(job.file)), max_tokens=longest)
+    results = {engine.submit(each.request): _Result(each) for each in job.file}
+    started, tokens, waiting = time.perf_counter(), 0, list(results)
+    with _output(job, mesh) as file:
+        while engine.has_work:
+            for event in engine.step():
+                results[event.number].events.append(event)
+                tokens += 1
+            while waiting and results[waiting[0]].ended:
+                result = results.pop(waiting.pop(0))
+                if file is not None:
+                    print(json.dumps(result.row(loaded.tokenizer), ensure_ascii=False), file=file, flush=True)
+    seconds = time.perf_counter() - started
+    if mesh.rank == 0:
+        _tell(f"{job.source.folder}: {len(job.file)} requests, {tokens} tokens in {seconds:.2f} s")
+    return 0
+
+
+def chat(job: Job, mesh: "ParallelMesh") -> int:
+    """Answer the lines of standard input, on rank 0, until it ends."""
+    from megalite.generation.batch_engine import BatchEngine
+
+    loaded = _load(job, mesh)
+    engine = BatchEngine(loaded, max_requests=1)
+    if mesh.rank != 0:
+        engine.serve_steps()
+        return 0
+    _converse(job, loaded, engine)
+    engine.close()
+    return 0
+
+
+@dataclass
+class _Result:
+    """A request of the file and its events."""
+
+    given: "FileRequest"
+    events: "list[Event]" = field(default_factory=list)
+
+    @property
+    def ended(self) -> bool:
+        return bool(self.events) and self.events[-1].finish is not None
+
+    def row(self, tokenizer: "Tokenizer") -> Mapping[str, Any]:
+        """Return the JSON object of the result."""
+        row: dict[str, Any] = {"line": self.given.line}
+        if self.given.name is not None:
+            row["id"] = self.given.name
+        row["text"] = "".join(event.text for event in self.events)
+        row["finish"] = self.events[-1].finish
+        row["prompt_tokens"], row["new_tokens"] = len(self.given.request.prompt_ids), len(self.events)
+        if self.given.request.logprobs is not None:
+            row["logprobs"] = [
+                {
+                    "token": tokenizer.decode([event.token]),
+                    "logprob": event.logprob,
+                    "top": {tokenizer.decode([token]): value for token, value in event.top_logprobs},
+                }
+                for event in self.events
+            ]
+        return row
+
+
+def _converse(job: Job, loaded: "LoadedModel", engine: "BatchEngine") -> None:
+    from megalite.generation.prompts import Chat
+
+    rules = Chat(loaded.tokenizer, job.source.tokenizer)
+    messages: list[dict[str, str]] = []
+    for line in _lines(job):
+        messages.append({"role": "user", "content": line})
+        try:
+            ids = rules.prompt_ids(messages)
+            room = max(1, min(job.request.max_tokens, engine.max_tokens - len(ids)))
+            engine.submit(
+                replace(job.request, prompt_ids=tuple(ids), stop_ids=rules.stop_ids, max_tokens=room)
+            )
+        except MegaliteError as error:
+            messages.pop()
+            _tell(f"error: {error}")
+            continue
+        answer = ""
+        while engine.has_work:
+            for event in engine.step():
+                answer += event.text
+                print(event.text, end="", flush=True)
+        print(flush=True)
+        messages.append({"role": "assistant", "content": answer})
+
+
+def _lines(job: Job) -> Iterator[str]:
+    """Yield the lines that are typed, without empty ones, after a mark where a person types them."""
+    stream = sys.stdin if job.keyboard is None else os.fdopen(job.keyboard, encoding="utf-8")
+    while True:
+        if stream.isatty():
+            print("> ", end="", flush=True)
+        line = stream.readline()
+        if not line:
+            return
+        if line.strip():
+            yield line.strip()
+
+
+def _load(job: Job, mesh: "ParallelMesh") -> "LoadedModel":
+    import torch
+
+    from megalite.generation.loaded import load_source
+
+    return load_source(job.source, mesh, getattr(torch, job.dtype))
+
+
+@contextmanager
+def _output(job: Job, mesh: "ParallelMesh") -> Iterator[TextIO | None]:
+    """The stream for the results, on rank 0."""
+    if mesh.rank != 0:
+        yield None
+    elif job.output is None:
+        yield sys.stdout
+    else:
+        with job.output.open("w", encoding="utf-8") as file:
+            yield file
+
+
+def _log_probabilities(tokenizer: "Tokenizer", event: "Event") -> str:
+    """Return a line with a token, its log probability and the most likely tokens."""
+    top = "  ".join(f"{tokenizer.decode([token])!r} {value:.4f}" for token, value in event.top_logprobs)
+    return f"{tokenizer.decode([event.token])!r} {event.logprob:.4f}" + (f"   {top}" if top else "")
+
+
+def _show(mesh: "ParallelMesh", text: str) -> None:
+    if mesh.rank == 0:
+        print(text, end="", flush=True)
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

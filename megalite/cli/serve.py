@@ -1,0 +1,205 @@
+"""megalite serve: answer HTTP requests with a model, in the form of OpenAI's interface, on one or more ranks."""
+
+import argparse
+import importlib.util
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megalite.cli.arguments import Parser, whole_number
+from megalite.cli.local_ranks import on_local_ranks
+from megalite.errors import ConfigError, Problem
+from megalite.generation.layout import layout_problems
+from megalite.generation.source import ModelSource, find_source
+from megalite.launcher.environment import api_key
+from megalite.topology.axes import Layout
+
+if TYPE_CHECKING:
+    from megalite.data.chat_template import ChatTemplate
+    from megalite.parallel.mesh import ParallelMesh
+    from megalite.serve.settings import ServePlan
+
+_PACKAGES = ("starlette", "uvicorn", "prometheus_client")
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Serve until SIGTERM or Ctrl-C; return the exit code.
+
+    Raises ConfigError, CheckpointError, DataError and LaunchError for wrong input, RankFailure if a rank died.
+    """
+    options = _parser().parse_args(arguments)
+    _require_packages()
+    from megalite.serve.keys import read_keys
+    from megalite.serve.settings import ServePlan, ServeSettings
+
+    settings = ServeSettings(
+        host=options.host,
+        port=options.port,
+        keys=read_keys(options.api_key_file, api_key(), options.host),
+        max_requests=options.max_requests,
+        max_queue=options.max_queue,
+        max_tokens=options.max_tokens,
+        max_body_bytes=options.max_body_bytes,
+        max_connections=options.max_connections,
+        request_seconds=options.request_seconds,
+        drain_seconds=options.drain_seconds,
+    )
+    source = find_source(options.model, tokenizer=options.tokenizer, base=options.base)
+    layout = Layout(pipeline=options.pipeline, tensor=options.tensor)
+    if problems := list(layout_problems(layout, source.shape)):
+        raise ConfigError(problems, "the server")
+    template = _template(source, options.chat_template)
+    name = options.model_name or source.folder.resolve().name
+    plan = ServePlan(source, settings, name, template, options.dtype, options.context_length)
+    return on_local_ranks(layout, _serve, plan, name="serve", preload=["megalite.serve.run"])
+
+
+def _serve(plan: "ServePlan", mesh: "ParallelMesh") -> int:
+    """Serve on rank 0; the other ranks take part in its steps until it ends."""
+    if mesh.rank > 0:
+        # Rank 0 drains its requests, for which it needs the others, and then ends them.
+        for number in _STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+    from megalite.serve.run import serve
+
+    logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(message)s")
+    logging.getLogger("megalite.serve").setLevel(logging.INFO)
+
+    def ready(port: int) -> None:
+        host = f"[{plan.settings.host}]" if ":" in plan.settings.host else plan.settings.host
+        print(f"{plan.name} at http://{host}:{port}", flush=True)
+        if not plan.settings.keys:
+            print("no API key: requests from this machine only", flush=True)
+
+    serve(plan, mesh, ready)
+    return 0
+
+
+def _require_packages() -> None:
+    if missing := [name for name in _PACKAGES if importlib.util.find_spec(name) is None]:
+        message = f"needs {', '.join(missing)}, which this Python does not have"
+        raise ConfigError(
+            [Problem("megalite serve", message, "install them: pip install 'megalite[serve]'")],
+            "the installation",
+        )
+
+
+def _template(source: ModelSource, name: str | None) -> "ChatTemplate | None":
+    """Return the chat template that is asked for, the one of training, or the tokenizer's own; None without any."""
+    from megalite.data.chat_template import has_chat_template, load_chat_template
+
+    folder = source.tokenizer if source.tokenizer.is_dir() else source.tokenizer.parent
+    name = name or source.chat_template
+    if name is None and not has_chat_template(folder):
+        return None
+    return load_chat_template(folder, name, source.end_of_document or "")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="megalite serve", description=__doc__)
+    add = parser.add_argument
+    add(
+        "model",
+        metavar="MODEL",
+        help="run folder (its latest checkpoint), checkpoint folder, Hugging Face folder, or org/name on its Hub",
+    )
+    add(
+        "--host",
+        default="localhost",
+        metavar="NAME",
+        help="address to listen at; another one needs a key (localhost)",
+    )
+    add("--port", type=_port, default=8000, metavar="N", help="port; 0: any free one (8000)")
+    add(
+        "--api-key-file",
+        type=Path,
+        metavar="FILE",
+        help="API keys, a line each; also the variable MEGALITE_API_KEY",
+    )
+    add("--model-name", metavar="NAME", help="the model's name in requests (default: of its folder)")
+    add(
+        "--chat-template",
+        metavar="NAME",
+        help="chatml, alpaca, plain, one of the tokenizer's, or a Jinja file (default: that of training)",
+    )
+    add("--tensor", type=whole_number(1), default=1, metavar="N", help="tensor-parallel size (1)")
+    add("--pipeline", type=whole_number(1), default=1, metavar="N", help="pipeline-parallel size (1)")
+    add("--dtype", choices=DTYPES, default="float32", help="of weights and computation (float32)")
+    add("--tokenizer", type=Path, metavar="FOLDER", help="tokenizer folder (default: the model's own)")
+    add("--base", type=Path, metavar="FOLDER", help="the weights beside an adapter, where they have moved")
+    _add_limits(parser)
+    return parser
+
+
+def _add_limits(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--max-requests",
+        type=whole_number(1),
+        default=16,
+        metavar="N",
+        help="sequences generated at a time (16)",
+    )
+    add(
+        "--max-queue",
+        type=whole_number(0),
+        default=64,
+        metavar="N",
+        help="sequences that wait; then 429 (64)",
+    )
+    add(
+        "--context-length",
+        type=whole_number(2),
+        metavar="N",
+        help="most tokens of prompt and answer (4096 or less)",
+    )
+    add(
+        "--max-tokens",
+        type=whole_number(1),
+        default=4096,
+        metavar="N",
+        help="most new tokens of a sequence (4096)",
+    )
+    add(
+        "--max-body-bytes",
+        type=whole_number(1),
+        default=2**20,
+        metavar="N",
+        help="largest request body (1048576)",
+    )
+    add(
+        "--max-connections",
+        type=whole_number(1),
+        default=512,
+        metavar="N",
+        help="most open connections (512)",
+    )
+    add("--request-seconds", type=_seconds, default=600.0, metavar="S", help="time limit of a request (600)")
+    add(
+        "--drain-seconds",
+        type=_seconds,
+        default=30.0,
+        metavar="S",
+        help="time of running requests after SIGTERM (30)",
+    )
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port of 0 to 65535")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return seconds

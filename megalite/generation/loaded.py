@@ -1,0 +1,93 @@
+"""A model with its tokenizer, read from any source: `megalite.load`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megalite.convert.huggingface.load import load_huggingface
+from megalite.convert.peft.load import load_beside, load_merged
+from megalite.data.tokenizer import Tokenizer, load_tokenizer
+from megalite.generation.engine import build_model, load_model
+from megalite.generation.source import ModelSource, find_source
+from megalite.model.replica import Replica
+from megalite.model.transformer import Stage
+from megalite.parallel.device import local_device
+from megalite.parallel.mesh import ParallelMesh
+from megalite.topology.shape import ModelShape
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model with its tokenizer, ready to generate.
+
+    replica: this rank's share of the model; the whole model if loaded by `load`. source: where it was read from.
+    """
+
+    replica: Replica
+    tokenizer: Tokenizer
+    source: ModelSource
+
+    @property
+    def model(self) -> Stage:
+        """The torch module, with parameters under Llama's Hugging Face names."""
+        return self.replica.stage
+
+    @property
+    def config(self) -> ModelShape:
+        """The sizes and the family of the model."""
+        return self.replica.shape
+
+    @torch.inference_mode()
+    def logits(self, input_ids: Tensor) -> Tensor:
+        """Return logits [B, S, V] for input_ids [B, S]; one process that holds the whole model."""
+        positions = torch.arange(input_ids.shape[1], device=self.replica.mesh.device).unsqueeze(0)
+        chunk = self.model.whole
+        return chunk.logits(chunk.decode(input_ids.to(self.replica.mesh.device), positions))
+
+
+def load(
+    path: Path | str,
+    *,
+    step: int | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype = torch.float32,
+    tokenizer: Path | str | None = None,
+    base: Path | str | None = None,
+) -> LoadedModel:
+    """Load a model to generate from, whole, into this process.
+
+    path: a run folder, a checkpoint, a Hugging Face folder, an adapter in PEFT's format, or org/name of the Hugging
+        Face Hub. An adapter is merged into its base.
+    step: the checkpoint of this step instead of the latest one of a run folder.
+    device: None: the accelerator if there is one, else the CPU. dtype: of the weights and the computation.
+    tokenizer: a Hugging Face folder or a tokenizer.json, instead of the model's own.
+    base: the folder of the weights beside an adapter, where they have moved.
+    Raises CheckpointError if there is no model, or it is damaged or has no tokenizer; ConfigError for a config.json
+    whose model is not built; DataError for the tokenizer.
+    """
+    source = find_source(
+        path,
+        step=step,
+        tokenizer=None if tokenizer is None else Path(tokenizer),
+        base=None if base is None else Path(base),
+    )
+    return load_source(source, ParallelMesh.single(device or local_device(0, 1)), dtype)
+
+
+def load_source(source: ModelSource, mesh: ParallelMesh, dtype: torch.dtype = torch.float32) -> LoadedModel:
+    """Load this rank's part of a model. Collective over the mesh. Raises CheckpointError, DataError."""
+    tokenizer = load_tokenizer(source.tokenizer, end_of_document=source.end_of_document)
+    if source.base is not None and source.shape.prefix_tokens:
+        replica = build_model(source.shape, mesh, dtype)
+        load_beside(source.folder, source.base, replica, is_peft=source.is_huggingface)
+    elif source.base is not None:
+        replica = build_model(source.shape.base, mesh, dtype)
+        load_merged(source.folder, source.shape, source.base, replica, is_peft=source.is_huggingface)
+    elif source.is_huggingface:
+        replica = build_model(source.shape, mesh, dtype)
+        load_huggingface(source.folder, replica)
+    else:
+        replica = load_model(source.folder, mesh, dtype)
+    return LoadedModel(replica, tokenizer, source)

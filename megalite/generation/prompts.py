@@ -1,0 +1,54 @@
+"""Prompts as token ids: texts, and conversations by the tokenizer's chat template. No torch."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megalite.data.chat_template import ChatTemplate, load_chat_template
+from megalite.data.conversation import Conversation
+from megalite.data.messages import TEMPLATE_KEYS, message_list
+from megalite.data.tokenizer import Tokenizer
+from megalite.errors import DataError
+
+_ANSWER = "answer"
+
+
+def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """Encode the prompt as transformers does: with the tokenizer's start token, without its end token."""
+    ids: list[int] = tokenizer.backend.encode(prompt).ids
+    return ids[:-1] if ids[-1:] == [tokenizer.end_of_document_id] else ids
+
+
+class Chat:
+    """Conversations in the form of a model's chat template.
+
+    template: None: the tokenizer's own. Raises DataError if the tokenizer has no chat template.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, folder: Path, template: ChatTemplate | None = None):
+        self._tokenizer = tokenizer
+        home = folder if folder.is_dir() else folder.parent
+        self._template = template or load_chat_template(home, None, tokenizer.end_of_document)
+        self.stop_ids = frozenset({tokenizer.end_of_document_id, *self._end_of_turn()})
+
+    def prompt_ids(self, messages: Any, where: str = "the conversation") -> list[int]:
+        """Return the ids of a conversation and the beginning of the answer.
+
+        messages: a list of objects with role and content. where: its place, for errors. Raises DataError.
+        """
+        checked = [message for _, message in message_list(messages, "messages", where, TEMPLATE_KEYS)]
+        return self._tokenizer.encode(self._render(checked, where, prompt=True))
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], where: str, *, prompt: bool) -> str:
+        return self._template.render(Conversation(tuple(messages), where), prompt=prompt)
+
+    def _end_of_turn(self) -> list[int]:
+        """Return the special token that the template writes behind an answer, if there is one."""
+        turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _ANSWER}]
+        try:
+            text = self._render(turns, "a conversation of two messages", prompt=False)
+        except DataError:  # the template asks for other messages
+            return []
+        following = self._tokenizer.encode(text[text.rfind(_ANSWER) + len(_ANSWER) :])[:1]
+        special = self._tokenizer.backend.get_added_tokens_decoder()
+        return [each for each in following if each in special and special[each].special]

@@ -1,0 +1,159 @@
+"""Requests from a file of JSON lines, all checked before one of them runs. No torch."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from megalite.data.tokenizer import Tokenizer
+from megalite.errors import ConfigError, DataError, Problem
+from megalite.generation.prompts import Chat, prompt_ids
+from megalite.generation.request import Request, Sampling, check_request, sampling_problems
+from megalite.generation.source import ModelSource
+
+_NUMBER = (int, float)
+# Field -> the types of its values. The others are those of Sampling.
+_TYPES: dict[str, tuple[type, ...]] = {
+    "prompt": (str,),
+    "messages": (list,),
+    "id": (str, int),
+    "max_tokens": (int,),
+    "stop": (str, list),
+    "logprobs": (int,),
+    **{each.name: (int,) if each.name in ("top_k", "seed") else _NUMBER for each in fields(Sampling)},
+}
+_NAMES = {str: "a string", list: "a list", int: "a whole number", float: "a number"}
+
+
+@dataclass(frozen=True)
+class FileRequest:
+    """A request of a file. line: of the file, from 1. name: its field "id", if it has one."""
+
+    line: int
+    name: str | int | None
+    request: Request
+
+
+def read_requests(
+    file: Path, defaults: Request, source: ModelSource, tokenizer: Tokenizer
+) -> list[FileRequest]:
+    """Return the requests of a file: one JSON object a line, with `prompt` or `messages` and any other of _TYPES.
+
+    defaults: the values of fields that an object lacks; its prompt is not used.
+    Raises ConfigError with every line that is wrong, its field and the rule; DataError if the file cannot be read.
+    """
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{file} cannot be read ({error}); name a file of JSON lines in UTF-8") from error
+    problems: list[Problem] = []
+    found: list[FileRequest] = []
+    reader = _Reader(defaults, source, tokenizer)
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        wrong, row = list[Problem](), _object(line)
+        if isinstance(row, str):
+            wrong.append(Problem("the line", row, 'write {"prompt": "..."}'))
+        else:
+            try:
+                wrong += reader.problems(row)
+                if not wrong:
+                    found.append(FileRequest(number, row.get("id"), reader.request(row)))
+            except ConfigError as error:
+                wrong += [replace(each, key=_FIELDS.get(each.key, each.key)) for each in error.problems]
+            except DataError as error:
+                wrong.append(Problem("messages", str(error)))
+        problems += [replace(each, key=f"{file}:{number}: {each.key}") for each in wrong]
+    if not found and not problems:
+        problems.append(Problem(str(file), "has no request", 'write lines such as {"prompt": "The"}'))
+    if problems:
+        raise ConfigError(problems, "the file of requests")
+    return found
+
+
+# Names of `check_request` and `sampling_problems` -> fields of a line.
+_FIELDS = {"tokens": "max_tokens"}
+
+
+class _Reader:
+    def __init__(self, defaults: Request, source: ModelSource, tokenizer: Tokenizer):
+        self._defaults, self._source, self._tokenizer = defaults, source, tokenizer
+        self._chat: Chat | None = None
+
+    def problems(self, row: Mapping[str, Any]) -> Iterator[Problem]:
+        """Yield the problems of the fields of a line."""
+        types_are_right = True
+        for field, value in row.items():
+            if field not in _TYPES:
+                close = get_close_matches(field, _TYPES, n=1)
+                remedy = f"did you mean {close[0]}?" if close else f"use some of {', '.join(_TYPES)}"
+                yield Problem(field, "is no field of a request", remedy)
+            elif not _has_type(value, _TYPES[field]):
+                types_are_right = False
+                wanted = " or ".join(_NAMES[each] for each in _TYPES[field])
+                yield Problem(field, f"{json.dumps(value)[:60]} is not {wanted}", "change it")
+        if ("prompt" in row) == ("messages" in row):
+            yield Problem("prompt", "has to be given, or messages, and not both", "leave one of them")
+        if types_are_right:
+            yield from self._setting_problems(row)
+
+    def _setting_problems(self, row: Mapping[str, Any]) -> Iterator[Problem]:
+        stop = [row["stop"]] if isinstance(row.get("stop"), str) else row.get("stop", ())
+        if not all(isinstance(each, str) for each in stop):
+            yield Problem("stop", "has values that are no strings", "write a string or a list of strings")
+            return
+        sampling = self._sampling(row)
+        yield from sampling_problems(
+            row.get("max_tokens", self._defaults.max_tokens),
+            sampling.temperature,
+            row.get("top_k"),
+            row.get("top_p"),
+            lambda name: _FIELDS.get(name, name),
+            min_p=row.get("min_p"),
+            repetition_penalty=sampling.repetition_penalty,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            stop=stop,
+            logprobs=row.get("logprobs"),
+        )
+
+    def request(self, row: Mapping[str, Any]) -> Request:
+        """Return the request of a line without problems. Raises ConfigError, DataError."""
+        stop_ids = {self._tokenizer.end_of_document_id}
+        if "prompt" in row:
+            ids = prompt_ids(self._tokenizer, row["prompt"])
+        else:
+            self._chat = self._chat or Chat(self._tokenizer, self._source.tokenizer)
+            ids = self._chat.prompt_ids(row["messages"], "the line")
+            stop_ids |= self._chat.stop_ids
+        stop = row.get("stop", self._defaults.stop)
+        request = Request(
+            tuple(ids),
+            row.get("max_tokens", self._defaults.max_tokens),
+            self._sampling(row),
+            frozenset(stop_ids),
+            (stop,) if isinstance(stop, str) else tuple(stop),
+            row.get("logprobs", self._defaults.logprobs),
+        )
+        check_request(request, self._source.shape, self._source.shape.longest_sequence)
+        return request
+
+    def _sampling(self, row: Mapping[str, Any]) -> Sampling:
+        given = {each.name: row[each.name] for each in fields(Sampling) if each.name in row}
+        return replace(self._defaults.sampling, **given)
+
+
+def _object(line: str) -> Mapping[str, Any] | str:
+    """Return the JSON object of a line, or why it is none."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        return f"is not JSON ({error})"
+    return row if isinstance(row, dict) else "is not a JSON object"
+
+
+def _has_type(value: Any, types: tuple[type, ...]) -> bool:
+    return isinstance(value, types) and not isinstance(value, bool)

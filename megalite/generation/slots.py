@@ -1,0 +1,175 @@
+"""The requests that run in one key-value cache: which slot each has, and which tokens the next forward computes.
+
+No torch. Every rank keeps the same table, so that a plan needs no message.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from megalite.generation.request import Request
+
+# Shorter common beginnings are computed again: a search and a copy cost about as much.
+_SHORTEST_REUSE = 16
+
+
+class Buffers(Protocol):
+    """The part of a key-value cache that moves tokens between slots."""
+
+    def swap(self, one: int, other: int, tokens: int) -> None: ...
+
+    def copy(self, source: int, target: int, tokens: int) -> None: ...
+
+
+@dataclass(eq=False)
+class Running:
+    """A request that waits or runs.
+
+    ids: its prompt, then its new tokens. cached: how many of them are in the cache, or in the forward that computes
+    them. counts: new token -> occurrences, for the penalties. prompt: the different tokens of the prompt.
+    """
+
+    number: int
+    request: Request
+    ids: list[int] = field(init=False)
+    cached: int = 0
+    counts: dict[int, int] = field(default_factory=dict)
+    prompt: frozenset[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.ids = list(self.request.prompt_ids)
+        self.prompt = frozenset(self.ids) if self.request.sampling.repetition_penalty != 1 else frozenset()
+
+    @property
+    def fills(self) -> bool:
+        """True while tokens of the prompt are left to compute."""
+        return self.cached < len(self.request.prompt_ids)
+
+    @property
+    def new_tokens(self) -> int:
+        """The number of tokens generated so far."""
+        return len(self.ids) - len(self.request.prompt_ids)
+
+    def add(self, token: int) -> None:
+        """Append a new token."""
+        self.ids.append(token)
+        self.counts[token] = self.counts.get(token, 0) + 1
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Tokens of a prompt to compute: `count` of them behind the first `start`, in slot `slot`."""
+
+    running: Running
+    slot: int
+    start: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One forward. decoding: the requests of slots 0 to n - 1, one token each. pieces: of prompts, slots ascending."""
+
+    decoding: tuple[Running, ...]
+    pieces: tuple[Piece, ...]
+
+    @property
+    def ids(self) -> list[int]:
+        """The tokens to compute: the last one of each decoding request, then those of the pieces."""
+        found = [each.ids[-1] for each in self.decoding]
+        for piece in self.pieces:
+            found.extend(piece.running.ids[piece.start : piece.start + piece.count])
+        return found
+
+    @property
+    def completes(self) -> list[bool]:
+        """Whether each row has a next token: decoding requests, and pieces that end their prompt."""
+        ends = [piece.start + piece.count == len(piece.running.request.prompt_ids) for piece in self.pieces]
+        return [True] * len(self.decoding) + ends
+
+
+class SlotTable:
+    """The slots of one cache. slots: how many. chunk: the most tokens of prompts in one forward.
+
+    Requests stand in slots 0 to n - 1, in order; only the last of them may still have tokens of its prompt to compute.
+    reuse: a new request takes the keys of a common beginning from any slot, of an ended request too.
+    """
+
+    def __init__(self, buffers: Buffers, slots: int, chunk: int, *, reuse: bool):
+        self._buffers, self._chunk, self._reuse = buffers, chunk, reuse
+        self.running: list[Running] = []
+        # The tokens whose keys each slot holds.
+        self._held: list[list[int]] = [[] for _ in range(slots)]
+
+    @property
+    def free(self) -> int:
+        """The number of slots without a request."""
+        return len(self._held) - len(self.running)
+
+    def plan(self, waiting: list[Running], most: int) -> Plan | None:
+        """Return the next forward, or None; admits requests from the front of `waiting` into free slots.
+
+        most: the number of requests that may run in this table.
+        """
+        decoding = tuple(each for each in self.running if not each.fills)
+        pieces: list[Piece] = []
+        left = self._chunk
+        while left > 0:
+            if len(decoding) + len(pieces) == len(self.running):
+                if not waiting or not self.free or len(self.running) >= most:
+                    break
+                self._admit(waiting.pop(0))
+            slot = len(decoding) + len(pieces)
+            filling = self.running[slot]
+            count = min(left, len(filling.request.prompt_ids) - filling.cached)
+            pieces.append(Piece(filling, slot, filling.cached, count))
+            left -= count
+        return Plan(decoding, tuple(pieces)) if decoding or pieces else None
+
+    def launched(self, plan: Plan) -> None:
+        """Note that the tokens of a plan are in the cache."""
+        for slot, each in enumerate(plan.decoding):
+            self._held[slot].append(each.ids[-1])
+            each.cached += 1
+        for piece in plan.pieces:
+            piece.running.cached += piece.count
+            self._held[piece.slot] = piece.running.ids[: piece.running.cached]
+
+    def leave(self, running: Running) -> None:
+        """Free the slot of a request and close the gap; the keys stay until the slot is used again."""
+        place, last = self.running.index(running), len(self.running) - 1
+        if self.running[last].fills and place < last:
+            # The request whose prompt is not complete stays behind all others.
+            self._swap(place, last - 1)
+            place = last - 1
+        self._swap(place, last)
+        self.running.pop()
+
+    def _admit(self, running: Running) -> None:
+        slot = len(self.running)
+        self.running.append(running)
+        source, tokens = self._longest_beginning(running.request.prompt_ids) if self._reuse else (slot, 0)
+        if tokens and source != slot:
+            self._buffers.copy(source, slot, tokens)
+        self._held[slot] = list(running.request.prompt_ids[:tokens])
+        running.cached = tokens
+
+    def _longest_beginning(self, prompt_ids: Sequence[int]) -> tuple[int, int]:
+        """Return the slot that holds the longest beginning of the prompt, and its length, without the last token."""
+        first, found = list(prompt_ids[:_SHORTEST_REUSE]), (0, 0)
+        if len(prompt_ids) <= _SHORTEST_REUSE:
+            return found
+        for slot, held in enumerate(self._held):
+            if held[:_SHORTEST_REUSE] == first:
+                most = min(len(held), len(prompt_ids) - 1)
+                differing = (place for place in range(most) if held[place] != prompt_ids[place])
+                found = max(found, (slot, next(differing, most)), key=lambda each: each[1])
+        return found
+
+    def _swap(self, one: int, other: int) -> None:
+        if one == other:
+            return
+        held, running = self._held, self.running
+        self._buffers.swap(one, other, max(len(held[one]), len(held[other])))
+        held[one], held[other] = held[other], held[one]
+        running[one], running[other] = running[other], running[one]

@@ -1,0 +1,168 @@
+"""Continuous batching of token ids: requests join and leave between forwards, over tensor- and pipeline-parallel ranks.
+
+With several stages there are as many tables of requests as stages. Each forward computes one table; while a later stage
+computes it, the earlier stages compute the other tables.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from megalite.generation.request import Request
+from megalite.generation.sampling import sampled_rows, sampled_width
+from megalite.generation.slots import Plan, Running, SlotTable
+from megalite.model.kv_cache import CachedStep, KeyValueCache, Room, Segment
+from megalite.model.replica import Replica
+from megalite.model.transformer import Chunk
+from megalite.parallel.collectives import Pending
+from megalite.parallel.decode import Sends, along_chunks, start_from_last_chunk
+
+Finish = Literal["stop", "length"]
+PREFILL_CHUNK = 512
+# Their angles depend on the length of the whole prompt, so that keys of another prompt are other keys.
+_ANGLES_OF_WHOLE_PROMPT = ("dynamic", "longrope")
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """A new token of a request.
+
+    logprob: its log probability by the model, before penalties and temperature; None: not asked for. top_logprobs: the
+    most likely tokens with theirs. finish: why it is the last token; None: it is not.
+    """
+
+    number: int
+    token: int
+    logprob: float | None
+    top_logprobs: tuple[tuple[int, float], ...]
+    finish: Finish | None
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """A forward whose tokens are not known yet. rows: the requests that get one."""
+
+    table: SlotTable
+    rows: tuple[Running, ...]
+    values: Pending
+
+
+class TokenEngine:
+    """Requests over one model. Every rank of its mesh must make the same calls in the same order.
+
+    room: the slots and tokens of the cache. prefill_chunk: the most tokens of prompts in one forward.
+    """
+
+    def __init__(self, model: Replica, room: Room, *, prefill_chunk: int = PREFILL_CHUNK):
+        self._model, self._most = model, room.slots
+        shape, mesh, stages = model.shape, model.mesh, model.mesh.pp.size
+        per_table = Room(-(-room.slots // stages), room.tokens)
+        layers = [int(layer) for layer in model.stage.model.layers]
+        heads = mesh.local_heads(shape.num_key_value_heads)
+        scaling = shape.rope_scaling
+        reuse = scaling is None or scaling.rope_type not in _ANGLES_OF_WHOLE_PROMPT
+        self._caches: dict[SlotTable, KeyValueCache] = {}
+        for _ in range(stages):
+            cache = KeyValueCache(per_table, shape, layers, heads, model.stage.dtype, mesh.device)
+            self._caches[SlotTable(cache, per_table.slots, prefill_chunk, reuse=reuse)] = cache
+        self._tables = deque(self._caches)
+        self._waiting: list[Running] = []
+        self._in_flight: deque[_Launch] = deque()
+        self._sends = Sends(2 * len(model.split.layers))
+
+    @property
+    def has_work(self) -> bool:
+        """True while a request waits, runs, or a forward has not been collected."""
+        return bool(self._waiting or self._in_flight or any(table.running for table in self._tables))
+
+    def submit(self, number: int, request: Request) -> None:
+        """Append a request, which fits the room, to those that wait."""
+        self._waiting.append(Running(number, request))
+
+    def cancel(self, number: int) -> None:
+        """End a request, if it waits or runs, without another token."""
+        self._waiting = [each for each in self._waiting if each.number != number]
+        for table in self._tables:
+            for each in [each for each in table.running if each.number == number]:
+                table.leave(each)
+
+    @torch.inference_mode()
+    def step(self) -> list[Sampled]:
+        """Launch the forward of the next table, and return the new tokens of the oldest one if all are in flight."""
+        table = self._tables[0]
+        self._tables.rotate(-1)
+        sampled: list[Sampled] = []
+        while any(each.table is table for each in self._in_flight):
+            sampled += self._collect()
+        launched = self._launch(table)
+        if self._in_flight and (len(self._in_flight) == len(self._tables) or not launched):
+            sampled += self._collect()
+        return sampled
+
+    def _launch(self, table: SlotTable) -> bool:
+        """Compute this stage's part of the table's next forward; return whether it has one."""
+        plan = table.plan(self._waiting, self._share())
+        if plan is None:
+            return False
+        table.launched(plan)
+        rows = [*plan.decoding, *(piece.running for piece in plan.pieces)]
+        sampling = tuple(row for row, ends in zip(rows, plan.completes, strict=True) if ends)
+        values = self._forward(plan, self._caches[table], sampling)
+        self._in_flight.append(_Launch(table, sampling, values))
+        return True
+
+    def _share(self) -> int:
+        """Return the number of requests that one table may have, so that all tables have about as many."""
+        requests = len(self._waiting) + sum(len(table.running) for table in self._tables)
+        return -(-min(requests, self._most) // len(self._tables))
+
+    def _forward(self, plan: Plan, cache: KeyValueCache, rows: tuple[Running, ...]) -> Pending:
+        """Run the stages; return what waits for the values of `sampled_rows`."""
+        model, mesh = self._model, self._model.mesh
+        segments = tuple(
+            Segment(each.slot, each.start, each.count, len(each.running.request.prompt_ids))
+            for each in plan.pieces
+        )
+        step = CachedStep(cache, tuple(each.cached - 1 for each in plan.decoding), segments)
+        input_ids = torch.tensor([plan.ids], device=mesh.device)
+        position_ids = torch.tensor([step.position_ids], device=mesh.device)
+
+        def run(chunk: nn.Module, hidden_states: Tensor | None) -> Tensor:
+            inputs = input_ids if hidden_states is None else hidden_states
+            return cast(Chunk, chunk).decode(inputs, position_ids, cache=step)
+
+        between = torch.empty((), dtype=model.stage.dtype, device=mesh.device)
+        between = between.expand(1, input_ids.shape[1], model.shape.hidden_size)
+        hidden = along_chunks(model.stage.chunks, model.split, mesh, run, between, self._sends)
+        if not rows:
+            return lambda: torch.empty(0, 2)
+        if hidden is None:
+            values = torch.empty(len(rows), sampled_width(rows), dtype=torch.float64, device=mesh.device)
+        else:
+            places = [at for at, ends in zip(step.last_tokens, plan.completes, strict=True) if ends]
+            if len(places) < hidden.shape[1]:
+                hidden = hidden[:, places]
+            values = sampled_rows(model.stage.chunks[-1].logits(hidden)[0], rows)
+        return start_from_last_chunk(values, model.split, mesh)
+
+    def _collect(self) -> list[Sampled]:
+        """Return the new tokens of the oldest forward; requests that have ended leave their slots."""
+        launch = self._in_flight.popleft()
+        sampled = []
+        for running, values in zip(launch.rows, launch.values().tolist(), strict=True):
+            if running not in launch.table.running:  # cancelled meanwhile
+                continue
+            token, wanted = int(values[0]), running.request.logprobs
+            running.add(token)
+            finish: Finish | None = "length" if running.new_tokens >= running.request.max_tokens else None
+            if token in running.request.stop_ids:
+                finish = "stop"
+            if finish is not None:
+                launch.table.leave(running)
+            top = [(int(values[2 + 2 * at]), values[3 + 2 * at]) for at in range(wanted or 0)]
+            logprob = None if wanted is None else values[1]
+            sampled.append(Sampled(running.number, token, logprob, tuple(top), finish))
+        return sampled

@@ -1,0 +1,35 @@
+"""Attention of one new token a row over cached keys, for rows of different lengths: no compiled operator has it."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megalite.ops.softcap import soft_capped
+
+
+def decode_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Return softmax(scale Q K^T) V of one query a row: [n, heads, D].
+
+    query: [n, heads, D]; key, value: [n, kv heads, T, D]; heads is a multiple of kv heads. bias: [n, 1, 1, T], added to
+    the scores, -inf for a key that a row does not see; None: all are seen. scale, softcap: see
+    ops.attention.causal_attention.
+    """
+    # The query heads of a group are the queries of one key-value head, so that no key is repeated.
+    grouped = query.unflatten(1, (key.shape[1], -1))
+    if softcap is None:
+        attended = F.scaled_dot_product_attention(grouped, key, value, attn_mask=bias, scale=scale)
+        return attended.flatten(1, 2)
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = torch.matmul(grouped * factor, key.transpose(2, 3))
+    scores = soft_capped(scores.to(torch.promote_types(scores.dtype, torch.float32)), softcap)
+    if bias is not None:
+        scores = scores + bias
+    return torch.matmul(scores.softmax(dim=-1).to(query.dtype), value).flatten(1, 2)

@@ -1,0 +1,164 @@
+"""The application: its endpoints, and what they share."""
+
+import asyncio
+import importlib.resources
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.routing import Route
+
+from megalite.generation.request import Request as Prompt
+from megalite.serve.admission import Admission
+from megalite.serve.answers import Answer, BatchAnswer, ChatAnswer, CompletionAnswer
+from megalite.serve.body import read_body
+from megalite.serve.engine_thread import EngineThread
+from megalite.serve.errors import ApiError
+from megalite.serve.generation_response import GenerationResponse
+from megalite.serve.metrics import ServerMetrics
+from megalite.serve.middleware import Gate
+from megalite.serve.prompts import Prompts, ServedModel
+from megalite.serve.schemas import BatchRequest, ChatRequest, CompletionRequest
+from megalite.serve.settings import ServeSettings
+from megalite.serve.token_text import TokenText
+
+_METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+# The page loads nothing from elsewhere, and no other page may show it in a frame.
+_PAGE_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "Cache-Control": "no-store",
+    "Referrer-Policy": "no-referrer",
+}
+
+
+class Service:
+    """The model behind the endpoints: its engine, its limits and its metrics."""
+
+    def __init__(self, model: ServedModel, engine: EngineThread, settings: ServeSettings):
+        self.engine, self.settings, self._model = engine, settings, model
+        self.admission, self.metrics = Admission(settings.capacity), ServerMetrics()
+        self.metrics.active.set_function(lambda: self.admission.active)
+        self._prompts, self._tokens = Prompts(model, settings), TokenText(model.tokenizer)
+        # Read now, so that an installation without the page fails at the start.
+        self._page = importlib.resources.files("megalite.serve").joinpath("chat_page.html").read_text("utf-8")
+
+    def app(self) -> Starlette:
+        """Return the ASGI application."""
+        routes = [
+            Route("/", self._chat_page),
+            Route("/health", self._health),
+            Route("/ready", self._ready),
+            Route("/metrics", self._show_metrics),
+            Route("/v1/models", self._models),
+            Route("/v1/models/{name:path}", self._one_model),
+            Route("/v1/completions", self._completions, methods=["POST"]),
+            Route("/v1/chat/completions", self._chat, methods=["POST"]),
+            Route("/batch_generate", self._batch, methods=["POST"]),
+        ]
+        paths = {route.path for route in routes}
+        gate = Middleware(Gate, keys=self.settings.keys, metrics=self.metrics, paths=paths)
+        return Starlette(
+            routes=routes, middleware=[gate], exception_handlers={HTTPException: _of_http}, lifespan=None
+        )
+
+    async def _completions(self, request: Request) -> Response:
+        body = await read_body(request, CompletionRequest, self.settings)
+        self._note(request, body.model, body.user)
+        prompts = await asyncio.to_thread(self._prompts.completion, body)
+        tokens = sum(len(prompt.prompt_ids) for prompt in prompts[:: body.n])
+        answer = CompletionAnswer(self._model.name, prompts, tokens, self._tokens)
+        usage = body.stream_options is not None and body.stream_options.include_usage
+        return self._generate(prompts, answer, stream=body.stream, include_usage=usage)
+
+    async def _chat(self, request: Request) -> Response:
+        body = await read_body(request, ChatRequest, self.settings)
+        self._note(request, body.model, body.user)
+        prompts = await asyncio.to_thread(self._prompts.chat, body)
+        answer = ChatAnswer(self._model.name, prompts, len(prompts[0].prompt_ids), self._tokens)
+        usage = body.stream_options is not None and body.stream_options.include_usage
+        return self._generate(prompts, answer, stream=body.stream, include_usage=usage)
+
+    async def _batch(self, request: Request) -> Response:
+        body = await read_body(request, BatchRequest, self.settings)
+        prompts = await asyncio.to_thread(self._prompts.batch, body)
+        tokens = sum(len(prompt.prompt_ids) for prompt in prompts)
+        return self._generate(prompts, BatchAnswer(self._model.name, prompts, tokens, self._tokens))
+
+    def _generate(
+        self, prompts: Sequence[Prompt], answer: Answer, *, stream: bool = False, include_usage: bool = False
+    ) -> Response:
+        return GenerationResponse(
+            self.engine,
+            self.admission,
+            self.metrics,
+            prompts,
+            answer,
+            stream=stream,
+            include_usage=include_usage,
+            seconds=self.settings.request_seconds,
+        )
+
+    def _note(self, request: Request, name: str, user: str | None) -> None:
+        """Keep the user for the log. ApiError for another model."""
+        if user is not None:
+            request.scope["state"]["user"] = user
+        if name != self._model.name:
+            raise self._unknown(name)
+
+    def _unknown(self, name: str) -> ApiError:
+        message = f"the model {name[:200]!r} is not served here; use {self._model.name!r}"
+        return ApiError(404, message, param="model", code="model_not_found")
+
+    async def _models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._model_object()]})
+
+    async def _one_model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name != self._model.name:
+            raise self._unknown(name)
+        return JSONResponse(self._model_object())
+
+    def _model_object(self) -> dict[str, Any]:
+        return {
+            "id": self._model.name,
+            "object": "model",
+            "created": self._model.created,
+            "owned_by": "megalite",
+            "max_model_len": self._model.longest_sequence,
+            "chat": self._model.chat is not None,
+        }
+
+    async def _health(self, request: Request) -> Response:
+        failure = self.engine.failure
+        if failure is not None:
+            return JSONResponse({"status": "failed", "cause": str(failure)}, 503)
+        return JSONResponse({"status": "ok"})
+
+    async def _ready(self, request: Request) -> Response:
+        if self.admission.draining:
+            return JSONResponse({"status": "draining"}, 503)
+        if not self.engine.running:
+            return JSONResponse({"status": "failed"}, 503)
+        return JSONResponse({"status": "ready"})
+
+    async def _show_metrics(self, request: Request) -> Response:
+        return Response(self.metrics.text(), media_type=_METRICS_TYPE)
+
+    async def _chat_page(self, request: Request) -> Response:
+        return HTMLResponse(self._page, headers=_PAGE_HEADERS)
+
+
+async def _of_http(request: Request, error: Exception) -> Response:
+    """Answer a path or a method that does not exist."""
+    assert isinstance(error, HTTPException)
+    status, path = error.status_code, ascii(request.url.path)
+    message = f"{request.method} is not allowed on {path}" if status == 405 else f"there is no {path}"
+    code = {404: "not_found", 405: "method_not_allowed"}.get(status, "invalid_request")
+    return ApiError(status, message, code=code, headers=error.headers).response()

@@ -1,0 +1,149 @@
+"""Turns the bodies of requests into sequences for the engine."""
+
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from megalite.data.tokenizer import Tokenizer
+from megalite.errors import DataError
+from megalite.generation.prompts import Chat, prompt_ids
+from megalite.generation.request import Request, Sampling
+from megalite.serve.errors import ApiError
+from megalite.serve.schemas import BatchRequest, ChatRequest, CompletionRequest, SamplingFields
+from megalite.serve.settings import ServeSettings
+
+_DEFAULT_TOKENS = 16  # OpenAI's, for completions
+_SEEDS = 2**63
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model as the server knows it, beside its engine.
+
+    name: in requests. chat: the form of conversations; None: no chat. longest_sequence: tokens of prompt and answer.
+    created: seconds since 1970.
+    """
+
+    name: str
+    tokenizer: Tokenizer
+    chat: Chat | None
+    longest_sequence: int
+    created: int
+
+
+class Prompts:
+    """Makes the engine's requests for one model; its methods take milliseconds for long texts, and raise ApiError."""
+
+    def __init__(self, model: ServedModel, settings: ServeSettings):
+        self._model, self._settings = model, settings
+
+    def completion(self, body: CompletionRequest) -> list[Request]:
+        """Return the sequences of /v1/completions: `n` of the first prompt, then `n` of the next one."""
+        limit = _DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
+        self._check_count(len(body.prompt) * body.n, "n" if body.n > 1 else "prompt")
+        found: list[Request] = []
+        for index, prompt in enumerate(body.prompt):
+            name = f"prompt[{index}]" if len(body.prompt) > 1 else "prompt"
+            ids = self._ids(prompt, name) if isinstance(prompt, str) else self._checked_ids(prompt, name)
+            limit_here = self._limit(ids, limit, name, "max_tokens")
+            found += self._choices(ids, limit_here, body, body.n, body.logprobs)
+        return found
+
+    def chat(self, body: ChatRequest) -> list[Request]:
+        """Return the `n` sequences of /v1/chat/completions."""
+        chat = self._model.chat
+        if chat is None:
+            raise ApiError(
+                400,
+                f"the model {self._model.name} has no chat template; start the server with --chat-template, "
+                "or use /v1/completions",
+                param="messages",
+                code="no_chat_template",
+            )
+        self._check_count(body.n, "n")
+        messages = [{"role": each.role, "content": each.content} for each in body.messages]
+        try:
+            ids = chat.prompt_ids(messages)
+        except DataError as error:
+            # Behind the semicolon stands a remedy for those who train.
+            message = str(error).partition(";")[0]
+            raise ApiError(400, message, param="messages", code="invalid_value") from error
+        wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        setting = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+        limit = self._limit(ids, wanted, "messages", setting)
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        return list(self._choices(ids, limit, body, body.n, logprobs, chat.stop_ids))
+
+    def batch(self, body: BatchRequest) -> list[Request]:
+        """Return the sequences of /batch_generate, one for each prompt."""
+        self._check_count(len(body.prompts), "prompts")
+        found: list[Request] = []
+        for index, prompt in enumerate(body.prompts):
+            name = f"prompts[{index}]"
+            ids = self._ids(prompt, name)
+            found += self._choices(ids, self._limit(ids, body.max_tokens, name, "max_tokens"), body, 1, None)
+        return found
+
+    def _ids(self, prompt: str, name: str) -> tuple[int, ...]:
+        return self._checked_ids(prompt_ids(self._model.tokenizer, prompt), name)
+
+    def _checked_ids(self, ids: Sequence[int], name: str) -> tuple[int, ...]:
+        if not ids:
+            raise ApiError(400, f"{name}: it has no tokens", param=name, code="invalid_value")
+        known = self._model.tokenizer.vocab_size
+        if wrong := [each for each in ids if not 0 <= each < known]:
+            message = f"{name}: {wrong[0]} is not one of the {known} token ids"
+            raise ApiError(400, message, param=name, code="invalid_value")
+        return tuple(ids)
+
+    def _limit(self, ids: Sequence[int], wanted: int | None, name: str, setting: str) -> int:
+        """Return the new tokens of a sequence; None: as many as the model and the server allow."""
+        room = self._model.longest_sequence - len(ids)
+        most = self._settings.max_tokens
+        if wanted is not None and wanted > most:
+            message = f"{setting}: {wanted} tokens are more than the server's {most}; lower it"
+            raise ApiError(400, message, param=setting, code="invalid_value")
+        if room < (wanted or 1):
+            raise ApiError(
+                400,
+                f"{name}: {len(ids)} tokens and {wanted or 1} new ones exceed the model's context of "
+                f"{self._model.longest_sequence}; shorten the prompt or lower {setting}",
+                param=name,
+                code="context_length_exceeded",
+            )
+        return min(room, most) if wanted is None else wanted
+
+    def _check_count(self, count: int, name: str) -> None:
+        if count > self._settings.capacity:
+            message = (
+                f"{name}: {count} sequences are more than the {self._settings.capacity} that the server takes"
+            )
+            raise ApiError(400, message, param=name, code="too_many_sequences")
+
+    def _choices(
+        self,
+        ids: Sequence[int],
+        max_tokens: int,
+        body: SamplingFields,
+        count: int,
+        logprobs: int | None,
+        stop_ids: frozenset[int] | None = None,
+    ) -> Iterator[Request]:
+        """Yield `count` sequences of a prompt, with seeds in a row. stop_ids: None: the end of a document."""
+        seed = secrets.randbelow(_SEEDS) if body.seed is None else body.seed
+        if stop_ids is None:
+            stop_ids = frozenset({self._model.tokenizer.end_of_document_id})
+        if body.ignore_eos:
+            stop_ids = frozenset()
+        for index in range(count):
+            sampling = Sampling(
+                temperature=body.temperature,
+                top_k=body.top_k,
+                top_p=body.top_p,
+                seed=(seed + index) % _SEEDS,
+                min_p=body.min_p,
+                repetition_penalty=body.repetition_penalty,
+                presence_penalty=body.presence_penalty,
+                frequency_penalty=body.frequency_penalty,
+            )
+            yield Request(tuple(ids), max_tokens, sampling, stop_ids, body.stop, logprobs)

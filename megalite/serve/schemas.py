@@ -1,0 +1,144 @@
+"""The bodies of requests, as pydantic models: OpenAI's fields, and the further sampling settings of the engine."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+
+_LARGEST_SEED = 2**63 - 1
+_MOST_STOPS, _LONGEST_STOP = 16, 256
+_MOST_CHOICES = 128
+
+Stop = Annotated[str, Field(min_length=1, max_length=_LONGEST_STOP)]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True, frozen=True)
+
+
+class StreamOptions(_Body):
+    """Options of a stream; include_usage: a last chunk counts the tokens."""
+
+    include_usage: bool = False
+
+
+class SamplingFields(_Body):
+    """How tokens are sampled, the same for all endpoints. ignore_eos: only max_tokens and `stop` end the text."""
+
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0, le=2)] = 1.0
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    seed: Annotated[int, Field(ge=-_LARGEST_SEED - 1, le=_LARGEST_SEED)] | None = None
+    stop: tuple[Stop, ...] = ()
+    ignore_eos: bool = False
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _stop(cls, value: Any) -> Any:
+        texts = [value] if isinstance(value, str) else value
+        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+            raise ValueError("a text or a list of texts is needed")
+        if len(texts) > _MOST_STOPS:
+            raise ValueError(f"{len(texts)} texts are more than {_MOST_STOPS}")
+        return tuple(texts)
+
+
+class _GenerationFields(SamplingFields):
+    model: str
+    n: Annotated[int, Field(ge=1, le=_MOST_CHOICES)] = 1
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    user: Annotated[str, Field(max_length=256)] | None = None
+
+    @field_validator("stream_options")
+    @classmethod
+    def _stream_options(cls, value: StreamOptions | None, info: ValidationInfo) -> StreamOptions | None:
+        if not info.data.get("stream"):
+            raise ValueError("it needs stream = true")
+        return value
+
+
+class CompletionRequest(_GenerationFields):
+    """The body of /v1/completions. prompt: texts, or lists of token ids."""
+
+    prompt: tuple[str | tuple[int, ...], ...]
+    logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _prompt(cls, value: Any) -> Any:
+        prompts = [value] if isinstance(value, str) or _is_ids(value) else value
+        if not isinstance(prompts, list) or not prompts:
+            raise ValueError("a text, a list of texts, a list of token ids or a list of such lists is needed")
+        if not (all(isinstance(each, str) for each in prompts) or all(map(_is_ids, prompts))):
+            raise ValueError("a list of texts, or a list of lists of token ids that are not empty, is needed")
+        return tuple(each if isinstance(each, str) else tuple(each) for each in prompts)
+
+
+class Message(_Body):
+    """A message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, value: Any) -> Any:
+        # Clients send back the answers of a server, whose unused fields are null or empty.
+        if not isinstance(value, dict):
+            return value
+        return {
+            key: each for key, each in value.items() if key in ("role", "content") or each not in (None, [])
+        }
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _content(cls, value: Any) -> Any:
+        if not isinstance(value, list):
+            return value
+        for part in value:
+            if (
+                not isinstance(part, dict)
+                or part.get("type") != "text"
+                or not isinstance(part.get("text"), str)
+            ):
+                raise ValueError('each part has to be {"type": "text", "text": "..."}; only text is read')
+        return "".join(part["text"] for part in value)
+
+
+class ChatRequest(_GenerationFields):
+    """The body of /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+    @field_validator("max_completion_tokens")
+    @classmethod
+    def _one_limit(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if info.data.get("max_tokens") not in (None, value):
+            raise ValueError("max_tokens has another value; send one of them")
+        return value
+
+    @field_validator("top_logprobs")
+    @classmethod
+    def _needs_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if not info.data.get("logprobs"):
+            raise ValueError("it needs logprobs = true")
+        return value
+
+
+class BatchRequest(SamplingFields):
+    """The body of /batch_generate: a list of prompts that all have the same settings."""
+
+    prompts: Annotated[list[str], Field(min_length=1)]
+    max_tokens: Annotated[int, Field(ge=1)] = 16
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(each) is int for each in value)

@@ -1,0 +1,151 @@
+"""megalite generate as a user calls it: sampling flags, files of requests, chat."""
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megalite.cli import generate
+from megalite.errors import ConfigError, DataError
+from tests.support.tiny import tiny_shape, tiny_tokenizer
+from tests.unit.convert.exporting import lively_stage, save_stage
+
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}"
+    "{% if message.role == 'assistant' %}<|endoftext|>{% endif %}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run's folder with one checkpoint and its tokenizer, which has a chat template."""
+    run = tmp_path_factory.mktemp("run")
+    (run / "tokenizer").mkdir()
+    tiny_tokenizer(run / "tokenizer")
+    (run / "tokenizer" / "chat_template.jinja").write_text(TEMPLATE)
+    shape = replace(tiny_shape(layers=2), vocab_size=384, max_position_embeddings=256)
+    save_stage(run, shape, lively_stage(shape, scale=8.0))
+    return run
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    capsys.readouterr()
+    assert generate.run(arguments) == 0
+    return capsys.readouterr().out
+
+
+def lines_of(file: Path, *rows: object) -> Path:
+    file.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return file
+
+
+def test_flags_change_the_text(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain = [str(run_folder), "--prompt", "one rank", "--tokens", "20"]
+    drawn = [*plain, "--temperature", "1.5", "--seed", "3"]
+    flags = {"--min-p": "0.5", "--repetition-penalty": "2", "--presence-penalty": "2"}
+    texts = [printed(capsys, *drawn), *(printed(capsys, *drawn, *flag) for flag in flags.items())]
+    assert len(set(texts)) == 4
+    whole = printed(capsys, *plain).removesuffix("\n")
+    stop = whole[-6:-4]
+    assert printed(capsys, *plain, "--stop", stop, "--stop", "never") == whole[: whole.index(stop)] + "\n"
+    assert printed(capsys, *plain, "--dtype", "bfloat16").startswith("one rank")
+    told = printed(capsys, *plain, "--logprobs", "2").removeprefix(whole + "\n").splitlines()
+    assert len(told) == 20
+    chosen, _, rest = told[0].partition("   ")
+    assert rest.startswith(chosen), "a greedy token is the most likely one"
+
+
+def test_a_file_of_requests_runs_in_its_order(
+    run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [
+        {"prompt": "one rank waits for the weights", "max_tokens": 30, "id": "long"},
+        "",
+        {"prompt": "a pipeline", "max_tokens": 3, "logprobs": 1},
+        {
+            "messages": [{"role": "user", "content": "the tensor"}],
+            "temperature": 1.1,
+            "seed": 4,
+            "top_p": 0.9,
+        },
+        {"prompt": "one", "stop": ["zzzz"], "min_p": 0.1, "temperature": 0.7},
+    ]
+    file = lines_of(tmp_path / "requests.jsonl", *rows)
+    output = tmp_path / "results.jsonl"
+    flags = ["--batch", str(file), "--tokens", "9"]
+    said = printed(capsys, str(run_folder), *flags)
+    results = [json.loads(line) for line in said.splitlines()]
+    assert [each["line"] for each in results] == [1, 3, 4, 5] and results[0]["id"] == "long"
+    assert [each["new_tokens"] for each in results][:2] == [30, 3] and results[2]["new_tokens"] <= 9
+    alone = printed(capsys, str(run_folder), "--prompt", rows[0]["prompt"], "--tokens", "30")
+    assert rows[0]["prompt"] + results[0]["text"] + "\n" == alone
+    assert len(results[1]["logprobs"]) == 3 and results[1]["logprobs"][0]["logprob"] <= 0
+    printed(capsys, str(run_folder), *flags, "--output", str(output), "--max-requests", "1")
+    again = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [each["text"] for each in again] == [each["text"] for each in results]
+
+
+def test_every_bad_line_is_named_before_anything_runs(run_folder: Path, tmp_path: Path) -> None:
+    file = lines_of(
+        tmp_path / "bad.jsonl",
+        {"prompt": "fine"},
+        "{not json",
+        [1],
+        {"promt": "a"},
+        {"prompt": "a", "messages": []},
+        {"prompt": "a", "max_tokens": 0, "temperature": -1},
+        {"prompt": "a", "seed": 1.5, "top_k": True},
+        {"prompt": "a", "stop": [1]},
+        {"prompt": "a " * 300},
+        {"messages": [{"role": "user"}]},
+    )
+    with pytest.raises(ConfigError) as refused:
+        generate.run([str(run_folder), "--batch", str(file), "--output", str(tmp_path / "none.jsonl")])
+    told = str(refused.value)
+    for place in (
+        "2: the line: is not JSON",
+        "3: the line: is not a JSON object",
+        "4: promt: is no field of a request; did you mean prompt?",
+        "5: prompt: has to be given, or messages, and not both",
+        "6: max_tokens: 0 is no number of new tokens",
+        "6: temperature: -1 is not a temperature",
+        "7: seed: 1.5 is not a whole number",
+        "7: top_k: true is not a whole number",
+        "8: stop: has values that are no strings",
+        "9: max_tokens: ",
+        "10: messages: ",
+    ):
+        assert f"{file}:{place}" in told
+    assert not (tmp_path / "none.jsonl").exists() and f"{file}:1:" not in told
+    with pytest.raises(ConfigError, match="has no request"):
+        generate.run([str(run_folder), "--batch", str(lines_of(tmp_path / "empty.jsonl"))])
+    with pytest.raises(DataError, match="cannot be read"):
+        generate.run([str(run_folder), "--batch", str(tmp_path / "absent.jsonl")])
+    with pytest.raises(ConfigError, match="--output: is for --batch"):
+        generate.run([str(run_folder), "--prompt", "a", "--output", "x"])
+
+
+def test_a_conversation_goes_on_until_the_input_ends(
+    run_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("one rank\n\nand then?\n" + "x " * 300 + "\nlast\n"))
+    capsys.readouterr()
+    assert generate.run([str(run_folder), "--chat", "--tokens", "12"]) == 0
+    said = capsys.readouterr()
+    prompt = "user: one rank\nassistant:"
+    alone = printed(capsys, str(run_folder), "--prompt", prompt, "--tokens", "12")
+    assert said.out.startswith(alone.removeprefix(prompt))
+    assert "exceed model.max_position_embeddings = 256" in said.err, "what does not fit is told, and left out"
+    assert said.out.count("\n") >= 3
+
+
+def test_a_tokenizer_without_a_template_cannot_chat(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer").mkdir()
+    tiny_tokenizer(tmp_path / "tokenizer")
+    shape = replace(tiny_shape(layers=1), vocab_size=384)
+    save_stage(tmp_path, shape, lively_stage(shape))
+    with pytest.raises(DataError, match="has no chat template"):
+        generate.run([str(tmp_path), "--chat"])

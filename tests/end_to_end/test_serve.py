@@ -1,0 +1,181 @@
+"""`megalite serve` as a process: the official openai client, ranks, and the ways a server ends."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx2
+import openai
+import pytest
+
+from megalite.generation.loaded import load
+from megalite.generation.text import generate
+from tests.support.jobs import ROOT
+
+PROMPT = "Once upon a time"
+START_SECONDS, END_SECONDS = 90.0, 20.0
+
+
+@dataclass
+class Server:
+    """A process of `megalite serve`. errors: the lines of its stderr so far."""
+
+    process: "subprocess.Popen[str]"
+    port: int
+    errors: list[str]
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def ranks(self) -> list[int]:
+        """Return the processes of the ranks, in order."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
+        return sorted(map(int, children.split()))
+
+    def ended(self) -> int:
+        """Return the exit code; AssertionError if the server goes on."""
+        return self.process.wait(timeout=END_SECONDS)
+
+
+@contextmanager
+def serving(model: Path, *arguments: str) -> Iterator[Server]:
+    """Run a server on a free port; kill it at the end of the `with` block if it still runs."""
+    command = [sys.executable, "-m", "megalite", "serve", str(model), "--port", "0", *arguments]
+    environ = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stderr is not None
+    errors: list[str] = []
+    reading = threading.Thread(target=lambda: errors.extend(process.stderr or ()), daemon=True)
+    reading.start()
+    stuck = threading.Timer(START_SECONDS, process.kill)
+    stuck.start()
+    try:
+        found = re.search(r":(\d+)$", process.stdout.readline().strip())
+        stuck.cancel()
+        assert found is not None, "".join(errors)
+        yield Server(process, int(found[1]), errors)
+    finally:
+        stuck.cancel()
+        process.kill()
+        process.wait()
+        reading.join(timeout=5)
+        process.stdout.close()
+
+
+def test_the_official_client(shared_data: Path) -> None:
+    model = shared_data / "stories260K"
+    expected = generate(load(model), PROMPT, tokens=24).removeprefix(PROMPT)
+    with serving(model, "--chat-template", "chatml") as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
+        [served] = [each.id for each in client.models.list()]
+        assert served == "stories260K"
+        plain = client.completions.create(
+            model=served, prompt=PROMPT, temperature=0, max_tokens=24, logprobs=2
+        )
+        [choice] = plain.choices
+        assert choice.text == expected and choice.finish_reason == "length"
+        assert plain.usage is not None and plain.usage.completion_tokens == 24
+        assert choice.logprobs is not None and len(choice.logprobs.token_logprobs or []) == 24
+
+        def streamed(seed: int) -> str:
+            chunks = client.completions.create(
+                model=served, prompt=PROMPT, temperature=0, max_tokens=24, seed=seed, stream=True
+            )
+            return "".join(chunk.choices[0].text for chunk in chunks)
+
+        def sampled(seed: int) -> list[str]:
+            answer = client.completions.create(
+                model=served, prompt=PROMPT, n=2, max_tokens=24, seed=seed, top_p=0.9, frequency_penalty=0.5
+            )
+            return [each.text for each in answer.choices]
+
+        alone = [sampled(seed) for seed in range(6)]
+        with ThreadPoolExecutor(12) as pool:
+            # Together as alone, whatever is in the batch.
+            texts, samples = pool.map(streamed, range(6)), pool.map(sampled, range(6))
+            assert set(texts) == {expected} and list(samples) == alone
+        assert len({text for pair in alone for text in pair}) > 6
+
+        chat = client.chat.completions.create(
+            model=served,
+            messages=[{"role": "user", "content": "Tell me a story"}],
+            max_completion_tokens=8,
+            seed=3,
+            logprobs=True,
+            top_logprobs=2,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        *chunks, last = list(chat)
+        assert last.usage is not None and last.usage.completion_tokens <= 8 and not last.choices
+        assert chunks[0].choices[0].delta.role == "assistant"
+        stopped = client.completions.create(
+            model=served, prompt=PROMPT, temperature=0, max_tokens=24, stop=expected[5:9]
+        )
+        assert stopped.choices[0].text == expected[: expected.index(expected[5:9])]
+        assert stopped.choices[0].finish_reason == "stop"
+        with pytest.raises(openai.NotFoundError, match="not served here"):
+            client.completions.create(model="other", prompt="x")
+        with pytest.raises(openai.BadRequestError, match="does not support"):
+            client.chat.completions.create(
+                model=served,
+                messages=[{"role": "user", "content": "x"}],
+                response_format={"type": "json_object"},
+            )
+        server.process.send_signal(signal.SIGTERM)
+        assert server.ended() == 0
+    assert any("POST /v1/completions 200" in line for line in server.errors)
+
+
+@pytest.mark.parametrize("layout", ["--pipeline 2", pytest.param("--tensor 2", marks=pytest.mark.slow)])
+def test_ranks_serve_drain_and_end(shared_data: Path, layout: str) -> None:
+    model = shared_data / "stories260K"
+    expected = generate(load(model), PROMPT, tokens=24).removeprefix(PROMPT)
+    body = {"model": "stories260K", "prompt": PROMPT, "temperature": 0, "max_tokens": 24}
+    with serving(model, *layout.split()) as server:
+        answer = httpx2.post(f"{server.url}/v1/completions", json=body, timeout=60).json()
+        assert answer["choices"][0]["text"] == expected
+        long = {**body, "max_tokens": 300, "ignore_eos": True, "stream": True}
+        with httpx2.stream("POST", f"{server.url}/v1/completions", json=long, timeout=60) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            server.process.send_signal(signal.SIGTERM)
+            assert "data: [DONE]" in list(lines)
+        assert server.ended() == 0, "".join(server.errors)
+
+
+@pytest.mark.parametrize("busy", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["busy", "idle"])
+def test_a_killed_rank_ends_the_server_with_the_cause(shared_data: Path, busy: bool) -> None:
+    with serving(shared_data / "stories260K", "--pipeline", "2") as server:
+        body = {"model": "stories260K", "prompt": PROMPT, "max_tokens": 400, "stream": True}
+        begin, seen = 0.0, set()
+        with ThreadPoolExecutor(1) as pool, httpx2.Client(base_url=server.url, timeout=10) as client:
+            running = None
+            if busy:
+                running = pool.submit(client.post, "/v1/completions", json=body)
+                while "active_sequences 1.0" not in client.get("/metrics").text:
+                    time.sleep(0.01)
+            assert client.get("/health").status_code == 200
+            begin = time.monotonic()
+            os.kill(server.ranks()[1], signal.SIGKILL)
+            with pytest.raises(httpx2.TransportError):
+                while True:
+                    seen.add(client.get("/health").status_code)
+            if running is not None:
+                running.exception(timeout=10)
+        assert server.ended() == 1 and time.monotonic() - begin < 5
+    assert 503 in seen, "health did not tell"
+    text = "".join(server.errors)
+    assert re.search(r"rank 1 .*was killed by signal 9", text), text

@@ -1,0 +1,73 @@
+"""Requests and engines for tests of generation."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from megalite.generation.engine import load_model
+from megalite.generation.request import GREEDY, Request, Sampling
+from megalite.generation.token_engine import TokenEngine
+from megalite.model.kv_cache import KeyValueCache, Room
+from megalite.model.replica import Replica
+from megalite.model.transformer import Stage
+from megalite.parallel.mesh import ParallelMesh
+from megalite.topology.axes import Layout
+
+# Tokens of a prompt and its new tokens.
+LONGEST = 48
+
+
+def one_slot(stage: Stage, tokens: int) -> KeyValueCache:
+    """Return a cache of one request of up to `tokens` tokens, for a stage that holds the whole model."""
+    weight = next(stage.parameters())
+    layers = range(stage.shape.num_hidden_layers)
+    heads = stage.shape.num_key_value_heads
+    return KeyValueCache(Room(1, tokens), stage.shape, layers, heads, stage.dtype, weight.device)
+
+
+def mixed_requests(
+    count: int, vocabulary: int, *, sampling: Sampling = GREEDY, logprobs: int | None = None, seed: int = 0
+) -> list[Request]:
+    """Return requests of prompts of 1 to 33 tokens and 2 to 15 new ones; every third begins as the one before it."""
+    generator = torch.Generator().manual_seed(seed)
+    found: list[Request] = []
+    for number in range(count):
+        length = 1 + 13 * number % 33
+        prompt = torch.randint(vocabulary, (length,), generator=generator).tolist()
+        if number % 3 == 2:
+            prompt = (list(found[-1].prompt_ids) + prompt)[:33]
+        found.append(Request(tuple(prompt), 2 + 5 * number % 14, sampling, frozenset(), logprobs=logprobs))
+    return found
+
+
+def run_requests(
+    model: Replica,
+    requests: Sequence[Request],
+    *,
+    slots: int,
+    chunk: int = 512,
+    joining: int = 0,
+) -> dict[int, list[int]]:
+    """Return the new tokens of all requests, by number; joining: how many join later, one after each third step."""
+    engine = TokenEngine(model, Room(slots, LONGEST), prefill_chunk=chunk)
+    first = len(requests) - joining
+    for number, request in enumerate(requests[:first]):
+        engine.submit(number, request)
+    found, steps, late = defaultdict(list), 0, list(enumerate(requests))[first:]
+    while engine.has_work or late:
+        if late and (steps % 3 == 2 or not engine.has_work):
+            engine.submit(*late.pop(0))
+        for sampled in engine.step():
+            found[sampled.number].append(sampled.token)
+        steps += 1
+    return dict(found)
+
+
+def tokens_on_rank(
+    checkpoint: Path, layout: Layout, requests: Sequence[Request], how: Mapping[str, int], dtype: str
+) -> dict[int, list[int]]:
+    """Run requests with a checkpoint's model; for the pool of ranks."""
+    model = load_model(checkpoint, ParallelMesh.over_world(layout), getattr(torch, dtype))
+    return run_requests(model, requests, **how)

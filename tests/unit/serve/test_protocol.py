@@ -1,0 +1,212 @@
+"""OpenAI's interface of the server, over an engine that writes letters."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.serving import CONTEXT, MODEL, Live, served
+
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3, "seed": 0}
+
+
+def data_of(text: str) -> list[Any]:
+    """Return the events of a stream; [DONE] stays text."""
+    frames = [frame.removeprefix("data: ") for frame in text.strip().split("\n\n")]
+    return [frame if frame == "[DONE]" else json.loads(frame) for frame in frames]
+
+
+def test_a_completion(tmp_path: Path) -> None:
+    async def scenario(server: Live) -> None:
+        response = await server.complete()
+        assert response.status_code == 200
+        body = response.json()
+        assert body["object"] == "text_completion" and body["model"] == MODEL
+        [choice] = body["choices"]
+        assert choice == {"index": 0, "text": "abcd", "logprobs": None, "finish_reason": "length"}
+        usage = body["usage"]
+        assert usage["completion_tokens"] == 4 and usage["prompt_tokens"] > 0
+        assert usage["total_tokens"] == usage["prompt_tokens"] + 4
+        # The limit of OpenAI's interface, where a request names none.
+        default = await server.client.post(
+            "/v1/completions", json={"model": MODEL, "prompt": "One", "seed": 0}
+        )
+        assert default.json()["choices"][0]["text"] == "abcdefghijklmnop"
+
+    served(scenario, tmp_path)
+
+
+def test_choices_of_several_prompts_have_seeds_of_their_own(tmp_path: Path) -> None:
+    async def scenario(server: Live) -> None:
+        body = (await server.complete(prompt=["One", "Two"], n=2)).json()
+        assert [choice["text"] for choice in body["choices"]] == ["abcd", "bcde", "abcd", "bcde"]
+        one = (await server.complete(prompt=[5, 6, 7])).json()
+        assert one["usage"] == {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
+        many = (await server.complete(prompt=[[5], [6, 7]], n=2)).json()
+        assert many["usage"]["prompt_tokens"] == 3 and len(many["choices"]) == 4
+
+    served(scenario, tmp_path)
+
+
+def test_a_stop_string_ends_the_text(tmp_path: Path) -> None:
+    async def scenario(server: Live) -> None:
+        for stop in ("c", ["x", "bc"]):
+            [choice] = (await server.complete(stop=stop)).json()["choices"]
+            assert choice["finish_reason"] == "stop" and choice["text"] == "ab"
+
+    served(scenario, tmp_path)
+
+
+def test_a_stream_of_a_completion(tmp_path: Path) -> None:
+    async def scenario(server: Live) -> None:
+        response = await server.complete(stream=True, n=2)
+        assert response.headers["content-type"].startswith("text/event-stream")
+        *chunks, done = data_of(response.text)
+        assert done == "[DONE]" and all("usage" not in chunk for chunk in chunks)
+        for index, text in ((0, "abcd"), (1, "bcde")):
+            own = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
+            assert "".join(each["text"] for each in own) == text
+            assert [each["finish_reason"] for each in own] == [None, None, None, "length"]
+        assert len({chunk["id"] for chunk in chunks}) == 1
+
+    served(scenario, tmp_path)
+
+
+def test_a_chat_and_its_stream_with_usage(tmp_path: Path) -> None:
+    async def scenario(server: Live) -> None:
+        body = (await server.client.post("/v1/chat/completions", json=CHAT)).json()
+        assert body["object"] == "chat.completion"
+        message = body["choices"][0]["message"]
+        assert message == {"role": "assistant", "content": "abc", "refusal": None}
+        asked = {**CHAT, "stream": True, "stream_options": {"include_usage": True}}
+        response = await server.client.post("/v1/chat/completions", json=asked)
+        first, *chunks, last, done = data_of(response.text)
+        assert done == "[DONE]" and first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+        assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == "abc"
+        assert all(chunk["usage"] is None for chunk in [first, *chunks])
+        assert last["choices"] == [] and last["usage"] == body["usage"]
+        # Without a limit the context is filled.
+        free = {key: value for key, value in CHAT.items() if key != "max_tokens"}
+        whole = (await server.client.post("/v1/chat/completions", json=free)).json()
+        assert whole["usage"]["total_tokens"] == CONTEXT
+
+    served(scenario, tmp_path)
+
+
+def test_log_probabilities_in_both_forms(tmp_path: Path) -> None:
+    async def scenario(server: Live) -> None:
+        logprobs = (await server.complete(logprobs=2, max_tokens=2)).json()["choices"][0]["logprobs"]
+        assert logprobs["token_logprobs"] == [-0.5, -0.5] and len(logprobs["tokens"]) == 2
+        assert [len(top) for top in logprobs["top_logprobs"]] == [2, 2]
+        assert logprobs["text_offset"] == [0, len(logprobs["tokens"][0])]
+        stream = data_of((await server.complete(logprobs=0, max_tokens=2, stream=True)).text)[:-1]
+        offsets = [chunk["choices"][0]["logprobs"]["text_offset"] for chunk in stream]
+        assert offsets == [[0], [len(logprobs["tokens"][0])]]
+        asked = {**CHAT, "logprobs": True, "top_logprobs": 3}
+        body = (await server.client.post("/v1/chat/completions", json=asked)).json()
+        content = body["choices"][0]["logprobs"]["content"]
+        assert len(content) == 3 and [len(each["top_logprobs"]) for each in content] == [3, 3, 3]
+        assert content[0]["logprob"] == -0.5 and bytes(content[0]["bytes"]).decode() == content[0]["token"]
+
+    served(scenario, tmp_path)
+
+
+def test_a_batch_of_prompts(tmp_path: Path) -> None:
+    async def scenario(server: Live) -> None:
+        body = {"prompts": ["One", "Two", "Three"], "max_tokens": 2, "seed": 5}
+        answer = (await server.client.post("/batch_generate", json=body)).json()
+        assert [choice["text"] for choice in answer["choices"]] == ["fg", "fg", "fg"]
+        assert answer["usage"]["completion_tokens"] == 6
+
+    served(scenario, tmp_path)
+
+
+def test_models_health_metrics_and_the_page(tmp_path: Path) -> None:
+    async def scenario(server: Live) -> None:
+        listed = (await server.client.get("/v1/models")).json()
+        assert [model["id"] for model in listed["data"]] == [MODEL]
+        assert (await server.client.get(f"/v1/models/{MODEL}")).json() == listed["data"][0]
+        assert (await server.client.get("/health")).json() == {"status": "ok"}
+        assert (await server.client.get("/ready")).json() == {"status": "ready"}
+        page = await server.client.get("/")
+        assert "default-src 'none'" in page.headers["content-security-policy"]
+        assert "http://" not in page.text and "https://" not in page.text, "the page loads from elsewhere"
+        await server.complete()
+        await server.complete(temperature=9)
+        text = (await server.client.get("/metrics")).text
+        for line in (
+            'megalite_requests_total{path="/v1/completions",status="200"} 1.0',
+            'megalite_requests_total{path="/v1/completions",status="400"} 1.0',
+            "megalite_generated_tokens_total 4.0",
+            "megalite_first_token_seconds_count 1.0",
+            "megalite_inter_token_seconds_count 3.0",
+            "megalite_active_sequences 0.0",
+        ):
+            assert line in text.splitlines()
+
+    served(scenario, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": [], "response_format": {"type": "text"}, "logit_bias": {}, "best_of": 1, "echo": False},
+        {"tools": None, "store": None, "seed": 0, "user": "me", "top_p": None, "stop": None},
+    ],
+)
+def test_fields_that_ask_for_nothing_are_taken(tmp_path: Path, fields: dict[str, Any]) -> None:
+    async def scenario(server: Live) -> None:
+        assert (await server.complete(**fields)).json()["choices"][0]["text"] == "abcd"
+
+    served(scenario, tmp_path)
+
+
+def test_a_message_of_parts_and_an_answer_sent_back(tmp_path: Path) -> None:
+    messages = [
+        {"role": "system", "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "kind."}]},
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "content": "abc", "refusal": None, "annotations": [], "tool_calls": None},
+        {"role": "user", "content": "More"},
+    ]
+
+    async def scenario(server: Live) -> None:
+        response = await server.client.post("/v1/chat/completions", json={**CHAT, "messages": messages})
+        assert response.status_code == 200
+
+    served(scenario, tmp_path)
+
+
+def test_a_request_id_is_echoed_or_made(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(server: Live) -> None:
+        with caplog.at_level("INFO", logger="megalite.serve"):
+            given = await server.client.get("/health", headers={"X-Request-Id": "abc-1.2"})
+            assert given.headers["x-request-id"] == "abc-1.2"
+            forged = await server.client.get("/health", headers={"X-Request-Id": "a b; evil"})
+            assert len(forged.headers["x-request-id"]) == 32
+            await server.complete(user="line\nbreak")
+            await server.client.get("/a%0Ab")
+        lines = [record.getMessage() for record in caplog.records]
+        assert any(line.startswith("abc-1.2 GET /health 200") for line in lines)
+        assert not any("\n" in line for line in lines), "a client writes lines into the log"
+
+    served(scenario, tmp_path)
+
+
+def test_no_origin_is_let_in(tmp_path: Path) -> None:
+    async def scenario(server: Live) -> None:
+        origin = {"Origin": "https://elsewhere.example", "Access-Control-Request-Method": "POST"}
+        asked = await server.client.options("/v1/completions", headers=origin)
+        got = await server.client.get("/v1/models", headers=origin)
+        for response in (asked, got):
+            assert not [name for name in response.headers if name.startswith("access-control")]
+        assert asked.status_code == 405
+        # A page may send text elsewhere without asking first, but not JSON.
+        plain = await server.client.post(
+            "/v1/completions", content="{}", headers={"content-type": "text/plain"}
+        )
+        assert plain.status_code == 415
+        rebound = await server.client.get("/v1/models", headers={"Host": "elsewhere.example"})
+        assert rebound.status_code == 403 and rebound.json()["error"]["code"] == "host_not_allowed"
+
+    served(scenario, tmp_path)
