@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from megalite.cli.arguments import meant
+from megalite.cli.arguments import EVERYTHING, meant
 from megalite.errors import MegaliteError
 from megalite.launcher.local_rank import without_local_rank
 from megalite.version import __version__
@@ -76,7 +76,9 @@ def _as_help(words: Sequence[str]) -> list[str]:
     """Return the arguments that ask a command for help: `help data prepare` is `data prepare --help`."""
     command, *topic = words
     # The words behind `help train` are sections of the settings, those behind other commands their subcommands.
-    return ["--help", *topic] if command == "train" else [*topic, "--help"]
+    if command == "train" or topic == [EVERYTHING]:
+        return ["--help", *topic]
+    return [*topic, "--help"]
 
 
 def overview() -> str:

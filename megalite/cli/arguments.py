@@ -2,23 +2,51 @@
 
 import argparse
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
 _INVALID_CHOICE = re.compile(r"invalid choice: '([^']*)'")
+
+EVERYTHING = "all"
+"""Behind --help: every option of a command that has more than a screen of them."""
 
 
 class Parser(argparse.ArgumentParser):
     """argparse's parser with errors of one line, which suggest the command that was meant.
 
     The description may be the docstring of the command's module: its "megalite COMMAND: " is left out.
+    common: of a command with more options than a screen: those that --help shows; `--help all` shows the others too.
     """
 
-    def __init__(self, *, prog: str, description: str | None = None, **settings: Any):
+    def __init__(
+        self, *, prog: str, description: str | None = None, common: Collection[str] = (), **settings: Any
+    ):
         text = (description or "").removeprefix(f"{prog}: ")
+        settings = {"add_help": not common, **settings}
         super().__init__(prog=prog, description=text[:1].upper() + text[1:] or None, **settings)
         self._names: Collection[str] = ()
+        self.common = common
+        if common:
+            about = f"show common options; {EVERYTHING}: every option"
+            self.add_argument("-h", "--help", nargs="?", choices=(EVERYTHING,), action=_Help, help=about)
+
+    def common_help(self) -> str:
+        """Return the help with the common options alone."""
+        shown = [
+            each
+            for each in self._actions
+            if each.dest in self.common or any(name in self.common for name in each.option_strings)
+        ]
+        positional = " ".join(str(each.metavar) for each in shown if not each.option_strings)
+        formatter = self.formatter_class(prog=self.prog)
+        formatter.add_usage(f"{self.prog} {positional} [OPTION ...]", [], [])
+        formatter.add_text(self.description)
+        formatter.start_section("common options")
+        formatter.add_arguments(shown)
+        formatter.end_section()
+        formatter.add_text(f"all options: {self.prog} --help {EVERYTHING}")
+        return formatter.format_help()
 
     def add_subparsers(self, **settings: Any) -> "argparse._SubParsersAction[Any]":
         """Add subcommands, of which one has to be named."""
@@ -36,6 +64,21 @@ class Parser(argparse.ArgumentParser):
         else:
             message = f"{self.prog}: {message}; {self.prog} --help shows the options"
         self.exit(2, f"error: {message}\n")
+
+
+class _Help(argparse.Action):
+    """Prints the common options, or all of them, and exits with 0."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        assert isinstance(parser, Parser)
+        print(parser.format_help() if values == EVERYTHING else parser.common_help(), end="")
+        parser.exit()
 
 
 def meant(word: str, known: Collection[str]) -> str:

@@ -120,9 +120,15 @@ def column(text: str) -> tuple[str, str]:
     return field, name
 
 
+_COMMON = (
+    *("model", "--data", "--task", "--kind", "--few-shot", "--limit", "--output", "--dtype", "--batch-size"),
+    *("--tensor", "--pipeline", "--data-parallel"),
+)
+
+
 def evaluate_parser(description: str | None) -> argparse.ArgumentParser:
     """Return the parser of the command."""
-    parser = Parser(prog="megalite evaluate", description=description)
+    parser = Parser(prog="megalite evaluate", description=description, common=_COMMON)
     add = parser.add_argument
     add(
         "model",

@@ -98,12 +98,18 @@ def _check(options: argparse.Namespace, shape: ModelShape) -> None:
         raise ConfigError(problems, "the request")
 
 
+_COMMON = (
+    *("model", "--prompt", "--batch", "--chat", "--tokens", "--temperature", "--top-p", "--stop", "--seed"),
+    *("--dtype", "--tensor", "--pipeline", "--base"),
+)
+
+
 def _flag(setting: str) -> str:
     return f"--{setting.replace('_', '-')}"
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="megalite generate", description=__doc__)
+    parser = Parser(prog="megalite generate", description=__doc__, common=_COMMON)
     parser.add_argument(
         "model",
         metavar="MODEL",

@@ -100,8 +100,14 @@ def _template(source: ModelSource, name: str | None) -> "ChatTemplate | None":
     return load_chat_template(folder, name, source.end_of_document or "")
 
 
+_COMMON = (
+    *("model", "--host", "--port", "--api-key-file", "--chat-template", "--dtype", "--tensor", "--pipeline"),
+    *("--max-requests", "--context-length"),
+)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="megalite serve", description=__doc__)
+    parser = Parser(prog="megalite serve", description=__doc__, common=_COMMON)
     add = parser.add_argument
     add(
         "model",

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megalite.cli.arguments import Parser, meant
+from megalite.cli.arguments import EVERYTHING, Parser, meant
 from megalite.config.describe import describe_keys, section_models
 from megalite.config.flags import COMMAND_LINE, split_overrides
 from megalite.config.load import load_run
@@ -15,7 +15,6 @@ from megalite.launcher.environment import meets_others, watched_by_launcher
 from megalite.train.meeting import tell_others
 from megalite.train.run import Trainer
 
-_EVERYTHING = "all"
 _HELP = """\
 usage: megalite train [RUN.toml] [--section.key value ...]
 
@@ -113,11 +112,11 @@ def _help(topic: str) -> str:
     if not topic:
         half = sections.index("tokenizer")
         return f"{_HELP}  {' '.join(sections[:half])}\n  {' '.join(sections[half:])}"
-    if topic == _EVERYTHING:
+    if topic == EVERYTHING:
         return describe_keys()
     # A setting is in the help of its section: --help training.steps.
     section = topic.removeprefix("--").split(".")[0]
     if section not in sections:
-        problem = Problem(f"--help {topic}", "is not a section", meant(section, [*sections, _EVERYTHING]))
+        problem = Problem(f"--help {topic}", "is not a section", meant(section, [*sections, EVERYTHING]))
         raise ConfigError([problem], COMMAND_LINE)
     return describe_keys(sections=[section])

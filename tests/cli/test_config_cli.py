@@ -69,6 +69,18 @@ def test_help_is_one_screen(
     assert max(map(len, lines)) <= 80
 
 
+@pytest.mark.parametrize(
+    ("name", "rare"), [("generate", "--min-p"), ("evaluate", "--stride"), ("serve", "--drain-seconds")]
+)
+def test_help_of_many_options_is_on_two_screens(
+    name: str, rare: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common, everything = help_of([name, "--help"], capsys), help_of([name, "--help", "all"], capsys)
+    assert f"all options: megalite {name} --help all" in common and rare not in common
+    assert rare in everything and everything == help_of(["help", name, "all"], capsys)
+    assert all(word in everything for word in common.split() if word.startswith("--"))
+
+
 def test_help_words_are_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert help_of(["help", "data", "prepare"], capsys) == help_of(["data", "prepare", "--help"], capsys)
     assert help_of(["help", "train"], capsys) == help_of(["train", "-h"], capsys)

@@ -51,7 +51,7 @@ def inspecting(spoil: Callable[[Path], object]) -> Callable[[Path], list[str]]:
 
 
 def generating(*flags: str, spoil: Callable[[Path], object] | None = None) -> Callable[[Path], list[str]]:
-    flags = ("--prompt", "the tensor", "--tokenizer", "WORLD/tok", *flags)
+    flags = ("--prompt", "the tensor", "--tokens", "8", "--tokenizer", "WORLD/tok", *flags)
     return with_checkpoint("generate", spoil=spoil, behind=flags)
 
 
