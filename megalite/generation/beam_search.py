@@ -24,7 +24,7 @@ def beam_search(
 ) -> Hypothesis:
     """Return the best hypothesis; its last token may be an end token. Collective over the model's mesh.
 
-    prefill_chunk: the most tokens of the prompt in one forward. Raises ConfigError as `check_request` and `check_beams`.
+    prefill_chunk: the most tokens of the prompt in one forward. Raises ConfigError: see `check_request`, `check_beams`.
     """
     check_request(request, model.shape, model.shape.longest_sequence)
     check_beams(settings, request, model.shape)
