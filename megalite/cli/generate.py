@@ -3,14 +3,15 @@
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from megalite.cli.arguments import Parser, whole_number
-from megalite.cli.generate_run import Job, chat, continue_prompt, run_file
+from megalite.cli.generate_run import Job, chat, continue_prompt, run_file, search_prompt
 from megalite.cli.local_ranks import on_local_ranks
 from megalite.errors import ConfigError, DataError, Problem
+from megalite.generation.beams import BeamSettings, beam_problems, check_beams
 from megalite.generation.layout import layout_problems
 from megalite.generation.request import Request, Sampling, check_request, sampling_problems
 from megalite.generation.source import ModelSource, find_source
@@ -30,7 +31,7 @@ def run(arguments: Sequence[str]) -> int:
     return on_local_ranks(job.layout, _TASKS[job.task], job, name="generate", preload=preload)
 
 
-_TASKS = {"prompt": continue_prompt, "batch": run_file, "chat": chat}
+_TASKS = {"prompt": continue_prompt, "beams": search_prompt, "batch": run_file, "chat": chat}
 
 
 def _job(options: argparse.Namespace, source: ModelSource) -> Job:
@@ -54,8 +55,13 @@ def _job(options: argparse.Namespace, source: ModelSource) -> Job:
             raise DataError(f"the folder of --output {options.output} does not exist; create it")
         return replace(job, task="batch", file=requests, output=options.output)
     request = replace(first, prompt_ids=tuple(prompt_ids(tokenizer, options.prompt)))
+    if options.beams > 1:
+        beams = BeamSettings.of(options.beams, options.length_penalty)
+        job = replace(job, task="beams", beams=beams)
     try:
         check_request(request, source.shape, source.shape.longest_sequence)
+        if job.beams is not None:
+            check_beams(job.beams, request, source.shape)
     except ConfigError as error:
         problems = [replace(problem, key=_flag(problem.key)) for problem in error.problems]
         raise ConfigError(problems, error.source) from error
@@ -94,8 +100,22 @@ def _check(options: argparse.Namespace, shape: ModelShape) -> None:
         stop=options.stop,
         logprobs=options.logprobs,
     )
+    problems += _beam_problems(options)
     if problems:
         raise ConfigError(problems, "the request")
+
+
+def _beam_problems(options: argparse.Namespace) -> Iterator[Problem]:
+    if options.beams > 1 and options.prompt is None:
+        yield Problem("--beams", "is for --prompt", "leave it out")
+    yield from beam_problems(
+        options.beams,
+        options.length_penalty,
+        _sampling(options),
+        _flag,
+        stop=options.stop,
+        logprobs=options.logprobs,
+    )
 
 
 _COMMON = (
@@ -179,6 +199,19 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
         default=0.0,
         metavar="X",
         help="subtract X from the logit of a new token each time it was used (0)",
+    )
+    add(
+        "--beams",
+        type=whole_number(1),
+        default=1,
+        metavar="N",
+        help="beam search: follow the N most likely texts at a time; not with sampling, --batch or --chat (1)",
+    )
+    add(
+        "--length-penalty",
+        type=float,
+        metavar="F",
+        help="rank ended beams by log probability / tokens^F; 0: no penalty, more favours long texts (1)",
     )
     add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated")
     add(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from megalite.errors import MegaliteError
+from megalite.generation.beams import BeamSettings
 from megalite.generation.request import Request
 from megalite.generation.source import ModelSource
 from megalite.topology.axes import Layout
@@ -28,10 +29,10 @@ class Job:
     """The arguments that every rank gets.
 
     request: the settings of all requests, with the ids of `prompt` if the task is one. file: the requests of a file.
-    keyboard: a file descriptor to read a conversation from; None: standard input.
+    keyboard: a file descriptor to read a conversation from; None: standard input. beams: the settings of a beam search.
     """
 
-    task: Literal["prompt", "batch", "chat"]
+    task: Literal["prompt", "beams", "batch", "chat"]
     source: ModelSource
     layout: Layout
     dtype: str
@@ -41,6 +42,7 @@ class Job:
     output: Path | None = None
     max_requests: int = 16
     keyboard: int | None = None
+    beams: BeamSettings | None = None
 
 
 def continue_prompt(job: Job, mesh: "ParallelMesh") -> int:
@@ -60,6 +62,21 @@ def continue_prompt(job: Job, mesh: "ParallelMesh") -> int:
             _show(mesh, _log_probabilities(loaded.tokenizer, event) + "\n")
     if mesh.rank == 0:
         _tell(f"{job.source.folder}: {len(events)} tokens in {seconds:.2f} s")
+    return 0
+
+
+def search_prompt(job: Job, mesh: "ParallelMesh") -> int:
+    """Print the prompt and the continuation that beam search finds, on rank 0."""
+    from megalite.generation.text import searched
+
+    assert job.beams is not None
+    loaded = _load(job, mesh)
+    started = time.perf_counter()
+    text, tokens = searched(loaded, job.request, job.beams)
+    seconds = time.perf_counter() - started
+    _show(mesh, f"{job.prompt}{text}\n")
+    if mesh.rank == 0:
+        _tell(f"{job.source.folder}: {tokens} tokens in {seconds:.2f} s with {job.beams.beams} beams")
     return 0
 
 

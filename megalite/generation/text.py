@@ -5,6 +5,9 @@ from collections.abc import Iterator, Sequence
 from megalite.data.tokenizer import Tokenizer
 from megalite.errors import ConfigError
 from megalite.generation.batch_engine import BatchEngine, Event
+from megalite.generation.beam_search import beam_search
+from megalite.generation.beams import BeamSettings, beam_problems
+from megalite.generation.detokenise import Detokeniser
 from megalite.generation.loaded import LoadedModel as LoadedModel
 from megalite.generation.loaded import load_source as load_source
 from megalite.generation.prompts import prompt_ids
@@ -25,6 +28,8 @@ def generate(
     frequency_penalty: float = 0.0,
     stop: Sequence[str] = (),
     seed: int = 0,
+    beams: int = 1,
+    length_penalty: float | None = None,
 ) -> str:
     """Return the prompt and its continuation, the text that `megalite generate` prints.
 
@@ -32,7 +37,8 @@ def generate(
     most likely token. top_k: sample from the k most likely tokens. top_p: sample from the fewest tokens with that
     total probability. min_p: sample from the tokens that are at least min_p times as likely as the most likely one.
     Penalties: see `megalite.generation.request.Sampling`. stop: strings that end the text before them. seed: equal
-    seeds give equal texts.
+    seeds give equal texts. beams: 2 or more search for the most likely text among that many at a time; not with
+    temperature, penalties or stop. length_penalty: see `megalite.generation.beams.BeamSettings`.
     Raises ConfigError for a wrong value, with all of them, and if prompt and new tokens exceed the model's positions.
     """
     problems = sampling_problems(
@@ -46,8 +52,6 @@ def generate(
         frequency_penalty=frequency_penalty,
         stop=stop,
     )
-    if found := list(problems):
-        raise ConfigError(found, "the request")
     sampling = Sampling(
         temperature,
         top_k or 0,
@@ -58,8 +62,12 @@ def generate(
         presence_penalty,
         frequency_penalty,
     )
-    events = stream(loaded, text_request(loaded.tokenizer, prompt, tokens, sampling, stop=tuple(stop)))
-    return prompt + "".join(event.text for event in events)
+    if found := [*problems, *beam_problems(beams, length_penalty, sampling, stop=stop)]:
+        raise ConfigError(found, "the request")
+    request = text_request(loaded.tokenizer, prompt, tokens, sampling, stop=tuple(stop))
+    if beams > 1:
+        return prompt + searched(loaded, request, BeamSettings.of(beams, length_penalty))[0]
+    return prompt + "".join(event.text for event in stream(loaded, request))
 
 
 def text_request(
@@ -83,3 +91,14 @@ def stream(loaded: LoadedModel, request: Request) -> Iterator[Event]:
     engine.submit(request)
     while engine.has_work:
         yield from engine.step()
+
+
+def searched(loaded: LoadedModel, request: Request, settings: BeamSettings) -> tuple[str, int]:
+    """Return the text that beam search finds and its number of tokens, on every rank of the model's mesh alike.
+
+    Raises ConfigError.
+    """
+    tokens = beam_search(loaded.replica, request, settings).tokens
+    detokeniser = Detokeniser(loaded.tokenizer, request.prompt_ids)
+    text = "".join(detokeniser.push(token) for token in tokens if token not in request.stop_ids)
+    return text + detokeniser.finish(), len(tokens)

@@ -1,0 +1,95 @@
+"""Beam search over one model of any layout: the most likely continuation that a few hypotheses at a time find.
+
+A search has a cache of its own, a slot for each hypothesis; it shares no forward with other requests.
+"""
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from megalite.generation.beams import Beams, BeamSettings, Candidate, Hypothesis, check_beams
+from megalite.generation.request import Request, check_request
+from megalite.generation.token_engine import PREFILL_CHUNK
+from megalite.model.kv_cache import CachedStep, KeyValueCache, Room, Segment
+from megalite.model.replica import Replica
+from megalite.model.transformer import Chunk
+from megalite.parallel.decode import along_chunks, start_from_last_chunk
+
+
+@torch.inference_mode()
+def beam_search(
+    model: Replica, request: Request, settings: BeamSettings, *, prefill_chunk: int = PREFILL_CHUNK
+) -> Hypothesis:
+    """Return the best hypothesis; its last token may be an end token. Collective over the model's mesh.
+
+    prefill_chunk: the most tokens of the prompt in one forward. Raises ConfigError: see `check_request`, `check_beams`.
+    """
+    check_request(request, model.shape, model.shape.longest_sequence)
+    check_beams(settings, request, model.shape)
+    prompt = request.prompt_ids
+    cache = _cache(model, Room(settings.beams, len(prompt) + request.max_tokens))
+    beams = Beams(settings, request)
+    hidden: Tensor | None = None
+    for start in range(0, len(prompt), prefill_chunk):
+        piece = prompt[start : start + prefill_chunk]
+        step = CachedStep(cache, segments=(Segment(0, start, len(piece), len(prompt)),))
+        hidden = _hidden_states(model, step, piece)
+    rows = beams.advance(_candidates(model, hidden, beams))
+    held = len(prompt)
+    cache.reorder(rows, 0, held)
+    while not beams.done:
+        step = CachedStep(cache, (held,) * len(beams.running))
+        hidden = _hidden_states(model, step, [each.tokens[-1] for each in beams.running])
+        rows = beams.advance(_candidates(model, hidden, beams))
+        held += 1
+        # All slots hold the same prompt.
+        cache.reorder(rows, len(prompt), held)
+    return beams.best
+
+
+def most_likely(logits: Tensor, scores: Sequence[float], count: int) -> Tensor:
+    """Return the `count` most likely candidates, best first: float64 [count, 3] of score, row and token.
+
+    logits: [R, V]. scores: the log probability of each of the R hypotheses so far.
+    """
+    so_far = torch.tensor(scores, dtype=logits.dtype, device=logits.device)
+    logs = logits.log_softmax(dim=-1) + so_far[:, None]
+    best, places = logs.flatten().topk(count)
+    rows, tokens = places // logs.shape[1], places % logs.shape[1]
+    return torch.stack((best.double(), rows.double(), tokens.double()), dim=1)
+
+
+def _cache(model: Replica, room: Room) -> KeyValueCache:
+    """Return an empty cache for the layers and heads of this rank."""
+    shape, mesh = model.shape, model.mesh
+    layers = [int(layer) for layer in model.stage.model.layers]
+    heads = mesh.local_heads(shape.num_key_value_heads)
+    return KeyValueCache(room, shape, layers, heads, model.stage.dtype, mesh.device)
+
+
+def _hidden_states(model: Replica, step: CachedStep, ids: Sequence[int]) -> Tensor | None:
+    """Run the stages over the tokens of a step: hidden states [1, T, H] on the last stage, None on the others."""
+    mesh = model.mesh
+    input_ids = torch.tensor([ids], device=mesh.device)
+    position_ids = torch.tensor([step.position_ids], device=mesh.device)
+
+    def run(chunk: nn.Module, hidden_states: Tensor | None) -> Tensor:
+        inputs = input_ids if hidden_states is None else hidden_states
+        return cast(Chunk, chunk).decode(inputs, position_ids, cache=step)
+
+    between = torch.empty((), dtype=model.stage.dtype, device=mesh.device)
+    between = between.expand(1, len(ids), model.shape.hidden_size)
+    return along_chunks(model.stage.chunks, model.split, mesh, run, between)
+
+
+def _candidates(model: Replica, hidden: Tensor | None, beams: Beams) -> list[Candidate]:
+    """Return the next candidates on every rank; the last stage chooses them from the last tokens' hidden states."""
+    if hidden is None:
+        values = torch.empty(beams.candidates, 3, dtype=torch.float64, device=model.mesh.device)
+    else:
+        logits = model.stage.chunks[-1].logits(hidden[:, -len(beams.running) :])[0]
+        values = most_likely(logits, [each.score for each in beams.running], beams.candidates)
+    found = start_from_last_chunk(values, model.split, model.mesh)().tolist()
+    return [Candidate(score, int(row), int(token)) for score, row, token in found]
