@@ -21,8 +21,11 @@ TYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F1
 """dtype in a file's header -> torch dtype, for the dtypes that weights and optimizer state can have."""
 
 
+_READABLE = {**TYPES, "I8": torch.int8}
+
+
 class RegionReader:
-    """Reads regions of the tensors of one file; their dtypes must be in TYPES."""
+    """Reads regions of the tensors of one file; their dtypes must be in TYPES, or "I8"."""
 
     def __init__(self, path: Path, header: Mapping[str, HeaderEntry]):
         """header: from `read_header`. The file is opened at the first read."""
@@ -38,7 +41,7 @@ class RegionReader:
         """Return a region of a tensor; None: the whole tensor. Raises OSError."""
         entry = self.header[name]
         region = region or TensorSlice((0,) * len(entry.shape), entry.shape)
-        values = torch.empty(region.shape, dtype=TYPES[entry.dtype])
+        values = torch.empty(region.shape, dtype=_READABLE[entry.dtype])
         size, data, reached = values.element_size(), _bytes_of(values.view(-1)), 0
         self._announce(entry, region, size)
         for start, numel in stretches(entry.shape, region):

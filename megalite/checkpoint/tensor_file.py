@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.checkpoint.region_reader import TYPES
 from megalite.errors import CheckpointError
 
 DTYPES = {
@@ -21,8 +20,15 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-_CODES = {dtype: code for code, dtype in TYPES.items()}
 # The safetensors library sorts by dtype, largest alignment first, then by name.
+_CODES = {
+    torch.int64: "I64",
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.int32: "I32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+}
 _ORDER = list(_CODES.values())
 _CHUNK_BYTES = 16 << 20
 

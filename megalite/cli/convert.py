@@ -17,6 +17,7 @@ from megalite.checkpoint.manifest import WEIGHT
 from megalite.cli.arguments import Parser, whole_number
 from megalite.cli.convert_import import add_import
 from megalite.cli.convert_inspect import inspect_checkpoint
+from megalite.cli.convert_quantise import add_quantise, check_quantise, export_quantised
 from megalite.errors import CheckpointError
 from megalite.families.registry import FAMILIES
 from megalite.families.table import family_page
@@ -39,26 +40,32 @@ def _export(options: argparse.Namespace) -> int:
     checkpoints = _chosen(options)
     newest = max(checkpoints, key=lambda each: require_whole(each).step)
     tokenizer = options.tokenizer or find_tokenizer(newest, require_whole(newest))
+    check_quantise(options, tokenizer)
     # Imported here: torch takes seconds, and --help and a wrong path should be answered at once.
     from megalite.checkpoint.tensor_file import DTYPES
-    from megalite.convert.huggingface.export import export
+    from megalite.convert.huggingface.export import Export, export
 
     if options.adapter:
         return _export_adapter(options, checkpoints, tokenizer, DTYPES[options.dtype])
-    result = export(
-        checkpoints,
-        options.output,
-        tokenizer,
-        dtype=DTYPES[options.dtype],
-        shard_size_bytes=options.shard_size,
-        weights=options.weights,
-        base=options.base,
-    )
+
+    def write(folder: Path) -> Export:
+        return export(
+            checkpoints,
+            folder,
+            tokenizer,
+            dtype=DTYPES[options.dtype],
+            shard_size_bytes=options.shard_size,
+            weights=options.weights,
+            base=options.base,
+        )
+
+    result = export_quantised(options, write) if options.quantise else write(options.output)
     source = str(newest) if len(checkpoints) == 1 else f"the average of {', '.join(map(str, checkpoints))}"
-    print(f"{result.folder}: from {source}, {len(result.files)} weight file(s) of {options.dtype}")
+    print(f"{options.output}: from {source}, {len(result.files)} weight file(s) of {options.dtype}")
     if tokenizer is None:
         print("no tokenizer was found for this checkpoint, so the export has none; name one with --tokenizer")
-    print("compared with transformers (largest absolute and relative difference):")
+    before = ", before quantisation" if options.quantise else ""
+    print(f"compared with transformers{before} (largest absolute and relative difference):")
     for check in result.comparisons:
         print(f"  {check.what:<32} {check.absolute:9.1e} {check.relative:9.1e}")
     return 0
@@ -172,6 +179,7 @@ def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     export.add_argument(
         "--tokenizer", type=Path, metavar="FOLDER", help="tokenizer to include (default: the run's)"
     )
+    add_quantise(export)
     export.set_defaults(command=_export)
 
 

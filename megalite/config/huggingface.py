@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from megalite.config.draft import Draft
 from megalite.config.hub import HubName, fetch_description
+from megalite.config.quantisation import KEY, is_int8
 from megalite.config.schema import ModelConfig
 from megalite.config.shape_settings import as_settings
 from megalite.config.toml import shown
@@ -20,13 +21,17 @@ from megalite.topology.shape import ModelShape
 
 _KEY = "model.hf_config"
 _CODE = "auto_map"
+_FOR_INFERENCE = ": int8 weights only generate, evaluate and serve"
 _ELSEWHERE = {
     "gemma3": "it reads images too, which is not supported: use a folder of its language model alone (gemma3_text)"
 }
 
 
-def apply_hf_config(draft: Draft) -> None:
-    """Put the shape of model.hf_config behind the keys that [model] has; the path itself goes."""
+def apply_hf_config(draft: Draft, *, int8: bool = False) -> None:
+    """Put the shape of model.hf_config behind the keys that [model] has; the path itself goes.
+
+    int8: take a folder of int8 weights too, to generate from; nothing else reads one.
+    """
     given = draft.take_out("model", "hf_config")
     named_by = _KEY
     if given is None:
@@ -55,10 +60,10 @@ def apply_hf_config(draft: Draft) -> None:
         draft.problem(named_by, f"{path} is of model_type {kind}", remedy)
         draft.incomplete.add("model")
         return
-    if found.get("quantization_config"):
-        draft.problem(
-            named_by, f"{path} has a quantization_config", "use the weights from before they were quantised"
-        )
+    quantised = found.get(KEY)
+    if quantised and not (int8 and is_int8(quantised)):
+        remedy = "use the weights from before they were quantised"
+        draft.problem(named_by, f"{path} has a {KEY}", f"{remedy}{_FOR_INFERENCE * is_int8(quantised)}")
     for text, remedy in family.refused(found):
         draft.problem(named_by, f"{path} {text}", remedy)
     draft.notes += [f"{path} {text}" for text in _notes(family, found)]
@@ -72,7 +77,7 @@ def apply_hf_config(draft: Draft) -> None:
 
 def _notes(family: Family, found: Mapping[str, Any]) -> Iterator[str]:
     """Yield what config.json has that this run does not do; transformers' own model does neither."""
-    known = family.config_keys | family.dropouts.keys() | INERT | {_CODE, "quantization_config"}
+    known = family.config_keys | family.dropouts.keys() | INERT | {_CODE, KEY}
     if unknown := sorted(key for key in found.keys() - known if found[key] is not None):
         yield f"has keys that transformers' {family.model_type} does not use, nor this run: {listed(unknown)}"
     if code := found.get(_CODE):
@@ -102,13 +107,13 @@ def _here(draft: Draft, given: str, named_by: str) -> Path:
     return folder
 
 
-def shape_of_folder(folder: str) -> ModelShape:
+def shape_of_folder(folder: str, *, int8: bool = False) -> ModelShape:
     """The shape that the config.json of a Hugging Face folder, here or of the Hub, gives.
 
-    Raises ConfigError when it is not built.
+    int8: as for `apply_hf_config`. Raises ConfigError when it is not built.
     """
     draft = Draft(folder, {"model": {"hf_config": folder}})
-    apply_hf_config(draft)
+    apply_hf_config(draft, int8=int8)
     try:
         model = ModelConfig(**draft.section("model")) if not draft.problems else None
     except ValidationError as error:

@@ -19,12 +19,18 @@ from megalite.topology.shape import ModelShape
 from megalite.topology.stages import pipeline_split
 
 
-def build_model(shape: ModelShape, mesh: ParallelMesh, dtype: torch.dtype = torch.float32) -> Replica:
-    """Return this rank's part of a model without weights, ready to be loaded and to generate."""
+def build_model(
+    shape: ModelShape, mesh: ParallelMesh, dtype: torch.dtype = torch.float32, *, int8: bool = False
+) -> Replica:
+    """Return this rank's part of a model without weights, ready to be loaded and to generate.
+
+    int8: with linears of int8 weights.
+    """
     split = pipeline_split(shape.num_hidden_layers, mesh.pp.size)
     # Without the self-test of a card: there torch computes.
     operators = choose_kernels("auto", mesh.device.type).operators
-    replica = build_replica(shape, mesh, split, ModelOptions(dtype=dtype, operators=operators), seed=None)
+    options = ModelOptions(dtype=dtype, operators=operators)
+    replica = build_replica(shape, mesh, split, options, seed=None, int8=int8)
     replica.stage.eval()
     return replica
 

@@ -86,7 +86,7 @@ def load_source(source: ModelSource, mesh: ParallelMesh, dtype: torch.dtype = to
         replica = build_model(source.shape.base, mesh, dtype)
         load_merged(source.folder, source.shape, source.base, replica, is_peft=source.is_huggingface)
     elif source.is_huggingface:
-        replica = build_model(source.shape, mesh, dtype)
+        replica = build_model(source.shape, mesh, dtype, int8=source.int8)
         load_huggingface(source.folder, replica)
     else:
         replica = load_model(source.folder, mesh, dtype)

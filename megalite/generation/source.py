@@ -15,6 +15,7 @@ from megalite.checkpoint.manifest import MANIFEST
 from megalite.config.hub import HubName
 from megalite.config.huggingface import shape_of_folder
 from megalite.config.peft import ADAPTER_CONFIG, adapter_of_folder
+from megalite.config.quantisation import holds_int8
 from megalite.convert.huggingface.files import is_folder_of_weights, local_folder
 from megalite.convert.peft.base import base_of_adapter, folder_of_base
 from megalite.errors import CheckpointError
@@ -28,7 +29,8 @@ class ModelSource:
     folder: a checkpoint, or a Hugging Face folder if `is_huggingface`. base: the frozen weights if `folder` holds an
     adapter: a checkpoint's, or PEFT's if `is_huggingface`. shape: of the model, with its adapter. tokenizer: a Hugging
     Face folder or a tokenizer.json. end_of_document: the token that ended documents in training; None: the tokenizer's
-    own. chat_template: the template of training, by name or file; None: the tokenizer's own.
+    own. chat_template: the template of training, by name or file; None: the tokenizer's own. int8: whether `folder` has
+    int8 linears.
     """
 
     folder: Path
@@ -38,6 +40,7 @@ class ModelSource:
     end_of_document: str | None = None
     base: Path | None = None
     chat_template: str | None = None
+    int8: bool = False
 
 
 def find_source(
@@ -64,7 +67,8 @@ def find_source(
             )
         folder = local_folder(str(path))
         own = folder if (folder / "tokenizer.json").is_file() else None
-        return ModelSource(folder, True, shape_of_folder(str(folder)), _required(tokenizer or own, folder))
+        shape = shape_of_folder(str(folder), int8=True)
+        return ModelSource(folder, True, shape, _required(tokenizer or own, folder), int8=holds_int8(folder))
     checkpoint = find_checkpoint(here) if step is None else checkpoints_of(here, [step])[0]
     manifest = require_whole(checkpoint)
     check_coverage(manifest, checkpoint)

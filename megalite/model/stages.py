@@ -8,6 +8,7 @@ from megalite.model.lora import set_magnitudes
 from megalite.model.options import PLAIN, ModelOptions
 from megalite.model.replica import Replica
 from megalite.model.transformer import Stage
+from megalite.parallel.int8 import hold_int8
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.random import normal_slice
 from megalite.topology.parameters import Parameter
@@ -22,11 +23,13 @@ def build_replica(
     options: ModelOptions = PLAIN,
     *,
     seed: int | None,
+    int8: bool = False,
 ) -> Replica:
     """This rank's share of a new model, on the mesh's device.
 
     seed: initial weights are a function of the seed and of the parameter's name, equal in every layout; None leaves
     the weights unset, to be loaded.
+    int8: the linears of the layers have int8 weights, to be loaded, and no parameter of theirs but biases.
     """
     replica = Replica(shape, split, mesh, Stage(shape, split, mesh, options))
     tensors = replica.tensors
@@ -34,6 +37,9 @@ def build_replica(
         tensors[parameter.name].requires_grad_(parameter.trained)
     if seed is not None:
         initialise(replica, seed)
+    if int8:
+        # Before the move to the device, which never holds the linears' weights in `options.dtype`.
+        hold_int8(replica.stage)
     replica.stage.to(mesh.device)
     return replica
 

@@ -91,6 +91,10 @@ TESTED = {
         "test_every_gpu_that_torch_sees_has_to_run_them",
     ): ("ops/extension.py:built_for_visible_cards",),
     (
+        "tests/unit/ops/test_int8.py",
+        "test_on_other_devices_the_weight_is_dequantised",
+    ): ("ops/int8.py:_kernel_serves",),
+    (
         "tests/unit/ops/test_liger.py",
         "test_where_it_is_not_installed_it_says_so",
     ): ("ops/liger.py:why_not",),

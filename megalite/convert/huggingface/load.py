@@ -1,6 +1,7 @@
 """Weights from a Hugging Face folder: every rank reads only the slices that it holds."""
 
 import json
+from functools import partial
 from math import prod
 from pathlib import Path
 from types import TracebackType
@@ -16,12 +17,14 @@ from megalite.checkpoint.region_reader import TYPES, RegionReader
 from megalite.convert.finite import require_finite
 from megalite.convert.huggingface.files import headers
 from megalite.convert.huggingface.origin import CONFIG, keep_origin
+from megalite.convert.huggingface.packed import SCALE, is_packed, scale_of, unpacked, weights_of
 from megalite.convert.step_zero import write_step_zero
 from megalite.data.tokenizer import copy_tokenizer
 from megalite.errors import CheckpointError, listed
 from megalite.families.registry import FAMILIES, family_tensors
 from megalite.families.tensors import FamilyTensor
 from megalite.model.replica import Replica
+from megalite.parallel.int8 import Int8Linear
 from megalite.parallel.mesh import all_or_none
 from megalite.topology.parameters import EMBEDDING, HEAD, HEAD_BIAS, canonical_tensors
 from megalite.topology.shape import ModelShape
@@ -47,12 +50,18 @@ def load_huggingface(folder: Path, replica: Replica, *, more_rows: bool = False)
 
     def load() -> None:
         tensors = replica.tensors
-        with HuggingFaceReader(folder, replica.shape.base, more_rows=more_rows) as reader:
+        modules = replica.stage.named_modules()
+        int8 = {f"{name}.weight": each for name, each in modules if isinstance(each, Int8Linear)}
+        with HuggingFaceReader(folder, replica.shape.base, more_rows=more_rows, int8=bool(int8)) as reader:
+            fill = partial(load_parameter, reader, mesh=replica.mesh, most_elements=BLOCK_ELEMENTS)
             for parameter in replica.parameters:
                 if parameter.adapter:
                     continue
-                tensor = tensors[parameter.name]
-                load_parameter(reader, parameter, tensor, replica.mesh, most_elements=BLOCK_ELEMENTS)
+                if (linear := int8.get(parameter.name)) is None:
+                    fill(parameter, tensors[parameter.name])
+                else:
+                    fill(parameter, linear.weight)
+                    fill(parameter, linear.scale, state_key=SCALE)
 
     all_or_none(replica.mesh, load, explain(replica.mesh, "import", folder))
 
@@ -60,13 +69,18 @@ def load_huggingface(folder: Path, replica: Replica, *, more_rows: bool = False)
 class HuggingFaceReader:
     """Reads regions of canonical tensors from a folder's safetensors files: of each the bytes it has, and no others."""
 
-    def __init__(self, folder: Path, shape: ModelShape, *, more_rows: bool = False):
-        """more_rows: as for `load_huggingface`."""
+    def __init__(self, folder: Path, shape: ModelShape, *, more_rows: bool = False, int8: bool = False):
+        """more_rows: as for `load_huggingface`. int8: matrices of layers are int8, with scales."""
+        self._int8 = int8
         self._means: dict[str, Tensor] = {}
         self._more_rows = more_rows
         self._folder, self._shapes = folder, canonical_tensors(shape)
         self._tensors = {part: tensor for tensor in family_tensors(shape) for part in tensor.parts}
-        self._files = [RegionReader(folder / name, header) for name, header in headers(folder).items()]
+        found = headers(folder).items()
+        self._files = [
+            RegionReader(folder / name, dict(weights_of(header)) if int8 else header)
+            for name, header in found
+        ]
         self._where = {name: opened for opened in self._files for name in opened.header}
         names = FAMILIES[shape.family].names
         # Files of the bare model have none, as the first ones published.
@@ -91,14 +105,17 @@ class HuggingFaceReader:
     def read(self, state_key: str, name: str, region: TensorSlice) -> Tensor:
         """Return a region of one canonical tensor in the file's dtype; raises CheckpointError.
 
-        state_key: ignored, because the folder holds weights only.
+        state_key: SCALE: the scales [rows, 1] of an int8 weight's region; else ignored, because the folder holds
+        weights only.
         """
         tensor = self._tensors[name]
         stored = self._stored(tensor)
-        pieces = [
-            self._region(stored, theirs, transposed=tensor.transposed)
-            for theirs in tensor.slices(name, region, self._shapes)
-        ]
+        regions = tensor.slices(name, region, self._shapes)
+        if state_key == SCALE:
+            rows = (TensorSlice((each.offsets[0], 0), (each.shape[0], 1)) for each in regions)
+            pieces = [self._region(f"{stored}{SCALE}", each) for each in rows]
+        else:
+            pieces = [self._region(stored, each, transposed=tensor.transposed) for each in regions]
         values = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
         if name == EMBEDDING and self._head_too and not torch.equal(self._region(self._head, region), values):
             raise CheckpointError(
@@ -118,6 +135,8 @@ class HuggingFaceReader:
             values = opened.read(name, stored)
         except OSError as error:
             raise CheckpointError(f"{opened.path} cannot be read ({error}); fetch it again") from error
+        if values.dtype == torch.int8:
+            return unpacked(values)
         require_finite(values, name, opened.path, stored.offsets)
         return values.t() if transposed else values
 
@@ -152,6 +171,8 @@ class HuggingFaceReader:
 
     def _check(self, shape: ModelShape) -> None:
         expected = {self._stored(tensor): tensor for tensor in self._tensors.values()}
+        int8 = {name: tensor for name, tensor in expected.items() if self._int8 and is_packed(tensor)}
+        expected |= {f"{name}{SCALE}": scale_of(tensor) for name, tensor in int8.items()}
         missing = sorted(expected.keys() - self._where.keys())
         extra = sorted(name for name in self._where.keys() - expected.keys() if not name.endswith(BUFFERS))
         if shape.tie_word_embeddings and self._head in extra and self._is_like_the_embedding(self._head):
@@ -169,9 +190,10 @@ class HuggingFaceReader:
                     f"{self._folder}: {name} has shape {stored.shape}, but its config.json gives {tensor.shape};"
                     " use the config.json of these weights"
                 )
-            if stored.dtype not in TYPES:
+            types = ("I8",) if name in int8 else tuple(TYPES)
+            if stored.dtype not in types:
                 raise CheckpointError(
-                    f"{self._folder}: {name} is of {stored.dtype}; use weights of {', '.join(TYPES)}"
+                    f"{self._folder}: {name} is of {stored.dtype}; use weights of {', '.join(types)}"
                 )
 
     def _stored(self, tensor: FamilyTensor) -> str:

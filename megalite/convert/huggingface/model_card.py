@@ -108,6 +108,16 @@ model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{weights
 """
 
 
+def quantised_card(card: str) -> str:
+    """Return the card of a plain export with what int8 changes."""
+    return f"""{card}
+## int8
+
+The attention and MLP projections were then rounded to int8, one scale for each output channel, in the form of
+compressed-tensors (`pip install compressed-tensors` for transformers). The check above is that of the weights before.
+"""
+
+
 def is_our_card(path: Path) -> bool:
     """Whether the file was written by `model_card`."""
     return path.is_file() and _MARK in path.read_text(encoding="utf-8", errors="replace")

@@ -17,7 +17,9 @@ def write(path: Path, tensors: dict[str, torch.Tensor]) -> tuple[dict[str, str],
     return write_tensor_file(path, infos, tensors.__getitem__)
 
 
-dtypes = st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16])
+dtypes = st.sampled_from(
+    [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.int64]
+)
 names = st.text("abc.0123/@é", min_size=1, max_size=8)
 
 

@@ -1,0 +1,53 @@
+"""The quantization_config of a Hugging Face folder with int8 weights, in compressed-tensors' form."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+KEY = "quantization_config"
+# Weights alone in int8 are "pack-quantized" for compressed-tensors and vLLM: "int-quantized" has int8 inputs too.
+_FORM = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+_WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
+_NONE_ELSE = ("input_activations", "output_activations")
+_ABSENT = ("kv_cache_scheme", "sparsity_config", "transform_config")
+
+
+def int8_config(head: str) -> dict[str, Any]:
+    """Return the quantization_config of int8 weights, one scale for each output channel.
+
+    head: the module of the output projection, which is not quantised.
+    """
+    group = {"targets": ["Linear"], "weights": dict(_WEIGHTS), **dict.fromkeys(_NONE_ELSE)}
+    more = {"quantization_status": "compressed", "kv_cache_scheme": None, "ignore": [head]}
+    return {**_FORM, **more, "config_groups": {"group_0": group}}
+
+
+def is_int8(config: Any) -> bool:
+    """Whether a quantization_config is that of `int8_config`, in all that changes the weights' meaning."""
+    if not isinstance(config, Mapping) or not _has(config, _FORM):
+        return False
+    if any(config.get(name) for name in _ABSENT):
+        return False
+    groups = config.get("config_groups")
+    if not isinstance(groups, Mapping) or len(groups) != 1:
+        return False
+    [group] = groups.values()
+    if not isinstance(group, Mapping) or group.get("targets") != ["Linear"]:
+        return False
+    weights = group.get("weights")
+    alone = not any(group.get(name) for name in _NONE_ELSE)
+    return alone and isinstance(weights, Mapping) and _has({"dynamic": False, **weights}, _WEIGHTS)
+
+
+def holds_int8(folder: Path) -> bool:
+    """Whether a Hugging Face folder has int8 weights that megalite reads."""
+    try:
+        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, dict) and is_int8(found.get(KEY))
+
+
+def _has(config: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
+    return all(config.get(name) == value for name, value in wanted.items())

@@ -1,0 +1,50 @@
+"""How compressed-tensors stores an int8 weight: four columns in one int32, with a scale for each row, and the shape.
+
+`name.weight` [out, in] is `name.weight_packed` int32 [out, in / 4], `name.weight_scale` [out, 1] and
+`name.weight_shape` int64 [2]. A packed byte is the value + 128, the first column in the lowest byte.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from megalite.checkpoint.tensor_header import HeaderEntry
+from megalite.families.tensors import FamilyTensor
+
+PACKED, SCALE, SHAPE = "_packed", "_scale", "_shape"
+PER_WORD = 4
+_MIDDLE = -128
+
+
+def is_packed(tensor: FamilyTensor) -> bool:
+    """Whether a tensor of a family is quantised: a matrix of a decoder layer, stored as [out, in]."""
+    inner = tensor.parts[0].startswith("model.layers.") and len(tensor.shape) == 2
+    return inner and not tensor.transposed
+
+
+def scale_of(tensor: FamilyTensor) -> FamilyTensor:
+    """Return the tensor of the scales [rows, 1] of a quantised one."""
+    return replace(tensor, name=f"{tensor.name}{SCALE}", shape=(tensor.shape[0], 1))
+
+
+def pack(values: Tensor) -> Tensor:
+    """Return int8 [rows, columns] as int32 [rows, columns / 4]."""
+    return values.bitwise_xor(_MIDDLE).contiguous().view(torch.int32)
+
+
+def unpacked(stored: Tensor) -> Tensor:
+    """Return the int8 values of packed bytes, read as int8 of any shape."""
+    return stored.bitwise_xor(_MIDDLE)
+
+
+def weights_of(header: Mapping[str, HeaderEntry]) -> Iterator[tuple[str, HeaderEntry]]:
+    """Yield a file's tensors; a packed weight under its own name, as "I8" [out, in], without its shape's tensor."""
+    for name, entry in header.items():
+        weight = name.removesuffix(PACKED)
+        if weight != name and entry.dtype == "I32" and len(entry.shape) == 2:
+            rows, words = entry.shape
+            yield weight, HeaderEntry("I8", (rows, PER_WORD * words), entry.start, entry.stop)
+        elif not (name.endswith(SHAPE) and f"{name.removesuffix(SHAPE)}{PACKED}" in header):
+            yield name, entry
