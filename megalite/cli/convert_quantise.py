@@ -5,8 +5,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megalite.data.corpus import Corpus
-from megalite.data.token_file import prepared_prefix
 from megalite.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -31,8 +29,13 @@ def check_quantise(options: argparse.Namespace, tokenizer: Path | None) -> None:
     problems = list(_problems(options, tokenizer))
     if problems:
         raise ConfigError(problems, "the request")
-    if options.data and prepared_prefix(options.data, "--data") is None:
-        Corpus.open(options.data, pattern="*", key="--data")
+    if options.data:
+        # Imported here: other commands of `convert` need no numpy.
+        from megalite.data.corpus import Corpus
+        from megalite.data.token_file import prepared_prefix
+
+        if prepared_prefix(options.data, "--data") is None:
+            Corpus.open(options.data, pattern="*", key="--data")
 
 
 def _problems(options: argparse.Namespace, tokenizer: Path | None) -> Iterator[Problem]:
