@@ -7,9 +7,13 @@ from megalite.generation.loaded import LoadedModel
 from megalite.generation.request import Request, check_request
 from megalite.generation.token_engine import PREFILL_CHUNK, Finish, Sampled, TokenEngine
 from megalite.model.kv_cache import Room
+from megalite.parallel.mesh import COLLECTIVE_SECONDS
 
 # The tokens of a request where nothing else is asked for: a cache for all positions of a large model fills its memory.
 DEFAULT_TOKENS = 4096
+# An idle engine of several ranks takes an empty step this often: far within the time limit of a collective, and a lost
+# rank is noticed within seconds.
+IDLE_STEP_SECONDS = COLLECTIVE_SECONDS / 600
 
 
 @dataclass(frozen=True)
@@ -103,7 +107,7 @@ class BatchEngine:
         """Run one forward of whatever is due, on all ranks, and return its events; [] if there is nothing to do.
 
         With pipeline stages the events are those of an earlier forward. While the engine of several ranks is idle, rank
-        0 must still call this within the time limit of collectives.
+        0 must still call this every IDLE_STEP_SECONDS: the other ranks wait in a collective, which has a time limit.
         """
         return self._step(self._mesh.broadcast_object(self._changes))
 
