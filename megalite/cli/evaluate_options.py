@@ -138,7 +138,13 @@ def evaluate_parser(description: str | None) -> argparse.ArgumentParser:
     )
     add("--output", type=Path, metavar="FILE", help="write the results as JSON too")
     add("--dtype", choices=("fp32", "bf16"), default="fp32", help="type of weights and computation (fp32)")
-    add("--batch-size", type=whole_number(1), default=8, metavar="N", help="sequences of a forward pass (8)")
+    add(
+        "--batch-size",
+        type=whole_number(1),
+        default=8,
+        metavar="N",
+        help="sequences of a forward pass, answers generated at a time (8)",
+    )
     add("--tensor", type=whole_number(1), default=1, metavar="N", help="tensor-parallel size (1)")
     add("--pipeline", type=whole_number(1), default=1, metavar="N", help="pipeline-parallel size (1)")
     add(

@@ -2,9 +2,10 @@
 
 import json
 import os
+import select
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -150,11 +151,12 @@ class _Result:
 
 
 def _converse(job: Job, loaded: "LoadedModel", engine: "BatchEngine") -> None:
+    from megalite.generation.batch_engine import IDLE_STEP_SECONDS
     from megalite.generation.prompts import Chat
 
     rules = Chat(loaded.tokenizer, job.source.tokenizer)
     messages: list[dict[str, str]] = []
-    for line in _lines(job):
+    for line in _lines(job, engine.step, IDLE_STEP_SECONDS):
         messages.append({"role": "user", "content": line})
         try:
             ids = rules.prompt_ids(messages)
@@ -175,17 +177,35 @@ def _converse(job: Job, loaded: "LoadedModel", engine: "BatchEngine") -> None:
         messages.append({"role": "assistant", "content": answer})
 
 
-def _lines(job: Job) -> Iterator[str]:
-    """Yield the lines that are typed, without empty ones, after a mark where a person types them."""
-    stream = sys.stdin if job.keyboard is None else os.fdopen(job.keyboard, encoding="utf-8")
+def _lines(job: Job, idle: Callable[[], object], seconds: float) -> Iterator[str]:
+    """Yield the lines that are typed, without empty ones, after a mark where a person types them.
+
+    idle: called every `seconds` while `job.keyboard` has no input.
+    """
+    terminal = sys.stdin.isatty() if job.keyboard is None else os.isatty(job.keyboard)
     while True:
-        if stream.isatty():
+        if terminal:
             print("> ", end="", flush=True)
-        line = stream.readline()
+        line = sys.stdin.readline() if job.keyboard is None else _line_of(job.keyboard, idle, seconds)
         if not line:
             return
         if line.strip():
             yield line.strip()
+
+
+def _line_of(keyboard: int, idle: Callable[[], object], seconds: float) -> str:
+    """Return the next line of a file descriptor with its end; "" behind the last one."""
+    line = b""
+    while not line.endswith(b"\n"):
+        if not select.select([keyboard], [], [], seconds)[0]:
+            idle()
+            continue
+        # One byte: `select` would not see what a buffer holds.
+        byte = os.read(keyboard, 1)
+        if not byte:
+            break
+        line += byte
+    return line.decode("utf-8", errors="replace")
 
 
 def _load(job: Job, mesh: "ParallelMesh") -> "LoadedModel":

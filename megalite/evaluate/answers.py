@@ -1,13 +1,16 @@
 """Generates the answers to open questions and the bodies of functions."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from megalite.data.tokenizer import Tokenizer
 from megalite.errors import ConfigError, Problem
 from megalite.evaluate.encoding import TextEncoder
-from megalite.generation.engine import generate_ids
+from megalite.generation.detokenise import Detokeniser, StopScan
 from megalite.generation.loaded import LoadedModel
-from megalite.generation.request import GREEDY, Sampling
+from megalite.generation.request import GREEDY, Request, Sampling, check_request
+from megalite.generation.token_engine import TokenEngine
+from megalite.model.kv_cache import Room
 
 
 @dataclass(frozen=True)
@@ -25,26 +28,21 @@ class Wanted:
 
 
 def answers(
-    loaded: LoadedModel, wanted: Sequence[Wanted], tokens: int, encoder: TextEncoder | None = None
+    loaded: LoadedModel,
+    wanted: Sequence[Wanted],
+    tokens: int,
+    encoder: TextEncoder | None = None,
+    *,
+    batch_size: int = 16,
 ) -> list[str]:
     """Return the generated texts in order, of at most `tokens` new tokens, on every rank.
 
-    Each data-parallel rank generates every n-th. Collective over the world. A prompt that leaves no room for the new
-    tokens loses its beginning. Raises ConfigError if the model's positions are fewer than the new tokens.
+    Each data-parallel rank generates every n-th, `batch_size` of them at a time; a text does not depend on the others.
+    Collective over the world. A prompt that leaves no room for the new tokens loses its beginning. Raises ConfigError
+    if the model's positions are fewer than the new tokens.
     """
     mesh, encoder = loaded.replica.mesh, encoder or TextEncoder(loaded.tokenizer)
-    own = [
-        (index, _answer(loaded, wanted[index], tokens, encoder))
-        for index in range(mesh.batch.rank, len(wanted), mesh.batch.size)
-    ]
-    found = dict(each for part in mesh.gather_objects(own) or [] for each in part)
-    texts: list[str] = mesh.broadcast_object([found[index] for index in sorted(found)])
-    return texts
-
-
-def _answer(loaded: LoadedModel, wanted: Wanted, tokens: int, encoder: TextEncoder) -> str:
-    """Return one generated text; every rank of a copy of the model takes part."""
-    tokenizer, room = loaded.tokenizer, loaded.config.longest_sequence - tokens
+    room = loaded.config.longest_sequence - tokens
     if room < 1:
         problem = Problem(
             "--tokens",
@@ -52,25 +50,50 @@ def _answer(loaded: LoadedModel, wanted: Wanted, tokens: int, encoder: TextEncod
             f"use at most {loaded.config.longest_sequence // 2}",
         )
         raise ConfigError([problem], "the request")
-    prompt = (encoder.ids(wanted.prompt) or [encoder.start_id])[-room:]
-    shown = prompt if wanted.continues else []
-    before = tokenizer.decode(shown, skip_special_tokens=True)
-    new: list[int] = []
-    text = ""
-    stop_ids = {tokenizer.end_of_document_id}
-    for token in generate_ids(
-        loaded.replica, prompt, new_tokens=tokens, sampling=wanted.sampling, stop_ids=stop_ids
-    ):
-        new.append(token)
-        text = tokenizer.decode([*shown, *new], skip_special_tokens=True)[len(before) :]
-        # All ranks have the same tokens, so all stop here.
-        if any(stop in text for stop in wanted.stops):
-            break
-    return until(text, wanted.stops)
+    indices = range(mesh.batch.rank, len(wanted), mesh.batch.size)
+    texts = {
+        index: _Text(
+            loaded.tokenizer, wanted[index], (encoder.ids(wanted[index].prompt) or [encoder.start_id])[-room:]
+        )
+        for index in indices
+    }
+    if texts:
+        _generate(loaded, texts, tokens, batch_size)
+    own = [(index, text.value) for index, text in texts.items()]
+    found = dict(each for part in mesh.gather_objects(own) or [] for each in part)
+    ordered: list[str] = mesh.broadcast_object([found[index] for index in sorted(found)])
+    return ordered
 
 
-def until(text: str, stops: Sequence[str]) -> str:
-    """Return the text before the first of the strings."""
-    for stop in stops:
-        text = text.partition(stop)[0] if stop else text
-    return text
+class _Text:
+    """One text while it is generated, behind `prompt`."""
+
+    def __init__(self, tokenizer: Tokenizer, wanted: Wanted, prompt: Sequence[int]):
+        self.wanted, self.prompt = wanted, tuple(prompt)
+        self.value = ""
+        self._new = Detokeniser(tokenizer, self.prompt if wanted.continues else ())
+        self._scan = StopScan([stop for stop in wanted.stops if stop])
+
+    def push(self, token: int, *, last: bool) -> bool:
+        """Append a token, the last one or not; return whether a stop string has ended the text."""
+        new = self._new.push(token) + (self._new.finish() if last else "")
+        text, stopped = self._scan.push(new)
+        self.value += text + (self._scan.finish() if last and not stopped else "")
+        return stopped
+
+
+def _generate(loaded: LoadedModel, texts: Mapping[int, _Text], tokens: int, batch_size: int) -> None:
+    """Complete the texts; every rank of a copy of the model has the same ones, and takes part."""
+    stop_ids = frozenset({loaded.tokenizer.end_of_document_id})
+    longest = max(len(text.prompt) for text in texts.values()) + tokens
+    engine = TokenEngine(loaded.replica, Room(min(batch_size, len(texts)), longest))
+    for index, text in texts.items():
+        request = Request(text.prompt, tokens, text.wanted.sampling, stop_ids)
+        check_request(request, loaded.config, longest)
+        engine.submit(index, request)
+    while engine.has_work:
+        for sampled in engine.step():
+            ended = sampled.finish is not None
+            # All ranks have the same tokens, so all cancel here.
+            if texts[sampled.number].push(sampled.token, last=ended) and not ended:
+                engine.cancel(sampled.number)

@@ -31,15 +31,23 @@ class CodeFigures:
 
 
 def generated(
-    loaded: LoadedModel, problems: Sequence[CodeProblem], samples: int, tokens: int, sampling: Sampling
+    loaded: LoadedModel,
+    problems: Sequence[CodeProblem],
+    samples: int,
+    tokens: int,
+    sampling: Sampling,
+    batch_size: int,
 ) -> list[list[str]]:
-    """Return `samples` completions of each problem, on every rank. Collective over the world."""
+    """Return `samples` completions of each problem, on every rank; batch_size: texts generated at a time.
+
+    Collective over the world.
+    """
     wanted = [
         Wanted(problem.prompt, STOPS, _drawn(sampling, number * samples + sample))
         for number, problem in enumerate(problems)
         for sample in range(samples)
     ]
-    texts = answers(loaded, wanted, tokens)
+    texts = answers(loaded, wanted, tokens, batch_size=batch_size)
     return [texts[start : start + samples] for start in range(0, len(texts), samples)]
 
 

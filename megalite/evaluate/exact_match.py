@@ -30,11 +30,14 @@ class MatchFigures:
 
 
 def exact_match(
-    loaded: LoadedModel, questions: Sequence[OpenQuestion], few_shot: FewShot, tokens: int
+    loaded: LoadedModel, questions: Sequence[OpenQuestion], few_shot: FewShot, tokens: int, batch_size: int
 ) -> MatchFigures:
-    """Generate greedily and compare; the same figures on every rank. Collective over the world."""
+    """Generate greedily and compare; the same figures on every rank. Collective over the world.
+
+    batch_size: answers that are generated at a time, by each copy of the model.
+    """
     wanted = [Wanted(few_shot.prompt(question, number), _STOPS) for number, question in enumerate(questions)]
-    texts = answers(loaded, wanted, tokens)
+    texts = answers(loaded, wanted, tokens, batch_size=batch_size)
     last = [float(matches(text, question.final)) for text, question in zip(texts, questions, strict=True)]
     strict = [
         float(matches(text, question.final, strict=True))

@@ -58,8 +58,9 @@ class MegaliteLM(LM):  # type: ignore[misc, unused-ignore]
         """Load the model of `path` (as `megalite.load`), or take a loaded one.
 
         device: "cpu"; otherwise the accelerator, if there is one.
-        batch_size: windows of a forward pass. max_batch_size: ignored. max_length: tokens read at once; None: the
-        model's longest sequence. add_bos_token: as lm_eval's; None: as the tokenizer does.
+        batch_size: windows of a forward pass, and texts generated at a time. max_batch_size: ignored.
+        max_length: tokens read at once; None: the model's longest sequence. add_bos_token: as lm_eval's; None: as the
+        tokenizer does.
         Raises CheckpointError, DataError, and ConfigError for a value that is not usable.
         """
         super().__init__()
@@ -122,7 +123,9 @@ class MegaliteLM(LM):  # type: ignore[misc, unused-ignore]
             by_tokens[tokens].append((number, wanted))
         texts = [""] * len(requests)
         for tokens, group in by_tokens.items():
-            found = answers(self.loaded, [wanted for _, wanted in group], tokens, self.encoder)
+            found = answers(
+                self.loaded, [wanted for _, wanted in group], tokens, self.encoder, batch_size=self.batch_size
+            )
             for (number, _), text in zip(group, found, strict=True):
                 texts[number] = text
                 self.cache_hook.add_partial("generate_until", requests[number].args, text)

@@ -36,7 +36,7 @@ class TaskEvaluation:
     """The task to evaluate, and how.
 
     examples: the file of few-shot examples, of which `few_shot` stand before each question, drawn by `seed`. tokens:
-    the most new tokens of an answer.
+    the most new tokens of an answer. batch_size: sequences of a forward pass, and answers generated at a time.
     """
 
     file: TaskFile
@@ -56,13 +56,15 @@ def evaluate_task(loaded: LoadedModel | None, request: TaskEvaluation) -> dict[s
     """
     found = questions(request.file)
     if request.file.kind == "code":
-        return _code(loaded, cast(list[CodeProblem], found), request.code, request.tokens)
+        return _code(loaded, cast(list[CodeProblem], found), request)
     assert loaded is not None
     few_shot = FewShot(_examples(request), request.few_shot, request.seed)
     if request.file.kind == "multiple_choice":
         choices = cast(list[ChoiceQuestion], found)
         return _named(multiple_choice(loaded, choices, few_shot, request.batch_size))
-    return _named(exact_match(loaded, cast(list[OpenQuestion], found), few_shot, request.tokens))
+    return _named(
+        exact_match(loaded, cast(list[OpenQuestion], found), few_shot, request.tokens, request.batch_size)
+    )
 
 
 def _named(figures: Any) -> dict[str, Any]:
@@ -81,9 +83,8 @@ def _examples(request: TaskEvaluation) -> Sequence[Question]:
     return found
 
 
-def _code(
-    loaded: LoadedModel | None, problems: list[CodeProblem], code: CodeEvaluation, tokens: int
-) -> dict[str, Any]:
+def _code(loaded: LoadedModel | None, problems: list[CodeProblem], request: TaskEvaluation) -> dict[str, Any]:
+    code = request.code
     if code.samples_file is not None:
         completions = read_samples(code.samples_file, problems)
         fewest = min(map(len, completions))
@@ -94,7 +95,9 @@ def _code(
             )
     else:
         assert loaded is not None
-        completions = generated(loaded, problems, code.samples, tokens, code.sampling)
+        completions = generated(
+            loaded, problems, code.samples, request.tokens, code.sampling, request.batch_size
+        )
     if loaded is not None and loaded.replica.mesh.rank != 0:
         return {}
     figures = pass_rates(problems, completions, code.ks, code.limits)

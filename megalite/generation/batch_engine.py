@@ -3,13 +3,19 @@
 from dataclasses import dataclass
 
 from megalite.generation.detokenise import Detokeniser, StopScan
+from megalite.generation.json_object import JsonGrammar
 from megalite.generation.loaded import LoadedModel
 from megalite.generation.request import Request, check_request
+from megalite.generation.slots import Constraint
 from megalite.generation.token_engine import PREFILL_CHUNK, Finish, Sampled, TokenEngine
 from megalite.model.kv_cache import Room
+from megalite.parallel.mesh import COLLECTIVE_SECONDS
 
 # The tokens of a request where nothing else is asked for: a cache for all positions of a large model fills its memory.
 DEFAULT_TOKENS = 4096
+# An idle engine of several ranks takes an empty step this often: far within the time limit of a collective, and a lost
+# rank is noticed within seconds.
+IDLE_STEP_SECONDS = COLLECTIVE_SECONDS / 600
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,7 @@ class BatchEngine:
         room = Room(max_requests, self.max_tokens)
         self._engine = TokenEngine(loaded.replica, room, prefill_chunk=prefill_chunk)
         self._texts: dict[int, _Text] = {}
+        self._json: JsonGrammar | None = None
         self._next = 0
         # Number -> a new request, or None: it is cancelled. Rank 0's reach the other ranks with the next step.
         self._changes: list[tuple[int, Request | None]] = []
@@ -88,9 +95,10 @@ class BatchEngine:
         """Take a request; return its number, which its events carry.
 
         Raises ConfigError for a request that can never run: an empty prompt, ids outside of the vocabulary, more tokens
-        than the model's positions or `max_tokens`.
+        than the model's positions or `max_tokens`, `json_object` without llguidance.
         """
         check_request(request, self._loaded.config, self.max_tokens)
+        self._constraint(request)
         number, self._next = self._next, self._next + 1
         self._changes.append((number, request))
         return number
@@ -103,7 +111,7 @@ class BatchEngine:
         """Run one forward of whatever is due, on all ranks, and return its events; [] if there is nothing to do.
 
         With pipeline stages the events are those of an earlier forward. While the engine of several ranks is idle, rank
-        0 must still call this within the time limit of collectives.
+        0 must still call this every IDLE_STEP_SECONDS: the other ranks wait in a collective, which has a time limit.
         """
         return self._step(self._mesh.broadcast_object(self._changes))
 
@@ -137,7 +145,15 @@ class BatchEngine:
         self._changes = []
         for number, request in changes:
             if request is not None:
-                self._engine.submit(number, request)
+                self._engine.submit(number, request, self._constraint(request))
                 self._texts[number] = _Text(self._loaded, request)
             elif self._texts.pop(number, None) is not None:
                 self._engine.cancel(number)
+
+    def _constraint(self, request: Request) -> Constraint | None:
+        """Return a new constraint of the request's tokens, if it has one."""
+        if not request.json_object:
+            return None
+        if self._json is None:
+            self._json = JsonGrammar(self._loaded.tokenizer)
+        return self._json.constraint(request)

@@ -31,10 +31,12 @@ def sampled_rows(logits: Tensor, rows: Sequence[Running]) -> Tensor:
         found[:, 0] = logits.argmax(dim=-1)
     for place, row in enumerate(rows):
         sampling = row.request.sampling
-        if sampling.temperature != 0 or not plain[place]:
+        if sampling.temperature != 0 or not plain[place] or row.constraint is not None:
             own = (
                 logits[place] if plain[place] else penalised(logits[place], sampling, row.prompt, row.counts)
             )
+            if row.constraint is not None:
+                own = _constrained(own, row.constraint.allowed())
             found[place, 0] = _drawn(own, sampling, len(row.ids))
         if row.request.logprobs is not None:
             _add_log_probabilities(found[place], logits[place], row.request.logprobs)
@@ -69,6 +71,14 @@ def _subtracted(new: Mapping[int, int], sampling: Sampling, logits: Tensor) -> t
     times = torch.tensor(list(new.values()), dtype=logits.dtype)
     added = -(sampling.presence_penalty + sampling.frequency_penalty * times)
     return tokens.to(logits.device), added.to(logits.device)
+
+
+def _constrained(logits: Tensor, allowed: bytearray) -> Tensor:
+    """Return logits [V], -inf where `allowed`, a byte for each token, is 0 or ends."""
+    excluded = torch.ones(len(logits), dtype=torch.bool)
+    found = torch.frombuffer(allowed, dtype=torch.uint8)[: len(logits)] == 0
+    excluded[: len(found)] = found
+    return logits.masked_fill(excluded.to(logits.device), -torch.inf)
 
 
 def _drawn(logits: Tensor, sampling: Sampling, position: int) -> Tensor:

@@ -21,16 +21,32 @@ class Buffers(Protocol):
     def copy(self, source: int, target: int, tokens: int) -> None: ...
 
 
+class Constraint(Protocol):
+    """The tokens that a text may have next; every rank keeps it."""
+
+    def allowed(self) -> bytearray:
+        """Return a byte for each token id, 0 if it may not be next; ids behind them may not either."""
+
+    def push(self, token: int) -> bool:
+        """Append a token; return whether it was allowed."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether the text is whole."""
+
+
 @dataclass(eq=False)
 class Running:
     """A request that waits or runs.
 
     ids: its prompt, then its new tokens. cached: how many of them are in the cache, or in the forward that computes
     them. counts: new token -> occurrences, for the penalties. prompt: the different tokens of the prompt.
+    constraint: of the new tokens.
     """
 
     number: int
     request: Request
+    constraint: Constraint | None = None
     ids: list[int] = field(init=False)
     cached: int = 0
     counts: dict[int, int] = field(default_factory=dict)

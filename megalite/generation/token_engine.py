@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from megalite.generation.request import Request
 from megalite.generation.sampling import sampled_rows, sampled_width
-from megalite.generation.slots import Plan, Running, SlotTable
+from megalite.generation.slots import Constraint, Plan, Running, SlotTable
 from megalite.model.kv_cache import CachedStep, KeyValueCache, Room, Segment
 from megalite.model.replica import Replica
 from megalite.model.transformer import Chunk
@@ -78,9 +78,9 @@ class TokenEngine:
         """True while a request waits, runs, or a forward has not been collected."""
         return bool(self._waiting or self._in_flight or any(table.running for table in self._tables))
 
-    def submit(self, number: int, request: Request) -> None:
+    def submit(self, number: int, request: Request, constraint: Constraint | None = None) -> None:
         """Append a request, which fits the room, to those that wait."""
-        self._waiting.append(Running(number, request))
+        self._waiting.append(Running(number, request, constraint))
 
     def cancel(self, number: int) -> None:
         """End a request, if it waits or runs, without another token."""
@@ -157,12 +157,23 @@ class TokenEngine:
                 continue
             token, wanted = int(values[0]), running.request.logprobs
             running.add(token)
-            finish: Finish | None = "length" if running.new_tokens >= running.request.max_tokens else None
-            if token in running.request.stop_ids:
-                finish = "stop"
+            finish = _finish(running, token)
             if finish is not None:
                 launch.table.leave(running)
             top = [(int(values[2 + 2 * at]), values[3 + 2 * at]) for at in range(wanted or 0)]
             logprob = None if wanted is None else values[1]
             sampled.append(Sampled(running.number, token, logprob, tuple(top), finish))
         return sampled
+
+
+def _finish(running: Running, token: int) -> Finish | None:
+    """Return why the token, the newest one, is the last one of its request; None: it is not."""
+    if running.constraint is not None:
+        # Without an allowed token the text cannot become whole.
+        if not running.constraint.push(token):
+            return "length"
+        if running.constraint.complete:
+            return "stop"
+    elif token in running.request.stop_ids:
+        return "stop"
+    return "length" if running.new_tokens >= running.request.max_tokens else None

@@ -20,6 +20,8 @@ from megalite.topology.sharding import heads_held
 from megalite.topology.stages import balanced_split
 
 T = TypeVar("T")
+# A rank that waits longer in a collective fails.
+COLLECTIVE_SECONDS = 1800.0
 
 
 @dataclass(frozen=True)
@@ -264,7 +266,7 @@ def connect(
     device: torch.device,
     rendezvous: str = "env://",
     store: Store | None = None,
-    timeout_seconds: float = 1800,
+    timeout_seconds: float = COLLECTIVE_SECONDS,
 ) -> None:
     """Create the default process group with torch's default backend of the device: gloo on CPUs, NCCL on GPUs.
 

@@ -8,13 +8,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from megalite.errors import ConfigError
+from megalite.generation.batch_engine import IDLE_STEP_SECONDS
 from megalite.generation.request import Request
 
 if TYPE_CHECKING:
     from megalite.generation.batch_engine import Event
-
-# Without work the thread takes a step this often, so that the collective of other ranks does not time out.
-_IDLE_SECONDS = 1.0
 
 
 class Engine(Protocol):
@@ -94,10 +92,20 @@ class _Cancel:
 
 
 class EngineThread:
-    """Runs `engine` in a thread of its own. prepare: called there before the first step, such as to set its cores."""
+    """Runs `engine` in a thread of its own.
 
-    def __init__(self, engine: Engine, prepare: Callable[[], None] = lambda: None):
-        self._engine, self._prepare = engine, prepare
+    prepare: called there before the first step, such as to set its cores. idle_seconds: without work the thread takes
+    an empty step this often, so that the collective in which the other ranks wait does not time out.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        prepare: Callable[[], None] = lambda: None,
+        *,
+        idle_seconds: float = IDLE_STEP_SECONDS,
+    ):
+        self._engine, self._prepare, self._idle_seconds = engine, prepare, idle_seconds
         self._commands: queue.SimpleQueue[_Start | _Cancel | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._jobs: dict[int, tuple[Job, int]] = {}
@@ -163,7 +171,7 @@ class EngineThread:
     def _obey(self) -> bool:
         """Carry out the commands that have come; wait for one if there is no work. Return False at the end."""
         try:
-            command = self._commands.get(block=not self._engine.has_work, timeout=_IDLE_SECONDS)
+            command = self._commands.get(block=not self._engine.has_work, timeout=self._idle_seconds)
             while True:
                 if command is None:
                     return False

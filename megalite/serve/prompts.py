@@ -2,14 +2,21 @@
 
 import secrets
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megalite.data.tokenizer import Tokenizer
 from megalite.errors import DataError
+from megalite.generation.json_object import PACKAGE, without_package
 from megalite.generation.prompts import Chat, prompt_ids
 from megalite.generation.request import Request, Sampling
 from megalite.serve.errors import ApiError
-from megalite.serve.schemas import BatchRequest, ChatRequest, CompletionRequest, SamplingFields
+from megalite.serve.schemas import (
+    BatchRequest,
+    ChatRequest,
+    CompletionRequest,
+    ResponseFormat,
+    SamplingFields,
+)
 from megalite.serve.settings import ServeSettings
 
 _DEFAULT_TOKENS = 16  # OpenAI's, for completions
@@ -47,7 +54,7 @@ class Prompts:
             ids = self._ids(prompt, name) if isinstance(prompt, str) else self._checked_ids(prompt, name)
             limit_here = self._limit(ids, limit, name, "max_tokens")
             found += self._choices(ids, limit_here, body, body.n, body.logprobs)
-        return found
+        return _formed(found, body.response_format)
 
     def chat(self, body: ChatRequest) -> list[Request]:
         """Return the `n` sequences of /v1/chat/completions."""
@@ -72,7 +79,8 @@ class Prompts:
         setting = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         limit = self._limit(ids, wanted, "messages", setting)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        return list(self._choices(ids, limit, body, body.n, logprobs, chat.stop_ids))
+        found = list(self._choices(ids, limit, body, body.n, logprobs, chat.stop_ids))
+        return _formed(found, body.response_format)
 
     def batch(self, body: BatchRequest) -> list[Request]:
         """Return the sequences of /batch_generate, one for each prompt."""
@@ -147,3 +155,18 @@ class Prompts:
                 frequency_penalty=body.frequency_penalty,
             )
             yield Request(tuple(ids), max_tokens, sampling, stop_ids, body.stop, logprobs)
+
+
+def _formed(requests: list[Request], wanted: ResponseFormat) -> list[Request]:
+    """Return the requests in the form of `response_format`."""
+    if wanted.type == "text":
+        return requests
+    if without_package():
+        raise ApiError(
+            400,
+            f"response_format: the server needs the package {PACKAGE} for json_object; install it there, with: "
+            f"pip install {PACKAGE}",
+            param="response_format",
+            code="unsupported_field",
+        )
+    return [replace(each, json_object=True) for each in requests]

@@ -21,6 +21,12 @@ class StreamOptions(_Body):
     include_usage: bool = False
 
 
+class ResponseFormat(_Body):
+    """The form of the text; json_object: one JSON object, by constrained decoding."""
+
+    type: Literal["text", "json_object"]
+
+
 class SamplingFields(_Body):
     """How tokens are sampled, the same for all endpoints. ignore_eos: only max_tokens and `stop` end the text."""
 
@@ -53,12 +59,20 @@ class _GenerationFields(SamplingFields):
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: Annotated[str, Field(max_length=256)] | None = None
+    response_format: ResponseFormat = ResponseFormat(type="text")
 
     @field_validator("stream_options")
     @classmethod
     def _stream_options(cls, value: StreamOptions | None, info: ValidationInfo) -> StreamOptions | None:
         if not info.data.get("stream"):
             raise ValueError("it needs stream = true")
+        return value
+
+    @field_validator("response_format")
+    @classmethod
+    def _without_stop(cls, value: ResponseFormat, info: ValidationInfo) -> ResponseFormat:
+        if value.type == "json_object" and info.data.get("stop"):
+            raise ValueError("a text of stop may cut the JSON object; leave stop out")
         return value
 
 

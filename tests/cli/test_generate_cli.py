@@ -2,6 +2,8 @@
 
 import io
 import json
+import os
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +11,9 @@ import pytest
 
 import megalite
 from megalite.cli import generate
+from megalite.cli.generate_run import Job, _lines
 from megalite.errors import ConfigError, DataError
+from megalite.topology.axes import Layout
 from tests.support.tiny import tiny_shape, tiny_tokenizer
 from tests.unit.convert.exporting import lively_stage, save_stage
 
@@ -160,6 +164,26 @@ def test_a_conversation_goes_on_until_the_input_ends(
     assert said.out.startswith(alone.removeprefix(prompt))
     assert "exceed model.max_position_embeddings = 256" in said.err, "what does not fit is told, and left out"
     assert said.out.count("\n") >= 3
+
+
+def test_chat_takes_empty_steps_while_it_waits_for_the_keyboard() -> None:
+    reading, writing = os.pipe()
+    job = Job("chat", None, Layout(pipeline=2), "float32", None, keyboard=reading)
+    steps: list[float] = []
+
+    def idle() -> None:
+        steps.append(time.monotonic())
+        if len(steps) == 3:
+            os.write(writing, "two lines\nat önce\n".encode())
+        elif len(steps) == 6:
+            os.write(writing, b"half ")
+        elif len(steps) == 9:
+            os.write(writing, b"a line")
+            os.close(writing)
+
+    assert list(_lines(job, idle, 0.01)) == ["two lines", "at önce", "half a line"]
+    assert len(steps) == 9
+    os.close(reading)
 
 
 def test_a_tokenizer_without_a_template_cannot_chat(tmp_path: Path) -> None:

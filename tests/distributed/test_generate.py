@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from megalite.data.tokenizer import load_tokenizer
 from megalite.generation.batch_engine import BatchEngine
 from megalite.generation.engine import generate_ids, load_model
 from megalite.generation.loaded import load_source
@@ -49,8 +50,10 @@ def test_tokens_are_those_of_one_process(ranks, tmp_path, layout, shape, samplin
         assert held == alone
 
 
-def served(checkpoint: Path, tokenizer: Path, layout: Layout, sampling: Sampling) -> dict[int, str] | None:
-    """Rank 0 takes requests that come and go; the others follow it."""
+def served(
+    checkpoint: Path, tokenizer: Path, layout: Layout, sampling: Sampling, objects: bool = False
+) -> dict[int, str] | None:
+    """Rank 0 takes requests that come and go; the others follow it. objects: every second one is of a JSON object."""
     mesh = ParallelMesh.over_world(layout)
     source = ModelSource(checkpoint, False, replace(tiny_shape(), vocab_size=384), tokenizer)
     engine = BatchEngine(load_source(source, mesh), max_requests=4, prefill_chunk=5)
@@ -59,7 +62,12 @@ def served(checkpoint: Path, tokenizer: Path, layout: Layout, sampling: Sampling
         return None
     texts: dict[int, str] = {}
     requests = [
-        replace(each, sampling=replace(sampling, seed=number), logprobs=number % 3 or None)
+        replace(
+            each,
+            sampling=replace(sampling, seed=number),
+            logprobs=number % 3 or None,
+            json_object=objects and number % 2 == 0,
+        )
         for number, each in enumerate(mixed_requests(9, 384))
     ]
     for number, request in enumerate(requests):
@@ -94,3 +102,15 @@ def test_rank_0_serves_requests_for_all(ranks, tmp_path, layout):
     [alone] = ranks.run(served, 1, layout=Layout(), **arguments)
     first, *others = ranks.run(served, layout.world_size, layout=layout, **arguments)
     assert first == alone and len(alone) == 8 and others == [None] * len(others)
+
+
+def test_json_objects_are_those_of_one_process(ranks, tmp_path):
+    pytest.importorskip("llguidance")
+    shape = replace(tiny_shape(), vocab_size=384)
+    checkpoint = save_stage(tmp_path, shape, lively_stage(shape))
+    arguments = {"checkpoint": checkpoint, "tokenizer": tiny_tokenizer(tmp_path), "sampling": MANY}
+    [alone] = ranks.run(served, 1, layout=Layout(), objects=True, **arguments)
+    first, *_ = ranks.run(served, 4, layout=Layout(pipeline=2, tensor=2), objects=True, **arguments)
+    assert first == alone
+    begin = f"{load_tokenizer(tmp_path).encode('{')[0]} '{{' "
+    assert all(alone[number].startswith(begin) for number in alone if number % 2 == 0)

@@ -132,7 +132,7 @@ def test_the_official_client(shared_data: Path) -> None:
             client.chat.completions.create(
                 model=served,
                 messages=[{"role": "user", "content": "x"}],
-                response_format={"type": "json_object"},
+                logit_bias={"5": 1},
             )
         server.process.send_signal(signal.SIGTERM)
         assert server.ended() == 0

@@ -40,7 +40,7 @@ class LettersEngine:
     def __init__(self, pace: float = 0.0):
         self.pace, self.failure = pace, None
         self.running: dict[int, tuple[Request, str]] = {}
-        self.submitted, self.cancelled, self.steps = 0, 0, 0
+        self.submitted, self.cancelled, self.steps, self.idle_steps = 0, 0, 0, 0
         self.closed = False
         self.threads: set[int] = set()
 
@@ -67,6 +67,8 @@ class LettersEngine:
         if self.running:
             self.steps += 1
             time.sleep(self.pace)
+        else:
+            self.idle_steps += 1
         return [self._event(number) for number in list(self.running)]
 
     def close(self) -> None:

@@ -12,11 +12,14 @@ import httpx2
 import pytest
 
 from megalite.errors import ConfigError, LaunchError
+from megalite.generation.batch_engine import IDLE_STEP_SECONDS
+from megalite.parallel.mesh import COLLECTIVE_SECONDS
 from megalite.serve.connection import Connection
+from megalite.serve.engine_thread import EngineThread
 from megalite.serve.keys import read_keys
 from megalite.serve.server import listen
 from megalite.serve.settings import ServeSettings
-from tests.support.serving import MODEL, Live, live, served
+from tests.support.serving import MODEL, LettersEngine, Live, live, served
 
 KEY = "a-key-of-some-length"
 
@@ -248,3 +251,24 @@ def test_a_failed_engine_ends_the_server_and_health_says_why(tmp_path: Path) -> 
                 await asyncio.wait_for(server.task, timeout=5)
 
     asyncio.run(asyncio.wait_for(run(), timeout=30))
+
+
+def test_an_idle_engine_takes_empty_steps() -> None:
+    async def run() -> None:
+        limit = 0.5  # seconds that the other ranks would wait in a collective
+        engine = LettersEngine()
+        owner = EngineThread(engine, idle_seconds=limit / 10)
+        owner.start()
+        for _ in range(3):
+            before = engine.idle_steps
+            await asyncio.sleep(limit)
+            assert engine.idle_steps > before
+        owner.stop()
+        await asyncio.wait_for(owner.stopped(), timeout=5)
+        assert engine.closed
+
+    asyncio.run(run())
+
+
+def test_the_interval_of_empty_steps_is_within_the_limit_of_collectives() -> None:
+    assert 1 <= IDLE_STEP_SECONDS <= COLLECTIVE_SECONDS / 10

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from megalite.serve import prompts
 from tests.support.serving import CONTEXT, MODEL, Live, served
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3, "seed": 0}
@@ -208,5 +209,31 @@ def test_no_origin_is_let_in(tmp_path: Path) -> None:
         assert plain.status_code == 415
         rebound = await server.client.get("/v1/models", headers={"Host": "elsewhere.example"})
         assert rebound.status_code == 403 and rebound.json()["error"]["code"] == "host_not_allowed"
+
+    served(scenario, tmp_path)
+
+
+def test_a_json_object_needs_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(server: Live) -> None:
+        asked: list[bool] = []
+        submit = server.engine.submit
+        monkeypatch.setattr(
+            server.engine, "submit", lambda request: (asked.append(request.json_object), submit(request))[1]
+        )
+        chosen = {"response_format": {"type": "json_object"}}
+        for missing in (False, True):
+            monkeypatch.setattr(prompts, "without_package", lambda missing=missing: missing)
+            for path, body in (
+                ("completions", {"model": MODEL, "prompt": "One"}),
+                ("chat/completions", CHAT),
+            ):
+                response = await server.client.post(f"/v1/{path}", json={**body, **chosen})
+                if not missing:
+                    assert response.status_code == 200, response.text
+                    continue
+                error = response.json()["error"]
+                assert response.status_code == 400 and error["param"] == "response_format"
+                assert "the package llguidance" in error["message"]
+        assert asked == [True, True]
 
     served(scenario, tmp_path)
