@@ -119,6 +119,9 @@ class HeldStage:
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         yield from self.tensors.items()
 
+    def named_modules(self) -> Iterator[tuple[str, Any]]:
+        yield from ()
+
 
 @dataclass
 class HeldState:
