@@ -14,6 +14,7 @@ import pytest
 
 from tests.support.device_branches import ON_THE_STANDIN
 from tests.support.jobs import ROOT, Job, curve, tensor_hashes
+from tests.support.parity import FLOAT32_RTOL, assert_close
 from tests.support.standin import build
 from tests.support.tiny import tiny_corpus
 
@@ -85,7 +86,13 @@ def test_a_run_on_an_accelerator_is_the_run_on_the_cpu(job: Job, tmp_path: Path)
         command(module, "evaluate", str(on_device), *text, record=record)
         for module in ("megalite", "tests.support.standin")
     ]
-    assert "word perplexity" in measured[0] and measured[0] == measured[1]
+    # The CPU's operators are compiled ones, the device's torch's.
+    numbers = [
+        [float(each.replace(",", "")) for each in re.findall(r" +([\d,]+\.\d+)$", said, re.M)]
+        for said in measured
+    ]
+    assert "word perplexity" in measured[0] and len(numbers[0]) > 3
+    assert_close(numbers[1], numbers[0], rtol=FLOAT32_RTOL)
     said = command("tests.support.standin", "doctor", record=record)
     assert re.search(r"GPU 7 +stand-in, \d+ GiB", said) and re.search(r"collectives +standin", said)
     assert "norm not tested yet: torch computes it" in re.sub(" +", " ", said)
