@@ -123,6 +123,19 @@ class RankPool:
         Raises RankFailed with the first rank's traceback first, and RanksHung after `timeout` seconds.
         """
         __tracebackhide__ = True
+        try:
+            return self._run(function, world_size, timeout, arguments)
+        except RanksHung as hung:
+            # On a busy machine gloo's ranks now and then do not find each other, before the function is called.
+            if str(hung).count("in init_process_group") < world_size:
+                raise
+        return self._run(function, world_size, timeout, arguments)
+
+    def _run(
+        self, function: Callable[..., Any], world_size: int, timeout: float, arguments: dict[str, Any]
+    ) -> list[Any]:
+        """As `run`, once."""
+        __tracebackhide__ = True
         store = self._folder / f"store-{next(self._calls)}"
         task = Task(function, arguments, world_size, str(store), timeout, self._device)
         if any(_threads(worker) > MOST_THREADS for worker in self._workers):
