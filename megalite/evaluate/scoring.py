@@ -7,12 +7,11 @@ from typing import cast
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megalite.evaluate.windows import Window
+from megalite.model.decode import last_hidden_states
 from megalite.model.replica import Replica
-from megalite.model.transformer import Chunk
-from megalite.parallel.decode import along_chunks
 from megalite.parallel.log_probs import vocab_parallel_log_probs
 from megalite.parallel.mesh import ParallelMesh
 
@@ -69,7 +68,7 @@ def score_batch(model: Replica, batch: Sequence[Window]) -> tuple[Tensor, Tensor
 
     None on pipeline stages without the head. Collective over the ranks of one copy of the model.
     """
-    mesh, shape = model.mesh, model.shape
+    mesh = model.mesh
     lengths = [len(window.inputs) for window in batch]
     # Padding stands behind the tokens, where causal attention does not see it.
     ids = np.zeros((len(batch), max(lengths)), dtype=np.int64)
@@ -77,12 +76,7 @@ def score_batch(model: Replica, batch: Sequence[Window]) -> tuple[Tensor, Tensor
         row[: len(window.inputs)] = window.inputs
     input_ids = torch.from_numpy(ids).to(mesh.device)
     position_ids = torch.arange(ids.shape[1], device=mesh.device).unsqueeze(0)
-
-    def run(chunk: nn.Module, hidden_states: Tensor | None) -> Tensor:
-        return cast(Chunk, chunk).decode(input_ids if hidden_states is None else hidden_states, position_ids)
-
-    between = torch.empty(*ids.shape, shape.hidden_size, dtype=model.stage.dtype, device=mesh.device)
-    hidden_states = along_chunks(model.stage.chunks, model.split, mesh, run, between)
+    hidden_states = last_hidden_states(model, input_ids, position_ids)
     if hidden_states is None:
         return None
     # The last m positions of a window predict its m targets.

@@ -4,18 +4,17 @@ A search has a cache of its own, a slot for each hypothesis; it shares no forwar
 """
 
 from collections.abc import Sequence
-from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megalite.generation.beams import Beams, BeamSettings, Candidate, Hypothesis, check_beams
 from megalite.generation.request import Request, check_request
 from megalite.generation.token_engine import PREFILL_CHUNK
-from megalite.model.kv_cache import CachedStep, KeyValueCache, Room, Segment
+from megalite.model.decode import empty_cache, last_hidden_states
+from megalite.model.kv_cache import CachedStep, Room, Segment
 from megalite.model.replica import Replica
-from megalite.model.transformer import Chunk
-from megalite.parallel.decode import along_chunks, start_from_last_chunk
+from megalite.parallel.decode import start_from_last_chunk
 
 
 @torch.inference_mode()
@@ -29,7 +28,7 @@ def beam_search(
     check_request(request, model.shape, model.shape.longest_sequence)
     check_beams(settings, request, model.shape)
     prompt = request.prompt_ids
-    cache = _cache(model, Room(settings.beams, len(prompt) + request.max_tokens))
+    cache = empty_cache(model, Room(settings.beams, len(prompt) + request.max_tokens))
     beams = Beams(settings, request)
     hidden: Tensor | None = None
     for start in range(0, len(prompt), prefill_chunk):
@@ -61,27 +60,11 @@ def most_likely(logits: Tensor, scores: Sequence[float], count: int) -> Tensor:
     return torch.stack((best.double(), rows.double(), tokens.double()), dim=1)
 
 
-def _cache(model: Replica, room: Room) -> KeyValueCache:
-    """Return an empty cache for the layers and heads of this rank."""
-    shape, mesh = model.shape, model.mesh
-    layers = [int(layer) for layer in model.stage.model.layers]
-    heads = mesh.local_heads(shape.num_key_value_heads)
-    return KeyValueCache(room, shape, layers, heads, model.stage.dtype, mesh.device)
-
-
 def _hidden_states(model: Replica, step: CachedStep, ids: Sequence[int]) -> Tensor | None:
     """Run the stages over the tokens of a step: hidden states [1, T, H] on the last stage, None on the others."""
-    mesh = model.mesh
-    input_ids = torch.tensor([ids], device=mesh.device)
-    position_ids = torch.tensor([step.position_ids], device=mesh.device)
-
-    def run(chunk: nn.Module, hidden_states: Tensor | None) -> Tensor:
-        inputs = input_ids if hidden_states is None else hidden_states
-        return cast(Chunk, chunk).decode(inputs, position_ids, cache=step)
-
-    between = torch.empty((), dtype=model.stage.dtype, device=mesh.device)
-    between = between.expand(1, len(ids), model.shape.hidden_size)
-    return along_chunks(model.stage.chunks, model.split, mesh, run, between)
+    device = model.mesh.device
+    position_ids = torch.tensor([step.position_ids], device=device)
+    return last_hidden_states(model, torch.tensor([ids], device=device), position_ids, cache=step)
 
 
 def _candidates(model: Replica, hidden: Tensor | None, beams: Beams) -> list[Candidate]:

@@ -6,19 +6,18 @@ computes it, the earlier stages compute the other tables.
 
 from collections import deque
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal
 
 import torch
-from torch import Tensor, nn
 
 from megalite.generation.request import Request
 from megalite.generation.sampling import sampled_rows, sampled_width
 from megalite.generation.slots import Constraint, Plan, Running, SlotTable
+from megalite.model.decode import empty_cache, last_hidden_states
 from megalite.model.kv_cache import CachedStep, KeyValueCache, Room, Segment
 from megalite.model.replica import Replica
-from megalite.model.transformer import Chunk
 from megalite.parallel.collectives import Pending
-from megalite.parallel.decode import Sends, along_chunks, start_from_last_chunk
+from megalite.parallel.decode import Sends, start_from_last_chunk
 
 Finish = Literal["stop", "length"]
 PREFILL_CHUNK = 512
@@ -58,15 +57,13 @@ class TokenEngine:
 
     def __init__(self, model: Replica, room: Room, *, prefill_chunk: int = PREFILL_CHUNK):
         self._model, self._most = model, room.slots
-        shape, mesh, stages = model.shape, model.mesh, model.mesh.pp.size
+        stages = model.mesh.pp.size
         per_table = Room(-(-room.slots // stages), room.tokens)
-        layers = [int(layer) for layer in model.stage.model.layers]
-        heads = mesh.local_heads(shape.num_key_value_heads)
-        scaling = shape.rope_scaling
+        scaling = model.shape.rope_scaling
         reuse = scaling is None or scaling.rope_type not in _ANGLES_OF_WHOLE_PROMPT
         self._caches: dict[SlotTable, KeyValueCache] = {}
         for _ in range(stages):
-            cache = KeyValueCache(per_table, shape, layers, heads, model.stage.dtype, mesh.device)
+            cache = empty_cache(model, per_table)
             self._caches[SlotTable(cache, per_table.slots, prefill_chunk, reuse=reuse)] = cache
         self._tables = deque(self._caches)
         self._waiting: list[Running] = []
@@ -129,14 +126,7 @@ class TokenEngine:
         step = CachedStep(cache, tuple(each.cached - 1 for each in plan.decoding), segments)
         input_ids = torch.tensor([plan.ids], device=mesh.device)
         position_ids = torch.tensor([step.position_ids], device=mesh.device)
-
-        def run(chunk: nn.Module, hidden_states: Tensor | None) -> Tensor:
-            inputs = input_ids if hidden_states is None else hidden_states
-            return cast(Chunk, chunk).decode(inputs, position_ids, cache=step)
-
-        between = torch.empty((), dtype=model.stage.dtype, device=mesh.device)
-        between = between.expand(1, input_ids.shape[1], model.shape.hidden_size)
-        hidden = along_chunks(model.stage.chunks, model.split, mesh, run, between, self._sends)
+        hidden = last_hidden_states(model, input_ids, position_ids, cache=step, sends=self._sends)
         if not rows:
             return lambda: torch.empty(0, 2)
         if hidden is None:

@@ -2,6 +2,7 @@
 
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,7 @@ class Choice:
         return self.events[-1].finish if self.events else None
 
 
-class Answer:
+class Answer(ABC):
     """Base of all kinds of answers. prompt_tokens: of each prompt, once."""
 
     prefix, kind = "", ""
@@ -69,8 +70,8 @@ class Answer:
         return []
 
     def chunk(self, index: int, event: "Event") -> dict[str, Any] | None:
-        """Return the chunk of an event; None if it shows nothing, as the end of its character is to come."""
-        raise NotImplementedError
+        """Return the chunk of an event; None: the event shows nothing, or this kind of answer does not stream."""
+        return None
 
     def usage_chunk(self) -> dict[str, Any]:
         """Return the last chunk of a stream that asked for the usage."""
@@ -87,8 +88,9 @@ class Answer:
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         return {**self._head(self.chunk_kind), "choices": [choice]}
 
+    @abstractmethod
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
-        raise NotImplementedError
+        """Return a sequence as the answer that is not streamed has it."""
 
 
 class CompletionAnswer(Answer):

@@ -1,0 +1,41 @@
+"""A model of any layout without a schedule and without gradients: for generation and evaluation."""
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from megalite.model.kv_cache import CachedStep, KeyValueCache, Room
+from megalite.model.replica import Replica
+from megalite.model.transformer import Chunk
+from megalite.parallel.decode import Sends, along_chunks
+
+
+def last_hidden_states(
+    model: Replica,
+    input_ids: Tensor,
+    position_ids: Tensor,
+    *,
+    cache: CachedStep | None = None,
+    sends: Sends | None = None,
+) -> Tensor | None:
+    """Return the hidden states [B, S, H] of input_ids [B, S] on the stage with the head; None on the others.
+
+    cache, sends: as of `Chunk.decode` and `along_chunks`. Collective over the ranks of one copy of the model.
+    """
+
+    def run(chunk: nn.Module, hidden_states: Tensor | None) -> Tensor:
+        inputs = input_ids if hidden_states is None else hidden_states
+        return cast(Chunk, chunk).decode(inputs, position_ids, cache=cache)
+
+    # A stage takes shape and type from it, and nothing else.
+    between = torch.empty((), dtype=model.stage.dtype, device=model.mesh.device)
+    between = between.expand(*input_ids.shape, model.shape.hidden_size)
+    return along_chunks(model.stage.chunks, model.split, model.mesh, run, between, sends)
+
+
+def empty_cache(model: Replica, room: Room) -> KeyValueCache:
+    """Return a cache for the layers and heads of this rank."""
+    layers = [int(layer) for layer in model.stage.model.layers]
+    heads = model.mesh.local_heads(model.shape.num_key_value_heads)
+    return KeyValueCache(room, model.shape, layers, heads, model.stage.dtype, model.mesh.device)
