@@ -4,11 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megalite.ops.few_rows import compiled_pays
+
 LARGEST = 127
-# torch's kernel goes over the weights once for each row of the input: beyond these rows a matrix product is faster.
-_KERNEL_ROWS = {torch.float32: 4, torch.bfloat16: 16}
-# With other lengths of a row the bfloat16 kernel of torch 2.13 reads beyond the weights.
-_KERNEL_COLUMNS = 32
 
 
 def quantise_rows(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -30,17 +28,9 @@ def dequantised(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 def int8_linear(inputs: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     """Return X W^T [..., out] for inputs [..., in]; weight: int8 [out, in], scale: [out, 1]. Outside autograd.
 
-    torch's int8 kernel serves few rows on a CPU; elsewhere the weight is dequantised for the product.
+    A few rows on a CPU go to the compiled operator; elsewhere the weight is dequantised for the product.
     """
-    if not _kernel_serves(inputs, weight):
-        return F.linear(inputs, dequantised(weight, scale, inputs.dtype))
-    rows = inputs.flatten(0, -2)
-    product = torch.ops.aten._weight_int8pack_mm(rows.contiguous(), weight, scale.flatten().to(inputs.dtype))
-    return product.unflatten(0, inputs.shape[:-1])
-
-
-def _kernel_serves(inputs: Tensor, weight: Tensor) -> bool:
-    out_features, in_features = weight.shape
-    rows = inputs.numel() // max(1, in_features)
-    whole = in_features % _KERNEL_COLUMNS == 0 and out_features > 0
-    return weight.device.type == "cpu" and whole and 0 < rows <= _KERNEL_ROWS.get(inputs.dtype, 0)
+    if compiled_pays(inputs, weight):
+        product: Tensor = torch.ops.megalite.few_rows_linear(inputs, weight, scale)
+        return product
+    return F.linear(inputs, dequantised(weight, scale, inputs.dtype))

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.ops.adamw import add_weight_gradient_
+from megalite.ops.few_rows import few_rows_linear
 
 
 def sum_in_place(
@@ -116,8 +117,10 @@ class _SummingLinear(torch.autograd.Function):
 
 
 def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if not torch.is_grad_enabled():
+        return few_rows_linear(inputs, weight, bias)
     own = _sums_in_place(weight) or hasattr(weight, _DEFERRABLE)
-    if not own or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+    if not own or torch.compiler.is_compiling():
         return F.linear(inputs, weight, bias)
     output: Tensor = _SummingLinear.apply(inputs, weight, bias)  # type: ignore[no-untyped-call]
     return output

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from megalite.ops.dropout import Mask
 from megalite.parallel.collectives import (
     Pending,
+    column_input,
     row_output,
     start_all_reduce,
     start_gather,
@@ -76,8 +77,8 @@ def column_linear(
     mesh: ParallelMesh,
 ) -> Tensor:
     """Compute a linear whose outputs are split over tp: [B, S or S / tp, in] -> [B, S, this rank's outputs]."""
-    if mesh.tp.size == 1:
-        return linear(hidden_states, weight, bias)
+    if mesh.tp.size == 1 or not torch.is_grad_enabled():
+        return linear(column_input(hidden_states, mesh), weight, bias)
     output: Tensor = _OverlappedColumnLinear.apply(hidden_states, weight, bias, mesh)  # type: ignore[no-untyped-call]
     return output
 
