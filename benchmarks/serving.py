@@ -3,23 +3,28 @@
 First right clients, 1, 4 and 16 at a time: tokens/s, time to the first token and between tokens. Then a soak: right
 clients beside slow, broken, malformed, oversized and unauthorised ones. It fails if the server ends, if an answer
 is not the one of a request alone, if a wrong request gets another status, or if the memory grows.
+
+With --peer the same right clients ask `transformers serve` with continuous batching too, in turns with ours
+(`pip install fastapi` first). Its answers may not end before their last token: use a model without an end of a text.
 """
 
 import argparse
 import asyncio
 import json
+import math
 import os
 import random
 import re
 import signal
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +32,7 @@ from typing import Any
 import httpx2
 
 PROMPTS = ("Once upon a time", "Lily and Ben", "The big dog", "One day a little girl", "In the park")
-TOKENS = 96
+TOKENS, CLIENTS = 96, (1, 4, 16)
 KEY = "benchmark-key-benchmark-key"
 MAX_BODY = 100_000
 # Pages that a server touches for the first time still come in the soak's first part.
@@ -48,7 +53,7 @@ class Timed:
         for name, values in (("first_token_ms", self.first), ("inter_token_ms", self.between)):
             ordered = sorted(values)
             found[f"{name}_median"] = round(1000 * statistics.median(ordered), 2)
-            found[f"{name}_p99"] = round(1000 * ordered[int(0.99 * (len(ordered) - 1))], 2)
+            found[f"{name}_p99"] = round(1000 * ordered[math.ceil(0.99 * len(ordered)) - 1], 2)
         return found
 
 
@@ -73,28 +78,61 @@ def server(model: Path, arguments: Sequence[str]) -> Iterator[tuple["subprocess.
                 process.wait()
 
 
+@contextmanager
+def peer(model: Path) -> Iterator[str]:
+    """Run transformers' server with continuous batching; yield its address."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    options = ["--device", "cpu", "--host", "127.0.0.1", "--port", str(port), "--continuous-batching"]
+    command = [str(Path(sys.executable).parent / "transformers"), "serve", str(model), *options]
+    address = f"http://127.0.0.1:{port}"
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+        try:
+            while not answers(address):
+                if process.poll() is not None:
+                    log.seek(0)
+                    raise SystemExit(log.read())
+                time.sleep(0.5)
+            yield address
+        finally:
+            process.kill()
+            process.wait()
+
+
+def answers(address: str) -> bool:
+    """Return whether a server answers that it is well."""
+    try:
+        return bool(httpx2.get(f"{address}/health").is_success)
+    except httpx2.TransportError:
+        return False
+
+
 def client_of(address: str) -> httpx2.AsyncClient:
     headers = {"Authorization": f"Bearer {KEY}"}
     limits = httpx2.Limits(max_connections=None)
     return httpx2.AsyncClient(base_url=address, headers=headers, timeout=120, limits=limits, verify=False)
 
 
+OURS: Mapping[str, Any] = {"model": "model", "ignore_eos": True}
+
+
 def body_of(prompt: str, **fields: Any) -> dict[str, Any]:
-    return {
-        "model": "model",
-        "prompt": prompt,
-        "temperature": 0,
-        "max_tokens": TOKENS,
-        "ignore_eos": True,
-        **fields,
-    }
+    return {"prompt": prompt, "temperature": 0, "max_tokens": TOKENS, **OURS, **fields}
 
 
-async def ask(client: httpx2.AsyncClient, prompt: str, timed: Timed | None = None, pause: float = 0.0) -> str:
-    """Stream an answer; return its text. pause: seconds between two reads, of a slow client."""
+async def ask(
+    client: httpx2.AsyncClient,
+    prompt: str,
+    timed: Timed | None = None,
+    pause: float = 0.0,
+    fields: Mapping[str, Any] = OURS,
+) -> str:
+    """Stream an answer; return its text. pause: seconds between two reads, of a slow client. fields: of the server."""
     last = time.perf_counter()
     text = ""
-    async with client.stream("POST", "/v1/completions", json=body_of(prompt, stream=True)) as response:
+    body = {"prompt": prompt, "temperature": 0, "max_tokens": TOKENS, "stream": True, **fields}
+    async with client.stream("POST", "/v1/completions", json=body) as response:
         if response.status_code != 200:
             return f"status {response.status_code}: {await response.aread()!r}"
         async for line in response.aiter_lines():
@@ -111,20 +149,22 @@ async def ask(client: httpx2.AsyncClient, prompt: str, timed: Timed | None = Non
     return text
 
 
-async def speed(address: str, clients: int, requests: int) -> dict[str, float]:
+async def speed(
+    address: str, clients: int, requests: int, fields: Mapping[str, Any] = OURS
+) -> dict[str, float]:
     """Return the figures of `clients` that ask at the same time, `requests` each."""
     timed = [Timed() for _ in range(clients)]
 
     async def one(own: Timed, number: int) -> None:
         for place in range(requests):
             each = Timed()
-            await ask(client, PROMPTS[(number + place) % len(PROMPTS)], each)
+            await ask(client, PROMPTS[(number + place) % len(PROMPTS)], each, fields=fields)
             own.first += each.first
             own.between += each.between
             own.tokens += each.tokens
 
     async with client_of(address) as client:
-        await ask(client, PROMPTS[0])
+        await ask(client, PROMPTS[0], fields=fields)
         begin = time.perf_counter()
         await asyncio.gather(*(one(own, number) for number, own in enumerate(timed)))
         seconds = time.perf_counter() - begin
@@ -260,11 +300,18 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0, help="of the soak (60)")
     parser.add_argument("--clients", type=int, default=24, help="of the soak (24)")
     parser.add_argument("--requests", type=int, default=4, help="of each client whose speed is measured (4)")
+    parser.add_argument("--peer", action="store_true", help="measure `transformers serve` beside")
     options, arguments = parser.parse_known_args()
     with server(options.model, arguments) as (process, address):
-        speeds = [asyncio.run(speed(address, clients, options.requests)) for clients in (1, 4, 16)]
-        for row in speeds:
-            print(json.dumps(row), flush=True)
+        with ExitStack() as stack:
+            servers = {"megalite": (address, OURS)}
+            if options.peer:
+                fields = {"model": str(options.model)}
+                servers["transformers serve"] = (stack.enter_context(peer(options.model)), fields)
+            for clients in CLIENTS:
+                for name, (each, fields) in servers.items():
+                    row = asyncio.run(speed(each, clients, options.requests, fields))
+                    print(json.dumps({"server": name, **row}), flush=True)
         print(json.dumps(asyncio.run(soak(address, process, options.clients, options.seconds))), flush=True)
         process.send_signal(signal.SIGTERM)
         code = process.wait(timeout=60)
