@@ -20,8 +20,12 @@ constexpr int kVectorBytes = 64, kMostRows = 4;  // 16 of 32 registers hold sums
 #else
 constexpr int kVectorBytes = 32, kMostRows = 2;  // 8 of 16
 #endif
-// Rows of the weight at a time, and the least number of multiplications for which several threads pay.
+// Rows of the weight at a time where the inputs outgrow a quarter of an L1 cache or so: each value of the inputs is then
+// loaded once for all of them. Smaller inputs take one row of the weight at a time, since a processor fetches one stream
+// ahead better than four short ones: 69 MB of rows of 384 values take 2.2 ms instead of 4.8, a plain sum 2.1 (Zen 4).
 constexpr int kOut = 4;
+constexpr int64_t kNearBytes = 16384;
+// The least number of multiplications for which several threads pay.
 constexpr int64_t kParallel = 1 << 16;
 
 template <typename V, int kBytes = kVectorBytes>
@@ -79,7 +83,8 @@ inline void dot(const W* inputs, const S* weight, int64_t in, W (&sums)[kMostRow
     V weights[kCount];
     for (int o = 0; o < kCount; ++o) {
       weights[o] = load<W>(weight + o * in + k);
-      __builtin_prefetch(weight + (kCount + o) * in + k);
+      // The next block of rows.
+      if (kCount > 1) __builtin_prefetch(weight + (kCount + o) * in + k);
     }
     for (int row = 0; row < kRows; ++row) {
       const V values = *reinterpret_cast<const V*>(inputs + row * in + k);
@@ -137,17 +142,16 @@ void product(const T* given, const S* weight, const float* scales, T* output, in
     for (int64_t i = 0; i < rows * in; ++i) space[i] = to_wide(given[i]);
     inputs = space.data();
   }
+  const int64_t taken = rows * in * static_cast<int64_t>(sizeof(Wide<T>)) <= kNearBytes ? 1 : kOut;
 #pragma omp parallel for schedule(static) if (rows * out * in > kParallel)
-  for (int64_t o = 0; o < out; o += kOut) {
-    const S* from = weight + o * in;
-    const float* scale = scales == nullptr ? nullptr : scales + o;
-    if (o + kOut <= out) {
-      block<kOut>(inputs, from, scale, output + o, rows, out, in);
-    } else {
-      for (int64_t rest = 0; rest < out - o; ++rest) {
-        block<1>(
-            inputs, from + rest * in, scale == nullptr ? nullptr : scale + rest, output + o + rest, rows, out, in);
-      }
+  for (int64_t o = 0; o < out; o += taken) {
+    if (taken == kOut && o + kOut <= out) {
+      block<kOut>(inputs, weight + o * in, scales == nullptr ? nullptr : scales + o, output + o, rows, out, in);
+      continue;
+    }
+    for (int64_t each = o; each < std::min(o + taken, out); ++each) {
+      block<1>(
+          inputs, weight + each * in, scales == nullptr ? nullptr : scales + each, output + each, rows, out, in);
     }
   }
 }
