@@ -11,6 +11,7 @@ once.
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,12 +26,14 @@ from megalite.generation.token_engine import TokenEngine
 from megalite.model.kv_cache import Room
 from megalite.model.replica import Replica
 from megalite.model.stages import initialise
+from megalite.ops.few_rows import few_rows_linear
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.shape import ModelShape
 
 CLIENTS, NEW_TOKENS, THREADS, ROUNDS = 16, 64, 2, 5
 COLUMNS = {name: name for name in ("way", "clients", "tokens/s", "against one by one")}
 STEP_COLUMNS = {name: name for name in ("model", "part", "ms", "against the read", "against the products")}
+PRODUCT_COLUMNS = {name: name for name in ("rows", "megalite, ms", "torch, ms", "ratio")}
 # Its weights outgrow the caches of a processor.
 LARGER = replace(
     SHAPE,
@@ -161,6 +164,34 @@ def decode_step(replica: Replica, rounds: int) -> list[dict[str, Any]]:
     ]
 
 
+@torch.inference_mode()
+def products(replica: Replica, rounds: int) -> list[dict[str, Any]]:
+    """The products of a few rows with every weight matrix in turn, by megalite's operator and by torch."""
+    matrices = [each for each in replica.stage.parameters() if each.dim() == 2]
+    found = []
+    for rows in (1, 2, 4, 8, 16):
+        inputs = [torch.randn(1, rows, each.shape[1]) for each in matrices]
+        pairs = list(zip(inputs, matrices, strict=True))
+        ways = {"megalite": few_rows_linear, "torch": F.linear}
+        seconds = dict.fromkeys(ways, float("inf"))
+        for _ in range(10 * rounds):
+            for name, product in ways.items():
+                seconds[name] = min(seconds[name], fastest(partial(_each, product, pairs), 1))
+        found.append(
+            {
+                "rows": rows,
+                **{f"{name}, ms": round(1e3 * taken, 2) for name, taken in seconds.items()},
+                "ratio": round(seconds["torch"] / seconds["megalite"], 2),
+            }
+        )
+    return found
+
+
+def _each(product: Callable[..., Any], pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for pair in pairs:
+        product(*pair)
+
+
 def main() -> None:
     parser = report.parser_of(__doc__)
     parser.add_argument("--threads", type=int, default=THREADS, help="threads of torch (2)")
@@ -173,7 +204,15 @@ def main() -> None:
     report.show("tokens a second", rows, COLUMNS)
     steps = decode_step(replica, rounds) + decode_step(model(LARGER), rounds)
     report.show("one token of one request", steps, STEP_COLUMNS)
-    settings = {"threads": options.threads, "new_tokens": new_tokens, "rounds": rounds, "step": steps}
+    few_rows = products(replica, rounds)
+    report.show("the products of a few rows with all weights", few_rows, PRODUCT_COLUMNS)
+    settings = {
+        "threads": options.threads,
+        "new_tokens": new_tokens,
+        "rounds": rounds,
+        "step": steps,
+        "products": few_rows,
+    }
     report.write("generation", facts, settings, rows, options.results)
 
 
