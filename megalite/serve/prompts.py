@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megalite.data.tokenizer import Tokenizer
-from megalite.errors import DataError
-from megalite.generation.json_object import PACKAGE, without_package
+from megalite.errors import ConfigError, DataError
+from megalite.generation.json_schema import JSON_OBJECT, JsonGrammars, schema_text
 from megalite.generation.prompts import Chat, prompt_ids
 from megalite.generation.request import Request, Sampling
 from megalite.serve.errors import ApiError
@@ -28,7 +28,7 @@ class ServedModel:
     """A model as the server knows it, beside its engine.
 
     name: in requests. chat: the form of conversations; None: no chat. longest_sequence: tokens of prompt and answer.
-    created: seconds since 1970.
+    created: seconds since 1970. grammars: of the engine, which compile schemas here, before the engine has a request.
     """
 
     name: str
@@ -36,6 +36,7 @@ class ServedModel:
     chat: Chat | None
     longest_sequence: int
     created: int
+    grammars: JsonGrammars
 
 
 class Prompts:
@@ -54,7 +55,7 @@ class Prompts:
             ids = self._ids(prompt, name) if isinstance(prompt, str) else self._checked_ids(prompt, name)
             limit_here = self._limit(ids, limit, name, "max_tokens")
             found += self._choices(ids, limit_here, body, body.n, body.logprobs)
-        return _formed(found, body.response_format)
+        return self._formed(found, body.response_format)
 
     def chat(self, body: ChatRequest) -> list[Request]:
         """Return the `n` sequences of /v1/chat/completions."""
@@ -80,7 +81,7 @@ class Prompts:
         limit = self._limit(ids, wanted, "messages", setting)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         found = list(self._choices(ids, limit, body, body.n, logprobs, chat.stop_ids))
-        return _formed(found, body.response_format)
+        return self._formed(found, body.response_format)
 
     def batch(self, body: BatchRequest) -> list[Request]:
         """Return the sequences of /batch_generate, one for each prompt."""
@@ -156,17 +157,16 @@ class Prompts:
             )
             yield Request(tuple(ids), max_tokens, sampling, stop_ids, body.stop, logprobs)
 
-
-def _formed(requests: list[Request], wanted: ResponseFormat) -> list[Request]:
-    """Return the requests in the form of `response_format`."""
-    if wanted.type == "text":
-        return requests
-    if without_package():
-        raise ApiError(
-            400,
-            f"response_format: the server needs the package {PACKAGE} for json_object; install it there, with: "
-            f"pip install {PACKAGE}",
-            param="response_format",
-            code="unsupported_field",
-        )
-    return [replace(each, json_object=True) for each in requests]
+    def _formed(self, requests: list[Request], wanted: ResponseFormat) -> list[Request]:
+        """Return the requests in the form of `response_format`."""
+        if wanted.type == "text":
+            return requests
+        try:
+            schema = JSON_OBJECT if wanted.json_schema is None else schema_text(wanted.json_schema.definition)
+            self._model.grammars.check(schema)
+        except ConfigError as error:
+            message = "; ".join(f"{each.message}; {each.remedy}" for each in error.problems)
+            raise ApiError(
+                400, f"response_format: {message}", param="response_format", code="invalid_value"
+            ) from error
+        return [replace(each, json_schema=schema) for each in requests]

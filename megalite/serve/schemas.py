@@ -21,10 +21,33 @@ class StreamOptions(_Body):
     include_usage: bool = False
 
 
-class ResponseFormat(_Body):
-    """The form of the text; json_object: one JSON object, by constrained decoding."""
+class JsonSchema(_Body):
+    """A JSON schema with its name. strict: the text always follows the schema, whatever its value."""
 
-    type: Literal["text", "json_object"]
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    definition: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None
+    description: Annotated[str, Field(max_length=4096)] | None = None
+
+
+class ResponseFormat(_Body):
+    """The form of the text, by constrained decoding; json_object: one JSON object."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @field_validator("json_schema")
+    @classmethod
+    def _of_its_type(cls, value: JsonSchema | None, info: ValidationInfo) -> JsonSchema | None:
+        if value is not None and info.data.get("type", "json_schema") != "json_schema":
+            raise ValueError('it needs type = "json_schema"')
+        return value
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> "ResponseFormat":
+        if self.type == "json_schema" and self.json_schema is None:
+            raise ValueError('type "json_schema" needs json_schema: {"name": ..., "schema": {...}}')
+        return self
 
 
 class SamplingFields(_Body):
@@ -71,8 +94,8 @@ class _GenerationFields(SamplingFields):
     @field_validator("response_format")
     @classmethod
     def _without_stop(cls, value: ResponseFormat, info: ValidationInfo) -> ResponseFormat:
-        if value.type == "json_object" and info.data.get("stop"):
-            raise ValueError("a text of stop may cut the JSON object; leave stop out")
+        if value.type != "text" and info.data.get("stop"):
+            raise ValueError("a text of stop may cut the JSON; leave stop out")
         return value
 
 

@@ -34,6 +34,18 @@ def chat(status: int, param: str | None, code: str, **fields: Any) -> Wrong:
     return Wrong(status, param, code, {"model": MODEL, "messages": HELLO, **fields}, CHAT)
 
 
+def schema_format(schema: Any = None, name: str = "form") -> dict[str, Any]:
+    """Return a response_format; schema: None: it is missing."""
+    return {
+        "type": "json_schema",
+        "json_schema": {"name": name} | ({} if schema is None else {"schema": schema}),
+    }
+
+
+NESTED: dict[str, Any] = {}
+for _ in range(70):
+    NESTED = {"items": NESTED}
+
 WRONG = [
     # Not a JSON object.
     Wrong(400, None, "invalid_json", b""),
@@ -107,7 +119,21 @@ WRONG = [
     ),
     chat(400, "messages[0].tool_calls", "unknown_field", messages=[{**HELLO[0], "tool_calls": [{}]}]),
     chat(400, "tools", "unsupported_field", tools=[{"type": "function"}]),
-    chat(400, "response_format.type", "invalid_value", response_format={"type": "json_schema"}),
+    chat(400, "response_format.type", "invalid_value", response_format={"type": "grammar"}),
+    chat(400, "response_format", "invalid_value", response_format={"type": "json_schema"}),
+    chat(400, "response_format.json_schema.schema", "missing_field", response_format=schema_format()),
+    chat(400, "response_format.json_schema.name", "invalid_value", response_format=schema_format({}, "a b")),
+    chat(400, "response_format.json_schema.schema", "invalid_value", response_format=schema_format([])),
+    chat(400, "response_format", "invalid_value", response_format=schema_format({"not": {}})),
+    chat(400, "response_format", "invalid_value", response_format=schema_format({"multipleOf": 9999991})),
+    chat(400, "response_format", "invalid_value", response_format=schema_format({}), stop="}"),
+    chat(400, "response_format", "invalid_value", response_format=schema_format({"anyOf": [NESTED]})),
+    chat(
+        400,
+        "response_format.json_schema",
+        "invalid_value",
+        response_format={**schema_format({}), "type": "json_object"},
+    ),
     chat(400, "response_format", "invalid_value", response_format={"type": "json_object"}, stop="}"),
     chat(400, "top_logprobs", "invalid_value", top_logprobs=2),
     chat(400, "top_logprobs", "invalid_value", logprobs=True, top_logprobs=21),
