@@ -24,7 +24,7 @@ class Event:
     text: the text that is new with it, without special tokens and without a stop string; "" while it may still change.
     logprob: of the token by the model, before penalties and temperature; None: not asked for. top_logprobs: the most
     likely tokens with theirs. finish: why the request ends with this token: a token or string that stops it, or its
-    maximum number of tokens; None: it goes on.
+    maximum number of tokens; None: it goes on. embedding: of a request that embeds, its only event; the token is -1.
     """
 
     number: int
@@ -33,6 +33,7 @@ class Event:
     logprob: float | None
     top_logprobs: tuple[tuple[int, float], ...]
     finish: Finish | None
+    embedding: tuple[float, ...] | None = None
 
 
 class _Text:
@@ -44,7 +45,9 @@ class _Text:
         self._stop_ids = request.stop_ids
 
     def push(self, sampled: Sampled) -> Event:
-        """Return the event of a token, which may find a stop string."""
+        """Return the event of a token, which may find a stop string, or of an embedding."""
+        if sampled.embedding is not None:
+            return Event(sampled.number, sampled.token, "", None, (), "stop", sampled.embedding)
         new = "" if sampled.token in self._stop_ids else self._tokens.push(sampled.token)
         if sampled.finish is not None:
             new += self._tokens.finish()

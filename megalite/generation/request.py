@@ -51,6 +51,7 @@ class Request:
     the text. stop: strings that end the text, which does not contain them. logprobs: None: no log probabilities; n: of
     each new token and of its n most likely alternatives. json_schema: the new text is JSON of this schema
     (`megalite.generation.json_schema.schema_text`), whose end ends it; cut at max_tokens, it is the beginning of one.
+    embeds: no new token: the embedding of the prompt (`megalite.generation.embedding`) is wanted; max_tokens is 0.
     """
 
     prompt_ids: tuple[int, ...]
@@ -60,6 +61,7 @@ class Request:
     stop: tuple[str, ...] = ()
     logprobs: int | None = None
     json_schema: str | None = None
+    embeds: bool = False
 
 
 def sampling_problems(
@@ -135,7 +137,7 @@ def check_request(request: Request, shape: ModelShape, most: int) -> None:
             f"{len(prompt)} tokens of the prompt and {new} new ones exceed {setting}",
             f"use at most {max(0, most - len(prompt))}, or a shorter prompt",
         )
-    elif new < 1:
+    elif new < 1 and not request.embeds:
         problem = Problem("tokens", f"{new} is no number of new tokens", "use 1 or more")
     elif request.json_schema is not None and request.stop:
         problem = Problem("stop", "may cut the JSON of json_schema", "leave one of them out")

@@ -8,12 +8,13 @@ from megalite.data.tokenizer import Tokenizer
 from megalite.errors import ConfigError, DataError
 from megalite.generation.json_schema import JSON_OBJECT, JsonGrammars, schema_text
 from megalite.generation.prompts import Chat, prompt_ids
-from megalite.generation.request import Request, Sampling
+from megalite.generation.request import GREEDY, Request, Sampling
 from megalite.serve.errors import ApiError
 from megalite.serve.schemas import (
     BatchRequest,
     ChatRequest,
     CompletionRequest,
+    EmbeddingRequest,
     ResponseFormat,
     SamplingFields,
 )
@@ -52,7 +53,7 @@ class Prompts:
         found: list[Request] = []
         for index, prompt in enumerate(body.prompt):
             name = f"prompt[{index}]" if len(body.prompt) > 1 else "prompt"
-            ids = self._ids(prompt, name) if isinstance(prompt, str) else self._checked_ids(prompt, name)
+            ids = self._ids(prompt, name)
             limit_here = self._limit(ids, limit, name, "max_tokens")
             found += self._choices(ids, limit_here, body, body.n, body.logprobs)
         return self._formed(found, body.response_format)
@@ -83,6 +84,19 @@ class Prompts:
         found = list(self._choices(ids, limit, body, body.n, logprobs, chat.stop_ids))
         return self._formed(found, body.response_format)
 
+    def embeddings(self, body: EmbeddingRequest) -> list[Request]:
+        """Return the requests of /v1/embeddings, one for each input."""
+        self._check_count(len(body.input), "input")
+        found: list[Request] = []
+        for index, text in enumerate(body.input):
+            name = f"input[{index}]" if len(body.input) > 1 else "input"
+            ids, most = self._ids(text, name), self._model.longest_sequence
+            if len(ids) > most:
+                message = f"{name}: {len(ids)} tokens exceed the model's context of {most}; shorten the text"
+                raise ApiError(400, message, param=name, code="context_length_exceeded")
+            found.append(Request(ids, 0, GREEDY, frozenset(), embeds=True))
+        return found
+
     def batch(self, body: BatchRequest) -> list[Request]:
         """Return the sequences of /batch_generate, one for each prompt."""
         self._check_count(len(body.prompts), "prompts")
@@ -93,10 +107,9 @@ class Prompts:
             found += self._choices(ids, self._limit(ids, body.max_tokens, name, "max_tokens"), body, 1, None)
         return found
 
-    def _ids(self, prompt: str, name: str) -> tuple[int, ...]:
-        return self._checked_ids(prompt_ids(self._model.tokenizer, prompt), name)
-
-    def _checked_ids(self, ids: Sequence[int], name: str) -> tuple[int, ...]:
+    def _ids(self, prompt: str | Sequence[int], name: str) -> tuple[int, ...]:
+        """Return the tokens of a text, or the given tokens."""
+        ids = prompt_ids(self._model.tokenizer, prompt) if isinstance(prompt, str) else prompt
         if not ids:
             raise ApiError(400, f"{name}: it has no tokens", param=name, code="invalid_value")
         known = self._model.tokenizer.vocab_size

@@ -108,12 +108,21 @@ class CompletionRequest(_GenerationFields):
     @field_validator("prompt", mode="before")
     @classmethod
     def _prompt(cls, value: Any) -> Any:
-        prompts = [value] if isinstance(value, str) or _is_ids(value) else value
-        if not isinstance(prompts, list) or not prompts:
-            raise ValueError("a text, a list of texts, a list of token ids or a list of such lists is needed")
-        if not (all(isinstance(each, str) for each in prompts) or all(map(_is_ids, prompts))):
-            raise ValueError("a list of texts, or a list of lists of token ids that are not empty, is needed")
-        return tuple(each if isinstance(each, str) else tuple(each) for each in prompts)
+        return _texts_or_ids(value)
+
+
+class EmbeddingRequest(_Body):
+    """The body of /v1/embeddings. input: texts, or lists of token ids."""
+
+    model: str
+    input: tuple[str | tuple[int, ...], ...]
+    encoding_format: Literal["float", "base64"] = "float"
+    user: Annotated[str, Field(max_length=256)] | None = None
+
+    @field_validator("input", mode="before")
+    @classmethod
+    def _input(cls, value: Any) -> Any:
+        return _texts_or_ids(value)
 
 
 class Message(_Body):
@@ -175,6 +184,16 @@ class BatchRequest(SamplingFields):
 
     prompts: Annotated[list[str], Field(min_length=1)]
     max_tokens: Annotated[int, Field(ge=1)] = 16
+
+
+def _texts_or_ids(value: Any) -> tuple[str | tuple[int, ...], ...]:
+    """Return one or several prompts. Raises ValueError."""
+    prompts = [value] if isinstance(value, str) or _is_ids(value) else value
+    if not isinstance(prompts, list) or not prompts:
+        raise ValueError("a text, a list of texts, a list of token ids or a list of such lists is needed")
+    if not (all(isinstance(each, str) for each in prompts) or all(map(_is_ids, prompts))):
+        raise ValueError("a list of texts, or a list of lists of token ids that are not empty, is needed")
+    return tuple(each if isinstance(each, str) else tuple(each) for each in prompts)
 
 
 def _is_ids(value: Any) -> bool:

@@ -17,11 +17,14 @@ from typing import Annotated, Literal
 import httpx2
 import openai
 import pytest
+import torch
 from pydantic import BaseModel, Field
 
-from megalite.generation.loaded import load
+from megalite.generation.loaded import LoadedModel, load
+from megalite.generation.prompts import prompt_ids
 from megalite.generation.text import generate
 from tests.support.jobs import ROOT
+from tests.support.parity import FLOAT32_RTOL, assert_close
 
 PROMPT = "Once upon a time"
 START_SECONDS, END_SECONDS = 90.0, 20.0
@@ -129,6 +132,7 @@ def test_the_official_client(shared_data: Path) -> None:
         assert stopped.choices[0].text == expected[: expected.index(expected[5:9])]
         assert stopped.choices[0].finish_reason == "stop"
         _ask_for_a_schema(client, served)
+        _ask_for_embeddings(client, served, load(model))
         with pytest.raises(openai.NotFoundError, match="not served here"):
             client.completions.create(model="other", prompt="x")
         with pytest.raises(openai.BadRequestError, match="does not support"):
@@ -168,6 +172,26 @@ def _ask_for_a_schema(client: openai.OpenAI, served: str) -> None:
             response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}},
         )
     assert refused.value.param == "response_format"
+
+
+def _ask_for_embeddings(client: openai.OpenAI, served: str, loaded: LoadedModel) -> None:
+    """Ask for embeddings as base64, which is the client's default, and as numbers; for wrong ones."""
+    texts = ["Once upon a time", "The cat sat", "The cat sat"]
+    answer = client.embeddings.create(model=served, input=texts)
+    ids = prompt_ids(loaded.tokenizer, texts[0])
+    assert answer.usage.prompt_tokens == answer.usage.total_tokens > len(ids)
+    chunk = loaded.model.whole
+    with torch.inference_mode():
+        hidden = chunk.normed(chunk.decode(torch.tensor([ids]), torch.arange(len(ids))[None]))[0, -1]
+    first, second, third = (each.embedding for each in answer.data)
+    assert_close(torch.tensor(first), hidden / hidden.norm(), rtol=FLOAT32_RTOL)
+    assert second == third and first != second
+    plain = client.embeddings.create(model=served, input=ids, encoding_format="float").data[0].embedding
+    assert_close(plain, first, rtol=FLOAT32_RTOL)
+    with pytest.raises(openai.BadRequestError, match="dimensions: this server does not support it"):
+        client.embeddings.create(model=served, input="x", dimensions=8)
+    with pytest.raises(openai.BadRequestError, match="exceed the model's context of 512; shorten the text"):
+        client.embeddings.create(model=served, input=["x", "word " * 600])
 
 
 @pytest.mark.parametrize("layout", ["--pipeline 2", pytest.param("--tensor 2", marks=pytest.mark.slow)])

@@ -30,6 +30,10 @@ def completion(status: int, param: str | None, code: str, **fields: Any) -> Wron
     return Wrong(status, param, code, {"model": MODEL, "prompt": "One", **fields})
 
 
+def embedding(status: int, param: str | None, code: str, **fields: Any) -> Wrong:
+    return Wrong(status, param, code, {"model": MODEL, **fields}, "/v1/embeddings")
+
+
 def chat(status: int, param: str | None, code: str, **fields: Any) -> Wrong:
     return Wrong(status, param, code, {"model": MODEL, "messages": HELLO, **fields}, CHAT)
 
@@ -145,6 +149,16 @@ WRONG = [
     Wrong(400, "prompts", "invalid_value", {"prompts": []}, BATCH),
     Wrong(400, "prompts[1]", "invalid_value", {"prompts": ["One", 5]}, BATCH),
     Wrong(400, "prompts[1]", "invalid_value", {"prompts": ["One", ""]}, BATCH),
+    # Not an embedding.
+    embedding(400, "input", "missing_field"),
+    embedding(400, "input", "invalid_value", input=[]),
+    embedding(400, "input", "invalid_value", input=""),
+    embedding(400, "input[1]", "invalid_value", input=[[5], [10**9]]),
+    embedding(400, "input", "too_many_sequences", input=["One"] * 100),
+    embedding(400, "input", "context_length_exceeded", input=[5] * (CONTEXT + 1)),
+    embedding(400, "dimensions", "unsupported_field", input="One", dimensions=8),
+    embedding(400, "encoding_format", "invalid_value", input="One", encoding_format="int8"),
+    embedding(404, "model", "model_not_found", input="One", model="other"),
     # Paths, methods, types and sizes.
     Wrong(404, None, "not_found", path="/v1/nothing"),
     Wrong(404, "model", "model_not_found", path="/v1/models/other", method="GET"),
