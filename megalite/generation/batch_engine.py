@@ -3,10 +3,9 @@
 from dataclasses import dataclass
 
 from megalite.generation.detokenise import Detokeniser, StopScan
-from megalite.generation.json_object import JsonGrammar
+from megalite.generation.json_schema import JsonGrammars
 from megalite.generation.loaded import LoadedModel
 from megalite.generation.request import Request, check_request
-from megalite.generation.slots import Constraint
 from megalite.generation.token_engine import PREFILL_CHUNK, Finish, Sampled, TokenEngine
 from megalite.model.kv_cache import Room
 from megalite.parallel.mesh import COLLECTIVE_SECONDS
@@ -25,7 +24,7 @@ class Event:
     text: the text that is new with it, without special tokens and without a stop string; "" while it may still change.
     logprob: of the token by the model, before penalties and temperature; None: not asked for. top_logprobs: the most
     likely tokens with theirs. finish: why the request ends with this token: a token or string that stops it, or its
-    maximum number of tokens; None: it goes on.
+    maximum number of tokens; None: it goes on. embedding: of a request that embeds, its only event; the token is -1.
     """
 
     number: int
@@ -34,6 +33,7 @@ class Event:
     logprob: float | None
     top_logprobs: tuple[tuple[int, float], ...]
     finish: Finish | None
+    embedding: tuple[float, ...] | None = None
 
 
 class _Text:
@@ -45,7 +45,9 @@ class _Text:
         self._stop_ids = request.stop_ids
 
     def push(self, sampled: Sampled) -> Event:
-        """Return the event of a token, which may find a stop string."""
+        """Return the event of a token, which may find a stop string, or of an embedding."""
+        if sampled.embedding is not None:
+            return Event(sampled.number, sampled.token, "", None, (), "stop", sampled.embedding)
         new = "" if sampled.token in self._stop_ids else self._tokens.push(sampled.token)
         if sampled.finish is not None:
             new += self._tokens.finish()
@@ -64,7 +66,7 @@ class BatchEngine:
     them. prefill_chunk: the most tokens of prompts in one step, between which the running requests go on.
 
     Rank 0 decides: on the other ranks `step` takes its requests, so they either make the same calls, or call
-    `serve_steps`, which returns when rank 0 calls `close`. One thread makes all calls.
+    `serve_steps`, which returns when rank 0 calls `close`. One thread makes all calls, but those of `grammars`.
     """
 
     def __init__(
@@ -81,7 +83,7 @@ class BatchEngine:
         room = Room(max_requests, self.max_tokens)
         self._engine = TokenEngine(loaded.replica, room, prefill_chunk=prefill_chunk)
         self._texts: dict[int, _Text] = {}
-        self._json: JsonGrammar | None = None
+        self.grammars = JsonGrammars(loaded.tokenizer)
         self._next = 0
         # Number -> a new request, or None: it is cancelled. Rank 0's reach the other ranks with the next step.
         self._changes: list[tuple[int, Request | None]] = []
@@ -95,10 +97,11 @@ class BatchEngine:
         """Take a request; return its number, which its events carry.
 
         Raises ConfigError for a request that can never run: an empty prompt, ids outside of the vocabulary, more tokens
-        than the model's positions or `max_tokens`, `json_object` without llguidance.
+        than the model's positions or `max_tokens`, a `json_schema` that cannot be compiled.
         """
         check_request(request, self._loaded.config, self.max_tokens)
-        self._constraint(request)
+        if request.json_schema is not None:
+            self.grammars.check(request.json_schema)
         number, self._next = self._next, self._next + 1
         self._changes.append((number, request))
         return number
@@ -145,15 +148,7 @@ class BatchEngine:
         self._changes = []
         for number, request in changes:
             if request is not None:
-                self._engine.submit(number, request, self._constraint(request))
+                self._engine.submit(number, request, self.grammars.constraint(request))
                 self._texts[number] = _Text(self._loaded, request)
             elif self._texts.pop(number, None) is not None:
                 self._engine.cancel(number)
-
-    def _constraint(self, request: Request) -> Constraint | None:
-        """Return a new constraint of the request's tokens, if it has one."""
-        if not request.json_object:
-            return None
-        if self._json is None:
-            self._json = JsonGrammar(self._loaded.tokenizer)
-        return self._json.constraint(request)

@@ -49,8 +49,9 @@ class Request:
 
     prompt_ids: the tokens before the new ones. max_tokens: the maximum number of new tokens. stop_ids: tokens that end
     the text. stop: strings that end the text, which does not contain them. logprobs: None: no log probabilities; n: of
-    each new token and of its n most likely alternatives. json_object: the new text is a JSON object, whose end ends it;
-    cut at max_tokens, it is the beginning of one.
+    each new token and of its n most likely alternatives. json_schema: the new text is JSON of this schema
+    (`megalite.generation.json_schema.schema_text`), whose end ends it; cut at max_tokens, it is the beginning of one.
+    embeds: no new token: the embedding of the prompt (`megalite.generation.embedding`) is wanted; max_tokens is 0.
     """
 
     prompt_ids: tuple[int, ...]
@@ -59,7 +60,8 @@ class Request:
     stop_ids: frozenset[int]
     stop: tuple[str, ...] = ()
     logprobs: int | None = None
-    json_object: bool = False
+    json_schema: str | None = None
+    embeds: bool = False
 
 
 def sampling_problems(
@@ -135,9 +137,9 @@ def check_request(request: Request, shape: ModelShape, most: int) -> None:
             f"{len(prompt)} tokens of the prompt and {new} new ones exceed {setting}",
             f"use at most {max(0, most - len(prompt))}, or a shorter prompt",
         )
-    elif new < 1:
+    elif new < 1 and not request.embeds:
         problem = Problem("tokens", f"{new} is no number of new tokens", "use 1 or more")
-    elif request.json_object and request.stop:
-        problem = Problem("stop", "may cut the JSON object of json_object", "leave one of them out")
+    elif request.json_schema is not None and request.stop:
+        problem = Problem("stop", "may cut the JSON of json_schema", "leave one of them out")
     if problem is not None:
         raise ConfigError([problem], "the request")

@@ -9,6 +9,7 @@ from typing import Any
 
 from megalite.data.tokenizer import Tokenizer
 from megalite.errors import ConfigError, DataError, Problem
+from megalite.generation.json_schema import JSON_OBJECT, JsonGrammars, schema_text
 from megalite.generation.prompts import Chat, prompt_ids
 from megalite.generation.request import Request, Sampling, check_request, sampling_problems
 from megalite.generation.source import ModelSource
@@ -22,9 +23,18 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "max_tokens": (int,),
     "stop": (str, list),
     "logprobs": (int,),
+    "json_object": (bool,),
+    "json_schema": (dict,),
     **{each.name: (int,) if each.name in ("top_k", "seed") else _NUMBER for each in fields(Sampling)},
 }
-_NAMES = {str: "a string", list: "a list", int: "a whole number", float: "a number"}
+_NAMES = {
+    str: "a string",
+    list: "a list",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    dict: "an object",
+}
 
 
 @dataclass(frozen=True)
@@ -82,6 +92,7 @@ class _Reader:
     def __init__(self, defaults: Request, source: ModelSource, tokenizer: Tokenizer):
         self._defaults, self._source, self._tokenizer = defaults, source, tokenizer
         self._chat: Chat | None = None
+        self._grammars = JsonGrammars(tokenizer)
 
     def problems(self, row: Mapping[str, Any]) -> Iterator[Problem]:
         """Yield the problems of the fields of a line."""
@@ -97,6 +108,10 @@ class _Reader:
                 yield Problem(field, f"{json.dumps(value)[:60]} is not {wanted}", "change it")
         if ("prompt" in row) == ("messages" in row):
             yield Problem("prompt", "has to be given, or messages, and not both", "leave one of them")
+        if row.get("json_object") is True and "json_schema" in row:
+            yield Problem(
+                "json_schema", "says more than json_object, which is given too", "leave one of them"
+            )
         if types_are_right:
             yield from self._setting_problems(row)
 
@@ -137,9 +152,18 @@ class _Reader:
             frozenset(stop_ids),
             (stop,) if isinstance(stop, str) else tuple(stop),
             row.get("logprobs", self._defaults.logprobs),
+            self._schema(row),
         )
         check_request(request, self._source.shape, self._source.shape.longest_sequence)
         return request
+
+    def _schema(self, row: Mapping[str, Any]) -> str | None:
+        """Return the checked schema of a line. Raises ConfigError."""
+        if "json_schema" not in row and not row.get("json_object"):
+            return None
+        schema = schema_text(row["json_schema"]) if "json_schema" in row else JSON_OBJECT
+        self._grammars.check(schema)
+        return schema
 
     def _sampling(self, row: Mapping[str, Any]) -> Sampling:
         given = {each.name: row[each.name] for each in fields(Sampling) if each.name in row}
@@ -156,4 +180,4 @@ def _object(line: str) -> Mapping[str, Any] | str:
 
 
 def _has_type(value: Any, types: tuple[type, ...]) -> bool:
-    return isinstance(value, types) and not isinstance(value, bool)
+    return isinstance(value, types) and (bool in types or not isinstance(value, bool))

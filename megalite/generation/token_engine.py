@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 
+from megalite.generation.embedding import width_with_embeddings, with_embeddings
 from megalite.generation.request import Request
 from megalite.generation.sampling import sampled_rows, sampled_width
 from megalite.generation.slots import Constraint, Plan, Running, SlotTable
@@ -30,7 +31,8 @@ class Sampled:
     """A new token of a request.
 
     logprob: its log probability by the model, before penalties and temperature; None: not asked for. top_logprobs: the
-    most likely tokens with theirs. finish: why it is the last token; None: it is not.
+    most likely tokens with theirs. finish: why it is the last token; None: it is not. embedding: [H], asked for instead
+    of a token, which is -1.
     """
 
     number: int
@@ -38,6 +40,7 @@ class Sampled:
     logprob: float | None
     top_logprobs: tuple[tuple[int, float], ...]
     finish: Finish | None
+    embedding: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -117,7 +120,7 @@ class TokenEngine:
         return -(-min(requests, self._most) // len(self._tables))
 
     def _forward(self, plan: Plan, cache: KeyValueCache, rows: tuple[Running, ...]) -> Pending:
-        """Run the stages; return what waits for the values of `sampled_rows`."""
+        """Run the stages; return what waits for the values of `with_embeddings`."""
         model, mesh = self._model, self._model.mesh
         segments = tuple(
             Segment(each.slot, each.start, each.count, len(each.running.request.prompt_ids))
@@ -130,12 +133,16 @@ class TokenEngine:
         if not rows:
             return lambda: torch.empty(0, 2)
         if hidden is None:
-            values = torch.empty(len(rows), sampled_width(rows), dtype=torch.float64, device=mesh.device)
+            width = width_with_embeddings(sampled_width(rows), rows, model.shape.hidden_size)
+            values = torch.empty(len(rows), width, dtype=torch.float64, device=mesh.device)
         else:
             places = [at for at, ends in zip(step.last_tokens, plan.completes, strict=True) if ends]
             if len(places) < hidden.shape[1]:
                 hidden = hidden[:, places]
-            values = sampled_rows(model.stage.chunks[-1].logits(hidden)[0], rows)
+            head = model.stage.chunks[-1]
+            values = sampled_rows(head.logits(hidden)[0], rows)
+            if any(row.request.embeds for row in rows):
+                values = with_embeddings(values, head.normed(hidden)[0], rows)
         return start_from_last_chunk(values, model.split, mesh)
 
     def _collect(self) -> list[Sampled]:
@@ -144,6 +151,11 @@ class TokenEngine:
         sampled = []
         for running, values in zip(launch.rows, launch.values().tolist(), strict=True):
             if running not in launch.table.running:  # cancelled meanwhile
+                continue
+            if running.request.embeds:
+                launch.table.leave(running)
+                embedding = tuple(values[: self._model.shape.hidden_size])
+                sampled.append(Sampled(running.number, -1, None, (), "stop", embedding))
                 continue
             token, wanted = int(values[0]), running.request.logprobs
             running.add(token)

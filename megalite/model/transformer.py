@@ -140,6 +140,10 @@ class Chunk(nn.Module):
             hidden_states = layer(hidden_states, context)
         return hidden_states
 
+    def normed(self, hidden_states: Tensor) -> Tensor:
+        """Last chunk: [B, S, H] -> [B, S, H] after the final norm."""
+        return self.output.norm(hidden_states)
+
     def logits(self, hidden_states: Tensor) -> Tensor:
         """Last chunk: [B, S, H] -> full logits [B, S, V], >= float32, on every tensor parallel rank; outside
         autograd."""

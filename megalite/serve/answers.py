@@ -1,8 +1,10 @@
 """The answers to requests: OpenAI's objects, whole and as chunks of a stream."""
 
+import struct
 import time
 import uuid
 from abc import ABC, abstractmethod
+from base64 import b64encode
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -161,3 +163,25 @@ class BatchAnswer(Answer):
             "finish_reason": choice.finish,
             "completion_tokens": tokens,
         }
+
+
+class EmbeddingAnswer(Answer):
+    """The answer of /v1/embeddings. base64: the embeddings are little-endian float32 numbers in base64."""
+
+    base64 = False
+
+    @property
+    def completion_tokens(self) -> int:
+        return 0
+
+    def whole(self) -> dict[str, Any]:
+        data = [self._choice(index, choice) for index, choice in enumerate(self.choices)]
+        usage = {"prompt_tokens": self._prompt_tokens, "total_tokens": self._prompt_tokens}
+        return {"object": "list", "data": data, "model": self._model, "usage": usage}
+
+    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        numbers = choice.events[0].embedding or ()
+        shown: list[float] | str = list(numbers)
+        if self.base64:
+            shown = b64encode(struct.pack(f"<{len(numbers)}f", *numbers)).decode()
+        return {"object": "embedding", "index": index, "embedding": shown}

@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from megalite.generation.request import Request as Prompt
 from megalite.serve.admission import Admission
-from megalite.serve.answers import Answer, BatchAnswer, ChatAnswer, CompletionAnswer
+from megalite.serve.answers import Answer, BatchAnswer, ChatAnswer, CompletionAnswer, EmbeddingAnswer
 from megalite.serve.body import read_body
 from megalite.serve.engine_thread import EngineThread
 from megalite.serve.errors import ApiError
@@ -22,7 +22,7 @@ from megalite.serve.generation_response import GenerationResponse
 from megalite.serve.metrics import ServerMetrics
 from megalite.serve.middleware import Gate
 from megalite.serve.prompts import Prompts, ServedModel
-from megalite.serve.schemas import BatchRequest, ChatRequest, CompletionRequest
+from megalite.serve.schemas import BatchRequest, ChatRequest, CompletionRequest, EmbeddingRequest
 from megalite.serve.settings import ServeSettings
 from megalite.serve.token_text import TokenText
 
@@ -60,6 +60,7 @@ class Service:
             Route("/v1/models/{name:path}", self._one_model),
             Route("/v1/completions", self._completions, methods=["POST"]),
             Route("/v1/chat/completions", self._chat, methods=["POST"]),
+            Route("/v1/embeddings", self._embeddings, methods=["POST"]),
             Route("/batch_generate", self._batch, methods=["POST"]),
         ]
         paths = {route.path for route in routes}
@@ -84,6 +85,15 @@ class Service:
         answer = ChatAnswer(self._model.name, prompts, len(prompts[0].prompt_ids), self._tokens)
         usage = body.stream_options is not None and body.stream_options.include_usage
         return self._generate(prompts, answer, stream=body.stream, include_usage=usage)
+
+    async def _embeddings(self, request: Request) -> Response:
+        body = await read_body(request, EmbeddingRequest, self.settings)
+        self._note(request, body.model, body.user)
+        prompts = await asyncio.to_thread(self._prompts.embeddings, body)
+        tokens = sum(len(prompt.prompt_ids) for prompt in prompts)
+        answer = EmbeddingAnswer(self._model.name, prompts, tokens, self._tokens)
+        answer.base64 = body.encoding_format == "base64"
+        return self._generate(prompts, answer)
 
     async def _batch(self, request: Request) -> Response:
         body = await read_body(request, BatchRequest, self.settings)

@@ -90,7 +90,8 @@ class GenerationResponse(Response):
         async for events in job:
             chunks = []
             for index, event in events:
-                clock.token(index)
+                if event.embedding is None:
+                    clock.token(index)
                 self._answer.add(index, event)
                 if self._stream:
                     chunks.append(self._answer.chunk(index, event))

@@ -5,15 +5,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megalite.data.tokenizer import Tokenizer
-from megalite.errors import DataError
-from megalite.generation.json_object import PACKAGE, without_package
+from megalite.errors import ConfigError, DataError
+from megalite.generation.json_schema import JSON_OBJECT, JsonGrammars, schema_text
 from megalite.generation.prompts import Chat, prompt_ids
-from megalite.generation.request import Request, Sampling
+from megalite.generation.request import GREEDY, Request, Sampling
 from megalite.serve.errors import ApiError
 from megalite.serve.schemas import (
     BatchRequest,
     ChatRequest,
     CompletionRequest,
+    EmbeddingRequest,
     ResponseFormat,
     SamplingFields,
 )
@@ -28,7 +29,7 @@ class ServedModel:
     """A model as the server knows it, beside its engine.
 
     name: in requests. chat: the form of conversations; None: no chat. longest_sequence: tokens of prompt and answer.
-    created: seconds since 1970.
+    created: seconds since 1970. grammars: of the engine, which compile schemas here, before the engine has a request.
     """
 
     name: str
@@ -36,6 +37,7 @@ class ServedModel:
     chat: Chat | None
     longest_sequence: int
     created: int
+    grammars: JsonGrammars
 
 
 class Prompts:
@@ -51,10 +53,10 @@ class Prompts:
         found: list[Request] = []
         for index, prompt in enumerate(body.prompt):
             name = f"prompt[{index}]" if len(body.prompt) > 1 else "prompt"
-            ids = self._ids(prompt, name) if isinstance(prompt, str) else self._checked_ids(prompt, name)
+            ids = self._ids(prompt, name)
             limit_here = self._limit(ids, limit, name, "max_tokens")
             found += self._choices(ids, limit_here, body, body.n, body.logprobs)
-        return _formed(found, body.response_format)
+        return self._formed(found, body.response_format)
 
     def chat(self, body: ChatRequest) -> list[Request]:
         """Return the `n` sequences of /v1/chat/completions."""
@@ -80,7 +82,20 @@ class Prompts:
         limit = self._limit(ids, wanted, "messages", setting)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         found = list(self._choices(ids, limit, body, body.n, logprobs, chat.stop_ids))
-        return _formed(found, body.response_format)
+        return self._formed(found, body.response_format)
+
+    def embeddings(self, body: EmbeddingRequest) -> list[Request]:
+        """Return the requests of /v1/embeddings, one for each input."""
+        self._check_count(len(body.input), "input")
+        found: list[Request] = []
+        for index, text in enumerate(body.input):
+            name = f"input[{index}]" if len(body.input) > 1 else "input"
+            ids, most = self._ids(text, name), self._model.longest_sequence
+            if len(ids) > most:
+                message = f"{name}: {len(ids)} tokens exceed the model's context of {most}; shorten the text"
+                raise ApiError(400, message, param=name, code="context_length_exceeded")
+            found.append(Request(ids, 0, GREEDY, frozenset(), embeds=True))
+        return found
 
     def batch(self, body: BatchRequest) -> list[Request]:
         """Return the sequences of /batch_generate, one for each prompt."""
@@ -92,10 +107,9 @@ class Prompts:
             found += self._choices(ids, self._limit(ids, body.max_tokens, name, "max_tokens"), body, 1, None)
         return found
 
-    def _ids(self, prompt: str, name: str) -> tuple[int, ...]:
-        return self._checked_ids(prompt_ids(self._model.tokenizer, prompt), name)
-
-    def _checked_ids(self, ids: Sequence[int], name: str) -> tuple[int, ...]:
+    def _ids(self, prompt: str | Sequence[int], name: str) -> tuple[int, ...]:
+        """Return the tokens of a text, or the given tokens."""
+        ids = prompt_ids(self._model.tokenizer, prompt) if isinstance(prompt, str) else prompt
         if not ids:
             raise ApiError(400, f"{name}: it has no tokens", param=name, code="invalid_value")
         known = self._model.tokenizer.vocab_size
@@ -156,17 +170,16 @@ class Prompts:
             )
             yield Request(tuple(ids), max_tokens, sampling, stop_ids, body.stop, logprobs)
 
-
-def _formed(requests: list[Request], wanted: ResponseFormat) -> list[Request]:
-    """Return the requests in the form of `response_format`."""
-    if wanted.type == "text":
-        return requests
-    if without_package():
-        raise ApiError(
-            400,
-            f"response_format: the server needs the package {PACKAGE} for json_object; install it there, with: "
-            f"pip install {PACKAGE}",
-            param="response_format",
-            code="unsupported_field",
-        )
-    return [replace(each, json_object=True) for each in requests]
+    def _formed(self, requests: list[Request], wanted: ResponseFormat) -> list[Request]:
+        """Return the requests in the form of `response_format`."""
+        if wanted.type == "text":
+            return requests
+        try:
+            schema = JSON_OBJECT if wanted.json_schema is None else schema_text(wanted.json_schema.definition)
+            self._model.grammars.check(schema)
+        except ConfigError as error:
+            message = "; ".join(f"{each.message}; {each.remedy}" for each in error.problems)
+            raise ApiError(
+                400, f"response_format: {message}", param="response_format", code="invalid_value"
+            ) from error
+        return [replace(each, json_schema=schema) for each in requests]

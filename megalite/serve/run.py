@@ -4,10 +4,13 @@ import asyncio
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 
+from megalite.errors import ConfigError
 from megalite.generation.batch_engine import BatchEngine
+from megalite.generation.json_schema import JSON_OBJECT
 from megalite.generation.loaded import load_source
 from megalite.generation.prompts import Chat
 from megalite.parallel.mesh import ParallelMesh
@@ -28,6 +31,9 @@ def serve(plan: ServePlan, mesh: ParallelMesh, on_ready: Callable[[int], None]) 
     sockets = listen(settings) if mesh.rank == 0 else []
     loaded = load_source(plan.source, mesh, getattr(torch, plan.dtype))
     engine = BatchEngine(loaded, max_requests=settings.max_requests, max_tokens=plan.context_length)
+    # The first grammar takes up to a second, in which the running requests would stand still.
+    with suppress(ConfigError):
+        engine.grammars.check(JSON_OBJECT)
     pids = mesh.gather_objects(os.getpid())
     if pids is None:
         engine.serve_steps()
@@ -35,7 +41,9 @@ def serve(plan: ServePlan, mesh: ParallelMesh, on_ready: Callable[[int], None]) 
     # The template is tried here, which imports transformers: a request should not wait for that.
     template = plan.template
     chat = None if template is None else Chat(loaded.tokenizer, plan.source.tokenizer, template)
-    model = ServedModel(plan.name, loaded.tokenizer, chat, engine.max_tokens, int(time.time()))
+    model = ServedModel(
+        plan.name, loaded.tokenizer, chat, engine.max_tokens, int(time.time()), engine.grammars
+    )
     # The number of cores is a setting of each thread.
     threads = torch.get_num_threads()
     owner = EngineThread(engine, prepare=lambda: torch.set_num_threads(threads))

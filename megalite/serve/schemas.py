@@ -21,10 +21,33 @@ class StreamOptions(_Body):
     include_usage: bool = False
 
 
-class ResponseFormat(_Body):
-    """The form of the text; json_object: one JSON object, by constrained decoding."""
+class JsonSchema(_Body):
+    """A JSON schema with its name. strict: the text always follows the schema, whatever its value."""
 
-    type: Literal["text", "json_object"]
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    definition: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None
+    description: Annotated[str, Field(max_length=4096)] | None = None
+
+
+class ResponseFormat(_Body):
+    """The form of the text, by constrained decoding; json_object: one JSON object."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @field_validator("json_schema")
+    @classmethod
+    def _of_its_type(cls, value: JsonSchema | None, info: ValidationInfo) -> JsonSchema | None:
+        if value is not None and info.data.get("type", "json_schema") != "json_schema":
+            raise ValueError('it needs type = "json_schema"')
+        return value
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> "ResponseFormat":
+        if self.type == "json_schema" and self.json_schema is None:
+            raise ValueError('type "json_schema" needs json_schema: {"name": ..., "schema": {...}}')
+        return self
 
 
 class SamplingFields(_Body):
@@ -71,8 +94,8 @@ class _GenerationFields(SamplingFields):
     @field_validator("response_format")
     @classmethod
     def _without_stop(cls, value: ResponseFormat, info: ValidationInfo) -> ResponseFormat:
-        if value.type == "json_object" and info.data.get("stop"):
-            raise ValueError("a text of stop may cut the JSON object; leave stop out")
+        if value.type != "text" and info.data.get("stop"):
+            raise ValueError("a text of stop may cut the JSON; leave stop out")
         return value
 
 
@@ -85,12 +108,21 @@ class CompletionRequest(_GenerationFields):
     @field_validator("prompt", mode="before")
     @classmethod
     def _prompt(cls, value: Any) -> Any:
-        prompts = [value] if isinstance(value, str) or _is_ids(value) else value
-        if not isinstance(prompts, list) or not prompts:
-            raise ValueError("a text, a list of texts, a list of token ids or a list of such lists is needed")
-        if not (all(isinstance(each, str) for each in prompts) or all(map(_is_ids, prompts))):
-            raise ValueError("a list of texts, or a list of lists of token ids that are not empty, is needed")
-        return tuple(each if isinstance(each, str) else tuple(each) for each in prompts)
+        return _texts_or_ids(value)
+
+
+class EmbeddingRequest(_Body):
+    """The body of /v1/embeddings. input: texts, or lists of token ids."""
+
+    model: str
+    input: tuple[str | tuple[int, ...], ...]
+    encoding_format: Literal["float", "base64"] = "float"
+    user: Annotated[str, Field(max_length=256)] | None = None
+
+    @field_validator("input", mode="before")
+    @classmethod
+    def _input(cls, value: Any) -> Any:
+        return _texts_or_ids(value)
 
 
 class Message(_Body):
@@ -152,6 +184,16 @@ class BatchRequest(SamplingFields):
 
     prompts: Annotated[list[str], Field(min_length=1)]
     max_tokens: Annotated[int, Field(ge=1)] = 16
+
+
+def _texts_or_ids(value: Any) -> tuple[str | tuple[int, ...], ...]:
+    """Return one or several prompts. Raises ValueError."""
+    prompts = [value] if isinstance(value, str) or _is_ids(value) else value
+    if not isinstance(prompts, list) or not prompts:
+        raise ValueError("a text, a list of texts, a list of token ids or a list of such lists is needed")
+    if not (all(isinstance(each, str) for each in prompts) or all(map(_is_ids, prompts))):
+        raise ValueError("a list of texts, or a list of lists of token ids that are not empty, is needed")
+    return tuple(each if isinstance(each, str) else tuple(each) for each in prompts)
 
 
 def _is_ids(value: Any) -> bool:

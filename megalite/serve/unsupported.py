@@ -9,6 +9,7 @@ from megalite.serve.errors import ApiError
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "audio": (),
     "best_of": (1,),
+    "dimensions": (),
     "echo": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),

@@ -77,16 +77,19 @@ def test_a_file_of_requests_runs_in_its_order(
             "top_p": 0.9,
         },
         {"prompt": "one", "stop": ["zzzz"], "min_p": 0.1, "temperature": 0.7},
+        {"prompt": "one", "json_schema": {"enum": ["the rank", 5]}, "max_tokens": 40},
+        {"prompt": "one", "json_object": True, "max_tokens": 5},
     ]
     file = lines_of(tmp_path / "requests.jsonl", *rows)
     output = tmp_path / "results.jsonl"
     flags = ["--batch", str(file), "--tokens", "9"]
     said = printed(capsys, str(run_folder), *flags)
     results = [json.loads(line) for line in said.splitlines()]
-    assert [each["line"] for each in results] == [1, 3, 4, 5] and results[0]["id"] == "long"
+    assert [each["line"] for each in results] == [1, 3, 4, 5, 6, 7] and results[0]["id"] == "long"
     assert [each["new_tokens"] for each in results][:2] == [30, 3] and results[2]["new_tokens"] <= 9
     alone = printed(capsys, str(run_folder), "--prompt", rows[0]["prompt"], "--tokens", "30")
     assert rows[0]["prompt"] + results[0]["text"] + "\n" == alone
+    assert json.loads(results[4]["text"]) in ("the rank", 5) and results[5]["text"].startswith("{")
     assert len(results[1]["logprobs"]) == 3 and results[1]["logprobs"][0]["logprob"] <= 0
     printed(capsys, str(run_folder), *flags, "--output", str(output), "--max-requests", "1")
     again = [json.loads(line) for line in output.read_text().splitlines()]
@@ -125,6 +128,10 @@ def test_every_bad_line_is_named_before_anything_runs(run_folder: Path, tmp_path
         {"prompt": "a", "stop": [1]},
         {"prompt": "a " * 300},
         {"messages": [{"role": "user"}]},
+        {"prompt": "a", "json_schema": {"not": {}}},
+        {"prompt": "a", "json_schema": {}, "json_object": True},
+        {"prompt": "a", "json_schema": [], "json_object": 1},
+        {"prompt": "a", "json_object": True, "stop": "}"},
     )
     with pytest.raises(ConfigError) as refused:
         generate.run([str(run_folder), "--batch", str(file), "--output", str(tmp_path / "none.jsonl")])
@@ -141,6 +148,11 @@ def test_every_bad_line_is_named_before_anything_runs(run_folder: Path, tmp_path
         "8: stop: has values that are no strings",
         "9: max_tokens: ",
         "10: messages: ",
+        '11: json_schema: llguidance: Unimplemented keys: ["not"]; change the schema',
+        "12: json_schema: says more than json_object, which is given too; leave one of them",
+        "13: json_schema: [] is not an object",
+        "13: json_object: 1 is not true or false",
+        "14: stop: may cut the JSON of json_schema",
     ):
         assert f"{file}:{place}" in told
     assert not (tmp_path / "none.jsonl").exists() and f"{file}:1:" not in told

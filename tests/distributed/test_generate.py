@@ -8,6 +8,7 @@ import pytest
 from megalite.data.tokenizer import load_tokenizer
 from megalite.generation.batch_engine import BatchEngine
 from megalite.generation.engine import generate_ids, load_model
+from megalite.generation.json_schema import JSON_OBJECT
 from megalite.generation.loaded import load_source
 from megalite.generation.request import GREEDY, Sampling
 from megalite.generation.source import ModelSource
@@ -22,6 +23,8 @@ DRAWN = Sampling(1.5, top_k=40, top_p=0.9, seed=4)
 MANY = Sampling(
     1.2, top_p=0.95, min_p=0.02, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=-0.2
 )
+
+PAIR = '{"type":"array","items":{"type":"integer","maximum":99},"maxItems":2}'
 
 
 def tokens(checkpoint: Path, layout: Layout, sampling: Sampling) -> list[int]:
@@ -53,7 +56,7 @@ def test_tokens_are_those_of_one_process(ranks, tmp_path, layout, shape, samplin
 def served(
     checkpoint: Path, tokenizer: Path, layout: Layout, sampling: Sampling, objects: bool = False
 ) -> dict[int, str] | None:
-    """Rank 0 takes requests that come and go; the others follow it. objects: every second one is of a JSON object."""
+    """Rank 0 takes requests that come and go; the others follow it. objects: every second one is of JSON."""
     mesh = ParallelMesh.over_world(layout)
     source = ModelSource(checkpoint, False, replace(tiny_shape(), vocab_size=384), tokenizer)
     engine = BatchEngine(load_source(source, mesh), max_requests=4, prefill_chunk=5)
@@ -66,7 +69,7 @@ def served(
             each,
             sampling=replace(sampling, seed=number),
             logprobs=number % 3 or None,
-            json_object=objects and number % 2 == 0,
+            json_schema=(JSON_OBJECT, None, PAIR, None)[number % 4] if objects else None,
         )
         for number, each in enumerate(mixed_requests(9, 384))
     ]
@@ -112,5 +115,7 @@ def test_json_objects_are_those_of_one_process(ranks, tmp_path):
     [alone] = ranks.run(served, 1, layout=Layout(), objects=True, **arguments)
     first, *_ = ranks.run(served, 4, layout=Layout(pipeline=2, tensor=2), objects=True, **arguments)
     assert first == alone
-    begin = f"{load_tokenizer(tmp_path).encode('{')[0]} '{{' "
-    assert all(alone[number].startswith(begin) for number in alone if number % 2 == 0)
+    for number in alone:
+        begin = ("{", None, "[", None)[number % 4]
+        if begin is not None:
+            assert alone[number].startswith(f"{load_tokenizer(tmp_path).encode(begin)[0]} {begin!r} ")

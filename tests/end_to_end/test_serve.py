@@ -12,14 +12,19 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Literal
 
 import httpx2
 import openai
 import pytest
+import torch
+from pydantic import BaseModel, Field
 
-from megalite.generation.loaded import load
+from megalite.generation.loaded import LoadedModel, load
+from megalite.generation.prompts import prompt_ids
 from megalite.generation.text import generate
 from tests.support.jobs import ROOT
+from tests.support.parity import FLOAT32_RTOL, assert_close
 
 PROMPT = "Once upon a time"
 START_SECONDS, END_SECONDS = 90.0, 20.0
@@ -126,6 +131,8 @@ def test_the_official_client(shared_data: Path) -> None:
         )
         assert stopped.choices[0].text == expected[: expected.index(expected[5:9])]
         assert stopped.choices[0].finish_reason == "stop"
+        _ask_for_a_schema(client, served)
+        _ask_for_embeddings(client, served, load(model))
         with pytest.raises(openai.NotFoundError, match="not served here"):
             client.completions.create(model="other", prompt="x")
         with pytest.raises(openai.BadRequestError, match="does not support"):
@@ -137,6 +144,54 @@ def test_the_official_client(shared_data: Path) -> None:
         server.process.send_signal(signal.SIGTERM)
         assert server.ended() == 0
     assert any("POST /v1/completions 200" in line for line in server.errors)
+
+
+class Cat(BaseModel):
+    name: Literal["Tom", "Kitty"]
+    lives: Annotated[int, Field(ge=1, le=9)]
+
+
+def _ask_for_a_schema(client: openai.OpenAI, served: str) -> None:
+    """Ask for objects of a pydantic model: whole, as a stream and side by side; a schema that is refused."""
+    messages = [{"role": "user", "content": "Which cat?"}]
+    for seed in range(3):
+        parsed = client.chat.completions.parse(
+            model=served, messages=messages, response_format=Cat, seed=seed, n=2, max_tokens=60
+        )
+        assert all(isinstance(each.message.parsed, Cat) for each in parsed.choices)
+    with client.chat.completions.stream(
+        model=served, messages=messages, response_format=Cat, seed=1, max_tokens=60
+    ) as stream:
+        assert isinstance(stream.get_final_completion().choices[0].message.parsed, Cat)
+    with pytest.raises(openai.LengthFinishReasonError):
+        client.chat.completions.parse(model=served, messages=messages, response_format=Cat, max_tokens=2)
+    with pytest.raises(openai.BadRequestError, match="Unimplemented keys") as refused:
+        client.chat.completions.create(
+            model=served,
+            messages=messages,
+            response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}},
+        )
+    assert refused.value.param == "response_format"
+
+
+def _ask_for_embeddings(client: openai.OpenAI, served: str, loaded: LoadedModel) -> None:
+    """Ask for embeddings as base64, which is the client's default, and as numbers; for wrong ones."""
+    texts = ["Once upon a time", "The cat sat", "The cat sat"]
+    answer = client.embeddings.create(model=served, input=texts)
+    ids = prompt_ids(loaded.tokenizer, texts[0])
+    assert answer.usage.prompt_tokens == answer.usage.total_tokens > len(ids)
+    chunk = loaded.model.whole
+    with torch.inference_mode():
+        hidden = chunk.normed(chunk.decode(torch.tensor([ids]), torch.arange(len(ids))[None]))[0, -1]
+    first, second, third = (each.embedding for each in answer.data)
+    assert_close(torch.tensor(first), hidden / hidden.norm(), rtol=FLOAT32_RTOL)
+    assert second == third and first != second
+    plain = client.embeddings.create(model=served, input=ids, encoding_format="float").data[0].embedding
+    assert_close(plain, first, rtol=FLOAT32_RTOL)
+    with pytest.raises(openai.BadRequestError, match="dimensions: this server does not support it"):
+        client.embeddings.create(model=served, input="x", dimensions=8)
+    with pytest.raises(openai.BadRequestError, match="exceed the model's context of 512; shorten the text"):
+        client.embeddings.create(model=served, input=["x", "word " * 600])
 
 
 @pytest.mark.parametrize("layout", ["--pipeline 2", pytest.param("--tensor 2", marks=pytest.mark.slow)])

@@ -17,6 +17,7 @@ from megalite.data.chat_template import load_chat_template
 from megalite.data.tokenizer import load_tokenizer
 from megalite.errors import ConfigError, Problem
 from megalite.generation.batch_engine import Event
+from megalite.generation.json_schema import JsonGrammars
 from megalite.generation.prompts import Chat
 from megalite.generation.request import Request
 from megalite.serve.app import Service
@@ -127,7 +128,7 @@ def letters_service(folder: Path, engine: LettersEngine, settings: ServeSettings
     tokenizer = load_tokenizer(folder)
     template = load_chat_template(folder, "chatml", END_OF_DOCUMENT)
     chat = Chat(tokenizer, folder, template)
-    model = ServedModel(MODEL, tokenizer, chat, CONTEXT, 1_700_000_000)
+    model = ServedModel(MODEL, tokenizer, chat, CONTEXT, 1_700_000_000, JsonGrammars(tokenizer))
     return Service(model, EngineThread(engine), settings)
 
 

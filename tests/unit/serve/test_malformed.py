@@ -30,9 +30,25 @@ def completion(status: int, param: str | None, code: str, **fields: Any) -> Wron
     return Wrong(status, param, code, {"model": MODEL, "prompt": "One", **fields})
 
 
+def embedding(status: int, param: str | None, code: str, **fields: Any) -> Wrong:
+    return Wrong(status, param, code, {"model": MODEL, **fields}, "/v1/embeddings")
+
+
 def chat(status: int, param: str | None, code: str, **fields: Any) -> Wrong:
     return Wrong(status, param, code, {"model": MODEL, "messages": HELLO, **fields}, CHAT)
 
+
+def schema_format(schema: Any = None, name: str = "form") -> dict[str, Any]:
+    """Return a response_format; schema: None: it is missing."""
+    return {
+        "type": "json_schema",
+        "json_schema": {"name": name} | ({} if schema is None else {"schema": schema}),
+    }
+
+
+NESTED: dict[str, Any] = {}
+for _ in range(70):
+    NESTED = {"items": NESTED}
 
 WRONG = [
     # Not a JSON object.
@@ -107,7 +123,21 @@ WRONG = [
     ),
     chat(400, "messages[0].tool_calls", "unknown_field", messages=[{**HELLO[0], "tool_calls": [{}]}]),
     chat(400, "tools", "unsupported_field", tools=[{"type": "function"}]),
-    chat(400, "response_format.type", "invalid_value", response_format={"type": "json_schema"}),
+    chat(400, "response_format.type", "invalid_value", response_format={"type": "grammar"}),
+    chat(400, "response_format", "invalid_value", response_format={"type": "json_schema"}),
+    chat(400, "response_format.json_schema.schema", "missing_field", response_format=schema_format()),
+    chat(400, "response_format.json_schema.name", "invalid_value", response_format=schema_format({}, "a b")),
+    chat(400, "response_format.json_schema.schema", "invalid_value", response_format=schema_format([])),
+    chat(400, "response_format", "invalid_value", response_format=schema_format({"not": {}})),
+    chat(400, "response_format", "invalid_value", response_format=schema_format({"multipleOf": 9999991})),
+    chat(400, "response_format", "invalid_value", response_format=schema_format({}), stop="}"),
+    chat(400, "response_format", "invalid_value", response_format=schema_format({"anyOf": [NESTED]})),
+    chat(
+        400,
+        "response_format.json_schema",
+        "invalid_value",
+        response_format={**schema_format({}), "type": "json_object"},
+    ),
     chat(400, "response_format", "invalid_value", response_format={"type": "json_object"}, stop="}"),
     chat(400, "top_logprobs", "invalid_value", top_logprobs=2),
     chat(400, "top_logprobs", "invalid_value", logprobs=True, top_logprobs=21),
@@ -119,6 +149,16 @@ WRONG = [
     Wrong(400, "prompts", "invalid_value", {"prompts": []}, BATCH),
     Wrong(400, "prompts[1]", "invalid_value", {"prompts": ["One", 5]}, BATCH),
     Wrong(400, "prompts[1]", "invalid_value", {"prompts": ["One", ""]}, BATCH),
+    # Not an embedding.
+    embedding(400, "input", "missing_field"),
+    embedding(400, "input", "invalid_value", input=[]),
+    embedding(400, "input", "invalid_value", input=""),
+    embedding(400, "input[1]", "invalid_value", input=[[5], [10**9]]),
+    embedding(400, "input", "too_many_sequences", input=["One"] * 100),
+    embedding(400, "input", "context_length_exceeded", input=[5] * (CONTEXT + 1)),
+    embedding(400, "dimensions", "unsupported_field", input="One", dimensions=8),
+    embedding(400, "encoding_format", "invalid_value", input="One", encoding_format="int8"),
+    embedding(404, "model", "model_not_found", input="One", model="other"),
     # Paths, methods, types and sizes.
     Wrong(404, None, "not_found", path="/v1/nothing"),
     Wrong(404, "model", "model_not_found", path="/v1/models/other", method="GET"),

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from megalite.serve import prompts
+from megalite.generation import json_schema
+from megalite.generation.json_schema import JSON_OBJECT
 from tests.support.serving import CONTEXT, MODEL, Live, served
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3, "seed": 0}
@@ -213,27 +214,34 @@ def test_no_origin_is_let_in(tmp_path: Path) -> None:
     served(scenario, tmp_path)
 
 
-def test_a_json_object_needs_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_json_needs_its_package_and_a_schema_that_can_be_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def scenario(server: Live) -> None:
-        asked: list[bool] = []
+        asked: list[str | None] = []
         submit = server.engine.submit
         monkeypatch.setattr(
-            server.engine, "submit", lambda request: (asked.append(request.json_object), submit(request))[1]
+            server.engine, "submit", lambda request: (asked.append(request.json_schema), submit(request))[1]
         )
-        chosen = {"response_format": {"type": "json_object"}}
+        schema = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "integer"}}}
+        named = {"name": "numbers", "schema": schema, "strict": True, "description": "two of them"}
+        formats = [{"type": "json_object"}, {"type": "json_schema", "json_schema": named}]
         for missing in (False, True):
-            monkeypatch.setattr(prompts, "without_package", lambda missing=missing: missing)
+            if missing:
+                monkeypatch.setattr(json_schema, "PACKAGE", "no_such_package")
             for path, body in (
                 ("completions", {"model": MODEL, "prompt": "One"}),
                 ("chat/completions", CHAT),
             ):
-                response = await server.client.post(f"/v1/{path}", json={**body, **chosen})
-                if not missing:
-                    assert response.status_code == 200, response.text
-                    continue
-                error = response.json()["error"]
-                assert response.status_code == 400 and error["param"] == "response_format"
-                assert "the package llguidance" in error["message"]
-        assert asked == [True, True]
+                for each in formats:
+                    response = await server.client.post(f"/v1/{path}", json={**body, "response_format": each})
+                    if not missing:
+                        assert response.status_code == 200, response.text
+                        continue
+                    error = response.json()["error"]
+                    assert response.status_code == 400 and error["param"] == "response_format"
+                    assert "needs the package no_such_package; install it" in error["message"]
+        # A text has its properties in the order of the schema.
+        assert asked == [JSON_OBJECT, json.dumps(schema, separators=(",", ":"))] * 2
 
     served(scenario, tmp_path)
