@@ -93,7 +93,7 @@ TESTED = {
     (
         "tests/unit/ops/test_int8.py",
         "test_on_other_devices_the_weight_is_dequantised",
-    ): ("ops/int8.py:_kernel_serves",),
+    ): ("ops/few_rows.py:compiled_pays",),
     (
         "tests/unit/ops/test_liger.py",
         "test_where_it_is_not_installed_it_says_so",
