@@ -1,6 +1,6 @@
 """A generation request, its sampling settings and the rules over them. No torch."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from megalite.config.shape_settings import longest_sequence_setting
@@ -50,7 +50,8 @@ class Request:
     prompt_ids: the tokens before the new ones. max_tokens: the maximum number of new tokens. stop_ids: tokens that end
     the text. stop: strings that end the text, which does not contain them. logprobs: None: no log probabilities; n: of
     each new token and of its n most likely alternatives. json_object: the new text is a JSON object, whose end ends it;
-    cut at max_tokens, it is the beginning of one.
+    cut at max_tokens, it is the beginning of one. adapter: the name of the adapter that computes the text; None: the
+    model's own weights alone do.
     """
 
     prompt_ids: tuple[int, ...]
@@ -60,6 +61,7 @@ class Request:
     stop: tuple[str, ...] = ()
     logprobs: int | None = None
     json_object: bool = False
+    adapter: str | None = None
 
 
 def sampling_problems(
@@ -114,8 +116,11 @@ def sampling_problems(
         )
 
 
-def check_request(request: Request, shape: ModelShape, most: int) -> None:
-    """Raise ConfigError if a request can never run. most: the tokens of a request for which the cache has room."""
+def check_request(request: Request, shape: ModelShape, most: int, adapters: Collection[str] = ()) -> None:
+    """Raise ConfigError if a request can never run.
+
+    most: the tokens of a request for which the cache has room. adapters: the names of those beside the model.
+    """
     prompt, new = request.prompt_ids, request.max_tokens
     setting = f"{longest_sequence_setting(shape)} = {shape.longest_sequence}"
     if most < shape.longest_sequence:
@@ -137,6 +142,13 @@ def check_request(request: Request, shape: ModelShape, most: int) -> None:
         )
     elif new < 1:
         problem = Problem("tokens", f"{new} is no number of new tokens", "use 1 or more")
+    elif request.adapter is not None and request.adapter not in adapters:
+        known = (
+            f"use {' or '.join(adapters)}, or leave it out"
+            if adapters
+            else "leave it out: no adapter is loaded"
+        )
+        problem = Problem("adapter", f"{request.adapter!r} is not one of the model's adapters", known)
     elif request.json_object and request.stop:
         problem = Problem("stop", "may cut the JSON object of json_object", "leave one of them out")
     if problem is not None:

@@ -22,6 +22,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "max_tokens": (int,),
     "stop": (str, list),
     "logprobs": (int,),
+    "adapter": (str,),
     **{each.name: (int,) if each.name in ("top_k", "seed") else _NUMBER for each in fields(Sampling)},
 }
 _NAMES = {str: "a string", list: "a list", int: "a whole number", float: "a number"}
@@ -137,8 +138,10 @@ class _Reader:
             frozenset(stop_ids),
             (stop,) if isinstance(stop, str) else tuple(stop),
             row.get("logprobs", self._defaults.logprobs),
+            adapter=row.get("adapter"),
         )
-        check_request(request, self._source.shape, self._source.shape.longest_sequence)
+        source = self._source
+        check_request(request, source.shape, source.shape.longest_sequence, source.adapters)
         return request
 
     def _sampling(self, row: Mapping[str, Any]) -> Sampling:

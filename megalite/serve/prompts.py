@@ -28,7 +28,7 @@ class ServedModel:
     """A model as the server knows it, beside its engine.
 
     name: in requests. chat: the form of conversations; None: no chat. longest_sequence: tokens of prompt and answer.
-    created: seconds since 1970.
+    created: seconds since 1970. adapters: the names of those beside the model; a request names one as its model.
     """
 
     name: str
@@ -36,6 +36,12 @@ class ServedModel:
     chat: Chat | None
     longest_sequence: int
     created: int
+    adapters: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The models that a request may name: the base, then the adapters."""
+        return (self.name, *self.adapters)
 
 
 class Prompts:

@@ -35,7 +35,8 @@ def serve(plan: ServePlan, mesh: ParallelMesh, on_ready: Callable[[int], None]) 
     # The template is tried here, which imports transformers: a request should not wait for that.
     template = plan.template
     chat = None if template is None else Chat(loaded.tokenizer, plan.source.tokenizer, template)
-    model = ServedModel(plan.name, loaded.tokenizer, chat, engine.max_tokens, int(time.time()))
+    created, adapters = int(time.time()), tuple(plan.source.adapters)
+    model = ServedModel(plan.name, loaded.tokenizer, chat, engine.max_tokens, created, adapters)
     # The number of cores is a setting of each thread.
     threads = torch.get_num_threads()
     owner = EngineThread(engine, prepare=lambda: torch.set_num_threads(threads))

@@ -119,6 +119,8 @@ WRONG = [
     Wrong(400, "prompts", "invalid_value", {"prompts": []}, BATCH),
     Wrong(400, "prompts[1]", "invalid_value", {"prompts": ["One", 5]}, BATCH),
     Wrong(400, "prompts[1]", "invalid_value", {"prompts": ["One", ""]}, BATCH),
+    Wrong(404, "model", "model_not_found", {"prompts": ["One"], "model": ""}, BATCH),
+    Wrong(400, "model", "invalid_value", {"prompts": ["One"], "model": ["capitals"]}, BATCH),
     # Paths, methods, types and sizes.
     Wrong(404, None, "not_found", path="/v1/nothing"),
     Wrong(404, "model", "model_not_found", path="/v1/models/other", method="GET"),
