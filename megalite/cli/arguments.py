@@ -4,6 +4,7 @@ import argparse
 import re
 from collections.abc import Callable, Collection, Sequence
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, NoReturn
 
 _INVALID_CHOICE = re.compile(r"invalid choice: '([^']*)'")
@@ -79,6 +80,33 @@ class _Help(argparse.Action):
         assert isinstance(parser, Parser)
         print(parser.format_help() if values == EVERYTHING else parser.common_help(), end="")
         parser.exit()
+
+
+class _NamedFolders(argparse.Action):
+    """Collects arguments of the form NAME=FOLDER as a dict."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        name, _, folder = str(values).partition("=")
+        found = dict(getattr(namespace, self.dest))
+        if not name or not folder:
+            parser.error(f"{option_string} {values} is not of the form NAME=FOLDER")
+        if name in found:
+            parser.error(
+                f"{option_string} {values}: another adapter has this name, {found[name]}; rename one"
+            )
+        setattr(namespace, self.dest, {**found, name: Path(folder).expanduser()})
+
+
+def add_adapters(parser: argparse.ArgumentParser) -> None:
+    """Add --adapter NAME=FOLDER, which may be repeated: a dict of folders by name."""
+    about = "a LoRA adapter beside MODEL that requests may name; may be repeated"
+    parser.add_argument("--adapter", action=_NamedFolders, default={}, metavar="NAME=FOLDER", help=about)
 
 
 def meant(word: str, known: Collection[str]) -> str:

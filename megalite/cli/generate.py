@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megalite.cli.arguments import Parser, whole_number
+from megalite.cli.arguments import Parser, add_adapters, whole_number
 from megalite.cli.generate_run import Job, chat, continue_prompt, run_file, search_prompt
 from megalite.cli.local_ranks import on_local_ranks
 from megalite.errors import ConfigError, DataError, Problem
@@ -22,7 +22,14 @@ from megalite.topology.shape import ModelShape
 def run(arguments: Sequence[str]) -> int:
     """Print texts as they are made; return the exit code. Raises CheckpointError, DataError, ConfigError."""
     options = _parser().parse_args(arguments)
-    source = find_source(options.model, tokenizer=options.tokenizer, base=options.base)
+    if options.adapter and options.batch is None:
+        remedy = (
+            f"name the adapter's folder as MODEL, which merges it: {next(iter(options.adapter.values()))}"
+        )
+        raise ConfigError([Problem("--adapter", "is for --batch", remedy)], "the request")
+    source = find_source(
+        options.model, tokenizer=options.tokenizer, base=options.base, adapters=options.adapter
+    )
     _check(options, source.shape)
     job = _job(options, source)
     if job.task == "chat" and job.layout.world_size > 1:  # the standard input of a forked rank is closed
@@ -164,6 +171,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--pipeline", type=whole_number(1), default=1, metavar="N", help="pipeline-parallel size (1)")
     add("--tokenizer", type=Path, metavar="FOLDER", help="tokenizer folder (default: the model's own)")
     add("--base", type=Path, metavar="FOLDER", help="the weights beside an adapter, where they have moved")
+    add_adapters(parser)
     return parser
 
 

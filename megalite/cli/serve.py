@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megalite.cli.arguments import Parser, whole_number
+from megalite.cli.arguments import Parser, add_adapters, whole_number
 from megalite.cli.local_ranks import on_local_ranks
 from megalite.errors import ConfigError, Problem
 from megalite.generation.layout import layout_problems
@@ -49,12 +49,18 @@ def run(arguments: Sequence[str]) -> int:
         request_seconds=options.request_seconds,
         drain_seconds=options.drain_seconds,
     )
-    source = find_source(options.model, tokenizer=options.tokenizer, base=options.base)
+    source = find_source(
+        options.model, tokenizer=options.tokenizer, base=options.base, adapters=options.adapter
+    )
     layout = Layout(pipeline=options.pipeline, tensor=options.tensor)
-    if problems := list(layout_problems(layout, source.shape)):
+    name = options.model_name or source.folder.resolve().name
+    problems = list(layout_problems(layout, source.shape))
+    if name in source.adapters:
+        message = f"{name!r} is the name of the base model, too"
+        problems.append(Problem("--adapter", message, "choose another, or name the base with --model-name"))
+    if problems:
         raise ConfigError(problems, "the server")
     template = _template(source, options.chat_template)
-    name = options.model_name or source.folder.resolve().name
     plan = ServePlan(source, settings, name, template, options.dtype, options.context_length)
     return on_local_ranks(layout, _serve, plan, name="serve", preload=["megalite.serve.run"])
 
@@ -138,6 +144,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--dtype", choices=DTYPES, default="float32", help="of weights and computation (float32)")
     add("--tokenizer", type=Path, metavar="FOLDER", help="tokenizer folder (default: the model's own)")
     add("--base", type=Path, metavar="FOLDER", help="the weights beside an adapter, where they have moved")
+    add_adapters(parser)
     _add_limits(parser)
     return parser
 

@@ -81,7 +81,9 @@ class BatchEngine:
         longest = loaded.config.longest_sequence
         self.max_tokens = min(longest, DEFAULT_TOKENS if max_tokens is None else max_tokens)
         room = Room(max_requests, self.max_tokens)
-        self._engine = TokenEngine(loaded.replica, room, prefill_chunk=prefill_chunk)
+        self._engine = TokenEngine(
+            loaded.replica, room, prefill_chunk=prefill_chunk, adapters=loaded.adapters
+        )
         self._texts: dict[int, _Text] = {}
         self.grammars = JsonGrammars(loaded.tokenizer)
         self._next = 0
@@ -97,9 +99,9 @@ class BatchEngine:
         """Take a request; return its number, which its events carry.
 
         Raises ConfigError for a request that can never run: an empty prompt, ids outside of the vocabulary, more tokens
-        than the model's positions or `max_tokens`, a `json_schema` that cannot be compiled.
+        than the model's positions or `max_tokens`, an unknown adapter, a `json_schema` that cannot be compiled.
         """
-        check_request(request, self._loaded.config, self.max_tokens)
+        check_request(request, self._loaded.config, self.max_tokens, self._loaded.source.adapters)
         if request.json_schema is not None:
             self.grammars.check(request.json_schema)
         number, self._next = self._next, self._next + 1

@@ -25,8 +25,8 @@ def beam_search(
 
     prefill_chunk: the most tokens of the prompt in one forward. Raises ConfigError: see `check_request`, `check_beams`.
     """
-    check_request(request, model.shape, model.shape.longest_sequence)
     check_beams(settings, request, model.shape)
+    check_request(request, model.shape, model.shape.longest_sequence)
     prompt = request.prompt_ids
     cache = empty_cache(model, Room(settings.beams, len(prompt) + request.max_tokens))
     beams = Beams(settings, request)

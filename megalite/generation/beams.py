@@ -160,6 +160,8 @@ def check_beams(settings: BeamSettings, request: Request, shape: ModelShape) -> 
             logprobs=request.logprobs,
         )
     )
+    if request.adapter is not None:
+        problems.append(Problem("adapter", "is not for beam search", "leave it out, or leave out beams"))
     needed, vocabulary = candidates_needed(settings, request), shape.vocab_size
     if needed > vocabulary:
         problems.append(

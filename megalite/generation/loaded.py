@@ -1,16 +1,18 @@
 """A model with its tokenizer, read from any source: `megalite.load`."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from megalite.convert.huggingface.load import load_huggingface
-from megalite.convert.peft.load import load_beside, load_merged
+from megalite.convert.peft.load import load_adapters, load_beside, load_merged
 from megalite.data.tokenizer import Tokenizer, load_tokenizer
 from megalite.generation.engine import build_model, load_model
 from megalite.generation.source import ModelSource, find_source
+from megalite.model.adapters import Adapters
 from megalite.model.replica import Replica
 from megalite.model.transformer import Stage
 from megalite.parallel.device import local_device
@@ -23,11 +25,13 @@ class LoadedModel:
     """A model with its tokenizer, ready to generate.
 
     replica: this rank's share of the model; the whole model if loaded by `load`. source: where it was read from.
+    adapters: those that requests may name.
     """
 
     replica: Replica
     tokenizer: Tokenizer
     source: ModelSource
+    adapters: Adapters = field(default_factory=Adapters)
 
     @property
     def model(self) -> Stage:
@@ -55,6 +59,7 @@ def load(
     dtype: torch.dtype = torch.float32,
     tokenizer: Path | str | None = None,
     base: Path | str | None = None,
+    adapters: Mapping[str, Path | str] | None = None,
 ) -> LoadedModel:
     """Load a model to generate from, whole, into this process.
 
@@ -64,14 +69,17 @@ def load(
     device: None: the accelerator if there is one, else the CPU. dtype: of the weights and the computation.
     tokenizer: a Hugging Face folder or a tokenizer.json, instead of the model's own.
     base: the folder of the weights beside an adapter, where they have moved.
-    Raises CheckpointError if there is no model, or it is damaged or has no tokenizer; ConfigError for a config.json
-    whose model is not built; DataError for the tokenizer.
+    adapters: name -> folder of a LoRA adapter that requests may name: PEFT's, a checkpoint or a run folder. `path` is
+        then the Hugging Face folder of their base.
+    Raises CheckpointError if there is no model, it is damaged, it has no tokenizer, or an adapter is not its own;
+    ConfigError for a config.json whose model is not built; DataError for the tokenizer.
     """
     source = find_source(
         path,
         step=step,
         tokenizer=None if tokenizer is None else Path(tokenizer),
         base=None if base is None else Path(base),
+        adapters={name: Path(each) for name, each in (adapters or {}).items()},
     )
     return load_source(source, ParallelMesh.single(device or local_device(0, 1)), dtype)
 
@@ -90,4 +98,5 @@ def load_source(source: ModelSource, mesh: ParallelMesh, dtype: torch.dtype = to
         load_huggingface(source.folder, replica)
     else:
         replica = load_model(source.folder, mesh, dtype)
-    return LoadedModel(replica, tokenizer, source)
+    adapters = load_adapters(source.adapters, replica) if source.adapters else Adapters()
+    return LoadedModel(replica, tokenizer, source, adapters)

@@ -1,6 +1,6 @@
 """A generation request, its sampling settings and the rules over them. No torch."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from megalite.config.shape_settings import longest_sequence_setting
@@ -52,6 +52,7 @@ class Request:
     each new token and of its n most likely alternatives. json_schema: the new text is JSON of this schema
     (`megalite.generation.json_schema.schema_text`), whose end ends it; cut at max_tokens, it is the beginning of one.
     embeds: no new token: the embedding of the prompt (`megalite.generation.embedding`) is wanted; max_tokens is 0.
+    adapter: the name of the adapter that computes the text; None: the model's own weights alone do.
     """
 
     prompt_ids: tuple[int, ...]
@@ -62,6 +63,7 @@ class Request:
     logprobs: int | None = None
     json_schema: str | None = None
     embeds: bool = False
+    adapter: str | None = None
 
 
 def sampling_problems(
@@ -116,8 +118,11 @@ def sampling_problems(
         )
 
 
-def check_request(request: Request, shape: ModelShape, most: int) -> None:
-    """Raise ConfigError if a request can never run. most: the tokens of a request for which the cache has room."""
+def check_request(request: Request, shape: ModelShape, most: int, adapters: Collection[str] = ()) -> None:
+    """Raise ConfigError if a request can never run.
+
+    most: the tokens of a request for which the cache has room. adapters: the names of those beside the model.
+    """
     prompt, new = request.prompt_ids, request.max_tokens
     setting = f"{longest_sequence_setting(shape)} = {shape.longest_sequence}"
     if most < shape.longest_sequence:
@@ -139,6 +144,13 @@ def check_request(request: Request, shape: ModelShape, most: int) -> None:
         )
     elif new < 1 and not request.embeds:
         problem = Problem("tokens", f"{new} is no number of new tokens", "use 1 or more")
+    elif request.adapter is not None and request.adapter not in adapters:
+        known = (
+            f"use {' or '.join(adapters)}, or leave it out"
+            if adapters
+            else "leave it out: no adapter is loaded"
+        )
+        problem = Problem("adapter", f"{request.adapter!r} is not one of the model's adapters", known)
     elif request.json_schema is not None and request.stop:
         problem = Problem("stop", "may cut the JSON of json_schema", "leave one of them out")
     if problem is not None:

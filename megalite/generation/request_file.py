@@ -25,6 +25,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "logprobs": (int,),
     "json_object": (bool,),
     "json_schema": (dict,),
+    "adapter": (str,),
     **{each.name: (int,) if each.name in ("top_k", "seed") else _NUMBER for each in fields(Sampling)},
 }
 _NAMES = {
@@ -153,8 +154,10 @@ class _Reader:
             (stop,) if isinstance(stop, str) else tuple(stop),
             row.get("logprobs", self._defaults.logprobs),
             self._schema(row),
+            adapter=row.get("adapter"),
         )
-        check_request(request, self._source.shape, self._source.shape.longest_sequence)
+        source = self._source
+        check_request(request, source.shape, source.shape.longest_sequence, source.adapters)
         return request
 
     def _schema(self, row: Mapping[str, Any]) -> str | None:

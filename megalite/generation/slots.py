@@ -3,7 +3,6 @@
 No torch. Every rank keeps the same table, so that a plan needs no message.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -98,6 +97,14 @@ class Plan:
         return found
 
     @property
+    def adapters(self) -> list[str | None]:
+        """The adapter of each of the tokens to compute."""
+        found = [each.request.adapter for each in self.decoding]
+        for piece in self.pieces:
+            found.extend([piece.running.request.adapter] * piece.count)
+        return found
+
+    @property
     def completes(self) -> list[bool]:
         """Whether each row has a next token: decoding requests, and pieces that end their prompt."""
         ends = [piece.start + piece.count == len(piece.running.request.prompt_ids) for piece in self.pieces]
@@ -108,14 +115,16 @@ class SlotTable:
     """The slots of one cache. slots: how many. chunk: the most tokens of prompts in one forward.
 
     Requests stand in slots 0 to n - 1, in order; only the last of them may still have tokens of its prompt to compute.
-    reuse: a new request takes the keys of a common beginning from any slot, of an ended request too.
+    reuse: a new request takes the keys of a common beginning from any slot, of an ended request too, if its own adapter
+    computed them.
     """
 
     def __init__(self, buffers: Buffers, slots: int, chunk: int, *, reuse: bool):
         self._buffers, self._chunk, self._reuse = buffers, chunk, reuse
         self.running: list[Running] = []
-        # The tokens whose keys each slot holds.
+        # The tokens whose keys each slot holds, and the adapter that computed them.
         self._held: list[list[int]] = [[] for _ in range(slots)]
+        self._adapters: list[str | None] = [None] * slots
 
     @property
     def free(self) -> int:
@@ -164,19 +173,21 @@ class SlotTable:
     def _admit(self, running: Running) -> None:
         slot = len(self.running)
         self.running.append(running)
-        source, tokens = self._longest_beginning(running.request.prompt_ids) if self._reuse else (slot, 0)
+        source, tokens = self._longest_beginning(running.request) if self._reuse else (slot, 0)
         if tokens and source != slot:
             self._buffers.copy(source, slot, tokens)
         self._held[slot] = list(running.request.prompt_ids[:tokens])
+        self._adapters[slot] = running.request.adapter
         running.cached = tokens
 
-    def _longest_beginning(self, prompt_ids: Sequence[int]) -> tuple[int, int]:
+    def _longest_beginning(self, request: Request) -> tuple[int, int]:
         """Return the slot that holds the longest beginning of the prompt, and its length, without the last token."""
+        prompt_ids = request.prompt_ids
         first, found = list(prompt_ids[:_SHORTEST_REUSE]), (0, 0)
         if len(prompt_ids) <= _SHORTEST_REUSE:
             return found
         for slot, held in enumerate(self._held):
-            if held[:_SHORTEST_REUSE] == first:
+            if held[:_SHORTEST_REUSE] == first and self._adapters[slot] == request.adapter:
                 most = min(len(held), len(prompt_ids) - 1)
                 differing = (place for place in range(most) if held[place] != prompt_ids[place])
                 found = max(found, (slot, next(differing, most)), key=lambda each: each[1])
@@ -185,7 +196,8 @@ class SlotTable:
     def _swap(self, one: int, other: int) -> None:
         if one == other:
             return
-        held, running = self._held, self.running
+        held, adapters, running = self._held, self._adapters, self.running
         self._buffers.swap(one, other, max(len(held[one]), len(held[other])))
         held[one], held[other] = held[other], held[one]
+        adapters[one], adapters[other] = adapters[other], adapters[one]
         running[one], running[other] = running[other], running[one]

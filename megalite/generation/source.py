@@ -1,6 +1,7 @@
 """Find what a path to generate from names: a checkpoint or a Hugging Face folder, with its tokenizer. No torch."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megalite.checkpoint.coverage import check_coverage
@@ -18,6 +19,7 @@ from megalite.config.peft import ADAPTER_CONFIG, adapter_of_folder
 from megalite.config.quantisation import holds_int8
 from megalite.convert.huggingface.files import is_folder_of_weights, local_folder
 from megalite.convert.peft.base import base_of_adapter, folder_of_base
+from megalite.convert.peft.named import AdaptedModel, NamedAdapter, find_adapter
 from megalite.errors import CheckpointError
 from megalite.topology.shape import ModelShape
 
@@ -30,7 +32,7 @@ class ModelSource:
     adapter: a checkpoint's, or PEFT's if `is_huggingface`. shape: of the model, with its adapter. tokenizer: a Hugging
     Face folder or a tokenizer.json. end_of_document: the token that ended documents in training; None: the tokenizer's
     own. chat_template: the template of training, by name or file; None: the tokenizer's own. int8: whether `folder` has
-    int8 linears.
+    int8 linears. adapters: those that requests may name.
     """
 
     folder: Path
@@ -41,18 +43,40 @@ class ModelSource:
     base: Path | None = None
     chat_template: str | None = None
     int8: bool = False
+    adapters: Mapping[str, NamedAdapter] = field(default_factory=dict, hash=False)
 
 
 def find_source(
-    path: Path | str, *, step: int | None = None, tokenizer: Path | None = None, base: Path | None = None
+    path: Path | str,
+    *,
+    step: int | None = None,
+    tokenizer: Path | None = None,
+    base: Path | None = None,
+    adapters: Mapping[str, Path] | None = None,
 ) -> ModelSource:
     """Return the model that `path` names: a run folder, a checkpoint, a Hugging Face or PEFT folder, or org/name.
 
     step: the checkpoint of this step instead of the latest. tokenizer: to use instead of the model's own. base: the
-    weights beside an adapter, where they have moved.
-    Raises CheckpointError if there is none, if it is damaged, or if it has no tokenizer; ConfigError if a config.json
-    has a model that is not built.
+    weights beside an adapter, where they have moved. adapters: name -> folder of those that requests may name.
+    Raises CheckpointError if there is none, if it is damaged, if it has no tokenizer, or if an adapter cannot stand
+    beside it; ConfigError if a config.json has a model that is not built.
     """
+    source = _found(path, step, tokenizer, base)
+    if not adapters:
+        return source
+    if source.base is not None:
+        raise CheckpointError(f"{path} is an adapter itself; name its base as MODEL: {source.base}")
+    if not source.is_huggingface:
+        raise CheckpointError(
+            f"{path} is a checkpoint, and adapters belong to a Hugging Face folder; name that folder as MODEL"
+        )
+    model = AdaptedModel(source.folder, source.shape, source.int8)
+    return replace(
+        source, adapters={name: find_adapter(name, each, model) for name, each in adapters.items()}
+    )
+
+
+def _found(path: Path | str, step: int | None, tokenizer: Path | None, base: Path | None) -> ModelSource:
     name, here = HubName.of(str(path)), Path(path).expanduser()
     if name is None and (here / ADAPTER_CONFIG).is_file():
         beside = base_of_adapter(here, base)

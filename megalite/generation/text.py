@@ -30,6 +30,7 @@ def generate(
     seed: int = 0,
     beams: int = 1,
     length_penalty: float | None = None,
+    adapter: str | None = None,
 ) -> str:
     """Return the prompt and its continuation, the text that `megalite generate` prints.
 
@@ -38,7 +39,8 @@ def generate(
     total probability. min_p: sample from the tokens that are at least min_p times as likely as the most likely one.
     Penalties: see `megalite.generation.request.Sampling`. stop: strings that end the text before them. seed: equal
     seeds give equal texts. beams: 2 or more search for the most likely text among that many at a time; not with
-    temperature, penalties or stop. length_penalty: see `megalite.generation.beams.BeamSettings`.
+    temperature, penalties or stop. length_penalty: see `megalite.generation.beams.BeamSettings`. adapter: the name
+    of one of the adapters that the model was loaded with.
     Raises ConfigError for a wrong value, with all of them, and if prompt and new tokens exceed the model's positions.
     """
     problems = sampling_problems(
@@ -64,7 +66,7 @@ def generate(
     )
     if found := [*problems, *beam_problems(beams, length_penalty, sampling, stop=stop)]:
         raise ConfigError(found, "the request")
-    request = text_request(loaded.tokenizer, prompt, tokens, sampling, stop=tuple(stop))
+    request = text_request(loaded.tokenizer, prompt, tokens, sampling, stop=tuple(stop), adapter=adapter)
     if beams > 1:
         return prompt + searched(loaded, request, BeamSettings.of(beams, length_penalty))[0]
     return prompt + "".join(event.text for event in stream(loaded, request))
@@ -78,15 +80,18 @@ def text_request(
     *,
     stop: tuple[str, ...] = (),
     logprobs: int | None = None,
+    adapter: str | None = None,
 ) -> Request:
     """Return the request that continues a text, until the token that ended documents in training."""
     ends = frozenset({tokenizer.end_of_document_id})
-    return Request(tuple(prompt_ids(tokenizer, prompt)), tokens, sampling, ends, stop, logprobs)
+    return Request(
+        tuple(prompt_ids(tokenizer, prompt)), tokens, sampling, ends, stop, logprobs, adapter=adapter
+    )
 
 
 def stream(loaded: LoadedModel, request: Request) -> Iterator[Event]:
     """Yield the events of one request as they come, on every rank of the model's mesh alike. Raises ConfigError."""
-    check_request(request, loaded.config, loaded.config.longest_sequence)
+    check_request(request, loaded.config, loaded.config.longest_sequence, loaded.source.adapters)
     engine = BatchEngine(loaded, max_requests=1, max_tokens=len(request.prompt_ids) + request.max_tokens)
     engine.submit(request)
     while engine.has_work:

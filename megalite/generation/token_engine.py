@@ -14,6 +14,7 @@ from megalite.generation.embedding import width_with_embeddings, with_embeddings
 from megalite.generation.request import Request
 from megalite.generation.sampling import sampled_rows, sampled_width
 from megalite.generation.slots import Constraint, Plan, Running, SlotTable
+from megalite.model.adapters import Adapters
 from megalite.model.decode import empty_cache, last_hidden_states
 from megalite.model.kv_cache import CachedStep, KeyValueCache, Room, Segment
 from megalite.model.replica import Replica
@@ -55,11 +56,19 @@ class _Launch:
 class TokenEngine:
     """Requests over one model. Every rank of its mesh must make the same calls in the same order.
 
-    room: the slots and tokens of the cache. prefill_chunk: the most tokens of prompts in one forward.
+    room: the slots and tokens of the cache. prefill_chunk: the most tokens of prompts in one forward. adapters: those
+    that requests may name.
     """
 
-    def __init__(self, model: Replica, room: Room, *, prefill_chunk: int = PREFILL_CHUNK):
-        self._model, self._most = model, room.slots
+    def __init__(
+        self,
+        model: Replica,
+        room: Room,
+        *,
+        prefill_chunk: int = PREFILL_CHUNK,
+        adapters: Adapters | None = None,
+    ):
+        self._model, self._most, self._adapters = model, room.slots, adapters or Adapters()
         stages = model.mesh.pp.size
         per_table = Room(-(-room.slots // stages), room.tokens)
         scaling = model.shape.rope_scaling
@@ -129,7 +138,8 @@ class TokenEngine:
         step = CachedStep(cache, tuple(each.cached - 1 for each in plan.decoding), segments)
         input_ids = torch.tensor([plan.ids], device=mesh.device)
         position_ids = torch.tensor([step.position_ids], device=mesh.device)
-        hidden = last_hidden_states(model, input_ids, position_ids, cache=step, sends=self._sends)
+        with self._adapters.chosen(plan.adapters, mesh.device):
+            hidden = last_hidden_states(model, input_ids, position_ids, cache=step, sends=self._sends)
         if not rows:
             return lambda: torch.empty(0, 2)
         if hidden is None:

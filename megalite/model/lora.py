@@ -1,5 +1,7 @@
 """Gives the linears of a decoder layer their low-rank adapters."""
 
+from dataclasses import dataclass
+
 from torch import nn
 
 from megalite.model.options import ModelOptions
@@ -7,8 +9,42 @@ from megalite.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.lora import ColumnLora, RowLora
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.adapter import Lora
-from megalite.topology.parameters import layer_parameters
+from megalite.topology.parameters import Parameter, layer_parameters
 from megalite.topology.shape import ModelShape
+
+_A = ".lora.A"
+
+
+@dataclass(frozen=True)
+class LoraShare:
+    """A rank's share of an adapter of one linear.
+
+    a, b: A [adapted parts * rank, in] and B [rows of adapted parts, rank]. parts: the rows here of each part of the
+    linear's weight, and whether it is adapted.
+    """
+
+    a: Parameter
+    b: Parameter
+    parts: tuple[tuple[int, bool], ...]
+
+
+def lora_shares(shape: ModelShape, layer: int, mesh: ParallelMesh) -> dict[str, LoraShare]:
+    """Return name within the decoder layer -> share, of each linear that the shape's adapter changes."""
+    adapter = shape.adapter
+    assert isinstance(adapter, Lora)
+    parameters = {each.name: each for each in layer_parameters(shape, layer)}
+    shares = {}
+    for name, a in parameters.items():
+        if not name.endswith(_A):
+            continue
+        linear = name.removesuffix(_A)
+        parts = tuple(
+            (region.shape[0], adapter.adapts(part.name.removesuffix(".weight")))
+            for part, region in parameters[f"{linear}.weight"].spec.slices(mesh.tp.rank, mesh.tp.size)
+        )
+        within = linear.removeprefix(f"model.layers.{layer}.")
+        shares[within] = LoraShare(a, parameters[f"{linear}.lora.B"], parts)
+    return shares
 
 
 def add_lora(
@@ -21,21 +57,14 @@ def add_lora(
 ) -> None:
     """Add A and B, and DoRA's magnitudes, to each linear of `decoder_layer` that the topology adapts."""
     rank, size = mesh.tp.rank, mesh.tp.size
-    specs = {each.name: each.spec for each in layer_parameters(shape, layer)}
-    for name, linear in decoder_layer.named_modules():
-        canonical = f"model.layers.{layer}.{name}"
-        if f"{canonical}.lora.A" not in specs:
-            continue
-        a, b = (specs[f"{canonical}.lora.{each}"].local_shape(rank, size) for each in ("A", "B"))
+    for name, share in lora_shares(shape, layer, mesh).items():
+        linear = decoder_layer.get_submodule(name)
+        a, b = (each.spec.local_shape(rank, size) for each in (share.a, share.b))
         if isinstance(linear, ColumnParallelLinear):
-            parts = [
-                (region.shape[0], adapter.adapts(part.name.removesuffix(".weight")))
-                for part, region in specs[f"{canonical}.weight"].slices(rank, size)
-            ]
             linear.lora = ColumnLora(
                 a,
                 b,
-                parts,
+                share.parts,
                 mesh=mesh,
                 scale=adapter.scale,
                 dora=adapter.dora,

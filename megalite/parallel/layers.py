@@ -22,6 +22,7 @@ from megalite.parallel.collectives import (
 )
 from megalite.parallel.gradient_sums import deferring, embedding, linear, weight_gradient
 from megalite.parallel.lora import ColumnLora, RowLora
+from megalite.parallel.lora_bank import LoraBank
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.stages import balanced_split
 
@@ -105,6 +106,7 @@ class ColumnParallelLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(local_out_features, in_features, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(local_out_features, dtype=dtype)) if bias else None
         self.lora: ColumnLora | None = None
+        self.bank: LoraBank | None = None
 
     def forward(self, hidden_states: Tensor, mask: Mask | None = None, *, with_bias: bool = True) -> Tensor:
         """Map [B, S or S / tp, in] to [B, S, out / tp].
@@ -115,7 +117,8 @@ class ColumnParallelLinear(nn.Module):
         if self.lora is not None and self.lora.active:
             adapted: Tensor = self.lora(hidden_states, self.weight, bias, mask)
             return adapted
-        return column_linear(hidden_states, self.weight, bias, mesh=self.mesh)
+        product = column_linear(hidden_states, self.weight, bias, mesh=self.mesh)
+        return product if self.bank is None else self.bank.add_to(product, hidden_states)
 
 
 class RowParallelLinear(nn.Module):
@@ -140,13 +143,17 @@ class RowParallelLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_features, local_in_features, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype)) if bias else None
         self.lora: RowLora | None = None
+        self.bank: LoraBank | None = None
 
     def forward(self, hidden_states: Tensor, mask: Mask | None = None) -> Tensor:
         """Map [B, S, in / tp] to [B, S or S / tp, out]; mask: dropout of the adapter's input."""
         if self.lora is not None and self.lora.active:
             summed: Tensor = self.lora(hidden_states, self.weight, mask)
         else:
-            summed = row_output(linear(hidden_states, self.weight), self.mesh)
+            product = linear(hidden_states, self.weight)
+            if self.bank is not None:
+                product = self.bank.add_to(product, hidden_states)
+            summed = row_output(product, self.mesh)
         # After the reduction, so that the replicated bias counts once.
         return summed if self.bias is None else summed.add_(self.bias)
 

@@ -16,6 +16,21 @@ from megalite.parallel.gradient_sums import linear
 from megalite.parallel.mesh import ParallelMesh
 
 
+def part_blocks(b: Tensor, parts: Sequence[tuple[int, bool]]) -> Tensor:
+    """Return B [rows of adapted parts, rank] with a block of rows for each part of a fused weight.
+
+    [rows, adapted parts * rank]: a block of columns for each adapted part. parts: rows of each, and whether it is
+    adapted.
+    """
+    if len(parts) == 1:
+        return b
+    rows = iter(b.split([count for count, adapted in parts if adapted]))
+    blocks: Tensor = torch.block_diag(
+        *(next(rows) if adapted else b.new_empty(count, 0) for count, adapted in parts)
+    )
+    return blocks
+
+
 class _LowRank(nn.Module):
     """A [parts * rank, in] and B [rows, rank] of one linear on this rank; with DoRA magnitude [rows]."""
 
@@ -81,21 +96,11 @@ class ColumnLora(_LowRank):
             low = column_input(linear(dropout(hidden_states, mask), self.A), self.mesh)
         else:
             low = linear(dropout(inputs, mask), self.A)
-        b = self._blocks()
+        b = part_blocks(self.B, self.parts)
         output = self._add(linear(inputs, weight), low, b)
         if self.magnitude is not None:
             output = output * self._over_norm(self.magnitude, weight, b)
         return output if bias is None else output + bias
-
-    def _blocks(self) -> Tensor:
-        """Return B with a block of rows for each part, of columns for each adapted one: [rows, parts * rank]."""
-        if len(self.parts) == 1:
-            return self.B
-        rows = iter(self.B.split([count for count, adapted in self.parts if adapted]))
-        blocks: Tensor = torch.block_diag(
-            *(next(rows) if adapted else self.B.new_empty(count, 0) for count, adapted in self.parts)
-        )
-        return blocks
 
     @torch.no_grad()
     def row_norms(self, weight: Tensor, b: Tensor) -> Tensor:
@@ -116,7 +121,9 @@ class ColumnLora(_LowRank):
     def set_magnitudes(self, weight: Tensor) -> None:
         """Start the magnitudes at the norms of the rows of W + scale * B A."""
         if self.magnitude is not None:
-            norms = self.row_norms(weight, self._blocks()).split([count for count, _ in self.parts])
+            norms = self.row_norms(weight, part_blocks(self.B, self.parts)).split(
+                [count for count, _ in self.parts]
+            )
             adapted = [each for each, (_, chosen) in zip(norms, self.parts, strict=True) if chosen]
             self.magnitude.copy_(torch.cat(adapted))
 

@@ -3,6 +3,7 @@
 import asyncio
 import importlib.resources
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from starlette.applications import Starlette
@@ -12,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
+from megalite.errors import listed
 from megalite.generation.request import Request as Prompt
 from megalite.serve.admission import Admission
 from megalite.serve.answers import Answer, BatchAnswer, ChatAnswer, CompletionAnswer, EmbeddingAnswer
@@ -72,34 +74,36 @@ class Service:
     async def _completions(self, request: Request) -> Response:
         body = await read_body(request, CompletionRequest, self.settings)
         self._note(request, body.model, body.user)
-        prompts = await asyncio.to_thread(self._prompts.completion, body)
+        prompts = self._of(body.model, await asyncio.to_thread(self._prompts.completion, body))
         tokens = sum(len(prompt.prompt_ids) for prompt in prompts[:: body.n])
-        answer = CompletionAnswer(self._model.name, prompts, tokens, self._tokens)
+        answer = CompletionAnswer(body.model, prompts, tokens, self._tokens)
         usage = body.stream_options is not None and body.stream_options.include_usage
         return self._generate(prompts, answer, stream=body.stream, include_usage=usage)
 
     async def _chat(self, request: Request) -> Response:
         body = await read_body(request, ChatRequest, self.settings)
         self._note(request, body.model, body.user)
-        prompts = await asyncio.to_thread(self._prompts.chat, body)
-        answer = ChatAnswer(self._model.name, prompts, len(prompts[0].prompt_ids), self._tokens)
+        prompts = self._of(body.model, await asyncio.to_thread(self._prompts.chat, body))
+        answer = ChatAnswer(body.model, prompts, len(prompts[0].prompt_ids), self._tokens)
         usage = body.stream_options is not None and body.stream_options.include_usage
         return self._generate(prompts, answer, stream=body.stream, include_usage=usage)
 
     async def _embeddings(self, request: Request) -> Response:
         body = await read_body(request, EmbeddingRequest, self.settings)
         self._note(request, body.model, body.user)
-        prompts = await asyncio.to_thread(self._prompts.embeddings, body)
+        prompts = self._of(body.model, await asyncio.to_thread(self._prompts.embeddings, body))
         tokens = sum(len(prompt.prompt_ids) for prompt in prompts)
-        answer = EmbeddingAnswer(self._model.name, prompts, tokens, self._tokens)
+        answer = EmbeddingAnswer(body.model, prompts, tokens, self._tokens)
         answer.base64 = body.encoding_format == "base64"
         return self._generate(prompts, answer)
 
     async def _batch(self, request: Request) -> Response:
         body = await read_body(request, BatchRequest, self.settings)
-        prompts = await asyncio.to_thread(self._prompts.batch, body)
+        name = self._model.name if body.model is None else body.model
+        self._note(request, name, None)
+        prompts = self._of(name, await asyncio.to_thread(self._prompts.batch, body))
         tokens = sum(len(prompt.prompt_ids) for prompt in prompts)
-        return self._generate(prompts, BatchAnswer(self._model.name, prompts, tokens, self._tokens))
+        return self._generate(prompts, BatchAnswer(name, prompts, tokens, self._tokens))
 
     def _generate(
         self, prompts: Sequence[Prompt], answer: Answer, *, stream: bool = False, include_usage: bool = False
@@ -119,28 +123,36 @@ class Service:
         """Keep the user for the log. ApiError for another model."""
         if user is not None:
             request.scope["state"]["user"] = user
-        if name != self._model.name:
+        if name not in self._model.names:
             raise self._unknown(name)
 
+    def _of(self, name: str, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
+        """Return the requests as those of a served model: the base, or one of its adapters."""
+        return prompts if name == self._model.name else [replace(each, adapter=name) for each in prompts]
+
     def _unknown(self, name: str) -> ApiError:
-        message = f"the model {name[:200]!r} is not served here; use {self._model.name!r}"
+        known = listed([repr(each) for each in self._model.names])
+        message = f"the model {name[:200]!r} is not served here; use {known}"
         return ApiError(404, message, param="model", code="model_not_found")
 
     async def _models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._model_object()]})
+        served = [self._model_object(name) for name in self._model.names]
+        return JSONResponse({"object": "list", "data": served})
 
     async def _one_model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        if name != self._model.name:
+        if name not in self._model.names:
             raise self._unknown(name)
-        return JSONResponse(self._model_object())
+        return JSONResponse(self._model_object(name))
 
-    def _model_object(self) -> dict[str, Any]:
+    def _model_object(self, name: str) -> dict[str, Any]:
         return {
-            "id": self._model.name,
+            "id": name,
             "object": "model",
             "created": self._model.created,
             "owned_by": "megalite",
+            "root": self._model.name,
+            "parent": None if name == self._model.name else self._model.name,
             "max_model_len": self._model.longest_sequence,
             "chat": self._model.chat is not None,
         }

@@ -30,6 +30,7 @@ class ServedModel:
 
     name: in requests. chat: the form of conversations; None: no chat. longest_sequence: tokens of prompt and answer.
     created: seconds since 1970. grammars: of the engine, which compile schemas here, before the engine has a request.
+    adapters: the names of those beside the model; a request names one as its model.
     """
 
     name: str
@@ -38,6 +39,12 @@ class ServedModel:
     longest_sequence: int
     created: int
     grammars: JsonGrammars
+    adapters: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The models that a request may name: the base, then the adapters."""
+        return (self.name, *self.adapters)
 
 
 class Prompts:

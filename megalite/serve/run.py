@@ -41,8 +41,9 @@ def serve(plan: ServePlan, mesh: ParallelMesh, on_ready: Callable[[int], None]) 
     # The template is tried here, which imports transformers: a request should not wait for that.
     template = plan.template
     chat = None if template is None else Chat(loaded.tokenizer, plan.source.tokenizer, template)
+    created, adapters = int(time.time()), tuple(plan.source.adapters)
     model = ServedModel(
-        plan.name, loaded.tokenizer, chat, engine.max_tokens, int(time.time()), engine.grammars
+        plan.name, loaded.tokenizer, chat, engine.max_tokens, created, engine.grammars, adapters
     )
     # The number of cores is a setting of each thread.
     threads = torch.get_num_threads()

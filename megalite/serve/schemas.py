@@ -180,8 +180,9 @@ class ChatRequest(_GenerationFields):
 
 
 class BatchRequest(SamplingFields):
-    """The body of /batch_generate: a list of prompts that all have the same settings."""
+    """The body of /batch_generate: a list of prompts that all have the same settings. model: None: the base model."""
 
+    model: str | None = None
     prompts: Annotated[list[str], Field(min_length=1)]
     max_tokens: Annotated[int, Field(ge=1)] = 16
 

@@ -23,6 +23,8 @@ from pydantic import BaseModel, Field
 from megalite.generation.loaded import LoadedModel, load
 from megalite.generation.prompts import prompt_ids
 from megalite.generation.text import generate
+from megalite.topology.adapter import Lora
+from tests.support.adapters import peft_folder
 from tests.support.jobs import ROOT
 from tests.support.parity import FLOAT32_RTOL, assert_close
 
@@ -79,13 +81,16 @@ def serving(model: Path, *arguments: str) -> Iterator[Server]:
         process.stdout.close()
 
 
-def test_the_official_client(shared_data: Path) -> None:
+def test_the_official_client(shared_data: Path, tmp_path: Path) -> None:
     model = shared_data / "stories260K"
-    expected = generate(load(model), PROMPT, tokens=24).removeprefix(PROMPT)
-    with serving(model, "--chat-template", "chatml") as server:
+    folder = peft_folder(tmp_path / "adapter", model, Lora(4, 8.0, ("q_proj", "o_proj", "up_proj")))
+    expected, adapted = (
+        generate(load(each), PROMPT, tokens=24).removeprefix(PROMPT) for each in (model, folder)
+    )
+    with serving(model, "--chat-template", "chatml", "--adapter", f"mine={folder}") as server:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
-        [served] = [each.id for each in client.models.list()]
-        assert served == "stories260K"
+        served, adapter = [each.id for each in client.models.list()]
+        assert (served, adapter) == ("stories260K", "mine") and adapted != expected
         plain = client.completions.create(
             model=served, prompt=PROMPT, temperature=0, max_tokens=24, logprobs=2
         )
@@ -94,9 +99,9 @@ def test_the_official_client(shared_data: Path) -> None:
         assert plain.usage is not None and plain.usage.completion_tokens == 24
         assert choice.logprobs is not None and len(choice.logprobs.token_logprobs or []) == 24
 
-        def streamed(seed: int) -> str:
+        def streamed(seed: int, model: str = served) -> str:
             chunks = client.completions.create(
-                model=served, prompt=PROMPT, temperature=0, max_tokens=24, seed=seed, stream=True
+                model=model, prompt=PROMPT, temperature=0, max_tokens=24, seed=seed, stream=True
             )
             return "".join(chunk.choices[0].text for chunk in chunks)
 
@@ -110,7 +115,8 @@ def test_the_official_client(shared_data: Path) -> None:
         with ThreadPoolExecutor(12) as pool:
             # Together as alone, whatever is in the batch.
             texts, samples = pool.map(streamed, range(6)), pool.map(sampled, range(6))
-            assert set(texts) == {expected} and list(samples) == alone
+            of_adapter = pool.map(streamed, range(6), [adapter] * 6)
+            assert set(texts) == {expected} and list(samples) == alone and set(of_adapter) == {adapted}
         assert len({text for pair in alone for text in pair}) > 6
 
         chat = client.chat.completions.create(

@@ -27,13 +27,13 @@ from megalite.serve.server import listen, run_server
 from megalite.serve.settings import ServeSettings
 from tests.support.tiny import END_OF_DOCUMENT, tiny_tokenizer
 
-MODEL = "letters"
+MODEL, ADAPTER = "letters", "capitals"
 CONTEXT = 160
 REFUSED_TOKENS = 47  # of a request that the engine refuses, though the server lets it pass
 
 
 class LettersEngine:
-    """Writes letters: the first depends on the seed, each next one follows in the alphabet.
+    """Writes letters: the first depends on the seed, each next one follows in the alphabet; capitals with an adapter.
 
     pace: seconds of a step. failure: raised by the next step.
     """
@@ -78,6 +78,7 @@ class LettersEngine:
     def _event(self, number: int) -> Event:
         request, text = self.running[number]
         new = chr(ord("a") + (request.sampling.seed + len(text)) % 26)
+        new = new if request.adapter is None else new.upper()
         self.running[number] = (request, text + new)
         finish = "length" if len(text) + 1 == request.max_tokens else None
         if any((text + new).endswith(stop) for stop in request.stop):
@@ -128,7 +129,7 @@ def letters_service(folder: Path, engine: LettersEngine, settings: ServeSettings
     tokenizer = load_tokenizer(folder)
     template = load_chat_template(folder, "chatml", END_OF_DOCUMENT)
     chat = Chat(tokenizer, folder, template)
-    model = ServedModel(MODEL, tokenizer, chat, CONTEXT, 1_700_000_000, JsonGrammars(tokenizer))
+    model = ServedModel(MODEL, tokenizer, chat, CONTEXT, 1_700_000_000, JsonGrammars(tokenizer), (ADAPTER,))
     return Service(model, EngineThread(engine), settings)
 
 

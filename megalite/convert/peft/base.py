@@ -56,14 +56,20 @@ def write_base(base: Base, folder: Path) -> None:
     write_durably(folder / _FILE, json.dumps(vars(base), indent=2) + "\n")
 
 
+def stated_base(folder: Path) -> Base | None:
+    """Return the base that megalite wrote beside PEFT's files; None: PEFT alone wrote them. Raises CheckpointError."""
+    if not (folder / _FILE).is_file():
+        return None
+    try:
+        content = parse((folder / _FILE).read_text(encoding="utf-8"))
+        return Base(str(content["weights"]), str(content["fingerprint"]))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder / _FILE} is damaged ({error}); delete it") from error
+
+
 def base_of_adapter(folder: Path, given: Path | None = None) -> Path:
     """Return the folder of the weights that an adapter in PEFT's format belongs to, as `folder_of_base` does."""
-    if (folder / _FILE).is_file():
-        try:
-            content = parse((folder / _FILE).read_text(encoding="utf-8"))
-            base = Base(str(content["weights"]), str(content["fingerprint"]))
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{folder / _FILE} is damaged ({error}); delete it") from error
+    if (base := stated_base(folder)) is not None:
         return folder_of_base(base, given)
     if given is not None:
         return given

@@ -1,17 +1,27 @@
-"""Load a model with its adapter, merged into its weights or beside them: every rank reads the regions it holds."""
+"""Load a model with its adapter, merged into its weights or beside them, or several adapters beside one model.
 
-from contextlib import ExitStack
+Every rank reads the regions that it holds.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from megalite.checkpoint.failures import explain
-from megalite.checkpoint.load import WeightReader, load_checkpoint, load_parameter
+from megalite.checkpoint.load import load_checkpoint, load_parameter
 from megalite.checkpoint.reader import BLOCK_ELEMENTS
 from megalite.convert.average import AveragedWeights
 from megalite.convert.huggingface.load import load_huggingface
 from megalite.convert.peft.merged import MergedWeights
+from megalite.convert.peft.named import NamedAdapter
 from megalite.convert.peft.read import LoraReader, load_adapter
+from megalite.model.adapters import AdaptedLinear, Adapters, add_banks
 from megalite.model.replica import Replica
 from megalite.parallel.mesh import all_or_none
+from megalite.topology.parameters import Parameter
 from megalite.topology.shape import ModelShape
 
 
@@ -37,15 +47,42 @@ def load_merged(folder: Path, shape: ModelShape, base: Path, replica: Replica, *
 
     def load() -> None:
         tensors = replica.tensors
-        with ExitStack() as stack:
-            adapter: WeightReader
-            if is_peft:
-                adapter = stack.enter_context(LoraReader(folder, shape))
-            else:
-                adapter = stack.enter_context(AveragedWeights([folder]))
-            merged = stack.enter_context(MergedWeights(adapter, shape, base))
+        with (
+            _opened(folder, shape, is_peft=is_peft) as adapter,
+            MergedWeights(adapter, shape, base) as merged,
+        ):
             for parameter in replica.parameters:
                 tensor = tensors[parameter.name]
                 load_parameter(merged, parameter, tensor, replica.mesh, most_elements=BLOCK_ELEMENTS)
 
     all_or_none(replica.mesh, load, explain(replica.mesh, "load", folder))
+
+
+def load_adapters(named: Mapping[str, NamedAdapter], replica: Replica) -> Adapters:
+    """Load adapters by name beside a loaded model, for this rank's stage; collective over the world.
+
+    Raises CheckpointError, on every rank alike.
+    """
+    adapters, to_fill = add_banks(replica, {name: each.lora for name, each in named.items()})
+    for name, each in named.items():
+        fill = partial(_fill, each, to_fill[name], replica)
+        all_or_none(replica.mesh, fill, explain(replica.mesh, f"load the adapter {name} from", each.folder))
+    return adapters
+
+
+def _fill(adapter: NamedAdapter, linears: Sequence[AdaptedLinear], replica: Replica) -> None:
+    tp, exact = replica.mesh.tp, torch.promote_types(replica.stage.dtype, torch.float32)
+    with _opened(adapter.folder, adapter.shape, is_peft=adapter.is_peft) as reader:
+
+        def read(parameter: Parameter) -> Tensor:
+            tensor = torch.empty(parameter.spec.local_shape(tp.rank, tp.size), dtype=exact)
+            load_parameter(reader, parameter, tensor, replica.mesh)
+            return tensor
+
+        for each in linears:
+            each.fill(read(each.share.a), read(each.share.b))
+
+
+def _opened(folder: Path, shape: ModelShape, *, is_peft: bool) -> LoraReader | AveragedWeights:
+    """Open an adapter's trained tensors; a context manager. shape: of the model with its adapter."""
+    return LoraReader(folder, shape) if is_peft else AveragedWeights([folder])

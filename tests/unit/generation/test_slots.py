@@ -11,10 +11,10 @@ from tests.support.selection import cases
 
 
 class Tokens:
-    """Buffers that hold token ids in place of keys."""
+    """Buffers that hold token ids and their adapters in place of keys."""
 
     def __init__(self, count: int):
-        self.held: list[list[int]] = [[] for _ in range(count)]
+        self.held: list[list[tuple[str | None, int]]] = [[] for _ in range(count)]
         self.copied = 0
 
     def swap(self, one: int, other: int, tokens: int) -> None:
@@ -26,19 +26,26 @@ class Tokens:
         self.copied += 1
 
 
+def keys(running: Running) -> list[tuple[str | None, int]]:
+    """Return what the cache must hold of a request."""
+    return [(running.request.adapter, each) for each in running.ids]
+
+
 def run(table: SlotTable, tokens: Tokens, waiting: list[Running], draw: random.Random) -> list[int]:
     """Run one forward; assert that every token is computed behind its own predecessors; return who decoded."""
     plan = table.plan(waiting, len(tokens.held))
     if plan is None:
         return []
     assert sum(piece.count for piece in plan.pieces) <= 7
+    computed = list(zip(plan.adapters, plan.ids, strict=True))
     for slot, each in enumerate(plan.decoding):
-        assert tokens.held[slot][: each.cached] == each.ids[:-1]
-        tokens.held[slot][each.cached :] = [each.ids[-1]]
+        assert tokens.held[slot][: each.cached] == keys(each)[:-1]
+        tokens.held[slot][each.cached :] = [computed.pop(0)]
     for piece in plan.pieces:
-        assert tokens.held[piece.slot][: piece.start] == piece.running.ids[: piece.start]
+        assert tokens.held[piece.slot][: piece.start] == keys(piece.running)[: piece.start]
         assert table.running[piece.slot] is piece.running
-        tokens.held[piece.slot][piece.start :] = piece.running.ids[piece.start : piece.start + piece.count]
+        tokens.held[piece.slot][piece.start :] = computed[: piece.count]
+        del computed[: piece.count]
     table.launched(plan)
     rows = [*plan.decoding, *(piece.running for piece in plan.pieces)]
     for row, ends in zip(rows, plan.completes, strict=True):
@@ -59,7 +66,10 @@ def test_every_token_is_computed_behind_its_own(monkeypatch, seed):
     # Few different tokens, so that prompts often begin alike.
     prompts = [tuple(draw.randrange(2) for _ in range(draw.randint(1, 20))) for _ in range(40)]
     waiting = [
-        Running(number, Request(prompt, draw.randint(1, 9), GREEDY, frozenset()))
+        Running(
+            number,
+            Request(prompt, draw.randint(1, 9), GREEDY, frozenset(), adapter=draw.choice([None, "a"])),
+        )
         for number, prompt in enumerate(prompts)
     ]
     for _ in range(2000):

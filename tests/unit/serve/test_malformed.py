@@ -159,6 +159,8 @@ WRONG = [
     embedding(400, "dimensions", "unsupported_field", input="One", dimensions=8),
     embedding(400, "encoding_format", "invalid_value", input="One", encoding_format="int8"),
     embedding(404, "model", "model_not_found", input="One", model="other"),
+    Wrong(404, "model", "model_not_found", {"prompts": ["One"], "model": ""}, BATCH),
+    Wrong(400, "model", "invalid_value", {"prompts": ["One"], "model": ["capitals"]}, BATCH),
     # Paths, methods, types and sizes.
     Wrong(404, None, "not_found", path="/v1/nothing"),
     Wrong(404, "model", "model_not_found", path="/v1/models/other", method="GET"),

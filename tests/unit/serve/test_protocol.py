@@ -8,7 +8,7 @@ import pytest
 
 from megalite.generation import json_schema
 from megalite.generation.json_schema import JSON_OBJECT
-from tests.support.serving import CONTEXT, MODEL, Live, served
+from tests.support.serving import ADAPTER, CONTEXT, MODEL, Live, served
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3, "seed": 0}
 
@@ -124,11 +124,30 @@ def test_a_batch_of_prompts(tmp_path: Path) -> None:
     served(scenario, tmp_path)
 
 
+def test_an_adapter_is_a_model_of_its_own(tmp_path: Path) -> None:
+    async def scenario(server: Live) -> None:
+        for model, text in ((MODEL, "abcd"), (ADAPTER, "ABCD")):
+            body = (await server.complete(model=model)).json()
+            assert body["model"] == model and body["choices"][0]["text"] == text
+            batch = {"prompts": ["One", "Two"], "max_tokens": 4, "seed": 0, "model": model}
+            answer = (await server.client.post("/batch_generate", json=batch)).json()
+            assert answer["model"] == model and [each["text"] for each in answer["choices"]] == [text] * 2
+        asked = {**CHAT, "model": ADAPTER, "stream": True}
+        *chunks, _ = data_of((await server.client.post("/v1/chat/completions", json=asked)).text)
+        assert {chunk["model"] for chunk in chunks} == {ADAPTER}
+        assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == "ABC"
+
+    served(scenario, tmp_path)
+
+
 def test_models_health_metrics_and_the_page(tmp_path: Path) -> None:
     async def scenario(server: Live) -> None:
         listed = (await server.client.get("/v1/models")).json()
-        assert [model["id"] for model in listed["data"]] == [MODEL]
-        assert (await server.client.get(f"/v1/models/{MODEL}")).json() == listed["data"][0]
+        assert [model["id"] for model in listed["data"]] == [MODEL, ADAPTER]
+        assert [model["parent"] for model in listed["data"]] == [None, MODEL]
+        assert {model["root"] for model in listed["data"]} == {MODEL}
+        for model in listed["data"]:
+            assert (await server.client.get(f"/v1/models/{model['id']}")).json() == model
         assert (await server.client.get("/health")).json() == {"status": "ok"}
         assert (await server.client.get("/ready")).json() == {"status": "ready"}
         page = await server.client.get("/")

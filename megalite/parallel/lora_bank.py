@@ -1,0 +1,100 @@
+"""Several low-rank adapters beside one linear: each token of a forward has its own, or none. For inference alone.
+
+Chen et al., "Punica", 2023: requests with different adapters share the product with the linear's own weight.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from megalite.parallel.gradient_sums import linear
+
+
+class Selection:
+    """The adapter of each token of the forward that runs now; all banks of a model share one.
+
+    numbers: of the adapters, from the lowest to the highest that a token has; empty: no token has one.
+    """
+
+    def __init__(self) -> None:
+        self.numbers = range(0)
+        self._of_tokens: Tensor | None = None
+        self._masks: dict[tuple[int, ...], Tensor] = {}
+
+    @contextmanager
+    def of(self, tokens: Sequence[int | None], device: torch.device) -> Iterator[None]:
+        """Select the adapter's number of each of the T tokens, None for no adapter, inside of the `with` block."""
+        numbers = {-1 if each is None else each for each in tokens}
+        chosen = numbers - {-1}
+        if chosen:
+            self.numbers = range(min(chosen), max(chosen) + 1)
+        if chosen and len(numbers) > 1:
+            of_tokens = [-1 if each is None else each for each in tokens]
+            self._of_tokens = torch.tensor(of_tokens, device=device)
+        try:
+            yield
+        finally:
+            self.numbers, self._of_tokens = range(0), None
+            self._masks.clear()
+
+    def mask(self, widths: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
+        """Return [T, columns of `numbers`]: 1 in the columns of a token's own adapter, else 0; None: all are 1.
+
+        widths: the number of columns of each adapter.
+        """
+        if self._of_tokens is None:
+            return None
+        if widths not in self._masks:
+            owners = [number for number in self.numbers for _ in range(widths[number])]
+            columns = torch.tensor(owners, device=self._of_tokens.device)
+            self._masks[widths] = (self._of_tokens.unsqueeze(1) == columns).to(dtype)
+        return self._masks[widths]
+
+
+class LoraBank:
+    """The adapters of one column- or row-parallel linear on this rank.
+
+    A [columns, inputs here] and B^T [columns, outputs here], scaled. widths: the columns of each adapter, side by side,
+    0 where it does not adapt this linear.
+    """
+
+    def __init__(
+        self,
+        widths: Sequence[int],
+        inputs: int,
+        outputs: int,
+        selection: Selection,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        self._widths, self._selection = tuple(widths), selection
+        self._ends = (0, *accumulate(widths))
+        self._a = torch.zeros(self._ends[-1], inputs, dtype=dtype, device=device)
+        self._b = torch.zeros(self._ends[-1], outputs, dtype=dtype, device=device)
+
+    def fill(self, number: int, a: Tensor, b: Tensor) -> None:
+        """Set an adapter's A [width, inputs here] and scaled B [outputs here, width]."""
+        columns = self._columns(range(number, number + 1))
+        self._a[columns].copy_(a)
+        self._b[columns].copy_(b.t())
+
+    def add_to(self, output: Tensor, inputs: Tensor) -> Tensor:
+        """Add B A x of each token's own adapter to the linear's product [1, T, outputs here], in place.
+
+        inputs: [1, T, inputs here]. Returns the sum, in the product's memory.
+        """
+        columns = self._columns(self._selection.numbers)
+        if columns.start == columns.stop:
+            return output
+        low = linear(inputs, self._a[columns]).flatten(0, -2)
+        mask = self._selection.mask(self._widths, low.dtype)
+        if mask is not None:
+            low *= mask
+        return output.flatten(0, -2).addmm_(low, self._b[columns]).view(output.shape)
+
+    def _columns(self, numbers: range) -> slice:
+        return slice(self._ends[numbers.start], self._ends[numbers.stop])
