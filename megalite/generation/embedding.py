@@ -23,5 +23,5 @@ def with_embeddings(values: Tensor, hidden_states: Tensor, rows: Sequence[Runnin
     places = torch.tensor([row.request.embeds for row in rows], device=values.device)
     # Not in bfloat16, whose sum of squares is off by a hundredth.
     vectors = normalize(hidden_states.float(), dim=-1).to(found.dtype)
-    found[places] = pad(vectors, (0, found.shape[1] - vectors.shape[1]))[places]
-    return found
+    # No masked copy: it would wait for the device.
+    return torch.where(places[:, None], pad(vectors, (0, found.shape[1] - vectors.shape[1])), found)

@@ -2,6 +2,8 @@
 
 import json
 import re
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -46,10 +48,37 @@ def test_the_cost_is_printed_and_the_folder_only_for_inference(
     assert f"{weights[0]:,} bytes" in printed and weights[0] < 0.7 * weights[1]
     assert {path.name for path in tmp_path.iterdir()} == {"int8"}
     assert len(load(folder).tokenizer.encode("The")) > 0
+    elements, own = inspected(folder, capsys), inspected(evaluated.export, capsys)
+    int8 = sum(rows * columns for rows, columns, kind in elements.matrices if kind == "I8")
+    assert elements.total == own.total
+    assert elements.note == f", {int8:,} of them int8 in {elements.kinds['I8']} tensors with scales"
+    assert int8 > 0 and own.note == "" and "I32" not in elements.kinds
     with pytest.raises(ConfigError, match=r"quantization_config; .*: int8 weights only generate"):
         load_run(None, [f"--model.weights={folder}", "--data.source=stdlib"])
     with pytest.raises(ConfigError, match=r"before they were quantised: int8 weights only"):
         convert.run(["import", str(folder), str(tmp_path / "imported")])
+
+
+@dataclass(frozen=True)
+class Inspected:
+    """What `megalite convert inspect` prints of a folder. matrices: rows, columns and type. kinds: type -> tensors."""
+
+    total: int
+    note: str
+    matrices: list[tuple[int, int, str]]
+    kinds: Counter[str]
+
+
+def inspected(folder: Path, capsys: pytest.CaptureFixture[str]) -> Inspected:
+    capsys.readouterr()
+    assert convert.run(["inspect", str(folder)]) == 0
+    printed = capsys.readouterr().out
+    head = re.search(r"^weight: ([0-9,]+) elements(.*)$", printed, re.MULTILINE)
+    assert head is not None
+    rows = re.findall(r"^  \S+ +([0-9]+) x ([0-9]+)  (\w+)  \S+$", printed, re.MULTILINE)
+    kinds = re.findall(r"^  \S+ +[0-9][0-9 x]*  (\w+)  \S+$", printed, re.MULTILINE)
+    matrices = [(int(one), int(other), kind) for one, other, kind in rows]
+    return Inspected(int(head[1].replace(",", "")), head[2], matrices, Counter(kinds))
 
 
 def test_what_cannot_be_is_said_before_work_begins(evaluated: Evaluated, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from megalite.generation.request import GREEDY, Request
 from megalite.model.kv_cache import KeyValueCache
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.axes import Layout
-from tests.support.parity import FLOAT32_RTOL, assert_close
+from tests.support.parity import BF16_RTOL, FLOAT32_RTOL, assert_close
 from tests.support.selection import cases
 from tests.support.tiny import FAMILY_SHAPES
 from tests.unit.convert.exporting import lively_stage, save_stage
@@ -117,6 +117,30 @@ def test_beams_over_ranks_are_those_of_transformers(ranks, known):
     given, layout = known(FAMILIES[0]), Layout(pipeline=2, tensor=2)
     arguments = {"checkpoint": given.checkpoint, "searches": given.searches[::5], "prefill_chunk": 6}
     ranks.run(assert_found, layout.world_size, layout=layout, **arguments)
+
+
+def test_beams_in_bfloat16_are_as_good_as_transformers(known):
+    given = known(FAMILIES[0])
+    ours = load_model(given.checkpoint, dtype=torch.bfloat16)
+    theirs = AutoModelForCausalLM.from_pretrained(
+        given.checkpoint.parent.parent / "export", dtype=torch.bfloat16
+    )
+    for each in given.searches[::3]:
+        request, settings = each.request, each.settings
+        found, expected = beam_search(ours, request, settings), _searched(theirs, request, settings)
+        # Rounding may decide between two beams; the same text has the same score.
+        again = (
+            _score(theirs, request.prompt_ids, found.tokens) / len(found.tokens) ** settings.length_penalty
+        )
+        assert_close(found.score, again, rtol=BF16_RTOL)
+        assert_close(max(found.score, expected.score), found.score, rtol=BF16_RTOL)
+
+
+def _score(theirs: PreTrainedModel, prompt: tuple[int, ...], tokens: tuple[int, ...]) -> float:
+    """Return the log probability of the new tokens."""
+    with torch.no_grad():
+        logits = theirs(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+    return float(logits.float().log_softmax(-1).gather(1, torch.tensor(tokens)[:, None]).sum())
 
 
 def test_slots_that_are_not_reordered_change_tokens(known, monkeypatch):

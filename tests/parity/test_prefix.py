@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,10 @@ from megalite.checkpoint.folder import find_latest, read_manifest
 from megalite.checkpoint.load import load_checkpoint
 from megalite.checkpoint.save import save_checkpoint
 from megalite.errors import ConfigError
+from megalite.generation.beam_search import beam_search
+from megalite.generation.beams import BeamSettings
 from megalite.generation.engine import generate_ids
+from megalite.generation.request import GREEDY, Request
 from megalite.model.kv_cache import CachedStep
 from megalite.model.options import Dropout, ModelOptions, Recompute
 from megalite.model.replica import Replica
@@ -45,6 +49,7 @@ from tests.support.parity import (
 from tests.support.selection import cases
 from tests.support.tiny import FAMILY_SHAPES, in_documents, tiny_batch, tiny_shape
 from tests.support.training import Job, RankResult, build, local_batch, train_on_rank
+from tests.unit.convert.exporting import lively_stage
 
 DIRECT, PROJECTED = Prefix(3), Prefix(5, projection=10)
 TINY = Job(tiny_shape(tied=True), steps=2)
@@ -244,27 +249,9 @@ PEFT_CASES = [
     ("name", "prefix"), cases(PEFT_CASES, core=[("llama", DIRECT), ("llama", PROJECTED), ("gpt2", DIRECT)])
 )
 def test_logits_loss_and_gradients_equal_peft(name, prefix, tmp_path):
-    peft = pytest.importorskip("peft")
     shape = PEFT_SHAPES[name]
     replica = _one_process(replace(shape, adapter=prefix))
-    base = _transformers_model(shape, tmp_path)
-    own = {name: tensor for name, tensor in replica.tensors.items() if "prefix" not in name}
-    weights = _in_their_names(shape, _canonical(replica.stage, shape, own))
-    names = names_in_files(base)
-    base.load_state_dict({name: weights[file].float() for name, file in names.items()}, strict=False)
-    base.tie_weights()
-    config = peft.PrefixTuningConfig(
-        task_type="CAUSAL_LM",
-        num_virtual_tokens=prefix.tokens,
-        prefix_projection=prefix.projection is not None,
-        encoder_hidden_size=prefix.projection,
-    )
-    model = peft.get_peft_model(base, config)
-    encoder = dict(model.prompt_encoder["default"].named_parameters())
-    assert encoder.keys() == _as_peft(shape, prefix, replica.tensors).keys()
-    with torch.no_grad():
-        for each, values in _as_peft(shape, prefix, replica.tensors).items():
-            encoder[each].copy_(values)
+    model, encoder = _in_peft(shape, prefix, replica, tmp_path)
 
     batch = tiny_batch(shape, 5)
     labels = batch.labels.masked_fill(batch.loss_mask == 0, -100)
@@ -284,6 +271,58 @@ def test_logits_loss_and_gradients_equal_peft(name, prefix, tmp_path):
         _as_peft(shape, prefix, {each: values.grad for each, values in replica.trained_tensors.items()}),
         rtol=FLOAT32_GRADIENT_RTOL,
     )
+
+
+@pytest.mark.parametrize("prefix", cases([DIRECT, PROJECTED], core=[DIRECT]))
+def test_beams_equal_peft(prefix, tmp_path):
+    shape = tiny_shape()
+    stage = lively_stage(replace(shape, adapter=prefix)).eval()
+    replica = Replica.whole(stage)
+    model, _ = _in_peft(shape, prefix, replica, tmp_path)
+    for prompt, beams, penalty in (((5, 9, 2, 40), 2, 1.0), ((7,), 4, 0.0), ((3, 3, 8), 3, 2.0)):
+        ids = torch.tensor([prompt])
+        expected = model.eval().generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=12,
+            num_beams=beams,
+            do_sample=False,
+            length_penalty=penalty,
+            pad_token_id=0,
+            eos_token_id=None,
+            return_dict_in_generate=True,
+            output_scores=True,
+        )
+        request = Request(prompt, 12, GREEDY, frozenset())
+        found = beam_search(replica, request, BeamSettings(beams, penalty), prefill_chunk=3)
+        assert found.tokens == tuple(expected.sequences[0, len(prompt) :].tolist())
+        assert_close(found.score, float(expected.sequences_scores[0]), rtol=FLOAT32_RTOL)
+
+
+def _in_peft(
+    shape: ModelShape, prefix: Prefix, replica: Replica, folder: Path
+) -> tuple[Any, dict[str, torch.nn.Parameter]]:
+    """Return PEFT's model with the replica's weights, and the parameters of its prefix."""
+    peft = pytest.importorskip("peft")
+    base = _transformers_model(shape, folder)
+    own = {name: tensor for name, tensor in replica.tensors.items() if "prefix" not in name}
+    weights = _in_their_names(shape, _canonical(replica.stage, shape, own))
+    names = names_in_files(base)
+    base.load_state_dict({name: weights[file].float() for name, file in names.items()}, strict=False)
+    base.tie_weights()
+    config = peft.PrefixTuningConfig(
+        task_type="CAUSAL_LM",
+        num_virtual_tokens=prefix.tokens,
+        prefix_projection=prefix.projection is not None,
+        encoder_hidden_size=prefix.projection,
+    )
+    model = peft.get_peft_model(base, config)
+    encoder = dict(model.prompt_encoder["default"].named_parameters())
+    assert encoder.keys() == _as_peft(shape, prefix, replica.tensors).keys()
+    with torch.no_grad():
+        for each, values in _as_peft(shape, prefix, replica.tensors).items():
+            encoder[each].copy_(values)
+    return model, encoder
 
 
 def _as_peft(shape: ModelShape, prefix: Prefix, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

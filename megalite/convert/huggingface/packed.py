@@ -15,6 +15,8 @@ from megalite.families.tensors import FamilyTensor
 
 PACKED, SCALE, SHAPE = "_packed", "_scale", "_shape"
 PER_WORD = 4
+INT8 = "I8"
+"""The type of a packed weight's values, in safetensors' words."""
 _MIDDLE = -128
 
 
@@ -40,11 +42,11 @@ def unpacked(stored: Tensor) -> Tensor:
 
 
 def weights_of(header: Mapping[str, HeaderEntry]) -> Iterator[tuple[str, HeaderEntry]]:
-    """Yield a file's tensors; a packed weight under its own name, as "I8" [out, in], without its shape's tensor."""
+    """Yield a file's tensors; a packed weight under its own name, as INT8 [out, in], without its shape's tensor."""
     for name, entry in header.items():
         weight = name.removesuffix(PACKED)
         if weight != name and entry.dtype == "I32" and len(entry.shape) == 2:
             rows, words = entry.shape
-            yield weight, HeaderEntry("I8", (rows, PER_WORD * words), entry.start, entry.stop)
+            yield weight, HeaderEntry(INT8, (rows, PER_WORD * words), entry.start, entry.stop)
         elif not (name.endswith(SHAPE) and f"{name.removesuffix(SHAPE)}{PACKED}" in header):
             yield name, entry

@@ -26,6 +26,7 @@ PUBLISHED_ARC = {
     "answerKey": "B",
 }
 MMLU = {"question": "Which? ", "subject": "law", "choices": ["one", "two"], "answer": "B"}
+WITHOUT_SUBJECT = {key: value for key, value in MMLU.items() if key != "subject"}
 GSM8K = {"question": "How many?", "answer": "2 + 1,000 is <<2+1000=1002>>1,002.\n#### 1,002"}
 HUMANEVAL = {"task_id": "T/0", "prompt": "def f():\n", "test": "def check(c): pass", "entry_point": "f"}
 LISTED = "Which?\nA. one\nB. two\nAnswer:"
@@ -42,6 +43,7 @@ FORMS: list[tuple[str, dict[str, Any], Any]] = [
     ("multiple_choice", ARC, ChoiceQuestion("Question: Why?\nAnswer:", ("a", "b", "c"), 2)),
     ("multiple_choice", PUBLISHED_ARC, ChoiceQuestion("Question: Why?\nAnswer:", ("a", "b"), 1)),
     ("multiple_choice", MMLU, ChoiceQuestion(LISTED, ("A", "B"), 1)),
+    ("multiple_choice", WITHOUT_SUBJECT, ChoiceQuestion(LISTED, ("A", "B"), 1)),
     ("multiple_choice", MMLU | {"answer": 0}, ChoiceQuestion(LISTED, ("A", "B"), 0)),
     (
         "multiple_choice",
