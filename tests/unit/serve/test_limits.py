@@ -59,7 +59,7 @@ def test_a_request_that_takes_too_long_is_taken_out(tmp_path: Path) -> None:
         assert streamed.status_code == 200 and last["error"]["code"] == "request_timeout"
         assert "[DONE]" not in streamed.text
         await server.until(lambda: server.engine.cancelled == 2)
-        assert server.service.admission.active == 0
+        await server.until(lambda: server.service.admission.active == 0)
 
     served(scenario, tmp_path, pace=0.05, request_seconds=0.3)
 
