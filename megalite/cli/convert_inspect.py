@@ -11,6 +11,7 @@ from megalite.checkpoint.manifest import MANIFEST, WEIGHT, Manifest
 from megalite.checkpoint.strict_json import parse
 from megalite.config.peft import ADAPTER_CONFIG, ADAPTER_FILE
 from megalite.convert.huggingface.files import header_of, headers, is_folder_of_weights
+from megalite.convert.huggingface.packed_header import INT8, SCALE, weights_of
 from megalite.convert.megatron.folder import is_megatron_folder
 from megalite.convert.universal.folder import find_universal
 from megalite.errors import CheckpointError
@@ -64,8 +65,6 @@ def _inspect_adapter(folder: Path) -> int:
 
 def _inspect_huggingface(folder: Path) -> int:
     """Print the tensors of a folder; int8 weights as the values that their packed words hold."""
-    from megalite.convert.huggingface.packed import INT8, SCALE, weights_of
-
     found = headers(folder)
     tensors = {name: (entry, file) for file, held in found.items() for name, entry in weights_of(held)}
     int8 = {name: prod(entry.shape) for name, (entry, _) in tensors.items() if entry.dtype == INT8}

@@ -17,7 +17,8 @@ from megalite.checkpoint.region_reader import TYPES, RegionReader
 from megalite.convert.finite import require_finite
 from megalite.convert.huggingface.files import headers
 from megalite.convert.huggingface.origin import CONFIG, keep_origin
-from megalite.convert.huggingface.packed import SCALE, is_packed, scale_of, unpacked, weights_of
+from megalite.convert.huggingface.packed import is_packed, scale_of, unpacked
+from megalite.convert.huggingface.packed_header import SCALE, weights_of
 from megalite.convert.step_zero import write_step_zero
 from megalite.data.tokenizer import copy_tokenizer
 from megalite.errors import CheckpointError, listed

@@ -24,7 +24,8 @@ from megalite.convert.huggingface.export import CARD, Export
 from megalite.convert.huggingface.files import headers
 from megalite.convert.huggingface.model_card import is_our_card, quantised_card
 from megalite.convert.huggingface.origin import CONFIG
-from megalite.convert.huggingface.packed import PACKED, PER_WORD, SCALE, SHAPE, is_packed, pack
+from megalite.convert.huggingface.packed import is_packed, pack
+from megalite.convert.huggingface.packed_header import PACKED, PER_WORD, SCALE, SHAPE
 from megalite.errors import CheckpointError
 from megalite.families.registry import FAMILIES, family_tensors
 from megalite.ops.int8 import quantise_rows

@@ -211,7 +211,7 @@ def test_each_gets_its_error_and_the_others_their_answers(tmp_path: Path) -> Non
             assert json.loads(body)["error"]["message"]
         stop.set()
         assert min(await asyncio.gather(*right)) > 0
-        assert not server.engine.running and server.service.admission.active == 0
+        await server.until(lambda: not server.engine.running and server.service.admission.active == 0)
 
     served(scenario, tmp_path, max_body_bytes=MAX_BODY, max_tokens=MAX_TOKENS)
 
