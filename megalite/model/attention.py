@@ -13,7 +13,6 @@ from megalite.model.options import ModelOptions
 from megalite.model.prefix import LayerPrefix, in_front
 from megalite.model.recompute import recomputed
 from megalite.model.rope import Rotation
-from megalite.ops.decode_attention import decode_attention
 from megalite.ops.documents import Documents
 from megalite.ops.dropout import CountedMask, Mask
 from megalite.parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -100,11 +99,14 @@ class SelfAttention(nn.Module):
         """Attend from the T tokens of a step, [1, T, heads, head_dim], to those of their own request: [1, T, H]."""
         place, attended = len(step.lengths), []
         if place:
-            new_key, new_value = key[0, :place], value[0, :place]
-            keys, values = step.extend_decoded(self.layer, new_key, new_value, self.window)
-            bias = step.visible(self.window).bias
-            decoded = decode_attention(
-                query[0, :place], keys, values, bias, scale=self.scale, softcap=self.softcap
+            decoded = step.attend_decoded(
+                self.layer,
+                query[0, :place],
+                key[0, :place],
+                value[0, :place],
+                self.window,
+                scale=self.scale,
+                softcap=self.softcap,
             )
             attended.append(decoded.flatten(1).unsqueeze(0))
         for segment in step.segments:

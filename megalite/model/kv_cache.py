@@ -11,6 +11,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from megalite.ops.decode_attention import compiled_decode_attention, compiled_serves, decode_attention
 from megalite.topology.shape import ModelShape
 
 
@@ -133,15 +134,48 @@ class CachedStep:
         return [*range(len(self.lengths)), *(end - 1 for end in list(counts)[1:])]
 
     @cached_property
+    def held(self) -> Tensor:
+        """`lengths` as an int64 tensor [n]."""
+        return torch.tensor(self.lengths, device=self.cache.device)
+
+    @cached_property
     def places(self) -> tuple[Tensor, Tensor]:
         """The slots and the places in them of the decoded tokens: two int64 tensors [n]."""
         device = self.cache.device
-        places = torch.tensor(self.lengths, device=device) + self.cache.prefix
-        return torch.arange(len(self.lengths), device=device), places
+        return torch.arange(len(self.lengths), device=device), self.held + self.cache.prefix
 
     @cached_property
     def _by_window(self) -> "dict[int | None, Visible]":
         return {}
+
+    def attend_decoded(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        window: int | None,
+        *,
+        scale: float | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """Append key and value [n, kv heads, head_dim] to slots 0 to n - 1; attend from query [n, heads, head_dim]."""
+        buffer = self.cache.of(layer)
+        if compiled_serves(buffer):
+            return compiled_decode_attention(
+                query,
+                key,
+                value,
+                buffer,
+                self.held,
+                prefix=self.cache.prefix,
+                window=window,
+                scale=scale,
+                softcap=softcap,
+            )
+        keys, values = self.extend_decoded(layer, key, value, window)
+        bias = self.visible(window).bias
+        return decode_attention(query, keys, values, bias, scale=scale, softcap=softcap)
 
     def extend_decoded(
         self, layer: int, key: Tensor, value: Tensor, window: int | None

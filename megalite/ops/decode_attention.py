@@ -1,9 +1,14 @@
-"""Attention of one new token a row over cached keys, for rows of different lengths: no compiled operator has it."""
+"""Attention of one new token a row over cached keys, for rows of different lengths.
+
+Two forms: plain torch over padded rows, and the compiled operator of csrc/decode_attention.h for CPUs, which reads each
+row's own keys alone.
+"""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megalite.ops import extension
 from megalite.ops.softcap import soft_capped
 
 
@@ -33,3 +38,47 @@ def decode_attention(
     if bias is not None:
         scores = scores + bias
     return torch.matmul(scores.softmax(dim=-1).to(query.dtype), value).flatten(1, 2)
+
+
+def compiled_serves(cache: Tensor) -> bool:
+    """Return whether the compiled operator serves a cache: on a CPU, outside autograd."""
+    return cache.device.type == "cpu" and not torch.is_grad_enabled() and extension.available("cpu")
+
+
+def compiled_decode_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cache: Tensor,
+    lengths: Tensor,
+    *,
+    prefix: int = 0,
+    window: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Write key and value into the cache, and return the attention of each row over its slot: [n, heads, D].
+
+    query: [n, heads, D]; key, value: [n, kv heads, D]; cache: [2, slots, kv heads, room, D]; lengths: int64 [n], the
+    tokens that slot i holds behind `prefix` virtual ones, which every row sees. window: the tokens that a row sees, its
+    own included; None: all. A row's result does not depend on the rows beside it.
+    """
+    attended: Tensor = torch.ops.megalite.decode_attention(
+        query,
+        key,
+        value,
+        cache,
+        lengths,
+        prefix,
+        -1 if window is None else window,
+        query.shape[-1] ** -0.5 if scale is None else scale,
+        softcap or 0.0,
+    )
+    return attended
+
+
+def _fake(query: Tensor, *others: Tensor | int | float) -> Tensor:
+    return query.new_empty(query.shape)
+
+
+extension.register("decode_attention", _fake)

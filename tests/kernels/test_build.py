@@ -30,7 +30,11 @@ from megalite.version import __version__
 
 ROOT = Path(__file__).parents[2]
 RESOURCES = Path(__file__).parent / "kernel_resources.json"
-FOR_THE_CPU_ALONE = ("megalite::cross_entropy_losses_", "megalite::few_rows_linear")
+FOR_THE_CPU_ALONE = (
+    "megalite::cross_entropy_losses_",
+    "megalite::decode_attention",
+    "megalite::few_rows_linear",
+)
 HAS_COMPILER, HAS_NVCC = (any(map(shutil.which, names)) for names in (("g++", "c++"), ("nvcc",)))
 WITHOUT_NVCC = "LOUD: nvcc is not in PATH, so no CUDA kernel was compiled and none of this was checked"
 

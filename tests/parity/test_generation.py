@@ -92,6 +92,13 @@ def test_tokens_are_those_of_transformers(known, family):
         assert run_requests(model, given.requests, **way) == given.tokens, way
 
 
+@pytest.mark.parametrize("family", cases([*CORE, "smollm3 with windows"], core=("gemma2",)))
+def test_tokens_without_the_compiled_attention_are_the_same(known, monkeypatch, family):
+    given = known(family)
+    monkeypatch.setattr(kv_cache, "compiled_serves", lambda _: False)
+    assert run_requests(load_model(given.checkpoint), given.requests, **WAYS[2]) == given.tokens
+
+
 @pytest.mark.parametrize(
     ("family", "layout"),
     cases(
@@ -137,11 +144,17 @@ def _one_too_few(visible):
     return changed
 
 
+def _mask_by_torch(patch):
+    patch(kv_cache, "compiled_serves", lambda _: False)
+    patch(kv_cache.CachedStep, "_visible", _one_too_few(kv_cache.CachedStep._visible))
+
+
 FAULTS = {
     "keys stay where they were": lambda patch: patch(kv_cache.KeyValueCache, "swap", _without_moving),
     "reused keys are not copied": lambda patch: patch(kv_cache.KeyValueCache, "copy", _without_moving),
-    "the mask of a decode step is off by one": lambda patch: patch(
-        kv_cache.CachedStep, "_visible", _one_too_few(kv_cache.CachedStep._visible)
+    "the mask of a decode step is off by one": _mask_by_torch,
+    "the lengths of the slots are off by one": lambda patch: patch(
+        kv_cache.CachedStep, "held", property(lambda self: (torch.tensor(self.lengths) - 1).clamp(min=0))
     ),
     "a piece of a prompt begins at position zero": lambda patch: patch(
         kv_cache.CachedStep,

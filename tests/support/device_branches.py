@@ -17,6 +17,7 @@ ON_THE_STANDIN = {
     "ops/attention_backends.py:served_on_device",
     "ops/chunked_attention.py:_pieces",
     "ops/cross_entropy.py:shard_statistics",
+    "ops/decode_attention.py:compiled_serves",
     "ops/extension.py:why_not",
     "ops/trust.py:card_capability",
     "ops/trust.py:card_name",
