@@ -32,7 +32,10 @@ SETTINGS = (
     ),
     *("--optimizer.decay_steps", "4", "--optimizer.warmup_steps", "1"),
 )
-PROMPT = ("--prompt", "the tensor waits for", "--tokens", "8")
+PROMPT = (
+    *("--prompt", "the tensor waits for", "--tokens", "8"),
+    *("--temperature", "0.7", "--top-p", "0.9"),
+)
 
 
 def command(module: str, *arguments: str, record: Path | None = None) -> str:

@@ -13,6 +13,7 @@ ON_THE_STANDIN = {
     "data/transfer.py:ArrivingBatch.ready",
     "data/transfer.py:BatchTransfer.__init__",
     "monitor/memory.py:device_memory",
+    "generation/sampling.py:_most_likely",
     "ops/choice.py:Operators.documents",
     "ops/attention_backends.py:served_on_device",
     "ops/chunked_attention.py:_pieces",

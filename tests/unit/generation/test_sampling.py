@@ -12,6 +12,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from megalite.generation import sampling
 from megalite.generation.request import GREEDY, Request, Sampling
 from megalite.generation.sampling import next_token, penalised, probabilities, sampled_rows, uniform
 from megalite.generation.slots import Running
@@ -34,6 +35,17 @@ def test_probabilities_are_those_of_transformers(temperature, top_k, top_p):
     assert torch.equal(ours > 0, kept)
     # In logarithms, so that the small ones count as much as the large.
     assert_close(ours[kept].log(), expected[kept].log(), rtol=OPERATOR_RTOL)
+
+
+@pytest.mark.parametrize("spread", [0.01, 1.0, 6.0])
+@pytest.mark.parametrize("top_p", [0.001, 0.5, 0.999])
+@pytest.mark.parametrize("ties", [False, True])
+def test_top_p_of_a_large_vocabulary_is_that_of_a_whole_sort(monkeypatch, spread, top_p, ties):
+    logits = torch.randn(5000, generator=torch.Generator().manual_seed(4), dtype=torch.float64) * spread
+    logits = logits.mul(2).round().div(2) if ties else logits
+    found = probabilities(logits, Sampling(1.0, top_p=top_p))
+    monkeypatch.setattr(sampling, "_FIRST", ())
+    assert torch.equal(found, probabilities(logits, Sampling(1.0, top_p=top_p)))
 
 
 def test_greedy_takes_the_likeliest():
