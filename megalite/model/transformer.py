@@ -7,6 +7,7 @@ schedule runs. One stage of one chunk is the whole model.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 from typing import Self
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from megalite.model.attention import SelfAttention
 from megalite.model.context import StepContext
+from megalite.model.decode_stack import DecodeStack
 from megalite.model.dropout import DropoutContext
 from megalite.model.embedding import InputEmbedding
 from megalite.model.head import Head, OutputHead
@@ -70,7 +72,8 @@ class Chunk(nn.Module):
         self, stage: "Stage", split: PipelineSplit, index: int, mesh: ParallelMesh, options: ModelOptions
     ):
         super().__init__()
-        shape, self.index, self.ops = stage.shape, index, options.ops
+        self.shape, self.index, self.ops = stage.shape, index, options.ops
+        shape = stage.shape
         self.drops_attention, self.softcap = options.dropout.attention > 0, shape.attn_logit_softcapping
         self.is_first, self.is_last = index == 0, index == len(split.layers) - 1
         self.prefix_tokens, self.trunk = shape.prefix_tokens, getattr(stage.model, "prefix", None)
@@ -136,9 +139,17 @@ class Chunk(nn.Module):
         if self.is_first and torch.is_grad_enabled() and not hidden_states.requires_grad:
             # A frozen embedding: recomputed layers and stages without a trained weight need a gradient to pass on.
             hidden_states.requires_grad_()
+        stack = self.decode_stack if cache is not None and not cache.segments else None
+        if stack is not None and cache is not None and stack.serves(hidden_states, cache, rotation):
+            return stack(hidden_states, cache, rotation)
         for layer in self.layers:
             hidden_states = layer(hidden_states, context)
         return hidden_states
+
+    @cached_property
+    def decode_stack(self) -> DecodeStack | None:
+        """The layers as one operator, for the new tokens of a decode step; None: they run one by one."""
+        return DecodeStack.of(self.shape, tuple(self.layers), self.ops)
 
     def normed(self, hidden_states: Tensor) -> Tensor:
         """Last chunk: [B, S, H] -> [B, S, H] after the final norm."""

@@ -16,8 +16,8 @@ from megalite.ops import extension
 Approximate = Literal["none", "tanh"]
 
 # The codes of csrc/core/activation.h.
-_SILU = 0
-_GELU = {"none": 1, "tanh": 2}
+SILU = 0
+GELU = {"none": 1, "tanh": 2}
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -52,7 +52,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 def compiled_swiglu(gate_up: Tensor) -> Tensor:
     """Same as `swiglu`, by the compiled operator."""
-    activated: Tensor = torch.ops.megalite.glu(gate_up, _SILU)
+    activated: Tensor = torch.ops.megalite.glu(gate_up, SILU)
     return activated
 
 
@@ -64,7 +64,7 @@ def geglu(gate_up: Tensor, *, approximate: Approximate = "none") -> Tensor:
 
 def compiled_geglu(gate_up: Tensor, *, approximate: Approximate = "none") -> Tensor:
     """Same as `geglu`, by the compiled operator."""
-    activated: Tensor = torch.ops.megalite.glu(gate_up, _GELU[approximate])
+    activated: Tensor = torch.ops.megalite.glu(gate_up, GELU[approximate])
     return activated
 
 
@@ -79,7 +79,7 @@ def compiled_bias_gelu(inputs: Tensor, bias: Tensor | None, *, approximate: Appr
     One autograd node gives both gradients, so under a schedule that splits the backward the preceding linear adds the
     bias instead.
     """
-    activated: Tensor = torch.ops.megalite.bias_gelu(inputs, bias, _GELU[approximate])
+    activated: Tensor = torch.ops.megalite.bias_gelu(inputs, bias, GELU[approximate])
     return activated
 
 

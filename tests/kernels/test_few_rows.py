@@ -88,8 +88,8 @@ def test_wrong_tensors_are_refused(tensors: tuple[Tensor, ...], message: str) ->
 
 def test_only_few_rows_on_a_cpu_use_the_operator() -> None:
     weight = torch.zeros(8, 64)
-    for dtype, most in ((torch.float32, 16), (torch.float64, 16), (torch.bfloat16, 2), (torch.float16, 0)):
-        for rows in (1, 2, 3, 16, 17):
+    for dtype, most in ((torch.float32, 32), (torch.float64, 32), (torch.bfloat16, 8), (torch.float16, 0)):
+        for rows in (1, 8, 9, 16, 17, 32, 33):
             inputs = torch.zeros(1, rows, 64, dtype=dtype)
             assert compiled_pays(inputs, weight.to(dtype)) == (rows <= most)
             assert compiled_pays(inputs, weight.to(torch.int8)) == (rows <= 16)
@@ -99,5 +99,5 @@ def test_only_few_rows_on_a_cpu_use_the_operator() -> None:
 
 def test_a_bias_is_added() -> None:
     inputs, weight, bias = _random(3, 40), _random(6, 40), _random(6)
-    for rows in (inputs, inputs.repeat(10, 1)):
+    for rows in (inputs, inputs.repeat(11, 1)):
         assert_close(few_rows_linear(rows, weight, bias), rows @ weight.t() + bias, rtol=FLOAT32_RTOL)

@@ -12,7 +12,7 @@ from megalite.convert.huggingface.export import export
 from megalite.generation import slots
 from megalite.generation.engine import load_model
 from megalite.generation.request import Request
-from megalite.model import kv_cache
+from megalite.model import decode_stack, kv_cache
 from megalite.topology.axes import Layout
 from tests.support.generation import mixed_requests, run_requests, tokens_on_rank
 from tests.support.selection import cases
@@ -92,10 +92,16 @@ def test_tokens_are_those_of_transformers(known, family):
         assert run_requests(model, given.requests, **way) == given.tokens, way
 
 
+def _attend_by_torch(patch):
+    """Switch the compiled attention of decode steps off, and the stack that contains it."""
+    for module in (kv_cache, decode_stack):
+        patch(module, "compiled_serves", lambda _: False)
+
+
 @pytest.mark.parametrize("family", cases([*CORE, "smollm3 with windows"], core=("gemma2",)))
 def test_tokens_without_the_compiled_attention_are_the_same(known, monkeypatch, family):
     given = known(family)
-    monkeypatch.setattr(kv_cache, "compiled_serves", lambda _: False)
+    _attend_by_torch(monkeypatch.setattr)
     assert run_requests(load_model(given.checkpoint), given.requests, **WAYS[2]) == given.tokens
 
 
@@ -145,7 +151,7 @@ def _one_too_few(visible):
 
 
 def _mask_by_torch(patch):
-    patch(kv_cache, "compiled_serves", lambda _: False)
+    _attend_by_torch(patch)
     patch(kv_cache.CachedStep, "_visible", _one_too_few(kv_cache.CachedStep._visible))
 
 
