@@ -1,5 +1,6 @@
 #include "decode_attention.h"
 
+#include "bind/lengths.h"
 #include "bind/tensor.h"
 
 namespace {
@@ -28,16 +29,7 @@ Tensor decode_attention(
   check_heads(query, cache, rows, heads, "query");
   check_heads(key, cache, rows, kv_heads, "key");
   check_heads(value, cache, rows, kv_heads, "value");
-  const Tensor lengths = ml::contiguous(given_lengths);
-  STD_TORCH_CHECK(
-      lengths.scalar_type() == torch::headeronly::ScalarType::Long, "megalite: the lengths must be int64");
-  ml::check_size(lengths, rows, "lengths");
-  const auto* each = static_cast<const int64_t*>(lengths.const_data_ptr());
-  for (int64_t row = 0; row < rows; ++row) {
-    STD_TORCH_CHECK(
-        each[row] >= 0 && prefix + each[row] < cache.size(3), "megalite: slot ", row, " holds ", each[row],
-        " tokens behind a prefix of ", prefix, " and has room for ", cache.size(3));
-  }
+  const Tensor lengths = ml::checked_lengths(given_lengths, rows, prefix, cache.size(3));
   STD_TORCH_CHECK(window == -1 || window > 0, "megalite: the window must be positive, or -1 for none, not ", window);
   Tensor output = ml::new_empty(query, {rows, heads, cache.size(4)});
   const MegaliteDecodeAttention attention{
@@ -47,7 +39,7 @@ Tensor decode_attention(
       cache.size(4),
       slots,
       cache.size(3),
-      each,
+      static_cast<const int64_t*>(lengths.const_data_ptr()),
       prefix,
       window,
       scale,

@@ -2,6 +2,7 @@
 
 #include <vector>
 
+#include "bind/lengths.h"
 #include "bind/tensor.h"
 
 namespace {
@@ -76,9 +77,9 @@ class Tensors {
 };
 
 Tensor decode_layers(
-    Tensor given, std::vector<Tensor> tensors, std::vector<Tensor> caches, Tensor lengths, std::vector<Tensor> angles,
-    std::vector<int64_t> windows, std::vector<int64_t> turns, int64_t present, int64_t heads, int64_t prefix,
-    int64_t activation, bool gated, double eps, double scale, double softcap) {
+    Tensor given, std::vector<Tensor> tensors, std::vector<Tensor> caches, Tensor given_lengths,
+    std::vector<Tensor> angles, std::vector<int64_t> windows, std::vector<int64_t> turns, int64_t present,
+    int64_t heads, int64_t prefix, int64_t activation, bool gated, double eps, double scale, double softcap) {
   STD_TORCH_CHECK(given.dim() == 2, "megalite: hidden must be [rows, hidden_size]");
   STD_TORCH_CHECK(
       !caches.empty() && windows.size() == caches.size() && turns.size() == caches.size(),
@@ -90,14 +91,7 @@ Tensor decode_layers(
   const int64_t room = first.size(3), head_size = first.size(4);
   STD_TORCH_CHECK(rows <= slots, "megalite: ", rows, " rows, but the cache has ", slots, " slots");
   STD_TORCH_CHECK(heads % kv_heads == 0, "megalite: ", heads, " heads are no multiple of ", kv_heads);
-  STD_TORCH_CHECK(lengths.scalar_type() == ScalarType::Long, "megalite: the lengths must be int64");
-  ml::check_size(lengths, rows, "lengths");
-  const auto* each = static_cast<const int64_t*>(lengths.const_data_ptr());
-  for (int64_t row = 0; row < rows; ++row) {
-    STD_TORCH_CHECK(
-        each[row] >= 0 && prefix + each[row] < room, "megalite: slot ", row, " holds ", each[row],
-        " tokens behind a prefix of ", prefix, " and has room for ", room);
-  }
+  const Tensor lengths = ml::checked_lengths(given_lengths, rows, prefix, room);
   for (const Tensor& table : angles) {
     ml::check_same_type(given, table, "angles");
     ml::check_size(table, rows * head_size / 2, "angles");
@@ -140,7 +134,8 @@ Tensor decode_layers(
   stack.eps = eps, stack.gated = gated, stack.activation = static_cast<int>(activation);
   MegaliteDecodeAttention& attention = stack.attention;
   attention.rows = rows, attention.heads = heads, attention.kv_heads = kv_heads, attention.head_size = head_size;
-  attention.slots = slots, attention.room = room, attention.lengths = each, attention.prefix = prefix;
+  attention.slots = slots, attention.room = room, attention.prefix = prefix;
+  attention.lengths = static_cast<const int64_t*>(lengths.const_data_ptr());
   attention.scale = scale, attention.softcap = softcap;
   Tensor hidden = torch::stable::clone(ml::contiguous(given));
   ml::check(megalite_decode_layers_cpu(&stack, hidden.mutable_data_ptr(), ml::dtype_of(hidden)), "decode_layers");

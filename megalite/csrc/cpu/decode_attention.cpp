@@ -65,7 +65,7 @@ W exponentials(W* scores, int64_t count, W scale, W softcap) {
   return 1 / sum;
 }
 
-// sums[row] += weights[row * step + i] values[seen.begin + i], for `rows` rows; rows from `rows` on repeat the last one.
+// sums[row] += weights[row * step + i] values[seen.begin + i]; rows from `rows` on repeat the last one.
 template <int kRows, typename T>
 void add_values(
     const T* values, Seen seen, int64_t size, const Wide<T>* weights, int64_t step, int64_t rows, Wide<T>* sums) {

@@ -66,8 +66,8 @@ inline typename VectorOf<W>::Type load(const S* from) {
   }
 }
 
-// sums[row][o] = inputs[row] . matrix[o] for kRows rows of inputs [rows, depth] and kCount rows of the matrix; rows from
-// `rows` on repeat the last one. A sum's order of additions does not depend on the rows beside it.
+// sums[row][o] = inputs[row] . matrix[o] for kRows rows of inputs [rows, depth] and kCount rows of the matrix; rows
+// from `rows` on repeat the last one. A sum's order of additions does not depend on the rows beside it.
 template <int kRows, int kCount, typename W, typename S>
 inline void dot(const W* inputs, const S* matrix, int64_t rows, int64_t depth, W (&sums)[kMostRows][kOut]) {
   using V = typename VectorOf<W>::Type;
