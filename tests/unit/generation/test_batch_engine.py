@@ -177,6 +177,18 @@ def test_a_long_prompt_does_not_stop_the_others(loaded: LoadedModel) -> None:
     assert order == [short] * 10 + [long] or order == [short] * 9 + [short, long]
 
 
+def test_requests_start_in_the_order_of_their_arrival(loaded: LoadedModel) -> None:
+    engine = BatchEngine(loaded, max_requests=3, prefill_chunk=8)
+    # One sends a dozen at once; those that come later wait for these and for nobody else.
+    numbers = [engine.submit(each) for each in mixed_requests(12, 384, seed=5)]
+    started: list[int] = []
+    while engine.has_work:
+        if len(started) in (2, 5, 9) and len(numbers) < 15:
+            numbers.append(engine.submit(Request((7, len(numbers)), 3, GREEDY, frozenset())))
+        started += [event.number for event in engine.step() if event.number not in started]
+    assert started == numbers and len(numbers) == 15
+
+
 def test_every_wrong_setting_is_named() -> None:
     problems = sampling_problems(
         1,
