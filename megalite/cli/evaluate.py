@@ -103,7 +103,7 @@ def _loaded(source: ModelSource, mesh: "ParallelMesh", dtype: str) -> "LoadedMod
 
     from megalite.generation.loaded import load_source
 
-    return load_source(source, mesh, torch.bfloat16 if dtype == "bf16" else torch.float32)
+    return load_source(source, mesh, getattr(torch, dtype))
 
 
 def _text_evaluation(options: argparse.Namespace, shape: ModelShape) -> "TextEvaluation":

@@ -137,7 +137,8 @@ def evaluate_parser(description: str | None) -> argparse.ArgumentParser:
         help="run folder (its latest checkpoint), checkpoint, Hugging Face or PEFT folder, or org/name on the Hub",
     )
     add("--output", type=Path, metavar="FILE", help="write the results as JSON too")
-    add("--dtype", choices=("fp32", "bf16"), default="fp32", help="type of weights and computation (fp32)")
+    kinds = ("float32", "bfloat16")
+    add("--dtype", choices=kinds, default="float32", help="type of weights and computation (float32)")
     add(
         "--batch-size",
         type=whole_number(1),

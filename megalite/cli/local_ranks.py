@@ -1,10 +1,12 @@
 """Runs the work of a command on this machine's ranks: one process, or one for each rank of a layout."""
 
+import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from megalite.errors import RankFailure
 from megalite.launcher.detect import RankInfo
 from megalite.launcher.environment import prepare_process
 from megalite.topology.axes import Layout
@@ -27,7 +29,8 @@ def on_local_ranks(
 
     torch is imported here, so a command checks its arguments before. name: of the command, for its scratch folder.
     preload: modules to import before the ranks are forked.
-    Raises RankFailure if a rank fails; a layout of one rank raises the error of `work` itself.
+    Raises RankFailure if a rank fails, and keeps the report that it names; a layout of one rank raises the error of
+    `work` itself.
     """
     if layout.world_size == 1:
         from megalite.parallel.device import local_device
@@ -37,11 +40,19 @@ def on_local_ranks(
     threads = prepare_process("auto", local_ranks=layout.world_size, info=None)
     from megalite.launcher.local import run_local_ranks
 
-    with tempfile.TemporaryDirectory(prefix=f"megalite-{name}-") as scratch:
-        arguments = (layout, work, request, threads)
-        return run_local_ranks(
-            _on_rank, layout, Path(scratch), arguments=arguments, preload=["torch", *preload]
-        )
+    scratch = Path(tempfile.mkdtemp(prefix=f"megalite-{name}-"))
+    arguments = (layout, work, request, threads)
+    try:
+        code = run_local_ranks(_on_rank, layout, scratch, arguments=arguments, preload=["torch", *preload])
+    except RankFailure as failure:
+        if str(scratch) not in str(failure):  # which names the report there
+            shutil.rmtree(scratch)
+        raise
+    except BaseException:
+        shutil.rmtree(scratch)
+        raise
+    shutil.rmtree(scratch)
+    return code
 
 
 def _on_rank(

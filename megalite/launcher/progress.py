@@ -29,6 +29,7 @@ class Activity(Enum):
     VALIDATING = "validating"
     SAVING = "saving a checkpoint"
     EXPORTING = "exporting"
+    INFERENCE = "running inference"
 
 
 class Heartbeat(TypedDict):

@@ -7,6 +7,7 @@ from typing import Any
 
 from megalite.launcher.failures import FailureReport, first_cause
 from megalite.launcher.messages import MessageError, Verdict, counted_ranks
+from megalite.launcher.progress import Activity
 from megalite.topology.axes import Layout
 
 # A report of a rank that is heard of less often than this says so.
@@ -119,6 +120,8 @@ def _place(report: FailureReport) -> str:
     collective = f"last collective: {report.collective}" if report.collective else ""
     doing = ", ".join(each for each in (report.activity, collective) if each)
     when = "before its first step" if report.step is None else f"after step {report.step}"
+    if report.activity == Activity.INFERENCE.value:  # generation and evaluation have no steps
+        return known + doing
     if not doing:
         return "" if report.step is None else known + when
     return f"{known}{when}: {doing}"

@@ -5,6 +5,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from megalite.launcher.progress import Activity, now
 from megalite.model.kv_cache import CachedStep, KeyValueCache, Room
 from megalite.model.replica import Replica
 from megalite.model.transformer import Chunk
@@ -23,6 +24,8 @@ def last_hidden_states(
 
     cache, sends: as of `Chunk.decode` and `along_chunks`. Collective over the ranks of one copy of the model.
     """
+
+    now.begin(Activity.INFERENCE)
 
     def run(chunk: nn.Module, hidden_states: Tensor | None) -> Tensor:
         inputs = input_ids if hidden_states is None else hidden_states

@@ -50,6 +50,8 @@ def listen(settings: ServeSettings) -> list[socket.socket]:
                 f"--host {settings.host} --port {port} cannot be used ({error.strerror}); "
                 "end the program that listens there, or choose another --port"
             ) from error
+        # Connections inherit it; asyncio sets it for sockets of a named protocol alone.
+        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         found.append(opened)
         # Port 0 is any free one: the next address of the host has the same.
         port = opened.getsockname()[1]

@@ -49,7 +49,7 @@ def test_a_table_and_a_file_of_results(
     for name in ("perplexity", "word_perplexity", "byte_perplexity"):
         assert name.replace("_", " ") in said and results["figures"][name] > 1
     assert f"{results['figures']['loss']:.4f}" in said
-    joined = ["evaluate", *arguments, "--join", "--dtype", "bf16", "--output", str(output)]
+    joined = ["evaluate", *arguments, "--join", "--dtype", "bfloat16", "--output", str(output)]
     assert main(joined) == 0
     # An end-of-document token after each document.
     figures = json.loads(output.read_text())["figures"]

@@ -201,6 +201,14 @@ def test_an_address_in_use_is_refused() -> None:
         listen(ServeSettings(host="no-such-host.invalid", port=0))
 
 
+def test_small_packets_of_a_stream_are_sent_at_once() -> None:
+    [listening] = listen(ServeSettings(host="127.0.0.1", port=0))
+    with listening, socket.create_connection(listening.getsockname()):
+        accepted, _ = listening.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
 def test_sigterm_drains(tmp_path: Path) -> None:
     async def run() -> None:
         async with live(tmp_path, pace=0.02, ends=False) as server:
