@@ -4,8 +4,8 @@ First right clients, 1, 4 and 16 at a time: tokens/s, time to the first token an
 clients beside slow, broken, malformed, oversized and unauthorised ones. It fails if the server ends, if an answer
 is not the one of a request alone, if a wrong request gets another status, or if the memory grows.
 
-With --peer the same right clients ask `transformers serve` with continuous batching too, in turns with ours
-(`pip install fastapi` first). Its answers may not end before their last token: use a model without an end of a text.
+With --peer the same right clients then ask `transformers serve`, too (`pip install fastapi` first). Its answers may not
+end before their last token: use a model without an end of a text.
 """
 
 import argparse
@@ -24,7 +24,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,8 +53,12 @@ class Timed:
         for name, values in (("first_token_ms", self.first), ("inter_token_ms", self.between)):
             ordered = sorted(values)
             found[f"{name}_median"] = round(1000 * statistics.median(ordered), 2)
-            found[f"{name}_p99"] = round(1000 * ordered[math.ceil(0.99 * len(ordered)) - 1], 2)
+            found[f"{name}_p99"] = round(1000 * percentile_99(ordered), 2)
         return found
+
+
+def percentile_99(ordered: Sequence[float]) -> float:
+    return ordered[math.ceil(0.99 * len(ordered)) - 1]
 
 
 @contextmanager
@@ -80,10 +84,10 @@ def server(model: Path, arguments: Sequence[str]) -> Iterator[tuple["subprocess.
 
 @contextmanager
 def peer(model: Path) -> Iterator[str]:
-    """Run transformers' server with continuous batching; yield its address."""
+    """Run transformers' server; yield its address."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    options = ["--device", "cpu", "--host", "127.0.0.1", "--port", str(port), "--continuous-batching"]
+    options = ["--device", "cpu", "--host", "127.0.0.1", "--port", str(port)]
     command = [str(Path(sys.executable).parent / "transformers"), "serve", str(model), *options]
     address = f"http://127.0.0.1:{port}"
     with tempfile.TemporaryFile("w+") as log:
@@ -178,7 +182,7 @@ async def speed(
 
 @dataclass
 class Soak:
-    """A soak that runs: the answers that are right, what was counted, and what was wrong."""
+    """A soak that runs: the right answers, what was counted, what was wrong, and the seconds of each whole answer."""
 
     client: httpx2.AsyncClient
     address: str
@@ -186,6 +190,7 @@ class Soak:
     expected: dict[str, str]
     counts: "Counter[str]" = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
+    waits: list[float] = field(default_factory=list)
 
     def note(self, kind: str, right: bool, found: object) -> None:
         self.counts[kind] += 1
@@ -193,9 +198,11 @@ class Soak:
             self.wrong.append(f"{kind}: {found}"[:300])
 
     async def valid(self, pause: float, kind: str) -> None:
-        prompt = random.choice(PROMPTS)
+        prompt, begin = random.choice(PROMPTS), time.perf_counter()
         text = await ask(self.client, prompt, pause=pause)
         self.note(kind, text == self.expected[prompt], text)
+        if not pause:
+            self.waits.append(time.perf_counter() - begin)
 
     async def broken(self) -> None:
         """Go away in the middle of the answer, or of the request."""
@@ -262,9 +269,14 @@ async def soak(
         state.wrong.append(f"memory grows: {early:.0f} MiB in the second quarter, {late:.0f} in the last")
     if state.wrong:
         raise SystemExit("\n".join(["the soak failed:", *state.wrong[:20]]))
+    ordered = sorted(state.waits)
     return {
         "seconds": seconds,
+        "requests": state.counts.total(),
         **state.counts,
+        "answer_s_median": round(statistics.median(ordered), 2),
+        "answer_s_p99": round(percentile_99(ordered), 2),
+        "answer_s_longest": round(ordered[-1], 2),
         "mib_second_quarter": round(early),
         "mib_last_quarter": round(late),
     }
@@ -294,6 +306,12 @@ def of_transformers(model: Path) -> float:
     return best
 
 
+def print_speeds(name: str, address: str, requests: int, fields: Mapping[str, Any] = OURS) -> None:
+    for clients in CLIENTS:
+        row = asyncio.run(speed(address, clients, requests, fields))
+        print(json.dumps({"server": name, **row}), flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path, help="a Hugging Face folder")
@@ -303,20 +321,15 @@ def main() -> None:
     parser.add_argument("--peer", action="store_true", help="measure `transformers serve` beside")
     options, arguments = parser.parse_known_args()
     with server(options.model, arguments) as (process, address):
-        with ExitStack() as stack:
-            servers = {"megalite": (address, OURS)}
-            if options.peer:
-                fields = {"model": str(options.model)}
-                servers["transformers serve"] = (stack.enter_context(peer(options.model)), fields)
-            for clients in CLIENTS:
-                for name, (each, fields) in servers.items():
-                    row = asyncio.run(speed(each, clients, options.requests, fields))
-                    print(json.dumps({"server": name, **row}), flush=True)
+        print_speeds("megalite", address, options.requests)
         print(json.dumps(asyncio.run(soak(address, process, options.clients, options.seconds))), flush=True)
         process.send_signal(signal.SIGTERM)
         code = process.wait(timeout=60)
         if code:
             raise SystemExit(f"the server ended with {code}")
+    if options.peer:
+        with peer(options.model) as address:
+            print_speeds("transformers serve", address, options.requests, {"model": str(options.model)})
     print(json.dumps({"transformers_tokens_per_second": round(of_transformers(options.model), 1)}))
 
 

@@ -65,7 +65,8 @@ Gradients gradients(
   const Maybe sum_grad = checked(given_sum_grad, x, x.numel(), "sum_grad");
   const Maybe weight = checked(given_weight, x, columns, "weight");
   const Tensor inverse = statistic(given_inverse, x, rows, "inverse");
-  const Maybe mean = given_mean ? Maybe(statistic(*given_mean, x, rows, "mean")) : std::nullopt;
+  Maybe mean;
+  if (given_mean) mean.emplace(statistic(*given_mean, x, rows, "mean"));
   const int64_t sums = mean ? 2 : 1, summed = of_weight ? columns : 0;
   int64_t blocks = megalite_norm_blocks_cpu(rows, columns);
 #ifdef MEGALITE_CUDA
