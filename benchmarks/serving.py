@@ -4,8 +4,9 @@ First right clients, 1, 4 and 16 at a time: tokens/s, time to the first token an
 clients beside slow, broken, malformed, oversized and unauthorised ones. It fails if the server ends, if an answer
 is not the one of a request alone, if a wrong request gets another status, or if the memory grows.
 
-With --peer the same right clients then ask `transformers serve`, too (`pip install fastapi` first). Its answers may not
-end before their last token: use a model without an end of a text.
+With --peer the same right clients then ask `transformers serve`, too, without and with continuous batching
+(`pip install fastapi opentelemetry-api` first). Its answers may not end before their last token: use a model without an
+end of a text.
 """
 
 import argparse
@@ -35,6 +36,7 @@ PROMPTS = ("Once upon a time", "Lily and Ben", "The big dog", "One day a little 
 TOKENS, CLIENTS = 96, (1, 4, 16)
 KEY = "benchmark-key-benchmark-key"
 MAX_BODY = 100_000
+PEERS = ((), ("--continuous-batching",))
 # Pages that a server touches for the first time still come in the soak's first part.
 FLAT_MIB = 16
 
@@ -83,11 +85,11 @@ def server(model: Path, arguments: Sequence[str]) -> Iterator[tuple["subprocess.
 
 
 @contextmanager
-def peer(model: Path) -> Iterator[str]:
-    """Run transformers' server; yield its address."""
+def peer(model: Path, *more: str) -> Iterator[str]:
+    """Run transformers' server with more options; yield its address."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    options = ["--device", "cpu", "--host", "127.0.0.1", "--port", str(port)]
+    options = ["--device", "cpu", "--host", "127.0.0.1", "--port", str(port), *more]
     command = [str(Path(sys.executable).parent / "transformers"), "serve", str(model), *options]
     address = f"http://127.0.0.1:{port}"
     with tempfile.TemporaryFile("w+") as log:
@@ -327,9 +329,10 @@ def main() -> None:
         code = process.wait(timeout=60)
         if code:
             raise SystemExit(f"the server ended with {code}")
-    if options.peer:
-        with peer(options.model) as address:
-            print_speeds("transformers serve", address, options.requests, {"model": str(options.model)})
+    for more in PEERS if options.peer else ():
+        with peer(options.model, *more) as address:
+            name = " ".join(("transformers serve", *more))
+            print_speeds(name, address, options.requests, {"model": str(options.model)})
     print(json.dumps({"transformers_tokens_per_second": round(of_transformers(options.model), 1)}))
 
 
