@@ -5,12 +5,13 @@ import importlib.util
 import logging
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megalite.cli.arguments import Parser, add_adapters, whole_number
 from megalite.cli.local_ranks import on_local_ranks
+from megalite.config.shape_settings import longest_sequence_setting
 from megalite.errors import ConfigError, Problem
 from megalite.generation.layout import layout_problems
 from megalite.generation.source import ModelSource, find_source
@@ -54,7 +55,7 @@ def run(arguments: Sequence[str]) -> int:
     )
     layout = Layout(pipeline=options.pipeline, tensor=options.tensor)
     name = options.model_name or source.folder.resolve().name
-    problems = list(layout_problems(layout, source.shape))
+    problems = [*layout_problems(layout, source.shape), *_length_problems(options.context_length, source)]
     if name in source.adapters:
         message = f"{name!r} is the name of the base model, too"
         problems.append(Problem("--adapter", message, "choose another, or name the base with --model-name"))
@@ -84,6 +85,14 @@ def _serve(plan: "ServePlan", mesh: "ParallelMesh") -> int:
 
     serve(plan, mesh, ready)
     return 0
+
+
+def _length_problems(length: int | None, source: ModelSource) -> Iterator[Problem]:
+    """Yield the problem of a context that is longer than the model's."""
+    longest = source.shape.longest_sequence
+    if length is not None and length > longest:
+        message = f"{length} is longer than {longest_sequence_setting(source.shape)} = {longest}"
+        yield Problem("--context-length", message, f"use at most {longest}")
 
 
 def _require_packages() -> None:
@@ -169,7 +178,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         "--context-length",
         type=whole_number(2),
         metavar="N",
-        help="most tokens of prompt and answer (4096 or less)",
+        help="most tokens of prompt and answer (the model's, at most 4096)",
     )
     add(
         "--max-tokens",

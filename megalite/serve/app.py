@@ -32,8 +32,8 @@ _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 # The page loads nothing from elsewhere, and no other page may show it in a frame.
 _PAGE_HEADERS = {
     "Content-Security-Policy": (
-        "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
-        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     ),
     "Cache-Control": "no-store",
     "Referrer-Policy": "no-referrer",
@@ -154,6 +154,7 @@ class Service:
             "root": self._model.name,
             "parent": None if name == self._model.name else self._model.name,
             "max_model_len": self._model.longest_sequence,
+            "max_tokens": self.settings.max_tokens,
             "chat": self._model.chat is not None,
         }
 

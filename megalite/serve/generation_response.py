@@ -68,9 +68,9 @@ class GenerationResponse(Response):
                     scope["state"]["left"] = True
                 else:
                     await self._stop(answering)
-                    await self._refuse(_too_slow(self._seconds), send)
+                    await self._refuse(_too_slow(self._seconds), scope, send)
             except EngineError as error:
-                await self._refuse(_failed(error), send)
+                await self._refuse(_failed(error), scope, send)
             finally:
                 job.cancel()
                 scope["state"]["tokens"] = self._answer.completion_tokens
@@ -118,10 +118,12 @@ class GenerationResponse(Response):
         if chunks:
             await send(_body(_frames(chunks), more=True))
 
-    async def _refuse(self, error: ApiError, send: Send) -> None:
+    async def _refuse(self, error: ApiError, scope: Scope, send: Send) -> None:
         """End with an error: as a response, or as the last event of a stream that has begun."""
         if not self._begun:
             raise error
+        # The status of the log line is that of the beginning.
+        scope["state"]["error"] = error.message
         with suppress(TimeoutError):
             async with asyncio.timeout(_LAST_WORD_SECONDS):
                 await send(_body(_frames([error.body]), more=False))

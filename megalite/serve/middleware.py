@@ -88,9 +88,9 @@ class Gate:
         self._metrics.requests.labels(path, str(status)).inc()
         self._metrics.request_seconds.observe(seconds)
         # A path, a method and a user come from the client: repr and ascii() let no line break through.
-        user = scope["state"].get("user")
+        user, error = scope["state"].get("user"), scope["state"].get("error")
         log.info(
-            "%s %s %s %d %.3f s%s%s",
+            "%s %s %s %d %.3f s%s%s%s",
             exchange.id,
             ascii(scope["method"])[1:-1],
             ascii(scope["path"])[1:-1][:200],
@@ -98,6 +98,7 @@ class Gate:
             seconds,
             f", {tokens} tokens" if (tokens := scope["state"].get("tokens")) is not None else "",
             f", user {user!a}" if user is not None else "",
+            f", error: {' '.join(error.split())}" if error is not None else "",
         )
 
 

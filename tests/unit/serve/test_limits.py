@@ -244,6 +244,24 @@ def test_what_is_not_drained_in_time_or_at_a_second_signal_ends(tmp_path: Path, 
     asyncio.run(asyncio.wait_for(run(), timeout=30))
 
 
+def test_the_log_names_the_error_that_ended_a_stream(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def run() -> None:
+        async with live(tmp_path, pace=0.01, ends=False) as server:
+            running = asyncio.create_task(server.complete(max_tokens=100, stream=True))
+            await server.until(lambda: len(server.engine.running) == 1 and server.engine.steps > 2)
+            server.engine.failure = ConnectionResetError("rank 1\nhas ended")
+            assert "engine_failed" in (await running).text
+            with pytest.raises(ConnectionResetError):
+                await asyncio.wait_for(server.task, timeout=5)
+
+    with caplog.at_level("INFO", logger="megalite.serve"):
+        asyncio.run(asyncio.wait_for(run(), timeout=30))
+    [line] = [each for each in caplog.messages if "/v1/completions" in each]
+    assert " 200 " in line and line.endswith(", error: the engine has ended: rank 1 has ended")
+
+
 def test_a_failed_engine_ends_the_server_and_health_says_why(tmp_path: Path) -> None:
     async def run() -> None:
         async with live(tmp_path, pace=0.01, ends=False) as server:

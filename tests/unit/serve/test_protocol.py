@@ -146,6 +146,7 @@ def test_models_health_metrics_and_the_page(tmp_path: Path) -> None:
         assert [model["id"] for model in listed["data"]] == [MODEL, ADAPTER]
         assert [model["parent"] for model in listed["data"]] == [None, MODEL]
         assert {model["root"] for model in listed["data"]} == {MODEL}
+        assert {(model["max_model_len"], model["max_tokens"]) for model in listed["data"]} == {(CONTEXT, 50)}
         for model in listed["data"]:
             assert (await server.client.get(f"/v1/models/{model['id']}")).json() == model
         assert (await server.client.get("/health")).json() == {"status": "ok"}
@@ -153,6 +154,9 @@ def test_models_health_metrics_and_the_page(tmp_path: Path) -> None:
         page = await server.client.get("/")
         assert "default-src 'none'" in page.headers["content-security-policy"]
         assert "http://" not in page.text and "https://" not in page.text, "the page loads from elsewhere"
+        # Without an icon of its own a browser asks for /favicon.ico.
+        assert '<link rel="icon" href="data:,">' in page.text
+        assert "img-src data:;" in page.headers["content-security-policy"]
         await server.complete()
         await server.complete(temperature=9)
         text = (await server.client.get("/metrics")).text
@@ -166,7 +170,23 @@ def test_models_health_metrics_and_the_page(tmp_path: Path) -> None:
         ):
             assert line in text.splitlines()
 
-    served(scenario, tmp_path)
+    served(scenario, tmp_path, max_tokens=50)
+
+
+def test_the_page_reads_what_the_server_says(tmp_path: Path) -> None:
+    """The page drops old messages, and asks for a key, by the codes of errors."""
+
+    async def scenario(server: Live) -> None:
+        talk = [{"role": "user", "content": "word " * CONTEXT}]
+        long = await server.client.post("/v1/chat/completions", json={**CHAT, "messages": talk})
+        bare = await server.client.get("/v1/models", headers={"Authorization": ""})
+        page = (await server.client.get("/")).text
+        for response in (long, bare):
+            assert f'error.code === "{response.json()["error"]["code"]}"' in page
+        for name in ("max_model_len", "max_tokens", "chat"):
+            assert f"model.{name}" in page
+
+    served(scenario, tmp_path, keys=("a-key-of-some-length",))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,14 @@
+"""Wrong flags of megalite serve."""
+
+from pathlib import Path
+
+import pytest
+
+from megalite.cli import serve
+from megalite.errors import ConfigError
+
+
+def test_a_context_longer_than_the_models_is_refused(shared_data: Path) -> None:
+    rule = r"--context-length: 513 is longer than model\.max_position_embeddings = 512; use at most 512"
+    with pytest.raises(ConfigError, match=rule):
+        serve.run([str(shared_data / "stories260K"), "--context-length", "513"])
