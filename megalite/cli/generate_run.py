@@ -15,10 +15,10 @@ from megalite.errors import MegaliteError
 from megalite.generation.beams import BeamSettings
 from megalite.generation.request import Request
 from megalite.generation.source import ModelSource
+from megalite.generation.token_text import TokenText
 from megalite.topology.axes import Layout
 
 if TYPE_CHECKING:
-    from megalite.data.tokenizer import Tokenizer
     from megalite.generation.batch_engine import BatchEngine, Event
     from megalite.generation.loaded import LoadedModel
     from megalite.generation.request_file import FileRequest
@@ -59,8 +59,9 @@ def continue_prompt(job: Job, mesh: "ParallelMesh") -> int:
     seconds = time.perf_counter() - started
     _show(mesh, "\n")
     if job.request.logprobs is not None:
+        shown = TokenText(loaded.tokenizer)
         for event in events:
-            _show(mesh, _log_probabilities(loaded.tokenizer, event) + "\n")
+            _show(mesh, shown.line(event) + "\n")
     if mesh.rank == 0:
         _tell(f"{job.source.folder}: {len(events)} tokens in {seconds:.2f} s")
     return 0
@@ -88,6 +89,7 @@ def run_file(job: Job, mesh: "ParallelMesh") -> int:
     loaded = _load(job, mesh)
     longest = max(len(each.request.prompt_ids) + each.request.max_tokens for each in job.file)
     engine = BatchEngine(loaded, max_requests=min(job.max_requests, len(job.file)), max_tokens=longest)
+    shown = TokenText(loaded.tokenizer)
     results = {engine.submit(each.request): _Result(each) for each in job.file}
     started, tokens, waiting = time.perf_counter(), 0, list(results)
     with _output(job, mesh) as file:
@@ -98,7 +100,7 @@ def run_file(job: Job, mesh: "ParallelMesh") -> int:
             while waiting and results[waiting[0]].ended:
                 result = results.pop(waiting.pop(0))
                 if file is not None:
-                    print(json.dumps(result.row(loaded.tokenizer), ensure_ascii=False), file=file, flush=True)
+                    print(json.dumps(result.row(shown), ensure_ascii=False), file=file, flush=True)
     seconds = time.perf_counter() - started
     if mesh.rank == 0:
         _tell(f"{job.source.folder}: {len(job.file)} requests, {tokens} tokens in {seconds:.2f} s")
@@ -130,7 +132,7 @@ class _Result:
     def ended(self) -> bool:
         return bool(self.events) and self.events[-1].finish is not None
 
-    def row(self, tokenizer: "Tokenizer") -> Mapping[str, Any]:
+    def row(self, tokens: TokenText) -> Mapping[str, Any]:
         """Return the JSON object of the result."""
         row: dict[str, Any] = {"line": self.given.line}
         if self.given.name is not None:
@@ -139,14 +141,7 @@ class _Result:
         row["finish"] = self.events[-1].finish
         row["prompt_tokens"], row["new_tokens"] = len(self.given.request.prompt_ids), len(self.events)
         if self.given.request.logprobs is not None:
-            row["logprobs"] = [
-                {
-                    "token": tokenizer.decode([event.token]),
-                    "logprob": event.logprob,
-                    "top": {tokenizer.decode([token]): value for token, value in event.top_logprobs},
-                }
-                for event in self.events
-            ]
+            row["logprobs"] = [tokens.row(event) for event in self.events]
         return row
 
 
@@ -226,12 +221,6 @@ def _output(job: Job, mesh: "ParallelMesh") -> Iterator[TextIO | None]:
     else:
         with job.output.open("w", encoding="utf-8") as file:
             yield file
-
-
-def _log_probabilities(tokenizer: "Tokenizer", event: "Event") -> str:
-    """Return a line with a token, its log probability and the most likely tokens."""
-    top = "  ".join(f"{tokenizer.decode([token])!r} {value:.4f}" for token, value in event.top_logprobs)
-    return f"{tokenizer.decode([event.token])!r} {event.logprob:.4f}" + (f"   {top}" if top else "")
 
 
 def _show(mesh: "ParallelMesh", text: str) -> None:

@@ -91,6 +91,9 @@ def test_a_file_of_requests_runs_in_its_order(
     assert rows[0]["prompt"] + results[0]["text"] + "\n" == alone
     assert json.loads(results[4]["text"]) in ("the rank", 5) and results[5]["text"].startswith("{")
     assert len(results[1]["logprobs"]) == 3 and results[1]["logprobs"][0]["logprob"] <= 0
+    [most_likely] = results[1]["logprobs"][0]["top"]
+    assert results[1]["logprobs"][0] == {**most_likely, "top": [most_likely]}
+    assert "".join(each["token"] for each in results[1]["logprobs"]) == results[1]["text"]
     printed(capsys, str(run_folder), *flags, "--output", str(output), "--max-requests", "1")
     again = [json.loads(line) for line in output.read_text().splitlines()]
     assert [each["text"] for each in again] == [each["text"] for each in results]
