@@ -19,6 +19,7 @@ from megalite.generation.token_text import TokenText
 from megalite.topology.axes import Layout
 
 if TYPE_CHECKING:
+    from megalite.data.chat_template import ChatTemplate
     from megalite.generation.batch_engine import BatchEngine, Event
     from megalite.generation.loaded import LoadedModel
     from megalite.generation.request_file import FileRequest
@@ -31,6 +32,7 @@ class Job:
 
     request: the settings of all requests, with the ids of `prompt` if the task is one. file: the requests of a file.
     keyboard: a file descriptor to read a conversation from; None: standard input. beams: the settings of a beam search.
+    template: of the conversation; None: the tokenizer's own.
     """
 
     task: Literal["prompt", "beams", "batch", "chat"]
@@ -44,6 +46,7 @@ class Job:
     max_requests: int = 16
     keyboard: int | None = None
     beams: BeamSettings | None = None
+    template: "ChatTemplate | None" = None
 
 
 def continue_prompt(job: Job, mesh: "ParallelMesh") -> int:
@@ -149,7 +152,7 @@ def _converse(job: Job, loaded: "LoadedModel", engine: "BatchEngine") -> None:
     from megalite.generation.batch_engine import IDLE_STEP_SECONDS
     from megalite.generation.prompts import Chat
 
-    rules = Chat(loaded.tokenizer, job.source.tokenizer)
+    rules = Chat(loaded.tokenizer, job.source.tokenizer, job.template)
     messages: list[dict[str, str]] = []
     for line in _lines(job, engine.step, IDLE_STEP_SECONDS):
         messages.append({"role": "user", "content": line})

@@ -201,10 +201,35 @@ def test_chat_takes_empty_steps_while_it_waits_for_the_keyboard() -> None:
     os.close(reading)
 
 
-def test_a_tokenizer_without_a_template_cannot_chat(tmp_path: Path) -> None:
+def test_a_tokenizer_without_a_template_chats_with_a_named_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "tokenizer").mkdir()
     tiny_tokenizer(tmp_path / "tokenizer")
     shape = replace(tiny_shape(layers=1), vocab_size=384)
     save_stage(tmp_path, shape, lively_stage(shape))
-    with pytest.raises(DataError, match="has no chat template"):
+    with pytest.raises(
+        DataError, match=r"has no chat template; set --chat-template to one of chatml, alpaca"
+    ):
         generate.run([str(tmp_path), "--chat"])
+    file = lines_of(tmp_path / "requests.jsonl", {"messages": [{"role": "user", "content": "one rank"}]})
+    flags = [str(tmp_path), "--batch", str(file), "--tokens", "4"]
+    with pytest.raises(
+        ConfigError, match=r"requests.jsonl:1: messages: .* set --chat-template to one of chatml"
+    ):
+        generate.run(flags)
+    with pytest.raises(
+        DataError, match=r"the chat template 'chatmk' is neither .* set --chat-template to one"
+    ):
+        generate.run([*flags, "--chat-template", "chatmk"])
+    with pytest.raises(ConfigError, match="--chat-template: is for --chat and --batch; leave it out"):
+        generate.run([str(tmp_path), "--prompt", "a", "--chat-template", "chatml"])
+    (tmp_path / "mine.jinja").write_text(TEMPLATE)
+    told = [
+        json.loads(printed(capsys, *flags, "--chat-template", name))
+        for name in ("plain", str(tmp_path / "mine.jinja"))
+    ]
+    assert told[0]["prompt_tokens"] < told[1]["prompt_tokens"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("one rank\n"))
+    asked = printed(capsys, str(tmp_path), "--chat", "--tokens", "4", "--chat-template", "plain")
+    assert asked == told[0]["text"] + "\n"
