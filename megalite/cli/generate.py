@@ -8,7 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from megalite.cli.arguments import Parser, add_adapters, add_chat_template, whole_number
-from megalite.cli.generate_run import Job, chat, continue_prompt, run_file, search_prompt
+from megalite.cli.generate_chat import CLEAR, chat
+from megalite.cli.generate_run import Job, continue_prompt, run_file, search_prompt
 from megalite.cli.local_ranks import on_local_ranks
 from megalite.errors import ConfigError, DataError, Problem
 from megalite.generation.beams import BeamSettings, beam_problems, check_beams
@@ -153,7 +154,11 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="requests, one JSON object a line; prints results as JSON lines",
     )
-    task.add_argument("--chat", action="store_true", help="talk to the model; Ctrl-D ends the conversation")
+    task.add_argument(
+        "--chat",
+        action="store_true",
+        help=f"talk to the model; {CLEAR} forgets the conversation, Ctrl-D ends it",
+    )
     add = parser.add_argument
     add("--output", type=Path, metavar="FILE", help="the file for the results of --batch (standard output)")
     add(

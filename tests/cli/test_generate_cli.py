@@ -3,6 +3,9 @@
 import io
 import json
 import os
+import pty
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +14,8 @@ import pytest
 
 import megalite
 from megalite.cli import generate
-from megalite.cli.generate_run import Job, _lines
+from megalite.cli.generate_chat import _lines
+from megalite.cli.generate_run import Job
 from megalite.errors import ConfigError, DataError
 from megalite.topology.axes import Layout
 from tests.support.tiny import tiny_shape, tiny_tokenizer
@@ -177,8 +181,37 @@ def test_a_conversation_goes_on_until_the_input_ends(
     prompt = "user: one rank\nassistant:"
     alone = printed(capsys, str(run_folder), "--prompt", prompt, "--tokens", "12")
     assert said.out.startswith(alone.removeprefix(prompt))
-    assert "exceed model.max_position_embeddings = 256" in said.err, "what does not fit is told, and left out"
+    assert "the message: has 6" in said.err and "and the context has 256, at least 1" in said.err
+    assert "write a shorter one" in said.err and "forgotten" not in said.err, "what does not fit is left out"
     assert said.out.count("\n") >= 3
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_a_full_context_forgets_the_oldest_exchange(run_folder: Path, tensor: int) -> None:
+    turns = [f"one rank waits for turn {turn} " + "x " * 40 for turn in range(4)]
+    flags = ["--chat", "--tokens", "12", "--repetition-penalty", "1.2", "--tensor", str(tensor)]
+    said = subprocess.run(
+        [sys.executable, "-m", "megalite", "generate", str(run_folder), *flags],
+        input="\n".join([*turns, "/clear", turns[0], ""]),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert "error" not in said.stderr and said.stderr.count("(the conversation is forgotten)") == 1
+    full = "(the context of 256 tokens is full: the oldest exchange is forgotten)"
+    assert 1 <= said.stderr.count(full) <= 3
+    assert said.stdout.count(said.stdout[:12]) >= 2, "a cleared conversation begins as the first one did"
+
+
+def test_the_end_of_input_at_a_terminal_ends_its_line(capsys: pytest.CaptureFixture[str]) -> None:
+    typing, keyboard = pty.openpty()
+    job = Job("chat", None, Layout(pipeline=2), "float32", None, keyboard=keyboard)
+    os.write(typing, b"hello\n\x04")
+    assert list(_lines(job, int, 0.01)) == ["hello"]
+    assert capsys.readouterr().out == "> > \n"
+    os.close(typing)
+    os.close(keyboard)
 
 
 def test_chat_takes_empty_steps_while_it_waits_for_the_keyboard() -> None:
