@@ -24,9 +24,10 @@ def run(arguments: Sequence[str]) -> int:
     """Print texts as they are made; return the exit code. Raises CheckpointError, DataError, ConfigError."""
     options = _parser().parse_args(arguments)
     if options.adapter and options.batch is None:
-        remedy = (
-            f"name the adapter's folder as MODEL, which merges it: {next(iter(options.adapter.values()))}"
-        )
+        folder = next(iter(options.adapter.values()))
+        remedy = f"name the adapter's folder as MODEL, which merges it: {folder}"
+        if not folder.is_dir():
+            remedy = f"name an adapter's folder as MODEL, which merges it; {folder} is no folder"
         raise ConfigError([Problem("--adapter", "is for --batch", remedy)], "the request")
     source = find_source(
         options.model, tokenizer=options.tokenizer, base=options.base, adapters=options.adapter

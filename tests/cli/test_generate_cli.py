@@ -16,7 +16,7 @@ import megalite
 from megalite.cli import generate
 from megalite.cli.generate_chat import _lines
 from megalite.cli.generate_run import Job
-from megalite.errors import ConfigError, DataError
+from megalite.errors import CheckpointError, ConfigError, DataError
 from megalite.topology.axes import Layout
 from tests.support.tiny import tiny_shape, tiny_tokenizer
 from tests.unit.convert.exporting import lively_stage, save_stage
@@ -266,3 +266,23 @@ def test_a_tokenizer_without_a_template_chats_with_a_named_one(
     monkeypatch.setattr("sys.stdin", io.StringIO("one rank\n"))
     asked = printed(capsys, str(tmp_path), "--chat", "--tokens", "4", "--chat-template", "plain")
     assert asked == told[0]["text"] + "\n"
+
+
+def test_a_path_that_is_no_model_says_what_it_lacks(tmp_path: Path) -> None:
+    def refused(path: Path) -> str:
+        with pytest.raises(CheckpointError) as error:
+            generate.run([str(path), "--prompt", "a"])
+        return str(error.value)
+
+    folder, text = tmp_path / "weights", tmp_path / "text.txt"
+    folder.mkdir()
+    text.write_text("a")
+    lacks = "has manifest.json, a Hugging Face folder config.json and *.safetensors; name one of them"
+    assert all(lacks in refused(each) for each in (folder, text))
+    (folder / "model.safetensors").write_bytes(b"")
+    assert f"{folder} has weights but no config.json; copy" in refused(folder)
+    (folder / "config.json").write_text("{")
+    assert f"{folder / 'config.json'} cannot be read (Expecting property name" in refused(folder)
+    (folder / "config.json").write_text("[]")
+    assert f"{folder / 'config.json'} holds no JSON object; fetch it again" in refused(folder)
+    assert "does not exist" in refused(tmp_path / "absent")
