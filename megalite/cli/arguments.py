@@ -109,6 +109,12 @@ def add_adapters(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--adapter", action=_NamedFolders, default={}, metavar="NAME=FOLDER", help=about)
 
 
+def add_chat_template(parser: argparse.ArgumentParser) -> None:
+    """Add --chat-template NAME."""
+    about = "chatml, alpaca, plain, one of the tokenizer's, or a Jinja file (default: that of training)"
+    parser.add_argument("--chat-template", metavar="NAME", help=about)
+
+
 def meant(word: str, known: Collection[str]) -> str:
     """Return a remedy for an unknown word: the closest of the known ones, or all of them."""
     close = get_close_matches(word, known, n=1)

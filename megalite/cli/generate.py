@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megalite.cli.arguments import Parser, add_adapters, whole_number
-from megalite.cli.generate_run import Job, chat, continue_prompt, run_file, search_prompt
+from megalite.cli.arguments import Parser, add_adapters, add_chat_template, whole_number
+from megalite.cli.generate_chat import CLEAR, chat
+from megalite.cli.generate_run import Job, continue_prompt, run_file, search_prompt
 from megalite.cli.local_ranks import on_local_ranks
 from megalite.errors import ConfigError, DataError, Problem
 from megalite.generation.beams import BeamSettings, beam_problems, check_beams
@@ -23,9 +24,10 @@ def run(arguments: Sequence[str]) -> int:
     """Print texts as they are made; return the exit code. Raises CheckpointError, DataError, ConfigError."""
     options = _parser().parse_args(arguments)
     if options.adapter and options.batch is None:
-        remedy = (
-            f"name the adapter's folder as MODEL, which merges it: {next(iter(options.adapter.values()))}"
-        )
+        folder = next(iter(options.adapter.values()))
+        remedy = f"name the adapter's folder as MODEL, which merges it: {folder}"
+        if not folder.is_dir():
+            remedy = f"name an adapter's folder as MODEL, which merges it; {folder} is no folder"
         raise ConfigError([Problem("--adapter", "is for --batch", remedy)], "the request")
     source = find_source(
         options.model, tokenizer=options.tokenizer, base=options.base, adapters=options.adapter
@@ -44,7 +46,7 @@ _TASKS = {"prompt": continue_prompt, "beams": search_prompt, "batch": run_file, 
 def _job(options: argparse.Namespace, source: ModelSource) -> Job:
     """Return what every rank gets; every request is checked here. Raises ConfigError, DataError."""
     from megalite.data.tokenizer import load_tokenizer
-    from megalite.generation.prompts import Chat, prompt_ids
+    from megalite.generation.prompts import Chat, chat_template, prompt_ids
     from megalite.generation.request_file import read_requests
 
     tokenizer = load_tokenizer(source.tokenizer, end_of_document=source.end_of_document)
@@ -53,11 +55,12 @@ def _job(options: argparse.Namespace, source: ModelSource) -> Job:
     first = Request((), options.tokens, _sampling(options), ends, stop, options.logprobs)
     layout = Layout(pipeline=options.pipeline, tensor=options.tensor)
     job = Job("prompt", source, layout, options.dtype, first, max_requests=options.max_requests)
+    template = None if options.prompt is not None else chat_template(source, options.chat_template)
     if options.chat:
-        Chat(tokenizer, source.tokenizer)
-        return replace(job, task="chat")
+        Chat(tokenizer, source.tokenizer, template)  # raises the error of a model without a template
+        return replace(job, task="chat", template=template)
     if options.batch is not None:
-        requests = tuple(read_requests(options.batch, first, source, tokenizer))
+        requests = tuple(read_requests(options.batch, first, source, tokenizer, template))
         if options.output is not None and not options.output.parent.is_dir():
             raise DataError(f"the folder of --output {options.output} does not exist; create it")
         return replace(job, task="batch", file=requests, output=options.output)
@@ -94,6 +97,8 @@ def _check(options: argparse.Namespace, shape: ModelShape) -> None:
     problems = list(layout_problems(layout, shape))
     if options.output is not None and options.batch is None:
         problems.append(Problem("--output", "is for --batch", "leave it out"))
+    if options.chat_template is not None and options.prompt is not None:
+        problems.append(Problem("--chat-template", "is for --chat and --batch", "leave it out"))
     problems += sampling_problems(
         options.tokens,
         options.temperature,
@@ -127,7 +132,7 @@ def _beam_problems(options: argparse.Namespace) -> Iterator[Problem]:
 
 _COMMON = (
     *("model", "--prompt", "--batch", "--chat", "--tokens", "--temperature", "--top-p", "--stop", "--seed"),
-    *("--dtype", "--tensor", "--pipeline", "--base"),
+    *("--chat-template", "--dtype", "--tensor", "--pipeline", "--base"),
 )
 
 
@@ -150,7 +155,11 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="requests, one JSON object a line; prints results as JSON lines",
     )
-    task.add_argument("--chat", action="store_true", help="talk to the model; Ctrl-D ends the conversation")
+    task.add_argument(
+        "--chat",
+        action="store_true",
+        help=f"talk to the model; {CLEAR} forgets the conversation, Ctrl-D ends it",
+    )
     add = parser.add_argument
     add("--output", type=Path, metavar="FILE", help="the file for the results of --batch (standard output)")
     add(
@@ -161,6 +170,7 @@ def _parser() -> argparse.ArgumentParser:
         help="requests at a time in --batch (16)",
     )
     _add_sampling(parser)
+    add_chat_template(parser)
     add(
         "--dtype",
         choices=("float32", "bfloat16"),

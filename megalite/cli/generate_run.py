@@ -1,25 +1,23 @@
-"""The tasks of `megalite generate`, on every rank: continue a prompt, run a file of requests, chat."""
+"""The tasks of `megalite generate`, on every rank: continue a prompt, run a file of requests."""
 
 import json
-import os
-import select
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
-from megalite.errors import MegaliteError
 from megalite.generation.beams import BeamSettings
 from megalite.generation.request import Request
 from megalite.generation.source import ModelSource
+from megalite.generation.token_text import TokenText
 from megalite.topology.axes import Layout
 
 if TYPE_CHECKING:
-    from megalite.data.tokenizer import Tokenizer
-    from megalite.generation.batch_engine import BatchEngine, Event
+    from megalite.data.chat_template import ChatTemplate
+    from megalite.generation.batch_engine import Event
     from megalite.generation.loaded import LoadedModel
     from megalite.generation.request_file import FileRequest
     from megalite.parallel.mesh import ParallelMesh
@@ -31,6 +29,7 @@ class Job:
 
     request: the settings of all requests, with the ids of `prompt` if the task is one. file: the requests of a file.
     keyboard: a file descriptor to read a conversation from; None: standard input. beams: the settings of a beam search.
+    template: of the conversation; None: the tokenizer's own.
     """
 
     task: Literal["prompt", "beams", "batch", "chat"]
@@ -44,13 +43,14 @@ class Job:
     max_requests: int = 16
     keyboard: int | None = None
     beams: BeamSettings | None = None
+    template: "ChatTemplate | None" = None
 
 
 def continue_prompt(job: Job, mesh: "ParallelMesh") -> int:
     """Print the prompt and its continuation, as it is made, on rank 0."""
     from megalite.generation.text import stream
 
-    loaded = _load(job, mesh)
+    loaded = load(job, mesh)
     started, events = time.perf_counter(), []
     _show(mesh, job.prompt)
     for event in stream(loaded, job.request):
@@ -59,10 +59,11 @@ def continue_prompt(job: Job, mesh: "ParallelMesh") -> int:
     seconds = time.perf_counter() - started
     _show(mesh, "\n")
     if job.request.logprobs is not None:
+        shown = TokenText(loaded.tokenizer)
         for event in events:
-            _show(mesh, _log_probabilities(loaded.tokenizer, event) + "\n")
+            _show(mesh, shown.line(event) + "\n")
     if mesh.rank == 0:
-        _tell(f"{job.source.folder}: {len(events)} tokens in {seconds:.2f} s")
+        tell(f"{job.source.folder}: {len(events)} tokens in {seconds:.2f} s")
     return 0
 
 
@@ -71,13 +72,13 @@ def search_prompt(job: Job, mesh: "ParallelMesh") -> int:
     from megalite.generation.text import searched
 
     assert job.beams is not None
-    loaded = _load(job, mesh)
+    loaded = load(job, mesh)
     started = time.perf_counter()
     text, tokens = searched(loaded, job.request, job.beams)
     seconds = time.perf_counter() - started
     _show(mesh, f"{job.prompt}{text}\n")
     if mesh.rank == 0:
-        _tell(f"{job.source.folder}: {tokens} tokens in {seconds:.2f} s with {job.beams.beams} beams")
+        tell(f"{job.source.folder}: {tokens} tokens in {seconds:.2f} s with {job.beams.beams} beams")
     return 0
 
 
@@ -85,9 +86,10 @@ def run_file(job: Job, mesh: "ParallelMesh") -> int:
     """Run all requests of the file; rank 0 writes a JSON object for each, in the order of the file."""
     from megalite.generation.batch_engine import BatchEngine
 
-    loaded = _load(job, mesh)
+    loaded = load(job, mesh)
     longest = max(len(each.request.prompt_ids) + each.request.max_tokens for each in job.file)
     engine = BatchEngine(loaded, max_requests=min(job.max_requests, len(job.file)), max_tokens=longest)
+    shown = TokenText(loaded.tokenizer)
     results = {engine.submit(each.request): _Result(each) for each in job.file}
     started, tokens, waiting = time.perf_counter(), 0, list(results)
     with _output(job, mesh) as file:
@@ -98,24 +100,10 @@ def run_file(job: Job, mesh: "ParallelMesh") -> int:
             while waiting and results[waiting[0]].ended:
                 result = results.pop(waiting.pop(0))
                 if file is not None:
-                    print(json.dumps(result.row(loaded.tokenizer), ensure_ascii=False), file=file, flush=True)
+                    print(json.dumps(result.row(shown), ensure_ascii=False), file=file, flush=True)
     seconds = time.perf_counter() - started
     if mesh.rank == 0:
-        _tell(f"{job.source.folder}: {len(job.file)} requests, {tokens} tokens in {seconds:.2f} s")
-    return 0
-
-
-def chat(job: Job, mesh: "ParallelMesh") -> int:
-    """Answer the lines of standard input, on rank 0, until it ends."""
-    from megalite.generation.batch_engine import BatchEngine
-
-    loaded = _load(job, mesh)
-    engine = BatchEngine(loaded, max_requests=1)
-    if mesh.rank != 0:
-        engine.serve_steps()
-        return 0
-    _converse(job, loaded, engine)
-    engine.close()
+        tell(f"{job.source.folder}: {len(job.file)} requests, {tokens} tokens in {seconds:.2f} s")
     return 0
 
 
@@ -130,7 +118,7 @@ class _Result:
     def ended(self) -> bool:
         return bool(self.events) and self.events[-1].finish is not None
 
-    def row(self, tokenizer: "Tokenizer") -> Mapping[str, Any]:
+    def row(self, tokens: TokenText) -> Mapping[str, Any]:
         """Return the JSON object of the result."""
         row: dict[str, Any] = {"line": self.given.line}
         if self.given.name is not None:
@@ -139,76 +127,12 @@ class _Result:
         row["finish"] = self.events[-1].finish
         row["prompt_tokens"], row["new_tokens"] = len(self.given.request.prompt_ids), len(self.events)
         if self.given.request.logprobs is not None:
-            row["logprobs"] = [
-                {
-                    "token": tokenizer.decode([event.token]),
-                    "logprob": event.logprob,
-                    "top": {tokenizer.decode([token]): value for token, value in event.top_logprobs},
-                }
-                for event in self.events
-            ]
+            row["logprobs"] = [tokens.row(event) for event in self.events]
         return row
 
 
-def _converse(job: Job, loaded: "LoadedModel", engine: "BatchEngine") -> None:
-    from megalite.generation.batch_engine import IDLE_STEP_SECONDS
-    from megalite.generation.prompts import Chat
-
-    rules = Chat(loaded.tokenizer, job.source.tokenizer)
-    messages: list[dict[str, str]] = []
-    for line in _lines(job, engine.step, IDLE_STEP_SECONDS):
-        messages.append({"role": "user", "content": line})
-        try:
-            ids = rules.prompt_ids(messages)
-            room = max(1, min(job.request.max_tokens, engine.max_tokens - len(ids)))
-            engine.submit(
-                replace(job.request, prompt_ids=tuple(ids), stop_ids=rules.stop_ids, max_tokens=room)
-            )
-        except MegaliteError as error:
-            messages.pop()
-            _tell(f"error: {error}")
-            continue
-        answer = ""
-        while engine.has_work:
-            for event in engine.step():
-                answer += event.text
-                print(event.text, end="", flush=True)
-        print(flush=True)
-        messages.append({"role": "assistant", "content": answer})
-
-
-def _lines(job: Job, idle: Callable[[], object], seconds: float) -> Iterator[str]:
-    """Yield the lines that are typed, without empty ones, after a mark where a person types them.
-
-    idle: called every `seconds` while `job.keyboard` has no input.
-    """
-    terminal = sys.stdin.isatty() if job.keyboard is None else os.isatty(job.keyboard)
-    while True:
-        if terminal:
-            print("> ", end="", flush=True)
-        line = sys.stdin.readline() if job.keyboard is None else _line_of(job.keyboard, idle, seconds)
-        if not line:
-            return
-        if line.strip():
-            yield line.strip()
-
-
-def _line_of(keyboard: int, idle: Callable[[], object], seconds: float) -> str:
-    """Return the next line of a file descriptor with its end; "" behind the last one."""
-    line = b""
-    while not line.endswith(b"\n"):
-        if not select.select([keyboard], [], [], seconds)[0]:
-            idle()
-            continue
-        # One byte: `select` would not see what a buffer holds.
-        byte = os.read(keyboard, 1)
-        if not byte:
-            break
-        line += byte
-    return line.decode("utf-8", errors="replace")
-
-
-def _load(job: Job, mesh: "ParallelMesh") -> "LoadedModel":
+def load(job: Job, mesh: "ParallelMesh") -> "LoadedModel":
+    """Return the model of the job in its type, on every rank."""
     import torch
 
     from megalite.generation.loaded import load_source
@@ -228,16 +152,11 @@ def _output(job: Job, mesh: "ParallelMesh") -> Iterator[TextIO | None]:
             yield file
 
 
-def _log_probabilities(tokenizer: "Tokenizer", event: "Event") -> str:
-    """Return a line with a token, its log probability and the most likely tokens."""
-    top = "  ".join(f"{tokenizer.decode([token])!r} {value:.4f}" for token, value in event.top_logprobs)
-    return f"{tokenizer.decode([event.token])!r} {event.logprob:.4f}" + (f"   {top}" if top else "")
-
-
 def _show(mesh: "ParallelMesh", text: str) -> None:
     if mesh.rank == 0:
         print(text, end="", flush=True)
 
 
-def _tell(text: str) -> None:
+def tell(text: str) -> None:
+    """Print a line beside the results, on standard error."""
     print(text, file=sys.stderr, flush=True)

@@ -9,17 +9,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megalite.cli.arguments import Parser, add_adapters, whole_number
+from megalite.cli.arguments import Parser, add_adapters, add_chat_template, whole_number
 from megalite.cli.local_ranks import on_local_ranks
 from megalite.config.shape_settings import longest_sequence_setting
 from megalite.errors import ConfigError, Problem
 from megalite.generation.layout import layout_problems
-from megalite.generation.source import ModelSource, find_source
+from megalite.generation.source import find_source
 from megalite.launcher.environment import api_key
 from megalite.topology.axes import Layout
 
 if TYPE_CHECKING:
-    from megalite.data.chat_template import ChatTemplate
     from megalite.parallel.mesh import ParallelMesh
     from megalite.serve.settings import ServePlan
 
@@ -35,6 +34,7 @@ def run(arguments: Sequence[str]) -> int:
     """
     options = _parser().parse_args(arguments)
     _require_packages()
+    from megalite.generation.prompts import chat_template
     from megalite.serve.keys import read_keys
     from megalite.serve.settings import ServePlan, ServeSettings
 
@@ -61,7 +61,7 @@ def run(arguments: Sequence[str]) -> int:
         problems.append(Problem("--adapter", message, "choose another, or name the base with --model-name"))
     if problems:
         raise ConfigError(problems, "the server")
-    template = _template(source, options.chat_template)
+    template = chat_template(source, options.chat_template)
     plan = ServePlan(source, settings, name, template, options.dtype, options.context_length)
     return on_local_ranks(layout, _serve, plan, name="serve", preload=["megalite.serve.run"])
 
@@ -104,17 +104,6 @@ def _require_packages() -> None:
         )
 
 
-def _template(source: ModelSource, name: str | None) -> "ChatTemplate | None":
-    """Return the chat template that is asked for, the one of training, or the tokenizer's own; None without any."""
-    from megalite.data.chat_template import has_chat_template, load_chat_template
-
-    folder = source.tokenizer if source.tokenizer.is_dir() else source.tokenizer.parent
-    name = name or source.chat_template
-    if name is None and not has_chat_template(folder):
-        return None
-    return load_chat_template(folder, name, source.end_of_document or "")
-
-
 _COMMON = (
     *("model", "--host", "--port", "--api-key-file", "--chat-template", "--dtype", "--tensor", "--pipeline"),
     *("--max-requests", "--context-length"),
@@ -143,11 +132,7 @@ def _parser() -> argparse.ArgumentParser:
         help="API keys, a line each; also the variable MEGALITE_API_KEY",
     )
     add("--model-name", metavar="NAME", help="the model's name in requests (default: of its folder)")
-    add(
-        "--chat-template",
-        metavar="NAME",
-        help="chatml, alpaca, plain, one of the tokenizer's, or a Jinja file (default: that of training)",
-    )
+    add_chat_template(parser)
     add("--tensor", type=whole_number(1), default=1, metavar="N", help="tensor-parallel size (1)")
     add("--pipeline", type=whole_number(1), default=1, metavar="N", help="pipeline-parallel size (1)")
     add("--dtype", choices=DTYPES, default="float32", help="of weights and computation (float32)")

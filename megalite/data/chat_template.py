@@ -40,16 +40,21 @@ BUILT_IN = {
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _MARKS = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
-_REMEDY = f"set tokenizer.chat_template to one of {', '.join(BUILT_IN)}, or to a Jinja file"
+SETTING = "tokenizer.chat_template"
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A Jinja template. origin: where it comes from, for messages. special_tokens: its variables such as bos_token."""
+    """A Jinja template.
+
+    origin: where it comes from, for messages. special_tokens: its variables such as bos_token. setting: what names
+    another template, for messages.
+    """
 
     origin: str
     text: str
     special_tokens: tuple[tuple[str, str], ...]
+    setting: str = SETTING
 
     @property
     def sha256(self) -> str:
@@ -125,34 +130,37 @@ class ChatTemplate:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise DataError(
                 f"{conversation.where}: the chat template {self.origin} fails ({reason}); change this conversation to "
-                f"what the template takes, or {_REMEDY}"
+                f"what the template takes, or {_remedy(self.setting)}"
             ) from error
         return text, [(start, end) for start, end in spans[0]] if spans else []
 
 
-def load_chat_template(tokenizer: Path, name: str | None, end_of_document: str = "") -> ChatTemplate:
+def load_chat_template(
+    tokenizer: Path, name: str | None, end_of_document: str = "", *, setting: str = SETTING
+) -> ChatTemplate:
     """Return the template `name` for the tokenizer in folder `tokenizer`: built in, a file, or one of the tokenizer's.
 
-    name: None: the tokenizer's default. end_of_document: the eos_token of a folder that names none. Raises DataError.
+    name: None: the tokenizer's default. end_of_document: the eos_token of a folder that names none. setting: the
+    setting or flag that names a template, for messages. Raises DataError.
     """
     special = tuple(_special_tokens(tokenizer, end_of_document).items())
     own = _own_templates(tokenizer)
     if name is None:
         if "default" not in own:
             named = f", or to one of the tokenizer's: {', '.join(own)}" if own else ""
-            raise DataError(f"the tokenizer in {tokenizer} has no chat template; {_REMEDY}{named}")
-        return ChatTemplate(f"of {tokenizer}", own["default"], special)
+            raise DataError(f"the tokenizer in {tokenizer} has no chat template; {_remedy(setting)}{named}")
+        return ChatTemplate(f"of {tokenizer}", own["default"], special, setting)
     if name in own:
-        return ChatTemplate(f"{name!r} of {tokenizer}", own[name], special)
+        return ChatTemplate(f"{name!r} of {tokenizer}", own[name], special, setting)
     if name in BUILT_IN:
-        return ChatTemplate(repr(name), BUILT_IN[name], special)
+        return ChatTemplate(repr(name), BUILT_IN[name], special, setting)
     file = Path(name).expanduser()
     if not file.is_file():
         known = ", ".join([*BUILT_IN, *own])
         raise DataError(
-            f"tokenizer.chat_template: {name!r} is neither a file nor one of {known}; name one of them"
+            f"the chat template {name!r} is neither a file nor one of {known}; set {setting} to one of them"
         )
-    return ChatTemplate(str(file), _text(file), special)
+    return ChatTemplate(str(file), _text(file, setting), special, setting)
 
 
 def has_chat_template(tokenizer: Path) -> bool:
@@ -186,11 +194,15 @@ def _special_tokens(folder: Path, end_of_document: str) -> dict[str, str]:
     return found
 
 
-def _text(file: Path) -> str:
+def _remedy(setting: str) -> str:
+    return f"set {setting} to one of {', '.join(BUILT_IN)}, or to a Jinja file"
+
+
+def _text(file: Path, setting: str = SETTING) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"the chat template {file} cannot be read ({error}); {_REMEDY}") from error
+        raise DataError(f"the chat template {file} cannot be read ({error}); {_remedy(setting)}") from error
 
 
 def _json(file: Path) -> dict[str, Any]:

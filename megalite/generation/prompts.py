@@ -4,13 +4,27 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megalite.data.chat_template import ChatTemplate, load_chat_template
+from megalite.data.chat_template import ChatTemplate, has_chat_template, load_chat_template
 from megalite.data.conversation import Conversation
 from megalite.data.messages import TEMPLATE_KEYS, message_list
 from megalite.data.tokenizer import Tokenizer
 from megalite.errors import DataError
+from megalite.generation.source import ModelSource
 
+TEMPLATE_FLAG = "--chat-template"
 _ANSWER = "answer"
+
+
+def chat_template(source: ModelSource, name: str | None) -> ChatTemplate | None:
+    """Return the chat template that is asked for, the one of training, or the tokenizer's own; None without any.
+
+    name: the value of --chat-template. Raises DataError for a name that no template has.
+    """
+    folder = _home(source.tokenizer)
+    name = name or source.chat_template
+    if name is None and not has_chat_template(folder):
+        return None
+    return load_chat_template(folder, name, source.end_of_document or "", setting=TEMPLATE_FLAG)
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
@@ -27,8 +41,9 @@ class Chat:
 
     def __init__(self, tokenizer: Tokenizer, folder: Path, template: ChatTemplate | None = None):
         self._tokenizer = tokenizer
-        home = folder if folder.is_dir() else folder.parent
-        self._template = template or load_chat_template(home, None, tokenizer.end_of_document)
+        self._template = template or load_chat_template(
+            _home(folder), None, tokenizer.end_of_document, setting=TEMPLATE_FLAG
+        )
         self.stop_ids = frozenset({tokenizer.end_of_document_id, *self._end_of_turn()})
 
     def prompt_ids(self, messages: Any, where: str = "the conversation") -> list[int]:
@@ -52,3 +67,8 @@ class Chat:
         following = self._tokenizer.encode(text[text.rfind(_ANSWER) + len(_ANSWER) :])[:1]
         special = self._tokenizer.backend.get_added_tokens_decoder()
         return [each for each in following if each in special and special[each].special]
+
+
+def _home(tokenizer: Path) -> Path:
+    """Return the folder of a tokenizer, which may be named by its tokenizer.json."""
+    return tokenizer if tokenizer.is_dir() else tokenizer.parent

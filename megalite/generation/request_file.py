@@ -7,6 +7,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from megalite.data.chat_template import ChatTemplate
 from megalite.data.tokenizer import Tokenizer
 from megalite.errors import ConfigError, DataError, Problem
 from megalite.generation.json_schema import JSON_OBJECT, JsonGrammars, schema_text
@@ -48,11 +49,16 @@ class FileRequest:
 
 
 def read_requests(
-    file: Path, defaults: Request, source: ModelSource, tokenizer: Tokenizer
+    file: Path,
+    defaults: Request,
+    source: ModelSource,
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None = None,
 ) -> list[FileRequest]:
     """Return the requests of a file: one JSON object a line, with `prompt` or `messages` and any other of _TYPES.
 
-    defaults: the values of fields that an object lacks; its prompt is not used.
+    defaults: the values of fields that an object lacks; its prompt is not used. template: of `messages`; None: the
+    tokenizer's own.
     Raises ConfigError with every line that is wrong, its field and the rule; DataError if the file cannot be read.
     """
     try:
@@ -61,7 +67,7 @@ def read_requests(
         raise DataError(f"{file} cannot be read ({error}); name a file of JSON lines in UTF-8") from error
     problems: list[Problem] = []
     found: list[FileRequest] = []
-    reader = _Reader(defaults, source, tokenizer)
+    reader = _Reader(defaults, source, tokenizer, template)
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -90,8 +96,11 @@ _FIELDS = {"tokens": "max_tokens"}
 
 
 class _Reader:
-    def __init__(self, defaults: Request, source: ModelSource, tokenizer: Tokenizer):
+    def __init__(
+        self, defaults: Request, source: ModelSource, tokenizer: Tokenizer, template: ChatTemplate | None
+    ):
         self._defaults, self._source, self._tokenizer = defaults, source, tokenizer
+        self._template = template
         self._chat: Chat | None = None
         self._grammars = JsonGrammars(tokenizer)
 
@@ -142,7 +151,7 @@ class _Reader:
         if "prompt" in row:
             ids = prompt_ids(self._tokenizer, row["prompt"])
         else:
-            self._chat = self._chat or Chat(self._tokenizer, self._source.tokenizer)
+            self._chat = self._chat or Chat(self._tokenizer, self._source.tokenizer, self._template)
             ids = self._chat.prompt_ids(row["messages"], "the line")
             stop_ids |= self._chat.stop_ids
         stop = row.get("stop", self._defaults.stop)

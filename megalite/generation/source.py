@@ -1,5 +1,6 @@
 """Find what a path to generate from names: a checkpoint or a Hugging Face folder, with its tokenizer. No torch."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,6 +23,8 @@ from megalite.convert.peft.base import base_of_adapter, folder_of_base
 from megalite.convert.peft.named import AdaptedModel, NamedAdapter, find_adapter
 from megalite.errors import CheckpointError
 from megalite.topology.shape import ModelShape
+
+_DESCRIPTION = "config.json"
 
 
 @dataclass(frozen=True)
@@ -90,9 +93,15 @@ def _found(path: Path | str, step: int | None, tokenizer: Path | None, base: Pat
                 f"{path} is a Hugging Face folder, which has no steps; leave out step = {step}"
             )
         folder = local_folder(str(path))
+        _require_description(folder)
         own = folder if (folder / "tokenizer.json").is_file() else None
         shape = shape_of_folder(str(folder), int8=True)
         return ModelSource(folder, True, shape, _required(tokenizer or own, folder), int8=holds_int8(folder))
+    if step is None and _is_unknown(here):
+        raise CheckpointError(
+            f"{path} is no model: a checkpoint or run folder has {MANIFEST}, a Hugging Face folder config.json and"
+            " *.safetensors; name one of them"
+        )
     checkpoint = find_checkpoint(here) if step is None else checkpoints_of(here, [step])[0]
     manifest = require_whole(checkpoint)
     check_coverage(manifest, checkpoint)
@@ -106,6 +115,27 @@ def _found(path: Path | str, step: int | None, tokenizer: Path | None, base: Pat
 def _is_huggingface(folder: Path) -> bool:
     is_checkpoint = (folder / MANIFEST).is_file() or find_latest(folder / "checkpoints") is not None
     return not is_checkpoint and is_folder_of_weights(folder)
+
+
+def _is_unknown(path: Path) -> bool:
+    """Return whether something is there that is no checkpoint, no folder of them and no run folder."""
+    folders = (path, path / "checkpoints")
+    return path.exists() and not (path / MANIFEST).is_file() and not any(map(find_latest, folders))
+
+
+def _require_description(folder: Path) -> None:
+    """Raise CheckpointError if a Hugging Face folder has no config.json, or one that is no JSON object."""
+    file = folder / _DESCRIPTION
+    if not file.is_file():
+        raise CheckpointError(
+            f"{folder} has weights but no {_DESCRIPTION}; copy the model's {_DESCRIPTION} there"
+        )
+    try:
+        whole = isinstance(json.loads(file.read_bytes()), dict)
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} cannot be read ({error}); fetch it again") from error
+    if not whole:
+        raise CheckpointError(f"{file} holds no JSON object; fetch it again")
 
 
 def _required(tokenizer: Path | None, model: Path) -> Path:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from megalite.generation.request import Request
-from megalite.serve.token_text import TokenText
+from megalite.serve.token_text import ServedTokenText
 
 if TYPE_CHECKING:
     from megalite.generation.batch_engine import Event
@@ -37,7 +37,7 @@ class Answer(ABC):
 
     prefix, kind = "", ""
 
-    def __init__(self, model: str, requests: Sequence[Request], prompt_tokens: int, tokens: TokenText):
+    def __init__(self, model: str, requests: Sequence[Request], prompt_tokens: int, tokens: ServedTokenText):
         self.id, self.created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
         self._model, self._prompt_tokens, self._tokens = model, prompt_tokens, tokens
         self._logprobs = requests[0].logprobs is not None

@@ -26,7 +26,7 @@ from megalite.serve.middleware import Gate
 from megalite.serve.prompts import Prompts, ServedModel
 from megalite.serve.schemas import BatchRequest, ChatRequest, CompletionRequest, EmbeddingRequest
 from megalite.serve.settings import ServeSettings
-from megalite.serve.token_text import TokenText
+from megalite.serve.token_text import ServedTokenText
 
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 # The page loads nothing from elsewhere, and no other page may show it in a frame.
@@ -47,7 +47,7 @@ class Service:
         self.engine, self.settings, self._model = engine, settings, model
         self.admission, self.metrics = Admission(settings.capacity), ServerMetrics()
         self.metrics.active.set_function(lambda: self.admission.active)
-        self._prompts, self._tokens = Prompts(model, settings), TokenText(model.tokenizer)
+        self._prompts, self._tokens = Prompts(model, settings), ServedTokenText(model.tokenizer)
         # Read now, so that an installation without the page fails at the start.
         self._page = importlib.resources.files("megalite.serve").joinpath("chat_page.html").read_text("utf-8")
 

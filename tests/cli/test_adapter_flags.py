@@ -72,6 +72,9 @@ def test_flags_that_cannot_be(place: Path, capsys: pytest.CaptureFixture[str]) -
     base, one = str(place / "base"), f"a={place / 'a'}"
     with pytest.raises(ConfigError, match=rf"--adapter: is for --batch; name .* merges it: {place / 'a'}"):
         generate.run([base, "--prompt", "x", "--adapter", one])
+    absent = f"a={place / 'absent'}"
+    with pytest.raises(ConfigError, match=rf"--adapter: is for --batch; .*; {place / 'absent'} is no folder"):
+        generate.run([base, "--prompt", "x", "--adapter", absent])
     with pytest.raises(ConfigError, match="'a' is the name of the base model, too"):
         serve.run([base, "--model-name", "a", "--adapter", one])
     for wrong, told in (("a", "is not of the form NAME=FOLDER"), ("=x", "is not of the form")):

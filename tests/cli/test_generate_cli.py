@@ -3,6 +3,9 @@
 import io
 import json
 import os
+import pty
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +14,9 @@ import pytest
 
 import megalite
 from megalite.cli import generate
-from megalite.cli.generate_run import Job, _lines
-from megalite.errors import ConfigError, DataError
+from megalite.cli.generate_chat import _lines
+from megalite.cli.generate_run import Job
+from megalite.errors import CheckpointError, ConfigError, DataError
 from megalite.topology.axes import Layout
 from tests.support.tiny import tiny_shape, tiny_tokenizer
 from tests.unit.convert.exporting import lively_stage, save_stage
@@ -91,6 +95,9 @@ def test_a_file_of_requests_runs_in_its_order(
     assert rows[0]["prompt"] + results[0]["text"] + "\n" == alone
     assert json.loads(results[4]["text"]) in ("the rank", 5) and results[5]["text"].startswith("{")
     assert len(results[1]["logprobs"]) == 3 and results[1]["logprobs"][0]["logprob"] <= 0
+    [most_likely] = results[1]["logprobs"][0]["top"]
+    assert results[1]["logprobs"][0] == {**most_likely, "top": [most_likely]}
+    assert "".join(each["token"] for each in results[1]["logprobs"]) == results[1]["text"]
     printed(capsys, str(run_folder), *flags, "--output", str(output), "--max-requests", "1")
     again = [json.loads(line) for line in output.read_text().splitlines()]
     assert [each["text"] for each in again] == [each["text"] for each in results]
@@ -174,8 +181,37 @@ def test_a_conversation_goes_on_until_the_input_ends(
     prompt = "user: one rank\nassistant:"
     alone = printed(capsys, str(run_folder), "--prompt", prompt, "--tokens", "12")
     assert said.out.startswith(alone.removeprefix(prompt))
-    assert "exceed model.max_position_embeddings = 256" in said.err, "what does not fit is told, and left out"
+    assert "the message: has 6" in said.err and "and the context has 256, at least 1" in said.err
+    assert "write a shorter one" in said.err and "forgotten" not in said.err, "what does not fit is left out"
     assert said.out.count("\n") >= 3
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_a_full_context_forgets_the_oldest_exchange(run_folder: Path, tensor: int) -> None:
+    turns = [f"one rank waits for turn {turn} " + "x " * 40 for turn in range(4)]
+    flags = ["--chat", "--tokens", "12", "--repetition-penalty", "1.2", "--tensor", str(tensor)]
+    said = subprocess.run(
+        [sys.executable, "-m", "megalite", "generate", str(run_folder), *flags],
+        input="\n".join([*turns, "/clear", turns[0], ""]),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert "error" not in said.stderr and said.stderr.count("(the conversation is forgotten)") == 1
+    full = "(the context of 256 tokens is full: the oldest exchange is forgotten)"
+    assert 1 <= said.stderr.count(full) <= 3
+    assert said.stdout.count(said.stdout[:12]) >= 2, "a cleared conversation begins as the first one did"
+
+
+def test_the_end_of_input_at_a_terminal_ends_its_line(capsys: pytest.CaptureFixture[str]) -> None:
+    typing, keyboard = pty.openpty()
+    job = Job("chat", None, Layout(pipeline=2), "float32", None, keyboard=keyboard)
+    os.write(typing, b"hello\n\x04")
+    assert list(_lines(job, int, 0.01)) == ["hello"]
+    assert capsys.readouterr().out == "> > \n"
+    os.close(typing)
+    os.close(keyboard)
 
 
 def test_chat_takes_empty_steps_while_it_waits_for_the_keyboard() -> None:
@@ -198,10 +234,55 @@ def test_chat_takes_empty_steps_while_it_waits_for_the_keyboard() -> None:
     os.close(reading)
 
 
-def test_a_tokenizer_without_a_template_cannot_chat(tmp_path: Path) -> None:
+def test_a_tokenizer_without_a_template_chats_with_a_named_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "tokenizer").mkdir()
     tiny_tokenizer(tmp_path / "tokenizer")
     shape = replace(tiny_shape(layers=1), vocab_size=384)
     save_stage(tmp_path, shape, lively_stage(shape))
-    with pytest.raises(DataError, match="has no chat template"):
+    with pytest.raises(
+        DataError, match=r"has no chat template; set --chat-template to one of chatml, alpaca"
+    ):
         generate.run([str(tmp_path), "--chat"])
+    file = lines_of(tmp_path / "requests.jsonl", {"messages": [{"role": "user", "content": "one rank"}]})
+    flags = [str(tmp_path), "--batch", str(file), "--tokens", "4"]
+    with pytest.raises(
+        ConfigError, match=r"requests.jsonl:1: messages: .* set --chat-template to one of chatml"
+    ):
+        generate.run(flags)
+    with pytest.raises(
+        DataError, match=r"the chat template 'chatmk' is neither .* set --chat-template to one"
+    ):
+        generate.run([*flags, "--chat-template", "chatmk"])
+    with pytest.raises(ConfigError, match="--chat-template: is for --chat and --batch; leave it out"):
+        generate.run([str(tmp_path), "--prompt", "a", "--chat-template", "chatml"])
+    (tmp_path / "mine.jinja").write_text(TEMPLATE)
+    told = [
+        json.loads(printed(capsys, *flags, "--chat-template", name))
+        for name in ("plain", str(tmp_path / "mine.jinja"))
+    ]
+    assert told[0]["prompt_tokens"] < told[1]["prompt_tokens"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("one rank\n"))
+    asked = printed(capsys, str(tmp_path), "--chat", "--tokens", "4", "--chat-template", "plain")
+    assert asked == told[0]["text"] + "\n"
+
+
+def test_a_path_that_is_no_model_says_what_it_lacks(tmp_path: Path) -> None:
+    def refused(path: Path) -> str:
+        with pytest.raises(CheckpointError) as error:
+            generate.run([str(path), "--prompt", "a"])
+        return str(error.value)
+
+    folder, text = tmp_path / "weights", tmp_path / "text.txt"
+    folder.mkdir()
+    text.write_text("a")
+    lacks = "has manifest.json, a Hugging Face folder config.json and *.safetensors; name one of them"
+    assert all(lacks in refused(each) for each in (folder, text))
+    (folder / "model.safetensors").write_bytes(b"")
+    assert f"{folder} has weights but no config.json; copy" in refused(folder)
+    (folder / "config.json").write_text("{")
+    assert f"{folder / 'config.json'} cannot be read (Expecting property name" in refused(folder)
+    (folder / "config.json").write_text("[]")
+    assert f"{folder / 'config.json'} holds no JSON object; fetch it again" in refused(folder)
+    assert "does not exist" in refused(tmp_path / "absent")
