@@ -14,7 +14,7 @@ from megalite.cli.local_ranks import on_local_ranks
 from megalite.config.shape_settings import longest_sequence_setting
 from megalite.errors import ConfigError, Problem
 from megalite.generation.layout import layout_problems
-from megalite.generation.source import find_source
+from megalite.generation.source import ModelSource, find_source
 from megalite.launcher.environment import api_key
 from megalite.topology.axes import Layout
 
