@@ -6,9 +6,9 @@ from torch import Tensor
 
 from megalite.ops import extension
 
-# The most rows with which the compiled operator is faster than torch's product, by the type of the inputs. Measured on
-# one and two cores with AVX-512 (benchmarks/generation.py); bfloat16 has instructions that torch uses.
-_MOST_ROWS = {torch.float32: 32, torch.float64: 32, torch.bfloat16: 8}
+# The most rows with which the compiled operator, built for AVX2 too, is not slower than torch's product, by the type of
+# the inputs. Measured on one and two cores (benchmarks/generation.py); bfloat16 has instructions that torch uses.
+_MOST_ROWS = {torch.float32: 16, torch.float64: 16, torch.bfloat16: 8}
 # An int8 weight is read in a quarter of the time; without the operator, it is dequantised for the product.
 _MOST_ROWS_INT8 = 16
 

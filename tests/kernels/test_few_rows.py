@@ -88,8 +88,8 @@ def test_wrong_tensors_are_refused(tensors: tuple[Tensor, ...], message: str) ->
 
 def test_only_few_rows_on_a_cpu_use_the_operator() -> None:
     weight = torch.zeros(8, 64)
-    for dtype, most in ((torch.float32, 32), (torch.float64, 32), (torch.bfloat16, 8), (torch.float16, 0)):
-        for rows in (1, 8, 9, 16, 17, 32, 33):
+    for dtype, most in ((torch.float32, 16), (torch.float64, 16), (torch.bfloat16, 8), (torch.float16, 0)):
+        for rows in (1, 8, 9, 16, 17):
             inputs = torch.zeros(1, rows, 64, dtype=dtype)
             assert compiled_pays(inputs, weight.to(dtype)) == (rows <= most)
             assert compiled_pays(inputs, weight.to(torch.int8)) == (rows <= 16)
