@@ -144,7 +144,7 @@ def evaluate_parser(description: str | None) -> argparse.ArgumentParser:
         type=whole_number(1),
         default=8,
         metavar="N",
-        help="sequences of a forward pass, answers generated at a time (8)",
+        help="sequences or answers computed at a time (8)",
     )
     add("--tensor", type=whole_number(1), default=1, metavar="N", help="tensor-parallel size (1)")
     add("--pipeline", type=whole_number(1), default=1, metavar="N", help="pipeline-parallel size (1)")

@@ -132,7 +132,7 @@ def _beam_problems(options: argparse.Namespace) -> Iterator[Problem]:
 
 _COMMON = (
     *("model", "--prompt", "--batch", "--chat", "--tokens", "--temperature", "--top-p", "--stop", "--seed"),
-    *("--chat-template", "--dtype", "--tensor", "--pipeline", "--base"),
+    *("--dtype", "--tensor", "--pipeline", "--base"),
 )
 
 
@@ -158,7 +158,7 @@ def _parser() -> argparse.ArgumentParser:
     task.add_argument(
         "--chat",
         action="store_true",
-        help=f"talk to the model; {CLEAR} forgets the conversation, Ctrl-D ends it",
+        help=f"talk to the model until Ctrl-D; {CLEAR} forgets all",
     )
     add = parser.add_argument
     add("--output", type=Path, metavar="FILE", help="the file for the results of --batch (standard output)")

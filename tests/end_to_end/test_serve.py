@@ -238,8 +238,6 @@ def test_a_killed_rank_ends_the_server_with_the_cause(shared_data: Path, busy: b
             if running is not None:
                 running.exception(timeout=10)
         assert server.ended() == 1 and time.monotonic() - begin < 5
-        # A rank that died in a forward is not "before its first step".
-        assert not busy or "  running inference, last collective: " in "".join(server.errors)
         [report] = re.findall(r"full report: (\S+)", "".join(server.errors))
         assert "SIGKILL" in Path(report).read_text()
         shutil.rmtree(Path(report).parent)

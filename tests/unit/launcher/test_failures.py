@@ -223,6 +223,14 @@ def test_before_the_first_collective_a_connection_error_is_a_cause_with_a_remedy
     assert remedy in text and "another rank" not in text
 
 
+def test_a_rank_that_generates_has_no_first_step(folder, info):
+    now.restart()
+    now.begin(Activity.INFERENCE)
+    now.collective("send", "pp")
+    lines = describe_job([report_of(folder, info, ValueError("boom"))], 4).splitlines()
+    assert "  running inference, last collective: send over pp" in lines
+
+
 def test_a_refused_connection_of_the_users_own_is_not_taken_for_one_between_ranks(folder, info):
     now.restart()
     report = report_of(folder, info, ConnectionRefusedError(111, "Connection refused"))
