@@ -50,6 +50,8 @@ def test_sigusr1_to_a_step_saves_and_the_next_job_goes_on_bit_for_bit(slurm, job
     # A first step that is not over before the signal comes, however busy the machine is.
     early = submit(slurm, tmp_path, job, "--time=10", steps=STEPS, rows=8192)
     wait_for(tmp_path, "time: the run saves and stops before the end of the allocation at ")
+    # Before that, a rank that still starts would die of the signal.
+    wait_for(tmp_path, "all ranks are here: ")
     slurm.run(["scancel", "--signal=TERM", str(early)])
     assert slurm.wait(early, "FAILED", timeout=SECONDS)["ExitCode"] == "76:0"
     assert logged(tmp_path, "SIGTERM before the end of the first step")
