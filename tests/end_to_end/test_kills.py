@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megalite.checkpoint.folder import find_latest
-from tests.support.jobs import Job, curve, descendants, running, tensor_hashes
+from tests.support.jobs import Job, curve, descendants, forked_ranks, running, tensor_hashes
 
 # The longest that a job may take to end after one of its ranks died.
 TEARDOWN_SECONDS = 5.0
@@ -45,16 +45,11 @@ def _recorded_steps(folder: Path) -> int:
     return len(path.read_text().splitlines()) if path.exists() else 0
 
 
-def _ranks(process) -> list[int]:
-    """The ranks of a local job: its direct children, once all four are there."""
-    return [pid for pid in descendants(process.pid) if "megalite" in Path(f"/proc/{pid}/cmdline").read_text()]
-
-
 def test_one_rank_killed_ends_the_job_in_time_and_names_the_rank(job, undisturbed, tmp_path):
     folder = tmp_path / "run"
     process = job.start(folder)
     _wait_for(lambda: _recorded_steps(folder) >= 4)
-    ranks = _ranks(process)
+    ranks = forked_ranks(process.pid)
     assert len(ranks) == 4
     os.kill(ranks[2], signal.SIGKILL)
     killed_at = time.monotonic()
@@ -153,7 +148,7 @@ def test_a_run_that_cannot_save_ends_when_its_grace_time_is_over(tmp_path):
     folder = tmp_path / "run"
     process = job.start(folder, "--training.steps", "100000", "--launch.grace_seconds", "4")
     _wait_for(lambda: _recorded_steps(folder) >= 4)
-    ranks = _ranks(process)
+    ranks = forked_ranks(process.pid)
     os.kill(ranks[1], signal.SIGSTOP)
     process.terminate()
     told_at = time.monotonic()

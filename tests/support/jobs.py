@@ -121,6 +121,15 @@ def descendants(process: int) -> list[int]:
     return found
 
 
+def forked_ranks(process: int) -> list[int]:
+    """Return the ranks of a local job: the descendants that its process forked, which keep its command line.
+
+    Programs that a job starts, such as multiprocessing's resource tracker, have their own.
+    """
+    command = Path(f"/proc/{process}/cmdline").read_bytes()
+    return [pid for pid in descendants(process) if Path(f"/proc/{pid}/cmdline").read_bytes() == command]
+
+
 def running(processes: list[int]) -> list[int]:
     """Return the processes that still run; zombies do not count."""
     alive = []
