@@ -1,5 +1,6 @@
-"""tests/run.sh asks pytest for what it says, and ends with one line that tells how it went."""
+"""tests/run.sh asks pytest for what it says and ends with one line on the outcome; .ci/run calls it in a clone."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -46,17 +47,18 @@ def run(checkout: Path, *arguments: str, **environ: str) -> tuple[int, list[str]
 STYLE = ["-m ruff check --quiet .", "-m ruff format --quiet --check .", "-m mypy"]
 
 
-def test_the_core_and_all_of_it(checkout: Path) -> None:
-    code, asked, last = run(checkout)
-    assert (code, asked) == (0, [*STYLE, "-m pytest -q --slowest-files 10"])
-    assert re.fullmatch(r"passed \(set-up \d+ s, ruff \d+ s, ruff \d+ s, mypy \d+ s, pytest \d+ s\)", last)
-    (checkout / "asked").unlink()
-    code, asked, last = run(checkout, "--all")
-    assert (code, asked[:-2]) == (0, ["install launchers", *STYLE])
-    assert re.fullmatch(r"passed \(.*, mypy \d+ s, pytest \d+ s, waited \d+ s\)", last)
-    pytest_all = "-m pytest -q --slowest-files 10 -m not gpu and not slow"
-    assert all(line.startswith(pytest_all) for line in asked[-2:])
-    parts = [part for line in asked[-2:] for part in line.removeprefix(pytest_all).split()]
+@pytest.mark.parametrize(
+    ("arguments", "first", "chosen"),
+    [((), [], ""), (("--all",), ["install launchers"], " -m not gpu and not slow")],
+)
+def test_the_core_and_all_of_it_run_in_two_parts(checkout: Path, arguments, first, chosen) -> None:
+    code, asked, last = run(checkout, *arguments)
+    assert (code, asked[:-2]) == (0, [*first, *STYLE])
+    times = "set-up .*, ruff .*, ruff .*, mypy .*, pytest .*, waited .*, processors"
+    assert re.fullmatch(rf"passed \({times.replace('.*', '[0-9]+ s')} [0-9]+ s\)", last)
+    command = f"-m pytest -q --slowest-files 10{chosen}"
+    assert all(line.startswith(command) for line in asked[-2:])
+    parts = [part for line in asked[-2:] for part in line.removeprefix(command).split()]
     tests = {file.relative_to(TESTS).parts[0] for file in TESTS.rglob("test_*.py")}
     assert sorted(parts) == sorted(f"tests/{name}" for name in tests)
 
@@ -72,16 +74,48 @@ def test_arguments_are_given_to_pytest_alone(checkout: Path) -> None:
 
 def test_all_that_failed_is_named_at_the_end(checkout: Path) -> None:
     code, asked, last = run(checkout, FAIL="mypy")
-    assert code == 1 and len(asked) == 4 and last.startswith("failed: mypy (set-up")
+    assert code == 1 and len(asked) == 5 and last.startswith("failed: mypy (set-up")
 
 
 @pytest.mark.parametrize("part", ["tests/unit", "tests/launch"])
 def test_either_part_of_the_tests_may_fail(checkout: Path, part: str) -> None:
     python = checkout / ".venv" / "bin" / "python"
     python.write_text(f'#!/usr/bin/env bash\n[[ "$*" != *{part}* ]]\n')
-    code, _, last = run(checkout, "--all")
-    assert code == 1 and last.startswith("failed: pytest (set-up")
+    for arguments in ((), ("--all",)):
+        code, _, last = run(checkout, *arguments)
+        assert code == 1 and last.startswith("failed: pytest (set-up")
 
 
 def test_nothing_runs_without_the_set_up(checkout: Path) -> None:
     assert run(checkout, SET_UP="2")[:2] == (2, [])
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_a_change_is_tested_in_a_clone_as_a_strangers(tmp_path: Path, status: int) -> None:
+    """Its folder has the repository's name and one above it a space; corpora stand beside it; it goes at the end."""
+    repository = tmp_path / "submitted"
+    for folder in (
+        repository / ".ci",
+        repository / "tests",
+        tmp_path / "shared" / "data",
+        tmp_path / "temporary",
+    ):
+        folder.mkdir(parents=True)
+    shutil.copy(TESTS.parent / ".ci" / "run", repository / ".ci" / "run")
+    script = f'echo "$0 $*" >"{tmp_path}/asked"; ls "$(dirname "$0")/../../shared"; exit {status}'
+    (repository / "tests" / "run.sh").write_text(script)
+    git = ["git", "-c", "user.name=x", "-c", "user.email=x@localhost", "-C", str(repository)]
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "all"]):
+        subprocess.run([*git, *words], check=True)
+    (repository / "tests" / "run.sh").write_text("exit 9")  # not committed
+    done = subprocess.run(
+        ["bash", str(repository / ".ci" / "run")],
+        env={"PATH": os.environ["PATH"], "TMPDIR": str(tmp_path / "temporary"), "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (status, "data\n"), done.stderr
+    script = (tmp_path / "asked").read_text().removesuffix(" --all\n")
+    assert re.search(r" [^/]*/megalite/tests/run\.sh$", script), script
+    assert list((tmp_path / "temporary").iterdir()) == []
