@@ -29,6 +29,10 @@ megalite config show run.toml
 The second command prints every value of a run with its origin, and DeepSpeed's JSON. `megalite train --help training`
 shows a section in the terminal.
 
+`--section.key unset` leaves a setting at its default, whatever the run file, DeepSpeed's JSON, the preset or the
+`config.json` says; so does `None` in Python's `load_config`. `none` is a value of the settings that list it, and of no
+other. A text that is spelled so is quoted: `--run.folder '"unset"'`.
+
 Order of precedence: a flag, the run file, DeepSpeed's JSON, `model.preset` or a `config.json`, the default.
 """
 

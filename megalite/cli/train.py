@@ -35,6 +35,7 @@ common settings, as flags or as key = value below [section] in RUN.toml:
   --parallel.tensor N, --parallel.pipeline N, --parallel.data N
                                ranks of the layout: their product is started
   --checkpoint.resume PATH     "auto" (latest checkpoint), "never" or a path
+  --SECTION.KEY unset          the default instead of the value in RUN.toml
 
 all settings: megalite train --help SECTION, or --help all; SECTION is one of
 """

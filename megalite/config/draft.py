@@ -22,6 +22,8 @@ class Draft:
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     """Messages for the user that are no errors."""
+    unset: set[str] = field(default_factory=set)
+    """Each `section.key` that a flag leaves at its default."""
     incomplete: set[str] = field(default_factory=set)
     """Sections with a part that could not be read; keys missing there are not reported again."""
 
@@ -50,11 +52,15 @@ class Draft:
         before_file = self.given_by_flag(named_by)
         for key, value in values.items():
             full = f"{section}.{key}"
-            if not self.has(section, key) or (before_file and not self.given_by_flag(full)):
+            if self.is_open(section, key) or (before_file and not self.given_by_flag(full)):
                 self.set(section, key, value, origin)
 
     def has(self, section: str, key: str) -> bool:
         return isinstance(self.values.get(section), dict) and key in self.values[section]
+
+    def is_open(self, section: str, key: str) -> bool:
+        """Return whether a preset or a file may set the key: nothing sets it, and no flag leaves it at its default."""
+        return not self.has(section, key) and f"{section}.{key}" not in self.unset
 
     def origin(self, key: str) -> str:
         """Return where the value of `section.key` came from."""

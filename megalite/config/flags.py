@@ -11,7 +11,9 @@ from megalite.config.toml import format_value, parse_value, shown
 from megalite.errors import ConfigError, Problem
 
 _FLAG = re.compile(r"--(?P<name>\w+(?:\.[\w-]+)+)(?:=(?P<value>.*))?", re.DOTALL)
-UNSET = "none"
+UNSET = "unset"
+"""The word that removes a value. A text of these letters is written with quotes: '"unset"'."""
+_EARLIER_UNSET = "none"
 COMMAND_LINE = "the command line"
 
 
@@ -42,7 +44,8 @@ def _with_section(argument: str) -> str:
 def apply_overrides(draft: Draft, overrides: Sequence[str]) -> None:
     """Apply `["--training.steps", "100", "--model.preset=tiny", ...]` to the draft; later flags win.
 
-    Values are TOML (`[1, 2]`, `true`); text needs no quotes; `none` removes a value that the file sets.
+    Values are TOML (`[1, 2]`, `true`); text needs no quotes; `unset` leaves a setting at its default, whatever
+    RUN.toml, DeepSpeed's JSON, a preset or a config.json says.
     """
     for name, text in _pairs(draft, overrides):
         section, *keys = name.split(".")
@@ -53,15 +56,26 @@ def apply_overrides(draft: Draft, overrides: Sequence[str]) -> None:
             continue
         if not isinstance(draft.values.get(section, {}), dict):
             continue  # RUN.toml sets the section to a plain value, which the schema check reports
+        takes = _takes(section, keys)
+        if text == _EARLIER_UNSET and takes and text not in takes:
+            remedy = f"write {UNSET} to remove the value" + f", or '\"{text}\"' for the text" * (
+                "TEXT" in takes
+            )
+            draft.problem(f"--{name}", f'"{text}" is no value of this setting', remedy)
+            continue
         table = draft.section(section)
         for key in keys[:-1]:
             inner = table.get(key)
             table[key] = dict(inner) if isinstance(inner, dict) else {}
             table = table[key]
-        if text == UNSET:
+        draft.unset.discard(f"{section}.{keys[0]}")
+        if text != UNSET:
+            table[keys[-1]] = _value(takes, text)
+        elif takes:
             table.pop(keys[-1], None)
-            continue
-        table[keys[-1]] = _value(section, keys, text)
+            draft.unset.add(f"{section}.{keys[0]}")
+        else:  # a key of DeepSpeed, which may stand in a JSON file that is read later
+            table[keys[-1]] = None
         draft.origins[f"{section}.{keys[0]}"] = f"--{name}"
 
 
@@ -107,11 +121,20 @@ def _pairs(draft: Draft, overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
             draft.problem(argument, "has no value", f"write {argument} VALUE")
 
 
-def _value(section: str, keys: Sequence[str], text: str) -> Any:
-    """Parse `text` as TOML where the setting takes numbers or lists; keep it as it is where the setting takes text."""
+def _takes(section: str, keys: Sequence[str]) -> list[str]:
+    """Return the types and words that a setting takes; an empty list for a key of DeepSpeed or an unknown one."""
     info = section_models()[section].model_fields.get(keys[0])
-    kinds = type_names(info.annotation) if info is not None else []
-    if "TEXT" not in kinds:
-        return parse_value(text)
-    parsed = parse_value(text) if text[:1] in ('"', "'", "[") else text
-    return parsed if isinstance(parsed, str | list if "LIST" in kinds else str) else text
+    return [] if info is None else type_names(info.annotation)
+
+
+def _value(takes: Sequence[str], text: str) -> Any:
+    """Parse `text` as TOML; keep it as it is where it is one of the setting's words, or text that the setting takes."""
+    if text in takes:
+        return text
+    parsed = parse_value(text)
+    if "TEXT" not in takes:
+        return parsed
+    if isinstance(parsed, str) or (isinstance(parsed, list) and "LIST" in takes):
+        return parsed
+    is_number = isinstance(parsed, int | float) and not isinstance(parsed, bool)
+    return parsed if is_number and "NUMBER" in takes else text

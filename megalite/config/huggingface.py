@@ -68,7 +68,7 @@ def apply_hf_config(draft: Draft, *, int8: bool = False) -> None:
         draft.problem(named_by, f"{path} {text}", remedy)
     draft.notes += [f"{path} {text}" for text in _notes(family, found)]
     shape = as_settings(family.read_config(found))
-    if named_by != _KEY and not (draft.has("tokenizer", "path") or draft.has("tokenizer", "vocab_size")):
+    if named_by != _KEY and draft.is_open("tokenizer", "path") and not draft.has("tokenizer", "vocab_size"):
         draft.set("tokenizer", "path", str(path.parent), named_by)
     draft.set_behind("model", {"family": family.model_type, **shape}, str(path), named_by=named_by)
     draft.set_behind("checkpoint", {"export_like": str(path)}, str(path), named_by=named_by)

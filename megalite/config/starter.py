@@ -151,7 +151,7 @@ class Starter:
             others = (each.split(".") for each in _INSTEAD.get(full, ()))
             if (
                 value is not None
-                and not draft.has(section, key)
+                and draft.is_open(section, key)
                 and not any(draft.has(*each) for each in others)
             ):
                 missing[section, key] = value

@@ -177,7 +177,7 @@ def test_config_show_resolves_for_the_ranks_of_a_launcher(capsys: pytest.Capture
 
 
 def test_config_show_says_that_deepspeed_is_not_used(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["config", "show", str(QUICKSTART), "--deepspeed.config", "none"]) == 0
+    assert main(["config", "show", str(QUICKSTART), "--deepspeed.config", "unset"]) == 0
     assert "DeepSpeed is not used" in capsys.readouterr().out
 
 

@@ -37,7 +37,7 @@ class Block:
 
     def take(self, draft: Draft, path: str, section: str, key: str, value: Any) -> None:
         """Set `section.key` to `value`, found at `path`; add a problem if the key already has another value."""
-        if value is None or value == AUTO:
+        if value is None or value == AUTO or f"{section}.{key}" in draft.unset:
             return
         if not draft.has(section, key):
             draft.set(section, key, value, self.origin(path))

@@ -19,7 +19,9 @@ def length_is_given_once(facts: Facts) -> Iterator[Problem]:
         )
     elif steps is not None and epochs is not None:
         message = f"{steps} and training.epochs = {epochs} are both set"
-        remedy = "set only one of them; on the command line --training.steps none removes a value of the file"
+        remedy = (
+            "set only one of them; on the command line --training.steps unset removes a value of the file"
+        )
         yield Problem("training.steps", message, remedy)
 
 

@@ -205,7 +205,7 @@ def test_a_byte_order_mark_is_passed_over(tmp_path: Path) -> None:
 def test_flags_lie_over_the_file_and_are_typed_as_toml(tmp_path: Path) -> None:
     flags = ["--optimizer.betas", "[0.8, 0.9]", "--run.folder=12", "--data.shuffle", "false"]
     flags += ["--data.source", '["a", "b"]', "--data.pattern", "[ab]*", "--run.seed", "1", "--run.seed", "2"]
-    flags += ["--training.steps", "none", "--training.epochs", "2", "--model.preset", "none"]
+    flags += ["--training.steps", "unset", "--training.epochs", "2", "--model.preset", "unset"]
     loaded = load(tmp_path, {"optimizer.betas": [0.1, 0.2]}, flags=flags)
     config = loaded.config
     assert config.optimizer.betas == (0.8, 0.9)

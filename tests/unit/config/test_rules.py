@@ -345,7 +345,7 @@ CASES = [
         "length_is_given_once",
         {"training.epochs": 2},
         "training.steps: 10 and training.epochs = 2.0 are both set; "
-        "set only one of them; on the command line --training.steps none removes a value of the file",
+        "set only one of them; on the command line --training.steps unset removes a value of the file",
         {"training.steps": REMOVED},
     ),
     Case(
