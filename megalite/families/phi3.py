@@ -48,7 +48,7 @@ FAMILY = Family(
     "phi3",
     "Phi3ForCausalLM",
     published="2024-04",
-    words=(Phi3Rope(), EveryLayer()),
+    words=(Phi3Rope(partial=True), EveryLayer()),
     required=SILU,
     # transformers reads embd_pdrop nowhere.
     dropouts={**ATTENTION_DROPOUT, "resid_pdrop": ("residual_dropout",)},

@@ -408,7 +408,11 @@ PUBLISHED: dict[str, tuple[Config, int | str]] = {
         14_659_507_200,
     ),
     "Phi-4 mini": (
-        _phi3(3072, 8192, 32, 24, 8, 200064, 131072, partial_rotary_factor=0.75, **_TIED),
+        _phi3(3072, 8192, 32, 24, 8, 200064, 131072, partial_rotary_factor=0.75, **_TIED, **_LONG),
+        3_836_021_760,
+    ),
+    "a Llama that rotates a part of each head": (
+        _llama(3072, 8192, 32, 24, 8, 200064, 131072, partial_rotary_factor=0.75),
         "rotates a part of each head; only whole heads are supported",
     ),
     "StarCoder 2 3B": (

@@ -49,6 +49,7 @@ FAMILY_SHAPES = {
     "qwen3": _of("qwen3", tie_word_embeddings=True),
     "qwen3 with biases": _of("qwen3", attention_bias=True, attention_output_bias=True),
     "phi3": _of("phi3", rope_theta=500.0, sliding_window=5),
+    "phi3, a part of each head": _of("phi3", tie_word_embeddings=True, partial_rotary_factor=0.7),
     # With a small epsilon, norms of outputs near zero amplify float32's rounding, transformers' as much as ours.
     "olmo2": _of("olmo2", rms_norm_eps=0.01),
     "olmo2 with biases": _of("olmo2", rms_norm_eps=0.1, attention_bias=True, attention_output_bias=True),

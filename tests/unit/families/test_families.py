@@ -54,6 +54,12 @@ SCALED_SHAPES = {
             "longrope", 4.0, 1.0, 4.0, 16, short_factor=(1.0, 1.1, 1.2), long_factor=(2.0,) * 3
         ),
     ),
+    "phi3, a part of each head": replace(
+        FAMILY_SHAPES["phi3, a part of each head"],
+        rope_scaling=RopeScaling(
+            "longrope", 4.0, 1.0, 4.0, 16, short_factor=(1.0, 1.1), long_factor=(2.0, 3.0)
+        ),
+    ),
 }
 READ_BACK = {**FAMILY_SHAPES, **{f"{name} scaling": shape for name, shape in SCALED_SHAPES.items()}}
 
