@@ -21,6 +21,7 @@ from megalite.cli.convert_quantise import add_quantise, check_quantise, export_q
 from megalite.errors import CheckpointError
 from megalite.families.registry import FAMILIES
 from megalite.families.table import family_page
+from megalite.monitor.work import working
 from megalite.topology.state import EMA, MASTER
 
 if TYPE_CHECKING:
@@ -59,7 +60,8 @@ def _export(options: argparse.Namespace) -> int:
             base=options.base,
         )
 
-    result = export_quantised(options, write) if options.quantise else write(options.output)
+    with working(f"exporting to {options.output}"):
+        result = export_quantised(options, write) if options.quantise else write(options.output)
     source = str(newest) if len(checkpoints) == 1 else f"the average of {', '.join(map(str, checkpoints))}"
     print(f"{options.output}: from {source}, {len(result.files)} weight file(s) of {options.dtype}")
     if tokenizer is None:
@@ -78,7 +80,8 @@ def _export_adapter(
 
     if len(checkpoints) > 1:
         raise CheckpointError("--adapter writes the adapter of one checkpoint; name one")
-    done = export_adapter(checkpoints[0], options.output, tokenizer, dtype=dtype, weights=options.weights)
+    with working(f"exporting to {options.output}"):
+        done = export_adapter(checkpoints[0], options.output, tokenizer, dtype=dtype, weights=options.weights)
     print(f"{done.folder}: an adapter of {done.trained:,} values, from {checkpoints[0]}")
     return 0
 
@@ -103,7 +106,8 @@ def _universal(options: argparse.Namespace) -> int:
     checkpoint = find_checkpoint(options.checkpoint)
     from megalite.convert.universal.export import export_universal
 
-    manifest = export_universal(checkpoint, options.output)
+    with working(f"exporting to {options.output}"):
+        manifest = export_universal(checkpoint, options.output)
     print(f"{options.output}: from {checkpoint}, {manifest.optimizer['step']:g} updates of AdamW in float32")
     print(
         "to load it, set checkpoint.load_universal = true in DeepSpeed's config; the folder's README.md shows how"

@@ -11,6 +11,7 @@ from megalite.convert.huggingface.files import local_folder
 from megalite.convert.megatron.folder import is_megatron_folder
 from megalite.convert.universal.folder import LATEST_UNIVERSAL, ZERO, find_config, find_universal
 from megalite.errors import CheckpointError
+from megalite.monitor.work import working
 from megalite.topology.parameters import parameter_count
 
 
@@ -75,7 +76,8 @@ def run_import(options: argparse.Namespace) -> int:
     shape = shape_of_folder(str(options.hf_config or options.folder))
     from megalite.convert.huggingface.load import import_checkpoint
 
-    checkpoint = import_checkpoint(local_folder(options.folder), shape, options.output)
+    with working(f"importing {options.folder}"):
+        checkpoint = import_checkpoint(local_folder(options.folder), shape, options.output)
     print(f"{checkpoint}: {parameter_count(shape):,} parameters of a {shape.family} from {options.folder}")
     return 0
 
@@ -88,7 +90,8 @@ def _import_universal(universal: Path, options: argparse.Namespace) -> int:
     shape = shape_of_folder(str(hf_config))
     from megalite.convert.universal.load import import_universal
 
-    checkpoint = import_universal(universal, shape, hf_config, options.output)
+    with working(f"importing {universal}"):
+        checkpoint = import_universal(universal, shape, hf_config, options.output)
     settings = require_whole(checkpoint).config["optimizer"].items()
     print(f"{checkpoint}: weights and AdamW's state of a {shape.family} from {universal}")
     print("the position in the data is not known: a run that resumes from it starts at its first sample")
@@ -99,7 +102,8 @@ def _import_universal(universal: Path, options: argparse.Namespace) -> int:
 def _import_megatron(folder: Path, options: argparse.Namespace) -> int:
     from megalite.convert.megatron.load import import_megatron
 
-    done = import_megatron(folder, options.output, options.vocab_size)
+    with working(f"importing {folder}"):
+        done = import_megatron(folder, options.output, options.vocab_size)
     count, kind = parameter_count(done.shape), str(done.dtype).removeprefix("torch.")
     print(f"{done.checkpoint}: {count:,} parameters of {kind}, iteration {done.iteration} of {folder}")
     for note in done.notes:

@@ -19,6 +19,7 @@ from megalite.data.token_file import TokenFile
 from megalite.data.tokenizer import load_tokenizer
 from megalite.data.trained_tokens import ids_of, is_trained
 from megalite.monitor.preparation import counted
+from megalite.monitor.work import working
 
 _SHOWN_CHARACTERS = 200
 _SHOWN_REPEATED = 3
@@ -82,7 +83,8 @@ def _show_conversation_facts(file: TokenFile, facts: PreparedFacts) -> None:
 
 
 def _show_repeated(file: TokenFile, decode: Callable[[list[int]], str]) -> None:
-    repeats = repeated_documents(file)
+    with working("looking for repeated documents"):
+        repeats = repeated_documents(file)
     share = repeats.total() / max(1, file.num_documents)
     print(f"repeated: {counted(repeats.total(), 'document')} ({share:.1%}) with the tokens of an earlier one")
     for index, more in repeats.most_common(_SHOWN_REPEATED):

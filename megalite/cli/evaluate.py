@@ -13,11 +13,13 @@ from megalite.data.corpus import Corpus
 from megalite.data.token_file import prepared_prefix
 from megalite.errors import ConfigError
 from megalite.evaluate.documents import TextSource
+from megalite.evaluate.questions import ChoiceQuestion
 from megalite.evaluate.report import table, write_json
 from megalite.evaluate.sandbox import Limits
 from megalite.evaluate.task_file import TaskFile, questions
 from megalite.generation.request import Sampling
 from megalite.generation.source import ModelSource, find_source
+from megalite.monitor.work import working
 from megalite.topology.axes import Layout
 from megalite.topology.shape import ModelShape
 from megalite.version import __version__
@@ -36,6 +38,8 @@ class _Request:
     source: ModelSource | None
     layout: Layout
     options: argparse.Namespace
+    items: int | None
+    """The number of choices or answers of a task, for its progress."""
 
     @property
     def model(self) -> str:
@@ -52,24 +56,30 @@ def run(arguments: Sequence[str]) -> int:
     found = list(problems(options, layout, None if source is None else source.shape))
     if found:
         raise ConfigError(found, "the request")
-    _require_files(options)
+    items = _require_files(options)
     # torch is imported below this line, so that --help and a wrong request are answered at once.
     preload = ["megalite.generation.text", "megalite.evaluate.perplexity", "megalite.evaluate.task"]
     return on_local_ranks(
-        layout, _evaluate, _Request(source, layout, options), name="evaluate", preload=preload
+        layout, _evaluate, _Request(source, layout, options, items), name="evaluate", preload=preload
     )
 
 
-def _require_files(options: argparse.Namespace) -> None:
-    """Raise DataError for a text that does not exist, and for any row of a task that is wrong."""
+def _require_files(options: argparse.Namespace) -> int | None:
+    """Return the number of choices or answers of a task.
+
+    Raises DataError for a text that does not exist, and for any row of a task that is wrong.
+    """
     if options.data:
         if prepared_prefix(options.data, "--data") is None:
             Corpus.open(options.data, pattern=options.pattern or "*", key="--data")
-        return
+        return None
     file, examples = _task_files(options)
-    questions(file)
+    asked = questions(file)
     if examples is not None:
         questions(examples)
+    if options.kind == "code":
+        return len(asked) * (options.samples or SAMPLES)
+    return sum(len(question.choices) if isinstance(question, ChoiceQuestion) else 1 for question in asked)
 
 
 def _evaluate(request: _Request, mesh: "ParallelMesh") -> int:
@@ -77,15 +87,18 @@ def _evaluate(request: _Request, mesh: "ParallelMesh") -> int:
     options = request.options
     loaded = None if request.source is None else _loaded(request.source, mesh, options.dtype)
     started = time.perf_counter()
-    if options.data:
-        from megalite.evaluate.perplexity import evaluate_text
+    unit = "windows" if options.data else "choices" if options.kind == "multiple_choice" else "answers"
+    with working("evaluating", unit=unit, total=request.items, shown=mesh.rank == 0) as work:
+        if options.data:
+            from megalite.evaluate.perplexity import evaluate_text
 
-        assert loaded is not None
-        figures = evaluate_text(loaded, _text_evaluation(options, loaded.config)).as_dict()
-    else:
-        from megalite.evaluate.task import evaluate_task
+            assert loaded is not None
+            evaluation = _text_evaluation(options, loaded.config)
+            figures = evaluate_text(loaded, evaluation, work.advance).as_dict()
+        else:
+            from megalite.evaluate.task import evaluate_task
 
-        figures = evaluate_task(loaded, _task_evaluation(options))
+            figures = evaluate_task(loaded, _task_evaluation(options), work.advance)
     seconds = time.perf_counter() - started
     if mesh.rank != 0:
         return 0
@@ -103,7 +116,8 @@ def _loaded(source: ModelSource, mesh: "ParallelMesh", dtype: str) -> "LoadedMod
 
     from megalite.generation.loaded import load_source
 
-    return load_source(source, mesh, getattr(torch, dtype))
+    with working(f"loading {source.folder}", shown=mesh.rank == 0):
+        return load_source(source, mesh, getattr(torch, dtype))
 
 
 def _text_evaluation(options: argparse.Namespace, shape: ModelShape) -> "TextEvaluation":

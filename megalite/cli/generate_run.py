@@ -13,6 +13,7 @@ from megalite.generation.beams import BeamSettings
 from megalite.generation.request import Request
 from megalite.generation.source import ModelSource
 from megalite.generation.token_text import TokenText
+from megalite.monitor.work import is_screen, working
 from megalite.topology.axes import Layout
 
 if TYPE_CHECKING:
@@ -92,10 +93,14 @@ def run_file(job: Job, mesh: "ParallelMesh") -> int:
     shown = TokenText(loaded.tokenizer)
     results = {engine.submit(each.request): _Result(each) for each in job.file}
     started, tokens, waiting = time.perf_counter(), 0, list(results)
-    with _output(job, mesh) as file:
+    # On a terminal that shows the results, they themselves tell how far the work is.
+    shown_alone = mesh.rank == 0 and (job.output is not None or not is_screen(sys.stdout))
+    work = working("generating", unit="requests", total=len(job.file), shown=shown_alone)
+    with _output(job, mesh) as file, work:
         while engine.has_work:
             for event in engine.step():
                 results[event.number].events.append(event)
+                work.advance(event.finish is not None)
                 tokens += 1
             while waiting and results[waiting[0]].ended:
                 result = results.pop(waiting.pop(0))
@@ -137,7 +142,8 @@ def load(job: Job, mesh: "ParallelMesh") -> "LoadedModel":
 
     from megalite.generation.loaded import load_source
 
-    return load_source(job.source, mesh, getattr(torch, job.dtype))
+    with working(f"loading {job.source.folder}", shown=mesh.rank == 0):
+        return load_source(job.source, mesh, getattr(torch, job.dtype))
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from megalite.cli.arguments import Parser
 from megalite.config.flags import split_overrides
 from megalite.errors import ConfigError, Problem
 from megalite.launcher.environment import prepare_process
+from megalite.monitor.work import working
 
 if TYPE_CHECKING:
     import torch
@@ -57,13 +58,13 @@ def run(arguments: Sequence[str]) -> int:
         case for case in cases_of(entries_of(options.entries), workload) if _asked(case, options.operators)
     ]
     rows: list[_Row] = []
-    found = prove_all(
-        cases,
-        device,
-        entries=options.entries,
-        case_seconds=options.timeout,
-        tell=lambda case, name, finding: rows.append(_Row(case, name, finding)),
-    )
+    with working("testing operators", unit="tests") as work:
+
+        def tell(case: "Case", name: str, finding: "Finding") -> None:
+            rows.append(_Row(case, name, finding))
+            work.advance()
+
+        found = prove_all(cases, device, entries=options.entries, case_seconds=options.timeout, tell=tell)
     facts = trust.machine(device)
     kept = _keep(facts, found)
     choices = choices_of(cases, found)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from megalite.data.tokenizer import Tokenizer
 from megalite.errors import ConfigError, Problem
 from megalite.evaluate.encoding import TextEncoder
+from megalite.evaluate.scoring import Advance, ignore
 from megalite.generation.detokenise import Detokeniser, StopScan
 from megalite.generation.loaded import LoadedModel
 from megalite.generation.request import GREEDY, Request, Sampling, check_request
@@ -34,6 +35,7 @@ def answers(
     encoder: TextEncoder | None = None,
     *,
     batch_size: int = 16,
+    advance: Advance = ignore,
 ) -> list[str]:
     """Return the generated texts in order, of at most `tokens` new tokens, on every rank.
 
@@ -58,7 +60,7 @@ def answers(
         for index in indices
     }
     if texts:
-        _generate(loaded, texts, tokens, batch_size)
+        _generate(loaded, texts, tokens, batch_size, advance)
     own = [(index, text.value) for index, text in texts.items()]
     found = dict(each for part in mesh.gather_objects(own) or [] for each in part)
     ordered: list[str] = mesh.broadcast_object([found[index] for index in sorted(found)])
@@ -82,7 +84,9 @@ class _Text:
         return stopped
 
 
-def _generate(loaded: LoadedModel, texts: Mapping[int, _Text], tokens: int, batch_size: int) -> None:
+def _generate(
+    loaded: LoadedModel, texts: Mapping[int, _Text], tokens: int, batch_size: int, advance: Advance
+) -> None:
     """Complete the texts; every rank of a copy of the model has the same ones, and takes part."""
     stop_ids = frozenset({loaded.tokenizer.end_of_document_id})
     longest = max(len(text.prompt) for text in texts.values()) + tokens
@@ -95,5 +99,8 @@ def _generate(loaded: LoadedModel, texts: Mapping[int, _Text], tokens: int, batc
         for sampled in engine.step():
             ended = sampled.finish is not None
             # All ranks have the same tokens, so all cancel here.
-            if texts[sampled.number].push(sampled.token, last=ended) and not ended:
+            stopped = texts[sampled.number].push(sampled.token, last=ended)
+            if stopped and not ended:
                 engine.cancel(sampled.number)
+            if stopped or ended:
+                advance(loaded.replica.mesh.batch.size)

@@ -9,7 +9,7 @@ from megalite.errors import DataError
 from megalite.evaluate.encoding import TextEncoder, pair_window
 from megalite.evaluate.few_shot import FewShot
 from megalite.evaluate.questions import ChoiceQuestion
-from megalite.evaluate.scoring import scores
+from megalite.evaluate.scoring import Advance, ignore, scores
 from megalite.evaluate.statistics import Rate
 from megalite.generation.loaded import LoadedModel
 
@@ -28,7 +28,11 @@ class ChoiceFigures:
 
 
 def multiple_choice(
-    loaded: LoadedModel, questions: Sequence[ChoiceQuestion], few_shot: FewShot, batch_size: int
+    loaded: LoadedModel,
+    questions: Sequence[ChoiceQuestion],
+    few_shot: FewShot,
+    batch_size: int,
+    advance: Advance = ignore,
 ) -> ChoiceFigures:
     """Score the choices of all questions; the same figures on every rank. Collective over the world.
 
@@ -43,7 +47,7 @@ def multiple_choice(
             raise DataError(f"question {number + 1}: a choice has no tokens; write its text")
         truncated += any(len(context) + len(choice) > longest + 1 for context, choice in pairs)
         windows += [pair_window(*pair, longest) for pair in pairs]
-    found = iter(scores(loaded.replica, windows, batch_size))
+    found = iter(scores(loaded.replica, windows, batch_size, advance))
     right, right_by_character = [], []
     for question in questions:
         likelihoods = np.array([next(found).log_likelihood for _ in question.choices])

@@ -11,6 +11,7 @@ from megalite.evaluate.answers import Wanted, answers
 from megalite.evaluate.questions import CodeProblem
 from megalite.evaluate.rows import Row
 from megalite.evaluate.sandbox import Limits, Outcome, run_program
+from megalite.evaluate.scoring import Advance, ignore
 from megalite.evaluate.statistics import Rate, pass_at_k
 from megalite.evaluate.task_file import task_rows
 from megalite.generation.loaded import LoadedModel
@@ -37,6 +38,7 @@ def generated(
     tokens: int,
     sampling: Sampling,
     batch_size: int,
+    advance: Advance = ignore,
 ) -> list[list[str]]:
     """Return `samples` completions of each problem, on every rank; batch_size: texts generated at a time.
 
@@ -47,7 +49,7 @@ def generated(
         for number, problem in enumerate(problems)
         for sample in range(samples)
     ]
-    texts = answers(loaded, wanted, tokens, batch_size=batch_size)
+    texts = answers(loaded, wanted, tokens, batch_size=batch_size, advance=advance)
     return [texts[start : start + samples] for start in range(0, len(texts), samples)]
 
 

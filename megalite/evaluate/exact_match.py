@@ -8,6 +8,7 @@ from megalite.evaluate.answers import Wanted, answers
 from megalite.evaluate.few_shot import FewShot
 from megalite.evaluate.forms import MARK
 from megalite.evaluate.questions import OpenQuestion
+from megalite.evaluate.scoring import Advance, ignore
 from megalite.evaluate.statistics import Rate
 from megalite.generation.loaded import LoadedModel
 
@@ -30,14 +31,19 @@ class MatchFigures:
 
 
 def exact_match(
-    loaded: LoadedModel, questions: Sequence[OpenQuestion], few_shot: FewShot, tokens: int, batch_size: int
+    loaded: LoadedModel,
+    questions: Sequence[OpenQuestion],
+    few_shot: FewShot,
+    tokens: int,
+    batch_size: int,
+    advance: Advance = ignore,
 ) -> MatchFigures:
     """Generate greedily and compare; the same figures on every rank. Collective over the world.
 
     batch_size: answers that are generated at a time, by each copy of the model.
     """
     wanted = [Wanted(few_shot.prompt(question, number), _STOPS) for number, question in enumerate(questions)]
-    texts = answers(loaded, wanted, tokens, batch_size=batch_size)
+    texts = answers(loaded, wanted, tokens, batch_size=batch_size, advance=advance)
     last = [float(matches(text, question.final)) for text, question in zip(texts, questions, strict=True)]
     strict = [
         float(matches(text, question.final, strict=True))

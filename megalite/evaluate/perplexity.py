@@ -10,7 +10,7 @@ import numpy as np
 from megalite.data.tokenizer import Tokenizer, start_token_id
 from megalite.errors import DataError
 from megalite.evaluate.documents import Document, TextSource, documents
-from megalite.evaluate.scoring import total_log_likelihood
+from megalite.evaluate.scoring import Advance, ignore, total_log_likelihood
 from megalite.evaluate.windows import Window, rolling_windows
 from megalite.generation.loaded import LoadedModel
 
@@ -71,12 +71,12 @@ class TextEvaluation:
     batch_size: int = 8
 
 
-def evaluate_text(loaded: LoadedModel, request: TextEvaluation) -> TextFigures:
+def evaluate_text(loaded: LoadedModel, request: TextEvaluation, advance: Advance = ignore) -> TextFigures:
     """Return the figures on every rank of the model's mesh. Collective over the world. Raises DataError."""
     counts = _Counts()
     read = documents(request.source, loaded.tokenizer, loaded.config.vocab_size)
     windows = _windows(_counting(read, counts), request, loaded.tokenizer)
-    log_likelihood, tokens = total_log_likelihood(loaded.replica, windows, request.batch_size)
+    log_likelihood, tokens = total_log_likelihood(loaded.replica, windows, request.batch_size, advance)
     if not tokens:
         raise DataError(
             f"--data: {', '.join(request.source.sources)} has no token that counts; name a source with text"

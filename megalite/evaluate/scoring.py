@@ -1,6 +1,6 @@
 """Scores windows of tokens with a model, over its tensor-, pipeline- and data-parallel ranks."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import cast
@@ -21,6 +21,13 @@ _MOST_LOGITS = 1 << 25
 _SORTED_BATCHES = 16
 
 
+Advance = Callable[[int], None]
+
+
+def ignore(_: int) -> None:
+    """Note no progress."""
+
+
 @dataclass(frozen=True)
 class Score:
     """The log-likelihood of a window's counted targets, and whether greedy decoding would choose all of them."""
@@ -29,10 +36,13 @@ class Score:
     is_greedy: bool
 
 
-def total_log_likelihood(model: Replica, windows: Iterable[Window], batch_size: int) -> tuple[float, int]:
+def total_log_likelihood(
+    model: Replica, windows: Iterable[Window], batch_size: int, advance: Advance = ignore
+) -> tuple[float, int]:
     """Return the log-likelihood of all counted targets and their number, on every rank.
 
-    Each data-parallel rank scores every n-th window. Collective over the world: all ranks give the same windows.
+    Each data-parallel rank scores every n-th window. advance: called with the number of windows that are done.
+    Collective over the world: all ranks give the same windows.
     """
     log_likelihood, tokens = 0.0, 0
     for batch in _own_batches(windows, model.mesh, batch_size):
@@ -41,15 +51,19 @@ def total_log_likelihood(model: Replica, windows: Iterable[Window], batch_size: 
             counted = torch.from_numpy(np.concatenate([_counted(window) for _, window in batch]))
             log_likelihood += scored[0].cpu().double()[counted].sum().item()
             tokens += int(counted.sum())
+        advance(len(batch) * model.mesh.batch.size)
     total, count = model.mesh.sum_over_world([log_likelihood, float(tokens)])
     return total, int(count)
 
 
-def scores(model: Replica, windows: Sequence[Window], batch_size: int) -> list[Score]:
+def scores(
+    model: Replica, windows: Sequence[Window], batch_size: int, advance: Advance = ignore
+) -> list[Score]:
     """Return the score of each window, in order, on every rank. Collective over the world, as above."""
     own: list[tuple[int, Score]] = []
     for batch in _own_batches(windows, model.mesh, batch_size):
         scored = score_batch(model, [window for _, window in batch])
+        advance(len(batch) * model.mesh.batch.size)
         if scored is None or not model.mesh.counts_replicated:
             continue
         lengths = [len(window.targets) for _, window in batch]

@@ -12,6 +12,7 @@ from megalite.evaluate.exact_match import exact_match
 from megalite.evaluate.few_shot import FewShot
 from megalite.evaluate.questions import ChoiceQuestion, CodeProblem, OpenQuestion, Question
 from megalite.evaluate.sandbox import DEFAULT_LIMITS, Limits, network_is_cut
+from megalite.evaluate.scoring import Advance, ignore
 from megalite.evaluate.task_file import TaskFile, questions
 from megalite.generation.loaded import LoadedModel
 from megalite.generation.request import GREEDY, Sampling
@@ -48,7 +49,9 @@ class TaskEvaluation:
     code: CodeEvaluation = ONE_GREEDY_SAMPLE
 
 
-def evaluate_task(loaded: LoadedModel | None, request: TaskEvaluation) -> dict[str, Any]:
+def evaluate_task(
+    loaded: LoadedModel | None, request: TaskEvaluation, advance: Advance = ignore
+) -> dict[str, Any]:
     """Return the figures by name: complete on rank 0 of the model's mesh. Collective over the world.
 
     loaded: None only where the completions of programs are given. kind "code" runs generated programs.
@@ -56,15 +59,14 @@ def evaluate_task(loaded: LoadedModel | None, request: TaskEvaluation) -> dict[s
     """
     found = questions(request.file)
     if request.file.kind == "code":
-        return _code(loaded, cast(list[CodeProblem], found), request)
+        return _code(loaded, cast(list[CodeProblem], found), request, advance)
     assert loaded is not None
     few_shot = FewShot(_examples(request), request.few_shot, request.seed)
     if request.file.kind == "multiple_choice":
         choices = cast(list[ChoiceQuestion], found)
-        return _named(multiple_choice(loaded, choices, few_shot, request.batch_size))
-    return _named(
-        exact_match(loaded, cast(list[OpenQuestion], found), few_shot, request.tokens, request.batch_size)
-    )
+        return _named(multiple_choice(loaded, choices, few_shot, request.batch_size, advance))
+    asked = cast(list[OpenQuestion], found)
+    return _named(exact_match(loaded, asked, few_shot, request.tokens, request.batch_size, advance))
 
 
 def _named(figures: Any) -> dict[str, Any]:
@@ -83,7 +85,9 @@ def _examples(request: TaskEvaluation) -> Sequence[Question]:
     return found
 
 
-def _code(loaded: LoadedModel | None, problems: list[CodeProblem], request: TaskEvaluation) -> dict[str, Any]:
+def _code(
+    loaded: LoadedModel | None, problems: list[CodeProblem], request: TaskEvaluation, advance: Advance
+) -> dict[str, Any]:
     code = request.code
     if code.samples_file is not None:
         completions = read_samples(code.samples_file, problems)
@@ -96,7 +100,7 @@ def _code(loaded: LoadedModel | None, problems: list[CodeProblem], request: Task
     else:
         assert loaded is not None
         completions = generated(
-            loaded, problems, code.samples, request.tokens, code.sampling, request.batch_size
+            loaded, problems, code.samples, request.tokens, code.sampling, request.batch_size, advance
         )
     if loaded is not None and loaded.replica.mesh.rank != 0:
         return {}

@@ -1,6 +1,5 @@
 """The console output of a run: a progress bar on a terminal, lines elsewhere. Only rank 0 prints."""
 
-import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,10 +8,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
 from megalite.monitor.metrics import SaveMetrics, StepMetrics, ValidationMetrics
+from megalite.monitor.work import LINE_SECONDS, REDRAW_SECONDS, Work, duration, is_screen
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
     from rich.live import Live
+
+# Drawing the bar takes 0.7 ms: short steps share one drawing.
+_SECONDS_OF_A_DRAWING = 0.02
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class RunSummary:
 class Console:
     """Shows the steps and messages of a run on one stream.
 
-    every: the number of steps between lines, or between refreshes of the bar; the last step is always shown.
+    every: the number of steps between lines; the last step has one too. A bar moves with every step instead.
     peak: the text for the peak that `mfu` is a share of ("sgemm", "989 TFLOP/s").
     """
 
@@ -47,6 +49,8 @@ class Console:
         self._total_steps, self._every, self._peak = total_steps, every, peak
         self._stream = stream or sys.stdout
         self._bar = _live(self._stream) if is_screen(self._stream) else None
+        self._last: StepMetrics | None = None
+        self._seconds_not_drawn = 0.0
 
     def __enter__(self) -> "Console":
         return self
@@ -57,17 +61,28 @@ class Console:
         self.close()
 
     def step(self, metrics: StepMetrics) -> None:
-        """Show a step, if it is an `every`-th step or the last one."""
-        if metrics.step % self._every and metrics.step != self._total_steps:
-            return
+        """Show a step: in the bar, elsewhere if it is an `every`-th step or the last one."""
+        self._last = metrics
+        due = metrics.step % self._every == 0 or metrics.step == self._total_steps
         if self._bar is not None:
-            self._bar.start()
-            self._bar.console.show_cursor(True)  # otherwise a killed run leaves the terminal without a cursor
-            self._bar.update(self._progress(metrics), refresh=True)
-            return
-        width = len(str(self._total_steps))
-        numbers = [*self._numbers(metrics), self._time_left(metrics)]
-        self.say(f"step {metrics.step:>{width}}/{self._total_steps}  " + "  ".join(numbers))
+            self._seconds_not_drawn += metrics.step_seconds
+            if due or self._seconds_not_drawn >= _SECONDS_OF_A_DRAWING:
+                self._draw()
+        elif due:
+            width = len(str(self._total_steps))
+            numbers = [*self._numbers(metrics), self._time_left(metrics)]
+            self.say(f"step {metrics.step:>{width}}/{self._total_steps}  " + "  ".join(numbers))
+
+    def start(self, step: int) -> None:
+        """Show the bar before the first step of this start. step: the steps that are done."""
+        if self._bar is not None:
+            self._draw(f"step {step + 1}", step)
+
+    def working(self, title: str, unit: str = "", total: int | None = None) -> Work:
+        """Return a phase between steps, shown below the bar, elsewhere by a line now and then."""
+        if self._bar is None:
+            return Work(title, draw=self.say, seconds=LINE_SECONDS, unit=unit, total=total)
+        return Work(title, draw=self._draw, seconds=REDRAW_SECONDS, unit=unit, total=total, erase=self._draw)
 
     def validation(self, metrics: ValidationMetrics) -> None:
         """Show a validation."""
@@ -129,17 +144,30 @@ class Console:
         if self._bar is not None:
             self._bar.stop()
 
-    def _progress(self, metrics: StepMetrics) -> "RenderableType":
-        """Return the bar with the numbers below it; side by side they do not fit into 80 columns."""
+    def _draw(self, phase: str = "", step: int = 0) -> None:
+        """Draw the bar with the numbers below it; side by side they do not fit into 80 columns.
+
+        phase: in place of the numbers. step: the steps that are done, as long as this start has made none.
+        """
         from rich.console import Group
         from rich.progress_bar import ProgressBar
         from rich.table import Table
         from rich.text import Text
 
+        assert self._bar is not None
+        metrics, self._seconds_not_drawn = self._last, 0.0
+        if metrics is not None:
+            step, phase = metrics.step, phase or "  ".join(self._numbers(metrics))
         row = Table.grid(padding=(0, 2))
-        bar = ProgressBar(total=self._total_steps, completed=metrics.step, width=40)
-        row.add_row(bar, f"{metrics.step}/{self._total_steps}", self._time_left(metrics))
-        return Group(row, Text("  ".join(self._numbers(metrics)), no_wrap=True, overflow="ellipsis"))
+        left = "" if metrics is None else self._time_left(metrics)
+        row.add_row(
+            ProgressBar(total=self._total_steps, completed=step, width=40),
+            f"{step}/{self._total_steps}",
+            left,
+        )
+        self._bar.start()
+        self._bar.console.show_cursor(True)  # otherwise a killed run leaves the terminal without a cursor
+        self._bar.update(Group(row, Text(phase, no_wrap=True, overflow="ellipsis")), refresh=True)
 
     def _numbers(self, metrics: StepMetrics) -> list[str]:
         shares = [] if metrics.mfu is None else [f"{metrics.mfu:.0%} of {self._peak}"]
@@ -170,19 +198,6 @@ def _shown(figures: Mapping[str, float]) -> list[str]:
     return [f"{name.replace('_', ' ')} {value:.4g}" for name, value in figures.items()]
 
 
-def is_screen(stream: TextIO) -> bool:
-    """Return whether a bar can be drawn on `stream`: a terminal that has a size.
-
-    Open MPI gives its ranks a pseudo-terminal, without a size where its own output goes to a file.
-    """
-    if not stream.isatty():
-        return False
-    try:
-        return os.get_terminal_size(stream.fileno()).columns > 0
-    except OSError:
-        return True  # a stream without a file, such as a notebook's, has no size to ask for
-
-
 def announce(text: str) -> None:
     """Print a line without a Console: before the run starts, or after it ended."""
     print(text, flush=True)
@@ -191,13 +206,6 @@ def announce(text: str) -> None:
 def complain(text: str) -> None:
     """Print an error to stderr."""
     print(text, file=sys.stderr, flush=True)
-
-
-def duration(seconds: float) -> str:
-    """Return a duration as text: 1:02:03, or 2:03 below an hour."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def _live(stream: TextIO) -> "Live | None":

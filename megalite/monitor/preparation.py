@@ -5,12 +5,10 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
 
-from megalite.monitor.console import is_screen
+from megalite.monitor.work import LINE_SECONDS, is_screen
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
-
-_LINE_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,7 @@ class PreparationConsole:
         return seconds
 
     def _due(self) -> bool:
-        due = time.monotonic() - self._shown >= _LINE_SECONDS
+        due = time.monotonic() - self._shown >= LINE_SECONDS
         if due:
             self._shown = time.monotonic()
         return due

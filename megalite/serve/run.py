@@ -13,6 +13,7 @@ from megalite.generation.batch_engine import BatchEngine
 from megalite.generation.json_schema import JSON_OBJECT
 from megalite.generation.loaded import load_source
 from megalite.generation.prompts import Chat
+from megalite.monitor.work import working
 from megalite.parallel.mesh import ParallelMesh
 from megalite.serve.app import Service
 from megalite.serve.engine_thread import EngineThread
@@ -29,7 +30,8 @@ def serve(plan: ServePlan, mesh: ParallelMesh, on_ready: Callable[[int], None]) 
     """
     settings = plan.settings
     sockets = listen(settings) if mesh.rank == 0 else []
-    loaded = load_source(plan.source, mesh, getattr(torch, plan.dtype))
+    with working(f"loading {plan.source.folder}", shown=mesh.rank == 0):
+        loaded = load_source(plan.source, mesh, getattr(torch, plan.dtype))
     engine = BatchEngine(loaded, max_requests=settings.max_requests, max_tokens=plan.context_length)
     # The first grammar takes up to a second, in which the running requests would stand still.
     with suppress(ConfigError):

@@ -68,6 +68,7 @@ class TrainingLoop:
             validation = self._validate()
             assert validation is not None, "nothing cuts it short"
             self._reporter.start(validation, self._callbacks.validation_end(validation))
+        self._reporter.begin(trainer.state.step)
         while (reason := self._reason_to_end()) is None:
             self._step()
         self._callbacks.train_end()
@@ -109,7 +110,9 @@ class TrainingLoop:
         return validation
 
     def _validate(self, ends: Callable[[], bool] = lambda: False) -> ValidationMetrics | None:
-        validation = validate(self._trainer, self._held_out, ends)
+        batches = sum(held_out.steps for held_out in self._held_out.values())
+        with self._reporter.working("validating", "batches", batches) as work:
+            validation = validate(self._trainer, self._held_out, ends, work.advance)
         if validation is not None:
             minimum = self._config.validation.minimum_improvement
             self._trainer.state = self._trainer.state.validated(validation.loss, minimum)
@@ -125,7 +128,9 @@ class TrainingLoop:
         best = settings.best and validation is not None and self._trainer.state.best_step == report.step
         if not (last or best or self._saves_after(report.step)):
             return
-        self._published(self._saver.save(at_once=last))
+        with self._reporter.working(f"saving step-{report.step:06}"):
+            checkpoints = self._saver.save(at_once=last)
+        self._published(checkpoints)
 
     def _published(self, checkpoints: Sequence[SaveMetrics]) -> None:
         for each in checkpoints:

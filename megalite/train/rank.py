@@ -1,5 +1,6 @@
 """The whole life of one rank: meet the others, find the inputs, resume, train, save, export."""
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from megalite.launcher.environment import bind_rank
 from megalite.launcher.local import INTERRUPTED
 from megalite.launcher.meeting import Meeting
 from megalite.launcher.progress import Activity, now
+from megalite.monitor.work import working
 from megalite.parallel.device import local_device
 from megalite.parallel.mesh import ParallelMesh, all_or_none, connect, disconnect
 from megalite.train.agreement import agreed_inputs, agreed_store
@@ -163,17 +165,18 @@ def _train(
     shape = config.shape(0 if tokenizer is None else tokenizer.vocab_size)
     kernels, tested = agreed_kernels(config, shape, mesh, leads_node=info.local_rank == 0)
     load = loader_maker(config, mesh, tokenizer)
-    trainer = TrainStep(
-        config,
-        mesh,
-        shape,
-        training_loader(config, inputs.data, load, mesh, tokenizer),
-        weights=_initial_weights(inputs, mesh) if resumed_from is None or shape.adapter else None,
-        kernels=kernels,
-    )
-    held_out = held_out_sets(config, inputs.data, load)
-    if resumed_from is not None:
-        _resume(trainer, resumed_from)
+    with working(_building(config, resumed_from), shown=mesh.rank == 0, stream=sys.stdout):
+        trainer = TrainStep(
+            config,
+            mesh,
+            shape,
+            training_loader(config, inputs.data, load, mesh, tokenizer),
+            weights=_initial_weights(inputs, mesh) if resumed_from is None or shape.adapter else None,
+            kernels=kernels,
+        )
+        held_out = held_out_sets(config, inputs.data, load)
+        if resumed_from is not None:
+            _resume(trainer, resumed_from)
     if mesh.rank == 0:
         write_resolved(config, folder.root / "run.toml")
     reporter = RunReporter(trainer, info, folder.metrics, folder.tensorboard)
@@ -189,19 +192,18 @@ def _train(
     )
     with trainer.batches:
         loop = TrainingLoop(
-            trainer,
-            held_out,
-            reporter,
-            saver,
-            callbacks=callbacks,
-            stops=stops,
-            saved=resumed_from,
+            trainer, held_out, reporter, saver, callbacks=callbacks, stops=stops, saved=resumed_from
         )
         reason = loop.run()
         stops.signals.all_saved()
     if reason:
         reporter.say(f"stopped after step {trainer.state.step}: {reason}")
     return _Done(config, inputs.data.tokenizer, reporter, loop.saved, loop.exit_code)
+
+
+def _building(config: RunConfig, resumed_from: Path | None) -> str:
+    begins_from = resumed_from or config.model.weights
+    return f"loading {begins_from}" if begins_from else "building the model"
 
 
 def _data_line(trainer: TrainStep, held_out: Mapping[str, HeldOutSet]) -> str:
@@ -223,7 +225,9 @@ def _give_reference(
     if trainer.needs_reference_losses:
         every = [trainer.loader, *(each.loader for each in held_out.values())]
         loaders = [each for each in every if isinstance(each, StepLoader)]
-        reporter.say(give_reference_losses(trainer, loaders, load, file))
+        with reporter.working("computing the reference's log-probabilities", "batches") as work:
+            line = give_reference_losses(trainer, loaders, load, file, work.advance)
+        reporter.say(line)
 
 
 def _finish(done: _Done, folder: RunFolder) -> dict[str, Path]:
@@ -241,7 +245,8 @@ def _finish(done: _Done, folder: RunFolder) -> dict[str, Path]:
         exported = best if config.checkpoint.export == "best" and best is not None else last
         now.begin(Activity.EXPORTING)
         write = export if config.adapter.kind == "none" else export_adapter
-        write(exported, folder.export, done.tokenizer_folder)
+        with done.reporter.working(f"exporting to {folder.export}"):
+            write(exported, folder.export, done.tokenizer_folder)
         if done.tokenizer_folder is None:
             done.reporter.say(
                 f"{folder.export} has no tokenizer, because the training data has none: "

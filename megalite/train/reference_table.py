@@ -72,12 +72,16 @@ def _read(path: Path, data: str, weights: str | None) -> Losses | None:
 
 
 def give_reference_losses(
-    trainer: "TrainStep", loaders: Sequence[StepLoader], load: Callable[..., StepLoader], file: ReferenceFile
+    trainer: "TrainStep",
+    loaders: Sequence[StepLoader],
+    load: Callable[..., StepLoader],
+    file: ReferenceFile,
+    advance: Callable[[], None] = lambda: None,
 ) -> str:
     """Give each loader the reference's losses of its samples, from the file or computed; return a line for the start.
 
-    load: StepLoader with all arguments except token_file, shuffle and epochs. Collective. Raises CheckpointError if a
-    resumed run has no losses of this data.
+    load: StepLoader with all arguments except token_file, shuffle and epochs. advance: called after every batch.
+    Collective. Raises CheckpointError if a resumed run has no losses of this data.
     """
     started, mesh = time.perf_counter(), trainer.mesh
     files = list({each.prefix: each for loader in loaders for each in loader.token_files}.values())
@@ -95,7 +99,7 @@ def give_reference_losses(
     how = f"read from {file.path}"
     if losses is None:
         now.begin(Activity.VALIDATING)
-        losses = [_computed(trainer, load, each) for each in files]
+        losses = [_computed(trainer, load, each, advance) for each in files]
         how = f"computed in {time.perf_counter() - started:.1f} s"
         if mesh.rank == 0:
             file.write(data, weights, losses)
@@ -107,7 +111,9 @@ def give_reference_losses(
     return f"reference: log-probabilities of {sum(map(len, losses)) // 2:,} pairs, {how}"
 
 
-def _computed(trainer: "TrainStep", load: Callable[..., StepLoader], file: TokenFile) -> NDArray[np.float64]:
+def _computed(
+    trainer: "TrainStep", load: Callable[..., StepLoader], file: TokenFile, advance: Callable[[], None]
+) -> NDArray[np.float64]:
     """Return the loss sum of each sample of a file, on every rank. Collective."""
     mesh, loader = trainer.mesh, load(file, shuffle=False, epochs=1)
     samples, stride = loader.samples_per_epoch, loader.global_batch_size
@@ -123,6 +129,7 @@ def _computed(trainer: "TrainStep", load: Callable[..., StepLoader], file: Token
                 losses.index_add_(
                     0, batch.sample_indices.clamp(max=samples - 1), torch.where(here, rows, 0.0)
                 )
+            advance()
     return mesh.reduce_over_world(losses).cpu().numpy()
 
 

@@ -18,6 +18,7 @@ from megalite.monitor.memory import device_memory, process_memory
 from megalite.monitor.metrics import SaveMetrics, StepMetrics, ValidationMetrics
 from megalite.monitor.tensorboard import TensorBoardFile
 from megalite.monitor.throughput import Throughput, gemm_flops_per_second
+from megalite.monitor.work import Work, working
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.flops import flops_per_token
 from megalite.train.precision import DTYPES
@@ -71,6 +72,17 @@ class RunReporter:
         """A warning on rank 0's console."""
         if self.console is not None:
             self.console.warn(text)
+
+    def working(self, title: str, unit: str = "", total: int | None = None) -> Work:
+        """Return a phase between steps, which rank 0's console shows."""
+        if self.console is None:
+            return working(title, shown=False)
+        return self.console.working(title, unit, total)
+
+    def begin(self, step: int) -> None:
+        """Show that the steps begin. step: the steps that are done."""
+        if self.console is not None:
+            self.console.start(step)
 
     def saved(self, metrics: SaveMetrics) -> None:
         """Record a checkpoint that was published."""

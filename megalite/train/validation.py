@@ -46,12 +46,15 @@ def held_out_set(load: Callable[..., StepLoader], file: TokenFile, limit: int | 
 
 
 def validate(
-    trainer: "TrainStep", sets: Mapping[str, HeldOutSet], ends: Callable[[], bool] = lambda: False
+    trainer: "TrainStep",
+    sets: Mapping[str, HeldOutSet],
+    ends: Callable[[], bool] = lambda: False,
+    advance: Callable[[], None] = lambda: None,
 ) -> ValidationMetrics | None:
     """Evaluate the trainer's model on the sets; collective over the world, and without effect on the training.
 
     ends: asked before every batch, and the same on every rank; once true, the validation stops and returns None.
-    Raises DataError if a set has no token to predict.
+    advance: called after every batch. Raises DataError if a set has no token to predict.
     """
     now.begin(Activity.VALIDATING)
     started = time.perf_counter()
@@ -65,6 +68,7 @@ def validate(
                 if ends():
                     return None
                 sums += trainer.evaluate(batches.step_batch(step * stride).ready())
+                advance()
         of_set = sums.tolist()  # the only wait for the device
         if of_set[1] == 0:
             raise DataError(

@@ -8,14 +8,17 @@ import re
 import select
 import struct
 import termios
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from megalite.monitor.console import Console, RunSummary, duration
+from megalite.monitor.console import Console, RunSummary
 from megalite.monitor.metrics import SaveMetrics, StepMetrics, ValidationMetrics, is_own_metric
 from megalite.monitor.preparation import PreparationConsole, PreparationProgress
+from megalite.monitor.work import duration
 from megalite.parallel.objective import Preference
 
 
@@ -24,6 +27,12 @@ class Terminal(io.StringIO):
 
     def isatty(self) -> bool:
         return True
+
+
+def wait_for(event: Callable[[], bool]) -> None:
+    """Return once another thread has made `event` true; the time limit of the tests ends a wait in vain."""
+    while not event():
+        time.sleep(0.001)
 
 
 def metrics(step: int, mfu: float | None = 0.64) -> StepMetrics:
@@ -145,6 +154,57 @@ def test_a_terminal_has_a_bar_and_messages_stand_above_it(monkeypatch: pytest.Mo
     assert stream.getvalue().rindex("\x1b[?25h") > stream.getvalue().rindex("\x1b[?25l"), (
         "the cursor is hidden"
     )
+
+
+def drawn(stream: io.StringIO) -> str:
+    """Return what a stream has, without control sequences, and forget it."""
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue())
+    stream.seek(0)
+    stream.truncate()
+    return text
+
+
+def test_a_bar_moves_with_every_step_whatever_the_steps_between_lines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    stream = Terminal()
+    console = Console(total_steps=200, every=50, stream=stream)
+    console.start(0)
+    assert "0/200" in (first := drawn(stream)) and "step 1" in first
+    for step in (1, 2, 3):
+        console.step(metrics(step))
+        assert f"{step}/200" in (text := drawn(stream)) and f"loss {3 / step:.4f}" in text
+    console.close()
+
+
+def test_short_steps_share_a_drawing_and_due_ones_have_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    stream = Terminal()
+    console = Console(total_steps=9, every=4, stream=stream)
+    shown = []
+    for step in range(1, 10):
+        console.step(replace(metrics(step), step_seconds=0.009))
+        shown.append(f"{step}/9" in drawn(stream))
+    console.close()
+    assert [step for step, is_shown in enumerate(shown, start=1) if is_shown] == [3, 4, 7, 8, 9]
+
+
+def test_a_phase_between_steps_stands_below_the_bar_and_gives_way_to_the_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr("megalite.monitor.console.REDRAW_SECONDS", 0.001)
+    stream = Terminal()
+    console = Console(total_steps=10, stream=stream)
+    console.step(metrics(4))
+    with console.working("validating", "batches", 3) as work:
+        work.advance()
+        wait_for(lambda: "validating: 1 of 3 batches" in stream.getvalue())
+    assert stream.getvalue().rindex("loss 0.7500") > stream.getvalue().rindex("validating")
+    console.close()
 
 
 def test_a_terminal_that_cannot_move_its_cursor_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,12 +10,19 @@ from typing import Any, cast
 import pytest
 
 from megalite.errors import TrainingError
+from megalite.monitor.work import working
 from megalite.train.callbacks import Callback
 from megalite.train.loop import StopConditions, TrainingLoop
 from megalite.train.time_budget import Deadline, TimeBudget
 
 RANKS = 2
 STEP_SECONDS = 100.0
+# The methods of a reporter that this file does not ask about.
+SILENT: dict[str, Any] = {
+    "begin": lambda _: None,
+    "step": lambda *_: None,
+    "working": lambda title, *_: working(title, shown=False),
+}
 
 
 class World:
@@ -144,7 +151,7 @@ def run(
 
     def be_rank(rank: int) -> None:
         trainer: Any = Trainer(Mesh(world, rank))
-        reporter = cast(Any, SimpleNamespace(step=lambda *_: None, saved=lambda _: None))
+        reporter = cast(Any, SimpleNamespace(saved=lambda _: None, **SILENT))
         saver: Any = Saver(trainer)
         loop = TrainingLoop(
             trainer,
@@ -211,7 +218,7 @@ def test_a_run_that_fails_on_all_ranks_completes_what_it_saved_before(
         saver: Any = Saver(trainer)
         reporter = cast(
             Any,
-            SimpleNamespace(step=lambda *_: None, saved=lambda each: published.append((rank, each.path))),
+            SimpleNamespace(saved=lambda each: published.append((rank, each.path)), **SILENT),
         )
         with pytest.raises(TrainingError, match="step 3"):
             TrainingLoop(trainer, {}, reporter, saver, stops=stops(lambda: None)).run()
