@@ -78,7 +78,8 @@ def apply_hf_config(draft: Draft, *, int8: bool = False) -> None:
 def _notes(family: Family, found: Mapping[str, Any]) -> Iterator[str]:
     """Yield what config.json has that this run does not do; transformers' own model does neither."""
     known = family.config_keys | family.dropouts.keys() | INERT | {_CODE, KEY}
-    if unknown := sorted(key for key in found.keys() - known if found[key] is not None):
+    unknown = sorted(key for key in found.keys() - known if found[key] is not None)
+    if unknown := [*unknown, *family.ignored(found)]:
         yield f"has keys that transformers' {family.model_type} does not use, nor this run: {listed(unknown)}"
     if code := found.get(_CODE):
         classes = sorted({str(name) for name in code.values()} if isinstance(code, Mapping) else {str(code)})

@@ -192,8 +192,6 @@ def _limited_members(field: Field[Any], hint: Any) -> Iterator[Any]:
 
 
 def _number(name: str) -> Any:
-    if name == "factor":
-        return Annotated[float, pydantic.Field(ge=1)]
     if name in _SHARES:
         return Annotated[float, pydantic.Field(gt=0, le=1)]
     return Annotated[float, pydantic.Field(gt=0)]

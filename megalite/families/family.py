@@ -120,6 +120,11 @@ class Family:
         for words in self.words:
             yield from words.refused(config)
 
+    def ignored(self, config: Config) -> Iterator[str]:
+        """Yield the keys of config.json's inner tables that nothing reads, with their path."""
+        for words in self.words:
+            yield from words.ignored(config)
+
     def write_config(self, shape: ModelShape, dtype: str, token_ids: Mapping[str, int]) -> dict[str, Any]:
         """Return config.json for transformers 5 and, by the older names beside, for 4.
 

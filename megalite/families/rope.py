@@ -19,6 +19,13 @@ SCALINGS: Mapping[str, tuple[str, ...]] = {
     ),
     "longrope": ("factor", _ORIGINAL, "attention_factor", "short_factor", "long_factor"),
 }
+# Fields without which transformers refuses a rope_type; "yarn" and "longrope" follow from two lengths without a factor.
+_REQUIRED: Mapping[str, tuple[str, ...]] = {
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "longrope": ("short_factor", "long_factor"),
+}
 _PARTIAL = "partial_rotary_factor"
 
 
@@ -62,7 +69,7 @@ class Rope(Plain):
         )
 
     def read(self, config: Config) -> dict[str, Any]:
-        rope = _rope(config)
+        rope = self._rope(config)
         kind = self.rope_type(rope)
         found = {"rope_theta": rope.get("rope_theta", config.get(self.theta_key))}
         if kind in self.scalings:
@@ -102,17 +109,46 @@ class Rope(Plain):
         if (local := self.rope_type(_local(config))) != "default":
             text = f"scales the rotary frequencies of layers with a window ({quoted(local)})"
             yield text, 'only "default" is supported'
-        rope = _rope(config)
+        rope = self._rope(config)
         kind, built = self.rope_type(rope), ("default", *self.scalings)
         if kind not in built:
             words = f"{', '.join(map(quoted, built))} {'are' if len(built) > 1 else 'is'} supported"
             yield f"scales its rotary frequencies ({quoted(kind)})", words
-        elif not self.partial and (rope.get(_PARTIAL) or config.get(_PARTIAL) or 1.0) != 1.0:
+        for name in _REQUIRED.get(kind, ()) if kind in built else ():
+            if rope.get(name) is None:
+                yield f"scales its rotary frequencies ({quoted(kind)}) without {name}", f"add {name}"
+        if kind in built and not self.partial and (rope.get(_PARTIAL) or config.get(_PARTIAL) or 1.0) != 1.0:
             yield "rotates a part of each head", "only whole heads are supported"
+
+    def ignored(self, config: Config) -> Iterator[str]:
+        """Yield the keys of rope_parameters and rope_scaling that neither transformers nor this class reads."""
+        for place in ("rope_parameters", "rope_scaling"):
+            table = config.get(place)
+            tables = {place: table} if isinstance(table, Mapping) else {}
+            for name in (
+                ("full_attention", "sliding_attention") if place == "rope_parameters" and tables else ()
+            ):
+                if isinstance(inner := tables[place].get(name), Mapping):
+                    tables |= {place: {}, f"{place}.{name}": inner}
+            for path, keys in tables.items():
+                used = ("rope_type", "type", "rope_theta", _PARTIAL, *SCALINGS.get(self.rope_type(keys), ()))
+                yield from (f"{path}.{key}" for key in keys if key not in used and keys[key] is not None)
 
     def rope_type(self, rope: Mapping[str, Any]) -> Any:
         """Return how rope_parameters or rope_scaling scale, by the name that RopeScaling has for it."""
         return rope.get("rope_type", rope.get("type", "default"))
+
+    def _rope(self, config: Config) -> Mapping[str, Any]:
+        """Return rope_scaling where it says something, else rope_parameters: transformers' order.
+
+        Of layers with a base of their own it is laid over that of the other layers.
+        """
+        rope, scaling = config.get("rope_parameters"), config.get("rope_scaling")
+        rope = rope if isinstance(rope, Mapping) else {}
+        scaling = scaling if isinstance(scaling, Mapping) else {}
+        full = rope.get("full_attention", {} if self.local else rope)
+        full = full if isinstance(full, Mapping) else {}
+        return {**full, **scaling} if self.local else scaling or full
 
     def inexpressible(self, shape: ModelShape) -> Iterator[tuple[str, Any, Any]]:
         scaling = shape.rope_scaling
@@ -135,8 +171,12 @@ def _scaling(kind: Any, rope: Mapping[str, Any], config: Config) -> RopeScaling:
     """As transformers 5 reads it: an original length outside of rope_parameters counts before the one within."""
     longest = config.get("max_position_embeddings")
     original = config.get(_ORIGINAL) or rope.get(_ORIGINAL) or longest
+    if isinstance(original, float) and original.is_integer():
+        original = int(original)
     given = {**rope, _ORIGINAL: original}
-    if kind == "longrope" and rope.get("factor") is None:
+    for name in ("mscale", "mscale_all_dim"):
+        given[name] = rope.get(name) or None  # 0 counts as not set
+    if kind in ("yarn", "longrope") and rope.get("factor") is None:
         given["factor"] = _ratio(longest, original)
     values: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value
@@ -151,12 +191,6 @@ def _ratio(longest: Any, original: Any) -> float:
     if isinstance(longest, int) and isinstance(original, int) and original:
         return max(longest / original, 1.0)
     return 1.0
-
-
-def _rope(config: Config) -> Mapping[str, Any]:
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    rope = rope.get("full_attention", rope) if isinstance(rope, Mapping) else {}
-    return rope if isinstance(rope, Mapping) else {}
 
 
 def _local(config: Config) -> Mapping[str, Any]:

@@ -33,6 +33,9 @@ class Words(Protocol):
     def refused(self, config: Config) -> Iterator[tuple[str, str]]:
         """Yield (what the file has, a remedy) for each value that is not built."""
 
+    def ignored(self, config: Config) -> Iterator[str]:
+        """Yield the keys of inner tables that nothing reads, with their path."""
+
     def inexpressible(self, shape: ModelShape) -> Iterator[tuple[str, Any, Any]]:
         """Yield (field, its value, the value that can be said) of fields that the keys cannot say."""
 
@@ -41,6 +44,9 @@ class Plain:
     """Words that take every value: the base of others."""
 
     def refused(self, config: Config) -> Iterator[tuple[str, str]]:
+        yield from ()
+
+    def ignored(self, config: Config) -> Iterator[str]:
         yield from ()
 
     def inexpressible(self, shape: ModelShape) -> Iterator[tuple[str, Any, Any]]:

@@ -121,7 +121,7 @@ class ModelShape:
         """
         scaling, positions = self.rope_scaling, self.max_position_embeddings
         if scaling is not None and scaling.rope_type == "dynamic":
-            positions = int(positions * scaling.factor)
+            positions = int(positions * max(scaling.factor, 1.0))
         return positions - self.prefix_tokens
 
     @property

@@ -60,7 +60,11 @@ SHAPES = {
     "phi3, longrope of a part of each head": replace(
         FAMILY_SHAPES["phi3, a part of each head"],
         rope_scaling=RopeScaling(
-            "longrope", 8.0, short_factor=(1.0, 1.5), long_factor=(2.5, 6.0), original_max_position_embeddings=8
+            "longrope",
+            8.0,
+            short_factor=(1.0, 1.5),
+            long_factor=(2.5, 6.0),
+            original_max_position_embeddings=8,
         ),
     ),
     **FAMILY_SHAPES,

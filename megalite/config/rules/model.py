@@ -44,10 +44,9 @@ def rope_settings_belong_to_their_type(facts: Facts) -> Iterator[Problem]:
             yield Problem(
                 f"model.{setting}", message, f"set model.rope_type to {kinds}, or delete the setting"
             )
-    if kind not in ("default", "longrope") and facts.model.rope_factor == 1.0:
-        yield Problem(
-            "model.rope_factor", "1.0 scales nothing", 'use a number above 1, or model.rope_type "default"'
-        )
+    if kind not in ("default", "longrope") and "model.rope_factor" not in facts.origins:
+        message = f"is required with model.rope_type = {shown(kind)}"
+        yield Problem("model.rope_factor", message, 'set it, as in 4.0, or model.rope_type = "default"')
     if kind == "llama3" and facts.model.rope_low_freq_factor >= facts.model.rope_high_freq_factor:
         message = f"{facts.model.rope_low_freq_factor} is not less than model.rope_high_freq_factor"
         yield Problem(
@@ -59,8 +58,8 @@ def rope_settings_belong_to_their_type(facts: Facts) -> Iterator[Problem]:
 
 def yarn_and_longrope_have_their_numbers(facts: Facts) -> Iterator[Problem]:
     model, kind = facts.model, facts.model.rope_type
-    if kind == "yarn" and model.rope_beta_fast <= model.rope_beta_slow:
-        message = f"{model.rope_beta_fast} is not more than model.rope_beta_slow = {model.rope_beta_slow}"
+    if kind == "yarn" and model.rope_beta_fast < model.rope_beta_slow:
+        message = f"{model.rope_beta_fast} is less than model.rope_beta_slow = {model.rope_beta_slow}"
         yield Problem(
             "model.rope_beta_fast", message, "use 32.0, with model.rope_beta_slow 1.0, as in YaRN's paper"
         )
@@ -72,9 +71,11 @@ def yarn_and_longrope_have_their_numbers(facts: Facts) -> Iterator[Problem]:
             message = f"has {given} numbers, but a head has {pairs} rotated pairs"
             yield Problem(f"model.{setting}", message, f"give {pairs} numbers")
     longest, original = model.max_position_embeddings, model.rope_original_positions
-    if longest > original and model.rope_factor == 1.0 and model.rope_attention_factor is None:
+    given = {"model.rope_factor", "model.rope_attention_factor"} & facts.origins.keys()
+    if longest > original and not given:
         message = (
-            f"1 is not model.max_position_embeddings {longest} / model.rope_original_positions {original}"
+            f"is required where model.max_position_embeddings {longest} is more than "
+            f"model.rope_original_positions {original}"
         )
         yield Problem("model.rope_factor", message, f"use {longest / original:g}")
 

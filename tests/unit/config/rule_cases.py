@@ -85,8 +85,9 @@ FAMILY_CASES = [
     Case(
         "rope_settings_belong_to_their_type",
         {"model.rope_type": "llama3"},
-        'model.rope_factor: 1.0 scales nothing; use a number above 1, or model.rope_type "default"',
-        {"model.rope_type": "llama3", "model.rope_factor": 8.0},
+        'model.rope_factor: is required with model.rope_type = "llama3"; set it, as in 4.0, or model.rope_type = '
+        '"default"',
+        {"model.rope_type": "llama3", "model.rope_factor": 1.0},
     ),
     Case(
         "rope_settings_belong_to_their_type",
@@ -104,10 +105,10 @@ FAMILY_CASES = [
     ),
     Case(
         "yarn_and_longrope_have_their_numbers",
-        {"model.rope_type": "yarn", "model.rope_factor": 2.0, "model.rope_beta_slow": 32.0},
-        "model.rope_beta_fast: 32.0 is not more than model.rope_beta_slow = 32.0; use 32.0, "
+        {"model.rope_type": "yarn", "model.rope_factor": 2.0, "model.rope_beta_slow": 64.0},
+        "model.rope_beta_fast: 32.0 is less than model.rope_beta_slow = 64.0; use 32.0, "
         "with model.rope_beta_slow 1.0, as in YaRN's paper",
-        {"model.rope_type": "yarn", "model.rope_factor": 2.0, "model.rope_beta_slow": 2.0},
+        {"model.rope_type": "yarn", "model.rope_factor": 2.0, "model.rope_beta_slow": 32.0},
     ),
     Case(
         "yarn_and_longrope_have_their_numbers",
@@ -117,9 +118,10 @@ FAMILY_CASES = [
     ),
     Case(
         "yarn_and_longrope_have_their_numbers",
+        {name: value for name, value in _LONGROPE.items() if name != "model.rope_factor"},
+        "model.rope_factor: is required where model.max_position_embeddings 2048 is more than "
+        "model.rope_original_positions 512; use 4",
         {**_LONGROPE, "model.rope_factor": 1.0},
-        "model.rope_factor: 1 is not model.max_position_embeddings 2048 / model.rope_original_positions 512; use 4",
-        {**_LONGROPE, "model.rope_factor": 1.0, "model.rope_attention_factor": 1.2},
     ),
     Case(
         "scaled_rotations_can_be_computed",

@@ -1,14 +1,19 @@
 """Rotary angles equal those of transformers for every scaling, below and beyond the original length."""
 
+import json
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, PhiConfig
+from transformers import AutoConfig, LlamaConfig, PhiConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.phi.modeling_phi import PhiRotaryEmbedding
 
+from megalite.config.huggingface import shape_of_folder
+from megalite.errors import ConfigError
+from megalite.families.registry import hf_config
 from megalite.model.rope import LayerRotations
 from megalite.topology.shape import ModelShape, RopeScaling
 from tests.support.parity import FLOAT32_RTOL, assert_close
@@ -107,3 +112,87 @@ def test_a_token_after_a_cache_has_the_angles_of_the_whole_sequence(name: str) -
     alone = rotations(torch.tensor([[99]]), [(1, 100)]).full
     assert torch.equal(alone.cosines[0, 0], whole.cosines[0, 99])
     assert not torch.equal(alone.cosines, rotations(torch.tensor([[99 % ORIGINAL]])).full.cosines)
+
+
+_LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4, "rope_theta": 300}
+_YARN = {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 16}
+_LONG = {"rope_type": "longrope", "short_factor": [1, 1.1, 1.5], "long_factor": [1.0, 2, 6.0]}
+# What people write beside what we write: older names, whole numbers, factors of 1 and below, keys left out or null.
+WRITTEN: dict[str, dict[str, Any]] = {
+    "type": {"type": "linear", "factor": 4},
+    "factor 1": {"rope_type": "linear", "factor": 1},
+    "factor below 1": {"rope_type": "linear", "factor": 0.5},
+    "dynamic 1": {"rope_type": "dynamic", "factor": 1.0},
+    "dynamic below 1": {"rope_type": "dynamic", "factor": 0.5},
+    "llama3": {**_LLAMA3, "original_max_position_embeddings": 16},
+    "llama3, factor 1": {**_LLAMA3, "factor": 1.0, "original_max_position_embeddings": 16},
+    "llama3, length as a float": {**_LLAMA3, "original_max_position_embeddings": 16.0},
+    "llama3 without the length": _LLAMA3,
+    "yarn, factor null": {**_YARN, "factor": None},
+    "yarn, factor below 1": {**_YARN, "factor": 0.5},
+    "yarn without the length": {"rope_type": "yarn", "factor": 2.0},
+    "yarn, nulls": {**_YARN, "attention_factor": None, "beta_fast": None, "beta_slow": None},
+    "yarn, mscale 0": {**_YARN, "mscale": 0.0, "mscale_all_dim": 0.0},
+    "yarn, whole numbers": {**_YARN, "attention_factor": 1, "beta_fast": 32, "beta_slow": 1},
+    "yarn, equal limits": {**_YARN, "beta_fast": 2, "beta_slow": 2},
+    "longrope": {**_LONG, "original_max_position_embeddings": 16},
+    "longrope, factor 1": {**_LONG, "original_max_position_embeddings": 16, "factor": 1},
+    "longrope without the length": _LONG,
+    "nothing": {},
+    "type default": {"type": "default"},
+}
+
+
+def written(folder: Path, **changes: Any) -> Path:
+    """Write config.json of a tiny Llama with other keys of the rotary embedding; None leaves one out."""
+    config = {**hf_config(tiny_shape(), "float32", {}), "rope_parameters": None, **changes}
+    config = {name: value for name, value in config.items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def assert_angles_of_the_folder(folder: Path) -> None:
+    theirs = LlamaRotaryEmbedding(AutoConfig.from_pretrained(folder))
+    ours = LayerRotations(shape_of_folder(str(folder)))
+    for length in (12, 40):
+        cosines, sines = theirs(torch.zeros(1), torch.arange(length)[None])
+        rotation = ours(torch.arange(length)[None]).full
+        assert_close(rotation.cosines[0, :, 0], cosines[0, :, :3], rtol=FLOAT32_RTOL, what="cosines")
+        assert_close(rotation.sines[0, :, 0], sines[0, :, :3], rtol=FLOAT32_RTOL, what="sines")
+
+
+@pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_file_that_transformers_takes_gives_its_angles(name: str, key: str, tmp_path: Path) -> None:
+    assert_angles_of_the_folder(written(tmp_path, **{key: WRITTEN[name]}))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "scaling"),
+    [
+        ({"rope_type": "linear", "factor": 4.0}, {"rope_type": "default"}),
+        ({"rope_type": "default", "rope_theta": 77.0}, {"type": "linear", "factor": 4.0}),
+        ({"rope_type": "linear", "factor": 2.0, "rope_theta": 77.0}, {}),
+    ],
+)
+def test_rope_scaling_counts_before_rope_parameters_as_in_transformers(
+    parameters: dict[str, Any], scaling: dict[str, Any], tmp_path: Path
+) -> None:
+    assert_angles_of_the_folder(written(tmp_path, rope_parameters=parameters, rope_scaling=scaling))
+
+
+@pytest.mark.parametrize(
+    ("rope", "missing"),
+    [
+        ({"rope_type": "linear"}, "factor"),
+        ({"rope_type": "dynamic", "factor": None}, "factor"),
+        ({**_LLAMA3, "low_freq_factor": None}, "low_freq_factor"),
+        ({"rope_type": "longrope", "short_factor": [1.0] * 3}, "long_factor"),
+    ],
+)
+def test_a_scaling_without_a_number_that_it_needs_is_refused(
+    rope: dict[str, Any], missing: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        shape_of_folder(str(written(tmp_path, rope_scaling=rope)))
+    assert f"without {missing}; add {missing}" in str(refused.value)
