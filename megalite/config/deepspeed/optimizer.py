@@ -9,6 +9,17 @@ from megalite.config.toml import shown
 
 # DeepSpeed takes "Adam" for AdamW unless adam_w_mode is false.
 _OPTIMIZERS = {"adamw": "adamw", "adam": "adamw", "sgd": "sgd", "lion": "lion"}
+CLASSES = {
+    "fusedadam": "adamw",
+    "deepspeedcpuadam": "adamw",
+    "cpuadam": "adamw",
+    "fusedlion": "lion",
+    "deepspeedcpulion": "lion",
+    "cpulion": "lion",
+}
+"""Classes of DeepSpeed that compute what a type does. DeepSpeed refuses their names as a type, but people write them."""
+# "Adam" and its classes take the weight decay into the gradient where one of these is false.
+_DECOUPLED = ("adam_w_mode", "adamw_mode")
 OTHER_OPTIMIZERS = (
     *("Lamb", "Adagrad", "Muon", "MuAdam", "MuAdamW", "MuSGD"),
     *("ASGD", "Adadelta", "Adafactor", "Adamax", "LBFGS", "NAdam", "RAdam", "RMSprop", "Rprop", "SparseAdam"),
@@ -46,7 +57,7 @@ _FIXED: dict[str, dict[str, Any]] = {
 # Options of how an implementation computes: megalite has its own.
 _IMPLEMENTATION = ("capturable", "differentiable", "foreach", "fused")
 _FREE = {
-    "adamw": ("adam_w_mode", "set_grad_none", "torch_adam", *_IMPLEMENTATION),
+    "adamw": (*_DECOUPLED, "set_grad_none", "torch_adam", *_IMPLEMENTATION),
     "sgd": ("differentiable", "foreach", "fused"),
     "lion": ("set_grad_none",),
 }
@@ -66,7 +77,13 @@ def read_optimizer(draft: Draft, block: Block, table: Any, peak: str | None) -> 
     if not isinstance(table, dict):
         return
     kind = table.get("type", AUTO)
-    name = _OPTIMIZERS.get(str(kind).lower())
+    written = str(kind).lower()
+    name = _OPTIMIZERS.get(written) or CLASSES.get(written)
+    if written in CLASSES:
+        key, called = block.key("optimizer.type"), {"adamw": "AdamW", "lion": "Lion"}[CLASSES[written]]
+        draft.notes.append(
+            f"{key} {shown(kind)} is taken as {called}, whose update this class of DeepSpeed computes"
+        )
     if kind != AUTO and name is None:
         draft.problem(block.key("optimizer.type"), *_unsupported(kind))
         return
@@ -115,10 +132,15 @@ def _check(draft: Draft, block: Block, kind: Any, name: str, params: dict[str, A
         elif key in _FIXED[name] and value not in (AUTO, _FIXED[name][key]):
             only = shown(_FIXED[name][key])
             draft.problem(path, f"megalite does not support {shown(value)}", f"use {only}")
-    coupled = params.get("adam_w_mode") is False and str(kind).lower() == "adam"
-    if coupled and params.get("weight_decay", 0) != 0:
+    coupled = [mode for mode in _DECOUPLED if params.get(mode) is False]
+    if (
+        name == "adamw"
+        and coupled
+        and str(kind).lower() not in ("adamw", AUTO)
+        and params.get("weight_decay", 0) != 0
+    ):
         message = "megalite does not support false, Adam with weight decay in the gradient"
-        draft.problem(block.key("optimizer.params.adam_w_mode"), message, "use AdamW, or weight_decay 0")
+        draft.problem(block.key(f"optimizer.params.{coupled[0]}"), message, "use AdamW, or weight_decay 0")
 
 
 def _is_torch_adamw(kind: Any, params: dict[str, Any]) -> bool:

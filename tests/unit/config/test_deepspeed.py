@@ -249,6 +249,18 @@ WRONG = [
     ),
     ({"optimizer": {"type": "AdamWW"}}, "did you mean AdamW?"),
     (
+        {"optimizer": {"type": "OneBitAdam"}},
+        'ds.json: optimizer.type: "OneBitAdam" was removed from DeepSpeed 0.19.8; use AdamW, SGD or Lion',
+    ),
+    ({"optimizer": {"type": "ZeroOneAdam"}}, '"ZeroOneAdam" was removed from DeepSpeed 0.19.8; use AdamW'),
+    ({"optimizer": {"type": "OneBitLamb"}}, '"OneBitLamb" was removed from DeepSpeed 0.19.8; use AdamW'),
+    ({"optimizer": {"type": "FusedLamb"}}, 'DeepSpeed 0.19.8 has no optimizer "FusedLamb"'),
+    (
+        {"optimizer": {"type": "DeepSpeedCPUAdam", "params": {"adamw_mode": False, "weight_decay": 1}}},
+        "optimizer.params.adamw_mode: megalite does not support false, Adam with weight decay in the gradient",
+    ),
+    ({"optimizer": {"type": "FusedAdam", "params": {"amsgrad": True}}}, "amsgrad: megalite does not support"),
+    (
         {"optimizer": {"type": "Adam", "params": {"adam_w_mode": False, "weight_decay": 1}}},
         "use AdamW, or weight_decay 0",
     ),
@@ -439,6 +451,21 @@ def test_an_optimizer_has_deepspeeds_defaults_for_what_it_leaves_out(
 ) -> None:
     found = load(tmp_path, ds_json={"optimizer": optimizer}).config.optimizer
     assert (found.learning_rate, found.betas, found.eps, found.weight_decay) == expected
+
+
+@pytest.mark.parametrize(
+    "kind", ["FusedAdam", "DeepSpeedCPUAdam", "fusedadam", "FusedLion", "DeepSpeedCPULion"]
+)
+def test_the_name_of_a_class_of_deepspeed_is_its_update_with_a_note(tmp_path: Path, kind: str) -> None:
+    name = "lion" if "lion" in kind.lower() else "adamw"
+    params = {"lr": 0.5, "weight_decay": 0.25, **({"adam_w_mode": True} if name == "adamw" else {})}
+    loaded = load(tmp_path, ds_json={"optimizer": {"type": kind, "params": params}})
+    optimizer = loaded.config.optimizer
+    assert (optimizer.name, optimizer.learning_rate, optimizer.weight_decay) == (name, 0.5, 0.25)
+    assert optimizer.betas == (0.9, 0.999)
+    called = "Lion" if name == "lion" else "AdamW"
+    said = f'ds.json: optimizer.type "{kind}" is taken as {called}, whose update this class of DeepSpeed computes'
+    assert said in loaded.notes
 
 
 def test_the_run_file_comes_before_a_default_of_deepspeed(tmp_path: Path) -> None:
@@ -730,7 +757,12 @@ def test_the_loss_scale_has_deepspeeds_hysteresis(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "file", "kind"),
-    [("adamw", "ops/adam/fused_adam.py", "FusedAdam"), ("lion", "ops/lion/fused_lion.py", "FusedLion")],
+    [
+        ("adamw", "ops/adam/fused_adam.py", "FusedAdam"),
+        ("adamw", "ops/adam/cpu_adam.py", "DeepSpeedCPUAdam"),
+        ("lion", "ops/lion/fused_lion.py", "FusedLion"),
+        ("lion", "ops/lion/cpu_lion.py", "DeepSpeedCPULion"),
+    ],
 )
 def test_the_parameters_and_defaults_are_those_of_the_installed_deepspeed(
     sources: Path, name: str, file: str, kind: str
