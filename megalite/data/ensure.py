@@ -139,7 +139,14 @@ def _stream(config: RunConfig, sets: Sequence[_Set]) -> tuple[StreamFile, ...]:
             "set data.streaming = false, or name the text that the file was made from"
         )
     files = stream_files(source)
-    require_documents(files, config.batch.global_batch_size, config.data.text_column)
+    batch, data = config.batch, config.data
+    require_documents(
+        files,
+        batch.global_batch_size,
+        data.text_column,
+        min_length=data.min_length,
+        multiple=batch.micro_batch_size * batch.data,
+    )
     return files
 
 

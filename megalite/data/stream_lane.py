@@ -193,18 +193,50 @@ class Lane:
         return order
 
 
-def require_documents(files: Sequence[StreamFile], lanes: int, text_column: str) -> None:
-    """Raise DataError if no document begins in one of the lanes, or its first document cannot be read."""
-    for lane in range(lanes):
+def require_documents(
+    files: Sequence[StreamFile], lanes: int, text_column: str, *, min_length: int = 0, multiple: int = 1
+) -> None:
+    """Raise DataError if a lane has no document of `min_length` tokens, or its first documents cannot be read.
+
+    The message has the largest number of lanes that works. multiple: the number of lanes is one of its multiples.
+    """
+    empty = _empty_lane(files, lanes, text_column, min_length)
+    if empty is None:
+        return
+    # A gap in the text is often still one for fewer lanes, so the search begins there.
+    gap, most = empty / lanes, 0
+    for fewer in range((lanes - 1) // multiple * multiple, 0, -multiple):
+        found = _empty_lane(files, fewer, text_column, min_length, first=int(gap * fewer))
+        if found is None:
+            most = fewer
+            break
+        gap = found / fewer
+    raise _no_document(len(files), empty, lanes, min_length=min_length, most=most, multiple=multiple)
+
+
+def _empty_lane(
+    files: Sequence[StreamFile], lanes: int, text_column: str, min_length: int, *, first: int = 0
+) -> int | None:
+    """Return a lane without a document that is long enough, looking from lane `first` on; None: every lane has one."""
+    for lane in (*range(first, lanes), *range(first)):
         segments = lane_segments(files, lane, lanes)
-        found = (files[each.file].documents(each.start, each.stop, text_column) for each in segments)
-        if next(chain.from_iterable(found), None) is None:
-            raise _no_document(len(files), lane, lanes)
+        found = chain.from_iterable(
+            files[each.file].documents(each.start, each.stop, text_column) for each in segments
+        )
+        # A token has at least a byte, so a text with fewer bytes is too short; ranks count the tokens themselves.
+        if not any(len(text.encode()) >= max(1, min_length) for text, _ in found):
+            return lane
+    return None
 
 
-def _no_document(files: int, lane: int, lanes: int) -> DataError:
+def _no_document(
+    files: int, lane: int, lanes: int, *, min_length: int = 0, most: int = 0, multiple: int = 1
+) -> DataError:
+    long = f" of data.min_length = {min_length} tokens" if min_length > 1 else ""
+    of = f" among the multiples of {multiple} (training.micro_batch_size * parallel.data)" * (multiple > 1)
+    smaller = f"use training.global_batch_size = {most}, the largest that works{of}, " if most else ""
     return DataError(
-        f"data.source: no document begins in part {lane + 1} of {lanes} equal parts of the "
+        f"data.source: no document{long} begins in part {lane + 1} of {lanes} equal parts of the "
         f"{files} file{'s' if files > 1 else ''}, and each sequence of training.global_batch_size = {lanes} streams a "
-        "part of its own; name more text, use a smaller training.global_batch_size, or set data.streaming = false"
+        f"part of its own; {smaller}name more text, or set data.streaming = false"
     )

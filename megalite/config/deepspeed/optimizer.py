@@ -17,7 +17,7 @@ CLASSES = {
     "deepspeedcpulion": "lion",
     "cpulion": "lion",
 }
-"""Classes of DeepSpeed that compute what a type does. DeepSpeed refuses their names as a type, but people write them."""
+"""Classes of DeepSpeed that compute what a type does; people write their names, which DeepSpeed refuses as a type."""
 # "Adam" and its classes take the weight decay into the gradient where one of these is false.
 _DECOUPLED = ("adam_w_mode", "adamw_mode")
 OTHER_OPTIMIZERS = (

@@ -1,6 +1,6 @@
 """Rules over the files and folders that the settings name: do they exist here, can the run folder be written."""
 
-import os
+import tempfile
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -17,18 +17,28 @@ _RESUME_WORDS = ("auto", "never")
 def run_folder_can_be_written(facts: Facts) -> Iterator[Problem]:
     folder = Path(facts.run.folder)
     try:
-        standing = next(each for each in (folder, *folder.parents) if each.exists())
+        standing = next(each for each in (folder, *folder.parents) if each.exists() or each.is_symlink())
+        why = _refusal(standing)
     except OSError as error:
         why = error.strerror or str(error)
-    else:
-        if not standing.is_dir():
-            why = f"{standing} is a file"
-        elif not os.access(standing, os.W_OK | os.X_OK):
-            why = f"{standing} is not writable"
-        else:
-            return
+    if not why:
+        return
     message = f"{_named(facts.run.folder)} cannot be written: {why}"
     yield Problem("run.folder", message, "name another folder, for example runs/default")
+
+
+def _refusal(standing: Path) -> str:
+    """Return why nothing can be made in an existing path; "" where it can."""
+    if not standing.exists():
+        return f"{standing} is a link to a path that does not exist"
+    if not standing.is_dir():
+        return f"{standing} is a file"
+    try:
+        # Only a try tells: /proc, or a server that maps root to nobody, refuses what os.access permits.
+        Path(tempfile.mkdtemp(prefix=".megalite-", dir=standing)).rmdir()
+    except OSError as error:
+        return f"no folder can be made in {standing} ({error.strerror or error})"
+    return ""
 
 
 def checkpoint_to_resume_exists(facts: Facts) -> Iterator[Problem]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from megalite.cli import main
 from megalite.config.load import load_run
 from megalite.config.rules.places import is_prepared
 from megalite.errors import ConfigError
@@ -81,7 +82,26 @@ def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:
 def test_a_folder_that_may_not_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "locked").mkdir(mode=0o500)
     [problem] = said(tmp_path, {"run.folder": str(tmp_path / "locked" / "run")})
-    assert f"{tmp_path}/locked is not writable" in problem
+    assert f"no folder can be made in {tmp_path}/locked (Permission denied)" in problem
+
+
+def test_a_run_folder_that_cannot_be_made_is_said_even_to_root(tmp_path: Path) -> None:
+    [problem] = said(tmp_path, {"run.folder": "/proc/run"})
+    assert problem.startswith('run.folder: "/proc/run" cannot be written: no folder can be made in /proc (')
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for name in ("link", "link/run"):
+        [problem] = said(tmp_path, {"run.folder": str(tmp_path / name)})
+        assert f"{tmp_path}/link is a link to a path that does not exist" in problem
+    before = set(tmp_path.iterdir())
+    assert said(tmp_path, {"run.folder": str(tmp_path / "new")}) == [] and set(tmp_path.iterdir()) == before
+
+
+def test_config_show_tells_of_a_run_folder_that_cannot_be_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_run(tmp_path, changed({}))
+    assert main(["config", "show", str(path), "--run.folder", "/proc/run"]) == 2
+    assert 'run.folder: "/proc/run" cannot be written' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["x" * 5000, "", "/"])

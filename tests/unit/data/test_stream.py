@@ -213,6 +213,45 @@ def test_a_lane_without_a_document_is_named(files: tuple[StreamFile, ...]) -> No
         require_documents(files, 400, "text")
 
 
+def _works(files: Sequence[StreamFile], lanes: int) -> bool:
+    return all(
+        any(
+            text
+            for each in lane_segments(files, lane, lanes)
+            for text, _ in files[each.file].documents(each.start, each.stop, "text")
+        )
+        for lane in range(lanes)
+    )
+
+
+@pytest.mark.parametrize("multiple", [1, 3, 8])
+@pytest.mark.parametrize("lengths", [[40] * 30, [2000, *[40] * 30], [40] * 10 + [900] + [0] * 9, [7]])
+def test_the_largest_global_batch_that_works_is_said(
+    tmp_path: Path, lengths: list[int], multiple: int
+) -> None:
+    path = jsonl(tmp_path / "a.jsonl", ["x" * length for length in lengths])
+    files = (StreamFile(path, path.stat().st_size),)
+    lanes = 48
+    best = max((n for n in range(multiple, lanes, multiple) if _works(files, n)), default=0)
+    with pytest.raises(DataError) as refused:
+        require_documents(files, lanes, "text", multiple=multiple)
+    said = str(refused.value)
+    if best:
+        require_documents(files, best, "text", multiple=multiple)
+        assert f"use training.global_batch_size = {best}, the largest that works" in said
+        assert (f"among the multiples of {multiple} (" in said) == (multiple > 1)
+    else:
+        assert "part of its own; name more text, or set data.streaming = false" in said
+
+
+def test_a_lane_with_short_documents_alone_is_named_before_the_start(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", ["x" * 90] * 9 + ["y"] * 30)
+    files = (StreamFile(path, path.stat().st_size),)
+    require_documents(files, 4, "text")
+    with pytest.raises(DataError, match=r"no document of data.min_length = 9 tokens begins in part 4 of 4"):
+        require_documents(files, 4, "text", min_length=9)
+
+
 def test_a_bad_line_is_named_and_can_be_skipped(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "a.jsonl", TEXTS[:20])
     lines = path.read_bytes().splitlines(keepends=True)
