@@ -9,6 +9,7 @@ from typing import Any
 from megalite.cli.arguments import Parser, whole_number
 from megalite.config.flags import split_overrides
 from megalite.config.load import LoadedRun, load_run
+from megalite.config.memory import memory_beyond_any_machine, memory_problems
 from megalite.config.presets import PRESETS
 from megalite.config.schema import STARTING_POINTS, ModelConfig
 from megalite.config.summary import (
@@ -20,6 +21,7 @@ from megalite.config.summary import (
     tokens_text,
 )
 from megalite.config.toml import format_key, format_value
+from megalite.errors import ConfigError
 from megalite.topology.parameters import parameter_count
 
 _COLUMN = 40
@@ -38,6 +40,8 @@ def run(arguments: Sequence[str]) -> int:
             print(line)
         return 0
     loaded = load_run(options.run_file, overrides, options.world_size, places=True)
+    if too_large := list(memory_beyond_any_machine(loaded.config)):
+        raise ConfigError(too_large, str(options.run_file))
     for line in _lines(loaded, str(options.run_file)):
         print(line)
     return 0
@@ -51,6 +55,8 @@ def _lines(loaded: LoadedRun, run_file: str) -> Iterator[str]:
         yield f"# per rank: {share}"
     for note in loaded.notes:
         yield f"# note: {note}"
+    for problem in memory_problems(config, config.layout.world_size):
+        yield f"# note: not on this machine alone: {problem.key} = {problem.message}"
     for name, section in config.model_dump().items():
         yield ""
         if section is None:

@@ -3,7 +3,7 @@
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,12 +11,13 @@ from megalite.cli.evaluate_options import MEBIBYTES, SAMPLES, SECONDS, TOKENS, e
 from megalite.cli.local_ranks import on_local_ranks
 from megalite.data.corpus import Corpus
 from megalite.data.token_file import prepared_prefix
-from megalite.errors import ConfigError
+from megalite.errors import ConfigError, Problem
 from megalite.evaluate.documents import TextSource
 from megalite.evaluate.questions import ChoiceQuestion
 from megalite.evaluate.report import table, write_json
 from megalite.evaluate.sandbox import Limits
 from megalite.evaluate.task_file import TaskFile, questions
+from megalite.generation.memory import cache_problems
 from megalite.generation.request import Sampling
 from megalite.generation.source import ModelSource, find_source
 from megalite.monitor.work import working
@@ -54,6 +55,8 @@ def run(arguments: Sequence[str]) -> int:
         source = find_source(options.model, tokenizer=options.tokenizer, base=options.base)
     layout = Layout(pipeline=options.pipeline, data=options.data_parallel, tensor=options.tensor)
     found = list(problems(options, layout, None if source is None else source.shape))
+    if source is not None and not found:
+        found += _too_large(options, source)
     if found:
         raise ConfigError(found, "the request")
     items = _require_files(options)
@@ -62,6 +65,13 @@ def run(arguments: Sequence[str]) -> int:
     return on_local_ranks(
         layout, _evaluate, _Request(source, layout, options, items), name="evaluate", preload=preload
     )
+
+
+def _too_large(options: argparse.Namespace, source: ModelSource) -> Iterator[Problem]:
+    """Yield the problem of a model, or of a batch, that cannot fit this machine."""
+    # Only answers are generated with a cache; their prompts are not known yet.
+    tokens = (options.tokens or TOKENS) if options.kind in ("exact_match", "code") else 0
+    return cache_problems(source, options.dtype, ("--batch-size", options.batch_size), ("--tokens", tokens))
 
 
 def _require_files(options: argparse.Namespace) -> int | None:

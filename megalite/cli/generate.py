@@ -14,6 +14,7 @@ from megalite.cli.local_ranks import on_local_ranks
 from megalite.errors import ConfigError, DataError, Problem
 from megalite.generation.beams import BeamSettings, beam_problems, check_beams
 from megalite.generation.layout import layout_problems
+from megalite.generation.memory import DEFAULT_TOKENS, cache_problems
 from megalite.generation.request import Request, Sampling, check_request, sampling_problems
 from megalite.generation.source import ModelSource, find_source
 from megalite.topology.axes import Layout
@@ -34,6 +35,8 @@ def run(arguments: Sequence[str]) -> int:
     )
     _check(options, source.shape)
     job = _job(options, source)
+    if too_large := list(_too_large(job)):
+        raise ConfigError(too_large, "the request")
     if job.task == "chat" and job.layout.world_size > 1:  # the standard input of a forked rank is closed
         job = replace(job, keyboard=os.dup(sys.stdin.fileno()))
     preload = ["megalite.generation.text"]
@@ -76,6 +79,19 @@ def _job(options: argparse.Namespace, source: ModelSource) -> Job:
         problems = [replace(problem, key=_flag(problem.key)) for problem in error.problems]
         raise ConfigError(problems, error.source) from error
     return replace(job, request=request, prompt=options.prompt)
+
+
+def _too_large(job: Job) -> Iterator[Problem]:
+    """Yield the problem of a model, or a cache, that cannot fit this machine."""
+    slots, tokens = ("--tokens", 1), len(job.request.prompt_ids) + job.request.max_tokens
+    if job.task == "beams" and job.beams is not None:
+        slots = ("--beams", job.beams.beams)
+    elif job.task == "batch":
+        slots = ("--max-requests", min(job.max_requests, len(job.file)))
+        tokens = max(len(each.request.prompt_ids) + each.request.max_tokens for each in job.file)
+    elif job.task == "chat":
+        tokens = min(DEFAULT_TOKENS, job.source.shape.longest_sequence)
+    return cache_problems(job.source, job.dtype, slots, ("--tokens", tokens))
 
 
 def _sampling(options: argparse.Namespace) -> Sampling:

@@ -16,6 +16,7 @@ from megalite.cli.attempt_end import attempt_end, published_step, records_mark
 from megalite.cli.remaining_hosts import remaining_hosts
 from megalite.config.flags import split_overrides
 from megalite.config.load import LoadedRun, load_run
+from megalite.config.memory import least_memory
 from megalite.errors import LaunchError, RankFailure
 from megalite.launcher.backends import Job, shell_lines
 from megalite.launcher.commands import BACKENDS, choose_backend
@@ -261,6 +262,7 @@ def _ask(plan: _Plan, options: argparse.Namespace, slots: Mapping[str, int]) -> 
         Path(config.run.folder),
         without_secrets(plan.job.exported),
         launch_interface=config.launch.interface,
+        rank_bytes=least_memory(config).rank,
     )
     return preflight(slots, wanted, transport_to(plan.found), options.preflight_seconds)
 

@@ -14,6 +14,7 @@ from megalite.cli.local_ranks import on_local_ranks
 from megalite.config.shape_settings import longest_sequence_setting
 from megalite.errors import ConfigError, Problem
 from megalite.generation.layout import layout_problems
+from megalite.generation.memory import DEFAULT_TOKENS, cache_problems
 from megalite.generation.source import ModelSource, find_source
 from megalite.launcher.environment import api_key
 from megalite.topology.axes import Layout
@@ -56,6 +57,10 @@ def run(arguments: Sequence[str]) -> int:
     layout = Layout(pipeline=options.pipeline, tensor=options.tensor)
     name = options.model_name or source.folder.resolve().name
     problems = [*layout_problems(layout, source.shape), *_length_problems(options.context_length, source)]
+    context = min(options.context_length or DEFAULT_TOKENS, source.shape.longest_sequence)
+    problems += cache_problems(
+        source, options.dtype, ("--max-requests", options.max_requests), ("--context-length", context)
+    )
     if name in source.adapters:
         message = f"{name!r} is the name of the base model, too"
         problems.append(Problem("--adapter", message, "choose another, or name the base with --model-name"))

@@ -79,6 +79,8 @@ _LEFT_OPEN: Mapping[str, tuple[Any, Any]] = {
 _SHARES = ("partial_rotary_factor",)
 # Above any size in use, and small enough that every rule can list the neighbours of a value at once.
 _MOST = 2**31
+# Rules list the parameters of every layer.
+_LIMITS = {"num_hidden_layers": 10_001}
 _OF_A_FAMILY = frozenset(name for family in FAMILIES.values() for name in family.defaults)
 
 
@@ -180,7 +182,9 @@ def _limited(field: Field[Any], hint: Any) -> Any:
 def _limited_members(field: Field[Any], hint: Any) -> Iterator[Any]:
     for kind in get_args(hint) if NoneType in get_args(hint) else (hint,):
         if kind is int:
-            yield Annotated[int, pydantic.Field(ge=0 if field.default == 0 else 1, lt=_MOST)]
+            yield Annotated[
+                int, pydantic.Field(ge=0 if field.default == 0 else 1, lt=_LIMITS.get(field.name, _MOST))
+            ]
         elif kind is float:
             yield _number(field.name)
         elif get_origin(kind) is tuple:

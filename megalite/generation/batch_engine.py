@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from megalite.generation.detokenise import Detokeniser, StopScan
 from megalite.generation.json_schema import JsonGrammars
 from megalite.generation.loaded import LoadedModel
+from megalite.generation.memory import DEFAULT_TOKENS
 from megalite.generation.request import Request, check_request
 from megalite.generation.token_engine import PREFILL_CHUNK, Finish, Sampled, TokenEngine
 from megalite.model.kv_cache import Room
 from megalite.parallel.mesh import COLLECTIVE_SECONDS
 
 # The tokens of a request where nothing else is asked for: a cache for all positions of a large model fills its memory.
-DEFAULT_TOKENS = 4096
 # An idle engine of several ranks takes an empty step this often: far within the time limit of a collective, and a lost
 # rank is noticed within seconds.
 IDLE_STEP_SECONDS = COLLECTIVE_SECONDS / 600

@@ -23,7 +23,7 @@ class Wanted:
     """The needs of a job on every host; launch_interface: the setting launch.interface.
 
     folder: the ranks' working folder. python: their interpreter. environment: the variables that travel with the ranks.
-    ports: where ranks listen; None: any free port.
+    ports: where ranks listen; None: any free port. rank_bytes: the memory that no rank can do without.
     """
 
     folder: Path
@@ -33,6 +33,7 @@ class Wanted:
     environment: Mapping[str, str] = field(default_factory=dict)
     ports: range | None = None
     launch_interface: str = "auto"
+    rank_bytes: float = 0.0
 
     @cached_property
     def run_digest(self) -> str:
@@ -164,7 +165,16 @@ def _machine(report: HostReport, wanted: Wanted) -> Iterator[Finding]:
     if facts["cores"] < slots:
         message = f"{slots} slots share {counted(facts['cores'], 'core')}: ranks take turns"
         yield Finding(host, "cores", message, f"write slots={facts['cores']}", "warning")
-    if memory is not None and memory < GIB * slots:
+    total, needed = facts.get("total_memory_bytes"), wanted.rank_bytes * slots
+    if total is not None and not facts["gpus"] and needed > total:
+        message = (
+            f"{counted(slots, 'rank')} need {size(needed)} or more for weights, gradients, optimizer and one micro "
+            f"batch, and the host has {size(total)}"
+        )
+        yield Finding(
+            host, "memory", message, "use more hosts, or raise parallel.tensor or parallel.pipeline"
+        )
+    elif memory is not None and memory < GIB * slots:
         message = f"{size(memory)} of memory are free for {counted(slots, 'rank')}"
         yield Finding(host, "memory", message, "end other programs there", "warning")
     if shared is not None and shared < _LEAST_SHARED_MEMORY_BYTES:
@@ -284,7 +294,7 @@ def is_loopback(address: str) -> bool:
     return address.startswith("127.") or address == "::1"
 
 
-def size(count: int) -> str:
+def size(count: float) -> str:
     """Return bytes as text in GiB or MiB."""
     return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / 2**20:.0f} MiB"
 

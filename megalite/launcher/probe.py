@@ -127,7 +127,7 @@ def _megalite() -> dict[str, Any]:
     """Return version, library, cores and memory as megalite sees them; `megalite_error` if it cannot be imported."""
     try:
         import megalite.version
-        from megalite.launcher.process import available_cores, available_memory_bytes
+        from megalite.launcher.process import available_cores, available_memory_bytes, total_memory_bytes
         from megalite.version import __version__
     except Exception as error:  # whatever a damaged installation raises
         spec = importlib.util.find_spec("megalite")
@@ -139,6 +139,7 @@ def _megalite() -> dict[str, Any]:
             "library": "",
             "cores": len(os.sched_getaffinity(0)),
             "memory_bytes": None,
+            "total_memory_bytes": None,
         }
     package = Path(megalite.version.__file__).parent
     return {
@@ -148,6 +149,7 @@ def _megalite() -> dict[str, Any]:
         "library": digest(str(package / "ops" / "libmegalite.so"))["digest"],
         "cores": available_cores(),
         "memory_bytes": available_memory_bytes(),
+        "total_memory_bytes": total_memory_bytes(),
     }
 
 

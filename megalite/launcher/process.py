@@ -153,6 +153,9 @@ def available_cores() -> int:
     return max(1, int(cores))
 
 
+_LIMITS = ("memory.max", "memory.limit_in_bytes")
+
+
 def available_memory_bytes() -> int | None:
     """Return the free memory of this node, limited by the control groups; None if it is unknown."""
     try:
@@ -165,6 +168,29 @@ def available_memory_bytes() -> int | None:
         if left is not None:
             available = min(available, left)
     return available
+
+
+def total_memory_bytes() -> int | None:
+    """Return the memory and swap of this node, limited by the control groups; None if it is unknown."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
+    if "MemTotal" not in sizes:
+        return None
+    swap, total = sizes.get("SwapTotal", 0), sizes["MemTotal"]
+    for folder in _control_groups(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"), "memory"):
+        limit = next((folder / name for name in _LIMITS if (folder / name).exists()), None)
+        if limit is not None and (text := limit.read_text().strip()).isdecimal():
+            total = min(total, int(text))
+    return total + swap
+
+
+def has_accelerator() -> bool:
+    """Return whether this machine has a GPU, without asking its driver, which no fork would survive."""
+    kfd = Path("/sys/class/kfd/kfd/topology/nodes").glob("*/gpu_id")
+    return any(Path("/dev").glob("nvidia[0-9]*")) or any(node.read_text().strip() != "0" for node in kfd)
 
 
 def _memory_left(folder: Path) -> int | None:

@@ -40,6 +40,7 @@ class RunReporter:
         self._total_steps = trainer.total_steps
         self._scaled = trainer.config.training.precision == "fp16"
         self._skips = self._scaled or trainer.config.training.nonfinite == "skip"
+        self._continues_text = trainer.config.data.kind == "text"
         self._memory_bytes = 0
         self._reserved_bytes: int | None = None
         self._costs: dict[str, Any] = {}  # of a save, for the next step's record
@@ -156,7 +157,8 @@ class RunReporter:
         self._metrics.close()
         if self._curves is not None:
             self._curves.close()
-        generate = f'megalite generate {self._path.parent} --prompt "The" --temperature 0.8'
+        asked = '--prompt "The"' if self._continues_text else "--chat"
+        generate = f"megalite generate {self._path.parent} {asked} --temperature 0.8"
         records = read_metrics(self._path)
         steps = [record for record in records if "loss" in record]
         # An overflow's loss may be none.

@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from megalite.checkpoint.folder import find_best, find_checkpoint, find_latest
 from megalite.config.deepspeed.read import offload_devices
+from megalite.config.memory import memory_problems
 from megalite.config.schema import RunConfig
 from megalite.errors import ConfigError, LaunchError, Problem
 from megalite.launcher.detect import RankInfo, rank_info
@@ -214,6 +215,9 @@ class Trainer:
         _require_ranks(self.config, info, source)
         _require_tensorboard(self.config, source)
         _require_checkpoint(self.config, info)
+        ranks = self.config.layout.world_size if info is None else info.local_world_size
+        if too_large := list(memory_problems(self.config, ranks)):
+            raise ConfigError(too_large, source)
 
     def _start_method(self, threads: int) -> Literal["fork", "spawn"]:
         """How to start ranks from this process, which has imported torch already.

@@ -39,15 +39,22 @@ def start_lines(config: RunConfig, info: RankInfo | None, threads: int) -> Itera
 
 
 def data_line(config: RunConfig, *, samples: int, held_out: int, steps: int) -> str:
-    """Return tokens, steps per epoch and epochs of a run.
+    """Return sequences, steps per epoch and epochs of a run, and a note where one step reads the data several times.
 
     samples: sequences of an epoch. held_out: sequences of a validation. steps: the last step of the run.
     """
     length, batch = config.training.sequence_length, config.batch.global_batch_size
-    per_epoch = ceil(samples / batch)
-    line = f"data: {samples * length:,} tokens, {_counted(per_epoch, 'step')} per epoch; "
-    line += f"{steps:,} steps are {steps * batch / samples:.3g} epochs"
-    return line + _validated(config, held_out)
+    per_epoch, up_to = ceil(samples / batch), "up to " if config.data.length_buckets else ""
+    line = f"data: {_counted(samples, 'sequence')} of {up_to}{length:,} tokens, "
+    line += f"{_counted(per_epoch, 'step')} per epoch; "
+    line += f"{_counted(steps, 'step')} {'is' if steps == 1 else 'are'} {steps * batch / samples:.3g} epochs"
+    line += _validated(held_out)
+    if batch >= 2 * samples:
+        line += (
+            f"\nnote: each step reads the data {round(batch / samples):,} times: training.global_batch_size = "
+            f"{batch:,}, and the data has {_counted(samples, 'sequence')}"
+        )
+    return line
 
 
 def stream_line(config: RunConfig, files: Sequence[StreamFile], *, held_out: int) -> str:
@@ -55,11 +62,11 @@ def stream_line(config: RunConfig, files: Sequence[StreamFile], *, held_out: int
     size = megabytes(sum(file.size_bytes for file in files))
     lanes = config.batch.global_batch_size
     line = f"data: streams {size} in {_counted(len(files), 'file')}, {_counted(lanes, 'part')} at once (data.streaming)"
-    return line + _validated(config, held_out)
+    return line + _validated(held_out)
 
 
-def _validated(config: RunConfig, held_out: int) -> str:
-    return f"; validation on {held_out * config.training.sequence_length:,} tokens" if held_out else ""
+def _validated(held_out: int) -> str:
+    return f"; validation on {_counted(held_out, 'sequence')}" if held_out else ""
 
 
 def meeting_line(config: RunConfig, hosts: Sequence[str], meets_at: str, interface: str) -> str:

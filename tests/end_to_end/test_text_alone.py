@@ -65,7 +65,10 @@ def test_a_text_alone_trains_and_its_run_continues_it(place: Path) -> None:
     assert lines[0].startswith("megalite ")
     assert lines[1].startswith("  model       llama, 4 layers of 128")
     assert any(
-        re.match(r"data: [\d,]+ tokens, .* per epoch; 4 steps are .*; validation on ", line) for line in lines
+        re.match(
+            r"data: [\d,]+ sequences? of [\d,]+ tokens, .* per epoch; 4 steps are .*; validation on ", line
+        )
+        for line in lines
     )
     assert any(line.startswith("step 4/4  loss ") for line in lines)
     assert "validation after step 4: " in shown

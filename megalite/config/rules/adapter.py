@@ -124,6 +124,25 @@ def an_adapter_can_be_exported(facts: Facts) -> Iterator[Problem]:
         yield Problem("adapter.kind", message, remedy)
 
 
+def ranks_above_every_matrix(facts: Facts) -> Iterator[str]:
+    adapter = described_adapter(facts.adapter)
+    if not isinstance(adapter, Lora):
+        return
+    linears = [
+        part
+        for parameter in model_parameters(model_shape(facts.model, 1))
+        if parameter.layer is not None and len(parameter.spec.full_shape) == 2
+        for part in parameter.spec.parts
+        if adapter.adapts(part.name.removesuffix(".weight"))
+    ]
+    largest = max((min(part.shape) for part in linears), default=adapter.rank)
+    if adapter.rank > largest:
+        yield (
+            f"adapter.rank = {adapter.rank:,} is above the smaller side of every adapted matrix, {largest:,} at most: "
+            f"the adapter has more values than these updates need; {largest:,} can express all of them"
+        )
+
+
 def _adapted_shape(facts: Facts, adapter: Adapter) -> ModelShape:
     # Neither names nor stages depend on the vocabulary's size.
     return replace(model_shape(facts.model, 1), adapter=adapter)
@@ -138,3 +157,5 @@ ADAPTER_RULES = (
     added_tokens_have_trained_rows,
     an_adapter_can_be_exported,
 )
+
+ADAPTER_NOTES = (ranks_above_every_matrix,)

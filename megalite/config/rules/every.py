@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 
 from megalite.config.facts import Facts, Unknown
-from megalite.config.rules.adapter import ADAPTER_RULES
+from megalite.config.rules.adapter import ADAPTER_NOTES, ADAPTER_RULES
 from megalite.config.rules.batch import BATCH_RULES
 from megalite.config.rules.computation import COMPUTATION_NOTES, COMPUTATION_RULES
 from megalite.config.rules.data import DATA_RULES
@@ -37,7 +37,7 @@ def problems_of(facts: Facts, *, places: bool = False) -> list[Problem]:
 
 def notes_of(facts: Facts) -> list[str]:
     """Return messages about costs and settings without effect, for a run without problems."""
-    return [note for notes in (*COMPUTATION_NOTES, *OPTIMIZER_NOTES) for note in notes(facts)]
+    return [note for notes in (*COMPUTATION_NOTES, *OPTIMIZER_NOTES, *ADAPTER_NOTES) for note in notes(facts)]
 
 
 RULES: tuple[Rule, ...] = (

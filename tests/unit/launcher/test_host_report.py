@@ -32,6 +32,7 @@ def report(host: str, **changed) -> HostReport:
         "gpus": 8,
         "cores": 64,
         "memory_bytes": 500 * GIB,
+        "total_memory_bytes": 512 * GIB,
         "shared_memory_bytes": 250 * GIB,
         "disk_bytes": 900 * GIB,
         "disk_error": "",
@@ -132,6 +133,17 @@ def test_the_one_host_that_differs_is_named_and_its_cell_marked(changed, row, se
     assert marked.startswith(f"{row:<14}") and marked.count(mark) == 1
     head = next(line for line in found if "n2" in line)
     assert marked.index(mark) == head.index("n2") - 2
+
+
+@pytest.mark.parametrize(("gpus", "refused"), [(0, True), (8, False)])
+def test_a_host_without_the_memory_of_its_ranks_is_refused_where_no_card_has_it(gpus, refused):
+    needs = replace(NEEDS, rank_bytes=20 * GIB)
+    small = report("n0", gpus=gpus, total_memory_bytes=100 * GIB)
+    found = lines(small, report("n1", gpus=gpus), needs=needs)
+    assert [line for line in found if line.startswith("error")] == refused * [
+        "error: n0: 8 ranks need 160.0 GiB or more for weights, gradients, optimizer and one micro batch, and the host "
+        "has 100.0 GiB; use more hosts, or raise parallel.tensor or parallel.pipeline"
+    ]
 
 
 def test_hosts_alike_pass_without_a_word():

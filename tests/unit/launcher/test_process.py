@@ -116,3 +116,18 @@ print(kept, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
         assert kept == "True", run.stderr
         faults[mode] = int(count)
     assert faults["keep"] < 100 < 10_000 < faults["return"]
+
+
+def test_the_limit_of_a_control_group_is_the_memory_of_a_machine(tmp_path, monkeypatch):
+    total = process.total_memory_bytes()
+    for file, text, limit in (
+        ("memory.max", "max\n", total),
+        ("memory.max", "1000\n", 1000),
+        ("memory.limit_in_bytes", "2000\n", 2000),
+    ):
+        group = tmp_path / f"{file}-{limit}"
+        group.mkdir()
+        (group / file).write_text(text)
+        monkeypatch.setattr(process, "_control_groups", lambda *_, group=group: [group])
+        swap = process.total_memory_bytes() - limit
+        assert swap >= 0 and swap % 1024 == 0

@@ -117,6 +117,18 @@ def test_on_cpus_the_peak_is_what_all_ranks_reach_at_once_in_the_run_s_precision
     assert f"% of {name}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("kind", "asked"), [("text", '--prompt "The"'), ("instruct", "--chat")])
+def test_the_next_command_asks_as_the_run_was_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, asked: str
+) -> None:
+    made = reporter(tmp_path, "cpu", "--monitor.peak_tflops", "1", "--data.kind", kind)
+    made.step(step(1), None, {})
+    made.summary({}, has_tokenizer=True)
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        f"next: megalite generate {tmp_path} {asked} --temperature 0.8"
+    )
+
+
 @pytest.mark.parametrize(("device", "places"), [("cuda", 4), ("cpu", 2)])
 def test_a_peak_that_is_named_is_a_devices_or_a_nodes(
     on_gpu: pytest.MonkeyPatch, tmp_path: Path, device: str, places: int

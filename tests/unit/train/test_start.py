@@ -56,7 +56,19 @@ def test_hosts_stages_and_shares_are_named(tmp_path: Path, monkeypatch: pytest.M
 def test_the_data_line_has_the_steps_of_an_epoch(tmp_path: Path) -> None:
     config = load(tmp_path).config
     line = start.data_line(config, samples=20, held_out=3, steps=10)
-    assert line == "data: 320 tokens, 3 steps per epoch; 10 steps are 4 epochs; validation on 48 tokens"
-    assert start.data_line(config, samples=8, held_out=0, steps=1).endswith(
-        "1 step per epoch; 1 steps are 1 epochs"
+    assert line == (
+        "data: 20 sequences of 16 tokens, 3 steps per epoch; 10 steps are 4 epochs; validation on 3 sequences"
     )
+    assert start.data_line(config, samples=8, held_out=0, steps=1).endswith(
+        "1 step per epoch; 1 step is 1 epochs"
+    )
+
+
+def test_a_step_that_reads_the_data_many_times_is_noted(tmp_path: Path) -> None:
+    changes = {"training.micro_batches": 4000, "training.global_batch_size": 8000}
+    config = load(tmp_path, changes).config
+    [_, note] = start.data_line(config, samples=4, held_out=0, steps=1).splitlines()
+    assert note == (
+        "note: each step reads the data 2,000 times: training.global_batch_size = 8,000, and the data has 4 sequences"
+    )
+    assert "\n" not in start.data_line(config, samples=4001, held_out=0, steps=1)

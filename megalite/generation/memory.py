@@ -1,0 +1,48 @@
+"""Whether weights and key-value cache can fit this machine, before anything is loaded. No torch."""
+
+from collections.abc import Iterator
+
+from megalite.config.summary import memory_text
+from megalite.errors import Problem
+from megalite.generation.source import ModelSource
+from megalite.launcher.process import has_accelerator, total_memory_bytes
+from megalite.topology.parameters import parameter_count
+from megalite.topology.shape import ModelShape
+
+DEFAULT_TOKENS = 4096
+"""The longest context of a request, prompt included, where none is asked for."""
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def cache_problems(
+    source: ModelSource, dtype: str, slots: tuple[str, int], tokens: tuple[str, int]
+) -> Iterator[Problem]:
+    """Yield the problem of a model, or of its cache, that all ranks of this machine together cannot hold.
+
+    slots, tokens: the flag and its value: requests at a time, and tokens of each.
+    """
+    total = total_memory_bytes()
+    if total is None or has_accelerator():
+        return
+    shape = source.shape
+    weights = parameter_count(shape) * (1 if source.int8 else _BYTES[dtype])
+    cache = slots[1] * tokens[1] * cache_bytes(shape, dtype)
+    if weights + cache <= total:
+        return
+    if weights > cache:
+        message = f"{source.folder} does not fit: its weights need {memory_text(weights)} in {dtype}"
+        remedy = "use --dtype bfloat16, an int8 export, or a smaller model"
+        yield Problem("MODEL", f"{message}, and this machine has {memory_text(total)}", remedy)
+        return
+    flag, value = max(slots, tokens, key=lambda named: named[1])
+    fits = int((total - weights) // (cache / value))
+    message = (
+        f"{value:,} does not fit: the keys and values of {slots[1]:,} x {tokens[1]:,} tokens need {memory_text(cache)} "
+        f"in {dtype} beside weights of {memory_text(weights)}, and this machine has {memory_text(total)}"
+    )
+    yield Problem(flag, message, f"use at most {fits:,}" if fits else "lower both")
+
+
+def cache_bytes(shape: ModelShape, dtype: str) -> int:
+    """Return the bytes of the keys and values of one token, over all ranks."""
+    return 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim * _BYTES[dtype]

@@ -1,0 +1,53 @@
+"""A model or a cache that this machine cannot hold is refused before anything is loaded."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megalite.generation import memory
+from megalite.generation.memory import cache_bytes, cache_problems
+from megalite.generation.source import ModelSource
+from megalite.topology.parameters import parameter_count
+from tests.support.tiny import tiny_shape
+
+SOURCE = ModelSource(Path("m"), True, replace(tiny_shape(), max_position_embeddings=10**9), Path("m"))
+GIB = 2**30
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    monkeypatch.setattr(memory, "total_memory_bytes", lambda: GIB)
+    monkeypatch.setattr(memory, "has_accelerator", lambda: False)
+    return monkeypatch
+
+
+def problems(slots: int, tokens: int, dtype: str = "float32") -> list[str]:
+    named = ("--max-requests", slots), ("--context-length", tokens)
+    return [str(each) for each in cache_problems(SOURCE, dtype, *named)]
+
+
+def test_the_larger_of_slots_and_tokens_is_named_with_the_largest_that_fits() -> None:
+    weights = 4 * parameter_count(SOURCE.shape)
+    one = cache_bytes(SOURCE.shape, "float32")
+    assert (
+        one
+        == 2 * 4 * SOURCE.shape.num_hidden_layers * SOURCE.shape.num_key_value_heads * SOURCE.shape.head_dim
+    )
+    most = (GIB - weights) // (16 * one)
+    assert problems(16, most) == []
+    [problem] = problems(16, 10**9)
+    assert problem.startswith(
+        "--context-length: 1,000,000,000 does not fit: the keys and values of 16 x 1,000,000,000"
+    )
+    assert problem.endswith(f"use at most {most:,}")
+    [problem] = problems(10**8, 16)
+    assert problem.startswith("--max-requests: 100,000,000 does not fit")
+
+
+def test_weights_alone_are_named_as_the_model(machine: pytest.MonkeyPatch) -> None:
+    machine.setattr(memory, "total_memory_bytes", lambda: parameter_count(SOURCE.shape))
+    [problem] = problems(1, 1)
+    assert problem.startswith("MODEL: m does not fit: its weights need") and "int8" in problem
+    machine.setattr(memory, "has_accelerator", lambda: True)
+    assert problems(1, 10**9) == []
