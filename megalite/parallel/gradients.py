@@ -46,7 +46,7 @@ def all_reduce_replicated_gradients(
     mesh: ParallelMesh,
     gradient_of: Callable[[Tensor], Tensor | None] = attrgetter("grad"),
 ) -> None:
-    """Sum, once a step and before the mean over dp, the partial gradients of weights that several ranks hold.
+    """Sum, once a step and before the sum over dp, the partial gradients of weights that several ranks hold.
 
     Over tp: weights that each rank holds whole but uses for its own positions or heads only, and key-value heads that
     ranks share (all ranks but the first then hold zeros as their gradient, so that every norm counts it once). Over the
@@ -183,7 +183,7 @@ def squared_norm_share(
 ) -> Tensor:
     """Return this rank's share of the squared L2 norm of the whole model's gradient, [] float64 on the mesh's device.
 
-    The shares of all ranks sum to it; every element counts once. The gradients are averaged over dp already.
+    The shares of all ranks sum to it; every element counts once. The gradients are summed over dp already.
     """
     found = [tensors[each.name].grad for each in parameters if counted_here(each, mesh)]
     gradients = [gradient for gradient in found if gradient is not None]

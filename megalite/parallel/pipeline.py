@@ -32,7 +32,7 @@ class PipelineShapes:
 
 
 class PipelineRunner(Protocol):
-    """Forward and backward of one global batch; leaves gradients in `.grad`, not yet averaged over dp.
+    """Forward and backward of one global batch; leaves gradients in `.grad`, not yet summed over dp.
 
     Batches and returned tensors are on the mesh's device; no method makes the host wait for the device.
     """
@@ -97,7 +97,7 @@ class _LoopRunner:
         self._objective = objective
 
     def forward_backward(self, batch: StepBatch, weight: Tensor, loss_scale: float = 1.0) -> Tensor:
-        weighted = self._objective.weighted(batch, _mean_factor(weight, self._mesh) * loss_scale)
+        weighted = self._objective.weighted(batch, _mean_factor(weight) * loss_scale)
         found = _Found(self._objective)
         micro_batches = weighted.micro_batches(self._shapes.micro_batches)
         for index, micro_batch in enumerate(micro_batches):
@@ -143,7 +143,7 @@ class _ScheduleRunner:
         self._stage = StageSchedule(scheduled_actions(orders, split, mesh.at.pp), mesh)
 
     def forward_backward(self, batch: StepBatch, weight: Tensor, loss_scale: float = 1.0) -> Tensor:
-        weighted = self._objective.weighted(batch, _mean_factor(weight, self._mesh) * loss_scale)
+        weighted = self._objective.weighted(batch, _mean_factor(weight) * loss_scale)
         micro_batches = weighted.micro_batches(self._shapes.micro_batches)
         found = _Found(self._objective)
 
@@ -223,12 +223,13 @@ def weight_share(batch: StepBatch, mesh: ParallelMesh, objective: Objective = NE
     return torch.zeros((), dtype=torch.float64, device=mesh.device)
 
 
-def _mean_factor(weight: Tensor, mesh: ParallelMesh) -> Tensor:
-    """Return the factor of each loss in the mean: copies of the weights / summed weights of the global batch.
+def _mean_factor(weight: Tensor) -> Tensor:
+    """Return the factor of each loss in the mean: 1 / summed weights of the global batch.
 
-    Gradients are averaged over the copies, so any split of the batch gives the gradient of the same mean.
+    Gradients are summed over the data-parallel ranks, so any split of the batch gives the gradient of the same mean,
+    and no rank's gradients are larger than those of one process: fp16 has no more range for them.
     """
-    return torch.where(weight > 0, mesh.dense_gradients.size / weight, 0.0)
+    return torch.where(weight > 0, 1 / weight, 0.0)
 
 
 class _Found:
@@ -249,7 +250,7 @@ class _Found:
 
     def shares(self, weight: Tensor, loss_scale: float, mesh: ParallelMesh) -> Tensor:
         """Return this rank's shares of the step's means, [1 + figures], from scaled losses. weight: of all ranks."""
-        loss = _counted(self._losses, mesh) / mesh.dense_gradients.size / loss_scale
+        loss = _counted(self._losses, mesh) / loss_scale
         return torch.stack(
             (loss, *(torch.where(weight > 0, each / weight, 0.0) for each in self._sums(mesh)))
         )

@@ -25,6 +25,7 @@ ZERO_1 = EVERY_STAGE | {
     "use_grad_accum_attribute",
 }
 ZERO_3 = EVERY_STAGE | {
+    "_gradient_averaging_world_size",
     "_optimizer_states_and_gradient_swap_in",
     "_optimizer_states_and_gradient_swap_out",
     "_partition_all_parameters",

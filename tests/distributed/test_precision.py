@@ -161,7 +161,7 @@ def test_steps_smaller_than_the_weights_digits_add_up_in_the_masters(alone):
 def first_gradients(
     job: Job, *, rounded: bool = False, batches: int = 1, fault: str | None = None
 ) -> list[Shard]:
-    """This rank's shards of the gradient of so many batches, averaged over dp, at bfloat16's initial weights."""
+    """This rank's shards of the gradient of so many batches, summed over dp, at bfloat16's initial weights."""
     with planted(fault):
         parts = build(job)
         tensors = parts.replica.tensors
@@ -174,10 +174,7 @@ def first_gradients(
         parts.optimizer.reduce_gradients()
         return shards_of(
             parts.replica.parameters,
-            {
-                name: tensor.grad.double() / parts.mesh.dense_gradients.size
-                for name, tensor in tensors.items()
-            },
+            {name: tensor.grad.double() for name, tensor in tensors.items()},
             parts.mesh,
         )
 

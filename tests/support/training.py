@@ -412,13 +412,13 @@ def full_tensors(shape: ModelShape, shards: Sequence[Shard], *, add: bool) -> di
 
 
 def full_gradients(job: Job, results: Sequence[RankResult]) -> dict[str, Tensor]:
-    """Return the gradient of the global mean loss from every rank's own: mean over dp, sum over tied copies."""
+    """Return the gradient of the global mean loss from every rank's own: sum over dp and over tied copies."""
     whole: dict[str, Tensor] = {}
     for dp_rank in range(job.layout.data):
         replica = [result for result in results if result.dp_rank == dp_rank]
         once = _without_tensor_replicas(job, replica)
         for name, gradient in full_tensors(job.shape, once, add=True).items():
-            whole[name] = whole.get(name, 0) + gradient / job.layout.data
+            whole[name] = whole.get(name, 0) + gradient
     return whole
 
 

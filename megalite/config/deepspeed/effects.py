@@ -82,7 +82,7 @@ PASSED_ON: dict[str, str] = {
 
 _REPORTS = "megalite reports every step itself (monitor.every)"
 _CHECKPOINTS = "megalite writes its own checkpoints"
-_AVERAGE = "the average of the gradients is the same without it"
+_SUMS = "gradients are summed, and the loss is the mean over the global batch"
 _LEAVES = "the models of megalite need no leaf modules"
 _METRICS = "megalite writes metrics.jsonl, and TensorBoard with monitor.tensorboard"
 
@@ -107,13 +107,13 @@ IDLE: dict[str, str] = {
     "dump_state": _REPORTS,
     "flops_profiler": _REPORTS,
     "fp16.auto_cast": "the inputs are token ids",
-    "gradient_predivide_factor": _AVERAGE,
+    "gradient_predivide_factor": _SUMS,
     "log_level": _REPORTS,
     "managed_gradient_accumulation": "megalite sums the micro batches",
     "memory_breakdown": _REPORTS,
     "monitor_config": "DeepSpeed has no such key",
     "optimizer.legacy_fusion": "megalite has its own AdamW",
-    "prescale_gradients": _AVERAGE,
+    "prescale_gradients": _SUMS,
     "seq_parallel_communication_data_type": "use parallel.sequence",
     "steps_per_print": _REPORTS,
     "tensorboard": _METRICS,
@@ -160,7 +160,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "expert_parallel": ((), "remove it"),
     "fp16.consecutive_hysteresis": ((False,), "use false"),
     "fp16.fp16_master_weights_and_grads": ((False,), "remove it: megalite keeps fp32 master weights"),
-    "gradient_allreduce_op": (("mean",), 'use "mean", which the weights of the loss assume'),
+    "gradient_allreduce_op": (("mean",), 'use "mean": the loss is the mean over the global batch'),
     "hybrid_engine.enabled": ((False,), "remove it"),
     "pipeline": (({},), "remove it, and set parallel.pipeline and parallel.schedule"),
     "sequence_parallel_size": ((1,), "remove it"),

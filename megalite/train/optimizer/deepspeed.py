@@ -73,6 +73,9 @@ class DeepSpeedOptimizer:
             mpu=_ModelParallelUnit(mesh),
             config=handed,
         )
+        if zero["stage"] == 3:
+            # DeepSpeed's key for sums is refused under ZeRO 3. The divisor of its mean is 1 for sums.
+            self._zero._gradient_averaging_world_size = lambda parameters, ranks: 1
         self.buckets: GradientBuckets | None = None
         self._scale = LossScale(settings.loss_scale) if settings.loss_scale is not None else None
         if self._scale is not None:
@@ -160,6 +163,8 @@ def _handed(config: Mapping[str, Any], *, sum_in_fp32: bool) -> tuple[dict[str, 
     if config.get("fp16", {}).get("enabled"):
         # The scale is ours, so that it goes the same way with and without ZeRO; DeepSpeed is told it at every step.
         handed["fp16"] = {"enabled": True, "loss_scale": 1}
+    if stage < 3:
+        handed["gradient_allreduce_op"] = "sum"
     if sum_in_fp32:
         handed["data_types"] = {**config.get("data_types", {}), "grad_accum_dtype": "fp32"}
         handed.setdefault("communication_data_type", "fp32")

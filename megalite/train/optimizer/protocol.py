@@ -45,7 +45,7 @@ class Optimizer(Protocol):
 
     def reduce_gradients(self) -> None:
         """Complete the gradients once all backwards of a step are done: sum tied and replicated weights over their
-        copies, then sum over the data-parallel ranks, for which `step` divides. Collective."""
+        copies, then sum over the data-parallel ranks. Collective."""
         ...
 
     def squared_norm(self) -> Tensor:

@@ -81,8 +81,7 @@ class TorchOptimizer:
         return squared_norm_share(self._parameters, self._tensors, self._mesh, ops=self._settings.operators)
 
     def step(self, learning_rate: float, squared_norm: float) -> Update:
-        # The gradients are sums over the copies of a mean that counts each copy's tokens for all of them.
-        scale = self.loss_scale * self._mesh.dense_gradients.size
+        scale = self.loss_scale
         norm = math.sqrt(squared_norm) / scale
         if not math.isfinite(norm):
             return self._skip()
