@@ -16,10 +16,10 @@ def document_ids_and_positions(
     """Return for each token its document, counted from 0 in each row, and its position in it: [rows, S] int64 each.
 
     A document includes its end-of-document token. A row starts at position 0, even within a document. The padding after
-    the last label belongs to the document before it, or is a document of its own.
+    the last label is a document of its own.
     """
-    begins = np.zeros(input_ids.shape, dtype=bool)
-    begins[:, 1:] = (input_ids[:, :-1] == end_of_document_id) & (labels[:, :-1] != IGNORE_INDEX)
+    begins, padding = np.zeros(input_ids.shape, dtype=bool), labels == IGNORE_INDEX
+    begins[:, 1:] = ((input_ids[:, :-1] == end_of_document_id) | padding[:, 1:]) & ~padding[:, :-1]
     return documents_of(begins)
 
 

@@ -90,7 +90,8 @@ def score_batch(model: Replica, batch: Sequence[Window]) -> tuple[Tensor, Tensor
         row[: len(window.inputs)] = window.inputs
     input_ids = torch.from_numpy(ids).to(mesh.device)
     position_ids = torch.arange(ids.shape[1], device=mesh.device).unsqueeze(0)
-    hidden_states = last_hidden_states(model, input_ids, position_ids)
+    tokens_of_rows = torch.tensor(lengths, device=mesh.device).unsqueeze(1)
+    hidden_states = last_hidden_states(model, input_ids, position_ids, lengths=tokens_of_rows)
     if hidden_states is None:
         return None
     # The last m positions of a window predict its m targets.

@@ -19,17 +19,18 @@ def last_hidden_states(
     *,
     cache: CachedStep | None = None,
     sends: Sends | None = None,
+    lengths: Tensor | None = None,
 ) -> Tensor | None:
     """Return the hidden states [B, S, H] of input_ids [B, S] on the stage with the head; None on the others.
 
-    cache, sends: as of `Chunk.decode` and `along_chunks`. Collective over the ranks of one copy of the model.
+    cache, lengths, sends: as of `Chunk.decode` and `along_chunks`. Collective over the ranks of one copy of the model.
     """
 
     now.begin(Activity.INFERENCE)
 
     def run(chunk: nn.Module, hidden_states: Tensor | None) -> Tensor:
         inputs = input_ids if hidden_states is None else hidden_states
-        return cast(Chunk, chunk).decode(inputs, position_ids, cache=cache)
+        return cast(Chunk, chunk).decode(inputs, position_ids, cache=cache, lengths=lengths)
 
     # A stage takes shape and type from it, and nothing else.
     between = torch.empty((), dtype=model.stage.dtype, device=model.mesh.device)

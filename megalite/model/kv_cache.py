@@ -114,10 +114,12 @@ class CachedStep:
         return any(each.start == 0 for each in self.segments)
 
     @property
-    def spans(self) -> list[tuple[int, int]]:
-        """(tokens, tokens of their sequence with them) of every row, in order; without virtual tokens."""
-        decoded = [(1, length + 1) for length in self.lengths]
-        return decoded + [(each.count, max(each.whole, each.start + each.count)) for each in self.segments]
+    def sequence_lengths(self) -> Tensor:
+        """The tokens of the sequence that each of the T tokens belongs to, without virtual tokens: int64 [1, T]."""
+        lengths = [length + 1 for length in self.lengths]
+        for each in self.segments:
+            lengths.extend([max(each.whole, each.start + each.count)] * each.count)
+        return torch.tensor([lengths], device=self.cache.device)
 
     @property
     def position_ids(self) -> list[int]:

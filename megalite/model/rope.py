@@ -1,6 +1,5 @@
 """Rotary position embedding: the angles of one micro batch, looked up in tables that a stage builds once."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -35,6 +34,7 @@ class RotaryEmbedding(nn.Module):
 
     One table holds the angles of sequences up to `switch` tokens; with LongRoPE a second one holds those of longer
     sequences. Dynamic NTK has other frequencies for each longer length: its angles are then computed, not looked up.
+    Each token has the angles of its own sequence's length, whatever stands beside that sequence in a row or a batch.
     """
 
     def __init__(self, shape: ModelShape, dtype: torch.dtype = torch.float32):
@@ -53,25 +53,28 @@ class RotaryEmbedding(nn.Module):
         if self.switch < shape.max_position_embeddings:
             self._register("long_", shape.max_position_embeddings)
 
-    def forward(self, position_ids: Tensor, spans: Sequence[tuple[int, int]]) -> Rotation:
+    @property
+    def follows_length(self) -> bool:
+        """Whether a token's angles depend on the length of its sequence."""
+        return self.kind in ("dynamic", "longrope")
+
+    def forward(self, position_ids: Tensor, lengths: int | Tensor) -> Rotation:
         """position_ids [B, S] -> the rotation of these positions.
 
-        spans: (positions, tokens of the sequence that they belong to, those in the key-value cache included), in order.
+        lengths: tokens of the sequence that each position belongs to, those in the key-value cache included: one number
+        for all, or int64 [B or 1, S or 1].
         """
-        if self.kind not in ("dynamic", "longrope"):
-            return self._of(position_ids, 0)
-        if len(spans) == 1:
-            return self._of(position_ids, spans[0][1])
-        counts, lengths = zip(*spans, strict=True)
-        parts = map(self._of, position_ids.split(counts, dim=1), lengths)
-        return Rotation(*(torch.cat(each, dim=1) for each in zip(*parts, strict=True)))
-
-    def _of(self, position_ids: Tensor, length: int) -> Rotation:
-        if self.kind == "dynamic" and length > self.switch:
-            return self._computed(position_ids, length)
-        long = self.kind == "longrope" and length > self.switch
-        cosines, sines = (self.long_cosines, self.long_sines) if long else (self.cosines, self.sines)
-        return Rotation(cosines[position_ids].unsqueeze(2), sines[position_ids].unsqueeze(2))
+        same = isinstance(lengths, int)
+        if not self.follows_length or (same and lengths <= self.switch):
+            return _looked_up(self.cosines, self.sines, position_ids)
+        if self.kind == "dynamic":
+            return self._computed(position_ids, lengths)
+        beyond = _looked_up(self.long_cosines, self.long_sines, position_ids)
+        if isinstance(lengths, int):
+            return beyond
+        within = _looked_up(self.cosines, self.sines, position_ids)
+        is_long = (lengths > self.switch)[..., None, None]
+        return Rotation(*(torch.where(is_long, *pair) for pair in zip(beyond, within, strict=True)))
 
     def _register(self, prefix: str, length: int) -> None:
         frequencies = rotary_frequencies(self.shape, length)
@@ -80,10 +83,14 @@ class RotaryEmbedding(nn.Module):
         for name, table in zip(("cosines", "sines"), tables, strict=True):
             self.register_buffer(prefix + name, (table * factor).to(self.dtype), persistent=False)
 
-    def _computed(self, position_ids: Tensor, length: int) -> Rotation:
-        frequencies = rotary_frequencies(self.shape, length).to(position_ids.device)
+    def _computed(self, position_ids: Tensor, lengths: int | Tensor) -> Rotation:
+        frequencies = rotary_frequencies(self.shape, lengths).to(position_ids.device)
         angles = position_ids.to(torch.float64).unsqueeze(-1) * frequencies
         return Rotation(*(each.to(self.dtype).unsqueeze(2) for each in (angles.cos(), angles.sin())))
+
+
+def _looked_up(cosines: Tensor, sines: Tensor, position_ids: Tensor) -> Rotation:
+    return Rotation(cosines[position_ids].unsqueeze(2), sines[position_ids].unsqueeze(2))
 
 
 class LayerRotations(nn.Module):
@@ -97,9 +104,8 @@ class LayerRotations(nn.Module):
             local = replace(shape, rope_theta=shape.rope_local_base_freq, rope_scaling=None)
             self.local = RotaryEmbedding(local, dtype)
 
-    def forward(self, position_ids: Tensor, spans: Sequence[tuple[int, int]] | None = None) -> Rotations:
-        """position_ids [B, S] -> the rotations of these positions; spans: see RotaryEmbedding; default: one of S."""
-        length = position_ids.shape[1]
-        spans = [(length, length)] if spans is None else spans
-        full = self.full(position_ids, spans)
-        return Rotations(full, full if self.local is None else self.local(position_ids, spans))
+    def forward(self, position_ids: Tensor, lengths: int | Tensor | None = None) -> Rotations:
+        """position_ids [B, S] -> the rotations of these positions; lengths: see RotaryEmbedding; default: S."""
+        lengths = position_ids.shape[1] if lengths is None else lengths
+        full = self.full(position_ids, lengths)
+        return Rotations(full, full if self.local is None else self.local(position_ids, lengths))

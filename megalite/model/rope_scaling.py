@@ -10,10 +10,11 @@ from megalite.ops.rotary import rotary_frequencies as unscaled_frequencies
 from megalite.topology.shape import ModelShape, RopeScaling
 
 
-def rotary_frequencies(shape: ModelShape, length: int) -> Tensor:
+def rotary_frequencies(shape: ModelShape, length: int | Tensor) -> Tensor:
     """Return radians a position for each rotated pair: [rotary_dim / 2], float64.
 
-    length: tokens of the longest sequence that is attended to at once; "dynamic" and "longrope" depend on it.
+    length: tokens of the sequence; "dynamic" and "longrope" depend on it. "dynamic" takes a tensor of lengths too, of
+    shape [...], and returns [..., rotary_dim / 2].
     """
     scaling = shape.rope_scaling
     if scaling is None:
@@ -35,19 +36,20 @@ def attention_factor(scaling: RopeScaling | None) -> float:
     return _yarn_scale(factor, 1.0)
 
 
-def _linear(shape: ModelShape, scaling: RopeScaling, length: int) -> Tensor:
+def _linear(shape: ModelShape, scaling: RopeScaling, length: int | Tensor) -> Tensor:
     """Position interpolation (Chen et al. 2023)."""
     return unscaled_frequencies(shape.rotary_dim, shape.rope_theta) / scaling.factor
 
 
-def _dynamic(shape: ModelShape, scaling: RopeScaling, length: int) -> Tensor:
+def _dynamic(shape: ModelShape, scaling: RopeScaling, length: int | Tensor) -> Tensor:
     """NTK-aware scaling: the base grows with the sequence once it is longer than max_position_embeddings."""
     dim, longest = shape.rotary_dim, shape.max_position_embeddings
-    stretch = scaling.factor * max(length, longest) / longest - (scaling.factor - 1)
-    return unscaled_frequencies(dim, shape.rope_theta * stretch ** (dim / (dim - 2)))
+    lengths = torch.as_tensor(length, dtype=torch.float64).clamp(min=longest)
+    stretch = scaling.factor * lengths / longest - (scaling.factor - 1)
+    return unscaled_frequencies(dim, (shape.rope_theta * stretch ** (dim / (dim - 2))).unsqueeze(-1))
 
 
-def _llama3(shape: ModelShape, scaling: RopeScaling, length: int) -> Tensor:
+def _llama3(shape: ModelShape, scaling: RopeScaling, length: int | Tensor) -> Tensor:
     """Llama 3.1: frequencies that turn rarely within the original length are slowed, the others stay."""
     frequencies = unscaled_frequencies(shape.rotary_dim, shape.rope_theta)
     slow = frequencies / scaling.factor
@@ -57,7 +59,7 @@ def _llama3(shape: ModelShape, scaling: RopeScaling, length: int) -> Tensor:
     return slow + (frequencies - slow) * kept
 
 
-def _yarn(shape: ModelShape, scaling: RopeScaling, length: int) -> Tensor:
+def _yarn(shape: ModelShape, scaling: RopeScaling, length: int | Tensor) -> Tensor:
     """YaRN, "NTK by parts" (Peng et al. 2023, section 3.2): a linear ramp over the pairs between two turn counts."""
     frequencies, dim = unscaled_frequencies(shape.rotary_dim, shape.rope_theta), shape.rotary_dim
 
@@ -74,7 +76,7 @@ def _yarn(shape: ModelShape, scaling: RopeScaling, length: int) -> Tensor:
     return frequencies / scaling.factor * slowed + frequencies * (1 - slowed)
 
 
-def _longrope(shape: ModelShape, scaling: RopeScaling, length: int) -> Tensor:
+def _longrope(shape: ModelShape, scaling: RopeScaling, length: int | Tensor) -> Tensor:
     """LongRoPE (Ding et al. 2024): a divisor for each pair, one set up to the original length, another beyond."""
     divisors = scaling.long_factor if length > _original(scaling) else scaling.short_factor
     return unscaled_frequencies(shape.rotary_dim, shape.rope_theta) / torch.tensor(
@@ -91,7 +93,7 @@ def _original(scaling: RopeScaling) -> int:
     return scaling.original_max_position_embeddings
 
 
-_SCALED: dict[str, Callable[[ModelShape, RopeScaling, int], Tensor]] = {
+_SCALED: dict[str, Callable[[ModelShape, RopeScaling, int | Tensor], Tensor]] = {
     "linear": _linear,
     "dynamic": _dynamic,
     "llama3": _llama3,

@@ -25,7 +25,7 @@ from megalite.model.norms import build_norm
 from megalite.model.options import ModelOptions
 from megalite.model.prefix import build_trunk
 from megalite.model.rope import LayerRotations
-from megalite.ops.documents import Documents
+from megalite.ops.documents import Documents, document_lengths
 from megalite.parallel.layers import VocabParallelEmbedding
 from megalite.parallel.lora import adapters_off
 from megalite.parallel.mesh import ParallelMesh
@@ -103,13 +103,15 @@ class Chunk(nn.Module):
         cu_seqlens: the same documents as of StepBatch, without which an accelerator's host waits for the ids.
         """
         dropout = DropoutContext(sample_indices, position_ids.shape[1]) if self.training else None
-        documents = None
+        documents, lengths = None, None
         if document_ids is not None:
+            if self.rotary is not None and self.rotary.full.follows_length:
+                lengths = document_lengths(document_ids)
             drops = self.training and self.drops_attention
             documents = self.ops.documents(
                 document_ids, cu_seqlens, dropout=drops, softcap=self.softcap, prefix=self.prefix_tokens
             )
-        hidden_states = self.decode(inputs, position_ids, dropout, documents=documents)
+        hidden_states = self.decode(inputs, position_ids, dropout, documents=documents, lengths=lengths)
         if not self.is_last:
             return hidden_states
         losses = self.output.losses(hidden_states, labels, loss_mask, training=self.training)
@@ -122,16 +124,22 @@ class Chunk(nn.Module):
         dropout: DropoutContext | None = None,
         cache: CachedStep | None = None,
         documents: Documents | None = None,
+        lengths: int | Tensor | None = None,
     ) -> Tensor:
         """input_ids [B, S] for the first chunk, else hidden states [B, S, H] -> hidden states [B, S, H].
 
         dropout: given, values are dropped as the options say. cache: given, the tokens are [1, T], those of the step.
+        lengths: tokens of the sequence that each token belongs to, for rotary embeddings that depend on it; default:
+        those of the cache, or S.
         """
         if self.prefix_tokens:
             position_ids = position_ids + self.prefix_tokens
-        spans = [(position_ids.shape[1], position_ids.shape[1])] if cache is None else cache.spans
-        lengths = [(count, self.prefix_tokens + length) for count, length in spans]
-        rotation = None if self.rotary is None else self.rotary(position_ids, lengths)
+        rotation = None
+        if self.rotary is not None:
+            if lengths is None and cache is not None and self.rotary.full.follows_length:
+                lengths = cache.sequence_lengths
+            lengths = position_ids.shape[1] if lengths is None else lengths
+            rotation = self.rotary(position_ids, self.prefix_tokens + lengths)
         context = StepContext(rotation, dropout, cache, documents)
         if self.trunk is not None and context.begins:
             context = replace(context, prefix=self.trunk())

@@ -50,6 +50,12 @@ def row_cu_seqlens(document_ids: Tensor) -> Tensor:
     return places
 
 
+def document_lengths(document_ids: Tensor) -> Tensor:
+    """Return the number of tokens of each token's document: ids [B, S], from 0 in each row -> [B, S] int64."""
+    counts = torch.zeros_like(document_ids).scatter_add_(1, document_ids, torch.ones_like(document_ids))
+    return counts.gather(1, document_ids)
+
+
 def equal_cu_seqlens(rows: int, length: int, device: torch.device) -> Tensor:
     """Return the cu_seqlens [rows + 1] int32 of rows of `length` tokens each, laid end to end."""
     return torch.arange(rows + 1, dtype=torch.int32, device=device).mul_(length)

@@ -12,9 +12,14 @@ from torch import Tensor
 from megalite.ops import extension
 
 
-def rotary_frequencies(head_dim: int, theta: float) -> Tensor:
-    """Return the unscaled frequency of each pair in radians per position: [head_dim / 2], float64."""
-    frequencies: Tensor = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+def rotary_frequencies(head_dim: int, theta: float | Tensor) -> Tensor:
+    """Return the unscaled frequency of each pair in radians per position: [head_dim / 2], float64.
+
+    theta: one base, or float64 [..., 1], for frequencies [..., head_dim / 2].
+    """
+    device = theta.device if isinstance(theta, Tensor) else None
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim
+    frequencies: Tensor = theta**-exponents
     return frequencies
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from megalite.model.options import Dropout, Recompute
 from megalite.parallel.cross_entropy import IGNORE_INDEX
 from megalite.topology.axes import Layout
+from megalite.topology.shape import RopeScaling
 from tests.support.parity import assert_close, assert_same_tensors
 from tests.support.tiny import FAMILY_SHAPES, tiny_shape
 from tests.support.token_losses import recorded_losses, token_losses
@@ -25,7 +26,23 @@ from tests.support.training import (
     train_on_rank,
 )
 
-FAMILIES = ("llama 3", "gpt2", "mistral", "qwen3", "gemma2", "gemma3")
+# Documents have 1 to 12 tokens, four on average: shorter and longer ones than the scalings' switch share rows.
+SHAPES = FAMILY_SHAPES | {
+    "longrope": replace(
+        FAMILY_SHAPES["phi3"],
+        rope_scaling=RopeScaling(
+            "longrope",
+            4.0,
+            original_max_position_embeddings=4,
+            short_factor=(1.0, 1.1, 1.5),
+            long_factor=(1.0, 2.5, 6.0),
+        ),
+    ),
+    "dynamic": replace(
+        tiny_shape(tied=True), max_position_embeddings=4, rope_scaling=RopeScaling("dynamic", 4.0)
+    ),
+}
+FAMILIES = ("llama 3", "gpt2", "mistral", "qwen3", "gemma2", "gemma3", "longrope", "dynamic")
 JOB = Job(tiny_shape(tied=True), documents=True)
 
 
@@ -98,7 +115,7 @@ def _check(ranks, alone, job: Job) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_one_process_trains_each_document_as_if_it_were_alone(ranks, alone, family):
-    _check(ranks, alone, replace(JOB, shape=FAMILY_SHAPES[family], micro_batch_size=2))
+    _check(ranks, alone, replace(JOB, shape=SHAPES[family], micro_batch_size=2))
 
 
 @pytest.mark.parametrize(
@@ -109,11 +126,13 @@ def test_one_process_trains_each_document_as_if_it_were_alone(ranks, alone, fami
         ("mistral", {"layout": Layout(pipeline=2), "schedule": "zbv", "chunks_per_stage": 2}),
         ("gpt2", {"layout": Layout(pipeline=2), "schedule": "interleaved_1f1b", "chunks_per_stage": 2}),
         ("qwen3", {"layout": Layout(tensor=2, data=2)}),
+        ("longrope", {"layout": Layout(tensor=2), "sequence_parallel": True}),
+        ("dynamic", {"layout": Layout(pipeline=2, data=2), "micro_batch_size": 1}),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())),
 )
 def test_every_layout_trains_each_document_as_if_it_were_alone(ranks, alone, family, changes):
-    _check(ranks, alone, replace(JOB, shape=FAMILY_SHAPES[family], micro_batch_size=2, **changes))
+    _check(ranks, alone, replace(JOB, shape=SHAPES[family], **{"micro_batch_size": 2, **changes}))
 
 
 @pytest.mark.parametrize("how", ["selective", "full"])

@@ -196,9 +196,9 @@ def test_documents_are_numbered_in_a_row_and_positions_begin_anew_with_each(tmp_
     batch = loader(file, **options).step_batch(0)  # type: ignore[arg-type]
     assert batch.input_ids.tolist() == [[1, 2, 9, 3, 9, 4, 5], [6, 9, 9, 7, 8, 9, 9]]
     assert batch.document_ids is not None
-    # The last token of the second row is filling.
-    assert batch.document_ids.tolist() == [[0, 0, 0, 1, 1, 2, 2], [0, 0, 1, 2, 2, 2, 2]]
-    assert batch.position_ids.tolist() == [[0, 1, 2, 0, 1, 0, 1], [0, 1, 0, 0, 1, 2, 3]]
+    # The last two tokens of the second row are filling, a document of its own.
+    assert batch.document_ids.tolist() == [[0, 0, 0, 1, 1, 2, 2], [0, 0, 1, 2, 2, 3, 3]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 0, 1, 0, 1], [0, 1, 0, 0, 1, 0, 1]]
     for piece, whole in zip(batch.micro_batches(2), batch.document_ids, strict=True):
         assert piece.document_ids is not None and piece.document_ids.tolist() == [whole.tolist()]
     assert loader(file).step_batch(0).document_ids is None
