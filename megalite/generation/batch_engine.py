@@ -7,6 +7,7 @@ from megalite.generation.json_schema import JsonGrammars
 from megalite.generation.loaded import LoadedModel
 from megalite.generation.memory import DEFAULT_TOKENS
 from megalite.generation.request import Request, check_request
+from megalite.generation.slots import TokenScore
 from megalite.generation.token_engine import PREFILL_CHUNK, Finish, Sampled, TokenEngine
 from megalite.model.kv_cache import Room
 from megalite.parallel.mesh import COLLECTIVE_SECONDS
@@ -24,7 +25,8 @@ class Event:
     text: the text that is new with it, without special tokens and without a stop string; "" while it may still change.
     logprob: of the token by the model, before penalties and temperature; None: not asked for. top_logprobs: the most
     likely tokens with theirs. finish: why the request ends with this token: a token or string that stops it, or its
-    maximum number of tokens; None: it goes on. embedding: of a request that embeds, its only event; the token is -1.
+    maximum number of tokens; None: it goes on. embedding: of a request that embeds, its only event; the token is -1, as
+    that of a request for no token is. prompt_scores: of a request that asks for them, with its first event.
     """
 
     number: int
@@ -34,28 +36,44 @@ class Event:
     top_logprobs: tuple[tuple[int, float], ...]
     finish: Finish | None
     embedding: tuple[float, ...] | None = None
+    prompt_scores: tuple[TokenScore, ...] = ()
 
 
 class _Text:
     """The text of one request."""
 
     def __init__(self, loaded: LoadedModel, request: Request):
+        self._request, self._tokenizer = request, loaded.tokenizer
         self._tokens = Detokeniser(loaded.tokenizer, request.prompt_ids)
         self._scan = StopScan(request.stop)
-        self._stop_ids = request.stop_ids
 
     def push(self, sampled: Sampled) -> Event:
-        """Return the event of a token, which may find a stop string, or of an embedding."""
-        if sampled.embedding is not None:
-            return Event(sampled.number, sampled.token, "", None, (), "stop", sampled.embedding)
-        new = "" if sampled.token in self._stop_ids else self._tokens.push(sampled.token)
+        """Return the event of a token, which may find a stop string, or of a request without one."""
+        text, finish = self._read(sampled) if sampled.token >= 0 else ("", sampled.finish)
+        return Event(
+            sampled.number,
+            sampled.token,
+            text,
+            sampled.logprob,
+            sampled.top_logprobs,
+            finish,
+            sampled.embedding,
+            sampled.prompt_scores,
+        )
+
+    def _read(self, sampled: Sampled) -> tuple[str, Finish | None]:
+        """Return the text that is new with a token, and why the request ends with it."""
+        new = ""
+        if sampled.token in self._request.shown_ids:
+            new = self._tokens.finish() + self._tokenizer.decode([sampled.token])
+        elif sampled.token not in self._request.stop_ids:
+            new = self._tokens.push(sampled.token)
         if sampled.finish is not None:
             new += self._tokens.finish()
         text, stopped = self._scan.push(new)
-        finish: Finish | None = "stop" if stopped else sampled.finish
-        if finish is not None and not stopped:
-            text += self._scan.finish()
-        return Event(sampled.number, sampled.token, text, sampled.logprob, sampled.top_logprobs, finish)
+        if stopped:
+            return text, "stop"
+        return text + (self._scan.finish() if sampled.finish is not None else ""), sampled.finish
 
 
 class BatchEngine:

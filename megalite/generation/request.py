@@ -53,6 +53,8 @@ class Request:
     (`megalite.generation.json_schema.schema_text`), whose end ends it; cut at max_tokens, it is the beginning of one.
     embeds: no new token: the embedding of the prompt (`megalite.generation.embedding`) is wanted; max_tokens is 0.
     adapter: the name of the adapter that computes the text; None: the model's own weights alone do.
+    shown_ids: special tokens that the text shows; it shows no others. scores_prompt: with `logprobs`, log probabilities
+    of the prompt's tokens too; max_tokens may then be 0.
     """
 
     prompt_ids: tuple[int, ...]
@@ -64,6 +66,8 @@ class Request:
     json_schema: str | None = None
     embeds: bool = False
     adapter: str | None = None
+    shown_ids: frozenset[int] = frozenset()
+    scores_prompt: bool = False
 
 
 def sampling_problems(
@@ -142,7 +146,7 @@ def check_request(request: Request, shape: ModelShape, most: int, adapters: Coll
             f"{len(prompt)} tokens of the prompt and {new} new ones exceed {setting}",
             f"use at most {max(0, most - len(prompt))}, or a shorter prompt",
         )
-    elif new < 1 and not request.embeds:
+    elif new < 1 and not (request.embeds or request.scores_prompt):
         problem = Problem("tokens", f"{new} is no number of new tokens", "use 1 or more")
     elif request.adapter is not None and request.adapter not in adapters:
         known = (

@@ -48,6 +48,17 @@ def sampled_rows(logits: Tensor, rows: Sequence[Running]) -> Tensor:
     return found
 
 
+def scored_rows(logits: Tensor, tokens: Tensor, width: int) -> Tensor:
+    """Return the rows of `sampled_rows` for given tokens [R] and their logits [R, V]: float64 [R, width]."""
+    found = torch.zeros(len(tokens), width, dtype=torch.float64, device=logits.device)
+    logs = logits.double().log_softmax(-1)
+    found[:, 0], found[:, 1] = tokens, logs.gather(1, tokens[:, None])[:, 0]
+    values, likely = logs.topk(min((width - 2) // 2, logs.shape[1]))
+    end = 2 + 2 * values.shape[1]
+    found[:, 2:end:2], found[:, 3:end:2] = likely.double(), values
+    return found
+
+
 def next_token(logits: Tensor, sampling: Sampling, position: int) -> int:
     """Return the token at `position`, sampled from the logits [V]; the same on all ranks with the same logits."""
     return int(_drawn(logits, sampling, position))

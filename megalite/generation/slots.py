@@ -34,13 +34,22 @@ class Constraint(Protocol):
         """Whether the text is whole."""
 
 
+@dataclass(frozen=True)
+class TokenScore:
+    """A token of a prompt. logprob: log probability; None: it is the first. top_logprobs: the most likely tokens."""
+
+    token: int
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+
+
 @dataclass(eq=False)
 class Running:
     """A request that waits or runs.
 
     ids: its prompt, then its new tokens. cached: how many of them are in the cache, or in the forward that computes
     them. counts: new token -> occurrences, for the penalties. prompt: the different tokens of the prompt.
-    constraint: of the new tokens.
+    constraint: of the new tokens. prompt_scores: of the tokens of a prompt that is scored, so far.
     """
 
     number: int
@@ -50,6 +59,7 @@ class Running:
     cached: int = 0
     counts: dict[int, int] = field(default_factory=dict)
     prompt: frozenset[int] = field(init=False)
+    prompt_scores: list[TokenScore] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.ids = list(self.request.prompt_ids)
@@ -79,6 +89,13 @@ class Piece:
     slot: int
     start: int
     count: int
+
+    @property
+    def scored(self) -> list[int]:
+        """The tokens of the prompt that the tokens to compute predict, if the request asks for their scores."""
+        if not self.running.request.scores_prompt:
+            return []
+        return list(self.running.request.prompt_ids[self.start + 1 : self.start + self.count + 1])
 
 
 @dataclass(frozen=True)
@@ -173,7 +190,8 @@ class SlotTable:
     def _admit(self, running: Running) -> None:
         slot = len(self.running)
         self.running.append(running)
-        source, tokens = self._longest_beginning(running.request) if self._reuse else (slot, 0)
+        reuse = self._reuse and not running.request.scores_prompt
+        source, tokens = self._longest_beginning(running.request) if reuse else (slot, 0)
         if tokens and source != slot:
             self._buffers.copy(source, slot, tokens)
         self._held[slot] = list(running.request.prompt_ids[:tokens])

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch.nn.functional import pad
 
 from megalite.generation.embedding import width_with_embeddings, with_embeddings
 from megalite.generation.request import Request
-from megalite.generation.sampling import sampled_rows, sampled_width
-from megalite.generation.slots import Constraint, Plan, Running, SlotTable
+from megalite.generation.sampling import sampled_rows, sampled_width, scored_rows
+from megalite.generation.slots import Constraint, Plan, Running, SlotTable, TokenScore
 from megalite.model.adapters import Adapters
 from megalite.model.decode import empty_cache, last_hidden_states
 from megalite.model.kv_cache import CachedStep, KeyValueCache, Room, Segment
@@ -23,6 +24,7 @@ from megalite.parallel.decode import Sends, start_from_last_chunk
 
 Finish = Literal["stop", "length"]
 PREFILL_CHUNK = 512
+_SCORED_AT_ONCE = 64  # tokens of prompts, whose logits exist at once in float64
 # Their angles depend on the length of the whole prompt, so that keys of another prompt are other keys.
 _ANGLES_OF_WHOLE_PROMPT = ("dynamic", "longrope")
 
@@ -33,7 +35,7 @@ class Sampled:
 
     logprob: its log probability by the model, before penalties and temperature; None: not asked for. top_logprobs: the
     most likely tokens with theirs. finish: why it is the last token; None: it is not. embedding: [H], asked for instead
-    of a token, which is -1.
+    of a token, which is -1, as the token of a request for none is. prompt_scores: with the first token.
     """
 
     number: int
@@ -42,14 +44,19 @@ class Sampled:
     top_logprobs: tuple[tuple[int, float], ...]
     finish: Finish | None
     embedding: tuple[float, ...] | None = None
+    prompt_scores: tuple[TokenScore, ...] = ()
 
 
 @dataclass(frozen=True)
 class _Launch:
-    """A forward whose tokens are not known yet. rows: the requests that get one."""
+    """A forward whose tokens are not known yet.
+
+    rows: the requests that get one. scored: behind them, a request for each token of a prompt that gets a score.
+    """
 
     table: SlotTable
     rows: tuple[Running, ...]
+    scored: tuple[Running, ...]
     values: Pending
 
 
@@ -120,7 +127,8 @@ class TokenEngine:
         rows = [*plan.decoding, *(piece.running for piece in plan.pieces)]
         sampling = tuple(row for row, ends in zip(rows, plan.completes, strict=True) if ends)
         values = self._forward(plan, self._caches[table], sampling)
-        self._in_flight.append(_Launch(table, sampling, values))
+        scored = tuple(piece.running for piece in plan.pieces for _ in piece.scored)
+        self._in_flight.append(_Launch(table, sampling, scored, values))
         return True
 
     def _share(self) -> int:
@@ -140,26 +148,51 @@ class TokenEngine:
         position_ids = torch.tensor([step.position_ids], device=mesh.device)
         with self._adapters.chosen(plan.adapters, mesh.device):
             hidden = last_hidden_states(model, input_ids, position_ids, cache=step, sends=self._sends)
-        if not rows:
+        scored = [token for piece in plan.pieces for token in piece.scored]
+        if not rows and not scored:
             return lambda: torch.empty(0, 2)
-        if hidden is None:
-            width = width_with_embeddings(sampled_width(rows), rows, model.shape.hidden_size)
-            values = torch.empty(len(rows), width, dtype=torch.float64, device=mesh.device)
-        else:
+        alike = (*rows, *(piece.running for piece in plan.pieces if piece.scored))
+        width = width_with_embeddings(sampled_width(alike), rows, model.shape.hidden_size)
+        values = torch.empty(len(rows) + len(scored), width, dtype=torch.float64, device=mesh.device)
+        if hidden is not None:
             places = [at for at, ends in zip(step.last_tokens, plan.completes, strict=True) if ends]
-            if len(places) < hidden.shape[1]:
-                hidden = hidden[:, places]
-            head = model.stage.chunks[-1]
-            values = sampled_rows(head.logits(hidden)[0], rows)
-            if any(row.request.embeds for row in rows):
-                values = with_embeddings(values, head.normed(hidden)[0], rows)
+            last = hidden[:, places] if len(places) < hidden.shape[1] else hidden
+            if rows:
+                values[: len(rows)] = self._sampled(last, rows, width)
+            self._score(hidden, plan, values[len(rows) :])
         return start_from_last_chunk(values, model.split, mesh)
+
+    def _sampled(self, hidden: torch.Tensor, rows: tuple[Running, ...], width: int) -> torch.Tensor:
+        """Return the values of requests with a next token [R, width] for their hidden states [1, R, H]."""
+        head = self._model.stage.chunks[-1]
+        values = sampled_rows(head.logits(hidden)[0], rows)
+        if any(row.request.embeds for row in rows):
+            values = with_embeddings(values, head.normed(hidden)[0], rows)
+        return pad(values, (0, width - values.shape[1]))
+
+    def _score(self, hidden: torch.Tensor, plan: Plan, values: torch.Tensor) -> None:
+        """Write the scores of prompts [P, C], given the hidden states of all tokens [1, T, H], into `values`."""
+        begin, places, tokens = len(plan.decoding), list[int](), list[int]()
+        for piece in plan.pieces:
+            places += range(begin, begin + len(piece.scored))
+            tokens += piece.scored
+            begin += piece.count
+        head = self._model.stage.chunks[-1]
+        for start in range(0, len(tokens), _SCORED_AT_ONCE):
+            rows = slice(start, start + _SCORED_AT_ONCE)
+            targets = torch.tensor(tokens[rows], device=values.device)
+            values[rows] = scored_rows(head.logits(hidden[:, places[rows]])[0], targets, values.shape[1])
 
     def _collect(self) -> list[Sampled]:
         """Return the new tokens of the oldest forward; requests that have ended leave their slots."""
         launch = self._in_flight.popleft()
         sampled = []
-        for running, values in zip(launch.rows, launch.values().tolist(), strict=True):
+        rows = launch.values().tolist()
+        for running, values in zip(launch.scored, rows[len(launch.rows) :], strict=True):
+            running.prompt_scores.append(
+                TokenScore(int(values[0]), values[1], _alternatives(running, values))
+            )
+        for running, values in zip(launch.rows, rows[: len(launch.rows)], strict=True):
             if running not in launch.table.running:  # cancelled meanwhile
                 continue
             if running.request.embeds:
@@ -167,15 +200,33 @@ class TokenEngine:
                 embedding = tuple(values[: self._model.shape.hidden_size])
                 sampled.append(Sampled(running.number, -1, None, (), "stop", embedding))
                 continue
-            token, wanted = int(values[0]), running.request.logprobs
+            scores = _prompt_scores(running)
+            if running.request.max_tokens == 0:
+                launch.table.leave(running)
+                sampled.append(Sampled(running.number, -1, None, (), "length", prompt_scores=scores))
+                continue
+            token = int(values[0])
             running.add(token)
             finish = _finish(running, token)
             if finish is not None:
                 launch.table.leave(running)
-            top = [(int(values[2 + 2 * at]), values[3 + 2 * at]) for at in range(wanted or 0)]
-            logprob = None if wanted is None else values[1]
-            sampled.append(Sampled(running.number, token, logprob, tuple(top), finish))
+            logprob = None if running.request.logprobs is None else values[1]
+            top = _alternatives(running, values)
+            sampled.append(Sampled(running.number, token, logprob, top, finish, prompt_scores=scores))
         return sampled
+
+
+def _prompt_scores(running: Running) -> tuple[TokenScore, ...]:
+    """Return the scores of a prompt at the first new token, which has them; later ones have none."""
+    if not running.request.scores_prompt or running.new_tokens:
+        return ()
+    return (TokenScore(running.request.prompt_ids[0]), *running.prompt_scores)
+
+
+def _alternatives(running: Running, values: list[float]) -> tuple[tuple[int, float], ...]:
+    """Return the most likely tokens of a row of values, as many as the request asks for."""
+    places = range(2, 2 + 2 * (running.request.logprobs or 0), 2)
+    return tuple((int(values[at]), values[at + 1]) for at in places)
 
 
 def _finish(running: Running, token: int) -> Finish | None:
