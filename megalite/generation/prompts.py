@@ -1,6 +1,7 @@
 """Prompts as token ids: texts, and conversations by the tokenizer's chat template. No torch."""
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from megalite.data.messages import TEMPLATE_KEYS, message_list
 from megalite.data.tokenizer import Tokenizer
 from megalite.errors import DataError
 from megalite.generation.source import ModelSource
+from megalite.generation.tool_calls import ToolForm, learn_tool_form
 
 TEMPLATE_FLAG = "--chat-template"
 _ANSWER = "answer"
@@ -46,16 +48,52 @@ class Chat:
         )
         self.stop_ids = frozenset({tokenizer.end_of_document_id, *self._end_of_turn()})
 
-    def prompt_ids(self, messages: Any, where: str = "the conversation") -> list[int]:
+    def prompt_ids(
+        self,
+        messages: Any,
+        where: str = "the conversation",
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        begun: str = "",
+    ) -> list[int]:
         """Return the ids of a conversation and the beginning of the answer.
 
-        messages: a list of objects with role and content. where: its place, for errors. Raises DataError.
+        messages: a list of objects with role and content. where: its place, for errors. tools: those that the template
+        shows. begun: the text that the answer begins with. Raises DataError.
         """
         checked = [message for _, message in message_list(messages, "messages", where, TEMPLATE_KEYS)]
-        return self._tokenizer.encode(self._render(checked, where, prompt=True))
+        return self._tokenizer.encode(self._render(checked, where, tools=tools, prompt=True) + begun)
 
-    def _render(self, messages: Sequence[Mapping[str, Any]], where: str, *, prompt: bool) -> str:
-        return self._template.render(Conversation(tuple(messages), where), prompt=prompt)
+    @cached_property
+    def tool_form(self) -> ToolForm | None:
+        """How the template writes calls of tools; None: it has no tools, or not as JSON with name and arguments."""
+        return learn_tool_form(
+            lambda messages, tools, prompt: self._render(
+                messages, "a call of a tool", tools=tools, prompt=prompt
+            )
+        )
+
+    @cached_property
+    def tool_form_ids(self) -> frozenset[int]:
+        """The special tokens in the text of calls."""
+        form = self.tool_form
+        text = "" if form is None else "".join((form.before, form.between or "", form.after))
+        special = self._tokenizer.backend.get_added_tokens_decoder()
+        return frozenset(
+            token for token in special if special[token].special and special[token].content in text
+        )
+
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        where: str,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        prompt: bool,
+    ) -> str:
+        return self._template.render(
+            Conversation(tuple(messages), where, tuple(tools) or None), prompt=prompt
+        )
 
     def _end_of_turn(self) -> list[int]:
         """Return the special token that the template writes behind an answer, if there is one."""

@@ -1,5 +1,6 @@
 """A model, tokens, text and a tokenizer, as small as possible while every mistake still shows."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -170,8 +171,11 @@ def tiny_corpus(documents: int = 40) -> list[str]:
     ]
 
 
-def tiny_tokenizer(folder: Path, *, vocab_size: int = 384) -> Path:
-    """A byte-level BPE tokenizer of `tiny_corpus`; the path of its tokenizer.json, written into `folder`."""
+def tiny_tokenizer(folder: Path, *, vocab_size: int = 384, special: Sequence[str] = ()) -> Path:
+    """A byte-level BPE tokenizer of `tiny_corpus`; the path of its tokenizer.json, written into `folder`.
+
+    special: further special tokens, within the vocabulary.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -179,7 +183,7 @@ def tiny_tokenizer(folder: Path, *, vocab_size: int = 384) -> Path:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END_OF_DOCUMENT],
+        special_tokens=[END_OF_DOCUMENT, *special],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
