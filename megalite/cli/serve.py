@@ -3,6 +3,7 @@
 import argparse
 import importlib.util
 import logging
+import re
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -50,6 +51,7 @@ def run(arguments: Sequence[str]) -> int:
         max_connections=options.max_connections,
         request_seconds=options.request_seconds,
         drain_seconds=options.drain_seconds,
+        cors_origins=tuple(options.cors_origin),
     )
     source = find_source(
         options.model, tokenizer=options.tokenizer, base=options.base, adapters=options.adapter
@@ -136,6 +138,14 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="API keys, a line each; also the variable MEGALITE_API_KEY",
     )
+    add(
+        "--cors-origin",
+        type=_origin,
+        action="append",
+        default=[],
+        metavar="URL",
+        help="site whose pages may send requests, such as https://example.org; *: all; repeatable (none)",
+    )
     add("--model-name", metavar="NAME", help="the model's name in requests (default: of its folder)")
     add_chat_template(parser)
     add("--tensor", type=whole_number(1), default=1, metavar="N", help="tensor-parallel size (1)")
@@ -205,6 +215,14 @@ def _port(text: str) -> int:
     if not text.isdecimal() or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is not a port of 0 to 65535")
     return int(text)
+
+
+def _origin(text: str) -> str:
+    if text != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#\s]+", text):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not the origin of a page: write * or scheme://host[:port], without a path"
+        )
+    return text
 
 
 def _seconds(text: str) -> float:

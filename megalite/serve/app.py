@@ -9,6 +9,7 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
@@ -66,9 +67,20 @@ class Service:
             Route("/batch_generate", self._batch, methods=["POST"]),
         ]
         paths = {route.path for route in routes}
-        gate = Middleware(Gate, keys=self.settings.keys, metrics=self.metrics, paths=paths)
+        layers = [Middleware(Gate, keys=self.settings.keys, metrics=self.metrics, paths=paths)]
+        if origins := self.settings.cors_origins:
+            # Around the keys: a browser asks without one whether it may send a request.
+            cors = Middleware(
+                CORSMiddleware,
+                allow_origins=origins,
+                allow_methods=("GET", "POST"),
+                allow_headers=("*",),
+                allow_private_network=True,
+                expose_headers=("X-Request-Id", "Retry-After"),
+            )
+            layers.insert(0, cors)
         return Starlette(
-            routes=routes, middleware=[gate], exception_handlers={HTTPException: _of_http}, lifespan=None
+            routes=routes, middleware=layers, exception_handlers={HTTPException: _of_http}, lifespan=None
         )
 
     async def _completions(self, request: Request) -> Response:

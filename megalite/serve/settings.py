@@ -17,7 +17,8 @@ class ServeSettings:
     sequence. max_body_bytes: of a request. max_connections: open connections.
     request_seconds: from the arrival of a request to its last byte. read_seconds: for a client to send a request's
     headers, and its body. write_seconds: a client that takes no bytes for as long is disconnected. drain_seconds:
-    running requests may take as long after SIGTERM.
+    running requests may take as long after SIGTERM. cors_origins: the sites whose pages may send requests, such as
+    https://example.org; "*": all of them.
     """
 
     host: str = "localhost"
@@ -32,6 +33,7 @@ class ServeSettings:
     read_seconds: float = 20.0
     write_seconds: float = 30.0
     drain_seconds: float = 30.0
+    cors_origins: tuple[str, ...] = ()
 
     @property
     def capacity(self) -> int:
