@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from megalite.generation.request import Request
+from megalite.generation.slots import TokenScore
 from megalite.serve.token_text import ServedTokenText
+from megalite.serve.tools import ToolStream, ToolUse
 
 if TYPE_CHECKING:
     from megalite.generation.batch_engine import Event
@@ -50,7 +52,7 @@ class Answer(ABC):
     @property
     def completion_tokens(self) -> int:
         """New tokens of all sequences so far."""
-        return sum(len(choice.events) for choice in self.choices)
+        return sum(event.token >= 0 for choice in self.choices for event in choice.events)
 
     @property
     def usage(self) -> dict[str, int]:
@@ -71,9 +73,9 @@ class Answer(ABC):
         """Return the chunks before the first token."""
         return []
 
-    def chunk(self, index: int, event: "Event") -> dict[str, Any] | None:
-        """Return the chunk of an event; None: the event shows nothing, or this kind of answer does not stream."""
-        return None
+    def chunks(self, index: int, event: "Event") -> list[dict[str, Any]]:
+        """Return the chunks of an event; [] if it shows nothing, or this kind of answer does not stream."""
+        return []
 
     def usage_chunk(self) -> dict[str, Any]:
         """Return the last chunk of a stream that asked for the usage."""
@@ -96,31 +98,66 @@ class Answer(ABC):
 
 
 class CompletionAnswer(Answer):
-    """The answer of /v1/completions."""
+    """The answer of /v1/completions. echo: it begins with the prompt."""
 
     prefix, kind = "cmpl", "text_completion"
 
-    def chunk(self, index: int, event: "Event") -> dict[str, Any] | None:
-        if not event.text and event.finish is None and not self._logprobs:
-            return None
+    def __init__(
+        self,
+        model: str,
+        requests: Sequence[Request],
+        prompt_tokens: int,
+        tokens: ServedTokenText,
+        *,
+        echo: bool = False,
+    ):
+        super().__init__(model, requests, prompt_tokens, tokens)
+        self._prompts = [tokens.prompt(request.prompt_ids) for request in requests] if echo else []
+
+    def chunks(self, index: int, event: "Event") -> list[dict[str, Any]]:
+        begins = bool(self._prompts) and len(self.choices[index].events) == 1
+        if not event.text and event.finish is None and not self._logprobs and not begins:
+            return []
+        return [self._chunk(self._part(index, [event], begins=begins))]
+
+    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        return self._part(index, choice.events, begins=bool(self._prompts))
+
+    def _part(self, index: int, events: "Sequence[Event]", *, begins: bool) -> dict[str, Any]:
+        """Return events of a sequence that follow each other. begins: behind the prompt, which is part of the text."""
+        echo, offsets = self._prompts[index] if begins else ("", [])
         logprobs = None
         if self._logprobs:
             choice = self.choices[index]
-            logprobs = self._tokens.completion([event], choice.offset)
-            choice.offset += len(logprobs["tokens"][0])
-        return self._chunk(
-            {"index": index, "text": event.text, "logprobs": logprobs, "finish_reason": event.finish}
-        )
-
-    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
-        logprobs = self._tokens.completion(choice.events, 0) if self._logprobs else None
-        return {"index": index, "text": choice.text, "logprobs": logprobs, "finish_reason": choice.finish}
+            choice.offset += len(echo)
+            scores = [*events[0].prompt_scores] if begins else []
+            offsets = [*offsets]
+            for event in events:
+                if event.token >= 0:
+                    scores.append(TokenScore(event.token, event.logprob, event.top_logprobs))
+                    offsets.append(choice.offset)
+                    choice.offset += len(self._tokens.text(event.token))
+            logprobs = self._tokens.completion(scores, offsets)
+        text = echo + "".join(event.text for event in events)
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": events[-1].finish}
 
 
 class ChatAnswer(Answer):
-    """The answer of /v1/chat/completions."""
+    """The answer of /v1/chat/completions. tools: how its calls are read; None: it has none."""
 
     prefix, kind = "chatcmpl", "chat.completion"
+
+    def __init__(
+        self,
+        model: str,
+        requests: Sequence[Request],
+        prompt_tokens: int,
+        tokens: ServedTokenText,
+        tools: ToolUse | None,
+    ):
+        super().__init__(model, requests, prompt_tokens, tokens)
+        self._tools = tools
+        self._streams = [] if tools is None else [ToolStream(tools) for _ in requests]
 
     @property
     def chunk_kind(self) -> str:
@@ -133,21 +170,37 @@ class ChatAnswer(Answer):
             for index in range(len(self.choices))
         ]
 
-    def chunk(self, index: int, event: "Event") -> dict[str, Any] | None:
-        if not event.text and event.finish is None and not self._logprobs:
-            return None
-        delta = {"content": event.text} if event.text else {}
+    def chunks(self, index: int, event: "Event") -> list[dict[str, Any]]:
+        text, calls = event.text, list[dict[str, Any]]()
+        if self._streams:
+            text, calls = self._streams[index].push(event.text, ends=event.finish is not None)
+        delta: dict[str, Any] = {"content": text} if text else {}
+        if calls:
+            delta["tool_calls"] = [{"index": place, **call} for place, call in enumerate(calls)]
         logprobs = {"content": [self._tokens.chat(event)], "refusal": None} if self._logprobs else None
-        return self._chunk(
-            {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": event.finish}
-        )
+        found = []
+        if delta or self._logprobs:
+            found.append({"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None})
+        if event.finish is not None:
+            finish = self._finish(event.finish, calls)
+            found.append({"index": index, "delta": {}, "logprobs": None, "finish_reason": finish})
+        return [self._chunk(choice) for choice in found]
+
+    def _finish(self, finish: str, calls: Sequence[Any]) -> str:
+        return self._tools.finish if self._tools is not None and calls and finish == "stop" else finish
 
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
         logprobs = None
         if self._logprobs:
             logprobs = {"content": [self._tokens.chat(event) for event in choice.events], "refusal": None}
-        message = {"role": "assistant", "content": choice.text, "refusal": None}
-        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": choice.finish}
+        message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+        finish = choice.finish
+        if self._tools is not None:
+            content, calls = self._tools.divide(choice.text)
+            if calls:
+                message |= {"content": content or None, "tool_calls": calls}
+                finish = self._finish(finish or "stop", calls)
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish}
 
 
 class BatchAnswer(Answer):
@@ -169,10 +222,6 @@ class EmbeddingAnswer(Answer):
     """The answer of /v1/embeddings. base64: the embeddings are little-endian float32 numbers in base64."""
 
     base64 = False
-
-    @property
-    def completion_tokens(self) -> int:
-        return 0
 
     def whole(self) -> dict[str, Any]:
         data = [self._choice(index, choice) for index, choice in enumerate(self.choices)]

@@ -88,15 +88,16 @@ class Service:
         self._note(request, body.model, body.user)
         prompts = self._of(body.model, await asyncio.to_thread(self._prompts.completion, body))
         tokens = sum(len(prompt.prompt_ids) for prompt in prompts[:: body.n])
-        answer = CompletionAnswer(body.model, prompts, tokens, self._tokens)
+        answer = CompletionAnswer(body.model, prompts, tokens, self._tokens, echo=body.echo)
         usage = body.stream_options is not None and body.stream_options.include_usage
         return self._generate(prompts, answer, stream=body.stream, include_usage=usage)
 
     async def _chat(self, request: Request) -> Response:
         body = await read_body(request, ChatRequest, self.settings)
         self._note(request, body.model, body.user)
-        prompts = self._of(body.model, await asyncio.to_thread(self._prompts.chat, body))
-        answer = ChatAnswer(body.model, prompts, len(prompts[0].prompt_ids), self._tokens)
+        requests, tools = await asyncio.to_thread(self._prompts.chat, body)
+        prompts = self._of(body.model, requests)
+        answer = ChatAnswer(body.model, prompts, len(prompts[0].prompt_ids), self._tokens, tools)
         usage = body.stream_options is not None and body.stream_options.include_usage
         return self._generate(prompts, answer, stream=body.stream, include_usage=usage)
 
@@ -195,5 +196,6 @@ async def _of_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     status, path = error.status_code, ascii(request.url.path)
     message = f"{request.method} is not allowed on {path}" if status == 405 else f"there is no {path}"
+    request.scope["state"]["error"] = message
     code = {404: "not_found", 405: "method_not_allowed"}.get(status, "invalid_request")
     return ApiError(status, message, code=code, headers=error.headers).response()

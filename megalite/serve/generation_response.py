@@ -88,15 +88,15 @@ class GenerationResponse(Response):
     async def _respond(self, job: Job, scope: Scope, receive: Receive, send: Send) -> None:
         clock = TokenClock(self._metrics, len(self._requests))
         async for events in job:
-            chunks = []
+            chunks: list[Mapping[str, Any]] = []
             for index, event in events:
-                if event.embedding is None:
+                if event.token >= 0:
                     clock.token(index)
                 self._answer.add(index, event)
                 if self._stream:
-                    chunks.append(self._answer.chunk(index, event))
+                    chunks += self._answer.chunks(index, event)
             if self._stream:
-                await self._send_chunks([chunk for chunk in chunks if chunk is not None], send)
+                await self._send_chunks(chunks, send)
         if not self._stream:
             await JSONResponse(self._answer.whole())(scope, receive, send)
             return
@@ -123,7 +123,7 @@ class GenerationResponse(Response):
         if not self._begun:
             raise error
         # The status of the log line is that of the beginning.
-        scope["state"]["error"] = error.message
+        scope["state"]["error"] = error.log_text
         with suppress(TimeoutError):
             async with asyncio.timeout(_LAST_WORD_SECONDS):
                 await send(_body(_frames([error.body]), more=False))

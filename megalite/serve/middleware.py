@@ -21,6 +21,7 @@ log = logging.getLogger("megalite.serve")
 OPEN_PATHS = ("/", "/health", "/ready")
 """Paths that need no key: the page, which holds no secret, and what a supervisor asks."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_LONGEST_ERROR = 300
 _LEFT = 499  # nginx's status of a client that went away, for the log
 
 
@@ -42,6 +43,7 @@ class Gate:
             self._check(scope)
             await self._app(scope, receive, exchange.send)
         except ApiError as error:
+            scope["state"]["error"] = error.log_text
             if exchange.status is None:
                 await error.response()(scope, receive, exchange.send)
         except Exception:
@@ -49,6 +51,7 @@ class Gate:
             if exchange.status is not None:
                 raise
             message = f"the server failed; its log has request {exchange.id}"
+            scope["state"]["error"] = "its cause stands above"
             failed = ApiError(500, message, code="internal_error")
             await failed.response()(scope, receive, exchange.send)
         finally:
@@ -87,7 +90,7 @@ class Gate:
         path = scope["path"] if scope["path"] in self._paths else "other"
         self._metrics.requests.labels(path, str(status)).inc()
         self._metrics.request_seconds.observe(seconds)
-        # A path, a method and a user come from the client: repr and ascii() let no line break through.
+        # All of these come from the client: ascii() lets no line break and no control character through.
         user, error = scope["state"].get("user"), scope["state"].get("error")
         log.info(
             "%s %s %s %d %.3f s%s%s%s",
@@ -98,7 +101,7 @@ class Gate:
             seconds,
             f", {tokens} tokens" if (tokens := scope["state"].get("tokens")) is not None else "",
             f", user {user!a}" if user is not None else "",
-            f", error: {' '.join(error.split())}" if error is not None else "",
+            f", error: {ascii(' '.join(error.split()))[1:-1][:_LONGEST_ERROR]}" if error is not None else "",
         )
 
 

@@ -1,8 +1,9 @@
 """Turns the bodies of requests into sequences for the engine."""
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from megalite.data.tokenizer import Tokenizer
 from megalite.errors import ConfigError, DataError
@@ -19,6 +20,7 @@ from megalite.serve.schemas import (
     SamplingFields,
 )
 from megalite.serve.settings import ServeSettings
+from megalite.serve.tools import ToolUse, call_schema, template_messages, tool_use
 
 _DEFAULT_TOKENS = 16  # OpenAI's, for completions
 _SEEDS = 2**63
@@ -56,6 +58,12 @@ class Prompts:
     def completion(self, body: CompletionRequest) -> list[Request]:
         """Return the sequences of /v1/completions: `n` of the first prompt, then `n` of the next one."""
         limit = _DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
+        if limit == 0 and not body.echo:
+            message = "max_tokens: 0 new tokens need echo = true; use 1 or more"
+            raise ApiError(400, message, param="max_tokens", code="invalid_value")
+        if body.echo and body.response_format.type != "text":
+            message = "echo: the prompt would stand before the JSON of response_format; leave one of them out"
+            raise ApiError(400, message, param="echo", code="invalid_value")
         self._check_count(len(body.prompt) * body.n, "n" if body.n > 1 else "prompt")
         found: list[Request] = []
         for index, prompt in enumerate(body.prompt):
@@ -63,10 +71,12 @@ class Prompts:
             ids = self._ids(prompt, name)
             limit_here = self._limit(ids, limit, name, "max_tokens")
             found += self._choices(ids, limit_here, body, body.n, body.logprobs)
+        if body.echo and (limit == 0 or body.logprobs is not None):
+            return [replace(request, scores_prompt=True) for request in found]
         return self._formed(found, body.response_format)
 
-    def chat(self, body: ChatRequest) -> list[Request]:
-        """Return the `n` sequences of /v1/chat/completions."""
+    def chat(self, body: ChatRequest) -> tuple[list[Request], ToolUse | None]:
+        """Return the `n` sequences of /v1/chat/completions, and how calls of tools are read from their answers."""
         chat = self._model.chat
         if chat is None:
             raise ApiError(
@@ -77,19 +87,26 @@ class Prompts:
                 code="no_chat_template",
             )
         self._check_count(body.n, "n")
-        messages = [{"role": each.role, "content": each.content} for each in body.messages]
+        with_tools = bool(body.tools) or any(each.tool_calls or each.role == "tool" for each in body.messages)
+        form = chat.tool_form if with_tools else None
+        messages, tools = template_messages(body.messages, form), tool_use(body, form)
+        shown = [] if tools is None else [tool.for_template for tool in body.tools]
         try:
-            ids = chat.prompt_ids(messages)
+            ids = chat.prompt_ids(messages, tools=shown, begun="" if tools is None else tools.begun)
         except DataError as error:
             # Behind the semicolon stands a remedy for those who train.
             message = str(error).partition(";")[0]
-            raise ApiError(400, message, param="messages", code="invalid_value") from error
+            raise ApiError(400, message, param="messages", code="invalid_value", quotes=True) from error
         wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         setting = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         limit = self._limit(ids, wanted, "messages", setting)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         found = list(self._choices(ids, limit, body, body.n, logprobs, chat.stop_ids))
-        return self._formed(found, body.response_format)
+        if tools is None:
+            return self._formed(found, body.response_format), None
+        if tools.forced:
+            return self._constrained(found, call_schema(body, tools.form), "tools"), tools
+        return [replace(each, shown_ids=chat.tool_form_ids) for each in found], tools
 
     def embeddings(self, body: EmbeddingRequest) -> list[Request]:
         """Return the requests of /v1/embeddings, one for each input."""
@@ -132,10 +149,11 @@ class Prompts:
         if wanted is not None and wanted > most:
             message = f"{setting}: {wanted} tokens are more than the server's {most}; lower it"
             raise ApiError(400, message, param=setting, code="invalid_value")
-        if room < (wanted or 1):
+        least = 1 if wanted is None else wanted
+        if room < least:
             raise ApiError(
                 400,
-                f"{name}: {len(ids)} tokens and {wanted or 1} new ones exceed the model's context of "
+                f"{name}: {len(ids)} tokens and {least} new ones exceed the model's context of "
                 f"{self._model.longest_sequence}; shorten the prompt or lower {setting}",
                 param=name,
                 code="context_length_exceeded",
@@ -181,12 +199,17 @@ class Prompts:
         """Return the requests in the form of `response_format`."""
         if wanted.type == "text":
             return requests
+        schema = None if wanted.json_schema is None else wanted.json_schema.definition
+        return self._constrained(requests, schema, "response_format")
+
+    def _constrained(
+        self, requests: list[Request], schema: Mapping[str, Any] | None, field: str
+    ) -> list[Request]:
+        """Return requests for JSON of a schema; None: any object. field: of the body that asks for it, for errors."""
         try:
-            schema = JSON_OBJECT if wanted.json_schema is None else schema_text(wanted.json_schema.definition)
-            self._model.grammars.check(schema)
+            text = JSON_OBJECT if schema is None else schema_text(schema)
+            self._model.grammars.check(text)
         except ConfigError as error:
             message = "; ".join(f"{each.message}; {each.remedy}" for each in error.problems)
-            raise ApiError(
-                400, f"response_format: {message}", param="response_format", code="invalid_value"
-            ) from error
-        return [replace(each, json_schema=schema) for each in requests]
+            raise ApiError(400, f"{field}: {message}", param=field, code="invalid_value") from error
+        return [replace(each, json_schema=text) for each in requests]

@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 _LARGEST_SEED = 2**63 - 1
 _MOST_STOPS, _LONGEST_STOP = 16, 256
 _MOST_CHOICES = 128
+_NAME = r"^[a-zA-Z0-9_-]{1,64}$"
 
 Stop = Annotated[str, Field(min_length=1, max_length=_LONGEST_STOP)]
 
@@ -16,15 +17,19 @@ class _Body(BaseModel):
 
 
 class StreamOptions(_Body):
-    """Options of a stream; include_usage: a last chunk counts the tokens."""
+    """Options of a stream.
+
+    include_usage: a last chunk counts the tokens. include_obfuscation: no effect; no chunk is padded.
+    """
 
     include_usage: bool = False
+    include_obfuscation: bool = False
 
 
 class JsonSchema(_Body):
     """A JSON schema with its name. strict: the text always follows the schema, whatever its value."""
 
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    name: Annotated[str, Field(pattern=_NAME)]
     definition: Annotated[dict[str, Any], Field(alias="schema")]
     strict: bool | None = None
     description: Annotated[str, Field(max_length=4096)] | None = None
@@ -100,10 +105,12 @@ class _GenerationFields(SamplingFields):
 
 
 class CompletionRequest(_GenerationFields):
-    """The body of /v1/completions. prompt: texts, or lists of token ids."""
+    """The body of /v1/completions. prompt: texts, or lists of token ids. echo: the answer begins with the prompt."""
 
     prompt: tuple[str | tuple[int, ...], ...]
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
+    echo: bool = False
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
 
     @field_validator("prompt", mode="before")
     @classmethod
@@ -125,44 +132,157 @@ class EmbeddingRequest(_Body):
         return _texts_or_ids(value)
 
 
-class Message(_Body):
-    """A message of a conversation."""
+class TextPart(_Body):
+    """A part of a message's content. cache_control: no effect."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str
+    type: Literal["text"]
+    text: str
+    cache_control: dict[str, Any] | None = None
 
     @model_validator(mode="before")
     @classmethod
-    def _without_nulls(cls, value: Any) -> Any:
-        # Clients send back the answers of a server, whose unused fields are null or empty.
-        if not isinstance(value, dict):
-            return value
-        return {
-            key: each for key, each in value.items() if key in ("role", "content") or each not in (None, [])
-        }
+    def _is_text(cls, value: Any) -> Any:
+        if isinstance(value, dict) and value.get("type") != "text":
+            raise ValueError('each part has to be {"type": "text", "text": "..."}; only text is read')
+        return value
+
+
+class CalledFunction(_Body):
+    """The function of a call. arguments: the text of a JSON object."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(_Body):
+    """A call of a tool in an assistant's message."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class Message(_Body):
+    """A message of a conversation.
+
+    name: for the template, and most templates have no use for it. Clients send back the answers of a server, in which
+    the fields of the second part have a value that says nothing.
+    """
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: tuple[TextPart, ...] | None = None
+    name: str | None = None
+    tool_calls: tuple[ToolCall, ...] | None = None
+    tool_call_id: str | None = None
+
+    type: Literal["text", "message"] | None = None
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: Annotated[tuple[Any, ...], Field(max_length=0)] | None = None
+
+    @field_validator("tool_calls", "annotations", mode="before")
+    @classmethod
+    def _tuple(cls, value: Any) -> Any:
+        return tuple(value) if isinstance(value, list) else value
 
     @field_validator("content", mode="before")
     @classmethod
     def _content(cls, value: Any) -> Any:
-        if not isinstance(value, list):
-            return value
-        for part in value:
-            if (
-                not isinstance(part, dict)
-                or part.get("type") != "text"
-                or not isinstance(part.get("text"), str)
-            ):
-                raise ValueError('each part has to be {"type": "text", "text": "..."}; only text is read')
-        return "".join(part["text"] for part in value)
+        if isinstance(value, str):
+            return ({"type": "text", "text": value},)
+        if value is not None and not isinstance(value, list):
+            raise ValueError("a text or a list of parts is needed")
+        return value if value is None else tuple(value)
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> "Message":
+        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+            raise ValueError("content is missing: only an assistant's message with tool_calls needs none")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError(f"tool_calls belong to an assistant's message, not to one of role {self.role}")
+        if self.tool_call_id is not None and self.role != "tool":
+            raise ValueError(
+                f"tool_call_id belongs to a message of role tool, not to one of role {self.role}"
+            )
+        return self
+
+    @property
+    def text(self) -> str | None:
+        """The text of all parts; None: there is none, beside calls of tools."""
+        return None if self.content is None else "".join(part.text for part in self.content)
+
+
+class FunctionTool(_Body):
+    """A function that the model may call. parameters: a JSON schema; None: no parameters.
+
+    strict: no effect; arguments follow the schema where tool_choice is "required" or names the function.
+    """
+
+    name: Annotated[str, Field(pattern=_NAME)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(_Body):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    function: FunctionTool
+
+    @property
+    def for_template(self) -> dict[str, Any]:
+        """The tool as chat templates read it, whose parameters are always a schema."""
+        function = self.function.model_dump(exclude_none=True, exclude={"strict"})
+        empty = {"type": "object", "properties": {}}
+        return {"type": "function", "function": {**function, "parameters": self.function.parameters or empty}}
+
+
+class FunctionName(_Body):
+    """The function of a choice."""
+
+    name: str
+
+
+class ToolChoice(_Body):
+    """Which tool is called: by itself ("auto"), none, at least one, or the named function."""
+
+    type: Literal["none", "auto", "required", "function"]
+    function: FunctionName | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _word(cls, value: Any) -> Any:
+        return {"type": value} if isinstance(value, str) and value != "function" else value
+
+    @model_validator(mode="after")
+    def _named(self) -> "ToolChoice":
+        if (self.type == "function") != (self.function is not None):
+            raise ValueError('a function needs {"type": "function", "function": {"name": "..."}}')
+        return self
 
 
 class ChatRequest(_GenerationFields):
     """The body of /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
+    tools: Annotated[list[Tool], Field(max_length=_MOST_CHOICES)] = []
+    tool_choice: ToolChoice = ToolChoice(type="auto")
+    parallel_tool_calls: bool = True
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+    @field_validator("tool_choice")
+    @classmethod
+    def _known_tool(cls, value: ToolChoice, info: ValidationInfo) -> ToolChoice:
+        names = [tool.function.name for tool in info.data.get("tools", ())]
+        if value.function is not None and value.function.name not in names:
+            raise ValueError(f"{value.function.name!r} is not one of tools")
+        if value.type == "required" and not names:
+            raise ValueError('"required" needs tools')
+        return value
 
     @field_validator("max_completion_tokens")
     @classmethod

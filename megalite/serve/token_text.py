@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from megalite.generation.detokenise import Detokeniser
+from megalite.generation.slots import TokenScore
 from megalite.generation.token_text import TokenText, finite
 
 if TYPE_CHECKING:
@@ -19,21 +21,29 @@ class ServedTokenText(TokenText):
         top = [self._openai(token, value) for token, value in event.top_logprobs]
         return {**self._openai(event.token, event.logprob), "top_logprobs": top}
 
-    def completion(self, events: Sequence["Event"], offset: int) -> dict[str, Any]:
-        """Return the logprobs of a completion's events. offset: the characters of the text before them."""
-        tokens = [self.text(event.token) for event in events]
-        offsets = []
-        for token in tokens:
-            offsets.append(offset)
-            offset += len(token)
+    def completion(self, scores: Sequence[TokenScore], offsets: Sequence[int]) -> dict[str, Any]:
+        """Return the logprobs of a completion's tokens. offsets: of each, the characters of the text before it."""
+        tops = [{self.text(token): finite(value) for token, value in score.top_logprobs} for score in scores]
+        known = [score.logprob is not None for score in scores]
         return {
-            "tokens": tokens,
-            "token_logprobs": [finite(event.logprob) for event in events],
-            "top_logprobs": [
-                {self.text(token): finite(value) for token, value in event.top_logprobs} for event in events
+            "tokens": [self.text(score.token) for score in scores],
+            "token_logprobs": [
+                finite(score.logprob) if score.logprob is not None else None for score in scores
             ],
-            "text_offset": offsets,
+            # As in OpenAI's service the first token of an echoed prompt has none.
+            "top_logprobs": [top if known else None for top, known in zip(tops, known, strict=True)],
+            "text_offset": list(offsets),
         }
+
+    def prompt(self, ids: Sequence[int]) -> tuple[str, list[int]]:
+        """Return the text of a prompt without special tokens, and the characters of it before each token."""
+        detokeniser, texts, offsets = Detokeniser(self._tokenizer, ()), list[str](), list[int]()
+        length = 0
+        for token in ids:
+            offsets.append(length)
+            texts.append(detokeniser.push(token))
+            length += len(texts[-1])
+        return "".join(texts) + detokeniser.finish(), offsets
 
     def _openai(self, token: int, value: float | None) -> dict[str, Any]:
         text = self.text(token)

@@ -1,12 +1,23 @@
-"""Fields of OpenAI's interface that this server does not have; a neutral value of one asks for nothing."""
+"""Fields of OpenAI's interface without effect here, and those that this server does not have."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from megalite.serve.errors import ApiError
+from megalite.serve.errors import UNSUPPORTED_CODE, ApiError
+
+NO_EFFECT: Mapping[str, type] = {
+    "metadata": dict,
+    "prediction": dict,
+    "prompt_cache_key": str,
+    "prompt_cache_retention": str,
+    "safety_identifier": str,
+    "service_tier": str,
+    "store": bool,
+}
+"""Fields that change the cost, the speed or the records of OpenAI's service, never the answer: with their types."""
 
 # Field -> its values, beside null, that change nothing.
-UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "audio": (),
     "best_of": (1,),
     "dimensions": (),
@@ -14,28 +25,22 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto"),
     "functions": ([],),
     "logit_bias": ({},),
-    "metadata": ({},),
     "modalities": (["text"],),
     "moderation": (),
     "parallel_tool_calls": (True, False),
-    "prediction": (),
-    "prompt_cache_key": (),
-    "prompt_cache_retention": (),
     "reasoning_effort": ("none",),
     "response_format": ({"type": "text"},),
-    "safety_identifier": (),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "verbosity": (),
+    "verbosity": ("medium",),
     "web_search_options": (),
 }
+_INSTEAD = {"functions": "send tools instead", "function_call": "send tool_choice instead"}
 
 
 def without_neutral(values: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """Return the fields of a request without unsupported ones that ask for nothing; ApiError for one that does.
+    """Return the fields of a request without those that ask for nothing; ApiError for an unsupported one that does.
 
     known: the fields that the request may have; null stands for the default of each.
     """
@@ -44,13 +49,17 @@ def without_neutral(values: Mapping[str, Any], known: Collection[str]) -> dict[s
         if name in known:
             if value is not None:
                 kept[name] = value
-        elif name not in UNSUPPORTED:
+        elif name in NO_EFFECT:
+            if value is not None and not isinstance(value, NO_EFFECT[name]):
+                message = f"{name}: the value is not of the type {NO_EFFECT[name].__name__}; leave it out"
+                raise ApiError(400, message, param=name, code="invalid_value")
+        elif name not in _UNSUPPORTED:
             kept[name] = value
-        elif value is not None and value not in UNSUPPORTED[name]:
+        elif value is not None and value not in _UNSUPPORTED[name]:
             raise ApiError(
                 400,
-                f"{name}: this server does not support it; leave it out",
+                f"{name}: this server does not support it; {_INSTEAD.get(name, 'leave it out')}",
                 param=name,
-                code="unsupported_field",
+                code=UNSUPPORTED_CODE,
             )
     return kept

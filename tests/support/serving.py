@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from megalite.generation.batch_engine import Event
 from megalite.generation.json_schema import JsonGrammars
 from megalite.generation.prompts import Chat
 from megalite.generation.request import Request
+from megalite.generation.slots import TokenScore
 from megalite.serve.app import Service
 from megalite.serve.engine_thread import EngineThread
 from megalite.serve.prompts import ServedModel
@@ -35,11 +36,13 @@ REFUSED_TOKENS = 47  # of a request that the engine refuses, though the server l
 class LettersEngine:
     """Writes letters: the first depends on the seed, each next one follows in the alphabet; capitals with an adapter.
 
-    pace: seconds of a step. failure: raised by the next step.
+    pace: seconds of a step. failure: raised by the next step. script: what every text is instead, up to its end.
+    requests: all that were submitted.
     """
 
     def __init__(self, pace: float = 0.0):
-        self.pace, self.failure = pace, None
+        self.pace, self.failure, self.script = pace, None, ""
+        self.requests: list[Request] = []
         self.running: dict[int, tuple[Request, str]] = {}
         self.submitted, self.cancelled, self.steps, self.idle_steps = 0, 0, 0, 0
         self.closed = False
@@ -54,6 +57,7 @@ class LettersEngine:
         if request.max_tokens == REFUSED_TOKENS:
             raise ConfigError([Problem("tokens", "do not fit the cache", "use fewer")], "the request")
         self.submitted += 1
+        self.requests.append(request)
         self.running[self.submitted] = (request, "")
         return self.submitted
 
@@ -77,17 +81,28 @@ class LettersEngine:
 
     def _event(self, number: int) -> Event:
         request, text = self.running[number]
+        scores: tuple[TokenScore, ...] = ()
+        if request.scores_prompt and not text:
+            first, *others = request.prompt_ids
+            scores = (TokenScore(first), *(TokenScore(token, -0.25, ((token, -0.25),)) for token in others))
+        if request.max_tokens == 0:
+            del self.running[number]
+            return Event(number, -1, "", None, (), "length", prompt_scores=scores)
         new = chr(ord("a") + (request.sampling.seed + len(text)) % 26)
         new = new if request.adapter is None else new.upper()
+        if self.script:
+            new = self.script[len(text)]
         self.running[number] = (request, text + new)
         finish = "length" if len(text) + 1 == request.max_tokens else None
+        if text + new == self.script:
+            finish = "stop"
         if any((text + new).endswith(stop) for stop in request.stop):
             finish, new = "stop", ""
         if finish is not None:
             del self.running[number]
         asked = request.logprobs is not None
         top = tuple((ord("!") + place, -1.0 - place) for place in range(request.logprobs or 0))
-        return Event(number, ord("!"), new, -0.5 if asked else None, top, finish)
+        return Event(number, ord("!"), new, -0.5 if asked else None, top, finish, prompt_scores=scores)
 
 
 @dataclass
@@ -123,22 +138,32 @@ class Live:
             await asyncio.sleep(0.01)
 
 
-def letters_service(folder: Path, engine: LettersEngine, settings: ServeSettings) -> Service:
-    """Return the service of a tiny tokenizer and an engine that writes letters."""
+def letters_service(
+    folder: Path, engine: LettersEngine, settings: ServeSettings, template: str | None, context: int
+) -> Service:
+    """Return the service of a tiny tokenizer and an engine that writes letters. template: its text; None: chatml."""
     tiny_tokenizer(folder)
     tokenizer = load_tokenizer(folder)
-    template = load_chat_template(folder, "chatml", END_OF_DOCUMENT)
-    chat = Chat(tokenizer, folder, template)
-    model = ServedModel(MODEL, tokenizer, chat, CONTEXT, 1_700_000_000, JsonGrammars(tokenizer), (ADAPTER,))
+    known = load_chat_template(folder, "chatml", END_OF_DOCUMENT)
+    chat = Chat(tokenizer, folder, known if template is None else replace(known, text=template))
+    model = ServedModel(MODEL, tokenizer, chat, context, 1_700_000_000, JsonGrammars(tokenizer), (ADAPTER,))
     return Service(model, EngineThread(engine), settings)
 
 
 @asynccontextmanager
-async def live(folder: Path, *, pace: float = 0.0, ends: bool = True, **settings: Any) -> AsyncIterator[Live]:
+async def live(
+    folder: Path,
+    *,
+    pace: float = 0.0,
+    ends: bool = True,
+    template: str | None = None,
+    context: int = CONTEXT,
+    **settings: Any,
+) -> AsyncIterator[Live]:
     """Run a server within the `with` block, and then end it by SIGTERM; ends: whether that is left to this function."""
     engine = LettersEngine(pace)
     chosen = ServeSettings(port=0, **{"host": "127.0.0.1", "drain_seconds": 5.0, **settings})
-    service = letters_service(folder, engine, chosen)
+    service = letters_service(folder, engine, chosen, template, context)
     ready: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     task = asyncio.create_task(run_server(service, listen(chosen), on_ready=ready.set_result))
     await asyncio.wait([ready, task], return_when=asyncio.FIRST_COMPLETED)

@@ -46,6 +46,7 @@ def schema_format(schema: Any = None, name: str = "form") -> dict[str, Any]:
     }
 
 
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 NESTED: dict[str, Any] = {}
 for _ in range(70):
     NESTED = {"items": NESTED}
@@ -102,27 +103,47 @@ WRONG = [
     completion(400, "stream", "invalid_value", stream="yes"),
     completion(400, "stream_options", "invalid_value", stream_options={"include_usage": True}),
     completion(400, "stream_options.x", "unknown_field", stream=True, stream_options={"x": 1}),
-    completion(400, "best_of", "unsupported_field", best_of=2),
-    completion(400, "echo", "unsupported_field", echo=True),
-    completion(400, "suffix", "unsupported_field", suffix="end"),
-    completion(400, "logit_bias", "unsupported_field", logit_bias={"5": 1}),
+    completion(400, "best_of", "unsupported", best_of=2),
+    completion(400, "echo", "invalid_value", echo=True, response_format={"type": "json_object"}),
+    completion(400, "suffix", "unsupported", suffix="end"),
+    completion(400, "logit_bias", "unsupported", logit_bias={"5": 1}),
     completion(400, "temprature", "unknown_field", temprature=1),
     # Not a chat.
     chat(400, "messages", "invalid_value", messages=[]),
     chat(400, "messages", "invalid_value", messages="Hello"),
     chat(400, "messages[0]", "invalid_value", messages=["Hello"]),
     chat(400, "messages[0].role", "missing_field", messages=[{"content": "x"}]),
-    chat(400, "messages[0].role", "invalid_value", messages=[{"role": "tool", "content": "x"}]),
-    chat(400, "messages[0].content", "missing_field", messages=[{"role": "user"}]),
+    chat(400, "messages[0].role", "invalid_value", messages=[{"role": "function", "content": "x"}]),
+    chat(400, "messages[0]", "unsupported", messages=[{"role": "tool", "content": "x", "tool_call_id": "1"}]),
+    chat(400, "messages[0]", "invalid_value", messages=[{"role": "user"}]),
+    chat(
+        400, "messages[0]", "invalid_value", messages=[{"role": "user", "content": "x", "tool_call_id": "1"}]
+    ),
+    chat(400, "messages[0]", "invalid_value", messages=[{"role": "assistant", "content": None}]),
     chat(400, "messages[0].content", "invalid_value", messages=[{"role": "user", "content": {}}]),
     chat(
         400,
-        "messages[0].content",
+        "messages[0].content[0]",
         "invalid_value",
         messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
     ),
-    chat(400, "messages[0].tool_calls", "unknown_field", messages=[{**HELLO[0], "tool_calls": [{}]}]),
-    chat(400, "tools", "unsupported_field", tools=[{"type": "function"}]),
+    chat(400, "messages[0].tool_calls[0].id", "missing_field", messages=[{**HELLO[0], "tool_calls": [{}]}]),
+    chat(400, "messages[0].audio", "unsupported", messages=[{**HELLO[0], "audio": {"id": "1"}}]),
+    chat(400, "tools[0].function", "missing_field", tools=[{"type": "function"}]),
+    chat(400, "tools", "unsupported", tools=[TOOL]),
+    chat(400, "tools[0].type", "invalid_value", tools=[{**TOOL, "type": "custom"}]),
+    chat(400, "tool_choice", "invalid_value", tool_choice="required"),
+    chat(400, "tool_choice", "invalid_value", tools=[TOOL], tool_choice="function"),
+    chat(
+        400,
+        "tool_choice",
+        "invalid_value",
+        tools=[TOOL],
+        tool_choice={"type": "function", "function": {"name": "other"}},
+    ),
+    chat(400, "functions", "unsupported", functions=[TOOL["function"]]),
+    chat(400, "reasoning_effort", "unsupported", reasoning_effort="high"),
+    chat(400, "metadata", "invalid_value", metadata="text"),
     chat(400, "response_format.type", "invalid_value", response_format={"type": "grammar"}),
     chat(400, "response_format", "invalid_value", response_format={"type": "json_schema"}),
     chat(400, "response_format.json_schema.schema", "missing_field", response_format=schema_format()),
@@ -156,7 +177,7 @@ WRONG = [
     embedding(400, "input[1]", "invalid_value", input=[[5], [10**9]]),
     embedding(400, "input", "too_many_sequences", input=["One"] * 100),
     embedding(400, "input", "context_length_exceeded", input=[5] * (CONTEXT + 1)),
-    embedding(400, "dimensions", "unsupported_field", input="One", dimensions=8),
+    embedding(400, "dimensions", "unsupported", input="One", dimensions=8),
     embedding(400, "encoding_format", "invalid_value", input="One", encoding_format="int8"),
     embedding(404, "model", "model_not_found", input="One", model="other"),
     Wrong(404, "model", "model_not_found", {"prompts": ["One"], "model": ""}, BATCH),

@@ -96,6 +96,39 @@ def test_a_chat_and_its_stream_with_usage(tmp_path: Path) -> None:
     served(scenario, tmp_path)
 
 
+def test_an_echo_with_log_probabilities(tmp_path: Path) -> None:
+    async def scenario(server: Live) -> None:
+        prompt = "One two  three"
+        ids = server.service._prompts._model.tokenizer.encode(prompt)
+        for sent in (prompt, ids):
+            asked = {"prompt": sent, "echo": True, "logprobs": 1, "max_tokens": 2}
+            body = (await server.complete(**asked)).json()
+            [choice] = body["choices"]
+            logprobs = choice["logprobs"]
+            assert choice["text"] == prompt + "ab" and choice["finish_reason"] == "length"
+            assert body["usage"]["prompt_tokens"] == len(ids) and body["usage"]["completion_tokens"] == 2
+            assert logprobs["token_logprobs"] == [None] + [-0.25] * (len(ids) - 1) + [-0.5] * 2
+            assert [top is None for top in logprobs["top_logprobs"]] == [True] + [False] * (len(ids) + 1)
+            # An offset is the place of a token in the text.
+            for token, offset in list(zip(logprobs["tokens"], logprobs["text_offset"], strict=True))[
+                : len(ids)
+            ]:
+                assert prompt[offset:].startswith(token)
+            none = (await server.complete(**{**asked, "max_tokens": 0})).json()
+            assert none["choices"][0]["text"] == prompt and none["usage"]["completion_tokens"] == 0
+            assert none["choices"][0]["logprobs"]["token_logprobs"] == logprobs["token_logprobs"][:-2]
+            *chunks, _ = data_of((await server.complete(**asked, stream=True)).text)
+            parts = [chunk["choices"][0] for chunk in chunks]
+            assert "".join(part["text"] for part in parts) == choice["text"]
+            for key, values in logprobs.items():
+                assert [value for part in parts for value in part["logprobs"][key]] == values
+        plain = (await server.complete(prompt=["One", "Two"], echo=True, max_tokens=0)).json()
+        assert [choice["text"] for choice in plain["choices"]] == ["One", "Two"]
+        assert plain["choices"][0]["logprobs"] is None
+
+    served(scenario, tmp_path)
+
+
 def test_log_probabilities_in_both_forms(tmp_path: Path) -> None:
     async def scenario(server: Live) -> None:
         logprobs = (await server.complete(logprobs=2, max_tokens=2)).json()["choices"][0]["logprobs"]
@@ -251,6 +284,76 @@ def test_no_origin_is_let_in(tmp_path: Path) -> None:
         assert rebound.status_code == 403 and rebound.json()["error"]["code"] == "host_not_allowed"
 
     served(scenario, tmp_path)
+
+
+def test_chosen_origins_are_let_in(tmp_path: Path) -> None:
+    origin, key = "https://mine.example", "a-key-of-some-length"
+
+    def asked(name: str) -> dict[str, str]:
+        return {
+            "Origin": name,
+            "Authorization": "",  # a browser asks without the key
+            "Access-Control-Request-Method": "POST",
+            "Access-Control-Request-Headers": "authorization,content-type,x-stainless-os",
+        }
+
+    async def scenario(server: Live) -> None:
+        before = await server.client.options("/v1/chat/completions", headers=asked(origin))
+        assert before.status_code == 200 and before.headers["access-control-allow-origin"] == origin
+        assert "x-stainless-os" in before.headers["access-control-allow-headers"]
+        assert "POST" in before.headers["access-control-allow-methods"]
+        other = await server.client.options("/v1/chat/completions", headers=asked("https://other.example"))
+        assert other.status_code == 400 and "access-control-allow-origin" not in other.headers
+        # Errors can be read by the page, too.
+        for bare, status in (({}, 200), ({"Authorization": ""}, 401)):
+            answer = await server.client.get("/v1/models", headers={"Origin": origin, **bare})
+            assert answer.status_code == status and answer.headers["access-control-allow-origin"] == origin
+            assert "X-Request-Id" in answer.headers["access-control-expose-headers"]
+        answer = await server.client.get("/v1/models", headers={"Origin": "https://other.example"})
+        assert "access-control-allow-origin" not in answer.headers
+
+    served(scenario, tmp_path, cors_origins=(origin,), keys=(key,))
+
+
+def test_all_origins_are_let_in(tmp_path: Path) -> None:
+    async def scenario(server: Live) -> None:
+        answer = await server.client.get("/v1/models", headers={"Origin": "https://any.example"})
+        assert answer.headers["access-control-allow-origin"] == "*"
+
+    served(scenario, tmp_path, cors_origins=("*",))
+
+
+SECRET = "my secret words"
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("/v1/chat/completions", {**CHAT, "planted": 1}, "planted: the server knows no such field; remove it"),
+    ("/v1/chat/completions", {**CHAT, "a\nb\x1b": 1}, "a b\\x1b: the server knows no such field"),
+    ("/v1/chat/completions", {**CHAT, "logit_bias": {"1": 5}}, "logit_bias: this server does not support it"),
+    ("/v1/chat/completions", {**CHAT, "model": "other"}, "the model 'other' is not served here"),
+    ("/v1/completions", {"model": MODEL, "prompt": SECRET * 99}, "exceed the model's context"),
+    ("/v1/completions", {"model": MODEL, "prompt": [SECRET, 5]}, "prompt: a list of texts"),
+    ("/v1/nothing", {}, "there is no '/v1/nothing'"),
+    (
+        "/v1/chat/completions",
+        {**CHAT, "messages": [{"role": "assistant", "content": SECRET}]},
+        "invalid_value in messages",
+    ),
+]
+
+
+def test_the_log_says_why_a_request_was_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    template = "{% for message in messages %}{{ raise_exception('no ' + message.content) }}{% endfor %}"
+
+    async def scenario(server: Live) -> None:
+        with caplog.at_level("INFO", logger="megalite.serve"):
+            for path, body, _ in REFUSED:
+                assert 400 <= (await server.client.post(path, json=body)).status_code < 500
+        lines = [record.getMessage() for record in caplog.records]
+        assert len(lines) == len(REFUSED)
+        for line, (path, _, reason) in zip(lines, REFUSED, strict=True):
+            assert f"{path} 40" in line and reason in line.partition(", error: ")[2]
+            assert SECRET not in line and line.isprintable()
+
+    served(scenario, tmp_path, template=template)
 
 
 def test_json_needs_its_package_and_a_schema_that_can_be_compiled(
