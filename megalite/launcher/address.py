@@ -81,11 +81,13 @@ def route_to_master(info: RankInfo, environ: Mapping[str, str], interface: str =
 
 def interface_variables(route: Route, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that tell gloo and NCCL this rank's interface, without those that the user has set."""
-    return {
-        name: route.interface
-        for name in (GLOO, NCCL, "TP_SOCKET_IFNAME")
-        if not environ.get(name, "").strip()
-    }
+    chosen = {**named_interface(route.interface), "TP_SOCKET_IFNAME": route.interface}
+    return {name: value for name, value in chosen.items() if not environ.get(name, "").strip()}
+
+
+def named_interface(interface: str) -> dict[str, str]:
+    """Return the variables of gloo and NCCL that name exactly this interface: to NCCL a bare name is a prefix."""
+    return {GLOO: interface, NCCL: f"={interface}"}
 
 
 def serving_addresses(environ: Mapping[str, str], interface: str = "auto") -> list[str]:

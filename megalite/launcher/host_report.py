@@ -45,7 +45,8 @@ class Wanted:
         """The network interface that the user chose for collectives; "" if the route decides."""
         if self.launch_interface != "auto":
             return self.launch_interface
-        chosen = self.environment.get("GLOO_SOCKET_IFNAME") or self.environment.get("NCCL_SOCKET_IFNAME", "")
+        of_nccl = self.environment.get("NCCL_SOCKET_IFNAME", "").removeprefix("=")
+        chosen = self.environment.get("GLOO_SOCKET_IFNAME") or of_nccl
         # NCCL also takes lists, prefixes and exclusions, which only NCCL can resolve.
         return chosen if chosen.replace("_", "").replace(".", "").isalnum() else ""
 

@@ -132,7 +132,11 @@ def test_the_users_choice_wins_and_all_libraries_follow_it(environ, setting, int
     route = route_to_master(info("n1"), environ, setting)
     assert route.interface == interface
     variables = {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"}
-    assert interface_variables(route, environ) == dict.fromkeys(variables - set(environ), interface)
+    # A bare name is a prefix to NCCL, whole to the others: eth1 would be eth10 too.
+    expected = {**dict.fromkeys(variables, interface), "NCCL_SOCKET_IFNAME": f"={interface}"}
+    assert interface_variables(route, environ) == {
+        name: value for name, value in expected.items() if name not in environ
+    }
 
 
 @pytest.mark.parametrize(

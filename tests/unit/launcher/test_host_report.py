@@ -168,6 +168,7 @@ def test_an_interface_that_a_host_lacks_is_named_with_those_it_has():
         in found[-1]
     )
     assert replace(NEEDS, environment={"NCCL_SOCKET_IFNAME": "^docker0"}).interface == ""
+    assert replace(NEEDS, environment={"NCCL_SOCKET_IFNAME": "=ib0"}).interface == "ib0"
     assert replace(needs, launch_interface="eth0").interface == "eth0"
 
 
