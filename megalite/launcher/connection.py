@@ -1,11 +1,15 @@
 """The sockets between ranks and coordinator: how a dead link is noticed, and how many a process may open."""
 
+import errno
 import resource
 import socket
+import struct
 from contextlib import suppress
 from pathlib import Path
 
 _PROBE_SECONDS = 5
+# The begin of Linux's struct tcp_info, up to tcpi_last_ack_recv, in milliseconds.
+_TCP_INFO = struct.Struct("8B13I")
 
 
 def watch_link(connection: socket.socket, seconds: float) -> None:
@@ -16,7 +20,7 @@ def watch_link(connection: socket.socket, seconds: float) -> None:
     """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    probe = max(1, min(_PROBE_SECONDS, int(seconds / 3)))
+    probe = _pause_of_probes(seconds)
     options = {
         "TCP_KEEPIDLE": probe,
         "TCP_KEEPINTVL": probe,
@@ -27,6 +31,33 @@ def watch_link(connection: socket.socket, seconds: float) -> None:
         # macOS has other names; there the limit of the collectives notices the loss.
         if hasattr(socket, name):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def host_answers(connection: socket.socket, seconds: float) -> bool | None:
+    """Return whether the other host has answered lately; None where the kernel does not tell.
+
+    seconds: as for `watch_link`, which has the kernel ask a silent host. Two questions without an answer are none.
+    """
+    try:
+        state = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+        return bool(_TCP_INFO.unpack(state)[-1] < 2000 * _pause_of_probes(seconds))
+    except (AttributeError, OSError, struct.error):
+        return None
+
+
+def _pause_of_probes(seconds: float) -> int:
+    return max(1, min(_PROBE_SECONDS, int(seconds / 3)))
+
+
+def why_lost(error: OSError | None = None) -> str:
+    """Return what the end of a connection says of the process at its other end; None: a plain end.
+
+    A host that is there ends the connection of a dead process with an end or a reset; only the other errors mean that
+    the host does not answer.
+    """
+    if error is None or error.errno in (errno.ECONNRESET, errno.EPIPE):
+        return "killed, out of memory, or its host is gone"
+    return f"its host or the network to it is gone ({error.strerror or error})"
 
 
 def owner_of_port(port: int) -> str:

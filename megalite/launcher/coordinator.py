@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
-from megalite.launcher.connection import raise_file_limit, watch_link
+from megalite.launcher.connection import host_answers, raise_file_limit, watch_link, why_lost
 from megalite.launcher.failures import FailureReport
 from megalite.launcher.messages import (
     Hello,
@@ -229,7 +229,7 @@ class Coordinator:
             self._watch_silence()
 
     def _watch_arrivals(self, now: float) -> None:
-        missing = self._missing()
+        missing = self.missing()
         if now - self._began > self._rendezvous_seconds:
             text = (
                 f"{missing} did not arrive within {self._rendezvous_seconds:g} s (launch.rendezvous_seconds); "
@@ -240,7 +240,8 @@ class Coordinator:
             self._told = now
             self._say(f"waiting for {missing} ({now - self._began:.0f} s); {self._here()}")
 
-    def _missing(self) -> str:
+    def missing(self) -> str:
+        """Return the ranks that have not come, with their hosts where these are known: "ranks 2-3 on host n1"."""
         missing = [rank for rank in range(self.world_size) if rank not in self.ranks]
         names = list(dict.fromkeys(self._hosts[rank] for rank in missing)) if self._hosts else []
         hosts = f" on {'host' if len(names) == 1 else 'hosts'} {', '.join(names)}" if names else ""
@@ -256,12 +257,18 @@ class Coordinator:
     def _watch_silence(self) -> None:
         for rank, state in self.ranks.items():
             silence = time.time() - state.heard
-            if not state.left and not state.silent and silence > self._heartbeat_seconds:
-                state.silent = True
-                self._say(
-                    f"{self._name(rank)} on {state.host} has been silent for {silence:.0f} s, though its host "
-                    "answers: the process is stopped, or busy outside of Python"
-                )
+            connection = next((each for each in self._connections if each.rank == rank), None)
+            if state.left or state.silent or silence <= self._heartbeat_seconds or connection is None:
+                continue
+            answers = host_answers(connection.socket, self._heartbeat_seconds)
+            if answers is False:
+                continue  # the kernel ends the connection soon, and the rank is lost
+            checked = ", though its host answers" if answers else ""
+            state.silent = True
+            self._say(
+                f"{self._name(rank)} on {state.host} has been silent for {silence:.0f} s{checked}: the process is "
+                f"stopped, or busy outside of Python{'' if answers else ', or its host is gone'}"
+            )
 
     def _accept(self) -> None:
         try:
@@ -284,10 +291,10 @@ class Coordinator:
         except BlockingIOError:
             return
         except OSError as error:
-            self._lose(connection, error.strerror or str(error))
+            self._lose(connection, why_lost(error))
             return
         if not received:
-            self._lose(connection, "")
+            self._lose(connection, why_lost())
             return
         try:
             for message in connection.reader.feed(received):
@@ -295,7 +302,7 @@ class Coordinator:
                 if connection not in self._connections:
                     return
         except MessageError as error:
-            self._lose(connection, f"it sent something else than a rank: {error}")
+            self._lose(connection, f"it sent something that no rank sends: {error}")
 
     def _take(self, connection: _Connection, message: dict[str, Any]) -> None:
         kind = message["kind"]
@@ -426,10 +433,10 @@ class Coordinator:
         except BlockingIOError:
             pass
         except OSError as error:
-            self._lose(connection, error.strerror or str(error))
+            self._lose(connection, why_lost(error))
             return
         if len(connection.unsent) > _UNSENT_BYTES:
-            self._lose(connection, "it does not read")
+            self._lose(connection, "it does not read what it is sent: stopped, or busy outside of Python")
         elif connection.closing and not connection.unsent:
             self._drop(connection)
         else:

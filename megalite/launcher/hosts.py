@@ -1,16 +1,21 @@
 """Finds the hosts of a job: from a hostfile, from a SLURM allocation, or this machine; and gives each its ranks."""
 
+import base64
+import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from megalite.errors import LaunchError, Problem, problem_list
+from megalite.launcher.detect import RankInfo
 from megalite.launcher.hostfile import Host, read_hostfile
 from megalite.launcher.slurm import node_names, tasks_per_node
 
 Source = Literal["hostfile", "slurm", "local"]
+_WORLD = "--world_info="  # of deepspeed.launcher.launch: base64 of the JSON of host -> slots
 _GPU_FILE = re.compile(r"nvidia[0-9]+")
 
 
@@ -80,6 +85,26 @@ def find_hosts(options: HostOptions, environ: Mapping[str, str], devices: Path =
         found = _local(environ, devices)
     left = _limited(_filtered(found, options), options)
     return replace(left, whole=found.slots) if left.limits else left
+
+
+def hosts_of_ranks(info: RankInfo, environ: Mapping[str, str], launcher: Sequence[str]) -> tuple[str, ...]:
+    """Return the host of each rank of a job, as SLURM or deepspeed tells it to each of them; empty without these.
+
+    launcher: the command line of the process that started this rank.
+    """
+    slots: Mapping[str, Sequence[int]] = {}
+    if info.launcher == "slurm" and environ.get("SLURM_DISTRIBUTION", "block").startswith("block"):
+        names = node_names(environ.get("SLURM_STEP_NODELIST") or environ["SLURM_JOB_NODELIST"])
+        slots = {
+            name: range(count)
+            for name, count in zip(names, tasks_per_node(environ["SLURM_STEP_TASKS_PER_NODE"]), strict=False)
+        }
+    elif info.launcher == "deepspeed":
+        world = [word.removeprefix(_WORLD) for word in launcher if word.startswith(_WORLD)]
+        with suppress(ValueError):
+            slots = json.loads(base64.urlsafe_b64decode(world[0])) if world else {}
+    ranks = tuple(name for name, numbers in slots.items() for _ in numbers)
+    return ranks if len(ranks) == info.world_size else ()
 
 
 def place_ranks(found: Hosts, world_size: int) -> tuple[tuple[Placed, ...], tuple[str, ...]]:

@@ -113,7 +113,7 @@ class RankEnd:
         info = self.info
         if verdict.coordinator_lost and self._shows_verdict:
             if info.local_rank == int(self._beside_rank_0):
-                self._tell(f"error: {self._without_rank_0()}")
+                self._tell(f"error: {self._without_rank_0(verdict.coordinator_lost)}")
             return
         in_good_order = verdict.exit_code in _IN_GOOD_ORDER
         if self._shows_verdict and info.rank == 0:
@@ -131,9 +131,9 @@ class RankEnd:
         info = self.info
         return info.node_rank == 0 if info.node_rank is not None else info.rank == info.local_rank
 
-    def _without_rank_0(self) -> str:
+    def _without_rank_0(self, reason: str) -> str:
         host = self.info.node if self._beside_rank_0 else self.info.master_addr
-        lines = [f"{self._layout.describe(0)} on {host} vanished: killed, out of memory, or its host is gone"]
+        lines = [f"{self._layout.describe(0)} on {host} vanished: {reason}"]
         if now.step is not None:
             lines.append(f"rank {self.info.rank} was after step {now.step}: {now.activity}")
         return "\n  ".join(lines)

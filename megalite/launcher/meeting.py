@@ -20,8 +20,10 @@ from megalite.launcher.coordinator import Coordinator
 from megalite.launcher.detect import LOOPBACK, RankInfo
 from megalite.launcher.environment import agent_owns_port, coordinator_address, variables
 from megalite.launcher.failures import FailureReport
+from megalite.launcher.hosts import hosts_of_ranks
 from megalite.launcher.member import Find, Member
 from megalite.launcher.messages import Hello, Verdict
+from megalite.launcher.process import arguments_of
 from megalite.topology.axes import Layout
 
 _KEY = "megalite/coordinator"  # of the agent's store
@@ -131,6 +133,7 @@ def meet(
             rendezvous_seconds=limits.rendezvous_seconds,
             heartbeat_seconds=limits.heartbeat_seconds,
             layout=layout,
+            hosts=hosts_of_ranks(info, variables(), arguments_of(os.getppid())),
         )
         coordinator.start()
     made: list[Meeting] = []

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from megalite.errors import LaunchError
-from megalite.launcher.connection import watch_link
+from megalite.launcher.connection import watch_link, why_lost
 from megalite.launcher.failures import FailureReport
 from megalite.launcher.messages import Hello, LineReader, MessageError, Verdict, encode
 
@@ -19,6 +19,8 @@ NOTE_SECONDS = 10.0
 """The time after which a rank says what it waits for."""
 _ATTEMPT_SECONDS, _PAUSE_SECONDS = 5.0, 0.25
 _VERDICT_SECONDS = 4.0
+# Longer than rank 0 waits for its port (5 s), and an earlier job of the same port needs to end.
+_STRANGER_SECONDS = 15.0
 
 Find = Callable[[], tuple[str, int, str]]
 
@@ -84,9 +86,11 @@ class Member:
         """Connect to the coordinator, trying again until it takes this rank.
 
         find: returns address, port and nonce, asked before each attempt, as they may change. say: called once with
-        what this rank waits for, after 10 s. Raises NotJoined after `seconds`, or at once where no attempt can help.
+        what this rank waits for, after 10 s. Raises NotJoined after `seconds`, at once where no attempt can help, and
+        soon where only another program answers there: rank 0 gives up too at a port that is taken.
         """
         began, told = time.monotonic(), False
+        stranger_since: float | None = None
         while True:
             address, port, nonce = "", 0, ""
             try:
@@ -97,6 +101,10 @@ class Member:
                 reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
                 if isinstance(error, _Refused) and error.final:
                     raise NotJoined(reason) from error
+                if not isinstance(error, (MessageError, _Refused)):
+                    stranger_since = None
+                elif stranger_since is None:
+                    stranger_since = time.monotonic()
             else:
                 member = cls(connection, reader, whole, progress=progress, ended=ended)
                 member._unread = rest
@@ -110,6 +118,11 @@ class Member:
                     f"{who} did not reach the coordinator of the job at {where} within {seconds:g} s "
                     f"(launch.rendezvous_seconds): {reason}; check that rank 0 runs, that MASTER_ADDR and MASTER_PORT "
                     "are the same on every host, and that no firewall is between them"
+                )
+            if stranger_since is not None and time.monotonic() - stranger_since >= _STRANGER_SECONDS:
+                raise NotJoined(
+                    f"{who} finds another program at {where}, the place of rank 0 (MASTER_ADDR, MASTER_PORT): "
+                    f"{reason}; give the job a port that is free on that host"
                 )
             if waited >= NOTE_SECONDS and not told:
                 told = True
@@ -195,17 +208,17 @@ class Member:
                     for message in self._reader.feed(received):
                         self._take(message)
                     continue
-                reason = "its connection closed"
+                reason = why_lost()
             except TimeoutError:
                 continue
             except OSError as error:
-                reason = error.strerror or str(error)
+                reason = why_lost(error)
             except MessageError as error:
                 reason = str(error)
             if self._left:
                 break
             where = f"the coordinator of the job at {self.coordinator_address}"
-            self._end(Verdict(f"{where} vanished: {reason}", 1, coordinator_lost=True))
+            self._end(Verdict(f"{where} vanished: {reason}", 1, coordinator_lost=reason))
         self._socket.close()
 
     def _take(self, message: dict[str, Any]) -> None:

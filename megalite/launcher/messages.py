@@ -53,15 +53,15 @@ class Hello:
 class Verdict:
     """Why a job ended before its ranks had left: the first cause, for the user.
 
-    rank, host: the rank at fault and its host; -1 and "" if no single rank is at fault. coordinator_lost: this rank has
-    lost the coordinator, which can say nothing any more.
+    rank, host: the rank at fault and its host; -1 and "" if no single rank is at fault. coordinator_lost: why this
+    rank has lost the coordinator, which can say nothing any more; "" if it has not.
     """
 
     text: str
     exit_code: int = 1
     rank: int = -1
     host: str = ""
-    coordinator_lost: bool = False
+    coordinator_lost: str = ""
 
 
 def encode(kind: str, **fields: Any) -> bytes:

@@ -17,7 +17,7 @@ from megalite.launcher.address import source_address
 from megalite.launcher.backends import Command, Start
 from megalite.launcher.coordinator import Coordinator
 from megalite.launcher.local import INTERRUPTED, NOT_BEGUN, SAME_PRESS_SECONDS, STOPPED
-from megalite.launcher.messages import PASSED_ON, Verdict, counted_ranks
+from megalite.launcher.messages import PASSED_ON, Verdict
 from megalite.launcher.process import adopt_orphans, die_with_parent, kill_descendants
 
 _POLL_SECONDS = 0.05
@@ -25,6 +25,8 @@ _POLL_SECONDS = 0.05
 _CAUSE_SECONDS = 3.0
 # After a verdict the ranks end by themselves; their launchers get this long to follow.
 _END_SECONDS = 5.0
+# A launcher that has not ended by then, after all ranks have left in good order, is ended: MPICH may wait for ever.
+_LEFT_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -134,9 +136,15 @@ class _Attempt:
     def run(self) -> Result:
         """Wait for the end of the job, and return it."""
         failed_at: float | None = None
+        left_at: float | None = None
         while self._running() and self._verdict is None:
             self._pass_on()
             now = time.monotonic()
+            if left_at is None and self._all_left:
+                left_at = now
+            if left_at is not None and now > left_at + _LEFT_SECONDS:
+                self._say(f"{self._backend} has not ended {_LEFT_SECONDS:g} s after its ranks, and is ended")
+                break
             if failed_at is None and any(process.returncode for process in self._processes):
                 failed_at = now
             if failed_at is not None and now > failed_at + _CAUSE_SECONDS:
@@ -219,9 +227,7 @@ class _Attempt:
 
     def _missing(self) -> str:
         assert self._coordinator is not None
-        ranks = self._coordinator.ranks
-        missing = [rank for rank in range(self._coordinator.world_size) if rank not in ranks]
-        return f"; {counted_ranks(missing)} did not come" if missing else ""
+        return "" if self._coordinator.complete else f"; {self._coordinator.missing()} did not come"
 
     def _result(self) -> Result:
         assert self._coordinator is not None

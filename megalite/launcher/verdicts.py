@@ -38,13 +38,9 @@ def of_lost(
 ) -> FailureReport:
     """Return the report of a rank whose connection ended without a word.
 
-    step, activity: of its last heartbeat, which came at `heard` (time.time()). reason: the system's, "" for a plain
-    end: then the host's kernel closed the connection of a process that is gone.
+    step, activity: of its last heartbeat, which came at `heard` (time.time()). reason: what its end says.
     """
     now = time.time()
-    why = "killed, out of memory, or its host is gone"
-    if reason:
-        why = f"its host or the network to it is gone ({reason})"
     silence = f", last heard {now - heard:.0f} s ago" if now - heard >= _RECENT_SECONDS else ""
     return FailureReport(
         rank=rank,
@@ -54,7 +50,7 @@ def of_lost(
         job=job,
         time=now,
         exception="",
-        message=f"vanished (pid {pid}{silence}): {why}",
+        message=f"vanished (pid {pid}{silence}): {reason}",
         lost=True,
         step=step,
         activity=activity,

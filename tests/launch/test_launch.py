@@ -201,7 +201,7 @@ def test_a_rank_that_ends_before_it_comes_is_told(start, backend):
     code, output, seconds = start(backend, "exits early").finish()
     assert code == 1 and seconds < 40, output
     last = "\n".join(output[-3:])
-    assert "error: " in last and re.search(r"ranks? .*3 did not come", last), output
+    assert "error: " in last and re.search(r"ranks? .*3 on hosts? .*did not come", last), output
 
 
 @pytest.mark.parametrize(
@@ -266,7 +266,7 @@ def test_a_command_that_starts_no_rank_is_a_failure(start, tmp_path, ended, caus
     code, output, _ = start("ssh", "succeeds").finish()
     assert code == 1
     assert output[-1].startswith(cause), output
-    assert output[-1].endswith("; ranks 0-3 did not come")
+    assert output[-1].endswith("; ranks 0-3 on hosts localhost, 127.0.0.1 did not come")
 
 
 ALONE = ("--parallel.tensor", "1", "--parallel.pipeline", "1", "--parallel.data", "1")

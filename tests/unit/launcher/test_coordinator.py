@@ -1,5 +1,6 @@
 """Ranks that meet, agree, wait, fail and leave: a coordinator and its members in one process, on the loopback."""
 
+import errno
 import os
 import signal
 import socket
@@ -12,6 +13,7 @@ from dataclasses import asdict
 import pytest
 
 from megalite.launcher import coordinator, member
+from megalite.launcher.connection import host_answers, why_lost
 from megalite.launcher.coordinator import Coordinator
 from megalite.launcher.failures import FailureReport
 from megalite.launcher.member import JobEnded, Member, NotJoined
@@ -347,6 +349,74 @@ def test_a_silent_rank_is_named_and_no_failure(start):
     eventually(lambda: job.said)
     assert "rank 0 (pp 0, dp 0, tp 0) on n0 has been silent" in job.said[0]
     assert job.coordinator.verdict is None
+
+
+@pytest.mark.parametrize("answers", [True, False, None])
+def test_a_silent_ranks_host_is_said_to_answer_only_if_it_does(start, monkeypatch, answers):
+    monkeypatch.setattr(coordinator, "host_answers", lambda connection, seconds: answers)
+    job = start(2, heartbeat_seconds=0.05)
+    job.coordinator._pause = lambda: 0.02
+    silent, other = job.join_all()
+    # Several looks at the silence.
+    for name in ("a", "b", "c"):
+        other.announce(name, None)
+        silent.wait(name)
+        time.sleep(0.05)
+    lines = [line for line in job.said if "rank 0 " in line]
+    assert len(lines) == (answers is not False)
+    if lines:
+        assert (", though its host answers: the process is stopped" in lines[0]) is bool(answers)
+        assert lines[0].endswith(", or its host is gone") is (answers is None)
+
+
+def test_the_kernel_tells_whether_the_other_host_answers(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        connection = socket.create_connection(listener.getsockname())
+    assert host_answers(connection, 30) is True
+    # The host has not answered within the last 0 s.
+    monkeypatch.setattr("megalite.launcher.connection._pause_of_probes", lambda seconds: 0)
+    assert host_answers(connection, 30) is False
+    connection.close()
+    assert host_answers(connection, 30) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (None, "killed, out of memory, or its host is gone"),
+        (ConnectionResetError(errno.ECONNRESET, "reset"), "killed, out of memory, or its host is gone"),
+        (TimeoutError(errno.ETIMEDOUT, "timed out"), "its host or the network to it is gone (timed out)"),
+        (OSError(errno.EHOSTUNREACH, "no route"), "its host or the network to it is gone (no route)"),
+    ],
+)
+def test_only_a_host_that_does_not_answer_is_said_to_be_gone(error, said):
+    assert why_lost(error) == said
+
+
+def test_a_rank_that_sends_nonsense_is_not_taken_for_a_lost_host(start):
+    job = start(2)
+    job.join_all()[1]._socket.sendall(b"nonsense\n")
+    eventually(lambda: job.coordinator.verdict)
+    text = job.coordinator.verdict.text
+    assert "it sent something that no rank sends" in text and "network" not in text
+
+
+def test_a_rank_does_not_wait_for_long_where_another_program_answers(monkeypatch):
+    """Rank 0 ended, because its port was taken."""
+    monkeypatch.setattr(member, "_STRANGER_SECONDS", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer():
+            with suppress(OSError):
+                while True:
+                    with listener.accept()[0] as connection:
+                        connection.recv(1000)
+                        connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+        threading.Thread(target=answer, daemon=True).start()
+        address = listener.getsockname()
+        with pytest.raises(NotJoined, match=f"rank 2 on n1 finds another program at 127.0.0.1:{address[1]}"):
+            Member.join(lambda: (*address, ""), Hello(2, 4, "n1", 1), seconds=60)
 
 
 def test_a_coordinator_that_comes_late_or_moves_is_found():

@@ -1,10 +1,19 @@
 """The hosts of a job, by hostfile, SLURM allocation or this machine, and the ranks that each of them gets."""
 
+import base64
+import json
+
 import pytest
 
 from megalite.errors import LaunchError
+from megalite.launcher.detect import RankInfo
 from megalite.launcher.hostfile import Host
-from megalite.launcher.hosts import HostOptions, Hosts, find_hosts, local_gpus, place_ranks
+from megalite.launcher.hosts import HostOptions, Hosts, find_hosts, hosts_of_ranks, local_gpus, place_ranks
+
+
+def encode_world_info(hosts: dict[str, list[int]]) -> str:
+    """As deepspeed.launcher.runner does, whose import takes seconds."""
+    return base64.urlsafe_b64encode(json.dumps(hosts).encode()).decode()
 
 
 @pytest.fixture
@@ -187,3 +196,34 @@ def test_gpus_limit_the_local_ranks(devices):
     assert found == Hosts("local", "this machine", (Host("localhost", (0,)),))
     with pytest.raises(LaunchError, match=r"has 1 slot .*set CUDA_VISIBLE_DEVICES= \(empty\)"):
         place_ranks(found, 2)
+
+
+def rank_of(launcher: str, world_size: int) -> RankInfo:
+    return RankInfo(0, world_size, 0, 2, "n0", 29500, launcher, "n0")
+
+
+STEP = {"SLURM_STEP_NODELIST": "n[0-1]", "SLURM_STEP_TASKS_PER_NODE": "2,1"}
+
+
+@pytest.mark.parametrize(
+    ("launcher", "environ", "expected"),
+    [
+        ("slurm", STEP, ("n0", "n0", "n1")),
+        ("slurm", {**STEP, "SLURM_DISTRIBUTION": "block"}, ("n0", "n0", "n1")),
+        # The ranks are dealt out in turn, or in a way that only the file of --distribution knows.
+        ("slurm", {**STEP, "SLURM_DISTRIBUTION": "cyclic"}, ()),
+        ("slurm", {**STEP, "SLURM_DISTRIBUTION": "arbitrary"}, ()),
+        ("deepspeed", {}, ("n0", "n0", "n1")),
+        ("openmpi", {}, ()),
+    ],
+)
+def test_the_host_of_each_rank_is_known_where_the_launcher_says_it(launcher, environ, expected):
+    world = encode_world_info({"n0": [0, 1], "n1": [0]})
+    command = ["python", "-u", "-m", "deepspeed.launcher.launch", f"--world_info={world}", "--node_rank=0"]
+    assert hosts_of_ranks(rank_of(launcher, 3), environ, command) == expected
+
+
+@pytest.mark.parametrize("world", ["", "%%%", "e30=", encode_world_info({"n0": [0]})])
+def test_a_list_of_hosts_that_does_not_fit_the_job_is_no_list(world):
+    command = ["python", f"--world_info={world}"]
+    assert hosts_of_ranks(rank_of("deepspeed", 3), {}, command) == ()
