@@ -18,8 +18,9 @@ from megalite.config.flags import split_overrides
 from megalite.config.load import LoadedRun, load_run
 from megalite.config.memory import least_memory
 from megalite.errors import LaunchError, RankFailure
+from megalite.launcher.address import named_interface
 from megalite.launcher.backends import Job, shell_lines
-from megalite.launcher.commands import BACKENDS, choose_backend
+from megalite.launcher.commands import BACKENDS, choose_backend, ssh_options
 from megalite.launcher.coordinator import Coordinator
 from megalite.launcher.detect import DEFAULT_PORT, rank_info
 from megalite.launcher.environment import variables
@@ -47,9 +48,11 @@ MORE arguments go to the backend.
   --hostfile FILE        lines of NAME slots=N; a slot runs one rank
   --include HOSTS        only these: NAME[:SLOT,SLOT][@NAME...]; or --exclude
   --hosts N, --slots N   the first N hosts, the first N slots of each
+  --local                this machine, also in a SLURM allocation
   --backend NAME         auto, local, ssh, torchrun, srun, mpirun, deepspeed,
                          deepspeed-openmpi, -mpich, -impi, -slurm
   --interface NAME       network interface between the hosts
+  --master NAME          first host, as the others reach it (as in the hostfile)
   --port N               port of the rendezvous on the first host (29500)
   --export NAME[=VALUE]  variable for the ranks besides the usual ones
   --env-file FILE        more of them: lines of NAME=VALUE
@@ -125,9 +128,11 @@ def _parser() -> Parser:
     parser.add_argument("--slots", type=whole_number(1))
     parser.add_argument("--backend", default="auto", choices=("auto", *BACKENDS))
     parser.add_argument("--interface", default="")
+    parser.add_argument("--local", action="store_true")
+    parser.add_argument("--master", default="")
     parser.add_argument("--port", type=whole_number(1), default=DEFAULT_PORT)
     parser.add_argument("--export", action="append", default=[])
-    parser.add_argument("--env-file", type=Path)
+    parser.add_argument("--env-file", action="append", type=Path, default=[])
     parser.add_argument("--preflight-seconds", type=float, default=SECONDS)
     parser.add_argument("--no-preflight", dest="preflight", action="store_false")
     parser.add_argument("--restarts", type=whole_number(0), default=0)
@@ -138,7 +143,7 @@ def _parser() -> Parser:
 
 def _separated(arguments: Sequence[str], parser: Parser) -> tuple[list[str], list[str]]:
     """Return (this command's own arguments, the settings of the run)."""
-    switches = {"--no-preflight", "--dry-run", "--allow-fewer"}
+    switches = {"--no-preflight", "--dry-run", "--allow-fewer", "--local"}
     # Not by split_overrides: --interface is also the name of a setting.
     own = {name for action in parser._actions for name in action.option_strings}
     known: list[str] = []
@@ -175,22 +180,22 @@ def _plan(
     """Load the run and decide hosts, ranks and backend. Raises ConfigError and LaunchError; starts nothing."""
     named = named_variables(options.export, options.env_file, environ)
     if options.interface:
-        named = {**dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), options.interface), **named}
+        named = {**named_interface(options.interface), **named}
     chosen = HostOptions(
         hostfile=options.hostfile,
         include=options.include,
         exclude=options.exclude,
         hosts=options.hosts,
         slots=options.slots,
-        local=options.backend == "local",
+        local=options.local or options.backend == "local",
     )
     found = find_hosts(chosen, environ)
     # Another host's folders cannot be seen from here; its ranks check them.
     here = found.source != "hostfile" or found.hosts[0].name in ("localhost", socket.gethostname())
     loaded = load_run(options.run_file, overrides, slots=found.slots, places=here)
     hosts, idle = place_ranks(found, loaded.config.layout.world_size)
-    programs = find_programs(options.backend, environ)
     backend = choose_backend(found) if options.backend == "auto" else options.backend
+    programs = find_programs(backend, environ)
     job = Job(
         source=found.source,
         hosts=hosts,
@@ -201,6 +206,7 @@ def _plan(
         port=options.port,
         scratch=Path(tempfile.gettempdir()) / f"megalite-launch-{os.getpid()}",
         interface=options.interface,
+        address=options.master,
         extra=extra,
         devices=environ.get("CUDA_VISIBLE_DEVICES", ""),
     )
@@ -264,7 +270,8 @@ def _ask(plan: _Plan, options: argparse.Namespace, slots: Mapping[str, int]) -> 
         launch_interface=config.launch.interface,
         rank_bytes=least_memory(config).rank,
     )
-    return preflight(slots, wanted, transport_to(plan.found), options.preflight_seconds)
+    transport = transport_to(plan.found, ssh_options(plan.backend, variables(), plan.job.extra))
+    return preflight(slots, wanted, transport, options.preflight_seconds)
 
 
 def _plan_again(plan: _Plan, options: argparse.Namespace, overrides: Sequence[str]) -> _Plan:

@@ -15,6 +15,7 @@ class Job:
 
     arguments: those behind `python -m megalite`. folder: the working folder, the same on all hosts. exported: the
     variables that travel. port: of the rendezvous on the first host. interface: the network interface, "" for any.
+    address: of the first host, as all hosts reach it; "": its name.
     extra: the user's arguments for the backend. scratch: a folder of this machine for files that a backend reads.
     devices: CUDA_VISIBLE_DEVICES of this machine, "" if it is not set.
     """
@@ -28,6 +29,7 @@ class Job:
     port: int
     scratch: Path
     interface: str = ""
+    address: str = ""
     extra: tuple[str, ...] = ()
     devices: str = ""
 
@@ -41,8 +43,8 @@ class Job:
 
     @property
     def master(self) -> str:
-        """The address of rank 0's host, by the name that the other hosts know."""
-        return "127.0.0.1" if self.local else self.hosts[0].name
+        """The address of rank 0's host, or the name by which the other hosts know it."""
+        return "127.0.0.1" if self.local else self.address or self.hosts[0].name
 
     def visible(self, host: Placed) -> dict[str, str]:
         """Return the variable that gives a host's ranks the chosen GPUs; empty if its first ones were chosen."""

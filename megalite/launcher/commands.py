@@ -12,7 +12,7 @@ from megalite.launcher.backends import (
     require_equal_hosts,
     require_first_slots,
 )
-from megalite.launcher.deepspeed_commands import DEEPSPEED_LAUNCHERS, deepspeed
+from megalite.launcher.deepspeed_commands import DEEPSPEED_LAUNCHERS, deepspeed, pdsh_ssh_options
 from megalite.launcher.hosts import Hosts, Placed
 from megalite.launcher.mpi_commands import mpirun
 from megalite.launcher.programs import Programs
@@ -102,6 +102,13 @@ def choose_backend(found: Hosts) -> str:
     """Return the backend of `--backend auto`."""
     # ssh rather than deepspeed: no lines of a launcher among the run's, and a killed rank ends the job sooner.
     return {"local": "local", "slurm": "srun", "hostfile": "ssh"}[found.source]
+
+
+def ssh_options(backend: str, environ: Mapping[str, str], extra: Sequence[str]) -> Sequence[str]:
+    """Return the options with which a backend calls ssh; extra: the user's arguments for it."""
+    if backend == "deepspeed":
+        return pdsh_ssh_options(environ, extra)
+    return extra if backend == "ssh" else ()
 
 
 def _require_this_machine(job: Job, backend: str) -> None:

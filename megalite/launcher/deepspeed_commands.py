@@ -6,7 +6,7 @@ so that it arrives unchanged, and refused where DeepSpeed would change it.
 
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megalite.errors import LaunchError
@@ -31,6 +31,15 @@ DEEPSPEED_LAUNCHERS: Mapping[str, str] = {
 }
 _MPI_NEEDED = {"openmpi": "openmpi", "mpich": "mpich", "impi": "intel"}
 _PLAIN = re.compile(r"[\w@%+=:,./-]*", re.ASCII)
+
+
+def pdsh_ssh_options(environ: Mapping[str, str], extra: Sequence[str]) -> list[str]:
+    """Return the options that pdsh gives to ssh: PDSH_SSH_ARGS_APPEND, and the port of deepspeed's --ssh_port."""
+    port = list(_values_of("--ssh_port", extra)[0][-1:])
+    return [
+        *environ.get("PDSH_SSH_ARGS_APPEND", "").split(),
+        *(word for each in port for word in ("-p", each)),
+    ]
 
 
 def deepspeed(job: Job, programs: Programs, launcher: str) -> Start:
@@ -101,14 +110,27 @@ def _over_another(job: Job, programs: Programs, argv: list[str], hostfile: Path,
     }[launcher]
     if launcher == "openmpi" and job.interface:
         options += ["--mca", "btl_tcp_if_include", job.interface]
-    # An argument that begins with - is taken for an option unless it follows =.
-    argv += [f"--launcher_args={shlex.join(options)}", *job.extra]
+    # The user's come behind ours. An argument that begins with - is taken for an option unless it follows =.
+    texts, extra = _values_of("--launcher_args", job.extra)
+    argv += [f"--launcher_args={' '.join([shlex.join(options), *texts])}", *extra]
     # DeepSpeed's runners for SLURM and MPICH have no working --module: -m is the interpreter's, the script pip's.
     scripts = {"slurm": ["--", "-m", "megalite"], "mpich": [str(Path(job.python).parent / "megalite")]}
     argv += [*scripts.get(launcher, ["--module", "megalite"]), *job.arguments]
     # DeepSpeed reads ~/.deepspeed_env by default; the options above carry everything.
     nothing = {"DS_ENV_FILE": str(job.scratch / "no-environment")}
     return Start((Command(tuple(argv), {**exported, **nothing}),), {hostfile: slots_file(job.hosts)})
+
+
+def _values_of(option: str, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the values of an option, written `--option VALUE` or `--option=VALUE`, and the other arguments."""
+    values, others, rest = list[str](), list[str](), list(arguments)
+    while rest:
+        name, equals, value = rest.pop(0).partition("=")
+        if name != option:
+            others.append(name + equals + value)
+        elif equals or rest:
+            values.append(value if equals else rest.pop(0))
+    return values, others
 
 
 def _require_plain_paths(job: Job) -> None:

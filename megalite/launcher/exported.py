@@ -62,13 +62,13 @@ def shown(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def named_variables(
-    exports: Sequence[str], env_file: Path | None, environ: Mapping[str, str]
+    exports: Sequence[str], env_files: Sequence[Path], environ: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the variables of --env-file and of all --export KEY[=VALUE], which win.
+    """Return the variables of every --env-file and --export KEY[=VALUE]; the last file wins, and --export over files.
 
-    Raises LaunchError with every problem of the file, or of the options.
+    Raises LaunchError with every problem of a file, or of the options.
     """
-    variables = {} if env_file is None else read_env_file(env_file)
+    variables = {name: value for path in env_files for name, value in read_env_file(path).items()}
     problems = []
     for export in exports:
         name, equals, value = export.partition("=")

@@ -14,8 +14,9 @@ def mpirun(job: Job, programs: Programs) -> Start:
     """
     require_first_slots(job, "mpirun")
     if not programs.mpi:
+        named = "on PATH" if programs.mpirun == "mpirun" else "(MPIRUN)"
         raise LaunchError(
-            "--backend mpirun: there is no mpirun on PATH; install Open MPI or MPICH, or use ssh"
+            f"--backend mpirun: there is no {programs.mpirun} {named}; install Open MPI or MPICH, or use ssh"
         )
     exported = {**job.exported, "MASTER_ADDR": job.master, "MASTER_PORT": str(job.port)}
     open_mpi = programs.mpi == "openmpi"
@@ -24,7 +25,7 @@ def mpirun(job: Job, programs: Programs) -> Start:
     hostfile = job.scratch / "hosts"
     options = _open_mpi(job, exported, str(hostfile)) if open_mpi else _hydra(job, exported, str(hostfile))
     text = slots_file(job.hosts) if open_mpi else counted_file(job.hosts)
-    argv = ("mpirun", "-n", str(job.world_size), *options, *job.extra, *job.rank_command)
+    argv = (programs.mpirun, "-n", str(job.world_size), *options, *job.extra, *job.rank_command)
     return Start((Command(argv, exported),), {hostfile: text})
 
 

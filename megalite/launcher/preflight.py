@@ -45,9 +45,9 @@ class Transport:
     prefix: Callable[[str], Sequence[str]]
 
 
-def over_ssh(port: int | None = None) -> Transport:
-    """Reach hosts by ssh, which may ask no question."""
-    options = ["-o", "BatchMode=yes", "-o", "ConnectTimeout=10", *(["-p", str(port)] if port else [])]
+def over_ssh(more: Sequence[str] = ()) -> Transport:
+    """Reach hosts by ssh, which may ask no question; more: options of ssh, as -p 2222."""
+    options = ["-o", "BatchMode=yes", "-o", "ConnectTimeout=10", *more]
     return Transport("ssh", lambda host: ["ssh", *options, "--", host])
 
 
@@ -62,9 +62,11 @@ def locally() -> Transport:
     return Transport("local", lambda host: ["sh", "-c"])
 
 
-def transport_to(found: Hosts) -> Transport:
-    """Return the way to reach hosts, which follows from where they were found."""
-    return {"hostfile": over_ssh, "slurm": over_srun, "local": locally}[found.source]()
+def transport_to(found: Hosts, ssh_options: Sequence[str] = ()) -> Transport:
+    """Return the way to reach hosts, which follows from where they were found; ssh_options: those of the backend."""
+    if found.source == "hostfile":
+        return over_ssh(ssh_options)
+    return over_srun() if found.source == "slurm" else locally()
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """megalite launch: what it decides before a process starts, what it prints, and what it refuses."""
 
+import os
 import shlex
 import sys
 
@@ -125,9 +126,58 @@ def test_the_backend_of_this_machine_is_the_train_command(folder, capsys):
 
 def test_the_arguments_of_the_backend_stand_behind_two_dashes(folder, capsys):
     lines = printed(capsys, "run.toml", "--backend", "torchrun", "--dry-run", "--interface", "eth0")
-    assert "GLOO_SOCKET_IFNAME=eth0" in lines[-1] and "NCCL_SOCKET_IFNAME=eth0" in lines[-1]
+    assert "GLOO_SOCKET_IFNAME=eth0" in lines[-1] and "NCCL_SOCKET_IFNAME==eth0" in lines[-1]
     assert main(["launch", "run.toml", "--backend", "torchrun", "--dry-run", "--", "--tee", "3"]) == 0
     assert "--nproc-per-node 4 --tee 3 -m megalite train run.toml" in capsys.readouterr().out
+
+
+def test_the_first_host_can_have_another_address_and_an_allocation_can_be_left_aside(
+    folder, capsys, monkeypatch
+):
+    hosts = ("run.toml", "--hostfile", "hosts", "--backend", "ssh")
+    assert "--master 10.0.0.1:4000 " in printed(capsys, *hosts, "--master", "10.0.0.1", "--port", "4000")[-1]
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[0-1]")
+    monkeypatch.setenv("SLURM_TASKS_PER_NODE", "2(x2)")
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    assert "on 2 hosts of the SLURM job 7" in printed(capsys, "run.toml")[0]
+    assert (
+        "on this machine, with --backend torchrun"
+        in printed(capsys, "run.toml", "--local", "--backend", "torchrun")[0]
+    )
+
+
+def test_an_mpirun_that_is_not_there_is_named(folder, capsys, monkeypatch):
+    monkeypatch.setenv("MPIRUN", "mpirun.absent")
+    assert "there is no mpirun.absent (MPIRUN)" in refusal(capsys, "run.toml", "--backend", "mpirun")
+
+
+@pytest.mark.parametrize(
+    ("backend", "append", "more", "options"),
+    [
+        ("ssh", "", ["-p", "2222"], ["-p", "2222"]),
+        ("deepspeed", "-p 2222 -i key", [], ["-p", "2222", "-i", "key"]),
+        ("deepspeed", "-i key", ["--ssh_port", "2222"], ["-i", "key", "-p", "2222"]),
+        ("deepspeed", "", ["--ssh_port=2222"], ["-p", "2222"]),
+        ("torchrun", "-p 2222", ["--tee", "3"], []),
+    ],
+)
+def test_the_hosts_are_asked_over_the_ssh_that_the_backend_uses(
+    folder, capsys, monkeypatch, backend, append, more, options
+):
+    """A cluster whose sshd listens at another port: the ranks would get there, so the question has to."""
+    (folder / "bin").mkdir()
+    for name, text in (("ssh", f'echo "$@" >> {folder}/asked; exit 255'), ("pdsh", "exit 1")):
+        (folder / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
+        (folder / "bin" / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("PDSH_SSH_ARGS_APPEND", append)
+    assert main(["launch", "run.toml", "--hostfile", "hosts", "--backend", backend, "--", *more]) == 2
+    assert "n1 did not pass the preflight" in capsys.readouterr().err
+    asked = (folder / "asked").read_text().splitlines()
+    common = "-o BatchMode=yes -o ConnectTimeout=10"
+    ours = sorted(line.partition(" -- ")[0].removeprefix(common).strip() for line in asked)
+    assert ours == [" ".join(options)] * 2
 
 
 @pytest.mark.parametrize(

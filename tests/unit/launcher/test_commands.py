@@ -222,3 +222,14 @@ def test_the_mpis_are_told_apart(version, mpi):
 def test_an_unknown_mpirun_is_named():
     with pytest.raises(LaunchError, match=r"mpirun --version says 'my own mpirun 1.0', which is neither"):
         mpi_of("my own mpirun 1.0\nmore")
+
+
+@pytest.mark.parametrize("typed", [["--launcher_args=--x 'a b'"], ["--launcher_args", "--x 'a b'"]])
+def test_the_users_arguments_for_deepspeeds_launcher_do_not_replace_ours(typed):
+    """DeepSpeed takes the last --launcher_args alone: the variables would not travel."""
+    job = replace(JOB, extra=(*typed, "--save_pid"))
+    argv = BACKENDS["deepspeed-mpich"](job, MPICH).commands[0].argv
+    [ours] = [word for word in argv if word.startswith("--launcher_args")]
+    alone = BACKENDS["deepspeed-mpich"](JOB, MPICH).commands[0].argv
+    [without] = [word for word in alone if word.startswith("--launcher_args")]
+    assert ours == f"{without} --x 'a b'" and "--launcher_args" not in argv and "--save_pid" in argv

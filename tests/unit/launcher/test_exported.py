@@ -40,7 +40,7 @@ def test_the_list_travels_without_secrets_devices_and_ranks():
 
 
 def test_a_named_secret_travels_and_is_not_shown():
-    named = named_variables(["HF_TOKEN", "EDITOR=nano -w", "EMPTY="], None, HERE)
+    named = named_variables(["HF_TOKEN", "EDITOR=nano -w", "EMPTY="], [], HERE)
     assert named == {"HF_TOKEN": "hf_secret", "EDITOR": "nano -w", "EMPTY": ""}
     sent = travelling(HERE, named)
     assert sent["HF_TOKEN"] == "hf_secret" and list(sent) == sorted(sent)
@@ -51,12 +51,15 @@ def test_a_named_secret_travels_and_is_not_shown():
 def test_options_go_before_the_file(tmp_path):
     path = tmp_path / "env"
     path.write_text("A=file\nB=file\n")
-    assert named_variables(["A=option"], path, {}) == {"A": "option", "B": "file"}
+    assert named_variables(["A=option"], [path], {}) == {"A": "option", "B": "file"}
+    later = tmp_path / "later"
+    later.write_text("B=later\n")
+    assert named_variables([], [path, later], {})["B"] == "later"
 
 
 def test_wrong_options_are_told_together():
     with pytest.raises(LaunchError) as caught:
-        named_variables(["NOT_SET", "A-B=1", "RANK=0", "CUDA_VISIBLE_DEVICES", "C=x\ny"], None, HERE)
+        named_variables(["NOT_SET", "A-B=1", "RANK=0", "CUDA_VISIBLE_DEVICES", "C=x\ny"], [], HERE)
     assert str(caught.value).split("\n  ") == [
         "the environment that travels has 5 problems",
         "--export NOT_SET: the variable is not set; write NOT_SET=VALUE",

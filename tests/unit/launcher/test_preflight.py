@@ -177,7 +177,7 @@ def test_another_program_on_a_port_is_not_taken_for_the_host():
 
 
 def test_commands_of_the_transports():
-    assert list(over_ssh(2222).prefix("n1")) == [
+    assert list(over_ssh(("-p", "2222")).prefix("n1")) == [
         *("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-p", "2222", "--", "n1")
     ]
     assert list(over_srun().prefix("n1"))[-3:] == ["--nodelist=n1", "sh", "-c"]
