@@ -22,7 +22,7 @@ def test_they_are_copied_and_nothing_is_replaced(
         "examples/pretrain/8b.toml",
         "launch/hostfile.example",
         "launch/jobset.yaml",
-        "launch/deepspeed_rank.py",
+        "launch/slurm.sbatch",
     ):
         assert (copy / name).read_bytes() == (ROOT / name).read_bytes()
     assert (copy / "launch/torchrun.sh").stat().st_mode & 0o111, "a launch script must stay executable"

@@ -1,4 +1,4 @@
-"""The scripts in launch/: run with the real torchrun and deepspeed, and with stand-ins for srun, mpirun and pdsh.
+"""The scripts in launch/: run with the real torchrun, and with stand-ins for srun and `python -m megalite launch`.
 
 tests/launch/real/ runs them on several hosts with the real programs.
 """
@@ -9,7 +9,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -19,18 +18,11 @@ import yaml
 import megalite
 from megalite.config.launch_section import LaunchSection
 from megalite.config.load import load_run
+from tests.cli.test_launch_cli import RUN
 from tests.support.selection import cases
 
 ROOT = Path(megalite.__file__).parents[1]
 LAUNCH = ROOT / "launch"
-ONE_RANK = {
-    "RANK": "0",
-    "WORLD_SIZE": "1",
-    "LOCAL_RANK": "0",
-    "LOCAL_WORLD_SIZE": "1",
-    "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "29500",
-}
 
 # A megalite whose command line tells what it was asked and which rank it is; the rest is the real one.
 SPEAKING_MAIN = """
@@ -84,11 +76,8 @@ def told(run: subprocess.CompletedProcess[str]) -> list[dict]:
     return sorted(lines, key=lambda line: line["rank"]["rank"])
 
 
-@pytest.mark.parametrize("launcher", cases(["torchrun", "deepspeed"], core=["torchrun"]))
-def test_the_real_launcher_starts_every_rank_with_the_run(folder, launcher):
-    run = launch(
-        folder, f"{launcher}.sh", "--training.steps", "3", environ={"RUN": "a run.toml", "RANKS": "2"}
-    )
+def test_the_real_torchrun_starts_every_rank_with_the_run(folder):
+    run = launch(folder, "torchrun.sh", "--training.steps", "3", environ={"RUN": "a run.toml", "RANKS": "2"})
     assert run.returncode == 0, run.stderr
     lines = told(run)
     assert [line["arguments"] for line in lines] == [["train", "a run.toml", "--training.steps", "3"]] * 2
@@ -96,152 +85,146 @@ def test_the_real_launcher_starts_every_rank_with_the_run(folder, launcher):
         (line["rank"]["rank"], line["rank"]["local_rank"], line["rank"]["world_size"]) for line in lines
     ]
     assert places == [(0, 0, 2), (1, 1, 2)]
-    assert {line["rank"]["launcher"] for line in lines} == {launcher}
+    assert {line["rank"]["launcher"] for line in lines} == {"torchrun"}
 
 
-@pytest.mark.parametrize("launcher", cases(["torchrun", "deepspeed"], core=["torchrun"]))
-def test_a_failing_rank_fails_the_launcher(folder, launcher):
-    run = launch(folder, f"{launcher}.sh", environ={"RUN": "run.toml", "RANKS": "2", "EXIT_CODE": "2"})
+def test_a_failing_rank_fails_torchrun(folder):
+    run = launch(folder, "torchrun.sh", environ={"RUN": "run.toml", "RANKS": "2", "EXIT_CODE": "2"})
     assert run.returncode != 0
 
 
 SPEAK = 'printf "%s\\n" "$(basename "$0")" "$@"'
-HOSTFILE = {"RUN": "run.toml", "HOSTFILE": "hosts", "INTERFACE": "eth1", "HF_HOME": "/models"}
-TRAIN = ["-m", "megalite", "train", "run.toml", "--training.steps", "3"]
-MPI_VERSIONS = {
-    "openmpi": "mpirun (Open MPI) 4.1.4",
-    "mpirun.openmpi": "mpirun.openmpi (OpenRTE) 4.1.4",
-    "mpich": "HYDRA build details:",
-    "intel": "Intel(R) MPI Library for Linux* OS, Version 2021.14",
+LAUNCHED = ["python", "-m", "megalite", "launch", "a run.toml"]
+
+
+def launched(folder: Path, script: str, *arguments: str, **environ: str) -> list[str]:
+    """Return the words behind `python -m megalite launch RUN` with which a script becomes that command."""
+    stand_in(folder, "python", SPEAK)
+    run = launch(folder, script, *arguments, environ={"RUN": "a run.toml", "PYTHON": "python", **environ})
+    words = run.stdout.splitlines()
+    assert words[:5] == LAUNCHED, run.stderr
+    return words[5:]
+
+
+BACKENDS = {
+    "pdsh": "deepspeed",
+    "openmpi": "deepspeed-openmpi",
+    "mpich": "deepspeed-mpich",
+    "impi": "deepspeed-impi",
 }
 
 
-def hostfile(folder: Path) -> None:
-    (folder / "hosts").write_text((LAUNCH / "hostfile.example").read_text() + "\n# the end\n")
+@pytest.mark.parametrize("launcher", [*BACKENDS, "mpirun"])
+def test_the_scripts_with_a_hostfile_are_megalite_launch(folder, launcher):
+    """It alone reads hostfiles, asks the hosts, names them, and ends what a lost host leaves."""
+    script, backend = "deepspeed.sh", BACKENDS.get(launcher, "mpirun")
+    variables = {"LAUNCHER": launcher, "HOSTFILE": "my hosts", "INTERFACE": "eth1", "MASTER_ADDR": "10.0.0.1"}
+    variables |= {"HF_HOME": "/my models", "MASTER_PORT": "4000"}
+    if launcher == "mpirun":
+        script = "mpirun.sh"
+    words = launched(folder, script, "--training.steps", "3", "--", "--more", "x y", **variables)
+    options = [*("--backend", backend), *("--port", "4000"), *("--hostfile", "my hosts")]
+    if script == "deepspeed.sh":
+        options = [*options[2:4], *options[:2], *options[4:]]
+    options += ["--master", "10.0.0.1", "--interface", "eth1", "--export", "HF_HOME"]
+    assert words == [*options, "--training.steps", "3", "--", "--more", "x y"]
 
 
-@pytest.mark.parametrize("mpi", MPI_VERSIONS)
-def test_mpirun_gets_the_ranks_of_the_hostfile_and_what_travels(folder, mpi):
-    hostfile(folder)
-    stand_in(
-        folder,
-        "mpirun",
-        f'[[ $1 == --version ]] && {{ echo "{MPI_VERSIONS[mpi]}"; seq 99999; exit; }}\n{SPEAK}',
-    )
-    run = launch(folder, "mpirun.sh", "--training.steps", "3", environ=HOSTFILE)
-    if "openmpi" in mpi:
-        travel = ("MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "PATH", "HF_HOME")
-        options = [word for name in travel for word in ("-x", name)]
-        options += ["--bind-to", "none", "--hostfile", "hosts"]
-    else:
-        options = ["-genvall", "-hosts", "node-a:8,node-b:8"]
-    assert run.stdout.splitlines() == ["mpirun", "-n", "16", *options, sys.executable, *TRAIN], run.stderr
+@pytest.mark.parametrize(
+    ("script", "environ", "options"),
+    [
+        ("deepspeed.sh", {}, ["--port", "29500", "--backend", "deepspeed", "--local"]),
+        (
+            "deepspeed.sh",
+            {"RANKS": "2"},
+            ["--port", "29500", "--backend", "deepspeed", "--local", "--slots", "2"],
+        ),
+        ("deepspeed.sh", {"LAUNCHER": "slurm"}, ["--port", "29500", "--backend", "deepspeed-slurm"]),
+        ("mpirun.sh", {}, ["--backend", "mpirun", "--port", "29500", "--local"]),
+        ("mpirun.sh", {"RANKS": "2"}, ["--backend", "mpirun", "--port", "29500", "--local", "--slots", "2"]),
+    ],
+)
+def test_without_a_hostfile_the_ranks_are_on_this_machine_or_in_the_allocation(
+    folder, script, environ, options
+):
+    assert launched(folder, script, **environ) == options
 
 
-def test_mpirun_meets_on_the_first_node_and_the_given_network(folder):
-    hostfile(folder)
-    stand_in(folder, "mpirun", 'echo "$MASTER_ADDR $MASTER_PORT $GLOO_SOCKET_IFNAME $NCCL_SOCKET_IFNAME"')
-    run = launch(folder, "mpirun.sh", environ=HOSTFILE)
-    assert run.stdout == "node-a 29500 eth1 eth1\n", run.stderr
-    assert launch(folder, "mpirun.sh").stdout == "127.0.0.1 29500  \n"
-
-
-# Stands for `python -m deepspeed.launcher.runner`: its arguments, and the file of variables as it is then.
-RUNNER = """
-printf "%s\\n" "$@"
-if [[ -n ${DS_ENV_FILE:-} ]]; then sed "s/^/file: /" "$DS_ENV_FILE"; echo "is: $DS_ENV_FILE"; fi"""
-COMMON = [
-    "-m",
-    "deepspeed.launcher.runner",
-    "--master_port",
-    "29500",
-    "--log_level",
-    "error",
-    "--no_local_rank",
-]
-OF_LAUNCHER = {
-    "pdsh": ([], [], ["--module", "megalite"]),
-    "openmpi": (
-        [],
-        ["-x MASTER_ADDR -x MASTER_PORT -x PATH -x GLOO_SOCKET_IFNAME -x NCCL_SOCKET_IFNAME -x HF_HOME "
-         "--mca btl_tcp_if_include eth1"],
-        ["--module", "megalite"],
-    ),
-    "mpich": ([], [], [str(LAUNCH / "deepspeed_rank.py")]),
-    "impi": ([], [], ["--module", "megalite"]),
-    "slurm": (["--no_ssh_check"], ["--kill-on-bad-exit=1"], [str(LAUNCH / "deepspeed_rank.py")]),
-}  # fmt: skip
-
-
-def wait_until_gone(folder: Path) -> None:
-    """Wait until no file of variables, which may hold secrets, is left."""
-    deadline = time.monotonic() + 20
-    while list(folder.glob("deepspeed-env-*")):
-        assert time.monotonic() < deadline, "the file outlives the launcher"
-        time.sleep(0.05)
-
-
-@pytest.mark.parametrize("launcher", OF_LAUNCHER)
-def test_deepspeed_gets_its_launcher_with_what_it_needs(folder, launcher):
-    hostfile(folder)
-    stand_in(folder, "python", RUNNER)
+def test_the_variables_of_deepspeeds_own_file_travel(folder):
     (folder / ".deepspeed_env").write_text("NCCL_DEBUG=WARN\n\n# a comment\n")
-    variables = HOSTFILE | {"LAUNCHER": launcher, "PYTHON": "python", "TMPDIR": str(folder)}
-    run = launch(folder, "deepspeed.sh", "--training.steps", "3", environ=variables)
-    lines = run.stdout.splitlines()
-    before, arguments, program = OF_LAUNCHER[launcher]
-    expected = [*COMMON, *before, "--hostfile", "hosts", "--launcher", launcher, "--force_multi"]
-    expected += [] if launcher == "pdsh" else ["--master_addr", "node-a"]
-    expected += [f"--launcher_args={text}" for text in arguments]
-    assert lines[: len(expected) + 6] == [*expected, *program, *TRAIN[2:]][: len(expected) + 6], run.stderr
-    files = [line.removeprefix("file: ") for line in lines if line.startswith("file: ")]
-    variables = ["GLOO_SOCKET_IFNAME=eth1", "NCCL_SOCKET_IFNAME=eth1", "HF_HOME=/models"]
-    # HOME and the working folder are the same here, so the line is there twice.
-    assert files == (["NCCL_DEBUG=WARN"] * 2 + variables if launcher == "pdsh" else [])
-    if launcher == "pdsh":
-        wait_until_gone(folder)
-
-
-def test_a_rank_of_deepspeeds_mpich_ends_the_helper_that_would_hide_its_failure(folder):
-    (folder / "launcher_helper.py").write_text(
-        "import subprocess, sys\nsubprocess.Popen([sys.executable, *sys.argv[1:]]).wait()\n"
-    )
-    for code, returned in ((0, 0), (75, 0), (3, -9)):
-        run = subprocess.run(
-            [sys.executable, "launcher_helper.py", LAUNCH / "deepspeed_rank.py", "train", "run.toml"],
-            cwd=folder,
-            env={"PATH": os.environ["PATH"], "PYTHONPATH": str(folder), "EXIT_CODE": str(code), **ONE_RANK},
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        assert run.returncode == returned, run.stderr
-        assert told(run)[0]["arguments"] == ["train", "run.toml"]
+    words = launched(folder, "deepspeed.sh", HOSTFILE="hosts")
+    # HOME and the working folder are the same here, so the file is there twice.
+    assert words[-4:] == ["--env-file", f"{folder}/.deepspeed_env", "--env-file", ".deepspeed_env"]
 
 
 @pytest.mark.parametrize(
     ("script", "environ", "message"),
     [
-        ("deepspeed.sh", {"HOSTFILE": "absent"}, "HOSTFILE: absent cannot be read"),
-        ("deepspeed.sh", {"HOSTFILE": "/dev/null"}, "HOSTFILE: /dev/null names no node"),
         ("deepspeed.sh", {"HOSTFILE": "hosts", "LAUNCHER": "ssh"}, "LAUNCHER: ssh is none of pdsh, openmpi"),
         (
             "deepspeed.sh",
-            {"HOSTFILE": "hosts", "HF_HOME": 'a"b'},
-            "HF_HOME: deepspeed cannot pass on a value",
+            {"HOSTFILE": "hosts", "LAUNCHER": "slurm"},
+            "LAUNCHER=slurm uses the nodes of the alloc",
         ),
-        ("mpirun.sh", {"HOSTFILE": "absent"}, "HOSTFILE: absent cannot be read"),
-        ("mpirun.sh", {"HOSTFILE": "/dev/null"}, "HOSTFILE: /dev/null names no node"),
-        ("mpirun.sh", {"MPIRUN": "mpirun.absent"}, "MPIRUN: there is no mpirun.absent"),
+        (
+            "deepspeed.sh",
+            {"HOSTFILE": "hosts", "RANKS": "4"},
+            "RANKS: with HOSTFILE the run's layout is the number",
+        ),
+        (
+            "mpirun.sh",
+            {"HOSTFILE": "hosts", "RANKS": "4"},
+            "RANKS: with HOSTFILE the run's layout is the number",
+        ),
         ("torchrun.sh", {"NODES": "2"}, "MASTER: set it to the first"),
     ],
 )
 def test_what_several_nodes_need_is_asked_for(folder, script, environ, message):
-    hostfile(folder)
-    stand_in(folder, "mpirun", SPEAK)
-    run = launch(folder, script, environ=environ | {"TMPDIR": str(folder)})
+    run = launch(folder, script, environ=environ)
     assert run.returncode == 2 and message in run.stderr
-    wait_until_gone(folder)
+
+
+HOSTFILES = {
+    "lots": ("n0 lots=8\n", "line 1, column 4: 'lots=8' is not a number of slots"),
+    "an unknown key": ("n0 slots=4 foo=3\n", "line 1, column 12: 'foo=3' stands behind the slots"),
+    "no slot": ("n0 slots=2\nn1 slots=0\n", "line 2, column 4: 'slots=0' leaves the host without ranks"),
+    "twice": ("n0 slots=2\nN0 slots=2\n", "line 2, column 1: 'N0' is named twice, first in line 1"),
+    "IPv6": ("fd00::1 slots=2\n", "line 1, column 1: 'fd00::1' is an IPv6 address"),
+    "upper case": ("n0 SLOTS=2\n", "line 1, column 4: 'SLOTS=2' is not a number of slots"),
+    "nothing": ("# n0 slots=2\n", "line 1: the file names no host"),
+}
+
+
+@pytest.mark.parametrize(
+    ("script", "content"),
+    cases(
+        [(script, name) for name in HOSTFILES for script in ("deepspeed.sh", "mpirun.sh")],
+        core=[("deepspeed.sh", "an unknown key"), ("mpirun.sh", "no slot")],
+    ),
+)
+def test_a_bad_line_of_a_hostfile_is_refused_with_its_place(folder, script, content):
+    text, message = HOSTFILES[content]
+    (folder / "my hosts").write_text(text)
+    run = launch_for_real(folder, script, HOSTFILE="my hosts")
+    assert run.returncode == 2 and message in run.stderr, run.stderr
+    assert "the hostfile my hosts" in run.stderr
+
+
+def test_a_hostfile_with_tabs_comments_and_crlf_is_taken(folder):
+    (folder / "hosts").write_bytes(b"n0\tslots=4\r\n\r\n# idle\r\nNode-B  slots=4 # the new one\r\n")
+    stand_in(folder, "mpirun.mpich", "echo HYDRA build details")
+    run = launch_for_real(folder, "mpirun.sh", "--dry-run", HOSTFILE="hosts", MPIRUN="mpirun.mpich")
+    assert run.returncode == 0, run.stderr
+    assert "mpirun.mpich -n 8 " in run.stdout and run.stdout.count("n0:4\nNode-B:4\nEND\n") == 1, run.stdout
+
+
+def launch_for_real(
+    folder: Path, script: str, *arguments: str, **environ: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a script with the real megalite in place of the one that speaks."""
+    shutil.rmtree(folder / "megalite")
+    (folder / "run.toml").write_text(RUN)
+    return launch(folder, script, *arguments, environ={"RUN": "run.toml", "PYTHONPATH": str(ROOT), **environ})
 
 
 def step_of(folder: Path, tasks: int) -> None:
