@@ -23,7 +23,8 @@ STUB = """
 import os, pathlib, signal, sys, time
 start, rank = os.environ.get("SLURM_RESTART_COUNT", "0"), os.environ["SLURM_PROCID"]
 job = os.environ["SLURM_JOB_ID"]
-signal.signal(signal.SIGTERM, lambda *_: os._exit(75))
+for number in (signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, lambda *_: os._exit(75))
 with open("starts", "a") as file:
     file.write(f"job {job} start {start} rank {rank} on {os.environ['SLURMD_NODENAME']}\\n")
 seconds, *codes = os.environ["PLAN"].split()  # seconds of the first start, and the exit code of each start
@@ -81,6 +82,16 @@ def test_a_job_that_stopped_to_be_resumed_is_requeued_and_one_that_failed_is_not
     assert ended["Restarts"] == "0" and ended["ExitCode"] == "1:0" and time.monotonic() - began < 45
     assert starts(folder) == expect(failed, 0)
     assert not slurm.hosts.processes(str(folder))
+
+
+@pytest.mark.parametrize("name", ["TERM", "USR1"])
+def test_a_signal_to_the_batch_script_alone_reaches_the_ranks(slurm, folder, name):
+    """As `--signal=B:TERM@300` sends it. A shell that waits for srun would note it, and the job would run on."""
+    job = submit(slurm, folder, "60 0 0")
+    running(slurm, folder, job)
+    slurm.run(["scancel", "--batch", f"--signal={name}", str(job)])
+    assert slurm.wait(job, "COMPLETED", timeout=50)["Restarts"] == "1"
+    assert starts(folder) == expect(job, 0, 1)
 
 
 def test_a_job_that_a_higher_partition_pre_empts_goes_on_after_it(slurm, folder):
